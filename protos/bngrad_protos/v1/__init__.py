@@ -1,0 +1,1 @@
+"""Generated code of proto package ``bngrad.v1``; ``make proto`` writes it."""

@@ -1,0 +1,187 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class DataType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DATA_TYPE_UNSPECIFIED: _ClassVar[DataType]
+    DATA_TYPE_FLOAT16: _ClassVar[DataType]
+    DATA_TYPE_BFLOAT16: _ClassVar[DataType]
+    DATA_TYPE_FLOAT32: _ClassVar[DataType]
+
+class ReserveSpace2Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    RESERVE_SPACE2_KIND_UNSPECIFIED: _ClassVar[ReserveSpace2Kind]
+    RESERVE_SPACE2_KIND_VARIANCE: _ClassVar[ReserveSpace2Kind]
+    RESERVE_SPACE2_KIND_INVERSE_STD: _ClassVar[ReserveSpace2Kind]
+
+class WorkerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    WORKER_STATE_UNSPECIFIED: _ClassVar[WorkerState]
+    WORKER_STATE_STARTING: _ClassVar[WorkerState]
+    WORKER_STATE_READY: _ClassVar[WorkerState]
+    WORKER_STATE_FAILED: _ClassVar[WorkerState]
+DATA_TYPE_UNSPECIFIED: DataType
+DATA_TYPE_FLOAT16: DataType
+DATA_TYPE_BFLOAT16: DataType
+DATA_TYPE_FLOAT32: DataType
+RESERVE_SPACE2_KIND_UNSPECIFIED: ReserveSpace2Kind
+RESERVE_SPACE2_KIND_VARIANCE: ReserveSpace2Kind
+RESERVE_SPACE2_KIND_INVERSE_STD: ReserveSpace2Kind
+WORKER_STATE_UNSPECIFIED: WorkerState
+WORKER_STATE_STARTING: WorkerState
+WORKER_STATE_READY: WorkerState
+WORKER_STATE_FAILED: WorkerState
+
+class Tensor(_message.Message):
+    __slots__ = ("dtype", "shape", "data")
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    dtype: DataType
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    data: bytes
+    def __init__(self, dtype: _Optional[_Union[DataType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class FusedBatchNormGradV3Request(_message.Message):
+    __slots__ = ("y_backprop", "x", "scale", "reserve_space_1", "reserve_space_2", "reserve_space_3", "epsilon", "data_format", "is_training", "reserve_space_2_kind")
+    Y_BACKPROP_FIELD_NUMBER: _ClassVar[int]
+    X_FIELD_NUMBER: _ClassVar[int]
+    SCALE_FIELD_NUMBER: _ClassVar[int]
+    RESERVE_SPACE_1_FIELD_NUMBER: _ClassVar[int]
+    RESERVE_SPACE_2_FIELD_NUMBER: _ClassVar[int]
+    RESERVE_SPACE_3_FIELD_NUMBER: _ClassVar[int]
+    EPSILON_FIELD_NUMBER: _ClassVar[int]
+    DATA_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    IS_TRAINING_FIELD_NUMBER: _ClassVar[int]
+    RESERVE_SPACE_2_KIND_FIELD_NUMBER: _ClassVar[int]
+    y_backprop: Tensor
+    x: Tensor
+    scale: Tensor
+    reserve_space_1: Tensor
+    reserve_space_2: Tensor
+    reserve_space_3: Tensor
+    epsilon: float
+    data_format: str
+    is_training: bool
+    reserve_space_2_kind: ReserveSpace2Kind
+    def __init__(self, y_backprop: _Optional[_Union[Tensor, _Mapping]] = ..., x: _Optional[_Union[Tensor, _Mapping]] = ..., scale: _Optional[_Union[Tensor, _Mapping]] = ..., reserve_space_1: _Optional[_Union[Tensor, _Mapping]] = ..., reserve_space_2: _Optional[_Union[Tensor, _Mapping]] = ..., reserve_space_3: _Optional[_Union[Tensor, _Mapping]] = ..., epsilon: _Optional[float] = ..., data_format: _Optional[str] = ..., is_training: bool = ..., reserve_space_2_kind: _Optional[_Union[ReserveSpace2Kind, str]] = ...) -> None: ...
+
+class FusedBatchNormGradV3Response(_message.Message):
+    __slots__ = ("x_backprop", "scale_backprop", "offset_backprop", "reserve_space_4", "reserve_space_5")
+    X_BACKPROP_FIELD_NUMBER: _ClassVar[int]
+    SCALE_BACKPROP_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_BACKPROP_FIELD_NUMBER: _ClassVar[int]
+    RESERVE_SPACE_4_FIELD_NUMBER: _ClassVar[int]
+    RESERVE_SPACE_5_FIELD_NUMBER: _ClassVar[int]
+    x_backprop: Tensor
+    scale_backprop: Tensor
+    offset_backprop: Tensor
+    reserve_space_4: Tensor
+    reserve_space_5: Tensor
+    def __init__(self, x_backprop: _Optional[_Union[Tensor, _Mapping]] = ..., scale_backprop: _Optional[_Union[Tensor, _Mapping]] = ..., offset_backprop: _Optional[_Union[Tensor, _Mapping]] = ..., reserve_space_4: _Optional[_Union[Tensor, _Mapping]] = ..., reserve_space_5: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
+
+class FusedBatchNormGradV2Request(_message.Message):
+    __slots__ = ("y_backprop", "x", "scale", "reserve_space_1", "reserve_space_2", "epsilon", "data_format", "is_training", "reserve_space_2_kind")
+    Y_BACKPROP_FIELD_NUMBER: _ClassVar[int]
+    X_FIELD_NUMBER: _ClassVar[int]
+    SCALE_FIELD_NUMBER: _ClassVar[int]
+    RESERVE_SPACE_1_FIELD_NUMBER: _ClassVar[int]
+    RESERVE_SPACE_2_FIELD_NUMBER: _ClassVar[int]
+    EPSILON_FIELD_NUMBER: _ClassVar[int]
+    DATA_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    IS_TRAINING_FIELD_NUMBER: _ClassVar[int]
+    RESERVE_SPACE_2_KIND_FIELD_NUMBER: _ClassVar[int]
+    y_backprop: Tensor
+    x: Tensor
+    scale: Tensor
+    reserve_space_1: Tensor
+    reserve_space_2: Tensor
+    epsilon: float
+    data_format: str
+    is_training: bool
+    reserve_space_2_kind: ReserveSpace2Kind
+    def __init__(self, y_backprop: _Optional[_Union[Tensor, _Mapping]] = ..., x: _Optional[_Union[Tensor, _Mapping]] = ..., scale: _Optional[_Union[Tensor, _Mapping]] = ..., reserve_space_1: _Optional[_Union[Tensor, _Mapping]] = ..., reserve_space_2: _Optional[_Union[Tensor, _Mapping]] = ..., epsilon: _Optional[float] = ..., data_format: _Optional[str] = ..., is_training: bool = ..., reserve_space_2_kind: _Optional[_Union[ReserveSpace2Kind, str]] = ...) -> None: ...
+
+class FusedBatchNormGradV2Response(_message.Message):
+    __slots__ = ("x_backprop", "scale_backprop", "offset_backprop", "reserve_space_3", "reserve_space_4")
+    X_BACKPROP_FIELD_NUMBER: _ClassVar[int]
+    SCALE_BACKPROP_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_BACKPROP_FIELD_NUMBER: _ClassVar[int]
+    RESERVE_SPACE_3_FIELD_NUMBER: _ClassVar[int]
+    RESERVE_SPACE_4_FIELD_NUMBER: _ClassVar[int]
+    x_backprop: Tensor
+    scale_backprop: Tensor
+    offset_backprop: Tensor
+    reserve_space_3: Tensor
+    reserve_space_4: Tensor
+    def __init__(self, x_backprop: _Optional[_Union[Tensor, _Mapping]] = ..., scale_backprop: _Optional[_Union[Tensor, _Mapping]] = ..., offset_backprop: _Optional[_Union[Tensor, _Mapping]] = ..., reserve_space_3: _Optional[_Union[Tensor, _Mapping]] = ..., reserve_space_4: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
+
+class BatchNormTrainingBackpropRequest(_message.Message):
+    __slots__ = ("input_forward", "output_delta", "mean", "variance", "gamma", "epsilon", "data_format")
+    INPUT_FORWARD_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_DELTA_FIELD_NUMBER: _ClassVar[int]
+    MEAN_FIELD_NUMBER: _ClassVar[int]
+    VARIANCE_FIELD_NUMBER: _ClassVar[int]
+    GAMMA_FIELD_NUMBER: _ClassVar[int]
+    EPSILON_FIELD_NUMBER: _ClassVar[int]
+    DATA_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    input_forward: Tensor
+    output_delta: Tensor
+    mean: Tensor
+    variance: Tensor
+    gamma: Tensor
+    epsilon: float
+    data_format: str
+    def __init__(self, input_forward: _Optional[_Union[Tensor, _Mapping]] = ..., output_delta: _Optional[_Union[Tensor, _Mapping]] = ..., mean: _Optional[_Union[Tensor, _Mapping]] = ..., variance: _Optional[_Union[Tensor, _Mapping]] = ..., gamma: _Optional[_Union[Tensor, _Mapping]] = ..., epsilon: _Optional[float] = ..., data_format: _Optional[str] = ...) -> None: ...
+
+class BatchNormTrainingBackpropResponse(_message.Message):
+    __slots__ = ("input_delta", "gamma_delta", "beta_delta")
+    INPUT_DELTA_FIELD_NUMBER: _ClassVar[int]
+    GAMMA_DELTA_FIELD_NUMBER: _ClassVar[int]
+    BETA_DELTA_FIELD_NUMBER: _ClassVar[int]
+    input_delta: Tensor
+    gamma_delta: Tensor
+    beta_delta: Tensor
+    def __init__(self, input_delta: _Optional[_Union[Tensor, _Mapping]] = ..., gamma_delta: _Optional[_Union[Tensor, _Mapping]] = ..., beta_delta: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
+
+class ServerInfoRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Device(_message.Message):
+    __slots__ = ("name", "description", "state", "restarts")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    RESTARTS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    description: str
+    state: WorkerState
+    restarts: int
+    def __init__(self, name: _Optional[str] = ..., description: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., restarts: _Optional[int] = ...) -> None: ...
+
+class Limits(_message.Message):
+    __slots__ = ("max_message_bytes", "arena_bytes")
+    MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ARENA_BYTES_FIELD_NUMBER: _ClassVar[int]
+    max_message_bytes: int
+    arena_bytes: int
+    def __init__(self, max_message_bytes: _Optional[int] = ..., arena_bytes: _Optional[int] = ...) -> None: ...
+
+class ServerInfoResponse(_message.Message):
+    __slots__ = ("version", "devices", "limits", "ops")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    DEVICES_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
+    OPS_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    devices: _containers.RepeatedCompositeFieldContainer[Device]
+    limits: Limits
+    ops: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, version: _Optional[str] = ..., devices: _Optional[_Iterable[_Union[Device, _Mapping]]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., ops: _Optional[_Iterable[str]] = ...) -> None: ...
