@@ -316,7 +316,8 @@ class _Checker:
             self._add(name, f"{name} must have no negative dimension, not shape {header.shape}")
             return
         nbytes = math.prod(header.shape) * header.dtype.itemsize
-        if nbytes >= 2**63:
+        # An empty tensor's other dimensions count too: NumPy cannot describe it otherwise.
+        if math.prod(max(length, 1) for length in header.shape) * header.dtype.itemsize >= 2**63:
             self._add(name, f"{name} must have fewer than 2**63 bytes, not shape {header.shape}")
         elif nbytes != header.nbytes:
             self._add(

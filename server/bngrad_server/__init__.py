@@ -1,0 +1,1 @@
+"""The server: transport, staging, batching and the pool of worker processes."""

@@ -25,7 +25,6 @@ class WorkerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WORKER_STATE_UNSPECIFIED: _ClassVar[WorkerState]
     WORKER_STATE_STARTING: _ClassVar[WorkerState]
     WORKER_STATE_READY: _ClassVar[WorkerState]
-    WORKER_STATE_FAILED: _ClassVar[WorkerState]
 DATA_TYPE_UNSPECIFIED: DataType
 DATA_TYPE_FLOAT16: DataType
 DATA_TYPE_BFLOAT16: DataType
@@ -36,7 +35,6 @@ RESERVE_SPACE2_KIND_INVERSE_STD: ReserveSpace2Kind
 WORKER_STATE_UNSPECIFIED: WorkerState
 WORKER_STATE_STARTING: WorkerState
 WORKER_STATE_READY: WorkerState
-WORKER_STATE_FAILED: WorkerState
 
 class Tensor(_message.Message):
     __slots__ = ("dtype", "shape", "data")

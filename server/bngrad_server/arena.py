@@ -1,0 +1,120 @@
+"""Shared memory for the tensors of all requests in flight, pooled and reused.
+
+Fresh pages cost several times more than the copy into them, so blocks are handed out lowest address first: memory that
+was touched once serves the next request.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections import deque
+from dataclasses import dataclass
+
+ALIGNMENT = 256
+"""Every block begins at a multiple of this, in bytes."""
+
+
+class ArenaTooSmallError(Exception):
+    """A request needs more than the whole arena."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A piece of the arena, in bytes."""
+
+    offset: int
+    nbytes: int
+
+
+class Arena:
+    """One anonymous shared-memory file, mapped here and by every worker; it vanishes with the last process.
+
+    Attributes:
+        fd: The file descriptor to pass to a worker.
+        nbytes: Its size.
+        buffer: The mapped memory.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = _round_up(nbytes)
+        self.fd = os.memfd_create("bngrad-arena")
+        os.ftruncate(self.fd, self.nbytes)
+        self.buffer = map_arena(self.fd, self.nbytes)
+        self._free = [Block(0, self.nbytes)]  # by offset, no two adjacent
+        self._changed = threading.Condition()
+        self._waiting: deque[object] = deque()
+
+    def allocate(self, nbytes: int, timeout_s: float | None = None) -> Block:
+        """Takes a block, waiting for memory where none is free; first come, first served.
+
+        Raises:
+            ArenaTooSmallError: The arena could never hold it.
+            TimeoutError: No memory became free in time.
+        """
+        nbytes = _round_up(nbytes)
+        if nbytes > self.nbytes:
+            raise ArenaTooSmallError(
+                f"the request needs {nbytes} bytes of staging memory, and the server has {self.nbytes}"
+            )
+        ticket = object()
+        with self._changed:
+            self._waiting.append(ticket)
+            try:
+                if not self._changed.wait_for(lambda: self._waiting[0] is ticket and self._fits(nbytes), timeout_s):
+                    raise TimeoutError(f"no {nbytes} bytes of staging memory became free in time")
+                return self._take(nbytes)
+            finally:
+                self._waiting.remove(ticket)
+                self._changed.notify_all()
+
+    def free(self, block: Block) -> None:
+        """Gives a block back, once."""
+        with self._changed:
+            self._free.append(block)
+            self._free.sort(key=lambda free: free.offset)
+            self._free = _merged(self._free)
+            self._changed.notify_all()
+
+    @property
+    def free_bytes(self) -> int:
+        """How much is not in use."""
+        with self._changed:
+            return sum(block.nbytes for block in self._free)
+
+    def close(self) -> None:
+        """Gives up the file; the memory goes once nobody maps it."""
+        os.close(self.fd)
+
+    def _fits(self, nbytes: int) -> bool:
+        return any(block.nbytes >= nbytes for block in self._free)
+
+    def _take(self, nbytes: int) -> Block:
+        index, block = next((i, block) for i, block in enumerate(self._free) if block.nbytes >= nbytes)
+        rest = Block(block.offset + nbytes, block.nbytes - nbytes)
+        self._free[index : index + 1] = [rest] if rest.nbytes else []
+        return Block(block.offset, nbytes)
+
+
+def map_arena(fd: int, nbytes: int) -> mmap.mmap:
+    """Maps an arena's file, with huge pages where the system offers them."""
+    buffer = mmap.mmap(fd, nbytes)
+    buffer.madvise(mmap.MADV_HUGEPAGE)
+    return buffer
+
+
+def _merged(blocks: list[Block]) -> list[Block]:
+    merged = blocks[:1]
+    for block in blocks[1:]:
+        last = merged[-1]
+        if last.offset + last.nbytes == block.offset:
+            merged[-1] = Block(last.offset, last.nbytes + block.nbytes)
+        else:
+            merged.append(block)
+    return merged
+
+
+def _round_up(nbytes: int) -> int:
+    """The next multiple of ALIGNMENT; at least one, so that every block has its own address."""
+    return max(ALIGNMENT, -(-nbytes // ALIGNMENT) * ALIGNMENT)

@@ -1,0 +1,83 @@
+"""``bngrad serve``."""
+
+from __future__ import annotations
+
+import logging
+
+import click
+
+from bngrad_server import lifecycle
+from bngrad_server.config import ServerConfig
+from bngrad_server.pool import WorkerStartError
+
+_DEFAULTS = ServerConfig()
+
+
+@click.command()
+@click.option(
+    "--listen",
+    multiple=True,
+    default=_DEFAULTS.listen,
+    show_default=True,
+    metavar="ADDRESS",
+    help="HOST:PORT (port 0 takes a free one) or unix:PATH; may be given several times.",
+)
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu"]),
+    default=_DEFAULTS.device,
+    show_default=True,
+    help="What to compute on; auto takes the best that this version supports and this machine has.",
+)
+@click.option(
+    "--threads",
+    type=click.IntRange(min=1),
+    default=_DEFAULTS.threads,
+    show_default="every core",
+    help="Threads of the CPU worker. Results have the same bits for any number.",
+)
+@click.option(
+    "--arena-bytes",
+    type=click.IntRange(min=1),
+    default=_DEFAULTS.arena_bytes,
+    show_default="half of the memory",
+    help="Memory for the tensors of all requests in flight; pages are taken when first used.",
+)
+@click.option(
+    "--max-batch-jobs",
+    type=click.IntRange(min=1),
+    default=_DEFAULTS.max_batch_jobs,
+    show_default=True,
+    help="The most requests that a worker gets at once.",
+)
+@click.option(
+    "--max-batch-bytes",
+    type=click.IntRange(min=1),
+    default=_DEFAULTS.max_batch_bytes,
+    show_default=True,
+    help="A batch is closed once its staged bytes reach this.",
+)
+@click.option(
+    "--drain-timeout",
+    "drain_timeout_s",
+    type=click.FloatRange(min=0),
+    default=_DEFAULTS.drain_timeout_s,
+    show_default=True,
+    help="Seconds that requests in flight may take to end after SIGTERM.",
+)
+def serve(
+    listen: tuple[str, ...],
+    device: str,
+    threads: int,
+    arena_bytes: int,
+    max_batch_jobs: int,
+    max_batch_bytes: int,
+    drain_timeout_s: float,
+) -> None:
+    """Starts a server, and stops it on SIGTERM or Ctrl-C once the requests in flight have ended."""
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
+    config = ServerConfig(listen, device, threads, arena_bytes, max_batch_jobs, max_batch_bytes, drain_timeout_s)
+    try:
+        lifecycle.serve(config)
+    except (lifecycle.ListenError, WorkerStartError) as error:
+        raise click.ClickException(str(error)) from error
