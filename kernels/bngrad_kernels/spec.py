@@ -103,7 +103,7 @@ class Spec:
         shape: The shape of y_backprop, x and x_backprop.
         channel_axis: The dimension of ``shape`` that holds the C channels.
         stats_dtype: The element type of the five 1-D tensors: float32, or bfloat16 beside a bfloat16 x.
-        epsilon: What is added to the variance, already rounded to float32.
+        epsilon: What is added to the variance; rounded to float32, which is the attribute's type.
         is_training: Whether the mean and the variance depend on x.
         reserve_space_2_kind: What reserve_space_2 holds.
     """
@@ -115,6 +115,9 @@ class Spec:
     epsilon: float = 1e-4
     is_training: bool = True
     reserve_space_2_kind: ReserveSpace2Kind = ReserveSpace2Kind.VARIANCE
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "epsilon", _float32(self.epsilon))
 
     @property
     def channels(self) -> int:
@@ -224,9 +227,9 @@ def batch_norm_training_backprop_spec(
     check.stats("input_forward", input_forward, axis, (mean.dtype,), variance=variance)
     if gamma is not None:
         check.stats("input_forward", input_forward, axis, (mean.dtype,), gamma=gamma)
-    rounded_epsilon = check.epsilon(epsilon, zero_allowed=False)
+    check.epsilon(epsilon, zero_allowed=False)
     check.raise_violations()
-    return Spec(input_forward.dtype, input_forward.shape, axis, mean.dtype, rounded_epsilon)
+    return Spec(input_forward.dtype, input_forward.shape, axis, mean.dtype, epsilon)
 
 
 def _tensorflow_spec(
@@ -245,9 +248,9 @@ def _tensorflow_spec(
     axis = check.tensors("x", x, "y_backprop", y_backprop, data_format, data_formats)
     stats = {"scale": scale, "reserve_space_1": reserve_space_1, "reserve_space_2": reserve_space_2}
     check.stats("x", x, axis, (FLOAT32,), **stats)
-    rounded_epsilon = check.epsilon(epsilon, zero_allowed=True)
+    check.epsilon(epsilon, zero_allowed=True)
     check.raise_violations()
-    return Spec(x.dtype, x.shape, axis, FLOAT32, rounded_epsilon, is_training, reserve_space_2_kind)
+    return Spec(x.dtype, x.shape, axis, FLOAT32, epsilon, is_training, reserve_space_2_kind)
 
 
 class _Checker:
@@ -326,14 +329,16 @@ class _Checker:
                 f"not {header.nbytes}",
             )
 
-    def epsilon(self, epsilon: float, *, zero_allowed: bool) -> float:
-        """Checks epsilon, and rounds it to float32, which is the attribute's type."""
-        with np.errstate(over="ignore"):
-            rounded = float(np.float32(epsilon))
+    def epsilon(self, epsilon: float, *, zero_allowed: bool) -> None:
+        rounded = _float32(epsilon)
         if not (math.isfinite(rounded) and (rounded > 0 or (zero_allowed and rounded == 0))):
             bound = "not negative" if zero_allowed else "positive"
             self._add("epsilon", f"epsilon must be finite and {bound} in float32, not {epsilon}")
-        return rounded
 
     def _add(self, field: str, description: str) -> None:
         self._violations.append(FieldViolation(field, description))
+
+
+def _float32(value: float) -> float:
+    with np.errstate(over="ignore"):
+        return float(np.float32(value))
