@@ -1,0 +1,138 @@
+"""What a server tells senders of bad messages, whatever client they use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+import bngrad
+from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
+from bngrad_protos.v1 import batch_norm_grad_pb2_grpc as pb_grpc
+from bngrad_server.embedded import EmbeddedServer
+
+TENSOR = pb.Tensor(dtype=pb.DATA_TYPE_FLOAT32, shape=[2, 3, 3, 4], data=bytes(288))
+STATS = pb.Tensor(dtype=pb.DATA_TYPE_FLOAT32, shape=[4], data=bytes(16))
+INPUTS = {"y_backprop": TENSOR, "x": TENSOR, "scale": STATS, "reserve_space_1": STATS, "reserve_space_2": STATS}
+
+
+@pytest.fixture(scope="module")
+def stub(server: EmbeddedServer) -> Iterator[pb_grpc.BatchNormGradServiceStub]:
+    with grpc.insecure_channel(server.target) as channel:
+        yield pb_grpc.BatchNormGradServiceStub(channel)
+
+
+def violations(error: grpc.RpcError) -> dict[str, str]:
+    """The field violations in the details of a refusal."""
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    status = rpc_status.from_call(error)
+    assert status is not None
+    bad_request = error_details_pb2.BadRequest()
+    assert status.details[0].Unpack(bad_request)
+    return {violation.field: violation.description for violation in bad_request.field_violations}
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        (pb.FusedBatchNormGradV3Request(), {name: f"{name} must be given" for name in INPUTS}),
+        (
+            pb.FusedBatchNormGradV3Request(**INPUTS | {"x": pb.Tensor(shape=[2, 3, 3, 4], data=bytes(288))}),
+            {
+                "x": "x must have one of the dtypes DATA_TYPE_FLOAT16, DATA_TYPE_BFLOAT16, DATA_TYPE_FLOAT32, "
+                "not DATA_TYPE_UNSPECIFIED"
+            },
+        ),
+        (
+            pb.FusedBatchNormGradV3Request(**INPUTS | {"x": pb.Tensor(dtype=99)}),
+            {"x": "x must have one of the dtypes DATA_TYPE_FLOAT16, DATA_TYPE_BFLOAT16, DATA_TYPE_FLOAT32, not 99"},
+        ),
+        (
+            pb.FusedBatchNormGradV3Request(**INPUTS, reserve_space_2_kind=7),
+            {"reserve_space_2_kind": "reserve_space_2_kind must be a known ReserveSpace2Kind, not 7"},
+        ),
+        (
+            pb.FusedBatchNormGradV3Request(**INPUTS, data_format="NDHWC", epsilon=-1),
+            {
+                "x": "x must be 5-dimensional for data_format NDHWC, not (2, 3, 3, 4)",
+                "epsilon": "epsilon must be finite and not negative in float32, not -1.0",
+            },
+        ),
+        (
+            pb.FusedBatchNormGradV3Request(
+                **INPUTS | {"scale": pb.Tensor(dtype=pb.DATA_TYPE_FLOAT32, shape=[4], data=bytes(15))}
+            ),
+            {"scale": "scale must have 16 bytes of data for shape (4,) and dtype float32, not 15"},
+        ),
+        (
+            pb.FusedBatchNormGradV3Request(
+                **INPUTS | {"x": pb.Tensor(dtype=pb.DATA_TYPE_FLOAT32, shape=[2**62, 2**62, -1, 4])}
+            ),
+            {
+                "x": "x must have no negative dimension, not shape (4611686018427387904, 4611686018427387904, -1, 4)",
+                "y_backprop": "x and y_backprop must have same shape, but x has shape (4611686018427387904, "
+                "4611686018427387904, -1, 4) and y_backprop has shape (2, 3, 3, 4)",
+            },
+        ),
+    ],
+)
+def test_every_violation_is_named(
+    stub: pb_grpc.BatchNormGradServiceStub, message: pb.FusedBatchNormGradV3Request, expected: dict[str, str]
+) -> None:
+    with pytest.raises(grpc.RpcError) as refused:
+        stub.FusedBatchNormGradV3(message)
+    assert violations(refused.value) == expected
+
+
+def test_the_onednn_op_needs_an_epsilon(stub: pb_grpc.BatchNormGradServiceStub) -> None:
+    message = pb.BatchNormTrainingBackpropRequest(input_forward=TENSOR, output_delta=TENSOR, mean=STATS, variance=STATS)
+    with pytest.raises(grpc.RpcError) as refused:
+        stub.BatchNormTrainingBackprop(message)
+    assert violations(refused.value) == {"epsilon": "epsilon must be given: it has no default"}
+
+
+def test_the_contents_of_reserve_space_3_are_ignored(stub: pb_grpc.BatchNormGradServiceStub) -> None:
+    expected = stub.FusedBatchNormGradV3(pb.FusedBatchNormGradV3Request(**INPUTS))
+    for tensor in (
+        pb.Tensor(dtype=pb.DATA_TYPE_FLOAT32, shape=[3], data=b"\xff" * 12),
+        pb.Tensor(dtype=pb.DATA_TYPE_FLOAT32, shape=[1000, 1000]),
+        pb.Tensor(dtype=pb.DATA_TYPE_FLOAT32),
+    ):
+        assert stub.FusedBatchNormGradV3(pb.FusedBatchNormGradV3Request(**INPUTS, reserve_space_3=tensor)) == expected
+
+
+def test_absent_attributes_mean_the_ops_defaults(stub: pb_grpc.BatchNormGradServiceStub) -> None:
+    explicit = pb.FusedBatchNormGradV3Request(**INPUTS, epsilon=1e-4, data_format="NHWC", is_training=True)
+    assert stub.FusedBatchNormGradV3(pb.FusedBatchNormGradV3Request(**INPUTS)) == stub.FusedBatchNormGradV3(explicit)
+
+
+@pytest.mark.parametrize("garbage", [b"\xff" * 100, b"\x0a\xff\xff\xff\xff\x0f", b"\x0a"])
+def test_garbage_is_refused_and_harms_nobody(server: EmbeddedServer, garbage: bytes) -> None:
+    with grpc.insecure_channel(server.target) as channel:
+        call = channel.unary_unary("/bngrad.v1.BatchNormGradService/FusedBatchNormGradV3")
+        with pytest.raises(grpc.RpcError):
+            call(garbage)
+        pb_grpc.BatchNormGradServiceStub(channel).FusedBatchNormGradV3(pb.FusedBatchNormGradV3Request(**INPUTS))
+
+
+def test_the_client_hands_violations_on(client: bngrad.Client) -> None:
+    tensor, stats = np.zeros((2, 3, 3, 4), np.float32), np.zeros(4, np.float32)
+    inputs: list[Any] = [tensor, tensor, stats[:3], stats, stats[:2]]
+    with pytest.raises(bngrad.InvalidArgumentError) as refused:
+        client.fused_batch_norm_grad_v2(*inputs)
+    assert [violation.field for violation in refused.value.violations] == ["scale", "reserve_space_2"]
+    assert "scale must have the same number of elements as the channels of x, got 3 and 4" in str(refused.value)
+
+
+def test_a_request_larger_than_the_arena_is_refused() -> None:
+    tensor, stats = np.zeros((100, 4), np.float32), np.zeros(4, np.float32)
+    with EmbeddedServer(options=("--arena-bytes", "2048")) as server, bngrad.Client(server.target) as client:
+        with pytest.raises(bngrad.ResourceExhaustedError, match=r"needs \d+ bytes of staging memory, and the server"):
+            client.batch_norm_training_backprop(tensor, tensor, stats, stats, epsilon=1e-3)
+        small = tensor[:1]
+        client.batch_norm_training_backprop(small, small, stats, stats, epsilon=1e-3)

@@ -1,0 +1,111 @@
+"""Workers that die, clients that lose patience: nobody loses a request, nothing leaks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.integration.conftest import wait_until, worker_pid
+from tests.integration.problems import assert_gradients, random_inputs
+
+import bngrad
+from bngrad_kernels.spec import FLOAT32, Spec
+from bngrad_server.embedded import EmbeddedServer
+
+SPEC = Spec(FLOAT32, (32, 14, 14, 64), 3)
+INPUTS = random_inputs(SPEC)
+
+
+def test_a_request_survives_the_worker_that_held_it(own_server: EmbeddedServer) -> None:
+    worker = worker_pid(own_server)
+    os.kill(worker, signal.SIGSTOP)
+    with bngrad.Client(own_server.target) as client, ThreadPoolExecutor() as threads:
+        answer = threads.submit(client.fused_batch_norm_grad_v2, *INPUTS)
+        with pytest.raises(FutureTimeoutError):
+            answer.result(0.5)
+        os.kill(worker, signal.SIGKILL)
+        assert_gradients(SPEC, INPUTS, answer.result(60))
+        assert client.server_info().devices[0].restarts == 1
+
+
+def test_an_idle_worker_that_dies_is_replaced_before_anyone_asks(own_server: EmbeddedServer) -> None:
+    with bngrad.Client(own_server.target) as client:
+        os.kill(worker_pid(own_server), signal.SIGKILL)
+        wait_until(lambda: client.server_info().devices[0].restarts == 1)
+        wait_until(lambda: client.server_info().devices[0].state == "ready")
+        assert_gradients(SPEC, INPUTS, client.fused_batch_norm_grad_v2(*INPUTS))
+
+
+def test_no_request_is_lost_while_workers_are_killed_under_load(own_server: EmbeddedServer) -> None:
+    stopping = threading.Event()
+    with bngrad.Client(own_server.target) as client, ThreadPoolExecutor(9) as threads:
+        expected = client.fused_batch_norm_grad_v2(*INPUTS)
+
+        def load() -> int:
+            answers = 0
+            while not stopping.is_set():
+                for ours, theirs in zip(client.fused_batch_norm_grad_v2(*INPUTS), expected, strict=True):
+                    np.testing.assert_array_equal(ours, theirs)
+                answers += 1
+            return answers
+
+        callers = [threads.submit(load) for _ in range(8)]
+        for kills in range(1, 4):
+            os.kill(worker_pid(own_server), signal.SIGKILL)
+            wait_until(lambda kills=kills: client.server_info().devices[0].restarts == kills)  # type: ignore[misc]
+            wait_until(lambda: client.server_info().devices[0].state == "ready")
+        stopping.set()
+        assert all(caller.result() > 0 for caller in callers)
+
+
+def test_a_request_that_kills_every_worker_is_given_up_and_the_server_goes_on(own_server: EmbeddedServer) -> None:
+    front = own_server.process.pid
+    arena = next(fd for fd in Path(f"/proc/{front}/fd").iterdir() if "bngrad-arena" in str(fd.readlink()))
+    nbytes = arena.stat().st_size
+    with bngrad.Client(own_server.target) as client, ThreadPoolExecutor() as threads:
+        os.kill(worker_pid(own_server), signal.SIGSTOP)
+        answer = threads.submit(client.fused_batch_norm_grad_v2, *INPUTS)
+        with pytest.raises(FutureTimeoutError):
+            answer.result(0.5)
+        os.truncate(arena, 0)  # the worker that now reads the staged request dies of SIGBUS
+        os.kill(worker_pid(own_server), signal.SIGCONT)
+        with pytest.raises(bngrad.InternalError, match="3 workers died while computing this request"):
+            answer.result(60)
+        os.truncate(arena, nbytes)
+        assert_gradients(SPEC, INPUTS, client.fused_batch_norm_grad_v2(*INPUTS))
+
+
+def test_a_deadline_ends_the_wait_and_frees_the_memory() -> None:
+    with EmbeddedServer(options=("--arena-bytes", str(2**23))) as server, bngrad.Client(server.target) as client:
+        worker = worker_pid(server)
+        os.kill(worker, signal.SIGSTOP)
+        for _ in range(4):  # each takes most of the arena
+            with pytest.raises(bngrad.DeadlineExceededError):
+                client.fused_batch_norm_grad_v2(*INPUTS, timeout=0.3)
+        os.kill(worker, signal.SIGCONT)
+        assert_gradients(SPEC, INPUTS, client.fused_batch_norm_grad_v2(*INPUTS))
+
+
+def test_many_threads_share_a_client_and_get_the_bits_of_a_single_request(client: bngrad.Client) -> None:
+    specs = [
+        Spec(FLOAT32, (4, 7, 7, 32), 3),
+        Spec(FLOAT32, (2, 5, 5, 3), 3),
+        Spec(FLOAT32, (8, 14, 14, 16), 3),
+        Spec(FLOAT32, (1, 1, 1, 1), 3),
+    ]
+    problems = [random_inputs(spec, seed) for seed, spec in enumerate(specs)]
+    alone = [client.fused_batch_norm_grad_v2(*inputs) for inputs in problems]
+
+    def check(index: int) -> None:
+        which = index % len(specs)
+        for ours, theirs in zip(client.fused_batch_norm_grad_v2(*problems[which]), alone[which], strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+
+    with ThreadPoolExecutor(32) as threads:
+        list(threads.map(check, range(1000)))

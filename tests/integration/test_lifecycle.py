@@ -1,0 +1,171 @@
+"""From start to end: readiness, reflection, draining, signals, what is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from tests.integration.conftest import is_running, wait_until, worker_pid
+
+import bngrad
+from bngrad_protos import __version__
+from bngrad_server.embedded import EmbeddedServer, ServerStartError
+
+SERVICE = "bngrad.v1.BatchNormGradService"
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+TENSOR, STATS = np.ones((2, 3, 3, 4), np.float32), np.ones(4, np.float32)
+
+
+def call(client: bngrad.Client, timeout: float = 30) -> None:
+    client.fused_batch_norm_grad_v2(TENSOR, TENSOR, STATS, STATS, STATS, timeout=timeout)
+
+
+@pytest.mark.parametrize("service", ["", SERVICE])
+def test_health_is_not_serving_before_the_worker_is_warm_and_serving_after(tmp_path: Path, service: str) -> None:
+    address = f"unix:{tmp_path}/bngrad.sock"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bngrad_server", "serve", "--listen", address],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    with process, grpc.insecure_channel(address) as channel:
+        check = health_pb2_grpc.HealthStub(channel).Check
+        message = health_pb2.HealthCheckRequest(service=service)
+        assert check(message, wait_for_ready=True, timeout=30).status == NOT_SERVING
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith(b"bngrad %s ready on unix:" % __version__.encode())
+        assert check(message).status == SERVING
+        process.terminate()
+
+
+def test_requests_that_arrive_before_the_worker_is_warm_wait_for_it(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/bngrad.sock"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "bngrad_server", "serve", "--listen", address],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    with process, bngrad.Client(address) as client:
+        wait_until(Path(tmp_path, "bngrad.sock").exists)
+        call(client)
+        process.terminate()
+
+
+def test_reflection_lists_the_services(server: EmbeddedServer) -> None:
+    with grpc.insecure_channel(server.target) as channel:
+        services = ProtoReflectionDescriptorDatabase(channel).get_services()
+    assert {SERVICE, "grpc.health.v1.Health"} <= set(services)
+
+
+def test_server_info_says_what_the_server_is(client: bngrad.Client) -> None:
+    info = client.server_info()
+    assert info.version == __version__
+    assert [device.name for device in info.devices] == ["cpu"]
+    assert info.devices[0].state == "ready"
+    assert "FusedBatchNormGradV3" in info.ops
+    assert info.max_message_bytes == 2**31 - 1
+    assert info.arena_bytes > 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_requests_in_flight_end_and_the_server_exits_0(
+    own_server: EmbeddedServer, number: signal.Signals
+) -> None:
+    worker = worker_pid(own_server)
+    answered = threading.Event()
+
+    def request() -> None:
+        with bngrad.Client(own_server.target) as client:
+            call(client)
+            answered.set()
+
+    os.kill(worker, signal.SIGSTOP)
+    thread = threading.Thread(target=request)
+    thread.start()
+    thread.join(0.5)
+    own_server.process.send_signal(number)
+    thread.join(0.5)
+    assert not answered.is_set()
+    os.kill(worker, signal.SIGCONT)
+    thread.join()
+    assert answered.is_set()
+    assert own_server.process.wait(30) == 0
+    assert not is_running(worker)
+
+
+def test_draining_refuses_new_requests(own_server: EmbeddedServer) -> None:
+    with bngrad.Client(own_server.target) as client:
+        call(client)
+        own_server.stop()
+        with pytest.raises(bngrad.UnavailableError):
+            call(client)
+
+
+def test_a_second_signal_ends_the_server_at_once(own_server: EmbeddedServer) -> None:
+    worker = worker_pid(own_server)
+    os.kill(worker, signal.SIGSTOP)
+
+    def request() -> None:
+        with bngrad.Client(own_server.target) as client, pytest.raises(bngrad.BngradError):
+            call(client)
+
+    thread = threading.Thread(target=request)
+    thread.start()
+    thread.join(0.5)
+    own_server.process.terminate()
+    thread.join(0.5)
+    own_server.process.terminate()
+    assert own_server.process.wait(5) == 128 + signal.SIGTERM
+    os.kill(worker, signal.SIGCONT)
+    wait_until(lambda: not is_running(worker), 5)
+    thread.join()
+
+
+def test_a_killed_front_leaves_no_worker_and_no_shared_memory_behind(own_server: EmbeddedServer) -> None:
+    with bngrad.Client(own_server.target) as client:
+        call(client)
+    worker = worker_pid(own_server)
+    before = set(os.listdir("/dev/shm"))
+    own_server.process.kill()
+    wait_until(lambda: not is_running(worker), 5)
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def test_a_server_can_listen_again_where_one_has_just_ended(own_server: EmbeddedServer) -> None:
+    target = own_server.target
+    with bngrad.Client(target) as client:
+        call(client)
+    own_server.stop()
+    with EmbeddedServer(target) as successor, bngrad.Client(successor.target) as client:
+        call(client)
+
+
+def test_a_taken_port_is_named(server: EmbeddedServer) -> None:
+    with (
+        pytest.raises(ServerStartError, match=f"Error: cannot listen on {server.target}"),
+        EmbeddedServer(server.target),
+    ):
+        pass
+
+
+def test_a_wrong_address_is_named() -> None:
+    with pytest.raises(ServerStartError, match="Error: cannot listen on nowhere:port"), EmbeddedServer("nowhere:port"):
+        pass
+
+
+def test_a_worker_that_cannot_start_ends_the_server_with_a_reason() -> None:
+    code = "import sys; sys.executable = '/bin/false'; from bngrad_server.cli import main; main()"
+    serve = [sys.executable, "-c", code, "serve", "--listen", "127.0.0.1:0"]
+    ended = subprocess.run(serve, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert "Error: the worker of device cpu ended before it was ready" in ended.stderr
