@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -75,6 +76,12 @@ class BatchNormGradService(pb_grpc.BatchNormGradServiceServicer):
     ) -> ResponseMessage:
         with (
             status_of_errors(context),
-            self._engine.computed(read(message), context.time_remaining(), context.add_callback) as problem,
+            self._engine.computed(read(message), _timeout_s(context), context.add_callback) as problem,
         ):
             return response(problem)
+
+
+def _timeout_s(context: grpc.ServicerContext) -> float | None:
+    """The time that the client still gives; gRPC tells "for ever" as centuries, which no lock can wait for."""
+    remaining_s = context.time_remaining()
+    return None if remaining_s is None or remaining_s > threading.TIMEOUT_MAX else remaining_s
