@@ -1,0 +1,126 @@
+"""The table and the summary of the kernel benchmark."""
+
+from __future__ import annotations
+
+import math
+import platform
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.kernels.cases import Case
+from benchmarks.kernels.rivals import BNGRAD, COPY
+
+FLOOR_PER_COPY = 1.5
+"""The gradient moves three tensors (dy and x in, x_backprop out), a copy two."""
+BOTH_CORES = 0.95
+"""CPU seconds per wall second and thread, below which a rival did not have all its threads."""
+
+
+@dataclass
+class Row:
+    """What was measured of one case.
+
+    Attributes:
+        milliseconds: The median time of each rival that computes the case.
+        cores: CPU seconds per wall second of each.
+        spread: Half the distance between the quartiles, relative to the median, of each.
+    """
+
+    case: Case
+    milliseconds: dict[str, float]
+    cores: dict[str, float]
+    spread: dict[str, float]
+
+    @property
+    def floor(self) -> float:
+        return FLOOR_PER_COPY * self.milliseconds[COPY]
+
+    @property
+    def best_peer(self) -> str | None:
+        peers = {name: time for name, time in self.milliseconds.items() if name not in (BNGRAD, COPY)}
+        return min(peers, key=lambda name: peers[name]) if peers else None
+
+    @property
+    def to_best_peer(self) -> float | None:
+        if self.best_peer is None or BNGRAD not in self.milliseconds:
+            return None
+        return self.milliseconds[BNGRAD] / self.milliseconds[self.best_peer]
+
+    @property
+    def subject(self) -> str | None:
+        """Whose speed the last columns give: bngrad's, or the best peer's where bngrad is left out."""
+        return BNGRAD if BNGRAD in self.milliseconds else self.best_peer
+
+    def as_json(self) -> dict[str, Any]:
+        case = self.case
+        return {
+            "layout": case.layout, "dtype": case.dtype, "chw": case.chw, "is_training": case.is_training,
+            "milliseconds": self.milliseconds, "cores": self.cores, "spread": self.spread,
+            "floor_milliseconds": self.floor, "best_peer": self.best_peer, "to_best_peer": self.to_best_peer,
+        }  # fmt: skip
+
+
+def header(names: list[str]) -> str:
+    columns = "".join(f" {name:>14}" for name in names)
+    return f"{'milliseconds, median':25}{columns}{'floor':>9}{'GB/s':>7}{'/peer':>7}{'/floor':>8}  best peer"
+
+
+def line(row: Row, names: list[str], threads: int) -> str:
+    cells = "".join(f"{_cell(row, name, threads):>15}" for name in names)
+    subject = row.subject
+    tail = f"{row.floor:9.3f}"
+    if subject is not None:
+        milliseconds = row.milliseconds[subject]
+        ratio = "-" if row.to_best_peer is None else f"{row.to_best_peer:.2f}"
+        gigabytes = 3 * row.case.spec.tensor_nbytes / milliseconds / 1e6
+        tail += f"{gigabytes:7.1f}{ratio:>7}{milliseconds / row.floor:8.2f}  {row.best_peer or '-'}"
+    return f"{row.case!s:25}{cells}{tail}"
+
+
+def _cell(row: Row, name: str, threads: int) -> str:
+    if name not in row.milliseconds:
+        return "-"
+    mark = "" if row.cores[name] >= BOTH_CORES * threads else "!"
+    return f"{row.milliseconds[name]:.3f}{mark}"
+
+
+def summary(rows: list[Row], names: list[str], threads: int) -> str:
+    lines = []
+    short = sum(cores < BOTH_CORES * threads for row in rows for cores in row.cores.values())
+    if short:
+        lines.append(f"! {short} of the times are of rivals that used fewer than {BOTH_CORES * threads:.1f} cores")
+    for name in names:
+        ratios = [row.milliseconds[name] / row.floor for row in rows if name in row.milliseconds]
+        if ratios:
+            lines.append(f"{name:>14} / floor: geometric mean {_geometric_mean(ratios):.2f} of {len(ratios)} cases")
+    compared = [(row.to_best_peer, row) for row in rows if row.to_best_peer is not None]
+    if compared:
+        worst, at = max(compared, key=lambda pair: pair[0])
+        mean = _geometric_mean([ratio for ratio, _ in compared])
+        slower = sum(ratio > 1 for ratio, _ in compared)
+        lines.append(
+            f"{BNGRAD} / best peer: geometric mean {mean:.3f}, slower in {slower} of {len(compared)} cases, "
+            f"worst {worst:.2f} ({' '.join(str(at.case).split())}, against {at.best_peer})"
+        )
+    return "\n".join(lines)
+
+
+def machine(versions: dict[str, str], threads: int) -> dict[str, Any]:
+    """What the numbers depend on."""
+    root = Path(__file__).parent
+    git = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
+    models = [text for text in Path("/proc/cpuinfo").read_text().splitlines() if text.startswith("model name")]
+    return {
+        "cpu": models[0].partition(":")[2].strip() if models else platform.processor(),
+        "threads": threads,
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "commit": subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip(),
+        "versions": versions,
+    }
+
+
+def _geometric_mean(values: list[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))

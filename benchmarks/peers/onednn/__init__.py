@@ -1,0 +1,1 @@
+"""oneDNN: the primitive ``batch_normalization_backward``, and Graph's ``BatchNormTrainingBackprop``."""
