@@ -1,0 +1,46 @@
+"""Client of bngrad, the gRPC service that computes gradients of fused batch normalisation.
+
+    with bngrad.Client("localhost:50051") as client:
+        gradients = client.fused_batch_norm_grad_v3(y_backprop, x, scale, mean, variance, None)
+        gradients.x_backprop
+
+`bngrad.aio.Client` is the same to ``await``.
+"""
+
+from __future__ import annotations
+
+from bngrad import aio
+from bngrad._client import Client
+from bngrad._errors import (
+    BngradError,
+    ClientClosedError,
+    DeadlineExceededError,
+    FieldViolation,
+    InternalError,
+    InvalidArgumentError,
+    ResourceExhaustedError,
+    UnavailableError,
+    UnimplementedError,
+)
+from bngrad._results import BatchNormTrainingBackprop, Device, FusedBatchNormGradV2, FusedBatchNormGradV3, ServerInfo
+from bngrad_protos import __version__
+
+__all__ = [
+    "BatchNormTrainingBackprop",
+    "BngradError",
+    "Client",
+    "ClientClosedError",
+    "DeadlineExceededError",
+    "Device",
+    "FieldViolation",
+    "FusedBatchNormGradV2",
+    "FusedBatchNormGradV3",
+    "InternalError",
+    "InvalidArgumentError",
+    "ResourceExhaustedError",
+    "ServerInfo",
+    "UnavailableError",
+    "UnimplementedError",
+    "__version__",
+    "aio",
+]

@@ -1,0 +1,101 @@
+"""Other people's tensors as NumPy arrays, without a copy where their memory allows."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from bngrad._errors import FieldViolation, InvalidArgumentError, invalid_argument
+from bngrad._results import Array
+
+_HOST_DEVICE_TYPES = frozenset({1, 3, 11, 13})
+"""DLPack's numbers of what the CPU can read: its own memory, and CUDA's and ROCm's pinned and managed memory."""
+
+
+def as_arrays(tensors: Mapping[str, Any]) -> dict[str, Array]:
+    """The arrays of several arguments.
+
+    Raises:
+        InvalidArgumentError: Names every argument that is not an array in the CPU's memory.
+    """
+    arrays: dict[str, Array] = {}
+    violations: list[FieldViolation] = []
+    for field, value in tensors.items():
+        try:
+            arrays[field] = as_array(field, value)
+        except InvalidArgumentError as error:
+            violations += error.violations
+    if violations:
+        raise invalid_argument(*violations)
+    return arrays
+
+
+def as_array(field: str, value: Any) -> Array:
+    """A view of a tensor where one can be had, else a copy.
+
+    Args:
+        field: The argument's name, for errors.
+        value: A NumPy array, a tensor of PyTorch, TensorFlow or JAX, anything else that has ``__dlpack__`` or
+            ``__array__``, or numbers in (nested) Python sequences, which become float32 as in TensorFlow.
+
+    Raises:
+        InvalidArgumentError: It is none of these, or it is on a device other than the CPU.
+    """
+    if isinstance(value, np.ndarray):
+        return np.asarray(value)
+    try:
+        device = _foreign_device(value)
+        if device is None:
+            return _from_host(value)
+    except Exception as error:  # Whatever foreign code raises, the caller has to know which argument it was.
+        description = f"{field} must be an array, but converting the {_type_name(value)} failed: {error}"
+        raise invalid_argument(FieldViolation(field, description)) from error
+    description = f"{field} must be in the CPU's memory, but the {_type_name(value)} is on {device}: copy it first"
+    raise invalid_argument(FieldViolation(field, description))
+
+
+def _foreign_device(value: Any) -> str | None:
+    """Where a tensor is, if the CPU cannot read it there."""
+    if _is_torch(value):
+        return None if value.device.type == "cpu" else f"device {value.device}"
+    if hasattr(value, "__dlpack_device__"):
+        kind, number = value.__dlpack_device__()
+        return None if int(kind) in _HOST_DEVICE_TYPES else f"device {number} of DLPack type {int(kind)}"
+    # Numba's device arrays speak no DLPack, and would be copied from the GPU without a word.
+    return "a CUDA device" if hasattr(value, "__cuda_array_interface__") else None
+
+
+def _from_host(value: Any) -> Array:
+    if _is_torch(value):
+        return _from_torch(value)
+    # TensorFlow's and JAX's own conversion knows bfloat16, which NumPy's reading of DLPack does not.
+    if hasattr(value, "__dlpack__") and not hasattr(value, "__array__"):
+        return np.from_dlpack(value)
+    array = np.asarray(value)
+    # float64 and int64 are what NumPy makes of Python's own numbers; nobody asked for them.
+    if isinstance(value, list | tuple) and array.dtype in (np.float64, np.int64):
+        return array.astype(np.float32)
+    return array
+
+
+def _from_torch(tensor: Any) -> Array:
+    """A view; NumPy can read neither tensors that require a gradient nor bfloat16."""
+    torch = sys.modules["torch"]
+    plain = tensor.detach().resolve_neg()
+    if plain.dtype == torch.bfloat16:
+        return np.asarray(plain.view(torch.int16)).view(ml_dtypes.bfloat16)
+    return np.asarray(plain)
+
+
+def _is_torch(value: Any) -> bool:
+    """Whether it is a tensor of PyTorch, which is not imported for that: who has a tensor has imported it."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, getattr(torch, "Tensor", ()))
+
+
+def _type_name(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")

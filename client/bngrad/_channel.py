@@ -1,0 +1,53 @@
+"""What both clients have to know of gRPC channels."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Iterable
+from typing import Any, TypeAlias
+
+from bngrad._errors import FieldViolation, invalid_argument
+
+ChannelOption: TypeAlias = tuple[str, Any]
+
+DEFAULT_TIMEOUT_S = 60.0
+
+_DEFAULT_OPTIONS: dict[str, Any] = {
+    "grpc.max_send_message_length": -1,
+    "grpc.max_receive_message_length": -1,
+    # A proxy for the web, from the environment, would be asked for localhost too.
+    "grpc.enable_http_proxy": 0,
+}
+
+_LONGEST_TIMEOUT_S = 10 * 365 * 86400.0
+"""Longer ones overflow gRPC's clock."""
+
+
+def channel_options(options: Iterable[ChannelOption]) -> list[ChannelOption]:
+    """The options of a channel: ours, then the caller's, of which the last of a name counts."""
+    return list({**_DEFAULT_OPTIONS, **dict(options)}.items())
+
+
+def check_target(target: str) -> str:
+    """The target, if it looks like one."""
+    if not isinstance(target, str):
+        raise TypeError(f"target must be a str, not {target!r}")
+    if not target or target.startswith(("http:", "https:", "grpc:")):
+        description = f'target must be "HOST:PORT" or "unix:PATH", not {target!r}'
+        raise invalid_argument(FieldViolation("target", description))
+    return target
+
+
+def check_timeout(timeout: float) -> float:
+    """The timeout, if it is one."""
+    if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real):
+        raise TypeError(f"timeout must be a number of seconds, not {timeout!r}")
+    if not timeout > 0:  # NaN is not either.
+        raise invalid_argument(FieldViolation("timeout", f"timeout must be positive, not {timeout}"))
+    return float(timeout)
+
+
+def grpc_timeout(timeout: float) -> float | None:
+    """What gRPC takes: None for no limit."""
+    return None if timeout > _LONGEST_TIMEOUT_S or math.isinf(timeout) else timeout

@@ -1,0 +1,136 @@
+"""The errors of the client.
+
+BngradError
+├── ClientClosedError          also a RuntimeError
+├── DeadlineExceededError      also a TimeoutError
+├── InternalError
+├── InvalidArgumentError       also a ValueError
+├── ResourceExhaustedError
+├── UnavailableError           also a ConnectionError
+└── UnimplementedError         also a NotImplementedError
+
+An argument of the wrong Python type, such as a string for epsilon, is a plain TypeError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import grpc
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2
+
+from bngrad_protos import __version__
+
+_STATUS_DETAILS_KEY = "grpc-status-details-bin"
+
+
+class BngradError(Exception):
+    """Base of every error that a call ends with; where gRPC reported it, its error is the ``__cause__``."""
+
+
+class ClientClosedError(BngradError, RuntimeError):
+    """The client was closed, before the call or during it."""
+
+
+class DeadlineExceededError(BngradError, TimeoutError):
+    """The answer did not come within the timeout."""
+
+
+class InternalError(BngradError):
+    """The server failed, or its answer makes no sense."""
+
+
+@dataclass(frozen=True, slots=True)
+class FieldViolation:
+    """One thing wrong with a request.
+
+    Attributes:
+        field: The name of the argument.
+        description: What it has and what it should have.
+    """
+
+    field: str
+    description: str
+
+
+class InvalidArgumentError(BngradError, ValueError):
+    """The request breaks the op's contract; sending it again is no use.
+
+    Attributes:
+        violations: Everything that is wrong with it, where that is known field by field.
+    """
+
+    violations: tuple[FieldViolation, ...]
+
+    def __init__(self, message: str, violations: Iterable[FieldViolation] = ()) -> None:
+        super().__init__(message)
+        self.violations = tuple(violations)
+
+
+class ResourceExhaustedError(BngradError):
+    """The request asks for more than the server has, such as more memory than its arena."""
+
+
+class UnavailableError(BngradError, ConnectionError):
+    """Nobody answers at the target, or the server is stopping. Every call may safely be sent again."""
+
+
+class UnimplementedError(BngradError, NotImplementedError):
+    """What answers at the target does not know the call: another service, or an older bngrad."""
+
+
+_CLASSES: dict[grpc.StatusCode, type[BngradError]] = {
+    grpc.StatusCode.CANCELLED: UnavailableError,  # The server gave the call up: it is stopping.
+    grpc.StatusCode.DATA_LOSS: InternalError,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceededError,
+    grpc.StatusCode.INTERNAL: InternalError,
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidArgumentError,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: ResourceExhaustedError,
+    grpc.StatusCode.UNAVAILABLE: UnavailableError,
+    grpc.StatusCode.UNIMPLEMENTED: UnimplementedError,
+    grpc.StatusCode.UNKNOWN: InternalError,
+}
+
+
+def invalid_argument(*violations: FieldViolation) -> InvalidArgumentError:
+    """The error for violations that the client found itself."""
+    return InvalidArgumentError("; ".join(violation.description for violation in violations), violations)
+
+
+def from_rpc_error(error: grpc.RpcError, target: str, timeout: float | None) -> BngradError:
+    """What gRPC reported, as an error of the client; the same for both clients.
+
+    Args:
+        error: What a call of a gRPC channel raised.
+        target: The address that was called.
+        timeout: The seconds that the call was given; None for no limit.
+    """
+    # What channels raise is a grpc.Call too, which the base class that they promise does not tell.
+    assert isinstance(error, grpc.Call | grpc.aio.AioRpcError)
+    code, details = error.code(), error.details() or "no details"
+    cls = _CLASSES.get(code, BngradError)
+    if cls is InvalidArgumentError:
+        return InvalidArgumentError(details, _violations(error))
+    if cls is UnavailableError:
+        return UnavailableError(f"{target} is not available: {details}. Is `bngrad serve` running there?")
+    if cls is DeadlineExceededError:
+        return DeadlineExceededError(f"{target} did not answer within the timeout of {timeout} s: {details}")
+    if cls is UnimplementedError:
+        return UnimplementedError(f"{target} does not know this call of bngrad {__version__}: {details}")
+    return cls(f"{target} answered {code.name}: {details}")
+
+
+def _violations(error: grpc.Call | grpc.aio.AioRpcError) -> list[FieldViolation]:
+    """The violations in a status's details; none where the details are missing or are no ``google.rpc.Status``."""
+    payloads = [value for key, value in error.trailing_metadata() or () if key == _STATUS_DETAILS_KEY]
+    status, bad_request = status_pb2.Status(), error_details_pb2.BadRequest()
+    try:
+        for payload in payloads:
+            status.MergeFromString(payload)
+        for detail in status.details:
+            detail.Unpack(bad_request)
+    except DecodeError:
+        return []
+    return [FieldViolation(violation.field, violation.description) for violation in bad_request.field_violations]
