@@ -57,7 +57,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--dtype", nargs="+", choices=list(cases.DTYPES), default=list(cases.DTYPES))
     parser.add_argument("--shapes", nargs="+", type=_shape, default=cases.RESNET50, metavar="CxHxW")
     parser.add_argument("--inference", action="store_true", help="is_training=False")
-    parser.add_argument("--rounds", type=int, default=9, help="turns of each rival at each case")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each rival at each case")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--peers", nargs="*", choices=list(PEERS), default=list(PEERS))
     parser.add_argument("--without-bngrad", action="store_true")

@@ -21,11 +21,8 @@ _DTYPES: dict[pb.DataType, np.dtype[Any]] = {
 }
 _DATA_TYPES = {dtype: data_type for data_type, dtype in _DTYPES.items()}
 
-_MAX_MESSAGE_BYTES = 2**31 - 1
-"""What protobuf can hold."""
-
-_OVERHEAD_BYTES = 4096
-"""More than everything in a request but the elements of its tensors: six shapes of at most 64 dimensions."""
+_MAX_TENSOR_BYTES = 2**31 - 1 - 4096
+"""What protobuf can hold in one message, less 4096 bytes for all that is no element of a tensor."""
 
 AnyMessage = TypeVar("AnyMessage", bound=Message)
 
@@ -56,9 +53,9 @@ def encode(
     if violations:
         raise invalid_argument(*violations)
     nbytes = sum(array.nbytes for array in tensors.values())
-    if nbytes > _MAX_MESSAGE_BYTES - _OVERHEAD_BYTES:
+    if nbytes > _MAX_TENSOR_BYTES:
         largest = max(tensors, key=lambda field: tensors[field].nbytes)
-        description = f"{', '.join(tensors)} must fit one message of 2 GiB together, but have {nbytes} bytes"
+        description = f"{', '.join(tensors)} must have at most {_MAX_TENSOR_BYTES} bytes together, not {nbytes}"
         raise invalid_argument(FieldViolation(largest, description))
     message = message_type(
         **attributes,

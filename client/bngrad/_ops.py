@@ -149,8 +149,8 @@ def _epsilon(epsilon: float) -> float:
     try:
         with np.errstate(over="ignore"):
             rounded = float(np.float32(float(epsilon)))
-    except OverflowError:
-        rounded = math.inf
+    except OverflowError:  # An int that is too large for a float may be too long to print.
+        rounded = epsilon = math.inf
     if not math.isfinite(rounded):
         raise invalid_argument(FieldViolation("epsilon", f"epsilon must be finite in float32, not {epsilon}"))
     return rounded

@@ -1,0 +1,7 @@
+"""The CPU back end."""
+
+from __future__ import annotations
+
+from bngrad_kernels.cpu.back_end import CpuBackEnd
+
+__all__ = ["CpuBackEnd"]

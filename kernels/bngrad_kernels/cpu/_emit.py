@@ -1,0 +1,169 @@
+"""The LLVM instructions behind `simd`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+
+from bngrad_kernels.cpu.plan import LANES
+
+F32 = ir.FloatType()
+F64 = ir.DoubleType()
+F16 = ir.HalfType()
+I1 = ir.IntType(1)
+I16 = ir.IntType(16)
+I32 = ir.IntType(32)
+I64 = ir.IntType(64)
+F32X16 = ir.VectorType(F32, LANES)
+F64X16 = ir.VectorType(F64, LANES)
+I1X16 = ir.VectorType(I1, LANES)
+I32X16 = ir.VectorType(I32, LANES)
+
+MEMORY_TYPES = {types.float64: F64, types.float32: F32, types.int16: F16, types.uint16: I16}
+"""What lies in memory under a tag; bfloat16 is handled as integers, for CPUs without instructions for it."""
+
+
+def itemsize(element: Any) -> int:
+    """The size of an element in bytes."""
+    return {F64: 8, F32: 4, F16: 2, I16: 2}[element]
+
+
+def pointer(builder: Any, element: Any, address: Any, index: Any) -> Any:
+    """The place of an element."""
+    return builder.gep(builder.inttoptr(address, element.as_pointer()), [index])
+
+
+def splat(builder: Any, value: Any, lanes: int) -> Any:
+    """A scalar in all lanes."""
+    vector = ir.VectorType(value.type, lanes)
+    single = builder.insert_element(ir.Constant(vector, ir.Undefined), value, I32(0))
+    return builder.shuffle_vector(single, single, ir.Constant(ir.VectorType(I32, lanes), [0] * lanes))
+
+
+def slice_lanes(builder: Any, vector: Any, start: int, count: int) -> Any:
+    """Some neighbouring lanes."""
+    lanes = ir.Constant(ir.VectorType(I32, count), list(range(start, start + count)))
+    return builder.shuffle_vector(vector, vector, lanes)
+
+
+def head_mask(builder: Any, count: Any) -> Any:
+    """True in the first ``count`` lanes; all where there are more than 16, none where it is negative."""
+    full = builder.icmp_signed(">", count, I64(LANES))
+    clipped = builder.trunc(builder.select(full, I64(LANES), count), I32)
+    lanes = ir.Constant(I32X16, list(range(LANES)))
+    return builder.icmp_signed("<", lanes, splat(builder, clipped, LANES))
+
+
+def masked_load(builder: Any, place: Any, element: Any, mask: Any) -> Any:
+    """Reads the lanes of a mask, zeros elsewhere."""
+    vector = ir.VectorType(element, LANES)
+    arguments = [vector.as_pointer(), I32, I1X16, vector]
+    name = f"llvm.masked.load.v{LANES}{_suffix(element)}.p0"
+    function = _declare(builder, name, vector, arguments)
+    place = builder.bitcast(place, vector.as_pointer())
+    return builder.call(function, [place, I32(1), mask, ir.Constant(vector, None)])
+
+
+def masked_store(builder: Any, value: Any, place: Any, mask: Any) -> None:
+    """Writes the lanes of a mask."""
+    arguments = [value.type, value.type.as_pointer(), I32, I1X16]
+    name = f"llvm.masked.store.v{LANES}{_suffix(value.type.element)}.p0"
+    function = _declare(builder, name, ir.VoidType(), arguments)
+    builder.call(function, [value, builder.bitcast(place, value.type.as_pointer()), I32(1), mask])
+
+
+def prefetch(builder: Any, place: Any) -> None:
+    """Asks for the cache line of a place, to read it."""
+    byte = ir.IntType(8).as_pointer()
+    function = _declare(builder, "llvm.prefetch.p0", ir.VoidType(), [byte, I32, I32, I32])
+    builder.call(function, [builder.bitcast(place, byte), I32(0), I32(3), I32(1)])
+
+
+def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    """``a * b + c``, rounded once."""
+    function = _declare(builder, f"llvm.fma.v{LANES}f32", F32X16, [F32X16] * 3)
+    return builder.call(function, [a, b, c])
+
+
+def widen(builder: Any, vector: Any) -> Any:
+    """The lanes of what was loaded in float32."""
+    if vector.type.element == F32:
+        return vector
+    if vector.type.element == F16:
+        return builder.fpext(vector, F32X16)
+    bits = builder.shl(builder.zext(vector, I32X16), ir.Constant(I32X16, [16] * LANES))
+    return builder.bitcast(bits, F32X16)
+
+
+def narrow(builder: Any, vector: Any, element: Any) -> Any:
+    """The lanes rounded to nearest even to what is stored."""
+    if element == F32:
+        return vector
+    if element == F16:
+        return builder.fptrunc(vector, ir.VectorType(F16, LANES))
+    return _bfloat16(builder, vector, I32X16)
+
+
+def widen_scalar(builder: Any, value: Any) -> Any:
+    """One loaded element in float32, float64 where it is one."""
+    if value.type == F16:
+        return builder.fpext(value, F32)
+    if value.type == I16:
+        return builder.bitcast(builder.shl(builder.zext(value, I32), I32(16)), F32)
+    return value
+
+
+def narrow_scalar(builder: Any, value: Any, element: Any) -> Any:
+    """A float64 rounded once to nearest even."""
+    if element == F64:
+        return value
+    if element == I16:
+        return _bfloat16(builder, _round_to_odd(builder, value), I32)
+    return builder.fptrunc(value, element)
+
+
+def _round_to_odd(builder: Any, value: Any) -> Any:
+    """A float32 that rounds to a bfloat16 as the float64 itself would.
+
+    Rounding to nearest twice can meet a tie that the first rounding made. Rounding to odd keeps the information that
+    something was cut off in the last bit.
+    """
+    nearest = builder.fptrunc(value, F32)
+    back = builder.fpext(nearest, F64)
+    bits = builder.bitcast(nearest, I32)
+    magnitude, back_magnitude = (builder.and_(builder.bitcast(v, I64), I64(2**63 - 1)) for v in (value, back))
+    # One step towards zero where nearest is further out than the value, then the last bit set: the neighbour is odd.
+    away = builder.icmp_unsigned(">", back_magnitude, magnitude)
+    towards_zero = builder.sub(bits, builder.zext(away, I32))
+    inexact = builder.and_(
+        builder.icmp_unsigned("!=", back_magnitude, magnitude), builder.fcmp_ordered("ord", value, value)
+    )
+    odd = builder.or_(towards_zero, I32(1))
+    return builder.bitcast(builder.select(inexact, odd, bits), F32)
+
+
+def _bfloat16(builder: Any, value: Any, integer: Any) -> Any:
+    """The upper halves of float32, rounded to nearest even; NaN stays NaN."""
+
+    def constant(number: int) -> Any:
+        return ir.Constant(integer, [number] * LANES if integer == I32X16 else number)
+
+    narrow_type = ir.VectorType(I16, LANES) if integer == I32X16 else I16
+    bits = builder.bitcast(value, integer)
+    upper = builder.lshr(bits, constant(16))
+    lowest = builder.and_(upper, constant(1))
+    rounded = builder.lshr(builder.add(bits, builder.add(lowest, constant(0x7FFF))), constant(16))
+    # A NaN whose payload lies in the lower half would round to Inf, so its quiet bit is set instead.
+    is_nan = builder.fcmp_unordered("uno", value, value)
+    return builder.trunc(builder.select(is_nan, builder.or_(upper, constant(0x40)), rounded), narrow_type)
+
+
+def _suffix(element: Any) -> str:
+    return {F32: "f32", F16: "f16", I16: "i16"}[element]
+
+
+def _declare(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
+    known = builder.module.globals.get(name)
+    return known if known is not None else ir.Function(builder.module, ir.FunctionType(result, arguments), name)

@@ -1,0 +1,114 @@
+"""The CPU back end: Numba kernels on a pool of threads."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import platform
+import threading
+from pathlib import Path
+
+import numba
+import numpy as np
+
+from bngrad_kernels.cpu import driver
+from bngrad_kernels.cpu.plan import RECORD, Geometry, geometry, record
+from bngrad_kernels.cpu.simd import TAGS
+from bngrad_kernels.problem import Array, Problem
+from bngrad_kernels.spec import TENSOR_DTYPES, Spec
+
+_ALONE_BELOW_NBYTES = 1 << 17
+"""Tensors below this size are cheaper on one thread than the launch of the others."""
+
+
+class CpuBackEnd:
+    """Computes problems on the CPU.
+
+    Attributes:
+        description: The processor, and how many threads are used.
+    """
+
+    def __init__(self, threads: int | None = None) -> None:
+        """Makes a back end.
+
+        Args:
+            threads: How many threads it uses; every core that this process may use where None.
+        """
+        self._threads = min(threads or len(os.sched_getaffinity(0)), numba.config.NUMBA_NUM_THREADS)
+        self._local = threading.local()
+        self.description = f"{_processor()}, {self._threads} threads"
+
+    def warm_up(self) -> None:
+        """Compiles every kernel, or loads it from the disk cache."""
+        for dtype in TENSOR_DTYPES:
+            x = np.ones((1, 1), dtype)
+            stats = np.ones(1, np.float32)
+            self._run_split(Problem.allocate(Spec(dtype, x.shape, 1), x, x, stats, stats, stats))
+
+    def run(self, problems: list[Problem]) -> None:
+        """Writes the outputs of every problem; large ones are split, small ones shared out to the threads."""
+        small: list[Problem] = []
+        for problem in problems:
+            if problem.spec.channels == 0:
+                continue
+            if self._threads == 1 or problem.spec.tensor_nbytes < _ALONE_BELOW_NBYTES:
+                small.append(problem)
+            else:
+                self._run_split(problem)
+        for _, alike in itertools.groupby(sorted(small, key=_kind), key=_kind):
+            self._run_small(list(alike))
+
+    def _run_small(self, problems: list[Problem]) -> None:
+        nbytes = sum(problem.spec.tensor_nbytes for problem in problems)
+        threads = 1 if len(problems) == 1 or nbytes < _ALONE_BELOW_NBYTES else self._threads
+        _run(problems[0], self._records(problems, threads), threads)
+
+    def _run_split(self, problem: Problem) -> None:
+        plan = _geometry(problem)
+        by_group = plan.tiles < self._threads or plan.groups >= 4 * self._threads
+        slots = self._threads if by_group else 1
+        records = np.empty(1, RECORD)
+        records[0] = record(problem, plan, by_group, self._workspace(plan.slot_nbytes * slots))
+        _run(problem, records, self._threads)
+
+    def _records(self, problems: list[Problem], threads: int) -> Array:
+        """Describes problems of which each thread computes one at a time, in turns."""
+        records = np.empty(len(problems), RECORD)
+        plans = [_geometry(problem) for problem in problems]
+        slot_nbytes = max(plan.slot_nbytes for plan in plans)
+        workspace = self._workspace(slot_nbytes * threads)
+        for i, (problem, plan) in enumerate(zip(problems, plans, strict=True)):
+            records[i] = record(problem, plan, True, workspace + i % threads * slot_nbytes)
+        return records
+
+    def _workspace(self, nbytes: int) -> int:
+        """The address of scratch memory, kept by each calling thread for its next problem."""
+        memory = getattr(self._local, "memory", None)
+        if memory is None or memory.nbytes < nbytes + 64:
+            memory = self._local.memory = np.empty(2 * nbytes + 64, np.uint8)
+        address: int = memory.ctypes.data
+        return address + -address % 64
+
+
+def _run(problem: Problem, records: Array, threads: int) -> None:
+    numba.set_num_threads(threads)
+    driver.run(TAGS[problem.spec.dtype], records, threads)
+
+
+def _geometry(problem: Problem) -> Geometry:
+    return geometry(problem.spec.outer, problem.spec.channels, problem.spec.inner)
+
+
+def _kind(problem: Problem) -> str:
+    return problem.spec.dtype.name
+
+
+def _processor() -> str:
+    return _model_name(Path("/proc/cpuinfo")) or platform.processor() or platform.machine()
+
+
+def _model_name(cpuinfo: Path) -> str | None:
+    if not cpuinfo.exists():
+        return None
+    lines = cpuinfo.read_text().splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)

@@ -1,0 +1,53 @@
+"""Where Numba keeps what it compiled.
+
+Numba's disk cache notices changes of the module that a function stands in, not of the modules that it calls. So the
+folder is named by a hash of every source of this package.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numba
+from numba.core import config
+
+
+def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """``numba.njit`` with the disk cache in `folder`."""
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        before = config.CACHE_DIR
+        config.CACHE_DIR = str(folder())
+        try:
+            return numba.njit(cache=True, **options)(function)
+        finally:
+            config.CACHE_DIR = before
+
+    return decorate
+
+
+def folder() -> Path:
+    """The cache folder of these very sources; the user's ``NUMBA_CACHE_DIR`` wins."""
+    if config.CACHE_DIR:
+        return Path(config.CACHE_DIR)
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    path = base / "bngrad" / _fingerprint()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            return path
+    except OSError:
+        # Of one user alone: what lies in there is run.
+        return Path(tempfile.gettempdir()) / f"bngrad-{os.getuid()}" / _fingerprint()
+
+
+def _fingerprint() -> str:
+    digest = hashlib.sha256(numba.__version__.encode())
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,181 @@
+"""How a problem is cut into tiles, and the record that tells the kernels.
+
+Both kernels share one shape of work. The channels are cut into groups; a group is independent of every other. The
+elements of a group are cut into tiles, whose sums are added in the order of the tiles. Tiles and the order of
+additions within them follow from the shape alone, hence so do the bits; which thread takes which tile does not
+matter. The width of a group does not touch the bits either: no sum runs over more than one channel.
+
+The columns kernel sees a matrix of ``rows`` x ``columns`` and sums down the columns. It takes channels-last tensors
+and planes too small to fill vectors: there, each element of a plane is a column, and the columns of a channel are
+added at the end. Where a row is short, ``fold`` consecutive rows count as one, so that its vectors are full.
+
+The planes kernel sums along the planes of channels-first tensors, one channel a group.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from bngrad_kernels.problem import Problem
+from bngrad_kernels.spec import BFLOAT16, ReserveSpace2Kind
+
+LANES = 16
+CHAIN = 8
+"""How many float32 the columns kernel adds before they go into a float64: the error stays below 9 * 2**-24 of the sum
+of moduli."""
+BLOCK = 64
+"""Columns that the columns kernel takes at once: four vectors."""
+
+_PLANES_FROM = 128
+_TILE_ROWS = 64
+_TILE_ELEMENTS = 16384
+_MAX_TILES = 64
+_STREAM_FROM_NBYTES = 12 << 20
+_GROUP_NBYTES = 8 << 20
+
+
+class Geometry(NamedTuple):
+    """The cut of a tensor, from its shape alone.
+
+    Attributes:
+        outer: See `Spec.outer`; so are channels and inner.
+        is_planes: Which kernel.
+        rows: Rows of the matrix, the last one perhaps shorter; in the planes kernel, outer.
+        columns: The length of a row.
+        last_columns: The length of the last row.
+        fold: How often each channel begins in a row.
+        span: How many columns in a run belong to one channel.
+        groups: How many groups there are.
+        group_channels: The channels of a group; the last one may have fewer.
+        padded: The columns of a group, rounded up to full vectors.
+        tiles: The tiles of a group; in the planes kernel, outer_tiles * inner_tiles.
+        outer_tiles: Into how many runs the planes are cut.
+        inner_tiles: Into how many runs each plane is cut.
+    """
+
+    outer: int
+    channels: int
+    inner: int
+    is_planes: bool
+    rows: int
+    columns: int
+    last_columns: int
+    fold: int
+    span: int
+    groups: int
+    group_channels: int
+    padded: int
+    tiles: int
+    outer_tiles: int
+    inner_tiles: int
+
+    @property
+    def slot_nbytes(self) -> int:
+        """The size of a slot of the workspace: four tables in float32, two rows of sums for each tile and in all."""
+        return self.padded * (4 * 4 + 2 * 8 * (self.tiles + 1))
+
+
+RECORD = np.dtype(
+    [
+        (name, np.int64)
+        for name in (
+            "y_backprop", "x", "x_backprop", "scale", "mean", "reserve_space_2", "scale_backprop", "offset_backprop",
+            "is_training", "is_inverse_std", "is_stats_bfloat16", "streams", "by_group", "workspace",
+            *Geometry._fields,
+        )
+    ]
+    + [("epsilon", np.float64)]
+)  # fmt: skip
+"""What a kernel knows of a problem: addresses, flags, geometry."""
+
+
+def record(problem: Problem, plan: Geometry, by_group: bool, workspace: int) -> tuple[float, ...]:
+    """Describes a problem to the kernels, in the order of `RECORD`."""
+    spec = problem.spec
+    x_backprop = problem.x_backprop.ctypes.data
+    row_nbytes = plan.columns * spec.dtype.itemsize
+    return (
+        problem.y_backprop.ctypes.data,
+        problem.x.ctypes.data,
+        x_backprop,
+        0 if problem.scale is None else problem.scale.ctypes.data,
+        problem.reserve_space_1.ctypes.data,
+        problem.reserve_space_2.ctypes.data,
+        problem.scale_backprop.ctypes.data,
+        problem.offset_backprop.ctypes.data,
+        spec.is_training,
+        spec.reserve_space_2_kind is ReserveSpace2Kind.INVERSE_STD,
+        spec.stats_dtype == BFLOAT16,
+        spec.tensor_nbytes >= _STREAM_FROM_NBYTES and x_backprop % 64 == 0 and row_nbytes % 64 == 0,
+        by_group,
+        workspace,
+        *plan,
+        spec.epsilon,
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def geometry(outer: int, channels: int, inner: int) -> Geometry:
+    """The cut of a tensor of (outer, channels, inner)."""
+    if inner >= _PLANES_FROM or (inner > LANES and outer < CHAIN):
+        return _planes(outer, channels, inner)
+    return _columns(outer, channels, inner)
+
+
+def _columns(outer: int, channels: int, inner: int) -> Geometry:
+    width = channels * inner
+    fold = BLOCK // math.gcd(width, BLOCK) if 0 < width < 4 * BLOCK else 1
+    rows = -(-outer // fold)
+    group = channels
+    if fold == 1:
+        blocks = _GROUP_NBYTES // max(1, rows * inner * BLOCK * 2 * 4)
+        group = max(1, min(channels, BLOCK * max(1, blocks)))
+    return Geometry(
+        outer, channels, inner,
+        is_planes=False,
+        rows=rows,
+        columns=fold * width,
+        last_columns=(outer - (rows - 1) * fold) * width,
+        fold=fold,
+        span=inner,
+        groups=-(-channels // max(group, 1)),
+        group_channels=group,
+        padded=_padded(fold * group * inner),
+        tiles=_power_of_two(rows // _TILE_ROWS),
+        outer_tiles=1,
+        inner_tiles=1,
+    )  # fmt: skip
+
+
+def _planes(outer: int, channels: int, inner: int) -> Geometry:
+    tiles = _power_of_two(outer * inner // _TILE_ELEMENTS)
+    outer_tiles = max(1, min(tiles, outer))
+    inner_tiles = -(-tiles // outer_tiles)
+    return Geometry(
+        outer, channels, inner,
+        is_planes=True,
+        rows=outer,
+        columns=channels * inner,
+        last_columns=channels * inner,
+        fold=1,
+        span=1,
+        groups=channels,
+        group_channels=1,
+        padded=LANES,
+        tiles=outer_tiles * inner_tiles,
+        outer_tiles=outer_tiles,
+        inner_tiles=inner_tiles,
+    )  # fmt: skip
+
+
+def _padded(width: int) -> int:
+    return -(-width // LANES) * LANES
+
+
+def _power_of_two(wanted: int) -> int:
+    """The largest power of two that is not above ``wanted`` nor `_MAX_TILES`; at least 1."""
+    return 1 << max(0, min(wanted, _MAX_TILES).bit_length() - 1)

@@ -1,0 +1,127 @@
+"""The planes kernel: sums along the planes of one channel, see `plan`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from bngrad_kernels.cpu.columns import x_backprop
+from bngrad_kernels.cpu.groups import GAIN, MEAN, SHIFT, SLOPE, sums_of, table
+from bngrad_kernels.cpu.plan import LANES
+from bngrad_kernels.cpu.simd import (
+    add,
+    broadcast,
+    fma,
+    keep_head,
+    load,
+    load_head,
+    load_scalar,
+    mul,
+    store,
+    store_head,
+    store_scalar,
+    sub,
+    total,
+    widen64,
+    zero,
+    zero64,
+)  # fmt: skip
+
+QUAD = 4 * LANES
+"""Elements of one step: a vector for each of four accumulators."""
+_STEPS = 4
+"""Steps before the accumulators go into float64: a chain of 4 additions, and 2 to join the accumulators."""
+
+_F32 = np.float32(0)
+_F64 = np.float64(0)
+
+
+@njit(error_model="numpy")
+def sums(tag: Any, p: Any, g: int, t: int, slot: int) -> None:
+    """Sums a tile; in inference also writes its x_backprop."""
+    first, last, start, stop = _bounds(p, t)
+    mean, gain = _coefficient(p, slot, MEAN), _coefficient(p, slot, GAIN)
+    dy_sum = dy_xc_sum = zero64()
+    for n in range(first, last):
+        base = (n * p.channels + g) * p.inner
+        for i in range(start, stop, _STEPS * QUAD):
+            block = min(_STEPS * QUAD, stop - i)
+            dy, dy_xc = _sum_block(tag, p, base + i, block, mean)
+            dy_sum, dy_xc_sum = add(dy_sum, widen64(dy)), add(dy_xc_sum, widen64(dy_xc))
+            if not p.is_training:
+                _scale_block(tag, p, base + i, block, gain)
+    into = sums_of(p, slot, t + 1)
+    store_scalar(_F64, into, 0, total(dy_sum))
+    store_scalar(_F64, into, p.padded, total(dy_xc_sum))
+
+
+@njit(error_model="numpy")
+def apply(tag: Any, p: Any, g: int, t: int, slot: int) -> None:
+    """Writes x_backprop of a tile, last plane first: what the sums read last is still in the cache."""
+    first, last, start, stop = _bounds(p, t)
+    mean, gain = _coefficient(p, slot, MEAN), _coefficient(p, slot, GAIN)
+    shift, slope = _coefficient(p, slot, SHIFT), _coefficient(p, slot, SLOPE)
+    for back in range(last - first):
+        base = ((last - 1 - back) * p.channels + g) * p.inner
+        i = start
+        while i + LANES <= stop:
+            dx = x_backprop(load(tag, p.y_backprop, base + i), load(tag, p.x, base + i), mean, gain, shift, slope)
+            store(tag, p.x_backprop, base + i, dx)
+            i += LANES
+        if i < stop:
+            dy, x = load_head(tag, p.y_backprop, base + i, stop - i), load_head(tag, p.x, base + i, stop - i)
+            store_head(tag, p.x_backprop, base + i, x_backprop(dy, x, mean, gain, shift, slope), stop - i)
+
+
+@njit(error_model="numpy")
+def _bounds(p: Any, t: int) -> tuple[int, int, int, int]:
+    """The planes of a tile, and the elements of each plane."""
+    o, i = t // p.inner_tiles, t % p.inner_tiles
+    return (
+        o * p.outer // p.outer_tiles,
+        (o + 1) * p.outer // p.outer_tiles,
+        i * p.inner // p.inner_tiles,
+        (i + 1) * p.inner // p.inner_tiles,
+    )
+
+
+@njit(error_model="numpy")
+def _coefficient(p: Any, slot: int, which: int) -> Any:
+    return broadcast(load_scalar(_F32, table(p, slot, which), 0))
+
+
+@njit(error_model="numpy")
+def _sum_block(tag: Any, p: Any, index: int, count: int, mean: Any) -> Any:
+    """The sums over at most 4 steps, one a lane."""
+    dy0 = dy1 = dy2 = dy3 = zero()
+    dy_xc0 = dy_xc1 = dy_xc2 = dy_xc3 = zero()
+    y_backprop, x = p.y_backprop, p.x
+    while count >= QUAD:
+        g0, g1 = load(tag, y_backprop, index), load(tag, y_backprop, index + 16)
+        g2, g3 = load(tag, y_backprop, index + 32), load(tag, y_backprop, index + 48)
+        dy0, dy1, dy2, dy3 = add(dy0, g0), add(dy1, g1), add(dy2, g2), add(dy3, g3)
+        dy_xc0 = fma(g0, sub(load(tag, x, index), mean), dy_xc0)
+        dy_xc1 = fma(g1, sub(load(tag, x, index + 16), mean), dy_xc1)
+        dy_xc2 = fma(g2, sub(load(tag, x, index + 32), mean), dy_xc2)
+        dy_xc3 = fma(g3, sub(load(tag, x, index + 48), mean), dy_xc3)
+        index += QUAD
+        count -= QUAD
+    # What is left goes round the accumulators, the longest chain is still 5.
+    while count > 0:
+        dy0, dy1, dy2, dy3 = dy1, dy2, dy3, add(dy0, load_head(tag, y_backprop, index, count))
+        xc = keep_head(sub(load_head(tag, x, index, count), mean), count)
+        product = fma(load_head(tag, y_backprop, index, count), xc, dy_xc0)
+        dy_xc0, dy_xc1, dy_xc2, dy_xc3 = dy_xc1, dy_xc2, dy_xc3, product
+        index += LANES
+        count -= LANES
+    return add(add(dy0, dy1), add(dy2, dy3)), add(add(dy_xc0, dy_xc1), add(dy_xc2, dy_xc3))
+
+
+@njit(error_model="numpy")
+def _scale_block(tag: Any, p: Any, index: int, count: int, gain: Any) -> None:
+    while count > 0:
+        store_head(tag, p.x_backprop, index, mul(gain, load_head(tag, p.y_backprop, index, count)), count)
+        index += LANES
+        count -= LANES

@@ -1,0 +1,282 @@
+"""Vectors of 16 floats for Numba, with one lane structure on every CPU.
+
+LLVM cuts an explicit ``<16 x float>`` into the registers that a CPU has, and without fast-math flags it may neither
+reorder nor fuse anything; so the bits do not depend on the CPU. Memory is named by address, since payloads may be
+read-only and need not be aligned; the type of a tag tells what lies there, see `TAGS`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic, models, register_model
+
+from bngrad_kernels.cpu import _emit
+from bngrad_kernels.cpu.plan import LANES
+from bngrad_kernels.spec import BFLOAT16, FLOAT16, FLOAT32
+
+TAGS = {FLOAT32: np.float32(0), FLOAT16: np.int16(0), BFLOAT16: np.uint16(0)}
+"""A scalar for each element type: Numba specialises on its type, as it has no 16-bit floats on a CPU."""
+
+
+class _VectorType(types.Type):  # type: ignore[misc]  # numba ships no types.
+    """The Numba type of a vector register."""
+
+
+F32x16 = _VectorType("F32x16")
+F64x16 = _VectorType("F64x16")
+
+
+@register_model(_VectorType)
+class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, dmm: Any, fe_type: Any) -> None:
+        super().__init__(dmm, fe_type, _emit.F32X16 if fe_type is F32x16 else _emit.F64X16)
+
+
+@intrinsic
+def load(typingctx: Any, tag: Any, address: Any, index: Any) -> Any:
+    """The 16 elements from ``index`` on, widened."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        element = _emit.MEMORY_TYPES[tag]
+        pointer = _emit.pointer(builder, element, args[1], args[2])
+        vector = builder.load(builder.bitcast(pointer, ir.VectorType(element, LANES).as_pointer()), align=1)
+        return _emit.widen(builder, vector)
+
+    return F32x16(tag, types.int64, types.int64), codegen
+
+
+@intrinsic
+def load_head(typingctx: Any, tag: Any, address: Any, index: Any, count: Any) -> Any:
+    """The first ``count`` of the 16 elements from ``index`` on, and zeros; reads nothing behind them."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        element = _emit.MEMORY_TYPES[tag]
+        pointer = _emit.pointer(builder, element, args[1], args[2])
+        vector = _emit.masked_load(builder, pointer, element, _emit.head_mask(builder, args[3]))
+        return _emit.widen(builder, vector)
+
+    return F32x16(tag, types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
+def store(typingctx: Any, tag: Any, address: Any, index: Any, value: Any) -> Any:
+    """Writes 16 elements from ``index`` on, each rounded to nearest even."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        element = _emit.MEMORY_TYPES[tag]
+        vector = _emit.narrow(builder, args[3], element)
+        pointer = _emit.pointer(builder, element, args[1], args[2])
+        builder.store(vector, builder.bitcast(pointer, vector.type.as_pointer()), align=1)
+        return context.get_dummy_value()
+
+    return types.none(tag, types.int64, types.int64, F32x16), codegen
+
+
+@intrinsic
+def stream(typingctx: Any, tag: Any, address: Any, index: Any, value: Any) -> Any:
+    """As `store`, past the caches. The place must be aligned to 16 elements."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        element = _emit.MEMORY_TYPES[tag]
+        vector = _emit.narrow(builder, args[3], element)
+        pointer = _emit.pointer(builder, element, args[1], args[2])
+        size = LANES * _emit.itemsize(element)
+        written = builder.store(vector, builder.bitcast(pointer, vector.type.as_pointer()), align=size)
+        written.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+        return context.get_dummy_value()
+
+    return types.none(tag, types.int64, types.int64, F32x16), codegen
+
+
+@intrinsic
+def store_head(typingctx: Any, tag: Any, address: Any, index: Any, value: Any, count: Any) -> Any:
+    """Writes the first ``count`` of 16 elements from ``index`` on, and nothing behind them."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        element = _emit.MEMORY_TYPES[tag]
+        vector = _emit.narrow(builder, args[3], element)
+        pointer = _emit.pointer(builder, element, args[1], args[2])
+        _emit.masked_store(builder, vector, pointer, _emit.head_mask(builder, args[4]))
+        return context.get_dummy_value()
+
+    return types.none(tag, types.int64, types.int64, F32x16, types.int64), codegen
+
+
+@intrinsic
+def prefetch(typingctx: Any, tag: Any, address: Any, index: Any) -> Any:
+    """Asks for the cache line of an element; any address is allowed."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _emit.prefetch(builder, _emit.pointer(builder, _emit.MEMORY_TYPES[tag], args[1], args[2]))
+        return context.get_dummy_value()
+
+    return types.none(tag, types.int64, types.int64), codegen
+
+
+@intrinsic
+def broadcast(typingctx: Any, value: Any) -> Any:
+    """A float32 in all lanes."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _emit.splat(builder, args[0], LANES)
+
+    return F32x16(types.float32), codegen
+
+
+@intrinsic
+def zero(typingctx: Any) -> Any:
+    """Zeros in float32."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return ir.Constant(_emit.F32X16, [0.0] * LANES)
+
+    return F32x16(), codegen
+
+
+@intrinsic
+def zero64(typingctx: Any) -> Any:
+    """Zeros in float64."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return ir.Constant(_emit.F64X16, [0.0] * LANES)
+
+    return F64x16(), codegen
+
+
+@intrinsic
+def add(typingctx: Any, a: Any, b: Any) -> Any:
+    """``a + b``, both float32 or both float64."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fadd(*args)
+
+    return a(a, a), codegen
+
+
+@intrinsic
+def sub(typingctx: Any, a: Any, b: Any) -> Any:
+    """``a - b``."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fsub(*args)
+
+    return F32x16(F32x16, F32x16), codegen
+
+
+@intrinsic
+def mul(typingctx: Any, a: Any, b: Any) -> Any:
+    """``a * b``."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fmul(*args)
+
+    return F32x16(F32x16, F32x16), codegen
+
+
+@intrinsic
+def fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
+    """``a * b + c``, rounded once."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _emit.fma(builder, *args)
+
+    return F32x16(F32x16, F32x16, F32x16), codegen
+
+
+@intrinsic
+def keep_head(typingctx: Any, value: Any, count: Any) -> Any:
+    """The first ``count`` lanes, and zeros whatever the others hold."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        zeros = ir.Constant(_emit.F32X16, [0.0] * LANES)
+        return builder.select(_emit.head_mask(builder, args[1]), args[0], zeros)
+
+    return F32x16(F32x16, types.int64), codegen
+
+
+@intrinsic
+def widen64(typingctx: Any, value: Any) -> Any:
+    """The lanes in float64."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fpext(args[0], _emit.F64X16)
+
+    return F64x16(F32x16), codegen
+
+
+@intrinsic
+def load64(typingctx: Any, address: Any, index: Any) -> Any:
+    """16 float64 from ``index`` on."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = _emit.pointer(builder, _emit.F64, *args)
+        return builder.load(builder.bitcast(pointer, _emit.F64X16.as_pointer()), align=8)
+
+    return F64x16(types.int64, types.int64), codegen
+
+
+@intrinsic
+def store64(typingctx: Any, address: Any, index: Any, value: Any) -> Any:
+    """Writes 16 float64 from ``index`` on."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = _emit.pointer(builder, _emit.F64, args[0], args[1])
+        builder.store(args[2], builder.bitcast(pointer, _emit.F64X16.as_pointer()), align=8)
+        return context.get_dummy_value()
+
+    return types.none(types.int64, types.int64, F64x16), codegen
+
+
+@intrinsic
+def total(typingctx: Any, value: Any) -> Any:
+    """The sum of 16 float64 lanes, by halves."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        vector = args[0]
+        for half in (8, 4, 2, 1):
+            low, high = (_emit.slice_lanes(builder, vector, start, half) for start in (0, half))
+            vector = builder.fadd(low, high)
+        return builder.extract_element(vector, ir.Constant(ir.IntType(32), 0))
+
+    return types.float64(F64x16), codegen
+
+
+@intrinsic
+def load_scalar(typingctx: Any, tag: Any, address: Any, index: Any) -> Any:
+    """One element as float32, float64 where the tag is a float64."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        element = _emit.MEMORY_TYPES[tag]
+        pointer = _emit.pointer(builder, element, args[1], args[2])
+        return _emit.widen_scalar(builder, builder.load(pointer, align=1))
+
+    result = types.float64 if tag == types.float64 else types.float32
+    return result(tag, types.int64, types.int64), codegen
+
+
+@intrinsic
+def store_scalar(typingctx: Any, tag: Any, address: Any, index: Any, value: Any) -> Any:
+    """Writes one float64, rounded once to nearest even to the element type of the tag."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        element = _emit.MEMORY_TYPES[tag]
+        pointer = _emit.pointer(builder, element, args[1], args[2])
+        builder.store(_emit.narrow_scalar(builder, args[3], element), pointer, align=1)
+        return context.get_dummy_value()
+
+    return types.none(tag, types.int64, types.int64, types.float64), codegen
+
+
+@intrinsic
+def fence(typingctx: Any) -> Any:
+    """Makes streamed stores visible to the threads that run after this one."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.none(), codegen

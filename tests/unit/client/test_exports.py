@@ -1,0 +1,57 @@
+"""The public surface."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+import bngrad
+
+
+def test_all_is_sorted_and_holds_every_public_name() -> None:
+    public = [name for name in vars(bngrad) if not name.startswith("_") and name != "annotations"]
+    assert bngrad.__all__ == sorted([*public, "__version__"])
+
+
+def test_both_clients_have_the_same_methods_with_the_same_arguments() -> None:
+    def methods(client: type) -> dict[str, inspect.Signature]:
+        functions = inspect.getmembers(client, inspect.isfunction)
+        return {name: inspect.signature(function) for name, function in functions if not name.startswith("_")}
+
+    blocking, asynchronous = methods(bngrad.Client), methods(bngrad.aio.Client)
+    assert blocking == asynchronous
+    assert set(blocking) == {
+        "batch_norm_training_backprop",
+        "close",
+        "fused_batch_norm_grad_v2",
+        "fused_batch_norm_grad_v3",
+        "server_info",
+    }
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("version", ["V3", "V2"])
+def test_arguments_and_results_are_those_of_tensorflows_op(version: str) -> None:
+    tensorflow = pytest.importorskip("tensorflow")
+    theirs = inspect.signature(getattr(tensorflow.raw_ops, f"FusedBatchNormGrad{version}"))
+    ours = inspect.signature(getattr(bngrad.Client, f"fused_batch_norm_grad_{version.lower()}"))
+
+    def arguments(signature: inspect.Signature) -> list[tuple[str, object]]:
+        names = [name for name in signature.parameters if name not in ("self", "reserve_space_2_kind", "timeout")]
+        return [(name, signature.parameters[name].default) for name in names]
+
+    assert arguments(ours) == arguments(theirs)
+    results = getattr(bngrad, f"FusedBatchNormGrad{version}")._fields
+    registry = importlib.import_module("tensorflow.python.framework.op_def_registry")
+    assert list(results) == [output.name for output in registry.get(f"FusedBatchNormGrad{version}").output_arg]
+
+
+def test_the_client_imports_neither_the_kernels_nor_their_libraries() -> None:
+    heavy = ["bngrad_kernels", "bngrad_server", "numba", "cupy", "torch", "tensorflow", "click", "rich"]
+    code = f"import sys, bngrad; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

@@ -1,0 +1,263 @@
+"""Arguments to messages, and messages to results, without a connection."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import bngrad
+from bngrad import _ops
+from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+X = np.arange(120, dtype=np.float32).reshape(2, 3, 4, 5)
+STATS = np.arange(5, dtype=np.float32)
+EMPTY = pb.Tensor(dtype=pb.DATA_TYPE_FLOAT32, shape=[0])
+
+
+def v3(x: Any = X, rs3: Any = None, **changes: Any) -> _ops.Call[bngrad.FusedBatchNormGradV3]:
+    attributes = {"epsilon": 1e-4, "data_format": "NHWC", "is_training": True, "reserve_space_2_kind": "variance"}
+    return _ops.fused_batch_norm_grad_v3(X, x, STATS, STATS, STATS, rs3, **attributes | changes)
+
+
+def v3_message(**arguments: Any) -> pb.FusedBatchNormGradV3Request:
+    return pb.FusedBatchNormGradV3Request.FromString(v3(**arguments).request)
+
+
+def tensor(array: Any, data_type: pb.DataType = pb.DATA_TYPE_FLOAT32) -> pb.Tensor:
+    return pb.Tensor(dtype=data_type, shape=array.shape, data=array.tobytes())
+
+
+def test_the_v3_request_holds_every_argument() -> None:
+    call = v3(X + 1, epsilon=0.5, data_format="NCHW", is_training=False, reserve_space_2_kind="inverse_std")
+    assert call.method == "/bngrad.v1.BatchNormGradService/FusedBatchNormGradV3"
+    assert pb.FusedBatchNormGradV3Request.FromString(call.request) == pb.FusedBatchNormGradV3Request(
+        y_backprop=tensor(X),
+        x=tensor(X + 1),
+        scale=tensor(STATS),
+        reserve_space_1=tensor(STATS),
+        reserve_space_2=tensor(STATS),
+        epsilon=0.5,
+        data_format="NCHW",
+        is_training=False,
+        reserve_space_2_kind=pb.RESERVE_SPACE2_KIND_INVERSE_STD,
+    )
+
+
+def test_the_v2_request_holds_every_argument() -> None:
+    call = _ops.fused_batch_norm_grad_v2(X, X, STATS, STATS + 1, STATS + 2, 0.5, "NHWC", True, "variance")
+    assert call.method == "/bngrad.v1.BatchNormGradService/FusedBatchNormGradV2"
+    assert pb.FusedBatchNormGradV2Request.FromString(call.request) == pb.FusedBatchNormGradV2Request(
+        y_backprop=tensor(X),
+        x=tensor(X),
+        scale=tensor(STATS),
+        reserve_space_1=tensor(STATS + 1),
+        reserve_space_2=tensor(STATS + 2),
+        epsilon=0.5,
+        data_format="NHWC",
+        is_training=True,
+        reserve_space_2_kind=pb.RESERVE_SPACE2_KIND_VARIANCE,
+    )
+
+
+@pytest.mark.parametrize("gamma", [None, STATS + 2])
+def test_the_onednn_request_holds_every_argument(gamma: Any) -> None:
+    call = _ops.batch_norm_training_backprop(X, X + 1, STATS, STATS + 1, gamma, 0.5, "NCX")
+    assert call.method == "/bngrad.v1.BatchNormGradService/BatchNormTrainingBackprop"
+    assert pb.BatchNormTrainingBackpropRequest.FromString(call.request) == pb.BatchNormTrainingBackpropRequest(
+        input_forward=tensor(X),
+        output_delta=tensor(X + 1),
+        mean=tensor(STATS),
+        variance=tensor(STATS + 1),
+        gamma=None if gamma is None else tensor(gamma),
+        epsilon=0.5,
+        data_format="NCX",
+    )
+
+
+def test_reserve_space_3_is_sent_without_its_elements() -> None:
+    sent = v3_message(rs3=np.ones((7, 2), np.float32)).reserve_space_3
+    assert sent == pb.Tensor(dtype=pb.DATA_TYPE_FLOAT32, shape=[7, 2])
+    assert not v3_message(rs3=None).HasField("reserve_space_3")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "data_type"),
+    [("f2", pb.DATA_TYPE_FLOAT16), (BFLOAT16, pb.DATA_TYPE_BFLOAT16), ("f4", pb.DATA_TYPE_FLOAT32)],
+)
+@pytest.mark.parametrize(
+    "change",
+    [
+        np.asarray,
+        np.asfortranarray,
+        lambda array: np.repeat(array, 2, axis=0)[::2],
+        lambda array: array[..., ::-1].copy()[..., ::-1],
+        lambda array: array if array.dtype == BFLOAT16 else array.astype(array.dtype.newbyteorder(">")),
+    ],
+    ids=["c", "fortran", "strided", "negative-strides", "big-endian"],
+)
+def test_elements_travel_little_endian_in_c_order(
+    dtype: Any, data_type: pb.DataType, change: Callable[[Any], Any]
+) -> None:
+    array = X.astype(dtype)
+    assert v3_message(x=change(array)).x == tensor(array, data_type)
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3, 4, 5), (2, 0, 0, 0)])
+def test_scalars_and_empty_tensors_keep_their_shape(shape: tuple[int, ...]) -> None:
+    array = np.zeros(shape, np.float32)
+    assert v3_message(x=array).x == tensor(array)
+
+
+def test_what_the_protocol_cannot_express_is_refused_field_by_field() -> None:
+    with pytest.raises(bngrad.InvalidArgumentError) as refused:
+        _ops.fused_batch_norm_grad_v3(
+            X.astype(np.float64), X.astype(int), STATS.astype(complex), STATS, STATS, STATS > 1,
+            1e-4, "NHWC", True, "variance",
+        )  # fmt: skip
+    assert refused.value.violations == (
+        bngrad.FieldViolation("y_backprop", "y_backprop must have dtype float16, bfloat16 or float32, not float64"),
+        bngrad.FieldViolation("x", "x must have dtype float16, bfloat16 or float32, not int64"),
+        bngrad.FieldViolation("scale", "scale must have dtype float32, not complex128"),
+        bngrad.FieldViolation("reserve_space_3", "reserve_space_3 must have dtype float32, not bool"),
+    )
+    assert str(refused.value).startswith("y_backprop must have dtype")
+
+
+def test_a_none_is_no_tensor() -> None:
+    with pytest.raises(bngrad.InvalidArgumentError, match=r"x must have dtype .*, not object"):
+        v3(x=None)
+
+
+def test_more_than_a_message_holds_is_refused_before_it_is_copied() -> None:
+    huge = np.broadcast_to(np.float32(0), (2**14, 2**7, 2**7, 1))
+    with pytest.raises(bngrad.InvalidArgumentError, match="must have at most 2147479551 bytes together, not 1073742"):
+        v3(x=np.broadcast_to(huge, (2, *huge.shape)))
+    # One such tensor passes.
+    with pytest.raises(bngrad.InvalidArgumentError) as refused:
+        _ops.batch_norm_training_backprop(huge, huge, STATS, STATS, None, 1e-4, "NXC")
+    assert [violation.field for violation in refused.value.violations] == ["input_forward"]
+
+
+@pytest.mark.parametrize(
+    "epsilon", [0, 1, 0.25, np.float32(0.25), np.float64(1e-4), Fraction(1, 4), -1.0, 3.4028235e38]
+)
+def test_epsilon_is_any_real_number_rounded_to_float32(epsilon: Any) -> None:
+    assert v3_message(epsilon=epsilon).epsilon == np.float32(float(epsilon))
+
+
+@pytest.mark.parametrize("epsilon", ["0.1", None, True, np.True_, 1j, [0.1], np.array([0.1])])
+def test_an_epsilon_that_is_no_number_is_a_type_error(epsilon: Any) -> None:
+    with pytest.raises(TypeError, match="epsilon must be a number, not "):
+        v3(epsilon=epsilon)
+
+
+@pytest.mark.parametrize("epsilon", [math.nan, math.inf, -math.inf, 1e39, -1e39, 10**400, 10**5000])
+def test_an_epsilon_that_float32_does_not_hold_is_refused(epsilon: Any) -> None:
+    with pytest.raises(bngrad.InvalidArgumentError, match="epsilon must be finite in float32, not ") as refused:
+        v3(epsilon=epsilon)
+    assert refused.value.violations[0].field == "epsilon"
+
+
+@pytest.mark.parametrize("value", [1, 0, None, "True", np.array([True])])
+def test_is_training_must_be_a_bool(value: Any) -> None:
+    with pytest.raises(TypeError, match="is_training must be a bool, not "):
+        v3(is_training=value)
+
+
+def test_numpys_bools_are_bools() -> None:
+    assert v3_message(is_training=np.True_).is_training
+    assert not v3_message(is_training=np.False_).is_training
+
+
+@pytest.mark.parametrize("value", [b"NHWC", None, 4])
+def test_data_format_must_be_a_str(value: Any) -> None:
+    with pytest.raises(TypeError, match="data_format must be a str, not "):
+        v3(data_format=value)
+
+
+def test_an_unknown_reserve_space_2_kind_is_refused() -> None:
+    with pytest.raises(bngrad.InvalidArgumentError, match="must be 'variance' or 'inverse_std', not 'std'") as refused:
+        v3(reserve_space_2_kind="std")
+    assert refused.value.violations[0].field == "reserve_space_2_kind"
+    with pytest.raises(TypeError, match="reserve_space_2_kind must be a str, not None"):
+        v3(reserve_space_2_kind=None)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "data_type"),
+    [("f2", pb.DATA_TYPE_FLOAT16), (BFLOAT16, pb.DATA_TYPE_BFLOAT16), ("f4", pb.DATA_TYPE_FLOAT32)],
+)
+def test_results_are_the_callers_own_arrays(dtype: Any, data_type: pb.DataType) -> None:
+    expected = X.astype(dtype)
+    answer = pb.FusedBatchNormGradV3Response(
+        x_backprop=tensor(expected, data_type),
+        scale_backprop=tensor(STATS),
+        offset_backprop=tensor(STATS + 1),
+        reserve_space_4=EMPTY,
+        reserve_space_5=EMPTY,
+    ).SerializeToString()
+    results = v3().read(answer)
+    assert results.x_backprop.dtype == np.dtype(dtype)
+    np.testing.assert_array_equal(results.x_backprop, expected)
+    np.testing.assert_array_equal(results.scale_backprop, STATS)
+    np.testing.assert_array_equal(results.offset_backprop, STATS + 1)
+    assert results.reserve_space_4.shape == results.reserve_space_5.shape == (0,)
+    for array in results:
+        assert array.flags.writeable
+        assert array.flags.owndata or array.base.flags.owndata
+
+
+@pytest.mark.parametrize(
+    ("answer", "complaint"),
+    [
+        (b"\xff\xff", "the server's answer is no BatchNormTrainingBackpropResponse"),
+        (b"", "the server's input_delta has the dtype 0, which this client does not know"),
+        (
+            pb.BatchNormTrainingBackpropResponse(
+                input_delta=pb.Tensor(dtype=pb.DATA_TYPE_FLOAT32, shape=[2, 3], data=bytes(20))
+            ).SerializeToString(),
+            r"the server's input_delta has 20 bytes for shape \(2, 3\) of float32",
+        ),
+        (
+            pb.BatchNormTrainingBackpropResponse(
+                input_delta=pb.Tensor(dtype=pb.DATA_TYPE_FLOAT32, shape=[-1], data=bytes(20))
+            ).SerializeToString(),
+            r"the server's input_delta has 20 bytes for shape \(-1,\) of float32",
+        ),
+    ],
+)
+def test_a_malformed_answer_is_an_internal_error(answer: bytes, complaint: str) -> None:
+    call = _ops.batch_norm_training_backprop(X, X, STATS, STATS, None, 1e-4, "NXC")
+    with pytest.raises(bngrad.InternalError, match=complaint):
+        call.read(answer)
+
+
+def test_server_info_is_read_word_for_word() -> None:
+    answer = pb.ServerInfoResponse(
+        version="1.2.3",
+        devices=[
+            pb.Device(name="cpu", description="a CPU", state=pb.WORKER_STATE_READY, restarts=2),
+            pb.Device(name="cuda:0", description="a GPU", state=pb.WORKER_STATE_STARTING),
+            pb.Device(name="cuda:1", state=99),  # type: ignore[arg-type]
+        ],
+        limits=pb.Limits(max_message_bytes=5, arena_bytes=6),
+        ops=["FusedBatchNormGradV3"],
+    )
+    assert _ops.server_info().read(answer.SerializeToString()) == bngrad.ServerInfo(
+        version="1.2.3",
+        devices=(
+            bngrad.Device("cpu", "a CPU", "ready", 2),
+            bngrad.Device("cuda:0", "a GPU", "starting", 0),
+            bngrad.Device("cuda:1", "", "unspecified", 0),
+        ),
+        ops=("FusedBatchNormGradV3",),
+        max_message_bytes=5,
+        arena_bytes=6,
+    )
