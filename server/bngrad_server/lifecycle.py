@@ -93,16 +93,16 @@ class Server:
 
 
 def serve(config: ServerConfig) -> None:
-    """Serves until SIGTERM or SIGINT, then drains; a second signal ends the process at once.
+    """Serves until SIGTERM or SIGINT, then drains; a second signal ends the process at once, as does one at the start.
 
     Raises:
         ListenError: An address is taken, malformed or not ours.
         WorkerStartError: A worker could not start.
     """
-    stopping = threading.Event()
+    ready, stopping = threading.Event(), threading.Event()
 
     def on_signal(number: int, frame: object) -> None:
-        if stopping.is_set():
+        if stopping.is_set() or not ready.is_set():
             sys.exit(128 + number)
         stopping.set()
 
@@ -112,6 +112,7 @@ def serve(config: ServerConfig) -> None:
     server = Server(config)
     try:
         server.start()
+        ready.set()
         print(f"bngrad {__version__} ready on {', '.join(server.addresses)}: {_devices(server)}", flush=True)
         stopping.wait()
         logger.info("draining")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import logging
 import multiprocessing
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 
 from bngrad_server.arena import Arena
 from bngrad_server.batching import Batcher, Job
-from bngrad_server.worker import Ready, Task
+from bngrad_server.staging import Task
 
 logger = logging.getLogger(__name__)
 
@@ -149,22 +150,25 @@ class _Keeper:
     def _keep(self) -> None:
         delay_s = _FIRST_RESTART_DELAY_S
         while not self._closing.is_set():
-            worker = _Worker(self._device, self._threads, self._arena, on_exit=self._batcher.wake)
             try:
-                self._description = worker.wait_until_ready()
-                delay_s = _FIRST_RESTART_DELAY_S
-                self._set_ready(True)
-                self._feed(worker)
+                with contextlib.closing(self._new_worker()) as worker:
+                    self._description = worker.wait_until_ready()
+                    delay_s = _FIRST_RESTART_DELAY_S
+                    self._set_ready(True)
+                    self._feed(worker)
             except _WorkerDiedError as error:
                 logger.error("worker of device %s: %s", self._device, error)
-            finally:
-                worker.close()
-                self._set_ready(False)
+            except Exception:
+                logger.exception("worker of device %s is given up", self._device)
+            self._set_ready(False)
             if not self._description or self._closing.wait(delay_s):
                 break
             delay_s = min(2 * delay_s, _LONGEST_RESTART_DELAY_S)
             self._restarts += 1
         self._started.set()
+
+    def _new_worker(self) -> _Worker:
+        return _Worker(self._device, self._threads, self._arena, on_exit=self._batcher.wake)
 
     def _set_ready(self, ready: bool) -> None:
         self._ready = ready
@@ -177,7 +181,7 @@ class _Keeper:
         while batch := self._batcher.take(abandoned=lambda: worker.has_exited or self._closing.is_set()):
             try:
                 failures = worker.run(batch)
-            except _WorkerDiedError:
+            except Exception:
                 self._rescue(batch)
                 raise
             for job, failure in zip(batch, failures, strict=True):
@@ -216,9 +220,9 @@ class _Worker:
         self._watcher.start()
 
     def wait_until_ready(self) -> str:
-        ready = self._receive()
-        assert isinstance(ready, Ready)
-        return ready.description
+        description = self._receive()
+        assert isinstance(description, str)
+        return description
 
     def run(self, batch: list[Job]) -> list[str | None]:
         try:

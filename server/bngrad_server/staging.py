@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,15 @@ import numpy as np
 from bngrad_kernels.problem import Array, Problem
 from bngrad_kernels.spec import Spec
 from bngrad_server.arena import ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What a worker is told of a staged problem: what to compute, and where in the arena it lies."""
+
+    spec: Spec
+    offset: int
+    has_scale: bool
 
 
 def staged_nbytes(spec: Spec) -> int:

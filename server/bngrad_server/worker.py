@@ -1,7 +1,8 @@
 """The worker process: owns one device, and computes what it is sent.
 
-Run as ``python -m bngrad_server.worker DEVICE THREADS PIPE_FD ARENA_FD ARENA_NBYTES``. It says `Ready` once its kernels
-are compiled, then answers every list of `Task` with a list of failures, and ends when the front process is gone.
+Run as ``python -m bngrad_server.worker DEVICE THREADS PIPE_FD ARENA_FD ARENA_NBYTES``. Once its kernels are compiled it
+sends the device's description, then answers every list of `Task` with a list of failures, and ends when the front
+process is gone.
 """
 
 from __future__ import annotations
@@ -10,33 +11,14 @@ import logging
 import mmap
 import signal
 import sys
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from bngrad_kernels import backends
 from bngrad_kernels.problem import BackEnd, Problem
-from bngrad_kernels.spec import Spec
 from bngrad_server.arena import map_arena
-from bngrad_server.staging import staged_problem
+from bngrad_server.staging import Task, staged_problem
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """The worker's first message."""
-
-    description: str
-    """The device, in its maker's words."""
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """A staged problem: what to compute, and where in the arena it lies."""
-
-    spec: Spec
-    offset: int
-    has_scale: bool
 
 
 def main() -> None:
@@ -51,7 +33,7 @@ def main() -> None:
     back_end = backends.create(device, threads=int(threads))
     back_end.warm_up()
     try:
-        pipe.send(Ready(back_end.description))
+        pipe.send(back_end.description)
         while True:
             tasks = pipe.recv()
             assert isinstance(tasks, list)

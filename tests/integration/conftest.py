@@ -47,9 +47,9 @@ def own_server() -> Iterator[EmbeddedServer]:
 
 def worker_pid(server: EmbeddedServer) -> int:
     """The process id of a server's only worker."""
-    front = server.process.pid
-    (pid,) = Path(f"/proc/{front}/task/{front}/children").read_text().split()
-    return int(pid)
+    threads = Path(f"/proc/{server.process.pid}/task").iterdir()
+    (pid,) = [int(child) for thread in threads for child in (thread / "children").read_text().split()]
+    return pid
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = WORKER_RESTART_TIMEOUT_S) -> None:

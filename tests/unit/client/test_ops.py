@@ -158,7 +158,7 @@ def test_an_epsilon_that_is_no_number_is_a_type_error(epsilon: Any) -> None:
         v3(epsilon=epsilon)
 
 
-@pytest.mark.parametrize("epsilon", [math.nan, math.inf, -math.inf, 1e39, -1e39, 10**400, 10**5000])
+@pytest.mark.parametrize("epsilon", [math.nan, math.inf, -math.inf, 1e39, -1e39, 10**400])
 def test_an_epsilon_that_float32_does_not_hold_is_refused(epsilon: Any) -> None:
     with pytest.raises(bngrad.InvalidArgumentError, match="epsilon must be finite in float32, not ") as refused:
         v3(epsilon=epsilon)
