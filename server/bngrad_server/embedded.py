@@ -55,8 +55,9 @@ class EmbeddedServer:
         assert self.process.stdout is not None
         ready = re.search(r" ready on ([^\s,]+?)[,:] ", self.process.stdout.readline())
         if ready is None:
-            self.stop()
-            raise ServerStartError(f"the server did not start:\n{self.stderr()}")
+            with self._stderr:
+                self.stop()
+                raise ServerStartError(f"the server did not start:\n{self.stderr()}")
         self.target = ready[1]
         return self
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
-import sys
 import threading
 from concurrent import futures
 
@@ -103,7 +103,7 @@ def serve(config: ServerConfig) -> None:
 
     def on_signal(number: int, frame: object) -> None:
         if stopping.is_set() or not ready.is_set():
-            sys.exit(128 + number)
+            os._exit(128 + number)
         stopping.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -117,13 +117,19 @@ def _headers(message: Message, *required: str, optional: str = "") -> dict[str, 
         if not message.HasField(name):
             violations.append(FieldViolation(name, f"{name} must be given"))
         elif tensor.dtype not in _DTYPES:
-            known = ", ".join(pb.DataType.Name(data_type) for data_type in _DTYPES)
-            violations.append(FieldViolation(name, f"{name} must have one of the dtypes {known}, not {tensor.dtype}"))
+            known = ", ".join(map(_data_type_name, _DTYPES))
+            description = f"{name} must have one of the dtypes {known}, not {_data_type_name(tensor.dtype)}"
+            violations.append(FieldViolation(name, description))
         else:
             headers[name] = TensorHeader(_DTYPES[tensor.dtype], tuple(tensor.shape), len(tensor.data))
     if violations:
         raise InvalidArgumentError(tuple(violations))
     return headers
+
+
+def _data_type_name(data_type: pb.DataType) -> str:
+    """The name of a data type, or the number of one that this version does not know."""
+    return pb.DataType.Name(data_type) if data_type in pb.DataType.values() else str(data_type)
 
 
 def _attributes(message: Message, *names: str) -> dict[str, Any]:

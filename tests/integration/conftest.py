@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 import bngrad
 from bngrad_server.embedded import EmbeddedServer
 
-WORKER_RESTART_TIMEOUT_S = 60.0
+TIMEOUT_S = 60.0
 
 
 @pytest.fixture(scope="session")
@@ -45,23 +45,27 @@ def own_server() -> Iterator[EmbeddedServer]:
         yield server
 
 
+def worker_pids(server: EmbeddedServer) -> list[int]:
+    """The process ids of a server's running workers."""
+    children = psutil.Process(server.process.pid).children()
+    return [child.pid for child in children if is_running(child.pid)]
+
+
 def worker_pid(server: EmbeddedServer) -> int:
     """The process id of a server's only worker."""
-    threads = Path(f"/proc/{server.process.pid}/task").iterdir()
-    (pid,) = [int(child) for thread in threads for child in (thread / "children").read_text().split()]
+    (pid,) = worker_pids(server)
     return pid
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = WORKER_RESTART_TIMEOUT_S) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = TIMEOUT_S, poll_s: float = 0.01) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.01)
+        time.sleep(poll_s)
 
 
 def is_running(pid: int) -> bool:
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

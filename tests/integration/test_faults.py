@@ -10,8 +10,9 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
-from tests.integration.conftest import wait_until, worker_pid
+from tests.integration.conftest import is_running, wait_until, worker_pid, worker_pids
 from tests.integration.problems import assert_gradients, random_inputs
 
 import bngrad
@@ -65,20 +66,31 @@ def test_no_request_is_lost_while_workers_are_killed_under_load(own_server: Embe
 
 
 def test_a_request_that_kills_every_worker_is_given_up_and_the_server_goes_on(own_server: EmbeddedServer) -> None:
-    front = own_server.process.pid
-    arena = next(fd for fd in Path(f"/proc/{front}/fd").iterdir() if "bngrad-arena" in str(fd.readlink()))
+    arena = arena_of(own_server.process.pid)
     nbytes = arena.stat().st_size
     with bngrad.Client(own_server.target) as client, ThreadPoolExecutor() as threads:
         os.kill(worker_pid(own_server), signal.SIGSTOP)
         answer = threads.submit(client.fused_batch_norm_grad_v2, *INPUTS)
         with pytest.raises(FutureTimeoutError):
             answer.result(0.5)
-        os.truncate(arena, 0)  # the worker that now reads the staged request dies of SIGBUS
-        os.kill(worker_pid(own_server), signal.SIGCONT)
+        for _ in range(3):
+            wait_until(lambda: any(has_mapped_the_arena(pid) for pid in worker_pids(own_server)))
+            worker = worker_pid(own_server)
+            os.truncate(arena, 0)  # who reads the staged request now dies of SIGBUS
+            os.kill(worker, signal.SIGCONT)
+            wait_until(lambda worker=worker: not is_running(worker))  # type: ignore[misc]
+            os.truncate(arena, nbytes)
         with pytest.raises(bngrad.InternalError, match="3 workers died while computing this request"):
             answer.result(60)
-        os.truncate(arena, nbytes)
         assert_gradients(SPEC, INPUTS, client.fused_batch_norm_grad_v2(*INPUTS))
+
+
+def arena_of(front: int) -> Path:
+    return next(fd for fd in Path(f"/proc/{front}/fd").iterdir() if "bngrad-arena" in str(fd.readlink()))
+
+
+def has_mapped_the_arena(worker: int) -> bool:
+    return any("bngrad-arena" in mapped.path for mapped in psutil.Process(worker).memory_maps())
 
 
 def test_a_deadline_ends_the_wait_and_frees_the_memory() -> None:

@@ -127,7 +127,7 @@ def test_a_second_signal_ends_the_server_at_once(own_server: EmbeddedServer) -> 
     own_server.process.terminate()
     assert own_server.process.wait(5) == 128 + signal.SIGTERM
     os.kill(worker, signal.SIGCONT)
-    wait_until(lambda: not is_running(worker), 5)
+    wait_until(lambda: not is_running(worker))
     thread.join()
 
 
@@ -137,7 +137,7 @@ def test_a_killed_front_leaves_no_worker_and_no_shared_memory_behind(own_server:
     worker = worker_pid(own_server)
     before = set(os.listdir("/dev/shm"))
     own_server.process.kill()
-    wait_until(lambda: not is_running(worker), 5)
+    wait_until(lambda: not is_running(worker))
     assert set(os.listdir("/dev/shm")) <= before
 
 

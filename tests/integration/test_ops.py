@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import bngrad.aio
 import numpy as np
 import pytest
 from tests.integration.problems import Inputs, assert_gradients, random_inputs
 
 import bngrad
+import bngrad.aio
 from bngrad_kernels.spec import BFLOAT16, FLOAT16, FLOAT32, ReserveSpace2Kind, Spec
 
 DTYPES = [FLOAT16, BFLOAT16, FLOAT32]
