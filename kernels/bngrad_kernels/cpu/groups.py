@@ -24,12 +24,6 @@ _BF16 = np.uint16(0)
 
 
 @njit(error_model="numpy")
-def width(p: Any, g: int) -> int:
-    """The number of columns of a group."""
-    return p.fold * channels(p, g) * p.span
-
-
-@njit(error_model="numpy")
 def channels(p: Any, g: int) -> int:
     """The number of channels of a group; the last group may have fewer than the others."""
     return min(p.group_channels, p.channels - g * p.group_channels)
@@ -38,7 +32,7 @@ def channels(p: Any, g: int) -> int:
 @njit(error_model="numpy")
 def slot_nbytes(p: Any) -> int:
     """`Geometry.slot_nbytes`."""
-    return p.padded * (16 + 16 * (p.tiles + 1))
+    return p.padded * (16 + 16 + 24 * p.tiles)
 
 
 @njit(error_model="numpy")
@@ -51,6 +45,12 @@ def table(p: Any, slot: int, which: int) -> int:
 def sums_of(p: Any, slot: int, part: int) -> int:
     """The address of the two rows of sums; part 0 is the total, tile t has part t + 1."""
     return p.workspace + slot * slot_nbytes(p) + 4 * p.padded * 4 + part * 2 * p.padded * 8
+
+
+@njit(error_model="numpy")
+def chains_of(p: Any, slot: int, t: int) -> int:
+    """The address of the two rows of float32 in which tile t adds up what goes into its sums."""
+    return sums_of(p, slot, p.tiles + 1) + t * 2 * p.padded * 4
 
 
 @njit(error_model="numpy")

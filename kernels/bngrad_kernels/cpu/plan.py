@@ -24,18 +24,13 @@ from bngrad_kernels.problem import Problem
 from bngrad_kernels.spec import BFLOAT16, ReserveSpace2Kind
 
 LANES = 16
-CHAIN = 8
-"""How many float32 the columns kernel adds before they go into a float64: the error stays below 9 * 2**-24 of the sum
-of moduli."""
-BLOCK = 64
-"""Columns that the columns kernel takes at once: four vectors."""
+_SHORT = 512
+_TILE_ELEMENTS_COL = 1 << 17
 
 _PLANES_FROM = 128
-_TILE_ROWS = 64
 _TILE_ELEMENTS = 16384
 _MAX_TILES = 64
 _STREAM_FROM_NBYTES = 12 << 20
-_GROUP_NBYTES = 8 << 20
 
 
 class Geometry(NamedTuple):
@@ -75,8 +70,8 @@ class Geometry(NamedTuple):
 
     @property
     def slot_nbytes(self) -> int:
-        """The size of a slot of the workspace: four tables in float32, two rows of sums for each tile and in all."""
-        return self.padded * (4 * 4 + 2 * 8 * (self.tiles + 1))
+        """The size of a slot of the workspace: four tables, two rows of sums, and for each tile two of sums and of chains."""
+        return self.padded * (4 * 4 + 2 * 8 + 2 * (8 + 4) * self.tiles)
 
 
 RECORD = np.dtype(
@@ -121,19 +116,15 @@ def record(problem: Problem, plan: Geometry, by_group: bool, workspace: int) -> 
 @functools.lru_cache(maxsize=4096)
 def geometry(outer: int, channels: int, inner: int) -> Geometry:
     """The cut of a tensor of (outer, channels, inner)."""
-    if inner >= _PLANES_FROM or (inner > LANES and outer < CHAIN):
+    if inner >= _PLANES_FROM or (inner > LANES and outer < 8):
         return _planes(outer, channels, inner)
     return _columns(outer, channels, inner)
 
 
 def _columns(outer: int, channels: int, inner: int) -> Geometry:
     width = channels * inner
-    fold = BLOCK // math.gcd(width, BLOCK) if 0 < width < 4 * BLOCK else 1
-    rows = -(-outer // fold)
-    group = channels
-    if fold == 1:
-        blocks = _GROUP_NBYTES // max(1, rows * inner * BLOCK * 2 * 4)
-        group = max(1, min(channels, BLOCK * max(1, blocks)))
+    fold = min(_fold(width), outer)
+    rows = -(-outer // max(fold, 1))
     return Geometry(
         outer, channels, inner,
         is_planes=False,
@@ -142,13 +133,20 @@ def _columns(outer: int, channels: int, inner: int) -> Geometry:
         last_columns=(outer - (rows - 1) * fold) * width,
         fold=fold,
         span=inner,
-        groups=-(-channels // max(group, 1)),
-        group_channels=group,
-        padded=_padded(fold * group * inner),
-        tiles=_power_of_two(rows // _TILE_ROWS),
+        groups=1,
+        group_channels=channels,
+        padded=_padded(fold * width),
+        tiles=_power_of_two(outer * width // _TILE_ELEMENTS_COL),
         outer_tiles=1,
         inner_tiles=1,
     )  # fmt: skip
+
+
+def _fold(width: int) -> int:
+    if not 0 < width < _SHORT:
+        return 1
+    full = LANES // math.gcd(width, LANES)
+    return full * -(-_SHORT // (full * width))
 
 
 def _planes(outer: int, channels: int, inner: int) -> Geometry:
