@@ -12,7 +12,7 @@ import numba
 import numpy as np
 
 from bngrad_kernels.cpu import driver
-from bngrad_kernels.cpu.plan import RECORD, Geometry, geometry, record
+from bngrad_kernels.cpu.plan import RECORD, Geometry, address, geometry, record
 from bngrad_kernels.cpu.simd import TAGS
 from bngrad_kernels.problem import Array, Problem
 from bngrad_kernels.spec import TENSOR_DTYPES, Spec
@@ -86,8 +86,8 @@ class CpuBackEnd:
         memory = getattr(self._local, "memory", None)
         if memory is None or memory.nbytes < nbytes + 64:
             memory = self._local.memory = np.empty(2 * nbytes + 64, np.uint8)
-        address: int = memory.ctypes.data
-        return address + -address % 64
+        start = address(memory)
+        return start + -start % 64
 
 
 def _run(problem: Problem, records: Array, threads: int) -> None:
@@ -99,8 +99,8 @@ def _geometry(problem: Problem) -> Geometry:
     return geometry(problem.spec.outer, problem.spec.channels, problem.spec.inner)
 
 
-def _kind(problem: Problem) -> str:
-    return problem.spec.dtype.name
+def _kind(problem: Problem) -> int:
+    return problem.spec.dtype.num
 
 
 def _processor() -> str:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bngrad_kernels.problem import Problem
+from bngrad_kernels.problem import Array, Problem
 from bngrad_kernels.spec import BFLOAT16, ReserveSpace2Kind
 
 LANES = 16
@@ -91,17 +91,17 @@ RECORD = np.dtype(
 def record(problem: Problem, plan: Geometry, by_group: bool, workspace: int) -> tuple[float, ...]:
     """Describes a problem to the kernels, in the order of `RECORD`."""
     spec = problem.spec
-    x_backprop = problem.x_backprop.ctypes.data
+    x_backprop = address(problem.x_backprop)
     row_nbytes = plan.columns * spec.dtype.itemsize
     return (
-        problem.y_backprop.ctypes.data,
-        problem.x.ctypes.data,
+        address(problem.y_backprop),
+        address(problem.x),
         x_backprop,
-        0 if problem.scale is None else problem.scale.ctypes.data,
-        problem.reserve_space_1.ctypes.data,
-        problem.reserve_space_2.ctypes.data,
-        problem.scale_backprop.ctypes.data,
-        problem.offset_backprop.ctypes.data,
+        0 if problem.scale is None else address(problem.scale),
+        address(problem.reserve_space_1),
+        address(problem.reserve_space_2),
+        address(problem.scale_backprop),
+        address(problem.offset_backprop),
         spec.is_training,
         spec.reserve_space_2_kind is ReserveSpace2Kind.INVERSE_STD,
         spec.stats_dtype == BFLOAT16,
@@ -111,6 +111,12 @@ def record(problem: Problem, plan: Geometry, by_group: bool, workspace: int) -> 
         *plan,
         spec.epsilon,
     )
+
+
+def address(array: Array) -> int:
+    """Where an array begins; a tenth of the time of ``array.ctypes.data``."""
+    begin: int = array.__array_interface__["data"][0]
+    return begin
 
 
 @functools.lru_cache(maxsize=4096)
