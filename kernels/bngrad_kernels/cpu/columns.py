@@ -46,15 +46,15 @@ def sums(tag: Any, p: Any, g: int, t: int, slot: int) -> None:
 
 @njit(error_model="numpy")
 def apply(tag: Any, p: Any, g: int, t: int, slot: int) -> None:
-    """Writes x_backprop of a tile, last row first: what the sums read last is still in the cache."""
+    """Writes x_backprop of a tile."""
     start, stop = _first_row(p, t), _first_row(p, t + 1)
     whole = min(stop, _whole_rows(p))
+    for band in range(start, whole, _BAND):
+        for column in range(0, p.columns, _BLOCK):
+            for row in range(band, min(whole, band + _BAND)):
+                _apply_row(tag, p, slot, row, column, min(_BLOCK, p.columns - column))
     if stop > whole:
         _apply_row(tag, p, slot, whole, 0, p.last_columns)
-    for top in range(whole, start, -_BAND):
-        for column in range(0, p.columns, _BLOCK):
-            for row in range(top - 1, max(start, top - _BAND) - 1, -1):
-                _apply_row(tag, p, slot, row, column, min(_BLOCK, p.columns - column))
 
 
 @njit(error_model="numpy")
@@ -152,8 +152,8 @@ def _apply_row(tag: Any, p: Any, slot: int, row: int, first: int, columns: int) 
     base, end = row * p.columns, first + columns
     for column in range(first, end - LANES + 1, LANES):
         index = base + column
-        prefetch(tag, y_backprop, index - _AHEAD)
-        prefetch(tag, x, index - _AHEAD)
+        prefetch(tag, y_backprop, index + _AHEAD)
+        prefetch(tag, x, index + _AHEAD)
         dx = x_backprop(
             load(tag, y_backprop, index), load(tag, x, index),
             load(_F32, mean, column), load(_F32, gain, column), load(_F32, shift, column), load(_F32, slope, column),
