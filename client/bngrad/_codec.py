@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -133,11 +134,10 @@ def _array(field: str, tensor: pb.Tensor) -> Array:
     dtype, shape = _DTYPES.get(tensor.dtype), tuple(tensor.shape)
     if dtype is None:
         raise InternalError(f"the server's {field} has the dtype {tensor.dtype}, which this client does not know")
-    try:
-        return np.frombuffer(tensor.data, dtype).reshape(shape).copy()
-    except ValueError as error:
+    if min(shape, default=0) < 0 or len(tensor.data) != math.prod(shape) * dtype.itemsize:
         description = f"the server's {field} has {len(tensor.data)} bytes for shape {shape} of {dtype.name}"
-        raise InternalError(description) from error
+        raise InternalError(description)
+    return np.frombuffer(tensor.data, dtype).reshape(shape).copy()
 
 
 def _state(state: pb.WorkerState) -> str:

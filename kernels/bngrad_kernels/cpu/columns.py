@@ -14,7 +14,21 @@ from numba import njit
 from bngrad_kernels.cpu.groups import GAIN, MEAN, SHIFT, SLOPE, chains_of, sums_of, table
 from bngrad_kernels.cpu.plan import LANES
 from bngrad_kernels.cpu.simd import (
-    add, fma, keep_head, load, load64, load_head, mul, prefetch, store, store64, store_head, stream, sub, widen64, zero,
+    add,
+    fma,
+    keep_head,
+    load,
+    load64,
+    load_head,
+    mul,
+    prefetch,
+    store,
+    store64,
+    store_head,
+    stream,
+    sub,
+    widen64,
+    zero,
     zero64,
 )  # fmt: skip
 

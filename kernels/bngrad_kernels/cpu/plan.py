@@ -7,7 +7,8 @@ matter. The width of a group does not touch the bits either: no sum runs over mo
 
 The columns kernel sees a matrix of ``rows`` x ``columns`` and sums down the columns. It takes channels-last tensors
 and planes too small to fill vectors: there, each element of a plane is a column, and the columns of a channel are
-added at the end. Where a row is short, ``fold`` consecutive rows count as one, so that its vectors are full.
+added at the end. Where a row is short, ``fold`` consecutive rows count as one, so that its vectors are full. All
+channels are one group.
 
 The planes kernel sums along the planes of channels-first tensors, one channel a group.
 """
@@ -24,13 +25,16 @@ from bngrad_kernels.problem import Array, Problem
 from bngrad_kernels.spec import BFLOAT16, ReserveSpace2Kind
 
 LANES = 16
-_SHORT = 512
-_TILE_ELEMENTS_COL = 1 << 17
 
+_SHORT = 512
+"""A row of the columns kernel has at least so many columns, where the tensor has."""
 _PLANES_FROM = 128
-_TILE_ELEMENTS = 16384
+"""Planes of at least so many elements are summed along, smaller ones are columns."""
+_COLUMNS_TILE, _PLANES_TILE = 1 << 17, 1 << 14
+"""The fewest elements of a tile, save for tensors that are smaller."""
 _MAX_TILES = 64
 _STREAM_FROM_NBYTES = 12 << 20
+"""From this size on, x_backprop is written past the caches."""
 
 
 class Geometry(NamedTuple):
@@ -70,7 +74,7 @@ class Geometry(NamedTuple):
 
     @property
     def slot_nbytes(self) -> int:
-        """The size of a slot of the workspace: four tables, two rows of sums, and for each tile two of sums and of chains."""
+        """The size of a slot of the workspace: four tables, two rows of sums, and two of sums and chains a tile."""
         return self.padded * (4 * 4 + 2 * 8 + 2 * (8 + 4) * self.tiles)
 
 
@@ -142,7 +146,7 @@ def _columns(outer: int, channels: int, inner: int) -> Geometry:
         groups=1,
         group_channels=channels,
         padded=_padded(fold * width),
-        tiles=_power_of_two(outer * width // _TILE_ELEMENTS_COL),
+        tiles=_power_of_two(outer * width // _COLUMNS_TILE),
         outer_tiles=1,
         inner_tiles=1,
     )  # fmt: skip
@@ -156,7 +160,7 @@ def _fold(width: int) -> int:
 
 
 def _planes(outer: int, channels: int, inner: int) -> Geometry:
-    tiles = _power_of_two(outer * inner // _TILE_ELEMENTS)
+    tiles = _power_of_two(outer * inner // _PLANES_TILE)
     outer_tiles = max(1, min(tiles, outer))
     inner_tiles = -(-tiles // outer_tiles)
     return Geometry(
