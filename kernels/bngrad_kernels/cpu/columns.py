@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from bngrad_kernels.cpu.groups import GAIN, MEAN, SHIFT, SLOPE, chains_of, sums_of, table
+from bngrad_kernels.cpu.groups import GAIN, MEAN, SHIFT, SLOPE, chains_of, sums_of, table, width
 from bngrad_kernels.cpu.plan import LANES
 from bngrad_kernels.cpu.simd import (
     add,
@@ -50,25 +50,25 @@ def sums(tag: Any, p: Any, g: int, t: int, slot: int) -> None:
         store64(into, column, zero64())
         store(_F32, chains, column, zero())
     start, stop = _first_row(p, t), _first_row(p, t + 1)
-    whole = min(stop, _whole_rows(p))
+    whole, columns = min(stop, _whole_rows(p)), width(p, g)
     for row in range(start, whole, _BAND):
-        for column in range(0, p.columns, _BLOCK):
-            _sum_band(tag, p, slot, t, row, min(_BAND, whole - row), column, min(_BLOCK, p.columns - column))
+        for column in range(0, columns, _BLOCK):
+            _sum_band(tag, p, g, slot, t, row, min(_BAND, whole - row), column, min(_BLOCK, columns - column))
     if stop > whole:
-        _sum_band(tag, p, slot, t, whole, 1, 0, p.last_columns)
+        _sum_band(tag, p, g, slot, t, whole, 1, 0, p.last_columns)
 
 
 @njit(error_model="numpy")
 def apply(tag: Any, p: Any, g: int, t: int, slot: int) -> None:
     """Writes x_backprop of a tile."""
     start, stop = _first_row(p, t), _first_row(p, t + 1)
-    whole = min(stop, _whole_rows(p))
+    whole, columns = min(stop, _whole_rows(p)), width(p, g)
     for band in range(start, whole, _BAND):
-        for column in range(0, p.columns, _BLOCK):
+        for column in range(0, columns, _BLOCK):
             for row in range(band, min(whole, band + _BAND)):
-                _apply_row(tag, p, slot, row, column, min(_BLOCK, p.columns - column))
+                _apply_row(tag, p, slot, _index(p, g, row), column, min(_BLOCK, columns - column))
     if stop > whole:
-        _apply_row(tag, p, slot, whole, 0, p.last_columns)
+        _apply_row(tag, p, slot, _index(p, g, whole), 0, p.last_columns)
 
 
 @njit(error_model="numpy")
@@ -82,12 +82,18 @@ def _whole_rows(p: Any) -> int:
 
 
 @njit(error_model="numpy")
-def _sum_band(tag: Any, p: Any, slot: int, t: int, row: int, rows: int, first: int, columns: int) -> None:
+def _index(p: Any, g: int, row: int) -> int:
+    """Where a group's part of a row begins."""
+    return row * p.columns + g * p.group_channels * p.span
+
+
+@njit(error_model="numpy")
+def _sum_band(tag: Any, p: Any, g: int, slot: int, t: int, row: int, rows: int, first: int, columns: int) -> None:
     chains = chains_of(p, slot, t)
     for pair in range(row, row + rows - 1, 2):
-        _sum_pair(tag, p, slot, chains, pair, first, columns)
+        _sum_pair(tag, p, slot, chains, _index(p, g, pair), first, columns)
     if rows % 2:
-        _sum_row(tag, p, slot, chains, row + rows - 1, first, columns)
+        _sum_row(tag, p, slot, chains, _index(p, g, row + rows - 1), first, columns)
     into = sums_of(p, slot, t + 1)
     for column in range(first, first + columns, LANES):
         _flush(chains, into, column)
@@ -101,9 +107,9 @@ def _flush(chains: int, into: int, column: int) -> None:
 
 
 @njit(error_model="numpy")
-def _sum_pair(tag: Any, p: Any, slot: int, chains: int, row: int, first: int, columns: int) -> None:
+def _sum_pair(tag: Any, p: Any, slot: int, chains: int, index: int, first: int, columns: int) -> None:
     y_backprop, x, mean, dy_sums, dy_xc_sums = p.y_backprop, p.x, table(p, slot, MEAN), chains, chains + 4 * p.padded
-    upper, lower = row * p.columns, (row + 1) * p.columns
+    upper, lower = index, index + p.columns
     for column in range(first, first + columns - LANES + 1, LANES):
         prefetch(tag, y_backprop, upper + column + _AHEAD)
         prefetch(tag, y_backprop, lower + column + _AHEAD)
@@ -115,75 +121,74 @@ def _sum_pair(tag: Any, p: Any, slot: int, chains: int, row: int, first: int, co
         store(_F32, dy_sums, column, add(load(_F32, dy_sums, column), add(dy0, dy1)))
         store(_F32, dy_xc_sums, column, add(load(_F32, dy_xc_sums, column), fma(dy1, xc1, mul(dy0, xc0))))
     if not p.is_training:
-        _scale_row(tag, p, slot, row, first, columns)
-        _scale_row(tag, p, slot, row + 1, first, columns)
+        _scale_row(tag, p, slot, upper, first, columns)
+        _scale_row(tag, p, slot, lower, first, columns)
     if columns % LANES:
-        _sum_tail(tag, p, slot, chains, row, first + columns)
-        _sum_tail(tag, p, slot, chains, row + 1, first + columns)
+        _sum_tail(tag, p, slot, chains, upper, first + columns)
+        _sum_tail(tag, p, slot, chains, lower, first + columns)
 
 
 @njit(error_model="numpy")
-def _sum_row(tag: Any, p: Any, slot: int, chains: int, row: int, first: int, columns: int) -> None:
+def _sum_row(tag: Any, p: Any, slot: int, chains: int, index: int, first: int, columns: int) -> None:
     y_backprop, x, mean, dy_sums, dy_xc_sums = p.y_backprop, p.x, table(p, slot, MEAN), chains, chains + 4 * p.padded
-    base = row * p.columns
     for column in range(first, first + columns - LANES + 1, LANES):
-        dy, xc = load(tag, y_backprop, base + column), sub(load(tag, x, base + column), load(_F32, mean, column))
+        dy, xc = load(tag, y_backprop, index + column), sub(load(tag, x, index + column), load(_F32, mean, column))
         store(_F32, dy_sums, column, add(load(_F32, dy_sums, column), dy))
         store(_F32, dy_xc_sums, column, fma(dy, xc, load(_F32, dy_xc_sums, column)))
     if not p.is_training:
-        _scale_row(tag, p, slot, row, first, columns)
+        _scale_row(tag, p, slot, index, first, columns)
     if columns % LANES:
-        _sum_tail(tag, p, slot, chains, row, first + columns)
+        _sum_tail(tag, p, slot, chains, index, first + columns)
 
 
 @njit(error_model="numpy")
-def _sum_tail(tag: Any, p: Any, slot: int, chains: int, row: int, end: int) -> None:
+def _sum_tail(tag: Any, p: Any, slot: int, chains: int, index: int, end: int) -> None:
     """Sums the last columns of a row, fewer than a vector."""
     count = end % LANES
-    column, base = end - count, row * p.columns
-    dy = load_head(tag, p.y_backprop, base + column, count)
+    column = end - count
+    dy = load_head(tag, p.y_backprop, index + column, count)
     # The lanes that are not there have to stay 0 whatever the mean is.
-    xc = keep_head(sub(load_head(tag, p.x, base + column, count), load(_F32, table(p, slot, MEAN), column)), count)
+    xc = keep_head(sub(load_head(tag, p.x, index + column, count), load(_F32, table(p, slot, MEAN), column)), count)
     dy_sums, dy_xc_sums = chains, chains + 4 * p.padded
     store(_F32, dy_sums, column, add(load(_F32, dy_sums, column), dy))
     store(_F32, dy_xc_sums, column, fma(dy, xc, load(_F32, dy_xc_sums, column)))
 
 
 @njit(error_model="numpy")
-def _scale_row(tag: Any, p: Any, slot: int, row: int, first: int, columns: int) -> None:
+def _scale_row(tag: Any, p: Any, slot: int, index: int, first: int, columns: int) -> None:
     """Writes x_backprop of a row in inference."""
-    y_backprop, out, gain, base = p.y_backprop, p.x_backprop, table(p, slot, GAIN), row * p.columns
+    y_backprop, out, gain = p.y_backprop, p.x_backprop, table(p, slot, GAIN)
     for column in range(first, first + columns, LANES):
         count = first + columns - column
-        dx = mul(load(_F32, gain, column), load_head(tag, y_backprop, base + column, count))
-        store_head(tag, out, base + column, dx, count)
+        dx = mul(load(_F32, gain, column), load_head(tag, y_backprop, index + column, count))
+        store_head(tag, out, index + column, dx, count)
 
 
 @njit(error_model="numpy")
-def _apply_row(tag: Any, p: Any, slot: int, row: int, first: int, columns: int) -> None:
+def _apply_row(tag: Any, p: Any, slot: int, index: int, first: int, columns: int) -> None:
     y_backprop, x, out, streams = p.y_backprop, p.x, p.x_backprop, p.streams
     mean, gain, shift, slope = table(p, slot, MEAN), table(p, slot, GAIN), table(p, slot, SHIFT), table(p, slot, SLOPE)
-    base, end = row * p.columns, first + columns
+    end = first + columns
     for column in range(first, end - LANES + 1, LANES):
-        index = base + column
-        prefetch(tag, y_backprop, index + _AHEAD)
-        prefetch(tag, x, index + _AHEAD)
+        at = index + column
+        prefetch(tag, y_backprop, at + _AHEAD)
+        prefetch(tag, x, at + _AHEAD)
         dx = x_backprop(
-            load(tag, y_backprop, index), load(tag, x, index),
+            load(tag, y_backprop, at), load(tag, x, at),
             load(_F32, mean, column), load(_F32, gain, column), load(_F32, shift, column), load(_F32, slope, column),
         )  # fmt: skip
         if streams:
-            stream(tag, out, index, dx)
+            stream(tag, out, at, dx)
         else:
-            store(tag, out, index, dx)
+            store(tag, out, at, dx)
     if end % LANES:
         column, count = end - end % LANES, end % LANES
-        index = base + column
+        at = index + column
         dx = x_backprop(
-            load_head(tag, y_backprop, index, count), load_head(tag, x, index, count),
+            load_head(tag, y_backprop, at, count), load_head(tag, x, at, count),
             load(_F32, mean, column), load(_F32, gain, column), load(_F32, shift, column), load(_F32, slope, column),
         )  # fmt: skip
-        store_head(tag, out, index, dx, count)
+        store_head(tag, out, at, dx, count)
 
 
 @njit(error_model="numpy")

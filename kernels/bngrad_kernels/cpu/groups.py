@@ -24,6 +24,12 @@ _BF16 = np.uint16(0)
 
 
 @njit(error_model="numpy")
+def width(p: Any, g: int) -> int:
+    """The number of columns of a group."""
+    return p.fold * channels(p, g) * p.span
+
+
+@njit(error_model="numpy")
 def channels(p: Any, g: int) -> int:
     """The number of channels of a group; the last group may have fewer than the others."""
     return min(p.group_channels, p.channels - g * p.group_channels)

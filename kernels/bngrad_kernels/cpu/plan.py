@@ -8,7 +8,7 @@ matter. The width of a group does not touch the bits either: no sum runs over mo
 The columns kernel sees a matrix of ``rows`` x ``columns`` and sums down the columns. It takes channels-last tensors
 and planes too small to fill vectors: there, each element of a plane is a column, and the columns of a channel are
 added at the end. Where a row is short, ``fold`` consecutive rows count as one, so that its vectors are full. All
-channels are one group.
+channels-last channels are one group.
 
 The planes kernel sums along the planes of channels-first tensors, one channel a group.
 """
@@ -28,6 +28,8 @@ LANES = 16
 
 _SHORT = 512
 """A row of the columns kernel has at least so many columns, where the tensor has."""
+_GROUP_CHANNELS = 32
+"""The channels of a group of small planes, for the second-level cache; a multiple of 32 keeps stores aligned."""
 _PLANES_FROM = 128
 """Planes of at least so many elements are summed along, smaller ones are columns."""
 _COLUMNS_TILE, _PLANES_TILE = 1 << 17, 1 << 14
@@ -135,6 +137,7 @@ def _columns(outer: int, channels: int, inner: int) -> Geometry:
     width = channels * inner
     fold = min(_fold(width), outer)
     rows = -(-outer // max(fold, 1))
+    group = channels if inner == 1 or fold > 1 else min(channels, _GROUP_CHANNELS)
     return Geometry(
         outer, channels, inner,
         is_planes=False,
@@ -143,10 +146,10 @@ def _columns(outer: int, channels: int, inner: int) -> Geometry:
         last_columns=(outer - (rows - 1) * fold) * width,
         fold=fold,
         span=inner,
-        groups=1,
-        group_channels=channels,
-        padded=_padded(fold * width),
-        tiles=_power_of_two(outer * width // _COLUMNS_TILE),
+        groups=-(-channels // max(group, 1)),
+        group_channels=group,
+        padded=_padded(fold * group * inner),
+        tiles=_power_of_two(outer * group * inner // _COLUMNS_TILE),
         outer_tiles=1,
         inner_tiles=1,
     )  # fmt: skip
