@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from bngrad_protos import __version__
+from bngrad_server.cli.demo import demo
 from bngrad_server.cli.serve import serve
 
 
@@ -14,4 +15,5 @@ def main() -> None:
     """Gradients of fused batch normalisation as a gRPC service."""
 
 
+main.add_command(demo)
 main.add_command(serve)
