@@ -43,7 +43,7 @@ def train() -> dict[str, Any]:
         hooks = record(network, recorded) if step == STEPS - 1 else []
         loss = nn.functional.cross_entropy(network(images[chosen]), labels[chosen])
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         for hook in hooks:
             hook.remove()
         optimizer.step()
@@ -60,7 +60,8 @@ def record(network: nn.Sequential, recorded: dict[str, Any]) -> list[Any]:
     """Has every batch norm of a network write down its inputs, and the gradient of its output."""
 
     def forward(name: str, module: nn.BatchNorm2d, x: torch.Tensor, y: torch.Tensor) -> None:
-        y.register_hook(lambda y_backprop: recorded.update({f"{name}.y_backprop": y_backprop.numpy().copy()}))
+        keep = recorded.__setitem__
+        y.register_hook(lambda dy: keep(f"{name}.y_backprop", dy.numpy().copy()))  # type: ignore[no-untyped-call]
         values = {"x": x, "scale": module.weight, "mean": x.mean((0, 2, 3)), "variance": x.var((0, 2, 3), correction=0)}
         recorded.update({f"{name}.{key}": value.detach().numpy().copy() for key, value in values.items()})
 

@@ -64,4 +64,4 @@ def _worst(got: Array, exact: npt.NDArray[np.float64], scale: npt.ArrayLike) -> 
 
 def _rounding(dtype: np.dtype[np.generic]) -> float:
     """The relative error of rounding to a dtype; none for float32, whose rounding is in the bounds already."""
-    return 0.0 if dtype == FLOAT32 else float(ml_dtypes.finfo(dtype).eps) / 2
+    return 0.0 if dtype == FLOAT32 else float(ml_dtypes.finfo(dtype).eps) / 2  # type: ignore[no-untyped-call]

@@ -18,7 +18,14 @@ from bngrad_server.embedded import EmbeddedServer
 
 TENSOR = pb.Tensor(dtype=pb.DATA_TYPE_FLOAT32, shape=[2, 3, 3, 4], data=bytes(288))
 STATS = pb.Tensor(dtype=pb.DATA_TYPE_FLOAT32, shape=[4], data=bytes(16))
-INPUTS = {"y_backprop": TENSOR, "x": TENSOR, "scale": STATS, "reserve_space_1": STATS, "reserve_space_2": STATS}
+UNKNOWN: Any = 99
+INPUTS: dict[str, Any] = {
+    "y_backprop": TENSOR,
+    "x": TENSOR,
+    "scale": STATS,
+    "reserve_space_1": STATS,
+    "reserve_space_2": STATS,
+}
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +34,7 @@ def stub(server: EmbeddedServer) -> Iterator[pb_grpc.BatchNormGradServiceStub]:
         yield pb_grpc.BatchNormGradServiceStub(channel)
 
 
-def violations(error: grpc.RpcError) -> dict[str, str]:
+def violations(error: Any) -> dict[str, str]:
     """The field violations in the details of a refusal."""
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     status = rpc_status.from_call(error)
@@ -49,12 +56,12 @@ def violations(error: grpc.RpcError) -> dict[str, str]:
             },
         ),
         (
-            pb.FusedBatchNormGradV3Request(**INPUTS | {"x": pb.Tensor(dtype=99)}),
+            pb.FusedBatchNormGradV3Request(**INPUTS | {"x": pb.Tensor(dtype=UNKNOWN)}),
             {"x": "x must have one of the dtypes DATA_TYPE_FLOAT16, DATA_TYPE_BFLOAT16, DATA_TYPE_FLOAT32, not 99"},
         ),
         (
-            pb.FusedBatchNormGradV3Request(**INPUTS, reserve_space_2_kind=7),
-            {"reserve_space_2_kind": "reserve_space_2_kind must be a known ReserveSpace2Kind, not 7"},
+            pb.FusedBatchNormGradV3Request(**INPUTS, reserve_space_2_kind=UNKNOWN),
+            {"reserve_space_2_kind": "reserve_space_2_kind must be a known ReserveSpace2Kind, not 99"},
         ),
         (
             pb.FusedBatchNormGradV3Request(**INPUTS, data_format="NDHWC", epsilon=-1),
@@ -114,7 +121,7 @@ def test_absent_attributes_mean_the_ops_defaults(stub: pb_grpc.BatchNormGradServ
 @pytest.mark.parametrize("garbage", [b"\xff" * 100, b"\x0a\xff\xff\xff\xff\x0f", b"\x0a"])
 def test_garbage_is_refused_and_harms_nobody(server: EmbeddedServer, garbage: bytes) -> None:
     with grpc.insecure_channel(server.target) as channel:
-        call = channel.unary_unary("/bngrad.v1.BatchNormGradService/FusedBatchNormGradV3")
+        call: Any = channel.unary_unary("/bngrad.v1.BatchNormGradService/FusedBatchNormGradV3")
         with pytest.raises(grpc.RpcError):
             call(garbage)
         pb_grpc.BatchNormGradServiceStub(channel).FusedBatchNormGradV3(pb.FusedBatchNormGradV3Request(**INPUTS))

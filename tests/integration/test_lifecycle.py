@@ -39,7 +39,7 @@ def test_health_is_not_serving_before_the_worker_is_warm_and_serving_after(tmp_p
         stderr=subprocess.DEVNULL,
     )
     with process, grpc.insecure_channel(address) as channel:
-        check = health_pb2_grpc.HealthStub(channel).Check
+        check = health_pb2_grpc.HealthStub(channel).Check  # type: ignore[attr-defined]
         message = health_pb2.HealthCheckRequest(service=service)
         assert check(message, wait_for_ready=True, timeout=30).status == NOT_SERVING
         assert process.stdout is not None

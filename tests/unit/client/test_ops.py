@@ -22,7 +22,12 @@ EMPTY = pb.Tensor(dtype=pb.DATA_TYPE_FLOAT32, shape=[0])
 
 
 def v3(x: Any = X, rs3: Any = None, **changes: Any) -> _ops.Call[bngrad.FusedBatchNormGradV3]:
-    attributes = {"epsilon": 1e-4, "data_format": "NHWC", "is_training": True, "reserve_space_2_kind": "variance"}
+    attributes: dict[str, Any] = {
+        "epsilon": 1e-4,
+        "data_format": "NHWC",
+        "is_training": True,
+        "reserve_space_2_kind": "variance",
+    }
     return _ops.fused_batch_norm_grad_v3(X, x, STATS, STATS, STATS, rs3, **attributes | changes)
 
 
@@ -208,7 +213,7 @@ def test_results_are_the_callers_own_arrays(dtype: Any, data_type: pb.DataType) 
     assert results.reserve_space_4.shape == results.reserve_space_5.shape == (0,)
     for array in results:
         assert array.flags.writeable
-        assert array.flags.owndata or array.base.flags.owndata
+        assert array.flags.owndata or (array.base is not None and array.base.flags.owndata)
 
 
 @pytest.mark.parametrize(
