@@ -1,0 +1,43 @@
+"""The examples and the demo, run as a user runs them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bngrad_server.embedded import EmbeddedServer
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+DIGITS = Path(__file__).parents[2] / "server" / "bngrad_server" / "cli" / "digits.npz"
+
+
+def output_of(*command: object) -> str:
+    return subprocess.run([sys.executable, *map(str, command)], check=True, capture_output=True, text=True).stdout
+
+
+@pytest.mark.parametrize(("name", "words"), [("quickstart", "BatchNormTrainingBackprop"), ("async_client", "batch 7")])
+def test_an_example_runs_against_a_server(server: EmbeddedServer, name: str, words: str) -> None:
+    assert words in output_of(EXAMPLES / f"{name}.py", server.target)
+
+
+def test_the_quickstart_starts_a_server_of_its_own() -> None:
+    assert "FusedBatchNormGradV2" in output_of(EXAMPLES / "quickstart.py")
+
+
+def test_the_demo_finds_every_answer_within_its_bounds() -> None:
+    output = output_of("-m", "bngrad_server", "demo")
+    assert "All 9 answers are within their bounds." in output
+    assert "32x56x56x64" in output
+    assert max(map(len, output.splitlines())) <= 80
+
+
+def test_the_shipped_gradients_are_those_of_the_script(tmp_path: Path) -> None:
+    output_of(EXAMPLES / "record_digits.py", tmp_path / "digits.npz")
+    shipped, recorded = np.load(DIGITS), np.load(tmp_path / "digits.npz")
+    assert set(shipped) == set(recorded)
+    for name in shipped:  # another CPU may sum in another order, and 200 steps of training amplify that
+        assert (shipped[name].shape, shipped[name].dtype) == (recorded[name].shape, recorded[name].dtype)
