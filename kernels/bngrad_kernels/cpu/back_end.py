@@ -83,11 +83,12 @@ class CpuBackEnd:
 
     def _workspace(self, nbytes: int) -> int:
         """The address of scratch memory, kept by each calling thread for its next problem."""
-        memory = getattr(self._local, "memory", None)
-        if memory is None or memory.nbytes < nbytes + 64:
-            memory = self._local.memory = np.empty(2 * nbytes + 64, np.uint8)
-        start = address(memory)
-        return start + -start % 64
+        if getattr(self._local, "nbytes", 0) < nbytes:
+            self._local.nbytes = 2 * nbytes
+            self._local.memory = np.empty(2 * nbytes + 64, np.uint8)
+            self._local.address = -(-address(self._local.memory) // 64) * 64
+        start: int = self._local.address
+        return start
 
 
 def _run(problem: Problem, records: Array, threads: int) -> None:

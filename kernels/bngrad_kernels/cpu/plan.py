@@ -32,8 +32,10 @@ _GROUP_CHANNELS = 32
 """The channels of a group of small planes, for the second-level cache; a multiple of 32 keeps stores aligned."""
 _PLANES_FROM = 128
 """Planes of at least so many elements are summed along, smaller ones are columns."""
-_COLUMNS_TILE, _PLANES_TILE = 1 << 17, 1 << 14
+_COLUMNS_TILE, _PLANES_TILE = 1 << 16, 1 << 14
 """The fewest elements of a tile, save for tensors that are smaller."""
+_TILE_ROWS = 64
+"""The fewest rows of a tile in the columns kernel, as each tile has its own sums of every column."""
 _MAX_TILES = 64
 _STREAM_FROM_NBYTES = 12 << 20
 """From this size on, x_backprop is written past the caches."""
@@ -149,7 +151,7 @@ def _columns(outer: int, channels: int, inner: int) -> Geometry:
         groups=-(-channels // max(group, 1)),
         group_channels=group,
         padded=_padded(fold * group * inner),
-        tiles=_power_of_two(outer * group * inner // _COLUMNS_TILE),
+        tiles=_power_of_two(min(outer * group * inner // _COLUMNS_TILE, rows // _TILE_ROWS)),
         outer_tiles=1,
         inner_tiles=1,
     )  # fmt: skip
