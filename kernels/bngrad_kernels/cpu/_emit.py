@@ -98,12 +98,16 @@ def widen(builder: Any, vector: Any) -> Any:
 
 
 def narrow(builder: Any, vector: Any, element: Any) -> Any:
-    """The lanes rounded to nearest even to what is stored."""
+    """The lanes rounded to nearest even to what is stored.
+
+    A NaN has to have zeros in its lower half, where that is cut off. So it has if it comes from 16-bit numbers, from
+    an invalid operation, or from `quiet`.
+    """
     if element == F32:
         return vector
     if element == F16:
         return builder.fptrunc(vector, ir.VectorType(F16, LANES))
-    return _bfloat16(builder, vector, I32X16)
+    return _upper_halves(builder, vector, I32X16)
 
 
 def widen_scalar(builder: Any, value: Any) -> Any:
@@ -120,8 +124,8 @@ def narrow_scalar(builder: Any, value: Any, element: Any) -> Any:
     if element == F64:
         return value
     if element == I16:
-        return _bfloat16(builder, _round_to_odd(builder, value), I32)
-    return builder.fptrunc(value, element)
+        return _upper_halves(builder, _round_to_odd(builder, quiet(builder, value)), I32)
+    return builder.fptrunc(quiet(builder, value), element)
 
 
 def _round_to_odd(builder: Any, value: Any) -> Any:
@@ -144,8 +148,14 @@ def _round_to_odd(builder: Any, value: Any) -> Any:
     return builder.bitcast(builder.select(inexact, odd, bits), F32)
 
 
-def _bfloat16(builder: Any, value: Any, integer: Any) -> Any:
-    """The upper halves of float32, rounded to nearest even; NaN stays NaN."""
+def quiet(builder: Any, value: Any) -> Any:
+    """A float64, with the common NaN in place of any NaN."""
+    is_nan = builder.fcmp_unordered("uno", value, value)
+    return builder.select(is_nan, ir.Constant(F64, float("nan")), value)
+
+
+def _upper_halves(builder: Any, value: Any, integer: Any) -> Any:
+    """The upper halves of float32, rounded to nearest even."""
 
     def constant(number: int) -> Any:
         return ir.Constant(integer, [number] * LANES if integer == I32X16 else number)
@@ -155,9 +165,7 @@ def _bfloat16(builder: Any, value: Any, integer: Any) -> Any:
     upper = builder.lshr(bits, constant(16))
     lowest = builder.and_(upper, constant(1))
     rounded = builder.lshr(builder.add(bits, builder.add(lowest, constant(0x7FFF))), constant(16))
-    # A NaN whose payload lies in the lower half would round to Inf, so its quiet bit is set instead.
-    is_nan = builder.fcmp_unordered("uno", value, value)
-    return builder.trunc(builder.select(is_nan, builder.or_(upper, constant(0x40)), rounded), narrow_type)
+    return builder.trunc(rounded, narrow_type)
 
 
 def _suffix(element: Any) -> str:
