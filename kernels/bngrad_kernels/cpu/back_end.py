@@ -12,13 +12,15 @@ import numba
 import numpy as np
 
 from bngrad_kernels.cpu import driver
-from bngrad_kernels.cpu.plan import RECORD, Geometry, address, geometry, record
+from bngrad_kernels.cpu.plan import RECORD, plan
 from bngrad_kernels.cpu.simd import TAGS
 from bngrad_kernels.problem import Array, Problem
 from bngrad_kernels.spec import TENSOR_DTYPES, Spec
 
 _ALONE_BELOW_NBYTES = 1 << 17
 """Tensors below this size are cheaper on one thread than the launch of the others."""
+
+_NO_SCALE = np.empty(0, np.float32)
 
 
 class CpuBackEnd:
@@ -59,45 +61,50 @@ class CpuBackEnd:
             self._run_small(list(alike))
 
     def _run_small(self, problems: list[Problem]) -> None:
+        """Has each thread compute one problem at a time, in turns."""
         nbytes = sum(problem.spec.tensor_nbytes for problem in problems)
         threads = 1 if len(problems) == 1 or nbytes < _ALONE_BELOW_NBYTES else self._threads
-        _run(problems[0], self._records(problems, threads), threads)
+        plans = [plan(problem.spec) for problem in problems]
+        records = np.frombuffer(bytearray(b"".join(each.record for each in plans)), RECORD)
+        slot_nbytes = max(each.geometry.slot_nbytes for each in plans)
+        workspace = self._workspace(slot_nbytes * threads)
+        for i, problem in enumerate(problems):
+            _place(records, i, problem, True, workspace + i % threads * slot_nbytes)
+        self._run(problems[0], records, threads)
 
     def _run_split(self, problem: Problem) -> None:
-        plan = _geometry(problem)
-        by_group = plan.tiles < self._threads or plan.groups >= 4 * self._threads
+        """Has all threads compute a problem together."""
+        geometry, record = plan(problem.spec)
+        by_group = geometry.tiles < self._threads or geometry.groups >= 4 * self._threads
+        records = np.frombuffer(bytearray(record), RECORD)
         slots = self._threads if by_group else 1
-        records = np.empty(1, RECORD)
-        records[0] = record(problem, plan, by_group, self._workspace(plan.slot_nbytes * slots))
-        _run(problem, records, self._threads)
+        _place(records, 0, problem, by_group, self._workspace(geometry.slot_nbytes * slots))
+        self._run(problem, records, self._threads)
 
-    def _records(self, problems: list[Problem], threads: int) -> Array:
-        """Describes problems of which each thread computes one at a time, in turns."""
-        records = np.empty(len(problems), RECORD)
-        plans = [_geometry(problem) for problem in problems]
-        slot_nbytes = max(plan.slot_nbytes for plan in plans)
-        workspace = self._workspace(slot_nbytes * threads)
-        for i, (problem, plan) in enumerate(zip(problems, plans, strict=True)):
-            records[i] = record(problem, plan, True, workspace + i % threads * slot_nbytes)
-        return records
+    def _run(self, problem: Problem, records: Array, threads: int) -> None:
+        if getattr(self._local, "threads", 0) != threads:
+            self._local.threads = threads
+            numba.set_num_threads(threads)
+        driver.run(TAGS[problem.spec.dtype], records, threads)
 
     def _workspace(self, nbytes: int) -> int:
         """The address of scratch memory, kept by each calling thread for its next problem."""
         if getattr(self._local, "nbytes", 0) < nbytes:
             self._local.nbytes = 2 * nbytes
             self._local.memory = np.empty(2 * nbytes + 64, np.uint8)
-            self._local.address = -(-address(self._local.memory) // 64) * 64
+            self._local.address = -(-self._local.memory.ctypes.data // 64) * 64
         start: int = self._local.address
         return start
 
 
-def _run(problem: Problem, records: Array, threads: int) -> None:
-    numba.set_num_threads(threads)
-    driver.run(TAGS[problem.spec.dtype], records, threads)
-
-
-def _geometry(problem: Problem) -> Geometry:
-    return geometry(problem.spec.outer, problem.spec.channels, problem.spec.inner)
+def _place(records: Array, i: int, problem: Problem, by_group: bool, workspace: int) -> None:
+    tensors = (problem.y_backprop, problem.x, problem.x_backprop)
+    stats = (
+        _NO_SCALE if problem.scale is None else problem.scale, problem.reserve_space_1, problem.reserve_space_2,
+        problem.scale_backprop, problem.offset_backprop,
+    )  # fmt: skip
+    tensor_bytes = [tensor.reshape(-1).view(np.uint8) for tensor in tensors]
+    driver.place(records, i, by_group, workspace, *tensor_bytes, *[vector.view(np.uint8) for vector in stats])
 
 
 def _kind(problem: Problem) -> int:

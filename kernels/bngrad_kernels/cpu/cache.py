@@ -17,14 +17,14 @@ import numba
 from numba.core import config
 
 
-def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+def compiled(*signatures: Any, **options: Any) -> Callable[[Callable[..., Any]], Any]:
     """``numba.njit`` with the disk cache in `folder`."""
 
     def decorate(function: Callable[..., Any]) -> Any:
         before = config.CACHE_DIR
         config.CACHE_DIR = str(folder())
         try:
-            return numba.njit(cache=True, **options)(function)
+            return numba.njit(*signatures, cache=True, **options)(function)
         finally:
             config.CACHE_DIR = before
 

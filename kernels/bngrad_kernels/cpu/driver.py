@@ -5,16 +5,38 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit, prange
+from numba import from_dtype, njit, prange, types
 
 from bngrad_kernels.cpu import columns, planes
 from bngrad_kernels.cpu.cache import compiled
 from bngrad_kernels.cpu.groups import begin, finish
+from bngrad_kernels.cpu.plan import RECORD
 
 _columns_sums, _columns_apply = columns.sums, columns.apply
 _planes_sums, _planes_apply = planes.sums, planes.apply
 
 _SUMS, _APPLY = np.int64(0), np.int64(1)
+
+
+_BYTES = types.Array(types.uint8, 1, "C", readonly=True)
+_RECORDS = types.Array(from_dtype(RECORD), 1, "C")
+
+
+@compiled([types.void(_RECORDS, *[types.int64] * 3, *[_BYTES] * 8)])
+def place(
+    records: Any, i: int, by_group: int, workspace: int, y_backprop: Any, x: Any, x_backprop: Any,
+    scale: Any, mean: Any, reserve_space_2: Any, scale_backprop: Any, offset_backprop: Any,
+) -> None:  # fmt: skip
+    """Completes a record: where the arrays are, which takes Python ten times as long. An empty scale is none."""
+    record = records[i]
+    record.by_group, record.workspace = by_group, workspace
+    record.y_backprop, record.x = y_backprop.ctypes.data, x.ctypes.data
+    record.scale = scale.ctypes.data if scale.size else 0
+    record.mean, record.reserve_space_2 = mean.ctypes.data, reserve_space_2.ctypes.data
+    record.x_backprop = x_backprop.ctypes.data
+    record.scale_backprop, record.offset_backprop = scale_backprop.ctypes.data, offset_backprop.ctypes.data
+    if record.x_backprop % 64:
+        record.streams = 0
 
 
 @compiled(parallel=True, nogil=True, error_model="numpy")

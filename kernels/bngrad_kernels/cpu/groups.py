@@ -36,21 +36,15 @@ def channels(p: Any, g: int) -> int:
 
 
 @njit(error_model="numpy")
-def slot_nbytes(p: Any) -> int:
-    """`Geometry.slot_nbytes`."""
-    return p.padded * (16 + 16 + 24 * p.tiles)
-
-
-@njit(error_model="numpy")
 def table(p: Any, slot: int, which: int) -> int:
     """The address of a table of a slot."""
-    return p.workspace + slot * slot_nbytes(p) + which * p.padded * 4
+    return p.workspace + slot * p.slot_nbytes + which * p.padded * 4
 
 
 @njit(error_model="numpy")
 def sums_of(p: Any, slot: int, part: int) -> int:
     """The address of the two rows of sums; part 0 is the total, tile t has part t + 1."""
-    return p.workspace + slot * slot_nbytes(p) + 4 * p.padded * 4 + part * 2 * p.padded * 8
+    return p.workspace + slot * p.slot_nbytes + 4 * p.padded * 4 + part * 2 * p.padded * 8
 
 
 @njit(error_model="numpy")

@@ -21,8 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bngrad_kernels.problem import Array, Problem
-from bngrad_kernels.spec import BFLOAT16, ReserveSpace2Kind
+from bngrad_kernels.spec import BFLOAT16, ReserveSpace2Kind, Spec
 
 LANES = 16
 
@@ -87,7 +86,7 @@ RECORD = np.dtype(
         (name, np.int64)
         for name in (
             "y_backprop", "x", "x_backprop", "scale", "mean", "reserve_space_2", "scale_backprop", "offset_backprop",
-            "is_training", "is_inverse_std", "is_stats_bfloat16", "streams", "by_group", "workspace",
+            "is_training", "is_inverse_std", "is_stats_bfloat16", "streams", "by_group", "workspace", "slot_nbytes",
             *Geometry._fields,
         )
     ]
@@ -96,38 +95,37 @@ RECORD = np.dtype(
 """What a kernel knows of a problem: addresses, flags, geometry."""
 
 
-def record(problem: Problem, plan: Geometry, by_group: bool, workspace: int) -> tuple[float, ...]:
-    """Describes a problem to the kernels, in the order of `RECORD`."""
-    spec = problem.spec
-    x_backprop = address(problem.x_backprop)
-    row_nbytes = plan.columns * spec.dtype.itemsize
-    return (
-        address(problem.y_backprop),
-        address(problem.x),
-        x_backprop,
-        0 if problem.scale is None else address(problem.scale),
-        address(problem.reserve_space_1),
-        address(problem.reserve_space_2),
-        address(problem.scale_backprop),
-        address(problem.offset_backprop),
-        spec.is_training,
-        spec.reserve_space_2_kind is ReserveSpace2Kind.INVERSE_STD,
-        spec.stats_dtype == BFLOAT16,
-        spec.tensor_nbytes >= _STREAM_FROM_NBYTES and x_backprop % 64 == 0 and row_nbytes % 64 == 0,
-        by_group,
-        workspace,
-        *plan,
-        spec.epsilon,
-    )
+class Plan(NamedTuple):
+    """How a problem is computed, whoever computes it.
 
+    Attributes:
+        geometry: The cut.
+        record: The bytes of a `RECORD`, to be completed by `bngrad_kernels.cpu.driver.place`.
+    """
 
-def address(array: Array) -> int:
-    """Where an array begins; a tenth of the time of ``array.ctypes.data``."""
-    begin: int = array.__array_interface__["data"][0]
-    return begin
+    geometry: Geometry
+    record: bytes
 
 
 @functools.lru_cache(maxsize=4096)
+def plan(spec: Spec) -> Plan:
+    """The plan of a problem."""
+    cut = geometry(spec.outer, spec.channels, spec.inner)
+    values = {
+        "is_training": spec.is_training,
+        "is_inverse_std": spec.reserve_space_2_kind is ReserveSpace2Kind.INVERSE_STD,
+        "is_stats_bfloat16": spec.stats_dtype == BFLOAT16,
+        "streams": spec.tensor_nbytes >= _STREAM_FROM_NBYTES and cut.columns * spec.dtype.itemsize % 64 == 0,
+        "slot_nbytes": cut.slot_nbytes,
+        "epsilon": spec.epsilon,
+        **cut._asdict(),
+    }
+    record = np.zeros(1, RECORD)
+    for name, value in values.items():
+        record[name] = value
+    return Plan(cut, record.tobytes())
+
+
 def geometry(outer: int, channels: int, inner: int) -> Geometry:
     """The cut of a tensor of (outer, channels, inner)."""
     if inner >= _PLANES_FROM or (inner > LANES and outer < 8):
