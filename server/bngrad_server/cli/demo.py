@@ -85,10 +85,11 @@ class _Answer:
 
 @click.command()
 def demo() -> None:
-    """Sends real gradients to a CPU server of its own, and checks every answer.
+    """Sends real gradients, checks the answers.
 
-    The gradients were recorded from training a small convolutional network on handwritten digits; random tensors of
-    the size of a ResNet-50 layer follow. The exit code is 1 if an error is out of bound.
+    They go to a CPU server of the demo's own. The gradients were recorded from training a small convolutional network
+    on handwritten digits; random tensors of the size of a ResNet-50 layer follow. The exit code is 1 if an error is out
+    of bound.
     """
     console = Console()
     requests = [*_digits(), *_resnet50()]

@@ -74,7 +74,10 @@ def serve(
     max_batch_bytes: int,
     drain_timeout_s: float,
 ) -> None:
-    """Starts a server, and stops it on SIGTERM or Ctrl-C once the requests in flight have ended."""
+    """Runs a server.
+
+    SIGTERM or Ctrl-C stops it once the requests in flight have ended; a second one stops it at once.
+    """
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
     config = ServerConfig(listen, device, threads, arena_bytes, max_batch_jobs, max_batch_bytes, drain_timeout_s)
     try:

@@ -1,0 +1,38 @@
+"""The command ``bngrad``."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from bngrad_protos import __version__
+from bngrad_server import __main__, cli
+
+
+def test_without_the_server_extra_the_command_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("bngrad_server.cli")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr("bngrad_server.cli")
+    monkeypatch.setitem(sys.modules, "click", None)
+    with pytest.raises(SystemExit, match=r"no module click; .*: pip install 'bngrad\[server\]'"):
+        __main__.main()
+
+
+def test_the_version_is_the_packages() -> None:
+    assert CliRunner().invoke(cli.main, ["--version"]).output == f"bngrad, version {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--device", "tpu"], "'tpu' is not one of"),
+        (["--threads", "0"], "0 is not in the range"),
+        (["x"], "unexpected"),
+    ],
+)
+def test_a_wrong_option_is_named(arguments: list[str], words: str) -> None:
+    result = CliRunner().invoke(cli.main, ["serve", *arguments])
+    assert result.exit_code == 2
+    assert words in result.output
