@@ -19,7 +19,14 @@ def output_of(*command: object) -> str:
     return subprocess.run([sys.executable, *map(str, command)], check=True, capture_output=True, text=True).stdout
 
 
-@pytest.mark.parametrize(("name", "words"), [("quickstart", "BatchNormTrainingBackprop"), ("async_client", "batch 7")])
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("quickstart", "BatchNormTrainingBackprop"),
+        ("async_client", "batch 7"),
+        ("tensorflow_gradient", "gradient of scale: (64,), differs from TensorFlow's by"),
+    ],
+)
 def test_an_example_runs_against_a_server(server: EmbeddedServer, name: str, words: str) -> None:
     assert words in output_of(EXAMPLES / f"{name}.py", server.target)
 
