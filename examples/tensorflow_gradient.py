@@ -28,7 +28,14 @@ def _op(method: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:
         arguments["data_format"] = tf.compat.as_str(arguments.get("data_format", "NHWC"))  # TensorFlow hands over bytes
         tensors = [tf.convert_to_tensor(tensor) for tensor in (y_backprop, x, scale, *reserves, *spaces.values())]
         dtypes = [tensors[1].dtype] + 4 * [tf.float32]
-        outputs = tf.numpy_function(lambda *arrays: list(method(*arrays, **arguments)), tensors, dtypes)
+
+        def call(*arrays: Any) -> list[Any]:
+            try:
+                return list(method(*arrays, **arguments))
+            except bngrad.InvalidArgumentError as error:
+                raise tf.errors.InvalidArgumentError(None, None, str(error)) from error
+
+        outputs = tf.numpy_function(call, tensors, dtypes)
         for output, like in zip(outputs, tensors[1:2] + 2 * tensors[2:3], strict=False):
             output.set_shape(like.shape)
         return outputs

@@ -41,7 +41,8 @@ def fused_batch_norm_grad(
         m = spec.elements_per_channel
         centred = dy - sum_dy / m - xc * rstd**2 * (sum_dy_xc / m)
     with np.errstate(invalid="ignore"):
-        return Gradients(gamma * rstd * centred, (rstd * sum_dy_xc).reshape(-1), sum_dy.reshape(-1))
+        scale_backprop = rstd * sum_dy_xc if dy.size else sum_dy
+        return Gradients(gamma * rstd * centred, scale_backprop.reshape(-1), sum_dy.reshape(-1))
 
 
 def _rstd(spec: Spec, reserve_space_2: Array) -> Float64Array:

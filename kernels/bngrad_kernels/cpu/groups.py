@@ -75,7 +75,7 @@ def finish(p: Any, g: int, slot: int) -> None:
         sum_dy = _add_columns(p, g, sums_of(p, slot, 0), i)
         sum_dy_xc = _add_columns(p, g, sums_of(p, slot, 0) + p.padded * 8, i)
         rstd = _rstd(p, c)
-        _write(p, p.scale_backprop, c, rstd * sum_dy_xc)
+        _write(p, p.scale_backprop, c, rstd * sum_dy_xc if m else 0.0)  # whatever rstd is
         _write(p, p.offset_backprop, c, sum_dy)
         if p.is_training:
             _fill(p, g, slot, GAIN, i, _scale(p, c) * rstd)

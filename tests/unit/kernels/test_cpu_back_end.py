@@ -118,9 +118,12 @@ def test_the_bits_do_not_depend_on_what_is_in_the_batch(threads: int) -> None:
     assert [bits(made) for made in batch] == [bits_of(spec, threads) for spec in specs]
 
 
-@pytest.mark.parametrize("shape", [(0, 3, 4), (3, 4, 0), (0, 3, 1)], ids=str)
-def test_the_sums_over_nothing_are_zeros(shape: tuple[int, ...]) -> None:
-    made = problem(Spec(FLOAT32, shape, 1))
+@pytest.mark.parametrize("variance", [1, np.nan, np.inf, -1])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(0, 3, 4), (3, 4, 0), (0, 3, 1), (0, 3, 500), (0, 700, 1)], ids=str)
+def test_the_sums_over_nothing_are_zeros(shape: tuple[int, ...], dtype: Any, variance: float) -> None:
+    made = problem(Spec(dtype, shape, 1))
+    made.reserve_space_2.fill(variance)
     TWO_THREADS.run([made])
     assert not made.scale_backprop.any()
     assert not made.offset_backprop.any()
