@@ -7,10 +7,15 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import grpc
 import numpy as np
+import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
@@ -30,35 +35,58 @@ def call(client: bngrad.Client, timeout: float = 30) -> None:
     client.fused_batch_norm_grad_v2(TENSOR, TENSOR, STATS, STATS, STATS, timeout=timeout)
 
 
+@contextmanager
+def starting_server(address: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A server whose worker is stopped before it is warm."""
+    command = [sys.executable, "-m", "bngrad_server", "serve", "--listen", address]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    wait_until(lambda: bool(psutil.Process(process.pid).children()))
+    (worker,) = psutil.Process(process.pid).children()
+    try:
+        worker.suspend()
+        yield process
+    finally:
+        process.terminate()
+        process.communicate()
+        with suppress(psutil.NoSuchProcess):
+            worker.resume()  # it sees that its server is gone, and ends
+
+
+def resume_worker(server: subprocess.Popen[bytes]) -> None:
+    psutil.Process(server.pid).children()[0].resume()
+
+
 @pytest.mark.parametrize("service", ["", SERVICE])
 def test_health_is_not_serving_before_the_worker_is_warm_and_serving_after(tmp_path: Path, service: str) -> None:
     address = f"unix:{tmp_path}/bngrad.sock"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "bngrad_server", "serve", "--listen", address],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    )
-    with process, grpc.insecure_channel(address) as channel:
+    with starting_server(address) as process, grpc.insecure_channel(address) as channel:
         check = health_pb2_grpc.HealthStub(channel).Check  # type: ignore[attr-defined]
         message = health_pb2.HealthCheckRequest(service=service)
         assert check(message, wait_for_ready=True, timeout=30).status == NOT_SERVING
+        resume_worker(process)
         assert process.stdout is not None
         assert process.stdout.readline().startswith(b"bngrad %s ready on unix:" % __version__.encode())
         assert check(message).status == SERVING
-        process.terminate()
 
 
 def test_requests_that_arrive_before_the_worker_is_warm_wait_for_it(tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/bngrad.sock"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "bngrad_server", "serve", "--listen", address],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    with process, bngrad.Client(address) as client:
-        wait_until(Path(tmp_path, "bngrad.sock").exists)
-        call(client)
+    with (
+        starting_server(address) as process,
+        bngrad.Client(address) as client,
+        ThreadPoolExecutor() as threads,
+    ):
+        answer = threads.submit(call, client)
+        with pytest.raises(FutureTimeoutError):
+            answer.result(0.5)
+        resume_worker(process)
+        answer.result()
+
+
+def test_a_signal_during_the_start_ends_the_server_at_once(tmp_path: Path) -> None:
+    with starting_server(f"unix:{tmp_path}/bngrad.sock") as process:
         process.terminate()
+        assert process.wait(5) == 128 + signal.SIGTERM
 
 
 def test_reflection_lists_the_services(server: EmbeddedServer) -> None:
