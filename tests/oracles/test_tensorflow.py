@@ -8,8 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+from tests.integration.problems import random_inputs
+from tests.oracles.agreement import assert_agreement
 
 import bngrad
+from bngrad_kernels.spec import BFLOAT16, FLOAT16, FLOAT32, Spec
 
 TENSOR, STATS = np.ones((2, 3, 3, 4), np.float32), np.ones(4, np.float32)
 V3 = {"y_backprop": TENSOR, "x": TENSOR, "scale": STATS, "reserve_space_1": STATS, "reserve_space_2": STATS,
@@ -78,6 +81,18 @@ def test_outputs_have_tensorflows_names_dtypes_and_shapes(client: bngrad.Client,
     # TensorFlow's last two outputs have different shapes in different kernels.
     for our, their in list(zip(ours, theirs, strict=True))[:3]:
         assert (our.shape, our.dtype) == (tuple(their.shape), their.dtype.as_numpy_dtype)
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16, FLOAT16], ids=str)
+@pytest.mark.parametrize("data_format", ["NHWC", "NCHW"])
+def test_v2_gives_the_numbers_of_tensorflows_v2(client: bngrad.Client, data_format: str, dtype: Any) -> None:
+    spec = Spec(dtype, (4, 5, 6, 7), 3 if data_format == "NHWC" else 1)
+    inputs = random_inputs(spec)
+    theirs = raw_op(2)(
+        **dict(zip(V2, map(as_tensor, inputs), strict=True)), epsilon=spec.epsilon, data_format=data_format
+    )
+    ours = client.fused_batch_norm_grad_v2(*inputs, epsilon=spec.epsilon, data_format=data_format)
+    assert_agreement(spec, inputs, ours[:3], tuple(output.numpy() for output in theirs[:3]))
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 3, 4), (2, 0, 3, 4)], ids=str)
