@@ -1,0 +1,289 @@
+"""Both clients against a peer over a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import socket
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import grpc
+import numpy as np
+import pytest
+from tests.unit.client.peer import peer
+
+import bngrad
+import bngrad.aio
+from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
+
+ClientClass: TypeAlias = type[bngrad.Client] | type[bngrad.aio.Client]
+
+SECONDS = 30.0
+"""What a test waits for something that comes at once."""
+
+
+@pytest.fixture(params=[bngrad.Client, bngrad.aio.Client], ids=["blocking", "asynchronous"])
+def client_class(request: pytest.FixtureRequest) -> ClientClass:
+    chosen: ClientClass = request.param
+    return chosen
+
+
+def ask(
+    client_class: ClientClass,
+    target: str,
+    *,
+    timeout: float | None = None,
+    client_timeout: float = 60,
+    options: Sequence[tuple[str, Any]] = (),
+) -> bngrad.ServerInfo:
+    """Asks for the server's info by a client of its own, which is made outside of any event loop."""
+    made = client_class(target, timeout=client_timeout, options=options)
+    if isinstance(made, bngrad.Client):
+        with made as client:
+            return client.server_info(timeout=timeout)
+
+    async def run() -> bngrad.ServerInfo:
+        async with made as client:
+            return await client.server_info(timeout=timeout)
+
+    return asyncio.run(run())
+
+
+def remaining(client_class: ClientClass, *, timeout: float | None = None, client_timeout: float = 60) -> float:
+    """The seconds that the peer sees that a call may take."""
+    seconds: list[float] = []
+
+    def note(method: str, request: bytes, context: grpc.ServicerContext) -> bytes:
+        seconds.append(context.time_remaining())
+        return info(method, request, context)
+
+    with peer(note) as target:
+        ask(client_class, target, timeout=timeout, client_timeout=client_timeout)
+    return seconds[0]
+
+
+def info(method: str, request: bytes, context: grpc.ServicerContext) -> bytes:
+    return pb.ServerInfoResponse(version="1.2.3").SerializeToString()
+
+
+def echo(method: str, request: bytes, context: grpc.ServicerContext) -> bytes:
+    """Answers an op with its own inputs."""
+    sent = pb.FusedBatchNormGradV2Request.FromString(request)
+    return pb.FusedBatchNormGradV2Response(
+        x_backprop=sent.x,
+        scale_backprop=sent.scale,
+        offset_backprop=sent.reserve_space_1,
+        reserve_space_3=sent.reserve_space_2,
+        reserve_space_4=sent.reserve_space_2,
+    ).SerializeToString()
+
+
+def inputs(number: int, shape: tuple[int, ...] = (2, 3, 3, 4)) -> tuple[Any, ...]:
+    x, stats = np.full(shape, number, np.float32), np.full(shape[-1], -number, np.float32)
+    return x, x, stats, stats, stats
+
+
+class Held:
+    """Holds every call until the block ends, which has to be inside its peer's: that waits for its calls.
+
+    Attributes:
+        arrived: A call is held.
+        ended: A call that was held is over, for its client too.
+    """
+
+    def __init__(self) -> None:
+        self.arrived, self.ended, self._released = threading.Event(), threading.Event(), threading.Event()
+
+    def __call__(self, method: str, request: bytes, context: grpc.ServicerContext) -> bytes:
+        context.add_callback(self.ended.set)
+        self.arrived.set()
+        self._released.wait(SECONDS)
+        return info(method, request, context)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        self._released.set()
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:0", "unix:"])
+def test_a_call_brings_the_answer(client_class: ClientClass, address: str, tmp_path: Path) -> None:
+    with peer(info, f"unix:{tmp_path}/socket" if address == "unix:" else address) as target:
+        assert ask(client_class, target).version == "1.2.3"
+
+
+def test_messages_larger_than_grpcs_default_limit_pass_both_ways() -> None:
+    arrays = inputs(3, (8, 256, 256, 4))
+    with peer(echo) as target, bngrad.Client(target) as client:
+        np.testing.assert_array_equal(client.fused_batch_norm_grad_v2(*arrays).x_backprop, arrays[1])
+
+
+def test_a_proxy_in_the_environment_is_not_asked(client_class: ClientClass, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    with peer(info) as target:
+        assert ask(client_class, target).version == "1.2.3"
+
+
+def test_the_callers_channel_options_prevail(client_class: ClientClass) -> None:
+    options = [("grpc.max_receive_message_length", 1)]
+    with peer(info) as target, pytest.raises(bngrad.ResourceExhaustedError, match="answered RESOURCE_EXHAUSTED"):
+        ask(client_class, target, options=options)
+
+
+def test_nobody_at_a_port(client_class: ClientClass) -> None:
+    with socket.socket() as bound:  # nobody else gets its port, and nobody listens there
+        bound.bind(("127.0.0.1", 0))
+        target = f"127.0.0.1:{bound.getsockname()[1]}"
+        with pytest.raises(bngrad.UnavailableError) as refused:
+            ask(client_class, target)
+    assert str(refused.value).startswith(f"{target} is not available: ")
+    assert str(refused.value).endswith("Is `bngrad serve` running there?")
+
+
+def test_nobody_at_a_unix_socket(client_class: ClientClass, tmp_path: Path) -> None:
+    with pytest.raises(bngrad.UnavailableError, match="No such file or directory"):
+        ask(client_class, f"unix:{tmp_path}/socket")
+
+
+def test_a_lost_connection_is_opened_again(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/socket"
+    with bngrad.Client(address) as client:
+        for _ in range(2):
+            with peer(info, address):
+                assert client.server_info().version == "1.2.3"
+
+
+@pytest.mark.parametrize(
+    ("settings", "seconds"),
+    [({}, 60), ({"client_timeout": 300}, 300), ({"client_timeout": 300, "timeout": 100}, 100)],
+    ids=["default", "client", "call"],
+)
+def test_the_clients_timeout_counts_unless_the_call_has_its_own(
+    client_class: ClientClass, settings: dict[str, Any], seconds: float
+) -> None:
+    assert remaining(client_class, **settings) == pytest.approx(seconds, abs=5)
+
+
+@pytest.mark.parametrize("timeout", [math.inf, 1e300])
+def test_an_endless_timeout_is_no_deadline(client_class: ClientClass, timeout: float) -> None:
+    assert remaining(client_class, timeout=timeout) > 2**62
+
+
+def test_no_answer_within_the_timeout(client_class: ClientClass) -> None:
+    held = Held()
+    with peer(held) as target, held:
+        with pytest.raises(bngrad.DeadlineExceededError, match=f"{target} did not answer within the timeout of 0.2 s"):
+            ask(client_class, target, timeout=0.2)
+        assert held.ended.wait(SECONDS)
+
+
+@pytest.mark.parametrize("timeout", [0, -1, math.nan])
+def test_a_timeout_must_be_positive(client_class: ClientClass, timeout: float) -> None:
+    settings: list[dict[str, Any]] = [{"timeout": timeout}, {"client_timeout": timeout}]
+    for setting in settings:
+        with pytest.raises(bngrad.InvalidArgumentError, match="timeout must be positive, not ") as refused:
+            ask(client_class, "localhost:1", **setting)
+        assert refused.value.violations[0].field == "timeout"
+
+
+@pytest.mark.parametrize("timeout", [True, "1", 1j])
+def test_a_timeout_must_be_a_number(client_class: ClientClass, timeout: Any) -> None:
+    for settings in ({"timeout": timeout}, {"client_timeout": timeout}):
+        with pytest.raises(TypeError, match="timeout must be a number of seconds, not "):
+            ask(client_class, "localhost:1", **settings)
+
+
+@pytest.mark.parametrize("target", ["", "http://localhost:50051", "https://localhost:50051", "grpc://localhost:50051"])
+def test_a_target_is_no_url(client_class: ClientClass, target: str) -> None:
+    with pytest.raises(bngrad.InvalidArgumentError, match='must be "HOST:PORT" or "unix:PATH", not ') as refused:
+        client_class(target)
+    assert refused.value.violations[0].field == "target"
+
+
+@pytest.mark.parametrize("target", [None, 50051, b"localhost:50051"])
+def test_a_target_is_a_str(client_class: ClientClass, target: Any) -> None:
+    with pytest.raises(TypeError, match="target must be a str, not "):
+        client_class(target)
+
+
+def test_a_closed_client_makes_no_calls() -> None:
+    with peer(info) as target:
+        with bngrad.Client(target) as client:
+            client.server_info()
+        client.close()
+        with pytest.raises(bngrad.ClientClosedError, match=f"bngrad.Client\\('{target}'\\) is closed"):
+            client.server_info()
+
+
+async def test_a_closed_asynchronous_client_makes_no_calls() -> None:
+    with peer(info) as target:
+        async with bngrad.aio.Client(target) as client:
+            await client.server_info()
+        await client.close()
+        with pytest.raises(bngrad.ClientClosedError, match=f"bngrad.aio.Client\\('{target}'\\) is closed"):
+            await client.server_info()
+
+
+async def test_a_client_that_was_never_used_may_be_closed() -> None:
+    bngrad.Client("localhost:1").close()
+    await bngrad.aio.Client("localhost:1").close()
+
+
+def test_closing_ends_the_calls_in_flight() -> None:
+    held = Held()
+    with peer(held) as target, held, ThreadPoolExecutor(1) as threads:
+        client = bngrad.Client(target)
+        call = threads.submit(client.server_info)
+        assert held.arrived.wait(SECONDS)
+        client.close()
+        with pytest.raises(bngrad.ClientClosedError, match="was closed during the call"):
+            call.result(SECONDS)
+        assert held.ended.wait(SECONDS)
+
+
+async def test_closing_ends_the_asynchronous_calls_in_flight() -> None:
+    held = Held()
+    with peer(held) as target, held:
+        client = bngrad.aio.Client(target)
+        call = asyncio.create_task(client.server_info())
+        assert await asyncio.to_thread(held.arrived.wait, SECONDS)
+        await client.close()
+        with pytest.raises(bngrad.ClientClosedError, match="was closed during the call"):
+            await call
+        assert await asyncio.to_thread(held.ended.wait, SECONDS)
+
+
+async def test_cancelling_a_task_cancels_its_call() -> None:
+    held = Held()
+    with peer(held) as target, held:
+        async with bngrad.aio.Client(target) as client:
+            call = asyncio.create_task(client.server_info())
+            assert await asyncio.to_thread(held.arrived.wait, SECONDS)
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            assert await asyncio.to_thread(held.ended.wait, SECONDS)
+
+
+def test_threads_that_share_a_client_get_their_own_answers() -> None:
+    with peer(echo) as target, bngrad.Client(target) as client, ThreadPoolExecutor(16) as threads:
+
+        def right(number: int) -> bool:
+            arrays = inputs(number)
+            results = client.fused_batch_norm_grad_v2(*arrays)
+            return all(map(np.array_equal, results, arrays[1:]))
+
+        assert all(threads.map(right, range(200)))
+
+
+async def test_tasks_that_share_a_client_get_their_own_answers() -> None:
+    with peer(echo) as target:
+        async with bngrad.aio.Client(target) as client:
+            calls = [client.fused_batch_norm_grad_v2(*inputs(number)) for number in range(200)]
+            for number, results in enumerate(await asyncio.gather(*calls)):
+                assert all(map(np.array_equal, results, inputs(number)[1:]))
