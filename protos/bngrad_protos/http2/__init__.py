@@ -1,0 +1,28 @@
+"""gRPC over HTTP/2 on blocking sockets, for large messages that must not be copied on their way.
+
+grpcio copies what it sends twice and what it receives three times in Python alone. Here the payload of a DATA frame
+goes from the caller's memory to the socket and from the socket into the caller's memory. Either end speaks with any
+gRPC peer.
+
+One thread uses a connection at a time, and one call runs on it at a time. Every wait honours the socket's own timeout.
+"""
+
+from __future__ import annotations
+
+from bngrad_protos.http2._call import Call
+from bngrad_protos.http2.client import ClientCall, ClientConnection
+from bngrad_protos.http2.errors import PeerGoneError, ProtocolError, RpcError
+from bngrad_protos.http2.frames import Buffer
+from bngrad_protos.http2.server import ServerCall, ServerConnection
+
+__all__ = [
+    "Buffer",
+    "Call",
+    "ClientCall",
+    "ClientConnection",
+    "PeerGoneError",
+    "ProtocolError",
+    "RpcError",
+    "ServerCall",
+    "ServerConnection",
+]

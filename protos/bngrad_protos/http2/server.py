@@ -1,0 +1,170 @@
+"""The answering end of a connection."""
+
+from __future__ import annotations
+
+import socket
+
+from bngrad_protos.http2 import _headers, frames
+from bngrad_protos.http2._call import Call
+from bngrad_protos.http2._connection import Connection
+from bngrad_protos.http2.errors import EndOfConnectionError, ErrorCode, RpcError, Status
+
+_SETTINGS = frames.settings(
+    {
+        frames.MAX_CONCURRENT_STREAMS: 1,
+        frames.INITIAL_WINDOW_SIZE: frames.MAX_WINDOW,
+        frames.MAX_FRAME_SIZE: frames.LARGEST_FRAME_SIZE,
+        frames.MAX_HEADER_LIST_SIZE: _headers.HEADER_LIST_BYTES,
+    }
+)
+_RESPONSE = [(":status", "200"), ("content-type", _headers.CONTENT_TYPE)]
+_RESPONSE_BLOCK = _headers.encode(_RESPONSE)
+_OK_BLOCK = _headers.encode(_headers.status_headers(0, "", b""))
+_NOT_GRPC_BLOCK = _headers.encode([(":status", "415")])
+
+
+class ServerConnection(Connection):
+    """A connection that answers calls, one after the other, over an accepted socket, which it owns from then on.
+
+    Args:
+        sock: A connected stream socket; its timeout holds for every wait.
+
+    Raises:
+        PeerGoneError: The peer has gone already.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__(sock, _SETTINGS)
+        self._preface_seen = False
+        self._sent_goaway = False
+
+    def accept(self) -> ServerCall | None:
+        """Waits for the next call.
+
+        Returns:
+            The call, or None once the client has closed the connection in order, or after `goaway`.
+
+        Raises:
+            RuntimeError: The call before was not ended.
+            PeerGoneError: The client has gone amid a frame.
+            ProtocolError: The client broke the protocol.
+            TimeoutError: The socket's timeout passed; if no frame was begun, this may be called again.
+        """
+        if self.stream is not None:
+            raise RuntimeError("the call before was not ended")
+        if self._sent_goaway:
+            return None
+        try:
+            self._read_preface()
+            self.flush()
+            while not isinstance(self.stream, ServerCall):
+                self.handle_frame()
+        except EndOfConnectionError:
+            return None
+        return self.stream
+
+    def goaway(self) -> None:
+        """Tells the client that no more calls are taken; one that it began meanwhile it may repeat elsewhere."""
+        self._sent_goaway = True
+        self.io.send([frames.goaway(self.last_stream_id, ErrorCode.NO_ERROR)])
+
+    def _read_preface(self) -> None:
+        io = self.io
+        while not self._preface_seen:
+            so_far = bytes(io.buffer[io.low : min(io.high, io.low + len(frames.PREFACE))])
+            if not frames.PREFACE.startswith(so_far):
+                self.refuse(ErrorCode.PROTOCOL_ERROR, f"the client does not begin as HTTP/2 does: {so_far!r}")
+            if so_far == frames.PREFACE:
+                io.low += len(frames.PREFACE)
+                self._preface_seen = True
+            else:
+                io.fill_or_end(len(so_far) + 1)
+
+    def stream_opened(self, stream_id: int, headers: dict[str, str], end: bool) -> None:
+        """Makes a call of the header block, or refuses it."""
+        self.last_stream_id = stream_id
+        if self.stream is not None or self._sent_goaway:
+            self.answer(frames.rst_stream(stream_id, ErrorCode.REFUSED_STREAM))
+            return
+        call = ServerCall(self, stream_id, headers)
+        call.ended = end
+        self.stream = call
+        if headers.get(":method") != "POST" or not headers.get("content-type", "").startswith(_headers.CONTENT_TYPE):
+            call.end_with(_NOT_GRPC_BLOCK)
+        elif not call.path:
+            call.end(Status.INTERNAL, "the call has no :path")
+        elif "grpc-timeout" in headers:
+            try:
+                call.timeout_s = _headers.parse_timeout(headers["grpc-timeout"])
+            except ValueError as error:
+                call.end(Status.INTERNAL, str(error))
+
+    def refused_by_goaway(self, last_stream_id: int) -> bool:
+        """Says whether the client will not handle the running call: it is the one who opened it."""
+        return False
+
+
+class ServerCall(Call):
+    """A call as its server sees it; it is over with `end`.
+
+    Attributes:
+        path: "/package.Service/Method".
+        timeout_s: Seconds that the client gives the call, counted from its start; None is no limit.
+        metadata: Every header but the pseudo-headers; binary ones are still in base64.
+    """
+
+    def __init__(self, connection: Connection, stream_id: int, headers: dict[str, str]) -> None:
+        super().__init__(connection, stream_id)
+        self.path = headers.get(":path", "")
+        self.timeout_s: float | None = None
+        self.metadata = {name: value for name, value in headers.items() if not name.startswith(":")}
+        self._begun = False
+
+    def headers_arrived(self, headers: dict[str, str], end: bool) -> None:
+        """Takes the client's trailers, which say nothing."""
+        if not end:
+            self._connection.refuse(ErrorCode.PROTOCOL_ERROR, f"a second header block on stream {self.id}")
+        self.ended = True
+
+    def _begin(self) -> None:
+        if not self._begun:
+            self._begun = True
+            self._hold_headers(_RESPONSE_BLOCK, 0)
+
+    def _hold_headers(self, block: bytes, flags: int) -> None:
+        connection = self._connection
+        if connection.table_update:
+            block, connection.table_update = connection.table_update + block, b""
+        connection.held += frames.header_block(self.id, block, flags)
+
+    def end(self, code: int = 0, message: str = "", details: bytes = b"") -> None:
+        """Ends the call with a status; does nothing if it has ended or the client has reset it.
+
+        Args:
+            code: gRPC's status code; 0 is OK.
+            message: What to say of it, any text.
+            details: A serialised ``google.rpc.Status``.
+
+        Raises:
+            PeerGoneError: The connection is gone.
+            TimeoutError: The socket's timeout passed.
+        """
+        block = _OK_BLOCK
+        if code or message or details:
+            block = _headers.encode(_headers.status_headers(code, message, details))
+        self.end_with(block if self._begun else _RESPONSE_BLOCK + block)
+
+    def end_with(self, block: bytes) -> None:
+        """Ends the call with this header block."""
+        connection = self._connection
+        if connection.stream is not self:
+            return
+        if self.failure is None and not self.ended:
+            connection.handle_arrived()
+        if self.failure is None:
+            self._hold_headers(block, frames.END_STREAM)
+            if not self.ended:
+                connection.held.append(frames.rst_stream(self.id, ErrorCode.NO_ERROR))
+        self.failure = self.failure or RpcError(Status.CANCELLED, "the call was ended here")
+        connection.release(self)
+        connection.flush()
