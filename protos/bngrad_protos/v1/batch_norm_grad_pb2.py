@@ -24,41 +24,49 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&bngrad_protos/v1/batch_norm_grad.proto\x12\tbngrad.v1\"I\n\x06Tensor\x12\"\n\x05\x64type\x18\x01 \x01(\x0e\x32\x13.bngrad.v1.DataType\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"\xd3\x03\n\x1b\x46usedBatchNormGradV3Request\x12%\n\ny_backprop\x18\x01 \x01(\x0b\x32\x11.bngrad.v1.Tensor\x12\x1c\n\x01x\x18\x02 \x01(\x0b\x32\x11.bngrad.v1.Tensor\x12 \n\x05scale\x18\x03 \x01(\x0b\x32\x11.bngrad.v1.Tensor\x12*\n\x0freserve_space_1\x18\x04 \x01(\x0b\x32\x11.bngrad.v1.Tensor\x12*\n\x0freserve_space_2\x18\x05 \x01(\x0b\x32\x11.bngrad.v1.Tensor\x12/\n\x0freserve_space_3\x18\x06 \x01(\x0b\x32\x11.bngrad.v1.TensorH\x00\x88\x01\x01\x12\x14\n\x07\x65psilon\x18\x07 \x01(\x02H\x01\x88\x01\x01\x12\x18\n\x0b\x64\x61ta_format\x18\x08 \x01(\tH\x02\x88\x01\x01\x12\x18\n\x0bis_training\x18\t \x01(\x08H\x03\x88\x01\x01\x12:\n\x14reserve_space_2_kind\x18\n \x01(\x0e\x32\x1c.bngrad.v1.ReserveSpace2KindB\x12\n\x10_reserve_space_3B\n\n\x08_epsilonB\x0e\n\x0c_data_formatB\x0e\n\x0c_is_training\"\xf4\x01\n\x1c\x46usedBatchNormGradV3Response\x12%\n\nx_backprop\x18\x01 \x01(\x0b\x32\x11.bngrad.v1.Tensor\x12)\n\x0escale_backprop\x18\x02 \x01(\x0b\x32\x11.bngrad.v1.Tensor\x12*\n\x0foffset_backprop\x18\x03 \x01(\x0b\x32\x11.bngrad.v1.Tensor\x12*\n\x0freserve_space_4\x18\x04 \x01(\x0b\x32\x11.bngrad.v1.Tensor\x12*\n\x0freserve_space_5\x18\x05 \x01(\x0b\x32\x11.bngrad.v1.Tensor\"\x8e\x03\n\x1b\x46usedBatchNormGradV2Request\x12%\n\ny_backprop\x18\x01 \x01(\x0b\x32\x11.bngrad.v1.Tensor\x12\x1c\n\x01x\x18\x02 \x01(\x0b\x32\x11.bngrad.v1.Tensor\x12 \n\x05scale\x18\x03 \x01(\x0b\x32\x11.bngrad.v1.Tensor\x12*\n\x0freserve_space_1\x18\x04 \x01(\x0b\x32\x11.bngrad.v1.Tensor\x12*\n\x0freserve_space_2\x18\x05 \x01(\x0b\x32\x11.bngrad.v1.Tensor\x12\x14\n\x07\x65psilon\x18\x06 \x01(\x02H\x00\x88\x01\x01\x12\x18\n\x0b\x64\x61ta_format\x18\x07 \x01(\tH\x01\x88\x01\x01\x12\x18\n\x0bis_training\x18\x08 \x01(\x08H\x02\x88\x01\x01\x12:\n\x14reserve_space_2_kind\x18\t \x01(\x0e\x32\x1c.bngrad.v1.ReserveSpace2KindB\n\n\x08_epsilonB\x0e\n\x0c_data_formatB\x0e\n\x0c_is_training\"\xf4\x01\n\x1c\x46usedBatchNormGradV2Response\x12%\n\nx_backprop\x18\x01 \x01(\x0b\x32\x11.bngrad.v1.Tensor\x12)\n\x0escale_backprop\x18\x02 \x01(\x0b\x32\x11.bngrad.v1.Tensor\x12*\n\x0foffset_backprop\x18\x03 \x01(\x0b\x32\x11.bngrad.v1.Tensor\x12*\n\x0freserve_space_3\x18\x04 \x01(\x0b\x32\x11.bngrad.v1.Tensor\x12*\n\x0freserve_space_4\x18\x05 \x01(\x0b\x32\x11.bngrad.v1.Tensor\"\xb8\x02\n BatchNormTrainingBackpropRequest\x12(\n\rinput_forward\x18\x01 \x01(\x0b\x32\x11.bngrad.v1.Tensor\x12\'\n\x0coutput_delta\x18\x02 \x01(\x0b\x32\x11.bngrad.v1.Tensor\x12\x1f\n\x04mean\x18\x03 \x01(\x0b\x32\x11.bngrad.v1.Tensor\x12#\n\x08variance\x18\x04 \x01(\x0b\x32\x11.bngrad.v1.Tensor\x12%\n\x05gamma\x18\x05 \x01(\x0b\x32\x11.bngrad.v1.TensorH\x00\x88\x01\x01\x12\x14\n\x07\x65psilon\x18\x06 \x01(\x02H\x01\x88\x01\x01\x12\x18\n\x0b\x64\x61ta_format\x18\x07 \x01(\tH\x02\x88\x01\x01\x42\x08\n\x06_gammaB\n\n\x08_epsilonB\x0e\n\x0c_data_format\"\x9a\x01\n!BatchNormTrainingBackpropResponse\x12&\n\x0binput_delta\x18\x01 \x01(\x0b\x32\x11.bngrad.v1.Tensor\x12&\n\x0bgamma_delta\x18\x02 \x01(\x0b\x32\x11.bngrad.v1.Tensor\x12%\n\nbeta_delta\x18\x03 \x01(\x0b\x32\x11.bngrad.v1.Tensor\"\x13\n\x11ServerInfoRequest\"d\n\x06\x44\x65vice\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12%\n\x05state\x18\x03 \x01(\x0e\x32\x16.bngrad.v1.WorkerState\x12\x10\n\x08restarts\x18\x04 \x01(\x03\"8\n\x06Limits\x12\x19\n\x11max_message_bytes\x18\x01 \x01(\x03\x12\x13\n\x0b\x61rena_bytes\x18\x02 \x01(\x03\"y\n\x12ServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\"\n\x07\x64\x65vices\x18\x02 \x03(\x0b\x32\x11.bngrad.v1.Device\x12!\n\x06limits\x18\x03 \x01(\x0b\x32\x11.bngrad.v1.Limits\x12\x0b\n\x03ops\x18\x04 \x03(\t*k\n\x08\x44\x61taType\x12\x19\n\x15\x44\x41TA_TYPE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT16\x10\x01\x12\x16\n\x12\x44\x41TA_TYPE_BFLOAT16\x10\x02\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT32\x10\x03*\x7f\n\x11ReserveSpace2Kind\x12#\n\x1fRESERVE_SPACE2_KIND_UNSPECIFIED\x10\x00\x12 \n\x1cRESERVE_SPACE2_KIND_VARIANCE\x10\x01\x12#\n\x1fRESERVE_SPACE2_KIND_INVERSE_STD\x10\x02*^\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15WORKER_STATE_STARTING\x10\x01\x12\x16\n\x12WORKER_STATE_READY\x10\x02\x32\xab\x03\n\x14\x42\x61tchNormGradService\x12g\n\x14\x46usedBatchNormGradV3\x12&.bngrad.v1.FusedBatchNormGradV3Request\x1a\'.bngrad.v1.FusedBatchNormGradV3Response\x12g\n\x14\x46usedBatchNormGradV2\x12&.bngrad.v1.FusedBatchNormGradV2Request\x1a\'.bngrad.v1.FusedBatchNormGradV2Response\x12v\n\x19\x42\x61tchNormTrainingBackprop\x12+.bngrad.v1.BatchNormTrainingBackpropRequest\x1a,.bngrad.v1.BatchNormTrainingBackpropResponse\x12I\n\nServerInfo\x12\x1c.bngrad.v1.ServerInfoRequest\x1a\x1d.bngrad.v1.ServerInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&bngrad_protos/v1/batch_norm_grad.proto\x12\tbngrad.v1\"\x82\x01\n\x06Tensor\x12\"\n\x05\x64type\x18\x01 \x01(\x0e\x32\x13.bngrad.v1.DataType\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12*\n\x08location\x18\x04 \x01(\x0b\x32\x13.bngrad.v1.LocationH\x00\x88\x01\x01\x42\x0b\n\t_location\".\n\x08Location\x12\x12\n\nregion_key\x18\x01 \x01(\x0c\x12\x0e\n\x06offset\x18\x02 \x01(\x03\"\xa2\x04\n\x1b\x46usedBatchNormGradV3Request\x12%\n\ny_backprop\x18\x01 \x01(\x0b\x32\x11.bngrad.v1.Tensor\x12\x1c\n\x01x\x18\x02 \x01(\x0b\x32\x11.bngrad.v1.Tensor\x12 \n\x05scale\x18\x03 \x01(\x0b\x32\x11.bngrad.v1.Tensor\x12*\n\x0freserve_space_1\x18\x04 \x01(\x0b\x32\x11.bngrad.v1.Tensor\x12*\n\x0freserve_space_2\x18\x05 \x01(\x0b\x32\x11.bngrad.v1.Tensor\x12/\n\x0freserve_space_3\x18\x06 \x01(\x0b\x32\x11.bngrad.v1.TensorH\x00\x88\x01\x01\x12\x14\n\x07\x65psilon\x18\x07 \x01(\x02H\x01\x88\x01\x01\x12\x18\n\x0b\x64\x61ta_format\x18\x08 \x01(\tH\x02\x88\x01\x01\x12\x18\n\x0bis_training\x18\t \x01(\x08H\x03\x88\x01\x01\x12:\n\x14reserve_space_2_kind\x18\n \x01(\x0e\x32\x1c.bngrad.v1.ReserveSpace2Kind\x12\x35\n\x13x_backprop_location\x18\x0b \x01(\x0b\x32\x13.bngrad.v1.LocationH\x04\x88\x01\x01\x42\x12\n\x10_reserve_space_3B\n\n\x08_epsilonB\x0e\n\x0c_data_formatB\x0e\n\x0c_is_trainingB\x16\n\x14_x_backprop_location\"\xf4\x01\n\x1c\x46usedBatchNormGradV3Response\x12%\n\nx_backprop\x18\x01 \x01(\x0b\x32\x11.bngrad.v1.Tensor\x12)\n\x0escale_backprop\x18\x02 \x01(\x0b\x32\x11.bngrad.v1.Tensor\x12*\n\x0foffset_backprop\x18\x03 \x01(\x0b\x32\x11.bngrad.v1.Tensor\x12*\n\x0freserve_space_4\x18\x04 \x01(\x0b\x32\x11.bngrad.v1.Tensor\x12*\n\x0freserve_space_5\x18\x05 \x01(\x0b\x32\x11.bngrad.v1.Tensor\"\xdd\x03\n\x1b\x46usedBatchNormGradV2Request\x12%\n\ny_backprop\x18\x01 \x01(\x0b\x32\x11.bngrad.v1.Tensor\x12\x1c\n\x01x\x18\x02 \x01(\x0b\x32\x11.bngrad.v1.Tensor\x12 \n\x05scale\x18\x03 \x01(\x0b\x32\x11.bngrad.v1.Tensor\x12*\n\x0freserve_space_1\x18\x04 \x01(\x0b\x32\x11.bngrad.v1.Tensor\x12*\n\x0freserve_space_2\x18\x05 \x01(\x0b\x32\x11.bngrad.v1.Tensor\x12\x14\n\x07\x65psilon\x18\x06 \x01(\x02H\x00\x88\x01\x01\x12\x18\n\x0b\x64\x61ta_format\x18\x07 \x01(\tH\x01\x88\x01\x01\x12\x18\n\x0bis_training\x18\x08 \x01(\x08H\x02\x88\x01\x01\x12:\n\x14reserve_space_2_kind\x18\t \x01(\x0e\x32\x1c.bngrad.v1.ReserveSpace2Kind\x12\x35\n\x13x_backprop_location\x18\n \x01(\x0b\x32\x13.bngrad.v1.LocationH\x03\x88\x01\x01\x42\n\n\x08_epsilonB\x0e\n\x0c_data_formatB\x0e\n\x0c_is_trainingB\x16\n\x14_x_backprop_location\"\xf4\x01\n\x1c\x46usedBatchNormGradV2Response\x12%\n\nx_backprop\x18\x01 \x01(\x0b\x32\x11.bngrad.v1.Tensor\x12)\n\x0escale_backprop\x18\x02 \x01(\x0b\x32\x11.bngrad.v1.Tensor\x12*\n\x0foffset_backprop\x18\x03 \x01(\x0b\x32\x11.bngrad.v1.Tensor\x12*\n\x0freserve_space_3\x18\x04 \x01(\x0b\x32\x11.bngrad.v1.Tensor\x12*\n\x0freserve_space_4\x18\x05 \x01(\x0b\x32\x11.bngrad.v1.Tensor\"\x89\x03\n BatchNormTrainingBackpropRequest\x12(\n\rinput_forward\x18\x01 \x01(\x0b\x32\x11.bngrad.v1.Tensor\x12\'\n\x0coutput_delta\x18\x02 \x01(\x0b\x32\x11.bngrad.v1.Tensor\x12\x1f\n\x04mean\x18\x03 \x01(\x0b\x32\x11.bngrad.v1.Tensor\x12#\n\x08variance\x18\x04 \x01(\x0b\x32\x11.bngrad.v1.Tensor\x12%\n\x05gamma\x18\x05 \x01(\x0b\x32\x11.bngrad.v1.TensorH\x00\x88\x01\x01\x12\x14\n\x07\x65psilon\x18\x06 \x01(\x02H\x01\x88\x01\x01\x12\x18\n\x0b\x64\x61ta_format\x18\x07 \x01(\tH\x02\x88\x01\x01\x12\x36\n\x14input_delta_location\x18\x08 \x01(\x0b\x32\x13.bngrad.v1.LocationH\x03\x88\x01\x01\x42\x08\n\x06_gammaB\n\n\x08_epsilonB\x0e\n\x0c_data_formatB\x17\n\x15_input_delta_location\"\x9a\x01\n!BatchNormTrainingBackpropResponse\x12&\n\x0binput_delta\x18\x01 \x01(\x0b\x32\x11.bngrad.v1.Tensor\x12&\n\x0bgamma_delta\x18\x02 \x01(\x0b\x32\x11.bngrad.v1.Tensor\x12%\n\nbeta_delta\x18\x03 \x01(\x0b\x32\x11.bngrad.v1.Tensor\"\x97\x02\n\x0f\x45xchangeRequest\x12J\n\x18\x66used_batch_norm_grad_v3\x18\x01 \x01(\x0b\x32&.bngrad.v1.FusedBatchNormGradV3RequestH\x00\x12J\n\x18\x66used_batch_norm_grad_v2\x18\x02 \x01(\x0b\x32&.bngrad.v1.FusedBatchNormGradV2RequestH\x00\x12S\n\x1c\x62\x61tch_norm_training_backprop\x18\x03 \x01(\x0b\x32+.bngrad.v1.BatchNormTrainingBackpropRequestH\x00\x12\x0f\n\x05\x63hunk\x18\x04 \x01(\x0cH\x00\x42\x06\n\x04part\"\x9b\x02\n\x10\x45xchangeResponse\x12K\n\x18\x66used_batch_norm_grad_v3\x18\x01 \x01(\x0b\x32\'.bngrad.v1.FusedBatchNormGradV3ResponseH\x00\x12K\n\x18\x66used_batch_norm_grad_v2\x18\x02 \x01(\x0b\x32\'.bngrad.v1.FusedBatchNormGradV2ResponseH\x00\x12T\n\x1c\x62\x61tch_norm_training_backprop\x18\x03 \x01(\x0b\x32,.bngrad.v1.BatchNormTrainingBackpropResponseH\x00\x12\x0f\n\x05\x63hunk\x18\x04 \x01(\x0cH\x00\x42\x06\n\x04part\"\x13\n\x11ServerInfoRequest\"d\n\x06\x44\x65vice\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12%\n\x05state\x18\x03 \x01(\x0e\x32\x16.bngrad.v1.WorkerState\x12\x10\n\x08restarts\x18\x04 \x01(\x03\"8\n\x06Limits\x12\x19\n\x11max_message_bytes\x18\x01 \x01(\x03\x12\x13\n\x0b\x61rena_bytes\x18\x02 \x01(\x03\"9\n\tEndpoints\x12\x13\n\x0bstream_port\x18\x01 \x01(\x05\x12\x17\n\x0flocal_directory\x18\x02 \x01(\t\"\xa2\x01\n\x12ServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\"\n\x07\x64\x65vices\x18\x02 \x03(\x0b\x32\x11.bngrad.v1.Device\x12!\n\x06limits\x18\x03 \x01(\x0b\x32\x11.bngrad.v1.Limits\x12\x0b\n\x03ops\x18\x04 \x03(\t\x12\'\n\tendpoints\x18\x05 \x01(\x0b\x32\x14.bngrad.v1.Endpoints*k\n\x08\x44\x61taType\x12\x19\n\x15\x44\x41TA_TYPE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT16\x10\x01\x12\x16\n\x12\x44\x41TA_TYPE_BFLOAT16\x10\x02\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT32\x10\x03*\x7f\n\x11ReserveSpace2Kind\x12#\n\x1fRESERVE_SPACE2_KIND_UNSPECIFIED\x10\x00\x12 \n\x1cRESERVE_SPACE2_KIND_VARIANCE\x10\x01\x12#\n\x1fRESERVE_SPACE2_KIND_INVERSE_STD\x10\x02*^\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15WORKER_STATE_STARTING\x10\x01\x12\x16\n\x12WORKER_STATE_READY\x10\x02\x32\xf4\x03\n\x14\x42\x61tchNormGradService\x12g\n\x14\x46usedBatchNormGradV3\x12&.bngrad.v1.FusedBatchNormGradV3Request\x1a\'.bngrad.v1.FusedBatchNormGradV3Response\x12g\n\x14\x46usedBatchNormGradV2\x12&.bngrad.v1.FusedBatchNormGradV2Request\x1a\'.bngrad.v1.FusedBatchNormGradV2Response\x12v\n\x19\x42\x61tchNormTrainingBackprop\x12+.bngrad.v1.BatchNormTrainingBackpropRequest\x1a,.bngrad.v1.BatchNormTrainingBackpropResponse\x12G\n\x08\x45xchange\x12\x1a.bngrad.v1.ExchangeRequest\x1a\x1b.bngrad.v1.ExchangeResponse(\x01\x30\x01\x12I\n\nServerInfo\x12\x1c.bngrad.v1.ServerInfoRequest\x1a\x1d.bngrad.v1.ServerInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'bngrad_protos.v1.batch_norm_grad_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DATATYPE']._serialized_start=2269
-  _globals['_DATATYPE']._serialized_end=2376
-  _globals['_RESERVESPACE2KIND']._serialized_start=2378
-  _globals['_RESERVESPACE2KIND']._serialized_end=2505
-  _globals['_WORKERSTATE']._serialized_start=2507
-  _globals['_WORKERSTATE']._serialized_end=2601
-  _globals['_TENSOR']._serialized_start=53
-  _globals['_TENSOR']._serialized_end=126
-  _globals['_FUSEDBATCHNORMGRADV3REQUEST']._serialized_start=129
-  _globals['_FUSEDBATCHNORMGRADV3REQUEST']._serialized_end=596
-  _globals['_FUSEDBATCHNORMGRADV3RESPONSE']._serialized_start=599
-  _globals['_FUSEDBATCHNORMGRADV3RESPONSE']._serialized_end=843
-  _globals['_FUSEDBATCHNORMGRADV2REQUEST']._serialized_start=846
-  _globals['_FUSEDBATCHNORMGRADV2REQUEST']._serialized_end=1244
-  _globals['_FUSEDBATCHNORMGRADV2RESPONSE']._serialized_start=1247
-  _globals['_FUSEDBATCHNORMGRADV2RESPONSE']._serialized_end=1491
-  _globals['_BATCHNORMTRAININGBACKPROPREQUEST']._serialized_start=1494
-  _globals['_BATCHNORMTRAININGBACKPROPREQUEST']._serialized_end=1806
-  _globals['_BATCHNORMTRAININGBACKPROPRESPONSE']._serialized_start=1809
-  _globals['_BATCHNORMTRAININGBACKPROPRESPONSE']._serialized_end=1963
-  _globals['_SERVERINFOREQUEST']._serialized_start=1965
-  _globals['_SERVERINFOREQUEST']._serialized_end=1984
-  _globals['_DEVICE']._serialized_start=1986
-  _globals['_DEVICE']._serialized_end=2086
-  _globals['_LIMITS']._serialized_start=2088
-  _globals['_LIMITS']._serialized_end=2144
-  _globals['_SERVERINFORESPONSE']._serialized_start=2146
-  _globals['_SERVERINFORESPONSE']._serialized_end=2267
-  _globals['_BATCHNORMGRADSERVICE']._serialized_start=2604
-  _globals['_BATCHNORMGRADSERVICE']._serialized_end=3031
+  _globals['_DATATYPE']._serialized_start=3283
+  _globals['_DATATYPE']._serialized_end=3390
+  _globals['_RESERVESPACE2KIND']._serialized_start=3392
+  _globals['_RESERVESPACE2KIND']._serialized_end=3519
+  _globals['_WORKERSTATE']._serialized_start=3521
+  _globals['_WORKERSTATE']._serialized_end=3615
+  _globals['_TENSOR']._serialized_start=54
+  _globals['_TENSOR']._serialized_end=184
+  _globals['_LOCATION']._serialized_start=186
+  _globals['_LOCATION']._serialized_end=232
+  _globals['_FUSEDBATCHNORMGRADV3REQUEST']._serialized_start=235
+  _globals['_FUSEDBATCHNORMGRADV3REQUEST']._serialized_end=781
+  _globals['_FUSEDBATCHNORMGRADV3RESPONSE']._serialized_start=784
+  _globals['_FUSEDBATCHNORMGRADV3RESPONSE']._serialized_end=1028
+  _globals['_FUSEDBATCHNORMGRADV2REQUEST']._serialized_start=1031
+  _globals['_FUSEDBATCHNORMGRADV2REQUEST']._serialized_end=1508
+  _globals['_FUSEDBATCHNORMGRADV2RESPONSE']._serialized_start=1511
+  _globals['_FUSEDBATCHNORMGRADV2RESPONSE']._serialized_end=1755
+  _globals['_BATCHNORMTRAININGBACKPROPREQUEST']._serialized_start=1758
+  _globals['_BATCHNORMTRAININGBACKPROPREQUEST']._serialized_end=2151
+  _globals['_BATCHNORMTRAININGBACKPROPRESPONSE']._serialized_start=2154
+  _globals['_BATCHNORMTRAININGBACKPROPRESPONSE']._serialized_end=2308
+  _globals['_EXCHANGEREQUEST']._serialized_start=2311
+  _globals['_EXCHANGEREQUEST']._serialized_end=2590
+  _globals['_EXCHANGERESPONSE']._serialized_start=2593
+  _globals['_EXCHANGERESPONSE']._serialized_end=2876
+  _globals['_SERVERINFOREQUEST']._serialized_start=2878
+  _globals['_SERVERINFOREQUEST']._serialized_end=2897
+  _globals['_DEVICE']._serialized_start=2899
+  _globals['_DEVICE']._serialized_end=2999
+  _globals['_LIMITS']._serialized_start=3001
+  _globals['_LIMITS']._serialized_end=3057
+  _globals['_ENDPOINTS']._serialized_start=3059
+  _globals['_ENDPOINTS']._serialized_end=3116
+  _globals['_SERVERINFORESPONSE']._serialized_start=3119
+  _globals['_SERVERINFORESPONSE']._serialized_end=3281
+  _globals['_BATCHNORMGRADSERVICE']._serialized_start=3618
+  _globals['_BATCHNORMGRADSERVICE']._serialized_end=4118
 # @@protoc_insertion_point(module_scope)

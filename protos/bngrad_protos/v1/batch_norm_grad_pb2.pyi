@@ -37,17 +37,27 @@ WORKER_STATE_STARTING: WorkerState
 WORKER_STATE_READY: WorkerState
 
 class Tensor(_message.Message):
-    __slots__ = ("dtype", "shape", "data")
+    __slots__ = ("dtype", "shape", "data", "location")
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
+    LOCATION_FIELD_NUMBER: _ClassVar[int]
     dtype: DataType
     shape: _containers.RepeatedScalarFieldContainer[int]
     data: bytes
-    def __init__(self, dtype: _Optional[_Union[DataType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ...) -> None: ...
+    location: Location
+    def __init__(self, dtype: _Optional[_Union[DataType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ..., location: _Optional[_Union[Location, _Mapping]] = ...) -> None: ...
+
+class Location(_message.Message):
+    __slots__ = ("region_key", "offset")
+    REGION_KEY_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    region_key: bytes
+    offset: int
+    def __init__(self, region_key: _Optional[bytes] = ..., offset: _Optional[int] = ...) -> None: ...
 
 class FusedBatchNormGradV3Request(_message.Message):
-    __slots__ = ("y_backprop", "x", "scale", "reserve_space_1", "reserve_space_2", "reserve_space_3", "epsilon", "data_format", "is_training", "reserve_space_2_kind")
+    __slots__ = ("y_backprop", "x", "scale", "reserve_space_1", "reserve_space_2", "reserve_space_3", "epsilon", "data_format", "is_training", "reserve_space_2_kind", "x_backprop_location")
     Y_BACKPROP_FIELD_NUMBER: _ClassVar[int]
     X_FIELD_NUMBER: _ClassVar[int]
     SCALE_FIELD_NUMBER: _ClassVar[int]
@@ -58,6 +68,7 @@ class FusedBatchNormGradV3Request(_message.Message):
     DATA_FORMAT_FIELD_NUMBER: _ClassVar[int]
     IS_TRAINING_FIELD_NUMBER: _ClassVar[int]
     RESERVE_SPACE_2_KIND_FIELD_NUMBER: _ClassVar[int]
+    X_BACKPROP_LOCATION_FIELD_NUMBER: _ClassVar[int]
     y_backprop: Tensor
     x: Tensor
     scale: Tensor
@@ -68,7 +79,8 @@ class FusedBatchNormGradV3Request(_message.Message):
     data_format: str
     is_training: bool
     reserve_space_2_kind: ReserveSpace2Kind
-    def __init__(self, y_backprop: _Optional[_Union[Tensor, _Mapping]] = ..., x: _Optional[_Union[Tensor, _Mapping]] = ..., scale: _Optional[_Union[Tensor, _Mapping]] = ..., reserve_space_1: _Optional[_Union[Tensor, _Mapping]] = ..., reserve_space_2: _Optional[_Union[Tensor, _Mapping]] = ..., reserve_space_3: _Optional[_Union[Tensor, _Mapping]] = ..., epsilon: _Optional[float] = ..., data_format: _Optional[str] = ..., is_training: bool = ..., reserve_space_2_kind: _Optional[_Union[ReserveSpace2Kind, str]] = ...) -> None: ...
+    x_backprop_location: Location
+    def __init__(self, y_backprop: _Optional[_Union[Tensor, _Mapping]] = ..., x: _Optional[_Union[Tensor, _Mapping]] = ..., scale: _Optional[_Union[Tensor, _Mapping]] = ..., reserve_space_1: _Optional[_Union[Tensor, _Mapping]] = ..., reserve_space_2: _Optional[_Union[Tensor, _Mapping]] = ..., reserve_space_3: _Optional[_Union[Tensor, _Mapping]] = ..., epsilon: _Optional[float] = ..., data_format: _Optional[str] = ..., is_training: bool = ..., reserve_space_2_kind: _Optional[_Union[ReserveSpace2Kind, str]] = ..., x_backprop_location: _Optional[_Union[Location, _Mapping]] = ...) -> None: ...
 
 class FusedBatchNormGradV3Response(_message.Message):
     __slots__ = ("x_backprop", "scale_backprop", "offset_backprop", "reserve_space_4", "reserve_space_5")
@@ -85,7 +97,7 @@ class FusedBatchNormGradV3Response(_message.Message):
     def __init__(self, x_backprop: _Optional[_Union[Tensor, _Mapping]] = ..., scale_backprop: _Optional[_Union[Tensor, _Mapping]] = ..., offset_backprop: _Optional[_Union[Tensor, _Mapping]] = ..., reserve_space_4: _Optional[_Union[Tensor, _Mapping]] = ..., reserve_space_5: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
 
 class FusedBatchNormGradV2Request(_message.Message):
-    __slots__ = ("y_backprop", "x", "scale", "reserve_space_1", "reserve_space_2", "epsilon", "data_format", "is_training", "reserve_space_2_kind")
+    __slots__ = ("y_backprop", "x", "scale", "reserve_space_1", "reserve_space_2", "epsilon", "data_format", "is_training", "reserve_space_2_kind", "x_backprop_location")
     Y_BACKPROP_FIELD_NUMBER: _ClassVar[int]
     X_FIELD_NUMBER: _ClassVar[int]
     SCALE_FIELD_NUMBER: _ClassVar[int]
@@ -95,6 +107,7 @@ class FusedBatchNormGradV2Request(_message.Message):
     DATA_FORMAT_FIELD_NUMBER: _ClassVar[int]
     IS_TRAINING_FIELD_NUMBER: _ClassVar[int]
     RESERVE_SPACE_2_KIND_FIELD_NUMBER: _ClassVar[int]
+    X_BACKPROP_LOCATION_FIELD_NUMBER: _ClassVar[int]
     y_backprop: Tensor
     x: Tensor
     scale: Tensor
@@ -104,7 +117,8 @@ class FusedBatchNormGradV2Request(_message.Message):
     data_format: str
     is_training: bool
     reserve_space_2_kind: ReserveSpace2Kind
-    def __init__(self, y_backprop: _Optional[_Union[Tensor, _Mapping]] = ..., x: _Optional[_Union[Tensor, _Mapping]] = ..., scale: _Optional[_Union[Tensor, _Mapping]] = ..., reserve_space_1: _Optional[_Union[Tensor, _Mapping]] = ..., reserve_space_2: _Optional[_Union[Tensor, _Mapping]] = ..., epsilon: _Optional[float] = ..., data_format: _Optional[str] = ..., is_training: bool = ..., reserve_space_2_kind: _Optional[_Union[ReserveSpace2Kind, str]] = ...) -> None: ...
+    x_backprop_location: Location
+    def __init__(self, y_backprop: _Optional[_Union[Tensor, _Mapping]] = ..., x: _Optional[_Union[Tensor, _Mapping]] = ..., scale: _Optional[_Union[Tensor, _Mapping]] = ..., reserve_space_1: _Optional[_Union[Tensor, _Mapping]] = ..., reserve_space_2: _Optional[_Union[Tensor, _Mapping]] = ..., epsilon: _Optional[float] = ..., data_format: _Optional[str] = ..., is_training: bool = ..., reserve_space_2_kind: _Optional[_Union[ReserveSpace2Kind, str]] = ..., x_backprop_location: _Optional[_Union[Location, _Mapping]] = ...) -> None: ...
 
 class FusedBatchNormGradV2Response(_message.Message):
     __slots__ = ("x_backprop", "scale_backprop", "offset_backprop", "reserve_space_3", "reserve_space_4")
@@ -121,7 +135,7 @@ class FusedBatchNormGradV2Response(_message.Message):
     def __init__(self, x_backprop: _Optional[_Union[Tensor, _Mapping]] = ..., scale_backprop: _Optional[_Union[Tensor, _Mapping]] = ..., offset_backprop: _Optional[_Union[Tensor, _Mapping]] = ..., reserve_space_3: _Optional[_Union[Tensor, _Mapping]] = ..., reserve_space_4: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
 
 class BatchNormTrainingBackpropRequest(_message.Message):
-    __slots__ = ("input_forward", "output_delta", "mean", "variance", "gamma", "epsilon", "data_format")
+    __slots__ = ("input_forward", "output_delta", "mean", "variance", "gamma", "epsilon", "data_format", "input_delta_location")
     INPUT_FORWARD_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_DELTA_FIELD_NUMBER: _ClassVar[int]
     MEAN_FIELD_NUMBER: _ClassVar[int]
@@ -129,6 +143,7 @@ class BatchNormTrainingBackpropRequest(_message.Message):
     GAMMA_FIELD_NUMBER: _ClassVar[int]
     EPSILON_FIELD_NUMBER: _ClassVar[int]
     DATA_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    INPUT_DELTA_LOCATION_FIELD_NUMBER: _ClassVar[int]
     input_forward: Tensor
     output_delta: Tensor
     mean: Tensor
@@ -136,7 +151,8 @@ class BatchNormTrainingBackpropRequest(_message.Message):
     gamma: Tensor
     epsilon: float
     data_format: str
-    def __init__(self, input_forward: _Optional[_Union[Tensor, _Mapping]] = ..., output_delta: _Optional[_Union[Tensor, _Mapping]] = ..., mean: _Optional[_Union[Tensor, _Mapping]] = ..., variance: _Optional[_Union[Tensor, _Mapping]] = ..., gamma: _Optional[_Union[Tensor, _Mapping]] = ..., epsilon: _Optional[float] = ..., data_format: _Optional[str] = ...) -> None: ...
+    input_delta_location: Location
+    def __init__(self, input_forward: _Optional[_Union[Tensor, _Mapping]] = ..., output_delta: _Optional[_Union[Tensor, _Mapping]] = ..., mean: _Optional[_Union[Tensor, _Mapping]] = ..., variance: _Optional[_Union[Tensor, _Mapping]] = ..., gamma: _Optional[_Union[Tensor, _Mapping]] = ..., epsilon: _Optional[float] = ..., data_format: _Optional[str] = ..., input_delta_location: _Optional[_Union[Location, _Mapping]] = ...) -> None: ...
 
 class BatchNormTrainingBackpropResponse(_message.Message):
     __slots__ = ("input_delta", "gamma_delta", "beta_delta")
@@ -147,6 +163,30 @@ class BatchNormTrainingBackpropResponse(_message.Message):
     gamma_delta: Tensor
     beta_delta: Tensor
     def __init__(self, input_delta: _Optional[_Union[Tensor, _Mapping]] = ..., gamma_delta: _Optional[_Union[Tensor, _Mapping]] = ..., beta_delta: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
+
+class ExchangeRequest(_message.Message):
+    __slots__ = ("fused_batch_norm_grad_v3", "fused_batch_norm_grad_v2", "batch_norm_training_backprop", "chunk")
+    FUSED_BATCH_NORM_GRAD_V3_FIELD_NUMBER: _ClassVar[int]
+    FUSED_BATCH_NORM_GRAD_V2_FIELD_NUMBER: _ClassVar[int]
+    BATCH_NORM_TRAINING_BACKPROP_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    fused_batch_norm_grad_v3: FusedBatchNormGradV3Request
+    fused_batch_norm_grad_v2: FusedBatchNormGradV2Request
+    batch_norm_training_backprop: BatchNormTrainingBackpropRequest
+    chunk: bytes
+    def __init__(self, fused_batch_norm_grad_v3: _Optional[_Union[FusedBatchNormGradV3Request, _Mapping]] = ..., fused_batch_norm_grad_v2: _Optional[_Union[FusedBatchNormGradV2Request, _Mapping]] = ..., batch_norm_training_backprop: _Optional[_Union[BatchNormTrainingBackpropRequest, _Mapping]] = ..., chunk: _Optional[bytes] = ...) -> None: ...
+
+class ExchangeResponse(_message.Message):
+    __slots__ = ("fused_batch_norm_grad_v3", "fused_batch_norm_grad_v2", "batch_norm_training_backprop", "chunk")
+    FUSED_BATCH_NORM_GRAD_V3_FIELD_NUMBER: _ClassVar[int]
+    FUSED_BATCH_NORM_GRAD_V2_FIELD_NUMBER: _ClassVar[int]
+    BATCH_NORM_TRAINING_BACKPROP_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    fused_batch_norm_grad_v3: FusedBatchNormGradV3Response
+    fused_batch_norm_grad_v2: FusedBatchNormGradV2Response
+    batch_norm_training_backprop: BatchNormTrainingBackpropResponse
+    chunk: bytes
+    def __init__(self, fused_batch_norm_grad_v3: _Optional[_Union[FusedBatchNormGradV3Response, _Mapping]] = ..., fused_batch_norm_grad_v2: _Optional[_Union[FusedBatchNormGradV2Response, _Mapping]] = ..., batch_norm_training_backprop: _Optional[_Union[BatchNormTrainingBackpropResponse, _Mapping]] = ..., chunk: _Optional[bytes] = ...) -> None: ...
 
 class ServerInfoRequest(_message.Message):
     __slots__ = ()
@@ -172,14 +212,24 @@ class Limits(_message.Message):
     arena_bytes: int
     def __init__(self, max_message_bytes: _Optional[int] = ..., arena_bytes: _Optional[int] = ...) -> None: ...
 
+class Endpoints(_message.Message):
+    __slots__ = ("stream_port", "local_directory")
+    STREAM_PORT_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    stream_port: int
+    local_directory: str
+    def __init__(self, stream_port: _Optional[int] = ..., local_directory: _Optional[str] = ...) -> None: ...
+
 class ServerInfoResponse(_message.Message):
-    __slots__ = ("version", "devices", "limits", "ops")
+    __slots__ = ("version", "devices", "limits", "ops", "endpoints")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     DEVICES_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     OPS_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
     version: str
     devices: _containers.RepeatedCompositeFieldContainer[Device]
     limits: Limits
     ops: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, version: _Optional[str] = ..., devices: _Optional[_Iterable[_Union[Device, _Mapping]]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., ops: _Optional[_Iterable[str]] = ...) -> None: ...
+    endpoints: Endpoints
+    def __init__(self, version: _Optional[str] = ..., devices: _Optional[_Iterable[_Union[Device, _Mapping]]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., ops: _Optional[_Iterable[str]] = ..., endpoints: _Optional[_Union[Endpoints, _Mapping]] = ...) -> None: ...

@@ -53,6 +53,11 @@ class BatchNormGradServiceStub(object):
                 request_serializer=bngrad__protos_dot_v1_dot_batch__norm__grad__pb2.BatchNormTrainingBackpropRequest.SerializeToString,
                 response_deserializer=bngrad__protos_dot_v1_dot_batch__norm__grad__pb2.BatchNormTrainingBackpropResponse.FromString,
                 _registered_method=True)
+        self.Exchange = channel.stream_stream(
+                '/bngrad.v1.BatchNormGradService/Exchange',
+                request_serializer=bngrad__protos_dot_v1_dot_batch__norm__grad__pb2.ExchangeRequest.SerializeToString,
+                response_deserializer=bngrad__protos_dot_v1_dot_batch__norm__grad__pb2.ExchangeResponse.FromString,
+                _registered_method=True)
         self.ServerInfo = channel.unary_unary(
                 '/bngrad.v1.BatchNormGradService/ServerInfo',
                 request_serializer=bngrad__protos_dot_v1_dot_batch__norm__grad__pb2.ServerInfoRequest.SerializeToString,
@@ -88,6 +93,14 @@ class BatchNormGradServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Exchange(self, request_iterator, context):
+        """Any op with tensors of any size, also beyond the 2 GiB of a message: a request, then its tensors in chunks; then
+        the response, then its tensor in chunks. The next request may follow on the same stream.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ServerInfo(self, request, context):
         """What this server is, what it computes on and what it accepts.
         """
@@ -112,6 +125,11 @@ def add_BatchNormGradServiceServicer_to_server(servicer, server):
                     servicer.BatchNormTrainingBackprop,
                     request_deserializer=bngrad__protos_dot_v1_dot_batch__norm__grad__pb2.BatchNormTrainingBackpropRequest.FromString,
                     response_serializer=bngrad__protos_dot_v1_dot_batch__norm__grad__pb2.BatchNormTrainingBackpropResponse.SerializeToString,
+            ),
+            'Exchange': grpc.stream_stream_rpc_method_handler(
+                    servicer.Exchange,
+                    request_deserializer=bngrad__protos_dot_v1_dot_batch__norm__grad__pb2.ExchangeRequest.FromString,
+                    response_serializer=bngrad__protos_dot_v1_dot_batch__norm__grad__pb2.ExchangeResponse.SerializeToString,
             ),
             'ServerInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.ServerInfo,
@@ -204,6 +222,33 @@ class BatchNormGradService(object):
             '/bngrad.v1.BatchNormGradService/BatchNormTrainingBackprop',
             bngrad__protos_dot_v1_dot_batch__norm__grad__pb2.BatchNormTrainingBackpropRequest.SerializeToString,
             bngrad__protos_dot_v1_dot_batch__norm__grad__pb2.BatchNormTrainingBackpropResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Exchange(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/bngrad.v1.BatchNormGradService/Exchange',
+            bngrad__protos_dot_v1_dot_batch__norm__grad__pb2.ExchangeRequest.SerializeToString,
+            bngrad__protos_dot_v1_dot_batch__norm__grad__pb2.ExchangeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -47,6 +47,10 @@ class BatchNormGradServiceStub:
     """TensorFlow's FusedBatchNormGradV2."""
     BatchNormTrainingBackprop: _grpc.UnaryUnaryMultiCallable[_batch_norm_grad_pb2.BatchNormTrainingBackpropRequest, _batch_norm_grad_pb2.BatchNormTrainingBackpropResponse]
     """oneDNN Graph's BatchNormTrainingBackprop."""
+    Exchange: _grpc.StreamStreamMultiCallable[_batch_norm_grad_pb2.ExchangeRequest, _batch_norm_grad_pb2.ExchangeResponse]
+    """Any op with tensors of any size, also beyond the 2 GiB of a message: a request, then its tensors in chunks; then
+    the response, then its tensor in chunks. The next request may follow on the same stream.
+    """
     ServerInfo: _grpc.UnaryUnaryMultiCallable[_batch_norm_grad_pb2.ServerInfoRequest, _batch_norm_grad_pb2.ServerInfoResponse]
     """What this server is, what it computes on and what it accepts."""
 
@@ -65,6 +69,10 @@ class BatchNormGradServiceAsyncStub(BatchNormGradServiceStub):
     """TensorFlow's FusedBatchNormGradV2."""
     BatchNormTrainingBackprop: _aio.UnaryUnaryMultiCallable[_batch_norm_grad_pb2.BatchNormTrainingBackpropRequest, _batch_norm_grad_pb2.BatchNormTrainingBackpropResponse]  # type: ignore[assignment]
     """oneDNN Graph's BatchNormTrainingBackprop."""
+    Exchange: _aio.StreamStreamMultiCallable[_batch_norm_grad_pb2.ExchangeRequest, _batch_norm_grad_pb2.ExchangeResponse]  # type: ignore[assignment]
+    """Any op with tensors of any size, also beyond the 2 GiB of a message: a request, then its tensors in chunks; then
+    the response, then its tensor in chunks. The next request may follow on the same stream.
+    """
     ServerInfo: _aio.UnaryUnaryMultiCallable[_batch_norm_grad_pb2.ServerInfoRequest, _batch_norm_grad_pb2.ServerInfoResponse]  # type: ignore[assignment]
     """What this server is, what it computes on and what it accepts."""
 
@@ -98,6 +106,16 @@ class BatchNormGradServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_batch_norm_grad_pb2.BatchNormTrainingBackpropResponse, _abc.Awaitable[_batch_norm_grad_pb2.BatchNormTrainingBackpropResponse]]:
         """oneDNN Graph's BatchNormTrainingBackprop."""
+
+    @_abc_1.abstractmethod
+    def Exchange(
+        self,
+        request_iterator: _MaybeAsyncIterator[_batch_norm_grad_pb2.ExchangeRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_batch_norm_grad_pb2.ExchangeResponse], _abc.AsyncIterator[_batch_norm_grad_pb2.ExchangeResponse]]:
+        """Any op with tensors of any size, also beyond the 2 GiB of a message: a request, then its tensors in chunks; then
+        the response, then its tensor in chunks. The next request may follow on the same stream.
+        """
 
     @_abc_1.abstractmethod
     def ServerInfo(

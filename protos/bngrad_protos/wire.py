@@ -1,0 +1,281 @@
+"""Messages that hold tensors, without a copy of their elements.
+
+Both ends read and write these messages here rather than with the generated classes, which copy every element at least
+once. The bytes on the wire are protobuf's, to the letter: https://protobuf.dev/programming-guides/encoding/. Everything
+but the elements still goes through the generated classes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeAlias, TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+AnyMessage = TypeVar("AnyMessage", bound=Message)
+
+_VARINT, _FIXED64, _LEN, _START_GROUP, _END_GROUP, _FIXED32 = range(6)
+_DATA_FIELD = pb.Tensor.DESCRIPTOR.fields_by_name["data"].number
+
+PREFIX_NBYTES = 6
+"""What `only_field` has to see of a message, in bytes."""
+
+_MAX_DEPTH = 100
+"""Protobuf's own limit for groups in groups."""
+_MAX_FIELD_NUMBER = 2**29 - 1
+_MAX_VARINT = 2**64 - 1
+"""What a tenth byte says beyond is ignored, as by protobuf."""
+
+_LAYOUTS_PER_LENGTH = 4
+_MAX_LENGTHS = 256
+_MAX_REMEMBERED_NBYTES = 16 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpan:
+    """A tensor whose elements lie in a message.
+
+    Attributes:
+        header: The tensor without its elements.
+        start: Where they begin in the message, in bytes.
+        nbytes: Their size.
+    """
+
+    header: pb.Tensor
+    start: int
+    nbytes: int
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Layout(Generic[AnyMessage]):
+    """All of a message but the elements of its tensors; alike messages share one, so it may be a key of a cache.
+
+    Attributes:
+        message: The message, its tensors without their elements.
+        tensors: The tensors that are there, by the names of their fields.
+        skeleton: The pieces between the elements: where each begins and ends, and its bytes.
+    """
+
+    message: AnyMessage
+    tensors: Mapping[str, TensorSpan]
+    skeleton: tuple[tuple[int, int, bytes], ...]
+
+    @property
+    def is_small(self) -> bool:
+        """Whether it is worth being remembered: nobody's messages can then fill the memory."""
+        return sum(len(piece) for _, _, piece in self.skeleton) <= _MAX_REMEMBERED_NBYTES
+
+    def fits(self, data: bytes) -> bool:
+        """Whether a message of the same length differs in the elements of its tensors alone."""
+        return all(data[start:end] == piece for start, end, piece in self.skeleton)
+
+
+class Decoder(Generic[AnyMessage]):
+    """Reads messages of one type; knows those again that differ in the elements of their tensors alone."""
+
+    def __init__(self, message_type: type[AnyMessage]) -> None:
+        self._type = message_type
+        self._tensor_fields = {
+            field.number: field.name
+            for field in message_type.DESCRIPTOR.fields
+            if field.message_type is pb.Tensor.DESCRIPTOR
+        }
+        self._known: dict[int, list[Layout[AnyMessage]]] = {}
+
+    def decode(self, data: bytes) -> Layout[AnyMessage]:
+        """The layout of a message.
+
+        Raises:
+            DecodeError: The message is malformed, as protobuf sees it.
+        """
+        known = self._known.get(len(data), ())
+        for layout in known:
+            if layout.fits(data):
+                return layout
+        layout = self._read(data)
+        if not layout.is_small:
+            return layout
+        if len(self._known) >= _MAX_LENGTHS:
+            self._known.clear()
+        self._known[len(data)] = [layout, *known][:_LAYOUTS_PER_LENGTH]
+        return layout
+
+    def _read(self, data: bytes) -> Layout[AnyMessage]:
+        """Splits off the elements, and leaves the rest to protobuf, which merges a field that comes twice."""
+        pieces: list[bytes] = []
+        elements: dict[str, tuple[int, int]] = {}
+        for number, wire_type, begin, start, end in _fields(data, 0, len(data)):
+            name = self._tensor_fields.get(number) if wire_type == _LEN else None
+            if name is None:
+                pieces.append(data[begin:end])
+                continue
+            elements.setdefault(name, (0, 0))
+            header = []
+            for inner, inner_type, inner_begin, inner_start, inner_end in _fields(data, start, end):
+                if inner == _DATA_FIELD and inner_type == _LEN:
+                    elements[name] = (inner_start, inner_end)
+                else:
+                    header.append(data[inner_begin:inner_end])
+            pieces += (field_prefix(number, sum(map(len, header))), *header)
+        message = self._type.FromString(b"".join(pieces))
+        tensors = {
+            name: TensorSpan(getattr(message, name), start, end - start) for name, (start, end) in elements.items()
+        }
+        return Layout(message, tensors, _skeleton(data, elements.values()))
+
+
+def encode(tensors: Sequence[tuple[int, pb.Tensor, Buffer]], others: Message) -> list[Buffer]:
+    """A message in pieces, the elements of its tensors being the buffers that were given.
+
+    Args:
+        tensors: Number of the field, the tensor without its elements, its elements.
+        others: The message's other fields.
+    """
+    pieces: list[Buffer] = []
+    for number, header, data in tensors:
+        pieces += (tensor_prefix(number, header, len(data)), data)
+    pieces.append(others.SerializeToString())
+    return pieces
+
+
+def tensor_prefix(number: int, header: pb.Tensor, nbytes: int) -> bytes:
+    """What comes before a tensor's elements: the field's tag and length, the tensor's header, the elements' length.
+
+    Args:
+        number: The number of the field.
+        header: The tensor without its elements.
+        nbytes: The size of its elements.
+    """
+    inner = header.SerializeToString()
+    if nbytes:
+        inner += _tag(_DATA_FIELD, _LEN) + _varint(nbytes)
+    return _tag(number, _LEN) + _varint(len(inner) + nbytes) + inner
+
+
+def field_prefix(number: int, nbytes: int) -> bytes:
+    """What comes before the content of a length-delimited field: its tag and length."""
+    return _tag(number, _LEN) + _varint(nbytes)
+
+
+def chunks(number: int, data: memoryview, chunk_nbytes: int) -> Iterator[list[Buffer]]:
+    """Messages that each hold the next bytes of ``data`` as their one field, in pieces.
+
+    Args:
+        number: The number of the field.
+        data: What to send; of format "B".
+        chunk_nbytes: The size of all chunks but the last.
+    """
+    for start in range(0, len(data), chunk_nbytes):
+        chunk = data[start : start + chunk_nbytes]
+        yield [field_prefix(number, len(chunk)), chunk]
+
+
+def only_field(data: bytes, nbytes: int) -> tuple[int, int] | None:
+    """The number of the one length-delimited field that fills a message, and where its content begins.
+
+    Args:
+        data: The message, or at least its first `PREFIX_NBYTES`.
+        nbytes: The size of the whole message.
+
+    Returns:
+        None where the message is anything else.
+    """
+    if len(data) < 2 or data[0] & 7 != _LEN or not 0x07 < data[0] < 0x80:
+        return None
+    try:
+        length, start = _read_varint(data, 1, len(data), 5)
+    except DecodeError:
+        return None
+    return (data[0] >> 3, start) if start + length == nbytes else None
+
+
+def _skeleton(data: bytes, elements: Any) -> tuple[tuple[int, int, bytes], ...]:
+    pieces, begin = [], 0
+    for start, end in sorted(elements):
+        pieces.append((begin, start, data[begin:start]))
+        begin = end
+    pieces.append((begin, len(data), data[begin:]))
+    return tuple(pieces)
+
+
+def _fields(data: bytes, position: int, end: int) -> list[tuple[int, int, int, int, int]]:
+    """The fields of a message: number, wire type, where it begins, where its content begins, where it ends."""
+    fields = []
+    while position < end:
+        begin = position
+        number, wire_type, position = _read_tag(data, position, end)
+        start, position = _content(data, number, wire_type, position, end)
+        fields.append((number, wire_type, begin, start, position))
+    return fields
+
+
+def _content(data: bytes, number: int, wire_type: int, position: int, end: int, depth: int = 0) -> tuple[int, int]:
+    """Where the content of a field begins and ends; its tag ends at ``position``."""
+    start = position
+    if wire_type == _VARINT:
+        _, position = _read_varint(data, position, end, 10)
+    elif wire_type == _LEN:
+        nbytes, start = _read_varint(data, position, end, 10)
+        position = start + nbytes
+    elif wire_type == _FIXED64:
+        position += 8
+    elif wire_type == _FIXED32:
+        position += 4
+    elif wire_type == _START_GROUP:
+        position = _group_end(data, number, position, end, depth + 1)
+    else:
+        raise DecodeError(f"field {number} has wire type {wire_type} at byte {start}")
+    if position > end:
+        raise DecodeError(f"field {number} ends at byte {position}, after what holds it, which ends at {end}")
+    return start, position
+
+
+def _group_end(data: bytes, group: int, position: int, end: int, depth: int) -> int:
+    if depth > _MAX_DEPTH:
+        raise DecodeError(f"groups are nested more than {_MAX_DEPTH} deep")
+    while True:
+        number, wire_type, position = _read_tag(data, position, end)
+        if wire_type == _END_GROUP:
+            if number != group:
+                raise DecodeError(f"group {group} is ended as group {number}")
+            return position
+        _, position = _content(data, number, wire_type, position, end, depth)
+
+
+def _read_tag(data: bytes, position: int, end: int) -> tuple[int, int, int]:
+    tag, position = _read_varint(data, position, end, 5)
+    number = tag >> 3
+    if not 0 < number <= _MAX_FIELD_NUMBER:
+        raise DecodeError(f"there is no field number {number}")
+    return number, tag & 7, position
+
+
+def _read_varint(data: bytes, position: int, end: int, max_bytes: int) -> tuple[int, int]:
+    value = shift = 0
+    for at in range(position, min(end, position + max_bytes)):
+        byte = data[at]
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value & _MAX_VARINT, at + 1
+        shift += 7
+    raise DecodeError(f"the number at byte {position} has no end")
+
+
+@functools.lru_cache(maxsize=256)
+def _tag(number: int, wire_type: int) -> bytes:
+    return _varint(number << 3 | wire_type)
+
+
+def _varint(value: int) -> bytes:
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)
