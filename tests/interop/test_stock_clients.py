@@ -1,0 +1,92 @@
+"""The clients of stock gRPC and generated code among the examples, built and run as a user builds and runs them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+TIMEOUT_S = 120
+
+CPP_PACKAGES = "g++ make pkg-config libgrpc++-dev libprotobuf-dev protobuf-compiler-grpc"
+JAVASCRIPT_PACKAGES = "nodejs npm"
+
+
+def run(*command: object, exit_code: int = 0) -> str:
+    """What a command prints, should it end with the exit code."""
+    finished = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=TIMEOUT_S)
+    output = finished.stdout + finished.stderr
+    assert finished.returncode == exit_code, output
+    return output
+
+
+def require(available: bool, what: str, packages: str) -> None:
+    if not available:
+        sentence = f"{what} needs programs that are missing here; on Debian: apt-get install {packages}"
+        if os.environ.get("BNGRAD_REQUIRE_INTEROP"):
+            pytest.fail(sentence)
+        pytest.skip(sentence)
+
+
+def has_programs(*names: str) -> bool:
+    return all(shutil.which(name) for name in names)
+
+
+def has_libraries() -> bool:
+    command = ["pkg-config", "--exists", "grpc++", "protobuf"]
+    return subprocess.run(command).returncode == 0
+
+
+@pytest.fixture(scope="session")
+def cpp(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
+    available = has_programs("g++", "make", "pkg-config", "protoc", "grpc_cpp_plugin") and has_libraries()
+    require(available, "the C++ client", CPP_PACKAGES)
+    build = tmp_path_factory.mktemp("cpp")
+    run("make", "-C", EXAMPLES / "cpp", "-j4", f"BUILD={build}", "CXXFLAGS=-O0")  # compiles fastest
+    return [build / "client"]
+
+
+@pytest.fixture(scope="session")
+def javascript(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
+    require(has_programs("node", "npm"), "the JavaScript client", JAVASCRIPT_PACKAGES)
+    copy = tmp_path_factory.mktemp("javascript")
+    for folder in ("protos", "examples/protos", "examples/javascript"):
+        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("node_modules"))
+    run("npm", "ci", "--prefer-offline", "--prefix", copy / "examples/javascript")
+    return ["node", copy / "examples/javascript/client.mjs"]
+
+
+@pytest.fixture(scope="session")
+def python() -> list[object]:
+    return [sys.executable, EXAMPLES / "stock_python_client.py"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code", "words"),
+    [
+        pytest.param([], 0, ["x_backprop (2, 8, 8, 16): largest error"], id="small"),
+        # Request and response are both larger than the 4 MiB that gRPC lets through by default.
+        pytest.param(["2048"], 0, ["x_backprop (2048, 8, 8, 16): largest error"], id="large"),
+        pytest.param(["--bad"], 1, ["INVALID_ARGUMENT: scale must have", "field scale: scale must have"], id="bad"),
+    ],
+)
+@pytest.mark.parametrize("transport", ["tcp", "unix"])
+@pytest.mark.parametrize("language", ["cpp", "javascript", "python"])
+def test_a_stock_client_works(
+    request: pytest.FixtureRequest,
+    targets: dict[str, str],
+    language: str,
+    transport: str,
+    arguments: list[str],
+    exit_code: int,
+    words: list[str],
+) -> None:
+    output = run(*request.getfixturevalue(language), targets[transport], *arguments, exit_code=exit_code)
+    for word in words:
+        assert word in output
