@@ -13,7 +13,7 @@ from bngrad_kernels.spec import Spec
 Array: TypeAlias = npt.NDArray[Any]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Problem:
     """Inputs to read and outputs to write, all C-contiguous; no output overlaps an input.
 
@@ -27,6 +27,7 @@ class Problem:
         x_backprop: Written: the gradient of x, ``spec.shape`` of ``spec.dtype``.
         scale_backprop: Written: the gradient of scale, shape (C,) of ``spec.stats_dtype``.
         offset_backprop: Written: the gradient of offset, alike.
+        prepared: What a back end has worked out for it, and finds again when it runs it again.
     """
 
     spec: Spec
@@ -38,6 +39,7 @@ class Problem:
     x_backprop: Array
     scale_backprop: Array
     offset_backprop: Array
+    prepared: Any = None
 
     @classmethod
     def allocate(

@@ -9,11 +9,16 @@ from __future__ import annotations
 import mmap
 import os
 import threading
+import time
 from collections import deque
+from collections.abc import Callable
+from concurrent.futures import CancelledError
 from dataclasses import dataclass
 
 ALIGNMENT = 256
 """Every block begins at a multiple of this, in bytes."""
+_LOOK_UP_S = 0.2
+"""How often who waits for memory looks whether its client is still there."""
 
 
 class ArenaTooSmallError(Exception):
@@ -34,36 +39,51 @@ class Arena:
     Attributes:
         fd: The file descriptor to pass to a worker.
         nbytes: Its size.
-        buffer: The mapped memory.
+        view: The mapped memory.
     """
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = _round_up(nbytes)
         self.fd = os.memfd_create("bngrad-arena")
         os.ftruncate(self.fd, self.nbytes)
-        self.buffer = map_arena(self.fd, self.nbytes)
+        self.view = memoryview(map_arena(self.fd, self.nbytes))
         self._free = [Block(0, self.nbytes)]  # by offset, no two adjacent
         self._changed = threading.Condition()
         self._waiting: deque[object] = deque()
 
-    def allocate(self, nbytes: int, timeout_s: float | None = None) -> Block:
+    def allocate(
+        self, nbytes: int, deadline: float | None = None, is_over: Callable[[], bool] = lambda: False
+    ) -> Block:
         """Takes a block, waiting for memory where none is free; first come, first served.
+
+        Args:
+            nbytes: Its size.
+            deadline: When the caller gives up, on the monotonic clock; None means never.
+            is_over: Tells whether it has given up already.
 
         Raises:
             ArenaTooSmallError: The arena could never hold it.
             TimeoutError: No memory became free in time.
+            CancelledError: The caller gave up.
         """
         nbytes = _round_up(nbytes)
         if nbytes > self.nbytes:
             raise ArenaTooSmallError(
                 f"the request needs {nbytes} bytes of staging memory, and the server has {self.nbytes}"
             )
-        ticket = object()
         with self._changed:
+            if not self._waiting and self._fits(nbytes):
+                return self._take(nbytes)
+            ticket = object()
             self._waiting.append(ticket)
             try:
-                if not self._changed.wait_for(lambda: self._waiting[0] is ticket and self._fits(nbytes), timeout_s):
-                    raise TimeoutError(f"no {nbytes} bytes of staging memory became free in time")
+                while self._waiting[0] is not ticket or not self._fits(nbytes):
+                    rest_s = _LOOK_UP_S if deadline is None else min(_LOOK_UP_S, deadline - time.monotonic())
+                    if rest_s <= 0:
+                        raise TimeoutError(f"no {nbytes} bytes of staging memory became free in time")
+                    if is_over():
+                        raise CancelledError
+                    self._changed.wait(rest_s)
                 return self._take(nbytes)
             finally:
                 self._waiting.remove(ticket)

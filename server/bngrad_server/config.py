@@ -8,6 +8,7 @@ from pathlib import Path
 
 MAX_MESSAGE_BYTES = 2**31 - 1
 """The largest message that protobuf can hold."""
+MAX_PORT = 2**16 - 1
 
 
 def default_arena_bytes() -> int:
@@ -36,6 +37,12 @@ class ServerConfig:
     arena_bytes: int = field(default_factory=default_arena_bytes)
     """The memory for the tensors of all requests in flight, in bytes. More lets more requests wait staged; pages are
     taken from the system only when first used."""
+    shared_bytes: int = field(default_factory=default_arena_bytes)
+    """The memory that may be shared with clients on this host, in bytes; pages are taken when first used."""
+    shared_group: str | None = None
+    """The group of users, beside the server's own, that may share memory."""
+    stream_port: int = 0
+    """The TCP port of the endpoint for large tensors, on the host of each address; 0 takes a free one."""
     max_batch_jobs: int = 64
     """The most requests that a worker gets at once. More makes small requests cheaper, and the first of them later."""
     max_batch_bytes: int = 8 * 2**20
@@ -51,5 +58,9 @@ class ServerConfig:
         for name in ("threads", "arena_bytes", "max_batch_jobs", "max_batch_bytes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.shared_bytes < 0:
+            raise ValueError(f"shared_bytes must not be negative, not {self.shared_bytes}")
+        if not 0 <= self.stream_port <= MAX_PORT:
+            raise ValueError(f"stream_port must be from 0 to {MAX_PORT}, not {self.stream_port}")
         if not self.drain_timeout_s >= 0:
             raise ValueError(f"drain_timeout_s must not be negative, not {self.drain_timeout_s}")

@@ -1,112 +1,218 @@
-"""From a valid request to its results: staging, queue and workers behind one call that knows no gRPC."""
+"""From a valid request to its results: staging, queue and workers behind calls that know no gRPC."""
 
 from __future__ import annotations
 
-import concurrent.futures
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 
-from bngrad_kernels.problem import Array, Problem
-from bngrad_kernels.spec import Spec
-from bngrad_server.arena import Arena
+from bngrad_kernels.spec import FieldViolation, InvalidArgumentError
+from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
+from bngrad_protos.wire import Buffer
+from bngrad_server.arena import Arena, Block
 from bngrad_server.batching import Batcher, Job
 from bngrad_server.config import ServerConfig
 from bngrad_server.pool import WorkerPool
-from bngrad_server.staging import staged_nbytes, staged_problem
+from bngrad_server.regions import Region, Regions
+from bngrad_server.requests import Request
+from bngrad_server.staging import (
+    ARENA,
+    OFFSET_BACKPROP,
+    RESERVE_SPACE_1,
+    RESERVE_SPACE_2,
+    SCALE,
+    SCALE_BACKPROP,
+    Place,
+    Task,
+)
+
+_COPIED_WITH_LOCK_NBYTES = 32 * 1024
+"""Larger copies let other threads run meanwhile, which costs something itself."""
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """A valid request; the arrays may be views of the received message.
+class Patience:
+    """How long a caller waits.
 
     Attributes:
-        spec: What to compute; gives shape and dtype of every array.
-        y_backprop: See `bngrad_kernels.problem.Problem`, as for the others.
-        x: The input of the forward pass.
-        scale: None counts as ones.
-        reserve_space_1: The mean.
-        reserve_space_2: The variance or inverse standard deviation.
+        deadline: When it gives up, on the monotonic clock; None means never.
+        is_over: Tells whether it has given up already.
     """
 
-    spec: Spec
-    y_backprop: Array
-    x: Array
-    scale: Array | None
-    reserve_space_1: Array
-    reserve_space_2: Array
+    deadline: float | None
+    is_over: Callable[[], bool]
 
 
 class Engine:
-    """The arena, the batcher and the worker pool of a server."""
+    """The arena, the regions, the batcher and the worker pool of a server."""
 
     def __init__(self, config: ServerConfig, on_change: Callable[[], None]) -> None:
         self.arena = Arena(config.arena_bytes)
         self.batcher = Batcher(config.max_batch_jobs, config.max_batch_bytes)
         self.pool = WorkerPool(_devices(config.device), config.threads, self.arena, self.batcher, on_change)
+        self.regions = Regions(config.shared_bytes, self.pool.map, self.pool.unmap)
 
     @contextmanager
-    def computed(
-        self, request: Request, timeout_s: float | None, on_end: Callable[[Callable[[], None]], bool]
-    ) -> Iterator[Problem]:
-        """Computes a request, and lends its results until the block ends.
-
-        Args:
-            request: What to compute.
-            timeout_s: How long that may take; None means for ever.
-            on_end: Registers what to call should the caller lose interest; False if that has happened already.
-
-        Yields:
-            The problem in the arena, with its outputs written.
+    def staged(self, request: Request, patience: Patience) -> Iterator[Staged]:
+        """Lends memory for a request until the block ends.
 
         Raises:
+            InvalidArgumentError: The request names shared memory that is not there, or overlaps.
             ArenaTooSmallError: The request is larger than the arena.
-            TimeoutError: It took too long.
-            concurrent.futures.CancelledError: The caller lost interest, or the server is stopping.
-            ComputeError: No worker could compute it.
+            TimeoutError: No memory became free in time.
+            CancelledError: The caller gave up.
         """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        nbytes = staged_nbytes(request.spec)
-        block = self.arena.allocate(nbytes, timeout_s)
-        job = Job(request.spec, block.offset, nbytes, has_scale=request.scale is not None)
+        staged = Staged(self, request, patience)
         try:
-            if not on_end(job.abandon):
-                job.abandon()
-            problem = staged_problem(self.arena.buffer, block.offset, request.spec, has_scale=job.has_scale)
-            _stage(request, problem)
-            self.batcher.put(job)
-            _wait(job, deadline)
-            yield problem
+            staged.take_memory()
+            yield staged
         finally:
-            # A job that runs keeps its memory until the worker is done with it, whoever still waits.
-            job.abandon()
-            job.done.add_done_callback(lambda _: self.arena.free(block))
+            staged.give_back_memory()
 
     def close(self) -> None:
         """Ends the workers and gives up the arena."""
+        self.batcher.close()
         self.pool.close()
         self.arena.close()
 
 
+class Staged:
+    """A request's place in shared memory.
+
+    Attributes:
+        request: The request.
+        y_backprop: Its memory, to be filled; None where the client has put it there itself. Alike for the next ones.
+        x_backprop: Its memory, to be read; None where the client reads it there itself.
+        scale_backprop: Its memory, to be read.
+        offset_backprop: Alike.
+    """
+
+    y_backprop: memoryview | None
+    x: memoryview | None
+    x_backprop: memoryview | None
+    scale_backprop: memoryview
+    offset_backprop: memoryview
+
+    def __init__(self, engine: Engine, request: Request, patience: Patience) -> None:
+        self.request = request
+        self._engine = engine
+        self._patience = patience
+        self._block: Block | None = None
+        self._held: list[Region] = []
+        self._job: Job | None = None
+
+    def take_memory(self) -> None:
+        """Finds the request's place; see `Engine.staged`."""
+        request, sizes, patience = self.request, self.request.sizes, self._patience
+        places = self._places_in_regions()
+        stats_nbytes = 5 * sizes.stats_stride
+        nbytes = stats_nbytes + places.count(None) * sizes.tensor_stride
+        self._block = self._engine.arena.allocate(nbytes, patience.deadline, patience.is_over)
+        self._stats_offset = offset = self._block.offset
+        views: list[memoryview | None] = [None, None, None]
+        offset += stats_nbytes
+        tensor_places = []
+        for i, place in enumerate(places):
+            if place is None:
+                views[i] = self._engine.arena.view[offset : offset + sizes.tensor]
+                tensor_places.append(Place(ARENA, offset))
+                offset += sizes.tensor_stride
+            else:
+                tensor_places.append(place)
+        self.y_backprop, self.x, self.x_backprop = views
+        self.scale_backprop, self.offset_backprop = self._stats(SCALE_BACKPROP), self._stats(OFFSET_BACKPROP)
+        self._task = Task(request.scale is not None, self._stats_offset, *tensor_places)
+
+    def give_back_memory(self) -> None:
+        """Gives all memory back, as soon as no worker touches it."""
+        if self._job is None:
+            self._release()
+        else:
+            self._engine.batcher.when_untouched(self._job, self._release)
+
+    def copy_from(self, message: bytes) -> None:
+        """Copies what the message holds: the one copy of a request's elements."""
+        request, data = self.request, memoryview(message)
+        if isinstance(request.y_backprop, slice) and self.y_backprop is not None:
+            copy(self.y_backprop, data[request.y_backprop])
+        if isinstance(request.x, slice) and self.x is not None:
+            copy(self.x, data[request.x])
+        self._stats(RESERVE_SPACE_1)[:] = data[request.reserve_space_1]
+        self._stats(RESERVE_SPACE_2)[:] = data[request.reserve_space_2]
+        if request.scale is not None:
+            self._stats(SCALE)[:] = data[request.scale]
+
+    def compute(self) -> None:
+        """Has a worker write the outputs.
+
+        Raises:
+            TimeoutError: It took too long.
+            CancelledError: The caller gave up, or the server is stopping.
+            ComputeError: No worker could compute it.
+        """
+        request = self.request
+        nbytes = 3 * request.sizes.tensor
+        self._job = Job(request.spec, self._task, nbytes, request.kernel_key, self._patience.is_over)
+        self._engine.batcher.run(self._job, self._patience.deadline)
+
+    def response(self) -> list[Buffer]:
+        """The response, in pieces that are views of the outputs, which must be used before the memory is given back."""
+        before_x, before_scale, before_offset, tail = self.request.response
+        large = b"" if self.x_backprop is None or self.request.chunked else self.x_backprop
+        return [before_x, large, before_scale, self.scale_backprop, before_offset, self.offset_backprop, tail]
+
+    def _stats(self, index: int) -> memoryview:
+        start = self._stats_offset + index * self.request.sizes.stats_stride
+        return self._engine.arena.view[start : start + self.request.sizes.stats]
+
+    def _places_in_regions(self) -> list[Place | None]:
+        """Where y_backprop, x and x_backprop are in shared regions; None for each that has no place yet."""
+        request = self.request
+        places: list[Place | None] = []
+        for field, source in zip(
+            request.fields, (request.y_backprop, request.x, request.x_backprop_location), strict=True
+        ):
+            if isinstance(source, pb.Location):
+                region, place = self._engine.regions.hold(field, source, request.sizes.tensor)
+                self._held.append(region)
+                places.append(place)
+            else:
+                places.append(None)
+        if self._held:
+            _check_overlap(request, places)
+        return places
+
+    def _release(self) -> None:
+        if self._block is not None:
+            self._engine.arena.free(self._block)
+        for region in self._held:
+            self._engine.regions.release(region)
+
+
+def _check_overlap(request: Request, places: Sequence[Place | None]) -> None:
+    """Refuses outputs over inputs: a second run, after a worker has died, would read what the first one wrote."""
+    output = places[2]
+    nbytes = request.sizes.tensor
+    for field, place in zip(request.fields[:2], places, strict=False):
+        if (
+            output is not None
+            and place is not None
+            and place.memory == output.memory
+            and abs(place.offset - output.offset) < nbytes
+        ):
+            name = request.fields[2]
+            raise InvalidArgumentError((FieldViolation(name, f"{name} must not overlap {field}"),))
+
+
+def copy(target: memoryview, source: memoryview) -> None:
+    """Copies bytes; both views have the same size."""
+    if target.nbytes <= _COPIED_WITH_LOCK_NBYTES:
+        target[:] = source
+    else:
+        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+
 def _devices(device: str) -> list[str]:
     return ["cpu"] if device == "auto" else [device]
-
-
-def _wait(job: Job, deadline: float | None) -> None:
-    try:
-        job.done.result(None if deadline is None else deadline - time.monotonic())
-    except concurrent.futures.TimeoutError as error:  # a TimeoutError itself only from Python 3.11 on
-        raise TimeoutError("the request was not computed in time") from error
-
-
-def _stage(request: Request, problem: Problem) -> None:
-    """The one copy of a request's tensors; NumPy releases the interpreter lock meanwhile."""
-    np.copyto(problem.y_backprop, request.y_backprop)
-    np.copyto(problem.x, request.x)
-    np.copyto(problem.reserve_space_1, request.reserve_space_1)
-    np.copyto(problem.reserve_space_2, request.reserve_space_2)
-    if problem.scale is not None and request.scale is not None:
-        np.copyto(problem.scale, request.scale)

@@ -13,10 +13,13 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from bngrad_protos import __version__
-from bngrad_protos.v1 import batch_norm_grad_pb2_grpc as pb_grpc
+from bngrad_server import local
+from bngrad_server.calls import SERVICE, Calls
 from bngrad_server.config import MAX_MESSAGE_BYTES, ServerConfig
+from bngrad_server.endpoint import Endpoint
 from bngrad_server.engine import Engine
-from bngrad_server.service import SERVICE_NAME, BatchNormGradService
+from bngrad_server.local import LocalSockets
+from bngrad_server.service import generic_handler
 
 logger = logging.getLogger(__name__)
 
@@ -55,11 +58,15 @@ class Server:
             futures.ThreadPoolExecutor(_HANDLER_THREADS, thread_name_prefix="handler"), options=_CHANNEL_OPTIONS
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc_server)
-        pb_grpc.add_BatchNormGradServiceServicer_to_server(BatchNormGradService(self.engine), self._grpc_server)
+        self._calls = Calls(self.engine)
+        self._grpc_server.add_generic_rpc_handlers((generic_handler(self._calls),))
         reflection.enable_server_reflection(
-            (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc_server
+            (SERVICE.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc_server
         )
         self.addresses = [self._listen(address) for address in config.listen]
+        self._endpoint = Endpoint(self._calls)
+        self._calls.endpoints.stream_port = self._listen_for_streams()
+        self._local = self._listen_locally()
 
     def start(self) -> None:
         """Accepts connections, and returns once every worker is ready.
@@ -68,12 +75,19 @@ class Server:
             WorkerStartError: A worker could not start.
         """
         self._grpc_server.start()
+        self._endpoint.start()
+        if self._local is not None:
+            self._local.start()
         self.engine.pool.start()
 
     def stop(self, drain_timeout_s: float) -> None:
         """Refuses new requests, lets those in flight end in time, then ends the workers."""
         self._health.enter_graceful_shutdown()
-        self._grpc_server.stop(drain_timeout_s).wait()
+        stopped = self._grpc_server.stop(drain_timeout_s)
+        self._endpoint.stop(drain_timeout_s)
+        stopped.wait()
+        if self._local is not None:
+            self._local.close()
         self.engine.close()
 
     def _listen(self, address: str) -> str:
@@ -83,12 +97,37 @@ class Server:
             raise ListenError(f"cannot listen on {address}: the address is taken, malformed or not ours") from error
         return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
 
+    def _listen_for_streams(self) -> int:
+        """The port of the endpoint for large tensors; 0 where the server listens on no TCP address."""
+        hosts = [
+            address.rpartition(":")[0].strip("[]") for address in self.addresses if not address.startswith("unix:")
+        ]
+        if not hosts:
+            return 0
+        port = self._config.stream_port
+        try:
+            return self._endpoint.listen_on_port(hosts[0], port)
+        except OSError as error:
+            raise ListenError(f"cannot listen on port {port} of {hosts[0]} for streams: {error}") from error
+
+    def _listen_locally(self) -> LocalSockets | None:
+        """The sockets for clients on this host; None where nothing is to be shared."""
+        if self._config.shared_bytes == 0 or not os.access(local.PARENT, os.W_OK):
+            return None
+        try:
+            sockets = LocalSockets(self.engine.regions, self._config.shared_group)
+        except (LookupError, OSError) as error:
+            raise ListenError(f"cannot listen in {local.PARENT} for clients on this host: {error}") from error
+        self._endpoint.listen_on_socket(sockets.calls)
+        self._calls.endpoints.local_directory = str(sockets.directory)
+        return sockets
+
     def _update_health(self) -> None:
         self._set_health(serving=self.engine.pool.is_ready)
 
     def _set_health(self, *, serving: bool) -> None:
         status = health_pb2.HealthCheckResponse
-        for service in ("", SERVICE_NAME):
+        for service in ("", SERVICE.full_name):
             self._health.set(service, status.SERVING if serving else status.NOT_SERVING)
 
 

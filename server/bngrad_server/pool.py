@@ -1,28 +1,31 @@
-"""The pool of worker processes: one a device, restarted when it dies, and what it held is run again."""
+"""The pool of worker processes: one a device, restarted when it dies."""
 
 from __future__ import annotations
 
 import contextlib
 import enum
 import logging
-import multiprocessing
+import os
+import pickle
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from bngrad_kernels.spec import Spec
 from bngrad_server.arena import Arena
-from bngrad_server.batching import Batcher, Job
-from bngrad_server.staging import Task
+from bngrad_server.batching import Batcher, Job, WorkerDiedError
+from bngrad_server.worker import MAX_PACKET_NBYTES, OK, Message
 
 logger = logging.getLogger(__name__)
 
-MAX_ATTEMPTS = 3
-"""A job is given up when this many workers have died of it."""
 _FIRST_RESTART_DELAY_S = 0.1
 _LONGEST_RESTART_DELAY_S = 5.0
 _EXIT_TIMEOUT_S = 5.0
+_MAX_SPECS = 4096
+"""What a worker remembers; beyond, numbers are used again."""
 
 
 class WorkerState(enum.Enum):
@@ -34,14 +37,6 @@ class WorkerState(enum.Enum):
 
 class WorkerStartError(Exception):
     """A worker ended before it was ready, the first time it was started."""
-
-
-class ComputeError(Exception):
-    """A request could not be computed, through no fault of its own."""
-
-
-class _WorkerDiedError(Exception):
-    """The process ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,62 +56,88 @@ class DeviceStatus:
     restarts: int
 
 
+@dataclass(frozen=True, slots=True)
+class MappedRegion:
+    """Memory beside the arena that workers map: its file descriptor and its size in bytes."""
+
+    fd: int
+    nbytes: int
+
+
 class WorkerPool:
-    """Keeps one worker process per device at work on what a batcher holds."""
+    """Starts a worker for each device, and offers it to the batcher."""
 
     def __init__(
-        self,
-        devices: Sequence[str],
-        threads: int,
-        arena: Arena,
-        batcher: Batcher,
-        on_change: Callable[[], None],
+        self, devices: Sequence[str], threads: int, arena: Arena, batcher: Batcher, on_change: Callable[[], None]
     ) -> None:
-        """Nothing runs before `start`.
+        """Starts nothing yet.
 
         Args:
-            devices: Names as `bngrad_kernels.backends.create` takes them.
+            devices: What to compute on.
             threads: Threads of each CPU worker.
-            arena: Where the jobs are staged.
-            batcher: Where the jobs wait.
-            on_change: Called, on any thread, when a worker becomes ready or is lost.
+            arena: What the workers read and write.
+            batcher: Whoever has work for them.
+            on_change: Called, from any thread, whenever a worker became ready or died.
         """
-        self._batcher = batcher
         self._keepers = [_Keeper(device, threads, arena, batcher, on_change) for device in devices]
+        self._regions: dict[int, MappedRegion] = {}
+        self._mutex = threading.Lock()
 
     def start(self) -> None:
-        """Starts every worker and returns once all are ready.
+        """Returns once every worker is ready.
 
         Raises:
-            WorkerStartError: One could not start; its reason is on stderr.
+            WorkerStartError: A worker ended before it was ready.
         """
         for keeper in self._keepers:
-            keeper.start()
+            keeper.start(self._introduce)
         for keeper in self._keepers:
             keeper.wait_until_started()
 
-    def status(self) -> list[DeviceStatus]:
-        """The state of every device."""
-        return [keeper.status() for keeper in self._keepers]
-
     @property
     def is_ready(self) -> bool:
-        """Whether any worker takes requests."""
+        """Whether at least one worker can take requests."""
         return any(status.state is WorkerState.READY for status in self.status())
 
+    def status(self) -> list[DeviceStatus]:
+        """The devices as they are now."""
+        return [keeper.status() for keeper in self._keepers]
+
+    def map(self, number: int, region: MappedRegion) -> None:
+        """Has every worker map a region, also those that are started later."""
+        with self._mutex:
+            self._regions[number] = region
+            for keeper in self._keepers:
+                keeper.tell_worker(lambda worker: worker.map(number, region))
+
+    def unmap(self, number: int) -> None:
+        """Has every worker give up a region, which no job names any longer."""
+        with self._mutex:
+            del self._regions[number]
+            for keeper in self._keepers:
+                keeper.tell_worker(lambda worker: worker.unmap(number))
+
     def close(self) -> None:
-        """Closes the batcher and ends every worker."""
-        self._batcher.close()
+        """Ends every worker."""
         for keeper in self._keepers:
             keeper.close()
 
+    def _introduce(self, keeper: _Keeper, worker: _Worker) -> None:
+        """Tells a new worker of all regions, and from then on of every change."""
+        with self._mutex:
+            for number, region in self._regions.items():
+                worker.map(number, region)
+            keeper.knows_regions = True
+
 
 class _Keeper:
-    """The thread that keeps one device's worker alive and feeds it."""
+    """The thread that keeps one device's worker alive."""
 
     def __init__(
         self, device: str, threads: int, arena: Arena, batcher: Batcher, on_change: Callable[[], None]
     ) -> None:
+        self.knows_regions = False
+        self._worker: _Worker | None = None
         self._device = device
         self._threads = threads
         self._arena = arena
@@ -129,7 +150,8 @@ class _Keeper:
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._keep, name=f"keeper-{device}", daemon=True)
 
-    def start(self) -> None:
+    def start(self, introduce: Callable[[_Keeper, _Worker], None]) -> None:
+        self._introduce = introduce
         self._thread.start()
 
     def wait_until_started(self) -> None:
@@ -141,9 +163,16 @@ class _Keeper:
         state = WorkerState.READY if self._ready else WorkerState.STARTING
         return DeviceStatus(self._device, self._description, state, self._restarts)
 
+    def tell_worker(self, what: Callable[[_Worker], None]) -> None:
+        """Tells the worker of a change of the regions; one that is starting or dead will be told of them all."""
+        if self.knows_regions and self._worker is not None:
+            with contextlib.suppress(WorkerDiedError):
+                what(self._worker)
+
     def close(self) -> None:
         self._closing.set()
-        self._batcher.wake()
+        if self._worker is not None:
+            self._worker.hang_up()
         if self._thread.is_alive():
             self._thread.join()
 
@@ -151,108 +180,121 @@ class _Keeper:
         delay_s = _FIRST_RESTART_DELAY_S
         while not self._closing.is_set():
             try:
-                with contextlib.closing(self._new_worker()) as worker:
+                with contextlib.closing(_Worker(self._device, self._threads, self._arena)) as worker:
+                    self._worker = worker
                     self._description = worker.wait_until_ready()
                     delay_s = _FIRST_RESTART_DELAY_S
-                    self._set_ready(True)
-                    self._feed(worker)
-            except _WorkerDiedError as error:
+                    self._serve_with(worker)
+            except WorkerDiedError as error:
                 logger.error("worker of device %s: %s", self._device, error)
             except Exception:
                 logger.exception("worker of device %s is given up", self._device)
-            self._set_ready(False)
             if not self._description or self._closing.wait(delay_s):
                 break
             delay_s = min(2 * delay_s, _LONGEST_RESTART_DELAY_S)
             self._restarts += 1
         self._started.set()
 
-    def _new_worker(self) -> _Worker:
-        return _Worker(self._device, self._threads, self._arena, on_exit=self._batcher.wake)
+    def _serve_with(self, worker: _Worker) -> None:
+        """Has the worker in use until it dies or the pool closes."""
+        self._introduce(self, worker)
+        self._batcher.offer(worker)
+        self._set_ready(True)
+        self._started.set()
+        if self._closing.is_set():  # too early for `close` to know of the worker
+            worker.hang_up()
+        exit_code = worker.wait_until_exit()
+        self.knows_regions = False
+        self._batcher.withdraw(worker)
+        self._set_ready(False)
+        if not self._closing.is_set():
+            raise WorkerDiedError(f"ended with exit code {exit_code}")
 
     def _set_ready(self, ready: bool) -> None:
         self._ready = ready
         self._on_change()
-        if ready:
-            self._started.set()
-
-    def _feed(self, worker: _Worker) -> None:
-        """Hands batches to a worker until it dies or the pool closes."""
-        while batch := self._batcher.take(abandoned=lambda: worker.has_exited or self._closing.is_set()):
-            try:
-                failures = worker.run(batch)
-            except Exception:
-                self._rescue(batch)
-                raise
-            for job, failure in zip(batch, failures, strict=True):
-                if failure is None:
-                    job.done.set_result(None)
-                else:
-                    job.done.set_exception(ComputeError(f"the {self._device} back end failed: {failure}"))
-        if not self._closing.is_set():
-            raise _WorkerDiedError(f"ended with exit code {worker.exit_code()} while idle")
-
-    def _rescue(self, batch: list[Job]) -> None:
-        """Queues again what a dead worker held, save for jobs that have cost too many workers."""
-        self._batcher.put_back([job for job in batch if job.attempts < MAX_ATTEMPTS])
-        for job in batch:
-            if job.attempts >= MAX_ATTEMPTS:
-                job.done.set_exception(ComputeError(f"{job.attempts} workers died while computing this request"))
 
 
 class _Worker:
-    """One worker process and the pipe to it."""
+    """One worker process and the socket to it."""
 
-    def __init__(self, device: str, threads: int, arena: Arena, on_exit: Callable[[], None]) -> None:
-        self._pipe, child_pipe = multiprocessing.Pipe()
-        with child_pipe:
-            fds = (child_pipe.fileno(), arena.fd)
+    def __init__(self, device: str, threads: int, arena: Arena) -> None:
+        self._socket, child_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with child_socket:
+            fds = (child_socket.fileno(), arena.fd)
             arguments = [device, threads, *fds, arena.nbytes]
             self._process = subprocess.Popen(  # noqa: S603 - our own module
                 [sys.executable, "-m", "bngrad_server.worker", *map(str, arguments)],
                 stdin=subprocess.DEVNULL,
                 stdout=sys.stderr.fileno(),
                 pass_fds=fds,
+                # Threads that spin for their next kernel would take the cores from the front process.
+                env={"OMP_WAIT_POLICY": "passive", **os.environ},
             )
-        self.has_exited = False
-        self._on_exit = on_exit
-        self._watcher = threading.Thread(target=self._watch, name=f"watcher-{device}", daemon=True)
-        self._watcher.start()
+        self._spec_numbers: dict[Spec, int] = {}
 
     def wait_until_ready(self) -> str:
-        description = self._receive()
-        assert isinstance(description, str)
-        return description
+        """Its device's description."""
+        return self._receive().decode()
 
     def run(self, batch: list[Job]) -> list[str | None]:
+        """See `bngrad_server.batching.Worker`; by one thread at a time."""
         try:
-            self._pipe.send([Task(job.spec, job.offset, job.has_scale) for job in batch])
-        except OSError as error:
-            raise _WorkerDiedError(f"ended with exit code {self.exit_code()}") from error
-        failures = self._receive()
-        assert isinstance(failures, list)
-        return failures
+            tasks = [job.task.pack(self._spec_number(job.spec)) for job in batch]
+            self._send(Message.RUN + b"".join(tasks))
+            answer = self._receive()
+            return [None] * len(batch) if answer == OK else pickle.loads(answer)  # noqa: S301 - from our own worker
+        except BaseException:
+            self.hang_up()  # nobody leads it any more: its keeper starts another
+            raise
 
-    def exit_code(self) -> int:
-        """Waits for the end of a process that is known to be ending."""
-        self._watcher.join()
-        return self._process.returncode
+    def map(self, number: int, region: MappedRegion) -> None:
+        """Has it map a region, before it sees any later batch."""
+        self._send(Message.MAP + pickle.dumps((number, region.nbytes)), region.fd)
+
+    def unmap(self, number: int) -> None:
+        """Has it give up a region, after all earlier batches."""
+        self._send(Message.UNMAP + pickle.dumps(number))
+
+    def wait_until_exit(self) -> int:
+        """Its exit code."""
+        return self._process.wait()
+
+    def hang_up(self) -> None:
+        """Ends the talk: that is its signal to end."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Ends the process: its pipe closes, and that is its signal."""
-        self._pipe.close()
-        self._watcher.join(_EXIT_TIMEOUT_S)
-        if not self.has_exited:
-            self._process.kill()
-            self._watcher.join()
-
-    def _receive(self) -> object:
+        """Ends the process, by force should it not end in time."""
+        self.hang_up()
         try:
-            return self._pipe.recv()
-        except (EOFError, OSError) as error:
-            raise _WorkerDiedError(f"ended with exit code {self.exit_code()}") from error
+            self._process.wait(_EXIT_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._socket.close()
 
-    def _watch(self) -> None:
-        self._process.wait()
-        self.has_exited = True
-        self._on_exit()
+    def _spec_number(self, spec: Spec) -> int:
+        number = self._spec_numbers.get(spec)
+        if number is None:
+            if len(self._spec_numbers) >= _MAX_SPECS:
+                self._spec_numbers.clear()
+            number = self._spec_numbers[spec] = len(self._spec_numbers)
+            self._send(Message.SPEC + pickle.dumps((number, spec)))
+        return number
+
+    def _send(self, packet: bytes, *fds: int) -> None:
+        try:
+            socket.send_fds(self._socket, [packet], fds) if fds else self._socket.send(packet)
+        except OSError as error:
+            raise WorkerDiedError(f"hung up: {error}") from error
+
+    def _receive(self) -> bytes:
+        try:
+            packet = self._socket.recv(MAX_PACKET_NBYTES)
+        except OSError as error:
+            raise WorkerDiedError(f"hung up: {error}") from error
+        if not packet:
+            raise WorkerDiedError("hung up")
+        return packet

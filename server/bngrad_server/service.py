@@ -1,87 +1,91 @@
-"""The calls of ``bngrad.v1.BatchNormGradService``."""
+"""The service on grpcio: what every gRPC client can call."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import TypeVar
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
+from typing import NoReturn
 
 import grpc
+from grpc_status import rpc_status
 
-from bngrad_kernels.problem import Problem
-from bngrad_protos import __version__
-from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
-from bngrad_protos.v1 import batch_norm_grad_pb2_grpc as pb_grpc
-from bngrad_server import messages
-from bngrad_server.config import MAX_MESSAGE_BYTES
-from bngrad_server.engine import Engine, Request
-from bngrad_server.errors import status_of_errors
-from bngrad_server.pool import WorkerState
+from bngrad_server.calls import SERVICE, UNARY_OPS, Calls, chunk_of, exchange_error
+from bngrad_server.engine import Patience, copy
+from bngrad_server.errors import status_of
 
-SERVICE_NAME = pb.DESCRIPTOR.services_by_name["BatchNormGradService"].full_name
-
-_WORKER_STATES = {
-    WorkerState.STARTING: pb.WORKER_STATE_STARTING,
-    WorkerState.READY: pb.WORKER_STATE_READY,
-}
-
-RequestMessage = TypeVar("RequestMessage")
-ResponseMessage = TypeVar("ResponseMessage")
+_CHUNK_NBYTES = 2**20
+"""grpcio is fastest with chunks of about this size: smaller ones cost calls, larger ones the cache."""
 
 
-class BatchNormGradService(pb_grpc.BatchNormGradServiceServicer):
-    """Answers from an engine; every method documented in the .proto file."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def FusedBatchNormGradV3(  # noqa: D102, N802
-        self, request: pb.FusedBatchNormGradV3Request, context: grpc.ServicerContext
-    ) -> pb.FusedBatchNormGradV3Response:
-        return self._answer(request, context, messages.read_v3_request, messages.v3_response)
-
-    def FusedBatchNormGradV2(  # noqa: D102, N802
-        self, request: pb.FusedBatchNormGradV2Request, context: grpc.ServicerContext
-    ) -> pb.FusedBatchNormGradV2Response:
-        return self._answer(request, context, messages.read_v2_request, messages.v2_response)
-
-    def BatchNormTrainingBackprop(  # noqa: D102, N802
-        self, request: pb.BatchNormTrainingBackpropRequest, context: grpc.ServicerContext
-    ) -> pb.BatchNormTrainingBackpropResponse:
-        return self._answer(request, context, messages.read_onednn_request, messages.onednn_response)
-
-    def ServerInfo(  # noqa: D102, N802
-        self, request: pb.ServerInfoRequest, context: grpc.ServicerContext
-    ) -> pb.ServerInfoResponse:
-        devices = [
-            pb.Device(
-                name=status.name,
-                description=status.description,
-                state=_WORKER_STATES[status.state],
-                restarts=status.restarts,
-            )
-            for status in self._engine.pool.status()
-        ]
-        limits = pb.Limits(max_message_bytes=MAX_MESSAGE_BYTES, arena_bytes=self._engine.arena.nbytes)
-        ops = [method.name for method in pb.DESCRIPTOR.services_by_name["BatchNormGradService"].methods]
-        ops.remove("ServerInfo")
-        return pb.ServerInfoResponse(version=__version__, devices=devices, limits=limits, ops=ops)
-
-    def _answer(
-        self,
-        message: RequestMessage,
-        context: grpc.ServicerContext,
-        read: Callable[[RequestMessage], Request],
-        response: Callable[[Problem], ResponseMessage],
-    ) -> ResponseMessage:
-        with (
-            status_of_errors(context),
-            self._engine.computed(read(message), _timeout_s(context), context.add_callback) as problem,
-        ):
-            return response(problem)
+def generic_handler(calls: Calls) -> grpc.GenericRpcHandler:
+    """The service's handlers; messages pass as bytes, since generated code would copy their tensors."""
+    handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
+        name: grpc.unary_unary_rpc_method_handler(_unary(calls, name)) for name in UNARY_OPS
+    }
+    handlers["ServerInfo"] = grpc.unary_unary_rpc_method_handler(lambda request, context: calls.server_info())
+    handlers["Exchange"] = grpc.stream_stream_rpc_method_handler(_exchange(calls))
+    return grpc.method_handlers_generic_handler(SERVICE.full_name, handlers)
 
 
-def _timeout_s(context: grpc.ServicerContext) -> float | None:
-    """The time that the client still gives; gRPC tells "for ever" as centuries, which no lock can wait for."""
-    remaining_s = context.time_remaining()
-    return None if remaining_s is None or remaining_s > threading.TIMEOUT_MAX else remaining_s
+def _unary(calls: Calls, name: str) -> Callable[[bytes, grpc.ServicerContext], bytes]:
+    def answer(request: bytes, context: grpc.ServicerContext) -> bytes:
+        try:
+            with calls.answer(name, request, _patience(context)) as pieces:
+                return b"".join(pieces)
+        except Exception as error:
+            _abort(context, error)
+
+    return answer
+
+
+def _exchange(calls: Calls) -> Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[bytes]]:
+    def answer(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        try:
+            for pieces in calls.exchange(_Source(requests), _patience(context)):
+                yield b"".join(pieces)
+        except Exception as error:
+            _abort(context, error)
+
+    return answer
+
+
+class _Source:
+    """The client's side of an exchange on grpcio."""
+
+    chunk_nbytes = _CHUNK_NBYTES
+
+    def __init__(self, messages: Iterator[bytes]) -> None:
+        self._messages = messages
+
+    def receive(self) -> bytes | None:
+        try:
+            return next(self._messages, None)
+        except grpc.RpcError as error:  # the client has gone, or its deadline has passed
+            raise CancelledError from error
+
+    def receive_into(self, target: memoryview) -> None:
+        start = 0
+        while start < len(target):
+            message = self.receive()
+            if message is None:
+                raise exchange_error(f"{len(target) - start} bytes of chunks are missing")
+            chunk = chunk_of(message)
+            end = start + len(chunk)
+            if end > len(target):
+                raise exchange_error(f"a chunk has {end - len(target)} bytes more than its tensor")
+            copy(target[start:end], chunk)
+            start = end
+
+
+def _patience(context: grpc.ServicerContext) -> Patience:
+    """How long the client waits; gRPC tells "for ever" as centuries, which no lock can wait for."""
+    rest_s = context.time_remaining()
+    endless = rest_s is None or rest_s > threading.TIMEOUT_MAX
+    return Patience(None if endless else time.monotonic() + rest_s, lambda: not context.is_active())
+
+
+def _abort(context: grpc.ServicerContext, error: Exception) -> NoReturn:
+    _, status = status_of(error)
+    context.abort_with_status(rpc_status.to_status(status))

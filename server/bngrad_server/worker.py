@@ -1,67 +1,129 @@
 """The worker process: owns one device, and computes what it is sent.
 
-Run as ``python -m bngrad_server.worker DEVICE THREADS PIPE_FD ARENA_FD ARENA_NBYTES``. Once its kernels are compiled it
-sends the device's description, then answers every list of `Task` with a list of failures, and ends when the front
-process is gone.
+Run as ``python -m bngrad_server.worker DEVICE THREADS SOCKET_FD ARENA_FD ARENA_NBYTES``. Once its kernels are compiled
+it sends the device's description, and ends when the front process is gone. Every message is one packet; its first byte
+says what it is, see `Message`.
 """
 
 from __future__ import annotations
 
+import enum
 import logging
 import mmap
+import os
+import pickle
 import signal
+import socket
 import sys
-from multiprocessing.connection import Connection
 
 from bngrad_kernels import backends
 from bngrad_kernels.problem import BackEnd, Problem
+from bngrad_kernels.spec import Spec
 from bngrad_server.arena import map_arena
-from bngrad_server.staging import Task, staged_problem
+from bngrad_server.staging import ARENA, TASK_NBYTES, unpack_problem
 
 logger = logging.getLogger(__name__)
 
+MAX_PACKET_NBYTES = 128 * 1024
+_MAX_KNOWN = 1024
+
+
+class Message(bytes, enum.Enum):
+    """The kinds of packets from the front process; only RUN is answered."""
+
+    SPEC = b"S"
+    """A pickled pair: the number by which tasks name a spec, the spec."""
+    MAP = b"M"
+    """A pickled pair: the number by which tasks name a region, its size in bytes; with its file descriptor."""
+    UNMAP = b"U"
+    """The pickled number of a region."""
+    RUN = b"R"
+    """Packed tasks; answered by pickled failures, one a task, or by nothing but OK."""
+
+
+OK = b"K"
+"""The answer to a batch without failures."""
+
 
 def main() -> None:
-    """Serves the front process until the pipe closes."""
-    device, threads, pipe_fd, arena_fd, arena_nbytes = sys.argv[1:]
+    """Serves the front process until the socket closes."""
+    device, threads, socket_fd, arena_fd, arena_nbytes = sys.argv[1:]
     # A terminal or a supervisor signals the whole group; only the front process decides when a worker ends.
     for ignored in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    pipe: Connection[object, object] = Connection(int(pipe_fd))
+    front = socket.socket(fileno=int(socket_fd))
     arena = map_arena(int(arena_fd), int(arena_nbytes))
     back_end = backends.create(device, threads=int(threads))
     back_end.warm_up()
     try:
-        pipe.send(back_end.description)
-        while True:
-            tasks = pipe.recv()
-            assert isinstance(tasks, list)
-            pipe.send(_run(back_end, arena, tasks))
-    except (EOFError, ConnectionError):
+        front.send(back_end.description.encode())
+        _Worker(front, back_end, arena).serve()
+    except ConnectionError:
         return
 
 
-def _run(back_end: BackEnd, arena: mmap.mmap, tasks: list[Task]) -> list[str | None]:
-    """Computes tasks, and says for each why it failed, or None."""
-    problems = [staged_problem(arena, task.offset, task.spec, has_scale=task.has_scale) for task in tasks]
-    if len(problems) > 1:
+class _Worker:
+    """The loop over packets."""
+
+    def __init__(self, front: socket.socket, back_end: BackEnd, arena: mmap.mmap) -> None:
+        self._front = front
+        self._back_end = back_end
+        self._memories = {ARENA: arena}
+        self._specs: dict[int, Spec] = {}
+        self._known: dict[bytes, Problem] = {}
+
+    def serve(self) -> None:
+        while True:
+            packet, fds, _, _ = socket.recv_fds(self._front, MAX_PACKET_NBYTES, 1)
+            if not packet:
+                return
+            kind, content = packet[:1], memoryview(packet)[1:]
+            if kind == Message.RUN:
+                self._front.send(self._answer(content))
+            elif kind == Message.SPEC:
+                self._known.clear()
+                number, self._specs[number] = pickle.loads(content)  # noqa: S301 - from the front process
+            elif kind == Message.MAP:
+                number, nbytes = pickle.loads(content)  # noqa: S301
+                self._memories[number] = map_arena(fds[0], nbytes)
+                os.close(fds[0])
+            else:
+                self._known.clear()  # its problems would keep the memory
+                del self._memories[pickle.loads(content)]  # noqa: S301
+
+    def _answer(self, packed: memoryview) -> bytes:
+        starts = range(0, len(packed), TASK_NBYTES)
+        failures = self._run([self._problem(bytes(packed[start : start + TASK_NBYTES])) for start in starts])
+        return pickle.dumps(failures) if any(failures) else OK
+
+    def _problem(self, packed: bytes) -> Problem:
+        """The problem of a task; small ones come again and again at the same places."""
+        problem = self._known.get(packed)
+        if problem is None:
+            if len(self._known) >= _MAX_KNOWN:
+                self._known.clear()
+            problem = self._known[packed] = unpack_problem(packed, self._specs, self._memories)
+        return problem
+
+    def _run(self, problems: list[Problem]) -> list[str | None]:
+        """Computes problems, and says for each why it failed, or None."""
+        if len(problems) > 1:
+            try:
+                self._back_end.run(problems)
+            except Exception:
+                logger.exception("a batch of %d failed; running each of it alone", len(problems))
+            else:
+                return [None] * len(problems)
+        return [self._run_alone(problem) for problem in problems]
+
+    def _run_alone(self, problem: Problem) -> str | None:
         try:
-            back_end.run(problems)
-        except Exception:
-            logger.exception("a batch of %d failed; running each of it alone", len(problems))
-        else:
-            return [None] * len(problems)
-    return [_run_alone(back_end, problem) for problem in problems]
-
-
-def _run_alone(back_end: BackEnd, problem: Problem) -> str | None:
-    try:
-        back_end.run([problem])
-    except Exception as error:
-        logger.exception("%s failed", problem.spec)
-        return type(error).__name__
-    return None
+            self._back_end.run([problem])
+        except Exception as error:
+            logger.exception("%s failed", problem.spec)
+            return type(error).__name__
+        return None
 
 
 if __name__ == "__main__":

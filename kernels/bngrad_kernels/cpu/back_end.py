@@ -64,12 +64,11 @@ class CpuBackEnd:
         """Has each thread compute one problem at a time, in turns."""
         nbytes = sum(problem.spec.tensor_nbytes for problem in problems)
         threads = 1 if len(problems) == 1 or nbytes < _ALONE_BELOW_NBYTES else self._threads
-        plans = [plan(problem.spec) for problem in problems]
-        records = np.frombuffer(bytearray(b"".join(each.record for each in plans)), RECORD)
-        slot_nbytes = max(each.geometry.slot_nbytes for each in plans)
+        prepared = [problem.prepared or _prepare(problem) for problem in problems]
+        records = np.frombuffer(bytearray(b"".join(record for record, _ in prepared)), RECORD)
+        slot_nbytes = max(nbytes for _, nbytes in prepared)
         workspace = self._workspace(slot_nbytes * threads)
-        for i, problem in enumerate(problems):
-            _place(records, i, problem, True, workspace + i % threads * slot_nbytes)
+        records["workspace"] = [workspace + i % threads * slot_nbytes for i in range(len(problems))]
         self._run(problems[0], records, threads)
 
     def _run_split(self, problem: Problem) -> None:
@@ -95,6 +94,15 @@ class CpuBackEnd:
             self._local.address = -(-self._local.memory.ctypes.data // 64) * 64
         start: int = self._local.address
         return start
+
+
+def _prepare(problem: Problem) -> tuple[bytes, int]:
+    """The record of a small problem, but for its workspace, and the size of that."""
+    planned = plan(problem.spec)
+    records = np.frombuffer(bytearray(planned.record), RECORD)
+    _place(records, 0, problem, True, 0)
+    problem.prepared = (records.tobytes(), planned.geometry.slot_nbytes)
+    return records.tobytes(), planned.geometry.slot_nbytes
 
 
 def _place(records: Array, i: int, problem: Problem, by_group: bool, workspace: int) -> None:

@@ -7,7 +7,7 @@ import logging
 import click
 
 from bngrad_server import lifecycle
-from bngrad_server.config import ServerConfig
+from bngrad_server.config import MAX_PORT, ServerConfig
 from bngrad_server.pool import WorkerStartError
 
 _DEFAULTS = ServerConfig()
@@ -44,6 +44,26 @@ _DEFAULTS = ServerConfig()
     help="Memory for the tensors of all requests in flight; pages are taken when first used.",
 )
 @click.option(
+    "--shared-bytes",
+    type=click.IntRange(min=0),
+    default=_DEFAULTS.shared_bytes,
+    show_default="half of the memory",
+    help="Memory that clients on this host may share with the workers; 0 shares none.",
+)
+@click.option(
+    "--shared-group",
+    default=_DEFAULTS.shared_group,
+    show_default="nobody else",
+    help="Group of users, beside the server's own, that may share memory.",
+)
+@click.option(
+    "--stream-port",
+    type=click.IntRange(min=0, max=MAX_PORT),
+    default=_DEFAULTS.stream_port,
+    show_default="a free one",
+    help="TCP port of the endpoint for large tensors, on the host of the first TCP address.",
+)
+@click.option(
     "--max-batch-jobs",
     type=click.IntRange(min=1),
     default=_DEFAULTS.max_batch_jobs,
@@ -70,6 +90,9 @@ def serve(
     device: str,
     threads: int,
     arena_bytes: int,
+    shared_bytes: int,
+    shared_group: str | None,
+    stream_port: int,
     max_batch_jobs: int,
     max_batch_bytes: int,
     drain_timeout_s: float,
@@ -79,7 +102,18 @@ def serve(
     SIGTERM or Ctrl-C stops it once the requests in flight have ended; a second one stops it at once.
     """
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
-    config = ServerConfig(listen, device, threads, arena_bytes, max_batch_jobs, max_batch_bytes, drain_timeout_s)
+    config = ServerConfig(
+        listen,
+        device,
+        threads,
+        arena_bytes,
+        shared_bytes,
+        shared_group,
+        stream_port,
+        max_batch_jobs,
+        max_batch_bytes,
+        drain_timeout_s,
+    )
     try:
         lifecycle.serve(config)
     except (lifecycle.ListenError, WorkerStartError) as error:

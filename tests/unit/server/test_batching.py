@@ -1,113 +1,442 @@
+"""The batcher with threads of its own and workers that are functions."""
+
 from __future__ import annotations
 
+import functools
+import itertools
+import random
 import threading
-from concurrent.futures import CancelledError
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 
 from bngrad_kernels.spec import BFLOAT16, FLOAT32, Spec
-from bngrad_server.batching import Batcher, Job
+from bngrad_server.batching import (
+    MAX_ATTEMPTS,
+    Batcher,
+    ComputeError,
+    Job,
+    JobState,
+    KernelKey,
+    Worker,
+    WorkerDiedError,
+)
+from bngrad_server.staging import Place, Task
 
-FLOAT32_SPEC = Spec(FLOAT32, (2, 3, 3, 4), channel_axis=3)
-BFLOAT16_SPEC = Spec(BFLOAT16, (2, 3, 3, 4), channel_axis=3)
-CHANNELS_FIRST_SPEC = Spec(FLOAT32, (2, 4, 3, 3), channel_axis=1)
-INFERENCE_SPEC = Spec(FLOAT32, (2, 3, 3, 4), channel_axis=3, is_training=False)
+TIMEOUT_S = 20.0
+SPEC = Spec(FLOAT32, (2, 3, 3, 4), channel_axis=3)
+TASK = Task(True, 0, Place(0, 0), Place(0, 0), Place(0, 0))
+KEYS: list[KernelKey] = [(FLOAT32, True, True), (BFLOAT16, True, True), (FLOAT32, False, True), (FLOAT32, True, False)]
 
 
-def job(spec: Spec = FLOAT32_SPEC, nbytes: int = 100) -> Job:
-    return Job(spec, offset=0, nbytes=nbytes, has_scale=True)
+def job(key: int = 0, nbytes: int = 100, is_abandoned: Callable[[], bool] = lambda: False) -> Job:
+    return Job(SPEC, TASK, nbytes, KEYS[key], is_abandoned)
+
+
+class GatedWorker:
+    """Computes a batch once it is told to: what it is handed waits in `begun`, its outcome is set on the future."""
+
+    def __init__(self) -> None:
+        self._begun: list[tuple[list[Job], Future[list[str | None]]]] = []
+        self._changed = threading.Condition()
+
+    def run(self, batch: list[Job]) -> list[str | None]:
+        outcome: Future[list[str | None]] = Future()
+        with self._changed:
+            self._begun.append((batch, outcome))
+            self._changed.notify()
+        return outcome.result(TIMEOUT_S)
+
+    def next_batch(self) -> tuple[list[Job], Future[list[str | None]]]:
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._begun, TIMEOUT_S), "no batch was begun"
+            return self._begun.pop(0)
+
+    def compute(self) -> list[Job]:
+        batch, outcome = self.next_batch()
+        outcome.set_result([None] * len(batch))
+        return batch
+
+    def die(self) -> list[Job]:
+        batch, outcome = self.next_batch()
+        outcome.set_exception(WorkerDiedError("killed"))
+        return batch
+
+    @property
+    def is_untouched(self) -> bool:
+        return not self._begun
+
+
+class Requests:
+    """Runs jobs in threads, in the order in which they are given."""
+
+    def __init__(self, batcher: Batcher) -> None:
+        self.batcher = batcher
+        self._threads = ThreadPoolExecutor(32)
+
+    def run(self, *jobs: Job, deadline: float | None = None) -> list[Future[None]]:
+        futures = []
+        for each in jobs:
+            futures.append(self._threads.submit(self.batcher.run, each, deadline))
+            wait_until(functools.partial(self._has_begun, each))
+        return futures
+
+    def _has_begun(self, job: Job) -> bool:
+        return job.state is not JobState.WAITING or job in list(self.batcher._queue)
+
+    def end(self) -> None:
+        self.batcher.close()
+        self._threads.shutdown()
 
 
 @pytest.fixture
-def batcher() -> Batcher:
-    return Batcher(max_jobs=3, max_bytes=1000)
+def requests() -> Iterator[Requests]:
+    requests = Requests(Batcher(max_jobs=3, max_bytes=1000))
+    yield requests
+    requests.end()
 
 
-def test_a_batch_is_whatever_waits_of_the_first_jobs_kernel(batcher: Batcher) -> None:
-    jobs = [job(), job(BFLOAT16_SPEC), job(), job(CHANNELS_FIRST_SPEC), job(INFERENCE_SPEC)]
-    for each in jobs:
-        batcher.put(each)
-    assert batcher.take() == [jobs[0], jobs[2]]
-    assert batcher.take() == [jobs[1]]
-    assert batcher.take() == [jobs[3]]
-    assert batcher.take() == [jobs[4]]
+@pytest.fixture
+def worker() -> GatedWorker:
+    return GatedWorker()
 
 
-def test_a_batch_is_limited_in_jobs(batcher: Batcher) -> None:
-    jobs = [job() for _ in range(5)]
-    for each in jobs:
-        batcher.put(each)
-    assert batcher.take() == jobs[:3]
-    assert batcher.take() == jobs[3:]
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        time.sleep(0.0005)
 
 
-def test_a_batch_is_closed_once_its_bytes_reach_the_limit(batcher: Batcher) -> None:
-    jobs = [job(nbytes=5000), job(nbytes=999), job(nbytes=1), job(nbytes=1)]
-    for each in jobs:
-        batcher.put(each)
-    assert batcher.take() == jobs[:1]
-    assert batcher.take() == jobs[1:3]
-    assert batcher.take() == jobs[3:]
+@contextmanager
+def takes_at_most(seconds: float) -> Iterator[None]:
+    begin = time.monotonic()
+    yield
+    assert time.monotonic() - begin < seconds
 
 
-def test_an_abandoned_job_is_never_taken(batcher: Batcher) -> None:
-    jobs = [job(BFLOAT16_SPEC), job(), job()]
-    for each in jobs:
-        batcher.put(each)
-    jobs[0].abandon()
-    assert batcher.take() == jobs[1:]
+@pytest.mark.parametrize(
+    ("jobs", "batches"),
+    [
+        pytest.param([job(0), job(1), job(0), job(2), job(3)], [[0, 2], [1], [3], [4]], id="one kernel a batch"),
+        pytest.param([job() for _ in range(5)], [[0, 1, 2], [3, 4]], id="limited in jobs"),
+        pytest.param(
+            [job(nbytes=nbytes) for nbytes in (5000, 999, 1, 1)], [[0], [1, 2], [3]], id="full once its bytes suffice"
+        ),
+        pytest.param([job(1), job(0), job(1), job(0), job(1), job(1)], [[0, 2, 4], [1, 3], [5]], id="first come first"),
+    ],
+)
+def test_a_batch_is_what_waits_of_the_first_jobs_kernel(
+    requests: Requests, worker: GatedWorker, jobs: list[Job], batches: list[list[int]]
+) -> None:
+    futures = requests.run(*jobs)
+    requests.batcher.offer(worker)
+    for batch in batches:
+        assert worker.compute() == [jobs[i] for i in batch]
+    for future in futures:
+        future.result(TIMEOUT_S)
 
 
-def test_abandoning_a_job_that_a_worker_has_got_lets_it_end(batcher: Batcher) -> None:
-    batcher.put(job())
-    (taken,) = batcher.take()
-    taken.abandon()
-    taken.done.set_result(None)
-    assert not taken.done.cancelled()
+def test_an_idle_worker_begins_at_once(requests: Requests, worker: GatedWorker) -> None:
+    requests.batcher.offer(worker)
+    for _ in range(2):
+        only = job()
+        (future,) = requests.run(only)
+        assert worker.compute() == [only]
+        future.result(TIMEOUT_S)
 
 
-def test_jobs_of_a_dead_worker_come_first_and_run_alone(batcher: Batcher) -> None:
-    lost = [job(), job()]
-    for each in lost:
-        batcher.put(each)
-    assert batcher.take() == lost
-    fresh = job()
-    batcher.put(fresh)
-    batcher.put_back(lost)
-    assert [batcher.take() for _ in range(3)] == [[lost[0]], [lost[1]], [fresh]]
+def test_a_failure_goes_to_its_own_job_alone(requests: Requests, worker: GatedWorker) -> None:
+    failing, fine = requests.run(job(), job())
+    requests.batcher.offer(worker)
+    _, outcome = worker.next_batch()
+    outcome.set_result(["MemoryError", None])
+    with pytest.raises(ComputeError, match="MemoryError"):
+        failing.result(TIMEOUT_S)
+    fine.result(TIMEOUT_S)
+
+
+def test_jobs_of_a_dead_worker_come_first_and_run_alone(requests: Requests, worker: GatedWorker) -> None:
+    lost, fresh = [job(), job()], job()
+    futures = requests.run(*lost)
+    requests.batcher.offer(worker)
+    _, outcome = worker.next_batch()
+    futures += requests.run(fresh)
+    outcome.set_exception(WorkerDiedError("killed"))
+    wait_until(lambda: len(requests.batcher._queue) == 3)
+    successor = GatedWorker()
+    requests.batcher.offer(successor)
+    assert [successor.compute() for _ in range(3)] == [[lost[0]], [lost[1]], [fresh]]
+    for future in futures:
+        future.result(TIMEOUT_S)
     assert [each.attempts for each in (*lost, fresh)] == [2, 2, 1]
 
 
-def test_taking_waits_for_a_job(batcher: Batcher) -> None:
-    taken: list[list[Job]] = []
-    thread = threading.Thread(target=lambda: taken.append(batcher.take()))
-    thread.start()
+def test_a_job_is_given_up_when_too_many_workers_died_of_it(requests: Requests) -> None:
     only = job()
-    batcher.put(only)
-    thread.join()
-    assert taken == [[only]]
+    (future,) = requests.run(only)
+    for _ in range(MAX_ATTEMPTS):
+        worker = GatedWorker()
+        requests.batcher.offer(worker)
+        assert worker.die() == [only]
+    with pytest.raises(ComputeError, match=f"{MAX_ATTEMPTS} workers died"):
+        future.result(TIMEOUT_S)
 
 
-def test_an_abandoned_take_ends_empty_when_woken(batcher: Batcher) -> None:
-    gone = threading.Event()
-    taken: list[list[Job]] = []
-    thread = threading.Thread(target=lambda: taken.append(batcher.take(gone.is_set)))
+def test_an_idle_worker_takes_over_from_a_dead_one(requests: Requests, worker: GatedWorker) -> None:
+    idle, only = GatedWorker(), job()
+    requests.batcher.offer(idle)
+    requests.batcher.offer(worker)
+    (future,) = requests.run(only)
+    assert worker.die() == [only]
+    assert idle.compute() == [only]
+    future.result(TIMEOUT_S)
+
+
+def test_a_thread_that_leads_a_worker_is_not_handed_another(requests: Requests) -> None:
+    holding, held, asked = threading.Event(), threading.Event(), itertools.count()
+
+    def holds_its_own_thread() -> bool:
+        """Holds once the job waits; before, it is asked as well."""
+        if threading.get_ident() == owner.result(TIMEOUT_S) and next(asked) and not holding.is_set():
+            held.set()
+            holding.wait(TIMEOUT_S)
+        return False
+
+    owner: Future[int] = Future()
+    slow, own, late = job(0, is_abandoned=holds_its_own_thread), job(1), job(1)
+
+    def run_slow() -> None:
+        owner.set_result(threading.get_ident())
+        requests.batcher.run(slow, None)
+
+    thread = threading.Thread(target=run_slow)
     thread.start()
+    assert held.wait(TIMEOUT_S)
+    workers = [GatedWorker() for _ in range(3)]
+    requests.batcher.offer(workers[0])  # is handed to the thread that is held
+    requests.batcher.offer(workers[1])
+    futures = requests.run(own)
+    batch, outcome = workers[1].next_batch()
+    assert batch == [slow]
+    requests.batcher.offer(workers[2])
+    futures += requests.run(late)
+    assert workers[2].compute() == [own, late]
+    outcome.set_result([None])
+    holding.set()
+    thread.join(TIMEOUT_S)
+    for future in futures:
+        future.result(TIMEOUT_S)
+    assert set(requests.batcher._idle) == set(workers)
+
+
+def test_an_abandoned_job_is_never_run(requests: Requests, worker: GatedWorker) -> None:
+    gone = threading.Event()
+    abandoned = [job(is_abandoned=gone.is_set), job(is_abandoned=gone.is_set)]
+    futures, rest = requests.run(*abandoned), job()
+    (fine,) = requests.run(rest)
     gone.set()
-    batcher.wake()
-    thread.join()
-    assert taken == [[]]
-
-
-def test_closing_ends_every_job_that_no_worker_holds(batcher: Batcher) -> None:
-    batcher.put(job())
-    (held,) = batcher.take()
-    waiting, late = job(), job()
-    batcher.put(waiting)
-    batcher.close()
-    batcher.put(late)
-    batcher.put_back([held])
-    assert batcher.take() == []
-    for each in (waiting, late, held):
+    requests.batcher.offer(worker)
+    assert worker.compute() == [rest]
+    fine.result(TIMEOUT_S)
+    for future in futures:
         with pytest.raises(CancelledError):
-            each.done.result(timeout=0)
+            future.result(TIMEOUT_S)
+
+
+def test_a_job_that_waits_ends_at_its_deadline(requests: Requests, worker: GatedWorker) -> None:
+    only = job()
+    with takes_at_most(5.0):
+        (future,) = requests.run(only, deadline=time.monotonic() + 0.05)
+        with pytest.raises(TimeoutError):
+            future.result(TIMEOUT_S)
+    ended = threading.Event()
+    requests.batcher.when_untouched(only, ended.set)
+    assert ended.is_set()
+    requests.batcher.offer(worker)
+    (future,) = requests.run(job())
+    assert only not in worker.compute()
+    future.result(TIMEOUT_S)
+
+
+@pytest.mark.parametrize("dies", [False, True], ids=["the worker computes", "the worker dies"])
+@pytest.mark.parametrize("asked_late", [False, True], ids=["asked at once", "asked afterwards"])
+@pytest.mark.parametrize("by", ["deadline", "client"])
+def test_a_running_job_is_left_at_once_and_untouched_when_its_worker_is_done(
+    requests: Requests, worker: GatedWorker, by: str, asked_late: bool, dies: bool
+) -> None:
+    gone, untouched = threading.Event(), threading.Event()
+    leader, rider = job(), job(is_abandoned=gone.is_set)
+    (leading,) = requests.run(leader)
+    (riding,) = requests.run(rider, deadline=time.monotonic() + 0.1 if by == "deadline" else None)
+    requests.batcher.offer(worker)
+    batch, outcome = worker.next_batch()
+    assert batch == [leader, rider]
+    if by == "client":
+        gone.set()
+    with pytest.raises(TimeoutError if by == "deadline" else CancelledError):
+        riding.result(TIMEOUT_S)
+    if not asked_late:
+        requests.batcher.when_untouched(rider, untouched.set)
+        assert not untouched.is_set()
+    if dies:
+        outcome.set_exception(WorkerDiedError("killed"))
+        wait_until(lambda: leader.state is JobState.WAITING)
+    else:
+        outcome.set_result([None, None])
+        leading.result(TIMEOUT_S)
+    if asked_late:
+        requests.batcher.when_untouched(rider, untouched.set)
+    assert untouched.wait(TIMEOUT_S)
+    assert rider.has_ended
+    successor = GatedWorker()
+    requests.batcher.offer(successor)
+    if dies:
+        assert successor.compute() == [leader]
+        leading.result(TIMEOUT_S)
+    assert successor.is_untouched
+
+
+def test_a_worker_that_fails_as_no_worker_should_takes_no_job_with_it(requests: Requests, worker: GatedWorker) -> None:
+    leader, rider = job(), job()
+    leading, riding = requests.run(leader, rider)
+    requests.batcher.offer(worker)
+    _, outcome = worker.next_batch()
+    outcome.set_exception(MemoryError())
+    with pytest.raises(MemoryError):
+        leading.result(TIMEOUT_S)
+    assert leader.has_ended
+    successor = GatedWorker()
+    requests.batcher.offer(successor)
+    assert successor.compute() == [rider]
+    riding.result(TIMEOUT_S)
+
+
+def test_a_worker_that_was_withdrawn_gets_no_job(requests: Requests, worker: GatedWorker) -> None:
+    requests.batcher.offer(worker)
+    requests.batcher.withdraw(worker)
+    requests.batcher.withdraw(worker)
+    only, successor = job(), GatedWorker()
+    (future,) = requests.run(only)
+    assert worker.is_untouched
+    requests.batcher.offer(successor)
+    assert successor.compute() == [only]
+    future.result(TIMEOUT_S)
+
+
+@pytest.mark.parametrize("dies", [False, True], ids=["the worker computes", "the worker dies"])
+def test_closing_ends_every_job_that_no_worker_has(requests: Requests, worker: GatedWorker, dies: bool) -> None:
+    (held,) = requests.run(job(0))
+    requests.batcher.offer(worker)
+    _, outcome = worker.next_batch()
+    (waiting,) = requests.run(job(1))
+    requests.batcher.close()
+    with pytest.raises(CancelledError):
+        waiting.result(TIMEOUT_S)
+    with pytest.raises(CancelledError):
+        requests.batcher.run(job(), None)
+    if dies:
+        outcome.set_exception(WorkerDiedError("killed"))
+        with pytest.raises(CancelledError):
+            held.result(TIMEOUT_S)
+    else:
+        outcome.set_result([None])
+        held.result(TIMEOUT_S)
+    requests.batcher.offer(worker)
+    assert worker.is_untouched
+
+
+class RandomWorker:
+    """Takes its time, dies now and then, and notes which jobs it touches."""
+
+    def __init__(self, random_: random.Random, touched: set[int], mutex: threading.Lock) -> None:
+        self.has_died = threading.Event()
+        self._random = random_
+        self._touched = touched
+        self._mutex = mutex
+
+    def run(self, batch: list[Job]) -> list[str | None]:
+        assert batch
+        assert len({each.kernel_key for each in batch}) == 1
+        assert len(batch) == 1 or not any(each.attempts > 1 for each in batch)
+        if self.has_died.is_set():
+            raise WorkerDiedError("was dead")
+        ids = {id(each) for each in batch}
+        with self._mutex:
+            assert not ids & self._touched, "two workers touch the memory of a job"
+            self._touched |= ids
+            duration_s = self._random.choice((0, 0, 0.0005, 0.002))
+            dies = self._random.random() < 0.1
+        time.sleep(duration_s)
+        with self._mutex:
+            self._touched -= ids
+        if dies:
+            self.has_died.set()
+            raise WorkerDiedError("killed")
+        return ["Error" if each.nbytes % 7 == 0 else None for each in batch]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_job_ends_once_and_no_worker_is_lost(seed: int) -> None:
+    random_, n_workers, mutex = random.Random(seed), seed + 1, threading.Lock()  # noqa: S311 - repeatable
+    batcher = Batcher(max_jobs=4, max_bytes=1000)
+    touched, untouched = set[int](), set[int]()
+    ended: dict[int, tuple[Job, Exception | None]] = {}
+    numbers, stop, stopping = itertools.count(), time.monotonic() + 0.8, threading.Event()
+
+    def keep() -> None:
+        while not stopping.is_set():
+            worker = RandomWorker(random_, touched, mutex)
+            batcher.offer(worker)
+            while not worker.has_died.wait(0.01) and not stopping.is_set():
+                pass
+            batcher.withdraw(worker)
+
+    def request() -> None:
+        while time.monotonic() < stop:
+            with mutex:
+                number, key, patience_s = next(numbers), random_.randrange(2), random_.choice((None, 0, 0.001, 0.003))
+            begin = time.monotonic()
+            gone_at = begin + 0.001 if number % 5 == 0 else float("inf")
+            only = job(key, 1 + number % 300, functools.partial(is_past, gone_at))
+            error: Exception | None = None
+            try:
+                batcher.run(only, None if patience_s is None else begin + patience_s)
+            except (TimeoutError, CancelledError, ComputeError) as caught:
+                error = caught
+            ended[number] = (only, error)
+            batcher.when_untouched(only, functools.partial(release, number, only))
+
+    def release(number: int, only: Job) -> None:
+        assert id(only) not in touched
+        assert number not in untouched
+        untouched.add(number)
+
+    with ThreadPoolExecutor(24 + n_workers) as threads:
+        keepers = [threads.submit(keep) for _ in range(n_workers)]
+        for future in [threads.submit(request) for _ in range(24)]:
+            future.result(TIMEOUT_S)
+        wait_until(lambda: sum(is_alive(worker) for worker in list(batcher._idle)) == n_workers)
+        stopping.set()
+        for keeper in keepers:
+            keeper.result(TIMEOUT_S)
+    assert not batcher._queue
+    assert not touched
+    assert set(ended) == untouched == set(range(next(numbers)))
+    assert all(only.has_ended for only, _ in ended.values())
+    outcomes = Counter(type(error) for _, error in ended.values())
+    assert outcomes[type(None)] > 100
+    assert set(outcomes) == {type(None), TimeoutError, CancelledError, ComputeError}
+
+
+def is_past(moment: float) -> bool:
+    return time.monotonic() > moment
+
+
+def is_alive(worker: Worker) -> bool:
+    assert isinstance(worker, RandomWorker)
+    return not worker.has_died.is_set()

@@ -1,0 +1,145 @@
+"""The calls of ``bngrad.v1.BatchNormGradService`` without their transport, as the .proto file documents them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from bngrad_kernels.spec import FieldViolation, InvalidArgumentError
+from bngrad_protos import __version__, wire
+from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
+from bngrad_protos.wire import Buffer
+from bngrad_server.config import MAX_MESSAGE_BYTES
+from bngrad_server.engine import Engine, Patience, Staged
+from bngrad_server.pool import WorkerState
+from bngrad_server.requests import OPS, Reader
+
+SERVICE = pb.DESCRIPTOR.services_by_name["BatchNormGradService"]
+UNARY_OPS = tuple(op.name for op in OPS)
+
+_WORKER_STATES = {
+    WorkerState.STARTING: pb.WORKER_STATE_STARTING,
+    WorkerState.READY: pb.WORKER_STATE_READY,
+}
+
+
+class ExchangeSource(Protocol):
+    """A client's side of an exchange, over whatever transport.
+
+    Attributes:
+        chunk_nbytes: How large the chunks of the answer should be.
+    """
+
+    chunk_nbytes: int
+
+    def receive(self) -> bytes | None:
+        """The next message whole; None where there is no further one."""
+
+    def receive_into(self, target: memoryview) -> None:
+        """Fills the target from the next chunks.
+
+        Raises:
+            InvalidArgumentError: They do not fit, or are none.
+        """
+
+
+class Calls:
+    """Answers from an engine."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._readers = {op.name: Reader(op, chunked=False) for op in OPS}
+        self._chunked_readers = {number: Reader(op, chunked=True) for number, op in enumerate(OPS, 1)}
+        self.endpoints = pb.Endpoints()
+
+    @contextmanager
+    def answer(self, op_name: str, data: bytes, patience: Patience) -> Iterator[list[Buffer]]:
+        """Computes an op, and lends the pieces of its response until the block ends.
+
+        Raises:
+            Exception: See `bngrad_server.requests.Reader.read` and `bngrad_server.engine`.
+        """
+        with self._engine.staged(self._readers[op_name].read(data), patience) as staged:
+            staged.copy_from(data)
+            staged.compute()
+            yield staged.response()
+
+    def exchange(self, source: ExchangeSource, patience: Patience) -> Iterator[list[Buffer]]:
+        """Answers the requests of an exchange until it ends.
+
+        Yields:
+            Each message to send, in pieces, which must be used before the next one is asked for.
+
+        Raises:
+            Exception: See `answer`; the exchange is then over.
+        """
+        while (message := source.receive()) is not None:
+            number, data = _request_of(message)
+            request = self._chunked_readers[number].read(data)
+            with self._engine.staged(request, patience) as staged:
+                staged.copy_from(data)
+                for target in _targets(staged):
+                    source.receive_into(target)
+                staged.compute()
+                pieces = staged.response()
+                yield [wire.field_prefix(number, sum(map(len, pieces))), *pieces]
+                assert staged.x_backprop is not None
+                yield from wire.chunks(pb.ExchangeResponse.CHUNK_FIELD_NUMBER, staged.x_backprop, source.chunk_nbytes)
+
+    def server_info(self) -> bytes:
+        """The response of ServerInfo."""
+        devices = [
+            pb.Device(
+                name=status.name,
+                description=status.description,
+                state=_WORKER_STATES[status.state],
+                restarts=status.restarts,
+            )
+            for status in self._engine.pool.status()
+        ]
+        limits = pb.Limits(max_message_bytes=MAX_MESSAGE_BYTES, arena_bytes=self._engine.arena.nbytes)
+        return pb.ServerInfoResponse(
+            version=__version__, devices=devices, limits=limits, ops=UNARY_OPS, endpoints=self.endpoints
+        ).SerializeToString()
+
+
+def chunk_of(message: bytes) -> memoryview:
+    """The content of a message that must be a chunk.
+
+    Raises:
+        InvalidArgumentError: It is something else.
+        DecodeError: It is not even a message.
+    """
+    field = wire.only_field(message, len(message))
+    if field is not None and field[0] == pb.ExchangeRequest.CHUNK_FIELD_NUMBER:
+        return memoryview(message)[field[1] :]
+    parsed = pb.ExchangeRequest.FromString(message)
+    if parsed.WhichOneof("part") != "chunk":
+        raise exchange_error(f"a chunk must follow, not {parsed.WhichOneof('part') or 'nothing'}")
+    return memoryview(parsed.chunk)
+
+
+def exchange_error(description: str) -> InvalidArgumentError:
+    """The error for messages that come in the wrong order or have the wrong size."""
+    return InvalidArgumentError((FieldViolation("part", description),))
+
+
+def _request_of(message: bytes) -> tuple[int, bytes]:
+    """Which op a message asks for, by the number of its field, and the op's own message."""
+    field = wire.only_field(message, len(message))
+    if field is not None and field[0] < pb.ExchangeRequest.CHUNK_FIELD_NUMBER:
+        return field[0], message[field[1] :]
+    parsed = pb.ExchangeRequest.FromString(message)
+    part = parsed.WhichOneof("part")
+    if part in (None, "chunk"):
+        raise exchange_error(f"a request must come first, not {part or 'nothing'}")
+    assert part is not None
+    return parsed.DESCRIPTOR.fields_by_name[part].number, getattr(parsed, part).SerializeToString()
+
+
+def _targets(staged: Staged) -> list[memoryview]:
+    assert staged.y_backprop is not None
+    assert staged.x is not None
+    targets = [staged.y_backprop, staged.x]
+    return targets[::-1] if staged.request.x_comes_first else targets

@@ -1,0 +1,363 @@
+"""The calls on both transports, with a worker that is a thread's function in place of a process."""
+
+from __future__ import annotations
+
+import mmap
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
+from bngrad_server.batching import Job
+from bngrad_server.calls import UNARY_OPS, Calls
+from bngrad_server.config import ServerConfig
+from bngrad_server.endpoint import Endpoint
+from bngrad_server.engine import Engine
+from bngrad_server.service import generic_handler
+from bngrad_server.staging import ARENA, unpack_problem
+
+TIMEOUT_S = 20.0
+SHAPE, CHANNELS = (2, 5, 7, 3), 3
+NBYTES = 2 * 5 * 7 * 3 * 4
+ARENA_NBYTES = 16 * 2**20
+
+identity: Callable[[bytes], bytes] = bytes
+
+
+class Adder:
+    """Writes x + y_backprop, and the statistics as they came: enough to see that each has come to its place."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.may_run = threading.Event()
+        self.may_run.set()
+
+    def run(self, batch: list[Job]) -> list[str | None]:
+        assert self.may_run.wait(TIMEOUT_S)
+        for job in batch:
+            arena = self._engine.arena.view.obj
+            assert isinstance(arena, mmap.mmap)
+            memories = {ARENA: arena}
+            for number, region in self._engine.pool._regions.items():
+                memories[number] = mmap.mmap(region.fd, region.nbytes)
+            problem = unpack_problem(job.task.pack(0), {0: job.spec}, memories)
+            problem.x_backprop[...] = problem.x + problem.y_backprop
+            problem.scale_backprop[...] = problem.reserve_space_1 + (0 if problem.scale is None else problem.scale)
+            problem.offset_backprop[...] = problem.reserve_space_2
+        return [None] * len(batch)
+
+
+class Peer:
+    """An engine behind one of the transports, and a gRPC client of it."""
+
+    def __init__(self, engine: Engine, channel: grpc.Channel) -> None:
+        self.engine = engine
+        self.channel = channel
+        self.worker = Adder(engine)
+
+    def unary(self, name: str, request: bytes, timeout: float = TIMEOUT_S) -> bytes:
+        call = self.channel.unary_unary(f"/bngrad.v1.BatchNormGradService/{name}", identity, identity)
+        answer: bytes = call(request, timeout=timeout)
+        return answer
+
+    def exchange(self, *requests: bytes, timeout: float = TIMEOUT_S) -> list[pb.ExchangeResponse]:
+        call = self.channel.stream_stream("/bngrad.v1.BatchNormGradService/Exchange", identity, identity)
+        return [pb.ExchangeResponse.FromString(answer) for answer in call(iter(requests), timeout=timeout)]
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether all memory has come back."""
+        engine = self.engine
+        return engine.arena.free_bytes == engine.arena.nbytes and not any(
+            region.holds for region in engine.regions._by_key.values()
+        )
+
+
+@contextmanager
+def on_grpcio(calls: Calls, path: Path) -> Iterator[None]:
+    with ThreadPoolExecutor(8) as threads:
+        server = grpc.server(threads, handlers=[generic_handler(calls)])
+        server.add_insecure_port(f"unix:{path}")
+        server.start()
+        try:
+            yield
+        finally:
+            server.stop(None).wait()
+
+
+@contextmanager
+def on_endpoint(calls: Calls, path: Path) -> Iterator[None]:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(path))
+    listener.listen()
+    endpoint = Endpoint(calls)
+    endpoint.listen_on_socket(listener)
+    endpoint.start()
+    try:
+        yield
+    finally:
+        endpoint.stop(0)
+
+
+@pytest.fixture(params=[on_grpcio, on_endpoint], ids=["grpcio", "endpoint"])
+def peer(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Peer]:
+    engine = Engine(ServerConfig(arena_bytes=ARENA_NBYTES, shared_bytes=2**20), lambda: None)
+    path = tmp_path / "calls"
+    with request.param(Calls(engine), path):
+        with grpc.insecure_channel(f"unix:{path}") as channel:
+            peer = Peer(engine, channel)
+            engine.batcher.offer(peer.worker)
+            yield peer
+        wait_until(lambda: peer.is_at_rest)
+    engine.close()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        time.sleep(0.001)
+
+
+def tensor(array: np.ndarray[Any, Any]) -> pb.Tensor:
+    return pb.Tensor(dtype=pb.DATA_TYPE_FLOAT32, shape=array.shape, data=array.tobytes())
+
+
+def inputs(seed: int = 0) -> dict[str, np.ndarray[Any, Any]]:
+    rng = np.random.default_rng(seed)
+    shapes = dict.fromkeys(("y_backprop", "x"), SHAPE) | dict.fromkeys(
+        ("scale", "reserve_space_1", "reserve_space_2"), (CHANNELS,)
+    )
+    return {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+
+
+def request_of(arrays: dict[str, np.ndarray[Any, Any]], *, chunked: bool = False) -> pb.FusedBatchNormGradV3Request:
+    tensors: dict[str, Any] = {name: tensor(array) for name, array in arrays.items()}
+    message = pb.FusedBatchNormGradV3Request(**tensors)
+    if chunked:
+        message.y_backprop.ClearField("data")
+        message.x.ClearField("data")
+    return message
+
+
+def chunk(data: bytes) -> bytes:
+    return pb.ExchangeRequest(chunk=data).SerializeToString()
+
+
+def check_answer(
+    answer: pb.FusedBatchNormGradV3Response, x_backprop: bytes, arrays: dict[str, np.ndarray[Any, Any]]
+) -> None:
+    assert x_backprop == (arrays["x"] + arrays["y_backprop"]).tobytes()
+    assert answer.scale_backprop.data == (arrays["reserve_space_1"] + arrays["scale"]).tobytes()
+    assert answer.offset_backprop.data == arrays["reserve_space_2"].tobytes()
+    assert tuple(answer.x_backprop.shape) == SHAPE
+
+
+def violations(error: grpc.RpcError) -> list[str]:
+    """The fields that the server complains about."""
+    assert isinstance(error, grpc.Call)
+    status = rpc_status.from_call(error)
+    assert status is not None
+    bad_request = error_details_pb2.BadRequest()
+    assert status.details[0].Unpack(bad_request)
+    return [violation.field for violation in bad_request.field_violations]
+
+
+def test_a_whole_request_is_answered(peer: Peer) -> None:
+    for seed in range(3):
+        arrays = inputs(seed)
+        answer = pb.FusedBatchNormGradV3Response.FromString(
+            peer.unary("FusedBatchNormGradV3", request_of(arrays).SerializeToString())
+        )
+        check_answer(answer, answer.x_backprop.data, arrays)
+
+
+@pytest.mark.parametrize("chunk_nbytes", [1000, 333, NBYTES, NBYTES - 1])
+def test_an_exchange_answers_request_after_request(peer: Peer, chunk_nbytes: int) -> None:
+    messages, all_arrays = [], [inputs(seed) for seed in range(3)]
+    for arrays in all_arrays:
+        request = request_of(arrays, chunked=True)
+        messages.append(pb.ExchangeRequest(fused_batch_norm_grad_v3=request).SerializeToString())
+        for name in ("y_backprop", "x"):
+            data = arrays[name].tobytes()
+            messages += [chunk(data[i : i + chunk_nbytes]) for i in range(0, NBYTES, chunk_nbytes)]
+    answers = peer.exchange(*messages)
+    for arrays in all_arrays:
+        first = answers.pop(0)
+        assert first.WhichOneof("part") == "fused_batch_norm_grad_v3"
+        chunks = b""
+        while answers and answers[0].WhichOneof("part") == "chunk":
+            chunks += answers.pop(0).chunk
+        check_answer(first.fused_batch_norm_grad_v3, chunks, arrays)
+    assert answers == []
+
+
+def test_onednns_tensors_come_in_the_order_of_their_field_numbers(peer: Peer) -> None:
+    arrays = inputs()
+    names = {"output_delta": "y_backprop", "input_forward": "x", "mean": "reserve_space_1"}
+    names |= {"variance": "reserve_space_2", "gamma": "scale"}
+    tensors: dict[str, Any] = {name: tensor(arrays[other]) for name, other in names.items()}
+    request = pb.BatchNormTrainingBackpropRequest(epsilon=1, **tensors)
+    request.output_delta.data = request.input_forward.data = b""
+    first = pb.ExchangeRequest(batch_norm_training_backprop=request).SerializeToString()
+    answer, *chunks = peer.exchange(first, chunk(arrays["x"].tobytes()), chunk(arrays["y_backprop"].tobytes()))
+    response = answer.batch_norm_training_backprop
+    assert b"".join(each.chunk for each in chunks) == (arrays["x"] + arrays["y_backprop"]).tobytes()
+    assert response.gamma_delta.data == (arrays["reserve_space_1"] + arrays["scale"]).tobytes()
+
+
+UNKNOWN_FIELD = b"\x98\x06\x01"
+
+
+def test_messages_with_fields_beside_are_understood(peer: Peer) -> None:
+    arrays = inputs()
+    first = pb.ExchangeRequest(fused_batch_norm_grad_v3=request_of(arrays, chunked=True)).SerializeToString()
+    chunks = [chunk(arrays[name].tobytes()) for name in ("y_backprop", "x")]
+    messages = [first + UNKNOWN_FIELD, chunk(b"") + UNKNOWN_FIELD, chunk(b""), UNKNOWN_FIELD + chunks[0], chunks[1]]
+    answer, *rest = peer.exchange(*messages)
+    check_answer(answer.fused_batch_norm_grad_v3, b"".join(each.chunk for each in rest), arrays)
+
+
+BEGIN = pb.ExchangeRequest(fused_batch_norm_grad_v3=request_of(inputs(), chunked=True)).SerializeToString()
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([chunk(b"x")], "a request must come first, not chunk"),
+        ([b""], "a request must come first, not nothing"),
+        ([UNKNOWN_FIELD], "a request must come first, not nothing"),
+        ([BEGIN], "840 bytes of chunks are missing"),
+        ([BEGIN, chunk(bytes(NBYTES - 1))], "1 bytes of chunks are missing"),
+        ([BEGIN, chunk(bytes(NBYTES))], "840 bytes of chunks are missing"),
+        ([BEGIN, chunk(bytes(NBYTES + 1))], "a chunk has 1 bytes more than its tensor"),
+        ([BEGIN, chunk(bytes(NBYTES + 1)) + UNKNOWN_FIELD], "a chunk has 1 bytes more than its tensor"),
+        ([BEGIN, chunk(bytes(NBYTES)), chunk(bytes(NBYTES - 1)), chunk(bytes(2))], "a chunk has 1 bytes more"),
+        ([BEGIN, BEGIN], "a chunk must follow, not fused_batch_norm_grad_v3"),
+        ([BEGIN, chunk(bytes(8)), b""], "a chunk must follow, not nothing"),
+    ],
+)
+def test_messages_out_of_order_or_of_the_wrong_size_end_the_exchange(
+    peer: Peer, messages: list[bytes], words: str
+) -> None:
+    with pytest.raises(grpc.RpcError, match=words) as caught:
+        peer.exchange(*messages)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert violations(caught.value) == ["part"]
+    wait_until(lambda: peer.is_at_rest)
+    test_a_whole_request_is_answered(peer)
+
+
+@pytest.mark.parametrize("messages", [[b"\x02\x00"], [b"\xff"], [b"\x0a\x02\x0a\xff"], [BEGIN, b"\x22\xff"]])
+def test_what_is_no_message_ends_the_exchange(peer: Peer, messages: list[bytes]) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        peer.exchange(*messages)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    wait_until(lambda: peer.is_at_rest)
+
+
+@pytest.mark.parametrize("op", UNARY_OPS)
+def test_a_request_without_anything_is_refused(peer: Peer, op: str) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        peer.unary(op, b"")
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "x" in violations(caught.value) or "input_forward" in violations(caught.value)
+
+
+def test_a_request_beyond_the_arena_is_refused(peer: Peer) -> None:
+    request = request_of(inputs(), chunked=True)
+    for large in (request.x, request.y_backprop):
+        large.shape[0] = ARENA_NBYTES
+    with pytest.raises(grpc.RpcError) as caught:
+        peer.exchange(pb.ExchangeRequest(fused_batch_norm_grad_v3=request).SerializeToString())
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+@pytest.mark.parametrize("n_requests", [1, 2], ids=["the first runs", "the second waits"])
+def test_memory_comes_back_when_a_client_loses_patience(peer: Peer, n_requests: int) -> None:
+    peer.worker.may_run.clear()
+    request = request_of(inputs()).SerializeToString()
+    with ThreadPoolExecutor() as threads:
+        futures = [threads.submit(peer.unary, "FusedBatchNormGradV3", request, 0.2) for _ in range(n_requests)]
+        for future in futures:
+            with pytest.raises(grpc.RpcError) as caught:
+                future.result(TIMEOUT_S)
+            assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert not peer.is_at_rest  # the worker has not ended yet
+    peer.worker.may_run.set()
+    wait_until(lambda: peer.is_at_rest)
+    test_a_whole_request_is_answered(peer)
+
+
+def located(key: bytes, *, x: int | None, x_backprop: int | None) -> tuple[pb.FusedBatchNormGradV3Request, Any]:
+    arrays = inputs()
+    request = request_of(arrays)
+    if x is not None:
+        request.x.ClearField("data")
+        request.x.location.CopyFrom(pb.Location(region_key=key, offset=x))
+    if x_backprop is not None:
+        request.x_backprop_location.CopyFrom(pb.Location(region_key=key, offset=x_backprop))
+    return request, arrays
+
+
+@pytest.mark.parametrize(("x", "x_backprop"), [(0, None), (None, 0), (0, 896), (896, 0)])
+def test_tensors_may_lie_in_a_region(peer: Peer, x: int | None, x_backprop: int | None) -> None:
+    region = peer.engine.regions.lease(8192)
+    request, arrays = located(region.key, x=x, x_backprop=x_backprop)
+    with mmap.mmap(region.fd, region.nbytes) as memory:
+        if x is not None:
+            memory[x : x + NBYTES] = arrays["x"].tobytes()
+        answer = pb.FusedBatchNormGradV3Response.FromString(
+            peer.unary("FusedBatchNormGradV3", request.SerializeToString())
+        )
+        result = answer.x_backprop.data if x_backprop is None else memory[x_backprop : x_backprop + NBYTES]
+        check_answer(answer, result, arrays)
+        if x_backprop is not None:
+            assert answer.x_backprop.location == request.x_backprop_location
+            assert answer.x_backprop.data == b""
+    wait_until(lambda: peer.is_at_rest)
+    peer.engine.regions.end(region)
+    assert peer.engine.regions.nbytes == 0
+
+
+@pytest.mark.parametrize("x_backprop", [0, 64, 832])
+def test_outputs_must_not_overlap_inputs(peer: Peer, x_backprop: int) -> None:
+    region = peer.engine.regions.lease(8192)
+    request, _ = located(region.key, x=0, x_backprop=x_backprop)
+    with pytest.raises(grpc.RpcError, match="x_backprop_location must not overlap x") as caught:
+        peer.unary("FusedBatchNormGradV3", request.SerializeToString())
+    assert violations(caught.value) == ["x_backprop_location"]
+    wait_until(lambda: peer.is_at_rest)
+    peer.engine.regions.end(region)
+
+
+def test_a_region_whose_client_is_gone_stays_until_its_request_has_ended(peer: Peer) -> None:
+    regions = peer.engine.regions
+    region = regions.lease(8192)
+    request, _ = located(region.key, x=0, x_backprop=4096)
+    peer.worker.may_run.clear()
+    with ThreadPoolExecutor() as threads:
+        future = threads.submit(peer.unary, "FusedBatchNormGradV3", request.SerializeToString())
+        wait_until(lambda: region.holds == 2)
+        regions.end(region)
+        assert regions.nbytes == 8192
+        peer.worker.may_run.set()
+        future.result(TIMEOUT_S)
+    wait_until(lambda: regions.nbytes == 0)
+
+
+def test_an_unknown_method_is_unimplemented(peer: Peer) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        peer.unary("FusedBatchNormGradV9", b"")
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
