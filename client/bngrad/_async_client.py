@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, SupportsIndex, TypeVar
 
-import grpc
+import numpy as np
+import numpy.typing as npt
 
 from bngrad import _channel, _ops
-from bngrad._errors import ClientClosedError, from_rpc_error
-from bngrad._results import BatchNormTrainingBackprop, FusedBatchNormGradV2, FusedBatchNormGradV3, ServerInfo
+from bngrad._cancellation import Cancellation
+from bngrad._channel import Transport
+from bngrad._errors import ClientClosedError
+from bngrad._results import Array, BatchNormTrainingBackprop, FusedBatchNormGradV2, FusedBatchNormGradV3, ServerInfo
+from bngrad._transport import Connector
 
 Result = TypeVar("Result")
+
+_THREADS = 64
+"""Calls in flight at once; more wait for one of these."""
 
 
 class Client:
     """`bngrad.Client` to ``await``: the same methods, arguments, results and errors.
 
-    One client serves any number of tasks of one event loop, over one connection. A task that is cancelled cancels
-    its call, and gets ``asyncio.CancelledError`` as usual.
+    One client serves any number of tasks. Whatever takes longer with the size of a tensor runs in threads, so that the
+    event loop never stands still. A task that is cancelled cancels its call, and gets ``asyncio.CancelledError`` as
+    usual.
     """
 
     def __init__(
@@ -29,6 +37,7 @@ class Client:
         target: str,
         *,
         timeout: float = _channel.DEFAULT_TIMEOUT_S,
+        transport: Transport = "auto",
         options: Iterable[_channel.ChannelOption] = (),
     ) -> None:
         """Connects to nothing yet, and may be called before there is an event loop.
@@ -37,12 +46,13 @@ class Client:
             target: ``HOST:PORT``, ``unix:PATH`` or any other gRPC target.
             timeout: How long calls may take that are given no timeout of their own, in seconds; ``math.inf`` for
                 no limit.
+            transport: How tensors travel: see `bngrad.Client`.
             options: gRPC channel arguments, such as ``("grpc.keepalive_time_ms", 30_000)``.
         """
         self._target = _channel.check_target(target)
         self._timeout = _channel.check_timeout(timeout)
-        self._options = _channel.channel_options(options)
-        self._channel: grpc.aio.Channel | None = None
+        self._connector = Connector(target, _channel.check_transport(transport), options)
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="bngrad")
         self._closed = False
 
     async def fused_batch_norm_grad_v3(
@@ -59,13 +69,14 @@ class Client:
         name: str | None = None,
         *,
         reserve_space_2_kind: str = "variance",
+        out: Array | None = None,
         timeout: float | None = None,
     ) -> FusedBatchNormGradV3:
         """Computes TensorFlow's ``FusedBatchNormGradV3``: see `bngrad.Client.fused_batch_norm_grad_v3`."""
         return await self._run(
-            _ops.fused_batch_norm_grad_v3(
+            lambda: _ops.fused_batch_norm_grad_v3(
                 y_backprop, x, scale, reserve_space_1, reserve_space_2, reserve_space_3,
-                epsilon, data_format, is_training, reserve_space_2_kind,
+                epsilon, data_format, is_training, reserve_space_2_kind, out,
             ),
             timeout,
         )  # fmt: skip
@@ -83,13 +94,14 @@ class Client:
         name: str | None = None,
         *,
         reserve_space_2_kind: str = "variance",
+        out: Array | None = None,
         timeout: float | None = None,
     ) -> FusedBatchNormGradV2:
         """Computes TensorFlow's ``FusedBatchNormGradV2``: see `bngrad.Client.fused_batch_norm_grad_v2`."""
         return await self._run(
-            _ops.fused_batch_norm_grad_v2(
+            lambda: _ops.fused_batch_norm_grad_v2(
                 y_backprop, x, scale, reserve_space_1, reserve_space_2,
-                epsilon, data_format, is_training, reserve_space_2_kind,
+                epsilon, data_format, is_training, reserve_space_2_kind, out,
             ),
             timeout,
         )  # fmt: skip
@@ -104,43 +116,53 @@ class Client:
         *,
         epsilon: float,
         data_format: str = "NXC",
+        out: Array | None = None,
         timeout: float | None = None,
     ) -> BatchNormTrainingBackprop:
         """Computes oneDNN's ``BatchNormTrainingBackprop``: see `bngrad.Client.batch_norm_training_backprop`."""
         return await self._run(
-            _ops.batch_norm_training_backprop(
-                input_forward, output_delta, mean, variance, gamma, epsilon, data_format
+            lambda: _ops.batch_norm_training_backprop(
+                input_forward, output_delta, mean, variance, gamma, epsilon, data_format, out
             ),
             timeout,
         )  # fmt: skip
 
     async def server_info(self, *, timeout: float | None = None) -> ServerInfo:
         """Asks the server what it is, what it computes on and what it accepts: see `bngrad.Client.server_info`."""
-        return await self._run(_ops.server_info(), timeout)
+        seconds = self._seconds(timeout)
+        return await self._in_thread(lambda cancellation: self._connector.server_info(seconds, cancellation))
+
+    async def empty(self, shape: SupportsIndex | Sequence[SupportsIndex], dtype: npt.DTypeLike = np.float32) -> Array:
+        """Makes an array in memory that is shared with the server: see `bngrad.Client.empty`."""
+        dimensions = _channel.check_shape(shape)
+        return await self._in_thread(
+            lambda cancellation: self._connector.empty(dimensions, np.dtype(dtype), self._timeout, cancellation)
+        )
 
     async def close(self) -> None:
-        """Gives the connection up; calls in flight end with a `ClientClosedError`. Closing again does nothing."""
+        """Gives the connections up; calls in flight end with a `ClientClosedError`. Closing again does nothing."""
         self._closed = True
-        if self._channel is not None:
-            await self._channel.close()
+        self._connector.close()
+        self._threads.shutdown(wait=False)
 
-    async def _run(self, call: _ops.Call[Result], timeout: float | None) -> Result:
-        seconds = self._timeout if timeout is None else _channel.check_timeout(timeout)
+    async def _run(self, make_call: Callable[[], _ops.Call[Result]], timeout: float | None) -> Result:
+        seconds = self._seconds(timeout)
+        return await self._in_thread(lambda cancellation: self._connector.run(make_call(), seconds, cancellation))
+
+    async def _in_thread(self, what: Callable[[Cancellation], Result]) -> Result:
         if self._closed:
             raise ClientClosedError(f"{self!r} is closed")
-        if self._channel is None:
-            # Not earlier: a channel belongs to the event loop that runs when it is made.
-            self._channel = grpc.aio.insecure_channel(self._target, self._options)
-        method: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(call.method)
+        cancellation = Cancellation()
         try:
-            response = await method(call.request, timeout=_channel.grpc_timeout(seconds))
-        except grpc.RpcError as error:
-            raise from_rpc_error(error, self._target, seconds) from error
-        except asyncio.CancelledError as error:
-            if self._closed and not _is_cancelled():
-                raise ClientClosedError(f"{self!r} was closed during the call") from error
+            return await asyncio.get_running_loop().run_in_executor(self._threads, what, cancellation)
+        except asyncio.CancelledError:
+            cancellation.cancel()
             raise
-        return call.read(response)
+        except ClientClosedError as error:
+            raise ClientClosedError(f"{self!r} {error}") from error
+
+    def _seconds(self, timeout: float | None) -> float:
+        return self._timeout if timeout is None else _channel.check_timeout(timeout)
 
     async def __aenter__(self) -> Client:
         return self
@@ -152,9 +174,3 @@ class Client:
 
     def __repr__(self) -> str:
         return f"bngrad.aio.Client({self._target!r})"
-
-
-def _is_cancelled() -> bool:
-    """Whether somebody cancelled the running task; before Python 3.11, which cannot tell, that is assumed."""
-    task = asyncio.current_task()
-    return sys.version_info < (3, 11) or task is None or task.cancelling() > 0

@@ -1,15 +1,17 @@
-"""What both clients have to know of gRPC channels."""
+"""What both clients take to reach a server."""
 
 from __future__ import annotations
 
-import math
 import numbers
-from collections.abc import Iterable
-from typing import Any, TypeAlias
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, SupportsIndex, TypeAlias
 
 from bngrad._errors import FieldViolation, invalid_argument
 
 ChannelOption: TypeAlias = tuple[str, Any]
+Transport: TypeAlias = Literal["auto", "unary", "stream", "shared"]
+TRANSPORTS: tuple[Transport, ...] = ("auto", "unary", "stream", "shared")
 
 DEFAULT_TIMEOUT_S = 60.0
 
@@ -19,9 +21,6 @@ _DEFAULT_OPTIONS: dict[str, Any] = {
     # A proxy for the web, from the environment, would be asked for localhost too.
     "grpc.enable_http_proxy": 0,
 }
-
-_LONGEST_TIMEOUT_S = 10 * 365 * 86400.0
-"""Longer ones overflow gRPC's clock."""
 
 
 def channel_options(options: Iterable[ChannelOption]) -> list[ChannelOption]:
@@ -39,6 +38,15 @@ def check_target(target: str) -> str:
     return target
 
 
+def check_transport(transport: Transport) -> Transport:
+    """The transport, if it is one."""
+    if transport not in TRANSPORTS:
+        names = ", ".join(map(repr, TRANSPORTS[:-1]))
+        description = f"transport must be {names} or {TRANSPORTS[-1]!r}, not {transport!r}"
+        raise invalid_argument(FieldViolation("transport", description))
+    return transport
+
+
 def check_timeout(timeout: float) -> float:
     """The timeout, if it is one."""
     if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real):
@@ -48,6 +56,7 @@ def check_timeout(timeout: float) -> float:
     return float(timeout)
 
 
-def grpc_timeout(timeout: float) -> float | None:
-    """What gRPC takes: None for no limit."""
-    return None if timeout > _LONGEST_TIMEOUT_S or math.isinf(timeout) else timeout
+def check_shape(shape: SupportsIndex | Sequence[SupportsIndex]) -> tuple[int, ...]:
+    """The lengths of the dimensions, of which a single one may stand alone."""
+    dimensions = shape if isinstance(shape, Sequence) else (shape,)
+    return tuple(operator.index(dimension) for dimension in dimensions)

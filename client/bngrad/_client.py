@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, SupportsIndex, TypeVar
 
-import grpc
+import numpy as np
+import numpy.typing as npt
 
 from bngrad import _channel, _ops
-from bngrad._errors import ClientClosedError, from_rpc_error
-from bngrad._results import BatchNormTrainingBackprop, FusedBatchNormGradV2, FusedBatchNormGradV3, ServerInfo
+from bngrad._cancellation import Cancellation
+from bngrad._channel import Transport
+from bngrad._errors import ClientClosedError
+from bngrad._results import Array, BatchNormTrainingBackprop, FusedBatchNormGradV2, FusedBatchNormGradV3, ServerInfo
+from bngrad._transport import Connector
 
 Result = TypeVar("Result")
 
@@ -18,8 +22,8 @@ Result = TypeVar("Result")
 class Client:
     """Has gradients of fused batch normalisation computed by a server.
 
-    One client serves any number of threads, over one connection. It need not be up when the client is made: the
-    connection is opened by the first call, and again after it was lost.
+    One client serves any number of threads. The server need not be up when the client is made: connections are opened
+    by the first call, and again after they were lost.
 
     Tensors may be NumPy arrays of any memory layout and byte order, tensors of PyTorch, TensorFlow or JAX in the
     CPU's memory, anything else with ``__dlpack__`` or ``__array__``, or numbers in (nested) Python sequences, which
@@ -41,6 +45,7 @@ class Client:
         target: str,
         *,
         timeout: float = _channel.DEFAULT_TIMEOUT_S,
+        transport: Transport = "auto",
         options: Iterable[_channel.ChannelOption] = (),
     ) -> None:
         """Connects to nothing yet.
@@ -49,12 +54,14 @@ class Client:
             target: ``HOST:PORT``, ``unix:PATH`` or any other gRPC target.
             timeout: How long calls may take that are given no timeout of their own, in seconds; ``math.inf`` for
                 no limit.
+            transport: How tensors travel. "auto" takes the fastest way that there is; "shared" only memory that is
+                shared with a server on this host; "stream" chunks on a stream, of any size; "unary" one gRPC message
+                each way, of at most 2 GiB. The results have the same bits.
             options: gRPC channel arguments, such as ``("grpc.keepalive_time_ms", 30_000)``.
         """
         self._target = _channel.check_target(target)
         self._timeout = _channel.check_timeout(timeout)
-        self._channel = grpc.insecure_channel(target, _channel.channel_options(options))
-        self._closed = False
+        self._connector = Connector(target, _channel.check_transport(transport), options)
 
     def fused_batch_norm_grad_v3(
         self,
@@ -70,6 +77,7 @@ class Client:
         name: str | None = None,
         *,
         reserve_space_2_kind: str = "variance",
+        out: Array | None = None,
         timeout: float | None = None,
     ) -> FusedBatchNormGradV3:
         """Computes TensorFlow's ``FusedBatchNormGradV3``, with the arguments of ``tf.raw_ops``.
@@ -97,6 +105,7 @@ class Client:
             name: Ignored; here so that calls of the op need no change.
             reserve_space_2_kind: "variance" for the variance without epsilon, as from TensorFlow on a CPU, or
                 "inverse_std" for rstd itself, as saved by cuDNN and PyTorch in training; epsilon is then unused.
+            out: Where to put x_backprop; a NumPy array of its dtype and shape that overlaps neither y_backprop nor x.
             timeout: How long the call may take, in seconds; None for the client's own limit.
 
         Raises:
@@ -105,7 +114,7 @@ class Client:
         return self._run(
             _ops.fused_batch_norm_grad_v3(
                 y_backprop, x, scale, reserve_space_1, reserve_space_2, reserve_space_3,
-                epsilon, data_format, is_training, reserve_space_2_kind,
+                epsilon, data_format, is_training, reserve_space_2_kind, out,
             ),
             timeout,
         )  # fmt: skip
@@ -123,6 +132,7 @@ class Client:
         name: str | None = None,
         *,
         reserve_space_2_kind: str = "variance",
+        out: Array | None = None,
         timeout: float | None = None,
     ) -> FusedBatchNormGradV2:
         """Computes TensorFlow's ``FusedBatchNormGradV2``, with the arguments of ``tf.raw_ops``.
@@ -140,6 +150,7 @@ class Client:
             is_training: Whether mean and variance were computed from x, rather than being constants.
             name: Ignored; here so that calls of the op need no change.
             reserve_space_2_kind: "variance" or "inverse_std", as in `fused_batch_norm_grad_v3`.
+            out: Where to put x_backprop, as in `fused_batch_norm_grad_v3`.
             timeout: How long the call may take, in seconds; None for the client's own limit.
 
         Raises:
@@ -148,7 +159,7 @@ class Client:
         return self._run(
             _ops.fused_batch_norm_grad_v2(
                 y_backprop, x, scale, reserve_space_1, reserve_space_2,
-                epsilon, data_format, is_training, reserve_space_2_kind,
+                epsilon, data_format, is_training, reserve_space_2_kind, out,
             ),
             timeout,
         )  # fmt: skip
@@ -163,6 +174,7 @@ class Client:
         *,
         epsilon: float,
         data_format: str = "NXC",
+        out: Array | None = None,
         timeout: float | None = None,
     ) -> BatchNormTrainingBackprop:
         """Computes oneDNN Graph's ``BatchNormTrainingBackprop``: the training formula of `fused_batch_norm_grad_v3`.
@@ -175,6 +187,7 @@ class Client:
             gamma: The scale, dtype and shape of mean; None counts as ones.
             epsilon: Added to the variance; rounded to float32, finite and positive.
             data_format: "NXC" for channels last, "NCX" for channels second.
+            out: Where to put input_delta, as x_backprop in `fused_batch_norm_grad_v3`.
             timeout: How long the call may take, in seconds; None for the client's own limit.
 
         Raises:
@@ -182,7 +195,7 @@ class Client:
         """
         return self._run(
             _ops.batch_norm_training_backprop(
-                input_forward, output_delta, mean, variance, gamma, epsilon, data_format
+                input_forward, output_delta, mean, variance, gamma, epsilon, data_format, out
             ),
             timeout,
         )  # fmt: skip
@@ -196,30 +209,47 @@ class Client:
         Raises:
             BngradError: See the class.
         """
-        return self._run(_ops.server_info(), timeout)
+        seconds = self._seconds(timeout)
+        try:
+            return self._connector.server_info(seconds, Cancellation(only_by_close=True))
+        except ClientClosedError as error:
+            raise ClientClosedError(f"{self!r} {error}") from error
+
+    def empty(self, shape: SupportsIndex | Sequence[SupportsIndex], dtype: npt.DTypeLike = np.float32) -> Array:
+        """Makes an array in memory that is shared with the server, where there is such, else in the client's own.
+
+        Calls whose y_backprop and x are such arrays copy nothing, and neither does one whose ``out`` is. The memory is
+        used again once the array, and every view of it, has gone.
+
+        Args:
+            shape: Of the array.
+            dtype: float16, bfloat16 (``ml_dtypes.bfloat16``), float32 or any other without Python objects.
+
+        Raises:
+            BngradError: See the class.
+        """
+        dimensions = _channel.check_shape(shape)
+        try:
+            return self._connector.empty(dimensions, np.dtype(dtype), self._timeout, Cancellation(only_by_close=True))
+        except ClientClosedError as error:
+            raise ClientClosedError(f"{self!r} {error}") from error
 
     def close(self) -> None:
-        """Gives the connection up; calls in flight end with a `ClientClosedError`. Closing again does nothing."""
-        self._closed = True
-        self._channel.close()
+        """Gives the connections up; calls in flight end with a `ClientClosedError`. Closing again does nothing.
+
+        Arrays that were made by `empty` or came back from calls stay as they are.
+        """
+        self._connector.close()
 
     def _run(self, call: _ops.Call[Result], timeout: float | None) -> Result:
-        seconds = self._timeout if timeout is None else _channel.check_timeout(timeout)
-        if self._closed:
-            raise ClientClosedError(f"{self!r} is closed")
-        method: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(call.method)
+        seconds = self._seconds(timeout)
         try:
-            response = method(call.request, timeout=_channel.grpc_timeout(seconds))
-        except grpc.RpcError as error:
-            if self._closed:
-                raise ClientClosedError(f"{self!r} was closed during the call") from error
-            raise from_rpc_error(error, self._target, seconds) from error
-        except ValueError as error:
-            # What a channel raises that another thread has closed just now.
-            if self._closed:
-                raise ClientClosedError(f"{self!r} is closed") from error
-            raise
-        return call.read(response)
+            return self._connector.run(call, seconds, Cancellation(only_by_close=True))
+        except ClientClosedError as error:
+            raise ClientClosedError(f"{self!r} {error}") from error
+
+    def _seconds(self, timeout: float | None) -> float:
+        return self._timeout if timeout is None else _channel.check_timeout(timeout)
 
     def __enter__(self) -> Client:
         return self

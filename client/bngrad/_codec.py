@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -13,7 +13,9 @@ from google.protobuf.message import DecodeError, Message
 
 from bngrad._errors import FieldViolation, InternalError, invalid_argument
 from bngrad._results import Array, Device, ServerInfo
+from bngrad_protos import wire
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
+from bngrad_protos.wire import Buffer
 
 _DTYPES: dict[pb.DataType, np.dtype[Any]] = {
     pb.DATA_TYPE_FLOAT16: np.dtype("<f2"),
@@ -22,73 +24,145 @@ _DTYPES: dict[pb.DataType, np.dtype[Any]] = {
 }
 _DATA_TYPES = {dtype: data_type for data_type, dtype in _DTYPES.items()}
 
-_MAX_TENSOR_BYTES = 2**31 - 1 - 4096
-"""What protobuf can hold in one message, less 4096 bytes for all that is no element of a tensor."""
 
-AnyMessage = TypeVar("AnyMessage", bound=Message)
-
-
-def encode(
-    message_type: type[Message],
-    tensors: Mapping[str, Array],
-    attributes: Mapping[str, Any],
-    *,
-    headers: Mapping[str, Array] = MappingProxyType({}),
-) -> bytes:
-    """A request.
-
-    Args:
-        message_type: The request's type.
-        tensors: The fields that are sent whole, in any memory layout and byte order.
-        attributes: The fields that are no tensors.
-        headers: The tensors of which only dtype and shape are sent.
+def straightened(tensors: Mapping[str, Array]) -> dict[str, Array]:
+    """The arrays as the protocol has them, in C order and little-endian; those that are so already are not copied.
 
     Raises:
-        InvalidArgumentError: The protocol cannot express a dtype, or the tensors are too large for one message.
+        InvalidArgumentError: The protocol cannot express a dtype.
     """
-    violations = [
-        FieldViolation(field, f"{field} must have dtype {_expected_dtypes(field)}, not {array.dtype.name}")
-        for field, array in {**tensors, **headers}.items()
-        if _little_endian(array.dtype) not in _DATA_TYPES
-    ]
+    straight = {}
+    violations = []
+    for field, array in tensors.items():
+        dtype = array.dtype
+        if dtype in _DATA_TYPES and array.flags.c_contiguous:
+            straight[field] = array
+        elif (little_endian := dtype.newbyteorder("<")) in _DATA_TYPES:
+            # Not ascontiguousarray, which gives a scalar a dimension.
+            straight[field] = array.astype(little_endian, order="C", copy=False)
+        else:
+            description = f"{field} must have dtype {_expected_dtypes(field)}, not {dtype.name}"
+            violations.append(FieldViolation(field, description))
     if violations:
         raise invalid_argument(*violations)
-    nbytes = sum(array.nbytes for array in tensors.values())
-    if nbytes > _MAX_TENSOR_BYTES:
-        largest = max(tensors, key=lambda field: tensors[field].nbytes)
-        description = f"{', '.join(tensors)} must have at most {_MAX_TENSOR_BYTES} bytes together, not {nbytes}"
-        raise invalid_argument(FieldViolation(largest, description))
-    message = message_type(
-        **attributes,
-        **{field: _header(array) for field, array in headers.items()},
-        **{field: _tensor(array) for field, array in tensors.items()},
-    )
-    return message.SerializeToString()
+    return straight
 
 
-def decode_tensors(message_type: type[Message], data: bytes) -> dict[str, Array]:
-    """The tensors of an answer by the names of its fields: new arrays that own their memory.
+def data_of(array: Array) -> Buffer:
+    """The elements of an array in C order, as bytes, without a copy."""
+    return array.reshape(-1).view(np.uint8).data if array.size else b""
+
+
+def view_of(array: Array) -> memoryview:
+    """The elements of an array in C order, as bytes, to be read and, if it is writeable, written."""
+    return memoryview(data_of(array))
+
+
+def tensor_pieces(number: int, array: Array) -> tuple[Buffer, Buffer]:
+    """A tensor field with its elements."""
+    return _prefix(number, array.dtype, array.shape, array.nbytes), data_of(array)
+
+
+@functools.lru_cache(maxsize=1024)
+def header_piece(number: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+    """A tensor field without elements."""
+    return wire.tensor_prefix(number, pb.Tensor(dtype=_DATA_TYPES[dtype], shape=shape), 0)
+
+
+@functools.lru_cache(maxsize=1024)
+def located_piece(number: int, dtype: np.dtype[Any], shape: tuple[int, ...], key: bytes, offset: int) -> bytes:
+    """A tensor field whose elements are in a region."""
+    location = pb.Location(region_key=key, offset=offset)
+    return wire.tensor_prefix(number, pb.Tensor(dtype=_DATA_TYPES[dtype], shape=shape, location=location), 0)
+
+
+@functools.lru_cache(maxsize=1024)
+def location_piece(number: int, key: bytes, offset: int) -> bytes:
+    """A field that is the location of an output."""
+    location = pb.Location(region_key=key, offset=offset).SerializeToString()
+    return wire.field_prefix(number, len(location)) + location
+
+
+@functools.lru_cache(maxsize=1024)
+def attributes_piece(message_type: Callable[..., Message], attributes: tuple[tuple[str, Any], ...]) -> bytes:
+    """The fields that are no tensors."""
+    return message_type(**dict(attributes)).SerializeToString()
+
+
+@functools.lru_cache(maxsize=1024)
+def _prefix(number: int, dtype: np.dtype[Any], shape: tuple[int, ...], nbytes: int) -> bytes:
+    return wire.tensor_prefix(number, pb.Tensor(dtype=_DATA_TYPES[dtype], shape=shape), nbytes)
+
+
+class ResponseReader:
+    """Reads the responses of an op."""
+
+    def __init__(self, message_type: type[Message]) -> None:
+        self._name = message_type.DESCRIPTOR.name
+        self._fields = [field.name for field in message_type.DESCRIPTOR.fields]
+        self._decoder = wire.Decoder(message_type)
+        self._checked = functools.lru_cache(maxsize=1024)(self._check)
+
+    def read(self, data: bytes, large: Array | None, *, apart: bool) -> dict[str, Array]:
+        """The tensors of an answer by the names of its fields: new arrays that own their memory.
+
+        Args:
+            data: The message.
+            large: Where to put the elements of the first tensor; a new array where None.
+            apart: Whether they came apart from the message, and are there already.
+
+        Raises:
+            InternalError: The answer is malformed.
+        """
+        try:
+            layout = self._decoder.decode(data)
+        except DecodeError as error:
+            raise InternalError(f"the server's answer is no {self._name}: {error}") from error
+        first, *others = self._checked(layout, apart)
+        arrays = {field: np.ndarray(shape, dtype, data, start).copy() for field, dtype, shape, start in others}
+        field, dtype, shape, start = first
+        if large is not None and (large.dtype != dtype or large.shape != shape):
+            raise InternalError(f"the server's {field} has shape {shape} of {dtype.name}, not {large.shape}")
+        if not apart:
+            view: Array = np.ndarray(shape, dtype, data, start)
+            if large is None:
+                large = view.copy()
+            else:
+                np.copyto(large, view)
+        assert large is not None
+        arrays[field] = large
+        return arrays
+
+    def _check(self, layout: wire.Layout[Any], apart: bool) -> list[tuple[str, np.dtype[Any], tuple[int, ...], int]]:
+        """What each tensor is and where its elements begin."""
+        if missing := [field for field in self._fields if field not in layout.tensors]:
+            raise InternalError(f"the server's answer has no {', '.join(missing)}")
+        checked = []
+        for i, field in enumerate(self._fields):
+            span = layout.tensors[field]
+            dtype, shape = _DTYPES.get(span.header.dtype), tuple(span.header.shape)
+            if dtype is None:
+                raise InternalError(
+                    f"the server's {field} has the dtype {span.header.dtype}, which this client does not know"
+                )
+            expected = 0 if apart and i == 0 else math.prod(shape) * dtype.itemsize
+            if min(shape, default=0) < 0 or span.nbytes != expected:
+                raise InternalError(f"the server's {field} has {span.nbytes} bytes for shape {shape} of {dtype.name}")
+            checked.append((field, dtype, shape, span.start))
+        return checked
+
+
+def read_server_info(data: bytes) -> tuple[ServerInfo, pb.Endpoints]:
+    """What a server says of itself, and where else it can be reached.
 
     Raises:
         InternalError: The answer is malformed.
     """
-    message = _parse(message_type, data)
-    return {field.name: _array(field.name, getattr(message, field.name)) for field in message_type.DESCRIPTOR.fields}
-
-
-def encode_server_info_request() -> bytes:
-    """The request for `decode_server_info`'s answer."""
-    return pb.ServerInfoRequest().SerializeToString()
-
-
-def decode_server_info(data: bytes) -> ServerInfo:
-    """What a server says of itself.
-
-    Raises:
-        InternalError: The answer is malformed.
-    """
-    message = _parse(pb.ServerInfoResponse, data)
-    return ServerInfo(
+    try:
+        message = pb.ServerInfoResponse.FromString(data)
+    except DecodeError as error:
+        raise InternalError(f"the server's answer is no ServerInfoResponse: {error}") from error
+    info = ServerInfo(
         version=message.version,
         devices=tuple(
             Device(device.name, device.description, _state(device.state), device.restarts) for device in message.devices
@@ -97,6 +171,7 @@ def decode_server_info(data: bytes) -> ServerInfo:
         max_message_bytes=message.limits.max_message_bytes,
         arena_bytes=message.limits.arena_bytes,
     )
+    return info, message.endpoints
 
 
 def _expected_dtypes(field: str) -> str:
@@ -105,39 +180,6 @@ def _expected_dtypes(field: str) -> str:
     if field in ("mean", "variance", "gamma"):
         return "float32, or bfloat16 beside a bfloat16 input_forward"
     return "float32"
-
-
-def _header(array: Array) -> pb.Tensor:
-    return pb.Tensor(dtype=_DATA_TYPES[_little_endian(array.dtype)], shape=array.shape)
-
-
-def _tensor(array: Array) -> pb.Tensor:
-    # tobytes() straightens the memory layout; the byte order only changes on a copy, and only if it has to.
-    data = array.astype(_little_endian(array.dtype), copy=False).tobytes()
-    return pb.Tensor(dtype=_DATA_TYPES[_little_endian(array.dtype)], shape=array.shape, data=data)
-
-
-def _little_endian(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    return dtype.newbyteorder("<")
-
-
-def _parse(message_type: type[AnyMessage], data: bytes) -> AnyMessage:
-    message = message_type()
-    try:
-        message.ParseFromString(data)
-    except DecodeError as error:
-        raise InternalError(f"the server's answer is no {message_type.DESCRIPTOR.name}: {error}") from error
-    return message
-
-
-def _array(field: str, tensor: pb.Tensor) -> Array:
-    dtype, shape = _DTYPES.get(tensor.dtype), tuple(tensor.shape)
-    if dtype is None:
-        raise InternalError(f"the server's {field} has the dtype {tensor.dtype}, which this client does not know")
-    if min(shape, default=0) < 0 or len(tensor.data) != math.prod(shape) * dtype.itemsize:
-        description = f"the server's {field} has {len(tensor.data)} bytes for shape {shape} of {dtype.name}"
-        raise InternalError(description)
-    return np.frombuffer(tensor.data, dtype).reshape(shape).copy()
 
 
 def _state(state: pb.WorkerState) -> str:

@@ -100,7 +100,7 @@ def invalid_argument(*violations: FieldViolation) -> InvalidArgumentError:
 
 
 def from_rpc_error(error: grpc.RpcError, target: str, timeout: float | None) -> BngradError:
-    """What gRPC reported, as an error of the client; the same for both clients.
+    """What gRPC reported, as an error of the client.
 
     Args:
         error: What a call of a gRPC channel raised.
@@ -108,27 +108,38 @@ def from_rpc_error(error: grpc.RpcError, target: str, timeout: float | None) -> 
         timeout: The seconds that the call was given; None for no limit.
     """
     # What channels raise is a grpc.Call too, which the base class that they promise does not tell.
-    assert isinstance(error, grpc.Call | grpc.aio.AioRpcError)
-    code, details = error.code(), error.details() or "no details"
+    assert isinstance(error, grpc.Call)
+    payloads = [value for key, value in error.trailing_metadata() or () if key == _STATUS_DETAILS_KEY]
+    return from_status(error.code(), error.details() or "no details", b"".join(payloads), target, timeout)
+
+
+def from_status(code: grpc.StatusCode, message: str, details: bytes, target: str, timeout: float | None) -> BngradError:
+    """A status as an error of the client; the same for every transport.
+
+    Args:
+        code: The status.
+        message: What the server, or gRPC, says of it.
+        details: The serialised ``google.rpc.Status``, where there is one.
+        target: The address that was called.
+        timeout: The seconds that the call was given; None for no limit.
+    """
     cls = _CLASSES.get(code, BngradError)
     if cls is InvalidArgumentError:
-        return InvalidArgumentError(details, _violations(error))
+        return InvalidArgumentError(message, _violations(details))
     if cls is UnavailableError:
-        return UnavailableError(f"{target} is not available: {details}. Is `bngrad serve` running there?")
+        return UnavailableError(f"{target} is not available: {message}. Is `bngrad serve` running there?")
     if cls is DeadlineExceededError:
-        return DeadlineExceededError(f"{target} did not answer within the timeout of {timeout} s: {details}")
+        return DeadlineExceededError(f"{target} did not answer within the timeout of {timeout} s: {message}")
     if cls is UnimplementedError:
-        return UnimplementedError(f"{target} does not know this call of bngrad {__version__}: {details}")
-    return cls(f"{target} answered {code.name}: {details}")
+        return UnimplementedError(f"{target} does not know this call of bngrad {__version__}: {message}")
+    return cls(f"{target} answered {code.name}: {message}")
 
 
-def _violations(error: grpc.Call | grpc.aio.AioRpcError) -> list[FieldViolation]:
-    """The violations in a status's details; none where the details are missing or are no ``google.rpc.Status``."""
-    payloads = [value for key, value in error.trailing_metadata() or () if key == _STATUS_DETAILS_KEY]
+def _violations(details: bytes) -> list[FieldViolation]:
+    """The violations in a status's details; none where they are missing or are no ``google.rpc.Status``."""
     status, bad_request = status_pb2.Status(), error_details_pb2.BadRequest()
     try:
-        for payload in payloads:
-            status.MergeFromString(payload)
+        status.MergeFromString(details)
         for detail in status.details:
             detail.Unpack(bad_request)
     except DecodeError:

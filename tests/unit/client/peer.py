@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TypeAlias
 
 import grpc
+
+from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 
 Answer: TypeAlias = Callable[[str, bytes, grpc.ServicerContext], bytes]
 """Makes an answer from the method's name, the request and the context."""
@@ -20,7 +23,48 @@ class _Handlers(grpc.GenericRpcHandler):
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes]:
         service, _, method = handler_call_details.method.rpartition("/")
         assert service == "/bngrad.v1.BatchNormGradService"
+        if method == "Exchange":
+            return grpc.stream_stream_rpc_method_handler(self._exchange)
         return grpc.unary_unary_rpc_method_handler(lambda request, context: self._answer(method, request, context))
+
+    def _exchange(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        """Answers an exchange as the op itself would be."""
+        method, request = joined(messages)
+        yield from split(method, self._answer(method, request, context))
+
+
+def joined(messages: Iterator[bytes]) -> tuple[str, bytes]:
+    """The op that the messages of an exchange ask for, and the request that they make up."""
+    first = pb.ExchangeRequest.FromString(next(messages))
+    part = first.WhichOneof("part")
+    assert part not in (None, "chunk")
+    request = getattr(first, part)
+    elements = b"".join(pb.ExchangeRequest.FromString(message).chunk for message in messages)
+    for _, tensor in request.ListFields()[:2]:
+        assert not tensor.data
+        nbytes = nbytes_of(tensor)
+        tensor.data, elements = elements[:nbytes], elements[nbytes:]
+    assert not elements
+    return request.DESCRIPTOR.name.removesuffix("Request"), request.SerializeToString()
+
+
+def nbytes_of(tensor: pb.Tensor) -> int:
+    """The size of a tensor's elements."""
+    return math.prod(tensor.shape) * (4 if tensor.dtype == pb.DATA_TYPE_FLOAT32 else 2)
+
+
+def split(method: str, response: bytes, chunk_nbytes: int = 2**20) -> Iterator[bytes]:
+    """The messages of an exchange that make up a response."""
+    fields = pb.ExchangeResponse.DESCRIPTOR.fields
+    part = next(field.name for field in fields if field.message_type and field.message_type.name == f"{method}Response")
+    first = pb.ExchangeResponse()
+    message = getattr(first, part)
+    message.MergeFromString(response)
+    tensor = message.ListFields()[0][1]
+    elements, tensor.data = tensor.data, b""
+    yield first.SerializeToString()
+    for start in range(0, len(elements), chunk_nbytes):
+        yield pb.ExchangeResponse(chunk=elements[start : start + chunk_nbytes]).SerializeToString()
 
 
 @contextmanager

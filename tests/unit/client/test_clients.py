@@ -6,7 +6,7 @@ import asyncio
 import math
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -14,10 +14,13 @@ from typing import Any, TypeAlias
 import grpc
 import numpy as np
 import pytest
+from google.protobuf import any_pb2
+from google.rpc import error_details_pb2, status_pb2
 from tests.unit.client.peer import peer
 
 import bngrad
 import bngrad.aio
+from bngrad._channel import Transport
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 
 ClientClass: TypeAlias = type[bngrad.Client] | type[bngrad.aio.Client]
@@ -40,15 +43,21 @@ def ask(
     client_timeout: float = 60,
     options: Sequence[tuple[str, Any]] = (),
 ) -> bngrad.ServerInfo:
-    """Asks for the server's info by a client of its own, which is made outside of any event loop."""
+    """Asks for the server's info by a client of its own."""
     made = client_class(target, timeout=client_timeout, options=options)
+    answer: bngrad.ServerInfo = use(made, lambda client: client.server_info(timeout=timeout))
+    return answer
+
+
+def use(made: bngrad.Client | bngrad.aio.Client, what: Callable[[Any], Any]) -> Any:
+    """Makes a call by a client, which was made outside of any event loop, and closes it."""
     if isinstance(made, bngrad.Client):
         with made as client:
-            return client.server_info(timeout=timeout)
+            return what(client)
 
-    async def run() -> bngrad.ServerInfo:
+    async def run() -> Any:
         async with made as client:
-            return await client.server_info(timeout=timeout)
+            return await what(client)
 
     return asyncio.run(run())
 
@@ -72,6 +81,8 @@ def info(method: str, request: bytes, context: grpc.ServicerContext) -> bytes:
 
 def echo(method: str, request: bytes, context: grpc.ServicerContext) -> bytes:
     """Answers an op with its own inputs."""
+    if method == "ServerInfo":
+        return info(method, request, context)
     sent = pb.FusedBatchNormGradV2Request.FromString(request)
     return pb.FusedBatchNormGradV2Response(
         x_backprop=sent.x,
@@ -117,10 +128,104 @@ def test_a_call_brings_the_answer(client_class: ClientClass, address: str, tmp_p
         assert ask(client_class, target).version == "1.2.3"
 
 
-def test_messages_larger_than_grpcs_default_limit_pass_both_ways() -> None:
-    arrays = inputs(3, (8, 256, 256, 4))
-    with peer(echo) as target, bngrad.Client(target) as client:
-        np.testing.assert_array_equal(client.fused_batch_norm_grad_v2(*arrays).x_backprop, arrays[1])
+@pytest.mark.parametrize(
+    ("shape", "make_out"),
+    [
+        ((2, 3, 3, 4), lambda x: None),
+        ((2, 3, 3, 4), lambda x: np.empty_like(x, order="F")),
+        ((0, 3, 3, 4), np.empty_like),
+        ((5, 256, 256, 4), lambda x: None),
+        ((5, 256, 256, 4), np.empty_like),
+    ],
+    ids=["small", "small-strided-out", "none-out", "large", "large-out"],
+)
+@pytest.mark.parametrize("transport", ["auto", "unary", "stream"])
+def test_every_transport_brings_tensors_of_any_size_both_ways(
+    client_class: ClientClass, transport: Transport, shape: tuple[int, ...], make_out: Callable[[Any], Any]
+) -> None:
+    arrays = inputs(3, shape)
+    out = make_out(arrays[1])
+    with peer(echo) as target:
+        client = client_class(target, transport=transport)
+        results = use(client, lambda client: client.fused_batch_norm_grad_v2(*arrays, out=out))
+    assert all(map(np.array_equal, results, arrays[1:]))
+    assert out is None or results.x_backprop is out
+    assert all(array.flags.writeable for array in results)
+
+
+def refuse(method: str, request: bytes, context: grpc.ServicerContext) -> bytes:
+    """Refuses an op with all that bngrad says when it does."""
+    if method == "ServerInfo":
+        return info(method, request, context)
+    violation = error_details_pb2.BadRequest.FieldViolation(field="x", description="x is wrong")
+    detail = any_pb2.Any()
+    detail.Pack(error_details_pb2.BadRequest(field_violations=[violation]))
+    code, _ = grpc.StatusCode.INVALID_ARGUMENT.value
+    status = status_pb2.Status(code=code, message="x is wrong", details=[detail])
+    context.set_trailing_metadata((("grpc-status-details-bin", status.SerializeToString()),))
+    return context.abort(grpc.StatusCode.INVALID_ARGUMENT, "x is wrong")
+
+
+@pytest.mark.parametrize("transport", ["auto", "unary", "stream"])
+def test_a_refusal_names_the_fields_on_every_transport(client_class: ClientClass, transport: Transport) -> None:
+    with peer(refuse) as target, pytest.raises(bngrad.InvalidArgumentError, match=r"^x is wrong$") as refused:
+        use(client_class(target, transport=transport), lambda client: client.fused_batch_norm_grad_v2(*inputs(1)))
+    assert refused.value.violations == (bngrad.FieldViolation("x", "x is wrong"),)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"", b"\xff\xff", grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.INTERNAL, grpc.StatusCode.PERMISSION_DENIED],
+)
+def test_a_peer_that_does_not_know_server_info_still_gets_calls(
+    client_class: ClientClass, answer: bytes | grpc.StatusCode
+) -> None:
+    def odd(method: str, request: bytes, context: grpc.ServicerContext) -> bytes:
+        if method != "ServerInfo":
+            return echo(method, request, context)
+        if isinstance(answer, bytes):
+            return answer
+        return context.abort(answer, "odd")
+
+    arrays = inputs(4)
+    with peer(odd) as target:
+        results = use(client_class(target), lambda client: client.fused_batch_norm_grad_v2(*arrays))
+    assert all(map(np.array_equal, results, arrays[1:]))
+
+
+@pytest.mark.parametrize("transport", ["", "tcp", None, ["auto"]])
+def test_an_unknown_transport_is_refused(client_class: ClientClass, transport: Any) -> None:
+    with pytest.raises(bngrad.InvalidArgumentError, match="transport must be 'auto', 'unary', 'stream' or 'shared', "):
+        client_class("localhost:1", transport=transport)
+
+
+def test_a_peer_on_another_host_shares_no_memory(client_class: ClientClass) -> None:
+    with peer(echo) as target, pytest.raises(bngrad.UnavailableError, match=f"{target} shares no memory with this"):
+        use(client_class(target, transport="shared"), lambda client: client.fused_batch_norm_grad_v2(*inputs(1)))
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [(5, "f2"), (np.int64(5), "bfloat16"), ([5], np.float32), ((), np.int64), ((0, 3), "f4"), ((2, np.int32(3)), "f4")],
+)
+def test_empty_makes_an_array_where_nothing_is_shared(client_class: ClientClass, shape: Any, dtype: Any) -> None:
+    with peer(info) as target:
+        array = use(client_class(target), lambda client: client.empty(shape, dtype))
+    expected = np.empty(shape, dtype)
+    assert (array.shape, array.dtype, array.flags.writeable) == (expected.shape, expected.dtype, True)
+    array[...] = 3  # after the client was closed
+
+
+def test_a_call_does_not_wait_beyond_its_timeout_for_what_another_one_asked() -> None:
+    held = Held()
+    with peer(held) as target, held, bngrad.Client(target) as client, ThreadPoolExecutor(1) as threads:
+        first = threads.submit(client.fused_batch_norm_grad_v2, *inputs(1), timeout=SECONDS)
+        assert held.arrived.wait(SECONDS)
+        with pytest.raises(bngrad.DeadlineExceededError, match=f"{target} did not answer within the timeout of 0.2 s"):
+            client.fused_batch_norm_grad_v2(*inputs(2), timeout=0.2)
+        client.close()
+        with pytest.raises(bngrad.ClientClosedError, match="was closed during the call"):
+            first.result(SECONDS)
 
 
 def test_a_proxy_in_the_environment_is_not_asked(client_class: ClientClass, monkeypatch: pytest.MonkeyPatch) -> None:

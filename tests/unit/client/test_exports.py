@@ -6,6 +6,8 @@ import importlib
 import inspect
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -24,13 +26,28 @@ def test_both_clients_have_the_same_methods_with_the_same_arguments() -> None:
 
     blocking, asynchronous = methods(bngrad.Client), methods(bngrad.aio.Client)
     assert blocking == asynchronous
+    assert inspect.signature(bngrad.Client) == inspect.signature(bngrad.aio.Client)
     assert set(blocking) == {
         "batch_norm_training_backprop",
         "close",
+        "empty",
         "fused_batch_norm_grad_v2",
         "fused_batch_norm_grad_v3",
         "server_info",
     }
+
+
+def test_what_is_ours_alone_goes_by_its_name_only() -> None:
+    def named_only(function: Callable[..., Any]) -> dict[str, Any]:
+        parameters = inspect.signature(function).parameters.values()
+        return {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
+
+    of_calls = {"out": None, "timeout": None}
+    assert named_only(bngrad.Client) == {"timeout": 60.0, "transport": "auto", "options": ()}
+    for name in ("fused_batch_norm_grad_v3", "fused_batch_norm_grad_v2"):
+        assert named_only(getattr(bngrad.Client, name)) == {"reserve_space_2_kind": "variance"} | of_calls
+    onednn = {"epsilon": inspect.Parameter.empty, "data_format": "NXC"}
+    assert named_only(bngrad.Client.batch_norm_training_backprop) == onednn | of_calls
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -41,7 +58,8 @@ def test_arguments_and_results_are_those_of_tensorflows_op(version: str) -> None
     ours = inspect.signature(getattr(bngrad.Client, f"fused_batch_norm_grad_{version.lower()}"))
 
     def arguments(signature: inspect.Signature) -> list[tuple[str, object]]:
-        names = [name for name in signature.parameters if name not in ("self", "reserve_space_2_kind", "timeout")]
+        of_ours_alone = ("self", "reserve_space_2_kind", "out", "timeout")
+        names = [name for name in signature.parameters if name not in of_ours_alone]
         return [(name, signature.parameters[name].default) for name in names]
 
     assert arguments(ours) == arguments(theirs)

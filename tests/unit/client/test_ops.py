@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 import bngrad
-from bngrad import _ops
+from bngrad import _codec, _ops
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -21,14 +22,14 @@ STATS = np.arange(5, dtype=np.float32)
 EMPTY = pb.Tensor(dtype=pb.DATA_TYPE_FLOAT32, shape=[0])
 
 
-def v3(x: Any = X, rs3: Any = None, **changes: Any) -> _ops.Call[bngrad.FusedBatchNormGradV3]:
+def v3(x: Any = X, rs3: Any = None, out: Any = None, **changes: Any) -> _ops.Call[bngrad.FusedBatchNormGradV3]:
     attributes: dict[str, Any] = {
         "epsilon": 1e-4,
         "data_format": "NHWC",
         "is_training": True,
         "reserve_space_2_kind": "variance",
     }
-    return _ops.fused_batch_norm_grad_v3(X, x, STATS, STATS, STATS, rs3, **attributes | changes)
+    return _ops.fused_batch_norm_grad_v3(X, x, STATS, STATS, STATS, rs3, **attributes | changes, out=out)
 
 
 def v3_message(**arguments: Any) -> pb.FusedBatchNormGradV3Request:
@@ -39,9 +40,20 @@ def tensor(array: Any, data_type: pb.DataType = pb.DATA_TYPE_FLOAT32) -> pb.Tens
     return pb.Tensor(dtype=data_type, shape=array.shape, data=array.tobytes())
 
 
+def answer_v3(**changes: pb.Tensor | None) -> bytes:
+    tensors: dict[str, pb.Tensor | None] = {
+        "x_backprop": tensor(X),
+        "scale_backprop": tensor(STATS),
+        "offset_backprop": tensor(STATS + 1),
+        "reserve_space_4": EMPTY,
+        "reserve_space_5": EMPTY,
+    }
+    return pb.FusedBatchNormGradV3Response(**tensors | changes).SerializeToString()
+
+
 def test_the_v3_request_holds_every_argument() -> None:
     call = v3(X + 1, epsilon=0.5, data_format="NCHW", is_training=False, reserve_space_2_kind="inverse_std")
-    assert call.method == "/bngrad.v1.BatchNormGradService/FusedBatchNormGradV3"
+    assert call.op.method == "/bngrad.v1.BatchNormGradService/FusedBatchNormGradV3"
     assert pb.FusedBatchNormGradV3Request.FromString(call.request) == pb.FusedBatchNormGradV3Request(
         y_backprop=tensor(X),
         x=tensor(X + 1),
@@ -57,7 +69,7 @@ def test_the_v3_request_holds_every_argument() -> None:
 
 def test_the_v2_request_holds_every_argument() -> None:
     call = _ops.fused_batch_norm_grad_v2(X, X, STATS, STATS + 1, STATS + 2, 0.5, "NHWC", True, "variance")
-    assert call.method == "/bngrad.v1.BatchNormGradService/FusedBatchNormGradV2"
+    assert call.op.method == "/bngrad.v1.BatchNormGradService/FusedBatchNormGradV2"
     assert pb.FusedBatchNormGradV2Request.FromString(call.request) == pb.FusedBatchNormGradV2Request(
         y_backprop=tensor(X),
         x=tensor(X),
@@ -74,7 +86,7 @@ def test_the_v2_request_holds_every_argument() -> None:
 @pytest.mark.parametrize("gamma", [None, STATS + 2])
 def test_the_onednn_request_holds_every_argument(gamma: Any) -> None:
     call = _ops.batch_norm_training_backprop(X, X + 1, STATS, STATS + 1, gamma, 0.5, "NCX")
-    assert call.method == "/bngrad.v1.BatchNormGradService/BatchNormTrainingBackprop"
+    assert call.op.method == "/bngrad.v1.BatchNormGradService/BatchNormTrainingBackprop"
     assert pb.BatchNormTrainingBackpropRequest.FromString(call.request) == pb.BatchNormTrainingBackpropRequest(
         input_forward=tensor(X),
         output_delta=tensor(X + 1),
@@ -135,16 +147,76 @@ def test_what_the_protocol_cannot_express_is_refused_field_by_field() -> None:
     assert str(refused.value).startswith("y_backprop must have dtype")
 
 
-def test_a_none_is_no_tensor() -> None:
-    with pytest.raises(bngrad.InvalidArgumentError, match=r"x must have dtype .*, not object"):
-        v3(x=None)
+@pytest.mark.parametrize("field", ["y_backprop", "x", "scale", "reserve_space_1", "reserve_space_2"])
+def test_a_none_is_no_tensor(field: str) -> None:
+    tensors: dict[str, Any] = {"y_backprop": X, "x": X, "scale": STATS, "reserve_space_1": STATS}
+    tensors |= {"reserve_space_2": STATS, field: None}
+    tensors |= {"epsilon": 1e-4, "data_format": "NHWC", "is_training": True, "reserve_space_2_kind": "variance"}
+    with pytest.raises(bngrad.InvalidArgumentError, match=rf"^{field} must have dtype .*, not object"):
+        _ops.fused_batch_norm_grad_v2(**tensors)
 
 
 def test_more_than_a_message_holds_is_refused_before_it_is_copied() -> None:
-    gibibyte = np.broadcast_to(np.float32(0), (2**14, 2**7, 2**7, 1))
-    with pytest.raises(bngrad.InvalidArgumentError, match="at most 2147479551 bytes together, not 2147483") as refused:
-        _ops.batch_norm_training_backprop(gibibyte, gibibyte, STATS, STATS, None, 1e-4, "NXC")
-    assert [violation.field for violation in refused.value.violations] == ["input_forward"]
+    gibibyte = np.empty((2**14, 2**7, 2**7, 1), np.float32)  # pages that nobody touches take no memory
+    call = _ops.batch_norm_training_backprop(gibibyte, gibibyte, STATS, STATS, None, 1e-4, "NXC")
+    with pytest.raises(bngrad.InvalidArgumentError, match="at most 2147483647 bytes as one message, not 2147483") as no:
+        call.pieces()
+    assert [violation.field for violation in no.value.violations] == ["input_forward"]
+    assert sum(map(len, call.header_pieces())) < 1000
+
+
+def test_the_header_of_an_exchange_is_the_request_without_the_elements_of_the_large_tensors() -> None:
+    call = v3(X + 1, rs3=STATS)
+    expected = pb.FusedBatchNormGradV3Request.FromString(call.request)
+    expected.y_backprop.ClearField("data")
+    expected.x.ClearField("data")
+    assert pb.FusedBatchNormGradV3Request.FromString(b"".join(call.header_pieces())) == expected
+    assert list(call.large) == ["y_backprop", "x"]
+    assert (call.nbytes, call.dtype, call.shape) == (X.nbytes, X.dtype, X.shape)
+
+
+def test_arrays_that_are_as_the_protocol_has_them_are_not_copied() -> None:
+    call = v3()
+    assert np.shares_memory(call.large["x"], X)
+    assert any(np.shares_memory(np.frombuffer(piece, np.uint8), X) for piece in call.pieces() if len(piece) == X.nbytes)
+
+
+@pytest.mark.parametrize("make", [np.empty_like, lambda like: np.empty((*like.shape[:-1], 10), like.dtype)[..., ::2]])
+def test_out_may_be_any_writeable_array_like_x(make: Callable[[Any], Any]) -> None:
+    out = make(X)
+    call = v3(out=out)
+    assert call.out is out
+    assert call.request == v3().request
+
+
+@pytest.mark.parametrize(
+    ("out", "complaint"),
+    [
+        (np.empty_like(X, np.float64), r"have shape \(2, 3, 4, 5\) of float32, not \(2, 3, 4, 5\) of float64"),
+        (np.empty_like(X, ">f4"), r"have shape \(2, 3, 4, 5\) of float32, not \(2, 3, 4, 5\) of "),
+        (np.empty(120, np.float32), r"have shape \(2, 3, 4, 5\) of float32, not \(120,\) of float32"),
+        (np.broadcast_to(np.float32(0), X.shape), "be writeable"),
+        (X, "not overlap y_backprop"),
+        (X.reshape(-1)[::-1].reshape(X.shape), "not overlap y_backprop"),
+    ],
+    ids=["dtype", "byte-order", "shape", "read-only", "same", "reversed"],
+)
+def test_an_out_that_cannot_take_the_gradient_is_refused(out: Any, complaint: str) -> None:
+    with pytest.raises(bngrad.InvalidArgumentError, match=f"^out must {complaint}") as refused:
+        v3(X + 1, out=out)
+    assert [violation.field for violation in refused.value.violations] == ["out"]
+
+
+def test_an_out_over_x_alone_is_refused_too() -> None:
+    x = X + 1
+    with pytest.raises(bngrad.InvalidArgumentError, match=r"^out must not overlap x$"):
+        v3(x, out=x)
+
+
+@pytest.mark.parametrize("out", [[[1.0]], X.tobytes(), 1.0])
+def test_an_out_that_is_no_array_is_a_type_error(out: Any) -> None:
+    with pytest.raises(TypeError, match="out must be a NumPy array, not "):
+        v3(out=out)
 
 
 @pytest.mark.parametrize(
@@ -196,16 +268,15 @@ def test_an_unknown_reserve_space_2_kind_is_refused() -> None:
     ("dtype", "data_type"),
     [("f2", pb.DATA_TYPE_FLOAT16), (BFLOAT16, pb.DATA_TYPE_BFLOAT16), ("f4", pb.DATA_TYPE_FLOAT32)],
 )
-def test_results_are_the_callers_own_arrays(dtype: Any, data_type: pb.DataType) -> None:
+@pytest.mark.parametrize("where", ["new", "strided", "apart"])
+def test_results_are_the_callers_own_arrays(dtype: Any, data_type: pb.DataType, where: str) -> None:
     expected = X.astype(dtype)
-    answer = pb.FusedBatchNormGradV3Response(
-        x_backprop=tensor(expected, data_type),
-        scale_backprop=tensor(STATS),
-        offset_backprop=tensor(STATS + 1),
-        reserve_space_4=EMPTY,
-        reserve_space_5=EMPTY,
-    ).SerializeToString()
-    results = v3().read(answer)
+    answer = answer_v3(x_backprop=tensor(expected, data_type))
+    out = {"new": None, "strided": np.empty((2, 3, 4, 10), dtype)[..., ::2], "apart": expected.copy()}[where]
+    if where == "apart":
+        answer = answer_v3(x_backprop=pb.Tensor(dtype=data_type, shape=X.shape))
+    results = v3().read(answer, out, apart=where == "apart")
+    assert out is None or results.x_backprop is out
     assert results.x_backprop.dtype == np.dtype(dtype)
     np.testing.assert_array_equal(results.x_backprop, expected)
     np.testing.assert_array_equal(results.scale_backprop, STATS)
@@ -219,29 +290,35 @@ def test_results_are_the_callers_own_arrays(dtype: Any, data_type: pb.DataType) 
 @pytest.mark.parametrize(
     ("answer", "complaint"),
     [
-        (b"\xff\xff", "the server's answer is no BatchNormTrainingBackpropResponse"),
-        (b"", "the server's input_delta has the dtype 0, which this client does not know"),
-        (
-            pb.BatchNormTrainingBackpropResponse(
-                input_delta=pb.Tensor(dtype=pb.DATA_TYPE_FLOAT32, shape=[2, 3], data=bytes(20))
-            ).SerializeToString(),
-            r"the server's input_delta has 20 bytes for shape \(2, 3\) of float32",
-        ),
-        (
-            pb.BatchNormTrainingBackpropResponse(
-                input_delta=pb.Tensor(dtype=pb.DATA_TYPE_FLOAT32, shape=[-1], data=bytes(20))
-            ).SerializeToString(),
-            r"the server's input_delta has 20 bytes for shape \(-1,\) of float32",
+        (b"\xff\xff", "the server's answer is no FusedBatchNormGradV3Response"),
+        (b"", "the server's answer has no x_backprop, scale_backprop, offset_backprop, reserve_space_4"),
+        (answer_v3(x_backprop=None), "the server's answer has no x_backprop$"),
+        (answer_v3(reserve_space_5=None), "the server's answer has no reserve_space_5$"),
+        (answer_v3(x_backprop=pb.Tensor()), "the server's x_backprop has the dtype 0, which this client does not know"),
+        *(
+            (
+                answer_v3(scale_backprop=pb.Tensor(dtype=pb.DATA_TYPE_FLOAT32, shape=shape, data=bytes(20))),
+                rf"the server's scale_backprop has 20 bytes for shape {re.escape(str(shape))} of float32",
+            )
+            for shape in [(2, 3), (-1,), (-5, -1)]
         ),
     ],
 )
 def test_a_malformed_answer_is_an_internal_error(answer: bytes, complaint: str) -> None:
-    call = _ops.batch_norm_training_backprop(X, X, STATS, STATS, None, 1e-4, "NXC")
     with pytest.raises(bngrad.InternalError, match=complaint):
-        call.read(answer)
+        v3().read(answer)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("other", [X[:1], X.astype(np.float16)], ids=["shape", "dtype"])
+def test_an_answer_that_does_not_fit_where_it_goes_is_an_internal_error(other: Any, apart: bool) -> None:
+    data_type = pb.DATA_TYPE_FLOAT16 if other.dtype == np.float16 else pb.DATA_TYPE_FLOAT32
+    with pytest.raises(bngrad.InternalError, match=r"the server's x_backprop has "):
+        v3().read(answer_v3(x_backprop=tensor(other, data_type)), np.empty_like(X), apart=apart)
 
 
 def test_server_info_is_read_word_for_word() -> None:
+    endpoints = pb.Endpoints(stream_port=7, local_directory="/there")
     answer = pb.ServerInfoResponse(
         version="1.2.3",
         devices=[
@@ -251,8 +328,9 @@ def test_server_info_is_read_word_for_word() -> None:
         ],
         limits=pb.Limits(max_message_bytes=5, arena_bytes=6),
         ops=["FusedBatchNormGradV3"],
+        endpoints=endpoints,
     )
-    assert _ops.server_info().read(answer.SerializeToString()) == bngrad.ServerInfo(
+    expected = bngrad.ServerInfo(
         version="1.2.3",
         devices=(
             bngrad.Device("cpu", "a CPU", "ready", 2),
@@ -263,3 +341,9 @@ def test_server_info_is_read_word_for_word() -> None:
         max_message_bytes=5,
         arena_bytes=6,
     )
+    assert _codec.read_server_info(answer.SerializeToString()) == (expected, endpoints)
+
+
+def test_an_answer_that_is_no_server_info_is_an_internal_error() -> None:
+    with pytest.raises(bngrad.InternalError, match="the server's answer is no ServerInfoResponse"):
+        _codec.read_server_info(b"\xff\xff")

@@ -1,0 +1,279 @@
+"""Memory for tensors, pooled and reused: the client's own, or regions that a server on this host shares.
+
+Fresh pages cost several times more than the copy into them. A block comes back when the last array in it has gone, and
+serves the next array of about its size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import mmap
+import os
+import socket
+import struct
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from bngrad._results import Array
+
+ALIGNMENT = 64
+"""Every array begins at a multiple of this in its region, in bytes."""
+_REGION_NBYTES = 64 * 2**20
+_LEASE_TIMEOUT_S = 5.0
+_KEY_NBYTES = 16
+_IS_IN_USE = b"?"
+_SIZE = struct.Struct("<Q")
+
+
+class LeaseError(Exception):
+    """The server shares no memory with this client, or no more of it."""
+
+
+class LeaseEndedError(LeaseError):
+    """What was located has no lease any more; new memory may get one."""
+
+
+class UnreachableError(LeaseError):
+    """Nobody leases memory where the server said so: it has ended, and another one may have begun."""
+
+
+class Region:
+    """A mapped piece of memory, of which blocks are cut off one after the other.
+
+    Attributes:
+        key: What the server calls it; empty for the client's own memory.
+        address: Where it begins, in this process.
+        nbytes: Its size.
+        used: How much was cut off.
+        blocks: How many blocks are in use.
+    """
+
+    def __init__(self, nbytes: int, lease: tuple[socket.socket, bytes, int] | None) -> None:
+        self.nbytes = nbytes
+        self.used = 0
+        self.blocks = 0
+        self.key = b""
+        self._socket: socket.socket | None = None
+        self._is_silent = False
+        if lease is None:
+            # Private, lest a forked child writes into our arrays.
+            self.memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        else:
+            self._socket, self.key, fd = lease
+            try:
+                self.memory = mmap.mmap(fd, nbytes)
+            except BaseException:
+                self.close()
+                raise
+            finally:
+                os.close(fd)
+        with contextlib.suppress(OSError):  # not every kernel has huge pages
+            self.memory.madvise(mmap.MADV_HUGEPAGE)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+
+    def offset_of(self, array: Array) -> int | None:
+        """Where an array in C order begins in the region, in bytes; None if it is elsewhere."""
+        offset: int = array.ctypes.data - self.address
+        return offset if 0 <= offset <= self.nbytes - array.nbytes else None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the server still knows it."""
+        if self._socket is None:
+            return not self.key
+        try:
+            return self._socket.recv(1, socket.MSG_PEEK) != b""
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    def is_in_use(self) -> bool:
+        """Whether the server may still read or write it for some request; one call at a time."""
+        if self._socket is None or self._is_silent:
+            return self._is_silent
+        try:
+            self._socket.settimeout(_LEASE_TIMEOUT_S)
+            self._socket.sendall(_IS_IN_USE)
+            return self._socket.recv(1) == b"\x01"
+        except OSError:
+            self._is_silent = True  # An answer that comes late would be taken for the one to a later question.
+            return True
+        finally:
+            self._socket.setblocking(False)
+
+    def close(self) -> None:
+        """Ends the lease; arrays keep the memory itself."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A piece of a region, in bytes."""
+
+    region: Region
+    offset: int
+    nbytes: int
+
+
+class Pool:
+    """Blocks of memory for arrays.
+
+    Args:
+        path: The socket where a server leases regions; None for memory of the client's own.
+    """
+
+    def __init__(self, path: str | None) -> None:
+        self._path = path
+        self._mutex = threading.Lock()
+        self._regions: list[Region] = []
+        self._free: dict[int, list[Block]] = {}
+        # What the garbage collector gives back, at any moment and in any thread, so without a lock.
+        self._returned: deque[Block] = deque()
+        self._doubtful: list[Array] = []
+        self._closed = False
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """A new array.
+
+        Raises:
+            LeaseError: The server does not lease the memory for it.
+        """
+        nbytes = math.prod(shape) * dtype.itemsize
+        block = self._take(_size_class(nbytes))
+        owner = (ctypes.c_ubyte * max(nbytes, 1)).from_buffer(block.region.memory, block.offset)
+        weakref.finalize(owner, self._returned.append, block).atexit = False
+        return np.ndarray(shape, dtype, memoryview(owner))
+
+    def locate(self, array: Array) -> tuple[bytes, int] | None:
+        """The key of the region that holds an array in C order, and where it begins there; None if none does."""
+        for region in tuple(self._regions):  # which other threads change
+            offset = region.offset_of(array)
+            if offset is not None and offset % ALIGNMENT == 0:
+                return region.key, offset
+        return None
+
+    def doubt(self, array: Array) -> None:
+        """Keeps the memory of a result that the server may still write, though nobody waits for it any more."""
+        with self._mutex:
+            self._doubtful.append(array)
+
+    def settle(self, arrays: Iterable[Array]) -> Array | None:
+        """Lets doubtful memory go that the server has done with.
+
+        Returns:
+            The first of the arrays whose memory is still in doubt.
+        """
+        with self._mutex:
+            if not self._doubtful:
+                return None
+            in_use = [region for region in self._regions if region.is_in_use()]
+            self._doubtful = [
+                array for array in self._doubtful if any(region.offset_of(array) is not None for region in in_use)
+            ]
+            doubtful = list(self._doubtful)
+        return next((array for array in arrays for other in doubtful if np.may_share_memory(array, other)), None)
+
+    def check(self) -> bool:
+        """Forgets regions that the server has forgotten, and says whether there were any."""
+        with self._mutex:
+            dead = [region for region in self._regions if not region.is_alive]
+            for region in dead:
+                self._forget(region)
+        return bool(dead)
+
+    def close(self) -> None:
+        """Ends every lease; arrays stay usable, as ordinary ones."""
+        with self._mutex:
+            self._closed = True
+            for region in list(self._regions):
+                self._forget(region)
+
+    def _take(self, nbytes: int) -> Block:
+        with self._mutex:
+            self._collect()
+            block = self._reuse(nbytes) or self._cut(nbytes)
+            if block is None:
+                self._regions.append(self._new_region(max(nbytes, _REGION_NBYTES)))
+                block = self._cut(nbytes)
+                assert block is not None
+            block.region.blocks += 1
+            return block
+
+    def _collect(self) -> None:
+        while self._returned:
+            block = self._returned.popleft()
+            block.region.blocks -= 1
+            if block.region in self._regions:
+                self._free.setdefault(block.nbytes, []).append(block)
+
+    def _reuse(self, nbytes: int) -> Block | None:
+        free = self._free.get(nbytes)
+        return free.pop() if free else None
+
+    def _cut(self, nbytes: int) -> Block | None:
+        """A new block of any region that has room, or has no more arrays and so can begin anew."""
+        for region in self._regions:
+            if region.used + nbytes > region.nbytes and region.blocks == 0 and nbytes <= region.nbytes:
+                self._drop_free_blocks(region)
+                region.used = 0
+            if region.used + nbytes <= region.nbytes:
+                region.used += nbytes
+                return Block(region, region.used - nbytes, nbytes)
+        return None
+
+    def _new_region(self, nbytes: int) -> Region:
+        if self._closed:
+            raise LeaseError("the client is closed")
+        for region in [region for region in self._regions if region.blocks == 0]:
+            self._forget(region)  # too small, so another one of its kind would not help either
+        return Region(nbytes, None if self._path is None else _lease(self._path, nbytes))
+
+    def _forget(self, region: Region) -> None:
+        self._drop_free_blocks(region)
+        self._regions.remove(region)
+        region.close()
+
+    def _drop_free_blocks(self, region: Region) -> None:
+        for nbytes, blocks in list(self._free.items()):
+            kept = [block for block in blocks if block.region is not region]
+            if kept:
+                self._free[nbytes] = kept
+            else:
+                del self._free[nbytes]
+
+
+def _lease(path: str, nbytes: int) -> tuple[socket.socket, bytes, int]:
+    """Leases a region: the connection that keeps the lease, the region's key, its file descriptor."""
+    lease = socket.socket(socket.AF_UNIX)
+    try:
+        lease.settimeout(_LEASE_TIMEOUT_S)
+        lease.connect(path)
+        lease.sendall(_SIZE.pack(nbytes))
+        answer, fds, _, _ = socket.recv_fds(lease, 1024, 1)
+        if len(fds) != 1 or len(answer) != _KEY_NBYTES:
+            raise LeaseError(answer.decode(errors="replace") or "the server leases no memory")
+    except OSError as error:
+        lease.close()
+        raise UnreachableError(f"the server leases no memory: {error}") from error
+    except LeaseError:
+        lease.close()
+        raise
+    lease.setblocking(False)  # from now on it is only looked at
+    return lease, answer, fds[0]
+
+
+def _size_class(nbytes: int) -> int:
+    """The size of a block for so many bytes: few sizes, so that blocks fit again, and at most an eighth too much."""
+    step = max(ALIGNMENT, 1 << max(nbytes.bit_length() - 4, 0))
+    return max(step, -(-nbytes // step) * step)

@@ -1,0 +1,246 @@
+"""The choice of the way that a call takes to the server."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import grpc
+import numpy as np
+
+from bngrad import _channel, _codec, _ops
+from bngrad._cancellation import Cancellation
+from bngrad._channel import Transport
+from bngrad._deadline import Deadline
+from bngrad._direct import DirectEndpoint, NotConnectedError
+from bngrad._discovery import Discovery, Ways
+from bngrad._errors import (
+    BngradError,
+    ClientClosedError,
+    InvalidArgumentError,
+    UnavailableError,
+)
+from bngrad._grpc import GrpcEndpoint
+from bngrad._memory import LeaseEndedError, LeaseError, Pool, UnreachableError
+from bngrad._ops import Call
+from bngrad._results import Array, ServerInfo
+from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
+from bngrad_protos.wire import Buffer
+
+Result = TypeVar("Result")
+
+_SHARED_FROM_NBYTES = 64 * 1024
+"""Smaller tensors are sent: that costs less than saying where they are."""
+_NOT_LOCAL = "it is not on this host, or shares none"
+
+
+class Connector:
+    """Makes calls to one server, from any number of threads."""
+
+    def __init__(self, target: str, transport: Transport, options: Iterable[_channel.ChannelOption]) -> None:
+        """Connects to nothing yet.
+
+        Args:
+            target: The server's address.
+            transport: Which way calls go; "auto" for the fastest that there is.
+            options: gRPC channel arguments.
+        """
+        self._target = target
+        self._transport = transport
+        self._channel = grpc.insecure_channel(target, _channel.channel_options(options))
+        self._grpc = GrpcEndpoint(self._channel, target)
+        self._results = Pool(None)
+        self._discovery = Discovery(target, lambda *limits: self._ask(*limits)[1])
+        self._mutex = threading.Lock()
+        self._running: set[Cancellation] = set()
+        self._closed = False
+
+    def run(self, call: Call[Result], timeout: float, cancellation: Cancellation) -> Result:
+        """Makes a call.
+
+        Args:
+            call: The call.
+            timeout: The seconds that it may take.
+            cancellation: Where to hear that the caller has lost interest.
+
+        Raises:
+            BngradError: See `bngrad.Client`.
+        """
+        return self._guarded(cancellation, timeout, lambda deadline: self._run(call, deadline, cancellation))
+
+    def server_info(self, timeout: float, cancellation: Cancellation) -> ServerInfo:
+        """Asks the server what it is."""
+        return self._guarded(cancellation, timeout, lambda deadline: self._ask(deadline, cancellation)[0])
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], timeout: float, cancellation: Cancellation) -> Array:
+        """A new array, in memory shared with the server if there is such."""
+
+        def make(deadline: Deadline) -> Array:
+            if self._transport in ("unary", "stream"):
+                return self._results.empty(shape, dtype)
+            ways = self._discovery.ways(deadline, cancellation)
+            try:
+                if ways.shared is None:
+                    raise LeaseError(_NOT_LOCAL)
+                return ways.shared.empty(shape, dtype)
+            except LeaseError as error:
+                self._lose_with(ways, error)
+                if self._transport == "shared":
+                    raise self._not_shared(error) from error
+                return self._results.empty(shape, dtype)
+
+        return self._guarded(cancellation, timeout, make)
+
+    def close(self) -> None:
+        """Ends every call; closing again does nothing."""
+        with self._mutex:
+            self._closed = True
+            running = list(self._running)
+        self._channel.close()
+        for cancellation in running:
+            cancellation.cancel()
+        self._discovery.close()
+        self._results.close()
+
+    def _guarded(self, cancellation: Cancellation, timeout: float, what: Callable[[Deadline], Result]) -> Result:
+        """Lets `close` end what is done, and says so."""
+        with self._mutex:
+            if self._closed:
+                raise ClientClosedError("is closed")
+            self._running.add(cancellation)
+        try:
+            return what(Deadline.after(timeout))
+        except (BngradError, LeaseError, ValueError) as error:
+            # A ValueError is what a channel raises that another thread has closed just now.
+            if self._closed:
+                raise ClientClosedError("was closed during the call") from error
+            raise
+        finally:
+            self._running.discard(cancellation)
+
+    def _run(self, call: Call[Result], deadline: Deadline, cancellation: Cancellation) -> Result:
+        if self._transport == "unary":
+            return self._send(call, self._grpc, deadline, cancellation)
+        ways = self._discovery.ways(deadline, cancellation)
+        if self._prefers_shared(call, ways):
+            try:
+                return self._share(call, ways, deadline, cancellation)
+            except (LeaseError, NotConnectedError) as error:
+                self._lose_with(ways, error)
+                if cancellation.cancelled or self._transport == "shared":
+                    raise self._not_shared(error) from error
+        # Who asks for a stream to a TCP address means that, also where there is a shorter way.
+        by_tcp_first = self._transport == "stream" and ways.remote is not None
+        for endpoint in (ways.remote, ways.local) if by_tcp_first else (ways.local, ways.remote):
+            if endpoint is not None:
+                try:
+                    return self._send(call, endpoint, deadline, cancellation)
+                except NotConnectedError as error:
+                    if cancellation.cancelled:
+                        raise UnavailableError(f"the call to {self._target} was cancelled") from error
+                    self._discovery.lose(ways, endpoint)
+        return self._send(call, self._grpc, deadline, cancellation)
+
+    def _send(
+        self,
+        call: Call[Result],
+        endpoint: DirectEndpoint | GrpcEndpoint,
+        deadline: Deadline,
+        cancellation: Cancellation,
+    ) -> Result:
+        """Sends the tensors to an endpoint."""
+        op = call.op
+        is_small = call.nbytes < endpoint.unary_below_nbytes
+        if self._transport == "unary" or (self._transport == "auto" and is_small):
+            return call.read(endpoint.unary(op.method, call.pieces(), deadline, cancellation), call.out)
+        in_place = call.out is not None and call.out.flags.c_contiguous
+        result = call.out if in_place else self._results.empty(call.shape, call.dtype)
+        assert result is not None
+        tensors = [_codec.view_of(array) for array in call.large.values()]
+        response = endpoint.exchange(
+            _ops.EXCHANGE_METHOD,
+            op.number,
+            call.header_pieces(),
+            tensors,
+            _codec.view_of(result),
+            deadline,
+            cancellation,
+        )
+        return call.read(response, _delivered(result, call.out), apart=True)
+
+    def _share(self, call: Call[Result], ways: Ways, deadline: Deadline, cancellation: Cancellation) -> Result:
+        try:
+            return self._share_once(call, ways, deadline, cancellation)
+        except LeaseEndedError:  # the server's doing, or another call's that came to nothing
+            return self._share_once(call, ways, deadline, cancellation)
+
+    def _share_once(self, call: Call[Result], ways: Ways, deadline: Deadline, cancellation: Cancellation) -> Result:
+        """Puts the tensors into shared memory, where they are not there already, and says where they are."""
+        pool, endpoint, op = ways.shared, ways.local, call.op
+        if pool is None or endpoint is None:
+            raise LeaseError(_NOT_LOCAL)
+        if pool.settle([*call.large.values(), *(() if call.out is None else (call.out,))]) is not None:
+            raise UnavailableError("a call that timed out may still write to an array of this call: try again later")
+        arrays = [_in_pool(pool, array) for array in call.large.values()]
+        result = call.out
+        if result is None or not result.flags.c_contiguous or pool.locate(result) is None:
+            result = pool.empty(call.shape, call.dtype)
+        pieces: list[Buffer] = [
+            _codec.located_piece(op.fields[field], array.dtype, array.shape, *_place(pool, array))
+            for field, array in zip(call.large, arrays, strict=True)
+        ]
+        pieces += [_codec.location_piece(op.location_number, *_place(pool, result)), *call.small_pieces()]
+        try:
+            response = endpoint.unary(op.method, pieces, deadline, cancellation)
+        except InvalidArgumentError as error:
+            pool.check()
+            if any(pool.locate(array) is None for array in (*arrays, result)):
+                raise LeaseEndedError("a lease has ended") from error
+            raise
+        except BaseException as error:
+            pool.doubt(result)  # A worker may write the answer yet, which must not meet another call's tensors.
+            if isinstance(error, NotConnectedError) and not cancellation.cancelled:
+                self._discovery.lose(ways, endpoint)
+            raise
+        return call.read(response, _delivered(result, call.out), apart=True)
+
+    def _prefers_shared(self, call: Call[Result], ways: Ways) -> bool:
+        if self._transport == "auto":
+            return ways.shared is not None and call.nbytes >= _SHARED_FROM_NBYTES
+        return self._transport == "shared"
+
+    def _not_shared(self, error: Exception) -> UnavailableError:
+        return UnavailableError(f"{self._target} shares no memory with this client: {error}")
+
+    def _ask(self, deadline: Deadline, cancellation: Cancellation) -> tuple[ServerInfo, pb.Endpoints]:
+        return _codec.read_server_info(self._grpc.unary(_ops.SERVER_INFO_METHOD, [], deadline, cancellation))
+
+    def _lose_with(self, ways: Ways, error: Exception) -> None:
+        """Does as `_lose` where the error says that the server on this host has gone."""
+        if isinstance(error, UnreachableError) and ways.local is not None:
+            self._discovery.lose(ways, ways.local)
+
+
+def _in_pool(pool: Pool, array: Array) -> Array:
+    """The array, or a copy of it in the pool's memory."""
+    if pool.locate(array) is not None:
+        return array
+    copy = pool.empty(array.shape, array.dtype)
+    np.copyto(copy, array)
+    return copy
+
+
+def _place(pool: Pool, array: Array) -> tuple[bytes, int]:
+    place = pool.locate(array)
+    if place is None:
+        raise LeaseEndedError("a lease has ended")
+    return place
+
+
+def _delivered(result: Array, out: Array | None) -> Array:
+    """The result, where the caller wants it."""
+    if out is None or out is result:
+        return result
+    np.copyto(out, result)
+    return out
