@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal, get_args
 
+import grpc
 import psutil
 import pytest
 
 import bngrad
+from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
+from bngrad_protos.v1 import batch_norm_grad_pb2_grpc as pb_grpc
 from bngrad_server.embedded import EmbeddedServer
 
 TIMEOUT_S = 60.0
+Transport = Literal["auto", "unary", "stream", "shared"]
+TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 
 
 @pytest.fixture(scope="session")
@@ -32,9 +41,16 @@ def target(request: pytest.FixtureRequest, server: EmbeddedServer, socket_path: 
     return server.target if request.param == "tcp" else f"unix:{socket_path}"
 
 
+@pytest.fixture(scope="session", params=TRANSPORTS)
+def transport(request: pytest.FixtureRequest) -> Transport:
+    chosen: Transport = request.param
+    return chosen
+
+
 @pytest.fixture(scope="session")
-def client(target: str) -> Iterator[bngrad.Client]:
-    with bngrad.Client(target) as client:
+def client(target: str, transport: Transport) -> Iterator[bngrad.Client]:
+    """A client for every way to the server."""
+    with bngrad.Client(target, transport=transport) as client:
         yield client
 
 
@@ -69,3 +85,40 @@ def is_running(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def endpoints_of(target: str) -> pb.Endpoints:
+    """The ways to a server beside the one that is named."""
+    with grpc.insecure_channel(target) as channel:
+        return pb_grpc.BatchNormGradServiceStub(channel).ServerInfo(pb.ServerInfoRequest()).endpoints
+
+
+def targets_of(target: str) -> dict[str, str]:
+    """Where else a server takes calls: grpcio's port, its own on TCP, its own on this host."""
+    endpoints = endpoints_of(target)
+    host = target.rpartition(":")[0]
+    return {
+        "grpcio": target,
+        "tcp": f"{host}:{endpoints.stream_port}",
+        "local": f"unix:{endpoints.local_directory}/calls",
+    }
+
+
+@contextmanager
+def process(code: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
+    """Runs Python code, which must print a line once it is where the test wants it; killed when the block ends."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
+        try:
+            assert running.stdout is not None
+            assert running.stdout.readline() == "ready\n"
+            yield running
+        finally:
+            running.kill()
+
+
+def regions_of(pid: int) -> int:
+    """How many descriptors and mappings of memory that is shared with clients a process has."""
+    descriptors = [str(path.readlink()) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()]
+    mappings = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return sum("bngrad-region" in each for each in [*descriptors, *mappings])

@@ -8,7 +8,7 @@ import numpy as np
 
 from bngrad_kernels import accuracy
 from bngrad_kernels.problem import Array
-from bngrad_kernels.spec import ReserveSpace2Kind, Spec
+from bngrad_kernels.spec import FLOAT32, ReserveSpace2Kind, Spec
 
 
 class Inputs(NamedTuple):
@@ -44,3 +44,29 @@ def assert_gradients(spec: Spec, inputs: Inputs, outputs: tuple[Any, ...]) -> No
     assert scale_backprop.dtype == offset_backprop.dtype == spec.stats_dtype
     errors, bounds = accuracy.errors(spec, inputs, outputs), accuracy.bounds(spec)
     assert all(error <= bound for error, bound in zip(errors, bounds, strict=True)), (errors, bounds)
+
+
+class Case(NamedTuple):
+    """An op on tensors of a shape; ``run`` gives its outputs by any client, as an awaitable by an asynchronous one."""
+
+    op: str
+    data_format: str
+    shape: tuple[int, ...]
+
+    def spec(self, dtype: np.dtype[Any] = FLOAT32) -> Spec:
+        return Spec(dtype, self.shape, len(self.shape) - 1 if self.data_format.endswith("C") else 1)
+
+    def run(self, client: Any, inputs: Inputs, out: Array | None = None) -> Any:
+        y_backprop, x, scale, mean, variance = inputs
+        kind = {"data_format": self.data_format, "out": out}
+        if self.op == "v2":
+            return client.fused_batch_norm_grad_v2(*inputs, **kind)
+        if self.op == "v3":
+            return client.fused_batch_norm_grad_v3(*inputs, np.empty(0, np.float32), **kind)
+        return client.batch_norm_training_backprop(x, y_backprop, mean, variance, scale, epsilon=1e-4, **kind)
+
+
+def assert_same_bits(ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> None:
+    for our, their in zip(ours[:3], theirs[:3], strict=True):
+        assert (our.shape, our.dtype) == (their.shape, their.dtype)
+        assert our.tobytes() == their.tobytes()

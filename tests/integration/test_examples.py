@@ -24,6 +24,7 @@ def output_of(*command: object) -> str:
     [
         ("quickstart", "BatchNormTrainingBackprop"),
         ("async_client", "batch 7"),
+        ("shared_memory", "3 x 26 MB: arrays in shared memory"),
         ("tensorflow_gradient", "gradient of scale: (64,), differs from TensorFlow's by"),
     ],
 )

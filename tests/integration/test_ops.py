@@ -1,4 +1,4 @@
-"""The three ops, by the client, through a server process, over TCP and over a Unix socket."""
+"""The three ops, by the client, through a server process, over TCP and over a Unix socket, by every transport."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.integration.problems import Inputs, assert_gradients, random_inputs
+from tests.integration.conftest import TRANSPORTS
+from tests.integration.problems import Inputs, assert_gradients, assert_same_bits, random_inputs
 
 import bngrad
 import bngrad.aio
 from bngrad_kernels.spec import BFLOAT16, FLOAT16, FLOAT32, ReserveSpace2Kind, Spec
+from bngrad_server.embedded import EmbeddedServer
 
 DTYPES = [FLOAT16, BFLOAT16, FLOAT32]
 NOTHING = np.empty(0, np.float32)
@@ -97,10 +99,15 @@ def test_reserve_space_2_may_be_the_inverse_standard_deviation(client: bngrad.Cl
     assert_gradients(spec, inputs, outputs)
 
 
-def test_a_tensor_of_a_real_networks_size_comes_back_right(client: bngrad.Client) -> None:
+def test_a_tensor_of_a_real_networks_size_comes_back_right(server: EmbeddedServer) -> None:
     spec = Spec(FLOAT32, (32, 56, 56, 64), 3)
     inputs = random_inputs(spec)
-    assert_gradients(spec, inputs, client.fused_batch_norm_grad_v3(*inputs, NOTHING))
+    for transport in TRANSPORTS:
+        with bngrad.Client(server.target, transport=transport) as client:
+            outputs = client.fused_batch_norm_grad_v3(*inputs, NOTHING)
+        if transport == "auto":
+            assert_gradients(spec, inputs, expected := outputs)
+        assert_same_bits(outputs, expected)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,131 @@
+"""Clients that vanish, stall or run out of time amid an upload: their memory is free at once, nobody waits for them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from tests.integration.conftest import process, targets_of, wait_until
+from tests.integration.problems import Case, assert_gradients, random_inputs
+
+import bngrad
+from bngrad_server.embedded import EmbeddedServer
+
+CASE = Case("v2", "NHWC", (32, 28, 28, 64))
+INPUTS = random_inputs(CASE.spec())
+SMALL = Case("v2", "NHWC", (2, 5, 5, 3))
+ARENA_NBYTES = 4 * CASE.spec().tensor_nbytes  # for one request, not for two
+UPLOAD = """
+import sys, threading
+import grpc
+import numpy as np
+from bngrad_protos.v1 import batch_norm_grad_pb2 as pb, batch_norm_grad_pb2_grpc as pb_grpc
+target, timeout = sys.argv[1], float(sys.argv[2]) or None
+tensor = pb.Tensor(dtype=pb.DATA_TYPE_FLOAT32, shape=(32, 28, 28, 64))
+stats = pb.Tensor(dtype=pb.DATA_TYPE_FLOAT32, shape=(64,), data=bytes(256))
+header = pb.FusedBatchNormGradV2Request(
+    y_backprop=tensor, x=tensor, scale=stats, reserve_space_1=stats, reserve_space_2=stats
+)
+def messages():
+    yield pb.ExchangeRequest(fused_batch_norm_grad_v2=header)
+    yield pb.ExchangeRequest(chunk=bytes(3_000_000))
+    yield pb.ExchangeRequest(chunk=bytes(1_000_000))
+    print("ready", flush=True)
+    threading.Event().wait()
+next(pb_grpc.BatchNormGradServiceStub(grpc.insecure_channel(target)).Exchange(messages(), timeout=timeout))
+"""
+
+
+@pytest.fixture(scope="module")
+def small_server() -> Iterator[EmbeddedServer]:
+    with EmbeddedServer(options=("--arena-bytes", str(ARENA_NBYTES))) as server:
+        yield server
+
+
+@pytest.fixture(params=["grpcio", "tcp", "local"])
+def upload_target(request: pytest.FixtureRequest, small_server: EmbeddedServer) -> str:
+    return targets_of(small_server.target)[request.param]
+
+
+def ends_at_once(client: bngrad.Client) -> None:
+    """Asserts that a request that needs the arena whole is served."""
+    assert_gradients(CASE.spec(), INPUTS, CASE.run(client, INPUTS))
+
+
+@pytest.fixture
+def client(small_server: EmbeddedServer) -> Iterator[bngrad.Client]:
+    """One whose tensors are staged in the arena, as the uploads are."""
+    with bngrad.Client(small_server.target, transport="stream", timeout=4) as client:
+        ends_at_once(client)
+        yield client
+
+
+def wait_until_staged(client: bngrad.Client) -> None:
+    """Waits until the upload has taken its memory, so that there is none for another large request."""
+
+    def is_staged() -> bool:
+        try:
+            client.fused_batch_norm_grad_v2(*INPUTS, timeout=0.3)
+        except bngrad.DeadlineExceededError:
+            return True
+        return False
+
+    wait_until(is_staged)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_the_memory_of_a_client_that_ends_amid_an_upload_is_free_at_once(
+    client: bngrad.Client, upload_target: str, number: signal.Signals
+) -> None:
+    for _ in range(2):
+        with process(UPLOAD, upload_target, 0) as uploading:
+            wait_until_staged(client)
+            uploading.send_signal(number)
+            ends_at_once(client)
+
+
+def test_a_stalled_upload_keeps_nobody_waiting(
+    small_server: EmbeddedServer, client: bngrad.Client, upload_target: str
+) -> None:
+    inputs = random_inputs(SMALL.spec())
+    with (
+        process(UPLOAD, upload_target, 0),
+        grpc.insecure_channel(small_server.target) as channel,
+        bngrad.Client(small_server.target) as small,
+    ):
+        check = health_pb2_grpc.HealthStub(channel).Check  # type: ignore[attr-defined]
+        wait_until_staged(client)
+        for each in (client, small):
+            SMALL.run(each, inputs)  # connects
+            begin = time.monotonic()
+            for _ in range(10):
+                SMALL.run(each, inputs)
+                assert check(health_pb2.HealthCheckRequest()).status == health_pb2.HealthCheckResponse.SERVING
+            assert time.monotonic() - begin < 1
+
+
+def test_the_deadline_of_a_stalled_upload_ends_it(client: bngrad.Client, upload_target: str) -> None:
+    """The server keeps it: the client is stopped, so that it cannot cancel anything."""
+    with process(UPLOAD, upload_target, 1.5) as uploading:
+        os.kill(uploading.pid, signal.SIGSTOP)
+        time.sleep(1.5)
+        ends_at_once(client)
+
+
+def test_a_client_learns_that_the_deadline_of_its_upload_has_passed(client: bngrad.Client, upload_target: str) -> None:
+    with process(UPLOAD.replace("next(", "call = (") + REPORT, upload_target, 0.5) as uploading:
+        assert uploading.communicate(timeout=10)[0] == "DEADLINE_EXCEEDED\n"
+    ends_at_once(client)
+
+
+REPORT = """
+try:
+    next(call)
+except grpc.RpcError as error:
+    print(error.code().name, flush=True)
+"""
