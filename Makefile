@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint proto bench clean
+.PHONY: demo test lint proto bench bench-transport clean
 
 demo: $(VENV)/server.stamp  ## Sets up, starts a CPU server and sends it real gradients
 	$(BIN)/bngrad demo
@@ -24,6 +24,9 @@ proto: $(VENV)/dev.stamp  ## Regenerates the code beside the .proto files
 
 bench: $(VENV)/dev.stamp  ## CPU kernels against TensorFlow, PyTorch and oneDNN
 	$(BIN)/python -m benchmarks.bench_kernels
+
+bench-transport: $(VENV)/dev.stamp  ## Round trips against plain protobuf, bare gRPC, Arrow Flight and the kernel
+	$(BIN)/python -m benchmarks.bench_transport
 
 clean:
 	rm -rf $(VENV)

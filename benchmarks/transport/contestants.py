@@ -1,0 +1,85 @@
+"""Who takes part: by name, which server it needs and how it connects."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.transport import Prepare, arrow_flight, echo, protobuf, sdk, servers
+from benchmarks.transport import kernel as in_process
+from benchmarks.transport.kernel import Kernel
+
+from bngrad_server.embedded import EmbeddedServer
+
+TCP, UNIX = "tcp", "unix"
+NETWORKS = {TCP: "TCP loopback", UNIX: "Unix socket"}
+KERNEL, EMPTY = "kernel", "grpc-empty"
+_BNGRAD = "bngrad"
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One line of the plot.
+
+    Attributes:
+        title: What it is.
+        server: The kind of server that it needs; "" where none.
+        connect: Connects to that server's address.
+    """
+
+    title: str
+    server: str
+    connect: Callable[..., AbstractContextManager[Prepare]]
+
+
+def _bngrad(title: str, **arguments: Any) -> Contestant:
+    return Contestant(f"bngrad, {title}", _BNGRAD, functools.partial(sdk.connect, **arguments))
+
+
+CONTESTANTS: Mapping[str, Contestant] = {
+    "bngrad": _bngrad("plain client"),
+    "bngrad-auto": _bngrad("auto", transport="auto"),
+    "bngrad-shared": _bngrad("shared memory, arrays in the region", transport="shared", in_region=True),
+    "bngrad-shared-copy": _bngrad("shared memory, ordinary arrays", transport="shared"),
+    "bngrad-stream": _bngrad("stream", transport="stream"),
+    "bngrad-unary": _bngrad("unary", transport="unary"),
+    "protobuf": Contestant("plain protobuf service", "protobuf", protobuf.connect),
+    "grpc-echo": Contestant("bare gRPC echo, no compute", "echo", echo.connect),
+    EMPTY: Contestant("empty gRPC call", "echo", functools.partial(echo.connect, empty=True)),
+    "flight": Contestant("Arrow Flight", "flight", arrow_flight.connect),
+    "flight-echo": Contestant(
+        "Arrow Flight, no compute", "flight", functools.partial(arrow_flight.connect, compute=False)
+    ),
+    KERNEL: Contestant("kernel in process", "", in_process.connect),
+}
+
+
+@contextlib.contextmanager
+def connected(
+    names: list[str], network: str, kernel: Kernel, threads: int, folder: Path
+) -> Iterator[dict[str, Prepare]]:
+    """Starts the servers that contestants need, each in a process of its own, and connects the contestants."""
+    with contextlib.ExitStack() as stack:
+        targets: dict[str, Any] = {"": kernel}
+        for kind in dict.fromkeys(CONTESTANTS[name].server for name in names):
+            if kind:
+                address = f"unix:{folder / kind}.sock" if network == UNIX else "127.0.0.1:0"
+                targets[kind] = stack.enter_context(_server(kind, address, threads))
+        yield {
+            name: stack.enter_context(CONTESTANTS[name].connect(targets[CONTESTANTS[name].server])) for name in names
+        }
+
+
+@contextlib.contextmanager
+def _server(kind: str, address: str, threads: int) -> Iterator[str]:
+    if kind == _BNGRAD:
+        with EmbeddedServer(address, options=("--threads", str(threads))) as server:
+            yield server.target
+    else:
+        with servers.running(kind, address, threads) as target:
+            yield target

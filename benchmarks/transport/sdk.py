@@ -1,0 +1,44 @@
+"""bngrad itself, through the public client of its SDK."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from benchmarks.transport import Call, Gradients, Prepare
+
+import bngrad
+from bngrad_kernels.problem import Problem
+
+
+@contextlib.contextmanager
+def connect(target: str, *, in_region: bool = False, **arguments: Any) -> Iterator[Prepare]:
+    """A client with these arguments; the tensors may live in the region that it shares with the server."""
+    client: Any
+    with bngrad.Client(target, **arguments) as client:
+
+        @contextlib.contextmanager
+        def prepare(problem: Problem) -> Iterator[Call]:
+            tensors = [problem.y_backprop, problem.x]
+            destination = {}
+            if in_region:
+                tensors = [_copy_to(client.empty(tensor.shape, tensor.dtype), tensor) for tensor in tensors]
+                destination["out"] = client.empty(problem.x.shape, problem.x.dtype)
+            vectors = problem.scale, problem.reserve_space_1, problem.reserve_space_2
+
+            def call() -> Gradients:
+                answer = client.fused_batch_norm_grad_v2(
+                    *tensors, *vectors, epsilon=problem.spec.epsilon, is_training=True, **destination
+                )
+                return Gradients(*answer[:3])
+
+            yield call
+
+        yield prepare
+
+
+def _copy_to(destination: Any, source: Any) -> Any:
+    np.copyto(destination, source)
+    return destination

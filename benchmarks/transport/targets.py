@@ -1,0 +1,86 @@
+"""What bngrad's transports should reach, over either network."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from benchmarks.transport.contestants import EMPTY, KERNEL, NETWORKS
+from benchmarks.transport.inputs import KB, MB, label
+from benchmarks.transport.results import Results
+
+RATE_NBYTES = 4 * KB
+"""The tensors of the measurement of requests per second."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A bound on a ratio of bngrad's to another contestant.
+
+    Attributes:
+        quantity: "time" of a call is to be at most ``bound`` times the other's; "speed", its inverse, and
+            "requests/s" of many callers are to be at least that.
+        callers: For "requests/s".
+    """
+
+    quantity: Literal["time", "speed", "requests/s"]
+    subject: str
+    other: str
+    bound: float
+    nbytes: int = RATE_NBYTES
+    callers: int = 1
+
+    def ratio(self, results: Results, network: str) -> float | None:
+        """None where one of the two was not measured."""
+        names = self.subject, self.other
+        if self.quantity == "requests/s":
+            subject, other = (results.rate(network, self.callers, name) for name in names)
+        else:
+            subject, other = (results.p50(network, self.nbytes, name) for name in names)
+        if not subject or not other:
+            return None
+        return other / subject if self.quantity == "speed" else subject / other
+
+    def met(self, ratio: float) -> bool:
+        return ratio <= self.bound if self.quantity == "time" else ratio >= self.bound
+
+    def __str__(self) -> str:
+        relation = "<=" if self.quantity == "time" else ">="
+        callers = f", {self.callers} callers" if self.callers > 1 else ""
+        return (
+            f"{self.quantity} of {self.subject} {relation} {self.bound:g} x {self.other}, {label(self.nbytes)}{callers}"
+        )
+
+
+TARGETS = (
+    Target("time", "bngrad-shared", EMPTY, 1.5),
+    *(Target("time", name, "grpc-echo", 1.6) for name in ("bngrad-auto", "bngrad-stream", "bngrad-unary")),
+    *(Target("requests/s", name, "grpc-echo", 0.5, callers=64)
+      for name in ("bngrad-auto", "bngrad-stream", "bngrad-unary")),
+    Target("speed", "bngrad-stream", "flight", 1.3, 8 * MB),
+    Target("speed", "bngrad-stream", "protobuf", 4, 8 * MB),
+    *(Target("speed", "bngrad-stream", other, bound, nbytes)
+      for nbytes in (64 * MB, 100 * MB, 256 * MB) for other, bound in (("flight", 2), ("protobuf", 8))),
+    Target("time", "bngrad-shared", KERNEL, 1.25, 25 * MB),
+    Target("time", "bngrad-shared", KERNEL, 1.1, 100 * MB),
+)  # fmt: skip
+
+
+def verdicts(results: Results, networks: list[str]) -> list[dict[str, Any]]:
+    """Each target over each network: the ratio, and whether it is met, or None for both."""
+    rows = []
+    for network in networks:
+        for target in TARGETS:
+            ratio = target.ratio(results, network)
+            met = None if ratio is None else target.met(ratio)
+            rows.append({"network": network, "target": str(target), "ratio": ratio, "met": met})
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    words = {True: "met", False: "NOT MET", None: "not measured"}
+    return "\n".join(
+        f"{NETWORKS[row['network']]:14}{row['target']:68}"
+        f"{'-' if row['ratio'] is None else format(row['ratio'], '.2f'):>8}  {words[row['met']]}"
+        for row in rows
+    )
