@@ -37,7 +37,7 @@ class ServerConfig:
     arena_bytes: int = field(default_factory=default_arena_bytes)
     """The memory for the tensors of all requests in flight, in bytes. More lets more requests wait staged; pages are
     taken from the system only when first used."""
-    shared_bytes: int = field(default_factory=default_arena_bytes)
+    shared_bytes: int = field(default_factory=lambda: default_arena_bytes() // 2)
     """The memory that may be shared with clients on this host, in bytes; pages are taken when first used."""
     shared_group: str | None = None
     """The group of users, beside the server's own, that may share memory."""

@@ -68,6 +68,11 @@ class Server:
         self._calls.endpoints.stream_port = self._listen_for_streams()
         self._local = self._listen_locally()
 
+    @property
+    def endpoints(self) -> tuple[int, str]:
+        """The port for large tensors, 0 for none, and the directory for clients on this host, or "none"."""
+        return self._calls.endpoints.stream_port, self._calls.endpoints.local_directory or "none"
+
     def start(self) -> None:
         """Accepts connections, and returns once every worker is ready.
 
@@ -153,6 +158,7 @@ def serve(config: ServerConfig) -> None:
         server.start()
         ready.set()
         print(f"bngrad {__version__} ready on {', '.join(server.addresses)}: {_devices(server)}", flush=True)
+        logger.info("large tensors: port %d; clients on this host: %s", *server.endpoints)
         stopping.wait()
         logger.info("draining")
     finally:

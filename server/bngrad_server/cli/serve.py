@@ -47,7 +47,7 @@ _DEFAULTS = ServerConfig()
     "--shared-bytes",
     type=click.IntRange(min=0),
     default=_DEFAULTS.shared_bytes,
-    show_default="half of the memory",
+    show_default="a quarter of the memory",
     help="Memory that clients on this host may share with the workers; 0 shares none.",
 )
 @click.option(
