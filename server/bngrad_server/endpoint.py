@@ -160,8 +160,10 @@ class Endpoint:
                 call.end()
             else:
                 call.end(_UNIMPLEMENTED, f"{call.path} is not served here")
-        except (ConnectionError, http2.RpcError):
+        except ConnectionError:
             raise
+        except http2.RpcError as error:  # the client has reset the call, and may make others
+            call.end(error.code, error.message)
         except Exception as error:
             code, status = status_of(error)
             call.end(code.value[0], status.message, status.SerializeToString())

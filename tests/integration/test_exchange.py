@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import struct
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any
 
 import grpc
@@ -16,6 +16,7 @@ from tests.integration.problems import Case, Inputs, assert_same_bits, random_in
 from tests.integration.test_bad_input import violations
 
 import bngrad
+from bngrad_protos import http2
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_protos.v1 import batch_norm_grad_pb2_grpc as pb_grpc
 from bngrad_server.embedded import EmbeddedServer
@@ -234,4 +235,20 @@ def test_garbage_on_a_socket_harms_nobody(
             while sock.recv(65536):
                 pass
     other()
+    assert "Traceback" not in server.stderr()
+
+
+def test_a_call_that_its_client_resets_leaves_the_connection_to_others(server: EmbeddedServer) -> None:
+    path = "/bngrad.v1.BatchNormGradService/Exchange"
+    address = (server.target.rpartition(":")[0], endpoints_of(server.target).stream_port)
+    with closing(http2.ClientConnection(socket.create_connection(address, 10), "localhost")) as connection:
+        for sent in (header(), *chunks(Y, 1000)):
+            call = connection.call(path)
+            call.send_message(sent.SerializeToString())
+            call.cancel()
+        call = connection.call(path)
+        for message in request(CASE):
+            call.send_message(message.SerializeToString(), more=True)
+        call.half_close()
+        assert call.receive_message()
     assert "Traceback" not in server.stderr()

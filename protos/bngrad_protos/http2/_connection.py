@@ -141,11 +141,13 @@ class Connection(ABC):
     def handle_arrived(self) -> None:
         """Handles the frames that have arrived whole, without waiting; stops where much DATA is in the way.
 
+        Also stops where the peer has reset the running call: what follows is for the time after it.
+
         Raises:
             ConnectionError: The peer has gone or broke the protocol.
         """
         io = self.io
-        while self.stream is None or len(self.stream.early) < BUFFER_BYTES:
+        while self.stream is None or (len(self.stream.early) < BUFFER_BYTES and not self.stream.reset):
             if self._frame_has_arrived():
                 if not self.data_left:
                     self.handle_frame()
