@@ -57,6 +57,102 @@ def errors(spec: Spec, inputs: tuple[Array, ...], outputs: tuple[Array, ...]) ->
     return Errors(*(_worst(*each) for each in zip(outputs, exact, scales, strict=False)))
 
 
+class GradGradErrors(NamedTuple):
+    """The largest errors of a result of the second order, or the bounds of them; all relative to the terms' moduli.
+
+    The terms are those that the elements are computed from::
+
+        grad_y_backprop: scale * rstd * (u - mean(u)), (a - scale * rstd * mean(u * xh)) * xh, b
+        grad_x:          c1 * (dy - mean(dy)), c2 * (u - mean(u)), c3 * xh
+        grad_scale:      rstd * u * dy, and its projections
+
+    with u, a and b the gradients of x_backprop, scale_backprop and offset_backprop, the mean's modulus counted as well
+    as the difference's, and none of the means in inference.
+
+    Attributes:
+        grad_y_backprop: Relative to the sum of the moduli of the element's own terms, the worst element.
+        grad_x: Alike.
+        grad_scale: Relative to the sum of the moduli of the terms, the worst channel.
+    """
+
+    grad_y_backprop: float
+    grad_x: float
+    grad_scale: float
+
+
+def grad_grad_bounds(spec: Spec) -> GradGradErrors:
+    """What is allowed of the second order: a float32 rounding for each operation, and one to a narrower type.
+
+    Every coefficient is one rounding of a float64. ``xh = ((x - mean) - rest) * rstd`` has four: each subtraction's,
+    the coefficient's and the product's. A term of xh then gets the rounding of its own coefficient and of up to three
+    operations, a term of u or dy fewer: at most eight, 2**-24 each. grad_scale is float64 up to its one rounding; so
+    are the sums, whose errors stay below 2**-30 of their terms for up to 2**30 elements a channel, as a pivot is at
+    most 32 standard deviations from the mean.
+    """
+    half_ulp = float(np.finfo(np.float32).eps) / 2
+    tensors = 8.1 * half_ulp + _rounding(spec.dtype)
+    return GradGradErrors(tensors, tensors, 1.1 * half_ulp + _rounding(spec.stats_dtype))
+
+
+def grad_grad_errors(spec: Spec, inputs: tuple[Array, ...], outputs: tuple[Array, ...]) -> GradGradErrors:
+    """The errors of a result of the second order.
+
+    Args:
+        spec: What was computed.
+        inputs: As `reference.fused_batch_norm_grad_grad` takes them.
+        outputs: grad_y_backprop, grad_x, grad_scale.
+    """
+    exact = reference.fused_batch_norm_grad_grad(spec, *inputs)
+    # The narrowest numbers of a dtype have fewer bits; float32's are too small to matter.
+    lost = 0.0 if spec.dtype == FLOAT32 else float(ml_dtypes.finfo(spec.dtype).smallest_subnormal) / 2  # type: ignore[no-untyped-call]
+    worst = []
+    for got, right, moduli in zip(outputs, exact, _grad_grad_moduli(spec, *inputs), strict=True):
+        error = np.abs(got.astype(np.float64) - right)
+        worst.append(_worst(np.maximum(error - lost, 0) if got.ndim > 1 else error, np.zeros(1), moduli))
+    return GradGradErrors(*worst)
+
+
+def _grad_grad_moduli(
+    spec: Spec,
+    grad_x_backprop: Array,
+    grad_scale_backprop: Array,
+    grad_offset_backprop: Array,
+    y_backprop: Array,
+    x: Array,
+    scale: Array,
+    reserve_space_1: Array,
+    reserve_space_2: Array,
+) -> tuple[npt.NDArray[np.float64], ...]:
+    """The sums of the moduli of the terms of `GradGradErrors`."""
+    axes = tuple(axis for axis in range(len(spec.shape)) if axis != spec.channel_axis)
+    u, dy, x = (tensor.astype(np.float64) for tensor in (grad_x_backprop, y_backprop, x))
+    vectors = (grad_scale_backprop, grad_offset_backprop, scale, reserve_space_1, reserve_space_2)
+    a, b, gamma, mean, rstd = (reference.per_channel(spec, vector) for vector in vectors)
+    if not spec.is_training or not x.size:
+        rstd = reference.per_channel(spec, reference.rstd_of(spec, reserve_space_2))
+        products = np.abs(rstd) * np.abs(u * dy).sum(axes, keepdims=True)
+        grad_y = np.abs(gamma * rstd * u) + np.abs(a * (x - mean) * rstd) + np.abs(b)
+        return grad_y, np.abs(a * rstd * dy), products.reshape(-1)
+
+    def average(values: Array) -> npt.NDArray[np.float64]:
+        return np.asarray(values.mean(axes, keepdims=True))
+
+    xc = x - average(x)
+    rstd = 1 / np.sqrt(average(xc**2) + spec.epsilon)
+    xh = xc * rstd
+    u_mean, dy_mean, u_xh, dy_xh = average(u), average(dy), average(u * xh), average(dy * xh)
+    from_dy, from_u = a - gamma * rstd * u_xh, -gamma * rstd**2 * dy_xh
+    from_xh = rstd * from_dy * dy_xh + from_u * u_xh
+    from_xh += gamma * rstd**2 * (average(u * dy) - u_mean * dy_mean - u_xh * dy_xh)
+    u_moduli, dy_moduli = np.abs(u - u_mean) + np.abs(u_mean), np.abs(dy - dy_mean) + np.abs(dy_mean)
+    products = average(np.abs(u * dy)) + np.abs(u_mean * dy_mean) + np.abs(u_xh * dy_xh)
+    return (
+        np.abs(gamma * rstd) * u_moduli + np.abs(from_dy * xh) + np.abs(b),
+        np.abs(rstd * from_dy) * dy_moduli + np.abs(from_u) * u_moduli + np.abs(from_xh * xh),
+        (rstd * spec.elements_per_channel * products).reshape(-1),
+    )
+
+
 def _worst(got: Array, exact: npt.NDArray[np.float64], scale: npt.ArrayLike) -> float:
     error = np.abs(got.astype(np.float64) - exact) / np.maximum(scale, np.finfo(np.float32).tiny)
     return float(error.max(initial=0))

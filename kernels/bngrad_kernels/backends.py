@@ -2,21 +2,72 @@
 
 from __future__ import annotations
 
+import importlib.util
+from typing import NamedTuple
+
 from bngrad_kernels.problem import BackEnd
+
+
+class Devices(NamedTuple):
+    """Devices to compute on.
+
+    Attributes:
+        names: One for each worker, what `create` takes.
+        remark: A sentence on why some or all GPUs are not among them, where nobody named the devices.
+    """
+
+    names: list[str]
+    remark: str | None
+
+
+def devices(wanted: str = "auto") -> Devices:
+    """The devices that a name stands for.
+
+    Args:
+        wanted: ``"auto"`` for every usable GPU, or the CPU where there is none; or names of devices, with commas.
+
+    Raises:
+        ValueError: There is no such name, or a device is named twice.
+    """
+    if wanted != "auto":
+        names = [name.strip() for name in wanted.split(",")]
+        for name in names:
+            _check(name)
+        if len(set(names)) < len(names):
+            raise ValueError(f"device must name each device once, not {wanted!r}")
+        return Devices(names, None)
+    if importlib.util.find_spec("cupy") is None:
+        return Devices(["cpu"], "CuPy is not installed: pip install 'bngrad[cuda12]' or 'bngrad[cuda13]' brings it")
+    from bngrad_kernels.cuda import probe  # noqa: PLC0415
+
+    usable, reasons = probe.usable()
+    return Devices(usable or ["cpu"], "; ".join(reasons) or None)
 
 
 def create(device: str, *, threads: int | None = None) -> BackEnd:
     """The back end for a device.
 
     Args:
-        device: ``"cpu"``.
+        device: ``"cpu"``, or ``"cuda:N"`` for the GPU of that number.
         threads: How many threads a CPU back end uses; every core that this process may use where None.
 
     Raises:
-        ValueError: There is no such device.
+        ValueError: There is no such name.
+        DeviceUnavailableError: The GPU is not there or too old, or software is missing; says so in one sentence.
     """
+    _check(device)
     if device == "cpu":
         from bngrad_kernels.cpu import CpuBackEnd  # noqa: PLC0415 - Numba takes a second to import
 
         return CpuBackEnd(threads)
-    raise ValueError(f"device must be 'cpu', not {device!r}")
+    from bngrad_kernels.cuda import CudaBackEnd  # noqa: PLC0415
+    from bngrad_kernels.cuda.device import CupyDevice  # noqa: PLC0415
+
+    return CudaBackEnd(CupyDevice(int(device.removeprefix("cuda:"))))
+
+
+def _check(name: str) -> None:
+    kind, colon, number = name.partition(":")
+    is_gpu = kind == "cuda" and colon and number.isascii() and number.isdigit()
+    if name != "cpu" and not is_gpu:
+        raise ValueError(f"device must be 'cpu' or 'cuda:N', N being a number, not {name!r}")

@@ -30,9 +30,9 @@ def fused_batch_norm_grad(
     """
     axes = tuple(axis for axis in range(len(spec.shape)) if axis != spec.channel_axis)
     dy = y_backprop.astype(np.float64)
-    xc = x.astype(np.float64) - _per_channel(spec, reserve_space_1)
-    rstd = _per_channel(spec, _rstd(spec, reserve_space_2))
-    gamma = _per_channel(spec, np.ones(spec.channels) if scale is None else scale)
+    xc = x.astype(np.float64) - per_channel(spec, reserve_space_1)
+    rstd = per_channel(spec, rstd_of(spec, reserve_space_2))
+    gamma = per_channel(spec, np.ones(spec.channels) if scale is None else scale)
 
     sum_dy = dy.sum(axes, keepdims=True)
     sum_dy_xc = (dy * xc).sum(axes, keepdims=True)
@@ -45,7 +45,66 @@ def fused_batch_norm_grad(
         return Gradients(gamma * rstd * centred, scale_backprop.reshape(-1), sum_dy.reshape(-1))
 
 
-def _rstd(spec: Spec, reserve_space_2: Array) -> Float64Array:
+class GradGrads(NamedTuple):
+    """The gradients of the gradients, in float64: the first two of x's shape, grad_scale of shape (C,)."""
+
+    grad_y_backprop: Float64Array
+    grad_x: Float64Array
+    grad_scale: Float64Array
+
+
+def fused_batch_norm_grad_grad(
+    spec: Spec,
+    grad_x_backprop: Array,
+    grad_scale_backprop: Array,
+    grad_offset_backprop: Array,
+    y_backprop: Array,
+    x: Array,
+    scale: Array,
+    reserve_space_1: Array,
+    reserve_space_2: Array,
+) -> GradGrads:
+    """The gradients of `fused_batch_norm_grad`, in training with the mean and the variance of x itself.
+
+    In training x_backprop is ``scale * rstd * P(y_backprop)`` with ``P(v) = v - mean(v) - xh * mean(v * xh)``, and P
+    is symmetric: the gradient of y_backprop is that of x_backprop through the same P. That of x follows from
+    ``d xh = rstd * P(d x)`` and ``d rstd = -rstd**2 * mean(xh * d x)``. Outputs are zeros over nothing.
+    """
+    axes = tuple(axis for axis in range(len(spec.shape)) if axis != spec.channel_axis)
+    dy, dx_grad = y_backprop.astype(np.float64), grad_x_backprop.astype(np.float64)
+    a, b = per_channel(spec, grad_scale_backprop), per_channel(spec, grad_offset_backprop)
+    gamma = per_channel(spec, scale)
+
+    def mean(values: Float64Array) -> Float64Array:
+        return np.asarray(values.mean(axes, keepdims=True))
+
+    if not dy.size:
+        return GradGrads(dy, dy, np.zeros(spec.channels))
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        if not spec.is_training:
+            rstd = per_channel(spec, rstd_of(spec, reserve_space_2))
+            xh = (x.astype(np.float64) - per_channel(spec, reserve_space_1)) * rstd
+            grad_scale = rstd * (dx_grad * dy).sum(axes, keepdims=True)
+            return GradGrads(gamma * rstd * dx_grad + a * xh + b, a * rstd * dy, grad_scale.reshape(-1))
+
+        xc = x.astype(np.float64) - mean(x.astype(np.float64))
+        rstd = 1 / np.sqrt(mean(xc**2) + spec.epsilon)
+        xh = xc * rstd
+
+        def project(values: Float64Array) -> Float64Array:
+            return values - mean(values) - xh * mean(values * xh)
+
+        p_dy, p_dx_grad = project(dy), project(dx_grad)
+        return GradGrads(
+            gamma * rstd * p_dx_grad + a * xh + b,
+            a * rstd * p_dy
+            - gamma * rstd**2 * (xh * mean(dx_grad * p_dy) + mean(dx_grad * xh) * p_dy + mean(dy * xh) * p_dx_grad),
+            (rstd * (dx_grad * p_dy).sum(axes, keepdims=True)).reshape(-1),
+        )
+
+
+def rstd_of(spec: Spec, reserve_space_2: Array) -> Float64Array:
+    """The inverse standard deviation, shape (C,), by what reserve_space_2 holds."""
     values = reserve_space_2.astype(np.float64)
     if spec.reserve_space_2_kind is ReserveSpace2Kind.INVERSE_STD:
         return values
@@ -53,7 +112,7 @@ def _rstd(spec: Spec, reserve_space_2: Array) -> Float64Array:
         return 1 / np.sqrt(values + spec.epsilon)
 
 
-def _per_channel(spec: Spec, values: Array) -> Float64Array:
+def per_channel(spec: Spec, values: Array) -> Float64Array:
     """Shapes (C,) for broadcasting against x."""
     shape = [1] * len(spec.shape)
     shape[spec.channel_axis] = spec.channels

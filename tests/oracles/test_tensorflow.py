@@ -66,7 +66,7 @@ def test_an_epsilon_that_is_no_number_is_a_type_error(client: bngrad.Client, ver
 @pytest.mark.parametrize("version", [2, 3])
 def test_arguments_have_tensorflows_names_order_and_defaults(client: bngrad.Client, version: int) -> None:
     def parameters(function: Any) -> list[tuple[str, Any]]:
-        own = {"name", "out", "timeout", "reserve_space_2_kind"}
+        own = {"name", "out", "timeout", "priority", "reserve_space_2_kind"}
         return [(p.name, p.default) for p in inspect.signature(function).parameters.values() if p.name not in own]
 
     assert parameters(client_op(client, version)) == parameters(raw_op(version))

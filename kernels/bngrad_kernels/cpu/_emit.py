@@ -83,7 +83,8 @@ def prefetch(builder: Any, place: Any) -> None:
 
 def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
     """``a * b + c``, rounded once."""
-    function = _declare(builder, f"llvm.fma.v{LANES}f32", F32X16, [F32X16] * 3)
+    suffix = "f32" if a.type == F32X16 else "f64"
+    function = _declare(builder, f"llvm.fma.v{LANES}{suffix}", a.type, [a.type] * 3)
     return builder.call(function, [a, b, c])
 
 

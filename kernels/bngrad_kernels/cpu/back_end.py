@@ -6,7 +6,9 @@ import itertools
 import os
 import platform
 import threading
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numba
 import numpy as np
@@ -14,12 +16,13 @@ import numpy as np
 from bngrad_kernels.cpu import driver
 from bngrad_kernels.cpu.plan import RECORD, plan
 from bngrad_kernels.cpu.simd import TAGS
-from bngrad_kernels.problem import Array, Problem
+from bngrad_kernels.problem import AnyProblem, Array, GradGradProblem, Problem
 from bngrad_kernels.spec import TENSOR_DTYPES, Spec
 
 _ALONE_BELOW_NBYTES = 1 << 17
 """Tensors below this size are cheaper on one thread than the launch of the others."""
 
+_RECORD_NAMES = {"reserve_space_1": "mean"}
 _NO_SCALE = np.empty(0, np.float32)
 
 
@@ -47,22 +50,22 @@ class CpuBackEnd:
             stats = np.ones(1, np.float32)
             self._run_split(Problem.allocate(Spec(dtype, x.shape, 1), x, x, stats, stats, stats))
 
-    def run(self, problems: list[Problem]) -> None:
+    def run(self, problems: Sequence[AnyProblem]) -> None:
         """Writes the outputs of every problem; large ones are split, small ones shared out to the threads."""
-        small: list[Problem] = []
+        small: list[AnyProblem] = []
         for problem in problems:
-            if problem.spec.channels == 0:
+            if problem.channel_count == 0:
                 continue
-            if self._threads == 1 or problem.spec.tensor_nbytes < _ALONE_BELOW_NBYTES:
+            if self._threads == 1 or problem.tensor_nbytes < _ALONE_BELOW_NBYTES:
                 small.append(problem)
             else:
                 self._run_split(problem)
         for _, alike in itertools.groupby(sorted(small, key=_kind), key=_kind):
             self._run_small(list(alike))
 
-    def _run_small(self, problems: list[Problem]) -> None:
+    def _run_small(self, problems: list[AnyProblem]) -> None:
         """Has each thread compute one problem at a time, in turns."""
-        nbytes = sum(problem.spec.tensor_nbytes for problem in problems)
+        nbytes = sum(problem.tensor_nbytes for problem in problems)
         threads = 1 if len(problems) == 1 or nbytes < _ALONE_BELOW_NBYTES else self._threads
         prepared = [problem.prepared or _prepare(problem) for problem in problems]
         records = np.frombuffer(bytearray(b"".join(record for record, _ in prepared)), RECORD)
@@ -71,16 +74,16 @@ class CpuBackEnd:
         records["workspace"] = [workspace + i % threads * slot_nbytes for i in range(len(problems))]
         self._run(problems[0], records, threads)
 
-    def _run_split(self, problem: Problem) -> None:
+    def _run_split(self, problem: AnyProblem) -> None:
         """Has all threads compute a problem together."""
-        geometry, record = plan(problem.spec)
+        geometry, slot_nbytes, record = plan(problem.spec, problem.channels)
         by_group = geometry.tiles < self._threads or geometry.groups >= 4 * self._threads
         records = np.frombuffer(bytearray(record), RECORD)
         slots = self._threads if by_group else 1
-        _place(records, 0, problem, by_group, self._workspace(geometry.slot_nbytes * slots))
+        _place(records, 0, problem, by_group, self._workspace(slot_nbytes * slots))
         self._run(problem, records, self._threads)
 
-    def _run(self, problem: Problem, records: Array, threads: int) -> None:
+    def _run(self, problem: AnyProblem, records: Array, threads: int) -> None:
         if getattr(self._local, "threads", 0) != threads:
             self._local.threads = threads
             numba.set_num_threads(threads)
@@ -96,16 +99,19 @@ class CpuBackEnd:
         return start
 
 
-def _prepare(problem: Problem) -> tuple[bytes, int]:
+def _prepare(problem: AnyProblem) -> tuple[bytes, int]:
     """The record of a small problem, but for its workspace, and the size of that."""
-    planned = plan(problem.spec)
+    planned = plan(problem.spec, problem.channels)
     records = np.frombuffer(bytearray(planned.record), RECORD)
     _place(records, 0, problem, True, 0)
-    problem.prepared = (records.tobytes(), planned.geometry.slot_nbytes)
-    return records.tobytes(), planned.geometry.slot_nbytes
+    problem.prepared = (records.tobytes(), planned.slot_nbytes)
+    return records.tobytes(), planned.slot_nbytes
 
 
-def _place(records: Array, i: int, problem: Problem, by_group: bool, workspace: int) -> None:
+def _place(records: Array, i: int, problem: AnyProblem, by_group: bool, workspace: int) -> None:
+    if isinstance(problem, GradGradProblem):
+        _place_second_order(records[i], problem, by_group, workspace)
+        return
     tensors = (problem.y_backprop, problem.x, problem.x_backprop)
     stats = (
         _NO_SCALE if problem.scale is None else problem.scale, problem.reserve_space_1, problem.reserve_space_2,
@@ -115,7 +121,16 @@ def _place(records: Array, i: int, problem: Problem, by_group: bool, workspace: 
     driver.place(records, i, by_group, workspace, *tensor_bytes, *[vector.view(np.uint8) for vector in stats])
 
 
-def _kind(problem: Problem) -> int:
+def _place_second_order(record: Any, problem: GradGradProblem, by_group: bool, workspace: int) -> None:
+    """As `driver.place`. It takes longer, but less than one more function would take to compile."""
+    record["by_group"], record["workspace"] = by_group, workspace
+    for name in (*problem.large_inputs, *problem.small_inputs, *problem.large_outputs, *problem.small_outputs):
+        record[_RECORD_NAMES.get(name, name)] = getattr(problem, name).__array_interface__["data"][0]
+    if record["grad_y_backprop"] % 64 or record["grad_x"] % 64:
+        record["streams"] = 0
+
+
+def _kind(problem: AnyProblem) -> int:
     return problem.spec.dtype.num
 
 

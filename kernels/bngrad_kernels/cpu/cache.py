@@ -31,6 +31,10 @@ def compiled(*signatures: Any, **options: Any) -> Callable[[Callable[..., Any]],
     return decorate
 
 
+internal = numba.njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+"""Decorates what only compiled functions call, without the ways in for others."""
+
+
 def folder() -> Path:
     """The cache folder of these very sources; the user's ``NUMBA_CACHE_DIR`` wins."""
     if config.CACHE_DIR:
@@ -48,6 +52,6 @@ def folder() -> Path:
 
 def _fingerprint() -> str:
     digest = hashlib.sha256(numba.__version__.encode())
-    for source in sorted(Path(__file__).parent.glob("*.py")):
+    for source in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:16]

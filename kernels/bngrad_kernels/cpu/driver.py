@@ -5,17 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import from_dtype, njit, prange, types
+from numba import from_dtype, prange, types
 
-from bngrad_kernels.cpu import columns, planes
-from bngrad_kernels.cpu.cache import compiled
-from bngrad_kernels.cpu.groups import begin, finish
+from bngrad_kernels.cpu import columns, groups, planes
+from bngrad_kernels.cpu.cache import compiled, internal
 from bngrad_kernels.cpu.plan import RECORD
+from bngrad_kernels.cpu.second_order import columns as columns_2
+from bngrad_kernels.cpu.second_order import groups as groups_2
+from bngrad_kernels.cpu.second_order import planes as planes_2
+from bngrad_kernels.cpu.simd import out_of_line
 
+_begin_first, _finish_first = groups.begin, groups.finish
 _columns_sums, _columns_apply = columns.sums, columns.apply
 _planes_sums, _planes_apply = planes.sums, planes.apply
+_begin_second, _finish_second = groups_2.begin, groups_2.finish
+_columns_sums_second, _columns_apply_second = columns_2.sums, columns_2.apply
+_planes_sums_second, _planes_apply_second = planes_2.sums, planes_2.apply
 
-_SUMS, _APPLY = np.int64(0), np.int64(1)
+_NOTHING, _PROBLEMS, _GROUPS, _SUMS, _APPLY = (np.int64(work) for work in range(5))
 
 
 _BYTES = types.Array(types.uint8, 1, "C", readonly=True)
@@ -41,57 +48,101 @@ def place(
 
 @compiled(parallel=True, nogil=True, error_model="numpy")
 def run(tag: Any, records: Any, threads: int) -> None:
-    """Computes problems of one element type: a single one with all threads, several with one thread each."""
-    if threads == 1 or len(records) > 1:
+    """Computes problems of one element type: a single one with all threads, several with one thread each.
+
+    There is one parallel loop, since each of them compiles all kernels anew.
+    """
+    p = records[0]
+    one_by_one = threads == 1 or len(records) > 1
+    work = _PROBLEMS if one_by_one else _GROUPS if p.by_group else _SUMS
+    g, may_repeat = np.int64(0), np.int64(1)
+    while work != _NOTHING:
+        if work == _SUMS and may_repeat:
+            _begin(tag, p, g, np.int64(0))
         for thread in prange(threads):
-            _share_of_problems(tag, records, np.int64(thread), threads)
-    elif records[0].by_group:
-        for thread in prange(threads):
-            _share_of_groups(tag, records[0], np.int64(thread), threads)
+            _share(tag, records, g, work, np.int64(thread), threads)
+        repeats = work == _SUMS and _finish(p, g, np.int64(0), may_repeat)
+        may_repeat = np.int64(not repeats)
+        if not repeats:
+            if work == _SUMS and p.is_training:
+                work = _APPLY
+            elif work >= _SUMS and g + 1 < p.groups:
+                work, g = _SUMS, g + 1
+            else:
+                work = _NOTHING
+
+
+@internal
+def _share(tag: Any, records: Any, g: int, work: int, thread: int, threads: int) -> None:
+    """What one thread does of the problems, or of the first one's groups, or of the tiles of its group ``g``."""
+    if work == _PROBLEMS:
+        for i in range(thread, len(records), threads):
+            for group in range(records[i].groups):
+                _group(tag, records[i], group, np.int64(0))
+        return
+    p = records[0]
+    if work == _GROUPS:
+        for group in range(thread * p.groups // threads, (thread + 1) * p.groups // threads):
+            _group(tag, p, group, thread)
     else:
-        for g in range(records[0].groups):
-            begin(records[0], g, np.int64(0))
-            for thread in prange(threads):
-                _share_of_tiles(tag, records[0], g, _SUMS, np.int64(thread), threads)
-            finish(records[0], g, np.int64(0))
-            if records[0].is_training:
-                for thread in prange(threads):
-                    _share_of_tiles(tag, records[0], g, _APPLY, np.int64(thread), threads)
+        first, last = thread * p.tiles // threads, (thread + 1) * p.tiles // threads
+        _tiles(tag, p, g, first, last, np.int64(0), work)
 
 
-@njit(error_model="numpy")
-def _share_of_problems(tag: Any, records: Any, thread: int, threads: int) -> None:
-    for i in range(thread, len(records), threads):
-        _share_of_groups(tag, records[i], np.int64(0), np.int64(1))
+@internal
+def _group(tag: Any, p: Any, g: int, slot: int) -> None:
+    out_of_line()
+    _begin(tag, p, g, slot)
+    _tiles(tag, p, g, np.int64(0), p.tiles, slot, _SUMS)
+    if _finish(p, g, slot, np.int64(1)):
+        _tiles(tag, p, g, np.int64(0), p.tiles, slot, _SUMS)
+        _finish(p, g, slot, np.int64(0))
+    if p.is_training:
+        _tiles(tag, p, g, np.int64(0), p.tiles, slot, _APPLY)
 
 
-@njit(error_model="numpy")
-def _share_of_groups(tag: Any, p: Any, thread: int, threads: int) -> None:
-    for g in range(thread * p.groups // threads, (thread + 1) * p.groups // threads):
-        begin(p, g, thread)
-        for t in range(p.tiles):
-            _tile(tag, p, g, t, thread, _SUMS)
-        finish(p, g, thread)
-        if p.is_training:
-            for back in range(p.tiles):
-                _tile(tag, p, g, p.tiles - 1 - back, thread, _APPLY)
+@internal
+def _begin(tag: Any, p: Any, g: int, slot: int) -> None:
+    out_of_line()
+    if p.order == 1:
+        _begin_first(p, g, slot)
+    else:
+        _begin_second(tag, p, g, slot)
 
 
-@njit(error_model="numpy")
-def _share_of_tiles(tag: Any, p: Any, g: int, work: int, thread: int, threads: int) -> None:
-    first, last = thread * p.tiles // threads, (thread + 1) * p.tiles // threads
+@internal
+def _finish(p: Any, g: int, slot: int, may_repeat: int) -> bool:
+    """What comes after the sums; true where they have to be taken once more."""
+    out_of_line()
+    if p.order == 1:
+        _finish_first(p, g, slot)
+        return False
+    again: bool = _finish_second(p, g, slot, may_repeat)
+    return again
+
+
+@internal
+def _tiles(tag: Any, p: Any, g: int, first: int, last: int, slot: int, work: int) -> None:
+    """Sums tiles in their order, or writes their outputs in the other one: what was read last is still in the cache."""
+    out_of_line()
     for i in range(last - first):
-        _tile(tag, p, g, last - 1 - i if work == _APPLY else first + i, np.int64(0), work)
-
-
-@njit(error_model="numpy")
-def _tile(tag: Any, p: Any, g: int, t: int, slot: int, work: int) -> None:
-    if work == _SUMS:
-        if p.is_planes:
-            _planes_sums(tag, p, g, t, slot)
+        t = first + i if work == _SUMS else last - 1 - i
+        if p.order == 1:
+            if work == _SUMS:
+                if p.is_planes:
+                    _planes_sums(tag, p, g, t, slot)
+                else:
+                    _columns_sums(tag, p, g, t, slot)
+            elif p.is_planes:
+                _planes_apply(tag, p, g, t, slot)
+            else:
+                _columns_apply(tag, p, g, t, slot)
+        elif work == _SUMS:
+            if p.is_planes:
+                _planes_sums_second(tag, p, g, t, slot)
+            else:
+                _columns_sums_second(tag, p, g, t, slot)
+        elif p.is_planes:
+            _planes_apply_second(tag, p, g, t, slot)
         else:
-            _columns_sums(tag, p, g, t, slot)
-    elif p.is_planes:
-        _planes_apply(tag, p, g, t, slot)
-    else:
-        _columns_apply(tag, p, g, t, slot)
+            _columns_apply_second(tag, p, g, t, slot)

@@ -11,6 +11,9 @@ added at the end. Where a row is short, ``fold`` consecutive rows count as one, 
 channels-last channels are one group.
 
 The planes kernel sums along the planes of channels-first tensors, one channel a group.
+
+A part of the channels is computed in the tiles and the order of the whole, hence to the same bits. What it leaves out
+splits each folded row into ``fold`` runs of columns.
 """
 
 from __future__ import annotations
@@ -38,22 +41,31 @@ _TILE_ROWS = 64
 _MAX_TILES = 64
 _STREAM_FROM_NBYTES = 12 << 20
 """From this size on, x_backprop is written past the caches."""
+_LINE_NBYTES = 64
+"""The size of a cache line; a streamed one should be written as a whole."""
+_AHEAD = 1024
+"""Elements between what the columns kernel reads and what it asks for."""
 
 
 class Geometry(NamedTuple):
-    """The cut of a tensor, from its shape alone.
+    """The cut of a tensor: what decides the bits is from its shape alone, not from the channels to compute.
 
     Attributes:
         outer: See `Spec.outer`; so are channels and inner.
+        first: The first channel to compute.
+        stop: The channel behind the last one to compute.
         is_planes: Which kernel.
         rows: Rows of the matrix, the last one perhaps shorter; in the planes kernel, outer.
         columns: The length of a row.
-        last_columns: The length of the last row.
         fold: How often each channel begins in a row.
-        span: How many columns in a run belong to one channel.
+        last_fold: How often it does in the last row.
+        span: How many neighbouring columns belong to one channel.
         groups: How many groups there are.
         group_channels: The channels of a group; the last one may have fewer.
-        padded: The columns of a group, rounded up to full vectors.
+        runs: In how many runs of neighbouring columns a group's part of a row lies: 1 or ``fold``.
+        pitch: In the tables of a group, the columns from one beginning of a channel to the next.
+        padded: The columns of those tables, where each run is rounded up to full vectors.
+        ahead: How far ahead the columns kernel asks for memory, in elements.
         tiles: The tiles of a group; in the planes kernel, outer_tiles * inner_tiles.
         outer_tiles: Into how many runs the planes are cut.
         inner_tiles: Into how many runs each plane is cut.
@@ -62,32 +74,54 @@ class Geometry(NamedTuple):
     outer: int
     channels: int
     inner: int
+    first: int
+    stop: int
     is_planes: bool
     rows: int
     columns: int
-    last_columns: int
     fold: int
+    last_fold: int
     span: int
     groups: int
     group_channels: int
+    runs: int
+    pitch: int
     padded: int
+    ahead: int
     tiles: int
     outer_tiles: int
     inner_tiles: int
 
-    @property
-    def slot_nbytes(self) -> int:
-        """The size of a slot of the workspace: four tables, two rows of sums, and two of sums and chains a tile."""
-        return self.padded * (4 * 4 + 2 * 8 + 2 * (8 + 4) * self.tiles)
 
+class Slot(NamedTuple):
+    """What a slot of the workspace holds, in rows as long as a group is wide.
+
+    Attributes:
+        tables: Rows of float32: coefficients.
+        sums: Rows of float64: sums, of the group and of each tile.
+        chains: Rows of float32 for each tile, in which sums begin.
+    """
+
+    tables: int
+    sums: int
+    chains: int
+
+    def nbytes(self, cut: Geometry) -> int:
+        """Its size, in bytes."""
+        return cut.padded * (4 * self.tables + 8 * self.sums * (cut.tiles + 1) + 4 * self.chains * cut.tiles)
+
+
+SLOTS = {1: Slot(tables=4, sums=2, chains=2), 2: Slot(tables=11, sums=7, chains=0)}
+"""By the order of the gradients."""
 
 RECORD = np.dtype(
     [
         (name, np.int64)
         for name in (
             "y_backprop", "x", "x_backprop", "scale", "mean", "reserve_space_2", "scale_backprop", "offset_backprop",
+            "grad_x_backprop", "grad_scale_backprop", "grad_offset_backprop", "grad_y_backprop", "grad_x", "grad_scale",
             "is_training", "is_inverse_std", "is_stats_bfloat16", "streams", "by_group", "workspace", "slot_nbytes",
-            *Geometry._fields,
+            "order", *Slot._fields, *Geometry._fields,
         )
     ]
     + [("epsilon", np.float64)]
@@ -100,56 +134,82 @@ class Plan(NamedTuple):
 
     Attributes:
         geometry: The cut.
+        slot_nbytes: The size of a slot of the workspace, in bytes.
         record: The bytes of a `RECORD`, to be completed by `bngrad_kernels.cpu.driver.place`.
     """
 
     geometry: Geometry
+    slot_nbytes: int
     record: bytes
 
 
 @functools.lru_cache(maxsize=4096)
-def plan(spec: Spec) -> Plan:
-    """The plan of a problem."""
-    cut = geometry(spec.outer, spec.channels, spec.inner)
+def plan(spec: Spec, part: range | None = None) -> Plan:
+    """The plan of a problem, or of a part of its channels.
+
+    Raises:
+        ValueError: There are no such channels.
+    """
+    part = range(spec.channels) if part is None else part
+    if not (0 <= part.start <= part.stop <= spec.channels and part.step == 1):
+        raise ValueError(f"channels must be neighbours in range(0, {spec.channels}), not {part}")
+    cut, slot = geometry(spec.outer, spec.channels, spec.inner, part), SLOTS[spec.order]
     values = {
         "is_training": spec.is_training,
         "is_inverse_std": spec.reserve_space_2_kind is ReserveSpace2Kind.INVERSE_STD,
         "is_stats_bfloat16": spec.stats_dtype == BFLOAT16,
-        "streams": spec.tensor_nbytes >= _STREAM_FROM_NBYTES and cut.columns * spec.dtype.itemsize % 64 == 0,
-        "slot_nbytes": cut.slot_nbytes,
+        "streams": spec.tensor_nbytes >= _STREAM_FROM_NBYTES and _is_whole_lines(cut, spec.dtype.itemsize),
+        "slot_nbytes": slot.nbytes(cut),
         "epsilon": spec.epsilon,
+        "order": spec.order,
+        **slot._asdict(),
         **cut._asdict(),
     }
     record = np.zeros(1, RECORD)
     for name, value in values.items():
         record[name] = value
-    return Plan(cut, record.tobytes())
+    return Plan(cut, slot.nbytes(cut), record.tobytes())
 
 
-def geometry(outer: int, channels: int, inner: int) -> Geometry:
-    """The cut of a tensor of (outer, channels, inner)."""
+def _is_whole_lines(cut: Geometry, itemsize: int) -> bool:
+    """Whether a part's columns of a row lie in cache lines that it shares with no other, if the tensor is aligned."""
+    edges = [cut.columns]
+    if cut.stop - cut.first < cut.channels:
+        edges = [channel * cut.inner for channel in (cut.first, cut.stop, cut.channels)]
+    return all(edge * itemsize % _LINE_NBYTES == 0 for edge in edges)
+
+
+def geometry(outer: int, channels: int, inner: int, part: range) -> Geometry:
+    """The cut of a part of the channels of a tensor of (outer, channels, inner)."""
     if inner >= _PLANES_FROM or (inner > LANES and outer < 8):
-        return _planes(outer, channels, inner)
-    return _columns(outer, channels, inner)
+        return _planes(outer, channels, inner, part)
+    return _columns(outer, channels, inner, part)
 
 
-def _columns(outer: int, channels: int, inner: int) -> Geometry:
+def _columns(outer: int, channels: int, inner: int, part: range) -> Geometry:
     width = channels * inner
     fold = min(_fold(width), outer)
     rows = -(-outer // max(fold, 1))
-    group = channels if inner == 1 or fold > 1 else min(channels, _GROUP_CHANNELS)
+    # The tiles are those of the whole, whose groups may be wider than those of the part.
+    widest = channels if inner == 1 or fold > 1 else min(channels, _GROUP_CHANNELS)
+    group = min(widest, len(part))
+    runs = fold if fold > 1 and len(part) < channels else 1
+    own = fold * group * inner
     return Geometry(
-        outer, channels, inner,
+        outer, channels, inner, part.start, part.stop,
         is_planes=False,
         rows=rows,
         columns=fold * width,
-        last_columns=(outer - (rows - 1) * fold) * width,
         fold=fold,
+        last_fold=outer - (rows - 1) * fold,
         span=inner,
-        groups=-(-channels // max(group, 1)),
+        groups=-(-len(part) // max(group, 1)),
         group_channels=group,
-        padded=_padded(fold * group * inner),
-        tiles=_power_of_two(min(outer * group * inner // _COLUMNS_TILE, rows // _TILE_ROWS)),
+        runs=runs,
+        pitch=group * inner if runs == 1 else _padded(group * inner),
+        padded=runs * _padded(own // runs),
+        ahead=_AHEAD if own == fold * width else 2 * -(-_AHEAD // max(2 * own, 1)) * fold * width,
+        tiles=_power_of_two(min(outer * widest * inner // _COLUMNS_TILE, rows // _TILE_ROWS)),
         outer_tiles=1,
         inner_tiles=1,
     )  # fmt: skip
@@ -162,21 +222,24 @@ def _fold(width: int) -> int:
     return full * -(-_SHORT // (full * width))
 
 
-def _planes(outer: int, channels: int, inner: int) -> Geometry:
+def _planes(outer: int, channels: int, inner: int, part: range) -> Geometry:
     tiles = _power_of_two(outer * inner // _PLANES_TILE)
     outer_tiles = max(1, min(tiles, outer))
     inner_tiles = -(-tiles // outer_tiles)
     return Geometry(
-        outer, channels, inner,
+        outer, channels, inner, part.start, part.stop,
         is_planes=True,
         rows=outer,
         columns=channels * inner,
-        last_columns=channels * inner,
         fold=1,
+        last_fold=1,
         span=1,
-        groups=channels,
+        groups=len(part),
         group_channels=1,
+        runs=1,
+        pitch=1,
         padded=LANES,
+        ahead=0,
         tiles=outer_tiles * inner_tiles,
         outer_tiles=outer_tiles,
         inner_tiles=inner_tiles,

@@ -8,16 +8,14 @@ import numpy as np
 from numba import njit
 
 from bngrad_kernels.cpu.columns import x_backprop
-from bngrad_kernels.cpu.groups import GAIN, MEAN, SHIFT, SLOPE, sums_of, table
+from bngrad_kernels.cpu.groups import GAIN, MEAN, SHIFT, SLOPE, first_channel, sums_of, table
 from bngrad_kernels.cpu.plan import LANES
 from bngrad_kernels.cpu.simd import (
     add,
-    broadcast,
     fma,
     keep_head,
     load,
     load_head,
-    load_scalar,
     mul,
     store,
     store_head,
@@ -41,11 +39,12 @@ _F64 = np.float64(0)
 @njit(error_model="numpy")
 def sums(tag: Any, p: Any, g: int, t: int, slot: int) -> None:
     """Sums a tile; in inference also writes its x_backprop."""
-    first, last, start, stop = _bounds(p, t)
+    c = first_channel(p, g)
+    first, last, start, stop = bounds(p, t)
     mean, gain = _coefficient(p, slot, MEAN), _coefficient(p, slot, GAIN)
     dy_sum = dy_xc_sum = zero64()
     for n in range(first, last):
-        base = (n * p.channels + g) * p.inner
+        base = (n * p.channels + c) * p.inner
         for i in range(start, stop, _STEPS * QUAD):
             block = min(_STEPS * QUAD, stop - i)
             dy, dy_xc = _sum_block(tag, p, base + i, block, mean)
@@ -60,11 +59,12 @@ def sums(tag: Any, p: Any, g: int, t: int, slot: int) -> None:
 @njit(error_model="numpy")
 def apply(tag: Any, p: Any, g: int, t: int, slot: int) -> None:
     """Writes x_backprop of a tile, last plane first: what the sums read last is still in the cache."""
-    first, last, start, stop = _bounds(p, t)
+    c = first_channel(p, g)
+    first, last, start, stop = bounds(p, t)
     mean, gain = _coefficient(p, slot, MEAN), _coefficient(p, slot, GAIN)
     shift, slope = _coefficient(p, slot, SHIFT), _coefficient(p, slot, SLOPE)
     for back in range(last - first):
-        base = ((last - 1 - back) * p.channels + g) * p.inner
+        base = ((last - 1 - back) * p.channels + c) * p.inner
         i = start
         while i + LANES <= stop:
             dx = x_backprop(load(tag, p.y_backprop, base + i), load(tag, p.x, base + i), mean, gain, shift, slope)
@@ -76,7 +76,7 @@ def apply(tag: Any, p: Any, g: int, t: int, slot: int) -> None:
 
 
 @njit(error_model="numpy")
-def _bounds(p: Any, t: int) -> tuple[int, int, int, int]:
+def bounds(p: Any, t: int) -> tuple[int, int, int, int]:
     """The planes of a tile, and the elements of each plane."""
     o, i = t // p.inner_tiles, t % p.inner_tiles
     return (
@@ -89,7 +89,7 @@ def _bounds(p: Any, t: int) -> tuple[int, int, int, int]:
 
 @njit(error_model="numpy")
 def _coefficient(p: Any, slot: int, which: int) -> Any:
-    return broadcast(load_scalar(_F32, table(p, slot, which), 0))
+    return load(_F32, table(p, slot, which), 0)
 
 
 @njit(error_model="numpy")

@@ -159,12 +159,12 @@ def add(typingctx: Any, a: Any, b: Any) -> Any:
 
 @intrinsic
 def sub(typingctx: Any, a: Any, b: Any) -> Any:
-    """``a - b``."""
+    """``a - b``, both float32 or both float64."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.fsub(*args)
 
-    return F32x16(F32x16, F32x16), codegen
+    return a(a, a), codegen
 
 
 @intrinsic
@@ -179,12 +179,12 @@ def mul(typingctx: Any, a: Any, b: Any) -> Any:
 
 @intrinsic
 def fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
-    """``a * b + c``, rounded once."""
+    """``a * b + c``, rounded once; all float32 or all float64."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return _emit.fma(builder, *args)
 
-    return F32x16(F32x16, F32x16, F32x16), codegen
+    return a(a, a, a), codegen
 
 
 @intrinsic
@@ -277,6 +277,17 @@ def fence(typingctx: Any) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.none(), codegen
+
+
+@intrinsic
+def out_of_line(typingctx: Any) -> Any:
+    """Keeps the function that says so out of its callers, each of which would compile it once more."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.function.attributes.add("noinline")
         return context.get_dummy_value()
 
     return types.none(), codegen

@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.unit.kernels.problems import DTYPES, KINDS, assert_right, bits, outputs, problem
 
-from bngrad_kernels import accuracy, backends
+from bngrad_kernels import backends
 from bngrad_kernels.problem import Array, Problem
 from bngrad_kernels.spec import BFLOAT16, FLOAT16, FLOAT32, ReserveSpace2Kind, Spec
 
-DTYPES = [FLOAT32, BFLOAT16, FLOAT16]
-KINDS = list(ReserveSpace2Kind)
 TWO_THREADS = backends.create("cpu", threads=2)
 
 SHAPES = [  # (N, C, inner): full and broken vectors, rows, bands and tiles of both kernels
@@ -24,41 +23,6 @@ SHAPES = [  # (N, C, inner): full and broken vectors, rows, bands and tiles of b
     (35, 1500, 1), (4, 5, 2), (3, 7, 9), (300, 5, 3), (7, 100, 49), (32, 70, 49), (9, 3, 127), (9, 3, 128), (1, 7, 129),
     (3, 1, 17), (9, 3, 196), (2, 3, 4000), (40, 3, 1024), (1, 1, 100_003), (3, 7, 50_000),
 ]  # fmt: skip
-
-
-def problem(spec: Spec, seed: int = 0, has_scale: bool = True) -> Problem:
-    """A problem of random numbers, whose outputs are all NaN."""
-    rng = np.random.default_rng(seed)
-
-    def stats(low: float, high: float) -> Array:
-        return rng.uniform(low, high, spec.channels).astype(spec.stats_dtype)
-
-    made = Problem.allocate(
-        spec,
-        rng.normal(0.1, 1, spec.shape).astype(spec.dtype),
-        rng.normal(3, 2, spec.shape).astype(spec.dtype),
-        stats(-2, 2) if has_scale else None,
-        stats(2.5, 3.5),
-        stats(3, 5) if spec.reserve_space_2_kind is ReserveSpace2Kind.VARIANCE else stats(0.4, 0.6),
-    )
-    for output in outputs(made):
-        output.fill(np.nan)
-    return made
-
-
-def outputs(problem: Problem) -> tuple[Array, Array, Array]:
-    return problem.x_backprop, problem.scale_backprop, problem.offset_backprop
-
-
-def bits(problem: Problem) -> list[bytes]:
-    return [output.tobytes() for output in outputs(problem)]
-
-
-def assert_right(problem: Problem) -> None:
-    scale = np.ones(problem.spec.channels) if problem.scale is None else problem.scale
-    inputs = (problem.y_backprop, problem.x, scale, problem.reserve_space_1, problem.reserve_space_2)
-    errors, bounds = accuracy.errors(problem.spec, inputs, outputs(problem)), accuracy.bounds(problem.spec)
-    assert all(error <= bound for error, bound in zip(errors, bounds, strict=True)), (errors, bounds)
 
 
 def bits_of(spec: Spec, threads: int, **changes: Any) -> list[bytes]:

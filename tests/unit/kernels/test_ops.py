@@ -8,6 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bngrad_kernels.ops import (
+    batch_norm_training_backprop_spec,
+    fused_batch_norm_grad_grad_spec,
+    fused_batch_norm_grad_v2_spec,
+    fused_batch_norm_grad_v3_spec,
+)
 from bngrad_kernels.spec import (
     BFLOAT16,
     FLOAT16,
@@ -16,9 +22,6 @@ from bngrad_kernels.spec import (
     ReserveSpace2Kind,
     Spec,
     TensorHeader,
-    batch_norm_training_backprop_spec,
-    fused_batch_norm_grad_v2_spec,
-    fused_batch_norm_grad_v3_spec,
 )
 
 FLOAT64 = np.dtype(np.float64)
@@ -210,3 +213,59 @@ def test_any_header_is_accepted_or_refused_but_never_fails_otherwise(
     except InvalidArgumentError:
         return
     assert spec.tensor_nbytes == nbytes
+
+
+GRAD_GRAD: dict[str, Any] = {
+    **dict.fromkeys(("grad_x_backprop", "y_backprop", "x"), header((2, 5, 6, 3))),
+    **dict.fromkeys(
+        ("grad_scale_backprop", "grad_offset_backprop", "scale", "reserve_space_1", "reserve_space_2"), header((3,))
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [FLOAT16, BFLOAT16, FLOAT32])
+@pytest.mark.parametrize(
+    ("data_format", "shape", "axis"),
+    [
+        ("NHWC", (2, 5, 6, 3), 3),
+        ("NCHW", (2, 3, 5, 6), 1),
+        ("NDHWC", (2, 4, 5, 6, 3), 4),
+        ("NCDHW", (2, 3, 4, 5, 6), 1),
+    ],
+)
+def test_the_second_order_takes_every_v3_format_and_dtype(
+    dtype: np.dtype[Any], data_format: str, shape: tuple[int, ...], axis: int
+) -> None:
+    tensors = dict.fromkeys(("grad_x_backprop", "y_backprop", "x"), header(shape, dtype))
+    spec = fused_batch_norm_grad_grad_spec(**GRAD_GRAD | tensors, data_format=data_format, is_training=False)
+    assert spec == Spec(dtype, shape, axis, is_training=False, order=2)
+
+
+@pytest.mark.parametrize(
+    ("field", "changed", "message"),
+    [
+        ("grad_x_backprop", header((2, 5, 3, 6)), "x and grad_x_backprop must have same shape, but x has shape"),
+        ("grad_x_backprop", header((2, 5, 6, 3), FLOAT16), "grad_x_backprop must have dtype float32, not float16"),
+        ("grad_x_backprop", header((2, 5, 6, 3), nbytes=8), "grad_x_backprop must have 720 bytes of data"),
+        ("y_backprop", header((2, 5, 3, 6)), "x and y_backprop must have same shape, but x has shape"),
+        ("grad_scale_backprop", header((1,)), "grad_scale_backprop must have the same number of elements as the"),
+        ("grad_scale_backprop", header((3,), FLOAT16), "grad_scale_backprop must have dtype float32, not float16"),
+        ("grad_offset_backprop", header((3, 1)), "grad_offset_backprop must be 1-dimensional, not (3, 1)"),
+        ("scale", header((4,)), "scale must have the same number of elements as the channels of x, got 4 and 3"),
+    ],
+)
+def test_the_second_order_refuses_by_the_name_of_the_field(field: str, changed: TensorHeader, message: str) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        fused_batch_norm_grad_grad_spec(**GRAD_GRAD | {field: changed})
+    (violation,) = caught.value.violations
+    assert violation.field == field
+    assert violation.description.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value"), [("epsilon", math.nan), ("epsilon", -1.0), ("data_format", "NXC"), ("data_format", "nhwc")]
+)
+def test_the_second_order_refuses_attributes_that_are_not_the_ops(attribute: str, value: Any) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        fused_batch_norm_grad_grad_spec(**GRAD_GRAD, **{attribute: value})
+    assert [violation.field for violation in caught.value.violations] == [attribute]

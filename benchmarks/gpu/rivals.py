@@ -1,0 +1,117 @@
+"""Who computes the gradient on a GPU: bngrad's kernels, PyTorch's own, cuDNN's by way of PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import cupy
+import numpy as np
+import torch
+from benchmarks.gpu.cases import Case, Tensors
+
+from bngrad_kernels.cuda.chunk import Launch
+from bngrad_kernels.cuda.device import CupyDevice
+from bngrad_kernels.cuda.plan import THREADS
+from bngrad_kernels.cuda.tables import (
+    COEFFICIENTS_NBYTES,
+    DESCRIPTOR,
+    PARTIAL_NBYTES,
+    Piece,
+    template,
+    tickets,
+)  # fmt: skip
+from bngrad_kernels.problem import Problem
+
+_COUNTER_NBYTES = 4
+
+
+class Resident:
+    """One launch of bngrad's kernel over tensors that are on the device already.
+
+    The tables are written once. A launch counts tickets and strips in memory that must be zero, and in the service
+    arrives so with the tables; here each launch has a copy of its own, so that nothing but the kernel is timed.
+    """
+
+    def __init__(self, device: CupyDevice, case: Case, batch: Sequence[Tensors], launches: int) -> None:
+        self._device = device
+        specs = case.spec
+        empty = np.empty(0)
+        made = template(
+            Piece(Problem(specs, empty, empty, None, empty, empty, empty, empty, empty), 0, specs.channels),
+            device.traits,
+        )
+        table = tickets([made] * len(batch), range(len(batch)), device.traits.cache_nbytes)
+        channels = made.groups * made.cut.group_channels
+        scratch = channels * (made.cut.strips * PARTIAL_NBYTES + COEFFICIENTS_NBYTES)
+        counters = (1 + 2 * made.groups * len(batch)) * _COUNTER_NBYTES
+        self._scratch = torch.empty(scratch * len(batch), dtype=torch.uint8, device="cuda")
+        self._counters = torch.zeros(launches * counters, dtype=torch.uint8, device="cuda")
+        self._tickets = torch.from_numpy(table.view(np.uint8).copy()).cuda()
+        records = np.frombuffer(bytearray(made.descriptor * len(batch) * launches), DESCRIPTOR)
+        records = records.reshape(launches, len(batch))
+        for i, each in enumerate(batch):
+            for name, tensor in (
+                ("y_backprop", each.y_backprop), ("x", each.x), ("x_backprop", each.x_backprop), ("scale", each.scale),
+                ("mean", each.mean), ("reserve_space_2", each.variance), ("scale_backprop", each.scale_backprop),
+                ("offset_backprop", each.offset_backprop),
+            ):  # fmt: skip
+                records[name][:, i] = tensor.data_ptr()
+            records["partials"][:, i] = self._scratch.data_ptr() + i * scratch
+            records["coefficients"][:, i] = records["partials"][:, i] + channels * made.cut.strips * PARTIAL_NBYTES
+            first = self._counters.data_ptr() + np.arange(launches, dtype=np.uint64) * counters + _COUNTER_NBYTES
+            records["arrived"][:, i] = first + i * 2 * made.groups * _COUNTER_NBYTES
+            records["ready"][:, i] = records["arrived"][:, i] + made.groups * _COUNTER_NBYTES
+        self._descriptors = torch.from_numpy(records.view(np.uint8).reshape(-1).copy()).cuda()
+        self._records_nbytes, self._counters_nbytes = records[0].nbytes, counters
+        self._launch = Launch(made.kernel, self._tickets.data_ptr(), len(table), 0, made.kept_nbytes)
+        self._next = 0
+
+    def __call__(self) -> None:
+        number, self._next = self._next, self._next + 1
+        arguments = (
+            np.uint64(self._descriptors.data_ptr() + number * self._records_nbytes),
+            np.uint64(self._launch.tickets),
+            np.uint32(self._launch.length),
+            np.uint64(self._counters.data_ptr() + number * self._counters_nbytes),
+        )
+        blocks = min(self._launch.length, self._device.blocks)
+        with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
+            shared = self._launch.shared_nbytes
+            kernel = self._device.kernel(self._launch.kernel.symbol, shared)
+            kernel((blocks,), (THREADS,), arguments, shared_mem=shared)
+
+
+def pytorch(case: Case, made: Tensors) -> Callable[[], Any]:
+    """PyTorch's own kernel."""
+    rstd = torch.rsqrt(made.variance + case.spec.epsilon)
+    backward = torch.ops.aten.native_batch_norm_backward
+
+    def run() -> Any:
+        return backward(
+            made.y_backprop, made.x, made.scale, made.mean, made.variance, made.mean, rstd,
+            case.is_training, case.spec.epsilon, [True, True, True],
+        )  # fmt: skip
+
+    return run
+
+
+def cudnn(case: Case, made: Tensors) -> Callable[[], Any] | None:
+    """cuDNN's, which has none for inference and wants what its own forward pass left."""
+    if not case.is_training:
+        return None
+    forward, backward = torch.ops.aten.cudnn_batch_norm, torch.ops.aten.cudnn_batch_norm_backward
+    offset, running = torch.zeros_like(made.scale), (made.mean.clone(), made.variance.clone())
+    try:
+        _, mean, rstd, reserve = forward(made.x, made.scale, offset, *running, True, 0.1, case.spec.epsilon)
+
+        def run() -> Any:
+            return backward(
+                made.x, made.y_backprop, made.scale, *running, mean, rstd, case.spec.epsilon, reserve
+            )  # fmt: skip
+
+        run()
+    except RuntimeError as error:
+        print(f"cuDNN does not do {case}: {str(error)[:80]}")
+        return None
+    return run

@@ -1,0 +1,1 @@
+"""The second order on the CPU: what `bngrad_kernels.cpu` does for the first, on the same tiles and groups."""

@@ -1,0 +1,121 @@
+"""Compiles the kernels with NVRTC, and keeps what it made.
+
+CuPy's own way to compile would add ``-ftz=true``, which makes subnormal numbers zeros. The kernels are compiled to
+machine code for one architecture, so that a driver has nothing left to do and needs no compiler of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from bngrad_kernels.errors import DeviceUnavailableError
+
+SOURCES = Path(__file__).parent
+_MAIN = "batch_norm_grad.cu"
+# Every operation is rounded by itself: no contraction, no flushing of subnormals, IEEE division and square root.
+_OPTIONS = ("-std=c++17", "-fmad=false", "-ftz=false", "-prec-div=true", "-prec-sqrt=true")
+
+
+class Compiled(NamedTuple):
+    """Machine code, the PTX that it was made from, and what the compiler said of it."""
+
+    cubin: bytes
+    ptx: str
+    log: str
+
+
+def architecture(capability: tuple[int, int], supported: Sequence[int]) -> int:
+    """The architecture to compile for, 90 for sm_90.
+
+    Args:
+        capability: The device's compute capability.
+        supported: What the compiler knows.
+
+    Raises:
+        DeviceUnavailableError: The device is older than 7.0, or the compiler knows nothing that runs on it.
+    """
+    major, minor = capability
+    if major < 7:
+        raise DeviceUnavailableError(f"compute capability 7.0 or newer is needed, and this GPU has {major}.{minor}")
+    for candidate in (10 * major + minor, 10 * major):  # code runs on later minor versions
+        if candidate in supported:
+            return candidate
+    cure = "CUDA 12 (the extra cuda12) still does" if major == 7 else "a newer NVRTC may"
+    raise DeviceUnavailableError(
+        f"the installed CUDA compiler does not know compute capability {major}.{minor}; {cure}"
+    )
+
+
+def compiler_version() -> tuple[int, int]:
+    """NVRTC's version.
+
+    Raises:
+        DeviceUnavailableError: There is no NVRTC.
+    """
+    from cupy.cuda import nvrtc  # noqa: PLC0415 - CuPy is optional
+
+    try:
+        major, minor = nvrtc.getVersion()
+    except Exception as error:  # pathfinder and CuPy have an error of their own each
+        raise DeviceUnavailableError(
+            "NVRTC, the CUDA compiler, is not installed: pip install 'bngrad[cuda12]' or 'bngrad[cuda13]' brings it"
+        ) from error
+    return major, minor
+
+
+def supported_architectures() -> tuple[int, ...]:
+    """The architectures that NVRTC knows."""
+    from cupy.cuda import nvrtc  # noqa: PLC0415
+
+    return tuple(nvrtc.getSupportedArchs())
+
+
+def compile_kernels(arch: int, *options: str) -> Compiled:
+    """Compiles all kernels for an architecture, a few seconds' work. Needs no GPU.
+
+    Raises:
+        RuntimeError: The source does not compile; the message is the compiler's.
+    """
+    from cupy.cuda import nvrtc  # noqa: PLC0415
+
+    program = nvrtc.createProgram((SOURCES / _MAIN).read_text(), _MAIN, (), ())
+    try:
+        try:
+            nvrtc.compileProgram(program, (f"-arch=sm_{arch}", f"-I{SOURCES}", *_OPTIONS, *options))
+        except nvrtc.NVRTCError as error:
+            raise RuntimeError(nvrtc.getProgramLog(program)) from error
+        return Compiled(nvrtc.getCUBIN(program), bytes(nvrtc.getPTX(program)).decode(), nvrtc.getProgramLog(program))
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def cubin(arch: int) -> Path:
+    """The file with the machine code for an architecture, compiled now if it is not in the cache."""
+    major, minor = compiler_version()
+    folder = _folder()
+    path = folder / f"sm_{arch}-nvrtc-{major}.{minor}.cubin"
+    if not path.exists():
+        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
+            file.write(compile_kernels(arch).cubin)
+        Path(file.name).replace(path)  # at once, whoever else does the same
+    return path
+
+
+def _folder() -> Path:
+    """The cache folder of these very sources."""
+    digest = hashlib.sha256(" ".join(_OPTIONS).encode())
+    for source in sorted(SOURCES.glob("*.cu*")):
+        digest.update(source.read_bytes())
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = base / "bngrad" / f"cuda-{digest.hexdigest()[:16]}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError:
+        return Path(tempfile.mkdtemp(prefix="bngrad-"))  # of this process alone: what lies in there is run

@@ -1,0 +1,198 @@
+"""A GPU, by way of CuPy: memory, copies, launches. Nothing in here computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from bngrad_kernels.cuda import compiler
+from bngrad_kernels.cuda.chunk import Launch, Move
+from bngrad_kernels.cuda.engines import Traits
+from bngrad_kernels.cuda.plan import THREADS
+from bngrad_kernels.errors import DeviceUnavailableError
+from bngrad_kernels.problem import Array
+
+BLOCKS_PER_PROCESSOR = 2
+"""``kBlocksPerProcessor`` of descriptor.cuh: what the kernels' registers are limited for."""
+
+_PORTABLE = 1  # cudaHostRegisterPortable
+_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
+_LARGEST_PITCH = (1 << 31) - 1
+"""The longest rows that one copy takes; see cudaDevAttrMaxPitch."""
+
+
+def count() -> int:
+    """How many GPUs there are.
+
+    Raises:
+        DeviceUnavailableError: None, and why.
+    """
+    try:
+        from cupy.cuda import runtime  # noqa: PLC0415 - optional
+    except ImportError as error:
+        raise DeviceUnavailableError(
+            f"CuPy cannot be imported ({error}): pip install 'bngrad[cuda12]' or 'bngrad[cuda13]' brings it"
+        ) from error
+    try:
+        found: int = runtime.getDeviceCount()
+    except runtime.CUDARuntimeError as error:
+        raise DeviceUnavailableError(f"CUDA finds no usable driver or GPU: {error}") from error
+    if found == 0:
+        raise DeviceUnavailableError("CUDA finds no GPU")
+    return found
+
+
+class CupyDevice:
+    """One GPU.
+
+    Attributes:
+        description: Its name, memory, compute capability, and the versions of driver and CuPy.
+        errors: What CUDA raises when the process has to end.
+        blocks: How many blocks a launch has at most.
+        traits: What the choice of engines depends on.
+        memory_nbytes: The size of its memory.
+    """
+
+    def __init__(self, ordinal: int) -> None:
+        """Finds a GPU.
+
+        Args:
+            ordinal: Its number, from 0.
+
+        Raises:
+            DeviceUnavailableError: It is not there or too old, or CuPy, NVRTC or the driver is missing.
+        """
+        found = count()
+        if ordinal >= found:
+            raise DeviceUnavailableError(f"there is no cuda:{ordinal}: CUDA finds {found} GPU{'s'[: found != 1]}")
+        import cupy  # noqa: PLC0415
+        from cupy.cuda import driver, runtime  # noqa: PLC0415
+
+        self._cupy, self._runtime = cupy, runtime
+        self.ordinal = ordinal
+        self.errors: tuple[type[Exception], ...] = (runtime.CUDARuntimeError, driver.CUDADriverError)
+        self.use()
+        properties = runtime.getDeviceProperties(ordinal)
+        capability = properties["major"], properties["minor"]
+        compiler.compiler_version()
+        self._arch = compiler.architecture(capability, compiler.supported_architectures())
+        self.traits = Traits(
+            processors=properties["multiProcessorCount"],
+            shared_nbytes=properties["sharedMemPerBlockOptin"],
+            cache_nbytes=properties["l2CacheSize"],
+        )
+        self.memory_nbytes: int = properties["totalGlobalMem"]
+        self.blocks = BLOCKS_PER_PROCESSOR * self.traits.processors
+        version = runtime.driverGetVersion()
+        self.description = (
+            f"{properties['name'].decode()}, {self.memory_nbytes / 2**30:.0f} GiB, "
+            f"compute capability {capability[0]}.{capability[1]}, driver {version // 1000}.{version % 1000 // 10}, "
+            f"CuPy {cupy.__version__}"
+        )
+        self._kernels: dict[str, Any] = {}
+
+    def use(self) -> None:
+        """Makes it the calling thread's device."""
+        self._runtime.setDevice(self.ordinal)
+
+    def warm_up(self) -> None:
+        """Compiles the kernels, or takes them from the disk cache, and loads them."""
+        self.use()
+        self._module = self._cupy.RawModule(path=str(compiler.cubin(self._arch)))
+        self._module.get_function("float32_training_vectors")
+
+    def kernel(self, symbol: str, shared_nbytes: int = 0) -> Any:
+        """A loaded kernel, that may have so much shared memory for the launch to decide about."""
+        if symbol not in self._kernels:
+            self._kernels[symbol] = self._module.get_function(symbol)
+        kernel = self._kernels[symbol]
+        kernel.max_dynamic_shared_size_bytes = max(kernel.max_dynamic_shared_size_bytes, shared_nbytes)
+        return kernel
+
+    def lane(self) -> CupyLane:
+        """A new lane."""
+        return CupyLane(self)
+
+    def register(self, memory: Array) -> None:
+        """Page-locks memory of the host."""
+        self.use()
+        self._runtime.hostRegister(memory.ctypes.data, memory.nbytes, _PORTABLE)
+
+    def unregister(self, memory: Array) -> None:
+        """Undoes `register`."""
+        self.use()
+        self._runtime.hostUnregister(memory.ctypes.data)
+
+
+class CupyLane:
+    """A stream, with a block of device memory and one of page-locked host memory."""
+
+    def __init__(self, device: CupyDevice) -> None:
+        self._device = device
+        device.use()
+        self._cupy, self._runtime = device._cupy, device._runtime
+        self._stream = self._cupy.cuda.Stream(non_blocking=True)
+        self._memory: Any = None  # freed with the lane
+        self._nbytes = 0
+        self._staging = np.empty(0, np.uint8)
+
+    @property
+    def address(self) -> int:
+        """Where the block of device memory starts."""
+        address: int = self._memory.ptr
+        return address
+
+    def reserve(self, nbytes: int) -> None:
+        """Sees to it that the block of device memory has that many bytes; it may move."""
+        self._device.use()
+        if nbytes <= self._nbytes:
+            return
+        self._memory, self._nbytes = None, 0
+        try:
+            self._memory = self._cupy.cuda.Memory(nbytes)
+        except self._runtime.CUDARuntimeError as error:
+            if error.status != _OUT_OF_MEMORY:
+                raise
+            raise MemoryError(f"the GPU has no {nbytes} bytes left, which these channels take") from error
+        self._nbytes = nbytes
+
+    def staging(self, nbytes: int) -> Array:
+        """Page-locked memory, the same as before unless it was too small."""
+        if nbytes > self._staging.nbytes:
+            size = 1 << (nbytes - 1).bit_length()
+            self._staging = np.frombuffer(self._cupy.cuda.alloc_pinned_memory(size), np.uint8, size)
+        return self._staging[:nbytes]
+
+    def copy_in(self, move: Move) -> None:
+        """Copies to the device."""
+        self._copy(move, self._runtime.memcpyHostToDevice)
+
+    def copy_out(self, move: Move) -> None:
+        """Copies from the device."""
+        self._copy(move, self._runtime.memcpyDeviceToHost)
+
+    def launch(self, launch: Launch, descriptors: int) -> None:
+        """Runs a kernel on as many blocks as the GPU holds at a time."""
+        addresses = (self.address + offset for offset in (descriptors, launch.tickets, launch.drawn))
+        table, tickets, drawn = map(np.uint64, addresses)
+        blocks = min(launch.length, self._device.blocks)
+        with self._stream:
+            kernel = self._device.kernel(launch.kernel.symbol, launch.shared_nbytes)
+            arguments = table, tickets, np.uint32(launch.length), drawn
+            kernel((blocks,), (THREADS,), arguments, shared_mem=launch.shared_nbytes)
+
+    def wait(self) -> None:
+        """Returns when all that was asked for is done."""
+        self._stream.synchronize()
+
+    def _copy(self, move: Move, kind: int) -> None:
+        rows, width = move.rows.shape
+        there, here, pitch = self.address + move.offset, move.rows.ctypes.data, move.rows.strides[0]
+        to_device = kind == self._runtime.memcpyHostToDevice
+        places = ((there, width), (here, pitch)) if to_device else ((here, pitch), (there, width))
+        (target, target_pitch), (source, source_pitch) = places
+        if rows == 1:
+            self._runtime.memcpyAsync(target, source, width, kind, self._stream.ptr)
+        else:
+            self._runtime.memcpy2DAsync(target, target_pitch, source, source_pitch, width, rows, kind, self._stream.ptr)

@@ -1,0 +1,56 @@
+// What the hardware does and C++ does not say. The tests run all other files on a CPU, with BNGRAD_ON_CPU defined and
+// functions of their own in place of the PTX.
+#pragma once
+
+namespace bngrad {
+
+#ifndef BNGRAD_ON_CPU
+
+// The shared memory whose size a launch decides.
+__device__ __forceinline__ uint4 *dynamic_shared() {
+    extern __shared__ uint4 memory[];
+    return memory;
+}
+
+__device__ __forceinline__ unsigned load_acquire(const unsigned *address) {
+    unsigned value;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void store_release(unsigned *address, unsigned value) {
+    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ float half_to_float(unsigned short bits) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+}
+
+__device__ __forceinline__ unsigned short float_to_half(float value) {
+    unsigned short bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+}
+
+#endif
+
+// To nearest even; every NaN becomes 0x7fff, as the instruction below has it.
+__device__ __forceinline__ unsigned round_to_bfloat16(float value) {
+    const unsigned bits = __float_as_uint(value);
+    return value != value ? 0x7fffu : (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+}
+
+// Two rounded to bfloat16, the first one in the lower half.
+__device__ __forceinline__ unsigned floats_to_bfloat16s(float low, float high) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    unsigned word;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    return word;
+#else
+    return round_to_bfloat16(low) | round_to_bfloat16(high) << 16;
+#endif
+}
+
+}  // namespace bngrad

@@ -1,0 +1,24 @@
+// The resident engine: a ticket is a whole group of channels (kReside), which one block keeps in its shared memory
+// between the passes. It adds up what the streamed engine adds up, in the same order.
+#pragma once
+
+#include "passes.cuh"
+
+namespace bngrad {
+
+template <typename T>
+struct Resident {
+    static __device__ __forceinline__ void work(const Descriptor &d, const Ticket &ticket, Shared &shared) {
+#pragma unroll 1
+        for (int strip = 0; strip < int(d.strips); ++strip) {
+            store_partial(d, ticket.group, strip, sum_strip<T, true, Also::kKeep>(d, ticket.group, strip, shared));
+        }
+        __syncthreads();
+        finish_group(d, ticket.group);
+        __syncthreads();
+#pragma unroll 1
+        for (int strip = 0; strip < int(d.strips); ++strip) apply_strip<T, true, true>(d, ticket.group, strip);
+    }
+};
+
+}  // namespace bngrad

@@ -1,0 +1,24 @@
+"""``python -m tests.gpu.workload`` computes a little of everything, for a sanitizer to watch."""
+
+from __future__ import annotations
+
+import itertools
+
+from tests.unit.kernels.cuda.devices import back_end
+from tests.unit.kernels.problems import DTYPES, assert_right, problem
+
+from bngrad_kernels.spec import Spec
+
+SHAPES = [(3, 5, 1), (700, 64, 1), (300, 17, 1), (40, 24, 9), (7, 100, 49), (9, 6, 196), (9, 3, 1023), (2, 3, 4000)]
+
+
+def main() -> None:
+    batch = [problem(Spec(dtype, shape, 1, is_training=is_training))
+             for dtype, shape, is_training in itertools.product(DTYPES, SHAPES, (True, False))]  # fmt: skip
+    back_end(blocks=20).run(batch)
+    for made in batch:
+        assert_right(made)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""What the CUDA back end is tested on.
+
+By default that is a CPU: the kernels' own source, compiled by g++, behind the interface of a GPU. With
+``BNGRAD_TEST_DEVICE=cuda:0`` it is a GPU, and every test of the kernels is one of the GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import bngrad_kernels.cuda
+from bngrad_kernels.cuda.back_end import CudaBackEnd, Lane
+from bngrad_kernels.cuda.chunk import Launch, Move
+from bngrad_kernels.cuda.device import CupyDevice
+from bngrad_kernels.cuda.engines import Traits
+from bngrad_kernels.problem import Array
+
+HERE = Path(__file__).parent / "emulator"
+SOURCES = Path(bngrad_kernels.cuda.__file__).parent
+_ALIGNMENT = 256
+
+TRAITS = Traits(processors=4, shared_nbytes=227 << 10, cache_nbytes=1 << 20)
+
+
+def require_gxx() -> None:
+    """Skips the calling test where g++ is missing, unless it must not be."""
+    if shutil.which("g++") is None:
+        sentence = "running the CUDA kernels on a CPU takes g++ and its ThreadSanitizer; on Debian: apt-get install g++"
+        if os.environ.get("BNGRAD_REQUIRE_INTEROP"):
+            pytest.fail(sentence)
+        pytest.skip(sentence)
+
+
+def compile_shared(out: Path, *options: str, sources: Path = SOURCES) -> Path:
+    """Compiles the kernels and what stands in for CUDA."""
+    command = [
+        "g++", "-std=c++20", "-march=native", "-ffp-contract=off", "-Wno-unknown-pragmas", "-shared", "-fPIC",
+        "-pthread", f"-I{sources}", f"-I{HERE}", *options, str(HERE / "kernels.cpp"), "-o", str(out),
+    ]  # fmt: skip
+    subprocess.run(command, check=True)
+    return out
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The kernels for this CPU."""
+    require_gxx()
+    with tempfile.TemporaryDirectory() as folder:
+        return ctypes.CDLL(str(compile_shared(Path(folder) / "kernels.so", "-O2")))
+
+
+class EmulatedDevice:
+    """Runs kernels with a number of blocks, several of them at a time."""
+
+    description = "a CPU that stands in for a GPU"
+    errors: tuple[type[Exception], ...] = ()
+    memory_nbytes = 8 << 30
+
+    def __init__(
+        self, blocks: int = 5, os_threads: int = 2, kernels: ctypes.CDLL | None = None, traits: Traits = TRAITS
+    ) -> None:
+        self.traits = traits
+        self._blocks, self._os_threads = blocks, os_threads
+        self._kernels = kernels
+
+    def warm_up(self) -> None:
+        pass
+
+    def lane(self) -> Lane:
+        return _Lane(self._kernels, self._blocks, self._os_threads)
+
+    def register(self, memory: Array) -> None:
+        pass
+
+    def unregister(self, memory: Array) -> None:
+        pass
+
+
+class _Lane:
+    """Does at once what it is asked for."""
+
+    def __init__(self, kernels: ctypes.CDLL | None, blocks: int, os_threads: int) -> None:
+        self._kernels, self._blocks, self._os_threads = kernels, blocks, os_threads
+        self._memory = np.empty(0, np.uint8)
+        self._staging = np.empty(0, np.uint8)
+        self.address = 0
+
+    def reserve(self, nbytes: int) -> None:
+        whole = np.full(nbytes + _ALIGNMENT, 0xFF, np.uint8)  # what nobody wrote is NaN
+        start = -whole.ctypes.data % _ALIGNMENT
+        self._memory = whole[start : start + nbytes]
+        self.address = self._memory.ctypes.data
+
+    def staging(self, nbytes: int) -> Array:
+        self._staging = np.full(nbytes, 0xFF, np.uint8)
+        return self._staging
+
+    def copy_in(self, move: Move) -> None:
+        self._memory[move.offset :][: move.rows.size].reshape(move.rows.shape)[...] = move.rows
+
+    def copy_out(self, move: Move) -> None:
+        move.rows[...] = self._memory[move.offset :][: move.rows.size].reshape(move.rows.shape)
+
+    def launch(self, launch: Launch, descriptors: int) -> None:
+        (self._kernels or library()).launch_kernel(
+            launch.kernel.symbol.encode(),
+            *(ctypes.c_void_p(self.address + offset) for offset in (descriptors, launch.tickets)),
+            ctypes.c_uint(launch.length),
+            ctypes.c_void_p(self.address + launch.drawn),
+            ctypes.c_size_t(launch.shared_nbytes),
+            self._blocks,
+            self._os_threads,
+        )
+
+    def wait(self) -> None:
+        pass
+
+
+def back_end(blocks: int | None = None, os_threads: int = 2, *, is_streamed: bool = False, **sizes: int) -> CudaBackEnd:
+    """A back end.
+
+    Args:
+        blocks: How many blocks run at a time; as many as the device thinks right where None.
+        os_threads: How many threads run them, on a CPU.
+        is_streamed: Whether the resident engine is left out.
+        sizes: See `CudaBackEnd`.
+    """
+    name = os.environ.get("BNGRAD_TEST_DEVICE", "cpu")
+    device: CupyDevice | EmulatedDevice = EmulatedDevice(blocks or 5, os_threads) if name == "cpu" else gpu(name)
+    if isinstance(device, CupyDevice) and blocks:
+        device.blocks = blocks
+    if is_streamed:
+        device.traits = device.traits._replace(shared_nbytes=0)
+    made = CudaBackEnd(device, **sizes)
+    made.warm_up()
+    return made
+
+
+def gpu(name: str) -> CupyDevice:
+    return CupyDevice(int(name.removeprefix("cuda:")))

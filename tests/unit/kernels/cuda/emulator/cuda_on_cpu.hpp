@@ -1,0 +1,89 @@
+// As much of CUDA as the kernels use, for a CPU.
+//
+// A block runs on one OS thread, its CUDA threads as fibers that take turns at barriers; several OS threads run several
+// blocks. With ONE_OS_THREAD_PER_CUDA_THREAD, blocks run one after the other and CUDA threads are OS threads, so that
+// ThreadSanitizer sees every access to shared memory that no barrier orders.
+//
+// Barriers are exact: a __syncthreads that some thread of the block does not reach, or a shuffle that some thread of
+// the warp does not take part in, ends the process. What a CPU cannot show: a weaker memory order, and anything of
+// speed.
+#pragma once
+
+#define BNGRAD_ON_CPU
+#define __global__
+#define __device__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __restrict__
+
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <thread>
+#include <vector>
+
+struct uint4 { unsigned x, y, z, w; };
+
+#include "fibers.hpp"
+
+struct float4 { float x, y, z, w; };
+struct double2 { double x, y; };
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline double2 make_double2(double x, double y) { return {x, y}; }
+
+template <typename Number>
+inline Number min(Number a, Number b) { return b < a ? b : a; }
+using std::sqrt;
+
+inline float __uint_as_float(unsigned bits) { float value; std::memcpy(&value, &bits, 4); return value; }
+inline unsigned __float_as_uint(float value) { unsigned bits; std::memcpy(&bits, &value, 4); return bits; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+
+template <typename Word> inline Word __ldg(const Word *address) { return *address; }
+template <typename Word> inline Word __ldcs(const Word *address) { return *address; }
+template <typename Word> inline Word __ldcg(const Word *address) { return *address; }
+template <typename Word> inline void __stcs(Word *address, Word value) { *address = value; }
+
+inline unsigned atomicAdd(unsigned *address, unsigned value) {
+    return __atomic_fetch_add(address, value, __ATOMIC_ACQ_REL);
+}
+inline void __threadfence() {
+#ifndef ONE_OS_THREAD_PER_CUDA_THREAD  // ThreadSanitizer knows no fences; there, one block runs at a time
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+#endif
+}
+inline void __nanosleep(unsigned) { std::this_thread::yield(); }
+inline double __shfl_xor_sync(unsigned, double value, int mask) {
+    std::uint64_t bits;
+    std::memcpy(&bits, &value, 8);
+    bits = exchange(bits, mask);
+    std::memcpy(&value, &bits, 8);
+    return value;
+}
+
+namespace bngrad {
+
+inline unsigned load_acquire(const unsigned *address) { return __atomic_load_n(address, __ATOMIC_ACQUIRE); }
+inline void store_release(unsigned *address, unsigned value) { __atomic_store_n(address, value, __ATOMIC_RELEASE); }
+inline float half_to_float(unsigned short bits) {
+    _Float16 half;
+    std::memcpy(&half, &bits, 2);
+    return float(half);
+}
+inline unsigned short float_to_half(float value) {
+    const _Float16 half = _Float16(value);
+    unsigned short bits;
+    std::memcpy(&bits, &half, 2);
+    return bits;
+}
+
+}  // namespace bngrad

@@ -1,0 +1,32 @@
+"""``python -m tests.unit.kernels.cuda.races LIBRARY`` runs kernels that were compiled to be watched for races."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+from tests.unit.kernels.cuda.devices import TRAITS, EmulatedDevice
+from tests.unit.kernels.problems import assert_right, problem
+
+from bngrad_kernels.cuda.back_end import CudaBackEnd
+from bngrad_kernels.spec import FLOAT32, Spec
+
+
+def main() -> None:
+    kernels = ctypes.CDLL(sys.argv[1])
+    for spec, shared_nbytes in (
+        (Spec(FLOAT32, (300, 64), 1), 0),
+        (Spec(FLOAT32, (20, 6, 49), 1, is_training=False), 0),
+        (Spec(FLOAT32, (9, 3, 600), 1), 1 << 20),
+        (Spec(FLOAT32, (70, 32), 1), 1 << 20),
+    ):
+        traits = TRAITS._replace(shared_nbytes=shared_nbytes)
+        back_end = CudaBackEnd(EmulatedDevice(blocks=1, kernels=kernels, traits=traits))
+        back_end.warm_up()
+        made = problem(spec)
+        back_end.run([made])
+        assert_right(made)
+
+
+if __name__ == "__main__":
+    main()

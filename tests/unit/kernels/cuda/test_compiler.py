@@ -1,0 +1,120 @@
+"""The kernels through NVIDIA's own compiler, which needs no GPU."""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+
+import pytest
+
+from bngrad_kernels.cuda import compiler
+from bngrad_kernels.errors import DeviceUnavailableError
+
+KERNELS = {
+    f"{dtype}_{way}"
+    for dtype in ("float32", "float16", "bfloat16")
+    for way in (
+        "training_resident", "training_vectors", "training_elements", "inference_vectors", "inference_elements",
+    )
+}  # fmt: skip
+MOST_REGISTERS = 128  # two blocks of 256 threads on a processor
+
+
+@functools.cache
+def compiled(arch: int) -> compiler.Compiled:
+    return compiler.compile_kernels(arch, "--ptxas-options=-v")
+
+
+@pytest.mark.parametrize("arch", [70, 80, 90, 100])
+def test_every_kernel_compiles_and_keeps_everything_in_registers(arch: int) -> None:
+    if arch == 70 and compiler.compiler_version() >= (13, 0):
+        pytest.skip("CUDA 13 has left out compute capability 7.0; bngrad[cuda12] brings a compiler that knows it")
+    log = compiled(arch).log
+    assert set(re.findall(r"Compiling entry function '(\w+)'", log)) == KERNELS
+    frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    assert len(frames) >= len(KERNELS)
+    assert set(frames) == {("0", "0", "0")}
+    assert max(map(int, re.findall(r"Used (\d+) registers", log))) <= MOST_REGISTERS
+    assert max(map(int, re.findall(r"(\d+) bytes smem", log))) <= 24 << 10
+    assert " lmem" not in log
+
+
+def test_every_operation_is_rounded_by_itself_and_none_is_an_approximation() -> None:
+    ptx = compiled(90).ptx
+    assert "div.rn.f64" in ptx
+    assert "sqrt.rn.f64" in ptx
+    assert not re.findall(r"\S*(?:\.ftz|\.approx|rsqrt)\S*", ptx)
+    assert not re.findall(r"\b(?:atom|red)\.\S*\.f(?:16|32|64)\S*", ptx)  # no order of additions is left to chance
+
+
+def test_what_is_aligned_moves_in_16_bytes() -> None:
+    parts = re.split(r"\.entry (\w+)", compiled(90).ptx)
+    for name, body in zip(parts[1::2], parts[2::2], strict=True):
+        tensors = re.findall(r"(?:ld\.global\.(?:nc|cs)|st\.global\.cs)\.(v4\.u32|u32|u16)\b", body)
+        assert tensors
+        assert ("v4.u32" in tensors) == (not name.endswith("_elements")), name
+
+
+def test_a_mistake_in_the_source_is_told_in_the_compilers_words(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for source in compiler.SOURCES.glob("*.cu*"):
+        (tmp_path / source.name).write_text(source.read_text().replace("__syncthreads()", "__sync()"))
+    monkeypatch.setattr(compiler, "SOURCES", tmp_path)
+    with pytest.raises(RuntimeError, match="__sync"):
+        compiler.compile_kernels(90)
+
+
+def test_machine_code_is_kept_for_these_very_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    made = []
+
+    def compile_kernels(arch: int) -> compiler.Compiled:
+        made.append(arch)
+        return compiler.Compiled(b"code", "", "")
+
+    monkeypatch.setattr(compiler, "compile_kernels", compile_kernels)
+    path = compiler.cubin(90)
+    assert path.read_bytes() == b"code"
+    assert tmp_path in path.parents
+    assert compiler.cubin(90) == path
+    assert compiler.cubin(80) != path
+    assert made == [90, 80]
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    (sources / "batch_norm_grad.cu").write_text("other")
+    monkeypatch.setattr(compiler, "SOURCES", sources)
+    assert compiler.cubin(90) != path
+
+
+CUDA12 = (50, 52, 53, 60, 61, 62, 70, 72, 75, 80, 86, 87, 89, 90, 100, 101, 103, 120, 121)
+CUDA13 = tuple(arch for arch in CUDA12 if arch >= 75)
+
+
+@pytest.mark.parametrize(
+    ("capability", "supported", "expected"),
+    [
+        ((7, 0), CUDA12, 70), ((7, 5), CUDA13, 75), ((8, 0), CUDA13, 80), ((8, 6), CUDA12, 86), ((8, 8), CUDA13, 80),
+        ((9, 0), CUDA13, 90), ((10, 0), CUDA13, 100), ((10, 3), (90, 100), 100), ((12, 0), CUDA12, 120),
+    ],
+)  # fmt: skip
+def test_code_is_compiled_for_the_gpu_or_for_one_whose_code_it_runs(
+    capability: tuple[int, int], supported: tuple[int, ...], expected: int
+) -> None:
+    assert compiler.architecture(capability, supported) == expected
+
+
+@pytest.mark.parametrize(
+    ("capability", "supported", "reason"),
+    [
+        ((6, 1), CUDA12, "compute capability 7.0 or newer is needed, and this GPU has 6.1"),
+        ((7, 0), CUDA13, r"does not know compute capability 7.0; CUDA 12 \(the extra cuda12\) still does"),
+        ((13, 0), CUDA13, "does not know compute capability 13.0; a newer NVRTC may"),
+    ],
+)
+def test_a_gpu_that_cannot_be_compiled_for_is_refused_in_a_sentence(
+    capability: tuple[int, int], supported: tuple[int, ...], reason: str
+) -> None:
+    with pytest.raises(DeviceUnavailableError, match=reason):
+        compiler.architecture(capability, supported)
