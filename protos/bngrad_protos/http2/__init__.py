@@ -4,12 +4,14 @@ grpcio copies what it sends twice and what it receives three times in Python alo
 goes from the caller's memory to the socket and from the socket into the caller's memory. Either end speaks with any
 gRPC peer.
 
-One thread uses a connection at a time, and one call runs on it at a time. Every wait honours the socket's own timeout.
+One thread uses a connection at a time, and one call runs on it at a time. Every wait honours the socket's own timeout;
+`set_timeout` sets it at the least cost.
 """
 
 from __future__ import annotations
 
 from bngrad_protos.http2._call import Call
+from bngrad_protos.http2._socket import set_timeout
 from bngrad_protos.http2.client import ClientCall, ClientConnection
 from bngrad_protos.http2.errors import PeerGoneError, ProtocolError, RpcError
 from bngrad_protos.http2.frames import Buffer
@@ -25,4 +27,5 @@ __all__ = [
     "RpcError",
     "ServerCall",
     "ServerConnection",
+    "set_timeout",
 ]

@@ -68,6 +68,15 @@ class Call(Stream):
     def _begin(self) -> None:
         """Holds the headers that must precede a message."""
 
+    def has_window_for(self, nbytes: int) -> bool:
+        """Whether the peer takes a message of so many bytes now."""
+        return nbytes + _PREFIX.size <= min(self.send_window, self._connection.send_window)
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether all that the peer will send has arrived and is kept, so that receiving it needs no waiting."""
+        return self.ended and not self._connection.data_left
+
     def _may_send(self) -> bool:
         """Gives False if the peer wants no more messages but the call did not fail."""
         if self.failure is not None:
@@ -214,11 +223,11 @@ class Call(Stream):
 
         It cannot see past more than 64 KiB that have arrived and are not yet read.
         """
-        self._connection.may_wait = False
+        may_wait, self._connection.may_wait = self._connection.may_wait, False
         try:
             self._connection.handle_arrived()
         except (ConnectionError, TimeoutError):
             return True
         finally:
-            self._connection.may_wait = True
+            self._connection.may_wait = may_wait
         return self.failure is not None

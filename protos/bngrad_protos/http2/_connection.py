@@ -35,7 +35,7 @@ class Connection(ABC):
         going_away: The peer sent GOAWAY.
         data_left: Unread bytes of the running call's present DATA frame.
         held: Frames that leave with the next `flush`.
-        may_wait: Whether handling a frame may wait for the socket to take an answer.
+        may_wait: Whether sending may wait until the socket has taken all of it; else what it does not take is held.
         settings_seen: The peer's first SETTINGS have come.
         send_window: Bytes that the peer takes on the connection for now.
         initial_send_window: Bytes that it takes on a new stream.
@@ -62,7 +62,11 @@ class Connection(ABC):
         self.settings_seen = False
         self._idle_frames = 0
         self._idle_since = 0.0
-        self.io.send([opening + frames.window_update(0, frames.MAX_WINDOW - frames.DEFAULT_WINDOW)])
+        try:
+            self.io.send([opening + frames.window_update(0, frames.MAX_WINDOW - frames.DEFAULT_WINDOW)])
+        except BaseException:
+            self.io.close()
+            raise
 
     @abstractmethod
     def stream_opened(self, stream_id: int, headers: dict[str, str], end: bool) -> None:
@@ -94,10 +98,11 @@ class Connection(ABC):
             self.held.append(frame)
 
     def flush(self) -> None:
-        """Sends what is held."""
+        """Sends what is held; where nothing may wait, as much of it as the socket takes."""
         if self.held:
             pieces, self.held = self.held, []
-            self.io.send(pieces)
+            if rest := self.io.send(pieces, may_wait=self.may_wait):
+                self.held.append(rest)
 
     def release(self, stream: Stream) -> None:
         """Ends a call on this side; what is unread of it will be thrown away."""
@@ -146,14 +151,21 @@ class Connection(ABC):
         Raises:
             ConnectionError: The peer has gone or broke the protocol.
         """
-        io = self.io
-        while self.stream is None or (len(self.stream.early) < BUFFER_BYTES and not self.stream.reset):
-            if self._frame_has_arrived():
-                if not self.data_left:
-                    self.handle_frame()
-                self.keep_early()
-            elif not io.fill_at_once():
+        while self._has_use_for_more():
+            if not self._handle_buffered() and not self.io.fill_at_once():
                 return
+
+    def _has_use_for_more(self) -> bool:
+        return self.stream is None or (len(self.stream.early) < BUFFER_BYTES and not self.stream.reset)
+
+    def _handle_buffered(self) -> bool:
+        """Handles the next frame if it has arrived whole, and says whether it had."""
+        if not self._frame_has_arrived():
+            return False
+        if not self.data_left:
+            self.handle_frame()
+        self.keep_early()
+        return True
 
     def _frame_has_arrived(self) -> bool:
         io = self.io

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import select
 import socket
+import struct
 from contextlib import suppress
 
 from bngrad_protos.http2.errors import EndOfConnectionError, PeerGoneError
@@ -13,6 +14,22 @@ BUFFER_BYTES = 64 * 1024
 _DIRECT_BYTES = 16 * 1024  # From here on, reading past the buffer is cheaper than copying out of it.
 _PIECES_PER_SEND = 64
 _SAME_HOST_BYTES = 256 * 1024
+_TIMEVAL = struct.Struct("@ll")
+_LONGEST_S = 1e9
+
+
+def set_timeout(sock: socket.socket, timeout_s: float | None) -> None:
+    """Bounds every wait for a socket, in seconds; None is no bound.
+
+    It does as ``settimeout``, but with that Python makes two system calls of each, and lets other threads in twice.
+    """
+    if sock.gettimeout() is not None:
+        sock.settimeout(None)
+    # Zero is no bound to the system.
+    microseconds = 0 if timeout_s is None or timeout_s > _LONGEST_S else max(int(timeout_s * 1e6), 1)
+    timeval = _TIMEVAL.pack(*divmod(microseconds, 1_000_000))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
 
 
 class BufferedSocket:
@@ -50,38 +67,49 @@ class BufferedSocket:
         if self.broken is not None:
             raise PeerGoneError(f"the connection is unusable: {self.broken}")
 
-    def send(self, pieces: list[Buffer]) -> None:
+    def send(self, pieces: list[Buffer], *, may_wait: bool = True) -> bytes:
         """Sends every piece, in as few system calls as the socket allows; uses up the list.
+
+        Args:
+            pieces: What to send.
+            may_wait: Whether to wait until all of it is sent. If not, the timeout must be that of `set_timeout`.
+
+        Returns:
+            What is still to be sent: nothing, after waiting.
 
         Raises:
             PeerGoneError: The peer has closed or reset the connection.
             TimeoutError: The socket's timeout passed; the socket is then of no more use.
         """
         self.check()
+        flags = 0 if may_wait else socket.MSG_DONTWAIT
         try:
             first = 0
             while first < len(pieces):
-                sent = self._sock.sendmsg(pieces[first : first + _PIECES_PER_SEND])
+                sent = self._sock.sendmsg(pieces[first : first + _PIECES_PER_SEND], [], flags)
                 while first < len(pieces) and sent >= len(pieces[first]):
                     sent -= len(pieces[first])
                     first += 1
                 if sent:
                     pieces[first] = memoryview(pieces[first])[sent:]
-        except TimeoutError:
+        except (TimeoutError, BlockingIOError) as error:
+            if not may_wait:
+                return b"".join(pieces[first:])
             self.broken = "sending timed out"
-            raise
+            raise TimeoutError(self.broken) from error
         except OSError as error:
             self.broken = f"sending failed: {error}"
             raise PeerGoneError(self.broken) from error
         except BaseException:
             self.broken = "sending was interrupted"
             raise
+        return b""
 
-    def _receive(self, target: memoryview) -> int:
+    def _receive(self, target: memoryview, flags: int = 0) -> int:
         try:
-            count = self._sock.recv_into(target)
-        except TimeoutError:
-            raise
+            count = self._sock.recv_into(target, 0, flags)
+        except (TimeoutError, BlockingIOError) as error:
+            raise TimeoutError("receiving timed out") from error
         except OSError as error:
             self.broken = f"receiving failed: {error}"
             raise PeerGoneError(self.broken) from error
@@ -90,14 +118,14 @@ class BufferedSocket:
             raise PeerGoneError(self.broken)
         return count
 
-    def _receive_more(self) -> None:
+    def _receive_more(self, flags: int = 0) -> None:
         if self.low == self.high:
             self.low = self.high = 0
         elif self.low:
             rest = self.high - self.low
             self._view[:rest] = self.buffer[self.low : self.high]
             self.low, self.high = 0, rest
-        self.high += self._receive(self._view[self.high :])
+        self.high += self._receive(self._view[self.high :], flags)
 
     def fill(self, nbytes: int) -> None:
         """Waits until ``nbytes``, at most `BUFFER_BYTES`, are buffered; a timeout loses nothing.
@@ -126,9 +154,15 @@ class BufferedSocket:
             PeerGoneError: The peer has closed or reset the connection.
         """
         self.check()
-        if self.high - self.low == BUFFER_BYTES or not self._poll.poll(0):
+        if self.high - self.low == BUFFER_BYTES:
             return False
-        self._receive_more()
+        # A timeout of Python's own makes it wait whatever the flags say.
+        if self._sock.gettimeout() is not None and not self._poll.poll(0):
+            return False
+        try:
+            self._receive_more(socket.MSG_DONTWAIT)
+        except TimeoutError:
+            return False
         return True
 
     def take(self, nbytes: int) -> bytes:

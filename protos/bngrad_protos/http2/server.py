@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import socket
 
 from bngrad_protos.http2 import _headers, frames
@@ -63,6 +64,41 @@ class ServerConnection(Connection):
             return None
         return self.stream
 
+    def accept_at_once(self) -> ServerCall | None:
+        """Handles what has arrived, with one system call and without waiting, and gives the running call, if any.
+
+        For who watches many connections. What it sends waits only where `may_wait` says so; see also `is_amid_frame`.
+
+        Raises:
+            PeerGoneError: The client has closed or reset the connection.
+            ProtocolError: The client broke the protocol.
+        """
+        self.io.fill_at_once()
+        if self._preface_has_arrived():
+            while self._has_use_for_more() and self._handle_buffered():
+                pass
+        return self.stream if isinstance(self.stream, ServerCall) else None
+
+    def accept_begun(self) -> ServerCall | None:
+        """Waits for the rest of a frame that has begun to arrive; gives the call, if it begins one.
+
+        Raises:
+            ConnectionError: The client has gone or broke the protocol.
+            TimeoutError: The socket's timeout passed.
+        """
+        self.flush()
+        while self.stream is None and self.is_amid_frame:
+            if self._preface_seen:
+                self.handle_frame()
+            else:
+                self._read_preface()
+        return self.stream if isinstance(self.stream, ServerCall) else None
+
+    @property
+    def is_amid_frame(self) -> bool:
+        """Whether something has arrived that is not handled yet."""
+        return self.io.high > self.io.low
+
     def goaway(self) -> None:
         """Tells the client that no more calls are taken; one that it began meanwhile it may repeat elsewhere."""
         self._sent_goaway = True
@@ -70,15 +106,19 @@ class ServerConnection(Connection):
 
     def _read_preface(self) -> None:
         io = self.io
-        while not self._preface_seen:
+        while not self._preface_has_arrived():
+            io.fill_or_end(io.high - io.low + 1)
+
+    def _preface_has_arrived(self) -> bool:
+        io = self.io
+        if not self._preface_seen:
             so_far = bytes(io.buffer[io.low : min(io.high, io.low + len(frames.PREFACE))])
             if not frames.PREFACE.startswith(so_far):
                 self.refuse(ErrorCode.PROTOCOL_ERROR, f"the client does not begin as HTTP/2 does: {so_far!r}")
             if so_far == frames.PREFACE:
                 io.low += len(frames.PREFACE)
                 self._preface_seen = True
-            else:
-                io.fill_or_end(len(so_far) + 1)
+        return self._preface_seen
 
     def stream_opened(self, stream_id: int, headers: dict[str, str], end: bool) -> None:
         """Makes a call of the header block, or refuses it."""
@@ -151,7 +191,7 @@ class ServerCall(Call):
         """
         block = _OK_BLOCK
         if code or message or details:
-            block = _headers.encode(_headers.status_headers(code, message, details))
+            block = _status_block(code, message, details)
         self.end_with(block if self._begun else _RESPONSE_BLOCK + block)
 
     def end_with(self, block: bytes) -> None:
@@ -168,3 +208,8 @@ class ServerCall(Call):
         self.failure = self.failure or RpcError(Status.CANCELLED, "the call was ended here")
         connection.release(self)
         connection.flush()
+
+
+@functools.lru_cache(maxsize=256)
+def _status_block(code: int, message: str, details: bytes) -> bytes:
+    return _headers.encode(_headers.status_headers(code, message, details))

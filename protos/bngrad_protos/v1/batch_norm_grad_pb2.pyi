@@ -57,7 +57,7 @@ class Location(_message.Message):
     def __init__(self, region_key: _Optional[bytes] = ..., offset: _Optional[int] = ...) -> None: ...
 
 class FusedBatchNormGradV3Request(_message.Message):
-    __slots__ = ("y_backprop", "x", "scale", "reserve_space_1", "reserve_space_2", "reserve_space_3", "epsilon", "data_format", "is_training", "reserve_space_2_kind", "x_backprop_location")
+    __slots__ = ("y_backprop", "x", "scale", "reserve_space_1", "reserve_space_2", "reserve_space_3", "epsilon", "data_format", "is_training", "reserve_space_2_kind", "x_backprop_location", "priority")
     Y_BACKPROP_FIELD_NUMBER: _ClassVar[int]
     X_FIELD_NUMBER: _ClassVar[int]
     SCALE_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +69,7 @@ class FusedBatchNormGradV3Request(_message.Message):
     IS_TRAINING_FIELD_NUMBER: _ClassVar[int]
     RESERVE_SPACE_2_KIND_FIELD_NUMBER: _ClassVar[int]
     X_BACKPROP_LOCATION_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     y_backprop: Tensor
     x: Tensor
     scale: Tensor
@@ -80,7 +81,8 @@ class FusedBatchNormGradV3Request(_message.Message):
     is_training: bool
     reserve_space_2_kind: ReserveSpace2Kind
     x_backprop_location: Location
-    def __init__(self, y_backprop: _Optional[_Union[Tensor, _Mapping]] = ..., x: _Optional[_Union[Tensor, _Mapping]] = ..., scale: _Optional[_Union[Tensor, _Mapping]] = ..., reserve_space_1: _Optional[_Union[Tensor, _Mapping]] = ..., reserve_space_2: _Optional[_Union[Tensor, _Mapping]] = ..., reserve_space_3: _Optional[_Union[Tensor, _Mapping]] = ..., epsilon: _Optional[float] = ..., data_format: _Optional[str] = ..., is_training: bool = ..., reserve_space_2_kind: _Optional[_Union[ReserveSpace2Kind, str]] = ..., x_backprop_location: _Optional[_Union[Location, _Mapping]] = ...) -> None: ...
+    priority: int
+    def __init__(self, y_backprop: _Optional[_Union[Tensor, _Mapping]] = ..., x: _Optional[_Union[Tensor, _Mapping]] = ..., scale: _Optional[_Union[Tensor, _Mapping]] = ..., reserve_space_1: _Optional[_Union[Tensor, _Mapping]] = ..., reserve_space_2: _Optional[_Union[Tensor, _Mapping]] = ..., reserve_space_3: _Optional[_Union[Tensor, _Mapping]] = ..., epsilon: _Optional[float] = ..., data_format: _Optional[str] = ..., is_training: bool = ..., reserve_space_2_kind: _Optional[_Union[ReserveSpace2Kind, str]] = ..., x_backprop_location: _Optional[_Union[Location, _Mapping]] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class FusedBatchNormGradV3Response(_message.Message):
     __slots__ = ("x_backprop", "scale_backprop", "offset_backprop", "reserve_space_4", "reserve_space_5")
@@ -97,7 +99,7 @@ class FusedBatchNormGradV3Response(_message.Message):
     def __init__(self, x_backprop: _Optional[_Union[Tensor, _Mapping]] = ..., scale_backprop: _Optional[_Union[Tensor, _Mapping]] = ..., offset_backprop: _Optional[_Union[Tensor, _Mapping]] = ..., reserve_space_4: _Optional[_Union[Tensor, _Mapping]] = ..., reserve_space_5: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
 
 class FusedBatchNormGradV2Request(_message.Message):
-    __slots__ = ("y_backprop", "x", "scale", "reserve_space_1", "reserve_space_2", "epsilon", "data_format", "is_training", "reserve_space_2_kind", "x_backprop_location")
+    __slots__ = ("y_backprop", "x", "scale", "reserve_space_1", "reserve_space_2", "epsilon", "data_format", "is_training", "reserve_space_2_kind", "x_backprop_location", "priority")
     Y_BACKPROP_FIELD_NUMBER: _ClassVar[int]
     X_FIELD_NUMBER: _ClassVar[int]
     SCALE_FIELD_NUMBER: _ClassVar[int]
@@ -108,6 +110,7 @@ class FusedBatchNormGradV2Request(_message.Message):
     IS_TRAINING_FIELD_NUMBER: _ClassVar[int]
     RESERVE_SPACE_2_KIND_FIELD_NUMBER: _ClassVar[int]
     X_BACKPROP_LOCATION_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     y_backprop: Tensor
     x: Tensor
     scale: Tensor
@@ -118,7 +121,8 @@ class FusedBatchNormGradV2Request(_message.Message):
     is_training: bool
     reserve_space_2_kind: ReserveSpace2Kind
     x_backprop_location: Location
-    def __init__(self, y_backprop: _Optional[_Union[Tensor, _Mapping]] = ..., x: _Optional[_Union[Tensor, _Mapping]] = ..., scale: _Optional[_Union[Tensor, _Mapping]] = ..., reserve_space_1: _Optional[_Union[Tensor, _Mapping]] = ..., reserve_space_2: _Optional[_Union[Tensor, _Mapping]] = ..., epsilon: _Optional[float] = ..., data_format: _Optional[str] = ..., is_training: bool = ..., reserve_space_2_kind: _Optional[_Union[ReserveSpace2Kind, str]] = ..., x_backprop_location: _Optional[_Union[Location, _Mapping]] = ...) -> None: ...
+    priority: int
+    def __init__(self, y_backprop: _Optional[_Union[Tensor, _Mapping]] = ..., x: _Optional[_Union[Tensor, _Mapping]] = ..., scale: _Optional[_Union[Tensor, _Mapping]] = ..., reserve_space_1: _Optional[_Union[Tensor, _Mapping]] = ..., reserve_space_2: _Optional[_Union[Tensor, _Mapping]] = ..., epsilon: _Optional[float] = ..., data_format: _Optional[str] = ..., is_training: bool = ..., reserve_space_2_kind: _Optional[_Union[ReserveSpace2Kind, str]] = ..., x_backprop_location: _Optional[_Union[Location, _Mapping]] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class FusedBatchNormGradV2Response(_message.Message):
     __slots__ = ("x_backprop", "scale_backprop", "offset_backprop", "reserve_space_3", "reserve_space_4")
@@ -135,7 +139,7 @@ class FusedBatchNormGradV2Response(_message.Message):
     def __init__(self, x_backprop: _Optional[_Union[Tensor, _Mapping]] = ..., scale_backprop: _Optional[_Union[Tensor, _Mapping]] = ..., offset_backprop: _Optional[_Union[Tensor, _Mapping]] = ..., reserve_space_3: _Optional[_Union[Tensor, _Mapping]] = ..., reserve_space_4: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
 
 class BatchNormTrainingBackpropRequest(_message.Message):
-    __slots__ = ("input_forward", "output_delta", "mean", "variance", "gamma", "epsilon", "data_format", "input_delta_location")
+    __slots__ = ("input_forward", "output_delta", "mean", "variance", "gamma", "epsilon", "data_format", "input_delta_location", "priority")
     INPUT_FORWARD_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_DELTA_FIELD_NUMBER: _ClassVar[int]
     MEAN_FIELD_NUMBER: _ClassVar[int]
@@ -144,6 +148,7 @@ class BatchNormTrainingBackpropRequest(_message.Message):
     EPSILON_FIELD_NUMBER: _ClassVar[int]
     DATA_FORMAT_FIELD_NUMBER: _ClassVar[int]
     INPUT_DELTA_LOCATION_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     input_forward: Tensor
     output_delta: Tensor
     mean: Tensor
@@ -152,7 +157,8 @@ class BatchNormTrainingBackpropRequest(_message.Message):
     epsilon: float
     data_format: str
     input_delta_location: Location
-    def __init__(self, input_forward: _Optional[_Union[Tensor, _Mapping]] = ..., output_delta: _Optional[_Union[Tensor, _Mapping]] = ..., mean: _Optional[_Union[Tensor, _Mapping]] = ..., variance: _Optional[_Union[Tensor, _Mapping]] = ..., gamma: _Optional[_Union[Tensor, _Mapping]] = ..., epsilon: _Optional[float] = ..., data_format: _Optional[str] = ..., input_delta_location: _Optional[_Union[Location, _Mapping]] = ...) -> None: ...
+    priority: int
+    def __init__(self, input_forward: _Optional[_Union[Tensor, _Mapping]] = ..., output_delta: _Optional[_Union[Tensor, _Mapping]] = ..., mean: _Optional[_Union[Tensor, _Mapping]] = ..., variance: _Optional[_Union[Tensor, _Mapping]] = ..., gamma: _Optional[_Union[Tensor, _Mapping]] = ..., epsilon: _Optional[float] = ..., data_format: _Optional[str] = ..., input_delta_location: _Optional[_Union[Location, _Mapping]] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class BatchNormTrainingBackpropResponse(_message.Message):
     __slots__ = ("input_delta", "gamma_delta", "beta_delta")
@@ -221,15 +227,19 @@ class Endpoints(_message.Message):
     def __init__(self, stream_port: _Optional[int] = ..., local_directory: _Optional[str] = ...) -> None: ...
 
 class ServerInfoResponse(_message.Message):
-    __slots__ = ("version", "devices", "limits", "ops", "endpoints")
+    __slots__ = ("version", "devices", "limits", "ops", "endpoints", "requests", "batch_sizes")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     DEVICES_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     OPS_FIELD_NUMBER: _ClassVar[int]
     ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    BATCH_SIZES_FIELD_NUMBER: _ClassVar[int]
     version: str
     devices: _containers.RepeatedCompositeFieldContainer[Device]
     limits: Limits
     ops: _containers.RepeatedScalarFieldContainer[str]
     endpoints: Endpoints
-    def __init__(self, version: _Optional[str] = ..., devices: _Optional[_Iterable[_Union[Device, _Mapping]]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., ops: _Optional[_Iterable[str]] = ..., endpoints: _Optional[_Union[Endpoints, _Mapping]] = ...) -> None: ...
+    requests: int
+    batch_sizes: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, version: _Optional[str] = ..., devices: _Optional[_Iterable[_Union[Device, _Mapping]]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., ops: _Optional[_Iterable[str]] = ..., endpoints: _Optional[_Union[Endpoints, _Mapping]] = ..., requests: _Optional[int] = ..., batch_sizes: _Optional[_Iterable[int]] = ...) -> None: ...

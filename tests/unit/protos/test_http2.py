@@ -4,7 +4,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import grpc
 import pytest
@@ -260,6 +260,15 @@ def test_a_connection_whose_sending_timed_out_is_unusable() -> None:
         with pytest.raises(PeerGoneError, match="sending timed out"):
             connection.call("/a/b")
         connection.close()
+
+
+@pytest.mark.parametrize("end", [lambda sock: ClientConnection(sock, "localhost"), ServerConnection])
+def test_a_connection_to_a_peer_that_has_gone_closes_its_socket(end: Callable[[socket.socket], object]) -> None:
+    near, far = pair("unix")
+    far.close()
+    with pytest.raises(PeerGoneError):
+        end(near)
+    assert near.fileno() == -1
 
 
 def test_an_idle_server_may_time_out_and_accept_again() -> None:
