@@ -66,11 +66,7 @@ class Arena:
             TimeoutError: No memory became free in time.
             CancelledError: The caller gave up.
         """
-        nbytes = _round_up(nbytes)
-        if nbytes > self.nbytes:
-            raise ArenaTooSmallError(
-                f"the request needs {nbytes} bytes of staging memory, and the server has {self.nbytes}"
-            )
+        nbytes = self._checked(nbytes)
         with self._changed:
             if not self._waiting and self._fits(nbytes):
                 return self._take(nbytes)
@@ -89,6 +85,16 @@ class Arena:
                 self._waiting.remove(ticket)
                 self._changed.notify_all()
 
+    def allocate_at_once(self, nbytes: int) -> Block | None:
+        """Takes a block without waiting; gives None where none is free, or others wait for one.
+
+        Raises:
+            ArenaTooSmallError: The arena could never hold it.
+        """
+        nbytes = self._checked(nbytes)
+        with self._changed:
+            return self._take(nbytes) if not self._waiting and self._fits(nbytes) else None
+
     def free(self, block: Block) -> None:
         """Gives a block back, once."""
         with self._changed:
@@ -106,6 +112,14 @@ class Arena:
     def close(self) -> None:
         """Gives up the file; the memory goes once nobody maps it."""
         os.close(self.fd)
+
+    def _checked(self, nbytes: int) -> int:
+        nbytes = _round_up(nbytes)
+        if nbytes > self.nbytes:
+            raise ArenaTooSmallError(
+                f"the request needs {nbytes} bytes of staging memory, and the server has {self.nbytes}"
+            )
+        return nbytes
 
     def _fits(self, nbytes: int) -> bool:
         return any(block.nbytes >= nbytes for block in self._free)

@@ -1,155 +1,132 @@
-"""The queue between requests and workers: whoever is free takes what waits, grouped by kernel.
+"""Between requests and workers: whoever is free takes the next batch.
 
 There is no thread between the requests' threads and the workers. The thread of a request that finds a worker idle, or
 is handed one, leads it: takes a batch, waits for the worker, wakes the other threads of the batch, and once its own
 request is done hands the worker on. A thread hop costs more than a small gradient.
+
+Small requests have no thread each. One thread, see `bngrad_server.leading`, submits them all and leads the workers that
+are idle, without ever waiting for one.
 """
 
 from __future__ import annotations
 
-import enum
+import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
-from typing import Any, Protocol, TypeAlias
+from contextlib import contextmanager
 
-import numpy as np
+from bngrad_kernels.problem import channel_cuts
+from bngrad_server.crew import Batch, Part, Worker
+from bngrad_server.fair_queue import FairQueue
+from bngrad_server.jobs import Job, JobState
 
-from bngrad_kernels.spec import Spec
-from bngrad_server.staging import Task
+logger = logging.getLogger(__name__)
 
-KernelKey: TypeAlias = tuple[np.dtype[Any], bool, bool]
-
-MAX_ATTEMPTS = 3
+MAX_ATTEMPTS = 2
 """A job is given up when this many workers have died of it."""
 _LOOK_UP_S = 0.2
 """How often a waiting thread looks whether its client is still there."""
+_SPLIT_FROM_NBYTES = 1 << 21
+"""Smaller jobs are not worth two workers."""
+_BATCH_SIZES = 16
 
 
 class ComputeError(Exception):
     """A request could not be computed, through no fault of its own."""
 
 
-class WorkerDiedError(Exception):
-    """The worker's process ended."""
-
-
-class JobState(enum.Enum):
-    """Where a job is."""
-
-    WAITING = "waiting"
-    RUNNING = "running"
-    ENDED = "ended"
-
-
-class Job:
-    """A staged request on its way through a worker.
+class Batcher:
+    """Brings jobs and workers together.
 
     Attributes:
-        spec: What to compute.
-        task: Where it lies.
-        nbytes: The size of its tensors.
-        kernel_key: Jobs of one key can share a launch: dtype, whether channels come last, mode.
-        is_abandoned: Tells whether whoever asked has lost interest; such a job is not begun.
-        state: Where it is.
-        attempts: How many workers have got it so far.
-        error: Why it could not be computed.
-        worker: The worker that the thread of this job leads, or was handed to lead.
-        on_end: Is called by whoever sees a job end that its own thread has left.
+        batch_sizes: How many batches were taken; at index k, those of 2**k to 2**(k + 1) - 1 jobs.
+        on_work: Is called, from any thread, where a worker is idle and a job is next that was submitted. It must not
+            call the batcher.
     """
 
-    __slots__ = (
-        *("spec", "task", "nbytes", "kernel_key", "is_abandoned"),
-        *("state", "attempts", "error", "worker", "on_end", "_sleep"),
-    )
-
-    def __init__(
-        self, spec: Spec, task: Task, nbytes: int, kernel_key: KernelKey, is_abandoned: Callable[[], bool]
-    ) -> None:
-        self.spec = spec
-        self.task = task
-        self.nbytes = nbytes
-        self.kernel_key = kernel_key
-        self.is_abandoned = is_abandoned
-        self.state = JobState.WAITING
-        self.attempts = 0
-        self.error: Exception | None = None
-        self.worker: Worker | None = None
-        self.on_end: Callable[[], None] | None = None
-        self._sleep = threading.Lock()  # the cheapest event there is: taken while there is nothing to wake up for
-        self._sleep.acquire()
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether it was computed, or never will be."""
-        return self.state is JobState.ENDED
-
-    def wake(self) -> None:
-        """Ends the thread's `sleep`, or its next one."""
-        if self._sleep.locked():
-            self._sleep.release()
-
-    def sleep(self, timeout_s: float) -> None:
-        """Waits for `wake`."""
-        self._sleep.acquire(timeout=max(timeout_s, 0))
-
-
-class Worker(Protocol):
-    """What computes batches."""
-
-    def run(self, batch: list[Job]) -> list[str | None]:
-        """Computes jobs of one kernel key, and says for each why it failed, or None.
-
-        Raises:
-            WorkerDiedError: The process ended.
-        """
-
-
-class Batcher:
-    """First come, first served; the job at the head decides the kernel, and others of that kernel ride along."""
-
-    def __init__(self, max_jobs: int, max_bytes: int) -> None:
-        self._max_jobs = max_jobs
-        self._max_bytes = max_bytes
-        self._mutex = threading.Lock()  # guards all that follows, and the state of every job
-        self._queue: deque[Job] = deque()
-        self._idle: list[Worker] = []
-        self._closed = False
-
-    def run(self, job: Job, deadline: float | None) -> None:
-        """Has a worker compute a job, and returns when that is done.
+    def __init__(self, max_jobs: int, max_bytes: int, max_delay_s: float = 0.0, *, split: bool = True) -> None:
+        """Has no worker yet.
 
         Args:
-            job: What to compute.
-            deadline: When the caller loses patience, on the monotonic clock; None means never.
+            max_jobs: The most jobs of a batch.
+            max_bytes: A batch is closed once its jobs have so many bytes.
+            max_delay_s: How long a job may wait for company while a worker is free, in seconds.
+            split: Whether a large job is shared out to the workers that would be idle.
+        """
+        self.batch_sizes = [0] * _BATCH_SIZES
+        self.on_work = _do_nothing
+        self._max_jobs = max_jobs
+        self._max_delay_s = max_delay_s
+        self._split = split
+        self._mutex = threading.Lock()  # guards all that follows, and the state of every job
+        self._queue = FairQueue(max_jobs, max_bytes)
+        self._idle: list[Worker] = []
+        self._expecting: list[Job] = []  # whose threads have a worker, and wait for company
+        self._callbacks: list[Callable[[], None]] = []
+        self._closed = False
+
+    def run(self, job: Job) -> None:
+        """Has a worker compute a job, and returns when that is done.
 
         Raises:
-            TimeoutError: The deadline passed.
+            TimeoutError: Its deadline passed.
             CancelledError: The caller has lost interest, or the batcher is closed.
             ComputeError: No worker could compute it.
         """
-        is_abandoned = job.is_abandoned()  # in the job's own thread, which may look closest
         with self._mutex:
-            if is_abandoned or self._closed:
-                job.state = JobState.ENDED
-                raise CancelledError
-            self._queue.append(job)
+            self._put(job)
             job.worker = self._idle.pop() if self._idle else None
         while True:
             if job.worker is not None:
                 self._lead(job.worker, job)
             if job.has_ended:
                 break
-            rest_s = _LOOK_UP_S if deadline is None else min(_LOOK_UP_S, deadline - time.monotonic())
+            rest_s = _LOOK_UP_S if job.deadline is None else min(_LOOK_UP_S, job.deadline - time.monotonic())
             job.sleep(rest_s)
             if job.worker is None and not job.has_ended:
-                self._check_patience(job, deadline)
+                self.check_patience(job)
         if job.worker is not None:
             self.offer(job.worker)
         if job.error is not None:
             raise job.error
+
+    def submit(self, job: Job) -> None:
+        """Has a job wait that has no thread; `Job.on_end` is called when it has ended, unless it is left before.
+
+        Raises:
+            CancelledError: The batcher is closed.
+        """
+        with self._mutex:
+            self._put(job)
+
+    def begin_batches(self) -> list[Batch]:
+        """Has idle workers begin what waits; each batch goes to `end_batch`, once no worker is busy with it."""
+        if not self._idle or not len(self._queue) or self.rest_of_delay() > 0:
+            return []
+        batches, begun = [], []
+        with self._locked():
+            while self._idle and (jobs := self._take_batch()):
+                batches.append(Batch(jobs, self._shares(self._idle.pop(), jobs)))
+        for batch in batches:
+            try:
+                batch.begin()
+                begun.append(batch)
+            except Exception:
+                logger.exception("a batch could not be begun")
+                self.end_batch(batch)
+        return begun
+
+    def end_batch(self, batch: Batch) -> None:
+        """Ends the jobs of a batch, or has them wait again if a worker died; frees the workers."""
+        if batch.dead:
+            self._rescue(batch.jobs, free=batch.alive)
+            return
+        with self._locked():
+            self._end_all(batch)
+            if not self._closed:
+                self._idle += batch.alive
 
     def offer(self, worker: Worker) -> None:
         """Puts a worker to use that is free."""
@@ -172,26 +149,36 @@ class Batcher:
 
     def close(self) -> None:
         """Ends every job that waits, and takes no more."""
-        with self._mutex:
+        with self._locked():
             self._closed = True
             self._idle.clear()
-            while self._queue:
-                self._end(self._queue.popleft(), CancelledError())
+            for job in list(self._queue.jobs):
+                self._queue.remove(job)
+                self._end(job, CancelledError())
 
-    def _check_patience(self, job: Job, deadline: float | None) -> None:
-        """Gives a job up that its caller does not want any longer; the worker that has got it runs to its end."""
-        if deadline is not None and time.monotonic() >= deadline:
-            reason: Exception = TimeoutError("the request was not computed in time")
-        elif job.is_abandoned():
-            reason = CancelledError()
-        else:
-            return
-        if self._leave(job, reason):
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Holds the mutex, and calls back afterwards, when others may have it again, for the jobs that ended."""
+        with self._mutex:
+            yield
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+
+    def check_patience(self, job: Job) -> None:
+        """Gives a job up that its caller does not want any longer; the worker that has got it runs to its end.
+
+        Raises:
+            TimeoutError: The job is left to its worker: its deadline has passed.
+            CancelledError: Alike, since the caller has lost interest.
+        """
+        reason = job.reason_to_give_up()
+        if reason is not None and self.leave(job, reason):
             raise reason
 
-    def _leave(self, job: Job, reason: Exception) -> bool:
-        """Ends a job that waits, and says whether a worker has got it instead, which its thread does not wait for."""
-        with self._mutex:
+    def leave(self, job: Job, reason: Exception) -> bool:
+        """Ends a job that waits, and says whether a worker has got it instead, which nobody waits for any longer."""
+        with self._locked():
             if job.state is JobState.WAITING:
                 self._queue.remove(job)
                 self._end(job, reason)
@@ -200,47 +187,97 @@ class Batcher:
             if worker is not None:
                 self._hand_on(worker)
             if job.state is JobState.RUNNING:
-                job.on_end = _do_nothing  # until `when_untouched`: should the worker die first, nobody is there to lead
+                job.is_left = True  # should the worker die, nobody wants it run again
+                job.on_end = _do_nothing  # until `when_untouched`
             return job.state is JobState.RUNNING
 
     def _lead(self, worker: Worker, own: Job) -> None:
         """Has the worker compute until the thread's own job has ended or nothing waits; then gives the worker on."""
         while True:
-            with self._mutex:
-                batch = self._take_batch() if own.state is JobState.WAITING else []
-                if not batch:
+            if self._max_delay_s:
+                self._expect_company(own)
+            with self._locked():
+                jobs = self._take_batch() if own.state is JobState.WAITING else []
+                if not jobs:
                     own.worker = None
                     self._hand_on(worker)
                     return
+                batch = Batch(jobs, self._shares(worker, jobs))
             try:
-                failures = worker.run(batch)
-            except WorkerDiedError:
-                self._rescue(batch, own)
-                return
+                batch.begin()
+                while batch.busy:
+                    batch.finish(batch.busy[0])
             except BaseException:
-                self._rescue(batch, own)
-                self._leave(own, CancelledError())
+                own.worker = None
+                self._rescue(jobs)
+                self.leave(own, CancelledError())
                 raise
-            with self._mutex:
-                for job, failure in zip(batch, failures, strict=True):
-                    self._end(job, None if failure is None else ComputeError(failure))
+            if batch.dead:
+                own.worker = None
+                self._rescue(jobs, free=batch.alive)
+                return
+            with self._locked():
+                for other in batch.alive:
+                    if other is not worker:
+                        self._hand_on(other)
+                self._end_all(batch)
+
+    def _shares(self, worker: Worker, batch: list[Job]) -> dict[Worker, list[Part]]:
+        """What each worker gets: a large job is split among those that would be idle; the mutex is held."""
+        job = batch[0]
+        is_fresh = len(batch) == 1 and job.attempts == 1
+        if self._split and self._idle and is_fresh and job.nbytes >= _SPLIT_FROM_NBYTES:
+            cuts = channel_cuts(job.spec, 1 + len(self._idle))
+            crew = [worker, *(self._idle.pop() for _ in cuts[1:])]
+            return {member: [(job, cut)] for member, cut in zip(crew, cuts, strict=True)}
+        return {worker: [(job, range(job.spec.channels)) for job in batch]}
+
+    def _expect_company(self, own: Job) -> None:
+        """Waits until the first job has waited long enough, or there is a full batch."""
+        with self._mutex:
+            self._expecting.append(own)
+        while own.state is JobState.WAITING and (rest_s := self.rest_of_delay()) > 0:
+            own.sleep(rest_s)
+        with self._mutex:
+            self._expecting.remove(own)
+
+    def rest_of_delay(self) -> float:
+        """For how long the first job may still wait for company, in seconds."""
+        if not self._max_delay_s:
+            return 0.0
+        with self._mutex:
+            if self._closed or not 0 < len(self._queue) < self._max_jobs:
+                return 0.0
+            return self._queue.jobs[0].arrival + self._max_delay_s - time.monotonic()
 
     def _hand_on(self, worker: Worker) -> None:
-        """Has the first thread that waits lead the worker, if there is one; the mutex is held."""
-        for job in self._queue:
+        """Has the first job that waits lead the worker: by its thread, or by the one that submitted it.
+
+        The mutex is held.
+        """
+        for job in self._queue.jobs:
+            if job.on_end is not None:
+                break
             if job.worker is None:
                 job.worker = worker
                 job.wake()
                 return
         if not self._closed:
             self._idle.append(worker)
+            if len(self._queue):
+                self.on_work()
 
-    def _rescue(self, batch: list[Job], leader: Job) -> None:
-        """Queues again, at the head, what a dead worker held, save for jobs that have cost too many workers."""
-        with self._mutex:
-            leader.worker = None
-            for job in reversed(batch):
-                if job.on_end is not None:
+    def _rescue(self, jobs: list[Job], free: Sequence[Worker] = ()) -> None:
+        """Has wait again what a dead worker held, save for jobs that have cost too many workers.
+
+        Args:
+            jobs: What it held.
+            free: The workers that computed with it, and that are alive.
+        """
+        with self._locked():
+            self._idle += free
+            for job in jobs:
+                if job.is_left:
                     self._end(job, None)
                 elif job.attempts >= MAX_ATTEMPTS:
                     self._end(job, ComputeError(f"{job.attempts} workers died while computing this request"))
@@ -248,31 +285,40 @@ class Batcher:
                     self._end(job, CancelledError())
                 else:
                     job.state = JobState.WAITING
-                    self._queue.appendleft(job)
+                    self._queue.put_back(job)
             idle, self._idle = self._idle, []
             for worker in idle:
                 self._hand_on(worker)
 
     def _take_batch(self) -> list[Job]:
+        """The next jobs that somebody wants; none if there are no such; the mutex is held."""
         batch: list[Job] = []
-        left: deque[Job] = deque()
-        nbytes = 0
-        while self._queue and len(batch) < self._max_jobs and nbytes < self._max_bytes:
-            job = self._queue.popleft()
-            # A job that a dying worker held runs alone: should it be the cause, it takes no other job with it.
-            alone = job.attempts > 0
-            if batch and (alone or batch[0].attempts or job.kernel_key != batch[0].kernel_key):
-                left.append(job)
-            elif job.is_abandoned():
-                self._end(job, CancelledError())
-            else:
-                batch.append(job)
-                nbytes += job.nbytes
-        self._queue.extendleft(reversed(left))
-        for job in batch:
-            job.attempts += 1
-            job.state = JobState.RUNNING
+        while not batch and len(self._queue):
+            for job in self._queue.take():
+                reason = job.reason_to_give_up()
+                if reason is None:
+                    batch.append(job)
+                    job.attempts += 1
+                    job.state = JobState.RUNNING
+                else:
+                    self._end(job, reason)
+        if batch:
+            self.batch_sizes[min(len(batch).bit_length(), _BATCH_SIZES) - 1] += 1
         return batch
+
+    def _put(self, job: Job) -> None:
+        """Has a new job wait; the mutex is held."""
+        if self._closed:
+            job.state = JobState.ENDED
+            raise CancelledError
+        self._queue.put(job)
+        if self._expecting and len(self._queue) >= self._max_jobs:
+            for leader in self._expecting:
+                leader.wake()
+
+    def _end_all(self, batch: Batch) -> None:
+        for i, job in enumerate(batch.jobs):
+            self._end(job, ComputeError(batch.failures[i]) if i in batch.failures else None)
 
     def _end(self, job: Job, error: Exception | None) -> None:
         job.state = JobState.ENDED
@@ -280,7 +326,8 @@ class Batcher:
         if job.on_end is None:
             job.wake()
         else:
-            job.on_end()
+            self._callbacks.append(job.on_end)
+            job.on_end = None  # what it refers to refers to the job: such circles would keep the collector busy
 
 
 def _do_nothing() -> None:

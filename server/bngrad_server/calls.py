@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
 from typing import Protocol
 
 from bngrad_kernels.spec import FieldViolation, InvalidArgumentError
 from bngrad_protos import __version__, wire
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_protos.wire import Buffer
-from bngrad_server.config import MAX_MESSAGE_BYTES
-from bngrad_server.engine import Engine, Patience, Staged
+from bngrad_server.caller import Caller
+from bngrad_server.engine import Engine, Staged
 from bngrad_server.pool import WorkerState
-from bngrad_server.requests import OPS, Reader
+from bngrad_server.requests import OPS, Reader, Request
 
 SERVICE = pb.DESCRIPTOR.services_by_name["BatchNormGradService"]
 UNARY_OPS = tuple(op.name for op in OPS)
@@ -45,27 +45,59 @@ class ExchangeSource(Protocol):
 
 
 class Calls:
-    """Answers from an engine."""
+    """Answers from an engine.
 
-    def __init__(self, engine: Engine) -> None:
+    Attributes:
+        batcher: The engine's.
+    """
+
+    def __init__(self, engine: Engine, max_message_bytes: int) -> None:
+        self.batcher = engine.batcher
         self._engine = engine
+        self._max_message_bytes = max_message_bytes
         self._readers = {op.name: Reader(op, chunked=False) for op in OPS}
         self._chunked_readers = {number: Reader(op, chunked=True) for number, op in enumerate(OPS, 1)}
         self.endpoints = pb.Endpoints()
 
     @contextmanager
-    def answer(self, op_name: str, data: bytes, patience: Patience) -> Iterator[list[Buffer]]:
+    def answer(self, op_name: str, data: bytes, caller: Caller) -> Iterator[list[Buffer]]:
         """Computes an op, and lends the pieces of its response until the block ends.
 
         Raises:
             Exception: See `bngrad_server.requests.Reader.read` and `bngrad_server.engine`.
         """
-        with self._engine.staged(self._readers[op_name].read(data), patience) as staged:
+        with self._engine.staged(self._read(self._readers[op_name], data, caller), caller) as staged:
             staged.copy_from(data)
             staged.compute()
+            with self._engine.transfers.watched(staged.request.sizes.tensor, caller):
+                yield staged.response()
+
+    def submit(self, op_name: str, data: bytes, caller: Caller, on_end: Callable[[], None]) -> Staged | None:
+        """Begins what `answer` does, without waiting; gives None, and has begun nothing, where that cannot be.
+
+        The caller looks at the outcome with `Staged.check` when ``on_end`` was called, and closes what it got.
+
+        Raises:
+            Exception: See `answer`.
+        """
+        request = self._read(self._readers[op_name], data, caller)
+        staged = self._engine.stage(request, caller, may_wait=False)
+        if staged is not None:
+            try:
+                staged.copy_from(data)
+                staged.submit(on_end)
+            except BaseException:
+                staged.close()
+                raise
+        return staged
+
+    @contextmanager
+    def lent(self, staged: Staged, caller: Caller) -> Iterator[list[Buffer]]:
+        """Lends the pieces of a response until the block ends, and then closes it; the caller may not take for ever."""
+        with closing(staged), self._engine.transfers.watched(staged.request.sizes.tensor, caller):
             yield staged.response()
 
-    def exchange(self, source: ExchangeSource, patience: Patience) -> Iterator[list[Buffer]]:
+    def exchange(self, source: ExchangeSource, caller: Caller) -> Iterator[list[Buffer]]:
         """Answers the requests of an exchange until it ends.
 
         Yields:
@@ -76,16 +108,28 @@ class Calls:
         """
         while (message := source.receive()) is not None:
             number, data = _request_of(message)
-            request = self._chunked_readers[number].read(data)
-            with self._engine.staged(request, patience) as staged:
+            request = self._read(self._chunked_readers[number], data, caller)
+            with self._engine.staged(request, caller) as staged:
                 staged.copy_from(data)
-                for target in _targets(staged):
-                    source.receive_into(target)
+                with self._engine.transfers.watched(2 * request.sizes.tensor, caller):
+                    for target in _targets(staged):
+                        source.receive_into(target)
                 staged.compute()
                 pieces = staged.response()
-                yield [wire.field_prefix(number, sum(map(len, pieces))), *pieces]
                 assert staged.x_backprop is not None
-                yield from wire.chunks(pb.ExchangeResponse.CHUNK_FIELD_NUMBER, staged.x_backprop, source.chunk_nbytes)
+                with self._engine.transfers.watched(request.sizes.tensor, caller):
+                    yield [wire.field_prefix(number, sum(map(len, pieces))), *pieces]
+                    yield from wire.chunks(
+                        pb.ExchangeResponse.CHUNK_FIELD_NUMBER, staged.x_backprop, source.chunk_nbytes
+                    )
+
+    def watched_upload(self, caller: Caller) -> AbstractContextManager[None]:
+        """Hangs up on a caller whose message takes too long, for what is known before it is there."""
+        return self._engine.transfers.watched(0, caller)
+
+    def _read(self, reader: Reader, data: bytes, caller: Caller) -> Request:
+        self._engine.admission.check(caller.client, caller.deadline)  # to read costs more than to refuse
+        return reader.read(data)
 
     def server_info(self) -> bytes:
         """The response of ServerInfo."""
@@ -98,9 +142,15 @@ class Calls:
             )
             for status in self._engine.pool.status()
         ]
-        limits = pb.Limits(max_message_bytes=MAX_MESSAGE_BYTES, arena_bytes=self._engine.arena.nbytes)
+        limits = pb.Limits(max_message_bytes=self._max_message_bytes, arena_bytes=self._engine.arena.nbytes)
         return pb.ServerInfoResponse(
-            version=__version__, devices=devices, limits=limits, ops=UNARY_OPS, endpoints=self.endpoints
+            version=__version__,
+            devices=devices,
+            limits=limits,
+            ops=UNARY_OPS,
+            endpoints=self.endpoints,
+            requests=self._engine.admission.requests,
+            batch_sizes=self._engine.batcher.batch_sizes,
         ).SerializeToString()
 
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import closing, contextmanager
 
 import numpy as np
 
 from bngrad_kernels.spec import FieldViolation, InvalidArgumentError
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_protos.wire import Buffer
+from bngrad_server.admission import Admission, OverloadedError
 from bngrad_server.arena import Arena, Block
-from bngrad_server.batching import Batcher, Job
+from bngrad_server.batching import Batcher
+from bngrad_server.caller import Caller
 from bngrad_server.config import ServerConfig
+from bngrad_server.jobs import Job
+from bngrad_server.memory import MemoryTrimmer
 from bngrad_server.pool import WorkerPool
 from bngrad_server.regions import Region, Regions
 from bngrad_server.requests import Request
@@ -27,54 +31,76 @@ from bngrad_server.staging import (
     Place,
     Task,
 )
+from bngrad_server.transfers import Transfers
 
 _COPIED_WITH_LOCK_NBYTES = 32 * 1024
 """Larger copies let other threads run meanwhile, which costs something itself."""
 
 
-@dataclass(frozen=True, slots=True)
-class Patience:
-    """How long a caller waits.
-
-    Attributes:
-        deadline: When it gives up, on the monotonic clock; None means never.
-        is_over: Tells whether it has given up already.
-    """
-
-    deadline: float | None
-    is_over: Callable[[], bool]
-
-
 class Engine:
-    """The arena, the regions, the batcher and the worker pool of a server."""
+    """All that a request passes on its way: admission, memory, queue, workers."""
 
     def __init__(self, config: ServerConfig, on_change: Callable[[], None]) -> None:
+        self.admission = Admission(config.max_requests, config.max_wait_s)
         self.arena = Arena(config.arena_bytes)
-        self.batcher = Batcher(config.max_batch_jobs, config.max_batch_bytes)
-        self.pool = WorkerPool(_devices(config.device), config.threads, self.arena, self.batcher, on_change)
+        self.batcher = Batcher(
+            config.max_batch_jobs, config.max_batch_bytes, config.max_batch_delay_s, split=config.has_cores_for_all
+        )
+        self.pool = WorkerPool(config, self.arena, self.batcher, on_change)
         self.regions = Regions(config.shared_bytes, self.pool.map, self.pool.unmap)
+        self.transfers = Transfers(config.transfer_timeout_s)
+        self._trimmer = MemoryTrimmer(self.admission)
+        self._max_wait_s = config.max_wait_s
 
-    @contextmanager
-    def staged(self, request: Request, patience: Patience) -> Iterator[Staged]:
-        """Lends memory for a request until the block ends.
+    def stage(self, request: Request, caller: Caller, *, may_wait: bool = True) -> Staged | None:
+        """Lends memory for a request until `Staged.close`; gives None where there is none and nothing may wait.
 
         Raises:
+            OverloadedError: There is too much to do already.
             InvalidArgumentError: The request names shared memory that is not there, or overlaps.
             ArenaTooSmallError: The request is larger than the arena.
             TimeoutError: No memory became free in time.
             CancelledError: The caller gave up.
         """
-        staged = Staged(self, request, patience)
+        self.admission.enter(caller.client, request.tensors_nbytes, caller.deadline)
+        staged = Staged(self, request, caller)
         try:
-            staged.take_memory()
+            if staged.take_memory(may_wait=may_wait):
+                return staged
+        except BaseException:
+            staged.close()
+            raise
+        staged.close()
+        return None
+
+    @contextmanager
+    def staged(self, request: Request, caller: Caller) -> Iterator[Staged]:
+        """Lends memory for a request until the block ends; see `stage`."""
+        staged = self.stage(request, caller)
+        assert staged is not None
+        with closing(staged):
             yield staged
-        finally:
-            staged.give_back_memory()
+
+    def allocate(self, nbytes: int, caller: Caller) -> Block:
+        """Takes a block of the arena for a caller.
+
+        Raises:
+            Exception: See `stage`.
+        """
+        give_up = time.monotonic() + self._max_wait_s
+        if caller.deadline is not None and caller.deadline <= give_up:
+            return self.arena.allocate(nbytes, caller.deadline, caller.is_gone)
+        try:
+            return self.arena.allocate(nbytes, give_up, caller.is_gone)
+        except TimeoutError as error:
+            raise OverloadedError(str(error), self._max_wait_s) from error
 
     def close(self) -> None:
         """Ends the workers and gives up the arena."""
         self.batcher.close()
         self.pool.close()
+        self.transfers.close()
+        self._trimmer.close()
         self.arena.close()
 
 
@@ -87,6 +113,8 @@ class Staged:
         x_backprop: Its memory, to be read; None where the client reads it there itself.
         scale_backprop: Its memory, to be read.
         offset_backprop: Alike.
+        computed: Whether the outputs are there.
+        job: What the batcher knows of it, once it does.
     """
 
     y_backprop: memoryview | None
@@ -95,21 +123,27 @@ class Staged:
     scale_backprop: memoryview
     offset_backprop: memoryview
 
-    def __init__(self, engine: Engine, request: Request, patience: Patience) -> None:
+    def __init__(self, engine: Engine, request: Request, caller: Caller) -> None:
         self.request = request
+        self.computed = False
         self._engine = engine
-        self._patience = patience
+        self._caller = caller
         self._block: Block | None = None
         self._held: list[Region] = []
-        self._job: Job | None = None
+        self.job: Job | None = None
 
-    def take_memory(self) -> None:
-        """Finds the request's place; see `Engine.staged`."""
-        request, sizes, patience = self.request, self.request.sizes, self._patience
+    def take_memory(self, *, may_wait: bool) -> bool:
+        """Finds the request's place, and says whether there is one; see `Engine.stage`."""
+        request, sizes = self.request, self.request.sizes
         places = self._places_in_regions()
         stats_nbytes = 5 * sizes.stats_stride
         nbytes = stats_nbytes + places.count(None) * sizes.tensor_stride
-        self._block = self._engine.arena.allocate(nbytes, patience.deadline, patience.is_over)
+        if may_wait:
+            self._block = self._engine.allocate(nbytes, self._caller)
+        else:
+            self._block = self._engine.arena.allocate_at_once(nbytes)
+        if self._block is None:
+            return False
         self._stats_offset = offset = self._block.offset
         views: list[memoryview | None] = [None, None, None]
         offset += stats_nbytes
@@ -124,13 +158,16 @@ class Staged:
         self.y_backprop, self.x, self.x_backprop = views
         self.scale_backprop, self.offset_backprop = self._stats(SCALE_BACKPROP), self._stats(OFFSET_BACKPROP)
         self._task = Task(request.scale is not None, self._stats_offset, *tensor_places)
+        return True
 
-    def give_back_memory(self) -> None:
-        """Gives all memory back, as soon as no worker touches it."""
-        if self._job is None:
+    def close(self) -> None:
+        """Lets the request out, and gives all memory back as soon as no worker touches it."""
+        if self.job is None:
             self._release()
         else:
-            self._engine.batcher.when_untouched(self._job, self._release)
+            self._engine.batcher.when_untouched(self.job, self._release)
+        request = self.request
+        self._engine.admission.leave(self._caller.client, request.tensors_nbytes, computed=self.computed)
 
     def copy_from(self, message: bytes) -> None:
         """Copies what the message holds: the one copy of a request's elements."""
@@ -152,16 +189,46 @@ class Staged:
             CancelledError: The caller gave up, or the server is stopping.
             ComputeError: No worker could compute it.
         """
-        request = self.request
-        nbytes = 3 * request.sizes.tensor
-        self._job = Job(request.spec, self._task, nbytes, request.kernel_key, self._patience.is_over)
-        self._engine.batcher.run(self._job, self._patience.deadline)
+        self.job = self._new_job()
+        self._engine.batcher.run(self.job)
+        self.computed = True
+
+    def submit(self, on_end: Callable[[], None]) -> None:
+        """Has a worker write the outputs sooner or later; see `bngrad_server.batching.Batcher.submit`.
+
+        Raises:
+            CancelledError: The server is stopping.
+        """
+        job = self._new_job()
+        job.on_end = on_end
+        self._engine.batcher.submit(job)
+        self.job = job
+
+    def check(self) -> None:
+        """Looks at the outcome of a job that was submitted and has ended; raises as `compute` does."""
+        assert self.job is not None
+        if self.job.error is not None:
+            raise self.job.error
+        self.computed = True
 
     def response(self) -> list[Buffer]:
         """The response, in pieces that are views of the outputs, which must be used before the memory is given back."""
         before_x, before_scale, before_offset, tail = self.request.response
         large = b"" if self.x_backprop is None or self.request.chunked else self.x_backprop
         return [before_x, large, before_scale, self.scale_backprop, before_offset, self.offset_backprop, tail]
+
+    def _new_job(self) -> Job:
+        request, caller = self.request, self._caller
+        return Job(
+            request.spec,
+            self._task,
+            request.tensors_nbytes,
+            request.kernel_key,
+            client=caller.client,
+            priority=request.priority,
+            deadline=caller.deadline,
+            is_abandoned=caller.is_gone,
+        )
 
     def _stats(self, index: int) -> memoryview:
         start = self._stats_offset + index * self.request.sizes.stats_stride
@@ -212,7 +279,3 @@ def copy(target: memoryview, source: memoryview) -> None:
         target[:] = source
     else:
         np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
-
-
-def _devices(device: str) -> list[str]:
-    return ["cpu"] if device == "auto" else [device]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from concurrent.futures import CancelledError
 
@@ -10,6 +11,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from bngrad_kernels.spec import InvalidArgumentError
+from bngrad_server.admission import OverloadedError
 from bngrad_server.arena import ArenaTooSmallError
 from bngrad_server.batching import ComputeError
 
@@ -31,11 +33,23 @@ def status_of(error: Exception) -> tuple[grpc.StatusCode, status_pb2.Status]:
     """
     if isinstance(error, CancelledError):
         return _status(grpc.StatusCode.UNAVAILABLE, "the server is stopping")
+    if isinstance(error, OverloadedError):
+        return _overloaded(str(error), error.retry_delay_s)
     for cls, code in _CODES:
         if isinstance(error, cls):
             return _status(code, str(error), error)
     logger.error("a call failed", exc_info=error)
     return _status(grpc.StatusCode.INTERNAL, "the server failed; its log says why")
+
+
+@functools.lru_cache(maxsize=1024)
+def _overloaded(message: str, retry_delay_s: float) -> tuple[grpc.StatusCode, status_pb2.Status]:
+    """Kept, so that refusing costs little when there is so much to refuse."""
+    code, status = _status(grpc.StatusCode.RESOURCE_EXHAUSTED, message)
+    retry_info = error_details_pb2.RetryInfo()
+    retry_info.retry_delay.FromNanoseconds(int(retry_delay_s * 1e9))
+    status.details.add().Pack(retry_info)
+    return code, status
 
 
 def _status(

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from concurrent import futures
+from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -15,22 +16,20 @@ from grpc_reflection.v1alpha import reflection
 from bngrad_protos import __version__
 from bngrad_server import local
 from bngrad_server.calls import SERVICE, Calls
-from bngrad_server.config import MAX_MESSAGE_BYTES, ServerConfig
+from bngrad_server.config import MAX_CALLS, ServerConfig
 from bngrad_server.endpoint import Endpoint
 from bngrad_server.engine import Engine
+from bngrad_server.janitor import Janitor
 from bngrad_server.local import LocalSockets
+from bngrad_server.memory import use_one_heap
 from bngrad_server.service import generic_handler
 
 logger = logging.getLogger(__name__)
 
-_HANDLER_THREADS = 64
-"""Requests handled at once. A handler mostly waits for its worker, so there are more than cores."""
-
-_CHANNEL_OPTIONS = [
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.so_reuseport", 0),  # a second server on the same port is a mistake, not a load balancer
-]
+_OTHER_THREADS = 16
+"""For what is no op: health, reflection, what the server is."""
+_MAX_RPCS = 2048
+"""Calls on grpcio's port at once, also those that wait for a thread."""
 
 
 class ListenError(Exception):
@@ -55,10 +54,22 @@ class Server:
         self._set_health(serving=False)
         self.engine = Engine(config, on_change=self._update_health)
         self._grpc_server = grpc.server(
-            futures.ThreadPoolExecutor(_HANDLER_THREADS, thread_name_prefix="handler"), options=_CHANNEL_OPTIONS
+            futures.ThreadPoolExecutor(_OTHER_THREADS, thread_name_prefix="handler"),
+            options=[
+                ("grpc.max_receive_message_length", config.max_message_bytes),
+                ("grpc.max_send_message_length", config.max_message_bytes),
+                ("grpc.max_concurrent_streams", MAX_CALLS),  # a stream whose client does not read holds its answer
+                # A client that stands still, with its answer half read, does not answer a ping.
+                ("grpc.keepalive_time_ms", int(1e3 * config.transfer_timeout_s)),
+                ("grpc.http2.ping_timeout_ms", int(1e3 * config.transfer_timeout_s)),
+                ("grpc.keepalive_permit_without_calls", 1),
+                ("grpc.http2.max_pings_without_data", 0),
+                ("grpc.so_reuseport", 0),  # a second server on the same port is a mistake, not a load balancer
+            ],
+            maximum_concurrent_rpcs=_MAX_RPCS,
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc_server)
-        self._calls = Calls(self.engine)
+        self._calls = Calls(self.engine, config.max_message_bytes)
         self._grpc_server.add_generic_rpc_handlers((generic_handler(self._calls),))
         reflection.enable_server_reflection(
             (SERVICE.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc_server
@@ -67,6 +78,7 @@ class Server:
         self._endpoint = Endpoint(self._calls)
         self._calls.endpoints.stream_port = self._listen_for_streams()
         self._local = self._listen_locally()
+        self._janitor = Janitor(self._left_behind())
 
     @property
     def endpoints(self) -> tuple[int, str]:
@@ -94,6 +106,12 @@ class Server:
         if self._local is not None:
             self._local.close()
         self.engine.close()
+        self._janitor.close()
+
+    def _left_behind(self) -> list[Path]:
+        """What stays in the file system if this process is killed."""
+        sockets = [Path(address.removeprefix("unix:")) for address in self.addresses if address.startswith("unix:")]
+        return [path for path in sockets if path.exists()] + ([self._local.directory] if self._local else [])
 
     def _listen(self, address: str) -> str:
         try:
@@ -121,8 +139,11 @@ class Server:
             return None
         try:
             sockets = LocalSockets(self.engine.regions, self._config.shared_group)
-        except (LookupError, OSError) as error:
-            raise ListenError(f"cannot listen in {local.PARENT} for clients on this host: {error}") from error
+        except LookupError as error:
+            raise ListenError(f"cannot share memory with clients on this host: {error}") from error
+        except OSError as error:
+            logger.warning("no memory is shared with clients on this host: %s", error)
+            return None
         self._endpoint.listen_on_socket(sockets.calls)
         self._calls.endpoints.local_directory = str(sockets.directory)
         return sockets
@@ -143,6 +164,7 @@ def serve(config: ServerConfig) -> None:
         ListenError: An address is taken, malformed or not ours.
         WorkerStartError: A worker could not start.
     """
+    use_one_heap()
     ready, stopping = threading.Event(), threading.Event()
 
     def on_signal(number: int, frame: object) -> None:

@@ -1,31 +1,29 @@
-"""The pool of worker processes: one a device, restarted when it dies."""
+"""The pool of worker processes: one a device, watched, and replaced when it dies or hangs."""
 
 from __future__ import annotations
 
 import contextlib
 import enum
 import logging
-import os
-import pickle
-import socket
-import subprocess
-import sys
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from bngrad_kernels.spec import Spec
 from bngrad_server.arena import Arena
-from bngrad_server.batching import Batcher, Job, WorkerDiedError
-from bngrad_server.worker import MAX_PACKET_NBYTES, OK, Message
+from bngrad_server.batching import Batcher
+from bngrad_server.config import ServerConfig
+from bngrad_server.crew import WorkerDiedError
+from bngrad_server.process import MappedRegion, WorkerProcess
+from bngrad_server.worker import READY
 
 logger = logging.getLogger(__name__)
 
-_FIRST_RESTART_DELAY_S = 0.1
+_FIRST_RESTART_DELAY_S = 0.05
 _LONGEST_RESTART_DELAY_S = 5.0
-_EXIT_TIMEOUT_S = 5.0
-_MAX_SPECS = 4096
-"""What a worker remembers; beyond, numbers are used again."""
+_SOUND_AFTER_S = 1.0
+"""A worker that was in use for so long did not die of its start."""
+_BEATS_PER_TIMEOUT = 10
 
 
 class WorkerState(enum.Enum):
@@ -56,30 +54,25 @@ class DeviceStatus:
     restarts: int
 
 
-@dataclass(frozen=True, slots=True)
-class MappedRegion:
-    """Memory beside the arena that workers map: its file descriptor and its size in bytes."""
-
-    fd: int
-    nbytes: int
-
-
 class WorkerPool:
     """Starts a worker for each device, and offers it to the batcher."""
 
-    def __init__(
-        self, devices: Sequence[str], threads: int, arena: Arena, batcher: Batcher, on_change: Callable[[], None]
-    ) -> None:
+    def __init__(self, config: ServerConfig, arena: Arena, batcher: Batcher, on_change: Callable[[], None]) -> None:
         """Starts nothing yet.
 
         Args:
-            devices: What to compute on.
-            threads: Threads of each CPU worker.
+            config: The devices, and how long a worker may be silent.
             arena: What the workers read and write.
             batcher: Whoever has work for them.
             on_change: Called, from any thread, whenever a worker became ready or died.
         """
-        self._keepers = [_Keeper(device, threads, arena, batcher, on_change) for device in devices]
+        names = ["cpu"] if config.workers == 1 else [f"cpu:{number}" for number in range(config.workers)]
+        timeout_s = config.worker_timeout_s
+
+        def start() -> WorkerProcess:
+            return WorkerProcess("cpu", config.threads, arena, timeout_s / _BEATS_PER_TIMEOUT)
+
+        self._keepers = [_Keeper(name, start, timeout_s, batcher, self._introduce, on_change) for name in names]
         self._regions: dict[int, MappedRegion] = {}
         self._mutex = threading.Lock()
 
@@ -90,7 +83,7 @@ class WorkerPool:
             WorkerStartError: A worker ended before it was ready.
         """
         for keeper in self._keepers:
-            keeper.start(self._introduce)
+            keeper.start()
         for keeper in self._keepers:
             keeper.wait_until_started()
 
@@ -120,9 +113,11 @@ class WorkerPool:
     def close(self) -> None:
         """Ends every worker."""
         for keeper in self._keepers:
+            keeper.begin_to_close()
+        for keeper in self._keepers:
             keeper.close()
 
-    def _introduce(self, keeper: _Keeper, worker: _Worker) -> None:
+    def _introduce(self, keeper: _Keeper, worker: WorkerProcess) -> None:
         """Tells a new worker of all regions, and from then on of every change."""
         with self._mutex:
             for number, region in self._regions.items():
@@ -134,45 +129,53 @@ class _Keeper:
     """The thread that keeps one device's worker alive."""
 
     def __init__(
-        self, device: str, threads: int, arena: Arena, batcher: Batcher, on_change: Callable[[], None]
+        self,
+        name: str,
+        start: Callable[[], WorkerProcess],
+        timeout_s: float,
+        batcher: Batcher,
+        introduce: Callable[[_Keeper, WorkerProcess], None],
+        on_change: Callable[[], None],
     ) -> None:
         self.knows_regions = False
-        self._worker: _Worker | None = None
-        self._device = device
-        self._threads = threads
-        self._arena = arena
+        self._worker: WorkerProcess | None = None
+        self._name = name
+        self._start = start
+        self._timeout_s = timeout_s
         self._batcher = batcher
+        self._introduce = introduce
         self._on_change = on_change
         self._description = ""
         self._restarts = 0
-        self._ready = False
+        self._ready_since: float | None = None
         self._closing = threading.Event()
         self._started = threading.Event()
-        self._thread = threading.Thread(target=self._keep, name=f"keeper-{device}", daemon=True)
+        self._thread = threading.Thread(target=self._keep, name=f"keeper-{name}", daemon=True)
 
-    def start(self, introduce: Callable[[_Keeper, _Worker], None]) -> None:
-        self._introduce = introduce
+    def start(self) -> None:
         self._thread.start()
 
     def wait_until_started(self) -> None:
         self._started.wait()
         if not self._description:
-            raise WorkerStartError(f"the worker of device {self._device} ended before it was ready")
+            raise WorkerStartError(f"the worker of device {self._name} ended before it was ready")
 
     def status(self) -> DeviceStatus:
-        state = WorkerState.READY if self._ready else WorkerState.STARTING
-        return DeviceStatus(self._device, self._description, state, self._restarts)
+        state = WorkerState.STARTING if self._ready_since is None else WorkerState.READY
+        return DeviceStatus(self._name, self._description, state, self._restarts)
 
-    def tell_worker(self, what: Callable[[_Worker], None]) -> None:
+    def tell_worker(self, what: Callable[[WorkerProcess], None]) -> None:
         """Tells the worker of a change of the regions; one that is starting or dead will be told of them all."""
         if self.knows_regions and self._worker is not None:
             with contextlib.suppress(WorkerDiedError):
                 what(self._worker)
 
-    def close(self) -> None:
+    def begin_to_close(self) -> None:
         self._closing.set()
         if self._worker is not None:
             self._worker.hang_up()
+
+    def close(self) -> None:
         if self._thread.is_alive():
             self._thread.join()
 
@@ -180,121 +183,55 @@ class _Keeper:
         delay_s = _FIRST_RESTART_DELAY_S
         while not self._closing.is_set():
             try:
-                with contextlib.closing(_Worker(self._device, self._threads, self._arena)) as worker:
-                    self._worker = worker
-                    self._description = worker.wait_until_ready()
-                    delay_s = _FIRST_RESTART_DELAY_S
-                    self._serve_with(worker)
-            except WorkerDiedError as error:
-                logger.error("worker of device %s: %s", self._device, error)
+                was_sound = self._keep_one()
             except Exception:
-                logger.exception("worker of device %s is given up", self._device)
+                logger.exception("worker of device %s cannot be started", self._name)
+                was_sound = False
+            delay_s = _FIRST_RESTART_DELAY_S if was_sound else min(2 * delay_s, _LONGEST_RESTART_DELAY_S)
             if not self._description or self._closing.wait(delay_s):
                 break
-            delay_s = min(2 * delay_s, _LONGEST_RESTART_DELAY_S)
             self._restarts += 1
         self._started.set()
 
-    def _serve_with(self, worker: _Worker) -> None:
-        """Has the worker in use until it dies or the pool closes."""
-        self._introduce(self, worker)
-        self._batcher.offer(worker)
-        self._set_ready(True)
-        self._started.set()
-        if self._closing.is_set():  # too early for `close` to know of the worker
-            worker.hang_up()
-        exit_code = worker.wait_until_exit()
-        self.knows_regions = False
-        self._batcher.withdraw(worker)
-        self._set_ready(False)
+    def _keep_one(self) -> bool:
+        """Has a worker in use until it ends, and says whether that was for long."""
+        worker = self._worker = self._start()
+        try:
+            if self._closing.is_set():  # too early for `begin_to_close` to know of it
+                return True
+            reason = self._watch(worker)
+        finally:
+            self.knows_regions = False
+            self._batcher.withdraw(worker)
+            ready_since, self._ready_since = self._ready_since, None
+            self._on_change()
+            ending = worker.close()
         if not self._closing.is_set():
-            raise WorkerDiedError(f"ended with exit code {exit_code}")
+            logger.error("worker of device %s %s%s", self._name, ending, reason)
+        return ready_since is not None and time.monotonic() - ready_since > _SOUND_AFTER_S
 
-    def _set_ready(self, ready: bool) -> None:
-        self._ready = ready
+    def _watch(self, worker: WorkerProcess) -> str:
+        """Returns when the worker has ended, or was killed for a reason."""
+        silences = 0
+        while True:
+            sign = worker.sign_of_life(self._timeout_s / 2)
+            if sign == b"":
+                return ""
+            # Two silences in a row: the first may be this process's own, which was stopped for a while.
+            silences = silences + 1 if sign is None else 0
+            if silences == 2:
+                worker.kill()
+                return f" for showing no life for {self._timeout_s:g} s"
+            if worker.is_late:
+                worker.kill()
+                return " for taking too long over a batch"
+            if sign is not None and sign.startswith(READY):
+                self._put_to_use(worker, sign[len(READY) :].decode())
+
+    def _put_to_use(self, worker: WorkerProcess, description: str) -> None:
+        self._introduce(self, worker)
+        self._description = description
+        self._ready_since = time.monotonic()
+        self._batcher.offer(worker)
         self._on_change()
-
-
-class _Worker:
-    """One worker process and the socket to it."""
-
-    def __init__(self, device: str, threads: int, arena: Arena) -> None:
-        self._socket, child_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with child_socket:
-            fds = (child_socket.fileno(), arena.fd)
-            arguments = [device, threads, *fds, arena.nbytes]
-            self._process = subprocess.Popen(  # noqa: S603 - our own module
-                [sys.executable, "-m", "bngrad_server.worker", *map(str, arguments)],
-                stdin=subprocess.DEVNULL,
-                stdout=sys.stderr.fileno(),
-                pass_fds=fds,
-                # Threads that spin for their next kernel would take the cores from the front process.
-                env={"OMP_WAIT_POLICY": "passive", **os.environ},
-            )
-        self._spec_numbers: dict[Spec, int] = {}
-
-    def wait_until_ready(self) -> str:
-        """Its device's description."""
-        return self._receive().decode()
-
-    def run(self, batch: list[Job]) -> list[str | None]:
-        """See `bngrad_server.batching.Worker`; by one thread at a time."""
-        try:
-            tasks = [job.task.pack(self._spec_number(job.spec)) for job in batch]
-            self._send(Message.RUN + b"".join(tasks))
-            answer = self._receive()
-            return [None] * len(batch) if answer == OK else pickle.loads(answer)  # noqa: S301 - from our own worker
-        except BaseException:
-            self.hang_up()  # nobody leads it any more: its keeper starts another
-            raise
-
-    def map(self, number: int, region: MappedRegion) -> None:
-        """Has it map a region, before it sees any later batch."""
-        self._send(Message.MAP + pickle.dumps((number, region.nbytes)), region.fd)
-
-    def unmap(self, number: int) -> None:
-        """Has it give up a region, after all earlier batches."""
-        self._send(Message.UNMAP + pickle.dumps(number))
-
-    def wait_until_exit(self) -> int:
-        """Its exit code."""
-        return self._process.wait()
-
-    def hang_up(self) -> None:
-        """Ends the talk: that is its signal to end."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        """Ends the process, by force should it not end in time."""
-        self.hang_up()
-        try:
-            self._process.wait(_EXIT_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._socket.close()
-
-    def _spec_number(self, spec: Spec) -> int:
-        number = self._spec_numbers.get(spec)
-        if number is None:
-            if len(self._spec_numbers) >= _MAX_SPECS:
-                self._spec_numbers.clear()
-            number = self._spec_numbers[spec] = len(self._spec_numbers)
-            self._send(Message.SPEC + pickle.dumps((number, spec)))
-        return number
-
-    def _send(self, packet: bytes, *fds: int) -> None:
-        try:
-            socket.send_fds(self._socket, [packet], fds) if fds else self._socket.send(packet)
-        except OSError as error:
-            raise WorkerDiedError(f"hung up: {error}") from error
-
-    def _receive(self) -> bytes:
-        try:
-            packet = self._socket.recv(MAX_PACKET_NBYTES)
-        except OSError as error:
-            raise WorkerDiedError(f"hung up: {error}") from error
-        if not packet:
-            raise WorkerDiedError("hung up")
-        return packet
+        self._started.set()

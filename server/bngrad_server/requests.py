@@ -11,6 +11,11 @@ from typing import Any, TypeAlias
 import numpy as np
 from google.protobuf.message import DecodeError, Message
 
+from bngrad_kernels.ops import (
+    batch_norm_training_backprop_spec,
+    fused_batch_norm_grad_v2_spec,
+    fused_batch_norm_grad_v3_spec,
+)
 from bngrad_kernels.spec import (
     BFLOAT16,
     FLOAT16,
@@ -20,13 +25,10 @@ from bngrad_kernels.spec import (
     ReserveSpace2Kind,
     Spec,
     TensorHeader,
-    batch_norm_training_backprop_spec,
-    fused_batch_norm_grad_v2_spec,
-    fused_batch_norm_grad_v3_spec,
 )
 from bngrad_protos import wire
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
-from bngrad_server.batching import KernelKey
+from bngrad_server.jobs import KernelKey
 from bngrad_server.staging import Sizes
 
 _DTYPES: dict[pb.DataType, np.dtype[Any]] = {
@@ -44,6 +46,7 @@ _RESERVE_SPACE_2_KINDS = {
 
 _MAX_RANK = 32
 """Far more than any op takes. The size of a shape of thousands of dimensions would take minutes to multiply out."""
+_MAX_PRIORITY = 8
 _EMPTY = pb.Tensor(dtype=pb.DATA_TYPE_FLOAT32, shape=[0])
 
 
@@ -88,7 +91,7 @@ class Request:
     Attributes:
         spec: What to compute.
         sizes: What its tensors take.
-        kernel_key: See `bngrad_server.batching.Job`.
+        kernel_key: See `bngrad_server.jobs.Job`; alike priority.
         y_backprop: Where its elements are, as for the others.
         scale: None counts as ones.
         x_backprop_location: Where x_backprop is to be put, rather than sent.
@@ -101,6 +104,7 @@ class Request:
     spec: Spec
     sizes: Sizes
     kernel_key: KernelKey
+    priority: int
     y_backprop: Source
     x: Source
     scale: slice | None
@@ -111,6 +115,11 @@ class Request:
     chunked: bool
     x_comes_first: bool
     response: tuple[bytes, bytes, bytes, bytes]
+
+    @property
+    def tensors_nbytes(self) -> int:
+        """The size of y_backprop, x and x_backprop."""
+        return 3 * self.sizes.tensor
 
 
 class Reader:
@@ -152,6 +161,7 @@ class Reader:
             spec,
             Sizes.of(spec),
             (spec.dtype, spec.inner == 1, spec.is_training),
+            _priority(layout.message),
             y_backprop=self._source(op.y_backprop, tensors),
             x=self._source(op.x, tensors),
             scale=_elements(tensors[op.scale]) if op.scale in tensors else None,
@@ -240,6 +250,14 @@ def _data_type_name(data_type: pb.DataType) -> str:
 def _attributes(message: Message, *names: str) -> dict[str, Any]:
     """The attributes that a message has; the op's defaults, which the spec functions know, are left out."""
     return {name: getattr(message, name) for name in names if message.HasField(name)}
+
+
+def _priority(message: Any) -> int:
+    priority: int = message.priority
+    if abs(priority) > _MAX_PRIORITY:
+        description = f"priority must be from {-_MAX_PRIORITY} to {_MAX_PRIORITY}, not {priority}"
+        raise InvalidArgumentError((FieldViolation("priority", description),))
+    return priority
 
 
 def _tensorflow_attributes(

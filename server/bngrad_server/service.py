@@ -5,34 +5,57 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from concurrent.futures import CancelledError
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
+from bngrad_server.caller import Caller
 from bngrad_server.calls import SERVICE, UNARY_OPS, Calls, chunk_of, exchange_error
-from bngrad_server.engine import Patience, copy
+from bngrad_server.config import MAX_CALLS
+from bngrad_server.engine import copy
 from bngrad_server.errors import status_of
+
+Behavior = TypeVar("Behavior", bound=Callable[..., Any])
 
 _CHUNK_NBYTES = 2**20
 """grpcio is fastest with chunks of about this size: smaller ones cost calls, larger ones the cache."""
 
 
 def generic_handler(calls: Calls) -> grpc.GenericRpcHandler:
-    """The service's handlers; messages pass as bytes, since generated code would copy their tensors."""
+    """The service's handlers; messages pass as bytes, since generated code would copy their tensors.
+
+    The ops have threads of their own, so that others, among them health, are answered however many ops wait. What
+    waits for a thread has not been received yet, so it takes next to no memory.
+    """
+    unary_threads, stream_threads = (futures.ThreadPoolExecutor(MAX_CALLS, name) for name in ("unary", "stream"))
     handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
-        name: grpc.unary_unary_rpc_method_handler(_unary(calls, name)) for name in UNARY_OPS
+        # On the wire, such a call is a unary one; but its message is received when the handler asks for it.
+        name: grpc.stream_unary_rpc_method_handler(_run_in(unary_threads, _unary(calls, name)))
+        for name in UNARY_OPS
     }
+    handlers["Exchange"] = grpc.stream_stream_rpc_method_handler(_run_in(stream_threads, _exchange(calls)))
     handlers["ServerInfo"] = grpc.unary_unary_rpc_method_handler(lambda request, context: calls.server_info())
-    handlers["Exchange"] = grpc.stream_stream_rpc_method_handler(_exchange(calls))
     return grpc.method_handlers_generic_handler(SERVICE.full_name, handlers)
 
 
-def _unary(calls: Calls, name: str) -> Callable[[bytes, grpc.ServicerContext], bytes]:
-    def answer(request: bytes, context: grpc.ServicerContext) -> bytes:
+def _run_in(threads: futures.ThreadPoolExecutor, behavior: Behavior) -> Behavior:
+    behavior.experimental_thread_pool = threads  # type: ignore[attr-defined]
+    return behavior
+
+
+def _unary(calls: Calls, name: str) -> Callable[[Iterator[bytes], grpc.ServicerContext], bytes]:
+    def answer(requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         try:
-            with calls.answer(name, request, _patience(context)) as pieces:
+            caller = _caller(context)
+            with calls.watched_upload(caller):
+                request = _Source(requests).receive()
+            if request is None:
+                raise DecodeError("the call has no request")
+            with calls.answer(name, request, caller) as pieces:
                 return b"".join(pieces)
         except Exception as error:
             _abort(context, error)
@@ -43,7 +66,7 @@ def _unary(calls: Calls, name: str) -> Callable[[bytes, grpc.ServicerContext], b
 def _exchange(calls: Calls) -> Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[bytes]]:
     def answer(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         try:
-            for pieces in calls.exchange(_Source(requests), _patience(context)):
+            for pieces in calls.exchange(_Source(requests), _caller(context)):
                 yield b"".join(pieces)
         except Exception as error:
             _abort(context, error)
@@ -79,11 +102,22 @@ class _Source:
             start = end
 
 
-def _patience(context: grpc.ServicerContext) -> Patience:
-    """How long the client waits; gRPC tells "for ever" as centuries, which no lock can wait for."""
+def _caller(context: grpc.ServicerContext) -> Caller:
+    """Who waits, and how long; gRPC tells "for ever" as centuries, which no lock can wait for."""
     rest_s = context.time_remaining()
     endless = rest_s is None or rest_s > threading.TIMEOUT_MAX
-    return Patience(None if endless else time.monotonic() + rest_s, lambda: not context.is_active())
+    deadline = None if endless else time.monotonic() + rest_s
+    return Caller(_host(context.peer()), deadline, lambda: not context.is_active(), lambda: _cancel(context))
+
+
+def _cancel(context: grpc.ServicerContext) -> None:
+    context.cancel()
+
+
+def _host(peer: str) -> str:
+    """The host of a peer such as ``ipv4:127.0.0.1:50051`` or ``ipv6:%5B::1%5D:50051``."""
+    family, _, address = peer.partition(":")
+    return address.rpartition(":")[0].removeprefix("%5B").removesuffix("%5D") if family != "unix" else peer
 
 
 def _abort(context: grpc.ServicerContext, error: Exception) -> NoReturn:

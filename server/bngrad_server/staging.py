@@ -19,7 +19,7 @@ ARENA = 0
 
 SCALE, RESERVE_SPACE_1, RESERVE_SPACE_2, SCALE_BACKPROP, OFFSET_BACKPROP = range(5)
 """The order of the 1-D tensors in the arena."""
-_FORMAT = struct.Struct("<I?q6q")
+_FORMAT = struct.Struct("<I?q6q2q")
 TASK_NBYTES = _FORMAT.size
 """The size of a packed task."""
 
@@ -48,11 +48,13 @@ class Task:
     x: Place
     x_backprop: Place
 
-    def pack(self, spec_number: int) -> bytes:
-        """The task as bytes, with the number by which the worker knows its spec."""
+    def pack(self, spec_number: int, channels: range) -> bytes:
+        """The task as bytes, with the number by which the worker knows its spec, and the channels to compute."""
         y, x, dx = self.y_backprop, self.x, self.x_backprop
         return _FORMAT.pack(
-            spec_number, self.has_scale, self.stats_offset, y.memory, y.offset, x.memory, x.offset, dx.memory, dx.offset
+            *(spec_number, self.has_scale, self.stats_offset),
+            *(y.memory, y.offset, x.memory, x.offset, dx.memory, dx.offset),
+            *(channels.start, channels.stop),
         )
 
 
@@ -80,7 +82,7 @@ class Sizes:
 
 def unpack_problem(packed: bytes, specs: Mapping[int, Spec], memories: Mapping[int, mmap.mmap]) -> Problem:
     """The problem of a packed task; its arrays are views of shared memory."""
-    spec_number, has_scale, stats_offset, *places = _FORMAT.unpack(packed)
+    spec_number, has_scale, stats_offset, *places, first, last = _FORMAT.unpack(packed)
     spec = specs[spec_number]
     stride = _aligned(spec.stats_nbytes)
     shape, dtype = (spec.channels,), spec.stats_dtype
@@ -102,6 +104,7 @@ def unpack_problem(packed: bytes, specs: Mapping[int, Spec], memories: Mapping[i
         x_backprop=tensor(2),
         scale_backprop=stats(SCALE_BACKPROP),
         offset_backprop=stats(OFFSET_BACKPROP),
+        channels=None if last - first == spec.channels else range(first, last),
     )
 
 

@@ -1,12 +1,14 @@
 """The worker process: owns one device, and computes what it is sent.
 
-Run as ``python -m bngrad_server.worker DEVICE THREADS SOCKET_FD ARENA_FD ARENA_NBYTES``. Once its kernels are compiled
-it sends the device's description, and ends when the front process is gone. Every message is one packet; its first byte
-says what it is, see `Message`.
+Run as ``python -m bngrad_server.worker DEVICE THREADS BEAT_S SOCKET_FD LIFE_FD ARENA_FD ARENA_NBYTES FRONT_PID``. Every
+BEAT_S seconds it gives a sign of life, one of them being that its kernels are compiled. It ends with the front process.
+Every message is one packet; its first byte says what it is, see `Message`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import enum
 import logging
 import mmap
@@ -15,6 +17,8 @@ import pickle
 import signal
 import socket
 import sys
+import threading
+import time
 
 from bngrad_kernels import backends
 from bngrad_kernels.problem import BackEnd, Problem
@@ -26,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 MAX_PACKET_NBYTES = 128 * 1024
 _MAX_KNOWN = 1024
+_PR_SET_PDEATHSIG = 1
 
 
 class Message(bytes, enum.Enum):
@@ -41,26 +46,47 @@ class Message(bytes, enum.Enum):
     """Packed tasks; answered by pickled failures, one a task, or by nothing but OK."""
 
 
+READY = b"R"
+"""The sign of life that says that batches are taken; the device's description follows."""
+_BEAT = b"."
 OK = b"K"
 """The answer to a batch without failures."""
 
 
 def main() -> None:
     """Serves the front process until the socket closes."""
-    device, threads, socket_fd, arena_fd, arena_nbytes = sys.argv[1:]
+    device, threads, beat_s, *numbers = sys.argv[1:]
+    socket_fd, life_fd, arena_fd, arena_nbytes, front_pid = map(int, numbers)
+    _die_with(front_pid)
     # A terminal or a supervisor signals the whole group; only the front process decides when a worker ends.
     for ignored in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    front = socket.socket(fileno=int(socket_fd))
-    arena = map_arena(int(arena_fd), int(arena_nbytes))
+    life = socket.socket(fileno=life_fd)
+    threading.Thread(target=_beat, args=(life, float(beat_s)), name="beat", daemon=True).start()
+    front = socket.socket(fileno=socket_fd)
+    arena = map_arena(arena_fd, arena_nbytes)
+    # Numba would import it, for what no kernel here uses: a quarter of what a start costs.
+    sys.modules["scipy"] = None  # type: ignore[assignment]
     back_end = backends.create(device, threads=int(threads))
     back_end.warm_up()
-    try:
-        front.send(back_end.description.encode())
+    with contextlib.suppress(ConnectionError):
+        life.send(READY + back_end.description.encode())
         _Worker(front, back_end, arena).serve()
-    except ConnectionError:
-        return
+
+
+def _die_with(front_pid: int) -> None:
+    """Has the system kill this process when the front process dies, also when this one hangs or is stopped."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != front_pid:  # it has died already
+        sys.exit()
+
+
+def _beat(life: socket.socket, beat_s: float) -> None:
+    with contextlib.suppress(ConnectionError):
+        while True:
+            life.send(_BEAT)
+            time.sleep(beat_s)
 
 
 class _Worker:

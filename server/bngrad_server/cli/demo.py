@@ -102,8 +102,10 @@ def demo() -> None:
             except ServerStartError as error:
                 raise click.ClickException(str(error)) from error
         client = stack.enter_context(bngrad.Client(server.target))
-        (device,) = client.server_info().devices
-        console.print(f"Ready on {server.target} after {time.monotonic() - begin:.1f} s:\n{device.description}.")
+        devices = client.server_info().devices
+        seconds = time.monotonic() - begin
+        description = f"{len(devices)} workers: {devices[0].description}"
+        console.print(f"Ready on {server.target} after {seconds:.1f} s:\n{description}.")
         answers = [_answer(request, client) for request in track(requests, "Requests", console=console)]
     console.print(_table(requests, answers))
     console.print(_CAPTION)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import click
 
 from bngrad_server import lifecycle
-from bngrad_server.config import MAX_PORT, ServerConfig
+from bngrad_server.config import MAX_MESSAGE_BYTES, MAX_PORT, ServerConfig
 from bngrad_server.pool import WorkerStartError
 
 _DEFAULTS = ServerConfig()
@@ -34,7 +35,14 @@ _DEFAULTS = ServerConfig()
     type=click.IntRange(min=1),
     default=_DEFAULTS.threads,
     show_default="every core",
-    help="Threads of the CPU worker. Results have the same bits for any number.",
+    help="Threads of each CPU worker. Results have the same bits for any number.",
+)
+@click.option(
+    "--workers",
+    type=click.IntRange(min=1),
+    default=_DEFAULTS.workers,
+    show_default="2 where there are two cores",
+    help="Worker processes on the CPU. With several, requests go on where one dies.",
 )
 @click.option(
     "--arena-bytes",
@@ -64,6 +72,13 @@ _DEFAULTS = ServerConfig()
     help="TCP port of the endpoint for large tensors, on the host of the first TCP address.",
 )
 @click.option(
+    "--max-message-bytes",
+    type=click.IntRange(min=1, max=MAX_MESSAGE_BYTES),
+    default=_DEFAULTS.max_message_bytes,
+    show_default="so that 64 fill a quarter of the memory",
+    help="Largest request or answer that may come in one message; chunks and shared memory have no such limit.",
+)
+@click.option(
     "--max-batch-jobs",
     type=click.IntRange(min=1),
     default=_DEFAULTS.max_batch_jobs,
@@ -78,6 +93,45 @@ _DEFAULTS = ServerConfig()
     help="A batch is closed once its staged bytes reach this.",
 )
 @click.option(
+    "--max-batch-delay",
+    "max_batch_delay_s",
+    type=click.FloatRange(min=0),
+    default=_DEFAULTS.max_batch_delay_s,
+    show_default=True,
+    help="Seconds that a request may wait for others to fill its batch.",
+)
+@click.option(
+    "--max-requests",
+    type=click.IntRange(min=1),
+    default=_DEFAULTS.max_requests,
+    show_default=True,
+    help="Requests in the server at once; beyond, clients are told to come again.",
+)
+@click.option(
+    "--max-wait",
+    "max_wait_s",
+    type=click.FloatRange(min=0, min_open=True),
+    default=_DEFAULTS.max_wait_s,
+    show_default=True,
+    help="Seconds that a request may have to wait for others; beyond, clients are told to come again.",
+)
+@click.option(
+    "--transfer-timeout",
+    "transfer_timeout_s",
+    type=click.FloatRange(min=0, min_open=True),
+    default=_DEFAULTS.transfer_timeout_s,
+    show_default=True,
+    help="Seconds that an upload or a download may take, beside a second for each 128 KiB.",
+)
+@click.option(
+    "--worker-timeout",
+    "worker_timeout_s",
+    type=click.FloatRange(min=0, min_open=True),
+    default=_DEFAULTS.worker_timeout_s,
+    show_default=True,
+    help="Seconds of silence after which a worker is killed and replaced.",
+)
+@click.option(
     "--drain-timeout",
     "drain_timeout_s",
     type=click.FloatRange(min=0),
@@ -85,36 +139,13 @@ _DEFAULTS = ServerConfig()
     show_default=True,
     help="Seconds that requests in flight may take to end after SIGTERM.",
 )
-def serve(
-    listen: tuple[str, ...],
-    device: str,
-    threads: int,
-    arena_bytes: int,
-    shared_bytes: int,
-    shared_group: str | None,
-    stream_port: int,
-    max_batch_jobs: int,
-    max_batch_bytes: int,
-    drain_timeout_s: float,
-) -> None:
+def serve(**settings: Any) -> None:
     """Runs a server.
 
     SIGTERM or Ctrl-C stops it once the requests in flight have ended; a second one stops it at once.
     """
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
-    config = ServerConfig(
-        listen,
-        device,
-        threads,
-        arena_bytes,
-        shared_bytes,
-        shared_group,
-        stream_port,
-        max_batch_jobs,
-        max_batch_bytes,
-        drain_timeout_s,
-    )
     try:
-        lifecycle.serve(config)
+        lifecycle.serve(ServerConfig(**settings))
     except (lifecycle.ListenError, WorkerStartError) as error:
         raise click.ClickException(str(error)) from error

@@ -1,0 +1,144 @@
+"""Who may come in: as much work as the server can do soon, shared evenly by the clients that are in."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+
+_ALWAYS_REQUESTS = 16
+"""So few requests are let in whatever the estimates say."""
+_BUSY_REQUESTS = 8
+"""With so many the server does as much as it can."""
+_WORK_OF_ANY_REQUEST = 1 << 18
+"""What a request costs beside its bytes, in bytes."""
+_WINDOW_S = 0.5
+_WINDOWS = 8
+_SHORTEST_RETRY_S, _LONGEST_RETRY_S = 0.02, 5.0
+
+
+class OverloadedError(Exception):
+    """The server has more to do than it can do soon.
+
+    Attributes:
+        retry_delay_s: When it is worth asking again, in seconds from now.
+    """
+
+    def __init__(self, message: str, retry_delay_s: float) -> None:
+        super().__init__(message)
+        self.retry_delay_s = retry_delay_s
+
+
+class Admission:
+    """Keeps count of the requests that are in, and of how fast they leave.
+
+    How long a newcomer would wait is the work that is in, divided by the greatest rate at which work was lately done
+    while there was enough of it. The server is full when that is more than the newcomer may wait, or when too many
+    requests are in. A full server still lets in who has less than an even share, up to twice the requests, so that
+    nobody is kept out by somebody else's crowd.
+
+    Attributes:
+        requests: How many requests are in.
+        entered: How many have been let in so far.
+    """
+
+    def __init__(self, max_requests: int, max_wait_s: float) -> None:
+        """Nobody is in.
+
+        Args:
+            max_requests: How many requests make the server full.
+            max_wait_s: How long a request may have to wait, in seconds.
+        """
+        self._max_requests = max_requests
+        self._max_wait_s = max_wait_s
+        self._mutex = threading.Lock()
+        self.requests = 0
+        self.entered = 0
+        self._work = 0
+        self._requests_of: Counter[str] = Counter()
+        self._work_of: Counter[str] = Counter()
+        self._rates: deque[float] = deque(maxlen=_WINDOWS)
+        self._rate = 0.0  # unknown
+        self._window_start = time.monotonic()
+        self._window_work = 0
+        self._was_busy = False  # all through the window
+
+    def enter(self, client: str, nbytes: int, deadline: float | None) -> None:
+        """Lets a request in, until `leave`.
+
+        Args:
+            client: Who asks.
+            nbytes: The size of its tensors.
+            deadline: When it must be answered, on the monotonic clock; None means any time.
+
+        Raises:
+            OverloadedError: The server is full.
+        """
+        work = nbytes + _WORK_OF_ANY_REQUEST
+        with self._mutex:
+            self._check(client, work, deadline)
+            self.requests += 1
+            self.entered += 1
+            self._work += work
+            self._requests_of[client] += 1
+            self._work_of[client] += work
+
+    def check(self, client: str, deadline: float | None) -> None:
+        """Refuses whom `enter` would refuse whatever the size, which costs less than to find out the size.
+
+        Raises:
+            OverloadedError: The server is full.
+        """
+        with self._mutex:
+            self._check(client, _WORK_OF_ANY_REQUEST, deadline)
+
+    def leave(self, client: str, nbytes: int, *, computed: bool) -> None:
+        """Lets a request out; one that was not computed says nothing of how fast work is done."""
+        work = nbytes + _WORK_OF_ANY_REQUEST
+        with self._mutex:
+            self.requests -= 1
+            self._was_busy &= self.requests >= _BUSY_REQUESTS
+            self._work -= work
+            self._requests_of[client] -= 1
+            self._work_of[client] -= work
+            if not self._requests_of[client]:
+                del self._requests_of[client], self._work_of[client]
+            self._measure(work if computed else 0)
+
+    def _check(self, client: str, work: int, deadline: float | None) -> None:
+        if self.requests < _ALWAYS_REQUESTS:
+            return
+        max_wait_s = self._max_wait_s
+        if deadline is not None:
+            # What is let in has to make it, also if the estimate was too good.
+            max_wait_s = max(min(max_wait_s, (deadline - time.monotonic()) / 2), _SHORTEST_RETRY_S)
+        total = self._fullness(self.requests + 1, self._work + work, max_wait_s)
+        if total <= 1:
+            return
+        own = self._fullness(self._requests_of[client] + 1, self._work_of[client] + work, max_wait_s)
+        clients = len(self._requests_of) + (client not in self._requests_of)
+        if own * clients <= 1 and self.requests < 2 * self._max_requests:
+            return
+        excess_s = (total - 1) / total * self._wait_s(self._work + work)
+        # In round figures, since a refusal that was made before is cheaper.
+        retry_delay_s = round(min(max(excess_s, _SHORTEST_RETRY_S), _LONGEST_RETRY_S), 2)
+        raise OverloadedError(f"the server is full: about {self._wait_s(self._work):.1f} s of work", retry_delay_s)
+
+    def _fullness(self, requests: int, work: int, max_wait_s: float) -> float:
+        return max(requests / self._max_requests, self._wait_s(work) / max_wait_s)
+
+    def _wait_s(self, work: int) -> float:
+        return work / self._rate if self._rate else 0.0
+
+    def _measure(self, work: int) -> None:
+        """Notes work that was done, and at the end of a window how fast it was."""
+        self._window_work += work
+        now = time.monotonic()
+        if now - self._window_start < _WINDOW_S:
+            return
+        rate = self._window_work / (now - self._window_start)
+        if self._was_busy:
+            self._rates.append(rate)
+            self._rate = max(self._rates)
+        self._window_start, self._window_work = now, 0
+        self._was_busy = self.requests >= _BUSY_REQUESTS

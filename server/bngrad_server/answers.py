@@ -1,0 +1,106 @@
+"""Answering calls on `bngrad_protos.http2`, in threads that may wait."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from bngrad_protos import http2
+from bngrad_server.caller import Caller
+from bngrad_server.calls import SERVICE, UNARY_OPS, Calls
+from bngrad_server.engine import Staged
+from bngrad_server.errors import status_of
+from bngrad_server.uploads import MAX_MESSAGE_NBYTES, Upload
+
+_UNIMPLEMENTED = 12
+_RESOURCE_EXHAUSTED = 8
+_PREFIX = f"/{SERVICE.full_name}/"
+_EXCHANGE = f"{_PREFIX}Exchange"
+
+UNARY = {_PREFIX + name: name for name in UNARY_OPS}
+"""The unary calls that are served here: paths, and names of ops."""
+
+
+class Answers:
+    """Whatever a call asks, answers it and ends it.
+
+    All methods raise ConnectionError or TimeoutError where the connection is of no more use.
+    """
+
+    def __init__(self, calls: Calls, sock: socket.socket, client: str) -> None:
+        """Answers the calls of one connection, see `bngrad_server.caller.Caller.client`."""
+        self._calls = calls
+        self._sock = sock
+        self._client = client
+
+    def caller(self, call: http2.ServerCall, is_gone: Callable[[], bool]) -> Caller:
+        """Who made a call."""
+        deadline = None if call.timeout_s is None else time.monotonic() + call.timeout_s
+        return Caller(self._client, deadline, is_gone, lambda: hang_up(self._sock))
+
+    def answer(self, call: http2.ServerCall) -> None:
+        """Answers a call of which nothing has been read."""
+        try:
+            if call.path in UNARY:
+                nbytes = call.receive_message()
+                if nbytes is None or nbytes > MAX_MESSAGE_NBYTES:
+                    limit = f"must have at most {MAX_MESSAGE_NBYTES} bytes here; larger ones go by Exchange"
+                    call.end(_RESOURCE_EXHAUSTED, f"the request {limit}")
+                    return
+                self.answer_message(call, call.read(nbytes))
+            elif call.path == _EXCHANGE:
+                for pieces in self._calls.exchange(Upload(call), self.caller(call, _is_gone(call))):
+                    call.send_message(*pieces)
+                call.end()
+            else:
+                call.end(_UNIMPLEMENTED, f"{call.path} is not served here")
+        except Exception as error:
+            refuse(call, error)
+
+    def answer_message(self, call: http2.ServerCall, data: bytes) -> None:
+        """Answers a unary call whose message has been read."""
+        try:
+            with self._calls.answer(UNARY[call.path], data, self.caller(call, _is_gone(call))) as pieces:
+                call.send_message(*pieces, more=True)
+                call.end()
+        except Exception as error:
+            refuse(call, error)
+
+    def send(self, call: http2.ServerCall, staged: Staged, caller: Caller) -> None:
+        """Answers a unary call whose outputs are there, and closes them."""
+        try:
+            with self._calls.lent(staged, caller) as pieces:
+                call.send_message(*pieces, more=True)
+                call.end()
+        except Exception as error:
+            refuse(call, error)
+
+
+def refuse(call: http2.ServerCall, error: Exception) -> None:
+    """Ends a call for what went wrong with it.
+
+    Raises:
+        ConnectionError: That is what went wrong.
+    """
+    if isinstance(error, ConnectionError):
+        raise error
+    if isinstance(error, http2.RpcError):  # the client has reset the call, and may make others
+        call.end(error.code, error.message)
+    else:
+        code, status = status_of(error)
+        call.end(code.value[0], status.message, status.SerializeToString())
+
+
+def hang_up(sock: socket.socket) -> None:
+    """Ends a connection, from any thread; whoever uses it finds it broken."""
+    with suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+
+
+def _is_gone(call: http2.ServerCall) -> Callable[[], bool]:
+    """Tells any thread whether the client has given up; only the call's own may look at the connection meanwhile."""
+    owner = threading.get_ident()
+    return lambda: call.cancelled() if threading.get_ident() == owner else call.failure is not None

@@ -1,0 +1,269 @@
+"""The connections of an endpoint, as the poller's thread sees them."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+from functools import partial
+
+from bngrad_protos import http2
+from bngrad_server.answers import UNARY, Answers, hang_up, refuse
+from bngrad_server.calls import Calls
+from bngrad_server.poller import Poller
+from bngrad_server.small_calls import SmallCall, message_of
+from bngrad_server.threads import Threads
+
+logger = logging.getLogger(__name__)
+
+_MAX_CONNECTIONS = 512
+"""For more, the one that was idle longest is closed, of those that never made a call if there are such; where none is
+idle, the new one, whose client falls back to grpcio."""
+_STALL_TIMEOUT_S = 60.0
+"""How long a peer may stand still in the middle of a frame or a call."""
+
+
+class _Connection:
+    """A connection.
+
+    Attributes:
+        fd: Its file descriptor.
+        http: What is spoken on it.
+        answers: Answers its calls, in a thread.
+        small_call: Its running call, if it has no thread.
+        is_watched: Whether the poller watches it: nobody else uses it.
+    """
+
+    def __init__(self, sock: socket.socket, client: str, calls: Calls) -> None:
+        self.sock = sock
+        self.fd = sock.fileno()
+        self.http = http2.ServerConnection(sock)
+        self.answers = Answers(calls, sock, client)
+        self.small_call: SmallCall | None = None
+        self.is_watched = False
+
+
+class Connections:
+    """Serves small calls at once, and hands all others to threads.
+
+    A connection is idle, or has a small call, or is lent to a thread. But for `add` and `threads`, all is for the
+    poller's thread.
+
+    Attributes:
+        ended: Is set once it is draining and no connection is left.
+        threads: The threads.
+    """
+
+    def __init__(self, calls: Calls, poller: Poller) -> None:
+        self.ended = threading.Event()
+        self.threads = Threads("call")
+        self._calls = calls
+        self._poller = poller
+        self._all: set[_Connection] = set()
+        self._idle: dict[_Connection, None] = {}  # the longest first
+        self._with_small_call: set[_Connection] = set()
+        self._draining = False
+        poller.on_tick = self._check_patience
+
+    def add(self, sock: socket.socket, client: str) -> None:
+        """Takes a new connection."""
+        if self._draining or not self._has_room():
+            sock.close()
+            return
+        try:
+            http2.set_timeout(sock, _STALL_TIMEOUT_S)
+            connection = _Connection(sock, client, self._calls)
+        except OSError:
+            sock.close()
+            return
+        self._all.add(connection)
+        self._take_back(connection, is_sound=True)
+
+    def drain(self) -> None:
+        """Takes no more calls; connections end with the call that they have."""
+        self._draining = True
+        for connection in list(self._idle):
+            self._close(connection)
+        if not self._all:
+            self.ended.set()
+
+    def hang_up(self) -> None:
+        """Ends every connection."""
+        for connection in self._all:
+            hang_up(connection.sock)
+
+    def _has_room(self) -> bool:
+        """Whether there is room for a connection, be it by closing one that is idle."""
+        if len(self._all) == _MAX_CONNECTIONS and self._idle:
+            never_called = (connection for connection in self._idle if not connection.http.last_stream_id)
+            self._close(next(never_called, next(iter(self._idle))))
+        return len(self._all) < _MAX_CONNECTIONS
+
+    def _rest(self, connection: _Connection) -> None:
+        """Has a connection wait for its next call."""
+        if connection.http.held:  # more than the socket took at once
+            self._lend(connection, connection.http.flush)
+        elif self._draining:
+            self._close(connection)
+        else:
+            self._idle[connection] = None
+            self._watch(connection)
+            if connection.http.is_amid_frame:
+                self._poller.soon(partial(self._hear, connection))
+
+    def _watch(self, connection: _Connection) -> None:
+        if not connection.is_watched:
+            connection.is_watched = True
+            self._poller.watch(connection.fd, partial(self._hear, connection))
+
+    def _forget(self, connection: _Connection) -> None:
+        if connection.is_watched:
+            connection.is_watched = False
+            self._poller.forget(connection.fd)
+
+    def _hear(self, connection: _Connection) -> None:
+        """Acts on what a client has sent."""
+        if not connection.is_watched:  # any longer
+            return
+        http = connection.http
+        try:
+            call = http.accept_at_once()
+            if connection.small_call is not None:
+                self._hear_beside(connection, connection.small_call)
+            elif call is not None:
+                del self._idle[connection]
+                self._begin(connection, call)
+            elif http.is_amid_frame:
+                self._lend(connection, partial(_answer_begun, connection))
+            else:
+                http.flush()
+                if http.held:
+                    self._lend(connection, http.flush)
+        except Exception as error:
+            self._fail(connection, error)
+
+    def _hear_beside(self, connection: _Connection, small_call: SmallCall) -> None:
+        if small_call.call.failure is not None:
+            self._forget_call(connection)
+            small_call.abandon(self._calls.batcher)
+            small_call.call.end()
+            self._rest(connection)
+        elif connection.http.is_amid_frame:
+            self._forget(connection)  # until the call has ended: there is no room for more, perhaps
+        else:
+            connection.http.flush()
+
+    def _begin(self, connection: _Connection, call: http2.ServerCall) -> None:
+        if call.path not in UNARY or not call.has_arrived:
+            self._lend(connection, partial(connection.answers.answer, call))
+            return
+        small_call = SmallCall(call, connection.answers.caller(call, lambda: call.failure is not None))
+        end = partial(self._poller.soon, partial(self._end, connection, small_call))
+        try:
+            data = message_of(call)
+            has_begun = small_call.submit(self._calls, data, end)
+        except Exception as error:
+            refuse(call, error)
+            self._rest(connection)
+            return
+        if has_begun:
+            connection.small_call = small_call
+            self._with_small_call.add(connection)
+        else:
+            self._lend(connection, partial(connection.answers.answer_message, call, data))
+
+    def _end(self, connection: _Connection, small_call: SmallCall) -> None:
+        """Answers a small call that has been computed, or never will be."""
+        staged = small_call.staged
+        if small_call.is_over:
+            staged.close()
+            return
+        self._forget_call(connection)
+        try:
+            try:
+                was_sent = small_call.send()
+            except Exception as error:
+                refuse(small_call.call, error)
+                was_sent = True
+        except Exception as error:
+            staged.close()
+            self._fail(connection, error)
+            return
+        if was_sent:
+            staged.close()
+            self._rest(connection)
+        else:
+            self._lend(connection, partial(connection.answers.send, small_call.call, staged, small_call.caller))
+
+    def _forget_call(self, connection: _Connection) -> None:
+        connection.small_call = None
+        self._with_small_call.remove(connection)
+
+    def _check_patience(self) -> None:
+        """Answers calls whose deadline has passed."""
+        for connection in list(self._with_small_call):
+            small_call = connection.small_call
+            assert small_call is not None
+            try:
+                small_call.check_patience(self._calls.batcher)
+            except (TimeoutError, CancelledError) as error:
+                self._forget_call(connection)
+                try:
+                    refuse(small_call.call, error)
+                    self._rest(connection)
+                except Exception as broken:
+                    self._fail(connection, broken)
+
+    def _lend(self, connection: _Connection, action: Callable[[], None]) -> None:
+        """Lends a connection to a thread, for something that may wait."""
+        self._idle.pop(connection, None)
+        self._forget(connection)
+        connection.http.may_wait = True
+        self.threads.run(partial(self._act, connection, action))
+
+    def _act(self, connection: _Connection, action: Callable[[], None]) -> None:
+        """Runs in a thread."""
+        is_sound = False
+        try:
+            action()
+            is_sound = True
+        except (ConnectionError, TimeoutError) as error:
+            logger.debug("a connection ended: %s", error)
+        except Exception:
+            logger.exception("a connection failed")
+        finally:
+            self._poller.soon(partial(self._take_back, connection, is_sound=is_sound))
+
+    def _take_back(self, connection: _Connection, *, is_sound: bool) -> None:
+        if is_sound:
+            connection.http.may_wait = False
+            self._rest(connection)
+        else:
+            self._close(connection)
+
+    def _fail(self, connection: _Connection, error: Exception) -> None:
+        if isinstance(error, ConnectionError):
+            logger.debug("a connection ended: %s", error)
+        else:
+            logger.error("a connection failed", exc_info=error)
+        self._close(connection)
+
+    def _close(self, connection: _Connection) -> None:
+        self._forget(connection)
+        if (small_call := connection.small_call) is not None:
+            self._forget_call(connection)
+            small_call.abandon(self._calls.batcher)
+        connection.http.close()
+        self._idle.pop(connection, None)
+        self._all.discard(connection)
+        if self._draining and not self._all:
+            self.ended.set()
+
+
+def _answer_begun(connection: _Connection) -> None:
+    """Answers the call that a frame begins of which only a part has arrived; or waits for the rest of another frame."""
+    call = connection.http.accept_begun()
+    if call is not None:
+        connection.answers.answer(call)

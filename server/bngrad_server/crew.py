@@ -1,0 +1,100 @@
+"""Workers, and how several of them compute together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol, TypeAlias
+
+from bngrad_server.jobs import Job
+
+
+class WorkerDiedError(Exception):
+    """The worker's process ended."""
+
+
+Part: TypeAlias = tuple[Job, range]
+"""A job, and which of its channels to compute."""
+
+
+class Worker(Protocol):
+    """What computes batches, for one thread at a time."""
+
+    def begin(self, parts: Sequence[Part]) -> None:
+        """Begins to compute parts of jobs of one kernel key.
+
+        Raises:
+            WorkerDiedError: The process ended.
+        """
+
+    def fileno(self) -> int:
+        """The file descriptor that is readable once `finish` need not wait."""
+
+    def finish(self) -> list[str | None] | None:
+        """Waits until they are computed, and says for each why it failed, if any did.
+
+        Raises:
+            WorkerDiedError: The process ended.
+        """
+
+    def kill(self) -> None:
+        """Ends the process at once."""
+
+
+class Batch:
+    """Jobs that one worker computes, or several of them together.
+
+    Attributes:
+        jobs: The jobs.
+        busy: The workers that are still at it.
+        failures: Why jobs failed, by their place in the batch.
+        dead: The workers that died of it.
+    """
+
+    def __init__(self, jobs: list[Job], shares: dict[Worker, list[Part]]) -> None:
+        self.jobs = jobs
+        self.busy: list[Worker] = []
+        self.failures: dict[int, str] = {}
+        self.dead: list[Worker] = []
+        self._shares = shares
+
+    @property
+    def alive(self) -> list[Worker]:
+        """The workers that have not died of it."""
+        return [worker for worker in self._shares if worker not in self.dead]
+
+    def begin(self) -> None:
+        """Has every worker begin; see `finish`."""
+        with self._killing_on_failure():
+            for worker, parts in self._shares.items():
+                with self._noting_death(worker):
+                    worker.begin(parts)
+                    self.busy.append(worker)
+
+    def finish(self, worker: Worker) -> None:
+        """Waits for a busy worker. Once none is busy, none touches a job any longer.
+
+        Whatever it raises, as no worker should, every worker is killed then.
+        """
+        self.busy.remove(worker)
+        with self._killing_on_failure(), self._noting_death(worker):
+            answers = worker.finish()
+            self.failures.update((i, failure) for i, failure in enumerate(answers or ()) if failure is not None)
+
+    @contextmanager
+    def _killing_on_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.dead = list(self._shares)
+            for worker in self._shares:
+                worker.kill()  # nobody may lead it any more: its keeper starts another
+            raise
+
+    @contextmanager
+    def _noting_death(self, worker: Worker) -> Iterator[None]:
+        try:
+            yield
+        except WorkerDiedError:
+            self.dead.append(worker)
+            worker.kill()  # it may have hung up without having died
