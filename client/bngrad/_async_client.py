@@ -12,11 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from bngrad import _channel, _ops
+from bngrad._caller import Caller
 from bngrad._cancellation import Cancellation
 from bngrad._channel import Transport
 from bngrad._errors import ClientClosedError
 from bngrad._results import Array, BatchNormTrainingBackprop, FusedBatchNormGradV2, FusedBatchNormGradV3, ServerInfo
-from bngrad._transport import Connector
+from bngrad._targets import check_targets
 
 Result = TypeVar("Result")
 
@@ -34,24 +35,27 @@ class Client:
 
     def __init__(
         self,
-        target: str,
+        target: str | Sequence[str],
         *,
         timeout: float = _channel.DEFAULT_TIMEOUT_S,
         transport: Transport = "auto",
+        retries: bool = True,
         options: Iterable[_channel.ChannelOption] = (),
     ) -> None:
         """Connects to nothing yet, and may be called before there is an event loop.
 
         Args:
-            target: ``HOST:PORT``, ``unix:PATH`` or any other gRPC target.
+            target: The address of a server, or of several that share the calls: see `bngrad.Client`.
             timeout: How long calls may take that are given no timeout of their own, in seconds; ``math.inf`` for
                 no limit.
             transport: How tensors travel: see `bngrad.Client`.
+            retries: Whether calls that failed are repeated where that may help: see `bngrad.Client`.
             options: gRPC channel arguments, such as ``("grpc.keepalive_time_ms", 30_000)``.
         """
-        self._target = _channel.check_target(target)
+        targets = check_targets(target)
+        self._target = target if isinstance(target, str) else targets
         self._timeout = _channel.check_timeout(timeout)
-        self._connector = Connector(target, _channel.check_transport(transport), options)
+        self._caller = Caller(targets, _channel.check_transport(transport), _channel.check_retries(retries), options)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="bngrad")
         self._closed = False
 
@@ -70,13 +74,14 @@ class Client:
         *,
         reserve_space_2_kind: str = "variance",
         out: Array | None = None,
+        priority: int = 0,
         timeout: float | None = None,
     ) -> FusedBatchNormGradV3:
         """Computes TensorFlow's ``FusedBatchNormGradV3``: see `bngrad.Client.fused_batch_norm_grad_v3`."""
         return await self._run(
             lambda: _ops.fused_batch_norm_grad_v3(
                 y_backprop, x, scale, reserve_space_1, reserve_space_2, reserve_space_3,
-                epsilon, data_format, is_training, reserve_space_2_kind, out,
+                epsilon, data_format, is_training, reserve_space_2_kind, priority, out,
             ),
             timeout,
         )  # fmt: skip
@@ -95,13 +100,14 @@ class Client:
         *,
         reserve_space_2_kind: str = "variance",
         out: Array | None = None,
+        priority: int = 0,
         timeout: float | None = None,
     ) -> FusedBatchNormGradV2:
         """Computes TensorFlow's ``FusedBatchNormGradV2``: see `bngrad.Client.fused_batch_norm_grad_v2`."""
         return await self._run(
             lambda: _ops.fused_batch_norm_grad_v2(
                 y_backprop, x, scale, reserve_space_1, reserve_space_2,
-                epsilon, data_format, is_training, reserve_space_2_kind, out,
+                epsilon, data_format, is_training, reserve_space_2_kind, priority, out,
             ),
             timeout,
         )  # fmt: skip
@@ -117,12 +123,13 @@ class Client:
         epsilon: float,
         data_format: str = "NXC",
         out: Array | None = None,
+        priority: int = 0,
         timeout: float | None = None,
     ) -> BatchNormTrainingBackprop:
         """Computes oneDNN's ``BatchNormTrainingBackprop``: see `bngrad.Client.batch_norm_training_backprop`."""
         return await self._run(
             lambda: _ops.batch_norm_training_backprop(
-                input_forward, output_delta, mean, variance, gamma, epsilon, data_format, out
+                input_forward, output_delta, mean, variance, gamma, epsilon, data_format, priority, out
             ),
             timeout,
         )  # fmt: skip
@@ -130,24 +137,24 @@ class Client:
     async def server_info(self, *, timeout: float | None = None) -> ServerInfo:
         """Asks the server what it is, what it computes on and what it accepts: see `bngrad.Client.server_info`."""
         seconds = self._seconds(timeout)
-        return await self._in_thread(lambda cancellation: self._connector.server_info(seconds, cancellation))
+        return await self._in_thread(lambda cancellation: self._caller.server_info(seconds, cancellation))
 
     async def empty(self, shape: SupportsIndex | Sequence[SupportsIndex], dtype: npt.DTypeLike = np.float32) -> Array:
         """Makes an array in memory that is shared with the server: see `bngrad.Client.empty`."""
         dimensions = _channel.check_shape(shape)
         return await self._in_thread(
-            lambda cancellation: self._connector.empty(dimensions, np.dtype(dtype), self._timeout, cancellation)
+            lambda cancellation: self._caller.empty(dimensions, np.dtype(dtype), self._timeout, cancellation)
         )
 
     async def close(self) -> None:
         """Gives the connections up; calls in flight end with a `ClientClosedError`. Closing again does nothing."""
         self._closed = True
-        self._connector.close()
+        self._caller.close()
         self._threads.shutdown(wait=False)
 
     async def _run(self, make_call: Callable[[], _ops.Call[Result]], timeout: float | None) -> Result:
         seconds = self._seconds(timeout)
-        return await self._in_thread(lambda cancellation: self._connector.run(make_call(), seconds, cancellation))
+        return await self._in_thread(lambda cancellation: self._caller.run(make_call(), seconds, cancellation))
 
     async def _in_thread(self, what: Callable[[Cancellation], Result]) -> Result:
         if self._closed:

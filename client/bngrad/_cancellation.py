@@ -42,3 +42,9 @@ class Cancellation:
         finally:
             with self._mutex:
                 self._callback = None
+
+    def sleep(self, seconds: float) -> None:
+        """Waits, but not beyond `cancel`."""
+        woken = threading.Event()
+        with self.calls(woken.set):
+            woken.wait(min(seconds, threading.TIMEOUT_MAX))

@@ -20,22 +20,17 @@ _DEFAULT_OPTIONS: dict[str, Any] = {
     "grpc.max_receive_message_length": -1,
     # A proxy for the web, from the environment, would be asked for localhost too.
     "grpc.enable_http_proxy": 0,
+    # A server that comes back gets its calls soon; grpcio itself would wait for up to two minutes.
+    "grpc.initial_reconnect_backoff_ms": 100,
+    "grpc.max_reconnect_backoff_ms": 1000,
+    # What grpcio understands as the longest that connecting may take.
+    "grpc.min_reconnect_backoff_ms": 5000,
 }
 
 
 def channel_options(options: Iterable[ChannelOption]) -> list[ChannelOption]:
     """The options of a channel: ours, then the caller's, of which the last of a name counts."""
     return list({**_DEFAULT_OPTIONS, **dict(options)}.items())
-
-
-def check_target(target: str) -> str:
-    """The target, if it looks like one."""
-    if not isinstance(target, str):
-        raise TypeError(f"target must be a str, not {target!r}")
-    if not target or target.startswith(("http:", "https:", "grpc:")):
-        description = f'target must be "HOST:PORT" or "unix:PATH", not {target!r}'
-        raise invalid_argument(FieldViolation("target", description))
-    return target
 
 
 def check_transport(transport: Transport) -> Transport:
@@ -45,6 +40,13 @@ def check_transport(transport: Transport) -> Transport:
         description = f"transport must be {names} or {TRANSPORTS[-1]!r}, not {transport!r}"
         raise invalid_argument(FieldViolation("transport", description))
     return transport
+
+
+def check_retries(retries: bool) -> bool:
+    """The switch, if it is one."""
+    if not isinstance(retries, bool):
+        raise TypeError(f"retries must be a bool, not {retries!r}")
+    return retries
 
 
 def check_timeout(timeout: float) -> float:

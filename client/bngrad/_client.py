@@ -10,11 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from bngrad import _channel, _ops
+from bngrad._caller import Caller
 from bngrad._cancellation import Cancellation
 from bngrad._channel import Transport
 from bngrad._errors import ClientClosedError
 from bngrad._results import Array, BatchNormTrainingBackprop, FusedBatchNormGradV2, FusedBatchNormGradV3, ServerInfo
-from bngrad._transport import Connector
+from bngrad._targets import check_targets
 
 Result = TypeVar("Result")
 
@@ -29,12 +30,23 @@ class Client:
     CPU's memory, anything else with ``__dlpack__`` or ``__array__``, or numbers in (nested) Python sequences, which
     become float32. Results are new NumPy arrays, which may be written to; bfloat16 is ``ml_dtypes.bfloat16``.
 
+    Every call is a pure function of its request, so the client makes it again, within its timeout, where that may help:
+    when the connection was lost or the server is stopping, and when the server is overloaded and says when to come
+    back. Between attempts it waits a random time, which grows from 50 ms to 2 s and never falls short of what the
+    server said. An error after several attempts tells how many there were. An address that has never answered is not
+    tried again. Without a timeout, servers that stay away are tried five times.
+
+    Several servers share the calls: each call goes to the server that has the fewest of this client in flight, and on
+    to another one at once where that one is not available or overloaded. A server that is not available gets no more
+    calls until it answers again.
+
     In the docstrings, C is the number of channels. Every call may raise, beside what it names itself:
 
     * `bngrad.InvalidArgumentError`: the request breaks the op's contract; ``violations`` names each argument.
     * `bngrad.DeadlineExceededError`: no answer came within the timeout.
     * `bngrad.UnavailableError`: nobody answers at the target, or the server is stopping.
-    * `bngrad.ResourceExhaustedError`: the request is larger than the server's memory for requests.
+    * `bngrad.ResourceExhaustedError`: the request is larger than the server's memory for requests, or the server was
+      overloaded until the timeout; ``retry_delay_s`` tells them apart.
     * `bngrad.InternalError`: the server failed.
     * `bngrad.ClientClosedError`: the client was closed.
     * TypeError: an argument that is no tensor has the wrong type.
@@ -42,26 +54,30 @@ class Client:
 
     def __init__(
         self,
-        target: str,
+        target: str | Sequence[str],
         *,
         timeout: float = _channel.DEFAULT_TIMEOUT_S,
         transport: Transport = "auto",
+        retries: bool = True,
         options: Iterable[_channel.ChannelOption] = (),
     ) -> None:
         """Connects to nothing yet.
 
         Args:
-            target: ``HOST:PORT``, ``unix:PATH`` or any other gRPC target.
+            target: ``HOST:PORT``, ``unix:PATH`` or any other gRPC target; or several of these, whose servers share the
+                calls. So do those of a name with several addresses.
             timeout: How long calls may take that are given no timeout of their own, in seconds; ``math.inf`` for
                 no limit.
             transport: How tensors travel. "auto" takes the fastest way that there is; "shared" only memory that is
                 shared with a server on this host; "stream" chunks on a stream, of any size; "unary" one gRPC message
-                each way, of at most 2 GiB. The results have the same bits.
+                each way, of at most ``ServerInfo.max_message_bytes``. The results have the same bits.
+            retries: Whether calls that failed are repeated where that may help.
             options: gRPC channel arguments, such as ``("grpc.keepalive_time_ms", 30_000)``.
         """
-        self._target = _channel.check_target(target)
+        targets = check_targets(target)
+        self._target = target if isinstance(target, str) else targets
         self._timeout = _channel.check_timeout(timeout)
-        self._connector = Connector(target, _channel.check_transport(transport), options)
+        self._caller = Caller(targets, _channel.check_transport(transport), _channel.check_retries(retries), options)
 
     def fused_batch_norm_grad_v3(
         self,
@@ -78,6 +94,7 @@ class Client:
         *,
         reserve_space_2_kind: str = "variance",
         out: Array | None = None,
+        priority: int = 0,
         timeout: float | None = None,
     ) -> FusedBatchNormGradV3:
         """Computes TensorFlow's ``FusedBatchNormGradV3``, with the arguments of ``tf.raw_ops``.
@@ -106,6 +123,8 @@ class Client:
             reserve_space_2_kind: "variance" for the variance without epsilon, as from TensorFlow on a CPU, or
                 "inverse_std" for rstd itself, as saved by cuDNN and PyTorch in training; epsilon is then unused.
             out: Where to put x_backprop; a NumPy array of its dtype and shape that overlaps neither y_backprop nor x.
+            priority: From -8 to 8. Requests of a higher one are computed sooner; it is a head start, so that no other
+                request waits for ever.
             timeout: How long the call may take, in seconds; None for the client's own limit.
 
         Raises:
@@ -114,7 +133,7 @@ class Client:
         return self._run(
             _ops.fused_batch_norm_grad_v3(
                 y_backprop, x, scale, reserve_space_1, reserve_space_2, reserve_space_3,
-                epsilon, data_format, is_training, reserve_space_2_kind, out,
+                epsilon, data_format, is_training, reserve_space_2_kind, priority, out,
             ),
             timeout,
         )  # fmt: skip
@@ -133,6 +152,7 @@ class Client:
         *,
         reserve_space_2_kind: str = "variance",
         out: Array | None = None,
+        priority: int = 0,
         timeout: float | None = None,
     ) -> FusedBatchNormGradV2:
         """Computes TensorFlow's ``FusedBatchNormGradV2``, with the arguments of ``tf.raw_ops``.
@@ -151,6 +171,7 @@ class Client:
             name: Ignored; here so that calls of the op need no change.
             reserve_space_2_kind: "variance" or "inverse_std", as in `fused_batch_norm_grad_v3`.
             out: Where to put x_backprop, as in `fused_batch_norm_grad_v3`.
+            priority: As in `fused_batch_norm_grad_v3`.
             timeout: How long the call may take, in seconds; None for the client's own limit.
 
         Raises:
@@ -159,7 +180,7 @@ class Client:
         return self._run(
             _ops.fused_batch_norm_grad_v2(
                 y_backprop, x, scale, reserve_space_1, reserve_space_2,
-                epsilon, data_format, is_training, reserve_space_2_kind, out,
+                epsilon, data_format, is_training, reserve_space_2_kind, priority, out,
             ),
             timeout,
         )  # fmt: skip
@@ -175,6 +196,7 @@ class Client:
         epsilon: float,
         data_format: str = "NXC",
         out: Array | None = None,
+        priority: int = 0,
         timeout: float | None = None,
     ) -> BatchNormTrainingBackprop:
         """Computes oneDNN Graph's ``BatchNormTrainingBackprop``: the training formula of `fused_batch_norm_grad_v3`.
@@ -188,6 +210,7 @@ class Client:
             epsilon: Added to the variance; rounded to float32, finite and positive.
             data_format: "NXC" for channels last, "NCX" for channels second.
             out: Where to put input_delta, as x_backprop in `fused_batch_norm_grad_v3`.
+            priority: As in `fused_batch_norm_grad_v3`.
             timeout: How long the call may take, in seconds; None for the client's own limit.
 
         Raises:
@@ -195,13 +218,13 @@ class Client:
         """
         return self._run(
             _ops.batch_norm_training_backprop(
-                input_forward, output_delta, mean, variance, gamma, epsilon, data_format, out
+                input_forward, output_delta, mean, variance, gamma, epsilon, data_format, priority, out
             ),
             timeout,
         )  # fmt: skip
 
     def server_info(self, *, timeout: float | None = None) -> ServerInfo:
-        """Asks the server what it is, what it computes on and what it accepts.
+        """Asks the server what it is, what it computes on and what it accepts; of several, any one that is up.
 
         Args:
             timeout: How long the call may take, in seconds; None for the client's own limit.
@@ -211,7 +234,7 @@ class Client:
         """
         seconds = self._seconds(timeout)
         try:
-            return self._connector.server_info(seconds, Cancellation(only_by_close=True))
+            return self._caller.server_info(seconds, Cancellation(only_by_close=True))
         except ClientClosedError as error:
             raise ClientClosedError(f"{self!r} {error}") from error
 
@@ -219,7 +242,8 @@ class Client:
         """Makes an array in memory that is shared with the server, where there is such, else in the client's own.
 
         Calls whose y_backprop and x are such arrays copy nothing, and neither does one whose ``out`` is. The memory is
-        used again once the array, and every view of it, has gone.
+        used again once the array, and every view of it, has gone. Of several servers, the first that shares memory
+        does; calls that go to another one copy the array.
 
         Args:
             shape: Of the array.
@@ -230,7 +254,7 @@ class Client:
         """
         dimensions = _channel.check_shape(shape)
         try:
-            return self._connector.empty(dimensions, np.dtype(dtype), self._timeout, Cancellation(only_by_close=True))
+            return self._caller.empty(dimensions, np.dtype(dtype), self._timeout, Cancellation(only_by_close=True))
         except ClientClosedError as error:
             raise ClientClosedError(f"{self!r} {error}") from error
 
@@ -239,12 +263,12 @@ class Client:
 
         Arrays that were made by `empty` or came back from calls stay as they are.
         """
-        self._connector.close()
+        self._caller.close()
 
     def _run(self, call: _ops.Call[Result], timeout: float | None) -> Result:
         seconds = self._seconds(timeout)
         try:
-            return self._connector.run(call, seconds, Cancellation(only_by_close=True))
+            return self._caller.run(call, seconds, Cancellation(only_by_close=True))
         except ClientClosedError as error:
             raise ClientClosedError(f"{self!r} {error}") from error
 

@@ -170,6 +170,8 @@ def read_server_info(data: bytes) -> tuple[ServerInfo, pb.Endpoints]:
         ops=tuple(message.ops),
         max_message_bytes=message.limits.max_message_bytes,
         arena_bytes=message.limits.arena_bytes,
+        requests=message.requests,
+        batch_sizes=tuple(message.batch_sizes),
     )
     return info, message.endpoints
 

@@ -31,3 +31,7 @@ class Deadline:
     def rest_s(self) -> float | None:
         """The seconds that are left, at least a moment; None for no limit."""
         return None if self.at is None else max(self.at - time.monotonic(), 1e-3)
+
+    def allows(self, seconds: float) -> bool:
+        """Whether it is further away than that."""
+        return self.at is None or time.monotonic() + seconds < self.at

@@ -69,7 +69,7 @@ class DirectEndpoint:
         """
         with self._call(method, deadline, cancellation) as (call, sock):
             call.send_message(*pieces, end=True)
-            sock.settimeout(deadline.rest_s())
+            http2.set_timeout(sock, deadline.rest_s())
             return self._finished(call, self._message(call))
 
     def exchange(
@@ -106,12 +106,12 @@ class DirectEndpoint:
                 for pieces in wire.chunks(pb.ExchangeRequest.CHUNK_FIELD_NUMBER, tensor, _CHUNK_NBYTES):
                     call.send_message(*pieces, more=True)
             call.half_close()
-            sock.settimeout(deadline.rest_s())
+            http2.set_timeout(sock, deadline.rest_s())
             message = self._message(call)
             field = wire.only_field(message, len(message))
             if field is None or field[0] != number:
                 raise InternalError(f"{self._target} did not answer an exchange with the response of its op")
-            sock.settimeout(deadline.rest_s())
+            http2.set_timeout(sock, deadline.rest_s())
             self._receive_into(call, target)
             return self._finished(call, message[field[1] :])
 
@@ -132,7 +132,7 @@ class DirectEndpoint:
         try:
             with cancellation.calls(lambda: _shut_down(sock)):
                 rest_s = deadline.rest_s()
-                sock.settimeout(rest_s)
+                http2.set_timeout(sock, rest_s)
                 yield connection.call(method, timeout_s=_announced(rest_s)), sock
         except TimeoutError as error:
             message = "it stands still"

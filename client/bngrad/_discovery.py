@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import threading
 import time
 from collections.abc import Callable
@@ -17,12 +16,12 @@ from bngrad._deadline import Deadline
 from bngrad._direct import DirectEndpoint
 from bngrad._errors import BngradError, ClientClosedError, DeadlineExceededError, UnavailableError, from_status
 from bngrad._memory import Pool
+from bngrad._targets import host_and_port
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 
 _BLOCKED_S = 10.0
 """How long an endpoint that cannot be reached is left alone; twice as long if it then still cannot, and so on."""
 _LONGEST_BLOCKED_S = 300.0
-_HOST_AND_PORT = re.compile(r"(?:dns:(?:///)?)?(\[[^\]]+\]|[^:/\[\]]+):\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,11 +136,11 @@ class Discovery:
                     local = shared = None
             if directory and local is None:
                 stale_at = self._blocked[path][0]
-        host = _HOST_AND_PORT.fullmatch(self._target)
-        address = ("" if host is None else host[1].strip("[]"), endpoints.stream_port)
+        place = host_and_port(self._target)
+        address = ("" if place is None else place[0], endpoints.stream_port)
         if remote is None or remote.address != address:
             remote = None
-            if host is not None and 0 < endpoints.stream_port < 2**16:
+            if place is not None and 0 < endpoints.stream_port < 2**16:
                 if self._is_blocked(address):
                     stale_at = min(stale_at, self._blocked[address][0])
                 else:

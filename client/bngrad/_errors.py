@@ -14,8 +14,9 @@ An argument of the wrong Python type, such as a string for epsilon, is a plain T
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -70,11 +71,26 @@ class InvalidArgumentError(BngradError, ValueError):
 
 
 class ResourceExhaustedError(BngradError):
-    """The request asks for more than the server has, such as more memory than its arena."""
+    """The request asks for more than the server has, ever or at the moment.
+
+    Attributes:
+        retry_delay_s: The seconds after which the server may have it, as the server says; None where the request asks
+            for more than the server can ever have, such as more memory than its arena.
+    """
+
+    retry_delay_s: float | None
+
+    def __init__(self, message: str, retry_delay_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_delay_s = retry_delay_s
 
 
 class UnavailableError(BngradError, ConnectionError):
     """Nobody answers at the target, or the server is stopping. Every call may safely be sent again."""
+
+
+class NotSharedError(UnavailableError):
+    """The server shares no memory with this client, and will not when it is asked again."""
 
 
 class UnimplementedError(BngradError, NotImplementedError):
@@ -125,7 +141,10 @@ def from_status(code: grpc.StatusCode, message: str, details: bytes, target: str
     """
     cls = _CLASSES.get(code, BngradError)
     if cls is InvalidArgumentError:
-        return InvalidArgumentError(message, _violations(details))
+        violations = _detail(details, error_details_pb2.BadRequest).field_violations
+        return InvalidArgumentError(message, [FieldViolation(each.field, each.description) for each in violations])
+    if cls is ResourceExhaustedError:
+        return ResourceExhaustedError(f"{target} answered {code.name}: {message}", _retry_delay_s(details))
     if cls is UnavailableError:
         return UnavailableError(f"{target} is not available: {message}. Is `bngrad serve` running there?")
     if cls is DeadlineExceededError:
@@ -135,13 +154,21 @@ def from_status(code: grpc.StatusCode, message: str, details: bytes, target: str
     return cls(f"{target} answered {code.name}: {message}")
 
 
-def _violations(details: bytes) -> list[FieldViolation]:
-    """The violations in a status's details; none where they are missing or are no ``google.rpc.Status``."""
-    status, bad_request = status_pb2.Status(), error_details_pb2.BadRequest()
+def _retry_delay_s(details: bytes) -> float | None:
+    """The server's hint in a status's details."""
+    info = _detail(details, error_details_pb2.RetryInfo)
+    if not info.HasField("retry_delay"):
+        return None
+    return float(max(info.retry_delay.seconds + info.retry_delay.nanos / 1e9, 0.0))
+
+
+def _detail(details: bytes, kind: Callable[[], Any]) -> Any:
+    """The message of a kind in a status's details; an empty one where there is none, or no ``google.rpc.Status``."""
+    status, found = status_pb2.Status(), kind()
     try:
         status.MergeFromString(details)
         for detail in status.details:
-            detail.Unpack(bad_request)
+            detail.Unpack(found)
     except DecodeError:
-        return []
-    return [FieldViolation(violation.field, violation.description) for violation in bad_request.field_violations]
+        return kind()
+    return found

@@ -16,7 +16,6 @@ import struct
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +27,7 @@ ALIGNMENT = 64
 """Every array begins at a multiple of this in its region, in bytes."""
 _REGION_NBYTES = 64 * 2**20
 _LEASE_TIMEOUT_S = 5.0
+_ANSWER_TIMEOUT_S = 0.25
 _KEY_NBYTES = 16
 _IS_IN_USE = b"?"
 _SIZE = struct.Struct("<Q")
@@ -63,6 +63,8 @@ class Region:
         self.key = b""
         self._socket: socket.socket | None = None
         self._is_silent = False
+        self._mutex = threading.Lock()
+        self._holders = 1
         if lease is None:
             # Private, lest a forked child writes into our arrays.
             self.memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -98,23 +100,38 @@ class Region:
 
     def is_in_use(self) -> bool:
         """Whether the server may still read or write it for some request; one call at a time."""
-        if self._socket is None or self._is_silent:
-            return self._is_silent
+        if self._socket is None:
+            return False
         try:
-            self._socket.settimeout(_LEASE_TIMEOUT_S)
+            if self._is_silent:  # The answer that is late must not be taken for the one to a later question.
+                self._socket.setblocking(False)
+                if self._socket.recv(1) == b"":
+                    return False
+            self._socket.settimeout(_ANSWER_TIMEOUT_S)
+            self._is_silent = True
             self._socket.sendall(_IS_IN_USE)
-            return self._socket.recv(1) == b"\x01"
-        except OSError:
-            self._is_silent = True  # An answer that comes late would be taken for the one to a later question.
+            answer = self._socket.recv(1)
+            self._is_silent = False
+            return answer == b"\x01"
+        except (BlockingIOError, TimeoutError):
             return True
+        except OSError:
+            return False  # The server has gone.
         finally:
             self._socket.setblocking(False)
 
+    def hold(self) -> None:
+        """Keeps the lease until there was one more `close`."""
+        with self._mutex:
+            self._holders += 1
+
     def close(self) -> None:
-        """Ends the lease; arrays keep the memory itself."""
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        """Ends the lease, unless somebody holds it; arrays keep the memory itself."""
+        with self._mutex:
+            self._holders -= 1
+            if self._holders <= 0 and self._socket is not None:
+                self._socket.close()
+                self._socket = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +157,6 @@ class Pool:
         self._free: dict[int, list[Block]] = {}
         # What the garbage collector gives back, at any moment and in any thread, so without a lock.
         self._returned: deque[Block] = deque()
-        self._doubtful: list[Array] = []
         self._closed = False
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
@@ -157,32 +173,24 @@ class Pool:
 
     def locate(self, array: Array) -> tuple[bytes, int] | None:
         """The key of the region that holds an array in C order, and where it begins there; None if none does."""
+        place = self._place(array)
+        return None if place is None else (place[0].key, place[1])
+
+    def hold(self, array: Array) -> Region | None:
+        """The region that holds an array, whose lease then lasts until there was one more `Region.close`."""
+        with self._mutex:
+            place = self._place(array)
+            if place is None:
+                return None
+            place[0].hold()
+            return place[0]
+
+    def _place(self, array: Array) -> tuple[Region, int] | None:
         for region in tuple(self._regions):  # which other threads change
             offset = region.offset_of(array)
             if offset is not None and offset % ALIGNMENT == 0:
-                return region.key, offset
+                return region, offset
         return None
-
-    def doubt(self, array: Array) -> None:
-        """Keeps the memory of a result that the server may still write, though nobody waits for it any more."""
-        with self._mutex:
-            self._doubtful.append(array)
-
-    def settle(self, arrays: Iterable[Array]) -> Array | None:
-        """Lets doubtful memory go that the server has done with.
-
-        Returns:
-            The first of the arrays whose memory is still in doubt.
-        """
-        with self._mutex:
-            if not self._doubtful:
-                return None
-            in_use = [region for region in self._regions if region.is_in_use()]
-            self._doubtful = [
-                array for array in self._doubtful if any(region.offset_of(array) is not None for region in in_use)
-            ]
-            doubtful = list(self._doubtful)
-        return next((array for array in arrays for other in doubtful if np.may_share_memory(array, other)), None)
 
     def check(self) -> bool:
         """Forgets regions that the server has forgotten, and says whether there were any."""

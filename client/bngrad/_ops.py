@@ -25,6 +25,8 @@ EXCHANGE_METHOD = f"/{SERVICE}/Exchange"
 MAX_MESSAGE_NBYTES = 2**31 - 1
 """What protobuf can hold in one message."""
 
+MAX_PRIORITY = 8
+
 _RESERVE_SPACE_2_KINDS: Mapping[str, pb.ReserveSpace2Kind] = {
     "variance": pb.RESERVE_SPACE2_KIND_VARIANCE,
     "inverse_std": pb.RESERVE_SPACE2_KIND_INVERSE_STD,
@@ -97,6 +99,11 @@ class Call(Generic[Result]):
     rest: bytes
     out: Array | None
     result: Callable[..., Result]
+
+    @property
+    def arrays(self) -> list[Array]:
+        """The large tensors, and where the gradient of x goes if the caller said so."""
+        return [*self.large.values(), *(() if self.out is None else (self.out,))]
 
     @property
     def nbytes(self) -> int:
@@ -174,10 +181,11 @@ def fused_batch_norm_grad_v3(
     data_format: str,
     is_training: bool,
     reserve_space_2_kind: str,
+    priority: int = 0,
     out: Any = None,
 ) -> Call[FusedBatchNormGradV3]:
     """The call of `bngrad.Client.fused_batch_norm_grad_v3`."""
-    attributes = _tensorflow_attributes(epsilon, data_format, is_training, reserve_space_2_kind)
+    attributes = _tensorflow_attributes(epsilon, data_format, is_training, reserve_space_2_kind, priority)
     tensors = _tensors(
         y_backprop=y_backprop,
         x=x,
@@ -202,10 +210,11 @@ def fused_batch_norm_grad_v2(
     data_format: str,
     is_training: bool,
     reserve_space_2_kind: str,
+    priority: int = 0,
     out: Any = None,
 ) -> Call[FusedBatchNormGradV2]:
     """The call of `bngrad.Client.fused_batch_norm_grad_v2`."""
-    attributes = _tensorflow_attributes(epsilon, data_format, is_training, reserve_space_2_kind)
+    attributes = _tensorflow_attributes(epsilon, data_format, is_training, reserve_space_2_kind, priority)
     tensors = _tensors(
         y_backprop=y_backprop,
         x=x,
@@ -224,10 +233,11 @@ def batch_norm_training_backprop(
     gamma: Any,
     epsilon: float,
     data_format: str,
+    priority: int = 0,
     out: Any = None,
 ) -> Call[BatchNormTrainingBackprop]:
     """The call of `bngrad.Client.batch_norm_training_backprop`."""
-    attributes = {"epsilon": _epsilon(epsilon), "data_format": _data_format(data_format)}
+    attributes = {"epsilon": _epsilon(epsilon), "data_format": _data_format(data_format), **_priority(priority)}
     tensors = _tensors(
         input_forward=input_forward, output_delta=output_delta, mean=mean, variance=variance, gamma=gamma
     )
@@ -272,7 +282,7 @@ def _check_out(out: Any, large: Mapping[str, Array]) -> None:
 
 
 def _tensorflow_attributes(
-    epsilon: float, data_format: str, is_training: bool, reserve_space_2_kind: str
+    epsilon: float, data_format: str, is_training: bool, reserve_space_2_kind: str, priority: int
 ) -> dict[str, Any]:
     if not isinstance(is_training, bool | np.bool_):
         raise TypeError(f"is_training must be a bool, not {is_training!r}")
@@ -281,6 +291,7 @@ def _tensorflow_attributes(
         "data_format": _data_format(data_format),
         "is_training": bool(is_training),
         "reserve_space_2_kind": _reserve_space_2_kind(reserve_space_2_kind),
+        **_priority(priority),
     }
 
 
@@ -312,3 +323,13 @@ def _reserve_space_2_kind(kind: str) -> pb.ReserveSpace2Kind:
         description = f"reserve_space_2_kind must be {names}, not {kind!r}"
         raise invalid_argument(FieldViolation("reserve_space_2_kind", description))
     return _RESERVE_SPACE_2_KINDS[kind]
+
+
+def _priority(priority: int) -> dict[str, int]:
+    """The attribute, which is sent only where it says something."""
+    if isinstance(priority, bool) or not isinstance(priority, numbers.Integral):
+        raise TypeError(f"priority must be an int, not {priority!r}")
+    if abs(priority) > MAX_PRIORITY:
+        description = f"priority must be from -{MAX_PRIORITY} to {MAX_PRIORITY}, not {priority}"
+        raise invalid_argument(FieldViolation("priority", description))
+    return {"priority": int(priority)} if priority else {}

@@ -87,6 +87,8 @@ class ServerInfo:
         ops: The names of the ops that it computes.
         max_message_bytes: The largest request or answer that it takes or gives.
         arena_bytes: Its memory for the tensors of all requests in flight.
+        requests: The requests in it at the moment.
+        batch_sizes: How many batches it has computed; at index k, those of 2**k to 2**(k + 1) - 1 requests.
     """
 
     version: str
@@ -94,3 +96,5 @@ class ServerInfo:
     ops: tuple[str, ...]
     max_message_bytes: int
     arena_bytes: int
+    requests: int
+    batch_sizes: tuple[int, ...]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import grpc
@@ -15,11 +14,12 @@ from bngrad._channel import Transport
 from bngrad._deadline import Deadline
 from bngrad._direct import DirectEndpoint, NotConnectedError
 from bngrad._discovery import Discovery, Ways
+from bngrad._doubts import Doubts
 from bngrad._errors import (
-    BngradError,
-    ClientClosedError,
     InvalidArgumentError,
+    NotSharedError,
     UnavailableError,
+    from_status,
 )
 from bngrad._grpc import GrpcEndpoint
 from bngrad._memory import LeaseEndedError, LeaseError, Pool, UnreachableError
@@ -36,90 +36,44 @@ _NOT_LOCAL = "it is not on this host, or shares none"
 
 
 class Connector:
-    """Makes calls to one server, from any number of threads."""
+    """Makes calls to one server, from any number of threads.
 
-    def __init__(self, target: str, transport: Transport, options: Iterable[_channel.ChannelOption]) -> None:
+    Attributes:
+        has_answered: Whether the server has said where it can be reached.
+    """
+
+    def __init__(
+        self, target: str, transport: Transport, options: Iterable[_channel.ChannelOption], doubts: Doubts
+    ) -> None:
         """Connects to nothing yet.
 
         Args:
             target: The server's address.
             transport: Which way calls go; "auto" for the fastest that there is.
             options: gRPC channel arguments.
+            doubts: What earlier calls left in doubt, at this server or another one.
         """
+        self.has_answered = False
         self._target = target
         self._transport = transport
         self._channel = grpc.insecure_channel(target, _channel.channel_options(options))
         self._grpc = GrpcEndpoint(self._channel, target)
         self._results = Pool(None)
+        self._doubts = doubts
         self._discovery = Discovery(target, lambda *limits: self._ask(*limits)[1])
-        self._mutex = threading.Lock()
-        self._running: set[Cancellation] = set()
-        self._closed = False
 
-    def run(self, call: Call[Result], timeout: float, cancellation: Cancellation) -> Result:
-        """Makes a call.
+    def run(self, call: Call[Result], deadline: Deadline, cancellation: Cancellation) -> Result:
+        """Makes a call, once.
 
         Args:
             call: The call.
-            timeout: The seconds that it may take.
+            deadline: When to give up.
             cancellation: Where to hear that the caller has lost interest.
 
         Raises:
             BngradError: See `bngrad.Client`.
         """
-        return self._guarded(cancellation, timeout, lambda deadline: self._run(call, deadline, cancellation))
-
-    def server_info(self, timeout: float, cancellation: Cancellation) -> ServerInfo:
-        """Asks the server what it is."""
-        return self._guarded(cancellation, timeout, lambda deadline: self._ask(deadline, cancellation)[0])
-
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], timeout: float, cancellation: Cancellation) -> Array:
-        """A new array, in memory shared with the server if there is such."""
-
-        def make(deadline: Deadline) -> Array:
-            if self._transport in ("unary", "stream"):
-                return self._results.empty(shape, dtype)
-            ways = self._discovery.ways(deadline, cancellation)
-            try:
-                if ways.shared is None:
-                    raise LeaseError(_NOT_LOCAL)
-                return ways.shared.empty(shape, dtype)
-            except LeaseError as error:
-                self._lose_with(ways, error)
-                if self._transport == "shared":
-                    raise self._not_shared(error) from error
-                return self._results.empty(shape, dtype)
-
-        return self._guarded(cancellation, timeout, make)
-
-    def close(self) -> None:
-        """Ends every call; closing again does nothing."""
-        with self._mutex:
-            self._closed = True
-            running = list(self._running)
-        self._channel.close()
-        for cancellation in running:
-            cancellation.cancel()
-        self._discovery.close()
-        self._results.close()
-
-    def _guarded(self, cancellation: Cancellation, timeout: float, what: Callable[[Deadline], Result]) -> Result:
-        """Lets `close` end what is done, and says so."""
-        with self._mutex:
-            if self._closed:
-                raise ClientClosedError("is closed")
-            self._running.add(cancellation)
-        try:
-            return what(Deadline.after(timeout))
-        except (BngradError, LeaseError, ValueError) as error:
-            # A ValueError is what a channel raises that another thread has closed just now.
-            if self._closed:
-                raise ClientClosedError("was closed during the call") from error
-            raise
-        finally:
-            self._running.discard(cancellation)
-
-    def _run(self, call: Call[Result], deadline: Deadline, cancellation: Cancellation) -> Result:
+        self._settle(call, deadline, cancellation)
         if self._transport == "unary":
             return self._send(call, self._grpc, deadline, cancellation)
         ways = self._discovery.ways(deadline, cancellation)
@@ -130,6 +84,7 @@ class Connector:
                 self._lose_with(ways, error)
                 if cancellation.cancelled or self._transport == "shared":
                     raise self._not_shared(error) from error
+            self._settle(call, deadline, cancellation)
         # Who asks for a stream to a TCP address means that, also where there is a shorter way.
         by_tcp_first = self._transport == "stream" and ways.remote is not None
         for endpoint in (ways.remote, ways.local) if by_tcp_first else (ways.local, ways.remote):
@@ -141,6 +96,41 @@ class Connector:
                         raise UnavailableError(f"the call to {self._target} was cancelled") from error
                     self._discovery.lose(ways, endpoint)
         return self._send(call, self._grpc, deadline, cancellation)
+
+    def server_info(self, deadline: Deadline, cancellation: Cancellation) -> ServerInfo:
+        """Asks the server what it is."""
+        return self._ask(deadline, cancellation)[0]
+
+    def empty(
+        self, shape: tuple[int, ...], dtype: np.dtype[Any], deadline: Deadline, cancellation: Cancellation
+    ) -> Array:
+        """A new array in memory shared with the server.
+
+        Raises:
+            NotSharedError: There is no such memory.
+        """
+        if self._transport in ("unary", "stream"):
+            raise self._not_shared(LeaseError("it goes another way"))
+        ways = self._discovery.ways(deadline, cancellation)
+        try:
+            if ways.shared is None:
+                raise LeaseError(_NOT_LOCAL)
+            return ways.shared.empty(shape, dtype)
+        except LeaseError as error:
+            self._lose_with(ways, error)
+            raise self._not_shared(error) from error
+
+    def close(self) -> None:
+        """Gives the connections up, and ends the calls that go by grpcio; closing again does nothing."""
+        self._channel.close()
+        self._discovery.close()
+        self._results.close()
+
+    def _settle(self, call: Call[Result], deadline: Deadline, cancellation: Cancellation) -> None:
+        """Waits until no earlier attempt, nor another call that failed, can write to the arrays of a call."""
+        if not self._doubts.wait(call.arrays, deadline, cancellation):
+            reason = "a call that failed may still write to an array of this call"
+            raise from_status(grpc.StatusCode.DEADLINE_EXCEEDED, reason, b"", self._target, deadline.timeout)
 
     def _send(
         self,
@@ -180,8 +170,6 @@ class Connector:
         pool, endpoint, op = ways.shared, ways.local, call.op
         if pool is None or endpoint is None:
             raise LeaseError(_NOT_LOCAL)
-        if pool.settle([*call.large.values(), *(() if call.out is None else (call.out,))]) is not None:
-            raise UnavailableError("a call that timed out may still write to an array of this call: try again later")
         arrays = [_in_pool(pool, array) for array in call.large.values()]
         result = call.out
         if result is None or not result.flags.c_contiguous or pool.locate(result) is None:
@@ -191,18 +179,23 @@ class Connector:
             for field, array in zip(call.large, arrays, strict=True)
         ]
         pieces += [_codec.location_piece(op.location_number, *_place(pool, result)), *call.small_pieces()]
+        region = pool.hold(result)
+        if region is None:
+            raise LeaseEndedError("a lease has ended")
         try:
             response = endpoint.unary(op.method, pieces, deadline, cancellation)
         except InvalidArgumentError as error:
+            region.close()
             pool.check()
             if any(pool.locate(array) is None for array in (*arrays, result)):
                 raise LeaseEndedError("a lease has ended") from error
             raise
         except BaseException as error:
-            pool.doubt(result)  # A worker may write the answer yet, which must not meet another call's tensors.
+            self._doubts.add(result, region)  # A worker may write the answer yet.
             if isinstance(error, NotConnectedError) and not cancellation.cancelled:
                 self._discovery.lose(ways, endpoint)
             raise
+        region.close()
         return call.read(response, _delivered(result, call.out), apart=True)
 
     def _prefers_shared(self, call: Call[Result], ways: Ways) -> bool:
@@ -211,10 +204,14 @@ class Connector:
         return self._transport == "shared"
 
     def _not_shared(self, error: Exception) -> UnavailableError:
-        return UnavailableError(f"{self._target} shares no memory with this client: {error}")
+        has_gone = isinstance(error, NotConnectedError | UnreachableError | LeaseEndedError)
+        kind = UnavailableError if has_gone else NotSharedError
+        return kind(f"{self._target} shares no memory with this client: {error}")
 
     def _ask(self, deadline: Deadline, cancellation: Cancellation) -> tuple[ServerInfo, pb.Endpoints]:
-        return _codec.read_server_info(self._grpc.unary(_ops.SERVER_INFO_METHOD, [], deadline, cancellation))
+        answer = self._grpc.unary(_ops.SERVER_INFO_METHOD, [], deadline, cancellation)
+        self.has_answered = True
+        return _codec.read_server_info(answer)
 
     def _lose_with(self, ways: Ways, error: Exception) -> None:
         """Does as `_lose` where the error says that the server on this host has gone."""

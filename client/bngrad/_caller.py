@@ -1,0 +1,151 @@
+"""A client's calls: to one of its servers, and again where that may help."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from bngrad import _channel
+from bngrad._cancellation import Cancellation
+from bngrad._channel import Transport
+from bngrad._deadline import Deadline
+from bngrad._doubts import Doubts
+from bngrad._errors import BngradError, ClientClosedError, NotSharedError, UnavailableError
+from bngrad._memory import LeaseError, Pool
+from bngrad._ops import Call
+from bngrad._results import Array, ServerInfo
+from bngrad._retry import Attempts, Budget
+from bngrad._servers import Servers
+from bngrad._transport import Connector
+
+Result = TypeVar("Result")
+
+
+class Caller:
+    """Makes the calls of a client, from any number of threads."""
+
+    def __init__(
+        self, targets: Sequence[str], transport: Transport, retries: bool, options: Iterable[_channel.ChannelOption]
+    ) -> None:
+        """Connects to nothing yet.
+
+        Args:
+            targets: The servers' addresses.
+            transport: Which way calls go.
+            retries: Whether calls that failed are repeated.
+            options: gRPC channel arguments.
+        """
+        self._transport = transport
+        self._retries = retries
+        options = list(options)
+        self._doubts = Doubts()
+        self._servers = Servers(targets, lambda target: Connector(target, transport, options, self._doubts))
+        self._budget = Budget()
+        self._own_memory = Pool(None)
+        self._mutex = threading.Lock()
+        self._running: set[Cancellation] = set()
+        self._closed = False
+
+    def run(self, call: Call[Result], timeout: float, cancellation: Cancellation) -> Result:
+        """Makes a call.
+
+        Args:
+            call: The call.
+            timeout: The seconds that it may take.
+            cancellation: Where to hear that the caller has lost interest.
+
+        Raises:
+            BngradError: See `bngrad.Client`.
+        """
+        return self._made(lambda server, deadline: server.run(call, deadline, cancellation), timeout, cancellation)
+
+    def server_info(self, timeout: float, cancellation: Cancellation) -> ServerInfo:
+        """Asks a server what it is."""
+        return self._made(lambda server, deadline: server.server_info(deadline, cancellation), timeout, cancellation)
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], timeout: float, cancellation: Cancellation) -> Array:
+        """A new array, in memory shared with the first server that shares any."""
+        try:
+            return self._made(
+                lambda server, deadline: server.empty(shape, dtype, deadline, cancellation),
+                timeout,
+                cancellation,
+                in_order=True,
+            )
+        except NotSharedError:
+            if self._transport == "shared":
+                raise
+            return self._own_memory.empty(shape, dtype)
+
+    def close(self) -> None:
+        """Ends every call; closing again does nothing."""
+        with self._mutex:
+            self._closed = True
+            running = list(self._running)
+        self._servers.close()
+        for cancellation in running:
+            cancellation.cancel()
+        self._doubts.close()
+        self._own_memory.close()
+
+    def _made(
+        self,
+        what: Callable[[Connector, Deadline], Result],
+        timeout: float,
+        cancellation: Cancellation,
+        *,
+        in_order: bool = False,
+    ) -> Result:
+        """Lets `close` end what is done, and says so."""
+        with self._mutex:
+            if self._closed:
+                raise ClientClosedError("is closed")
+            self._running.add(cancellation)
+        try:
+            return self._repeated(what, Deadline.after(timeout), cancellation, in_order)
+        except (BngradError, LeaseError, ValueError) as error:
+            # A ValueError is what a channel raises that another thread has closed just now.
+            if self._closed:
+                raise ClientClosedError("was closed during the call") from error
+            raise
+        finally:
+            self._running.discard(cancellation)
+
+    def _repeated(
+        self,
+        what: Callable[[Connector, Deadline], Result],
+        deadline: Deadline,
+        cancellation: Cancellation,
+        in_order: bool,
+    ) -> Result:
+        began = time.monotonic()
+        self._servers.prepare(deadline, cancellation)
+        attempts: Attempts | None = None
+        while True:
+            server = self._servers.take(attempts.waiting() if attempts else (), in_order=in_order)
+            if server is None:
+                assert attempts is not None
+                attempts.wait(not self._servers.was_reached or not self._budget.allows, cancellation)
+                continue
+            try:
+                result = what(server.connector, deadline)
+            except BngradError as error:
+                if cancellation.cancelled:
+                    raise
+                self._servers.failed(server, error)
+                if isinstance(error, UnavailableError) and not isinstance(error, NotSharedError):
+                    self._budget.failed(len(self._running))
+                if not self._retries and not isinstance(error, NotSharedError):
+                    raise
+                attempts = attempts or Attempts(deadline, began)
+                attempts.failed(server, error)
+            else:
+                self._servers.answered(server)
+                self._budget.succeeded()
+                return result
+            finally:
+                self._servers.give_back(server)
