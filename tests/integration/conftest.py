@@ -20,6 +20,8 @@ from bngrad_protos.v1 import batch_norm_grad_pb2_grpc as pb_grpc
 from bngrad_server.embedded import EmbeddedServer
 
 TIMEOUT_S = 60.0
+ONE_WORKER = ("--workers", "1")
+"""For tests that stop the worker, or watch it."""
 Transport = Literal["auto", "unary", "stream", "shared"]
 TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 
@@ -56,15 +58,26 @@ def client(target: str, transport: Transport) -> Iterator[bngrad.Client]:
 
 @pytest.fixture
 def own_server() -> Iterator[EmbeddedServer]:
-    """A server that the test may hurt."""
-    with EmbeddedServer() as server:
+    """A server that the test may hurt, with one worker."""
+    with EmbeddedServer(options=ONE_WORKER) as server:
         yield server
+
+
+def workers_of(front: int) -> list[psutil.Process]:
+    """The running workers of a server's front process."""
+    return [child for child in psutil.Process(front).children() if is_running(child.pid) and is_worker(child)]
+
+
+def is_worker(process: psutil.Process) -> bool:
+    try:
+        return "bngrad_server.worker" in process.cmdline()
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return False
 
 
 def worker_pids(server: EmbeddedServer) -> list[int]:
     """The process ids of a server's running workers."""
-    children = psutil.Process(server.process.pid).children()
-    return [child.pid for child in children if is_running(child.pid)]
+    return [worker.pid for worker in workers_of(server.process.pid)]
 
 
 def worker_pid(server: EmbeddedServer) -> int:

@@ -56,9 +56,9 @@ class Case(NamedTuple):
     def spec(self, dtype: np.dtype[Any] = FLOAT32) -> Spec:
         return Spec(dtype, self.shape, len(self.shape) - 1 if self.data_format.endswith("C") else 1)
 
-    def run(self, client: Any, inputs: Inputs, out: Array | None = None) -> Any:
+    def run(self, client: Any, inputs: Inputs, out: Array | None = None, timeout: float | None = None) -> Any:
         y_backprop, x, scale, mean, variance = inputs
-        kind = {"data_format": self.data_format, "out": out}
+        kind = {"data_format": self.data_format, "out": out, "timeout": timeout}
         if self.op == "v2":
             return client.fused_batch_norm_grad_v2(*inputs, **kind)
         if self.op == "v3":

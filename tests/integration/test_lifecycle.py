@@ -19,10 +19,11 @@ import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
-from tests.integration.conftest import is_running, wait_until, worker_pid
+from tests.integration.conftest import is_running, wait_until, worker_pid, workers_of
 
 import bngrad
 from bngrad_protos import __version__
+from bngrad_server.config import ServerConfig
 from bngrad_server.embedded import EmbeddedServer, ServerStartError
 
 SERVICE = "bngrad.v1.BatchNormGradService"
@@ -38,10 +39,10 @@ def call(client: bngrad.Client, timeout: float = 30) -> None:
 @contextmanager
 def starting_server(address: str) -> Iterator[subprocess.Popen[bytes]]:
     """A server whose worker is stopped before it is warm."""
-    command = [sys.executable, "-m", "bngrad_server", "serve", "--listen", address]
+    command = [sys.executable, "-m", "bngrad_server", "serve", "--workers", "1", "--listen", address]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    wait_until(lambda: bool(psutil.Process(process.pid).children()))
-    (worker,) = psutil.Process(process.pid).children()
+    wait_until(lambda: bool(workers_of(process.pid)))
+    (worker,) = workers_of(process.pid)
     try:
         worker.suspend()
         yield process
@@ -49,11 +50,11 @@ def starting_server(address: str) -> Iterator[subprocess.Popen[bytes]]:
         process.terminate()
         process.communicate()
         with suppress(psutil.NoSuchProcess):
-            worker.resume()  # it sees that its server is gone, and ends
+            worker.resume()  # stopped so early, it has not asked yet to be killed with its server
 
 
 def resume_worker(server: subprocess.Popen[bytes]) -> None:
-    psutil.Process(server.pid).children()[0].resume()
+    workers_of(server.pid)[0].resume()
 
 
 @pytest.mark.parametrize("service", ["", SERVICE])
@@ -98,10 +99,10 @@ def test_reflection_lists_the_services(server: EmbeddedServer) -> None:
 def test_server_info_says_what_the_server_is(client: bngrad.Client) -> None:
     info = client.server_info()
     assert info.version == __version__
-    assert [device.name for device in info.devices] == ["cpu"]
+    assert [device.name for device in info.devices] == [f"cpu:{i}" for i in range(ServerConfig().workers)]
     assert info.devices[0].state == "ready"
     assert "FusedBatchNormGradV3" in info.ops
-    assert info.max_message_bytes == 2**31 - 1
+    assert info.max_message_bytes == ServerConfig().max_message_bytes
     assert info.arena_bytes > 0
 
 
@@ -132,7 +133,7 @@ def test_a_signal_lets_requests_in_flight_end_and_the_server_exits_0(
 
 
 def test_draining_refuses_new_requests(own_server: EmbeddedServer) -> None:
-    with bngrad.Client(own_server.target) as client:
+    with bngrad.Client(own_server.target, retries=False) as client:
         call(client)
         own_server.stop()
         with pytest.raises(bngrad.UnavailableError):
@@ -144,7 +145,7 @@ def test_a_second_signal_ends_the_server_at_once(own_server: EmbeddedServer) -> 
     os.kill(worker, signal.SIGSTOP)
 
     def request() -> None:
-        with bngrad.Client(own_server.target) as client, pytest.raises(bngrad.BngradError):
+        with bngrad.Client(own_server.target, retries=False) as client, pytest.raises(bngrad.BngradError):
             call(client)
 
     thread = threading.Thread(target=request)
@@ -196,4 +197,4 @@ def test_a_worker_that_cannot_start_ends_the_server_with_a_reason() -> None:
     serve = [sys.executable, "-c", code, "serve", "--listen", "127.0.0.1:0"]
     ended = subprocess.run(serve, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1
-    assert "Error: the worker of device cpu ended before it was ready" in ended.stderr
+    assert "Error: the worker of device cpu:0 ended before it was ready" in ended.stderr

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from tests.integration.conftest import TRANSPORTS, Transport, worker_pid
+from tests.integration.conftest import ONE_WORKER, TRANSPORTS, Transport, worker_pid
 from tests.integration.problems import Case, random_inputs
 
 import bngrad
@@ -26,7 +26,7 @@ ARENA_NBYTES = 16 * MIB
 @pytest.fixture
 def memory_server() -> Iterator[EmbeddedServer]:
     """One with room for a few requests only, so that it has touched all of its memory soon."""
-    options = ("--arena-bytes", str(ARENA_NBYTES), "--shared-bytes", str(300 * MIB))
+    options = (*ONE_WORKER, "--arena-bytes", str(ARENA_NBYTES), "--shared-bytes", str(300 * MIB))
     with EmbeddedServer(options=options) as server:
         yield server
 
@@ -73,7 +73,10 @@ def test_a_large_exchange_takes_little_more_memory_than_its_tensors(
     stats = np.ones(64, np.float32)
     tensor = np.ones(shape, np.float32)
     listen = "127.0.0.1:0" if is_tcp else f"unix:{tmp_path}/bngrad.sock"
-    with EmbeddedServer(listen) as server, bngrad.Client(server.target, transport=transport) as client:
+    with (
+        EmbeddedServer(listen, options=ONE_WORKER) as server,
+        bngrad.Client(server.target, transport=transport) as client,
+    ):
         pids = server.process.pid, worker_pid(server)
         begin = [(status(pid, "VmHWM"), status(pid, "RssShmem")) for pid in pids]
         client.fused_batch_norm_grad_v2(tensor, tensor, stats, stats, stats)

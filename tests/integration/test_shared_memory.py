@@ -21,6 +21,7 @@ import numpy as np
 import psutil
 import pytest
 from tests.integration.conftest import (
+    ONE_WORKER,
     Transport,
     endpoints_of,
     is_running,
@@ -28,6 +29,7 @@ from tests.integration.conftest import (
     regions_of,
     wait_until,
     worker_pid,
+    worker_pids,
 )
 from tests.integration.problems import Case, Inputs, assert_same_bits, random_inputs
 from tests.integration.test_bad_input import violations
@@ -112,7 +114,10 @@ def test_a_client_that_is_closed_leaves_its_arrays_usable(own_server: EmbeddedSe
 def test_a_client_outlives_its_killed_server_and_finds_the_next_one(transport: Transport) -> None:
     with bngrad.Client("127.0.0.1:1", transport=transport) as nobody, pytest.raises(bngrad.UnavailableError):
         CASE.run(nobody, INPUTS)
-    with EmbeddedServer() as killed, bngrad.Client(killed.target, transport=transport) as client:
+    with (
+        EmbeddedServer(options=ONE_WORKER) as killed,
+        bngrad.Client(killed.target, transport=transport, retries=False) as client,
+    ):
         directory = Path(endpoints_of(killed.target).local_directory)
         inputs = shared_inputs(client)
         expected = CASE.run(client, inputs)
@@ -124,7 +129,7 @@ def test_a_client_outlives_its_killed_server_and_finds_the_next_one(transport: T
         for each in (inputs, INPUTS):
             with pytest.raises(bngrad.UnavailableError):
                 CASE.run(client, each)
-        with EmbeddedServer(killed.target) as successor:
+        with EmbeddedServer(killed.target, options=ONE_WORKER) as successor:
             assert not directory.exists()
             assert Path(endpoints_of(successor.target).local_directory).exists()
 
@@ -143,11 +148,11 @@ def test_a_client_outlives_its_killed_server_and_finds_the_next_one(transport: T
 
 @pytest.mark.parametrize("transport", ["auto", "shared"])
 def test_arrays_are_made_in_the_memory_of_a_server_that_was_started_again(transport: Transport) -> None:
-    with EmbeddedServer() as killed, bngrad.Client(killed.target, transport=transport) as client:
+    with EmbeddedServer(options=ONE_WORKER) as killed, bngrad.Client(killed.target, transport=transport) as client:
         arrays = [client.empty((16 * 2**20,))]
         killed.process.kill()
         killed.process.wait()
-        with EmbeddedServer(killed.target) as successor:
+        with EmbeddedServer(killed.target, options=ONE_WORKER) as successor:
 
             def is_shared() -> bool:
                 with suppress(bngrad.UnavailableError):
@@ -179,7 +184,7 @@ def test_where_too_little_memory_is_shared_auto_does_without_and_shared_says_why
     shared_bytes: int, expected: tuple[Any, ...]
 ) -> None:
     why = "it is not on this host, or shares none" if shared_bytes == 0 else r"left of the 1048576 bytes to share"
-    with EmbeddedServer(options=("--shared-bytes", str(shared_bytes))) as server:
+    with EmbeddedServer(options=(*ONE_WORKER, "--shared-bytes", str(shared_bytes))) as server:
         with bngrad.Client(server.target) as client:
             inputs, out = shared_inputs(client), client.empty(CASE.shape)
             assert_same_bits(CASE.run(client, inputs, out), expected)
@@ -191,7 +196,7 @@ def test_where_too_little_memory_is_shared_auto_does_without_and_shared_says_why
 
 
 def test_memory_that_one_client_gives_back_serves_the_next(expected: tuple[Any, ...]) -> None:
-    with EmbeddedServer(options=("--shared-bytes", str(100 * 2**20))) as server:
+    with EmbeddedServer(options=(*ONE_WORKER, "--shared-bytes", str(100 * 2**20))) as server:
         for _ in range(5):  # each leases 64 MiB
             with bngrad.Client(server.target, transport="shared") as client:
                 assert_same_bits(CASE.run(client, INPUTS), expected)
@@ -289,9 +294,10 @@ def test_no_client_can_pull_the_memory_from_under_a_worker(
     lease.memory[: 2 * NBYTES] = INPUTS.y_backprop.tobytes() + INPUTS.x.tobytes()
     places = {"y_backprop": 0, "x": NBYTES, "x_backprop_location": 2 * NBYTES}
     message = lease.request(**{field: (lease.key, offset) for field, offset in places.items()})
-    worker = worker_pid(server)
+    workers = worker_pids(server)
     os.close(lease.fd)
-    os.kill(worker, signal.SIGSTOP)
+    for worker in workers:
+        os.kill(worker, signal.SIGSTOP)
     try:
         answer = stub.FusedBatchNormGradV2.future(message)
         with pytest.raises(grpc.FutureTimeoutError):
@@ -300,13 +306,14 @@ def test_no_client_can_pull_the_memory_from_under_a_worker(
         with bngrad.Client(server.target) as client:
             client.server_info()
     finally:
-        os.kill(worker, signal.SIGCONT)
+        for worker in workers:
+            os.kill(worker, signal.SIGCONT)
     response = answer.result()
     x_backprop = np.frombuffer(lease.memory, FLOAT32, NBYTES // 4, 2 * NBYTES).reshape(CASE.shape)
     stats = [np.frombuffer(tensor.data, np.float32) for tensor in (response.scale_backprop, response.offset_backprop)]
     assert_same_bits((x_backprop, *stats), expected)
     assert response.x_backprop.location == message.x_backprop_location
-    assert worker_pid(server) == worker
+    assert worker_pids(server) == workers
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")

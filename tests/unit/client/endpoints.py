@@ -62,7 +62,7 @@ class Endpoint:
                 try:
                     self._answer(call)
                 except RpcError as error:
-                    call.end(error.code, error.message)
+                    call.end(error.code, error.message, error.details)
                 except InvalidArgumentError as error:
                     call.end(3, str(error))
 

@@ -42,8 +42,8 @@ def test_what_is_ours_alone_goes_by_its_name_only() -> None:
         parameters = inspect.signature(function).parameters.values()
         return {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
 
-    of_calls = {"out": None, "timeout": None}
-    assert named_only(bngrad.Client) == {"timeout": 60.0, "transport": "auto", "options": ()}
+    of_calls = {"out": None, "priority": 0, "timeout": None}
+    assert named_only(bngrad.Client) == {"timeout": 60.0, "transport": "auto", "retries": True, "options": ()}
     for name in ("fused_batch_norm_grad_v3", "fused_batch_norm_grad_v2"):
         assert named_only(getattr(bngrad.Client, name)) == {"reserve_space_2_kind": "variance"} | of_calls
     onednn = {"epsilon": inspect.Parameter.empty, "data_format": "NXC"}
@@ -58,7 +58,7 @@ def test_arguments_and_results_are_those_of_tensorflows_op(version: str) -> None
     ours = inspect.signature(getattr(bngrad.Client, f"fused_batch_norm_grad_{version.lower()}"))
 
     def arguments(signature: inspect.Signature) -> list[tuple[str, object]]:
-        of_ours_alone = ("self", "reserve_space_2_kind", "out", "timeout")
+        of_ours_alone = ("self", "reserve_space_2_kind", "out", "priority", "timeout")
         names = [name for name in signature.parameters if name not in of_ours_alone]
         return [(name, signature.parameters[name].default) for name in names]
 

@@ -18,6 +18,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from bngrad._doubts import Doubts
 from bngrad._memory import ALIGNMENT, LeaseError, Pool
 from bngrad_server.local import LocalSockets
 from bngrad_server.regions import Regions
@@ -107,7 +108,7 @@ def test_arrays_have_their_shape_and_dtype_and_are_aligned(shape: tuple[int, ...
 @pytest.mark.parametrize("seed", range(3))
 def test_arrays_that_are_alive_never_share_a_byte_whatever_threads_do(pool: Pool, seed: int) -> None:
     def work(number: int) -> None:
-        rng = random.Random(f"{seed} {number}")  # noqa: S311
+        rng = random.Random(f"{seed} {number}")
         alive: list[tuple[Any, int]] = []
         for step in range(150):
             value = (number * 150 + step) % 256
@@ -230,8 +231,10 @@ def test_closing_leaves_arrays_as_they_are_and_makes_no_new_ones(pool: Pool) -> 
 
 def test_doubtful_memory_of_ones_own_is_settled_at_once(pool: Pool) -> None:
     array = filled(pool, 1000, 5)
-    pool.doubt(array)
-    assert pool.settle([array]) is None
+    region, doubts = pool.hold(array), Doubts()
+    assert region is not None
+    doubts.add(array, region)
+    assert doubts.settle([array]) is None
 
 
 def test_what_a_forked_child_writes_stays_its_own() -> None:

@@ -264,6 +264,33 @@ def test_an_unknown_reserve_space_2_kind_is_refused() -> None:
         v3(reserve_space_2_kind=None)
 
 
+@pytest.mark.parametrize("priority", [-8, -1, 1, 8, np.int64(3)])
+def test_a_priority_is_sent(priority: int) -> None:
+    v2 = _ops.fused_batch_norm_grad_v2(X, X, STATS, STATS, STATS, 0.5, "NHWC", True, "variance", priority)
+    onednn = _ops.batch_norm_training_backprop(X, X, STATS, STATS, None, 0.5, "NXC", priority)
+    assert v3_message(priority=priority).priority == priority
+    assert pb.FusedBatchNormGradV2Request.FromString(v2.request).priority == priority
+    assert pb.BatchNormTrainingBackpropRequest.FromString(onednn.request).priority == priority
+
+
+def test_no_priority_is_not_sent() -> None:
+    assert not v3_message().HasField("priority")
+    assert not v3_message(priority=0).HasField("priority")
+
+
+@pytest.mark.parametrize("priority", [-9, 9, 2**70])
+def test_a_priority_has_bounds(priority: int) -> None:
+    with pytest.raises(bngrad.InvalidArgumentError, match=f"priority must be from -8 to 8, not {priority}") as refused:
+        v3(priority=priority)
+    assert refused.value.violations[0].field == "priority"
+
+
+@pytest.mark.parametrize("priority", [True, 1.0, "1", None])
+def test_a_priority_must_be_an_int(priority: Any) -> None:
+    with pytest.raises(TypeError, match="priority must be an int, not "):
+        v3(priority=priority)
+
+
 @pytest.mark.parametrize(
     ("dtype", "data_type"),
     [("f2", pb.DATA_TYPE_FLOAT16), (BFLOAT16, pb.DATA_TYPE_BFLOAT16), ("f4", pb.DATA_TYPE_FLOAT32)],
@@ -329,6 +356,8 @@ def test_server_info_is_read_word_for_word() -> None:
         limits=pb.Limits(max_message_bytes=5, arena_bytes=6),
         ops=["FusedBatchNormGradV3"],
         endpoints=endpoints,
+        requests=3,
+        batch_sizes=[4, 5],
     )
     expected = bngrad.ServerInfo(
         version="1.2.3",
@@ -340,6 +369,8 @@ def test_server_info_is_read_word_for_word() -> None:
         ops=("FusedBatchNormGradV3",),
         max_message_bytes=5,
         arena_bytes=6,
+        requests=3,
+        batch_sizes=(4, 5),
     )
     assert _codec.read_server_info(answer.SerializeToString()) == (expected, endpoints)
 

@@ -44,7 +44,8 @@ def right(client: bngrad.Client, x: Any, server: Server, **options: Any) -> Any:
 
 
 def pool(client: bngrad.Client) -> Pool | None:
-    ways = client._connector._discovery._ways
+    (server,) = client._caller._servers._servers.values()
+    ways = server.connector._discovery._ways
     return None if ways is None else ways.shared
 
 

@@ -8,23 +8,16 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
 
 from bngrad_kernels.spec import BFLOAT16, FLOAT32, Spec
-from bngrad_server.batching import (
-    MAX_ATTEMPTS,
-    Batcher,
-    ComputeError,
-    Job,
-    JobState,
-    KernelKey,
-    Worker,
-    WorkerDiedError,
-)
+from bngrad_server.batching import MAX_ATTEMPTS, Batcher, ComputeError
+from bngrad_server.crew import Part, Worker, WorkerDiedError
+from bngrad_server.jobs import Job, JobState, KernelKey
 from bngrad_server.staging import Place, Task
 
 TIMEOUT_S = 20.0
@@ -33,8 +26,15 @@ TASK = Task(True, 0, Place(0, 0), Place(0, 0), Place(0, 0))
 KEYS: list[KernelKey] = [(FLOAT32, True, True), (BFLOAT16, True, True), (FLOAT32, False, True), (FLOAT32, True, False)]
 
 
-def job(key: int = 0, nbytes: int = 100, is_abandoned: Callable[[], bool] = lambda: False) -> Job:
-    return Job(SPEC, TASK, nbytes, KEYS[key], is_abandoned)
+def job(
+    key: int = 0,
+    nbytes: int = 100,
+    is_abandoned: Callable[[], bool] = lambda: False,
+    *,
+    client: str = "client",
+    deadline: float | None = None,
+) -> Job:
+    return Job(SPEC, TASK, nbytes, KEYS[key], client=client, priority=0, deadline=deadline, is_abandoned=is_abandoned)
 
 
 class GatedWorker:
@@ -43,13 +43,24 @@ class GatedWorker:
     def __init__(self) -> None:
         self._begun: list[tuple[list[Job], Future[list[str | None]]]] = []
         self._changed = threading.Condition()
+        self.parts: list[range] = []
+        self.killed = False
 
-    def run(self, batch: list[Job]) -> list[str | None]:
-        outcome: Future[list[str | None]] = Future()
+    def begin(self, parts: Sequence[Part]) -> None:
+        self.parts = [channels for _, channels in parts]
         with self._changed:
-            self._begun.append((batch, outcome))
+            self._outcome = Future[list[str | None]]()
+            self._begun.append(([job for job, _ in parts], self._outcome))
             self._changed.notify()
-        return outcome.result(TIMEOUT_S)
+
+    def fileno(self) -> int:
+        raise AssertionError("whoever leads it waits for it")
+
+    def finish(self) -> list[str | None]:
+        return self._outcome.result(TIMEOUT_S)
+
+    def kill(self) -> None:
+        self.killed = True
 
     def next_batch(self) -> tuple[list[Job], Future[list[str | None]]]:
         with self._changed:
@@ -78,15 +89,15 @@ class Requests:
         self.batcher = batcher
         self._threads = ThreadPoolExecutor(32)
 
-    def run(self, *jobs: Job, deadline: float | None = None) -> list[Future[None]]:
+    def run(self, *jobs: Job) -> list[Future[None]]:
         futures = []
         for each in jobs:
-            futures.append(self._threads.submit(self.batcher.run, each, deadline))
+            futures.append(self._threads.submit(self.batcher.run, each))
             wait_until(functools.partial(self._has_begun, each))
         return futures
 
     def _has_begun(self, job: Job) -> bool:
-        return job.state is not JobState.WAITING or job in list(self.batcher._queue)
+        return job.state is not JobState.WAITING or job in list(self.batcher._queue.jobs)
 
     def end(self) -> None:
         self.batcher.close()
@@ -95,7 +106,7 @@ class Requests:
 
 @pytest.fixture
 def requests() -> Iterator[Requests]:
-    requests = Requests(Batcher(max_jobs=3, max_bytes=1000))
+    requests = Requests(Batcher(max_jobs=3, max_bytes=4000))
     yield requests
     requests.end()
 
@@ -124,9 +135,6 @@ def takes_at_most(seconds: float) -> Iterator[None]:
     [
         pytest.param([job(0), job(1), job(0), job(2), job(3)], [[0, 2], [1], [3], [4]], id="one kernel a batch"),
         pytest.param([job() for _ in range(5)], [[0, 1, 2], [3, 4]], id="limited in jobs"),
-        pytest.param(
-            [job(nbytes=nbytes) for nbytes in (5000, 999, 1, 1)], [[0], [1, 2], [3]], id="full once its bytes suffice"
-        ),
         pytest.param([job(1), job(0), job(1), job(0), job(1), job(1)], [[0, 2, 4], [1, 3], [5]], id="first come first"),
     ],
 )
@@ -212,7 +220,7 @@ def test_a_thread_that_leads_a_worker_is_not_handed_another(requests: Requests) 
 
     def run_slow() -> None:
         owner.set_result(threading.get_ident())
-        requests.batcher.run(slow, None)
+        requests.batcher.run(slow)
 
     thread = threading.Thread(target=run_slow)
     thread.start()
@@ -249,9 +257,9 @@ def test_an_abandoned_job_is_never_run(requests: Requests, worker: GatedWorker) 
 
 
 def test_a_job_that_waits_ends_at_its_deadline(requests: Requests, worker: GatedWorker) -> None:
-    only = job()
+    only = job(deadline=time.monotonic() + 0.05)
     with takes_at_most(5.0):
-        (future,) = requests.run(only, deadline=time.monotonic() + 0.05)
+        (future,) = requests.run(only)
         with pytest.raises(TimeoutError):
             future.result(TIMEOUT_S)
     ended = threading.Event()
@@ -270,9 +278,10 @@ def test_a_running_job_is_left_at_once_and_untouched_when_its_worker_is_done(
     requests: Requests, worker: GatedWorker, by: str, asked_late: bool, dies: bool
 ) -> None:
     gone, untouched = threading.Event(), threading.Event()
-    leader, rider = job(), job(is_abandoned=gone.is_set)
+    leader = job()
     (leading,) = requests.run(leader)
-    (riding,) = requests.run(rider, deadline=time.monotonic() + 0.1 if by == "deadline" else None)
+    rider = job(is_abandoned=gone.is_set, deadline=time.monotonic() + 0.1 if by == "deadline" else None)
+    (riding,) = requests.run(rider)
     requests.batcher.offer(worker)
     batch, outcome = worker.next_batch()
     assert batch == [leader, rider]
@@ -338,7 +347,7 @@ def test_closing_ends_every_job_that_no_worker_has(requests: Requests, worker: G
     with pytest.raises(CancelledError):
         waiting.result(TIMEOUT_S)
     with pytest.raises(CancelledError):
-        requests.batcher.run(job(), None)
+        requests.batcher.run(job())
     if dies:
         outcome.set_exception(WorkerDiedError("killed"))
         with pytest.raises(CancelledError):
@@ -359,7 +368,17 @@ class RandomWorker:
         self._touched = touched
         self._mutex = mutex
 
-    def run(self, batch: list[Job]) -> list[str | None]:
+    def begin(self, parts: Sequence[Part]) -> None:
+        self._batch = [job for job, _ in parts]
+
+    def kill(self) -> None:
+        pass
+
+    def fileno(self) -> int:
+        raise AssertionError("whoever leads it waits for it")
+
+    def finish(self) -> list[str | None]:
+        batch = self._batch
         assert batch
         assert len({each.kernel_key for each in batch}) == 1
         assert len(batch) == 1 or not any(each.attempts > 1 for each in batch)
@@ -382,7 +401,7 @@ class RandomWorker:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_every_job_ends_once_and_no_worker_is_lost(seed: int) -> None:
-    random_, n_workers, mutex = random.Random(seed), seed + 1, threading.Lock()  # noqa: S311 - repeatable
+    random_, n_workers, mutex = random.Random(seed), seed + 1, threading.Lock()
     batcher = Batcher(max_jobs=4, max_bytes=1000)
     touched, untouched = set[int](), set[int]()
     ended: dict[int, tuple[Job, Exception | None]] = {}
@@ -402,10 +421,16 @@ def test_every_job_ends_once_and_no_worker_is_lost(seed: int) -> None:
                 number, key, patience_s = next(numbers), random_.randrange(2), random_.choice((None, 0, 0.001, 0.003))
             begin = time.monotonic()
             gone_at = begin + 0.001 if number % 5 == 0 else float("inf")
-            only = job(key, 1 + number % 300, functools.partial(is_past, gone_at))
+            only = job(
+                key,
+                1 + number % 300,
+                functools.partial(is_past, gone_at),
+                client=str(number % 3),
+                deadline=None if patience_s is None else begin + patience_s,
+            )
             error: Exception | None = None
             try:
-                batcher.run(only, None if patience_s is None else begin + patience_s)
+                batcher.run(only)
             except (TimeoutError, CancelledError, ComputeError) as caught:
                 error = caught
             ended[number] = (only, error)
@@ -424,7 +449,7 @@ def test_every_job_ends_once_and_no_worker_is_lost(seed: int) -> None:
         stopping.set()
         for keeper in keepers:
             keeper.result(TIMEOUT_S)
-    assert not batcher._queue
+    assert not len(batcher._queue)
     assert not touched
     assert set(ended) == untouched == set(range(next(numbers)))
     assert all(only.has_ended for only, _ in ended.values())
@@ -440,3 +465,96 @@ def is_past(moment: float) -> bool:
 def is_alive(worker: Worker) -> bool:
     assert isinstance(worker, RandomWorker)
     return not worker.has_died.is_set()
+
+
+LARGE = Spec(FLOAT32, (8, 64, 64, 64), channel_axis=3)
+
+
+def large_job() -> Job:
+    nbytes = 3 * LARGE.tensor_nbytes
+    return Job(LARGE, TASK, nbytes, KEYS[0], client="a", priority=0, deadline=None, is_abandoned=lambda: False)
+
+
+@pytest.fixture
+def crew(requests: Requests) -> list[GatedWorker]:
+    """Three workers that wait for something to do."""
+    workers = [GatedWorker() for _ in range(3)]
+    for each in workers:
+        requests.batcher.offer(each)
+    return workers
+
+
+def test_a_large_job_is_split_by_channels_among_the_workers_that_are_idle(
+    requests: Requests, crew: list[GatedWorker]
+) -> None:
+    large, small = large_job(), job()
+    (future,) = requests.run(large)
+    batches = [worker.next_batch() for worker in crew]
+    assert [batch for batch, _ in batches] == [[large]] * 3
+    assert sorted(c for worker in crew for channels in worker.parts for c in channels) == list(range(64))
+    (waiting,) = requests.run(small)
+    for _, outcome in batches:
+        assert not future.done()
+        outcome.set_result([None])
+    future.result(TIMEOUT_S)
+    wait_until(lambda: any(not worker.is_untouched for worker in crew))
+    next(worker for worker in crew if not worker.is_untouched).compute()
+    waiting.result(TIMEOUT_S)
+    wait_until(lambda: len(requests.batcher._idle) == 3)
+
+
+def test_a_part_that_fails_fails_its_job(requests: Requests, crew: list[GatedWorker]) -> None:
+    (future,) = requests.run(large_job())
+    for worker, failure in zip(crew, [None, "MemoryError", None], strict=True):
+        _, outcome = worker.next_batch()
+        outcome.set_result([failure])
+    with pytest.raises(ComputeError, match="MemoryError"):
+        future.result(TIMEOUT_S)
+    wait_until(lambda: len(requests.batcher._idle) == 3)
+
+
+@pytest.mark.parametrize("dead", range(3))
+def test_a_job_of_which_one_worker_died_runs_alone_once_the_others_are_done(
+    requests: Requests, crew: list[GatedWorker], dead: int
+) -> None:
+    large = large_job()
+    (future,) = requests.run(large)
+    outcomes = [worker.next_batch()[1] for worker in crew]
+    outcomes[dead].set_exception(WorkerDiedError("killed"))
+    for outcome in outcomes:
+        if outcome is not outcomes[dead]:
+            assert large.state is JobState.RUNNING
+            outcome.set_result([None])
+    wait_until(lambda: any(not worker.is_untouched for worker in crew))
+    survivor = next(worker for worker in crew if not worker.is_untouched)
+    assert survivor is not crew[dead]
+    assert survivor.compute() == [large]
+    assert survivor.parts == [range(64)]
+    future.result(TIMEOUT_S)
+    assert crew[dead].killed
+    wait_until(lambda: set(requests.batcher._idle) == set(crew) - {crew[dead]})
+
+
+def test_a_job_waits_for_company_no_longer_than_it_may(worker: GatedWorker) -> None:
+    requests = Requests(Batcher(max_jobs=3, max_bytes=4000, max_delay_s=0.2))
+    requests.batcher.offer(worker)
+    first = [job(), job()]
+    begin = time.monotonic()
+    futures = requests.run(*first)
+    assert worker.compute() == first
+    assert time.monotonic() - begin >= 0.2
+    requests.end()
+    for future in futures:
+        future.result(TIMEOUT_S)
+
+
+def test_a_full_batch_waits_for_no_further_company(worker: GatedWorker) -> None:
+    requests = Requests(Batcher(max_jobs=3, max_bytes=4000, max_delay_s=TIMEOUT_S))
+    requests.batcher.offer(worker)
+    jobs = [job(), job(), job()]
+    with takes_at_most(TIMEOUT_S / 2):
+        futures = requests.run(*jobs)
+        assert worker.compute() == jobs
+        for future in futures:
+            future.result(TIMEOUT_S)
+    requests.end()

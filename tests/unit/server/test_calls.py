@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import mmap
 import socket
-import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -13,49 +11,30 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import numpy as np
 import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
+from tests.unit.server.additions import (
+    NBYTES,
+    TIMEOUT_S,
+    Adder,
+    check_answer,
+    inputs,
+    request_of,
+    tensor,
+    wait_until,
+)
 
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
-from bngrad_server.batching import Job
 from bngrad_server.calls import UNARY_OPS, Calls
-from bngrad_server.config import ServerConfig
+from bngrad_server.config import MAX_MESSAGE_BYTES, ServerConfig
 from bngrad_server.endpoint import Endpoint
 from bngrad_server.engine import Engine
 from bngrad_server.service import generic_handler
-from bngrad_server.staging import ARENA, unpack_problem
 
-TIMEOUT_S = 20.0
-SHAPE, CHANNELS = (2, 5, 7, 3), 3
-NBYTES = 2 * 5 * 7 * 3 * 4
 ARENA_NBYTES = 16 * 2**20
 
 identity: Callable[[bytes], bytes] = bytes
-
-
-class Adder:
-    """Writes x + y_backprop, and the statistics as they came: enough to see that each has come to its place."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self.may_run = threading.Event()
-        self.may_run.set()
-
-    def run(self, batch: list[Job]) -> list[str | None]:
-        assert self.may_run.wait(TIMEOUT_S)
-        for job in batch:
-            arena = self._engine.arena.view.obj
-            assert isinstance(arena, mmap.mmap)
-            memories = {ARENA: arena}
-            for number, region in self._engine.pool._regions.items():
-                memories[number] = mmap.mmap(region.fd, region.nbytes)
-            problem = unpack_problem(job.task.pack(0), {0: job.spec}, memories)
-            problem.x_backprop[...] = problem.x + problem.y_backprop
-            problem.scale_backprop[...] = problem.reserve_space_1 + (0 if problem.scale is None else problem.scale)
-            problem.offset_backprop[...] = problem.reserve_space_2
-        return [None] * len(batch)
 
 
 class Peer:
@@ -114,54 +93,18 @@ def on_endpoint(calls: Calls, path: Path) -> Iterator[None]:
 def peer(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Peer]:
     engine = Engine(ServerConfig(arena_bytes=ARENA_NBYTES, shared_bytes=2**20), lambda: None)
     path = tmp_path / "calls"
-    with request.param(Calls(engine), path):
+    with request.param(Calls(engine, MAX_MESSAGE_BYTES), path):
         with grpc.insecure_channel(f"unix:{path}") as channel:
             peer = Peer(engine, channel)
             engine.batcher.offer(peer.worker)
             yield peer
         wait_until(lambda: peer.is_at_rest)
     engine.close()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.001)
-
-
-def tensor(array: np.ndarray[Any, Any]) -> pb.Tensor:
-    return pb.Tensor(dtype=pb.DATA_TYPE_FLOAT32, shape=array.shape, data=array.tobytes())
-
-
-def inputs(seed: int = 0) -> dict[str, np.ndarray[Any, Any]]:
-    rng = np.random.default_rng(seed)
-    shapes = dict.fromkeys(("y_backprop", "x"), SHAPE) | dict.fromkeys(
-        ("scale", "reserve_space_1", "reserve_space_2"), (CHANNELS,)
-    )
-    return {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
-
-
-def request_of(arrays: dict[str, np.ndarray[Any, Any]], *, chunked: bool = False) -> pb.FusedBatchNormGradV3Request:
-    tensors: dict[str, Any] = {name: tensor(array) for name, array in arrays.items()}
-    message = pb.FusedBatchNormGradV3Request(**tensors)
-    if chunked:
-        message.y_backprop.ClearField("data")
-        message.x.ClearField("data")
-    return message
+    peer.worker.close()
 
 
 def chunk(data: bytes) -> bytes:
     return pb.ExchangeRequest(chunk=data).SerializeToString()
-
-
-def check_answer(
-    answer: pb.FusedBatchNormGradV3Response, x_backprop: bytes, arrays: dict[str, np.ndarray[Any, Any]]
-) -> None:
-    assert x_backprop == (arrays["x"] + arrays["y_backprop"]).tobytes()
-    assert answer.scale_backprop.data == (arrays["reserve_space_1"] + arrays["scale"]).tobytes()
-    assert answer.offset_backprop.data == arrays["reserve_space_2"].tobytes()
-    assert tuple(answer.x_backprop.shape) == SHAPE
 
 
 def violations(error: grpc.RpcError) -> list[str]:

@@ -46,7 +46,7 @@ def test_the_arrays_of_a_block_are_aligned_disjoint_and_where_they_are_said_to_b
     nbytes = 5 * sizes.stats_stride + 3 * stride
     arena = mmap.mmap(-1, offset + nbytes + ALIGNMENT)
     task = Task(True, offset, *(Place(ARENA, tensors + i * stride) for i in range(3)))
-    problem = unpack_problem(task.pack(7), {7: spec}, {ARENA: arena})
+    problem = unpack_problem(task.pack(7, range(spec.channels)), {7: spec}, {ARENA: arena})
     assert problem.spec is spec
     offsets = [*(offset + i * sizes.stats_stride for i in range(5)), *(tensors + i * stride for i in range(3))]
     for number, (array, begin) in enumerate(zip(arrays_of(problem), offsets, strict=True), 1):
@@ -71,7 +71,7 @@ def test_each_tensor_may_lie_in_memory_of_its_own(index: int) -> None:
     places = [Place(ARENA, 5 * sizes.stats_stride + i * sizes.tensor_stride) for i in range(3)]
     places[index] = Place(REGION, 4096)
     memories = {ARENA: arena, REGION: region, REGION + 1: arena}
-    problem = unpack_problem(Task(True, 0, *places).pack(0), {0: SPEC}, memories)
+    problem = unpack_problem(Task(True, 0, *places).pack(0, range(SPEC.channels)), {0: SPEC}, memories)
     for i, array in enumerate([problem.y_backprop, problem.x, problem.x_backprop]):
         expected = address(region) + 4096 if i == index else address(arena) + places[i].offset
         assert array.ctypes.data == expected
@@ -82,8 +82,8 @@ def test_a_packed_task_has_its_own_spec_and_size() -> None:
     arena = mmap.mmap(-1, 65536)
     for has_scale in (True, False):
         for number, spec in specs.items():
-            packed = Task(has_scale, 0, *[Place(ARENA, 0)] * 3).pack(number)
+            packed = Task(has_scale, 0, *[Place(ARENA, 0)] * 3).pack(number, range(SPEC.channels))
             problem = unpack_problem(packed, specs, {ARENA: arena})
             assert (problem.scale is not None, problem.spec) == (has_scale, spec)
             assert len(packed) == TASK_NBYTES
-    assert len(Task(True, 2**40, *[Place(2**62, 2**40)] * 3).pack(0)) == TASK_NBYTES
+    assert len(Task(True, 2**40, *[Place(2**62, 2**40)] * 3).pack(0, range(2**62, 2**63 - 1))) == TASK_NBYTES

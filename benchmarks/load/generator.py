@@ -1,0 +1,115 @@
+"""One process of the load generator: does as a plan says, and tells what came of each request.
+
+In an open loop the times are fixed in advance, whatever the server does, and latency counts from them: a request that
+left late, since none of the callers was free, has waited all the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+import numpy as np
+from benchmarks.load.answers import WrongAnswerError
+from benchmarks.load.mix import Item
+
+import bngrad
+
+LEAN = "lean"
+"""The transport of `benchmarks.load.lean`; all others are `bngrad.Client`'s."""
+
+Row = tuple[int, float, float, float, int, bool]
+"""Item; when it was due, sent and done on the monotonic clock; its `Status`; whether no caller was free when due."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a process calls, and how.
+
+    Attributes:
+        callers: The most requests that it will ever have in flight.
+        cores: The cores that it may run on.
+    """
+
+    target: str
+    transport: str
+    items: tuple[Item, ...]
+    callers: int
+    cores: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a process calls from now on.
+
+    Attributes:
+        items: The kinds of the requests, in their order.
+        due: When to send each, on the monotonic clock, which all processes share; None for a closed loop, in which
+            each caller sends the next one as soon as it is free.
+        start: When a closed loop begins.
+        until: When it ends, if not before with the last request.
+        callers: The most requests in flight; no more than in the setup.
+        timeout: Seconds that each request may take from when it is due.
+    """
+
+    items: np.ndarray[Any, np.dtype[np.int64]]
+    due: np.ndarray[Any, np.dtype[np.float64]] | None
+    start: float
+    until: float
+    callers: int
+    timeout: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a plan.
+
+    Attributes:
+        rows: Of every request.
+        cpu_seconds: What the process used meanwhile.
+        errors: Examples of what was neither OK nor refused nor too late.
+    """
+
+    rows: list[Row]
+    cpu_seconds: float
+    errors: list[str]
+
+
+class Generator(Protocol):
+    """What carries plans out."""
+
+    def run(self, plan: Plan) -> Outcome:
+        """Returns when the last request has ended."""
+
+
+def _connected(setup: Setup) -> AbstractContextManager[Generator]:
+    if setup.transport == LEAN:
+        from benchmarks.load import lean  # noqa: PLC0415 - it imports this module
+
+        return lean.connect(setup)
+    from benchmarks.load import sdk  # noqa: PLC0415
+
+    return sdk.connect(setup)
+
+
+def main(pipe: Connection, setup: Setup) -> None:
+    """The process: answers each plan with its outcome until the pipe is closed. Says why where it cannot begin."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the benchmark's, which then closes the pipe.
+    os.sched_setaffinity(0, setup.cores)
+    with contextlib.ExitStack() as stack:
+        try:
+            generator = stack.enter_context(_connected(setup))
+        except (bngrad.BngradError, WrongAnswerError, OSError) as error:
+            pipe.send(f"{type(error).__name__}: {error}")
+            return
+        pipe.send(None)
+        try:
+            while True:
+                pipe.send(generator.run(pipe.recv()))
+        except (EOFError, ConnectionError):
+            os._exit(0)  # Without waiting for requests in flight.

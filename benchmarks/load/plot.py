@@ -1,0 +1,100 @@
+"""The plot: goodput and latency against the load, batch sizes, and memory over time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from benchmarks.load.measure import PERCENTILES, Step
+from benchmarks.load.results import Results
+from matplotlib.ticker import FuncFormatter
+
+
+def draw(results: Results, path: Path, title: str) -> None:
+    """Writes a PNG; the panel of batch sizes is left out where the server does not tell them."""
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt  # noqa: PLC0415 - the back end is chosen first
+
+    steps = results.steps
+    batches = [step for step in steps if step.batch_sizes and sum(step.batch_sizes)]
+    panels = [_goodput, _latency, *([_batches] if batches else []), _memory]
+    figure, axes = plt.subplots(1, len(panels), figsize=(5.2 * len(panels), 4.8), layout="constrained", squeeze=False)
+    for panel, axis in zip(panels, axes[0], strict=True):
+        panel(axis, results)
+        axis.grid(alpha=0.3, which="both")
+    figure.suptitle(title)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
+
+
+def _goodput(axis: Any, results: Results) -> None:
+    steps = results.steps
+    offered = [step.offered for step in steps]
+    axis.plot(offered, [step.goodput for step in steps], marker="o", label="right answers in time")
+    refused = [step.counts["RESOURCE_EXHAUSTED"] / step.seconds for step in steps]
+    axis.plot(offered, refused, marker=".", linestyle="--", label="refused")
+    other = [sum(n for name, n in step.counts.items() if name not in ("OK", "RESOURCE_EXHAUSTED")) / step.seconds
+             for step in steps]  # fmt: skip
+    axis.plot(offered, other, marker=".", linestyle="--", color="C3", label="too late, or failed")
+    if results.storm is not None:
+        storm = results.storm.step
+        axis.plot(storm.offered, storm.goodput, "*", markersize=13, color="C0", label=f"{storm.seconds:.0f} s of storm")
+    limit = max(offered, default=1)
+    axis.plot([0, limit], [0, limit], color="black", linewidth=0.8, linestyle=":", label="all that is offered")
+    if results.saturation is not None:
+        axis.axvline(results.saturation.goodput, color="grey", linewidth=0.8, label="saturation (closed loop)")
+    axis.set(title="Goodput", xlabel="offered, requests/s", ylabel="requests/s", xlim=(0, None), ylim=(0, None))
+    axis.legend(fontsize=8)
+
+
+def _latency(axis: Any, results: Results) -> None:
+    steps = [step for step in results.steps if step.percentiles]
+    for i, percentile in enumerate(PERCENTILES):
+        axis.plot([step.offered for step in steps], [step.percentiles[i] for step in steps], marker="o", markersize=4,
+                  label=f"p{percentile:g}")  # fmt: skip
+    axis.axhline(1e3 * results.timeout, color="black", linewidth=0.8, linestyle=":", label="timeout")
+    if results.saturation is not None:
+        axis.axvline(results.saturation.goodput, color="grey", linewidth=0.8)
+    axis.set(title="Latency of right answers, from when they were due", xlabel="offered, requests/s",
+             ylabel="milliseconds", yscale="log", xlim=(0, None))  # fmt: skip
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.legend(fontsize=8)
+
+
+def _batches(axis: Any, results: Results) -> None:
+    steps = [step for step in results.steps if step.batch_sizes and sum(step.batch_sizes)]
+    width = max(len(step.batch_sizes or ()) for step in steps)
+    shares = np.array([_shares(step, width) for step in steps])
+    bottom = np.zeros(len(steps))
+    for k in range(width):
+        if shares[:, k].any():
+            label = "1" if k == 0 else f"{2**k}-{2 ** (k + 1) - 1}"
+            axis.bar(range(len(steps)), shares[:, k], bottom=bottom, label=label, color=mpl.colormaps["viridis"](k / 7))
+            bottom += shares[:, k]
+    axis.set_xticks(range(len(steps)), [f"{step.multiple:g} x" for step in steps])
+    axis.set(title="Requests in a batch", xlabel="offered, times saturation", ylabel="% of batches")
+    axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+
+
+def _shares(step: Step, width: int) -> list[float]:
+    sizes = step.batch_sizes or []
+    return [100 * size / sum(sizes) for size in sizes] + [0.0] * (width - len(sizes))
+
+
+def _memory(axis: Any, results: Results) -> None:
+    memory = results.memory
+    if memory is None or not memory.seconds:
+        axis.set(title="Memory: not measured")
+        return
+    since = np.array(memory.seconds) - memory.seconds[0]
+    axis.plot(since, np.add(memory.front, memory.workers), label="front and workers, shared pages for each")
+    axis.plot(since, memory.front, linewidth=1, label="front")
+    axis.plot(since, memory.private, linewidth=1, label="front and workers, private pages")
+    if results.storm is not None:
+        start = results.storm.start - memory.seconds[0]
+        axis.axvspan(start, start + results.storm.step.seconds, color="grey", alpha=0.2, label="storm")
+    axis.set(title="Resident memory of the server", xlabel="seconds", ylabel="MB", ylim=(0, None))
+    axis.legend(fontsize=8)

@@ -1,0 +1,69 @@
+"""All that one run of the benchmark measured."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.load.measure import Step
+from benchmarks.load.server import Memory
+
+
+@dataclass
+class Storm:
+    """The longest overload.
+
+    Attributes:
+        start: When it began, on the clock of the memory's samples.
+        quiet: Single requests before any load, each after a pause, in milliseconds.
+        after: The first single request after the storm, and those that followed.
+    """
+
+    step: Step
+    start: float
+    quiet: list[float]
+    after: list[float]
+
+
+@dataclass
+class Kills:
+    """The same requests with and without workers being killed, in turns.
+
+    Attributes:
+        undisturbed: The turns without.
+        disturbed: The turns with.
+        killed: How many workers died.
+    """
+
+    undisturbed: list[Step] = field(default_factory=list)
+    disturbed: list[Step] = field(default_factory=list)
+    killed: int = 0
+
+    def count(self, *names: str) -> int:
+        """The requests of the disturbed turns that ended in one of some ways; in any without names."""
+        return sum(n for step in self.disturbed for name, n in step.counts.items() if not names or name in names)
+
+
+@dataclass
+class Results:
+    """What was measured; None or empty where a part was left out.
+
+    Attributes:
+        timeout: Of every request under load, in seconds.
+        saturation: The closed loop.
+        steps: The open loops, by rising load.
+        memory: Of the server, from before the first step until after the storm.
+        batching: Requests per second of each turn with batches of the usual size, and with batches of one.
+    """
+
+    timeout: float
+    saturation: Step | None = None
+    steps: list[Step] = field(default_factory=list)
+    storm: Storm | None = None
+    memory: Memory | None = None
+    kills: Kills | None = None
+    batching: dict[str, list[Step]] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)

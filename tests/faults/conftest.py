@@ -1,0 +1,32 @@
+"""One server and one load for all faults."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.faults import mix
+from tests.faults.load import Load
+from tests.faults.scene import Scene, warm_up
+from tests.faults.service import Service
+from tests.faults.surroundings import shiftable_clock
+
+
+@pytest.fixture(scope="session")
+def problems(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the callers ask for, with the answers of a server that has nothing else to do."""
+    path = tmp_path_factory.mktemp("faults") / "problems"
+    with Service() as service:
+        mix.save(mix.answered_alone(service.target), path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def scene(problems: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    """A server that is warm, and its callers."""
+    clock, environment = shiftable_clock(tmp_path_factory.mktemp("clock"))
+    with Service(environment=environment) as service, Load(service, problems) as load:
+        scene = Scene(service, load, clock)
+        warm_up(scene)
+        yield scene

@@ -1,0 +1,157 @@
+"""Connections in raw bytes, for what no client library would do."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from types import TracebackType
+
+from bngrad_protos.http2 import frames
+from bngrad_protos.http2._headers import encode
+from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
+from bngrad_server.calls import SERVICE
+
+HELLO = frames.PREFACE + frames.settings({})
+NBYTES = 2**18
+"""Of a tensor that is uploaded in chunks."""
+TIMEOUT_S = 10.0
+
+
+class Peer:
+    """A connection to one of a server's addresses.
+
+    Attributes:
+        sock: Its socket.
+    """
+
+    def __init__(self, address: str) -> None:
+        """Connects.
+
+        Args:
+            address: ``HOST:PORT`` or ``unix:PATH``.
+
+        Raises:
+            OSError: Nobody listens there, or too many wait already.
+        """
+        self._heard = bytearray()
+        if address.startswith("unix:"):
+            self.sock = socket.socket(socket.AF_UNIX)
+            self.sock.settimeout(TIMEOUT_S)
+            try:
+                self.sock.connect(address.removeprefix("unix:"))
+            except OSError:
+                self.sock.close()
+                raise
+        else:
+            host, _, port = address.rpartition(":")
+            self.sock = socket.create_connection((host, int(port)), TIMEOUT_S)
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.sock.close()
+
+    def send(self, data: bytes) -> bool:
+        """Sends everything, unless the server has closed the connection."""
+        try:
+            self.sock.sendall(data)
+        except OSError:
+            return False
+        return True
+
+    def is_told_the_end(self) -> bool:
+        """Whether the server has reset or answered the first call, or closed the connection; does not wait."""
+        self.sock.settimeout(0)
+        try:
+            while said := self.sock.recv(2**16):
+                self._heard += said
+        except BlockingIOError:
+            return any(kind == frames.RST_STREAM or self._ends(kind, flags) for kind, flags in self._frames())
+        except OSError:
+            return True
+        finally:
+            self.sock.settimeout(TIMEOUT_S)
+        return True
+
+    def _frames(self) -> Iterator[tuple[int, int]]:
+        """Kinds and flags of what the server has said about the first call."""
+        offset = 0
+        while offset + frames.HEADER_BYTES <= len(self._heard):
+            length, kind, flags, stream_id = frames.parse_header(self._heard, offset)
+            offset += frames.HEADER_BYTES + length
+            if stream_id == 1:
+                yield kind, flags
+
+    @staticmethod
+    def _ends(kind: int, flags: int) -> bool:
+        return kind in (frames.HEADERS, frames.DATA) and bool(flags & frames.END_STREAM)
+
+    def reset(self) -> None:
+        """Closes the connection with a TCP RST, where it is one of TCP."""
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.sock.close()
+
+    def is_closed_by_server(self) -> bool:
+        """Whether the server closes the connection in time; what it says before is thrown away."""
+        with suppress(OSError):  # it may have closed already
+            self.sock.shutdown(socket.SHUT_WR)
+        try:
+            while self.sock.recv(2**16):
+                pass
+        except TimeoutError:
+            return False
+        except OSError:
+            return True
+        return True
+
+
+def path_of(method: str) -> str:
+    """The path of one of the service's methods."""
+    return f"/{SERVICE.full_name}/{method}"
+
+
+def headers(method: str, stream_id: int = 1, extra: Sequence[tuple[str, str]] = ()) -> bytes:
+    """The frames that open a call."""
+    pseudo = [(":method", "POST"), (":scheme", "http"), (":path", path_of(method)), (":authority", "localhost")]
+    block = encode([*pseudo, ("content-type", "application/grpc"), ("te", "trailers"), *extra])
+    return b"".join(frames.header_block(stream_id, block, 0))
+
+
+def data(payload: bytes, stream_id: int = 1, *, end: bool = False) -> bytes:
+    """A frame of a message's bytes; at most 16 KiB of them."""
+    return frames.frame(frames.DATA, frames.END_STREAM if end else 0, stream_id, payload)
+
+
+def prefixed(message: bytes) -> bytes:
+    """A message as gRPC has it, with its length in front."""
+    return b"\0" + struct.pack(">I", len(message)) + message
+
+
+def request(nbytes: int = 0, *, whole: bool = True) -> pb.FusedBatchNormGradV2Request:
+    """A request whose large tensors have so many bytes; without those bytes where it is not whole."""
+    tensor = pb.Tensor(dtype=pb.DATA_TYPE_FLOAT32, shape=(nbytes // 256, 1, 1, 64))
+    if whole:
+        tensor.data = bytes(nbytes)
+    stats = pb.Tensor(dtype=pb.DATA_TYPE_FLOAT32, shape=(64,), data=bytes(256))
+    return pb.FusedBatchNormGradV2Request(
+        y_backprop=tensor, x=tensor, scale=stats, reserve_space_1=stats, reserve_space_2=stats
+    )
+
+
+def upload() -> bytes:
+    """The first bytes of an upload, up to within a chunk."""
+    header = pb.ExchangeRequest(fused_batch_norm_grad_v2=request(NBYTES, whole=False))
+    chunk = pb.ExchangeRequest(chunk=bytes(NBYTES))
+    begun = prefixed(header.SerializeToString()) + prefixed(chunk.SerializeToString())[:1000]
+    return HELLO + headers("Exchange") + data(begun)
+
+
+def whole_call(nbytes: int, hello: bytes = HELLO) -> bytes:
+    """Everything that a unary call sends."""
+    message = prefixed(request(nbytes).SerializeToString())
+    return hello + headers("FusedBatchNormGradV2") + data(message, end=True)

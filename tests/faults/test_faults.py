@@ -1,0 +1,57 @@
+"""Each fault for a moment; `make soak` has them for longer, and several at once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+
+import pytest
+from tests.faults import mix
+from tests.faults.load import Load
+from tests.faults.scene import Fault, Scene, endure
+from tests.faults.service import Service
+from tests.faults.surroundings import HOUR_S, set_clock, shiftable_clock
+from tests.faults.table import FAULTS, FULL
+
+SECONDS = 2.0
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_under_every_fault_all_requests_are_answered_right_and_nothing_is_left(scene: Scene, fault: Fault) -> None:
+    endure(scene, [fault], SECONDS, Random(fault.name))
+
+
+def test_a_server_whose_dev_shm_fills_up_goes_on(problems: Path, tmp_path: Path) -> None:
+    with Service(shm="256k") as service, Load(service, problems) as load:
+        endure(Scene(service, load, tmp_path), [FULL], SECONDS, Random(0))
+
+
+def test_a_server_that_finds_dev_shm_full_serves_without_it(problems: Path) -> None:
+    """No file can be made there, so there is no way to share memory; "auto" does without."""
+    with Service(shm="4k,nr_inodes=1") as service:
+        assert list(service.addresses()) == ["grpcio TCP", "grpcio Unix", "TCP"]
+        assert_same_answers(service, problems)
+
+
+def test_the_clock_of_a_process_can_be_set(tmp_path: Path) -> None:
+    clock, environment = shiftable_clock(tmp_path)
+    code = "import time; print(time.time(), time.monotonic())"
+    times = []
+    for shift_s in (0.0, HOUR_S, -HOUR_S):
+        set_clock(clock, shift_s)
+        ran = subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, **environment}, stdout=subprocess.PIPE, check=True
+        )
+        times.append([float(word) for word in ran.stdout.split()])
+    (wall, steady), (later, soon), (earlier, soon_after) = times
+    assert later - wall == pytest.approx(HOUR_S, abs=30)
+    assert earlier - wall == pytest.approx(-HOUR_S, abs=30)
+    assert 0 < soon - steady < soon_after - steady < 30
+
+
+def assert_same_answers(service: Service, problems: Path) -> None:
+    for problem, again in zip(mix.load(problems), mix.answered_alone(service.target), strict=True):
+        assert problem.is_answered_by(again.outputs)

@@ -1,0 +1,123 @@
+"""What a service takes of the machine: memory, descriptors, threads, processes, shared memory."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from tests.faults.service import Service
+from tests.integration.conftest import wait_until
+
+from bngrad_server.config import MAX_CALLS
+
+MIB = 2**20
+_RETURN_TIMEOUT_S = 15.0
+
+
+@dataclass(frozen=True)
+class ProcessUsage:
+    """What one process takes.
+
+    Attributes:
+        memory: Its private memory in bytes: neither files nor what it shares.
+        descriptors: How many file descriptors it has open.
+        threads: How many threads it has.
+        memfds: How many anonymous files it holds or maps: the arena and the regions of clients.
+    """
+
+    memory: int
+    descriptors: int
+    threads: int
+    memfds: int
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a service takes, without clients.
+
+    Attributes:
+        front: Its front process.
+        workers: Of its workers, the most of everything.
+        processes: How many processes it has.
+        shared: Bytes of shared memory that its front process has touched: the arena's, mostly, which stay.
+        files: What lies in its part of /dev/shm.
+    """
+
+    front: ProcessUsage
+    workers: ProcessUsage
+    processes: int
+    shared: int
+    files: tuple[str, ...]
+
+
+ALLOWANCE = ProcessUsage(memory=64 * MIB, descriptors=4, threads=2 * MAX_CALLS + 16, memfds=0)
+"""What may be left: malloc keeps freed blocks of less than 1 MiB in several heaps, which vary by 40 MiB; gRPC keeps a
+few descriptors of its own pollers; the pools of handlers make their threads on demand, and keep them. A handful of the
+mix's largest requests, of 38 MiB each, would not go unseen."""
+
+
+def measure(service: Service) -> Usage:
+    """Measures a service that nobody calls."""
+    workers = [_of(pid) for pid in service.workers()]
+    return Usage(
+        _of(service.process.pid),
+        ProcessUsage(
+            max((worker.memory for worker in workers), default=0),
+            max((worker.descriptors for worker in workers), default=0),
+            max((worker.threads for worker in workers), default=0),
+            max((worker.memfds for worker in workers), default=0),
+        ),
+        len(service.pids()),
+        _status(service.process.pid, "RssShmem") * 1024,
+        tuple(sorted(path.name for directory in service.files() if directory.is_dir() for path in directory.iterdir())),
+    )
+
+
+def wait_until_back(service: Service, before: Usage) -> None:
+    """Returns once a service takes no more than before; what nobody uses any longer may be given back in a moment.
+
+    Raises:
+        AssertionError: It does not come back; the message names what is left.
+    """
+    try:
+        wait_until(lambda: not _growth(before, measure(service)), _RETURN_TIMEOUT_S, poll_s=0.2)
+    except AssertionError:
+        raise AssertionError(f"left after the fault: {'; '.join(_growth(before, measure(service)))}") from None
+
+
+def _growth(before: Usage, now: Usage) -> list[str]:
+    """What there is more of than is allowed, and processes or files that are not as before."""
+    grown = []
+    for whose in ("front", "workers"):
+        for what, allowance in vars(ALLOWANCE).items():
+            then, amount = getattr(getattr(before, whose), what), getattr(getattr(now, whose), what)
+            if amount > then + allowance:
+                grown.append(f"{whose}: {what} {then} -> {amount}")
+    if now.processes != before.processes:
+        grown.append(f"processes {before.processes} -> {now.processes}")
+    if now.files != before.files:
+        grown.append(f"files {before.files} -> {now.files}")
+    return grown
+
+
+def _of(pid: int) -> ProcessUsage:
+    return ProcessUsage(
+        _status(pid, "RssAnon") * 1024, psutil.Process(pid).num_fds(), _status(pid, "Threads"), _memfds(pid)
+    )
+
+
+def _status(pid: int, field: str) -> int:
+    return int(re.findall(rf"^{field}:\s*(\d+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)[0])
+
+
+def _memfds(pid: int) -> int:
+    inodes = set()
+    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+        if "/memfd:" in line:
+            inodes.add(line.split()[4])
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        if path.is_symlink() and "/memfd:" in str(path.readlink()):
+            inodes.add(str(path.stat().st_ino))
+    return len(inodes)

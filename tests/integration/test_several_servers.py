@@ -1,0 +1,238 @@
+"""Servers that go and come back under load: no request is lost, and each server gets its share again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tests.integration.conftest import ONE_WORKER, TRANSPORTS, Transport, wait_until, worker_pid
+from tests.integration.problems import Inputs, assert_gradients, assert_same_bits, random_inputs
+
+import bngrad
+from bngrad import _targets
+from bngrad_kernels.spec import FLOAT32, Spec
+from bngrad_server.embedded import EmbeddedServer
+
+SMALL, LARGE = Spec(FLOAT32, (2, 5, 5, 3), 3), Spec(FLOAT32, (16, 28, 28, 32), 3)
+
+
+class Restarted:
+    """A server that can be killed, and started again where it was."""
+
+    def __init__(self, listen: str = "127.0.0.1:0") -> None:
+        self._server = EmbeddedServer(listen, options=ONE_WORKER).__enter__()
+        self.target = self._server.target
+
+    @property
+    def pid(self) -> int:
+        return self._server.process.pid
+
+    def kill(self) -> None:
+        worker = worker_pid(self._server)
+        self._server.process.kill()
+        self._server.process.wait()
+        wait_until(lambda: not psutil.pid_exists(worker) or psutil.Process(worker).status() == psutil.STATUS_ZOMBIE)
+        self.stop()
+
+    def start(self) -> None:
+        self._server = EmbeddedServer(self.target, options=ONE_WORKER).__enter__()
+
+    def stop(self) -> None:
+        self._server.__exit__(None, None, None)
+
+    def cpu_s(self) -> float:
+        """The processor time that its worker has used."""
+        times = psutil.Process(worker_pid(self._server)).cpu_times()
+        return float(times.user + times.system)
+
+
+@contextmanager
+def restarted(*listens: str) -> Iterator[list[Restarted]]:
+    with ExitStack() as stack:
+        servers = []
+        for listen in listens:
+            servers.append(Restarted(listen))
+            stack.callback(servers[-1].stop)
+        yield servers
+
+
+class Load:
+    """Callers that send the same requests over and over, and compare the bits of every answer.
+
+    Attributes:
+        answers: How many came.
+        errors: What calls ended with instead.
+    """
+
+    def __init__(self, client: bngrad.Client, inputs: list[Inputs], callers: int = 8) -> None:
+        self.answers = 0
+        self.errors: list[Exception] = []
+        self._client = client
+        self._inputs = inputs
+        self._expected = [client.fused_batch_norm_grad_v2(*each) for each in inputs]
+        self._stopping = threading.Event()
+        self._threads = ThreadPoolExecutor(callers)
+        self._done = [self._threads.submit(self._send) for _ in range(callers)]
+
+    def _send(self) -> None:
+        while not self._stopping.is_set():
+            for inputs, expected in zip(self._inputs, self._expected, strict=True):
+                try:
+                    assert_same_bits(self._client.fused_batch_norm_grad_v2(*inputs), expected)
+                except Exception as error:
+                    self.errors.append(error)
+                    return
+                self.answers += 1
+
+    def wait(self, answers: int) -> None:
+        """Waits for so many more answers."""
+        goal = self.answers + answers
+        wait_until(lambda: self.answers >= goal or bool(self.errors))
+        assert not self.errors
+
+    def __enter__(self) -> Load:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stopping.set()
+        self._threads.shutdown()
+        assert not self.errors
+
+
+INPUTS = [random_inputs(SMALL, 1), random_inputs(LARGE, 2)]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_call_outlives_a_restart_of_the_only_server(transport: Transport) -> None:
+    with restarted("127.0.0.1:0") as (server,), bngrad.Client(server.target, transport=transport) as client:
+        with Load(client, INPUTS, callers=4) as load:
+            load.wait(20)
+            server.kill()
+            time.sleep(0.3)
+            server.start()
+            load.wait(20)
+        before = server.pid
+        assert_gradients(LARGE, INPUTS[1], client.fused_batch_norm_grad_v2(*INPUTS[1]))
+        assert server.pid == before
+
+
+def test_a_call_outlives_a_restart_on_a_unix_socket(tmp_path: Path) -> None:
+    with (
+        restarted(f"unix:{tmp_path}/bngrad.sock") as (server,),
+        bngrad.Client(server.target) as client,
+        Load(client, INPUTS, callers=4) as load,
+    ):
+        load.wait(20)
+        server.kill()
+        server.start()
+        load.wait(20)
+
+
+def test_a_result_in_shared_memory_outlives_its_server() -> None:
+    with restarted("127.0.0.1:0") as (server,), bngrad.Client(server.target) as client:
+        y_backprop, x, out = (client.empty(LARGE.shape) for _ in range(3))
+        y_backprop[...], x[...] = INPUTS[1][:2]
+        inputs = Inputs(y_backprop, x, *INPUTS[1][2:])
+        os.kill(worker_pid(server._server), signal.SIGSTOP)
+        with ThreadPoolExecutor(1) as threads:
+            answer = threads.submit(client.fused_batch_norm_grad_v2, *inputs, out=out)
+            time.sleep(0.3)
+            os.kill(worker_pid(server._server), signal.SIGCONT)
+            server.kill()
+            server.start()
+            assert_gradients(LARGE, INPUTS[1], answer.result(60))
+        assert answer.result().x_backprop is out
+
+
+def test_a_server_that_never_comes_back_costs_no_more_than_the_timeout() -> None:
+    with restarted("127.0.0.1:0") as (server,), bngrad.Client(server.target) as client:
+        client.fused_batch_norm_grad_v2(*INPUTS[0])
+        server.kill()
+        begin = time.monotonic()
+        with pytest.raises(bngrad.UnavailableError, match=r"\(\d+ attempts in \d\.\d s\)$"):
+            client.fused_batch_norm_grad_v2(*INPUTS[0], timeout=2)
+        assert time.monotonic() - begin < 2.5
+        server.start()
+
+
+@pytest.mark.parametrize("transport", ["auto", "unary"])
+def test_no_request_is_lost_when_a_server_goes_and_comes_back(tmp_path: Path, transport: Transport) -> None:
+    with restarted("127.0.0.1:0", f"unix:{tmp_path}/bngrad.sock") as servers:
+        targets = [server.target for server in servers]
+        with bngrad.Client(targets, transport=transport) as client, Load(client, INPUTS) as load:
+            load.wait(50)
+            servers[0].kill()
+            load.wait(50)
+            servers[0].start()
+            used = servers[0].cpu_s()
+            wait_until(lambda: servers[0].cpu_s() > used + 0.05, 20)
+            load.wait(50)
+
+
+def test_a_server_that_is_stopped_in_order_hands_its_calls_to_the_other() -> None:
+    with restarted("127.0.0.1:0", "127.0.0.1:0") as servers:
+        targets = [server.target for server in servers]
+        with bngrad.Client(targets) as client, Load(client, INPUTS) as load:
+            load.wait(50)
+            servers[0].stop()
+            load.wait(50)
+            servers[0].start()
+            servers[1].stop()
+            load.wait(50)
+
+
+def test_arrays_of_one_servers_memory_are_copied_for_the_other() -> None:
+    with (
+        restarted("127.0.0.1:0", "127.0.0.1:0") as servers,
+        bngrad.Client([server.target for server in servers]) as client,
+    ):
+        y_backprop, x, out = (client.empty(LARGE.shape) for _ in range(3))
+        y_backprop[...], x[...] = INPUTS[1][:2]
+        idle = [server.cpu_s() for server in servers]
+
+        def have_both_computed() -> bool:
+            out[...] = 0
+            result = client.fused_batch_norm_grad_v2(y_backprop, x, *INPUTS[1][2:], out=out)
+            assert result.x_backprop is out
+            assert_gradients(LARGE, INPUTS[1], result)
+            return all(server.cpu_s() > before for server, before in zip(servers, idle, strict=True))
+
+        wait_until(have_both_computed, 20, poll_s=0)
+
+
+def test_a_name_of_several_addresses_stands_for_several_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name server alone is not real."""
+    monkeypatch.setattr(_targets, "_BETWEEN_LOOKUPS_S", 0.0)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    addresses = ["127.0.0.1", "127.0.0.2"]
+    resolve: Callable[..., Any] = socket.getaddrinfo
+
+    def getaddrinfo(host: str, *options: Any, **named: Any) -> list[Any]:
+        hosts = addresses if host == "several" else [host]
+        return [each for name in hosts for each in resolve(name, *options, **named)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    with (
+        restarted(f"127.0.0.1:{port}", f"127.0.0.2:{port}", f"127.0.0.3:{port}") as servers,
+        bngrad.Client(f"dns:///several:{port}") as client,
+        Load(client, INPUTS) as load,
+    ):
+        load.wait(100)
+        addresses[:] = ["127.0.0.2", "127.0.0.3"]
+        used = servers[2].cpu_s()
+        servers[0].kill()
+        wait_until(lambda: servers[2].cpu_s() > used + 0.05, 20)
+        load.wait(50)
+        servers[0].start()

@@ -1,0 +1,166 @@
+"""When a call is made again: the waits, the budget, the end."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from contextlib import suppress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bngrad import _retry
+from bngrad._cancellation import Cancellation
+from bngrad._deadline import Deadline
+from bngrad._errors import (
+    BngradError,
+    DeadlineExceededError,
+    InternalError,
+    InvalidArgumentError,
+    NotSharedError,
+    ResourceExhaustedError,
+    UnavailableError,
+    UnimplementedError,
+)
+from bngrad._retry import Attempts, Budget, delay_s
+
+GONE = UnavailableError("gone")
+
+
+def attempts(timeout: float = 60) -> Attempts:
+    return Attempts(Deadline.after(timeout), time.monotonic())
+
+
+@given(st.integers(1, 10**9), st.none() | st.floats(0, 1e6))
+def test_a_wait_is_bounded_and_never_short_of_the_hint(failures: int, hint_s: float | None) -> None:
+    delay = delay_s(failures, hint_s)
+    assert (hint_s or 0) <= delay <= max(0.05 * 2 ** min(failures - 1, 6), (hint_s or 0) * 1.25)
+    assert delay <= max(2, (hint_s or 0) * 1.25)
+
+
+@pytest.mark.parametrize(("failures", "hint_s", "low", "high"), [(1, None, 0, 0.05), (4, None, 0, 0.4), (1, 8, 8, 10)])
+def test_waits_fill_their_range(failures: int, hint_s: float | None, low: float, high: float) -> None:
+    delays = [delay_s(failures, hint_s) for _ in range(1000)]
+    assert min(delays) < low + (high - low) / 10
+    assert max(delays) > high - (high - low) / 10
+
+
+@given(st.integers(1, 40), st.none() | st.floats(0, 30), st.floats(0.001, 20))
+def test_no_wait_passes_the_deadline(failures: int, hint_s: float | None, timeout: float) -> None:
+    error = UnavailableError("gone") if hint_s is None else ResourceExhaustedError("full", hint_s)
+    made, waits = attempts(timeout), Waits()
+    for _ in range(failures):
+        made.failed("a", error)
+    before = time.monotonic()
+    with suppress(type(error)):
+        made.wait(False, waits)
+    assert before + waits.seconds < before + timeout
+
+
+class Waits(Cancellation):
+    """Takes note of how long a wait would be."""
+
+    seconds = 0.0
+
+    def sleep(self, seconds: float) -> None:
+        self.seconds = seconds
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InvalidArgumentError("bad"),
+        DeadlineExceededError("late"),
+        InternalError("broken"),
+        UnimplementedError("unknown"),
+        ResourceExhaustedError("larger than the arena"),
+        BngradError("forbidden"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_that_stay_are_raised_at_once(error: BngradError) -> None:
+    with pytest.raises(type(error)) as raised:
+        attempts().failed("a", error)
+    assert raised.value is error
+
+
+def test_a_server_is_waited_for_and_then_tried_again() -> None:
+    made = attempts()
+    made.failed("a", ResourceExhaustedError("full", 0.05))
+    assert made.waiting() == {"a"}
+    made.wait(False, Cancellation())
+    assert made.waiting() == set()
+
+
+def test_a_server_that_shares_nothing_is_not_tried_again() -> None:
+    made, error = attempts(), NotSharedError("elsewhere")
+    made.failed("a", error)
+    assert made.waiting() == {"a"}
+    with pytest.raises(NotSharedError):
+        made.wait(False, Cancellation())
+
+
+def test_without_a_deadline_a_server_that_is_gone_is_tried_five_times_and_a_full_one_for_ever() -> None:
+    made, full, waits = attempts(math.inf), attempts(math.inf), Waits()
+    for _ in range(4):
+        made.failed("a", UnavailableError("gone"))
+        made.wait(False, waits)
+    made.failed("a", UnavailableError("gone"))
+    with pytest.raises(UnavailableError, match=r"^gone \(5 attempts in 0.0 s\)$"):
+        made.wait(False, waits)
+    for _ in range(50):
+        full.failed("a", ResourceExhaustedError("full", 9))
+        full.wait(True, waits)
+    assert waits.seconds >= 9
+
+
+def test_an_error_tells_of_the_attempts_before_it() -> None:
+    made = attempts()
+    made.failed("a", UnavailableError("gone"))
+    with pytest.raises(InternalError, match=r"^broken \(2 attempts in 0.0 s, before this one: gone\)$"):
+        made.failed("a", InternalError("broken"))
+
+
+def test_cancelling_ends_the_wait() -> None:
+    made, cancellation = attempts(), Cancellation()
+    made.failed("a", ResourceExhaustedError("full", 30))
+    threading.Timer(0.05, cancellation.cancel).start()
+    begin = time.monotonic()
+    with pytest.raises(ResourceExhaustedError):
+        made.wait(False, cancellation)
+    assert time.monotonic() - begin < 10
+
+
+def test_a_budget_ends_in_an_outage_and_comes_back_with_answers() -> None:
+    budget = Budget()
+    failures = 0
+    while budget.allows:
+        budget.failed(1)
+        failures += 1
+    assert failures == 31
+    for _ in range(9):
+        budget.succeeded()
+    assert not budget.allows
+    budget.succeeded()
+    budget.succeeded()
+    assert budget.allows
+
+
+@given(st.lists(st.integers(0, 64), max_size=300))
+def test_a_budget_stays_within_its_bounds(steps: list[int]) -> None:
+    budget = Budget()
+    for callers in steps:
+        if callers:
+            budget.failed(callers)
+        else:
+            budget.succeeded()
+        assert 0 <= budget._left <= _retry.Budget.tokens
+
+
+def test_many_callers_share_what_a_failure_costs() -> None:
+    budget = Budget()
+    for _ in range(29 * 64):
+        budget.failed(64)
+    assert budget.allows
