@@ -1,14 +1,20 @@
 PYTHON ?= python3
 VENV := .venv
+# For machines with a GPU, on which nothing is installed: CuPy, numpy, ml_dtypes, pytest; for the benchmark PyTorch too.
+GPU_PYTHON ?= python3
+GPU_DEVICE ?= cuda:0
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint proto bench bench-transport clean
+.PHONY: demo test soak lint proto bench bench-transport bench-load gpu-test gpu-bench gpu-sweep clean
 
 demo: $(VENV)/server.stamp  ## Sets up, starts a CPU server and sends it real gradients
 	$(BIN)/bngrad demo
 
 test: $(VENV)/dev.stamp  ## Sets up and runs every test
 	$(BIN)/pytest
+
+soak: $(VENV)/dev.stamp  ## Ten minutes of random faults under load; make soak MINUTES=60 for an hour
+	$(BIN)/python -m tests.faults.soak --minutes $(or $(MINUTES),10)
 
 lint: $(VENV)/dev.stamp  ## Style, types, layers and the protocol's lint rules
 	$(BIN)/ruff check .
@@ -24,9 +30,27 @@ proto: $(VENV)/dev.stamp  ## Regenerates the code beside the .proto files
 
 bench: $(VENV)/dev.stamp  ## CPU kernels against TensorFlow, PyTorch and oneDNN
 	$(BIN)/python -m benchmarks.bench_kernels
+	$(BIN)/python -m benchmarks.bench_second_order
 
 bench-transport: $(VENV)/dev.stamp  ## Round trips against plain protobuf, bare gRPC, Arrow Flight and the kernel
 	$(BIN)/python -m benchmarks.bench_transport
+
+bench-load: $(VENV)/dev.stamp  ## Goodput and latency up to and past saturation, a storm, killed workers, batching
+	$(BIN)/python -m benchmarks.bench_load $(LOAD)
+
+gpu-test gpu-bench gpu-sweep: export PYTHONPATH := client:server:kernels:protos:.
+
+gpu-test:  ## On a machine with a GPU: the kernels' tests on it, its bits against a CPU's, compute-sanitizer
+	$(GPU_PYTHON) -c "import cupy, ml_dtypes, numpy, pytest"
+	BNGRAD_TEST_DEVICE=$(GPU_DEVICE) PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(GPU_PYTHON) -m pytest -c tests/gpu/pytest.ini \
+		tests/gpu tests/unit/kernels/cuda/test_kernels.py
+
+gpu-bench:  ## On a machine with a GPU: kernels against PyTorch's and cuDNN's
+	$(GPU_PYTHON) -c "import cupy, ml_dtypes, numpy, torch"
+	$(GPU_PYTHON) -m benchmarks.bench_gpu --ordinal $(GPU_DEVICE:cuda:%=%)
+
+gpu-sweep:  ## On a machine with a GPU: what the constants of the plan are worth on it
+	$(GPU_PYTHON) -m benchmarks.gpu.sweep
 
 clean:
 	rm -rf $(VENV)
