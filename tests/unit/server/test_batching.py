@@ -408,7 +408,7 @@ class RandomWorker:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_every_job_ends_once_and_no_worker_is_lost(seed: int) -> None:
+def test_every_job_ends_once_and_no_worker_is_lost(seed: int) -> None:  # noqa: PLR0915 - a world of its own
     random_, n_workers, mutex = random.Random(seed), seed + 1, threading.Lock()
     batcher = Batcher(max_jobs=4, max_bytes=1000)
     poller = Poller("poller")
