@@ -19,8 +19,8 @@ _GONE_TIMEOUT_S = 2.0
 _TRANSPORTS = ("auto", "unary", "stream", "shared", "aio")
 _STORM_THREADS = 16
 _SHORT_S = (0.0001, 0.02)
-_TOO_LATE = frozenset({"DeadlineExceededError", "ResourceExhaustedError"})
-"""What calls end with that cannot be answered in time; the second one where the server knows that beforehand."""
+_TOO_LATE = frozenset({"DeadlineExceededError", "ResourceExhaustedError", "UnavailableError"})
+"""What calls end with that cannot be answered in time. Who was refused calls again only while the deadline allows."""
 
 
 def kill_workers(scene: Scene, seconds: float, rng: Random) -> None:
