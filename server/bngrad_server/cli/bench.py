@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import click
+import numpy as np
 from rich import box
 from rich.console import Console
 from rich.progress import Progress
@@ -23,11 +25,11 @@ from bngrad_server.cli.target import Target, TargetError, with_target
 _TRANSPORTS = ("auto", "shared", "stream", "unary")
 _LAYERS = {
     "tiny": (4, 4, 4, 16),
-    "conv5 1x1": (32, 7, 7, 2048),
-    "conv4 3x3": (32, 14, 14, 256),
-    "conv3 3x3": (32, 28, 28, 128),
-    "conv2 3x3": (32, 56, 56, 64),
-    "conv2 1x1": (32, 56, 56, 256),
+    "conv5-1x1": (32, 7, 7, 2048),
+    "conv4-3x3": (32, 14, 14, 256),
+    "conv3-3x3": (32, 28, 28, 128),
+    "conv2-3x3": (32, 56, 56, 64),
+    "conv2-1x1": (32, 56, 56, 256),
 }
 _PERCENTILES = (50, 90, 99)
 _TICKS_PER_S = 10
@@ -50,6 +52,15 @@ way by itself; with shared, the caller's arrays lie in the shared memory."""
 )
 @click.option("--concurrency", type=click.IntRange(1, 256), default=1, show_default=True, help="Callers at once.")
 @click.option(
+    "--layer",
+    "layers",
+    type=click.Choice(list(_LAYERS)),
+    multiple=True,
+    default=tuple(_LAYERS),
+    show_default="all",
+    help="What shape the tensors have; may be given several times.",
+)
+@click.option(
     "--transport",
     "transports",
     type=click.Choice(_TRANSPORTS),
@@ -61,7 +72,13 @@ way by itself; with shared, the caller's arrays lie in the shared memory."""
 @click.option("--dtype", type=click.Choice(list(DTYPES)), default="float32", show_default=True, help="Of the tensors.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def bench(
-    target: Target, seconds: float, concurrency: int, transports: tuple[str, ...], dtype: str, as_json: bool
+    target: Target,
+    seconds: float,
+    concurrency: int,
+    layers: tuple[str, ...],
+    transports: tuple[str, ...],
+    dtype: str,
+    as_json: bool,
 ) -> None:
     """Measures how fast a server answers.
 
@@ -70,40 +87,51 @@ def bench(
     target.connect()
     with target.client() as client:
         server = client.server_info()
-    done: list[Measurement] = []
     stopping = threading.Event()
-    with contextlib.ExitStack() as stack:
-        clients = {name: stack.enter_context(target.client(transport=name)) for name in dict.fromkeys(transports)}
-        progress = stack.enter_context(Progress(console=Console(stderr=True), transient=True))
-        task = progress.add_task("", total=len(_LAYERS) * len(clients))
-
-        def on_tick() -> None:
-            progress.advance(task, 1 / _TICKS_PER_S / seconds)
-
-        try:
-            for client, request, measurement in _cases(clients, dtype):
-                progress.update(task, completed=len(done), description=f"{measurement.layer} {measurement.transport}")
-                measure(client, request, measurement, seconds, concurrency, stopping, on_tick)
-                done.append(measurement)
-                if stopping.is_set() or (measurement.error and not measurement.is_impossible):
-                    break
-        except KeyboardInterrupt:  # between two measurements
-            stopping.set()
+    done = _measure_all(target, layers, transports, DTYPES[dtype], seconds, concurrency, stopping)
     if as_json:
         print(json.dumps(_as_json(target, server, dtype, concurrency, done), indent=2))
     else:
         _print_table(target, server, dtype, concurrency, done)
     if stopping.is_set():
         sys.exit(_INTERRUPTED)
-    if done[-1].error and not done[-1].is_impossible:
+    if done[-1].has_failed:
         raise TargetError(str(done[-1].error))
 
 
-def _cases(clients: dict[str, bngrad.Client], dtype: str) -> Iterator[tuple[bngrad.Client, Request, Measurement]]:
-    for layer, shape in _LAYERS.items():
-        request = random_request("V3", "NHWC", DTYPES[dtype], shape)
-        for transport, client in clients.items():
-            yield client, request, Measurement(layer, shape, transport, request.nbytes)
+def _measure_all(
+    target: Target,
+    layers: Iterable[str],
+    transports: Iterable[str],
+    dtype: np.dtype[Any],
+    seconds: float,
+    concurrency: int,
+    stopping: threading.Event,
+) -> list[Measurement]:
+    """Measures every layer over every way; ends sooner where a call fails, or by Ctrl-C, which sets ``stopping``."""
+    done: list[Measurement] = []
+    with contextlib.ExitStack() as stack:
+        clients = {name: stack.enter_context(target.client(transport=name)) for name in dict.fromkeys(transports)}
+        console = Console(stderr=True)
+        progress = stack.enter_context(Progress(console=console, transient=True, disable=not console.is_terminal))
+        task = progress.add_task("", total=len(set(layers)) * len(clients))
+        try:
+            for request, transport in _cases(layers, dtype, clients):
+                progress.update(task, completed=len(done), description=f"{request.data} {transport}")
+                done.append(Measurement(request.data, request.spec.shape, transport, request.nbytes))
+                tick = functools.partial(progress.advance, task, 1 / _TICKS_PER_S / seconds)
+                measure(clients[transport], request, done[-1], seconds, concurrency, stopping, tick)
+                if stopping.is_set() or done[-1].has_failed:
+                    break
+        except KeyboardInterrupt:  # between two measurements
+            stopping.set()
+    return done
+
+
+def _cases(layers: Iterable[str], dtype: np.dtype[Any], transports: Iterable[str]) -> Iterator[tuple[Request, str]]:
+    for layer in dict.fromkeys(layers):
+        request = random_request("V3", "NHWC", dtype, _LAYERS[layer], layer)
+        yield from ((request, transport) for transport in transports)
 
 
 def _as_json(
@@ -159,7 +187,7 @@ def _print_table(
     console.print(f"{dtype}, {concurrency} at once", highlight=False)
     console.print(table)
     for each in done:
-        if each.error:
+        if each.error and not each.has_failed:
             console.print(f"{each.layer} {each.transport}: {each.error}", highlight=False)
     console.print(_CAPTION, highlight=False)
 

@@ -53,11 +53,13 @@ class Measurement:
         return 1e3 * float(np.percentile(self.latencies_s, percent))
 
     @property
-    def is_impossible(self) -> bool:
-        """Whether the request cannot go this way to this server: it is too large, or no memory is shared."""
-        if isinstance(self.error, bngrad.ResourceExhaustedError):
-            return self.error.retry_delay_s is None
-        return self.transport == "shared" and isinstance(self.error, bngrad.UnavailableError)
+    def has_failed(self) -> bool:
+        """Whether there was an error, other than that such a request cannot go this way to this server."""
+        if isinstance(self.error, bngrad.ResourceExhaustedError) and self.error.retry_delay_s is None:
+            return False  # It is too large.
+        if self.transport == "shared" and isinstance(self.error, bngrad.UnavailableError):
+            return False  # No memory is shared.
+        return self.error is not None
 
 
 def measure(
