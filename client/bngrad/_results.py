@@ -100,5 +100,5 @@ class ServerInfo:
     arena_bytes: int
     requests: int
     batch_sizes: tuple[int, ...]
-    stream_port: int = 0
-    local_directory: str = ""
+    stream_port: int
+    local_directory: str

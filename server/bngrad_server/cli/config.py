@@ -49,7 +49,7 @@ def _print_table(effective: list[Setting]) -> None:
         unit = metavar(each.field)
         table.add_row(
             each.name,
-            "-" if each.value is None else as_text(each.value),
+            as_text(each.value),
             unit.lower() if unit in {"SECONDS", "BYTES"} else "",
             each.origin,
             style="bold" if each.origin != "default" else None,

@@ -68,14 +68,20 @@ def metavar(field: FieldInfo) -> str:
 def default_text(field: FieldInfo) -> str:
     """A setting's default, in words where the machine decides."""
     computed = next((each for each in field.metadata if isinstance(each, Computed)), None)
-    return computed or as_text(field.default)
+    if computed is not None:
+        return computed
+    if metavar(field) == "BYTES" and field.default and field.default % 2**20 == 0:
+        return f"{field.default // 2**20}MiB"
+    return as_text(field.default)
 
 
 def as_text(value: Any) -> str:
     """A value as one writes it in the environment."""
     if isinstance(value, tuple):
         return ",".join(map(str, value))
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 def settings_options(command: Command) -> Command:
