@@ -19,6 +19,7 @@ from typing import Any
 
 import grpc
 import pytest
+import trustme
 from grpc_health.v1 import health, health_pb2_grpc
 from tests.integration.conftest import ONE_WORKER, TIMEOUT_S, Transport, starting_server, wait_until
 
@@ -113,12 +114,17 @@ class Liar(pb_grpc.BatchNormGradServiceServicer):
 
 
 @contextmanager
-def grpc_server(*, of_bngrad: bool) -> Iterator[str]:
+def grpc_server(*, of_bngrad: bool, tls: bool = False) -> Iterator[str]:
     server = grpc.server(futures.ThreadPoolExecutor(4))
     if of_bngrad:
         health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), server)
         pb_grpc.add_BatchNormGradServiceServicer_to_server(Liar(), server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    if tls:
+        issued = trustme.CA().issue_cert("127.0.0.1")
+        pair = (issued.private_key_pem.bytes(), issued.cert_chain_pems[0].bytes())
+        port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([pair]))
+    else:
+        port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
         yield f"127.0.0.1:{port}"
@@ -179,9 +185,10 @@ def web_server() -> Iterator[str]:
     ("peer", "complaint"),
     [
         (lambda: grpc_server(of_bngrad=False), "{} is a gRPC server, but not one of bngrad"),
-        (lambda: listener(lambda connection: connection.close()), "{} is no gRPC server, or one that wants TLS"),
+        (lambda: grpc_server(of_bngrad=True, tls=True), "{} speaks TLS"),
+        (lambda: listener(lambda connection: connection.close()), "{} is no gRPC server: "),
         (lambda: listener(lambda connection: None), "{} does not answer within 2 s: it hangs, or is no gRPC server"),
-        (web_server, "{} is no gRPC server, or one that wants TLS"),
+        (web_server, "{} is no gRPC server: "),
     ],
 )
 def test_what_is_no_server_of_bngrad_is_told(peer: Callable[[], Any], complaint: str) -> None:

@@ -84,7 +84,7 @@ def bench(
 
     TARGET is HOST:PORT or unix:PATH. Ctrl-C ends it early, with the table of what was measured until then.
     """
-    target.connect()
+    target.check_serving()
     with target.client() as client:
         server = client.server_info()
     stopping = threading.Event()

@@ -48,9 +48,5 @@ def check(target: Target, quick: bool, quiet: bool) -> None:
 
 def health(target: Target) -> str:
     """Whether the server says that it takes requests."""
-    if not target.is_serving():
-        raise TargetError(
-            f"{target.address} is NOT_SERVING: no worker is ready. A server that has just started may compile for a "
-            "minute; the log of another one says why its workers ended."
-        )
+    target.check_serving()
     return f"{target.address} is SERVING"

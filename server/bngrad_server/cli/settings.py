@@ -59,10 +59,11 @@ def variable(name: str) -> str:
 
 def metavar(field: FieldInfo) -> str:
     """What stands for a setting's value, with its unit."""
-    given = next((each for each in field.metadata if isinstance(each, Metavar)), None)
     if get_origin(field.annotation) is Literal:
         return f"[{'|'.join(get_args(field.annotation))}]"
-    return given or ("INTEGER" if field.annotation is int else "TEXT")
+    given = next((each for each in field.metadata if isinstance(each, Metavar)), None)
+    names: dict[Any, str] = {bool: "BOOLEAN", int: "INTEGER"}
+    return given or names.get(field.annotation, "TEXT")
 
 
 def default_text(field: FieldInfo) -> str:

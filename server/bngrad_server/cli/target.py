@@ -6,6 +6,7 @@ import functools
 import os
 import re
 import socket
+import ssl
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -99,6 +100,18 @@ class Target:
             except grpc.RpcError as error:
                 raise TargetError(self._explained(error)) from error
 
+    def check_serving(self) -> None:
+        """Makes sure that the server takes requests.
+
+        Raises:
+            TargetError: It does not.
+        """
+        if not self.is_serving():
+            raise TargetError(
+                f"{self.address} is NOT_SERVING: no worker is ready. A server that has just started may compile for a "
+                "minute; the log of another one says why its workers ended."
+            )
+
     def _connected(self) -> socket.socket:
         if self.address.startswith("unix:"):
             connection = socket.socket(socket.AF_UNIX)
@@ -112,6 +125,16 @@ class Target:
         host, _, port = self.address.rpartition(":")
         return socket.create_connection((host.strip("[]"), int(port)), self.timeout_s)
 
+    def _speaks_tls(self) -> bool:
+        context = ssl.create_default_context()
+        context.check_hostname = False  # Whoever it is, it is not told anything.
+        context.verify_mode = ssl.CERT_NONE
+        try:
+            with self._connected() as connection, context.wrap_socket(connection):
+                return True
+        except OSError:
+            return False
+
     def _explained(self, error: grpc.RpcError) -> str:
         # What a channel raises is a grpc.Call too.
         code, details = error.code().name, error.details()
@@ -120,7 +143,9 @@ class Target:
         if code == "DEADLINE_EXCEEDED":
             return f"{self.address} does not answer within {self.timeout_s:g} s: it hangs, or is no gRPC server"
         if code == "UNAVAILABLE":
-            return f"{self.address} is no gRPC server, or one that wants TLS: {details}"
+            if self._speaks_tls():
+                return f"{self.address} speaks TLS, and this command did not"
+            return f"{self.address} is no gRPC server: {details}"
         return f"{self.address} answered {code}: {details}"
 
 
