@@ -60,6 +60,20 @@ class BatchNormTrainingBackprop(NamedTuple):
     beta_delta: Array
 
 
+class FusedBatchNormGradGrad(NamedTuple):
+    """The gradients of TensorFlow's gradient ops: arrays of the caller's own, free to be written to.
+
+    Attributes:
+        grad_y_backprop: The gradient of y_backprop; dtype and shape of x.
+        grad_x: The gradient of x; its dtype and shape.
+        grad_scale: The gradient of scale; float32, shape (C,).
+    """
+
+    grad_y_backprop: Array
+    grad_x: Array
+    grad_scale: Array
+
+
 @dataclass(frozen=True, slots=True)
 class Device:
     """A device that a server computes on.

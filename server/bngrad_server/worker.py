@@ -21,10 +21,10 @@ import threading
 import time
 
 from bngrad_kernels import backends
-from bngrad_kernels.problem import BackEnd, Problem
+from bngrad_kernels.problem import AnyProblem, BackEnd
 from bngrad_kernels.spec import Spec
 from bngrad_server.arena import map_arena
-from bngrad_server.staging import ARENA, TASK_NBYTES, unpack_problem
+from bngrad_server.staging import ARENA, split_batch, unpack_problem
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class _Worker:
         self._back_end = back_end
         self._memories = {ARENA: arena}
         self._specs: dict[int, Spec] = {}
-        self._known: dict[bytes, Problem] = {}
+        self._known: dict[bytes, AnyProblem] = {}
 
     def serve(self) -> None:
         while True:
@@ -119,11 +119,10 @@ class _Worker:
                 del self._memories[pickle.loads(content)]  # noqa: S301
 
     def _answer(self, packed: memoryview) -> bytes:
-        starts = range(0, len(packed), TASK_NBYTES)
-        failures = self._run([self._problem(bytes(packed[start : start + TASK_NBYTES])) for start in starts])
+        failures = self._run([self._problem(task) for task in split_batch(packed, self._specs)])
         return pickle.dumps(failures) if any(failures) else OK
 
-    def _problem(self, packed: bytes) -> Problem:
+    def _problem(self, packed: bytes) -> AnyProblem:
         """The problem of a task; small ones come again and again at the same places."""
         problem = self._known.get(packed)
         if problem is None:
@@ -132,7 +131,7 @@ class _Worker:
             problem = self._known[packed] = unpack_problem(packed, self._specs, self._memories)
         return problem
 
-    def _run(self, problems: list[Problem]) -> list[str | None]:
+    def _run(self, problems: list[AnyProblem]) -> list[str | None]:
         """Computes problems, and says for each why it failed, or None."""
         if len(problems) > 1:
             try:
@@ -143,7 +142,7 @@ class _Worker:
                 return [None] * len(problems)
         return [self._run_alone(problem) for problem in problems]
 
-    def _run_alone(self, problem: Problem) -> str | None:
+    def _run_alone(self, problem: AnyProblem) -> str | None:
         try:
             self._back_end.run([problem])
         except Exception as error:

@@ -40,7 +40,7 @@ def exchange(
     target = bytearray(nbytes)
     tensors = [memoryview(b"x" * nbytes), memoryview(b"y" * nbytes)]
     answer = client.exchange(
-        "/service/Exchange", NUMBER, [b"he", b"ad"], tensors, memoryview(target),
+        "/service/Exchange", NUMBER, [b"he", b"ad"], tensors, [memoryview(target)],
         Deadline.after(seconds), cancellation or Cancellation(),
     )  # fmt: skip
     return answer, bytes(target)
