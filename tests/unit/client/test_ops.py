@@ -245,9 +245,9 @@ def test_the_second_order_says_all_that_it_was_given() -> None:
 
 def test_the_second_order_puts_two_outputs_where_they_are_wanted() -> None:
     first, second = np.empty_like(X), np.empty_like(X)
-    for out in ((first, second), [None, second], (first, None)):
-        call = grad_grad(out=out)
-        assert all(ours is theirs for ours, theirs in zip(call.out, out, strict=True))
+    pairs: list[Any] = [(first, second), [None, second], (first, None)]
+    for pair in pairs:
+        assert all(ours is theirs for ours, theirs in zip(grad_grad(out=pair).out, pair, strict=True))
     for out, complaint in [
         ((first, first), r"^out\[1\] must not overlap out\[0\]$"),
         ((first[:1], second), r"^out\[0\] must have shape"),
