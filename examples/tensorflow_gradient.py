@@ -28,7 +28,7 @@ def _op(client: bngrad.Client, method: Callable[..., tuple[Any, ...]]) -> Callab
         arguments["data_format"] = tf.compat.as_str(arguments.get("data_format", "NHWC"))  # TensorFlow hands over bytes
         reserves = tuple(map(tf.convert_to_tensor, (*reserves, *spaces.values())))
 
-        @tf.custom_gradient
+        @tf.custom_gradient  # type: ignore[untyped-decorator] # TensorFlow has no types
         def gradients(y_backprop: Any, x: Any, scale: Any) -> Any:
             inputs = y_backprop, x, scale
 

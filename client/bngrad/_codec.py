@@ -173,13 +173,15 @@ def read_server_info(data: bytes) -> tuple[ServerInfo, pb.Endpoints]:
     info = ServerInfo(
         version=message.version,
         devices=tuple(
-            Device(device.name, device.description, _state(device.state), device.restarts) for device in message.devices
+            Device(device.name, device.description, _state(device.state), device.restarts, device.memory_bytes)
+            for device in message.devices
         ),
         ops=tuple(message.ops),
         max_message_bytes=message.limits.max_message_bytes,
         arena_bytes=message.limits.arena_bytes,
         requests=message.requests,
         batch_sizes=tuple(message.batch_sizes),
+        device_remark=message.device_remark,
     )
     return info, message.endpoints
 

@@ -83,12 +83,14 @@ class Device:
         description: What it is, in its maker's words.
         state: What its worker does: "starting" or "ready"; "unspecified" where this client does not know the word.
         restarts: How often its worker had to be started again after it died.
+        memory_bytes: The size of its own memory; 0 for a CPU.
     """
 
     name: str
     description: str
     state: str
     restarts: int
+    memory_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,7 @@ class ServerInfo:
         arena_bytes: Its memory for the tensors of all requests in flight.
         requests: The requests in it at the moment.
         batch_sizes: How many batches it has computed; at index k, those of 2**k to 2**(k + 1) - 1 requests.
+        device_remark: Why it does not compute on some or all GPUs of its machine; empty where nothing is to be said.
     """
 
     version: str
@@ -112,3 +115,4 @@ class ServerInfo:
     arena_bytes: int
     requests: int
     batch_sizes: tuple[int, ...]
+    device_remark: str

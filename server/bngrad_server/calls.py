@@ -141,6 +141,7 @@ class Calls:
                 description=status.description,
                 state=_WORKER_STATES[status.state],
                 restarts=status.restarts,
+                memory_bytes=status.memory_bytes,
             )
             for status in self._engine.pool.status()
         ]
@@ -153,6 +154,7 @@ class Calls:
             endpoints=self.endpoints,
             requests=self._engine.admission.requests,
             batch_sizes=self._engine.batcher.batch_sizes,
+            device_remark=self._engine.device_remark,
         ).SerializeToString()
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 
 import numpy as np
 
+from bngrad_kernels import backends
 from bngrad_kernels.spec import FieldViolation, InvalidArgumentError
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_protos.wire import Buffer
@@ -25,20 +27,29 @@ from bngrad_server.requests import Request
 from bngrad_server.staging import ARENA, Place, Task
 from bngrad_server.transfers import Transfers
 
+logger = logging.getLogger(__name__)
+
 _COPIED_WITH_LOCK_NBYTES = 32 * 1024
 """Larger copies let other threads run meanwhile, which costs something itself."""
 
 
 class Engine:
-    """All that a request passes on its way: admission, memory, queue, workers."""
+    """All that a request passes on its way: admission, memory, queue, workers.
+
+    Attributes:
+        device_remark: Why some or all GPUs are not used, where nobody named the devices; empty otherwise.
+    """
 
     def __init__(self, config: ServerConfig, on_change: Callable[[], None]) -> None:
         self.admission = Admission(config.max_requests, config.max_wait_s)
         self.arena = Arena(config.arena_bytes)
-        self.batcher = Batcher(
-            config.max_batch_jobs, config.max_batch_bytes, config.max_batch_delay_s, split=config.has_cores_for_all
-        )
-        self.pool = WorkerPool(config, self.arena, self.batcher, on_change)
+        names, remark = backends.devices(config.device)
+        self.device_remark = remark or ""
+        if remark:
+            logger.info("computing on %s: %s", ", ".join(names), remark)
+        split = config.has_cores_for_all or "cpu" not in names
+        self.batcher = Batcher(config.max_batch_jobs, config.max_batch_bytes, config.max_batch_delay_s, split=split)
+        self.pool = WorkerPool(config, names, self.arena, self.batcher, on_change)
         self.regions = Regions(config.shared_bytes, self.pool.map, self.pool.unmap)
         self.transfers = Transfers(config.transfer_timeout_s)
         self._trimmer = MemoryTrimmer(self.admission)

@@ -247,16 +247,18 @@ class ServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Device(_message.Message):
-    __slots__ = ("name", "description", "state", "restarts")
+    __slots__ = ("name", "description", "state", "restarts", "memory_bytes")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     RESTARTS_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     name: str
     description: str
     state: WorkerState
     restarts: int
-    def __init__(self, name: _Optional[str] = ..., description: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., restarts: _Optional[int] = ...) -> None: ...
+    memory_bytes: int
+    def __init__(self, name: _Optional[str] = ..., description: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., restarts: _Optional[int] = ..., memory_bytes: _Optional[int] = ...) -> None: ...
 
 class Limits(_message.Message):
     __slots__ = ("max_message_bytes", "arena_bytes")
@@ -275,7 +277,7 @@ class Endpoints(_message.Message):
     def __init__(self, stream_port: _Optional[int] = ..., local_directory: _Optional[str] = ...) -> None: ...
 
 class ServerInfoResponse(_message.Message):
-    __slots__ = ("version", "devices", "limits", "ops", "endpoints", "requests", "batch_sizes")
+    __slots__ = ("version", "devices", "limits", "ops", "endpoints", "requests", "batch_sizes", "device_remark")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     DEVICES_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
@@ -283,6 +285,7 @@ class ServerInfoResponse(_message.Message):
     ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     BATCH_SIZES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_REMARK_FIELD_NUMBER: _ClassVar[int]
     version: str
     devices: _containers.RepeatedCompositeFieldContainer[Device]
     limits: Limits
@@ -290,4 +293,5 @@ class ServerInfoResponse(_message.Message):
     endpoints: Endpoints
     requests: int
     batch_sizes: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, version: _Optional[str] = ..., devices: _Optional[_Iterable[_Union[Device, _Mapping]]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., ops: _Optional[_Iterable[str]] = ..., endpoints: _Optional[_Union[Endpoints, _Mapping]] = ..., requests: _Optional[int] = ..., batch_sizes: _Optional[_Iterable[int]] = ...) -> None: ...
+    device_remark: str
+    def __init__(self, version: _Optional[str] = ..., devices: _Optional[_Iterable[_Union[Device, _Mapping]]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., ops: _Optional[_Iterable[str]] = ..., endpoints: _Optional[_Union[Endpoints, _Mapping]] = ..., requests: _Optional[int] = ..., batch_sizes: _Optional[_Iterable[int]] = ..., device_remark: _Optional[str] = ...) -> None: ...

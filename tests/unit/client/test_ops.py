@@ -400,7 +400,7 @@ def test_server_info_is_read_word_for_word() -> None:
         version="1.2.3",
         devices=[
             pb.Device(name="cpu", description="a CPU", state=pb.WORKER_STATE_READY, restarts=2),
-            pb.Device(name="cuda:0", description="a GPU", state=pb.WORKER_STATE_STARTING),
+            pb.Device(name="cuda:0", description="a GPU", state=pb.WORKER_STATE_STARTING, memory_bytes=7),
             pb.Device(name="cuda:1", state=99),  # type: ignore[arg-type]
         ],
         limits=pb.Limits(max_message_bytes=5, arena_bytes=6),
@@ -408,19 +408,21 @@ def test_server_info_is_read_word_for_word() -> None:
         endpoints=endpoints,
         requests=3,
         batch_sizes=[4, 5],
+        device_remark="no GPU",
     )
     expected = bngrad.ServerInfo(
         version="1.2.3",
         devices=(
-            bngrad.Device("cpu", "a CPU", "ready", 2),
-            bngrad.Device("cuda:0", "a GPU", "starting", 0),
-            bngrad.Device("cuda:1", "", "unspecified", 0),
+            bngrad.Device("cpu", "a CPU", "ready", 2, 0),
+            bngrad.Device("cuda:0", "a GPU", "starting", 0, 7),
+            bngrad.Device("cuda:1", "", "unspecified", 0, 0),
         ),
         ops=("FusedBatchNormGradV3",),
         max_message_bytes=5,
         arena_bytes=6,
         requests=3,
         batch_sizes=(4, 5),
+        device_remark="no GPU",
     )
     assert _codec.read_server_info(answer.SerializeToString()) == (expected, endpoints)
 
