@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import Counter, deque
@@ -15,6 +16,7 @@ _WORK_OF_ANY_REQUEST = 1 << 18
 _WINDOW_S = 0.5
 _WINDOWS = 8
 _SHORTEST_RETRY_S, _LONGEST_RETRY_S = 0.02, 5.0
+_CLIENT_RETRY_S = 0.05
 
 
 class OverloadedError(Exception):
@@ -42,13 +44,19 @@ class Admission:
         entered: How many have been let in so far.
     """
 
-    def __init__(self, max_requests: int, max_wait_s: float) -> None:
+    def __init__(
+        self, max_requests: int, max_wait_s: float, max_client_requests: int = 0, max_client_bytes: int = 0
+    ) -> None:
         """Nobody is in.
 
         Args:
             max_requests: How many requests make the server full.
             max_wait_s: How long a request may have to wait, in seconds.
+            max_client_requests: The most requests of one client; 0 is no limit.
+            max_client_bytes: The most bytes of the tensors of one client that has several requests in; 0 is no limit.
         """
+        self._max_client_requests = max_client_requests or math.inf
+        self._max_client_work = max_client_bytes or math.inf
         self._max_requests = max_requests
         self._max_wait_s = max_wait_s
         self._mutex = threading.Lock()
@@ -106,6 +114,11 @@ class Admission:
             self._measure(work if computed else 0)
 
     def _check(self, client: str, work: int, deadline: float | None) -> None:
+        if (has := self._requests_of[client]) >= self._max_client_requests:
+            raise OverloadedError(f"this client has {has} requests in already, the most that it may", _CLIENT_RETRY_S)
+        if has and self._work_of[client] + work - (has + 1) * _WORK_OF_ANY_REQUEST > self._max_client_work:
+            limit = f"the {self._max_client_work} bytes that it may have"
+            raise OverloadedError(f"this client's requests have more than {limit} in at once", _CLIENT_RETRY_S)
         if self.requests < _ALWAYS_REQUESTS:
             return
         max_wait_s = self._max_wait_s

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 from bngrad_protos import http2
 from bngrad_server.caller import Caller
@@ -37,13 +38,19 @@ class Answers:
         self._client = client
 
     def caller(self, call: http2.ServerCall, is_gone: Callable[[], bool]) -> Caller:
-        """Who made a call."""
+        """Who made a call: to be asked before anything is done for it.
+
+        Raises:
+            UnauthenticatedError: Nobody who may.
+        """
         deadline = None if call.timeout_s is None else time.monotonic() + call.timeout_s
-        return Caller(self._client, deadline, is_gone, lambda: hang_up(self._sock))
+        check = partial(self._calls.guard.client_of, call.metadata.get("authorization"), self._client)
+        return Caller(check(), deadline, is_gone, lambda: hang_up(self._sock), check)
 
     def answer(self, call: http2.ServerCall) -> None:
         """Answers a call of which nothing has been read."""
         try:
+            caller = self.caller(call, _is_gone(call))
             if call.path in UNARY:
                 nbytes = call.receive_message()
                 if nbytes is None or nbytes > MAX_MESSAGE_NBYTES:
@@ -52,7 +59,7 @@ class Answers:
                     return
                 self.answer_message(call, call.read(nbytes))
             elif call.path == _EXCHANGE:
-                for pieces in self._calls.exchange(Upload(call), self.caller(call, _is_gone(call))):
+                for pieces in self._calls.exchange(Upload(call), caller):
                     call.send_message(*pieces)
                 call.end()
             else:

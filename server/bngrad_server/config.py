@@ -80,6 +80,26 @@ class ServerConfig:
     """A worker that shows no life for so long is killed and replaced, in seconds."""
     drain_timeout_s: float = 30.0
     """How long requests in flight may take to end after SIGTERM, in seconds."""
+    tls_certificate: Path | None = None
+    """The server's certificate, a PEM file that is read again when it changes; with it, TCP ports speak TLS alone."""
+    tls_key: Path | None = None
+    """The private key of the certificate, in a PEM file, without a password."""
+    tls_client_ca: Path | None = None
+    """The authorities of clients, in a PEM file; with it, clients on TCP ports must show a certificate of theirs."""
+    token_file: Path | None = None
+    """Whose tokens are accepted, in lines as `bngrad token new` prints them; with it, every call must have one."""
+    open_health: bool = False
+    """Whether grpc.health.v1 answers without a token."""
+    insecure: bool = False
+    """Whether the network is protected otherwise, so that nothing need be said about ports without TLS or tokens."""
+    reflection: bool = True
+    """Whether clients may ask what there is to call."""
+    socket_mode: str = "0600"
+    """The permissions of the Unix sockets in listen, in octal: who may write to one may call."""
+    max_client_requests: int = 0
+    """Requests in the server at once of one client; beyond, it is told to come again. 0 is no limit."""
+    max_client_bytes: int = 0
+    """Tensors in the server at once of one client, in bytes, if it has several requests. 0 is no limit."""
 
     @property
     def has_cores_for_all(self) -> bool:

@@ -41,7 +41,9 @@ class Engine:
     """All that a request passes on its way: admission, memory, queue, workers."""
 
     def __init__(self, config: ServerConfig, on_change: Callable[[], None]) -> None:
-        self.admission = Admission(config.max_requests, config.max_wait_s)
+        self.admission = Admission(
+            config.max_requests, config.max_wait_s, config.max_client_requests, config.max_client_bytes
+        )
         self.arena = Arena(config.arena_bytes)
         self.batcher = Batcher(
             config.max_batch_jobs, config.max_batch_bytes, config.max_batch_delay_s, split=config.has_cores_for_all

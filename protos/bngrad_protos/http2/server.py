@@ -97,7 +97,7 @@ class ServerConnection(Connection):
     @property
     def is_amid_frame(self) -> bool:
         """Whether something has arrived that is not handled yet."""
-        return self.io.high > self.io.low
+        return self.io.has_more
 
     def goaway(self) -> None:
         """Tells the client that no more calls are taken; one that it began meanwhile it may repeat elsewhere."""
