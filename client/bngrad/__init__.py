@@ -19,10 +19,12 @@ from bngrad._errors import (
     InternalError,
     InvalidArgumentError,
     ResourceExhaustedError,
+    UnauthenticatedError,
     UnavailableError,
     UnimplementedError,
 )
 from bngrad._results import BatchNormTrainingBackprop, Device, FusedBatchNormGradV2, FusedBatchNormGradV3, ServerInfo
+from bngrad._security import Tls
 from bngrad_protos import __version__
 
 __all__ = [
@@ -39,6 +41,8 @@ __all__ = [
     "InvalidArgumentError",
     "ResourceExhaustedError",
     "ServerInfo",
+    "Tls",
+    "UnauthenticatedError",
     "UnavailableError",
     "UnimplementedError",
     "__version__",
