@@ -14,10 +14,12 @@ from bngrad_server.caller import Caller
 from bngrad_server.calls import SERVICE, UNARY_OPS, Calls
 from bngrad_server.engine import Staged
 from bngrad_server.errors import status_of
+from bngrad_server.security.guard import UnauthenticatedError
 from bngrad_server.uploads import MAX_MESSAGE_NBYTES, Upload
 
 _UNIMPLEMENTED = 12
 _RESOURCE_EXHAUSTED = 8
+_UNAUTHENTICATED = 16
 _PREFIX = f"/{SERVICE.full_name}/"
 _EXCHANGE = f"{_PREFIX}Exchange"
 
@@ -94,7 +96,9 @@ def refuse(call: http2.ServerCall, error: Exception) -> None:
     """
     if isinstance(error, ConnectionError):
         raise error
-    if isinstance(error, http2.RpcError):  # the client has reset the call, and may make others
+    if isinstance(error, UnauthenticatedError):
+        call.end(_UNAUTHENTICATED, str(error))
+    elif isinstance(error, http2.RpcError):  # the client has reset the call, and may make others
         call.end(error.code, error.message)
     else:
         code, status = status_of(error)

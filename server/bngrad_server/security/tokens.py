@@ -72,4 +72,4 @@ def _read(path: Path) -> list[tuple[str, bytes]]:
 
 
 def _hash(token: str) -> bytes:
-    return hashlib.sha256(token.encode()).digest()
+    return hashlib.sha256(token.encode(errors="replace")).digest()

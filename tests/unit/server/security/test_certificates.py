@@ -26,14 +26,16 @@ def shake_hands(certificates: Certificates, authority: Authority, pair: Pair | N
     if pair is not None:
         context.load_cert_chain(pair.certificate, pair.key)
     here, there = socket.socketpair()
-    with certificates.context.wrap_socket(there, server_side=True, do_handshake_on_connect=False) as server:
-        with context.wrap_socket(here, do_handshake_on_connect=False) as client:
-            for each in (client, server):
-                each.setblocking(False)
-            _both(client, server)
-            shown = client.getpeercert(binary_form=True)
-            assert shown is not None
-            return client_of_socket(server, "a stranger"), ssl.DER_cert_to_PEM_cert(shown)
+    with (
+        certificates.context.wrap_socket(there, server_side=True, do_handshake_on_connect=False) as server,
+        context.wrap_socket(here, do_handshake_on_connect=False) as client,
+    ):
+        for each in (client, server):
+            each.setblocking(False)
+        _both(client, server)
+        shown = client.getpeercert(binary_form=True)
+        assert shown is not None
+        return client_of_socket(server, "a stranger"), ssl.DER_cert_to_PEM_cert(shown)
 
 
 def _both(*ends: ssl.SSLSocket) -> None:
