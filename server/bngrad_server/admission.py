@@ -55,8 +55,9 @@ class Admission:
             max_client_requests: The most requests of one client; 0 is no limit.
             max_client_bytes: The most bytes of the tensors of one client that has several requests in; 0 is no limit.
         """
+        self._limits_clients = max_client_requests > 0 or max_client_bytes > 0
         self._max_client_requests = max_client_requests or math.inf
-        self._max_client_work = max_client_bytes or math.inf
+        self._max_client_bytes = max_client_bytes or math.inf
         self._max_requests = max_requests
         self._max_wait_s = max_wait_s
         self._mutex = threading.Lock()
@@ -114,11 +115,8 @@ class Admission:
             self._measure(work if computed else 0)
 
     def _check(self, client: str, work: int, deadline: float | None) -> None:
-        if (has := self._requests_of[client]) >= self._max_client_requests:
-            raise OverloadedError(f"this client has {has} requests in already, the most that it may", _CLIENT_RETRY_S)
-        if has and self._work_of[client] + work - (has + 1) * _WORK_OF_ANY_REQUEST > self._max_client_work:
-            limit = f"the {self._max_client_work} bytes that it may have"
-            raise OverloadedError(f"this client's requests have more than {limit} in at once", _CLIENT_RETRY_S)
+        if self._limits_clients:
+            self._check_client(client, work)
         if self.requests < _ALWAYS_REQUESTS:
             return
         max_wait_s = self._max_wait_s
@@ -138,6 +136,18 @@ class Admission:
         is_many = self.requests >= self._max_requests
         load = f"{self._max_requests} requests" if is_many else f"about {self._wait_s(self._work):.1f} s of work"
         raise OverloadedError(f"the server is full: {load}", retry_delay_s)
+
+    def _check_client(self, client: str, work: int) -> None:
+        """Refuses a client that has as much in as one may have; a request of its own is always let in alone."""
+        requests = self._requests_of[client]
+        if requests >= self._max_client_requests:
+            raise OverloadedError(
+                f"this client has {requests} requests in already, the most that it may", _CLIENT_RETRY_S
+            )
+        nbytes = self._work_of[client] + work - (requests + 1) * _WORK_OF_ANY_REQUEST
+        if requests and nbytes > self._max_client_bytes:
+            limit = f"the {self._max_client_bytes} bytes that it may have"
+            raise OverloadedError(f"this client's requests have more than {limit} in at once", _CLIENT_RETRY_S)
 
     def _fullness(self, requests: int, work: int, max_wait_s: float) -> float:
         return max(requests / self._max_requests, self._wait_s(work) / max_wait_s)

@@ -46,7 +46,10 @@ class Answers:
             UnauthenticatedError: Nobody who may.
         """
         deadline = None if call.timeout_s is None else time.monotonic() + call.timeout_s
-        check = partial(self._calls.guard.client_of, call.metadata.get("authorization"), self._client)
+        guard = self._calls.guard
+        if not guard.asks_tokens:
+            return Caller(self._client, deadline, is_gone, lambda: hang_up(self._sock))
+        check = partial(guard.client_of, call.metadata.get("authorization"), self._client)
         return Caller(check(), deadline, is_gone, lambda: hang_up(self._sock), check)
 
     def answer(self, call: http2.ServerCall) -> None:

@@ -41,6 +41,7 @@ class BufferedSocket:
 
     Attributes:
         broken: Why the socket is of no more use; None while it is.
+        tls: The socket, if it speaks TLS: it may then have something that nobody who watches its descriptor would see.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -48,7 +49,7 @@ class BufferedSocket:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             _fit_to_cache(sock)
         self._sock = sock
-        self._tls = sock if isinstance(sock, TlsSocket) else None
+        self.tls = sock if isinstance(sock, TlsSocket) else None
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self.broken: str | None = None
@@ -162,18 +163,13 @@ class BufferedSocket:
         if self.high - self.low == BUFFER_BYTES:
             return False
         # A timeout of Python's own makes it wait whatever the flags say, but with TLS.
-        if self._tls is None and self._sock.gettimeout() is not None and not self._poll.poll(0):
+        if self.tls is None and self._sock.gettimeout() is not None and not self._poll.poll(0):
             return False
         try:
             self._receive_more(socket.MSG_DONTWAIT)
         except TimeoutError:
             return False
         return True
-
-    @property
-    def has_more(self) -> bool:
-        """Whether something has arrived that is not used yet and that nobody who watches the socket would see."""
-        return self.high > self.low or (self._tls is not None and self._tls.pending() > 0)
 
     def take(self, nbytes: int) -> bytes:
         """Waits for the next ``nbytes``, at most `BUFFER_BYTES`, and gives them."""

@@ -97,7 +97,8 @@ class ServerConnection(Connection):
     @property
     def is_amid_frame(self) -> bool:
         """Whether something has arrived that is not handled yet."""
-        return self.io.has_more
+        io = self.io
+        return io.high > io.low or (io.tls is not None and io.tls.pending() > 0)
 
     def goaway(self) -> None:
         """Tells the client that no more calls are taken; one that it began meanwhile it may repeat elsewhere."""
