@@ -144,7 +144,7 @@ class Connections:
             elif call is not None:
                 del self._idle[connection]
                 self._begin(connection, call)
-            elif http.is_amid_frame:
+            elif http.is_amid_frame and http.awaits_much:
                 self._lend(connection, partial(_answer_begun, connection))
             else:
                 http.flush()
@@ -165,11 +165,16 @@ class Connections:
             connection.http.flush()
 
     def _begin(self, connection: _Connection, call: http2.ServerCall) -> None:
-        if call.path not in UNARY or not call.has_arrived:
-            self._lend(connection, partial(connection.answers.answer, call))
+        if call.failure is not None:  # it was reset already
+            call.end()
+            self._rest(connection)
             return
         try:
-            small_call = SmallCall(call, connection.answers.caller(call, lambda: call.failure is not None))
+            caller = connection.answers.caller(call, lambda: call.failure is not None)
+            if call.path not in UNARY or not call.has_arrived:
+                self._lend(connection, partial(connection.answers.answer, call))
+                return
+            small_call = SmallCall(call, caller)
             end = partial(self._poller.soon, partial(self._end, connection, small_call))
             data = message_of(call)
             has_begun = small_call.submit(self._calls, data, end)

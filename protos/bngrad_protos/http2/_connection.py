@@ -182,6 +182,17 @@ class Connection(ABC):
             return False
         return buffered >= frames.HEADER_BYTES + length
 
+    def _is_short_frame(self) -> bool:
+        """Whether the next frame, of which a part has arrived, can be handled once it is whole in the buffer."""
+        io = self.io
+        if self.data_left or self._skip_left or (io.tls is not None and io.tls.pending()):
+            return False
+        if io.high - io.low < frames.HEADER_BYTES:
+            return True
+        length, kind, flags, _ = frames.parse_header(io.buffer, io.low)
+        is_whole = kind != frames.HEADERS or flags & frames.END_HEADERS
+        return bool(is_whole and frames.DATA < kind <= frames.CONTINUATION and length <= _CONTROL_BYTES)
+
     def handle_frame(self) -> None:
         """Waits for a frame and acts on it; of DATA of the running call, only the header: see `data_left`.
 

@@ -100,6 +100,11 @@ class ServerConnection(Connection):
         io = self.io
         return io.high > io.low or (io.tls is not None and io.tls.pending() > 0)
 
+    @property
+    def awaits_much(self) -> bool:
+        """Whether what has begun to arrive may take long, or is more than can be kept until it is whole."""
+        return self._preface_seen and not self._is_short_frame()
+
     def goaway(self) -> None:
         """Tells the client that no more calls are taken; one that it began meanwhile it may repeat elsewhere."""
         self._sent_goaway = True
