@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 _MAX_CONNECTIONS = 512
 """For more, the one that was idle longest is closed, of those that never made a call if there are such; where none is
 idle, the new one, whose client falls back to grpcio."""
+_WEIGHT_OF_RESET = 100
 _STALL_TIMEOUT_S = 60.0
 """How long a peer may stand still in the middle of a frame or a call."""
 
@@ -165,7 +166,8 @@ class Connections:
             connection.http.flush()
 
     def _begin(self, connection: _Connection, call: http2.ServerCall) -> None:
-        if call.failure is not None:  # it was reset already
+        if call.failure is not None:  # it was reset before we saw it: few who mean well do that, and not often
+            connection.http.count_idle_frame(_WEIGHT_OF_RESET)
             call.end()
             self._rest(connection)
             return

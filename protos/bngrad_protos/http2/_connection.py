@@ -227,9 +227,13 @@ class Connection(ABC):
             io.broken = io.broken or f"handling a frame failed: {error or type(error).__name__}"
             raise
 
-    def count_idle_frame(self) -> None:
-        """Ends the connection of a peer that floods it with frames that move no call forward."""
-        self._idle_frames += 1
+    def count_idle_frame(self, weight: int = 1) -> None:
+        """Ends the connection of a peer that floods it with frames that move no call forward.
+
+        Args:
+            weight: As how many frames it counts.
+        """
+        self._idle_frames += weight
         if self._idle_frames >= _IDLE_FRAMES_PER_SECOND:
             now = time.monotonic()
             if now - self._idle_since < 1:
