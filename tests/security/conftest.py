@@ -89,10 +89,9 @@ class Guarded:
 
     def channel(self, door: str) -> grpc.Channel:
         """A stock channel to a door, with alice's certificate where it is of TCP."""
-        if door == "grpcio Unix":
-            return grpc.insecure_channel(self.unix_target)
-        if door == "own Unix":
-            return grpc.insecure_channel(f"unix:{self.endpoints.local_directory}/calls")
+        if door.endswith("Unix"):
+            target = self.unix_target if door == "grpcio Unix" else f"unix:{self.endpoints.local_directory}/calls"
+            return grpc.insecure_channel(target, [("grpc.use_local_subchannel_pool", 1)])  # a connection of its own
         host, port = self.port(door)
         return grpc.secure_channel(f"{host}:{port}", self.credentials)
 
