@@ -103,10 +103,14 @@ class Guarded:
 
     @cached_property
     def endpoints(self) -> pb.Endpoints:
+        return self.info().endpoints
+
+    def info(self) -> pb.ServerInfoResponse:
+        """What the server says of itself to alice."""
         metadata = (("authorization", f"Bearer {self.token}"),)
         with grpc.secure_channel(self.server.target, self.credentials) as channel:
             stub = pb_grpc.BatchNormGradServiceStub(channel)
-            return stub.ServerInfo(pb.ServerInfoRequest(), metadata=metadata, timeout=60).endpoints
+            return stub.ServerInfo(pb.ServerInfoRequest(), metadata=metadata, timeout=60)
 
 
 @pytest.fixture(scope="session")

@@ -91,7 +91,8 @@ def test_a_client_has_no_more_than_its_share(limited: tuple[Guarded, str], door:
     with guarded.channel(door) as first, guarded.channel(door) as second:
         held = exchange_of(first)(upload(), metadata=_as(guarded.token), timeout=60)
         try:
-            wait_until(lambda: code_of(second, message, guarded.token) == grpc.StatusCode.RESOURCE_EXHAUSTED)
+            wait_until(lambda: guarded.info().requests == 1)
+            assert code_of(second, message, guarded.token) == grpc.StatusCode.RESOURCE_EXHAUSTED
             assert code_of(second, message, bob) == grpc.StatusCode.OK
         finally:
             held.cancel()
