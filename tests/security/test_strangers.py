@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import socket
 import struct
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
 
 import grpc
 import pytest
 from tests.faults.peers import path_of, request
-from tests.integration.conftest import TRANSPORTS, Transport
+from tests.integration.conftest import TRANSPORTS, Transport, wait_until
 from tests.security.conftest import DOORS, Guarded, ask
 
 import bngrad
+from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.security.tokens import new_token
 
 _METHODS = (
@@ -109,6 +113,43 @@ def test_a_stranger_gets_no_shared_memory(guarded: Guarded, authorization: str) 
         message, fds, _, _ = socket.recv_fds(sock, 1024, 1)
     assert not fds
     assert message in (b"a valid token is needed", b"")
+
+
+def test_a_call_that_goes_on_ends_with_its_token(own_guarded: Guarded) -> None:
+    guarded = own_guarded
+    metadata = (("authorization", f"Bearer {guarded.token}"),)
+    part = pb.ExchangeRequest(fused_batch_norm_grad_v2=request(0)).SerializeToString()
+    is_out = threading.Event()
+
+    def requests() -> Iterator[bytes]:
+        yield part
+        is_out.wait(60)
+        yield part
+
+    with ExitStack() as stack:
+        running = []
+        for door in DOORS:
+            channel = stack.enter_context(guarded.channel(door))
+            call: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(path_of("Exchange"))
+            running.append(call(requests(), metadata=metadata, timeout=60))
+            assert next(running[-1])
+        guarded.know(new_token("bob")[1])
+        wait_until(lambda: not is_known(guarded))
+        is_out.set()
+        for responses in running:
+            with pytest.raises(grpc.RpcError) as refused:
+                list(responses)
+            assert isinstance(refused.value, grpc.Call)
+            assert refused.value.code() == grpc.StatusCode.UNAUTHENTICATED
+
+
+def is_known(guarded: Guarded) -> bool:
+    with guarded.client(transport="unary") as client:
+        try:
+            ask(client)
+        except bngrad.UnauthenticatedError:
+            return False
+        return True
 
 
 def test_nobody_is_told_the_token(guarded: Guarded) -> None:
