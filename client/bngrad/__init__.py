@@ -23,7 +23,14 @@ from bngrad._errors import (
     UnavailableError,
     UnimplementedError,
 )
-from bngrad._results import BatchNormTrainingBackprop, Device, FusedBatchNormGradV2, FusedBatchNormGradV3, ServerInfo
+from bngrad._results import (
+    BatchNormTrainingBackprop,
+    Device,
+    FusedBatchNormGradGrad,
+    FusedBatchNormGradV2,
+    FusedBatchNormGradV3,
+    ServerInfo,
+)
 from bngrad._security import Tls
 from bngrad_protos import __version__
 
@@ -35,6 +42,7 @@ __all__ = [
     "DeadlineExceededError",
     "Device",
     "FieldViolation",
+    "FusedBatchNormGradGrad",
     "FusedBatchNormGradV2",
     "FusedBatchNormGradV3",
     "InternalError",
