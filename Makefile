@@ -5,7 +5,8 @@ GPU_PYTHON ?= python3
 GPU_DEVICE ?= cuda:0
 BIN := $(VENV)/bin
 
-.PHONY: demo test soak lint proto settings-page bench bench-transport bench-load gpu-test gpu-bench gpu-sweep clean
+.PHONY: demo test soak lint proto settings-page bench bench-transport bench-load bench-hostile gpu-test gpu-bench \
+	gpu-sweep clean
 
 demo: $(VENV)/server.stamp  ## Sets up, starts a CPU server and sends it real gradients
 	$(BIN)/bngrad demo
@@ -40,6 +41,9 @@ bench-transport: $(VENV)/dev.stamp  ## Round trips against plain protobuf, bare 
 
 bench-load: $(VENV)/dev.stamp  ## Goodput and latency up to and past saturation, a storm, killed workers, batching
 	$(BIN)/python -m benchmarks.bench_load $(LOAD)
+
+bench-hostile: $(VENV)/dev.stamp  ## What bad clients of all kinds cost a well-behaved one
+	$(BIN)/python -m benchmarks.bench_hostile --json benchmarks/results/hostile.json
 
 gpu-test gpu-bench gpu-sweep: export PYTHONPATH := client:server:kernels:protos:.
 
