@@ -182,6 +182,8 @@ def read_server_info(data: bytes) -> tuple[ServerInfo, pb.Endpoints]:
         requests=message.requests,
         batch_sizes=tuple(message.batch_sizes),
         device_remark=message.device_remark,
+        stream_port=message.endpoints.stream_port,
+        local_directory=message.endpoints.local_directory,
     )
     return info, message.endpoints
 

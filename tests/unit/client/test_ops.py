@@ -423,6 +423,8 @@ def test_server_info_is_read_word_for_word() -> None:
         requests=3,
         batch_sizes=(4, 5),
         device_remark="no GPU",
+        stream_port=endpoints.stream_port,
+        local_directory=endpoints.local_directory,
     )
     assert _codec.read_server_info(answer.SerializeToString()) == (expected, endpoints)
 
