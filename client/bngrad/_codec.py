@@ -181,9 +181,9 @@ def read_server_info(data: bytes) -> tuple[ServerInfo, pb.Endpoints]:
         arena_bytes=message.limits.arena_bytes,
         requests=message.requests,
         batch_sizes=tuple(message.batch_sizes),
-        device_remark=message.device_remark,
         stream_port=message.endpoints.stream_port,
         local_directory=message.endpoints.local_directory,
+        device_remark=message.device_remark,
     )
     return info, message.endpoints
 

@@ -105,9 +105,9 @@ class ServerInfo:
         arena_bytes: Its memory for the tensors of all requests in flight.
         requests: The requests in it at the moment.
         batch_sizes: How many batches it has computed; at index k, those of 2**k to 2**(k + 1) - 1 requests.
-        device_remark: Why it does not compute on some or all GPUs of its machine; empty where nothing is to be said.
         stream_port: The TCP port of its endpoint for large tensors; 0 for none.
         local_directory: Where clients on its host find it and its shared memory; empty for nowhere.
+        device_remark: Why it does not compute on some or all GPUs of its machine; empty where nothing is to be said.
     """
 
     version: str
@@ -117,6 +117,6 @@ class ServerInfo:
     arena_bytes: int
     requests: int
     batch_sizes: tuple[int, ...]
-    device_remark: str
     stream_port: int
     local_directory: str
+    device_remark: str
