@@ -60,10 +60,8 @@ def inputs_of(spec: Spec) -> tuple[Any, ...]:
 
 
 def run(client: bngrad.Client, spec: Spec, data_format: str) -> tuple[Any, ...]:
-    return client.fused_batch_norm_grad_v3(
-        *inputs_of(spec), None, epsilon=spec.epsilon, data_format=data_format, is_training=spec.is_training,
-        reserve_space_2_kind=spec.reserve_space_2_kind.value,
-    )[:3]  # fmt: skip
+    inputs: Any = (*inputs_of(spec), None, spec.epsilon, data_format, spec.is_training)
+    return client.fused_batch_norm_grad_v3(*inputs, reserve_space_2_kind=spec.reserve_space_2_kind.value)[:3]
 
 
 def bits(outputs: tuple[Any, ...]) -> list[bytes]:
