@@ -39,7 +39,7 @@ class Answers:
     def caller(self, call: http2.ServerCall, is_gone: Callable[[], bool]) -> Caller:
         """Who made a call."""
         deadline = None if call.timeout_s is None else time.monotonic() + call.timeout_s
-        return Caller(self._client, deadline, is_gone, lambda: hang_up(self._sock))
+        return Caller(self._client, deadline, is_gone, lambda: hang_up(self._sock), call.metadata)
 
     def answer(self, call: http2.ServerCall) -> None:
         """Answers a call of which nothing has been read."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 
@@ -16,9 +16,11 @@ class Caller:
         deadline: When it gives up, on the monotonic clock; None means never.
         is_gone: Tells whether it has given up already.
         hang_up: Ends its call, from any thread.
+        metadata: What came with the call.
     """
 
     client: str
     deadline: float | None
     is_gone: Callable[[], bool]
     hang_up: Callable[[], None]
+    metadata: Mapping[str, str]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 from bngrad_kernels.spec import FieldViolation, InvalidArgumentError
@@ -13,7 +14,7 @@ from bngrad_protos.wire import Buffer
 from bngrad_server.caller import Caller
 from bngrad_server.engine import Engine, Staged
 from bngrad_server.pool import WorkerState
-from bngrad_server.requests import OPS, Reader, Request
+from bngrad_server.requests import OPS, Reader
 
 SERVICE = pb.DESCRIPTOR.services_by_name["BatchNormGradService"]
 UNARY_OPS = tuple(op.name for op in OPS)
@@ -66,7 +67,7 @@ class Calls:
         Raises:
             Exception: See `bngrad_server.requests.Reader.read` and `bngrad_server.engine`.
         """
-        with self._engine.staged(self._read(self._readers[op_name], data, caller), caller) as staged:
+        with self._staged(self._readers[op_name], data, caller) as staged:
             staged.copy_from(data)
             staged.compute()
             with self._engine.transfers.watched(staged.request.sizes.tensor, caller):
@@ -80,21 +81,20 @@ class Calls:
         Raises:
             Exception: See `answer`.
         """
-        request = self._read(self._readers[op_name], data, caller)
-        staged = self._engine.stage(request, caller, may_wait=False)
+        staged = self._stage(self._readers[op_name], data, caller, may_wait=False)
         if staged is not None:
             try:
                 staged.copy_from(data)
                 staged.submit(on_end)
-            except BaseException:
-                staged.close()
+            except BaseException as error:
+                staged.close(error)
                 raise
         return staged
 
     @contextmanager
     def lent(self, staged: Staged, caller: Caller) -> Iterator[list[Buffer]]:
         """Lends the pieces of a response until the block ends, and then closes it; the caller may not take for ever."""
-        with closing(staged), self._engine.transfers.watched(staged.request.sizes.tensor, caller):
+        with staged, self._engine.transfers.watched(staged.request.sizes.tensor, caller):
             yield staged.response()
 
     def exchange(self, source: ExchangeSource, caller: Caller) -> Iterator[list[Buffer]]:
@@ -108,8 +108,8 @@ class Calls:
         """
         while (message := source.receive()) is not None:
             number, data = _request_of(message)
-            request = self._read(self._chunked_readers[number], data, caller)
-            with self._engine.staged(request, caller) as staged:
+            with self._staged(self._chunked_readers[number], data, caller) as staged:
+                request = staged.request
                 staged.copy_from(data)
                 with self._engine.transfers.watched(2 * request.sizes.tensor, caller):
                     for target in _targets(staged):
@@ -127,9 +127,20 @@ class Calls:
         """Hangs up on a caller whose message takes too long, for what is known before it is there."""
         return self._engine.transfers.watched(0, caller)
 
-    def _read(self, reader: Reader, data: bytes, caller: Caller) -> Request:
-        self._engine.admission.check(caller.client, caller.deadline)  # to read costs more than to refuse
-        return reader.read(data)
+    def _staged(self, reader: Reader, data: bytes, caller: Caller) -> Staged:
+        staged = self._stage(reader, data, caller)
+        assert staged is not None
+        return staged
+
+    def _stage(self, reader: Reader, data: bytes, caller: Caller, *, may_wait: bool = True) -> Staged | None:
+        """Reads a request and lends memory for it; see `bngrad_server.engine.Engine.stage`."""
+        received_at = time.monotonic()
+        try:
+            self._engine.admission.check(caller.client, caller.deadline)  # to read costs more than to refuse
+            return self._engine.stage(reader.read(data), caller, received_at, may_wait=may_wait)
+        except BaseException as error:
+            self._engine.observer.failed(reader.op.name, reader.transport, caller, error)
+            raise
 
     def server_info(self) -> bytes:
         """The response of ServerInfo."""

@@ -181,18 +181,19 @@ class Connections:
             staged.close()
             return
         self._forget_call(connection)
+        reason = None
         try:
             try:
                 was_sent = small_call.send()
             except Exception as error:
+                reason, was_sent = error, True
                 refuse(small_call.call, error)
-                was_sent = True
         except Exception as error:
-            staged.close()
+            staged.close(error)
             self._fail(connection, error)
             return
         if was_sent:
-            staged.close()
+            staged.close(reason)
             self._rest(connection)
         else:
             self._lend(connection, partial(connection.answers.send, small_call.call, staged, small_call.caller))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
+from types import TracebackType
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from bngrad_server.caller import Caller
 from bngrad_server.config import ServerConfig
 from bngrad_server.jobs import Job
 from bngrad_server.memory import MemoryTrimmer
+from bngrad_server.observer import Observer
 from bngrad_server.pool import WorkerPool
 from bngrad_server.regions import Region, Regions
 from bngrad_server.requests import Request
@@ -49,11 +51,20 @@ class Engine:
         self.pool = WorkerPool(config, self.arena, self.batcher, on_change)
         self.regions = Regions(config.shared_bytes, self.pool.map, self.pool.unmap)
         self.transfers = Transfers(config.transfer_timeout_s)
+        self.observer = Observer()
         self._trimmer = MemoryTrimmer(self.admission)
         self._max_wait_s = config.max_wait_s
 
-    def stage(self, request: Request, caller: Caller, *, may_wait: bool = True) -> Staged | None:
+    def stage(
+        self, request: Request, caller: Caller, received_at: float, *, may_wait: bool = True
+    ) -> Staged | None:
         """Lends memory for a request until `Staged.close`; gives None where there is none and nothing may wait.
+
+        Args:
+            request: The request.
+            caller: Who made it.
+            received_at: When its message was there, on the monotonic clock.
+            may_wait: Whether to wait for memory.
 
         Raises:
             OverloadedError: There is too much to do already.
@@ -63,23 +74,15 @@ class Engine:
             CancelledError: The caller gave up.
         """
         self.admission.enter(caller.client, request.tensors_nbytes, caller.deadline)
-        staged = Staged(self, request, caller)
+        staged = Staged(self, request, caller, received_at)
         try:
             if staged.take_memory(may_wait=may_wait):
                 return staged
         except BaseException:
-            staged.close()
+            staged.give_back()
             raise
-        staged.close()
+        staged.give_back()
         return None
-
-    @contextmanager
-    def staged(self, request: Request, caller: Caller) -> Iterator[Staged]:
-        """Lends memory for a request until the block ends; see `stage`."""
-        staged = self.stage(request, caller)
-        assert staged is not None
-        with closing(staged):
-            yield staged
 
     def allocate(self, nbytes: int, caller: Caller) -> Block:
         """Takes a block of the arena for a caller.
@@ -105,7 +108,7 @@ class Engine:
 
 
 class Staged:
-    """A request's place in shared memory.
+    """A request's place in shared memory, until `close` or the end of a ``with`` block.
 
     Attributes:
         request: The request.
@@ -123,11 +126,13 @@ class Staged:
     scale_backprop: memoryview
     offset_backprop: memoryview
 
-    def __init__(self, engine: Engine, request: Request, caller: Caller) -> None:
+    def __init__(self, engine: Engine, request: Request, caller: Caller, received_at: float) -> None:
         self.request = request
         self.computed = False
         self._engine = engine
         self._caller = caller
+        self._received_at = received_at
+        self._decoded_at = self._placed_at = time.monotonic()
         self._block: Block | None = None
         self._held: list[Region] = []
         self.job: Job | None = None
@@ -158,9 +163,34 @@ class Staged:
         self.y_backprop, self.x, self.x_backprop = views
         self.scale_backprop, self.offset_backprop = self._stats(SCALE_BACKPROP), self._stats(OFFSET_BACKPROP)
         self._task = Task(request.scale is not None, self._stats_offset, *tensor_places)
+        self._placed_at = time.monotonic()
         return True
 
-    def close(self) -> None:
+    def __enter__(self) -> Staged:
+        """Gives itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close(error)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Gives all back, and has the observer know how it went.
+
+        Args:
+            error: Why there is no answer, if there is none.
+        """
+        self.give_back()
+        observer, job = self._engine.observer, self.job
+        if error is None and self.computed and job is not None:
+            began = (self._received_at, self._decoded_at, self._placed_at)
+            moments = (*began, job.arrival, job.started_at, job.ended_at, time.monotonic())
+            observer.answered(self.request, self._caller, moments)
+        else:
+            observer.failed(self.request.op, self.request.transport, self._caller, error or CancelledError())
+
+    def give_back(self) -> None:
         """Lets the request out, and gives all memory back as soon as no worker touches it."""
         if self.job is None:
             self._release()

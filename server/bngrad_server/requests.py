@@ -89,6 +89,8 @@ class Request:
     """A valid request without its elements; one stands for all that differ in their elements alone.
 
     Attributes:
+        op: The name of its op.
+        transport: How its elements come, see `bngrad_server.metrics.TRANSPORTS`.
         spec: What to compute.
         sizes: What its tensors take.
         kernel_key: See `bngrad_server.jobs.Job`; alike priority.
@@ -101,6 +103,8 @@ class Request:
         response: What comes before x_backprop, scale_backprop, offset_backprop, and after them, in the response.
     """
 
+    op: str
+    transport: str
     spec: Spec
     sizes: Sizes
     kernel_key: KernelKey
@@ -132,6 +136,7 @@ class Reader:
 
     def __init__(self, op: Op, *, chunked: bool) -> None:
         self.op = op
+        self.transport = "stream" if chunked else "unary"
         self._chunked = chunked
         self._decoder = wire.Decoder(op.request_type)
         self._validated = functools.lru_cache(maxsize=1024)(self._validate)
@@ -157,13 +162,17 @@ class Reader:
         if destination is not None and self._chunked:
             description = f"{name} must not be given where the elements come in chunks"
             raise InvalidArgumentError((FieldViolation(name, description),))
+        sources = (self._source(op.y_backprop, tensors), self._source(op.x, tensors))
+        is_shared = any(isinstance(place, pb.Location) for place in (*sources, destination))
         return Request(
+            op.name,
+            "shared" if is_shared else self.transport,
             spec,
             Sizes.of(spec),
             (spec.dtype, spec.inner == 1, spec.is_training),
             _priority(layout.message),
-            y_backprop=self._source(op.y_backprop, tensors),
-            x=self._source(op.x, tensors),
+            y_backprop=sources[0],
+            x=sources[1],
             scale=_elements(tensors[op.scale]) if op.scale in tensors else None,
             reserve_space_1=_elements(tensors[op.reserve_space_1]),
             reserve_space_2=_elements(tensors[op.reserve_space_2]),

@@ -107,7 +107,8 @@ def _caller(context: grpc.ServicerContext) -> Caller:
     rest_s = context.time_remaining()
     endless = rest_s is None or rest_s > threading.TIMEOUT_MAX
     deadline = None if endless else time.monotonic() + rest_s
-    return Caller(_host(context.peer()), deadline, lambda: not context.is_active(), lambda: _cancel(context))
+    metadata = {key: value for key, value in context.invocation_metadata() if isinstance(value, str)}
+    return Caller(_host(context.peer()), deadline, lambda: not context.is_active(), lambda: _cancel(context), metadata)
 
 
 def _cancel(context: grpc.ServicerContext) -> None:
