@@ -67,6 +67,10 @@ class Connections:
         self._draining = False
         poller.on_tick = self._check_patience
 
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._all)
+
     def add(self, sock: socket.socket, client: str) -> None:
         """Takes a new connection."""
         if self._draining or not self._has_room():

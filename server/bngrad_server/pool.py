@@ -46,12 +46,16 @@ class DeviceStatus:
         description: The device in its maker's words; empty before its worker is first ready.
         state: What its worker is doing.
         restarts: How often its worker was started again.
+        busy_s: For how long its workers have computed, in seconds.
+        resident_bytes: The memory that its worker has in use, shared memory included.
     """
 
     name: str
     description: str
     state: WorkerState
     restarts: int
+    busy_s: float
+    resident_bytes: int
 
 
 class WorkerPool:
@@ -147,6 +151,7 @@ class _Keeper:
         self._on_change = on_change
         self._description = ""
         self._restarts = 0
+        self._busy_before_s = 0.0  # by the workers before
         self._ready_since: float | None = None
         self._closing = threading.Event()
         self._started = threading.Event()
@@ -162,7 +167,11 @@ class _Keeper:
 
     def status(self) -> DeviceStatus:
         state = WorkerState.STARTING if self._ready_since is None else WorkerState.READY
-        return DeviceStatus(self._name, self._description, state, self._restarts)
+        worker = self._worker
+        busy_s, resident_bytes = (0.0, 0) if worker is None else (worker.busy_s, worker.resident_bytes)
+        return DeviceStatus(
+            self._name, self._description, state, self._restarts, self._busy_before_s + busy_s, resident_bytes
+        )
 
     def tell_worker(self, what: Callable[[WorkerProcess], None]) -> None:
         """Tells the worker of a change of the regions; one that is starting or dead will be told of them all."""
@@ -195,7 +204,9 @@ class _Keeper:
 
     def _keep_one(self) -> bool:
         """Has a worker in use until it ends, and says whether that was for long."""
-        worker = self._worker = self._start()
+        worker, before = self._start(), self._worker
+        busy_before_s = self._busy_before_s + (before.busy_s if before is not None else 0.0)
+        self._worker, self._busy_before_s = worker, busy_before_s
         try:
             if self._closing.is_set():  # too early for `begin_to_close` to know of it
                 return True
