@@ -100,13 +100,11 @@ class Discovery:
 
     def _discover(self, before: Ways, deadline: Deadline, cancellation: Cancellation) -> Ways | None:
         """Asks the server for its endpoints; gives what is there instead if a way was lost meanwhile."""
-        try:
-            endpoints = self._ask(deadline, cancellation)
-        except (UnavailableError, DeadlineExceededError):
-            raise
-        except BngradError:
-            endpoints = pb.Endpoints()  # an older server, or something else that answers calls
-        ways = self._ways_to(endpoints, before)
+        blocked = set(self._blocked)
+        ways = self._ways_to(self._endpoints(deadline, cancellation), before)
+        if set(self._blocked) - blocked:
+            # The server may have gone since it answered, and another one may have begun.
+            ways = self._ways_to(self._endpoints(deadline, cancellation), before)
         with self._mutex:
             is_closed, present = self._closed, self._ways
             is_current = not is_closed and (present is None or present is before)
@@ -120,6 +118,14 @@ class Discovery:
             return present
         before.close(but=ways)
         return ways
+
+    def _endpoints(self, deadline: Deadline, cancellation: Cancellation) -> pb.Endpoints:
+        try:
+            return self._ask(deadline, cancellation)
+        except (UnavailableError, DeadlineExceededError):
+            raise
+        except BngradError:
+            return pb.Endpoints()  # an older server, or something else that answers calls
 
     def _ways_to(self, endpoints: pb.Endpoints, before: Ways) -> Ways:
         """The ways to the endpoints, except those that are left alone for now; those that there were before stay."""

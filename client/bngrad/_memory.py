@@ -242,7 +242,7 @@ class Pool:
 
     def _new_region(self, nbytes: int) -> Region:
         if self._closed:
-            raise LeaseError("the client is closed")
+            raise UnreachableError("the server has gone, or the client was closed")
         for region in [region for region in self._regions if region.blocks == 0]:
             self._forget(region)  # too small, so another one of its kind would not help either
         return Region(nbytes, None if self._path is None else _lease(self._path, nbytes))

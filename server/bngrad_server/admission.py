@@ -122,7 +122,9 @@ class Admission:
         excess_s = (total - 1) / total * self._wait_s(self._work + work)
         # In round figures, since a refusal that was made before is cheaper.
         retry_delay_s = round(min(max(excess_s, _SHORTEST_RETRY_S), _LONGEST_RETRY_S), 2)
-        raise OverloadedError(f"the server is full: about {self._wait_s(self._work):.1f} s of work", retry_delay_s)
+        is_many = self.requests >= self._max_requests
+        load = f"{self._max_requests} requests" if is_many else f"about {self._wait_s(self._work):.1f} s of work"
+        raise OverloadedError(f"the server is full: {load}", retry_delay_s)
 
     def _fullness(self, requests: int, work: int, max_wait_s: float) -> float:
         return max(requests / self._max_requests, self._wait_s(work) / max_wait_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.faults import misbehaviour, processes, surroundings
 from tests.faults.scene import Fault
 
-_GONE = frozenset({"UnavailableError", "NotSharedError"})
+_GONE = frozenset({"UnavailableError"})
 _SHORT_OF_EVERYTHING = frozenset({"UnavailableError", "ResourceExhaustedError"})
 
 FAULTS = [

@@ -129,6 +129,7 @@ class Server:
         local: The endpoint on this host.
         regions: The shared memory.
         on_call: Called with the way of each call before it is answered.
+        on_info: Called before the endpoints are told.
     """
 
     target: str
@@ -139,6 +140,7 @@ class Server:
         self.ways: list[str] = []
         self.infos = 0
         self.on_call: Callable[[str], None] = lambda way: None
+        self.on_info: Callable[[], None] = lambda: None
         self.regions = Regions(max_shared_nbytes, lambda number, region: None, lambda number: None)
         self.sockets = LocalSockets(self.regions, None)
         self.endpoints = pb.Endpoints(local_directory=str(self.sockets.directory))
@@ -146,6 +148,7 @@ class Server:
     def answer_grpc(self, method: str, request: bytes, context: grpc.ServicerContext) -> bytes:
         if method == "ServerInfo":
             self.infos += 1
+            self.on_info()
             return pb.ServerInfoResponse(version="1.2.3", endpoints=self.endpoints).SerializeToString()
         return self._answer("grpc", request)
 

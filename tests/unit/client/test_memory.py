@@ -224,7 +224,7 @@ def test_closing_leaves_arrays_as_they_are_and_makes_no_new_ones(pool: Pool) -> 
     assert pool.locate(array) is None
     assert not pool.check()
     for nbytes in (1000, 3000):
-        with pytest.raises(LeaseError, match="the client is closed"):
+        with pytest.raises(LeaseError, match="the client was closed"):
             pool.empty((nbytes,), BYTE)
     assert (array == 6).all()
 

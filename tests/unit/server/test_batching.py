@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import random
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -18,6 +20,8 @@ from bngrad_kernels.spec import BFLOAT16, FLOAT32, Spec
 from bngrad_server.batching import MAX_ATTEMPTS, Batcher, ComputeError
 from bngrad_server.crew import Part, Worker, WorkerDiedError
 from bngrad_server.jobs import Job, JobState, KernelKey
+from bngrad_server.leading import Leader
+from bngrad_server.poller import Poller
 from bngrad_server.staging import Place, Task
 
 TIMEOUT_S = 20.0
@@ -364,20 +368,24 @@ class RandomWorker:
 
     def __init__(self, random_: random.Random, touched: set[int], mutex: threading.Lock) -> None:
         self.has_died = threading.Event()
+        self._done = os.eventfd(0)
+        weakref.finalize(self, os.close, self._done)
         self._random = random_
         self._touched = touched
         self._mutex = mutex
 
     def begin(self, parts: Sequence[Part]) -> None:
         self._batch = [job for job, _ in parts]
+        os.eventfd_write(self._done, 1)
 
     def kill(self) -> None:
         pass
 
     def fileno(self) -> int:
-        raise AssertionError("whoever leads it waits for it")
+        return self._done
 
     def finish(self) -> list[str | None]:
+        os.eventfd_read(self._done)
         batch = self._batch
         assert batch
         assert len({each.kernel_key for each in batch}) == 1
@@ -400,9 +408,12 @@ class RandomWorker:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_every_job_ends_once_and_no_worker_is_lost(seed: int) -> None:
+def test_every_job_ends_once_and_no_worker_is_lost(seed: int) -> None:  # noqa: PLR0915 - a world of its own
     random_, n_workers, mutex = random.Random(seed), seed + 1, threading.Lock()
     batcher = Batcher(max_jobs=4, max_bytes=1000)
+    poller = Poller("poller")
+    Leader(poller, batcher)
+    poller.start()
     touched, untouched = set[int](), set[int]()
     ended: dict[int, tuple[Job, Exception | None]] = {}
     numbers, stop, stopping = itertools.count(), time.monotonic() + 0.8, threading.Event()
@@ -430,11 +441,24 @@ def test_every_job_ends_once_and_no_worker_is_lost(seed: int) -> None:
             )
             error: Exception | None = None
             try:
-                batcher.run(only)
+                if number % 2:
+                    batcher.run(only)
+                else:
+                    submit_and_wait(only)
             except (TimeoutError, CancelledError, ComputeError) as caught:
                 error = caught
             ended[number] = (only, error)
             batcher.when_untouched(only, functools.partial(release, number, only))
+
+    def submit_and_wait(only: Job) -> None:
+        has_ended = threading.Event()
+        only.on_end = has_ended.set
+        batcher.submit(only)
+        poller.soon(lambda: None)
+        while not has_ended.wait(0.0005):
+            batcher.check_patience(only)
+        if only.error is not None:
+            raise only.error
 
     def release(number: int, only: Job) -> None:
         assert id(only) not in touched
@@ -449,6 +473,8 @@ def test_every_job_ends_once_and_no_worker_is_lost(seed: int) -> None:
         stopping.set()
         for keeper in keepers:
             keeper.result(TIMEOUT_S)
+    poller.stop(TIMEOUT_S)
+    assert not poller.is_alive
     assert not len(batcher._queue)
     assert not touched
     assert set(ended) == untouched == set(range(next(numbers)))
