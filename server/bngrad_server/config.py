@@ -78,6 +78,12 @@ def _address(value: str) -> str:
     return value
 
 
+def _http_address(value: str) -> str:
+    if value.startswith("unix:"):
+        raise ValueError("it should be HOST:PORT")
+    return _address(value)
+
+
 def setting_name(field_name: str) -> str:
     """How flags, the environment and files call a setting: by its field's name, without the unit of seconds."""
     return field_name.removesuffix("_s")
@@ -90,6 +96,7 @@ Bytes = Annotated[int, _in_units({"B": 1, **_POWERS}), Metavar("BYTES")]
 """A size of memory; texts may have a unit."""
 Port = Annotated[int, Field(ge=0, le=MAX_PORT), Metavar("PORT")]
 Address = Annotated[str, BeforeValidator(_address)]
+HttpAddress = Annotated[str, BeforeValidator(_http_address), Metavar("HOST:PORT")]
 Addresses = Annotated[tuple[Address, ...], BeforeValidator(_split), Metavar("ADDRESS")]
 """Texts may list several, with commas between them."""
 
@@ -162,6 +169,17 @@ class ServerConfig(BaseSettings):
     """A worker that shows no life for so long is killed and replaced."""
     drain_timeout_s: Seconds = Field(default=30.0, ge=0)
     """How long requests in flight may take to end after SIGTERM."""
+
+    http: Annotated[HttpAddress | None, Computed("none")] = None
+    """Where to serve HTTP: /metrics, /healthz, /readyz, and a page for people at /. Whoever reaches it may read it."""
+    log_format: Literal["console", "json"] = "console"
+    """Whether the log, on stderr, has lines for people or a JSON object in each."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """What is less important than this is not logged; debug also logs the requests whose clients have gone."""
+    traces: bool = False
+    """Whether OpenTelemetry spans of every request are exported by OTLP, as the OTEL_* variables say."""
+    channelz: bool = False
+    """Whether clients may ask for the state of the server's gRPC connections."""
 
     @property
     def has_cores_for_all(self) -> bool:

@@ -6,8 +6,10 @@ import logging
 import os
 import signal
 import threading
+import time
 from concurrent import futures
 from pathlib import Path
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -22,7 +24,9 @@ from bngrad_server.engine import Engine
 from bngrad_server.janitor import Janitor
 from bngrad_server.local import LocalSockets
 from bngrad_server.memory import use_one_heap
+from bngrad_server.monitor.keeper import Monitor
 from bngrad_server.service import generic_handler
+from bngrad_server.status import status_of
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +54,8 @@ class Server:
             ListenError: An address is taken, malformed or not ours.
         """
         self._config = config
+        self._started_at = time.time()
+        self._stopping = False
         self._health = health.HealthServicer()
         self._set_health(serving=False)
         self.engine = Engine(config, on_change=self._update_health)
@@ -78,7 +84,13 @@ class Server:
         self._endpoint = Endpoint(self._calls)
         self._calls.endpoints.stream_port = self._listen_for_streams()
         self._local = self._listen_locally()
+        self._monitor = self._listen_for_http()
         self._janitor = Janitor(self._left_behind())
+
+    @property
+    def http_address(self) -> str:
+        """Where HTTP is served; "none" for nowhere."""
+        return "none" if self._monitor is None else self._monitor.address
 
     @property
     def endpoints(self) -> tuple[int, str]:
@@ -91,6 +103,8 @@ class Server:
         Raises:
             WorkerStartError: A worker could not start.
         """
+        if self._monitor is not None:
+            self._monitor.start()
         self._grpc_server.start()
         self._endpoint.start()
         if self._local is not None:
@@ -99,14 +113,30 @@ class Server:
 
     def stop(self, drain_timeout_s: float) -> None:
         """Refuses new requests, lets those in flight end in time, then ends the workers."""
+        self._stopping = True
         self._health.enter_graceful_shutdown()
         stopped = self._grpc_server.stop(drain_timeout_s)
         self._endpoint.stop(drain_timeout_s)
         stopped.wait()
         if self._local is not None:
             self._local.close()
+        if self._monitor is not None:
+            self._monitor.close()
         self.engine.close()
         self._janitor.close()
+
+    def status(self) -> dict[str, Any]:
+        """What is shown over HTTP; times are in seconds since 1970, see also `bngrad_server.status`."""
+        return {
+            "version": __version__,
+            "time": time.time(),
+            "started_at": self._started_at,
+            "ready": self.engine.pool.is_ready and not self._stopping,
+            "stopping": self._stopping,
+            "addresses": self.addresses,
+            "connections": self._endpoint.connections,
+            **status_of(self.engine),
+        }
 
     def _left_behind(self) -> list[Path]:
         """What stays in the file system if this process is killed."""
@@ -132,6 +162,15 @@ class Server:
             return self._endpoint.listen_on_port(hosts[0], port)
         except OSError as error:
             raise ListenError(f"cannot listen on port {port} of {hosts[0]} for streams: {error}") from error
+
+    def _listen_for_http(self) -> Monitor | None:
+        address = self._config.http
+        if address is None:
+            return None
+        try:
+            return Monitor(address, self.status)
+        except OSError as error:
+            raise ListenError(f"cannot listen on {address} for HTTP: {error}") from error
 
     def _listen_locally(self) -> LocalSockets | None:
         """The sockets for clients on this host; None where nothing is to be shared."""
@@ -180,7 +219,9 @@ def serve(config: ServerConfig) -> None:
         server.start()
         ready.set()
         print(f"bngrad {__version__} ready on {', '.join(server.addresses)}: {_devices(server)}", flush=True)
-        logger.info("large tensors: port %d; clients on this host: %s", *server.endpoints)
+        logger.info(
+            "large tensors: port %d; clients on this host: %s; HTTP: %s", *server.endpoints, server.http_address
+        )
         stopping.wait()
         logger.info("draining")
     finally:

@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 import time
 from datetime import datetime, timezone
 from typing import Any
 
-FORMATS = ("console", "json")
-LEVELS = ("debug", "info", "warning", "error")
+_FORMAT, _LEVEL = "BNGRAD_LOG_FORMAT", "BNGRAD_LOG_LEVEL"
 _PER_SECOND = 10
 _MAX_KINDS = 1000
 
 
 def set_up(log_format: str, level: str) -> None:
-    """Has this process log to stderr.
-
-    Args:
-        log_format: One of `FORMATS`.
-        level: One of `LEVELS`; what is less important is not logged.
-    """
+    """Has this process log to stderr, and those that it starts; see `bngrad_server.config.ServerConfig`."""
+    os.environ.update({_FORMAT: log_format, _LEVEL: level})
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if log_format == "json" else ConsoleFormatter())
     handler.addFilter(SamplingFilter())
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
+
+
+def set_up_as_parent() -> None:
+    """Has this process log as the one that started it."""
+    set_up(os.environ.get(_FORMAT, "console"), os.environ.get(_LEVEL, "info"))
 
 
 class Sampler:

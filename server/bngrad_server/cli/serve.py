@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
 import click
 
-from bngrad_server import lifecycle
+from bngrad_server import lifecycle, logs
 from bngrad_server.cli import settings
 from bngrad_server.pool import WorkerStartError
 
@@ -24,7 +23,7 @@ def serve(config: Path | None, **flags: Any) -> None:
     with ms, s, min or h, bytes with kB, MB, GB, KiB, MiB or GiB.
     """
     effective, _ = settings.load(config, flags)
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
+    logs.set_up(effective.log_format, effective.log_level)
     try:
         lifecycle.serve(effective)
     except (lifecycle.ListenError, WorkerStartError) as error:

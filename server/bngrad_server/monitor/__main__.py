@@ -25,11 +25,14 @@ def main() -> None:
     socket_fd, listener_fd, front_pid = map(int, sys.argv[1:])
     die_with(front_pid)
     leave_signals_to_parent()
-    logs.set_up_as_in_environment()
+    logs.set_up_as_parent()
     os.nice(_NICENESS)
-    with socket.socket(fileno=socket_fd) as front, socket.socket(fileno=listener_fd) as listener:
-        with contextlib.suppress(FrontGoneError):
-            asyncio.run(_serve(Front(front), listener, front_pid))
+    with (
+        socket.socket(fileno=socket_fd) as front,
+        socket.socket(fileno=listener_fd) as listener,
+        contextlib.suppress(FrontGoneError),
+    ):
+        asyncio.run(_serve(Front(front), listener, front_pid))
 
 
 async def _serve(front: Front, listener: socket.socket, front_pid: int) -> None:

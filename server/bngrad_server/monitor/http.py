@@ -11,6 +11,7 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from http import HTTPStatus
 
 import h11
 
@@ -77,7 +78,9 @@ class HttpServer:
             "connection": "close",
             **response.headers,
         }
-        writer.write(connection.send(h11.Response(status_code=response.status, headers=list(headers.items()))) or b"")
+        reason = HTTPStatus(response.status).phrase
+        head = h11.Response(status_code=response.status, headers=list(headers.items()), reason=reason)
+        writer.write(connection.send(head) or b"")
         if has_body:
             writer.write(connection.send(h11.Data(data=response.body)) or b"")
         writer.write(connection.send(h11.EndOfMessage()) or b"")

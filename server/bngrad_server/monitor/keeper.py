@@ -36,15 +36,12 @@ class Monitor:
 
         Raises:
             OSError: The address is taken or not ours.
-            ValueError: It is malformed.
         """
         host, _, port = address.rpartition(":")
-        if not host or not port.isdigit():
-            raise ValueError(f"must be HOST:PORT, not {address!r}")
-        host = host.strip("[]")
-        family = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0][0]
-        self._listener = socket.create_server((host, int(port)), family=family, backlog=_BACKLOG)
-        self.address = f"{address.rpartition(':')[0]}:{self._listener.getsockname()[1]}"
+        bare_host = host.strip("[]")
+        family = socket.getaddrinfo(bare_host, int(port), type=socket.SOCK_STREAM)[0][0]
+        self._listener = socket.create_server((bare_host, int(port)), family=family, backlog=_BACKLOG)
+        self.address = f"{host}:{self._listener.getsockname()[1]}"
         self._status = status
         self._closing = threading.Event()
         self._mutex = threading.Lock()
