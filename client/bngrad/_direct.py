@@ -13,6 +13,7 @@ import grpc
 from bngrad._cancellation import Cancellation
 from bngrad._deadline import Deadline
 from bngrad._errors import InternalError, from_status
+from bngrad._tracing import trace_context
 from bngrad_protos import http2, wire
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_protos.wire import Buffer
@@ -133,7 +134,7 @@ class DirectEndpoint:
             with cancellation.calls(lambda: _shut_down(sock)):
                 rest_s = deadline.rest_s()
                 http2.set_timeout(sock, rest_s)
-                yield connection.call(method, timeout_s=_announced(rest_s)), sock
+                yield connection.call(method, timeout_s=_announced(rest_s), metadata=trace_context()), sock
         except TimeoutError as error:
             message = "it stands still"
             raise from_status(

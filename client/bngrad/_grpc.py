@@ -10,6 +10,7 @@ import numpy as np
 from bngrad._cancellation import Cancellation
 from bngrad._deadline import Deadline
 from bngrad._errors import InternalError, UnavailableError, from_rpc_error
+from bngrad._tracing import trace_context
 from bngrad_protos import wire
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_protos.wire import Buffer
@@ -42,8 +43,8 @@ class GrpcEndpoint:
             if (
                 cancellation.only_by_close
             ):  # which closes the channel, and that ends the call; a future costs a thread hop
-                return callable_(b"".join(pieces), timeout=deadline.rest_s())
-            future = callable_.future(b"".join(pieces), timeout=deadline.rest_s())
+                return callable_(b"".join(pieces), timeout=deadline.rest_s(), metadata=trace_context())
+            future = callable_.future(b"".join(pieces), timeout=deadline.rest_s(), metadata=trace_context())
             with cancellation.calls(future.cancel):
                 return future.result()
         except grpc.RpcError as error:
@@ -64,7 +65,8 @@ class GrpcEndpoint:
         """Makes one exchange; see `bngrad._direct.DirectEndpoint.exchange`."""
         exchange: grpc.StreamStreamMultiCallable[bytes, bytes] = self._channel.stream_stream(method)
         try:
-            responses = exchange(_messages(number, header, tensors), timeout=deadline.rest_s())
+            messages = _messages(number, header, tensors)
+            responses = exchange(messages, timeout=deadline.rest_s(), metadata=trace_context())
             try:
                 with cancellation.calls(responses.cancel):
                     message = next(responses, b"")

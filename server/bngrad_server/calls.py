@@ -139,7 +139,7 @@ class Calls:
             self._engine.admission.check(caller.client, caller.deadline)  # to read costs more than to refuse
             return self._engine.stage(reader.read(data), caller, received_at, may_wait=may_wait)
         except BaseException as error:
-            self._engine.observer.failed(reader.op.name, reader.transport, caller, error)
+            self._engine.observer.failed(reader.op.name, reader.transport, caller, error, received_at)
             raise
 
     def server_info(self) -> bytes:

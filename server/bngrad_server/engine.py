@@ -42,7 +42,7 @@ _COPIED_WITH_LOCK_NBYTES = 32 * 1024
 class Engine:
     """All that a request passes on its way: admission, memory, queue, workers."""
 
-    def __init__(self, config: ServerConfig, on_change: Callable[[], None]) -> None:
+    def __init__(self, config: ServerConfig, on_change: Callable[[], None], observer: Observer | None = None) -> None:
         self.admission = Admission(config.max_requests, config.max_wait_s)
         self.arena = Arena(config.arena_bytes)
         self.batcher = Batcher(
@@ -51,13 +51,11 @@ class Engine:
         self.pool = WorkerPool(config, self.arena, self.batcher, on_change)
         self.regions = Regions(config.shared_bytes, self.pool.map, self.pool.unmap)
         self.transfers = Transfers(config.transfer_timeout_s)
-        self.observer = Observer()
+        self.observer = observer or Observer()
         self._trimmer = MemoryTrimmer(self.admission)
         self._max_wait_s = config.max_wait_s
 
-    def stage(
-        self, request: Request, caller: Caller, received_at: float, *, may_wait: bool = True
-    ) -> Staged | None:
+    def stage(self, request: Request, caller: Caller, received_at: float, *, may_wait: bool = True) -> Staged | None:
         """Lends memory for a request until `Staged.close`; gives None where there is none and nothing may wait.
 
         Args:
@@ -182,13 +180,16 @@ class Staged:
             error: Why there is no answer, if there is none.
         """
         self.give_back()
-        observer, job = self._engine.observer, self.job
-        if error is None and self.computed and job is not None:
-            began = (self._received_at, self._decoded_at, self._placed_at)
-            moments = (*began, job.arrival, job.started_at, job.ended_at, time.monotonic())
-            observer.answered(self.request, self._caller, moments)
-        else:
-            observer.failed(self.request.op, self.request.transport, self._caller, error or CancelledError())
+        observer, request, job = self._engine.observer, self.request, self.job
+        if error is not None or not self.computed or job is None:
+            reason = error or CancelledError()
+            observer.failed(request.op, request.transport, self._caller, reason, self._received_at)
+            return
+        arrived = (self._received_at, self._decoded_at, self._placed_at)
+        moments = (*arrived, job.arrival, job.started_at, job.ended_at, time.monotonic())
+        observer.metrics.answered(request.series, request.tensors_nbytes, moments)
+        if observer.tracing is not None:
+            observer.tracing.answered(request, self._caller, moments)
 
     def give_back(self) -> None:
         """Lets the request out, and gives all memory back as soon as no worker touches it."""

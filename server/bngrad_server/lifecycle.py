@@ -9,9 +9,10 @@ import threading
 import time
 from concurrent import futures
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
+from grpc_channelz.v1 import channelz
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -25,8 +26,12 @@ from bngrad_server.janitor import Janitor
 from bngrad_server.local import LocalSockets
 from bngrad_server.memory import use_one_heap
 from bngrad_server.monitor.keeper import Monitor
+from bngrad_server.observer import Observer
 from bngrad_server.service import generic_handler
 from bngrad_server.status import status_of
+
+if TYPE_CHECKING:
+    from bngrad_server.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +39,10 @@ _OTHER_THREADS = 16
 """For what is no op: health, reflection, what the server is."""
 _MAX_RPCS = 2048
 """Calls on grpcio's port at once, also those that wait for a thread."""
+
+
+class TracingError(Exception):
+    """Spans cannot be exported."""
 
 
 class ListenError(Exception):
@@ -52,13 +61,15 @@ class Server:
 
         Raises:
             ListenError: An address is taken, malformed or not ours.
+            TracingError: Spans cannot be exported.
         """
         self._config = config
         self._started_at = time.time()
         self._stopping = False
         self._health = health.HealthServicer()
         self._set_health(serving=False)
-        self.engine = Engine(config, on_change=self._update_health)
+        self._tracing = _tracing() if config.traces else None
+        self.engine = Engine(config, self._update_health, Observer(self._tracing))
         self._grpc_server = grpc.server(
             futures.ThreadPoolExecutor(_OTHER_THREADS, thread_name_prefix="handler"),
             options=[
@@ -72,6 +83,7 @@ class Server:
                 ("grpc.http2.max_pings_without_data", 0),
                 ("grpc.so_reuseport", 0),  # a second server on the same port is a mistake, not a load balancer
             ],
+            interceptors=[] if self._tracing is None else [self._tracing.interceptor()],
             maximum_concurrent_rpcs=_MAX_RPCS,
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc_server)
@@ -80,6 +92,8 @@ class Server:
         reflection.enable_server_reflection(
             (SERVICE.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc_server
         )
+        if config.channelz:
+            channelz.add_channelz_servicer(self._grpc_server)
         self.addresses = [self._listen(address) for address in config.listen]
         self._endpoint = Endpoint(self._calls)
         self._calls.endpoints.stream_port = self._listen_for_streams()
@@ -123,6 +137,8 @@ class Server:
         if self._monitor is not None:
             self._monitor.close()
         self.engine.close()
+        if self._tracing is not None:
+            self._tracing.close()
         self._janitor.close()
 
     def status(self) -> dict[str, Any]:
@@ -196,12 +212,21 @@ class Server:
             self._health.set(service, status.SERVING if serving else status.NOT_SERVING)
 
 
+def _tracing() -> Tracing:
+    try:
+        from bngrad_server.tracing import Tracing  # noqa: PLC0415 - only the otel extra has what it imports
+    except ModuleNotFoundError as error:
+        raise TracingError(f"traces need {error.name}: pip install 'bngrad[server,otel]'") from error
+    return Tracing()
+
+
 def serve(config: ServerConfig) -> None:
     """Serves until SIGTERM or SIGINT, then drains; a second signal ends the process at once, as does one at the start.
 
     Raises:
         ListenError: An address is taken, malformed or not ours.
         WorkerStartError: A worker could not start.
+        TracingError: Spans cannot be exported.
     """
     use_one_heap()
     ready, stopping = threading.Event(), threading.Event()

@@ -5,11 +5,13 @@ The moments of a request are only noted; what they say is worked out for hundred
 
 from __future__ import annotations
 
+import itertools
 import struct
 import threading
 from collections import Counter
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
+import grpc
 import numpy as np
 import numpy.typing as npt
 
@@ -23,33 +25,46 @@ Moments: TypeAlias = tuple[float, float, float, float, float, float, float]
 """When a request's message was there, it was decoded, had memory, lay there and was queued, was begun by a worker, was
 computed, and was answered: on the monotonic clock, in seconds."""
 
+
+class Ended(NamedTuple):
+    """A request that has ended: its op, transport and status, and when its message was there, see `Moments`."""
+
+    op: str
+    transport: str
+    code: grpc.StatusCode
+    received_at: float
+
+
 _BUCKETS = 26
 """The last one has what is beyond the others, more than half a minute."""
-_NOTE = struct.Struct("8d")
+_NOTE = struct.Struct("9d")
 _MAX_NOTES = 512
 
 
 class Metrics:
     """The requests since the start, for any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, ops: tuple[str, ...]) -> None:
         self._mutex = threading.Lock()
-        self._answers: dict[tuple[str, str], list[int]] = {}  # how many, and their bytes
+        self._series = list(itertools.product(ops, TRANSPORTS))
+        self._answers = np.zeros(len(self._series), np.int64)
+        self._nbytes = np.zeros(len(self._series), np.int64)
         self._failures: Counter[tuple[str, str, str]] = Counter()
         self._notes = bytearray(_MAX_NOTES * _NOTE.size)
         self._noted = 0
         self._stages = _Histograms(STAGES)
         self._totals = _Histograms(TRANSPORTS)
 
-    def answered(self, op: str, transport: str, nbytes: int, moments: Moments) -> None:
-        """Counts a request whose answer was given, with the size of its tensors."""
+    def answered(self, series: int, nbytes: int, moments: Moments) -> None:
+        """Counts a request whose answer was given.
+
+        Args:
+            series: The number of its op, times the number of transports, plus the number of its transport.
+            nbytes: The size of its tensors.
+            moments: When what happened.
+        """
         with self._mutex:
-            answers = self._answers.get((op, transport))
-            if answers is None:
-                answers = self._answers[op, transport] = [0, 0]
-            answers[0] += 1
-            answers[1] += nbytes
-            _NOTE.pack_into(self._notes, self._noted * _NOTE.size, TRANSPORTS.index(transport), *moments)
+            _NOTE.pack_into(self._notes, self._noted * _NOTE.size, series, nbytes, *moments)
             self._noted += 1
             if self._noted == _MAX_NOTES:
                 self._work_out()
@@ -63,26 +78,30 @@ class Metrics:
         """All of it, as JSON takes it."""
         with self._mutex:
             self._work_out()
-            answers = [(op, transport, "OK", count) for (op, transport), (count, _) in self._answers.items()]
-            nbytes: Counter[str] = Counter()
-            for (_, transport), (_, size) in self._answers.items():
-                nbytes[transport] += size
+            answers = zip(self._series, self._answers.tolist(), strict=True)
+            requests = [
+                *((op, transport, "OK", count) for (op, transport), count in answers if count),
+                *((*labels, count) for labels, count in self._failures.items()),
+            ]
+            nbytes = self._nbytes.reshape(-1, len(TRANSPORTS)).sum(axis=0).tolist()
             return {
-                "requests": sorted([*answers, *((*labels, count) for labels, count in self._failures.items())]),
-                "tensor_bytes": {transport: nbytes[transport] for transport in TRANSPORTS},
+                "requests": sorted(requests),
+                "tensor_bytes": dict(zip(TRANSPORTS, nbytes, strict=True)),
                 "stages": self._stages.status(),
                 "totals": self._totals.status(),
             }
 
     def _work_out(self) -> None:
         """Makes histograms of what was noted; the mutex is held."""
-        notes = np.frombuffer(self._notes).reshape(-1, 8)[: self._noted]
+        notes = np.frombuffer(self._notes).reshape(-1, _NOTE.size // 8)[: self._noted]
         self._noted = 0
-        transport, moments = notes[:, 0].astype(np.intp), notes[:, 1:]
+        series, moments = notes[:, 0].astype(np.intp), notes[:, 2:]
+        np.add.at(self._answers, series, 1)
+        np.add.at(self._nbytes, series, notes[:, 1].astype(np.int64))
         decode, memory, copy, queue, compute, encode = np.diff(moments).T
         for number, seconds in enumerate((decode, memory + queue, copy, compute, encode)):
             self._stages.observe(np.full(len(seconds), number), seconds)
-        self._totals.observe(transport, moments[:, -1] - moments[:, 0])
+        self._totals.observe(series % len(TRANSPORTS), moments[:, -1] - moments[:, 0])
 
 
 class _Histograms:

@@ -1,4 +1,4 @@
-"""Sees how every request ends: counts it, and where it failed says so in the log and remembers it."""
+"""Sees how requests end: has them counted and traced, and says of those that failed why, in the log and later."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ import threading
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
 from bngrad_server.caller import Caller
 from bngrad_server.errors import code_of
 from bngrad_server.logs import Sampler
-from bngrad_server.metrics import Metrics, Moments
-from bngrad_server.requests import Request
+from bngrad_server.metrics import Ended, Metrics
+from bngrad_server.requests import OPS
+
+if TYPE_CHECKING:
+    from bngrad_server.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -59,10 +62,12 @@ class Observer:
 
     Attributes:
         metrics: Their numbers.
+        tracing: Makes their spans; None where nobody wants them.
     """
 
-    def __init__(self) -> None:
-        self.metrics = Metrics()
+    def __init__(self, tracing: Tracing | None = None) -> None:
+        self.tracing = tracing
+        self.metrics = Metrics(tuple(op.name for op in OPS))
         self._sampler = Sampler()
         self._recent: deque[Failure] = deque(maxlen=_RECENT)
         self._mutex = threading.Lock()
@@ -77,14 +82,12 @@ class Observer:
         with self._mutex:
             return [asdict(failure) for failure in reversed(self._recent)]
 
-    def answered(self, request: Request, caller: Caller, moments: Moments) -> None:
-        """Notes a request that was answered."""
-        self.metrics.answered(request.op, request.transport, request.tensors_nbytes, moments)
-
-    def failed(self, op: str, transport: str, caller: Caller, error: BaseException) -> None:
+    def failed(self, op: str, transport: str, caller: Caller, error: BaseException, received_at: float) -> None:
         """Notes a request that was not; of many at once only some are looked at more closely."""
         code = code_of(error)
         self.metrics.failed(op, transport, code.name)
+        if self.tracing is not None:
+            self.tracing.failed(Ended(op, transport, code, received_at), caller, f"{error}"[:_MAX_MESSAGE])
         left_out = self._sampler.admit(code.name)
         if left_out is None:
             return
@@ -106,4 +109,3 @@ def request_id_of(caller: Caller) -> str:
     """What the client calls its request, by ``x-request-id``; a name that was made up where it says nothing usable."""
     given = caller.metadata.get("x-request-id", "")
     return given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(8)
-

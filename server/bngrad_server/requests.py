@@ -29,6 +29,7 @@ from bngrad_kernels.spec import (
 from bngrad_protos import wire
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.jobs import KernelKey
+from bngrad_server.metrics import TRANSPORTS
 from bngrad_server.staging import Sizes
 
 _DTYPES: dict[pb.DataType, np.dtype[Any]] = {
@@ -91,8 +92,10 @@ class Request:
     Attributes:
         op: The name of its op.
         transport: How its elements come, see `bngrad_server.metrics.TRANSPORTS`.
+        series: The number of the two, see `bngrad_server.metrics.Metrics.answered`.
         spec: What to compute.
         sizes: What its tensors take.
+        tensors_nbytes: The size of y_backprop, x and x_backprop.
         kernel_key: See `bngrad_server.jobs.Job`; alike priority.
         y_backprop: Where its elements are, as for the others.
         scale: None counts as ones.
@@ -105,8 +108,10 @@ class Request:
 
     op: str
     transport: str
+    series: int
     spec: Spec
     sizes: Sizes
+    tensors_nbytes: int
     kernel_key: KernelKey
     priority: int
     y_backprop: Source
@@ -119,11 +124,6 @@ class Request:
     chunked: bool
     x_comes_first: bool
     response: tuple[bytes, bytes, bytes, bytes]
-
-    @property
-    def tensors_nbytes(self) -> int:
-        """The size of y_backprop, x and x_backprop."""
-        return 3 * self.sizes.tensor
 
 
 class Reader:
@@ -164,11 +164,14 @@ class Reader:
             raise InvalidArgumentError((FieldViolation(name, description),))
         sources = (self._source(op.y_backprop, tensors), self._source(op.x, tensors))
         is_shared = any(isinstance(place, pb.Location) for place in (*sources, destination))
+        transport = "shared" if is_shared else self.transport
         return Request(
             op.name,
-            "shared" if is_shared else self.transport,
+            transport,
+            OPS.index(op) * len(TRANSPORTS) + TRANSPORTS.index(transport),
             spec,
             Sizes.of(spec),
+            3 * spec.tensor_nbytes,
             (spec.dtype, spec.inner == 1, spec.is_training),
             _priority(layout.message),
             y_backprop=sources[0],

@@ -8,7 +8,7 @@ import click
 
 from bngrad_protos import __version__
 
-_COMMANDS = ("serve", "config", "demo")
+_COMMANDS = ("serve", "config", "demo", "top")
 
 
 class _Commands(click.Group):

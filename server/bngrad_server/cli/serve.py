@@ -26,5 +26,5 @@ def serve(config: Path | None, **flags: Any) -> None:
     logs.set_up(effective.log_format, effective.log_level)
     try:
         lifecycle.serve(effective)
-    except (lifecycle.ListenError, WorkerStartError) as error:
+    except (lifecycle.ListenError, lifecycle.TracingError, WorkerStartError) as error:
         raise click.ClickException(str(error)) from error

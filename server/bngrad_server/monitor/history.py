@@ -39,7 +39,7 @@ def quantile(counts: list[int], q: float) -> float | None:
     rank, seen = q * sum(counts), 0
     for bucket, count in enumerate(counts):
         if count and seen + count >= rank:
-            upper = FIRST_BUCKET_S * 2**bucket
+            upper = FIRST_BUCKET_S * 2.0**bucket
             lower = upper / 2 if bucket else 0.0
             return lower + (upper - lower) * (rank - seen) / count
         seen += count
