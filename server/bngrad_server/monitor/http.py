@@ -53,7 +53,9 @@ class HttpServer:
         assert task is not None
         self._connections[task] = None
         if len(self._connections) > _MAX_CONNECTIONS:
-            next(iter(self._connections)).cancel()
+            oldest = next(iter(self._connections))
+            del self._connections[oldest]
+            oldest.cancel()
         try:
             await asyncio.wait_for(self._exchange(reader, writer), _TIMEOUT_S)
         except (asyncio.TimeoutError, asyncio.CancelledError, ConnectionError, h11.RemoteProtocolError):
@@ -61,7 +63,7 @@ class HttpServer:
         except Exception:
             logger.exception("a request over HTTP failed")
         finally:
-            del self._connections[task]
+            self._connections.pop(task, None)
             writer.transport.abort()
 
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
