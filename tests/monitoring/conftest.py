@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from tests.integration.conftest import wait_until
+from tests.integration.conftest import Transport, wait_until
 
 import bngrad
 from bngrad_server.embedded import EmbeddedServer
@@ -41,9 +41,12 @@ def get(url: str, *, timeout: float = 30, **headers: str) -> Answer:
 
 def http_of(server: EmbeddedServer) -> str:
     """The URL of a server's HTTP port, which its log tells."""
-    found: list[str] = []
-    wait_until(lambda: bool(found.extend(re.findall(r"HTTP: (\S+:\d+)", server.stderr())) or found))
-    return f"http://{found[0]}"
+
+    def addresses() -> list[str]:
+        return re.findall(r"HTTP: (\S+:\d+)", server.stderr())
+
+    wait_until(lambda: bool(addresses()))
+    return f"http://{addresses()[0]}"
 
 
 def status_of(http: str) -> dict[str, Any]:
@@ -68,8 +71,9 @@ def tool(name: str) -> str:
 def watched() -> Iterator[EmbeddedServer]:
     """A server with an HTTP port, for tests that leave it as it was, to which every kind of call was made."""
     with EmbeddedServer(options=HTTP) as server:
-        for transport in ("unary", "stream", "shared"):
-            with bngrad.Client(server.target, transport=transport) as client:  # type: ignore[arg-type]
+        transports: tuple[Transport, ...] = ("unary", "stream", "shared")
+        for transport in transports:
+            with bngrad.Client(server.target, transport=transport) as client:
                 for _ in range(3):
                     call(client)
                 with pytest.raises(bngrad.InvalidArgumentError):

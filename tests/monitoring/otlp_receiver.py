@@ -38,7 +38,7 @@ class Receiver(pb_grpc.TraceServiceServicer):
 
 def main() -> None:
     server = grpc.server(futures.ThreadPoolExecutor(2))
-    pb_grpc.add_TraceServiceServicer_to_server(Receiver(), server)
+    pb_grpc.add_TraceServiceServicer_to_server(Receiver(), server)  # type: ignore[no-untyped-call]
     print(server.add_insecure_port("127.0.0.1:0"), flush=True)
     server.start()
     signal.sigwait({signal.SIGTERM})
