@@ -6,10 +6,13 @@ import sys
 
 _SERVER_EXTRA = {
     "click",
+    "grpc_channelz",
     "grpc_health",
     "grpc_reflection",
     "grpc_status",
+    "h11",
     "numba",
+    "prometheus_client",
     "pydantic",
     "pydantic_settings",
     "rich",
@@ -21,7 +24,7 @@ def main() -> None:
     try:
         from bngrad_server import cli  # noqa: PLC0415 - only the server extra has what it imports
 
-        cli.main()
+        cli.main(prog_name="bngrad")
     except ModuleNotFoundError as error:
         if error.name not in _SERVER_EXTRA:
             raise

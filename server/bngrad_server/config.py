@@ -96,7 +96,7 @@ Bytes = Annotated[int, _in_units({"B": 1, **_POWERS}), Metavar("BYTES")]
 """A size of memory; texts may have a unit."""
 Port = Annotated[int, Field(ge=0, le=MAX_PORT), Metavar("PORT")]
 Address = Annotated[str, BeforeValidator(_address)]
-HttpAddress = Annotated[str, BeforeValidator(_http_address), Metavar("HOST:PORT")]
+HttpAddress = Annotated[str, BeforeValidator(_http_address)]
 Addresses = Annotated[tuple[Address, ...], BeforeValidator(_split), Metavar("ADDRESS")]
 """Texts may list several, with commas between them."""
 
@@ -168,7 +168,7 @@ class ServerConfig(BaseSettings):
     drain_timeout_s: Seconds = Field(default=30.0, ge=0)
     """How long requests in flight may take to end after SIGTERM."""
 
-    http: Annotated[HttpAddress | None, Computed("none")] = None
+    http: Annotated[HttpAddress | None, Metavar("HOST:PORT"), Computed("none")] = None
     """Where to serve HTTP: /metrics, /healthz, /readyz, and a page for people at /. Whoever reaches it may read it."""
     log_format: Literal["console", "json"] = "console"
     """Whether the log, on stderr, has lines for people or a JSON object in each."""

@@ -7,9 +7,7 @@ from typing import Any
 
 import click
 
-from bngrad_server import lifecycle, logs
 from bngrad_server.cli import settings
-from bngrad_server.pool import WorkerStartError
 
 
 @click.command()
@@ -23,6 +21,9 @@ def serve(config: Path | None, **flags: Any) -> None:
     with ms, s, min or h, bytes with kB, MB, GB, KiB, MiB or GiB.
     """
     effective, _ = settings.load(config, flags)
+    from bngrad_server import lifecycle, logs  # noqa: PLC0415 - help, completion and refusals need none of it
+    from bngrad_server.pool import WorkerStartError  # noqa: PLC0415
+
     logs.set_up(effective.log_format, effective.log_level)
     try:
         lifecycle.serve(effective)

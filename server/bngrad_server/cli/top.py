@@ -31,7 +31,10 @@ _SHOWN_FAILURES = 5
     "--interval", type=click.FloatRange(min=0.1), default=1.0, show_default=True, help="Seconds between looks."
 )
 def top(address: str, *, once: bool, as_json: bool, interval: float) -> None:
-    """Shows what a server does, by its HTTP port: ADDRESS is what --http named when it was started."""
+    """Shows what a server does, in a terminal.
+
+    ADDRESS is its HTTP port: what --http named when it was started.
+    """
     console = Console()
     status = _status(address)
     if as_json:

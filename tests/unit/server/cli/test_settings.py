@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from tests.unit.server.cli.settings_page import PAGE, with_table
 
 from bngrad_server import cli
 from bngrad_server.config import ServerConfig, setting_name
@@ -46,12 +47,18 @@ def test_a_flag_goes_before_the_environment_and_that_before_the_file(file: Path)
     assert settings["max_batch_jobs"] == (64, "default")
 
 
+def flag_of(name: str, text: str) -> list[str]:
+    name = name.replace("_", "-")
+    return {"True": [f"--{name}"], "False": [f"--no-{name}"]}.get(text, [f"--{name}", text])
+
+
 def test_every_setting_can_be_given_in_every_way(file: Path) -> None:
     defaults = effective()
     assert list(defaults) == [setting_name(name) for name in ServerConfig.model_fields]
     texts = {name: ",".join(value) if isinstance(value, list) else str(value) for name, (value, _) in defaults.items()}
-    texts["shared_group"] = "users"
-    flags = [word for name, text in texts.items() for word in ("--" + name.replace("_", "-"), text)]
+    given = {"shared_group": "users", "http": "localhost:9464"}
+    texts |= given
+    flags = [word for name, text in texts.items() for word in flag_of(name, text)]
     variables = {f"BNGRAD_{name.upper()}": text for name, text in texts.items()}
     file.write_text("".join(f"{name} = {json.dumps(text)}\n" for name, text in texts.items()))
     ways = (effective(*flags), effective(**variables), effective("--config", file))
@@ -60,7 +67,7 @@ def test_every_setting_can_be_given_in_every_way(file: Path) -> None:
         values[0]
         == values[1]
         == values[2]
-        == {name: value for name, (value, _) in defaults.items()} | {"shared_group": "users"}
+        == {name: value for name, (value, _) in defaults.items()} | given
     )
     assert all(origin != "default" for way in ways for _, origin in way.values())
 
@@ -150,3 +157,8 @@ def test_help_names_each_settings_unit_variable_and_default() -> None:
     assert "--drain-timeout SECONDS How long requests in flight may take to end after SIGTERM." in text
     assert "--threads INTEGER" in text
     assert "default: every core]" in text
+
+
+def test_the_page_of_settings_has_what_the_model_says() -> None:
+    page = PAGE.read_text()
+    assert with_table(page) == page, "write it anew by: make settings-page"
