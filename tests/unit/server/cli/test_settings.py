@@ -63,12 +63,7 @@ def test_every_setting_can_be_given_in_every_way(file: Path) -> None:
     file.write_text("".join(f"{name} = {json.dumps(text)}\n" for name, text in texts.items()))
     ways = (effective(*flags), effective(**variables), effective("--config", file))
     values = [{name: value for name, (value, _) in way.items()} for way in ways]
-    assert (
-        values[0]
-        == values[1]
-        == values[2]
-        == {name: value for name, (value, _) in defaults.items()} | given
-    )
+    assert values[0] == values[1] == values[2] == {name: value for name, (value, _) in defaults.items()} | given
     assert all(origin != "default" for way in ways for _, origin in way.values())
 
 
