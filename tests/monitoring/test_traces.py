@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
+import psutil
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry import propagate, trace
 from opentelemetry.sdk.trace import TracerProvider
-from tests.integration.conftest import Transport, endpoints_of, wait_until
+from tests.integration.conftest import Transport, endpoints_of, wait_until, workers_of
 from tests.monitoring.conftest import call
 
 import bngrad
@@ -146,6 +150,23 @@ def test_a_request_that_fails_has_a_span_with_its_status(receiver: Receiver, tra
             stub_call(target, chunked=False, epsilon=-1.0)
         (span,) = spans_of(receiver, step, 1)
         assert (span["kind"], span["status"], span["code"]) == (SERVER, ERROR, 3)
+
+
+def test_health_is_answered_also_where_many_traced_calls_wait(traced: EmbeddedServer) -> None:
+    workers = workers_of(traced.process.pid)
+    with ThreadPoolExecutor(24) as threads, grpc.insecure_channel(traced.target) as channel:
+        for worker in workers:
+            worker.suspend()
+        try:
+            calls = [threads.submit(stub_call, traced.target, chunked=False) for _ in range(24)]
+            check = health_pb2_grpc.HealthStub(channel).Check  # type: ignore[attr-defined]
+            assert check(health_pb2.HealthCheckRequest(), timeout=30).status
+        finally:
+            for worker in workers:
+                with contextlib.suppress(psutil.NoSuchProcess):  # replaced, for showing no life
+                    worker.resume()
+        for each in calls:
+            each.result()
 
 
 def test_a_receiver_that_is_gone_disturbs_nobody() -> None:

@@ -66,8 +66,8 @@ class Monitor:
         while not self._closing.is_set():
             try:
                 self._keep_one()
-            except OSError as error:  # no process to be had, mostly
-                logger.warning("the HTTP port is not served: %s", error)
+            except Exception:
+                logger.exception("the HTTP port is not served for a moment")
             self._closing.wait(_RESTART_DELAY_S)
 
     def _keep_one(self) -> None:
