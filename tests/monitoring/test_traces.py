@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
@@ -15,7 +14,6 @@ from typing import Any
 
 import grpc
 import numpy as np
-import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry import propagate, trace
@@ -152,21 +150,22 @@ def test_a_request_that_fails_has_a_span_with_its_status(receiver: Receiver, tra
         assert (span["kind"], span["status"], span["code"]) == (SERVER, ERROR, 3)
 
 
-def test_health_is_answered_also_where_many_traced_calls_wait(traced: EmbeddedServer) -> None:
-    workers = workers_of(traced.process.pid)
-    with ThreadPoolExecutor(24) as threads, grpc.insecure_channel(traced.target) as channel:
-        for worker in workers:
-            worker.suspend()
-        try:
-            calls = [threads.submit(stub_call, traced.target, chunked=False) for _ in range(24)]
-            check = health_pb2_grpc.HealthStub(channel).Check  # type: ignore[attr-defined]
-            assert check(health_pb2.HealthCheckRequest(), timeout=30).status
-        finally:
-            for worker in workers:
-                with contextlib.suppress(psutil.NoSuchProcess):  # replaced, for showing no life
-                    worker.resume()
-        for each in calls:
-            each.result()
+def test_health_is_answered_however_many_traced_calls_wait() -> None:
+    options = ("--traces", "--workers", "1", "--worker-timeout", "600")
+    with EmbeddedServer(options=options) as server, grpc.insecure_channel(server.target) as channel:
+        (worker,) = workers_of(server.process.pid)
+        stub = pb_grpc.BatchNormGradServiceStub(channel)
+        check = health_pb2_grpc.HealthStub(channel).Check  # type: ignore[attr-defined]
+        worker.suspend()
+        with ThreadPoolExecutor(24) as threads:
+            try:
+                calls = [threads.submit(stub_call, server.target, chunked=False) for _ in range(24)]
+                wait_until(lambda: stub.ServerInfo(pb.ServerInfoRequest(), timeout=30).requests == len(calls))
+                assert check(health_pb2.HealthCheckRequest(), timeout=30).status
+            finally:
+                worker.resume()
+            for each in calls:
+                each.result()
 
 
 def test_a_receiver_that_is_gone_disturbs_nobody() -> None:
