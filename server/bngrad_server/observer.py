@@ -17,7 +17,7 @@ from bngrad_server.caller import Caller
 from bngrad_server.errors import code_of
 from bngrad_server.logs import Sampler
 from bngrad_server.metrics import Ended, Metrics
-from bngrad_server.requests import OPS
+from bngrad_server.ops import OPS
 
 if TYPE_CHECKING:
     from bngrad_server.tracing import Tracing

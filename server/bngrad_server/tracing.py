@@ -49,7 +49,7 @@ class Tracing:
 
     def answered(self, request: Request, caller: Caller, moments: Moments) -> None:
         """Makes the spans of a request that was answered."""
-        ended = Ended(request.op, request.transport, grpc.StatusCode.OK, moments[0])
+        ended = Ended(request.op.name, request.transport, grpc.StatusCode.OK, moments[0])
         span, is_own = self._span(ended, caller)
         if span.is_recording():
             span.set_attribute("bngrad.tensor_bytes", request.tensors_nbytes)

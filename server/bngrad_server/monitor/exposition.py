@@ -37,7 +37,7 @@ _COUNTERS: tuple[tuple[str, str, tuple[str, ...], Callable[[Status], Rows]], ...
         *(("op", "transport", "code"), lambda status: [(labels, count) for *labels, count in status["requests"]]),
     ),
     (
-        *("bngrad_tensor_bytes", "Bytes of y_backprop, x and x_backprop of answered requests."),
+        *("bngrad_tensor_bytes", "Bytes of the tensors of the shape of x of answered requests, in and out."),
         *(("transport",), lambda status: [([name], nbytes) for name, nbytes in status["tensor_bytes"].items()]),
     ),
     (
@@ -115,7 +115,11 @@ _GAUGES: tuple[tuple[str, str, tuple[str, ...], Callable[[Status], Rows]], ...] 
         *((), _one(lambda status: status["connections"])),
     ),
     (
-        *("bngrad_device_memory_used_bytes", "Memory that the device's worker has in use, with what it shares."),
+        *("bngrad_device_memory_bytes", "The size of the device's own memory; 0 for a CPU."),
+        *(("device",), _of_devices(lambda device: device["memory_bytes"])),
+    ),
+    (
+        *("bngrad_worker_memory_bytes", "Memory of the host that the device's worker has in use, with what it shares."),
         *(("device",), _of_devices(lambda device: device["resident_bytes"])),
     ),
 )
