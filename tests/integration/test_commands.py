@@ -109,6 +109,12 @@ class Liar(pb_grpc.BatchNormGradServiceServicer):
             tensor.data = bytes(len(tensor.data))
         return pb.BatchNormTrainingBackpropResponse(input_delta=x, gamma_delta=gamma, beta_delta=gamma)
 
+    def FusedBatchNormGradGrad(self, request: Any, context: Any) -> pb.FusedBatchNormGradGradResponse:  # noqa: N802
+        x, scale = request.x, request.scale
+        for tensor in (x, scale):
+            tensor.data = bytes(len(tensor.data))
+        return pb.FusedBatchNormGradGradResponse(grad_y_backprop=x, grad_x=x, grad_scale=scale)
+
     def Exchange(self, request_iterator: Any, context: Any) -> Any:  # noqa: N802
         context.abort(grpc.StatusCode.UNIMPLEMENTED, "not even that")
 
@@ -134,7 +140,7 @@ def grpc_server(*, of_bngrad: bool, tls: bool = False) -> Iterator[str]:
 
 def test_a_server_that_computes_wrongly_fails_the_check() -> None:
     with grpc_server(of_bngrad=True) as address:
-        ended = run("check", address)
+        ended = run("check", address, "--timeout", str(TIMEOUT_S))
     assert ended.returncode == 1
     assert [line.split()[1] for line in ended.stdout.splitlines()] == ["health", "server"]
     assert ended.stderr.startswith("✗ unary    a wrong answer to V3 NHWC float32 over unary")
