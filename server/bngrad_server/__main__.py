@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 _SERVER_EXTRA = {
     "click",
+    "grpc_channelz",
     "grpc_health",
     "grpc_reflection",
     "grpc_status",
+    "h11",
     "numba",
+    "prometheus_client",
     "pydantic",
     "pydantic_settings",
     "rich",
@@ -18,6 +22,8 @@ _SERVER_EXTRA = {
 
 def main() -> None:
     """Runs the command line, or says what to install for it."""
+    # Read when grpcio is imported; else it writes a line for every stranger who does not speak TLS.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
         from bngrad_server import cli  # noqa: PLC0415 - only the server extra has what it imports
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, AliasGenerator, BeforeValidator, Field, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
@@ -82,6 +82,12 @@ def _address(value: str) -> str:
     return value
 
 
+def _http_address(value: str) -> str:
+    if value.startswith("unix:"):
+        raise ValueError("it should be HOST:PORT")
+    return _address(value)
+
+
 def _device(value: str) -> str:
     if value != "auto":
         try:
@@ -103,6 +109,7 @@ Bytes = Annotated[int, _in_units({"B": 1, **_POWERS}), Metavar("BYTES")]
 """A size of memory; texts may have a unit."""
 Port = Annotated[int, Field(ge=0, le=MAX_PORT), Metavar("PORT")]
 Address = Annotated[str, BeforeValidator(_address)]
+HttpAddress = Annotated[str, BeforeValidator(_http_address)]
 Addresses = Annotated[tuple[Address, ...], BeforeValidator(_split), Metavar("ADDRESS")]
 """Texts may list several, with commas between them."""
 
@@ -177,6 +184,40 @@ class ServerConfig(BaseSettings):
     """A worker that shows no life for so long is killed and replaced."""
     drain_timeout_s: Seconds = Field(default=30.0, ge=0)
     """How long requests in flight may take to end after SIGTERM."""
+    tls_certificate: Annotated[Path | None, Metavar("FILE"), Computed("no TLS")] = None
+    """Certificate of the server, a PEM file; with it, TCP ports speak TLS alone. It is read again when it changes, as
+    are the files of the next three settings."""
+    tls_key: Annotated[Path | None, Metavar("FILE"), Computed("none")] = None
+    """Private key of the certificate, a PEM file without a password."""
+    tls_client_ca: Annotated[Path | None, Metavar("FILE"), Computed("clients need no certificate")] = None
+    """Authorities of clients, a PEM file; with it, clients on TCP ports must show a certificate of theirs."""
+    token_file: Annotated[Path | None, Metavar("FILE"), Computed("calls need no token")] = None
+    """Whose tokens are good, in lines as `bngrad token new` prints them; with it, every call at every address must have
+    one."""
+    open_health: bool = False
+    """Whether grpc.health.v1 answers without a token."""
+    insecure: bool = False
+    """Whether the network is protected otherwise, so that nothing need be said about ports without TLS or tokens."""
+    reflection: bool = True
+    """Whether clients may ask what there is to call."""
+    socket_mode: Annotated[str, Metavar("MODE")] = Field(default="0600", pattern="^0?[0-7]{3}$")
+    """Permissions of Unix sockets to listen on, in octal: whoever may write to one may call."""
+    max_client_requests: Annotated[int, Computed("0, no limit")] = Field(default=0, ge=0)
+    """Requests in the server at once of one client: the owner of a token, the name in a certificate, else the host or
+    the process. Beyond, it is told to come again."""
+    max_client_bytes: Annotated[Bytes, Computed("0, no limit")] = Field(default=0, ge=0)
+    """Tensors in the server at once of one client that has several requests."""
+
+    http: Annotated[HttpAddress | None, Metavar("HOST:PORT"), Computed("none")] = None
+    """Where to serve HTTP: /metrics, /healthz, /readyz, and a page for people at /. Whoever reaches it may read it."""
+    log_format: Literal["console", "json"] = "console"
+    """Whether the log, on stderr, has lines for people or a JSON object in each."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """What is less important than this is not logged; debug also logs the requests whose clients have gone."""
+    traces: bool = False
+    """Whether OpenTelemetry spans of every request are exported by OTLP, as the OTEL_* variables say."""
+    channelz: bool = False
+    """Whether clients may ask for the state of the server's gRPC connections."""
 
     @property
     def has_cores_for_all(self) -> bool:
@@ -205,6 +246,10 @@ class ServerConfig(BaseSettings):
             raise ValueError("stream_port needs an address HOST:PORT in listen, on whose host it is")
         if self.shared_group is not None and self.shared_bytes == 0:
             raise ValueError("shared_group needs shared_bytes, which is 0")
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ValueError("tls_certificate and tls_key need each other")
+        if self.tls_client_ca is not None and self.tls_certificate is None:
+            raise ValueError("tls_client_ca needs tls_certificate and tls_key")
         if self.max_batch_delay_s >= self.max_wait_s:
             delays = f"{self.max_batch_delay_s:g} s and {self.max_wait_s:g} s"
             raise ValueError(f"max_batch_delay should be less than max_wait, but they are {delays}")

@@ -26,6 +26,8 @@ _LONGEST_RESTART_DELAY_S = 5.0
 _SOUND_AFTER_S = 1.0
 """A worker that was in use for so long did not die of its start."""
 _BEATS_PER_TIMEOUT = 10
+_GPU_START_TIMEOUT_S = 60.0
+"""For drivers that take long over many GPUs or much memory to page-lock, and let no other thread run meanwhile."""
 
 
 class WorkerState(enum.Enum):
@@ -49,6 +51,8 @@ class DeviceStatus:
         memory_bytes: The size of its own memory; 0 for a CPU.
         state: What its worker is doing.
         restarts: How often its worker was started again.
+        busy_s: For how long its workers have computed, in seconds.
+        resident_bytes: The memory that its worker has in use, shared memory included.
     """
 
     name: str
@@ -56,6 +60,8 @@ class DeviceStatus:
     memory_bytes: int
     state: WorkerState
     restarts: int
+    busy_s: float
+    resident_bytes: int
 
 
 class WorkerPool:
@@ -169,6 +175,7 @@ class _Keeper:
         self._memory_bytes = 0
         self._failure = ""
         self._restarts = 0
+        self._busy_before_s = 0.0  # by the workers before
         self._ready_since: float | None = None
         self._closing = threading.Event()
         self._started = threading.Event()
@@ -186,7 +193,12 @@ class _Keeper:
 
     def status(self) -> DeviceStatus:
         state = WorkerState.STARTING if self._ready_since is None else WorkerState.READY
-        return DeviceStatus(self._name, self._description, self._memory_bytes, state, self._restarts)
+        worker = self._worker
+        busy_s, resident_bytes = (0.0, 0) if worker is None else (worker.busy_s, worker.resident_bytes)
+        busy_s += self._busy_before_s
+        return DeviceStatus(
+            self._name, self._description, self._memory_bytes, state, self._restarts, busy_s, resident_bytes
+        )
 
     def tell_worker(self, what: Callable[[WorkerProcess], None]) -> None:
         """Tells the worker of a change of the regions; one that is starting or dead will be told of them all."""
@@ -219,7 +231,9 @@ class _Keeper:
 
     def _keep_one(self) -> bool:
         """Has a worker in use until it ends, and says whether that was for long."""
-        worker = self._worker = self._start()
+        worker, before = self._start(), self._worker
+        busy_before_s = self._busy_before_s + (before.busy_s if before is not None else 0.0)
+        self._worker, self._busy_before_s = worker, busy_before_s
         try:
             if self._closing.is_set():  # too early for `begin_to_close` to know of it
                 return True
@@ -239,14 +253,16 @@ class _Keeper:
         self._failure = ""
         silences = 0
         while True:
-            sign = worker.sign_of_life(self._timeout_s / 2)
+            is_starting = self._ready_since is None and self._name.startswith("cuda")
+            timeout_s = max(self._timeout_s, _GPU_START_TIMEOUT_S) if is_starting else self._timeout_s
+            sign = worker.sign_of_life(timeout_s / 2)
             if sign == b"":
                 return f": {self._failure}" if self._failure else ""
             # Two silences in a row: the first may be this process's own, which was stopped for a while.
             silences = silences + 1 if sign is None else 0
             if silences == 2:
                 worker.kill()
-                return f" for showing no life for {self._timeout_s:g} s"
+                return f" for showing no life for {timeout_s:g} s"
             if worker.is_late:
                 worker.kill()
                 return " for taking too long over a batch"

@@ -308,7 +308,6 @@ def test_bench_stops_where_the_server_goes(own_server: EmbeddedServer) -> None:
         ("bngrad se", {"serve"}),
         ("bngrad c", {"check", "config", "completion"}),
         ("bngrad serve --max-w", {"--max-wait"}),
-        ("bngrad serve --device c", {"cpu"}),
         ("bngrad bench --layer conv2", {"conv2-3x3", "conv2-1x1"}),
         ("bngrad completion f", {"fish"}),
     ],
