@@ -74,7 +74,9 @@ def _address(value: str) -> str:
     if value.startswith("unix:"):
         is_right = value != "unix:"
     else:
-        is_right = bool(host and colon) and port.isascii() and port.isdigit() and int(port) <= MAX_PORT
+        is_right = (
+            bool(host and colon) and "/" not in host and port.isascii() and port.isdigit() and int(port) <= MAX_PORT
+        )
     if not is_right:
         raise ValueError("it should be HOST:PORT or unix:PATH")
     return value
