@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import sys
 
+_SERVER_EXTRA = {
+    "click",
+    "grpc_health",
+    "grpc_reflection",
+    "grpc_status",
+    "numba",
+    "pydantic",
+    "pydantic_settings",
+    "rich",
+}
+
 
 def main() -> None:
     """Runs the command line, or says what to install for it."""
     try:
         from bngrad_server import cli  # noqa: PLC0415 - only the server extra has what it imports
+
+        cli.main()
     except ModuleNotFoundError as error:
-        if error.name is not None and error.name.partition(".")[0].startswith("bngrad"):
+        if error.name not in _SERVER_EXTRA:
             raise
         sys.exit(f"bngrad: no module {error.name}; the server is installed by: pip install 'bngrad[server]'")
-    cli.main()
 
 
 if __name__ == "__main__":

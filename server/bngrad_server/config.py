@@ -1,19 +1,32 @@
-"""The settings of a server."""
+"""The settings of a server, each declared once: the command line, the environment and the file follow from it.
+
+A new setting is a new field of `ServerConfig`.
+"""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+import re
 from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AliasGenerator, BeforeValidator, Field, model_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 MAX_MESSAGE_BYTES = 2**31 - 1
 """The largest message that protobuf can hold."""
 MAX_PORT = 2**16 - 1
-
-
 MAX_CALLS = 64
 """Calls of an op that grpcio's port answers at once. Each holds a thread, and each unary one a message."""
 _LEAST_MESSAGE_BYTES = 2**26
+
+
+class Metavar(str):
+    """What stands for a setting's value in the help."""
+
+
+class Computed(str):
+    """What a default that depends on the machine is, in words."""
 
 
 def default_max_message_bytes() -> int:
@@ -34,75 +47,150 @@ def default_arena_bytes() -> int:
     return memory // 2
 
 
-@dataclass(frozen=True, slots=True)
-class ServerConfig:
+def _in_units(units: dict[str, float]) -> BeforeValidator:
+    """Has texts such as "30 s" become numbers; what has no unit is left to the check for numbers."""
+
+    def convert(value: Any) -> Any:
+        found = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([A-Za-z]+)", value.strip()) if isinstance(value, str) else None
+        if found is None:
+            return value
+        number, unit = found[1], found[2].lower()
+        factors = {name.lower(): factor for name, factor in units.items()}
+        if unit not in factors:
+            raise ValueError(f"it should be a number, perhaps with one of the units {', '.join(units)}")
+        return float(number) * factors[unit]
+
+    return BeforeValidator(convert)
+
+
+def _split(value: Any) -> Any:
+    return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
+
+
+def _address(value: str) -> str:
+    host, colon, port = value.rpartition(":")
+    if value.startswith("unix:"):
+        is_right = value != "unix:"
+    else:
+        is_right = bool(host and colon) and port.isascii() and port.isdigit() and int(port) <= MAX_PORT
+    if not is_right:
+        raise ValueError("it should be HOST:PORT or unix:PATH")
+    return value
+
+
+def setting_name(field_name: str) -> str:
+    """How flags, the environment and files call a setting: by its field's name, without the unit of seconds."""
+    return field_name.removesuffix("_s")
+
+
+_POWERS = {"kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+Seconds = Annotated[float, _in_units({"ms": 1e-3, "s": 1, "min": 60, "h": 3600}), Metavar("SECONDS")]
+"""A duration; texts may have a unit."""
+Bytes = Annotated[int, _in_units({"B": 1, **_POWERS}), Metavar("BYTES")]
+"""A size of memory; texts may have a unit."""
+Port = Annotated[int, Field(ge=0, le=MAX_PORT), Metavar("PORT")]
+Address = Annotated[str, BeforeValidator(_address)]
+Addresses = Annotated[tuple[Address, ...], BeforeValidator(_split), Metavar("ADDRESS")]
+"""Texts may list several, with commas between them."""
+
+
+class ServerConfig(BaseSettings):
     """What `bngrad_server.lifecycle.serve` needs to know.
 
+    Made directly, it has the settings that it is given, and defaults; `bngrad_server.cli.settings` reads the others'
+    sources. The docstrings are what users read of the settings.
+
     Raises:
-        ValueError: A setting is out of range; the message names it.
+        ValueError: A setting is impossible; the message names it.
     """
 
-    listen: tuple[str, ...] = ("127.0.0.1:50051",)
-    """Addresses: ``HOST:PORT`` (port 0 takes a free one) or ``unix:PATH``."""
-    device: str = "auto"
-    """``auto`` or ``cpu``."""
-    threads: int = field(default_factory=_cores)
+    model_config = SettingsConfigDict(
+        alias_generator=AliasGenerator(validation_alias=setting_name),
+        allow_inf_nan=False,
+        enable_decoding=False,  # Lists in the environment are no JSON.
+        env_ignore_empty=True,
+        env_prefix="BNGRAD_",
+        env_prefix_target="all",
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        validate_by_alias=True,
+        validate_by_name=True,
+    )
+
+    listen: Addresses = Field(default=("127.0.0.1:50051",), min_length=1)
+    """Where to listen: HOST:PORT (port 0 takes a free one) or unix:PATH; may be given several times."""
+    device: Literal["auto", "cpu"] = "auto"
+    """What to compute on; auto takes the best that this version supports and this machine has."""
+    threads: Annotated[int, Computed("every core")] = Field(default_factory=_cores, ge=1)
     """Threads of each CPU worker. Results have the same bits for any number."""
-    workers: int = field(default_factory=lambda: min(2, _cores()))
+    workers: Annotated[int, Computed("2 where there are two cores")] = Field(
+        default_factory=lambda: min(2, _cores()), ge=1
+    )
     """Worker processes on a CPU. With more than one, requests go on where one dies, and small ones run side by side."""
-    arena_bytes: int = field(default_factory=default_arena_bytes)
-    """The memory for the tensors of all requests in flight, in bytes. More lets more requests wait staged; pages are
-    taken from the system only when first used."""
-    shared_bytes: int = field(default_factory=lambda: default_arena_bytes() // 2)
-    """The memory that may be shared with clients on this host, in bytes; pages are taken when first used."""
-    shared_group: str | None = None
-    """The group of users, beside the server's own, that may share memory."""
-    stream_port: int = 0
-    """The TCP port of the endpoint for large tensors, on the host of each address; 0 takes a free one."""
-    max_message_bytes: int = field(default_factory=default_max_message_bytes)
-    """The largest message in which a client may send a request whole, in bytes. Chunks and shared memory have no such
-    limit: their tensors never lie in the memory of a message."""
-    max_batch_jobs: int = 64
+    arena_bytes: Annotated[Bytes, Computed("half of the memory")] = Field(default_factory=default_arena_bytes, ge=1)
+    """Memory for the tensors of all requests in flight. More lets more requests wait staged; pages are taken from the
+    system only when first used."""
+    shared_bytes: Annotated[Bytes, Computed("a quarter of the memory")] = Field(
+        default_factory=lambda: default_arena_bytes() // 2, ge=0
+    )
+    """Memory that clients on this host may share with the workers, 0 for none; pages are taken when first used."""
+    shared_group: Annotated[str | None, Metavar("GROUP"), Computed("nobody else")] = None
+    """Group of users, beside the server's own, that may share memory."""
+    stream_port: Annotated[Port, Computed("0, a free one")] = 0
+    """TCP port of the endpoint for large tensors, on the host of the first TCP address."""
+    max_message_bytes: Annotated[Bytes, Computed("so that 64 fill a quarter of the memory")] = Field(
+        default_factory=default_max_message_bytes, ge=1, le=MAX_MESSAGE_BYTES
+    )
+    """Largest message in which a client may send a request whole. Chunks and shared memory have no such limit: their
+    tensors never lie in the memory of a message."""
+    max_batch_jobs: int = Field(default=64, ge=1)
     """The most requests that a worker gets at once. More makes small requests cheaper, and the first of them later."""
-    max_batch_bytes: int = 8 * 2**20
+    max_batch_bytes: Bytes = Field(default=8 * 2**20, ge=1)
     """A batch is closed once its staged bytes reach this. Large requests gain nothing from company."""
-    max_batch_delay_s: float = 0.0
-    """How long a request may wait for others to fill its batch while a worker is free, in seconds. 0 is best where
-    requests are not tiny."""
-    max_requests: int = 256
+    max_batch_delay_s: Seconds = Field(default=0.0, ge=0)
+    """How long a request may wait for others to fill its batch while a worker is free. 0 is best where requests are not
+    tiny."""
+    max_requests: int = Field(default=256, ge=1)
     """Requests in the server at once; beyond, clients are told to come again."""
-    max_wait_s: float = 5.0
-    """How long a request may have to wait for those before it, in seconds; where it would be longer, clients are told
-    to come again."""
-    transfer_timeout_s: float = 30.0
-    """How long an upload or a download may take, in seconds, beside a second for each 128 KiB. It holds memory."""
-    worker_timeout_s: float = 5.0
-    """A worker that shows no life for so long is killed and replaced, in seconds."""
-    drain_timeout_s: float = 30.0
-    """How long requests in flight may take to end after SIGTERM, in seconds."""
+    max_wait_s: Seconds = Field(default=5.0, gt=0)
+    """How long a request may have to wait for those before it; where it would be longer, clients are told to come
+    again."""
+    transfer_timeout_s: Seconds = Field(default=30.0, gt=0)
+    """How long an upload or a download may take, beside a second for each 128 KiB. It holds memory."""
+    worker_timeout_s: Seconds = Field(default=5.0, gt=0)
+    """A worker that shows no life for so long is killed and replaced."""
+    drain_timeout_s: Seconds = Field(default=30.0, ge=0)
+    """How long requests in flight may take to end after SIGTERM."""
 
     @property
     def has_cores_for_all(self) -> bool:
         """Whether the workers compute faster together than one of them alone."""
         return self.workers * self.threads <= _cores()
 
-    def __post_init__(self) -> None:
-        if not self.listen:
-            raise ValueError("listen must name at least one address")
-        if self.device not in {"auto", "cpu"}:
-            raise ValueError(f"device must be 'auto' or 'cpu', not {self.device!r}")
-        for name in ("threads", "workers", "arena_bytes", "max_batch_jobs", "max_batch_bytes", "max_requests"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("max_wait_s", "transfer_timeout_s", "worker_timeout_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be greater than 0, not {getattr(self, name)}")
-        for name in ("max_batch_delay_s", "drain_timeout_s"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must not be negative, not {getattr(self, name)}")
-        if not 1 <= self.max_message_bytes <= MAX_MESSAGE_BYTES:
-            raise ValueError(f"max_message_bytes must be from 1 to {MAX_MESSAGE_BYTES}, not {self.max_message_bytes}")
-        if self.shared_bytes < 0:
-            raise ValueError(f"shared_bytes must not be negative, not {self.shared_bytes}")
-        if not 0 <= self.stream_port <= MAX_PORT:
-            raise ValueError(f"stream_port must be from 0 to {MAX_PORT}, not {self.stream_port}")
+    @classmethod
+    def settings_customise_sources(  # noqa: D102 - its base tells
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        *others: PydanticBaseSettingsSource,
+        **by_name: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (init_settings,)
+
+    @model_validator(mode="after")
+    def _check_together(self) -> ServerConfig:
+        bound = [address for address in self.listen if not address.endswith(":0")]
+        for address in bound:
+            if bound.count(address) > 1:
+                raise ValueError(f"listen names {address} twice")
+            if self.stream_port and address.endswith(f":{self.stream_port}"):
+                raise ValueError(f"stream_port should not be the port of {address}, where listen is")
+        if self.stream_port and all(address.startswith("unix:") for address in self.listen):
+            raise ValueError("stream_port needs an address HOST:PORT in listen, on whose host it is")
+        if self.shared_group is not None and self.shared_bytes == 0:
+            raise ValueError("shared_group needs shared_bytes, which is 0")
+        if self.max_batch_delay_s >= self.max_wait_s:
+            delays = f"{self.max_batch_delay_s:g} s and {self.max_wait_s:g} s"
+            raise ValueError(f"max_batch_delay should be less than max_wait, but they are {delays}")
+        return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -17,7 +18,7 @@ class ServerStartError(Exception):
 
 
 class EmbeddedServer:
-    """Runs ``bngrad serve`` for the length of a ``with`` block.
+    """Runs ``bngrad serve`` for the length of a ``with`` block, with the options that it is given and no others.
 
     Attributes:
         target: The first address that it listens on, as clients take it.
@@ -51,6 +52,7 @@ class EmbeddedServer:
             stdout=subprocess.PIPE,
             stderr=self._stderr,
             text=True,
+            env={name: value for name, value in os.environ.items() if not name.startswith("BNGRAD_")},
         )
         assert self.process.stdout is not None
         ready = re.search(r" ready on ([^\s,]+?)[,:] ", self.process.stdout.readline())

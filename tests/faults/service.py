@@ -28,7 +28,7 @@ OPTIONS = (
     *("--shared-bytes", str(2**30)),
     *("--transfer-timeout", str(TRANSFER_TIMEOUT_S)),
 )
-_MARK = "BNGRAD_FAULTS_SERVICE"
+_MARK = "BNGRAD_TEST_SERVICE"
 _OWN_SHARED_MEMORY = 'mount -t tmpfs -o size="$0" bngrad-test /dev/shm && exec "$@"'
 
 

@@ -15,7 +15,7 @@ from random import Random
 import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 from tests.faults import mix, usage
 from tests.faults.load import Load, Tally
 from tests.faults.scene import BrokenPromiseError, Fault, Scene, endure, warm_up
@@ -117,7 +117,7 @@ def _scenes() -> Iterator[dict[bool, Scene]]:
 
 
 def _table(rows: dict[str, Row]) -> Table:
-    table = Table("fault", "times", "requests", "answered", "documented errors", "wrong", "lost", "broken promises")
+    table = Table(Column("fault", no_wrap=True), "times", "requests", "answered", "documented errors", "wrong", "lost", "broken promises")
     for column in table.columns[1:]:
         column.justify = "right"
     total = Row()

@@ -10,13 +10,25 @@ from bngrad_server.config import ServerConfig
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"listen": ()}, "listen must name at least one address"),
-        ({"device": "tpu"}, "device must be 'auto' or 'cpu', not 'tpu'"),
-        ({"threads": 0}, "threads must be at least 1, not 0"),
-        ({"arena_bytes": -5}, "arena_bytes must be at least 1, not -5"),
-        ({"max_batch_jobs": 0}, "max_batch_jobs must be at least 1, not 0"),
-        ({"max_batch_bytes": 0}, "max_batch_bytes must be at least 1, not 0"),
-        ({"drain_timeout_s": float("nan")}, "drain_timeout_s must not be negative, not nan"),
+        ({"listen": ()}, "listen\n.*at least 1 item"),
+        ({"listen": ("localhost",)}, "listen.0\n.*should be HOST:PORT or unix:PATH"),
+        ({"listen": ("localhost:65536",)}, "listen.0\n.*should be HOST:PORT or unix:PATH"),
+        ({"listen": ("unix:",)}, "listen.0\n.*should be HOST:PORT or unix:PATH"),
+        ({"device": "tpu"}, "device\n.*'auto' or 'cpu'"),
+        ({"threads": 0}, "threads\n.*greater than or equal to 1"),
+        ({"arena_bytes": -5}, "arena_bytes\n.*greater than or equal to 1"),
+        ({"arena_bytes": "8 miles"}, "arena_bytes\n.*with one of the units B, kB, MB"),
+        ({"max_message_bytes": 2**31}, "max_message_bytes\n.*less than or equal to 2147483647"),
+        ({"max_batch_jobs": 0}, "max_batch_jobs\n.*greater than or equal to 1"),
+        ({"max_batch_bytes": 0.5}, "max_batch_bytes\n.*valid integer"),
+        ({"drain_timeout_s": float("nan")}, "drain_timeout_s\n.*finite"),
+        ({"max_wait_s": "5 hours"}, "max_wait_s\n.*with one of the units ms, s, min, h"),
+        ({"max_waits": 5}, "max_waits\n.*not permitted"),
+        ({"listen": ("a:1", "b:2", "a:1")}, "listen names a:1 twice"),
+        ({"listen": ("a:1",), "stream_port": 1}, "stream_port should not be the port of a:1"),
+        ({"listen": ("unix:/a",), "stream_port": 1}, "stream_port needs an address HOST:PORT"),
+        ({"shared_bytes": 0, "shared_group": "users"}, "shared_group needs shared_bytes"),
+        ({"max_wait_s": 0.5, "max_batch_delay_s": 0.5}, "max_batch_delay should be less than max_wait"),
     ],
 )
 def test_an_impossible_setting_is_refused_by_name(setting: dict[str, Any], message: str) -> None:
@@ -24,7 +36,34 @@ def test_an_impossible_setting_is_refused_by_name(setting: dict[str, Any], messa
         ServerConfig(**setting)
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("max_wait_s", "7", 7.0),
+        ("max_wait_s", "500ms", 0.5),
+        ("max_wait_s", "1.5 min", 90.0),
+        ("max_wait_s", "1h", 3600.0),
+        ("arena_bytes", "4096", 4096),
+        ("arena_bytes", "0.5GiB", 2**29),
+        ("arena_bytes", "8 mb", 8_000_000),
+        ("listen", "a:1, unix:/b", ("a:1", "unix:/b")),
+    ],
+)
+def test_texts_have_units_and_commas(name: str, text: str, value: object) -> None:
+    assert getattr(ServerConfig.model_validate({name: text}), name) == value
+
+
 def test_the_defaults_fit_the_machine() -> None:
     config = ServerConfig()
     assert config.threads >= 1
     assert config.arena_bytes > 2**20
+
+
+def test_a_server_config_of_ones_own_does_not_read_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BNGRAD_MAX_REQUESTS", "7")
+    assert ServerConfig().max_requests == 256
+
+
+def test_settings_do_not_change() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        ServerConfig().max_requests = 7

@@ -1,0 +1,183 @@
+"""The settings of a server as an operator gives them: by flags, in the environment, in a file."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+import click
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_settings import EnvSettingsSource, TomlConfigSettingsSource
+
+from bngrad_server.config import Computed, Metavar, ServerConfig, setting_name
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+_FIELDS = {setting_name(name): field for name, field in ServerConfig.model_fields.items()}
+# Variables of the tests; and what Kubernetes tells a pod of a service whose name begins with bngrad.
+_NO_SETTING = re.compile(r"BNGRAD_(CONFIG$|TEST_|REQUIRE_|(\w+_)?SERVICE_(HOST|PORT)|(\w+_)?PORT_\d+_(TCP|UDP))")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A setting in effect.
+
+    Attributes:
+        name: What it is called.
+        field: What the model says of it.
+        value: What it is.
+        origin: The flag, the variable or the file that says so, or "default".
+    """
+
+    name: str
+    field: FieldInfo
+    value: Any
+    origin: str
+
+
+class SettingsError(click.ClickException):
+    """A setting is impossible or unknown; the message names it, what it is, and what it should be."""
+
+    exit_code = 2
+
+
+def flag(name: str) -> str:
+    """The option of a setting."""
+    return "--" + name.replace("_", "-")
+
+
+def variable(name: str) -> str:
+    """The environment's variable of a setting."""
+    return f"{ServerConfig.model_config['env_prefix']}{name.upper()}"
+
+
+def metavar(field: FieldInfo) -> str:
+    """What stands for a setting's value, with its unit."""
+    given = next((each for each in field.metadata if isinstance(each, Metavar)), None)
+    if get_origin(field.annotation) is Literal:
+        return f"[{'|'.join(get_args(field.annotation))}]"
+    return given or ("INTEGER" if field.annotation is int else "TEXT")
+
+
+def default_text(field: FieldInfo) -> str:
+    """A setting's default, in words where the machine decides."""
+    computed = next((each for each in field.metadata if isinstance(each, Computed)), None)
+    return computed or as_text(field.default)
+
+
+def as_text(value: Any) -> str:
+    """A value as one writes it in the environment."""
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def settings_options(command: Command) -> Command:
+    """Gives a command an option for each setting, and ``--config``; it gets them as keyword arguments."""
+    for name, field in reversed(_FIELDS.items()):
+        command = _option(name, field)(command)
+    config = click.option(
+        "--config",
+        type=click.Path(path_type=Path),
+        envvar="BNGRAD_CONFIG",
+        metavar="FILE",
+        help="TOML file of settings, by the names of the options: max_wait = 5. [env: BNGRAD_CONFIG]",
+    )
+    return config(command)
+
+
+def _option(name: str, field: FieldInfo) -> Callable[[Command], Command]:
+    # All that a value must be, the model checks: it does so alike for flags, the environment and files.
+    details: dict[str, Any] = {"default": None, "metavar": metavar(field)}
+    names = [flag(name)]
+    if field.annotation is bool:
+        names, details = [f"{flag(name)}/--no-{flag(name)[2:]}"], {"default": None}
+    elif get_origin(field.annotation) is tuple:
+        details["multiple"] = True
+    elif get_origin(field.annotation) is Literal:
+        choices = get_args(field.annotation)
+        details["shell_complete"] = lambda context, option, word: [each for each in choices if each.startswith(word)]
+    elif Path in (field.annotation, *get_args(field.annotation)):
+        details["type"] = click.Path()
+    text = " ".join((field.description or "").split())
+    return click.option(*names, name, help=f"{text} [env: {variable(name)}; default: {default_text(field)}]", **details)
+
+
+def load(config: Path | None, flags: dict[str, Any]) -> tuple[ServerConfig, list[Setting]]:
+    """The settings in effect: a flag goes before the environment, that before the file, that before the default.
+
+    Args:
+        config: The file, if there is one.
+        flags: What the flags say; None and nothing for those that were not given.
+
+    Raises:
+        SettingsError: A setting is impossible or unknown, or the file cannot be read.
+    """
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    if config is not None:
+        for name, value in _read_file(config).items():
+            values[name], origins[name] = value, f"{name} in {config}"
+    for name, value in _read_environment().items():
+        values[name], origins[name] = value, variable(name)
+    for name, value in flags.items():
+        if value is not None and value != ():
+            values[name], origins[name] = value, flag(name)
+    try:
+        effective = ServerConfig.model_validate(values)
+    except ValidationError as error:
+        raise SettingsError("\n".join(_complaints(error, origins))) from error
+    return effective, [
+        Setting(setting_name(name), field, getattr(effective, name), origins.get(setting_name(name), "default"))
+        for name, field in ServerConfig.model_fields.items()
+    ]
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise SettingsError(f"cannot read settings from {path}: there is no such file")
+    try:
+        values = TomlConfigSettingsSource(ServerConfig, path).toml_data
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise SettingsError(f"cannot read settings from {path}: {reason}") from error
+    for name in values:
+        if name not in _FIELDS:
+            raise SettingsError(f"{name} in {path} is no setting{_hint(name, str)}")
+    return values
+
+
+def _read_environment() -> dict[str, Any]:
+    prefix = variable("")
+    for name, value in os.environ.items():
+        if not name.startswith(prefix) or _NO_SETTING.match(name) or value.startswith(("tcp://", "udp://")):
+            continue
+        setting = name.removeprefix(prefix).lower()
+        if setting not in _FIELDS:
+            raise SettingsError(f"{name} in the environment is no setting{_hint(setting, variable)}")
+    return {setting_name(name): value for name, value in EnvSettingsSource(ServerConfig)().items()}
+
+
+def _hint(name: str, spell: Callable[[str], str]) -> str:
+    similar = difflib.get_close_matches(name, _FIELDS, n=1)
+    return f"; did you mean {spell(similar[0])}?" if similar else ""
+
+
+def _complaints(error: ValidationError, origins: dict[str, str]) -> Iterator[str]:
+    """What is wrong, a line for each setting."""
+    seen: set[str] = set()
+    for each in error.errors(include_url=False):
+        message = each["msg"].removeprefix("Value error, ").replace("Input should", "it should", 1)
+        if not each["loc"]:  # several settings together
+            yield message
+            continue
+        name = setting_name(str(each["loc"][0]))
+        if name not in seen:
+            yield f"{origins[name]} is {each['input']!r}; {message}"
+        seen.add(name)

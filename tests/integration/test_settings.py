@@ -1,0 +1,45 @@
+"""Settings reach a real server, from wherever they are given."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import bngrad
+
+COMMAND = (sys.executable, "-m", "bngrad_server", "serve")
+
+
+def test_a_server_runs_with_what_the_file_the_environment_and_flags_say(tmp_path: Path) -> None:
+    file, socket = tmp_path / "bngrad.toml", tmp_path / "bngrad.sock"
+    file.write_text('workers = 3\narena_bytes = "32MiB"\nmax_message_bytes = "4MiB"\n')
+    environment = {**os.environ, "BNGRAD_CONFIG": str(file), "BNGRAD_WORKERS": "1", "BNGRAD_LISTEN": f"unix:{socket}"}
+    arguments = [*COMMAND, "--device", "cpu", "--arena-bytes", "16MiB"]
+    with subprocess.Popen(arguments, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert f" ready on unix:{socket}: " in process.stdout.readline()
+        with bngrad.Client(f"unix:{socket}") as client:
+            info = client.server_info()
+        process.terminate()
+    assert process.returncode == 0
+    assert (len(info.devices), info.arena_bytes, info.max_message_bytes) == (1, 2**24, 2**22)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "complaint"),
+    [
+        ((), {"BNGRAD_WORKERS": "none"}, "Error: BNGRAD_WORKERS is 'none'; it should be a valid integer"),
+        (("--config", "/nowhere"), {}, "Error: cannot read settings from /nowhere: there is no such file"),
+    ],
+)
+def test_a_server_does_not_start_with_an_impossible_setting(
+    arguments: tuple[str, ...], environment: dict[str, str], complaint: str
+) -> None:
+    ended = subprocess.run([*COMMAND, *arguments], env={**os.environ, **environment}, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.startswith(complaint)
+    assert ended.stderr.count("\n") == 1
