@@ -37,7 +37,7 @@ lock: $(VENV)/dev.stamp  ## Takes newer versions of all dependencies into requir
 	$(LOCK) $(HASHES) --output-file requirements/build.txt requirements/build.in
 
 audit: $(VENV)/dev.stamp  ## Asks a database on the network whether any locked version has known weaknesses
-	for lock in requirements/*.txt; do $(BIN)/pip-audit --disable-pip --no-deps --requirement $$lock || exit 1; done
+	for lock in requirements/*.txt; do $(BIN)/pip-audit --strict --disable-pip --no-deps --requirement $$lock || exit 1; done
 
 image-test: $(VENV)/dev.stamp  ## Builds the images with buildah and runs the CPU one, read-only and not as root
 	$(BIN)/python -m tests.deploy.image

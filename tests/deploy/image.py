@@ -42,10 +42,9 @@ def run(*command: object, timeout_s: float = 3600) -> str:
 def podman(*arguments: object) -> str:
     # It would raise the limits further than a root without all capabilities may.
     if arguments[0] == "run":
-        limits = {"nofile": resource.RLIMIT_NOFILE, "nproc": resource.RLIMIT_NPROC}
-        ulimits = [f"--ulimit={name}={hard}:{hard}" for name, (_, hard) in
-                   ((name, resource.getrlimit(which)) for name, which in limits.items())]  # fmt: skip
-        arguments = ("run", *ulimits, *arguments[1:])
+        for name, which in {"nofile": resource.RLIMIT_NOFILE, "nproc": resource.RLIMIT_NPROC}.items():
+            _, hard = resource.getrlimit(which)
+            arguments = ("run", f"--ulimit={name}={hard}:{hard}", *arguments[1:])
     return run("podman", "--runtime=runc", *arguments)
 
 
@@ -67,8 +66,7 @@ def build(dockerfile: str, tag: str, base: str | None) -> None:
     on_base = [f"--build-arg=BASE={base}"] if base else []
     isolation = ["--isolation=chroot", "--format=docker", "--network=host"]
     run("buildah", "build", *isolation, *on_base, "--file", dockerfile, "--tag", f"{IMAGE}:{tag}", ".")
-    size = int(json.loads(run("buildah", "inspect", "--type=image", "--format={{json .Docker}}", f"{IMAGE}:{tag}"))["size"]
-               or 0)  # fmt: skip
+    size = json.loads(run("podman", "image", "inspect", f"{IMAGE}:{tag}"))[0]["Size"]
     say(f"{dockerfile}: built in {time.monotonic() - began:.0f} s, {size / 1e6:.0f} MB")
 
 

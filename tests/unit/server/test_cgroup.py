@@ -20,7 +20,7 @@ MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         pytest.param({"cpu.max": "max 100000", "memory.max": "max"}, CORES, MEMORY, id="no limits"),
         pytest.param({"cpu.max": "100000 100000", "memory.max": "1048576"}, 1, 1 << 20, id="version 2"),
         pytest.param({"cpu.max": "20000 100000"}, 1, MEMORY, id="a part of a core"),
-        pytest.param({"cpu.max": "990000000 100000", "memory.max": str(1 << 60)}, CORES, MEMORY, id="more than there is"),
+        pytest.param({"cpu.max": "990000000 100000", "memory.max": str(1 << 60)}, CORES, MEMORY, id="large limits"),
         pytest.param(
             {
                 "cpu/cpu.cfs_quota_us": "50000",
