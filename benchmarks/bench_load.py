@@ -68,7 +68,8 @@ def _options() -> argparse.Namespace:
     cores = sorted(os.sched_getaffinity(0))
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_load", description=__doc__)
     parser.add_argument("--parts", nargs="+", choices=_PARTS, default=list(_PARTS))
-    parser.add_argument("--seconds", type=float, default=8, help="of each load")
+    parser.add_argument("--seconds", type=float, default=4, help="of each turn of a load")
+    parser.add_argument("--turns", type=int, default=3, help="of the sweep's loads; the middle one counts")
     parser.add_argument("--storm-seconds", type=float, default=60)
     parser.add_argument("--multiples", nargs="+", type=float, default=list(_MULTIPLES), help="of the saturation")
     parser.add_argument("--timeout", type=float, default=2, help="seconds that a request may take from when it is due")
@@ -106,25 +107,33 @@ def _load(options: argparse.Namespace, results: Results, progress: Progress) -> 
         results.memory = stack.enter_context(server.watched(served)) if served.front else None
         quiet = _probes(callers, options)
         print(f"Mixed requests of {mix.mean_nbytes(mix.MIXED) / 1e6:.1f} MB\n{report.header()}", flush=True)
-        closed = _measured(
-            f"{_SATURATION_CALLERS} callers", None, served, callers, progress, options.seconds,
-            lambda: callers.closed_loop(_SATURATION_CALLERS, options.timeout, seconds=options.seconds),
-        )  # fmt: skip
-        results.saturation = closed
 
-        def offer(multiple: float, seconds: float, title: str) -> Step:
+        def offer(rate: float, multiple: float, seconds: float, title: str) -> Step:
             return _measured(
                 title, multiple, served, callers, progress, seconds,
-                lambda: callers.open_loop(multiple * closed.goodput, seconds, options.callers, options.timeout),
+                lambda: callers.open_loop(rate, seconds, options.callers, options.timeout),
             )  # fmt: skip
 
-        if "sweep" in options.parts:
-            for multiple in options.multiples:
-                results.steps.append(offer(multiple, options.seconds, f"{multiple:g} x"))
-                time.sleep(options.timeout)  # What nobody waits for any more must not meet the next load.
+        def saturate() -> Step:
+            return _measured(
+                f"{_SATURATION_CALLERS} callers", None, served, callers, progress, options.seconds,
+                lambda: callers.closed_loop(_SATURATION_CALLERS, options.timeout, seconds=options.seconds),
+            )  # fmt: skip
+
+        # Memory is touched for the first time: the system's work rather than the server's.
+        most = saturate().goodput
+        offer(_STORM_MULTIPLE * most, _STORM_MULTIPLE, options.seconds, "warm-up")
+        for _ in range(options.turns if "sweep" in options.parts else 1):
+            time.sleep(options.timeout)  # What nobody waits for any more must not meet the next load.
+            results.saturation.append(saturate())
+            most = measure.middle(results.saturation).goodput
+            for multiple in options.multiples if "sweep" in options.parts else ():
+                results.turns.append(offer(multiple * most, multiple, options.seconds, f"{multiple:g} x"))
+                time.sleep(options.timeout)
         if "storm" in options.parts:
             start = time.monotonic()
-            storm = offer(_STORM_MULTIPLE, options.storm_seconds, f"{_STORM_MULTIPLE:g} x, storm")
+            rate, title = _STORM_MULTIPLE * most, f"{_STORM_MULTIPLE:g} x, storm"
+            storm = offer(rate, _STORM_MULTIPLE, options.storm_seconds, title)
             results.storm = Storm(storm, start, quiet, _probes(callers, options))
 
 
@@ -163,7 +172,7 @@ def _batching(options: argparse.Namespace, results: Results, progress: Progress)
                 stack.enter_context(_fleet(options, served, mix.TINY, progress, _BATCHING_CALLERS, processes=2)),
             )
         print(f"\n{_BATCHING_CALLERS} callers, tensors of 4 KB\n{report.header()}")
-        seconds = options.seconds / 2
+        seconds = options.seconds
         results.batching = {name: [] for name in variants}
         for _, (name, (served, callers)) in itertools.product(range(_BATCHING_TURNS), pairs.items()):
             step = _measured(

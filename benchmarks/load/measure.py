@@ -94,6 +94,11 @@ def step(title: str, multiple: float | None, run: Run, items: tuple[Item, ...], 
     )
 
 
+def middle(turns: list[Step]) -> Step:
+    """The turn of median goodput of a load that had several; of an even number the lower one."""
+    return sorted(turns, key=lambda step: step.goodput)[(len(turns) - 1) // 2]
+
+
 def in_flight(moments: Floats, starts: Floats, ends: Floats) -> Counts:
     """How many intervals each moment is in; an interval holds its start, but not its end."""
     return np.searchsorted(np.sort(starts), moments, "right") - np.searchsorted(np.sort(ends), moments, "right")

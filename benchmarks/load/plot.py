@@ -7,7 +7,7 @@ from typing import Any
 
 import matplotlib as mpl
 import numpy as np
-from benchmarks.load.measure import PERCENTILES, Step
+from benchmarks.load.measure import PERCENTILES, Step, middle
 from benchmarks.load.results import Results
 from matplotlib.ticker import FuncFormatter
 
@@ -44,8 +44,9 @@ def _goodput(axis: Any, results: Results) -> None:
         axis.plot(storm.offered, storm.goodput, "*", markersize=13, color="C0", label=f"{storm.seconds:.0f} s of storm")
     limit = max(offered, default=1)
     axis.plot([0, limit], [0, limit], color="black", linewidth=0.8, linestyle=":", label="all that is offered")
-    if results.saturation is not None:
-        axis.axvline(results.saturation.goodput, color="grey", linewidth=0.8, label="saturation (closed loop)")
+    if results.saturation:
+        saturation = middle(results.saturation).goodput
+        axis.axvline(saturation, color="grey", linewidth=0.8, label="saturation (closed loop)")
     axis.set(title="Goodput", xlabel="offered, requests/s", ylabel="requests/s", xlim=(0, None), ylim=(0, None))
     axis.legend(fontsize=8)
 
@@ -56,8 +57,8 @@ def _latency(axis: Any, results: Results) -> None:
         axis.plot([step.offered for step in steps], [step.percentiles[i] for step in steps], marker="o", markersize=4,
                   label=f"p{percentile:g}")  # fmt: skip
     axis.axhline(1e3 * results.timeout, color="black", linewidth=0.8, linestyle=":", label="timeout")
-    if results.saturation is not None:
-        axis.axvline(results.saturation.goodput, color="grey", linewidth=0.8)
+    if results.saturation:
+        axis.axvline(middle(results.saturation).goodput, color="grey", linewidth=0.8)
     axis.set(title="Latency of right answers, from when they were due", xlabel="offered, requests/s",
              ylabel="milliseconds", yscale="log", xlim=(0, None))  # fmt: skip
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from benchmarks.load.answers import Status
-from benchmarks.load.measure import PERCENTILES, Step
+from benchmarks.load.measure import PERCENTILES, Step, middle
 from benchmarks.load.results import Results
 from benchmarks.load.targets import Verdict
 
@@ -89,15 +89,16 @@ def write_into(page: Path, results: Results, verdicts: Sequence[Verdict], note: 
     _, end, after = rest.partition(_END)
     if not begin or not end:
         raise ValueError(f"{page} must hold {_BEGIN} and {_END}")
-    steps = [results.saturation, *results.steps, *([results.storm.step] if results.storm else [])]
+    saturation = [middle(results.saturation)] if results.saturation else []
+    steps = [*saturation, *results.steps, *([results.storm.step] if results.storm else [])]
     kills = [*results.kills.undisturbed, *results.kills.disturbed] if results.kills else []
     others = [*kills, *(step for turn in results.batching.values() for step in turn)]
     tables = [
-        _table(_COLUMNS, [[cell.strip() for cell in row(step).strip("|").split("|")] for step in part if step])
+        _table(_COLUMNS, [[cell.strip() for cell in row(step).strip("|").split("|")] for step in part])
         for part in (steps, others)
     ]
-    middle = "\n\n".join([note, tables[0], summary(results, verdicts), tables[1]])
-    page.write_text(f"{before}{begin}\n{middle}\n{end}{after}")
+    content = "\n\n".join([note, tables[0], summary(results, verdicts), tables[1]])
+    page.write_text(f"{before}{begin}\n{content}\n{end}{after}")
 
 
 def _span(k: int) -> str:

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.load.measure import Step
+from benchmarks.load.measure import Step, middle
 from benchmarks.load.server import Memory
 
 
@@ -51,19 +51,25 @@ class Results:
 
     Attributes:
         timeout: Of every request under load, in seconds.
-        saturation: The closed loop.
-        steps: The open loops, by rising load.
+        saturation: The turns of the closed loop.
+        turns: Those of the open loops, in the order in which they were.
         memory: Of the server, from before the first step until after the storm.
         batching: Requests per second of each turn with batches of the usual size, and with batches of one.
     """
 
     timeout: float
-    saturation: Step | None = None
-    steps: list[Step] = field(default_factory=list)
+    saturation: list[Step] = field(default_factory=list)
+    turns: list[Step] = field(default_factory=list)
     storm: Storm | None = None
     memory: Memory | None = None
     kills: Kills | None = None
     batching: dict[str, list[Step]] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> list[Step]:
+        """The middle turn of each open loop, by rising load."""
+        multiples = sorted({step.multiple for step in self.turns if step.multiple is not None})
+        return [middle([step for step in self.turns if step.multiple == multiple]) for multiple in multiples]
 
     def as_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -108,5 +108,6 @@ def _batching(results: Results) -> Iterator[Verdict]:
 def _honesty(results: Results) -> Iterator[Verdict]:
     loads = _loads(results)
     if loads:
-        yield _at_most("wrong answers", sum(step.counts["WRONG"] for step in loads), 0)
+        answered = [*results.turns, *loads]
+        yield _at_most("wrong answers", sum(step.counts["WRONG"] for step in answered), 0)
         yield _at_most("share of requests that the generator itself sent late", max(step.late for step in loads), 0.01)

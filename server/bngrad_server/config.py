@@ -116,9 +116,7 @@ class ServerConfig(BaseSettings):
     """What to compute on; auto takes the best that this version supports and this machine has."""
     threads: Annotated[int, Computed("every core")] = Field(default_factory=cgroup.cores, ge=1)
     """Threads of each CPU worker. Results have the same bits for any number."""
-    workers: Annotated[int, Computed("2 where there are two cores")] = Field(
-        default_factory=lambda: min(2, cgroup.cores()), ge=1
-    )
+    workers: int = Field(default=2, ge=1)
     """Worker processes on a CPU. With more than one, requests go on where one dies, and small ones run side by side."""
     arena_bytes: Annotated[Bytes, Computed("half of the memory")] = Field(default_factory=default_arena_bytes, ge=1)
     """Memory for the tensors of all requests in flight. More lets more requests wait staged; pages are taken from the

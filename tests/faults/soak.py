@@ -117,9 +117,8 @@ def _scenes() -> Iterator[dict[bool, Scene]]:
 
 
 def _table(rows: dict[str, Row]) -> Table:
-    table = Table(Column("fault", no_wrap=True), "times", "requests", "answered", "documented errors", "wrong", "lost", "broken promises")
-    for column in table.columns[1:]:
-        column.justify = "right"
+    headings = ("times", "requests", "answered", "documented errors", "wrong", "lost", "broken promises")
+    table = Table(Column("fault", no_wrap=True), *(Column(each, justify="right") for each in headings))
     total = Row()
     for row in rows.values():
         total.times += row.times

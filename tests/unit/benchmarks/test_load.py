@@ -107,16 +107,21 @@ def test_an_overload_that_halves_goodput_misses_its_target() -> None:
     def load(multiple: float, count: int) -> Step:
         return step_of([row(2, 2, 2.5)] * count, multiple=multiple)
 
-    flat = targets.verdicts(Results(2, steps=[load(1, 100), load(2, 95), load(3, 91)]))
+    flat = targets.verdicts(Results(2, turns=[load(1, 100), load(2, 95), load(3, 91)]))
     assert all(verdict.met for verdict in flat)
-    halved = targets.verdicts(Results(2, steps=[load(1, 100), load(2, 95), load(3, 50)]))
+    halved = targets.verdicts(Results(2, turns=[load(1, 100), load(2, 95), load(3, 50)]))
     assert [v.figure for v in halved if not v.met] == pytest.approx([0.5, 0.5])
+
+
+def test_the_middle_turn_of_a_load_counts() -> None:
+    turns = [step_of([row(2, 2, 2.5)] * count, multiple=multiple) for count in (5, 90, 60) for multiple in (2, 1)]
+    assert [(step.multiple, step.counts["OK"]) for step in Results(2, turns=turns).steps] == [(1, 60), (2, 60)]
 
 
 def test_tables_go_between_the_marks_of_a_page_and_again_in_their_place(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- measured: begin -->\nold\n<!-- measured: end -->\nafter\n")
-    results = Results(2, saturation=step_of([row(2, 2, 3)], multiple=None))
+    results = Results(2, saturation=[step_of([row(2, 2, 3)], multiple=None)])
     report.write_into(page, results, targets.verdicts(results), "note")
     once = page.read_text()
     report.write_into(page, results, targets.verdicts(results), "note")
