@@ -7,7 +7,8 @@ BIN := $(VENV)/bin
 LOCK := $(BIN)/uv pip compile --quiet --universal --python-version 3.10 --no-header --no-annotate --upgrade
 HASHES := --generate-hashes --constraint requirements/dev.txt
 
-.PHONY: demo test soak lint docs proto lock audit image-test bench bench-transport bench-load gpu-test gpu-bench gpu-sweep clean
+.PHONY: demo test soak lint docs proto settings-page lock audit image-test bench bench-transport bench-load gpu-test gpu-bench \
+	gpu-sweep clean
 
 demo: $(VENV)/server.stamp  ## Sets up, starts a CPU server and sends it real gradients
 	$(BIN)/bngrad demo
@@ -46,6 +47,9 @@ proto: $(VENV)/dev.stamp  ## Regenerates the code beside the .proto files
 	$(BIN)/python -m grpc_tools.protoc -I protos --python_out=protos --pyi_out=protos --grpc_python_out=protos \
 		--plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc --mypy_grpc_out=protos \
 		protos/bngrad_protos/v1/*.proto
+
+settings-page: $(VENV)/dev.stamp  ## Writes the table of docs/settings.md from the model of the settings
+	$(BIN)/python -m tests.unit.server.cli.settings_page
 
 bench: $(VENV)/dev.stamp  ## CPU kernels against TensorFlow, PyTorch and oneDNN
 	$(BIN)/python -m benchmarks.bench_kernels

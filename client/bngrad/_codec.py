@@ -172,6 +172,8 @@ def read_server_info(data: bytes) -> tuple[ServerInfo, pb.Endpoints]:
         arena_bytes=message.limits.arena_bytes,
         requests=message.requests,
         batch_sizes=tuple(message.batch_sizes),
+        stream_port=message.endpoints.stream_port,
+        local_directory=message.endpoints.local_directory,
     )
     return info, message.endpoints
 

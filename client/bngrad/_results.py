@@ -89,6 +89,8 @@ class ServerInfo:
         arena_bytes: Its memory for the tensors of all requests in flight.
         requests: The requests in it at the moment.
         batch_sizes: How many batches it has computed; at index k, those of 2**k to 2**(k + 1) - 1 requests.
+        stream_port: The TCP port of its endpoint for large tensors; 0 for none.
+        local_directory: Where clients on its host find it and its shared memory; empty for nowhere.
     """
 
     version: str
@@ -98,3 +100,5 @@ class ServerInfo:
     arena_bytes: int
     requests: int
     batch_sizes: tuple[int, ...]
+    stream_port: int
+    local_directory: str

@@ -21,7 +21,7 @@ def main() -> None:
     try:
         from bngrad_server import cli  # noqa: PLC0415 - only the server extra has what it imports
 
-        cli.main()
+        cli.main(prog_name="bngrad")
     except ModuleNotFoundError as error:
         if error.name not in _SERVER_EXTRA:
             raise

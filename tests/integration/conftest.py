@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -61,6 +61,23 @@ def own_server() -> Iterator[EmbeddedServer]:
     """A server that the test may hurt, with one worker."""
     with EmbeddedServer(options=ONE_WORKER) as server:
         yield server
+
+
+@contextmanager
+def starting_server(address: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A server whose worker is stopped before it is warm."""
+    command = [sys.executable, "-m", "bngrad_server", "serve", "--workers", "1", "--listen", address]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    wait_until(lambda: bool(workers_of(process.pid)))
+    (worker,) = workers_of(process.pid)
+    try:
+        worker.suspend()
+        yield process
+    finally:
+        process.terminate()
+        process.communicate()
+        with suppress(psutil.NoSuchProcess):
+            worker.resume()  # stopped so early, it has not asked yet to be killed with its server
 
 
 def workers_of(front: int) -> list[psutil.Process]:

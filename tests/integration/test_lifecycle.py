@@ -7,19 +7,16 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import grpc
 import numpy as np
-import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
-from tests.integration.conftest import is_running, wait_until, worker_pid, workers_of
+from tests.integration.conftest import is_running, starting_server, wait_until, worker_pid, workers_of
 
 import bngrad
 from bngrad_protos import __version__
@@ -34,23 +31,6 @@ TENSOR, STATS = np.ones((2, 3, 3, 4), np.float32), np.ones(4, np.float32)
 
 def call(client: bngrad.Client, timeout: float = 30) -> None:
     client.fused_batch_norm_grad_v2(TENSOR, TENSOR, STATS, STATS, STATS, timeout=timeout)
-
-
-@contextmanager
-def starting_server(address: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A server whose worker is stopped before it is warm."""
-    command = [sys.executable, "-m", "bngrad_server", "serve", "--workers", "1", "--listen", address]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    wait_until(lambda: bool(workers_of(process.pid)))
-    (worker,) = workers_of(process.pid)
-    try:
-        worker.suspend()
-        yield process
-    finally:
-        process.terminate()
-        process.communicate()
-        with suppress(psutil.NoSuchProcess):
-            worker.resume()  # stopped so early, it has not asked yet to be killed with its server
 
 
 def resume_worker(server: subprocess.Popen[bytes]) -> None:

@@ -5,14 +5,23 @@ from __future__ import annotations
 import importlib
 
 import click
+from click.shell_completion import CompletionItem
 
 from bngrad_protos import __version__
 
-_COMMANDS = ("serve", "config", "demo")
+_COMMANDS = {
+    "serve": "Runs a server.",
+    "config": "Prints the settings in effect, and where they come from.",
+    "check": "Checks that a server does what it should.",
+    "info": "Says what a server is: version, devices, limits, endpoints.",
+    "bench": "Measures how fast a server answers.",
+    "demo": "Sends real gradients, checks the answers.",
+    "completion": "Prints a script by which the shell completes bngrad's words.",
+}
 
 
 class _Commands(click.Group):
-    """Imports a command when it is asked for: one that needs little starts soon."""
+    """Imports a command when it is to run: one that needs little starts soon, and so do help and completion."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -22,6 +31,14 @@ class _Commands(click.Group):
             return None
         command: click.Command = getattr(importlib.import_module(f"bngrad_server.cli.{cmd_name}"), cmd_name)
         return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(_COMMANDS.items()))
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        names = [CompletionItem(name, help=_COMMANDS[name]) for name in _COMMANDS if name.startswith(incomplete)]
+        return names + click.Command.shell_complete(self, ctx, incomplete)
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

@@ -16,9 +16,9 @@ from bngrad_server.cli.settings import Setting, as_text, load, metavar, settings
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: of each setting the value and its origin.")
 @click.option("--toml", "as_toml", is_flag=True, help="Print a file that --config takes.")
 def config(config: Path | None, as_json: bool, as_toml: bool, **flags: Any) -> None:
-    """Prints the settings that `bngrad serve` would have, and where each comes from.
+    """Prints the settings in effect, and where they come from.
 
-    It takes the options of `bngrad serve`, and refuses what that refuses.
+    They are those that `bngrad serve` has with the same options, environment and file; what it refuses is refused.
     """
     if as_json and as_toml:
         raise click.UsageError("--json and --toml exclude each other")
@@ -49,7 +49,7 @@ def _print_table(effective: list[Setting]) -> None:
         unit = metavar(each.field)
         table.add_row(
             each.name,
-            "-" if each.value is None else as_text(each.value),
+            as_text(each.value),
             unit.lower() if unit in {"SECONDS", "BYTES"} else "",
             each.origin,
             style="bold" if each.origin != "default" else None,

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import click
-import ml_dtypes
 import numpy as np
 from rich import box
 from rich.console import Console
@@ -20,11 +19,9 @@ from rich.table import Table
 
 import bngrad
 from bngrad_kernels import accuracy
-from bngrad_kernels.problem import Array
-from bngrad_kernels.spec import Spec
+from bngrad_server.cli.requests import BFLOAT16, Request, random_request
 from bngrad_server.embedded import EmbeddedServer, ServerStartError
 
-_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _RESNET50_LAYER = (32, 56, 56, 64)
 _TIMED_SECONDS = 0.5
 _CAPTION = """\
@@ -36,45 +33,10 @@ whichever is nearer to its bound."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Request:
-    """A call to make.
-
-    Attributes:
-        op: V3, V2 or oneDNN.
-        data: Where the tensors come from.
-        data_format: As the op takes it.
-        epsilon: As the op takes it.
-        inputs: y_backprop, x, scale, mean, variance.
-    """
-
-    op: str
-    data: str
-    data_format: str
-    epsilon: float
-    inputs: tuple[Array, ...]
-
-    @property
-    def spec(self) -> Spec:
-        y_backprop, _, scale, _, _ = self.inputs
-        axis = y_backprop.ndim - 1 if self.data_format.endswith("C") else 1
-        return Spec(y_backprop.dtype, y_backprop.shape, axis, stats_dtype=scale.dtype, epsilon=self.epsilon)
-
-    def send(self, client: bngrad.Client) -> tuple[Array, ...]:
-        y_backprop, x, scale, mean, variance = self.inputs
-        attributes: dict[str, Any] = {"epsilon": self.epsilon, "data_format": self.data_format}
-        if self.op == "oneDNN":
-            return client.batch_norm_training_backprop(x, y_backprop, mean, variance, scale, **attributes)
-        if self.op == "V2":
-            return client.fused_batch_norm_grad_v2(y_backprop, x, scale, mean, variance, **attributes)
-        return client.fused_batch_norm_grad_v3(y_backprop, x, scale, mean, variance, None, **attributes)
-
-
-@dataclass(frozen=True, slots=True)
 class _Answer:
-    """What came of a request: how long it took, how much was carried, how far it was off."""
+    """What came of a request: how long it took, how far it was off."""
 
     seconds: float
-    nbytes: int
     errors: accuracy.Errors
     bounds: accuracy.Errors
 
@@ -115,7 +77,7 @@ def demo() -> None:
     console.print(f"All {len(answers)} answers are within their bounds.")
 
 
-def _digits() -> Iterator[_Request]:
+def _digits() -> Iterator[Request]:
     """What the batch norms of the network saw in a step of its training, see examples/record_digits.py."""
     with (importlib.resources.files("bngrad_server.cli") / "digits.npz").open("rb") as file:
         recorded = dict(np.load(file))
@@ -124,33 +86,28 @@ def _digits() -> Iterator[_Request]:
         ("layer1", "V3", "NCHW", np.float32),
         ("layer2", "V3", "NHWC", np.float32),
         ("layer3", "V3", "NHWC", np.float16),
-        ("layer1", "V2", "NHWC", _BFLOAT16),
+        ("layer1", "V2", "NHWC", BFLOAT16),
         ("layer2", "V2", "NCHW", np.float32),
         ("layer2", "oneDNN", "NCX", np.float32),
-        ("layer3", "oneDNN", "NXC", _BFLOAT16),
+        ("layer3", "oneDNN", "NXC", BFLOAT16),
     ):
         y_backprop, x, *vectors = (recorded[f"{layer}.{name}"] for name in names)
         if data_format.endswith("C"):
             y_backprop, x = np.moveaxis(y_backprop, 1, -1), np.moveaxis(x, 1, -1)
         inputs = (y_backprop.astype(dtype), x.astype(dtype), *vectors)
-        yield _Request(op, f"digits {layer[-1]}", data_format, float(recorded["epsilon"]), inputs)
+        yield Request(op, f"digits {layer[-1]}", data_format, float(recorded["epsilon"]), inputs)
 
 
-def _resnet50() -> Iterator[_Request]:
-    rng = np.random.default_rng(0)
-    y_backprop, x = (rng.standard_normal(_RESNET50_LAYER, np.float32) for _ in range(2))
-    vectors = [rng.uniform(0.5, 1.5, _RESNET50_LAYER[-1]).astype(np.float32) for _ in range(3)]
-    for dtype in (np.float32, _BFLOAT16):
-        inputs = (y_backprop.astype(dtype), x.astype(dtype), *vectors)
-        yield _Request("V3", "ResNet-50", "NHWC", 1e-5, inputs)
+def _resnet50() -> Iterator[Request]:
+    for dtype in (np.dtype(np.float32), BFLOAT16):
+        yield random_request("V3", "NHWC", dtype, _RESNET50_LAYER, "ResNet-50")
 
 
-def _answer(request: _Request, client: bngrad.Client) -> _Answer:
+def _answer(request: Request, client: bngrad.Client) -> _Answer:
     outputs = request.send(client)
     spec = request.spec
     return _Answer(
         _median_seconds(lambda: request.send(client)),
-        sum(array.nbytes for array in (*request.inputs, *outputs)),
         accuracy.errors(spec, request.inputs, outputs),
         accuracy.bounds(spec),
     )
@@ -165,7 +122,7 @@ def _median_seconds(call: Callable[[], Any]) -> float:
     return statistics.median(seconds)
 
 
-def _table(requests: list[_Request], answers: list[_Answer]) -> Table:
+def _table(requests: list[Request], answers: list[_Answer]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
     for name in ("op", "data", "shape", "dtype", "format"):
         table.add_column(name, no_wrap=True)
@@ -182,7 +139,7 @@ def _table(requests: list[_Request], answers: list[_Answer]) -> Table:
             dtype,
             request.data_format,
             f"{1e3 * answer.seconds:.2f}",
-            f"{answer.nbytes / answer.seconds / 1e9:.2f}",
+            f"{request.nbytes / answer.seconds / 1e9:.2f}",
             f"{error:.1e}",
             f"{bound:.1e}",
             style=None if answer.is_right else "bold red",

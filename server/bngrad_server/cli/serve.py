@@ -8,9 +8,7 @@ from typing import Any
 
 import click
 
-from bngrad_server import lifecycle
 from bngrad_server.cli import settings
-from bngrad_server.pool import WorkerStartError
 
 
 @click.command()
@@ -24,6 +22,9 @@ def serve(config: Path | None, **flags: Any) -> None:
     with ms, s, min or h, bytes with kB, MB, GB, KiB, MiB or GiB.
     """
     effective, _ = settings.load(config, flags)
+    from bngrad_server import lifecycle  # noqa: PLC0415 - help, completion and refusals need none of it
+    from bngrad_server.pool import WorkerStartError  # noqa: PLC0415
+
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
     try:
         lifecycle.serve(effective)

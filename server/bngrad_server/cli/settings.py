@@ -59,23 +59,30 @@ def variable(name: str) -> str:
 
 def metavar(field: FieldInfo) -> str:
     """What stands for a setting's value, with its unit."""
-    given = next((each for each in field.metadata if isinstance(each, Metavar)), None)
     if get_origin(field.annotation) is Literal:
         return f"[{'|'.join(get_args(field.annotation))}]"
-    return given or ("INTEGER" if field.annotation is int else "TEXT")
+    given = next((each for each in field.metadata if isinstance(each, Metavar)), None)
+    names: dict[Any, str] = {bool: "BOOLEAN", int: "INTEGER"}
+    return given or names.get(field.annotation, "TEXT")
 
 
 def default_text(field: FieldInfo) -> str:
     """A setting's default, in words where the machine decides."""
     computed = next((each for each in field.metadata if isinstance(each, Computed)), None)
-    return computed or as_text(field.default)
+    if computed is not None:
+        return computed
+    if metavar(field) == "BYTES" and field.default and field.default % 2**20 == 0:
+        return f"{field.default // 2**20}MiB"
+    return as_text(field.default)
 
 
 def as_text(value: Any) -> str:
     """A value as one writes it in the environment."""
     if isinstance(value, tuple):
         return ",".join(map(str, value))
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 def settings_options(command: Command) -> Command:

@@ -371,6 +371,8 @@ def test_server_info_is_read_word_for_word() -> None:
         arena_bytes=6,
         requests=3,
         batch_sizes=(4, 5),
+        stream_port=endpoints.stream_port,
+        local_directory=endpoints.local_directory,
     )
     assert _codec.read_server_info(answer.SerializeToString()) == (expected, endpoints)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -39,3 +40,13 @@ def test_a_wrong_option_is_named(arguments: list[str], words: str) -> None:
     result = CliRunner().invoke(cli.main, ["serve", *arguments])
     assert result.exit_code == 2
     assert words in result.output
+
+
+def test_help_tells_of_each_command_what_its_own_help_begins_with() -> None:
+    context = click.Context(cli.main)
+    lines = [line.split(maxsplit=1) for line in CliRunner().invoke(cli.main, ["--help"]).output.splitlines()]
+    told = {line[0]: line[1] for line in lines if len(line) == 2}
+    for name in cli.main.list_commands(context):
+        command = cli.main.get_command(context, name)
+        assert command is not None
+        assert (command.help or "").splitlines()[0] == told[name]

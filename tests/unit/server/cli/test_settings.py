@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from tests.unit.server.cli.settings_page import PAGE, with_table
 
 from bngrad_server import cli
 from bngrad_server.config import ServerConfig, setting_name
@@ -150,3 +151,8 @@ def test_help_names_each_settings_unit_variable_and_default() -> None:
     assert "--drain-timeout SECONDS How long requests in flight may take to end after SIGTERM." in text
     assert "--threads INTEGER" in text
     assert "default: every core]" in text
+
+
+def test_the_page_of_settings_has_what_the_model_says() -> None:
+    page = PAGE.read_text()
+    assert with_table(page) == page, "write it anew by: make settings-page"

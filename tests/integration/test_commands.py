@@ -1,0 +1,336 @@
+"""The commands of operators and users, as processes, against real servers and against what is none."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import trustme
+from grpc_health.v1 import health, health_pb2_grpc
+from tests.integration.conftest import ONE_WORKER, TIMEOUT_S, Transport, starting_server, wait_until
+
+import bngrad
+from bngrad_protos import __version__
+from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
+from bngrad_protos.v1 import batch_norm_grad_pb2_grpc as pb_grpc
+from bngrad_server.embedded import EmbeddedServer
+
+COMMAND = (sys.executable, "-m", "bngrad_server")
+STEPS = ["health", "server", "unary", "stream", "shared", "latency"]
+
+
+def run(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **(environment or {})}
+    return subprocess.run([*COMMAND, *arguments], env=environment, capture_output=True, text=True, timeout=300)
+
+
+def test_a_good_server_passes_every_check(target: str) -> None:
+    ended = run("check", target, "--timeout", str(TIMEOUT_S))
+    assert (ended.returncode, ended.stderr) == (0, "")
+    lines = [line.split() for line in ended.stdout.splitlines()]
+    assert [(mark, name) for mark, name, *_ in lines] == [("✓", step) for step in STEPS]
+
+
+def test_a_quiet_check_of_a_good_server_says_nothing(server: EmbeddedServer) -> None:
+    ended = run("check", "--quiet", "--timeout", str(TIMEOUT_S), server.target)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+
+
+def test_a_quick_check_asks_for_the_health_and_imports_little(server: EmbeddedServer) -> None:
+    code = f"""
+        import sys
+        from bngrad_server.cli import main
+        main(["check", "--quick", "--timeout", "{TIMEOUT_S}", "{server.target}"], standalone_mode=False)
+        assert not {{"numpy", "pydantic", "rich", "bngrad"}} & set(sys.modules)
+    """
+    code = "\n".join(line.strip() for line in code.splitlines())
+    said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert said == f"✓ health   {server.target} is SERVING\n"
+
+
+def test_memory_that_is_not_shared_is_no_fault() -> None:
+    with EmbeddedServer(options=(*ONE_WORKER, "--shared-bytes", "0")) as server:
+        ended = run("check", server.target, "--timeout", str(TIMEOUT_S))
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "- shared" in ended.stdout
+
+
+def test_a_server_without_a_worker_that_is_ready_fails_the_check(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/bngrad.sock"
+    with starting_server(address):
+        wait_until(Path(tmp_path, "bngrad.sock").exists)
+        ended = run("check", address, "--timeout", str(TIMEOUT_S))
+        said = json.loads(run("info", address, "--json", "--timeout", str(TIMEOUT_S)).stdout)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr.startswith(f"✗ health   {address} is NOT_SERVING: no worker is ready.")
+    assert (said["health"], said["devices"][0]["state"]) == ("NOT_SERVING", "starting")
+
+
+class Liar(pb_grpc.BatchNormGradServiceServicer):
+    """Answers every call with zeros."""
+
+    def ServerInfo(self, request: Any, context: Any) -> pb.ServerInfoResponse:  # noqa: N802
+        device = pb.Device(name="cpu", state=pb.WORKER_STATE_READY)
+        return pb.ServerInfoResponse(version=__version__, devices=[device])
+
+    def FusedBatchNormGradV3(self, request: Any, context: Any) -> pb.FusedBatchNormGradV3Response:  # noqa: N802
+        x, scale = request.x, request.scale
+        for tensor in (x, scale):
+            tensor.data = bytes(len(tensor.data))
+        empty = pb.Tensor(dtype=pb.DATA_TYPE_FLOAT32, shape=[0])
+        return pb.FusedBatchNormGradV3Response(
+            x_backprop=x, scale_backprop=scale, offset_backprop=scale, reserve_space_4=empty, reserve_space_5=empty
+        )
+
+    def FusedBatchNormGradV2(self, request: Any, context: Any) -> pb.FusedBatchNormGradV2Response:  # noqa: N802
+        answer = self.FusedBatchNormGradV3(request, context)
+        return pb.FusedBatchNormGradV2Response(
+            x_backprop=answer.x_backprop, scale_backprop=answer.scale_backprop, offset_backprop=answer.offset_backprop,
+            reserve_space_3=answer.reserve_space_4, reserve_space_4=answer.reserve_space_5,
+        )  # fmt: skip
+
+    def BatchNormTrainingBackprop(self, request: Any, context: Any) -> pb.BatchNormTrainingBackpropResponse:  # noqa: N802
+        x, gamma = request.input_forward, request.gamma
+        for tensor in (x, gamma):
+            tensor.data = bytes(len(tensor.data))
+        return pb.BatchNormTrainingBackpropResponse(input_delta=x, gamma_delta=gamma, beta_delta=gamma)
+
+    def Exchange(self, request_iterator: Any, context: Any) -> Any:  # noqa: N802
+        context.abort(grpc.StatusCode.UNIMPLEMENTED, "not even that")
+
+
+@contextmanager
+def grpc_server(*, of_bngrad: bool, tls: bool = False) -> Iterator[str]:
+    server = grpc.server(futures.ThreadPoolExecutor(4))
+    if of_bngrad:
+        health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), server)
+        pb_grpc.add_BatchNormGradServiceServicer_to_server(Liar(), server)
+    if tls:
+        issued = trustme.CA().issue_cert("127.0.0.1")
+        pair = (issued.private_key_pem.bytes(), issued.cert_chain_pems[0].bytes())
+        port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([pair]))
+    else:
+        port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.stop(None).wait()
+
+
+def test_a_server_that_computes_wrongly_fails_the_check() -> None:
+    with grpc_server(of_bngrad=True) as address:
+        ended = run("check", address)
+    assert ended.returncode == 1
+    assert [line.split()[1] for line in ended.stdout.splitlines()] == ["health", "server"]
+    assert ended.stderr.startswith("✗ unary    a wrong answer to V3 NHWC float32 over unary")
+
+
+@contextmanager
+def listener(answer: Callable[[socket.socket], None]) -> Iterator[str]:
+    """Something that accepts connections, and does as it likes with them."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            while True:
+                try:
+                    connection, _ = listening.accept()
+                except OSError:
+                    return
+                connections.append(connection)
+                answer(connection)
+
+        connections: list[socket.socket] = []
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield f"127.0.0.1:{listening.getsockname()[1]}"
+        finally:
+            listening.shutdown(socket.SHUT_RDWR)
+            thread.join()
+            for connection in connections:
+                connection.close()
+
+
+class WebPage(BaseHTTPRequestHandler):
+    def log_message(self, *_: Any) -> None:
+        """Says nothing."""
+
+
+@contextmanager
+def web_server() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), WebPage) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("peer", "complaint"),
+    [
+        (lambda: grpc_server(of_bngrad=False), "{} is a gRPC server, but not one of bngrad"),
+        (lambda: grpc_server(of_bngrad=True, tls=True), "{} speaks TLS"),
+        (lambda: listener(lambda connection: connection.close()), "{} is no gRPC server: "),
+        (lambda: listener(lambda connection: None), "{} does not answer within 2 s: it hangs, or is no gRPC server"),
+        (web_server, "{} is no gRPC server: "),
+    ],
+)
+def test_what_is_no_server_of_bngrad_is_told(peer: Callable[[], Any], complaint: str) -> None:
+    with peer() as address:
+        ended = run("check", address, "--timeout", "2")
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr.startswith("✗ health   " + complaint.format(address))
+    assert ended.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["check", "info", "bench"])
+@pytest.mark.parametrize(
+    ("target", "complaint", "code"),
+    [
+        ("nowhere.invalid:50051", "names no host that is known here", 1),
+        ("localhost:1", "nobody listens on localhost:1: is `bngrad serve` running there?", 1),
+        ("unix:/nowhere.sock", "unix:/nowhere.sock cannot be reached: No such file or directory", 1),
+        ("localhost", "it should be HOST:PORT or unix:PATH, not 'localhost'", 2),
+        ("http://localhost:1", "it should be HOST:PORT or unix:PATH", 2),
+    ],
+)
+def test_a_wrong_target_is_told_without_a_traceback(command: str, target: str, complaint: str, code: int) -> None:
+    ended = run(command, target)
+    assert (ended.returncode, ended.stdout) == (code, "")
+    assert complaint in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_info_says_what_the_server_is(server: EmbeddedServer, target: str) -> None:
+    text = run("info", target, "--timeout", str(TIMEOUT_S)).stdout
+    said = json.loads(run("info", target, "--json", "--timeout", str(TIMEOUT_S)).stdout)
+    with bngrad.Client(target) as client:
+        info = client.server_info()
+    assert text.startswith(f"bngrad {__version__} on {target}: SERVING\n")
+    assert (said["target"], said["health"], said["version"]) == (target, "SERVING", __version__)
+    assert [device["name"] for device in said["devices"]] == [device.name for device in info.devices]
+    assert said["stream_port"] == info.stream_port > 0
+    assert f"TCP port {info.stream_port}\n" in text
+    assert Path(said["local_directory"]).is_dir()
+    for device in info.devices:
+        assert f"ready, restarted {device.restarts} times: {device.description}\n" in text
+
+
+def test_bench_prints_a_line_for_each_layer_and_way(target: str) -> None:
+    arguments = ("bench", target, "--seconds", "0.05", "--layer", "tiny", "--layer", "conv4-3x3", "--dtype", "float16")
+    ended = run(*arguments)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    ways = re.findall(r"(\w+)(?: +[0-9.]+){5} *$", ended.stdout, re.MULTILINE)
+    assert ways == 2 * ["auto", "shared", "stream", "unary"]
+
+
+@pytest.mark.parametrize("transport", ["auto", "shared", "stream", "unary"])
+def test_bench_in_json_has_percentiles_and_rates(server: EmbeddedServer, transport: Transport) -> None:
+    arguments = ("--seconds", "0.2", "--layer", "tiny", "--transport", transport, "--concurrency", "3", "--json")
+    ended = run("bench", server.target, *arguments)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    said = json.loads(ended.stdout)
+    (measurement,) = said["measurements"]
+    assert (said["concurrency"], measurement["transport"], measurement["shape"]) == (3, transport, [4, 4, 4, 16])
+    assert measurement["error"] is None
+    assert measurement["requests"] >= 3
+    assert 0 < measurement["p50_ms"] <= measurement["p90_ms"] <= measurement["p99_ms"]
+    assert measurement["gigabytes_per_s"] == pytest.approx(
+        measurement["requests_per_s"] * (3 * 4 * 4 * 4 * 16 + 5 * 16) * 4 / 1e9
+    )
+
+
+def test_bench_goes_on_where_a_request_is_too_large_for_a_way() -> None:
+    with EmbeddedServer(options=(*ONE_WORKER, "--max-message-bytes", "1MiB", "--shared-bytes", "0")) as server:
+        ended = run("bench", server.target, "--seconds", "0.01", "--layer", "conv5-1x1", "--json")
+    assert ended.returncode == 0, ended.stderr
+    errors = {each["transport"]: each["error"] for each in json.loads(ended.stdout)["measurements"]}
+    assert errors["auto"] is errors["stream"] is None
+    assert "RESOURCE_EXHAUSTED" in errors["unary"]
+    assert "shares no memory" in errors["shared"]
+
+
+def test_bench_that_is_interrupted_prints_what_it_has(server: EmbeddedServer) -> None:
+    arguments = (*COMMAND, "bench", server.target, "--seconds", "600", "--layer", "tiny", "--json")
+    with bngrad.Client(server.target) as client:
+
+        def computed() -> int:
+            return sum(client.server_info().batch_sizes)
+
+        before = computed()
+        with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            wait_until(lambda: computed() > before + 20)
+            process.send_signal(signal.SIGINT)
+            output, errors = process.communicate(timeout=TIMEOUT_S)
+    assert (process.returncode, errors) == (130, "")
+    (measurement,) = json.loads(output)["measurements"]
+    assert measurement["requests"] > 0
+    assert measurement["error"] is None
+
+
+def test_bench_stops_where_the_server_goes(own_server: EmbeddedServer) -> None:
+    arguments = (*COMMAND, "bench", own_server.target, "--seconds", "600", "--layer", "tiny", "--timeout", "3")
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        with bngrad.Client(own_server.target) as client:
+            wait_until(lambda: sum(client.server_info().batch_sizes) > 20)
+        own_server.process.kill()
+        output, errors = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 1
+    assert errors.startswith(f"Error: {own_server.target} ")
+    assert "tiny" in output
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("bngrad se", {"serve"}),
+        ("bngrad c", {"check", "config", "completion"}),
+        ("bngrad serve --max-w", {"--max-wait"}),
+        ("bngrad serve --device c", {"cpu"}),
+        ("bngrad bench --layer conv2", {"conv2-3x3", "conv2-1x1"}),
+        ("bngrad completion f", {"fish"}),
+    ],
+)
+def test_bash_completes(tmp_path: Path, line: str, expected: set[str]) -> None:
+    program = tmp_path / "bngrad"
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m bngrad_server "$@"\n')
+    program.chmod(0o755)
+    words = line.split()
+    script = f"""
+        source <(bngrad completion bash)
+        COMP_WORDS=({line}) COMP_CWORD={len(words) - 1}
+        _bngrad_completion bngrad {words[-1]} {words[-2]}
+        printf '%s\\n' "${{COMPREPLY[@]}}"
+    """
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    ended = subprocess.run(["/bin/bash", "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert expected <= set(ended.stdout.split())
+    assert all(word.startswith(words[-1]) for word in ended.stdout.split())
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_get_a_script_that_asks_bngrad(shell: str) -> None:
+    assert "_BNGRAD_COMPLETE" in run("completion", shell).stdout
+    words = {"zsh": "bngrad se", "fish": "bngrad"}[shell]
+    asked = {
+        "_BNGRAD_COMPLETE": f"{shell}_complete",
+        "COMP_WORDS": words,
+        "COMP_CWORD": {"zsh": "1", "fish": "se"}[shell],
+    }
+    assert "serve" in run(environment=asked).stdout
