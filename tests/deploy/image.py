@@ -29,7 +29,14 @@ BUNDLE = Path("/etc/ssl/certs/ca-certificates.crt")
 START_TIMEOUT_S = 300
 # Without limits of its own, podman would raise those of a root that may not do so; and its health checks need systemd.
 HERE = ["--network=host", "--ulimit=nofile=4096:4096", "--ulimit=nproc=4096:4096", "--no-healthcheck"]
-CAREFUL = ["--read-only", "--cap-drop=all", "--security-opt=no-new-privileges", "--memory=4g", "--pids-limit=1000"]
+MEMORY_BYTES = 4 << 30
+CAREFUL = [
+    "--read-only",
+    "--cap-drop=all",
+    "--security-opt=no-new-privileges",
+    f"--memory={MEMORY_BYTES}",
+    "--pids-limit=1000",
+]
 
 
 def run(*command: object, timeout_s: float = 3600) -> str:
@@ -92,6 +99,8 @@ def look_inside(name: str) -> None:
     assert "Read-only" in podman("exec", name, "sh", "-c", "touch /opt/bngrad/x 2>&1 || true")
     compilers = podman("exec", name, "sh", "-c", "command -v cc gcc g++ clang pip || true")
     assert compilers == "", compilers
+    limit = podman("exec", name, "python", "-c", "from bngrad_server import cgroup; print(cgroup.memory_bytes())")
+    assert int(limit) == MEMORY_BYTES
     say("not root, nothing to write to, no compiler, no pip")
 
 
@@ -101,6 +110,25 @@ def check(name: str, target: str) -> None:
     podman("exec", name, *health[1:])
     print(run(sys.executable, "-m", "bngrad_server", "check", target))
     say("the health check passes inside, bngrad check from outside")
+
+
+SHARE = """
+import numpy as np, bngrad
+with bngrad.Client("{target}", transport="shared") as client:
+    y_backprop, x, x_backprop = (client.empty((64, 56, 56, 256)) for _ in range(3))
+    y_backprop.fill(1), x.fill(1)
+    ones = np.ones(256, np.float32)
+    client.fused_batch_norm_grad_v2(y_backprop, x, ones, ones, ones, out=x_backprop)
+    print(f"{{3 * x.nbytes / 1e6:.0f}} MB")
+"""
+
+
+def share_memory(name: str, target: str) -> None:
+    """Memory is shared with another container, and more of it than /dev/shm may hold."""
+    command = ["--entrypoint=python", f"{IMAGE}:cpu", "-c", SHARE.format(target=target)]
+    shared = podman("run", "--rm", *HERE, *CAREFUL, f"--ipc=container:{name}", *command)
+    shm = podman("exec", name, "sh", "-c", "df -h /dev/shm | tail -1").split()[1]
+    say(f"{shared} shared with a client in another container, with a /dev/shm of {shm}")
 
 
 def stop_under_load(name: str, target: str) -> None:
@@ -144,6 +172,7 @@ def main() -> None:
     with container() as (name, target):
         look_inside(name)
         check(name, target)
+        share_memory(name, target)
         stop_under_load(name, target)
     with container("--tmpfs=/var/cache"):
         say("... without the kernels that the image brings")

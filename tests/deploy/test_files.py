@@ -15,13 +15,13 @@ import pytest
 import yaml
 
 from bngrad_server.cli import settings
-from bngrad_server.config import ServerConfig
+from bngrad_server.config import ServerConfig, setting_name
 
 DOCKER = Path(__file__).parents[2] / "docker"
 COMPOSE = sorted(DOCKER.glob("compose*.yaml"))
 OVERLAYS = ("base", "gpu", "secure")
 DOCKERFILES = sorted(DOCKER.glob("Dockerfile*"))
-VARIABLES = {settings.variable(settings.setting_name(name)) for name in ServerConfig.model_fields}
+VARIABLES = {settings.variable(setting_name(name)) for name in ServerConfig.model_fields}
 NAME = {"app.kubernetes.io/name": "bngrad"}
 
 
