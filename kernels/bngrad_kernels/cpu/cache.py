@@ -6,7 +6,6 @@ folder is named by a hash of every source of this package.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import os
@@ -68,8 +67,10 @@ def _copy_of(path: Path) -> Path:
         draft = Path(tempfile.mkdtemp(dir=parent))
         if path.exists():
             shutil.copytree(path, draft, dirs_exist_ok=True)
-        with contextlib.suppress(OSError):  # another worker was faster
+        try:
             draft.rename(copy)
+        except OSError:  # another worker was faster
+            shutil.rmtree(draft)
     return copy
 
 

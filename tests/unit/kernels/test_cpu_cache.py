@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,18 +29,38 @@ def test_they_are_kept_under_the_users_cache(tmp_path: Path) -> None:
     assert cache.folder().parent == tmp_path / "home" / "bngrad"
 
 
-def test_what_an_image_brings_is_copied_from_where_nothing_can_be_written(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def image_brings_a_kernel(monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder in which it lies; nothing can be written there from now on."""
     image = cache.folder()
     (image / "cpu").mkdir()
     (image / "cpu" / "kernel.nbc").write_bytes(b"code")
     monkeypatch.setattr(cache, "_is_writable", lambda path: False)
+    cache.folder.cache_clear()
+    return image
+
+
+def test_what_an_image_brings_is_copied_from_where_nothing_can_be_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    image = image_brings_a_kernel(monkeypatch)
     for _ in range(2):  # as a second worker does
         cache.folder.cache_clear()
         assert cache.folder() == tmp_path / "tmp" / f"bngrad-{os.getuid()}" / image.name
     assert (cache.folder() / "cpu" / "kernel.nbc").read_bytes() == b"code"
-    assert [path.name for path in cache.folder().parent.iterdir()] == [image.name]  # no draft is left
+
+
+def test_of_two_workers_that_copy_at_once_one_wins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    image = image_brings_a_kernel(monkeypatch)
+    copytree = shutil.copytree
+
+    def copy_slowly(source: Path, target: Path, dirs_exist_ok: bool) -> None:
+        copytree(source, target, dirs_exist_ok=dirs_exist_ok)
+        if not (target.parent / image.name).exists():
+            copytree(source, target.parent / image.name)
+
+    monkeypatch.setattr(shutil, "copytree", copy_slowly)
+    assert (cache.folder() / "cpu" / "kernel.nbc").read_bytes() == b"code"
+    assert [path.name for path in cache.folder().parent.iterdir()] == [image.name]  # the draft is gone
 
 
 def test_nothing_is_run_that_another_user_may_have_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
