@@ -67,7 +67,7 @@ class Rival:
         if second_libdnnl is not None:
             directory = second_libdnnl.absolute().parent
             environment = {
-                "BNGRAD_LIBDNNL": str(second_libdnnl.absolute()),
+                "BNGRAD_TEST_LIBDNNL": str(second_libdnnl.absolute()),
                 # What Intel's SYCL build needs to find its parts.
                 "LD_LIBRARY_PATH": str(directory),
                 "OCL_ICD_FILENAMES": str(directory / "libintelocl.so"),

@@ -1,4 +1,4 @@
-/* Shifts the wall clock of the process that preloads it by the seconds, a double, at the start of $BNGRAD_CLOCK.
+/* Shifts the wall clock of the process that preloads it by the seconds, a double, at the start of $BNGRAD_TEST_CLOCK.
    Every other clock stays as it is. */
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -12,7 +12,7 @@
 static volatile double *shift;
 
 __attribute__((constructor)) static void map_shift(void) {
-  const char *path = getenv("BNGRAD_CLOCK");
+  const char *path = getenv("BNGRAD_TEST_CLOCK");
   int fd = path ? open(path, O_RDONLY | O_CLOEXEC) : -1;
   if (fd < 0) return;
   void *memory = mmap(NULL, sizeof *shift, PROT_READ, MAP_SHARED, fd, 0);

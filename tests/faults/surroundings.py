@@ -86,7 +86,7 @@ def shiftable_clock(directory: Path) -> tuple[Path, dict[str, str]]:
     command = [os.environ.get("CC", "cc"), "-shared", "-fPIC", "-O2", "-o", str(library), str(_CLOCK_SOURCE)]
     subprocess.run(command, check=True)
     set_clock(clock, 0.0)
-    return clock, {"LD_PRELOAD": str(library), "BNGRAD_CLOCK": str(clock)}
+    return clock, {"LD_PRELOAD": str(library), "BNGRAD_TEST_CLOCK": str(clock)}
 
 
 def set_clock(clock: Path, shift_s: float) -> None:

@@ -92,7 +92,7 @@ class Library:
 @functools.cache
 def library() -> Library:
     """The library that the wheel ``onednn-cpu-gomp`` or ``onednn`` put into this environment."""
-    return Library(Path(os.environ.get("BNGRAD_LIBDNNL", Path(sys.prefix, "lib", "libdnnl.so.3"))))
+    return Library(Path(os.environ.get("BNGRAD_TEST_LIBDNNL", Path(sys.prefix, "lib", "libdnnl.so.3"))))
 
 
 def dimensions(values: Sequence[int]) -> Any:

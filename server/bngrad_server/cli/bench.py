@@ -82,7 +82,8 @@ def bench(
 ) -> None:
     """Measures how fast a server answers.
 
-    TARGET is HOST:PORT or unix:PATH. Ctrl-C ends it early, with the table of what was measured until then.
+    TARGET is HOST:PORT or unix:PATH, localhost:50051 if it is left out. Ctrl-C ends it early, with the table of what
+    was measured until then.
     """
     target.check_serving()
     with target.client() as client:

@@ -25,9 +25,9 @@ Step = Callable[[Target], str]
 def check(target: Target, quick: bool, quiet: bool) -> None:
     """Checks that a server does what it should.
 
-    TARGET is HOST:PORT or unix:PATH. The server must be healthy and have a device that is ready. Over every way that
-    tensors can go, small requests of every op, type and layout must come back right, and with the same bits. The exit
-    code is 1 if anything is wrong; what, and what to do, is then said.
+    TARGET is HOST:PORT or unix:PATH, localhost:50051 if it is left out. The server must be healthy and have a device
+    that is ready. Over every way that tensors can go, small requests of every op, type and layout must come back right,
+    and with the same bits. The exit code is 1 if anything is wrong; what, and what to do, is then said.
     """
     steps: dict[str, Step] = {"health": health}
     if not quick:

@@ -17,7 +17,7 @@ from bngrad_server.cli.target import Target, with_target
 def info(target: Target, as_json: bool) -> None:
     """Says what a server is: version, devices, limits, endpoints.
 
-    TARGET is HOST:PORT or unix:PATH.
+    TARGET is HOST:PORT or unix:PATH, localhost:50051 if it is left out.
     """
     health = "SERVING" if target.is_serving() else "NOT_SERVING"
     with target.client() as client:

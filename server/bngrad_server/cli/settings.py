@@ -71,8 +71,9 @@ def default_text(field: FieldInfo) -> str:
     computed = next((each for each in field.metadata if isinstance(each, Computed)), None)
     if computed is not None:
         return computed
-    if metavar(field) == "BYTES" and field.default and field.default % 2**20 == 0:
-        return f"{field.default // 2**20}MiB"
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20)):
+        if metavar(field) == "BYTES" and field.default and field.default % factor == 0:
+            return f"{field.default // factor}{unit}"
     return as_text(field.default)
 
 
