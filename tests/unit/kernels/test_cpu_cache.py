@@ -49,16 +49,15 @@ def test_what_an_image_brings_is_copied_from_where_nothing_can_be_written(
     assert (cache.folder() / "cpu" / "kernel.nbc").read_bytes() == b"code"
 
 
-def test_of_two_workers_that_copy_at_once_one_wins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_of_two_workers_that_copy_at_once_one_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     image = image_brings_a_kernel(monkeypatch)
-    copytree = shutil.copytree
+    mkdtemp = tempfile.mkdtemp
 
-    def copy_slowly(source: Path, target: Path, dirs_exist_ok: bool) -> None:
-        copytree(source, target, dirs_exist_ok=dirs_exist_ok)
-        if not (target.parent / image.name).exists():
-            copytree(source, target.parent / image.name)
+    def begin_late(dir: Path) -> str:  # noqa: A002
+        shutil.copytree(image, dir / image.name)  # the other one's
+        return mkdtemp(dir=dir)
 
-    monkeypatch.setattr(shutil, "copytree", copy_slowly)
+    monkeypatch.setattr(tempfile, "mkdtemp", begin_late)
     assert (cache.folder() / "cpu" / "kernel.nbc").read_bytes() == b"code"
     assert [path.name for path in cache.folder().parent.iterdir()] == [image.name]  # the draft is gone
 
