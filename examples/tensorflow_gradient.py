@@ -6,7 +6,7 @@ python examples/tensorflow_gradient.py localhost:50051
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,30 +17,49 @@ import bngrad
 
 
 def install(client: bngrad.Client) -> None:
-    """Puts a client in the place of TensorFlow's gradient ops. Gradients of these gradients are not defined."""
-    gen_nn_ops.fused_batch_norm_grad_v2 = _op(client.fused_batch_norm_grad_v2)
-    gen_nn_ops.fused_batch_norm_grad_v3 = _op(client.fused_batch_norm_grad_v3)
+    """Puts a client in the place of TensorFlow's gradient ops, which can be differentiated once more."""
+    gen_nn_ops.fused_batch_norm_grad_v2 = _op(client, client.fused_batch_norm_grad_v2)
+    gen_nn_ops.fused_batch_norm_grad_v3 = _op(client, client.fused_batch_norm_grad_v3)
 
 
-def _op(method: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:
+def _op(client: bngrad.Client, method: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:
     def op(y_backprop: Any, x: Any, scale: Any, *reserves: Any, name: str | None = None, **arguments: Any) -> Any:
         spaces = {key: arguments.pop(key) for key in list(arguments) if key.startswith("reserve_space_")}
         arguments["data_format"] = tf.compat.as_str(arguments.get("data_format", "NHWC"))  # TensorFlow hands over bytes
-        tensors = [tf.convert_to_tensor(tensor) for tensor in (y_backprop, x, scale, *reserves, *spaces.values())]
-        dtypes = [tensors[1].dtype] + 4 * [tf.float32]
+        reserves = tuple(map(tf.convert_to_tensor, (*reserves, *spaces.values())))
 
-        def call(*arrays: Any) -> list[Any]:
-            try:
-                return list(method(*arrays, **arguments))
-            except bngrad.InvalidArgumentError as error:
-                raise tf.errors.InvalidArgumentError(None, None, str(error)) from error
+        @tf.custom_gradient  # type: ignore[untyped-decorator] # TensorFlow has no types
+        def gradients(y_backprop: Any, x: Any, scale: Any) -> Any:
+            inputs = y_backprop, x, scale
 
-        outputs = tf.numpy_function(call, tensors, dtypes)
-        for output, like in zip(outputs, tensors[1:2] + 2 * tensors[2:3], strict=False):
-            output.set_shape(like.shape)
-        return outputs
+            def second_order(*grads: Any) -> Any:
+                tensors = [*grads[:3], *inputs, *reserves[:2]]
+                return _called(client.fused_batch_norm_grad_grad, tensors, arguments, inputs)
+
+            nothing = tf.zeros(0)
+            outputs = _called(method, [*inputs, *reserves], arguments, [x, scale, scale, nothing, nothing])
+            return outputs, second_order
+
+        return gradients(*map(tf.convert_to_tensor, (y_backprop, x, scale)))
 
     return op
+
+
+def _called(
+    method: Callable[..., tuple[Any, ...]], tensors: Sequence[Any], arguments: dict[str, Any], like: Sequence[Any]
+) -> Any:
+    """Calls the client with tensors; the outputs have the dtypes and shapes of others."""
+
+    def call(*arrays: Any) -> list[Any]:
+        try:
+            return list(method(*arrays, **arguments))
+        except bngrad.InvalidArgumentError as error:
+            raise tf.errors.InvalidArgumentError(None, None, str(error)) from error
+
+    outputs = tf.numpy_function(call, tensors, [tensor.dtype for tensor in like])
+    for output, tensor in zip(outputs, like, strict=True):
+        output.set_shape(tensor.shape)
+    return outputs
 
 
 def main(target: str) -> None:
@@ -50,19 +69,24 @@ def main(target: str) -> None:
     scale, offset = tf.Variable(tf.ones(64)), tf.Variable(tf.zeros(64))
 
     def gradients() -> list[Any]:
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            y, _, _ = tf.compat.v1.nn.fused_batch_norm(x, scale, offset)
-            loss = tf.reduce_sum(y * weights)
-        result: list[Any] = tape.gradient(loss, [x, scale, offset])
-        return result
+        with tf.GradientTape() as second:
+            with tf.GradientTape() as first:
+                for tape in (first, second):
+                    tape.watch(x)
+                y, _, _ = tf.compat.v1.nn.fused_batch_norm(x, scale, offset)
+                loss = tf.reduce_sum(y * y * weights)
+            result: list[Any] = first.gradient(loss, [x, scale, offset])
+            penalty = tf.reduce_sum(result[0] ** 2)
+        return [*result, second.gradient(penalty, scale)]
 
     theirs = gradients()
     with bngrad.Client(target) as client:
         install(client)
         ours = gradients()
-    for name, our, their in zip(("x", "scale", "offset"), ours, theirs, strict=True):
-        print(f"gradient of {name}: {our.shape}, differs from TensorFlow's by {abs(our - their).numpy().max():.1e}")
+    names = ("x", "scale", "offset", "scale of a penalty on the gradient of x")
+    for name, our, their in zip(names, ours, theirs, strict=True):
+        difference = tf.reduce_max(abs(our - their)) / tf.reduce_max(abs(their))
+        print(f"gradient of {name}: {our.shape}, differs from TensorFlow's by {difference:.1e} of the largest value")
 
 
 if __name__ == "__main__":

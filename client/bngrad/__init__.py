@@ -22,7 +22,14 @@ from bngrad._errors import (
     UnavailableError,
     UnimplementedError,
 )
-from bngrad._results import BatchNormTrainingBackprop, Device, FusedBatchNormGradV2, FusedBatchNormGradV3, ServerInfo
+from bngrad._results import (
+    BatchNormTrainingBackprop,
+    Device,
+    FusedBatchNormGradGrad,
+    FusedBatchNormGradV2,
+    FusedBatchNormGradV3,
+    ServerInfo,
+)
 from bngrad_protos import __version__
 
 __all__ = [
@@ -33,6 +40,7 @@ __all__ = [
     "DeadlineExceededError",
     "Device",
     "FieldViolation",
+    "FusedBatchNormGradGrad",
     "FusedBatchNormGradV2",
     "FusedBatchNormGradV3",
     "InternalError",

@@ -12,11 +12,19 @@ import numpy as np
 import numpy.typing as npt
 
 from bngrad import _channel, _ops
+from bngrad._call import Call
 from bngrad._caller import Caller
 from bngrad._cancellation import Cancellation
 from bngrad._channel import Transport
 from bngrad._errors import ClientClosedError
-from bngrad._results import Array, BatchNormTrainingBackprop, FusedBatchNormGradV2, FusedBatchNormGradV3, ServerInfo
+from bngrad._results import (
+    Array,
+    BatchNormTrainingBackprop,
+    FusedBatchNormGradGrad,
+    FusedBatchNormGradV2,
+    FusedBatchNormGradV3,
+    ServerInfo,
+)
 from bngrad._targets import check_targets
 
 Result = TypeVar("Result")
@@ -134,6 +142,35 @@ class Client:
             timeout,
         )  # fmt: skip
 
+    async def fused_batch_norm_grad_grad(
+        self,
+        grad_x_backprop: Any,
+        grad_scale_backprop: Any,
+        grad_offset_backprop: Any,
+        y_backprop: Any,
+        x: Any,
+        scale: Any,
+        reserve_space_1: Any,
+        reserve_space_2: Any,
+        epsilon: float = 0.0001,
+        data_format: str = "NHWC",
+        is_training: bool = True,
+        *,
+        reserve_space_2_kind: str = "variance",
+        out: tuple[Array | None, Array | None] | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> FusedBatchNormGradGrad:
+        """Computes the second order: see `bngrad.Client.fused_batch_norm_grad_grad`."""
+        return await self._run(
+            lambda: _ops.fused_batch_norm_grad_grad(
+                grad_x_backprop, grad_scale_backprop, grad_offset_backprop,
+                y_backprop, x, scale, reserve_space_1, reserve_space_2,
+                epsilon, data_format, is_training, reserve_space_2_kind, priority, out,
+            ),
+            timeout,
+        )  # fmt: skip
+
     async def server_info(self, *, timeout: float | None = None) -> ServerInfo:
         """Asks the server what it is, what it computes on and what it accepts: see `bngrad.Client.server_info`."""
         seconds = self._seconds(timeout)
@@ -152,7 +189,7 @@ class Client:
         self._caller.close()
         self._threads.shutdown(wait=False)
 
-    async def _run(self, make_call: Callable[[], _ops.Call[Result]], timeout: float | None) -> Result:
+    async def _run(self, make_call: Callable[[], Call[Result]], timeout: float | None) -> Result:
         seconds = self._seconds(timeout)
         return await self._in_thread(lambda cancellation: self._caller.run(make_call(), seconds, cancellation))
 

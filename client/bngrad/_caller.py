@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 import numpy as np
 
 from bngrad import _channel
+from bngrad._call import Call
 from bngrad._cancellation import Cancellation
 from bngrad._channel import Transport
 from bngrad._deadline import Deadline
 from bngrad._doubts import Doubts
 from bngrad._errors import BngradError, ClientClosedError, NotSharedError, UnavailableError
 from bngrad._memory import LeaseError, Pool
-from bngrad._ops import Call
 from bngrad._results import Array, ServerInfo
 from bngrad._retry import Attempts, Budget
 from bngrad._servers import Servers

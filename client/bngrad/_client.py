@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import Any, SupportsIndex, TypeVar
+from typing import SupportsIndex, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from bngrad import _channel, _ops
+from bngrad import _channel
+from bngrad._call import Call
 from bngrad._caller import Caller
 from bngrad._cancellation import Cancellation
 from bngrad._channel import Transport
 from bngrad._errors import ClientClosedError
-from bngrad._results import Array, BatchNormTrainingBackprop, FusedBatchNormGradV2, FusedBatchNormGradV3, ServerInfo
+from bngrad._gradients import Gradients
+from bngrad._results import Array, ServerInfo
 from bngrad._targets import check_targets
 
 Result = TypeVar("Result")
 
 
-class Client:
+class Client(Gradients):
     """Has gradients of fused batch normalisation computed by a server.
 
     One client serves any number of threads. The server need not be up when the client is made: connections are opened
@@ -79,150 +81,6 @@ class Client:
         self._timeout = _channel.check_timeout(timeout)
         self._caller = Caller(targets, _channel.check_transport(transport), _channel.check_retries(retries), options)
 
-    def fused_batch_norm_grad_v3(
-        self,
-        y_backprop: Any,
-        x: Any,
-        scale: Any,
-        reserve_space_1: Any,
-        reserve_space_2: Any,
-        reserve_space_3: Any,
-        epsilon: float = 0.0001,
-        data_format: str = "NHWC",
-        is_training: bool = True,
-        name: str | None = None,
-        *,
-        reserve_space_2_kind: str = "variance",
-        out: Array | None = None,
-        priority: int = 0,
-        timeout: float | None = None,
-    ) -> FusedBatchNormGradV3:
-        """Computes TensorFlow's ``FusedBatchNormGradV3``, with the arguments of ``tf.raw_ops``.
-
-        With ``xc = x - reserve_space_1``, ``rstd = 1 / sqrt(reserve_space_2 + epsilon)``, sums and means over all
-        elements of a channel::
-
-            x_backprop      = scale * rstd * (y_backprop - mean(y_backprop) - xc * rstd**2 * mean(y_backprop * xc))
-            scale_backprop  = rstd * sum(y_backprop * xc)
-            offset_backprop = sum(y_backprop)
-
-        Without ``is_training``, ``x_backprop = scale * rstd * y_backprop``.
-
-        Args:
-            y_backprop: The gradient of the output; float16, bfloat16 or float32, 4-D or 5-D.
-            x: The input of the forward pass; dtype and shape of y_backprop.
-            scale: Gamma; float32, shape (C,).
-            reserve_space_1: The mean; float32, shape (C,).
-            reserve_space_2: The variance, see ``reserve_space_2_kind``; float32, shape (C,).
-            reserve_space_3: float32 of any shape, or None. Its elements are ignored, as by the op on a CPU, and not
-                sent.
-            epsilon: Added to the variance; rounded to float32, finite and not negative.
-            data_format: "NHWC" or "NCHW" for 4-D, "NDHWC" or "NCDHW" for 5-D tensors.
-            is_training: Whether mean and variance were computed from x, rather than being constants.
-            name: Ignored; here so that calls of the op need no change.
-            reserve_space_2_kind: "variance" for the variance without epsilon, as from TensorFlow on a CPU, or
-                "inverse_std" for rstd itself, as saved by cuDNN and PyTorch in training; epsilon is then unused.
-            out: Where to put x_backprop; a NumPy array of its dtype and shape that overlaps neither y_backprop nor x.
-            priority: From -8 to 8. Requests of a higher one are computed sooner; it is a head start, so that no other
-                request waits for ever.
-            timeout: How long the call may take, in seconds; None for the client's own limit.
-
-        Raises:
-            BngradError: See the class.
-        """
-        return self._run(
-            _ops.fused_batch_norm_grad_v3(
-                y_backprop, x, scale, reserve_space_1, reserve_space_2, reserve_space_3,
-                epsilon, data_format, is_training, reserve_space_2_kind, priority, out,
-            ),
-            timeout,
-        )  # fmt: skip
-
-    def fused_batch_norm_grad_v2(
-        self,
-        y_backprop: Any,
-        x: Any,
-        scale: Any,
-        reserve_space_1: Any,
-        reserve_space_2: Any,
-        epsilon: float = 0.0001,
-        data_format: str = "NHWC",
-        is_training: bool = True,
-        name: str | None = None,
-        *,
-        reserve_space_2_kind: str = "variance",
-        out: Array | None = None,
-        priority: int = 0,
-        timeout: float | None = None,
-    ) -> FusedBatchNormGradV2:
-        """Computes TensorFlow's ``FusedBatchNormGradV2``, with the arguments of ``tf.raw_ops``.
-
-        Like `fused_batch_norm_grad_v3`, but 4-D only and without reserve_space_3.
-
-        Args:
-            y_backprop: The gradient of the output; float16, bfloat16 or float32, 4-D.
-            x: The input of the forward pass; dtype and shape of y_backprop.
-            scale: Gamma; float32, shape (C,).
-            reserve_space_1: The mean; float32, shape (C,).
-            reserve_space_2: The variance, see ``reserve_space_2_kind``; float32, shape (C,).
-            epsilon: Added to the variance; rounded to float32, finite and not negative.
-            data_format: "NHWC" or "NCHW".
-            is_training: Whether mean and variance were computed from x, rather than being constants.
-            name: Ignored; here so that calls of the op need no change.
-            reserve_space_2_kind: "variance" or "inverse_std", as in `fused_batch_norm_grad_v3`.
-            out: Where to put x_backprop, as in `fused_batch_norm_grad_v3`.
-            priority: As in `fused_batch_norm_grad_v3`.
-            timeout: How long the call may take, in seconds; None for the client's own limit.
-
-        Raises:
-            BngradError: See the class.
-        """
-        return self._run(
-            _ops.fused_batch_norm_grad_v2(
-                y_backprop, x, scale, reserve_space_1, reserve_space_2,
-                epsilon, data_format, is_training, reserve_space_2_kind, priority, out,
-            ),
-            timeout,
-        )  # fmt: skip
-
-    def batch_norm_training_backprop(
-        self,
-        input_forward: Any,
-        output_delta: Any,
-        mean: Any,
-        variance: Any,
-        gamma: Any = None,
-        *,
-        epsilon: float,
-        data_format: str = "NXC",
-        out: Array | None = None,
-        priority: int = 0,
-        timeout: float | None = None,
-    ) -> BatchNormTrainingBackprop:
-        """Computes oneDNN Graph's ``BatchNormTrainingBackprop``: the training formula of `fused_batch_norm_grad_v3`.
-
-        Args:
-            input_forward: The input of the forward pass; float16, bfloat16 or float32, 2-D to 5-D.
-            output_delta: The gradient of the output; dtype and shape of input_forward.
-            mean: The mean; float32, or bfloat16 beside a bfloat16 input_forward, shape (C,).
-            variance: The biased variance, without epsilon; dtype and shape of mean.
-            gamma: The scale, dtype and shape of mean; None counts as ones.
-            epsilon: Added to the variance; rounded to float32, finite and positive.
-            data_format: "NXC" for channels last, "NCX" for channels second.
-            out: Where to put input_delta, as x_backprop in `fused_batch_norm_grad_v3`.
-            priority: As in `fused_batch_norm_grad_v3`.
-            timeout: How long the call may take, in seconds; None for the client's own limit.
-
-        Raises:
-            BngradError: See the class.
-        """
-        return self._run(
-            _ops.batch_norm_training_backprop(
-                input_forward, output_delta, mean, variance, gamma, epsilon, data_format, priority, out
-            ),
-            timeout,
-        )  # fmt: skip
-
     def server_info(self, *, timeout: float | None = None) -> ServerInfo:
         """Asks the server what it is, what it computes on and what it accepts; of several, any one that is up.
 
@@ -265,7 +123,7 @@ class Client:
         """
         self._caller.close()
 
-    def _run(self, call: _ops.Call[Result], timeout: float | None) -> Result:
+    def _run(self, call: Call[Result], timeout: float | None) -> Result:
         seconds = self._seconds(timeout)
         try:
             return self._caller.run(call, seconds, Cancellation(only_by_close=True))

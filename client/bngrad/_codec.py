@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import ml_dtypes
@@ -97,18 +98,25 @@ def _prefix(number: int, dtype: np.dtype[Any], shape: tuple[int, ...], nbytes: i
 class ResponseReader:
     """Reads the responses of an op."""
 
-    def __init__(self, message_type: type[Message]) -> None:
+    def __init__(self, message_type: type[Message], large: int) -> None:
+        """Reads none yet.
+
+        Args:
+            message_type: The class of the responses.
+            large: How many of its tensors, from the first, have more dimensions than one.
+        """
         self._name = message_type.DESCRIPTOR.name
         self._fields = [field.name for field in message_type.DESCRIPTOR.fields]
+        self._large = large
         self._decoder = wire.Decoder(message_type)
         self._checked = functools.lru_cache(maxsize=1024)(self._check)
 
-    def read(self, data: bytes, large: Array | None, *, apart: bool) -> dict[str, Array]:
+    def read(self, data: bytes, large: Sequence[Array | None], *, apart: bool) -> dict[str, Array]:
         """The tensors of an answer by the names of its fields: new arrays that own their memory.
 
         Args:
             data: The message.
-            large: Where to put the elements of the first tensor; a new array where None.
+            large: Where to put the elements of the large tensors; a new array where None.
             apart: Whether they came apart from the message, and are there already.
 
         Raises:
@@ -118,19 +126,19 @@ class ResponseReader:
             layout = self._decoder.decode(data)
         except DecodeError as error:
             raise InternalError(f"the server's answer is no {self._name}: {error}") from error
-        first, *others = self._checked(layout, apart)
-        arrays = {field: np.ndarray(shape, dtype, data, start).copy() for field, dtype, shape, start in others}
-        field, dtype, shape, start = first
-        if large is not None and (large.dtype != dtype or large.shape != shape):
-            raise InternalError(f"the server's {field} has shape {shape} of {dtype.name}, not {large.shape}")
-        if not apart:
+        arrays = {}
+        for (field, dtype, shape, start), out in zip_longest(self._checked(layout, apart), large):
+            if out is not None and (out.dtype != dtype or out.shape != shape):
+                raise InternalError(f"the server's {field} has shape {shape} of {dtype.name}, not {out.shape}")
+            if apart and out is not None:
+                arrays[field] = out
+                continue
             view: Array = np.ndarray(shape, dtype, data, start)
-            if large is None:
-                large = view.copy()
+            if out is None:
+                arrays[field] = view.copy()
             else:
-                np.copyto(large, view)
-        assert large is not None
-        arrays[field] = large
+                np.copyto(out, view)
+                arrays[field] = out
         return arrays
 
     def _check(self, layout: wire.Layout[Any], apart: bool) -> list[tuple[str, np.dtype[Any], tuple[int, ...], int]]:
@@ -145,7 +153,7 @@ class ResponseReader:
                 raise InternalError(
                     f"the server's {field} has the dtype {span.header.dtype}, which this client does not know"
                 )
-            expected = 0 if apart and i == 0 else math.prod(shape) * dtype.itemsize
+            expected = 0 if apart and i < self._large else math.prod(shape) * dtype.itemsize
             if min(shape, default=0) < 0 or span.nbytes != expected:
                 raise InternalError(f"the server's {field} has {span.nbytes} bytes for shape {shape} of {dtype.name}")
             checked.append((field, dtype, shape, span.start))
@@ -165,7 +173,8 @@ def read_server_info(data: bytes) -> tuple[ServerInfo, pb.Endpoints]:
     info = ServerInfo(
         version=message.version,
         devices=tuple(
-            Device(device.name, device.description, _state(device.state), device.restarts) for device in message.devices
+            Device(device.name, device.description, _state(device.state), device.restarts, device.memory_bytes)
+            for device in message.devices
         ),
         ops=tuple(message.ops),
         max_message_bytes=message.limits.max_message_bytes,
@@ -174,12 +183,13 @@ def read_server_info(data: bytes) -> tuple[ServerInfo, pb.Endpoints]:
         batch_sizes=tuple(message.batch_sizes),
         stream_port=message.endpoints.stream_port,
         local_directory=message.endpoints.local_directory,
+        device_remark=message.device_remark,
     )
     return info, message.endpoints
 
 
 def _expected_dtypes(field: str) -> str:
-    if field in ("y_backprop", "x", "input_forward", "output_delta"):
+    if field in ("y_backprop", "x", "grad_x_backprop", "input_forward", "output_delta"):
         return "float16, bfloat16 or float32"
     if field in ("mean", "variance", "gamma"):
         return "float32, or bfloat16 beside a bfloat16 input_forward"

@@ -78,7 +78,7 @@ class DirectEndpoint:
         number: int,
         header: list[Buffer],
         tensors: list[memoryview],
-        target: memoryview,
+        targets: list[memoryview],
         deadline: Deadline,
         cancellation: Cancellation,
     ) -> bytes:
@@ -89,7 +89,7 @@ class DirectEndpoint:
             number: The number of the op's field in both messages.
             header: The request without the elements of its large tensors.
             tensors: Those.
-            target: Is filled with the elements of the response's large tensor.
+            targets: Are filled with the elements of the response's large tensors.
             deadline: When to give up.
             cancellation: Where to hear that the caller has.
 
@@ -112,7 +112,8 @@ class DirectEndpoint:
             if field is None or field[0] != number:
                 raise InternalError(f"{self._target} did not answer an exchange with the response of its op")
             http2.set_timeout(sock, deadline.rest_s())
-            self._receive_into(call, target)
+            for target in targets:
+                self._receive_into(call, target)
             return self._finished(call, message[field[1] :])
 
     def close(self) -> None:

@@ -57,7 +57,7 @@ class GrpcEndpoint:
         number: int,
         header: list[Buffer],
         tensors: list[memoryview],
-        target: memoryview,
+        targets: list[memoryview],
         deadline: Deadline,
         cancellation: Cancellation,
     ) -> bytes:
@@ -71,7 +71,10 @@ class GrpcEndpoint:
                     field = wire.only_field(message, len(message))
                     if field is None or field[0] != number:
                         raise InternalError(f"{self._target} did not answer an exchange with the response of its op")
-                    self._receive_into(responses, target)
+                    for target in targets:
+                        self._receive_into(responses, target)
+                    if next(responses, None) is not None:
+                        raise InternalError(f"{self._target} answered with more than was asked for")
             finally:
                 responses.cancel()  # does nothing to a call that has ended
         except grpc.RpcError as error:
@@ -80,7 +83,10 @@ class GrpcEndpoint:
 
     def _receive_into(self, responses: Iterator[bytes], target: memoryview) -> None:
         start = 0
-        for message in responses:
+        while start < len(target):
+            message = next(responses, None)
+            if message is None:
+                raise InternalError(f"{self._target} answered with {start} bytes instead of {len(target)}")
             field = wire.only_field(message, len(message))
             if field is None or field[0] != pb.ExchangeResponse.CHUNK_FIELD_NUMBER:
                 raise InternalError(f"{self._target} answered with something else than the chunks of the answer")
@@ -90,8 +96,6 @@ class GrpcEndpoint:
             chunk = np.frombuffer(message, np.uint8, end - start, field[1])
             np.copyto(np.frombuffer(target[start:end], np.uint8), chunk)
             start = end
-        if start != len(target):
-            raise InternalError(f"{self._target} answered with {start} bytes instead of {len(target)}")
 
 
 def _messages(number: int, header: list[Buffer], tensors: list[memoryview]) -> Iterator[bytes]:

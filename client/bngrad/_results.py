@@ -60,6 +60,20 @@ class BatchNormTrainingBackprop(NamedTuple):
     beta_delta: Array
 
 
+class FusedBatchNormGradGrad(NamedTuple):
+    """The gradients of TensorFlow's gradient ops: arrays of the caller's own, free to be written to.
+
+    Attributes:
+        grad_y_backprop: The gradient of y_backprop; dtype and shape of x.
+        grad_x: The gradient of x; its dtype and shape.
+        grad_scale: The gradient of scale; float32, shape (C,).
+    """
+
+    grad_y_backprop: Array
+    grad_x: Array
+    grad_scale: Array
+
+
 @dataclass(frozen=True, slots=True)
 class Device:
     """A device that a server computes on.
@@ -69,12 +83,14 @@ class Device:
         description: What it is, in its maker's words.
         state: What its worker does: "starting" or "ready"; "unspecified" where this client does not know the word.
         restarts: How often its worker had to be started again after it died.
+        memory_bytes: The size of its own memory; 0 for a CPU.
     """
 
     name: str
     description: str
     state: str
     restarts: int
+    memory_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +107,7 @@ class ServerInfo:
         batch_sizes: How many batches it has computed; at index k, those of 2**k to 2**(k + 1) - 1 requests.
         stream_port: The TCP port of its endpoint for large tensors; 0 for none.
         local_directory: Where clients on its host find it and its shared memory; empty for nowhere.
+        device_remark: Why it does not compute on some or all GPUs of its machine; empty where nothing is to be said.
     """
 
     version: str
@@ -102,3 +119,4 @@ class ServerInfo:
     batch_sizes: tuple[int, ...]
     stream_port: int
     local_directory: str
+    device_remark: str

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import grpc
 import numpy as np
 
-from bngrad import _channel, _codec, _ops
+from bngrad import _call, _channel, _codec
+from bngrad._call import Call
 from bngrad._cancellation import Cancellation
 from bngrad._channel import Transport
 from bngrad._deadline import Deadline
@@ -22,8 +23,7 @@ from bngrad._errors import (
     from_status,
 )
 from bngrad._grpc import GrpcEndpoint
-from bngrad._memory import LeaseEndedError, LeaseError, Pool, UnreachableError
-from bngrad._ops import Call
+from bngrad._memory import LeaseEndedError, LeaseError, Pool, Region, UnreachableError
 from bngrad._results import Array, ServerInfo
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_protos.wire import Buffer
@@ -144,20 +144,21 @@ class Connector:
         is_small = call.nbytes < endpoint.unary_below_nbytes
         if self._transport == "unary" or (self._transport == "auto" and is_small):
             return call.read(endpoint.unary(op.method, call.pieces(), deadline, cancellation), call.out)
-        in_place = call.out is not None and call.out.flags.c_contiguous
-        result = call.out if in_place else self._results.empty(call.shape, call.dtype)
-        assert result is not None
+        results = [
+            self._results.empty(call.shape, call.dtype) if out is None or not out.flags.c_contiguous else out
+            for out in call.out
+        ]
         tensors = [_codec.view_of(array) for array in call.large.values()]
         response = endpoint.exchange(
-            _ops.EXCHANGE_METHOD,
+            _call.EXCHANGE_METHOD,
             op.number,
             call.header_pieces(),
             tensors,
-            _codec.view_of(result),
+            [_codec.view_of(result) for result in results],
             deadline,
             cancellation,
         )
-        return call.read(response, _delivered(result, call.out), apart=True)
+        return call.read(response, _delivered(results, call.out), apart=True)
 
     def _share(self, call: Call[Result], ways: Ways, deadline: Deadline, cancellation: Cancellation) -> Result:
         try:
@@ -171,32 +172,36 @@ class Connector:
         if pool is None or endpoint is None:
             raise LeaseError(_NOT_LOCAL)
         arrays = [_in_pool(pool, array) for array in call.large.values()]
-        result = call.out
-        if result is None or not result.flags.c_contiguous or pool.locate(result) is None:
-            result = pool.empty(call.shape, call.dtype)
+        results = [
+            pool.empty(call.shape, call.dtype)
+            if out is None or not out.flags.c_contiguous or pool.locate(out) is None
+            else out
+            for out in call.out
+        ]
         pieces: list[Buffer] = [
             _codec.located_piece(op.fields[field], array.dtype, array.shape, *_place(pool, array))
             for field, array in zip(call.large, arrays, strict=True)
         ]
-        pieces += [_codec.location_piece(op.location_number, *_place(pool, result)), *call.small_pieces()]
-        region = pool.hold(result)
-        if region is None:
-            raise LeaseEndedError("a lease has ended")
+        for number, result in zip(op.location_numbers, results, strict=True):
+            pieces.append(_codec.location_piece(number, *_place(pool, result)))
+        pieces += call.small_pieces()
+        regions = _hold(pool, results)
         try:
             response = endpoint.unary(op.method, pieces, deadline, cancellation)
         except InvalidArgumentError as error:
-            region.close()
+            _let_go(regions)
             pool.check()
-            if any(pool.locate(array) is None for array in (*arrays, result)):
+            if any(pool.locate(array) is None for array in (*arrays, *results)):
                 raise LeaseEndedError("a lease has ended") from error
             raise
         except BaseException as error:
-            self._doubts.add(result, region)  # A worker may write the answer yet.
+            for result, region in zip(results, regions, strict=True):
+                self._doubts.add(result, region)  # A worker may write the answer yet.
             if isinstance(error, NotConnectedError) and not cancellation.cancelled:
                 self._discovery.lose(ways, endpoint)
             raise
-        region.close()
-        return call.read(response, _delivered(result, call.out), apart=True)
+        _let_go(regions)
+        return call.read(response, _delivered(results, call.out), apart=True)
 
     def _prefers_shared(self, call: Call[Result], ways: Ways) -> bool:
         if self._transport == "auto":
@@ -209,7 +214,7 @@ class Connector:
         return kind(f"{self._target} shares no memory with this client: {error}")
 
     def _ask(self, deadline: Deadline, cancellation: Cancellation) -> tuple[ServerInfo, pb.Endpoints]:
-        answer = self._grpc.unary(_ops.SERVER_INFO_METHOD, [], deadline, cancellation)
+        answer = self._grpc.unary(_call.SERVER_INFO_METHOD, [], deadline, cancellation)
         self.has_answered = True
         return _codec.read_server_info(answer)
 
@@ -235,9 +240,28 @@ def _place(pool: Pool, array: Array) -> tuple[bytes, int]:
     return place
 
 
-def _delivered(result: Array, out: Array | None) -> Array:
-    """The result, where the caller wants it."""
-    if out is None or out is result:
-        return result
-    np.copyto(out, result)
-    return out
+def _hold(pool: Pool, results: Sequence[Array]) -> list[Region]:
+    """The regions of the results, whose leases then last until `_let_go`."""
+    regions: list[Region] = []
+    for result in results:
+        region = pool.hold(result)
+        if region is None:
+            _let_go(regions)
+            raise LeaseEndedError("a lease has ended")
+        regions.append(region)
+    return regions
+
+
+def _let_go(regions: Sequence[Region]) -> None:
+    for region in regions:
+        region.close()
+
+
+def _delivered(results: Sequence[Array], outs: Sequence[Array | None]) -> list[Array]:
+    """The results, where the caller wants them."""
+    delivered = []
+    for result, out in zip(results, outs, strict=True):
+        if out is not None and out is not result:
+            np.copyto(out, result)
+        delivered.append(result if out is None else out)
+    return delivered

@@ -166,12 +166,24 @@ class BackEnd(Protocol):
 
     description: str
     """The device, in its maker's words."""
+    memory_nbytes: int
+    """The size of the device's own memory; 0 where it computes in the host's."""
+
+    def register(self, memory: Array) -> None:
+        """Makes memory of the host, in which problems will lie, as fast to reach as the device can."""
+
+    def unregister(self, memory: Array) -> None:
+        """Undoes `register`, before the memory is given back."""
 
     def warm_up(self) -> None:
         """Compiles every kernel, or loads it from the disk cache, so that no request has to wait for that."""
 
     def run(self, problems: Sequence[AnyProblem]) -> None:
-        """Writes the outputs of every problem. The bits depend on the problem alone, not on its companions."""
+        """Writes the outputs of every problem. The bits depend on the problem alone, not on its companions.
+
+        Raises:
+            DeviceFailedError: This process cannot use the device any more.
+        """
 
 
 def channel_cuts(spec: Spec, parts: int) -> list[range]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from typing import Protocol
 
@@ -12,11 +12,15 @@ from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_protos.wire import Buffer
 from bngrad_server.caller import Caller
 from bngrad_server.engine import Engine, Staged
+from bngrad_server.ops import OPS
 from bngrad_server.pool import WorkerState
-from bngrad_server.requests import OPS, Reader, Request
+from bngrad_server.requests import Reader, Request
 
 SERVICE = pb.DESCRIPTOR.services_by_name["BatchNormGradService"]
 UNARY_OPS = tuple(op.name for op in OPS)
+_OP_NUMBERS = frozenset(op.exchange_number for op in OPS)
+_CHUNK = pb.ExchangeRequest.CHUNK_FIELD_NUMBER
+"""The number of a chunk in both messages of an exchange."""
 
 _WORKER_STATES = {
     WorkerState.STARTING: pb.WORKER_STATE_STARTING,
@@ -56,7 +60,7 @@ class Calls:
         self._engine = engine
         self._max_message_bytes = max_message_bytes
         self._readers = {op.name: Reader(op, chunked=False) for op in OPS}
-        self._chunked_readers = {number: Reader(op, chunked=True) for number, op in enumerate(OPS, 1)}
+        self._chunked_readers = {op.exchange_number: Reader(op, chunked=True) for op in OPS}
         self.endpoints = pb.Endpoints()
 
     @contextmanager
@@ -69,7 +73,7 @@ class Calls:
         with self._engine.staged(self._read(self._readers[op_name], data, caller), caller) as staged:
             staged.copy_from(data)
             staged.compute()
-            with self._engine.transfers.watched(staged.request.sizes.tensor, caller):
+            with self._engine.transfers.watched(_nbytes(staged.large_outputs), caller):
                 yield staged.response()
 
     def submit(self, op_name: str, data: bytes, caller: Caller, on_end: Callable[[], None]) -> Staged | None:
@@ -94,7 +98,7 @@ class Calls:
     @contextmanager
     def lent(self, staged: Staged, caller: Caller) -> Iterator[list[Buffer]]:
         """Lends the pieces of a response until the block ends, and then closes it; the caller may not take for ever."""
-        with closing(staged), self._engine.transfers.watched(staged.request.sizes.tensor, caller):
+        with closing(staged), self._engine.transfers.watched(_nbytes(staged.large_outputs), caller):
             yield staged.response()
 
     def exchange(self, source: ExchangeSource, caller: Caller) -> Iterator[list[Buffer]]:
@@ -111,17 +115,15 @@ class Calls:
             request = self._read(self._chunked_readers[number], data, caller)
             with self._engine.staged(request, caller) as staged:
                 staged.copy_from(data)
-                with self._engine.transfers.watched(2 * request.sizes.tensor, caller):
-                    for target in _targets(staged):
-                        source.receive_into(target)
+                with self._engine.transfers.watched(_nbytes(staged.large_inputs), caller):
+                    for i in request.chunk_order:
+                        source.receive_into(_there(staged.large_inputs[i]))
                 staged.compute()
                 pieces = staged.response()
-                assert staged.x_backprop is not None
-                with self._engine.transfers.watched(request.sizes.tensor, caller):
+                with self._engine.transfers.watched(_nbytes(staged.large_outputs), caller):
                     yield [wire.field_prefix(number, sum(map(len, pieces))), *pieces]
-                    yield from wire.chunks(
-                        pb.ExchangeResponse.CHUNK_FIELD_NUMBER, staged.x_backprop, source.chunk_nbytes
-                    )
+                    for output in staged.large_outputs:
+                        yield from wire.chunks(_CHUNK, _there(output), source.chunk_nbytes)
 
     def watched_upload(self, caller: Caller) -> AbstractContextManager[None]:
         """Hangs up on a caller whose message takes too long, for what is known before it is there."""
@@ -139,6 +141,7 @@ class Calls:
                 description=status.description,
                 state=_WORKER_STATES[status.state],
                 restarts=status.restarts,
+                memory_bytes=status.memory_bytes,
             )
             for status in self._engine.pool.status()
         ]
@@ -151,6 +154,7 @@ class Calls:
             endpoints=self.endpoints,
             requests=self._engine.admission.requests,
             batch_sizes=self._engine.batcher.batch_sizes,
+            device_remark=self._engine.device_remark,
         ).SerializeToString()
 
 
@@ -162,7 +166,7 @@ def chunk_of(message: bytes) -> memoryview:
         DecodeError: It is not even a message.
     """
     field = wire.only_field(message, len(message))
-    if field is not None and field[0] == pb.ExchangeRequest.CHUNK_FIELD_NUMBER:
+    if field is not None and field[0] == _CHUNK:
         return memoryview(message)[field[1] :]
     parsed = pb.ExchangeRequest.FromString(message)
     if parsed.WhichOneof("part") != "chunk":
@@ -178,7 +182,7 @@ def exchange_error(description: str) -> InvalidArgumentError:
 def _request_of(message: bytes) -> tuple[int, bytes]:
     """Which op a message asks for, by the number of its field, and the op's own message."""
     field = wire.only_field(message, len(message))
-    if field is not None and field[0] < pb.ExchangeRequest.CHUNK_FIELD_NUMBER:
+    if field is not None and field[0] in _OP_NUMBERS:
         return field[0], message[field[1] :]
     parsed = pb.ExchangeRequest.FromString(message)
     part = parsed.WhichOneof("part")
@@ -188,8 +192,11 @@ def _request_of(message: bytes) -> tuple[int, bytes]:
     return parsed.DESCRIPTOR.fields_by_name[part].number, getattr(parsed, part).SerializeToString()
 
 
-def _targets(staged: Staged) -> list[memoryview]:
-    assert staged.y_backprop is not None
-    assert staged.x is not None
-    targets = [staged.y_backprop, staged.x]
-    return targets[::-1] if staged.request.x_comes_first else targets
+def _there(view: memoryview | None) -> memoryview:
+    """The memory of a tensor that is not in a region, as none is of an exchange."""
+    assert view is not None
+    return view
+
+
+def _nbytes(views: Sequence[memoryview | None]) -> int:
+    return sum(len(view) for view in views if view is not None)

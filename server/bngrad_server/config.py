@@ -6,11 +6,12 @@ A new setting is a new field of `ServerConfig`.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import AliasGenerator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, AliasGenerator, BeforeValidator, Field, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from bngrad_kernels.backends import devices
 from bngrad_server import cgroup
 
 MAX_MESSAGE_BYTES = 2**31 - 1
@@ -70,6 +71,15 @@ def _address(value: str) -> str:
     return value
 
 
+def _device(value: str) -> str:
+    if value != "auto":
+        try:
+            devices(value)
+        except ValueError as error:
+            raise ValueError(f"it should be auto, or 'cpu' or 'cuda:N' with commas between them: {error}") from error
+    return value
+
+
 def setting_name(field_name: str) -> str:
     """How flags, the environment and files call a setting: by its field's name, without the unit of seconds."""
     return field_name.removesuffix("_s")
@@ -112,8 +122,9 @@ class ServerConfig(BaseSettings):
 
     listen: Addresses = Field(default=("127.0.0.1:50051",), min_length=1)
     """Where to listen: HOST:PORT (port 0 takes a free one) or unix:PATH; may be given several times."""
-    device: Literal["auto", "cpu"] = "auto"
-    """What to compute on; auto takes the best that this version supports and this machine has."""
+    device: Annotated[str, AfterValidator(_device), Metavar("DEVICE")] = "auto"
+    """What to compute on: cpu, or GPUs such as cuda:0,cuda:1; auto takes every usable GPU, or the CPU if there is
+    none."""
     threads: Annotated[int, Computed("every core")] = Field(default_factory=cgroup.cores, ge=1)
     """Threads of each CPU worker. Results have the same bits for any number."""
     workers: int = Field(default=2, ge=1)
@@ -125,6 +136,9 @@ class ServerConfig(BaseSettings):
         default_factory=lambda: default_arena_bytes() // 2, ge=0
     )
     """Memory that clients on this host may share with the workers, 0 for none; pages are taken when first used."""
+    pinned_bytes: Bytes = Field(default=32 * 2**30, ge=0)
+    """Memory that GPU workers may page-lock, so that copies are fast and overlap with kernels: the arena if it is not
+    larger, then what clients share. It is taken from the system at once."""
     shared_group: Annotated[str | None, Metavar("GROUP"), Computed("nobody else")] = None
     """Group of users, beside the server's own, that may share memory."""
     stream_port: Annotated[Port, Computed("0, a free one")] = 0
@@ -155,7 +169,7 @@ class ServerConfig(BaseSettings):
 
     @property
     def has_cores_for_all(self) -> bool:
-        """Whether the workers compute faster together than one of them alone."""
+        """Whether several CPU workers compute faster together than one of them alone."""
         return self.workers * self.threads <= cgroup.cores()
 
     @classmethod

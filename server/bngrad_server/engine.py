@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 
 import numpy as np
 
+from bngrad_kernels import backends
 from bngrad_kernels.spec import FieldViolation, InvalidArgumentError
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_protos.wire import Buffer
@@ -21,32 +24,32 @@ from bngrad_server.memory import MemoryTrimmer
 from bngrad_server.pool import WorkerPool
 from bngrad_server.regions import Region, Regions
 from bngrad_server.requests import Request
-from bngrad_server.staging import (
-    ARENA,
-    OFFSET_BACKPROP,
-    RESERVE_SPACE_1,
-    RESERVE_SPACE_2,
-    SCALE,
-    SCALE_BACKPROP,
-    Place,
-    Task,
-)
+from bngrad_server.staging import ARENA, Place, Task
 from bngrad_server.transfers import Transfers
+
+logger = logging.getLogger(__name__)
 
 _COPIED_WITH_LOCK_NBYTES = 32 * 1024
 """Larger copies let other threads run meanwhile, which costs something itself."""
 
 
 class Engine:
-    """All that a request passes on its way: admission, memory, queue, workers."""
+    """All that a request passes on its way: admission, memory, queue, workers.
+
+    Attributes:
+        device_remark: Why some or all GPUs are not used, where nobody named the devices; empty otherwise.
+    """
 
     def __init__(self, config: ServerConfig, on_change: Callable[[], None]) -> None:
         self.admission = Admission(config.max_requests, config.max_wait_s)
         self.arena = Arena(config.arena_bytes)
-        self.batcher = Batcher(
-            config.max_batch_jobs, config.max_batch_bytes, config.max_batch_delay_s, split=config.has_cores_for_all
-        )
-        self.pool = WorkerPool(config, self.arena, self.batcher, on_change)
+        names, remark = backends.devices(config.device)
+        self.device_remark = remark or ""
+        if remark:
+            logger.info("computing on %s: %s", ", ".join(names), remark)
+        split = config.has_cores_for_all or "cpu" not in names
+        self.batcher = Batcher(config.max_batch_jobs, config.max_batch_bytes, config.max_batch_delay_s, split=split)
+        self.pool = WorkerPool(config, names, self.arena, self.batcher, on_change)
         self.regions = Regions(config.shared_bytes, self.pool.map, self.pool.unmap)
         self.transfers = Transfers(config.transfer_timeout_s)
         self._trimmer = MemoryTrimmer(self.admission)
@@ -109,19 +112,15 @@ class Staged:
 
     Attributes:
         request: The request.
-        y_backprop: Its memory, to be filled; None where the client has put it there itself. Alike for the next ones.
-        x_backprop: Its memory, to be read; None where the client reads it there itself.
-        scale_backprop: Its memory, to be read.
-        offset_backprop: Alike.
+        large_inputs: The memory of the inputs of the shape of x, to be filled, as the op lists them; None for each that
+            the client has put into shared memory itself.
+        large_outputs: The memory of the outputs of the shape of x, to be read; None where the client reads it itself.
         computed: Whether the outputs are there.
         job: What the batcher knows of it, once it does.
     """
 
-    y_backprop: memoryview | None
-    x: memoryview | None
-    x_backprop: memoryview | None
-    scale_backprop: memoryview
-    offset_backprop: memoryview
+    large_inputs: list[memoryview | None]
+    large_outputs: list[memoryview | None]
 
     def __init__(self, engine: Engine, request: Request, caller: Caller) -> None:
         self.request = request
@@ -135,29 +134,30 @@ class Staged:
     def take_memory(self, *, may_wait: bool) -> bool:
         """Finds the request's place, and says whether there is one; see `Engine.stage`."""
         request, sizes = self.request, self.request.sizes
-        places = self._places_in_regions()
-        stats_nbytes = 5 * sizes.stats_stride
-        nbytes = stats_nbytes + places.count(None) * sizes.tensor_stride
+        given = self._places_in_regions()
+        nbytes = sizes.all_stats + given.count(None) * sizes.tensor_stride
         if may_wait:
             self._block = self._engine.allocate(nbytes, self._caller)
         else:
             self._block = self._engine.arena.allocate_at_once(nbytes)
         if self._block is None:
             return False
-        self._stats_offset = offset = self._block.offset
-        views: list[memoryview | None] = [None, None, None]
-        offset += stats_nbytes
-        tensor_places = []
-        for i, place in enumerate(places):
+        self._stats_offset = self._block.offset
+        offset = self._stats_offset + sizes.all_stats
+        arena = self._engine.arena.view
+        views: list[memoryview | None] = []
+        places = []
+        for place in given:
             if place is None:
-                views[i] = self._engine.arena.view[offset : offset + sizes.tensor]
-                tensor_places.append(Place(ARENA, offset))
+                views.append(arena[offset : offset + sizes.tensor])
+                places.append(Place(ARENA, offset))
                 offset += sizes.tensor_stride
             else:
-                tensor_places.append(place)
-        self.y_backprop, self.x, self.x_backprop = views
-        self.scale_backprop, self.offset_backprop = self._stats(SCALE_BACKPROP), self._stats(OFFSET_BACKPROP)
-        self._task = Task(request.scale is not None, self._stats_offset, *tensor_places)
+                views.append(None)
+                places.append(place)
+        inputs = len(request.large_inputs)
+        self.large_inputs, self.large_outputs = views[:inputs], views[inputs:]
+        self._task = Task(None not in request.small_inputs, self._stats_offset, tuple(places))
         return True
 
     def close(self) -> None:
@@ -171,15 +171,13 @@ class Staged:
 
     def copy_from(self, message: bytes) -> None:
         """Copies what the message holds: the one copy of a request's elements."""
-        request, data = self.request, memoryview(message)
-        if isinstance(request.y_backprop, slice) and self.y_backprop is not None:
-            copy(self.y_backprop, data[request.y_backprop])
-        if isinstance(request.x, slice) and self.x is not None:
-            copy(self.x, data[request.x])
-        self._stats(RESERVE_SPACE_1)[:] = data[request.reserve_space_1]
-        self._stats(RESERVE_SPACE_2)[:] = data[request.reserve_space_2]
-        if request.scale is not None:
-            self._stats(SCALE)[:] = data[request.scale]
+        data = memoryview(message)
+        for source, target in zip(self.request.large_inputs, self.large_inputs, strict=True):
+            if isinstance(source, slice) and target is not None:
+                copy(target, data[source])
+        for i, source in enumerate(self.request.small_inputs):
+            if source is not None:
+                self._stats(i)[:] = data[source]
 
     def compute(self) -> None:
         """Has a worker write the outputs.
@@ -213,9 +211,12 @@ class Staged:
 
     def response(self) -> list[Buffer]:
         """The response, in pieces that are views of the outputs, which must be used before the memory is given back."""
-        before_x, before_scale, before_offset, tail = self.request.response
-        large = b"" if self.x_backprop is None or self.request.chunked else self.x_backprop
-        return [before_x, large, before_scale, self.scale_backprop, before_offset, self.offset_backprop, tail]
+        request = self.request
+        *prefixes, tail = request.response
+        outputs: list[Buffer] = [b"" if view is None or request.chunked else view for view in self.large_outputs]
+        first = len(request.small_inputs)
+        outputs += [self._stats(first + i) for i in range(len(prefixes) - len(outputs))]
+        return [*itertools.chain.from_iterable(zip(prefixes, outputs, strict=True)), tail]
 
     def _new_job(self) -> Job:
         request, caller = self.request, self._caller
@@ -235,12 +236,11 @@ class Staged:
         return self._engine.arena.view[start : start + self.request.sizes.stats]
 
     def _places_in_regions(self) -> list[Place | None]:
-        """Where y_backprop, x and x_backprop are in shared regions; None for each that has no place yet."""
+        """Where the tensors of the shape of x are in shared regions; None for each that has no place yet."""
         request = self.request
         places: list[Place | None] = []
-        for field, source in zip(
-            request.fields, (request.y_backprop, request.x, request.x_backprop_location), strict=True
-        ):
+        fields = request.op.large_inputs + request.op.locations
+        for field, source in zip(fields, request.large_inputs + request.locations, strict=True):
             if isinstance(source, pb.Location):
                 region, place = self._engine.regions.hold(field, source, request.sizes.tensor)
                 self._held.append(region)
@@ -259,18 +259,21 @@ class Staged:
 
 
 def _check_overlap(request: Request, places: Sequence[Place | None]) -> None:
-    """Refuses outputs over inputs: a second run, after a worker has died, would read what the first one wrote."""
-    output = places[2]
-    nbytes = request.sizes.tensor
-    for field, place in zip(request.fields[:2], places, strict=False):
-        if (
-            output is not None
-            and place is not None
-            and place.memory == output.memory
-            and abs(place.offset - output.offset) < nbytes
-        ):
-            name = request.fields[2]
-            raise InvalidArgumentError((FieldViolation(name, f"{name} must not overlap {field}"),))
+    """Refuses outputs over inputs: a second run, after a worker has died, would read what the first one wrote.
+
+    Alike outputs over outputs.
+    """
+    fields = request.op.large_inputs + request.op.locations
+    for i in range(len(request.large_inputs), len(places)):
+        output = places[i]
+        for field, place in zip(fields[:i], places, strict=False):
+            if (
+                output is not None
+                and place is not None
+                and place.memory == output.memory
+                and abs(place.offset - output.offset) < request.sizes.tensor
+            ):
+                raise InvalidArgumentError((FieldViolation(fields[i], f"{fields[i]} must not overlap {field}"),))
 
 
 def copy(target: memoryview, source: memoryview) -> None:

@@ -17,8 +17,8 @@ from bngrad_server.staging import Task
 if TYPE_CHECKING:
     from bngrad_server.crew import Worker
 
-KernelKey: TypeAlias = tuple[np.dtype[Any], bool, bool]
-"""What jobs of one launch have in common: dtype, whether channels come last, mode."""
+KernelKey: TypeAlias = tuple[np.dtype[Any], bool, bool, int]
+"""What jobs of one launch have in common: dtype, whether channels come last, mode, order."""
 
 
 class JobState(enum.Enum):

@@ -1,13 +1,15 @@
-"""The pool of worker processes: one a device, watched, and replaced when it dies or hangs."""
+"""The pool of worker processes: one a GPU, several a CPU, watched, and replaced when they die or hang."""
 
 from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import logging
+import pickle
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from bngrad_server.arena import Arena
@@ -15,7 +17,7 @@ from bngrad_server.batching import Batcher
 from bngrad_server.config import ServerConfig
 from bngrad_server.crew import WorkerDiedError
 from bngrad_server.process import MappedRegion, WorkerProcess
-from bngrad_server.worker import READY
+from bngrad_server.worker import FAILED, READY
 
 logger = logging.getLogger(__name__)
 
@@ -44,12 +46,14 @@ class DeviceStatus:
     Attributes:
         name: Such as ``cpu``.
         description: The device in its maker's words; empty before its worker is first ready.
+        memory_bytes: The size of its own memory; 0 for a CPU.
         state: What its worker is doing.
         restarts: How often its worker was started again.
     """
 
     name: str
     description: str
+    memory_bytes: int
     state: WorkerState
     restarts: int
 
@@ -57,22 +61,34 @@ class DeviceStatus:
 class WorkerPool:
     """Starts a worker for each device, and offers it to the batcher."""
 
-    def __init__(self, config: ServerConfig, arena: Arena, batcher: Batcher, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        devices: Sequence[str],
+        arena: Arena,
+        batcher: Batcher,
+        on_change: Callable[[], None],
+    ) -> None:
         """Starts nothing yet.
 
         Args:
-            config: The devices, and how long a worker may be silent.
+            config: How many workers a CPU has, and how long one may be silent.
+            devices: What they compute on; a GPU has one worker.
             arena: What the workers read and write.
             batcher: Whoever has work for them.
             on_change: Called, from any thread, whenever a worker became ready or died.
         """
-        names = ["cpu"] if config.workers == 1 else [f"cpu:{number}" for number in range(config.workers)]
         timeout_s = config.worker_timeout_s
 
-        def start() -> WorkerProcess:
-            return WorkerProcess("cpu", config.threads, arena, timeout_s / _BEATS_PER_TIMEOUT)
+        def start(device: str) -> WorkerProcess:
+            beat_s = timeout_s / _BEATS_PER_TIMEOUT
+            return WorkerProcess(device, config.threads, arena, config.pinned_bytes, beat_s)
 
-        self._keepers = [_Keeper(name, start, timeout_s, batcher, self._introduce, on_change) for name in names]
+        self._keepers = [
+            _Keeper(name, functools.partial(start, device), timeout_s, batcher, self._introduce, on_change)
+            for device in devices
+            for name in _worker_names(device, config.workers)
+        ]
         self._regions: dict[int, MappedRegion] = {}
         self._mutex = threading.Lock()
 
@@ -125,6 +141,10 @@ class WorkerPool:
             keeper.knows_regions = True
 
 
+def _worker_names(device: str, cpu_workers: int) -> list[str]:
+    return [device] if device != "cpu" or cpu_workers == 1 else [f"cpu:{number}" for number in range(cpu_workers)]
+
+
 class _Keeper:
     """The thread that keeps one device's worker alive."""
 
@@ -146,6 +166,8 @@ class _Keeper:
         self._introduce = introduce
         self._on_change = on_change
         self._description = ""
+        self._memory_bytes = 0
+        self._failure = ""
         self._restarts = 0
         self._ready_since: float | None = None
         self._closing = threading.Event()
@@ -158,11 +180,13 @@ class _Keeper:
     def wait_until_started(self) -> None:
         self._started.wait()
         if not self._description:
+            if self._failure:
+                raise WorkerStartError(f"device {self._name} cannot be used: {self._failure}")
             raise WorkerStartError(f"the worker of device {self._name} ended before it was ready")
 
     def status(self) -> DeviceStatus:
         state = WorkerState.STARTING if self._ready_since is None else WorkerState.READY
-        return DeviceStatus(self._name, self._description, state, self._restarts)
+        return DeviceStatus(self._name, self._description, self._memory_bytes, state, self._restarts)
 
     def tell_worker(self, what: Callable[[WorkerProcess], None]) -> None:
         """Tells the worker of a change of the regions; one that is starting or dead will be told of them all."""
@@ -211,12 +235,13 @@ class _Keeper:
         return ready_since is not None and time.monotonic() - ready_since > _SOUND_AFTER_S
 
     def _watch(self, worker: WorkerProcess) -> str:
-        """Returns when the worker has ended, or was killed for a reason."""
+        """Returns when the worker has ended, or was killed, and why."""
+        self._failure = ""
         silences = 0
         while True:
             sign = worker.sign_of_life(self._timeout_s / 2)
             if sign == b"":
-                return ""
+                return f": {self._failure}" if self._failure else ""
             # Two silences in a row: the first may be this process's own, which was stopped for a while.
             silences = silences + 1 if sign is None else 0
             if silences == 2:
@@ -226,11 +251,13 @@ class _Keeper:
                 worker.kill()
                 return " for taking too long over a batch"
             if sign is not None and sign.startswith(READY):
-                self._put_to_use(worker, sign[len(READY) :].decode())
+                self._put_to_use(worker, *pickle.loads(sign[len(READY) :]))  # noqa: S301 - from our own worker
+            elif sign is not None and sign.startswith(FAILED):
+                self._failure = sign[len(FAILED) :].decode(errors="replace")
 
-    def _put_to_use(self, worker: WorkerProcess, description: str) -> None:
+    def _put_to_use(self, worker: WorkerProcess, description: str, memory_bytes: int) -> None:
         self._introduce(self, worker)
-        self._description = description
+        self._description, self._memory_bytes = description, memory_bytes
         self._ready_since = time.monotonic()
         self._batcher.offer(worker)
         self._on_change()

@@ -37,13 +37,14 @@ class MappedRegion:
 class WorkerProcess:
     """One worker process and the sockets to it: one for batches and their answers, one for its signs of life."""
 
-    def __init__(self, device: str, threads: int, arena: Arena, beat_s: float) -> None:
+    def __init__(self, device: str, threads: int, arena: Arena, pinned_bytes: int, beat_s: float) -> None:
         """Starts it.
 
         Args:
             device: What it computes on.
-            threads: The threads of a CPU worker.
+            threads: How many threads of the CPU it uses.
             arena: What it reads and writes.
+            pinned_bytes: How much memory it may page-lock, on a GPU.
             beat_s: How often it gives a sign of life, in seconds.
         """
         self._socket, child_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -52,7 +53,7 @@ class WorkerProcess:
         self._life, child_life = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with child_socket, child_life:
             fds = (child_socket.fileno(), child_life.fileno(), arena.fd)
-            arguments = [device, threads, beat_s, *fds, arena.nbytes, os.getpid()]
+            arguments = [device, threads, beat_s, *fds, arena.nbytes, pinned_bytes, os.getpid()]
             self._process = subprocess.Popen(  # noqa: S603 - our own module
                 [sys.executable, "-m", "bngrad_server.worker", *map(str, arguments)],
                 stdin=subprocess.DEVNULL,

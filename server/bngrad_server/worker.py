@@ -1,8 +1,8 @@
 """The worker process: owns one device, and computes what it is sent.
 
-Run as ``python -m bngrad_server.worker DEVICE THREADS BEAT_S SOCKET_FD LIFE_FD ARENA_FD ARENA_NBYTES FRONT_PID``. Every
-BEAT_S seconds it gives a sign of life, one of them being that its kernels are compiled. It ends with the front process.
-Every message is one packet; its first byte says what it is, see `Message`.
+Run as ``python -m bngrad_server.worker DEVICE THREADS BEAT_S SOCKET_FD LIFE_FD ARENA_FD ARENA_NBYTES PINNED_NBYTES
+FRONT_PID``. Every BEAT_S seconds it gives a sign of life, one of them being that its kernels are compiled. It ends with
+the front process, and when its device fails. Every message is one packet; its first byte says what it is: `Message`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import enum
 import logging
-import mmap
 import os
 import pickle
 import signal
@@ -21,10 +20,12 @@ import threading
 import time
 
 from bngrad_kernels import backends
-from bngrad_kernels.problem import BackEnd, Problem
+from bngrad_kernels.errors import DeviceFailedError, DeviceUnavailableError
+from bngrad_kernels.problem import AnyProblem, BackEnd
 from bngrad_kernels.spec import Spec
 from bngrad_server.arena import map_arena
-from bngrad_server.staging import ARENA, TASK_NBYTES, unpack_problem
+from bngrad_server.mappings import Memories
+from bngrad_server.staging import split_batch, unpack_problem
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,10 @@ class Message(bytes, enum.Enum):
 
 
 READY = b"R"
-"""The sign of life that says that batches are taken; the device's description follows."""
+"""The sign of life that says that batches are taken; a pickled pair follows: the device's description, and the size of
+its own memory."""
+FAILED = b"F"
+"""The last sign of life of a process whose device cannot be used; a sentence follows that says why."""
 _BEAT = b"."
 OK = b"K"
 """The answer to a batch without failures."""
@@ -56,7 +60,7 @@ OK = b"K"
 def main() -> None:
     """Serves the front process until the socket closes."""
     device, threads, beat_s, *numbers = sys.argv[1:]
-    socket_fd, life_fd, arena_fd, arena_nbytes, front_pid = map(int, numbers)
+    socket_fd, life_fd, arena_fd, arena_nbytes, pinned_nbytes, front_pid = map(int, numbers)
     _die_with(front_pid)
     # A terminal or a supervisor signals the whole group; only the front process decides when a worker ends.
     for ignored in (signal.SIGINT, signal.SIGTERM):
@@ -68,11 +72,17 @@ def main() -> None:
     arena = map_arena(arena_fd, arena_nbytes)
     # Numba would import it, for what no kernel here uses: a quarter of what a start costs.
     sys.modules["scipy"] = None  # type: ignore[assignment]
-    back_end = backends.create(device, threads=int(threads))
-    back_end.warm_up()
     with contextlib.suppress(ConnectionError):
-        life.send(READY + back_end.description.encode())
-        _Worker(front, back_end, arena).serve()
+        try:
+            back_end = backends.create(device, threads=int(threads))
+            back_end.warm_up()
+            memories = Memories(arena, back_end, pinned_nbytes)
+            life.send(READY + pickle.dumps((back_end.description, back_end.memory_nbytes)))
+            _Worker(front, back_end, memories).serve()
+        except (DeviceUnavailableError, DeviceFailedError) as error:
+            logger.error("%s: %s", device, error)
+            life.send(FAILED + str(error).encode()[: MAX_PACKET_NBYTES - 1])
+            os._exit(1)  # what a device that has failed would do at a normal exit, nobody knows
 
 
 def _die_with(front_pid: int) -> None:
@@ -92,12 +102,12 @@ def _beat(life: socket.socket, beat_s: float) -> None:
 class _Worker:
     """The loop over packets."""
 
-    def __init__(self, front: socket.socket, back_end: BackEnd, arena: mmap.mmap) -> None:
+    def __init__(self, front: socket.socket, back_end: BackEnd, memories: Memories) -> None:
         self._front = front
         self._back_end = back_end
-        self._memories = {ARENA: arena}
+        self._memories = memories
         self._specs: dict[int, Spec] = {}
-        self._known: dict[bytes, Problem] = {}
+        self._known: dict[bytes, AnyProblem] = {}
 
     def serve(self) -> None:
         while True:
@@ -112,40 +122,43 @@ class _Worker:
                 number, self._specs[number] = pickle.loads(content)  # noqa: S301 - from the front process
             elif kind == Message.MAP:
                 number, nbytes = pickle.loads(content)  # noqa: S301
-                self._memories[number] = map_arena(fds[0], nbytes)
+                self._memories.add(number, map_arena(fds[0], nbytes))
                 os.close(fds[0])
             else:
                 self._known.clear()  # its problems would keep the memory
-                del self._memories[pickle.loads(content)]  # noqa: S301
+                self._memories.remove(pickle.loads(content))  # noqa: S301
 
     def _answer(self, packed: memoryview) -> bytes:
-        starts = range(0, len(packed), TASK_NBYTES)
-        failures = self._run([self._problem(bytes(packed[start : start + TASK_NBYTES])) for start in starts])
+        failures = self._run([self._problem(task) for task in split_batch(packed, self._specs)])
         return pickle.dumps(failures) if any(failures) else OK
 
-    def _problem(self, packed: bytes) -> Problem:
+    def _problem(self, packed: bytes) -> AnyProblem:
         """The problem of a task; small ones come again and again at the same places."""
         problem = self._known.get(packed)
         if problem is None:
             if len(self._known) >= _MAX_KNOWN:
                 self._known.clear()
-            problem = self._known[packed] = unpack_problem(packed, self._specs, self._memories)
+            problem = self._known[packed] = unpack_problem(packed, self._specs, self._memories.mapped)
         return problem
 
-    def _run(self, problems: list[Problem]) -> list[str | None]:
+    def _run(self, problems: list[AnyProblem]) -> list[str | None]:
         """Computes problems, and says for each why it failed, or None."""
         if len(problems) > 1:
             try:
                 self._back_end.run(problems)
+            except DeviceFailedError:
+                raise
             except Exception:
                 logger.exception("a batch of %d failed; running each of it alone", len(problems))
             else:
                 return [None] * len(problems)
         return [self._run_alone(problem) for problem in problems]
 
-    def _run_alone(self, problem: Problem) -> str | None:
+    def _run_alone(self, problem: AnyProblem) -> str | None:
         try:
             self._back_end.run([problem])
+        except DeviceFailedError:
+            raise
         except Exception as error:
             logger.exception("%s failed", problem.spec)
             return type(error).__name__

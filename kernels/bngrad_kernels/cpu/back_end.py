@@ -31,7 +31,10 @@ class CpuBackEnd:
 
     Attributes:
         description: The processor, and how many threads are used.
+        memory_nbytes: 0, since it has none of its own.
     """
+
+    memory_nbytes = 0
 
     def __init__(self, threads: int | None = None) -> None:
         """Makes a back end.
@@ -42,6 +45,12 @@ class CpuBackEnd:
         self._threads = min(threads or len(os.sched_getaffinity(0)), numba.config.NUMBA_NUM_THREADS)
         self._local = threading.local()
         self.description = f"{_processor()}, {self._threads} threads"
+
+    def register(self, memory: Array) -> None:
+        """Does nothing: all of the host's memory is the CPU's own."""
+
+    def unregister(self, memory: Array) -> None:
+        """Does nothing."""
 
     def warm_up(self) -> None:
         """Compiles every kernel, or loads it from the disk cache."""

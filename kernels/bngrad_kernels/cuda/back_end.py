@@ -85,6 +85,7 @@ class CudaBackEnd:
 
     Attributes:
         description: The device, its memory, compute capability, and versions.
+        memory_nbytes: The size of its memory.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class CudaBackEnd:
                 memory where None.
         """
         self.description = device.description
+        self.memory_nbytes = device.memory_nbytes
         self._device = device
         self._piece_nbytes, self._chunk_nbytes = piece_nbytes, chunk_nbytes
         self._lane_nbytes = lane_nbytes or device.memory_nbytes // 10 * 3

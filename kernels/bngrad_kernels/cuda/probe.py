@@ -6,6 +6,7 @@ sentence for each that is not, or one for all.
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -15,8 +16,9 @@ from bngrad_kernels.errors import DeviceUnavailableError
 _TIMEOUT = 120  # seconds; the first contact with several GPUs takes a few
 
 
+@functools.cache
 def usable() -> tuple[list[str], list[str]]:
-    """The names of the usable GPUs, and why the others are not, as another process finds them."""
+    """The names of the usable GPUs, and why the others are not, as another process finds them; asked once."""
     command = [sys.executable, "-m", "bngrad_kernels.cuda.probe"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT)  # noqa: S603

@@ -170,45 +170,95 @@ class BatchNormTrainingBackpropResponse(_message.Message):
     beta_delta: Tensor
     def __init__(self, input_delta: _Optional[_Union[Tensor, _Mapping]] = ..., gamma_delta: _Optional[_Union[Tensor, _Mapping]] = ..., beta_delta: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
 
+class FusedBatchNormGradGradRequest(_message.Message):
+    __slots__ = ("grad_x_backprop", "grad_scale_backprop", "grad_offset_backprop", "y_backprop", "x", "scale", "reserve_space_1", "reserve_space_2", "epsilon", "data_format", "is_training", "reserve_space_2_kind", "grad_y_backprop_location", "grad_x_location", "priority")
+    GRAD_X_BACKPROP_FIELD_NUMBER: _ClassVar[int]
+    GRAD_SCALE_BACKPROP_FIELD_NUMBER: _ClassVar[int]
+    GRAD_OFFSET_BACKPROP_FIELD_NUMBER: _ClassVar[int]
+    Y_BACKPROP_FIELD_NUMBER: _ClassVar[int]
+    X_FIELD_NUMBER: _ClassVar[int]
+    SCALE_FIELD_NUMBER: _ClassVar[int]
+    RESERVE_SPACE_1_FIELD_NUMBER: _ClassVar[int]
+    RESERVE_SPACE_2_FIELD_NUMBER: _ClassVar[int]
+    EPSILON_FIELD_NUMBER: _ClassVar[int]
+    DATA_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    IS_TRAINING_FIELD_NUMBER: _ClassVar[int]
+    RESERVE_SPACE_2_KIND_FIELD_NUMBER: _ClassVar[int]
+    GRAD_Y_BACKPROP_LOCATION_FIELD_NUMBER: _ClassVar[int]
+    GRAD_X_LOCATION_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    grad_x_backprop: Tensor
+    grad_scale_backprop: Tensor
+    grad_offset_backprop: Tensor
+    y_backprop: Tensor
+    x: Tensor
+    scale: Tensor
+    reserve_space_1: Tensor
+    reserve_space_2: Tensor
+    epsilon: float
+    data_format: str
+    is_training: bool
+    reserve_space_2_kind: ReserveSpace2Kind
+    grad_y_backprop_location: Location
+    grad_x_location: Location
+    priority: int
+    def __init__(self, grad_x_backprop: _Optional[_Union[Tensor, _Mapping]] = ..., grad_scale_backprop: _Optional[_Union[Tensor, _Mapping]] = ..., grad_offset_backprop: _Optional[_Union[Tensor, _Mapping]] = ..., y_backprop: _Optional[_Union[Tensor, _Mapping]] = ..., x: _Optional[_Union[Tensor, _Mapping]] = ..., scale: _Optional[_Union[Tensor, _Mapping]] = ..., reserve_space_1: _Optional[_Union[Tensor, _Mapping]] = ..., reserve_space_2: _Optional[_Union[Tensor, _Mapping]] = ..., epsilon: _Optional[float] = ..., data_format: _Optional[str] = ..., is_training: bool = ..., reserve_space_2_kind: _Optional[_Union[ReserveSpace2Kind, str]] = ..., grad_y_backprop_location: _Optional[_Union[Location, _Mapping]] = ..., grad_x_location: _Optional[_Union[Location, _Mapping]] = ..., priority: _Optional[int] = ...) -> None: ...
+
+class FusedBatchNormGradGradResponse(_message.Message):
+    __slots__ = ("grad_y_backprop", "grad_x", "grad_scale")
+    GRAD_Y_BACKPROP_FIELD_NUMBER: _ClassVar[int]
+    GRAD_X_FIELD_NUMBER: _ClassVar[int]
+    GRAD_SCALE_FIELD_NUMBER: _ClassVar[int]
+    grad_y_backprop: Tensor
+    grad_x: Tensor
+    grad_scale: Tensor
+    def __init__(self, grad_y_backprop: _Optional[_Union[Tensor, _Mapping]] = ..., grad_x: _Optional[_Union[Tensor, _Mapping]] = ..., grad_scale: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
+
 class ExchangeRequest(_message.Message):
-    __slots__ = ("fused_batch_norm_grad_v3", "fused_batch_norm_grad_v2", "batch_norm_training_backprop", "chunk")
+    __slots__ = ("fused_batch_norm_grad_v3", "fused_batch_norm_grad_v2", "batch_norm_training_backprop", "chunk", "fused_batch_norm_grad_grad")
     FUSED_BATCH_NORM_GRAD_V3_FIELD_NUMBER: _ClassVar[int]
     FUSED_BATCH_NORM_GRAD_V2_FIELD_NUMBER: _ClassVar[int]
     BATCH_NORM_TRAINING_BACKPROP_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
+    FUSED_BATCH_NORM_GRAD_GRAD_FIELD_NUMBER: _ClassVar[int]
     fused_batch_norm_grad_v3: FusedBatchNormGradV3Request
     fused_batch_norm_grad_v2: FusedBatchNormGradV2Request
     batch_norm_training_backprop: BatchNormTrainingBackpropRequest
     chunk: bytes
-    def __init__(self, fused_batch_norm_grad_v3: _Optional[_Union[FusedBatchNormGradV3Request, _Mapping]] = ..., fused_batch_norm_grad_v2: _Optional[_Union[FusedBatchNormGradV2Request, _Mapping]] = ..., batch_norm_training_backprop: _Optional[_Union[BatchNormTrainingBackpropRequest, _Mapping]] = ..., chunk: _Optional[bytes] = ...) -> None: ...
+    fused_batch_norm_grad_grad: FusedBatchNormGradGradRequest
+    def __init__(self, fused_batch_norm_grad_v3: _Optional[_Union[FusedBatchNormGradV3Request, _Mapping]] = ..., fused_batch_norm_grad_v2: _Optional[_Union[FusedBatchNormGradV2Request, _Mapping]] = ..., batch_norm_training_backprop: _Optional[_Union[BatchNormTrainingBackpropRequest, _Mapping]] = ..., chunk: _Optional[bytes] = ..., fused_batch_norm_grad_grad: _Optional[_Union[FusedBatchNormGradGradRequest, _Mapping]] = ...) -> None: ...
 
 class ExchangeResponse(_message.Message):
-    __slots__ = ("fused_batch_norm_grad_v3", "fused_batch_norm_grad_v2", "batch_norm_training_backprop", "chunk")
+    __slots__ = ("fused_batch_norm_grad_v3", "fused_batch_norm_grad_v2", "batch_norm_training_backprop", "chunk", "fused_batch_norm_grad_grad")
     FUSED_BATCH_NORM_GRAD_V3_FIELD_NUMBER: _ClassVar[int]
     FUSED_BATCH_NORM_GRAD_V2_FIELD_NUMBER: _ClassVar[int]
     BATCH_NORM_TRAINING_BACKPROP_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
+    FUSED_BATCH_NORM_GRAD_GRAD_FIELD_NUMBER: _ClassVar[int]
     fused_batch_norm_grad_v3: FusedBatchNormGradV3Response
     fused_batch_norm_grad_v2: FusedBatchNormGradV2Response
     batch_norm_training_backprop: BatchNormTrainingBackpropResponse
     chunk: bytes
-    def __init__(self, fused_batch_norm_grad_v3: _Optional[_Union[FusedBatchNormGradV3Response, _Mapping]] = ..., fused_batch_norm_grad_v2: _Optional[_Union[FusedBatchNormGradV2Response, _Mapping]] = ..., batch_norm_training_backprop: _Optional[_Union[BatchNormTrainingBackpropResponse, _Mapping]] = ..., chunk: _Optional[bytes] = ...) -> None: ...
+    fused_batch_norm_grad_grad: FusedBatchNormGradGradResponse
+    def __init__(self, fused_batch_norm_grad_v3: _Optional[_Union[FusedBatchNormGradV3Response, _Mapping]] = ..., fused_batch_norm_grad_v2: _Optional[_Union[FusedBatchNormGradV2Response, _Mapping]] = ..., batch_norm_training_backprop: _Optional[_Union[BatchNormTrainingBackpropResponse, _Mapping]] = ..., chunk: _Optional[bytes] = ..., fused_batch_norm_grad_grad: _Optional[_Union[FusedBatchNormGradGradResponse, _Mapping]] = ...) -> None: ...
 
 class ServerInfoRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class Device(_message.Message):
-    __slots__ = ("name", "description", "state", "restarts")
+    __slots__ = ("name", "description", "state", "restarts", "memory_bytes")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     RESTARTS_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     name: str
     description: str
     state: WorkerState
     restarts: int
-    def __init__(self, name: _Optional[str] = ..., description: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., restarts: _Optional[int] = ...) -> None: ...
+    memory_bytes: int
+    def __init__(self, name: _Optional[str] = ..., description: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., restarts: _Optional[int] = ..., memory_bytes: _Optional[int] = ...) -> None: ...
 
 class Limits(_message.Message):
     __slots__ = ("max_message_bytes", "arena_bytes")
@@ -227,7 +277,7 @@ class Endpoints(_message.Message):
     def __init__(self, stream_port: _Optional[int] = ..., local_directory: _Optional[str] = ...) -> None: ...
 
 class ServerInfoResponse(_message.Message):
-    __slots__ = ("version", "devices", "limits", "ops", "endpoints", "requests", "batch_sizes")
+    __slots__ = ("version", "devices", "limits", "ops", "endpoints", "requests", "batch_sizes", "device_remark")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     DEVICES_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
@@ -235,6 +285,7 @@ class ServerInfoResponse(_message.Message):
     ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     BATCH_SIZES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_REMARK_FIELD_NUMBER: _ClassVar[int]
     version: str
     devices: _containers.RepeatedCompositeFieldContainer[Device]
     limits: Limits
@@ -242,4 +293,5 @@ class ServerInfoResponse(_message.Message):
     endpoints: Endpoints
     requests: int
     batch_sizes: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, version: _Optional[str] = ..., devices: _Optional[_Iterable[_Union[Device, _Mapping]]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., ops: _Optional[_Iterable[str]] = ..., endpoints: _Optional[_Union[Endpoints, _Mapping]] = ..., requests: _Optional[int] = ..., batch_sizes: _Optional[_Iterable[int]] = ...) -> None: ...
+    device_remark: str
+    def __init__(self, version: _Optional[str] = ..., devices: _Optional[_Iterable[_Union[Device, _Mapping]]] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., ops: _Optional[_Iterable[str]] = ..., endpoints: _Optional[_Union[Endpoints, _Mapping]] = ..., requests: _Optional[int] = ..., batch_sizes: _Optional[_Iterable[int]] = ..., device_remark: _Optional[str] = ...) -> None: ...

@@ -53,6 +53,11 @@ class BatchNormGradServiceStub(object):
                 request_serializer=bngrad__protos_dot_v1_dot_batch__norm__grad__pb2.BatchNormTrainingBackpropRequest.SerializeToString,
                 response_deserializer=bngrad__protos_dot_v1_dot_batch__norm__grad__pb2.BatchNormTrainingBackpropResponse.FromString,
                 _registered_method=True)
+        self.FusedBatchNormGradGrad = channel.unary_unary(
+                '/bngrad.v1.BatchNormGradService/FusedBatchNormGradGrad',
+                request_serializer=bngrad__protos_dot_v1_dot_batch__norm__grad__pb2.FusedBatchNormGradGradRequest.SerializeToString,
+                response_deserializer=bngrad__protos_dot_v1_dot_batch__norm__grad__pb2.FusedBatchNormGradGradResponse.FromString,
+                _registered_method=True)
         self.Exchange = channel.stream_stream(
                 '/bngrad.v1.BatchNormGradService/Exchange',
                 request_serializer=bngrad__protos_dot_v1_dot_batch__norm__grad__pb2.ExchangeRequest.SerializeToString,
@@ -93,9 +98,16 @@ class BatchNormGradServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FusedBatchNormGradGrad(self, request, context):
+        """The gradient of TensorFlow's FusedBatchNormGradV3 or FusedBatchNormGradV2: the second order.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Exchange(self, request_iterator, context):
         """Any op with tensors of any size, also beyond the 2 GiB of a message: a request, then its tensors in chunks; then
-        the response, then its tensor in chunks. The next request may follow on the same stream.
+        the response, then its tensors in chunks. The next request may follow on the same stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -125,6 +137,11 @@ def add_BatchNormGradServiceServicer_to_server(servicer, server):
                     servicer.BatchNormTrainingBackprop,
                     request_deserializer=bngrad__protos_dot_v1_dot_batch__norm__grad__pb2.BatchNormTrainingBackpropRequest.FromString,
                     response_serializer=bngrad__protos_dot_v1_dot_batch__norm__grad__pb2.BatchNormTrainingBackpropResponse.SerializeToString,
+            ),
+            'FusedBatchNormGradGrad': grpc.unary_unary_rpc_method_handler(
+                    servicer.FusedBatchNormGradGrad,
+                    request_deserializer=bngrad__protos_dot_v1_dot_batch__norm__grad__pb2.FusedBatchNormGradGradRequest.FromString,
+                    response_serializer=bngrad__protos_dot_v1_dot_batch__norm__grad__pb2.FusedBatchNormGradGradResponse.SerializeToString,
             ),
             'Exchange': grpc.stream_stream_rpc_method_handler(
                     servicer.Exchange,
@@ -222,6 +239,33 @@ class BatchNormGradService(object):
             '/bngrad.v1.BatchNormGradService/BatchNormTrainingBackprop',
             bngrad__protos_dot_v1_dot_batch__norm__grad__pb2.BatchNormTrainingBackpropRequest.SerializeToString,
             bngrad__protos_dot_v1_dot_batch__norm__grad__pb2.BatchNormTrainingBackpropResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FusedBatchNormGradGrad(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/bngrad.v1.BatchNormGradService/FusedBatchNormGradGrad',
+            bngrad__protos_dot_v1_dot_batch__norm__grad__pb2.FusedBatchNormGradGradRequest.SerializeToString,
+            bngrad__protos_dot_v1_dot_batch__norm__grad__pb2.FusedBatchNormGradGradResponse.FromString,
             options,
             channel_credentials,
             insecure,

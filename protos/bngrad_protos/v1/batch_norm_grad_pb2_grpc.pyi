@@ -47,9 +47,11 @@ class BatchNormGradServiceStub:
     """TensorFlow's FusedBatchNormGradV2."""
     BatchNormTrainingBackprop: _grpc.UnaryUnaryMultiCallable[_batch_norm_grad_pb2.BatchNormTrainingBackpropRequest, _batch_norm_grad_pb2.BatchNormTrainingBackpropResponse]
     """oneDNN Graph's BatchNormTrainingBackprop."""
+    FusedBatchNormGradGrad: _grpc.UnaryUnaryMultiCallable[_batch_norm_grad_pb2.FusedBatchNormGradGradRequest, _batch_norm_grad_pb2.FusedBatchNormGradGradResponse]
+    """The gradient of TensorFlow's FusedBatchNormGradV3 or FusedBatchNormGradV2: the second order."""
     Exchange: _grpc.StreamStreamMultiCallable[_batch_norm_grad_pb2.ExchangeRequest, _batch_norm_grad_pb2.ExchangeResponse]
     """Any op with tensors of any size, also beyond the 2 GiB of a message: a request, then its tensors in chunks; then
-    the response, then its tensor in chunks. The next request may follow on the same stream.
+    the response, then its tensors in chunks. The next request may follow on the same stream.
     """
     ServerInfo: _grpc.UnaryUnaryMultiCallable[_batch_norm_grad_pb2.ServerInfoRequest, _batch_norm_grad_pb2.ServerInfoResponse]
     """What this server is, what it computes on and what it accepts."""
@@ -69,9 +71,11 @@ class BatchNormGradServiceAsyncStub(BatchNormGradServiceStub):
     """TensorFlow's FusedBatchNormGradV2."""
     BatchNormTrainingBackprop: _aio.UnaryUnaryMultiCallable[_batch_norm_grad_pb2.BatchNormTrainingBackpropRequest, _batch_norm_grad_pb2.BatchNormTrainingBackpropResponse]  # type: ignore[assignment]
     """oneDNN Graph's BatchNormTrainingBackprop."""
+    FusedBatchNormGradGrad: _aio.UnaryUnaryMultiCallable[_batch_norm_grad_pb2.FusedBatchNormGradGradRequest, _batch_norm_grad_pb2.FusedBatchNormGradGradResponse]  # type: ignore[assignment]
+    """The gradient of TensorFlow's FusedBatchNormGradV3 or FusedBatchNormGradV2: the second order."""
     Exchange: _aio.StreamStreamMultiCallable[_batch_norm_grad_pb2.ExchangeRequest, _batch_norm_grad_pb2.ExchangeResponse]  # type: ignore[assignment]
     """Any op with tensors of any size, also beyond the 2 GiB of a message: a request, then its tensors in chunks; then
-    the response, then its tensor in chunks. The next request may follow on the same stream.
+    the response, then its tensors in chunks. The next request may follow on the same stream.
     """
     ServerInfo: _aio.UnaryUnaryMultiCallable[_batch_norm_grad_pb2.ServerInfoRequest, _batch_norm_grad_pb2.ServerInfoResponse]  # type: ignore[assignment]
     """What this server is, what it computes on and what it accepts."""
@@ -108,13 +112,21 @@ class BatchNormGradServiceServicer(metaclass=_abc_1.ABCMeta):
         """oneDNN Graph's BatchNormTrainingBackprop."""
 
     @_abc_1.abstractmethod
+    def FusedBatchNormGradGrad(
+        self,
+        request: _batch_norm_grad_pb2.FusedBatchNormGradGradRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_batch_norm_grad_pb2.FusedBatchNormGradGradResponse, _abc.Awaitable[_batch_norm_grad_pb2.FusedBatchNormGradGradResponse]]:
+        """The gradient of TensorFlow's FusedBatchNormGradV3 or FusedBatchNormGradV2: the second order."""
+
+    @_abc_1.abstractmethod
     def Exchange(
         self,
         request_iterator: _MaybeAsyncIterator[_batch_norm_grad_pb2.ExchangeRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_batch_norm_grad_pb2.ExchangeResponse], _abc.AsyncIterator[_batch_norm_grad_pb2.ExchangeResponse]]:
         """Any op with tensors of any size, also beyond the 2 GiB of a message: a request, then its tensors in chunks; then
-        the response, then its tensor in chunks. The next request may follow on the same stream.
+        the response, then its tensors in chunks. The next request may follow on the same stream.
         """
 
     @_abc_1.abstractmethod

@@ -40,7 +40,7 @@ def exchange(
     target = bytearray(nbytes)
     tensors = [memoryview(b"x" * nbytes), memoryview(b"y" * nbytes)]
     answer = client.exchange(
-        "/service/Exchange", NUMBER, [b"he", b"ad"], tensors, memoryview(target),
+        "/service/Exchange", NUMBER, [b"he", b"ad"], tensors, [memoryview(target)],
         Deadline.after(seconds), cancellation or Cancellation(),
     )  # fmt: skip
     return answer, bytes(target)
@@ -112,6 +112,21 @@ def test_an_answer_may_come_in_chunks_of_any_sizes(chunks: list[int]) -> None:
     with connected(replies(HEADER, *(chunk(b"z" * nbytes) for nbytes in chunks))) as (client, _):
         assert exchange(client) == (b"head", b"zzzzz")
         assert exchange(client) == (b"head", b"zzzzz")
+
+
+def test_an_answer_may_have_several_large_tensors_each_in_chunks_of_its_own() -> None:
+    targets = [bytearray(3), bytearray(0), bytearray(2)]
+
+    def ask(client: DirectEndpoint) -> bytes:
+        views = [memoryview(target) for target in targets]
+        return client.exchange("/service/Exchange", NUMBER, [], [], views, Deadline.after(SECONDS), Cancellation())
+
+    with connected(replies(HEADER, chunk(b"a"), chunk(b"bc"), chunk(b"de"))) as (client, _):
+        assert ask(client) == b"head"
+        assert b"".join(targets) == b"abcde"
+    too_long = connected(replies(HEADER, chunk(b"abcd"), chunk(b"e")))
+    with too_long as (client, _), pytest.raises(bngrad.InternalError, match="1 bytes too many"):
+        ask(client)
 
 
 def test_threads_get_their_own_answers_and_share_connections() -> None:

@@ -31,6 +31,7 @@ def test_both_clients_have_the_same_methods_with_the_same_arguments() -> None:
         "batch_norm_training_backprop",
         "close",
         "empty",
+        "fused_batch_norm_grad_grad",
         "fused_batch_norm_grad_v2",
         "fused_batch_norm_grad_v3",
         "server_info",
@@ -44,7 +45,7 @@ def test_what_is_ours_alone_goes_by_its_name_only() -> None:
 
     of_calls = {"out": None, "priority": 0, "timeout": None}
     assert named_only(bngrad.Client) == {"timeout": 60.0, "transport": "auto", "retries": True, "options": ()}
-    for name in ("fused_batch_norm_grad_v3", "fused_batch_norm_grad_v2"):
+    for name in ("fused_batch_norm_grad_v3", "fused_batch_norm_grad_v2", "fused_batch_norm_grad_grad"):
         assert named_only(getattr(bngrad.Client, name)) == {"reserve_space_2_kind": "variance"} | of_calls
     onednn = {"epsilon": inspect.Parameter.empty, "data_format": "NXC"}
     assert named_only(bngrad.Client.batch_norm_training_backprop) == onednn | of_calls

@@ -14,6 +14,7 @@ import pytest
 
 import bngrad
 from bngrad import _codec, _ops
+from bngrad._call import Call
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -22,7 +23,7 @@ STATS = np.arange(5, dtype=np.float32)
 EMPTY = pb.Tensor(dtype=pb.DATA_TYPE_FLOAT32, shape=[0])
 
 
-def v3(x: Any = X, rs3: Any = None, out: Any = None, **changes: Any) -> _ops.Call[bngrad.FusedBatchNormGradV3]:
+def v3(x: Any = X, rs3: Any = None, out: Any = None, **changes: Any) -> Call[bngrad.FusedBatchNormGradV3]:
     attributes: dict[str, Any] = {
         "epsilon": 1e-4,
         "data_format": "NHWC",
@@ -185,7 +186,7 @@ def test_arrays_that_are_as_the_protocol_has_them_are_not_copied() -> None:
 def test_out_may_be_any_writeable_array_like_x(make: Callable[[Any], Any]) -> None:
     out = make(X)
     call = v3(out=out)
-    assert call.out is out
+    assert call.out[0] is out
     assert call.request == v3().request
 
 
@@ -211,6 +212,55 @@ def test_an_out_over_x_alone_is_refused_too() -> None:
     x = X + 1
     with pytest.raises(bngrad.InvalidArgumentError, match=r"^out must not overlap x$"):
         v3(x, out=x)
+
+
+def grad_grad(**changes: Any) -> Call[bngrad.FusedBatchNormGradGrad]:
+    tensors = {"grad_x_backprop": X, "grad_scale_backprop": STATS, "grad_offset_backprop": STATS + 1}
+    tensors |= {"y_backprop": X + 1, "x": X + 2, "scale": STATS + 2, "reserve_space_1": STATS + 3}
+    tensors |= {"reserve_space_2": STATS + 4}
+    attributes = {"epsilon": 0.5, "data_format": "NHWC", "is_training": False, "reserve_space_2_kind": "inverse_std"}
+    return _ops.fused_batch_norm_grad_grad(**{**tensors, **attributes, **changes})
+
+
+def test_the_second_order_says_all_that_it_was_given() -> None:
+    call = grad_grad(priority=-3)
+    assert pb.FusedBatchNormGradGradRequest.FromString(call.request) == pb.FusedBatchNormGradGradRequest(
+        grad_x_backprop=tensor(X),
+        grad_scale_backprop=tensor(STATS),
+        grad_offset_backprop=tensor(STATS + 1),
+        y_backprop=tensor(X + 1),
+        x=tensor(X + 2),
+        scale=tensor(STATS + 2),
+        reserve_space_1=tensor(STATS + 3),
+        reserve_space_2=tensor(STATS + 4),
+        epsilon=0.5,
+        data_format="NHWC",
+        is_training=False,
+        reserve_space_2_kind=pb.RESERVE_SPACE2_KIND_INVERSE_STD,
+        priority=-3,
+    )
+    assert list(call.large) == ["grad_x_backprop", "y_backprop", "x"]
+    assert call.out == (None, None)
+
+
+def test_the_second_order_puts_two_outputs_where_they_are_wanted() -> None:
+    first, second = np.empty_like(X), np.empty_like(X)
+    pairs: list[Any] = [(first, second), [None, second], (first, None)]
+    for pair in pairs:
+        assert all(ours is theirs for ours, theirs in zip(grad_grad(out=pair).out, pair, strict=True))
+    for out, complaint in [
+        ((first, first), r"^out\[1\] must not overlap out\[0\]$"),
+        ((first[:1], second), r"^out\[0\] must have shape"),
+        ((None, X), r"^out\[1\] must not overlap grad_x_backprop$"),
+    ]:
+        with pytest.raises(bngrad.InvalidArgumentError, match=complaint):
+            grad_grad(out=out)
+
+
+@pytest.mark.parametrize("out", [np.empty_like(X), (X,), (None, None, None), 1])
+def test_an_out_of_the_second_order_that_is_no_pair_is_a_type_error(out: Any) -> None:
+    with pytest.raises(TypeError, match="out must be a pair of arrays, not "):
+        grad_grad(out=out)
 
 
 @pytest.mark.parametrize("out", [[[1.0]], X.tobytes(), 1.0])
@@ -302,7 +352,7 @@ def test_results_are_the_callers_own_arrays(dtype: Any, data_type: pb.DataType, 
     out = {"new": None, "strided": np.empty((2, 3, 4, 10), dtype)[..., ::2], "apart": expected.copy()}[where]
     if where == "apart":
         answer = answer_v3(x_backprop=pb.Tensor(dtype=data_type, shape=X.shape))
-    results = v3().read(answer, out, apart=where == "apart")
+    results = v3().read(answer, [out], apart=where == "apart")
     assert out is None or results.x_backprop is out
     assert results.x_backprop.dtype == np.dtype(dtype)
     np.testing.assert_array_equal(results.x_backprop, expected)
@@ -341,7 +391,7 @@ def test_a_malformed_answer_is_an_internal_error(answer: bytes, complaint: str) 
 def test_an_answer_that_does_not_fit_where_it_goes_is_an_internal_error(other: Any, apart: bool) -> None:
     data_type = pb.DATA_TYPE_FLOAT16 if other.dtype == np.float16 else pb.DATA_TYPE_FLOAT32
     with pytest.raises(bngrad.InternalError, match=r"the server's x_backprop has "):
-        v3().read(answer_v3(x_backprop=tensor(other, data_type)), np.empty_like(X), apart=apart)
+        v3().read(answer_v3(x_backprop=tensor(other, data_type)), [np.empty_like(X)], apart=apart)
 
 
 def test_server_info_is_read_word_for_word() -> None:
@@ -350,7 +400,7 @@ def test_server_info_is_read_word_for_word() -> None:
         version="1.2.3",
         devices=[
             pb.Device(name="cpu", description="a CPU", state=pb.WORKER_STATE_READY, restarts=2),
-            pb.Device(name="cuda:0", description="a GPU", state=pb.WORKER_STATE_STARTING),
+            pb.Device(name="cuda:0", description="a GPU", state=pb.WORKER_STATE_STARTING, memory_bytes=7),
             pb.Device(name="cuda:1", state=99),  # type: ignore[arg-type]
         ],
         limits=pb.Limits(max_message_bytes=5, arena_bytes=6),
@@ -358,13 +408,14 @@ def test_server_info_is_read_word_for_word() -> None:
         endpoints=endpoints,
         requests=3,
         batch_sizes=[4, 5],
+        device_remark="no GPU",
     )
     expected = bngrad.ServerInfo(
         version="1.2.3",
         devices=(
-            bngrad.Device("cpu", "a CPU", "ready", 2),
-            bngrad.Device("cuda:0", "a GPU", "starting", 0),
-            bngrad.Device("cuda:1", "", "unspecified", 0),
+            bngrad.Device("cpu", "a CPU", "ready", 2, 0),
+            bngrad.Device("cuda:0", "a GPU", "starting", 0, 7),
+            bngrad.Device("cuda:1", "", "unspecified", 0, 0),
         ),
         ops=("FusedBatchNormGradV3",),
         max_message_bytes=5,
@@ -373,6 +424,7 @@ def test_server_info_is_read_word_for_word() -> None:
         batch_sizes=(4, 5),
         stream_port=endpoints.stream_port,
         local_directory=endpoints.local_directory,
+        device_remark="no GPU",
     )
     assert _codec.read_server_info(answer.SerializeToString()) == (expected, endpoints)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from bngrad_kernels.problem import GradGradProblem
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.crew import Part, WorkerDiedError
 from bngrad_server.engine import Engine
@@ -23,7 +24,7 @@ NBYTES = 2 * 5 * 7 * 3 * 4
 
 
 class Adder:
-    """Writes x + y_backprop, and the statistics as they came: enough to see that each has come to its place."""
+    """Writes sums of tensors, and of statistics, as they came: enough to see that each has come to its place."""
 
     def __init__(self, engine: Engine) -> None:
         self.may_run = threading.Event()
@@ -69,6 +70,11 @@ class Adder:
             for number, region in self._engine.pool._regions.items():
                 memories[number] = mmap.mmap(region.fd, region.nbytes)
             problem = unpack_problem(job.task.pack(0, channels), {0: job.spec}, memories)
+            if isinstance(problem, GradGradProblem):
+                problem.grad_y_backprop[...] = problem.grad_x_backprop + problem.y_backprop
+                problem.grad_x[...] = problem.grad_x_backprop - problem.x
+                problem.grad_scale[...] = sum(getattr(problem, name) for name in problem.small_inputs)
+                continue
             problem.x_backprop[...] = problem.x + problem.y_backprop
             problem.scale_backprop[...] = problem.reserve_space_1 + (0 if problem.scale is None else problem.scale)
             problem.offset_backprop[...] = problem.reserve_space_2

@@ -26,8 +26,13 @@ from bngrad_server.staging import Place, Task
 
 TIMEOUT_S = 20.0
 SPEC = Spec(FLOAT32, (2, 3, 3, 4), channel_axis=3)
-TASK = Task(True, 0, Place(0, 0), Place(0, 0), Place(0, 0))
-KEYS: list[KernelKey] = [(FLOAT32, True, True), (BFLOAT16, True, True), (FLOAT32, False, True), (FLOAT32, True, False)]
+TASK = Task(True, 0, (Place(0, 0),) * 3)
+KEYS: list[KernelKey] = [
+    (FLOAT32, True, True, 1),
+    (BFLOAT16, True, True, 1),
+    (FLOAT32, False, True, 1),
+    (FLOAT32, True, False, 1),
+]
 
 
 def job(

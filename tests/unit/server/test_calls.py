@@ -25,6 +25,7 @@ from tests.unit.server.additions import (
     wait_until,
 )
 
+from bngrad_kernels.problem import GradGradProblem
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.calls import UNARY_OPS, Calls
 from bngrad_server.config import MAX_MESSAGE_BYTES, ServerConfig
@@ -158,6 +159,52 @@ def test_onednns_tensors_come_in_the_order_of_their_field_numbers(peer: Peer) ->
     response = answer.batch_norm_training_backprop
     assert b"".join(each.chunk for each in chunks) == (arrays["x"] + arrays["y_backprop"]).tobytes()
     assert response.gamma_delta.data == (arrays["reserve_space_1"] + arrays["scale"]).tobytes()
+
+
+def test_the_second_order_has_three_large_inputs_and_two_large_outputs(peer: Peer) -> None:
+    names = GradGradProblem.large_inputs
+    arrays = {name: array for seed, name in enumerate(names) for array in [inputs(seed)["x"]]}
+    arrays |= {name: inputs(seed)["scale"] for seed, name in enumerate(GradGradProblem.small_inputs)}
+    tensors: dict[str, Any] = {name: tensor(array) for name, array in arrays.items()}
+    request = pb.FusedBatchNormGradGradRequest(**tensors)
+    u, dy, x = (arrays[name] for name in names)
+    expected = [u + dy, u - x, sum(arrays[name] for name in GradGradProblem.small_inputs)]
+
+    whole = peer.unary("FusedBatchNormGradGrad", request.SerializeToString())
+    response = pb.FusedBatchNormGradGradResponse.FromString(whole)
+    answered = [response.grad_y_backprop, response.grad_x, response.grad_scale]
+    assert [each.data for each in answered] == [array.tobytes() for array in expected]
+
+    for name in names:
+        getattr(request, name).ClearField("data")
+    first = pb.ExchangeRequest(fused_batch_norm_grad_grad=request).SerializeToString()
+    answer, *chunks = peer.exchange(first, *(chunk(arrays[name].tobytes()) for name in names))
+    response = answer.fused_batch_norm_grad_grad
+    assert [each.data for each in (response.grad_y_backprop, response.grad_x)] == [b"", b""]
+    assert [each.chunk for each in chunks] == [array.tobytes() for array in expected[:2]]
+    assert response.grad_scale.data == expected[2].tobytes()
+
+
+def test_no_two_outputs_of_the_second_order_may_overlap(peer: Peer) -> None:
+    region = peer.engine.regions.lease(8192)
+    tensors: dict[str, Any] = {name: tensor(inputs()["x"]) for name in GradGradProblem.large_inputs}
+    tensors |= {name: tensor(inputs()["scale"]) for name in GradGradProblem.small_inputs}
+    request = pb.FusedBatchNormGradGradRequest(
+        **tensors,
+        grad_y_backprop_location=pb.Location(region_key=region.key),
+        grad_x_location=pb.Location(region_key=region.key, offset=64),
+    )
+    with pytest.raises(grpc.RpcError, match="grad_x_location must not overlap grad_y_backprop_location") as caught:
+        peer.unary("FusedBatchNormGradGrad", request.SerializeToString())
+    assert violations(caught.value) == ["grad_x_location"]
+    request.grad_x_location.offset = 4096
+    answer = peer.unary("FusedBatchNormGradGrad", request.SerializeToString())
+    with mmap.mmap(region.fd, region.nbytes) as memory:
+        assert memory[:NBYTES] == (2 * inputs()["x"]).tobytes()
+        assert memory[4096:][:NBYTES] == bytes(NBYTES)
+    assert not pb.FusedBatchNormGradGradResponse.FromString(answer).grad_x.data
+    wait_until(lambda: peer.is_at_rest)
+    peer.engine.regions.end(region)
 
 
 UNKNOWN_FIELD = b"\x98\x06\x01"

@@ -16,8 +16,8 @@ from bngrad_server.staging import Place, Task
 
 MB = 10**6
 SPEC = Spec(FLOAT32, (2, 3, 3, 4), channel_axis=3)
-TASK = Task(True, 0, Place(0, 0), Place(0, 0), Place(0, 0))
-KEYS: list[KernelKey] = [(FLOAT32, True, True), (BFLOAT16, True, True)]
+TASK = Task(True, 0, (Place(0, 0),) * 3)
+KEYS: list[KernelKey] = [(FLOAT32, True, True, 1), (BFLOAT16, True, True, 1)]
 
 
 def job(client: str = "a", nbytes: int = 100, key: int = 0, priority: int = 0) -> Job:

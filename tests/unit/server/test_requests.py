@@ -11,12 +11,15 @@ from google.protobuf.message import DecodeError, Message
 
 from bngrad_kernels.spec import BFLOAT16, FLOAT16, FLOAT32, InvalidArgumentError, ReserveSpace2Kind, Spec
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
-from bngrad_server.requests import OPS, Op, Reader
+from bngrad_server.ops import OPS, Op
+from bngrad_server.requests import Reader
+from bngrad_server.staging import problem_type
 
-V3, V2, ONEDNN = OPS
+V3, V2, ONEDNN, GRAD_GRAD = OPS
 FLOAT = pb.DATA_TYPE_FLOAT32
 LOCATION = pb.Location(region_key=b"k" * 16, offset=128)
 SHAPE, CHANNELS = (2, 5, 6, 3), 3
+NBYTES = 2 * 5 * 6 * 3 * 4
 
 
 CHANGES: dict[str, Callable[[Any], object]] = {
@@ -41,12 +44,11 @@ def tensor(shape: tuple[int, ...], fill: bytes = b"x", data_type: pb.DataType = 
 
 def request_of(op: Op, *, chunked: bool = False) -> Any:
     """A valid request; each tensor has elements of its own."""
-    tensors = {op.y_backprop: tensor(SHAPE, b"d"), op.x: tensor(SHAPE, b"x")}
+    tensors = {name: tensor(SHAPE, bytes([65 + i])) for i, name in enumerate(op.large_inputs)}
     if chunked:
         for large in tensors.values():
             large.ClearField("data")
-    names = (op.scale, op.reserve_space_1, op.reserve_space_2)
-    tensors |= {name: tensor((CHANNELS,), fill) for name, fill in zip(names, (b"s", b"m", b"v"), strict=True)}
+    tensors |= {name: tensor((CHANNELS,), bytes([97 + i])) for i, name in enumerate(op.small_inputs)}
     return op.request_type(**tensors, epsilon=1e-3)
 
 
@@ -58,63 +60,86 @@ def violations(op: Op, request: Message, *, chunked: bool) -> list[tuple[str, st
 
 both_ways = pytest.mark.parametrize("chunked", [False, True], ids=["whole", "chunked"])
 all_ops = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+located_anywhere = pytest.mark.parametrize(
+    ("op", "located"),
+    [pytest.param(op, name, id=f"{op.name}-{name}") for op in OPS for name in op.large_inputs + op.locations],
+)
 
 
 @all_ops
 def test_elements_are_found_where_they_lie_in_the_message(op: Op) -> None:
     data = request_of(op).SerializeToString()
     request = Reader(op, chunked=False).read(data)
-    nbytes = 2 * 5 * 6 * 3 * 4
-    slices = {"y_backprop": b"d" * nbytes, "x": b"x" * nbytes}
-    slices |= {"scale": b"s" * 12, "reserve_space_1": b"m" * 12, "reserve_space_2": b"v" * 12}
-    assert {name: data[getattr(request, name)] for name in slices} == slices
-    assert request.spec == Spec(FLOAT32, SHAPE, 3, epsilon=1e-3)
-    assert request.kernel_key == (FLOAT32, True, True)
-    assert request.x_backprop_location is None
-    assert request.fields == (op.y_backprop, op.x, op.x_backprop_location)
+    assert [data[source] for source in request.large_inputs if isinstance(source, slice)] == [
+        bytes([65 + i]) * NBYTES for i in range(len(op.large_inputs))
+    ]
+    assert [data[source] for source in request.small_inputs if source is not None] == [
+        bytes([97 + i]) * 12 for i in range(len(op.small_inputs))
+    ]
+    assert request.spec == Spec(FLOAT32, SHAPE, 3, epsilon=1e-3, order=request.spec.order)
+    assert request.kernel_key == (FLOAT32, True, True, 2 if op is GRAD_GRAD else 1)
+    assert set(request.locations) == {None}
+    assert request.tensors_nbytes == (5 if op is GRAD_GRAD else 3) * NBYTES
+
+
+@all_ops
+def test_the_fields_are_the_messages_own_in_the_order_of_the_problems(op: Op) -> None:
+    request = Reader(op, chunked=False).read(request_of(op).SerializeToString())
+    problem = problem_type(request.spec)
+    fields = [field.name for field in op.request_type.DESCRIPTOR.fields]
+    assert {*op.large_inputs, *op.small_inputs, *op.locations} <= {*fields}
+    assert [len(op.large_inputs), len(op.small_inputs)] == [len(problem.large_inputs), len(problem.small_inputs)]
+    assert len(op.locations) == len(problem.large_outputs)
+    if op is not ONEDNN:  # which has other names for them
+        outputs = [field.name for field in op.response_type.DESCRIPTOR.fields]
+        assert [op.large_inputs, op.small_inputs] == [problem.large_inputs, problem.small_inputs]
+        assert tuple(outputs[: len(problem.large_outputs + problem.small_outputs)]) == (
+            problem.large_outputs + problem.small_outputs
+        )
 
 
 @all_ops
 def test_a_chunked_request_has_its_large_elements_to_come(op: Op) -> None:
     request = Reader(op, chunked=True).read(request_of(op, chunked=True).SerializeToString())
-    assert (request.y_backprop, request.x) == (None, None)
-    assert request.spec == Spec(FLOAT32, SHAPE, 3, epsilon=1e-3)
-    assert request.x_comes_first == (op is ONEDNN)
+    assert set(request.large_inputs) == {None}
+    assert request.spec == Spec(FLOAT32, SHAPE, 3, epsilon=1e-3, order=request.spec.order)
+    assert request.chunk_order == ((1, 0) if op is ONEDNN else tuple(range(len(op.large_inputs))))
 
 
-@all_ops
-@pytest.mark.parametrize("located", ["y_backprop", "x", "x_backprop_location"])
+@located_anywhere
 def test_each_large_tensor_may_have_a_location_instead(op: Op, located: str) -> None:
     message = request_of(op)
-    name = getattr(op, located)
-    if located == "x_backprop_location":
-        getattr(message, name).CopyFrom(LOCATION)
+    if located in op.locations:
+        getattr(message, located).CopyFrom(LOCATION)
     else:
-        getattr(message, name).ClearField("data")
-        getattr(message, name).location.CopyFrom(LOCATION)
+        getattr(message, located).ClearField("data")
+        getattr(message, located).location.CopyFrom(LOCATION)
     request = Reader(op, chunked=False).read(message.SerializeToString())
-    assert getattr(request, located) == LOCATION
-    others = {"y_backprop", "x", "x_backprop_location"} - {located}
-    assert not any(isinstance(getattr(request, other), pb.Location) for other in others)
-    response = op.response_type.FromString(b"".join(request.response[:1]) if located == "x_backprop_location" else b"")
-    if located == "x_backprop_location":
-        large = getattr(response, op.response_type.DESCRIPTOR.fields[0].name)
-        assert (large.location, large.data) == (LOCATION, b"")
+    sources = dict(zip(op.large_inputs + op.locations, request.large_inputs + request.locations, strict=True))
+    assert [name for name, source in sources.items() if isinstance(source, pb.Location)] == [located]
+    assert sources[located] == LOCATION
+    for number, (name, prefix) in enumerate(zip(op.locations, request.response, strict=False)):
+        if name == located:
+            field = op.response_type.DESCRIPTOR.fields[number].name
+            large = getattr(op.response_type.FromString(prefix), field)
+            assert (large.location, large.data) == (LOCATION, b"")
 
 
 @all_ops
 @both_ways
 def test_the_pieces_of_the_response_are_a_message(op: Op, chunked: bool) -> None:
     request = Reader(op, chunked=chunked).read(request_of(op, chunked=chunked).SerializeToString())
-    spec = request.spec
-    large = b"" if chunked else b"X" * spec.tensor_nbytes
-    elements = [large, b"S" * spec.stats_nbytes, b"O" * spec.stats_nbytes, b""]
+    spec, problem = request.spec, problem_type(request.spec)
+    large = [b"" if chunked else bytes([65 + i]) * spec.tensor_nbytes for i in range(len(problem.large_outputs))]
+    small = [bytes([97 + i]) * spec.stats_nbytes for i in range(len(problem.small_outputs))]
+    elements = [*large, *small, b""]
     response = op.response_type.FromString(
         b"".join(piece for pair in zip(request.response, elements, strict=True) for piece in pair)
     )
     tensors = [getattr(response, field.name) for field in op.response_type.DESCRIPTOR.fields]
-    assert [each.data for each in tensors[:3]] == elements[:3]
-    assert [tuple(each.shape) for each in tensors] == [SHAPE, (3,), (3,), (0,), (0,)][: len(tensors)]
+    shapes = [SHAPE] * len(large) + [(3,)] * len(small)
+    assert [each.data for each in tensors[: len(shapes)]] == elements[:-1]
+    assert [tuple(each.shape) for each in tensors] == [*shapes, (0,), (0,)][: len(tensors)]
     assert all(each.dtype == FLOAT for each in tensors)
 
 
@@ -123,6 +148,9 @@ def test_the_pieces_of_the_response_are_a_message(op: Op, chunked: bool) -> None
     ("op", "field", "change", "words"),
     [
         *((V3, name, "absent", f"{name} must be given") for name in ("y_backprop", "x", "scale", "reserve_space_2")),
+        *((GRAD_GRAD, name, "absent", f"{name} must be given") for name in ("grad_x_backprop", "grad_scale_backprop")),
+        (GRAD_GRAD, "grad_x_backprop", "another shape", "must have same shape"),
+        (GRAD_GRAD, "grad_offset_backprop", "short", "must have 12 bytes of data .* not 11"),
         *((ONEDNN, name, "absent", f"{name} must be given") for name in ("input_forward", "output_delta", "mean")),
         (V3, "x", "no dtype", "one of the dtypes DATA_TYPE_FLOAT16, .*, not DATA_TYPE_UNSPECIFIED"),
         (V3, "x", "dtype 99", "not 99"),
@@ -167,15 +195,14 @@ def test_elements_must_be_as_many_as_the_shape_says_unless_they_come_apart(chunk
     assert all(words in description for _, description in found)
 
 
-@all_ops
-@pytest.mark.parametrize("located", ["y_backprop", "x", "x_backprop_location"])
+@located_anywhere
 def test_no_location_is_taken_where_elements_come_in_chunks(op: Op, located: str) -> None:
-    message, name = request_of(op, chunked=True), getattr(op, located)
-    part = getattr(message, name)
-    (part if located == "x_backprop_location" else part.location).CopyFrom(LOCATION)
+    message = request_of(op, chunked=True)
+    part = getattr(message, located)
+    (part if located in op.locations else part.location).CopyFrom(LOCATION)
     ((field, description),) = violations(op, message, chunked=True)
-    assert field == name
-    assert description.startswith(f"{name} must not ")
+    assert field == located
+    assert description.startswith(f"{located} must not ")
 
 
 def test_everything_that_is_wrong_is_named_at_once() -> None:
@@ -204,6 +231,7 @@ def test_shapes_that_no_tensor_has_are_refused(shape: tuple[int, ...], chunked: 
         ),
         (V3, {"reserve_space_3": pb.Tensor(dtype=FLOAT, shape=[7])}, Spec(FLOAT32, SHAPE, 3)),
         (V2, {"data_format": "NHWC"}, Spec(FLOAT32, SHAPE, 3)),
+        (GRAD_GRAD, {"is_training": False}, Spec(FLOAT32, SHAPE, 3, is_training=False, order=2)),
         (ONEDNN, {"epsilon": 1e-4, "gamma": None}, Spec(FLOAT32, SHAPE, 3)),
         (
             ONEDNN,
@@ -231,8 +259,8 @@ def test_attributes_that_are_left_out_have_the_ops_defaults(op: Op, changes: dic
     message.MergeFrom(op.request_type(**changes))
     request = Reader(op, chunked=False).read(message.SerializeToString())
     assert request.spec == spec
-    assert request.kernel_key == (spec.dtype, spec.inner == 1, spec.is_training)
-    assert (request.scale is None) == ("gamma" in changes and changes["gamma"] is None)
+    assert request.kernel_key == (spec.dtype, spec.inner == 1, spec.is_training, spec.order)
+    assert (None in request.small_inputs) == ("gamma" in changes and changes["gamma"] is None)
 
 
 @all_ops

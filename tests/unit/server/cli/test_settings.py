@@ -95,7 +95,7 @@ def test_the_table_has_every_setting_and_its_origin() -> None:
     ("arguments", "environment", "content", "complaint"),
     [
         (["--threads", "x"], {}, "", "--threads is 'x'; it should be a valid integer"),
-        (["--device", "tpu"], {}, "", "--device is 'tpu'; it should be 'auto' or 'cpu'"),
+        (["--device", "tpu"], {}, "", "--device is 'tpu'; it should be auto, or 'cpu' or 'cuda:N'"),
         ([], {"BNGRAD_MAX_WAIT": "-1"}, "", "BNGRAD_MAX_WAIT is '-1'; it should be greater than 0"),
         ([], {"BNGRAD_LISTEN": "nowhere"}, "", "BNGRAD_LISTEN is 'nowhere'; it should be HOST:PORT or unix:PATH"),
         ([], {"BNGRAD_MAX_WAITS": "1"}, "", "BNGRAD_MAX_WAITS in the environment is no setting; did you mean "),

@@ -1,0 +1,63 @@
+"""Gives every Python process that has this folder on its path two GPUs, which a CPU stands in for.
+
+That is how a server of a test, whose workers are processes of their own, comes to have GPUs where there are none.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.unit.kernels.cuda.devices import EmulatedDevice
+
+from bngrad_kernels.cuda import device, probe
+from bngrad_kernels.cuda.back_end import Lane
+from bngrad_kernels.problem import Array
+
+KERNELS = os.environ["EMULATED_KERNELS"]
+FOLDER = Path(KERNELS).parent
+POISON, NO_PINNING = FOLDER / "poison", FOLDER / "no-pinning"
+"""Where there is such a file, the next launch fails as an illegal access does; page-locking is refused."""
+
+
+class CudaError(Exception):
+    """What CUDA raises."""
+
+
+class Gpu(EmulatedDevice):
+    """One of the GPUs."""
+
+    errors = (CudaError,)
+
+    def __init__(self, ordinal: int) -> None:
+        super().__init__(kernels=ctypes.CDLL(KERNELS))
+        self.description = f"emulated GPU {ordinal}"
+
+    def lane(self) -> Lane:
+        lane: Any = super().lane()
+        launch = lane.launch
+
+        def launch_unless_poisoned(*arguments: Any) -> None:
+            if POISON.exists():
+                POISON.unlink()
+                raise CudaError("an illegal memory access was encountered")
+            launch(*arguments)
+
+        lane.launch = launch_unless_poisoned
+        made: Lane = lane
+        return made
+
+    def register(self, memory: Array) -> None:
+        if NO_PINNING.exists():
+            raise CudaError("out of memory")
+        print(f"page-locked {memory.nbytes} bytes", file=sys.stderr, flush=True)
+
+    def unregister(self, memory: Array) -> None:
+        print(f"page-unlocked {memory.nbytes} bytes", file=sys.stderr, flush=True)
+
+
+setattr(device, "CupyDevice", Gpu)  # noqa: B010 - it is another class
+probe.usable = lambda: (["cuda:0", "cuda:1"], ["cuda:2: its compute capability 6.1 is too old"])  # type: ignore[assignment]

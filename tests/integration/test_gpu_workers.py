@@ -1,0 +1,166 @@
+"""Servers with GPU workers. Where there is no GPU, a CPU runs the kernels' own source in the workers instead."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.integration.conftest import Transport, wait_until
+from tests.integration.problems import assert_gradients, assert_same_bits, random_inputs
+from tests.integration.test_second_order import arguments, inputs_of, spec_of
+from tests.integration.test_second_order import assert_same_bits as assert_second_order
+from tests.unit.kernels.cuda.devices import EmulatedDevice, compile_shared, require_gxx
+
+import bngrad
+from bngrad_kernels import backends
+from bngrad_kernels.cuda import CudaBackEnd
+from bngrad_kernels.problem import Problem
+from bngrad_kernels.spec import BFLOAT16, FLOAT16, FLOAT32, Spec
+from bngrad_server.embedded import EmbeddedServer
+
+ROOT = Path(__file__).parents[2]
+ARENA = ("--arena-bytes", "64MiB")
+SPEC = Spec(FLOAT32, (4, 9, 9, 48), 3)
+INPUTS = random_inputs(SPEC)
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    require_gxx()
+    return compile_shared(tmp_path_factory.mktemp("emulated") / "kernels.so", "-O2")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def gpus(kernels: Path) -> Iterator[None]:
+    """Has servers that are started from here find GPUs."""
+    path = [str(Path(__file__).parent / "emulated"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(path))
+        patch.setenv("EMULATED_KERNELS", str(kernels))
+        yield
+
+
+@pytest.fixture(scope="module")
+def server(gpus: None) -> Iterator[EmbeddedServer]:
+    with EmbeddedServer(device="auto", options=ARENA) as server:
+        yield server
+
+
+def by_the_kernels(kernels: Path, spec: Spec, inputs: Any) -> tuple[Any, ...]:
+    """What the CUDA kernels compute in this process."""
+    back_end = CudaBackEnd(EmulatedDevice(kernels=ctypes.CDLL(str(kernels))))
+    back_end.warm_up()
+    problem = Problem.allocate(spec, *inputs)
+    back_end.run([problem])
+    return problem.x_backprop, problem.scale_backprop, problem.offset_backprop
+
+
+def test_auto_is_every_usable_gpu_and_says_what_is_wrong_with_the_others(server: EmbeddedServer) -> None:
+    with bngrad.Client(server.target) as client:
+        info = client.server_info()
+    assert [(each.name, each.description, each.state, each.memory_bytes) for each in info.devices] == [
+        (f"cuda:{number}", f"emulated GPU {number}", "ready", 8 << 30) for number in (0, 1)
+    ]
+    assert info.device_remark == "cuda:2: its compute capability 6.1 is too old"
+    assert "computing on cuda:0, cuda:1: cuda:2: its compute capability 6.1 is too old" in server.stderr()
+
+
+def test_every_transport_gives_the_cuda_kernels_bits(server: EmbeddedServer, kernels: Path) -> None:
+    transports: list[Transport] = ["auto", "unary", "stream", "shared"]
+    for dtype in (FLOAT16, BFLOAT16, FLOAT32):
+        for shape, axis, data_format in [((4, 9, 9, 48), 3, "NHWC"), ((2, 96, 80, 80), 1, "NCHW")]:
+            for is_training in (True, False):
+                spec = Spec(dtype, shape, axis, is_training=is_training)
+                inputs = random_inputs(spec)
+                expected = by_the_kernels(kernels, spec, inputs)
+                for transport in transports:
+                    with bngrad.Client(server.target, transport=transport) as client:
+                        outputs = client.fused_batch_norm_grad_v2(
+                            *inputs, data_format=data_format, is_training=is_training
+                        )
+                    assert_same_bits(outputs, expected)
+                assert_gradients(spec, inputs, expected)
+
+
+def test_the_second_order_is_computed_beside_a_gpu(server: EmbeddedServer) -> None:
+    with bngrad.Client(server.target) as client:
+        for case in ("NHWC", "NCHW large"):
+            assert_second_order(
+                spec_of(case), client.fused_batch_norm_grad_grad(**inputs_of(spec_of(case)), **arguments(case))
+            )
+
+
+def test_a_device_that_fails_ends_its_worker_and_its_work_is_run_again(kernels: Path) -> None:
+    with EmbeddedServer(device="cuda:1", options=ARENA) as server, bngrad.Client(server.target) as client:
+        before = client.fused_batch_norm_grad_v2(*INPUTS)
+        (kernels.parent / "poison").touch()
+        assert_same_bits(client.fused_batch_norm_grad_v2(*INPUTS), before)
+        wait_until(lambda: client.server_info().devices[0].restarts == 1)
+        wait_until(lambda: client.server_info().devices[0].state == "ready")
+        assert_same_bits(client.fused_batch_norm_grad_v2(*INPUTS), before)
+        sentence = "ended with exit code 1: emulated GPU 1 failed: an illegal memory access was encountered"
+        assert f"worker of device cuda:1 {sentence}" in server.stderr()
+
+
+def test_the_arena_and_shared_regions_are_page_locked_as_long_as_they_are_mapped() -> None:
+    with EmbeddedServer(device="cuda:0", options=ARENA) as server:
+        assert f"page-locked {2**26} bytes" in server.stderr()
+        with bngrad.Client(server.target, transport="shared") as client:
+            outputs = client.fused_batch_norm_grad_v2(*INPUTS)
+            assert server.stderr().count("page-locked") == 2
+        wait_until(lambda: "page-unlocked" in server.stderr())
+        assert_gradients(SPEC, INPUTS, outputs)
+
+
+@pytest.mark.parametrize(
+    ("options", "refuses", "words"),
+    [
+        (("--pinned-bytes", "32MiB"), False, f"{2**25} bytes are left of pinned_bytes"),
+        ((), True, "out of memory"),
+    ],
+)
+def test_what_cannot_be_page_locked_is_said_and_used_nonetheless(
+    kernels: Path, options: tuple[str, ...], refuses: bool, words: str
+) -> None:
+    if refuses:
+        (kernels.parent / "no-pinning").touch()
+    try:
+        with EmbeddedServer(device="cuda:0", options=(*ARENA, *options)) as server:
+            line = f"the arena, {2**26} bytes, is not page-locked, so its copies are slower: {words}"
+            assert line in server.stderr()
+            with bngrad.Client(server.target) as client:
+                assert_gradients(SPEC, INPUTS, client.fused_batch_norm_grad_v2(*INPUTS))
+    finally:
+        (kernels.parent / "no-pinning").unlink(missing_ok=True)
+
+
+@pytest.mark.skipif(backends.devices().names != ["cpu"], reason="there is a GPU")
+class TestWithoutAGpu:
+    """What a server says where CUDA finds nothing."""
+
+    @pytest.fixture(autouse=True)
+    def as_it_is(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("EMULATED_KERNELS")
+        monkeypatch.setenv("PYTHONPATH", os.environ["PYTHONPATH"].partition(os.pathsep)[2])
+
+    def test_a_server_that_was_told_to_use_one_does_not_start_and_says_why(self) -> None:
+        command = [sys.executable, "-m", "bngrad_server", "serve", "--device", "cuda:0", "--listen", "127.0.0.1:0"]
+        ended = subprocess.run(command, capture_output=True, text=True)
+        assert (ended.returncode, ended.stdout) == (1, "")
+        assert ended.stderr.splitlines()[-1].startswith("Error: device cuda:0 cannot be used: CU")
+        assert "Traceback" not in ended.stderr
+
+    def test_auto_computes_on_the_cpu_and_says_why(self) -> None:
+        with EmbeddedServer(device="auto", options=ARENA) as server, bngrad.Client(server.target) as client:
+            info = client.server_info()
+            assert {each.name.partition(":")[0] for each in info.devices} == {"cpu"}
+            assert {each.memory_bytes for each in info.devices} == {0}
+            assert info.device_remark.startswith("CU")
+            assert f"computing on cpu: {info.device_remark}" in server.stderr()
+            assert_gradients(SPEC, INPUTS, client.fused_batch_norm_grad_v2(*INPUTS))
