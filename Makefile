@@ -26,7 +26,7 @@ lint: $(VENV)/dev.stamp  ## Style, types, layers and the protocol's lint rules
 	$(BIN)/lint-imports
 	cd protos && ../$(BIN)/buf lint
 	$(BIN)/hadolint docker/Dockerfile docker/Dockerfile.cuda
-	$(BIN)/mkdocs build --quiet --strict --site-dir build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --site-dir build/site
 
 docs: $(VENV)/dev.stamp  ## The documentation as a site, on http://127.0.0.1:8000
 	$(BIN)/mkdocs serve
