@@ -1,14 +1,15 @@
 PYTHON ?= python3
 VENV := .venv
-# For machines with a GPU, on which nothing is installed: CuPy, numpy, ml_dtypes, pytest; for the benchmark PyTorch too.
+# For machines with a GPU, on which nothing is installed: CuPy, numpy, ml_dtypes, pytest; for the benchmark PyTorch too;
+# for what goes through a server the dependencies of bngrad[server], psutil and pytest-asyncio.
 GPU_PYTHON ?= python3
 GPU_DEVICE ?= cuda:0
 BIN := $(VENV)/bin
 LOCK := $(BIN)/uv pip compile --quiet --universal --python-version 3.10 --no-header --no-annotate --upgrade
 HASHES := --generate-hashes --constraint requirements/dev.txt
 
-.PHONY: demo test soak lint docs proto settings-page lock audit image-test bench bench-transport bench-load gpu-test gpu-bench \
-	gpu-sweep clean
+.PHONY: demo test soak lint docs proto settings-page lock audit image-test bench bench-transport bench-load bench-hostile \
+	gpu-test gpu-test-kernels gpu-test-server gpu-bench gpu-sweep clean
 
 demo: $(VENV)/server.stamp  ## Sets up, starts a CPU server and sends it real gradients
 	$(BIN)/bngrad demo
@@ -61,15 +62,27 @@ bench-transport: $(VENV)/dev.stamp  ## Round trips against plain protobuf, bare 
 bench-load: $(VENV)/dev.stamp  ## Goodput and latency up to and past saturation, a storm, killed workers, batching
 	$(BIN)/python -m benchmarks.bench_load $(LOAD)
 
-gpu-test gpu-bench gpu-sweep: export PYTHONPATH := client:server:kernels:protos:.
+bench-hostile: $(VENV)/dev.stamp  ## What bad clients of all kinds cost a well-behaved one
+	$(BIN)/python -m benchmarks.bench_hostile --json benchmarks/results/hostile.json
 
-gpu-test:  ## On a machine with a GPU: the kernels' tests on it, its bits against a CPU's, compute-sanitizer
+gpu-test-kernels gpu-test-server gpu-bench gpu-sweep: export PYTHONPATH := client:server:kernels:protos:.
+
+gpu-test: gpu-test-kernels gpu-test-server  ## On a machine with a GPU: the kernels, then a server that computes on it
+
+gpu-test-kernels:  ## There: the kernels' tests on it, its bits against a CPU's, compute-sanitizer
 	$(GPU_PYTHON) -c "import cupy, ml_dtypes, numpy, pytest"
 	BNGRAD_TEST_DEVICE=$(GPU_DEVICE) PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(GPU_PYTHON) -m pytest -c tests/gpu/pytest.ini \
-		tests/gpu tests/unit/kernels/cuda/test_kernels.py
+		tests/gpu/test_gpu.py tests/unit/kernels/cuda/test_kernels.py
 
-gpu-bench:  ## On a machine with a GPU: kernels against PyTorch's and cuDNN's
-	$(GPU_PYTHON) -c "import cupy, ml_dtypes, numpy, torch"
+gpu-test-server:  ## There: the ops, over every transport, through a server whose worker has the GPU
+	$(GPU_PYTHON) -c "import click, cupy, grpc_health, grpc_reflection, grpc_status, numba, psutil, pydantic_settings, \
+		pytest_asyncio"
+	BNGRAD_TEST_DEVICE=$(GPU_DEVICE) $(GPU_PYTHON) -m pytest -ra tests/gpu/test_server.py tests/integration/test_ops.py \
+		tests/integration/test_transports.py tests/integration/test_exchange.py tests/integration/test_bad_input.py \
+		tests/integration/test_shared_memory.py tests/integration/test_second_order.py
+
+gpu-bench:  ## On a machine with a GPU: kernels against PyTorch's and cuDNN's, and requests through a server
+	$(GPU_PYTHON) -c "import click, cupy, grpc, ml_dtypes, numpy, pydantic_settings, torch"
 	$(GPU_PYTHON) -m benchmarks.bench_gpu --ordinal $(GPU_DEVICE:cuda:%=%)
 
 gpu-sweep:  ## On a machine with a GPU: what the constants of the plan are worth on it

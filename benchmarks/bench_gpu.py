@@ -2,8 +2,8 @@
 
 All compute on the same tensors, which are on the device, in the same run. A round is a few calls in a row between two
 CUDA events, each on other tensors, enough of them for the second-level cache to hold none of the next; the time is the
-median of the rounds' means. Then small requests in one launch, and whole batches from host memory to host memory.
-Writes benchmarks/results/gpu-kernels.json.
+median of the rounds' means. Then small requests in one launch, whole batches from host memory to host memory, and the
+same through a server. Writes benchmarks/results/gpu-kernels.json.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from benchmarks.gpu import rivals
+from benchmarks.gpu import rivals, through_server
 from benchmarks.gpu.cases import BATCHES, Case, all_cases, poison, tensors, wrong
 
 from bngrad_kernels.cuda.back_end import CudaBackEnd
@@ -35,11 +35,12 @@ _MOST_CALLS = 64
 _PEERS = ("pytorch", "cudnn")
 _SMALL = Case("NCHW", "float32", 32, (64, 7, 7), True)
 _LARGE = Case("NHWC", "bfloat16", 32, (256, 56, 56), True)
+_BATCHES = ((_SMALL, 64), (_LARGE, 8))
 
 
 def main() -> None:
     options = _options()
-    device = CupyDevice(options.ordinal)
+    device, device_name = CupyDevice(options.ordinal), f"cuda:{options.ordinal}"
     torch.cuda.set_device(options.ordinal)
     device.warm_up()
     copy = _copy_bandwidth()
@@ -52,10 +53,12 @@ def main() -> None:
         print(_line(rows[-1]), flush=True)
     print(_summary(rows))
     grouped = [_grouped(device, count) for count in (1, 8, 64)]
-    transfers = [_host_to_host(device, case, count) for case, count in ((_SMALL, 64), (_LARGE, 8))]
+    transfers = [_host_to_host(device, case, count) for case, count in _BATCHES]
+    served = [row for case, count in _BATCHES for row in through_server.measure(device_name, case, count)]
     document = {
         "device": device.description, "torch": torch.__version__, "copy_bytes_per_second": copy,
         "rows": rows, "grouped": grouped, "host_to_host": transfers,
+        "through_server": served,
     }  # fmt: skip
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(document, indent=1) + "\n")

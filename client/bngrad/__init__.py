@@ -19,6 +19,7 @@ from bngrad._errors import (
     InternalError,
     InvalidArgumentError,
     ResourceExhaustedError,
+    UnauthenticatedError,
     UnavailableError,
     UnimplementedError,
 )
@@ -30,6 +31,7 @@ from bngrad._results import (
     FusedBatchNormGradV3,
     ServerInfo,
 )
+from bngrad._security import Tls
 from bngrad_protos import __version__
 
 __all__ = [
@@ -47,6 +49,8 @@ __all__ = [
     "InvalidArgumentError",
     "ResourceExhaustedError",
     "ServerInfo",
+    "Tls",
+    "UnauthenticatedError",
     "UnavailableError",
     "UnimplementedError",
     "__version__",

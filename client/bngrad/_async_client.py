@@ -25,6 +25,7 @@ from bngrad._results import (
     FusedBatchNormGradV3,
     ServerInfo,
 )
+from bngrad._security import Tls, Token, check_security
 from bngrad._targets import check_targets
 
 Result = TypeVar("Result")
@@ -48,6 +49,9 @@ class Client:
         timeout: float = _channel.DEFAULT_TIMEOUT_S,
         transport: Transport = "auto",
         retries: bool = True,
+        tls: Tls | bool = False,
+        token: Token | None = None,
+        insecure: bool = False,
         options: Iterable[_channel.ChannelOption] = (),
     ) -> None:
         """Connects to nothing yet, and may be called before there is an event loop.
@@ -58,12 +62,21 @@ class Client:
                 no limit.
             transport: How tensors travel: see `bngrad.Client`.
             retries: Whether calls that failed are repeated where that may help: see `bngrad.Client`.
+            tls: Whether TCP connections are encrypted, and how: see `bngrad.Client`.
+            token: What the server knows the caller by: see `bngrad.Client`. Functions are called in threads.
+            insecure: Whether the token may be sent to other hosts without TLS.
             options: gRPC channel arguments, such as ``("grpc.keepalive_time_ms", 30_000)``.
         """
         targets = check_targets(target)
         self._target = target if isinstance(target, str) else targets
         self._timeout = _channel.check_timeout(timeout)
-        self._caller = Caller(targets, _channel.check_transport(transport), _channel.check_retries(retries), options)
+        self._caller = Caller(
+            targets,
+            _channel.check_transport(transport),
+            _channel.check_retries(retries),
+            options,
+            check_security(targets, tls, token, insecure),
+        )
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="bngrad")
         self._closed = False
 

@@ -19,6 +19,7 @@ from bngrad._errors import BngradError, ClientClosedError, NotSharedError, Unava
 from bngrad._memory import LeaseError, Pool
 from bngrad._results import Array, ServerInfo
 from bngrad._retry import Attempts, Budget
+from bngrad._security import Access, Security
 from bngrad._servers import Servers
 from bngrad._transport import Connector
 
@@ -29,7 +30,12 @@ class Caller:
     """Makes the calls of a client, from any number of threads."""
 
     def __init__(
-        self, targets: Sequence[str], transport: Transport, retries: bool, options: Iterable[_channel.ChannelOption]
+        self,
+        targets: Sequence[str],
+        transport: Transport,
+        retries: bool,
+        options: Iterable[_channel.ChannelOption],
+        security: Security,
     ) -> None:
         """Connects to nothing yet.
 
@@ -38,12 +44,16 @@ class Caller:
             transport: Which way calls go.
             retries: Whether calls that failed are repeated.
             options: gRPC channel arguments.
+            security: TLS, and who calls.
         """
         self._transport = transport
         self._retries = retries
         options = list(options)
         self._doubts = Doubts()
-        self._servers = Servers(targets, lambda target: Connector(target, transport, options, self._doubts))
+        self._servers = Servers(
+            targets,
+            lambda target, name: Connector(target, transport, options, self._doubts, Access(security, target, name)),
+        )
         self._budget = Budget()
         self._own_memory = Pool(None)
         self._mutex = threading.Lock()

@@ -17,6 +17,7 @@ from bngrad._channel import Transport
 from bngrad._errors import ClientClosedError
 from bngrad._gradients import Gradients
 from bngrad._results import Array, ServerInfo
+from bngrad._security import Tls, Token, check_security
 from bngrad._targets import check_targets
 
 Result = TypeVar("Result")
@@ -46,6 +47,7 @@ class Client(Gradients):
 
     * `bngrad.InvalidArgumentError`: the request breaks the op's contract; ``violations`` names each argument.
     * `bngrad.DeadlineExceededError`: no answer came within the timeout.
+    * `bngrad.UnauthenticatedError`: the server asks for a token, and this one is not good.
     * `bngrad.UnavailableError`: nobody answers at the target, or the server is stopping.
     * `bngrad.ResourceExhaustedError`: the request is larger than the server's memory for requests, or the server was
       overloaded until the timeout; ``retry_delay_s`` tells them apart.
@@ -61,6 +63,9 @@ class Client(Gradients):
         timeout: float = _channel.DEFAULT_TIMEOUT_S,
         transport: Transport = "auto",
         retries: bool = True,
+        tls: Tls | bool = False,
+        token: Token | None = None,
+        insecure: bool = False,
         options: Iterable[_channel.ChannelOption] = (),
     ) -> None:
         """Connects to nothing yet.
@@ -74,12 +79,23 @@ class Client(Gradients):
                 shared with a server on this host; "stream" chunks on a stream, of any size; "unary" one gRPC message
                 each way, of at most ``ServerInfo.max_message_bytes``. The results have the same bits.
             retries: Whether calls that failed are repeated where that may help.
+            tls: Whether TCP connections are encrypted: True for servers whose certificates the system trusts, a
+                `bngrad.Tls` for others. Unix sockets and shared memory never leave this host, and are not.
+            token: What the server knows the caller by, if it asks for that: the token itself, the path of a file that
+                has it, or a function that gives it; files and functions are asked at each call.
+            insecure: Whether the token may be sent to other hosts without TLS.
             options: gRPC channel arguments, such as ``("grpc.keepalive_time_ms", 30_000)``.
         """
         targets = check_targets(target)
         self._target = target if isinstance(target, str) else targets
         self._timeout = _channel.check_timeout(timeout)
-        self._caller = Caller(targets, _channel.check_transport(transport), _channel.check_retries(retries), options)
+        self._caller = Caller(
+            targets,
+            _channel.check_transport(transport),
+            _channel.check_retries(retries),
+            options,
+            check_security(targets, tls, token, insecure),
+        )
 
     def server_info(self, *, timeout: float | None = None) -> ServerInfo:
         """Asks the server what it is, what it computes on and what it accepts; of several, any one that is up.

@@ -13,6 +13,7 @@ import grpc
 from bngrad._cancellation import Cancellation
 from bngrad._deadline import Deadline
 from bngrad._errors import InternalError, from_status
+from bngrad._security import OPEN, Access
 from bngrad_protos import http2, wire
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_protos.wire import Buffer
@@ -39,15 +40,17 @@ class DirectEndpoint:
     unary_below_nbytes = 256 * 1024
     """Tensors of at least this size are better exchanged in chunks."""
 
-    def __init__(self, address: tuple[str, int] | str, target: str) -> None:
+    def __init__(self, address: tuple[str, int] | str, target: str, access: Access = OPEN) -> None:
         """Connects to nothing yet.
 
         Args:
             address: Host and port, or the path of a Unix socket.
             target: What the caller knows the server as, for errors.
+            access: How the server is reached.
         """
         self.address = address
         self._target = target
+        self._access = access
         self._idle: list[tuple[http2.ClientConnection, socket.socket]] = []
         self._mutex = threading.Lock()
         self._closed = False
@@ -129,12 +132,13 @@ class DirectEndpoint:
         self, method: str, deadline: Deadline, cancellation: Cancellation
     ) -> Iterator[tuple[http2.ClientCall, socket.socket]]:
         """Lends a call and its socket, whose timeout is to be set again for each long wait."""
+        metadata = self._access.metadata()
         connection, sock = self._connection(deadline)
         try:
             with cancellation.calls(lambda: _shut_down(sock)):
                 rest_s = deadline.rest_s()
                 http2.set_timeout(sock, rest_s)
-                yield connection.call(method, timeout_s=_announced(rest_s)), sock
+                yield connection.call(method, timeout_s=_announced(rest_s), metadata=metadata), sock
         except TimeoutError as error:
             message = "it stands still"
             raise from_status(
@@ -161,7 +165,7 @@ class DirectEndpoint:
         # Half of what is left, so that the call may still be made in another way.
         timeout_s = _CONNECT_TIMEOUT_S if rest_s is None else min(rest_s / 2, _CONNECT_TIMEOUT_S)
         try:
-            sock = _connected(self.address, timeout_s)
+            sock = _connected(self.address, timeout_s, self._access)
         except OSError as error:
             raise NotConnectedError(f"{self.address}: {error}") from error
         try:
@@ -209,9 +213,9 @@ def _announced(rest_s: float | None) -> float | None:
     return math.ceil(rest_s) if rest_s is not None and rest_s >= _LONG_S else rest_s
 
 
-def _connected(address: tuple[str, int] | str, timeout_s: float) -> socket.socket:
+def _connected(address: tuple[str, int] | str, timeout_s: float, access: Access) -> socket.socket:
     if isinstance(address, tuple):
-        return socket.create_connection(address, timeout_s)
+        return access.secured(socket.create_connection(address, timeout_s))
     sock = socket.socket(socket.AF_UNIX)
     try:
         sock.settimeout(timeout_s)

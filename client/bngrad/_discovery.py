@@ -14,8 +14,17 @@ import grpc
 from bngrad._cancellation import Cancellation
 from bngrad._deadline import Deadline
 from bngrad._direct import DirectEndpoint
-from bngrad._errors import BngradError, ClientClosedError, DeadlineExceededError, UnavailableError, from_status
+from bngrad._errors import (
+    BngradError,
+    ClientClosedError,
+    DeadlineExceededError,
+    InvalidArgumentError,
+    UnauthenticatedError,
+    UnavailableError,
+    from_status,
+)
 from bngrad._memory import Pool
+from bngrad._security import Access
 from bngrad._targets import host_and_port
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 
@@ -61,13 +70,15 @@ class Ways:
 class Discovery:
     """Knows the ways to one server."""
 
-    def __init__(self, target: str, ask: Callable[[Deadline, Cancellation], pb.Endpoints]) -> None:
+    def __init__(self, target: str, ask: Callable[[Deadline, Cancellation], pb.Endpoints], access: Access) -> None:
         """Asks nothing yet.
 
         Args:
             target: The server's address.
             ask: Asks the server for its endpoints.
+            access: How the server is reached.
         """
+        self._access = access
         self._target = target
         self._ask = ask
         self._mutex = threading.Lock()
@@ -122,7 +133,7 @@ class Discovery:
     def _endpoints(self, deadline: Deadline, cancellation: Cancellation) -> pb.Endpoints:
         try:
             return self._ask(deadline, cancellation)
-        except (UnavailableError, DeadlineExceededError):
+        except (UnavailableError, DeadlineExceededError, UnauthenticatedError, InvalidArgumentError):
             raise
         except BngradError:
             return pb.Endpoints()  # an older server, or something else that answers calls
@@ -136,7 +147,10 @@ class Discovery:
         if local is None or local.address != path:
             local = shared = None
             if directory and not self._is_blocked(path):
-                local, shared = DirectEndpoint(path, self._target), Pool(f"{directory}/regions")
+                local, shared = (
+                    DirectEndpoint(path, self._target, self._access),
+                    Pool(f"{directory}/regions", self._access),
+                )
                 if not local.is_there():
                     self._block(local)
                     local = shared = None
@@ -150,7 +164,7 @@ class Discovery:
                 if self._is_blocked(address):
                     stale_at = min(stale_at, self._blocked[address][0])
                 else:
-                    remote = DirectEndpoint(address, self._target)
+                    remote = DirectEndpoint(address, self._target, self._access)
         return Ways(local, shared, remote, stale_at)
 
     def lose(self, ways: Ways, endpoint: DirectEndpoint) -> None:

@@ -6,6 +6,7 @@ BngradError
 ├── InternalError
 ├── InvalidArgumentError       also a ValueError
 ├── ResourceExhaustedError
+├── UnauthenticatedError       also a PermissionError
 ├── UnavailableError           also a ConnectionError
 └── UnimplementedError         also a NotImplementedError
 
@@ -85,6 +86,10 @@ class ResourceExhaustedError(BngradError):
         self.retry_delay_s = retry_delay_s
 
 
+class UnauthenticatedError(BngradError, PermissionError):
+    """The server does not know the client: its token is missing, wrong or no longer good."""
+
+
 class UnavailableError(BngradError, ConnectionError):
     """Nobody answers at the target, or the server is stopping. Every call may safely be sent again."""
 
@@ -104,6 +109,7 @@ _CLASSES: dict[grpc.StatusCode, type[BngradError]] = {
     grpc.StatusCode.INTERNAL: InternalError,
     grpc.StatusCode.INVALID_ARGUMENT: InvalidArgumentError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: ResourceExhaustedError,
+    grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError,
     grpc.StatusCode.UNAVAILABLE: UnavailableError,
     grpc.StatusCode.UNIMPLEMENTED: UnimplementedError,
     grpc.StatusCode.UNKNOWN: InternalError,

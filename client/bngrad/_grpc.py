@@ -10,6 +10,7 @@ import numpy as np
 from bngrad._cancellation import Cancellation
 from bngrad._deadline import Deadline
 from bngrad._errors import InternalError, UnavailableError, from_rpc_error
+from bngrad._security import Access
 from bngrad_protos import wire
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_protos.wire import Buffer
@@ -24,9 +25,10 @@ class GrpcEndpoint:
     unary_below_nbytes = 2**20
     """Tensors of at least this size are better exchanged in chunks."""
 
-    def __init__(self, channel: grpc.Channel, target: str) -> None:
+    def __init__(self, channel: grpc.Channel, target: str, access: Access) -> None:
         self._channel = channel
         self._target = target
+        self._access = access
         self._unary: dict[str, grpc.UnaryUnaryMultiCallable[bytes, bytes]] = {}
 
     def unary(self, method: str, pieces: list[Buffer], deadline: Deadline, cancellation: Cancellation) -> bytes:
@@ -38,12 +40,13 @@ class GrpcEndpoint:
         callable_ = self._unary.get(method)
         if callable_ is None:
             callable_ = self._unary[method] = self._channel.unary_unary(method)
+        metadata = self._access.metadata()
         try:
             if (
                 cancellation.only_by_close
             ):  # which closes the channel, and that ends the call; a future costs a thread hop
-                return callable_(b"".join(pieces), timeout=deadline.rest_s())
-            future = callable_.future(b"".join(pieces), timeout=deadline.rest_s())
+                return callable_(b"".join(pieces), timeout=deadline.rest_s(), metadata=metadata)
+            future = callable_.future(b"".join(pieces), timeout=deadline.rest_s(), metadata=metadata)
             with cancellation.calls(future.cancel):
                 return future.result()
         except grpc.RpcError as error:
@@ -63,8 +66,9 @@ class GrpcEndpoint:
     ) -> bytes:
         """Makes one exchange; see `bngrad._direct.DirectEndpoint.exchange`."""
         exchange: grpc.StreamStreamMultiCallable[bytes, bytes] = self._channel.stream_stream(method)
+        metadata = self._access.metadata()
         try:
-            responses = exchange(_messages(number, header, tensors), timeout=deadline.rest_s())
+            responses = exchange(_messages(number, header, tensors), timeout=deadline.rest_s(), metadata=metadata)
             try:
                 with cancellation.calls(responses.cancel):
                     message = next(responses, b"")

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from bngrad._results import Array
+from bngrad._security import OPEN, Access
 
 ALIGNMENT = 64
 """Every array begins at a multiple of this in its region, in bytes."""
@@ -148,10 +149,12 @@ class Pool:
 
     Args:
         path: The socket where a server leases regions; None for memory of the client's own.
+        access: How the server is reached.
     """
 
-    def __init__(self, path: str | None) -> None:
+    def __init__(self, path: str | None, access: Access = OPEN) -> None:
         self._path = path
+        self._access = access
         self._mutex = threading.Lock()
         self._regions: list[Region] = []
         self._free: dict[int, list[Block]] = {}
@@ -245,7 +248,7 @@ class Pool:
             raise UnreachableError("the server has gone, or the client was closed")
         for region in [region for region in self._regions if region.blocks == 0]:
             self._forget(region)  # too small, so another one of its kind would not help either
-        return Region(nbytes, None if self._path is None else _lease(self._path, nbytes))
+        return Region(nbytes, None if self._path is None else _lease(self._path, nbytes, self._access.authorization()))
 
     def _forget(self, region: Region) -> None:
         self._drop_free_blocks(region)
@@ -261,13 +264,13 @@ class Pool:
                 del self._free[nbytes]
 
 
-def _lease(path: str, nbytes: int) -> tuple[socket.socket, bytes, int]:
+def _lease(path: str, nbytes: int, authorization: str) -> tuple[socket.socket, bytes, int]:
     """Leases a region: the connection that keeps the lease, the region's key, its file descriptor."""
     lease = socket.socket(socket.AF_UNIX)
     try:
         lease.settimeout(_LEASE_TIMEOUT_S)
         lease.connect(path)
-        lease.sendall(_SIZE.pack(nbytes))
+        lease.sendall(_SIZE.pack(nbytes) + authorization.encode())
         answer, fds, _, _ = socket.recv_fds(lease, 1024, 1)
         if len(fds) != 1 or len(answer) != _KEY_NBYTES:
             raise LeaseError(answer.decode(errors="replace") or "the server leases no memory")

@@ -47,12 +47,12 @@ class Servers:
     somebody's call, until it answers and has a worker that is ready.
     """
 
-    def __init__(self, targets: Sequence[str], connect: Callable[[str], Connector]) -> None:
+    def __init__(self, targets: Sequence[str], connect: Callable[[str, str | None], Connector]) -> None:
         """Connects to nothing yet.
 
         Args:
             targets: The addresses, and names that may stand for several.
-            connect: Makes a connector to an address.
+            connect: Makes a connector to an address, given the host's name that it was found by, if any.
         """
         self._targets = targets
         self._connect = connect
@@ -153,7 +153,10 @@ class Servers:
                 return
             before = self._servers
             self._servers = {
-                target: before[target] if target in before else Server(self._connect(target)) for target in targets
+                target: before[target]
+                if target in before
+                else Server(self._connect(target, self._resolver.name_behind(target)))
+                for target in targets
             }
             gone = [server for target, server in before.items() if target not in self._servers]
             for server in gone:

@@ -107,6 +107,14 @@ class Resolver:
         else:
             self._tell()
 
+    def name_behind(self, address: str) -> str | None:
+        """The host's name that an address was found by; None for one that was given as it is."""
+        for target, addresses in self._stands_for.items():
+            if address in addresses:
+                name = name_of(target)
+                return None if name is None or address == target else name[0]
+        return None
+
     def _look_up(self) -> None:
         for target in self._stands_for:
             try:

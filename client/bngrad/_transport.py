@@ -25,6 +25,7 @@ from bngrad._errors import (
 from bngrad._grpc import GrpcEndpoint
 from bngrad._memory import LeaseEndedError, LeaseError, Pool, Region, UnreachableError
 from bngrad._results import Array, ServerInfo
+from bngrad._security import Access
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_protos.wire import Buffer
 
@@ -43,7 +44,12 @@ class Connector:
     """
 
     def __init__(
-        self, target: str, transport: Transport, options: Iterable[_channel.ChannelOption], doubts: Doubts
+        self,
+        target: str,
+        transport: Transport,
+        options: Iterable[_channel.ChannelOption],
+        doubts: Doubts,
+        access: Access,
     ) -> None:
         """Connects to nothing yet.
 
@@ -52,15 +58,16 @@ class Connector:
             transport: Which way calls go; "auto" for the fastest that there is.
             options: gRPC channel arguments.
             doubts: What earlier calls left in doubt, at this server or another one.
+            access: How it is reached.
         """
         self.has_answered = False
         self._target = target
         self._transport = transport
-        self._channel = grpc.insecure_channel(target, _channel.channel_options(options))
-        self._grpc = GrpcEndpoint(self._channel, target)
+        self._channel = access.channel(_channel.channel_options(options))
+        self._grpc = GrpcEndpoint(self._channel, target, access)
         self._results = Pool(None)
         self._doubts = doubts
-        self._discovery = Discovery(target, lambda *limits: self._ask(*limits)[1])
+        self._discovery = Discovery(target, lambda *limits: self._ask(*limits)[1], access)
 
     def run(self, call: Call[Result], deadline: Deadline, cancellation: Cancellation) -> Result:
         """Makes a call, once.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import Counter, deque
@@ -15,6 +16,7 @@ _WORK_OF_ANY_REQUEST = 1 << 18
 _WINDOW_S = 0.5
 _WINDOWS = 8
 _SHORTEST_RETRY_S, _LONGEST_RETRY_S = 0.02, 5.0
+_CLIENT_RETRY_S = 0.05
 
 
 class OverloadedError(Exception):
@@ -42,13 +44,20 @@ class Admission:
         entered: How many have been let in so far.
     """
 
-    def __init__(self, max_requests: int, max_wait_s: float) -> None:
+    def __init__(
+        self, max_requests: int, max_wait_s: float, max_client_requests: int = 0, max_client_bytes: int = 0
+    ) -> None:
         """Nobody is in.
 
         Args:
             max_requests: How many requests make the server full.
             max_wait_s: How long a request may have to wait, in seconds.
+            max_client_requests: The most requests of one client; 0 is no limit.
+            max_client_bytes: The most bytes of the tensors of one client that has several requests in; 0 is no limit.
         """
+        self._limits_clients = max_client_requests > 0 or max_client_bytes > 0
+        self._max_client_requests = max_client_requests or math.inf
+        self._max_client_bytes = max_client_bytes or math.inf
         self._max_requests = max_requests
         self._max_wait_s = max_wait_s
         self._mutex = threading.Lock()
@@ -106,6 +115,8 @@ class Admission:
             self._measure(work if computed else 0)
 
     def _check(self, client: str, work: int, deadline: float | None) -> None:
+        if self._limits_clients:
+            self._check_client(client, work)
         if self.requests < _ALWAYS_REQUESTS:
             return
         max_wait_s = self._max_wait_s
@@ -125,6 +136,18 @@ class Admission:
         is_many = self.requests >= self._max_requests
         load = f"{self._max_requests} requests" if is_many else f"about {self._wait_s(self._work):.1f} s of work"
         raise OverloadedError(f"the server is full: {load}", retry_delay_s)
+
+    def _check_client(self, client: str, work: int) -> None:
+        """Refuses a client that has as much in as one may have; a request of its own is always let in alone."""
+        requests = self._requests_of[client]
+        if requests >= self._max_client_requests:
+            raise OverloadedError(
+                f"this client has {requests} requests in already, the most that it may", _CLIENT_RETRY_S
+            )
+        nbytes = self._work_of[client] + work - (requests + 1) * _WORK_OF_ANY_REQUEST
+        if requests and nbytes > self._max_client_bytes:
+            limit = f"the {self._max_client_bytes} bytes that it may have"
+            raise OverloadedError(f"this client's requests have more than {limit} in at once", _CLIENT_RETRY_S)
 
     def _fullness(self, requests: int, work: int, max_wait_s: float) -> float:
         return max(requests / self._max_requests, self._wait_s(work) / max_wait_s)

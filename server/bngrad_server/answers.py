@@ -7,16 +7,19 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 from bngrad_protos import http2
 from bngrad_server.caller import Caller
 from bngrad_server.calls import SERVICE, UNARY_OPS, Calls
 from bngrad_server.engine import Staged
 from bngrad_server.errors import status_of
+from bngrad_server.security.guard import UnauthenticatedError
 from bngrad_server.uploads import MAX_MESSAGE_NBYTES, Upload
 
 _UNIMPLEMENTED = 12
 _RESOURCE_EXHAUSTED = 8
+_UNAUTHENTICATED = 16
 _PREFIX = f"/{SERVICE.full_name}/"
 _EXCHANGE = f"{_PREFIX}Exchange"
 
@@ -37,13 +40,22 @@ class Answers:
         self._client = client
 
     def caller(self, call: http2.ServerCall, is_gone: Callable[[], bool]) -> Caller:
-        """Who made a call."""
+        """Who made a call: to be asked before anything is done for it.
+
+        Raises:
+            UnauthenticatedError: Nobody who may.
+        """
         deadline = None if call.timeout_s is None else time.monotonic() + call.timeout_s
-        return Caller(self._client, deadline, is_gone, lambda: hang_up(self._sock))
+        guard = self._calls.guard
+        if not guard.asks_tokens:
+            return Caller(self._client, deadline, is_gone, lambda: hang_up(self._sock))
+        check = partial(guard.client_of, call.metadata.get("authorization"), self._client)
+        return Caller(check(), deadline, is_gone, lambda: hang_up(self._sock), check)
 
     def answer(self, call: http2.ServerCall) -> None:
         """Answers a call of which nothing has been read."""
         try:
+            caller = self.caller(call, _is_gone(call))
             if call.path in UNARY:
                 nbytes = call.receive_message()
                 if nbytes is None or nbytes > MAX_MESSAGE_NBYTES:
@@ -52,7 +64,7 @@ class Answers:
                     return
                 self.answer_message(call, call.read(nbytes))
             elif call.path == _EXCHANGE:
-                for pieces in self._calls.exchange(Upload(call), self.caller(call, _is_gone(call))):
+                for pieces in self._calls.exchange(Upload(call), caller):
                     call.send_message(*pieces)
                 call.end()
             else:
@@ -87,7 +99,9 @@ def refuse(call: http2.ServerCall, error: Exception) -> None:
     """
     if isinstance(error, ConnectionError):
         raise error
-    if isinstance(error, http2.RpcError):  # the client has reset the call, and may make others
+    if isinstance(error, UnauthenticatedError):
+        call.end(_UNAUTHENTICATED, str(error))
+    elif isinstance(error, http2.RpcError):  # the client has reset the call, and may make others
         call.end(error.code, error.message)
     else:
         code, status = status_of(error)

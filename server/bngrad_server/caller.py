@@ -6,19 +6,25 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 
+def _no_check() -> None:
+    """For servers that let everybody in."""
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Caller:
     """Whoever made a call, and how long it waits.
 
     Attributes:
-        client: Whom it belongs to: clients share the server evenly. The host of a TCP connection, the process behind a
-            Unix socket.
+        client: Whom it belongs to: clients share the server evenly. The owner of its token; else whom its certificate
+            names; else the host of a TCP connection, the process behind a Unix socket.
         deadline: When it gives up, on the monotonic clock; None means never.
         is_gone: Tells whether it has given up already.
         hang_up: Ends its call, from any thread.
+        check: Raises where it may call no longer; for calls that go on for long.
     """
 
     client: str
     deadline: float | None
     is_gone: Callable[[], bool]
     hang_up: Callable[[], None]
+    check: Callable[[], object] = _no_check

@@ -15,6 +15,7 @@ from bngrad_server.engine import Engine, Staged
 from bngrad_server.ops import OPS
 from bngrad_server.pool import WorkerState
 from bngrad_server.requests import Reader, Request
+from bngrad_server.security.guard import OPEN, Guard
 
 SERVICE = pb.DESCRIPTOR.services_by_name["BatchNormGradService"]
 UNARY_OPS = tuple(op.name for op in OPS)
@@ -53,10 +54,12 @@ class Calls:
 
     Attributes:
         batcher: The engine's.
+        guard: Says who may call; asked by whoever takes calls.
     """
 
-    def __init__(self, engine: Engine, max_message_bytes: int) -> None:
+    def __init__(self, engine: Engine, max_message_bytes: int, guard: Guard = OPEN) -> None:
         self.batcher = engine.batcher
+        self.guard = guard
         self._engine = engine
         self._max_message_bytes = max_message_bytes
         self._readers = {op.name: Reader(op, chunked=False) for op in OPS}
@@ -111,6 +114,7 @@ class Calls:
             Exception: See `answer`; the exchange is then over.
         """
         while (message := source.receive()) is not None:
+            caller.check()
             number, data = _request_of(message)
             request = self._read(self._chunked_readers[number], data, caller)
             with self._engine.staged(request, caller) as staged:

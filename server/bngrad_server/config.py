@@ -166,6 +166,29 @@ class ServerConfig(BaseSettings):
     """A worker that shows no life for so long is killed and replaced."""
     drain_timeout_s: Seconds = Field(default=30.0, ge=0)
     """How long requests in flight may take to end after SIGTERM."""
+    tls_certificate: Annotated[Path | None, Metavar("FILE"), Computed("no TLS")] = None
+    """Certificate of the server, a PEM file; with it, TCP ports speak TLS alone. It is read again when it changes, as
+    are the files of the next three settings."""
+    tls_key: Annotated[Path | None, Metavar("FILE"), Computed("none")] = None
+    """Private key of the certificate, a PEM file without a password."""
+    tls_client_ca: Annotated[Path | None, Metavar("FILE"), Computed("clients need no certificate")] = None
+    """Authorities of clients, a PEM file; with it, clients on TCP ports must show a certificate of theirs."""
+    token_file: Annotated[Path | None, Metavar("FILE"), Computed("calls need no token")] = None
+    """Whose tokens are good, in lines as `bngrad token new` prints them; with it, every call at every address must have
+    one."""
+    open_health: bool = False
+    """Whether grpc.health.v1 answers without a token."""
+    insecure: bool = False
+    """Whether the network is protected otherwise, so that nothing need be said about ports without TLS or tokens."""
+    reflection: bool = True
+    """Whether clients may ask what there is to call."""
+    socket_mode: Annotated[str, Metavar("MODE")] = Field(default="0600", pattern="^0?[0-7]{3}$")
+    """Permissions of Unix sockets to listen on, in octal: whoever may write to one may call."""
+    max_client_requests: Annotated[int, Computed("0, no limit")] = Field(default=0, ge=0)
+    """Requests in the server at once of one client: the owner of a token, the name in a certificate, else the host or
+    the process. Beyond, it is told to come again."""
+    max_client_bytes: Annotated[Bytes, Computed("0, no limit")] = Field(default=0, ge=0)
+    """Tensors in the server at once of one client that has several requests."""
 
     @property
     def has_cores_for_all(self) -> bool:
@@ -194,6 +217,10 @@ class ServerConfig(BaseSettings):
             raise ValueError("stream_port needs an address HOST:PORT in listen, on whose host it is")
         if self.shared_group is not None and self.shared_bytes == 0:
             raise ValueError("shared_group needs shared_bytes, which is 0")
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ValueError("tls_certificate and tls_key need each other")
+        if self.tls_client_ca is not None and self.tls_certificate is None:
+            raise ValueError("tls_client_ca needs tls_certificate and tls_key")
         if self.max_batch_delay_s >= self.max_wait_s:
             delays = f"{self.max_batch_delay_s:g} s and {self.max_wait_s:g} s"
             raise ValueError(f"max_batch_delay should be less than max_wait, but they are {delays}")

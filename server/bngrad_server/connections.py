@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 _MAX_CONNECTIONS = 512
 """For more, the one that was idle longest is closed, of those that never made a call if there are such; where none is
 idle, the new one, whose client falls back to grpcio."""
+_WEIGHT_OF_RESET = 100
 _STALL_TIMEOUT_S = 60.0
 """How long a peer may stand still in the middle of a frame or a call."""
 
@@ -34,6 +35,7 @@ class _Connection:
         answers: Answers its calls, in a thread.
         small_call: Its running call, if it has no thread.
         is_watched: Whether the poller watches it: nobody else uses it.
+        is_outdated: Whether it is to end with the call that it has.
     """
 
     def __init__(self, sock: socket.socket, client: str, calls: Calls) -> None:
@@ -43,6 +45,7 @@ class _Connection:
         self.answers = Answers(calls, sock, client)
         self.small_call: SmallCall | None = None
         self.is_watched = False
+        self.is_outdated = False
 
 
 class Connections:
@@ -89,6 +92,13 @@ class Connections:
         if not self._all:
             self.ended.set()
 
+    def renew(self) -> None:
+        """Ends TLS connections, with the calls that they have, so that their clients show their certificates again."""
+        for connection in list(self._all):
+            connection.is_outdated = isinstance(connection.sock, http2.TlsSocket)
+            if connection.is_outdated and connection in self._idle:
+                self._close(connection)
+
     def hang_up(self) -> None:
         """Ends every connection."""
         for connection in self._all:
@@ -105,7 +115,7 @@ class Connections:
         """Has a connection wait for its next call."""
         if connection.http.held:  # more than the socket took at once
             self._lend(connection, connection.http.flush)
-        elif self._draining:
+        elif self._draining or connection.is_outdated:
             self._close(connection)
         else:
             self._idle[connection] = None
@@ -135,7 +145,7 @@ class Connections:
             elif call is not None:
                 del self._idle[connection]
                 self._begin(connection, call)
-            elif http.is_amid_frame:
+            elif http.is_amid_frame and http.awaits_much:
                 self._lend(connection, partial(_answer_begun, connection))
             else:
                 http.flush()
@@ -156,12 +166,18 @@ class Connections:
             connection.http.flush()
 
     def _begin(self, connection: _Connection, call: http2.ServerCall) -> None:
-        if call.path not in UNARY or not call.has_arrived:
-            self._lend(connection, partial(connection.answers.answer, call))
+        if call.failure is not None:  # it was reset before we saw it: few who mean well do that, and not often
+            connection.http.count_idle_frame(_WEIGHT_OF_RESET)
+            call.end()
+            self._rest(connection)
             return
-        small_call = SmallCall(call, connection.answers.caller(call, lambda: call.failure is not None))
-        end = partial(self._poller.soon, partial(self._end, connection, small_call))
         try:
+            caller = connection.answers.caller(call, lambda: call.failure is not None)
+            if call.path not in UNARY or not call.has_arrived:
+                self._lend(connection, partial(connection.answers.answer, call))
+                return
+            small_call = SmallCall(call, caller)
+            end = partial(self._poller.soon, partial(self._end, connection, small_call))
             data = message_of(call)
             has_begun = small_call.submit(self._calls, data, end)
         except Exception as error:

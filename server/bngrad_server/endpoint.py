@@ -20,6 +20,8 @@ from bngrad_server.calls import Calls
 from bngrad_server.connections import Connections
 from bngrad_server.leading import Leader
 from bngrad_server.poller import Poller
+from bngrad_server.security.certificates import Certificates
+from bngrad_server.security.handshakes import Handshakes
 
 logger = logging.getLogger(__name__)
 
@@ -30,12 +32,22 @@ _CREDENTIALS = struct.Struct("3i")
 class Endpoint:
     """Listens on sockets of its own."""
 
-    def __init__(self, calls: Calls) -> None:
+    def __init__(self, calls: Calls, certificates: Certificates | None = None) -> None:
+        """Listens to nobody yet.
+
+        Args:
+            calls: What to answer.
+            certificates: For TLS on TCP ports; None for no TLS.
+        """
         self._listeners: list[socket.socket] = []
         self._stopping = threading.Event()
         self._poller = Poller("poller")
         self._connections = Connections(calls, self._poller)
         Leader(self._poller, calls.batcher)
+        self._handshakes = None
+        if certificates is not None:
+            renew = partial(self._poller.soon, self._connections.renew)
+            self._handshakes = Handshakes(certificates, self._add, renew)
 
     def listen_on_port(self, host: str, port: int) -> int:
         """Listens on a TCP port, and returns it.
@@ -57,6 +69,8 @@ class Endpoint:
     def start(self) -> None:
         """Accepts connections."""
         self._poller.start()
+        if self._handshakes is not None:
+            self._handshakes.start()
         for listener in self._listeners:
             threading.Thread(target=self._accept, args=(listener,), name="endpoint", daemon=True).start()
 
@@ -67,6 +81,8 @@ class Endpoint:
             with contextlib.suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)
             listener.close()
+        if self._handshakes is not None:
+            self._handshakes.stop()
         if not self._poller.is_alive:
             return
         self._poller.soon(self._connections.drain)
@@ -87,7 +103,14 @@ class Endpoint:
                 logger.warning("cannot accept a connection: %s", error)
                 time.sleep(0.1)  # out of file descriptors, mostly
                 continue
-            self._poller.soon(partial(self._connections.add, connection, _client_of(connection, address)))
+            client = _client_of(connection, address)
+            if self._handshakes is not None and connection.family != socket.AF_UNIX:
+                self._handshakes.begin(connection, client)
+            else:
+                self._add(connection, client)
+
+    def _add(self, connection: socket.socket, client: str) -> None:
+        self._poller.soon(partial(self._connections.add, connection, client))
 
 
 def _client_of(sock: socket.socket, address: Any) -> str:

@@ -41,7 +41,9 @@ class Engine:
     """
 
     def __init__(self, config: ServerConfig, on_change: Callable[[], None]) -> None:
-        self.admission = Admission(config.max_requests, config.max_wait_s)
+        self.admission = Admission(
+            config.max_requests, config.max_wait_s, config.max_client_requests, config.max_client_bytes
+        )
         self.arena = Arena(config.arena_bytes)
         names, remark = backends.devices(config.device)
         self.device_remark = remark or ""

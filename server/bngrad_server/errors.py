@@ -14,6 +14,7 @@ from bngrad_kernels.spec import InvalidArgumentError
 from bngrad_server.admission import OverloadedError
 from bngrad_server.arena import ArenaTooSmallError
 from bngrad_server.batching import ComputeError
+from bngrad_server.security.guard import UnauthenticatedError
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +24,7 @@ _CODES: list[tuple[type[Exception], grpc.StatusCode]] = [
     (ArenaTooSmallError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (TimeoutError, grpc.StatusCode.DEADLINE_EXCEEDED),
     (ComputeError, grpc.StatusCode.INTERNAL),
+    (UnauthenticatedError, grpc.StatusCode.UNAUTHENTICATED),
 ]
 
 

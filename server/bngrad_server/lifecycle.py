@@ -22,6 +22,10 @@ from bngrad_server.engine import Engine
 from bngrad_server.janitor import Janitor
 from bngrad_server.local import LocalSockets
 from bngrad_server.memory import use_one_heap
+from bngrad_server.security import exposure
+from bngrad_server.security.certificates import CertificatePaths, Certificates
+from bngrad_server.security.guard import Guard
+from bngrad_server.security.tokens import Tokens
 from bngrad_server.service import generic_handler
 
 logger = logging.getLogger(__name__)
@@ -30,6 +34,11 @@ _OTHER_THREADS = 16
 """For what is no op: health, reflection, what the server is."""
 _MAX_RPCS = 2048
 """Calls on grpcio's port at once, also those that wait for a thread."""
+_HANDSHAKE_TIMEOUT_MS = 10_000
+_NO_COMPRESSION = 1
+"""The bit of "identity"."""
+_MAX_AGE_MS = 60_000
+"""How long a connection on grpcio's port lasts whose client has shown a certificate, which may be revoked meanwhile."""
 
 
 class ListenError(Exception):
@@ -50,6 +59,7 @@ class Server:
             ListenError: An address is taken, malformed or not ours.
         """
         self._config = config
+        self._certificates, guard = _secured(config)
         self._health = health.HealthServicer()
         self._set_health(serving=False)
         self.engine = Engine(config, on_change=self._update_health)
@@ -65,17 +75,23 @@ class Server:
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.http2.max_pings_without_data", 0),
                 ("grpc.so_reuseport", 0),  # a second server on the same port is a mistake, not a load balancer
+                ("grpc.server_handshake_timeout_ms", _HANDSHAKE_TIMEOUT_MS),
+                # Tensors do not get smaller; and a message's size is limited before it is unpacked, not afterwards.
+                ("grpc.compression_enabled_algorithms_bitset", _NO_COMPRESSION),
+                *([("grpc.max_connection_age_ms", _MAX_AGE_MS)] if config.tls_client_ca else []),
             ],
+            interceptors=guard.interceptors(open_health=config.open_health),
             maximum_concurrent_rpcs=_MAX_RPCS,
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc_server)
-        self._calls = Calls(self.engine, config.max_message_bytes)
+        self._calls = Calls(self.engine, config.max_message_bytes, guard)
         self._grpc_server.add_generic_rpc_handlers((generic_handler(self._calls),))
-        reflection.enable_server_reflection(
-            (SERVICE.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc_server
-        )
+        if config.reflection:
+            reflection.enable_server_reflection(
+                (SERVICE.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc_server
+            )
         self.addresses = [self._listen(address) for address in config.listen]
-        self._endpoint = Endpoint(self._calls)
+        self._endpoint = Endpoint(self._calls, self._certificates)
         self._calls.endpoints.stream_port = self._listen_for_streams()
         self._local = self._listen_locally()
         self._janitor = Janitor(self._left_behind())
@@ -114,11 +130,22 @@ class Server:
         return [path for path in sockets if path.exists()] + ([self._local.directory] if self._local else [])
 
     def _listen(self, address: str) -> str:
+        path = Path(address.removeprefix("unix:")) if address.startswith("unix:") else None
+        umask = os.umask(0o177) if path else None  # from its first moment the socket is for nobody else
         try:
-            port = self._grpc_server.add_insecure_port(address)
+            if path or self._certificates is None:
+                port = self._grpc_server.add_insecure_port(address)
+            else:
+                port = self._grpc_server.add_secure_port(address, self._certificates.credentials())
         except RuntimeError as error:
             raise ListenError(f"cannot listen on {address}: the address is taken, malformed or not ours") from error
-        return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
+        finally:
+            if umask is not None:
+                os.umask(umask)
+        if path is None:
+            return f"{address.rpartition(':')[0]}:{port}"
+        path.chmod(int(self._config.socket_mode, 8))
+        return address
 
     def _listen_for_streams(self) -> int:
         """The port of the endpoint for large tensors; 0 where the server listens on no TCP address."""
@@ -138,7 +165,7 @@ class Server:
         if self._config.shared_bytes == 0 or not os.access(local.PARENT, os.W_OK):
             return None
         try:
-            sockets = LocalSockets(self.engine.regions, self._config.shared_group)
+            sockets = LocalSockets(self.engine.regions, self._config.shared_group, self._calls.guard)
         except LookupError as error:
             raise ListenError(f"cannot share memory with clients on this host: {error}") from error
         except OSError as error:
@@ -155,6 +182,24 @@ class Server:
         status = health_pb2.HealthCheckResponse
         for service in ("", SERVICE.full_name):
             self._health.set(service, status.SERVING if serving else status.NOT_SERVING)
+
+
+def _secured(config: ServerConfig) -> tuple[Certificates | None, Guard]:
+    """What is shown to clients, and what they are asked for."""
+    paths = None
+    if config.tls_certificate is not None and config.tls_key is not None:
+        paths = CertificatePaths(config.tls_certificate, config.tls_key, config.tls_client_ca)
+    try:
+        certificates = None if paths is None else Certificates(paths)
+        tokens = None if config.token_file is None else Tokens(config.token_file)
+    except (OSError, ValueError) as error:
+        raise ListenError(f"cannot listen as it should be: {error}") from error
+    guard = Guard(tokens, reads_certificates=config.tls_client_ca is not None)
+    if not config.insecure:
+        knows_clients = guard.asks_tokens or guard.reads_certificates
+        for warning in exposure.warnings(config.listen, has_tls=paths is not None, knows_clients=knows_clients):
+            logger.warning("%s", warning)
+    return certificates, guard
 
 
 def serve(config: ServerConfig) -> None:

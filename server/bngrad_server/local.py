@@ -1,9 +1,10 @@
 """What clients on this host find in shared memory's file system: a directory with two sockets.
 
 ``calls`` takes the same calls as every endpoint. ``regions`` leases memory: a client connects, sends a size as 8 bytes,
-little-endian, and gets the region's key, 16 bytes, with the descriptor of its file; or a sentence why not. The lease
-ends with the connection. Meanwhile the client may ask by a question mark whether any request still names the region,
-and is told so by one byte, 1 or 0: what a request that timed out was to write may still be written.
+little-endian, followed at once by the value of its ``authorization`` header if it has a token, and gets the region's
+key, 16 bytes, with the descriptor of its file; or a sentence why not. The lease ends with the connection. Meanwhile the
+client may ask by a question mark whether any request still names the region, and is told so by one byte, 1 or 0: what a
+request that timed out was to write may still be written.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import time
 from pathlib import Path
 
 from bngrad_server.regions import Region, Regions, RegionsFullError
+from bngrad_server.security.guard import OPEN, Guard, UnauthenticatedError
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +30,8 @@ PARENT = Path("/dev/shm")  # noqa: S108 - what is made in here is for its owner 
 _PREFIX = "bngrad-"
 _SIZE = struct.Struct("<Q")
 IS_IN_USE = b"?"
+_SCHEME = "Bearer "
+_LONGEST_AUTHORIZATION = 4096
 
 
 class LocalSockets:
@@ -38,12 +42,13 @@ class LocalSockets:
         calls: The listening socket for calls.
     """
 
-    def __init__(self, regions: Regions, group: str | None) -> None:
+    def __init__(self, regions: Regions, group: str | None, guard: Guard = OPEN) -> None:
         """Makes the directory, for this user alone, or for a group too.
 
         Args:
             regions: What to lease from.
             group: The name of the group.
+            guard: Says who may lease.
 
         Raises:
             LookupError: There is no such group.
@@ -63,7 +68,7 @@ class LocalSockets:
             leases = on_failure.enter_context(_listen(draft / "regions", group))
             draft.rename(self.directory)
             on_failure.pop_all()
-        self._leases = _Leases(regions, leases)
+        self._leases = _Leases(regions, leases, guard)
 
     def start(self) -> None:
         """Leases regions from now on."""
@@ -79,8 +84,9 @@ class LocalSockets:
 class _Leases:
     """The thread that leases regions, each for the life of a connection."""
 
-    def __init__(self, regions: Regions, listener: socket.socket) -> None:
+    def __init__(self, regions: Regions, listener: socket.socket, guard: Guard) -> None:
         self._regions = regions
+        self._guard = guard
         self._listener = listener
         self._selector = selectors.DefaultSelector()
         self._leases: dict[socket.socket, Region | None] = {}
@@ -127,16 +133,19 @@ class _Leases:
         """Leases a region to a client that asks for the first time, and ends with one that says anything unknown."""
         leased = self._leases[client]
         try:
-            message = client.recv(_SIZE.size)
+            message = client.recv(_SIZE.size + _LONGEST_AUTHORIZATION)
             if message == IS_IN_USE and leased is not None:
                 client.send(bytes([leased.holds > 0]))
                 return
-            (nbytes,) = _SIZE.unpack(message) if len(message) == _SIZE.size else (0,)
-            if nbytes == 0 or leased is not None:
+            size, authorization = message[: _SIZE.size], message[_SIZE.size :].decode(errors="replace")
+            (nbytes,) = _SIZE.unpack(size) if len(size) == _SIZE.size else (0,)
+            is_odd = authorization != "" and not authorization.startswith(_SCHEME)
+            if nbytes == 0 or leased is not None or is_odd:
                 self._end(client)
                 return
+            self._guard.client_of(authorization, "")
             region = self._regions.lease(nbytes)
-        except RegionsFullError as error:
+        except (RegionsFullError, UnauthenticatedError) as error:
             client.send(str(error).encode())
             self._end(client)
         except OSError:

@@ -95,7 +95,8 @@ class Poller:
         next_tick = time.monotonic() + _TICK_S
         due = next_tick
         while not (self._stopping and self.may_end()):
-            for fd, _ in self._epoll.poll(max(0.0, min(due, next_tick) - time.monotonic()), _MAX_EVENTS):
+            patience_s = 0.0 if self._soon else max(0.0, min(due, next_tick) - time.monotonic())
+            for fd, _ in self._epoll.poll(patience_s, _MAX_EVENTS):
                 self._do_what_is_urgent()
                 action = self._actions.get(fd)  # none where an action before has forgotten it
                 if action is not None:
@@ -104,7 +105,8 @@ class Poller:
                 _do(self.on_tick)
                 next_tick = time.monotonic() + _TICK_S
             due = self.after_events()
-            while self._soon:
+            if self._soon:
+                # What these want done soon has its turn after others: a client that floods us must not keep them out.
                 for _ in range(len(self._soon)):
                     _do(self._soon.popleft())
                 due = self.after_events()

@@ -26,6 +26,8 @@ _LONGEST_RESTART_DELAY_S = 5.0
 _SOUND_AFTER_S = 1.0
 """A worker that was in use for so long did not die of its start."""
 _BEATS_PER_TIMEOUT = 10
+_GPU_START_TIMEOUT_S = 60.0
+"""For drivers that take long over many GPUs or much memory to page-lock, and let no other thread run meanwhile."""
 
 
 class WorkerState(enum.Enum):
@@ -239,14 +241,16 @@ class _Keeper:
         self._failure = ""
         silences = 0
         while True:
-            sign = worker.sign_of_life(self._timeout_s / 2)
+            is_starting = self._ready_since is None and self._name.startswith("cuda")
+            timeout_s = max(self._timeout_s, _GPU_START_TIMEOUT_S) if is_starting else self._timeout_s
+            sign = worker.sign_of_life(timeout_s / 2)
             if sign == b"":
                 return f": {self._failure}" if self._failure else ""
             # Two silences in a row: the first may be this process's own, which was stopped for a while.
             silences = silences + 1 if sign is None else 0
             if silences == 2:
                 worker.kill()
-                return f" for showing no life for {self._timeout_s:g} s"
+                return f" for showing no life for {timeout_s:g} s"
             if worker.is_late:
                 worker.kill()
                 return " for taking too long over a batch"

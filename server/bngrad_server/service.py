@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from concurrent.futures import CancelledError
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import grpc
@@ -18,6 +19,8 @@ from bngrad_server.calls import SERVICE, UNARY_OPS, Calls, chunk_of, exchange_er
 from bngrad_server.config import MAX_CALLS
 from bngrad_server.engine import copy
 from bngrad_server.errors import status_of
+from bngrad_server.security.certificates import client_of_context
+from bngrad_server.security.guard import Guard, authorization_of
 
 Behavior = TypeVar("Behavior", bound=Callable[..., Any])
 
@@ -50,7 +53,7 @@ def _run_in(threads: futures.ThreadPoolExecutor, behavior: Behavior) -> Behavior
 def _unary(calls: Calls, name: str) -> Callable[[Iterator[bytes], grpc.ServicerContext], bytes]:
     def answer(requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         try:
-            caller = _caller(context)
+            caller = _caller(context, calls.guard)
             with calls.watched_upload(caller):
                 request = _Source(requests).receive()
             if request is None:
@@ -66,7 +69,7 @@ def _unary(calls: Calls, name: str) -> Callable[[Iterator[bytes], grpc.ServicerC
 def _exchange(calls: Calls) -> Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[bytes]]:
     def answer(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         try:
-            for pieces in calls.exchange(_Source(requests), _caller(context)):
+            for pieces in calls.exchange(_Source(requests), _caller(context, calls.guard)):
                 yield b"".join(pieces)
         except Exception as error:
             _abort(context, error)
@@ -102,12 +105,18 @@ class _Source:
             start = end
 
 
-def _caller(context: grpc.ServicerContext) -> Caller:
+def _caller(context: grpc.ServicerContext, guard: Guard) -> Caller:
     """Who waits, and how long; gRPC tells "for ever" as centuries, which no lock can wait for."""
     rest_s = context.time_remaining()
     endless = rest_s is None or rest_s > threading.TIMEOUT_MAX
     deadline = None if endless else time.monotonic() + rest_s
-    return Caller(_host(context.peer()), deadline, lambda: not context.is_active(), lambda: _cancel(context))
+    host = _host(context.peer())
+    check = partial(
+        guard.client_of,
+        authorization_of(context.invocation_metadata()) if guard.asks_tokens else None,
+        client_of_context(context, host) if guard.reads_certificates else host,
+    )
+    return Caller(check(), deadline, lambda: not context.is_active(), lambda: _cancel(context), check)
 
 
 def _cancel(context: grpc.ServicerContext) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -19,6 +20,8 @@ from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_protos.v1 import batch_norm_grad_pb2_grpc as pb_grpc
 from bngrad_server.embedded import EmbeddedServer
 
+DEVICE = os.environ.get("BNGRAD_TEST_DEVICE", "cpu")
+"""What the common server computes on; `make gpu-test` has it be a GPU."""
 TIMEOUT_S = 60.0
 ONE_WORKER = ("--workers", "1")
 """For tests that stop the worker, or watch it."""
@@ -34,7 +37,7 @@ def socket_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def server(socket_path: Path) -> Iterator[EmbeddedServer]:
     """One server for all tests that leave it as it was, on TCP and on a Unix socket."""
-    with EmbeddedServer(options=("--listen", f"unix:{socket_path}")) as server:
+    with EmbeddedServer(device=DEVICE, options=("--listen", f"unix:{socket_path}")) as server:
         yield server
 
 

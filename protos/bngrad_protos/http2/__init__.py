@@ -16,6 +16,7 @@ from bngrad_protos.http2.client import ClientCall, ClientConnection
 from bngrad_protos.http2.errors import PeerGoneError, ProtocolError, RpcError
 from bngrad_protos.http2.frames import Buffer
 from bngrad_protos.http2.server import ServerCall, ServerConnection
+from bngrad_protos.http2.tls import TlsSocket
 
 __all__ = [
     "Buffer",
@@ -27,5 +28,6 @@ __all__ = [
     "RpcError",
     "ServerCall",
     "ServerConnection",
+    "TlsSocket",
     "set_timeout",
 ]

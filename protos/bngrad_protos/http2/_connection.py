@@ -182,6 +182,17 @@ class Connection(ABC):
             return False
         return buffered >= frames.HEADER_BYTES + length
 
+    def _is_short_frame(self) -> bool:
+        """Whether the next frame, of which a part has arrived, can be handled once it is whole in the buffer."""
+        io = self.io
+        if self.data_left or self._skip_left or (io.tls is not None and io.tls.pending()):
+            return False
+        if io.high - io.low < frames.HEADER_BYTES:
+            return True
+        length, kind, flags, _ = frames.parse_header(io.buffer, io.low)
+        is_whole = kind != frames.HEADERS or flags & frames.END_HEADERS
+        return bool(is_whole and frames.DATA < kind <= frames.CONTINUATION and length <= _CONTROL_BYTES)
+
     def handle_frame(self) -> None:
         """Waits for a frame and acts on it; of DATA of the running call, only the header: see `data_left`.
 
@@ -216,9 +227,13 @@ class Connection(ABC):
             io.broken = io.broken or f"handling a frame failed: {error or type(error).__name__}"
             raise
 
-    def count_idle_frame(self) -> None:
-        """Ends the connection of a peer that floods it with frames that move no call forward."""
-        self._idle_frames += 1
+    def count_idle_frame(self, weight: int = 1) -> None:
+        """Ends the connection of a peer that floods it with frames that move no call forward.
+
+        Args:
+            weight: As how many frames it counts.
+        """
+        self._idle_frames += weight
         if self._idle_frames >= _IDLE_FRAMES_PER_SECOND:
             now = time.monotonic()
             if now - self._idle_since < 1:

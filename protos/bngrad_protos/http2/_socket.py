@@ -9,6 +9,7 @@ from contextlib import suppress
 
 from bngrad_protos.http2.errors import EndOfConnectionError, PeerGoneError
 from bngrad_protos.http2.frames import Buffer
+from bngrad_protos.http2.tls import TlsSocket
 
 BUFFER_BYTES = 64 * 1024
 _DIRECT_BYTES = 16 * 1024  # From here on, reading past the buffer is cheaper than copying out of it.
@@ -23,6 +24,9 @@ def set_timeout(sock: socket.socket, timeout_s: float | None) -> None:
 
     It does as ``settimeout``, but with that Python makes two system calls of each, and lets other threads in twice.
     """
+    if isinstance(sock, TlsSocket):
+        sock.settimeout(None if timeout_s is None or timeout_s > _LONGEST_S else max(timeout_s, 1e-6))
+        return
     if sock.gettimeout() is not None:
         sock.settimeout(None)
     # Zero is no bound to the system.
@@ -37,6 +41,7 @@ class BufferedSocket:
 
     Attributes:
         broken: Why the socket is of no more use; None while it is.
+        tls: The socket, if it speaks TLS: it may then have something that nobody who watches its descriptor would see.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -44,6 +49,7 @@ class BufferedSocket:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             _fit_to_cache(sock)
         self._sock = sock
+        self.tls = sock if isinstance(sock, TlsSocket) else None
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self.broken: str | None = None
@@ -156,8 +162,8 @@ class BufferedSocket:
         self.check()
         if self.high - self.low == BUFFER_BYTES:
             return False
-        # A timeout of Python's own makes it wait whatever the flags say.
-        if self._sock.gettimeout() is not None and not self._poll.poll(0):
+        # A timeout of Python's own makes it wait whatever the flags say, but with TLS.
+        if self.tls is None and self._sock.gettimeout() is not None and not self._poll.poll(0):
             return False
         try:
             self._receive_more(socket.MSG_DONTWAIT)

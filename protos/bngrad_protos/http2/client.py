@@ -10,6 +10,7 @@ from bngrad_protos.http2 import _headers, frames
 from bngrad_protos.http2._call import Call
 from bngrad_protos.http2._connection import Connection
 from bngrad_protos.http2.errors import ErrorCode, PeerGoneError, RpcError, Status, error_of_http
+from bngrad_protos.http2.tls import TlsSocket
 
 _SETTINGS = frames.settings(
     {
@@ -35,6 +36,7 @@ class ClientConnection(Connection):
     def __init__(self, sock: socket.socket, authority: str) -> None:
         super().__init__(sock, frames.PREFACE + _SETTINGS)
         self._authority = authority
+        self._scheme = "https" if isinstance(sock, TlsSocket) else "http"
         self._blocks: dict[str, bytes] = {}
         self._next_id = 1
 
@@ -71,7 +73,7 @@ class ClientConnection(Connection):
             block = self._blocks[path] = _headers.encode(
                 [
                     (":method", "POST"),
-                    (":scheme", "http"),
+                    (":scheme", self._scheme),
                     (":path", path),
                     (":authority", self._authority),
                     ("te", "trailers"),

@@ -97,7 +97,13 @@ class ServerConnection(Connection):
     @property
     def is_amid_frame(self) -> bool:
         """Whether something has arrived that is not handled yet."""
-        return self.io.high > self.io.low
+        io = self.io
+        return io.high > io.low or (io.tls is not None and io.tls.pending() > 0)
+
+    @property
+    def awaits_much(self) -> bool:
+        """Whether what has begun to arrive may take long, or is more than can be kept until it is whole."""
+        return self._preface_seen and not self._is_short_frame()
 
     def goaway(self) -> None:
         """Tells the client that no more calls are taken; one that it began meanwhile it may repeat elsewhere."""

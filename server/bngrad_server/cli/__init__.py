@@ -16,6 +16,7 @@ _COMMANDS = {
     "info": "Says what a server is: version, devices, limits, endpoints.",
     "bench": "Measures how fast a server answers.",
     "demo": "Sends real gradients, checks the answers.",
+    "token": "Makes tokens, by which a server knows its clients.",
     "completion": "Prints a script by which the shell completes bngrad's words.",
 }
 

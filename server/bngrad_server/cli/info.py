@@ -36,8 +36,10 @@ def _lines(server: bngrad.ServerInfo) -> list[tuple[str, str]]:
         (device.name, f"{device.state}, restarted {device.restarts} times: {device.description}")
         for device in server.devices
     ]
+    remark = [("GPUs", server.device_remark)] if server.device_remark else []
     return [
         *devices,
+        *remark,
         ("requests in it", str(server.requests)),
         ("batches computed", _batches(server.batch_sizes) or "none"),
         ("largest message", f"{server.max_message_bytes / 2**20:.1f} MiB"),

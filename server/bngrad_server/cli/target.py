@@ -10,9 +10,12 @@ import ssl
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+
+from bngrad_server.security.exposure import is_local
 
 if TYPE_CHECKING:
     import grpc
@@ -38,10 +41,20 @@ class Target:
     Attributes:
         address: ``HOST:PORT`` or ``unix:PATH``.
         timeout_s: How long a call may take, in seconds.
+        tls: Whether to speak TLS.
+        tls_ca: The authorities to know the server by; None for those that the system trusts. Files, as the next ones.
+        tls_certificate: The certificate to show.
+        tls_key: Its key.
+        token_file: The token to show.
     """
 
     address: str
     timeout_s: float
+    tls: bool = False
+    tls_ca: Path | None = None
+    tls_certificate: Path | None = None
+    tls_key: Path | None = None
+    token_file: Path | None = None
 
     @contextmanager
     def client(self, **arguments: Any) -> Iterator[bngrad.Client]:
@@ -53,7 +66,9 @@ class Target:
         import bngrad  # noqa: PLC0415 - it takes longer than asking for the server's health
 
         try:
-            with bngrad.Client(self.address, timeout=self.timeout_s, **arguments) as client:
+            tls = bngrad.Tls(self.tls_ca, self.tls_certificate, self.tls_key) if self.tls else False
+            arguments |= {"timeout": self.timeout_s, "tls": tls, "token": self.token_file}
+            with bngrad.Client(self.address, **arguments) as client:
                 yield client
         except bngrad.BngradError as error:
             raise TargetError(str(error)) from error
@@ -63,7 +78,24 @@ class Target:
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # What goes wrong, the command says.
         import grpc  # noqa: PLC0415 - the variable must be set before
 
-        return grpc.insecure_channel(self.address, [("grpc.enable_http_proxy", 0)])
+        options = [("grpc.enable_http_proxy", 0)]
+        if not self.tls or self.address.startswith("unix:"):
+            return grpc.insecure_channel(self.address, options)
+        files = (self.tls_ca, self.tls_key, self.tls_certificate)
+        return grpc.secure_channel(self.address, grpc.ssl_channel_credentials(*map(_read, files)), options)
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What calls on the channel say of the caller.
+
+        Raises:
+            TargetError: The token would travel in the clear, or cannot be read.
+        """
+        token = _read(self.token_file)
+        if token is None:
+            return ()
+        if not self.tls and not is_local(self.address):
+            raise TargetError(f"the token would travel unencrypted to {self.address}: give --tls or --tls-ca as well")
+        return (("authorization", f"Bearer {token.decode(errors='replace').strip()}"),)
 
     def connect(self) -> None:
         """Makes sure that somebody listens there: the system knows better than gRPC what is wrong if not.
@@ -90,13 +122,14 @@ class Target:
         Raises:
             TargetError: It does not say.
         """
+        metadata = self.metadata()
         self.connect()
         with self.channel() as channel:
             import grpc  # noqa: PLC0415 - the channel has imported it
 
             check: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(_HEALTH_METHOD)
             try:
-                return check(b"", timeout=self.timeout_s) == _SERVING
+                return check(b"", timeout=self.timeout_s, metadata=metadata) == _SERVING
             except grpc.RpcError as error:
                 raise TargetError(self._explained(error)) from error
 
@@ -143,10 +176,23 @@ class Target:
         if code == "DEADLINE_EXCEEDED":
             return f"{self.address} does not answer within {self.timeout_s:g} s: it hangs, or is no gRPC server"
         if code == "UNAVAILABLE":
-            if self._speaks_tls():
-                return f"{self.address} speaks TLS, and this command did not"
-            return f"{self.address} is no gRPC server: {details}"
-        return f"{self.address} answered {code}: {details}"
+            return self._explained_unavailable(details)
+        what_to_do = "; give --token-file" if code == "UNAUTHENTICATED" else ""
+        return f"{self.address} answered {code}: {details}{what_to_do}"
+
+    def _explained_unavailable(self, details: str | None) -> str:
+        if self.tls:
+            return f"{self.address} is not reached by TLS: {details}"
+        if self._speaks_tls():
+            return f"{self.address} speaks TLS, and this command did not: give --tls or --tls-ca"
+        return f"{self.address} is no gRPC server: {details}"
+
+
+def _read(path: Path | None) -> bytes | None:
+    try:
+        return None if path is None else path.read_bytes()
+    except OSError as error:
+        raise TargetError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _address(context: click.Context, parameter: click.Parameter, value: str) -> str:
@@ -175,10 +221,25 @@ def with_target(default_timeout_s: float) -> Callable[[Command], Command]:
             metavar="SECONDS",
             help="How long a call may take.",
         )
+        @click.option("--tls", is_flag=True, help="Speak TLS; any of the next three says so too.")
+        @_file_option(
+            "--tls-ca", "Authorities to know the server by, a PEM file, instead of those that the system trusts."
+        )
+        @_file_option("--tls-certificate", "Certificate to show, a PEM file, for servers that ask for one.")
+        @_file_option("--tls-key", "Its private key, a PEM file.")
+        @_file_option("--token-file", "File that has the token to show.")
         @functools.wraps(command)
         def wrapped(address: str, timeout_s: float, **others: Any) -> Any:
-            return command(Target(address, timeout_s), **others)
+            files = {name: others.pop(name) for name in ("tls_ca", "tls_certificate", "tls_key", "token_file")}
+            if (files["tls_certificate"] is None) != (files["tls_key"] is None):
+                raise click.UsageError("--tls-certificate and --tls-key need each other")
+            tls = others.pop("tls") or files["tls_ca"] is not None or files["tls_key"] is not None
+            return command(Target(address, timeout_s, tls, **files), **others)
 
         return wrapped  # type: ignore[return-value]
 
     return decorate
+
+
+def _file_option(name: str, text: str) -> Callable[[Command], Command]:
+    return click.option(name, type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help=text)

@@ -44,7 +44,9 @@ def test_what_is_ours_alone_goes_by_its_name_only() -> None:
         return {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
 
     of_calls = {"out": None, "priority": 0, "timeout": None}
-    assert named_only(bngrad.Client) == {"timeout": 60.0, "transport": "auto", "retries": True, "options": ()}
+    security = {"tls": False, "token": None, "insecure": False}
+    of_clients = {"timeout": 60.0, "transport": "auto", "retries": True, "options": ()} | security
+    assert named_only(bngrad.Client) == of_clients
     for name in ("fused_batch_norm_grad_v3", "fused_batch_norm_grad_v2", "fused_batch_norm_grad_grad"):
         assert named_only(getattr(bngrad.Client, name)) == {"reserve_space_2_kind": "variance"} | of_calls
     onednn = {"epsilon": inspect.Parameter.empty, "data_format": "NXC"}

@@ -159,3 +159,29 @@ def test_nothing_is_left_once_all_are_out(requests: list[tuple[str, int]]) -> No
     assert not gate._requests_of
     assert not gate._work_of
     assert gate._work == 0
+
+
+def test_a_client_may_have_so_many_requests_and_no_more() -> None:
+    gate = Admission(256, 5.0, max_client_requests=2)
+    for _ in range(2):
+        gate.enter("greedy", MB, None)
+    with pytest.raises(OverloadedError, match="has 2 requests in already") as refused:
+        gate.enter("greedy", 0, None)
+    assert 0 < refused.value.retry_delay_s < 1
+    with pytest.raises(OverloadedError, match="has 2 requests in already"):
+        gate.check("greedy", None)
+    gate.enter("modest", MB, None)
+    gate.leave("greedy", MB, computed=True)
+    gate.enter("greedy", MB, None)
+
+
+def test_a_client_may_have_so_many_bytes_or_one_request() -> None:
+    gate = Admission(256, 5.0, max_client_bytes=10 * MB)
+    gate.enter("greedy", 4 * MB, None)
+    gate.enter("greedy", 6 * MB, None)
+    with pytest.raises(OverloadedError, match=f"more than the {10 * MB} bytes that it may have"):
+        gate.enter("greedy", 1, None)
+    gate.enter("modest", 100 * MB, None)
+    for nbytes in (4 * MB, 6 * MB):
+        gate.leave("greedy", nbytes, computed=True)
+    gate.enter("greedy", 11 * MB, None)

@@ -32,6 +32,11 @@ from bngrad_server.config import ServerConfig
         ({"listen": ("unix:/a",), "stream_port": 1}, "stream_port needs an address HOST:PORT"),
         ({"shared_bytes": 0, "shared_group": "users"}, "shared_group needs shared_bytes"),
         ({"max_wait_s": 0.5, "max_batch_delay_s": 0.5}, "max_batch_delay should be less than max_wait"),
+        ({"tls_certificate": "a"}, "tls_certificate and tls_key need each other"),
+        ({"tls_key": "a"}, "tls_certificate and tls_key need each other"),
+        ({"tls_client_ca": "a"}, "tls_client_ca needs tls_certificate and tls_key"),
+        ({"socket_mode": "0999"}, "socket_mode\n.*pattern"),
+        ({"max_client_requests": -1}, "max_client_requests\n.*greater than or equal to 0"),
     ],
 )
 def test_an_impossible_setting_is_refused_by_name(setting: dict[str, Any], message: str) -> None:

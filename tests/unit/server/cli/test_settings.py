@@ -37,6 +37,13 @@ def effective(*arguments: object, **environment: str) -> dict[str, Any]:
     return {name: (each["value"], each["origin"]) for name, each in json.loads(result.output).items()}
 
 
+def flag(name: str, text: str) -> tuple[str, ...]:
+    spelled = name.replace("_", "-")
+    if text in ("True", "False"):
+        return (f"--{spelled}" if text == "True" else f"--no-{spelled}",)
+    return f"--{spelled}", text
+
+
 def test_a_flag_goes_before_the_environment_and_that_before_the_file(file: Path) -> None:
     file.write_text("workers = 5\nmax_requests = 5\nmax_wait = 5\n")
     environment = {"BNGRAD_MAX_REQUESTS": "6", "BNGRAD_MAX_WAIT": "6s", "BNGRAD_CONFIG": str(file)}
@@ -51,18 +58,14 @@ def test_every_setting_can_be_given_in_every_way(file: Path) -> None:
     defaults = effective()
     assert list(defaults) == [setting_name(name) for name in ServerConfig.model_fields]
     texts = {name: ",".join(value) if isinstance(value, list) else str(value) for name, (value, _) in defaults.items()}
-    texts["shared_group"] = "users"
-    flags = [word for name, text in texts.items() for word in ("--" + name.replace("_", "-"), text)]
+    unset = {name: "something" for name, (value, _) in defaults.items() if value is None}
+    texts |= unset
+    flags = [word for name, text in texts.items() for word in flag(name, text)]
     variables = {f"BNGRAD_{name.upper()}": text for name, text in texts.items()}
     file.write_text("".join(f"{name} = {json.dumps(text)}\n" for name, text in texts.items()))
     ways = (effective(*flags), effective(**variables), effective("--config", file))
     values = [{name: value for name, (value, _) in way.items()} for way in ways]
-    assert (
-        values[0]
-        == values[1]
-        == values[2]
-        == {name: value for name, (value, _) in defaults.items()} | {"shared_group": "users"}
-    )
+    assert values[0] == values[1] == values[2] == {name: value for name, (value, _) in defaults.items()} | unset
     assert all(origin != "default" for way in ways for _, origin in way.values())
 
 

@@ -1,0 +1,160 @@
+"""What bad clients cost a well-behaved one: its p99 under each scan against its p99 when it is quiet.
+
+The server has TLS and tokens. Every scan goes at grpcio's port and at the server's own at once, as fast as it can, with
+the lowest priority: a real one would have a machine of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+import trustme
+from benchmarks.hostile.scans import SCANS
+from benchmarks.kernels import report
+
+from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
+from bngrad_protos.v1 import batch_norm_grad_pb2_grpc as pb_grpc
+from bngrad_server.embedded import EmbeddedServer
+from bngrad_server.security.tokens import new_token
+
+TARGET = 3.0
+_TRANSPORTS = {"grpcio": "unary", "own": "stream"}
+_PACKAGES = ("grpcio", "hpack", "numpy")
+_SETTLE_S = 0.5
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_hostile", description=__doc__)
+    parser.add_argument("--scans", nargs="+", choices=list(SCANS), default=list(SCANS))
+    parser.add_argument("--seconds", type=float, default=5, help="of each scan")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the numbers and the machine's facts")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory, _server(Path(directory)) as (server, token, ca, ports):
+        results = _measure(options, server, token, ca, ports)
+    worst = max(each["ratio"] for result in results["scans"].values() for each in result["doors"].values())
+    print(f"\nthe worst is {worst:.1f} x; the target is at most {TARGET:g} x")
+    if options.json:
+        machine = report.machine({name: metadata.version(name) for name in _PACKAGES}, os.cpu_count() or 0)
+        facts = {"machine": machine, "seconds": options.seconds}
+        options.json.write_text(json.dumps(facts | results, indent=1) + "\n")
+
+
+@contextlib.contextmanager
+def _server(directory: Path) -> Iterator[tuple[EmbeddedServer, str, Path, list[int]]]:
+    authority = trustme.CA()
+    own = authority.issue_cert("localhost", "127.0.0.1")
+    ca, certificate, key, tokens = (directory / name for name in ("ca.pem", "server.pem", "server.key", "tokens"))
+    authority.cert_pem.write_to_path(ca)
+    own.cert_chain_pems[0].write_to_path(certificate)
+    own.private_key_pem.write_to_path(key)
+    token, line = new_token("well-behaved")
+    tokens.write_text(line)
+    files = ("--tls-certificate", str(certificate), "--tls-key", str(key), "--token-file", str(tokens))
+    with EmbeddedServer(options=files) as server:
+        credentials = grpc.ssl_channel_credentials(ca.read_bytes())
+        with grpc.secure_channel(server.target, credentials) as channel:
+            who = (("authorization", f"Bearer {token}"),)
+            info = pb_grpc.BatchNormGradServiceStub(channel).ServerInfo(pb.ServerInfoRequest(), metadata=who)
+        yield server, token, ca, [int(server.target.rpartition(":")[2]), info.endpoints.stream_port]
+
+
+def _measure(
+    options: argparse.Namespace, server: EmbeddedServer, token: str, ca: Path, ports: list[int]
+) -> dict[str, Any]:
+    front = psutil.Process(server.process.pid)
+    with contextlib.ExitStack() as stack:
+        clients = {
+            door: stack.enter_context(_client(server.target, token, ca, how)) for door, how in _TRANSPORTS.items()
+        }
+        _ask(clients, 1.0)
+        quiet = {door: _figures(heard) for door, heard in _ask(clients, options.seconds).items()}
+        results: dict[str, Any] = {"quiet": quiet, "scans": {}}
+        print(
+            f"{'':12}"
+            + "".join(f"{door:>8} p50      p99  ratio errors" for door in clients)
+            + "   memory   descriptors"
+        )
+        print(f"{'quiet':12}" + "".join(_row(each) for each in quiet.values()), flush=True)
+        for name in options.scans:
+            with _scan(name, token, ca, ports):
+                time.sleep(_SETTLE_S)
+                doors = {door: _figures(heard) for door, heard in _ask(clients, options.seconds).items()}
+                memory, descriptors = front.memory_info().rss, front.num_fds()
+            for door, each in doors.items():
+                each["ratio"] = each["p99_s"] / quiet[door]["p99_s"]
+            results["scans"][name] = {"doors": doors, "memory_bytes": memory, "descriptors": descriptors}
+            rows = "".join(_row(each) for each in doors.values())
+            print(f"{name:12}{rows} {memory / 1e6:6.0f} MB {descriptors:8}", flush=True)
+            for each in doors.values():
+                if each["first_error"]:
+                    print(f"{'':12}{each['first_error']}")
+            time.sleep(_SETTLE_S)
+    return results
+
+
+@contextlib.contextmanager
+def _client(target: str, token: str, ca: Path, transport: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "benchmarks.hostile.wellbehaved", target, token, str(ca), transport]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@contextlib.contextmanager
+def _scan(name: str, token: str, ca: Path, ports: list[int]) -> Iterator[None]:
+    command = [sys.executable, "-m", "benchmarks.hostile.scans", name, "127.0.0.1", token, str(ca), *map(str, ports)]
+    with subprocess.Popen(command) as process:
+        try:
+            time.sleep(_SETTLE_S)
+            yield
+            if process.poll() is not None:
+                sys.exit(f"the scan {name} ended with {process.returncode}")
+        finally:
+            process.kill()
+
+
+def _ask(clients: dict[str, subprocess.Popen[str]], seconds: float) -> dict[str, dict[str, Any]]:
+    """Has the clients call for so long, all at once, and tells what they heard."""
+    for client in clients.values():
+        assert client.stdin is not None
+        client.stdin.write(f"{seconds}\n")
+        client.stdin.flush()
+    heard = {}
+    for door, client in clients.items():
+        assert client.stdout is not None
+        heard[door] = json.loads(client.stdout.readline())
+    return heard
+
+
+def _figures(heard: dict[str, Any]) -> dict[str, Any]:
+    cuts = statistics.quantiles(heard["latencies"], n=100)
+    return {
+        "calls": len(heard["latencies"]), "p50_s": cuts[49], "p99_s": cuts[98],
+        "errors": len(heard["errors"]), "first_error": next(iter(heard["errors"]), None),
+    }  # fmt: skip
+
+
+def _row(figures: dict[str, Any]) -> str:
+    ratio = f"{figures['ratio']:5.1f}" if "ratio" in figures else "     "
+    return f"{1e3 * figures['p50_s']:9.2f} ms {1e3 * figures['p99_s']:6.2f} ms {ratio} {figures['errors']:6}"
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    main()

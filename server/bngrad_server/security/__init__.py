@@ -1,0 +1,1 @@
+"""Who may call, and how nobody else listens: tokens, certificates, TLS."""

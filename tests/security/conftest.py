@@ -1,0 +1,133 @@
+"""A server that asks for a certificate and a token at every door, and those who may call it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from tests.integration.conftest import ONE_WORKER
+from tests.security.authority import HOSTS, Authority, Pair
+
+import bngrad
+from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
+from bngrad_protos.v1 import batch_norm_grad_pb2_grpc as pb_grpc
+from bngrad_server.embedded import EmbeddedServer
+from bngrad_server.security.tokens import new_token
+
+DOORS = ("grpcio TCP", "grpcio Unix", "own TCP", "own Unix")
+_ARRAY = np.ones((2, 3, 3, 4), np.float32)
+_STATS = np.ones(4, np.float32)
+
+
+def ask(client: bngrad.Client) -> None:
+    """Makes a call that a client who may is answered."""
+    client.fused_batch_norm_grad_v2(_ARRAY, _ARRAY, _STATS, _STATS, _STATS, timeout=60)
+
+
+class Guarded:
+    """The files of such a server, and the server."""
+
+    def __init__(self, directory: Path, *, client_ca: bool = True, options: tuple[str, ...] = ()) -> None:
+        self.directory = directory
+        self.authority = Authority(directory)
+        self.live = Pair(directory / "live.pem", directory / "live.key")
+        self.client_ca = directory / "clients.pem"
+        self.tokens = directory / "tokens"
+        self.show(self.authority.issue(*HOSTS))
+        self.accept(self.authority)
+        self.alice = self.authority.issue("alice@work.example", common_name="alice")
+        self.token, line = new_token("alice")
+        self.tokens.write_text(f"{line}\n")
+        self.socket = directory / "bngrad.sock"
+        self.unix_target = f"unix:{self.socket}"
+        self.options = (
+            *ONE_WORKER,
+            *("--listen", self.unix_target, "--token-file", str(self.tokens)),
+            *("--tls-certificate", str(self.live.certificate), "--tls-key", str(self.live.key)),
+            *(("--tls-client-ca", str(self.client_ca)) if client_ca else ()),
+            *options,
+        )
+        self.server: EmbeddedServer
+
+    @contextmanager
+    def running(self) -> Iterator[Guarded]:
+        with EmbeddedServer(options=self.options) as self.server:
+            yield self
+
+    def show(self, pair: Pair) -> None:
+        """Has the server show a certificate from now on."""
+        _replace(self.live.key, pair.key.read_bytes())
+        _replace(self.live.certificate, pair.certificate.read_bytes())
+
+    def accept(self, authority: Authority) -> None:
+        """Has the server accept clients of an authority, and no others."""
+        _replace(self.client_ca, authority.path.read_bytes())
+
+    def know(self, *lines: str) -> None:
+        """Has the server know these tokens, and no others."""
+        _replace(self.tokens, "".join(f"{line}\n" for line in lines).encode())
+
+    @property
+    def tls(self) -> bngrad.Tls:
+        """What alice takes to reach the server."""
+        return bngrad.Tls(self.authority.path, self.alice.certificate, self.alice.key)
+
+    def client(self, target: str | None = None, **arguments: Any) -> bngrad.Client:
+        """A client: alice's, but for what is said of it."""
+        return bngrad.Client(target or self.server.target, **{"tls": self.tls, "token": self.token, **arguments})
+
+    def port(self, door: str) -> tuple[str, int]:
+        """The host and port of a TCP door."""
+        host, _, port = self.server.target.rpartition(":")
+        return host, int(port) if door == "grpcio TCP" else self.endpoints.stream_port
+
+    def channel(self, door: str) -> grpc.Channel:
+        """A stock channel to a door, with alice's certificate where it is of TCP."""
+        if door.endswith("Unix"):
+            target = self.unix_target if door == "grpcio Unix" else f"unix:{self.endpoints.local_directory}/calls"
+            return grpc.insecure_channel(target, [("grpc.use_local_subchannel_pool", 1)])  # a connection of its own
+        host, port = self.port(door)
+        return grpc.secure_channel(f"{host}:{port}", self.credentials)
+
+    @property
+    def credentials(self) -> grpc.ChannelCredentials:
+        return grpc.ssl_channel_credentials(
+            self.authority.path.read_bytes(), self.alice.key.read_bytes(), self.alice.certificate.read_bytes()
+        )
+
+    @cached_property
+    def endpoints(self) -> pb.Endpoints:
+        return self.info().endpoints
+
+    def info(self) -> pb.ServerInfoResponse:
+        """What the server says of itself to alice."""
+        metadata = (("authorization", f"Bearer {self.token}"),)
+        with grpc.secure_channel(self.server.target, self.credentials) as channel:
+            stub = pb_grpc.BatchNormGradServiceStub(channel)
+            return stub.ServerInfo(pb.ServerInfoRequest(), metadata=metadata, timeout=60)
+
+
+@pytest.fixture(scope="session")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    """One server for all tests that leave it and its files as they were."""
+    with Guarded(tmp_path_factory.mktemp("guarded")).running() as guarded:
+        yield guarded
+
+
+@pytest.fixture
+def own_guarded(tmp_path: Path) -> Iterator[Guarded]:
+    """A server whose files the test may change."""
+    with Guarded(tmp_path).running() as guarded:
+        yield guarded
+
+
+def _replace(path: Path, content: bytes) -> None:
+    draft = path.with_name(f"{path.name}.new")
+    draft.write_bytes(content)
+    draft.rename(path)

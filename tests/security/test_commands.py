@@ -1,0 +1,53 @@
+"""The commands against a server that asks for a certificate and a token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.integration.test_commands import run
+from tests.security.conftest import Guarded
+
+
+@pytest.fixture
+def known(guarded: Guarded, tmp_path: Path) -> tuple[str, ...]:
+    """The options by which the server knows alice."""
+    token = tmp_path / "token"
+    token.write_text(f"{guarded.token}\n")
+    pair = ("--tls-certificate", str(guarded.alice.certificate), "--tls-key", str(guarded.alice.key))
+    return ("--tls-ca", str(guarded.authority.path), *pair, "--token-file", str(token), "--timeout", "60")
+
+
+@pytest.mark.parametrize("command", [("check",), ("check", "--quick"), ("info",)], ids=" ".join)
+def test_a_known_user_is_answered(guarded: Guarded, known: tuple[str, ...], command: tuple[str, ...]) -> None:
+    ended = run(*command, *known, guarded.server.target)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert guarded.token not in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (6, "answered UNAUTHENTICATED: a valid token is needed"),
+        (2, "is not reached by TLS"),
+        (0, "speaks TLS, and this command did not: give --tls or --tls-ca"),
+    ],
+)
+def test_others_are_told_what_is_missing(guarded: Guarded, known: tuple[str, ...], options: int, message: str) -> None:
+    ended = run("check", "--timeout", "60", *known[:options], guarded.server.target)
+    assert ended.returncode == 1
+    assert message in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_token_is_not_sent_to_other_hosts_in_the_clear(known: tuple[str, ...]) -> None:
+    for arguments in (("check", "--quick"), ("info",)):
+        ended = run(*arguments, *known[6:8], "192.0.2.1:1", "--timeout", "0.1")
+        assert ended.returncode == 1
+        assert "the token would travel unencrypted to 192.0.2.1:1" in ended.stderr
+
+
+def test_a_certificate_needs_its_key(known: tuple[str, ...]) -> None:
+    ended = run("info", *known[2:4])
+    assert ended.returncode == 2
+    assert "--tls-certificate and --tls-key need each other" in ended.stderr

@@ -1,0 +1,125 @@
+"""Bad clients of all kinds, while a good one goes on being served."""
+
+from __future__ import annotations
+
+import gzip
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+from benchmarks.hostile.scans import SCANS
+from tests.faults.peers import path_of, request
+from tests.integration.conftest import wait_until
+from tests.security.conftest import DOORS, Guarded, ask
+
+from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
+from bngrad_server.security.tokens import new_token
+
+_MOST_MEMORY = 700 * 2**20
+_SPARE_DESCRIPTORS = 32
+_CALLS = 10
+
+
+@pytest.fixture(scope="module")
+def open_to_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    """A server that asks for tokens, and for no certificates, so that strangers get as far as they can."""
+    with Guarded(tmp_path_factory.mktemp("hostile"), client_ca=False).running() as guarded:
+        yield guarded
+
+
+@contextmanager
+def scan(name: str, guarded: Guarded) -> Iterator[subprocess.Popen[bytes]]:
+    ports = [str(guarded.port(door)[1]) for door in ("grpcio TCP", "own TCP")]
+    arguments = [name, "127.0.0.1", guarded.token, str(guarded.authority.path), *ports]
+    with subprocess.Popen([sys.executable, "-m", "benchmarks.hostile.scans", *arguments], cwd=Path.cwd()) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("name", SCANS)
+def test_a_good_client_is_served_beside_bad_ones(open_to_all: Guarded, name: str) -> None:
+    guarded = open_to_all
+    front = psutil.Process(guarded.server.process.pid)
+    with guarded.client(transport="unary") as grpcio, guarded.client(transport="stream") as own:
+        for client in (grpcio, own):
+            ask(client)
+        descriptors = front.num_fds()
+        with scan(name, guarded) as bad:
+            for _ in range(_CALLS):
+                for client in (grpcio, own):
+                    ask(client)
+                with guarded.client(transport="unary") as newcomer:
+                    ask(newcomer)
+            assert bad.poll() is None
+            assert front.memory_info().rss < _MOST_MEMORY
+        wait_until(lambda: front.num_fds() <= descriptors + _SPARE_DESCRIPTORS)
+    assert "Traceback" not in guarded.server.stderr()
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_compressed_messages_are_refused_unread(open_to_all: Guarded, door: str) -> None:
+    """What is a megabyte on its way may be a gigabyte afterwards."""
+    bomb = gzip.compress(bytes(2**26), 9)
+    with open_to_all.channel(door) as channel:
+        call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(path_of("FusedBatchNormGradV2"))
+        with pytest.raises(grpc.RpcError) as refused:
+            call(bomb, metadata=_as(open_to_all.token), compression=grpc.Compression.Gzip, timeout=60)
+        assert isinstance(refused.value, grpc.Call)
+        assert refused.value.code() == grpc.StatusCode.UNIMPLEMENTED
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_client_has_no_more_than_its_share(limited: tuple[Guarded, str], door: str) -> None:
+    """A token, not an address, is a client: one that has all it may leaves others alone."""
+    guarded, bob = limited
+    message = request(4096).SerializeToString()
+    begun = pb.ExchangeRequest(fused_batch_norm_grad_v2=request(4096, whole=False)).SerializeToString()
+    go_on = threading.Event()
+
+    def upload() -> Iterator[bytes]:
+        yield begun
+        go_on.wait(60)
+
+    with guarded.channel(door) as first, guarded.channel(door) as second:
+        held = exchange_of(first)(upload(), metadata=_as(guarded.token), timeout=60)
+        try:
+            wait_until(lambda: guarded.info().requests == 1)
+            assert code_of(second, message, guarded.token) == grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert code_of(second, message, bob) == grpc.StatusCode.OK
+        finally:
+            held.cancel()
+            go_on.set()
+        wait_until(lambda: code_of(second, message, guarded.token) == grpc.StatusCode.OK)
+
+
+@pytest.fixture(scope="module")
+def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Guarded, str]]:
+    """A server where each client may have one request at once; and a token beside alice's."""
+    token, line = new_token("bob")
+    guarded = Guarded(tmp_path_factory.mktemp("limited"), options=("--max-client-requests", "1"))
+    guarded.know(guarded.tokens.read_text().strip(), line)
+    with guarded.running():
+        yield guarded, token
+
+
+def exchange_of(channel: grpc.Channel) -> grpc.StreamStreamMultiCallable[bytes, bytes]:
+    return channel.stream_stream(path_of("Exchange"))
+
+
+def code_of(channel: grpc.Channel, message: bytes, token: str) -> grpc.StatusCode:
+    call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(path_of("FusedBatchNormGradV2"))
+    future = call.future(message, metadata=_as(token), timeout=60)
+    future.exception()
+    return future.code()
+
+
+def _as(token: str) -> tuple[tuple[str, str]]:
+    return (("authorization", f"Bearer {token}"),)

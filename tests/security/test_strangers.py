@@ -1,0 +1,164 @@
+"""Who may call is answered, at every door; who may not learns nothing and gets nothing."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import grpc
+import pytest
+from tests.faults.peers import path_of, request
+from tests.integration.conftest import TRANSPORTS, Transport, wait_until
+from tests.security.conftest import DOORS, Guarded, ask
+
+import bngrad
+from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
+from bngrad_server.security.tokens import new_token
+
+_METHODS = (
+    path_of("FusedBatchNormGradV2"),
+    path_of("Exchange"),
+    path_of("ServerInfo"),
+    path_of("NoSuchMethod"),
+    "/no.such.Service/Method",
+    "/grpc.health.v1.Health/Check",
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+)
+
+
+def kept(metadata: list[tuple[str, str]]) -> str:
+    return ", ".join(f"{name}: {value[:12]}" for name, value in metadata) or "nothing"
+
+
+@pytest.mark.parametrize("over", ["TCP", "Unix"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_known_client_is_answered(guarded: Guarded, transport: Transport, over: str) -> None:
+    target = guarded.server.target if over == "TCP" else guarded.unix_target
+    with guarded.client(target, transport=transport) as client:
+        ask(client)
+        assert client.server_info().devices
+
+
+async def test_so_is_one_that_awaits(guarded: Guarded) -> None:
+    async with bngrad.aio.Client(guarded.server.target, tls=guarded.tls, token=guarded.token) as client:
+        assert (await client.server_info()).devices
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        [],
+        [("authorization", "")],
+        [("authorization", "Bearer wrong")],
+        [("authorization", f"Bearer {new_token('alice')[0]}")],
+        [("authorization", "Basic YWxpY2U6YWxpY2U=")],
+        [("authorization", "Bearer {}"), ("authorization", "Bearer wrong")],
+        [("x-token", "{}")],
+    ],
+    ids=kept,
+)
+@pytest.mark.parametrize("door", DOORS)
+def test_strangers_learn_nothing(guarded: Guarded, door: str, metadata: list[tuple[str, str]]) -> None:
+    """Every method, whether there is such a one or not, and whatever it is sent, has the same answer."""
+    sent = tuple((name, value.replace("{}", guarded.token)) for name, value in metadata)
+    said: set[object] = set()
+    with guarded.channel(door) as channel:
+        for method in _METHODS:
+            for message in (b"", b"garbage", request(4096).SerializeToString()):
+                call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(method)
+                with pytest.raises(grpc.RpcError) as refused:
+                    call(message, metadata=sent, timeout=60)
+                error = refused.value
+                assert isinstance(error, grpc.Call)
+                said.add(
+                    (error.code(), error.details(), tuple(error.initial_metadata()), tuple(error.trailing_metadata()))
+                )
+    assert said == {(grpc.StatusCode.UNAUTHENTICATED, "a valid token is needed", (), ())}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_stranger_is_refused_before_it_has_sent_anything(guarded: Guarded, door: str) -> None:
+    with guarded.channel(door) as channel:
+        for method in _METHODS:
+            call: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(method)
+            responses = call(iter(lambda: b"x" * 1000, None), timeout=60)
+            with pytest.raises(grpc.RpcError) as refused:
+                next(responses)
+            assert isinstance(refused.value, grpc.Call)
+            assert refused.value.code() == grpc.StatusCode.UNAUTHENTICATED
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("token", [None, "wrong"])
+def test_the_client_says_so(guarded: Guarded, transport: Transport, token: str | None) -> None:
+    for target in (guarded.server.target, guarded.unix_target):
+        with (
+            guarded.client(target, token=token, transport=transport) as client,
+            pytest.raises(bngrad.UnauthenticatedError, match="a valid token is needed") as refused,
+        ):
+            ask(client)
+        assert isinstance(refused.value, PermissionError)
+        assert "wrong" not in str(refused.value)
+
+
+@pytest.mark.parametrize("authorization", ["", "Bearer wrong", "Bearer " + "x" * 5000])
+def test_a_stranger_gets_no_shared_memory(guarded: Guarded, authorization: str) -> None:
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(60)
+        sock.connect(f"{guarded.endpoints.local_directory}/regions")
+        sock.sendall(struct.pack("<Q", 2**20) + authorization.encode())
+        message, fds, _, _ = socket.recv_fds(sock, 1024, 1)
+    assert not fds
+    assert message in (b"a valid token is needed", b"")
+
+
+def test_a_call_that_goes_on_ends_with_its_token(own_guarded: Guarded) -> None:
+    guarded = own_guarded
+    metadata = (("authorization", f"Bearer {guarded.token}"),)
+    part = pb.ExchangeRequest(fused_batch_norm_grad_v2=request(0)).SerializeToString()
+    is_out = threading.Event()
+
+    def requests() -> Iterator[bytes]:
+        yield part
+        is_out.wait(60)
+        yield part
+
+    with ExitStack() as stack:
+        running = []
+        for door in DOORS:
+            channel = stack.enter_context(guarded.channel(door))
+            call: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(path_of("Exchange"))
+            running.append(call(requests(), metadata=metadata, timeout=60))
+            assert next(running[-1])
+        guarded.know(new_token("bob")[1])
+        wait_until(lambda: not is_known(guarded))
+        is_out.set()
+        for responses in running:
+            with pytest.raises(grpc.RpcError) as refused:
+                list(responses)
+            assert isinstance(refused.value, grpc.Call)
+            assert refused.value.code() == grpc.StatusCode.UNAUTHENTICATED
+
+
+def is_known(guarded: Guarded) -> bool:
+    with guarded.client(transport="unary") as client:
+        try:
+            ask(client)
+        except bngrad.UnauthenticatedError:
+            return False
+        return True
+
+
+def test_nobody_is_told_the_token(guarded: Guarded) -> None:
+    with guarded.client() as client:
+        ask(client)
+        assert guarded.token not in repr(client)
+        assert guarded.token not in repr(vars(client)["_caller"].__dict__)
+    assert guarded.token not in guarded.server.stderr()
+
+
+def test_the_owner_alone_may_use_the_socket(guarded: Guarded) -> None:
+    assert guarded.socket.stat().st_mode & 0o777 == 0o600

@@ -1,0 +1,171 @@
+"""TLS on both TCP ports: who is who, and what is refused."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.integration.conftest import TRANSPORTS, Transport, wait_until
+from tests.security.authority import HOSTS, Authority, Pair
+from tests.security.conftest import Guarded, ask
+
+import bngrad
+from bngrad_protos.http2 import frames
+from bngrad_server.security.tokens import new_token
+
+TCP_DOORS = ("grpcio TCP", "own TCP")
+_HELLO = frames.PREFACE + frames.settings({})
+
+
+def context(authority: Authority, pair: Pair | None = None) -> ssl.SSLContext:
+    made = ssl.create_default_context(cafile=authority.path)
+    made.set_alpn_protocols(["h2"])
+    if pair is not None:
+        made.load_cert_chain(pair.certificate, pair.key)
+    return made
+
+
+def hear(place: tuple[str, int], how: ssl.SSLContext | None, session: ssl.SSLSession | None = None) -> bytes:
+    """What a server says to a greeting of HTTP/2; nothing where it ends the connection, or does not begin it."""
+    heard = b""
+    with suppress(OSError), socket.create_connection(place, 60) as plain, wrapped(plain, how, session) as sock:
+        sock.sendall(_HELLO)
+        while len(heard) < frames.HEADER_BYTES and (said := sock.recv(2**16)):
+            heard += said
+    return heard
+
+
+def wrapped(sock: socket.socket, how: ssl.SSLContext | None, session: ssl.SSLSession | None = None) -> socket.socket:
+    return sock if how is None else how.wrap_socket(sock, server_hostname=sock.getpeername()[0], session=session)
+
+
+def is_greeted(heard: bytes) -> bool:
+    return len(heard) >= frames.HEADER_BYTES and frames.parse_header(heard, 0)[1] == frames.SETTINGS
+
+
+def too_old(version: ssl.TLSVersion) -> ssl.SSLContext:
+    """A context that would take nothing newer than this version; it cannot even say so without old ciphers."""
+    made = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    made.check_hostname, made.verify_mode = False, ssl.CERT_NONE
+    made.set_ciphers("ALL:@SECLEVEL=0")
+    made.minimum_version = ssl.TLSVersion.TLSv1
+    made.maximum_version = version
+    return made
+
+
+@pytest.mark.parametrize("door", TCP_DOORS)
+def test_a_client_with_a_certificate_is_greeted(guarded: Guarded, door: str) -> None:
+    assert is_greeted(hear(guarded.port(door), context(guarded.authority, guarded.alice)))
+
+
+@pytest.mark.parametrize("door", TCP_DOORS)
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_so_is_one_of_either_version(guarded: Guarded, door: str, version: ssl.TLSVersion) -> None:
+    how = context(guarded.authority, guarded.alice)
+    how.minimum_version = how.maximum_version = version
+    assert is_greeted(hear(guarded.port(door), how))
+
+
+@pytest.mark.parametrize("door", TCP_DOORS)
+@pytest.mark.parametrize("who", ["nobody", "expired", "somebody else's", "self-made", "plain", "TLS 1.0", "TLS 1.1"])
+@pytest.mark.filterwarnings("ignore:ssl.TLSVersion:DeprecationWarning")
+def test_others_are_not(guarded: Guarded, door: str, who: str, tmp_path: Path) -> None:
+    alice, other = "alice@work.example", Authority(tmp_path, "other")
+    how: dict[str, Callable[[], ssl.SSLContext | None]] = {
+        "nobody": lambda: context(guarded.authority),
+        "expired": lambda: context(guarded.authority, guarded.authority.issue(alice, expired=True)),
+        "somebody else's": lambda: context(guarded.authority, other.issue(alice)),
+        "self-made": lambda: context(guarded.authority, Authority(tmp_path, "authority").issue(alice)),
+        "plain": lambda: None,
+        "TLS 1.0": lambda: too_old(ssl.TLSVersion.TLSv1),
+        "TLS 1.1": lambda: too_old(ssl.TLSVersion.TLSv1_1),
+    }
+    assert not is_greeted(hear(guarded.port(door), how[who]()))
+
+
+def refusal(guarded: Guarded, **arguments: Any) -> str:
+    """Why a client cannot reach a server."""
+    with guarded.client(retries=False, **arguments) as client, pytest.raises(bngrad.UnavailableError) as refused:
+        ask(client)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_the_client_takes_no_other_server(guarded: Guarded, transport: Transport, tmp_path: Path) -> None:
+    own = guarded.alice
+    unknown = bngrad.Tls(Authority(tmp_path, "unknown").path, own.certificate, own.key)
+    assert "CERTIFICATE_VERIFY_FAILED" in refusal(guarded, tls=unknown, transport=transport)
+    elsewhere = bngrad.Tls(guarded.authority.path, own.certificate, own.key, server_name="other.example")
+    assert "Hostname Verification Check failed" in refusal(guarded, tls=elsewhere, transport=transport)
+    assert refusal(guarded, tls=True, transport=transport)
+    assert refusal(guarded, tls=False, transport=transport)
+
+
+def wait_until_greeted(guarded: Guarded, door: str, how: ssl.SSLContext, *, greeted: bool = True) -> None:
+    place = guarded.port(door)
+    wait_until(lambda: is_greeted(hear(place, how)) == greeted)
+
+
+def test_an_expired_server_is_refused_and_a_new_certificate_is_shown_without_restart(own_guarded: Guarded) -> None:
+    guarded = own_guarded
+    how = context(guarded.authority, guarded.alice)
+    with guarded.client() as client:
+        ask(client)
+        for door in TCP_DOORS:
+            wait_until_greeted(guarded, door, how)
+        guarded.show(guarded.authority.issue(*HOSTS, expired=True))
+        for door in TCP_DOORS:
+            wait_until_greeted(guarded, door, how, greeted=False)
+        assert "CERTIFICATE_VERIFY_FAILED" in refusal(guarded, transport="stream")
+        ask(client)  # on the connection that it has
+    guarded.show(guarded.authority.issue(*HOSTS))
+    for door in TCP_DOORS:
+        wait_until_greeted(guarded, door, how)
+    with guarded.client() as client:
+        ask(client)
+
+
+def test_clients_come_and_go_with_their_authorities(own_guarded: Guarded, tmp_path: Path) -> None:
+    guarded, other = own_guarded, Authority(tmp_path, "other")
+    before = context(guarded.authority, guarded.alice)
+    after = context(guarded.authority, other.issue("bob@work.example"))
+    before.maximum_version = ssl.TLSVersion.TLSv1_2  # whose sessions are there at once
+    sessions = {}
+    for door in TCP_DOORS:
+        with wrapped(socket.create_connection(guarded.port(door), 60), before) as sock:
+            assert isinstance(sock, ssl.SSLSocket)
+            sessions[door] = sock.session
+    with wrapped(socket.create_connection(guarded.port("own TCP"), 60), before) as held:
+        held.sendall(_HELLO)
+        assert is_greeted(held.recv(2**16))
+        guarded.accept(other)
+        for door in TCP_DOORS:
+            wait_until_greeted(guarded, door, after)
+            assert not is_greeted(hear(guarded.port(door), before))
+            assert not is_greeted(hear(guarded.port(door), before, sessions[door]))
+        while held.recv(2**16):  # the connection of one who is accepted no more ends
+            pass
+
+
+def test_tokens_come_and_go_without_restart(own_guarded: Guarded) -> None:
+    guarded = own_guarded
+    token, line = new_token("bob")
+
+    def is_known(client: bngrad.Client) -> bool:
+        try:
+            ask(client)
+        except bngrad.UnauthenticatedError:
+            return False
+        return True
+
+    with guarded.client() as alice, guarded.client(token=token) as bob:
+        assert is_known(alice)
+        assert not is_known(bob)
+        guarded.know(line)
+        wait_until(lambda: is_known(bob))
+        assert not is_known(alice)
