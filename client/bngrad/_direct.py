@@ -14,6 +14,7 @@ from bngrad._cancellation import Cancellation
 from bngrad._deadline import Deadline
 from bngrad._errors import InternalError, from_status
 from bngrad._security import OPEN, Access
+from bngrad._tracing import trace_context
 from bngrad_protos import http2, wire
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_protos.wire import Buffer
@@ -132,7 +133,7 @@ class DirectEndpoint:
         self, method: str, deadline: Deadline, cancellation: Cancellation
     ) -> Iterator[tuple[http2.ClientCall, socket.socket]]:
         """Lends a call and its socket, whose timeout is to be set again for each long wait."""
-        metadata = self._access.metadata()
+        metadata = self._access.metadata() + trace_context()
         connection, sock = self._connection(deadline)
         try:
             with cancellation.calls(lambda: _shut_down(sock)):

@@ -11,6 +11,7 @@ from bngrad._cancellation import Cancellation
 from bngrad._deadline import Deadline
 from bngrad._errors import InternalError, UnavailableError, from_rpc_error
 from bngrad._security import Access
+from bngrad._tracing import trace_context
 from bngrad_protos import wire
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_protos.wire import Buffer
@@ -40,7 +41,7 @@ class GrpcEndpoint:
         callable_ = self._unary.get(method)
         if callable_ is None:
             callable_ = self._unary[method] = self._channel.unary_unary(method)
-        metadata = self._access.metadata()
+        metadata = self._access.metadata() + trace_context()
         try:
             if (
                 cancellation.only_by_close
@@ -66,9 +67,10 @@ class GrpcEndpoint:
     ) -> bytes:
         """Makes one exchange; see `bngrad._direct.DirectEndpoint.exchange`."""
         exchange: grpc.StreamStreamMultiCallable[bytes, bytes] = self._channel.stream_stream(method)
-        metadata = self._access.metadata()
+        metadata = self._access.metadata() + trace_context()
         try:
-            responses = exchange(_messages(number, header, tensors), timeout=deadline.rest_s(), metadata=metadata)
+            messages = _messages(number, header, tensors)
+            responses = exchange(messages, timeout=deadline.rest_s(), metadata=metadata)
             try:
                 with cancellation.calls(responses.cancel):
                     message = next(responses, b"")

@@ -7,10 +7,13 @@ import sys
 
 _SERVER_EXTRA = {
     "click",
+    "grpc_channelz",
     "grpc_health",
     "grpc_reflection",
     "grpc_status",
+    "h11",
     "numba",
+    "prometheus_client",
     "pydantic",
     "pydantic_settings",
     "rich",

@@ -48,9 +48,9 @@ class Answers:
         deadline = None if call.timeout_s is None else time.monotonic() + call.timeout_s
         guard = self._calls.guard
         if not guard.asks_tokens:
-            return Caller(self._client, deadline, is_gone, lambda: hang_up(self._sock))
+            return Caller(self._client, deadline, is_gone, lambda: hang_up(self._sock), call.metadata)
         check = partial(guard.client_of, call.metadata.get("authorization"), self._client)
-        return Caller(check(), deadline, is_gone, lambda: hang_up(self._sock), check)
+        return Caller(check(), deadline, is_gone, lambda: hang_up(self._sock), call.metadata, check)
 
     def answer(self, call: http2.ServerCall) -> None:
         """Answers a call of which nothing has been read."""

@@ -31,6 +31,7 @@ _LOOK_UP_S = 0.2
 _SPLIT_FROM_NBYTES = 1 << 21
 """Smaller jobs are not worth two workers."""
 _BATCH_SIZES = 16
+_BATCH_NBYTES = 41
 
 
 class ComputeError(Exception):
@@ -42,6 +43,11 @@ class Batcher:
 
     Attributes:
         batch_sizes: How many batches were taken; at index k, those of 2**k to 2**(k + 1) - 1 jobs.
+        batch_nbytes: Alike, for the sizes of their tensors in bytes; the first one has those without any as well.
+        jobs_taken: How many jobs they had.
+        nbytes_taken: How many bytes they had.
+        reruns: How many jobs had to wait again since their worker died.
+        quarantined: How many were given up since several workers had died of them.
         on_work: Is called, from any thread, where a worker is idle and a job is next that was submitted. It must not
             call the batcher.
     """
@@ -56,6 +62,8 @@ class Batcher:
             split: Whether a large job is shared out to the workers that would be idle.
         """
         self.batch_sizes = [0] * _BATCH_SIZES
+        self.batch_nbytes = [0] * _BATCH_NBYTES
+        self.jobs_taken = self.nbytes_taken = self.reruns = self.quarantined = 0
         self.on_work = _do_nothing
         self._max_jobs = max_jobs
         self._max_delay_s = max_delay_s
@@ -241,6 +249,11 @@ class Batcher:
         with self._mutex:
             self._expecting.remove(own)
 
+    def waiting(self) -> tuple[int, int]:
+        """How many jobs wait, and the size of their tensors in bytes."""
+        with self._mutex:
+            return len(self._queue), sum(job.nbytes for job in self._queue.jobs)
+
     def rest_of_delay(self) -> float:
         """For how long the first job may still wait for company, in seconds."""
         if not self._max_delay_s:
@@ -280,11 +293,13 @@ class Batcher:
                 if job.is_left:
                     self._end(job, None)
                 elif job.attempts >= MAX_ATTEMPTS:
+                    self.quarantined += 1
                     self._end(job, ComputeError(f"{job.attempts} workers died while computing this request"))
                 elif self._closed:
                     self._end(job, CancelledError())
                 else:
                     job.state = JobState.WAITING
+                    self.reruns += 1
                     self._queue.put_back(job)
             idle, self._idle = self._idle, []
             for worker in idle:
@@ -303,8 +318,18 @@ class Batcher:
                 else:
                     self._end(job, reason)
         if batch:
-            self.batch_sizes[min(len(batch).bit_length(), _BATCH_SIZES) - 1] += 1
+            self._count(batch)
         return batch
+
+    def _count(self, batch: list[Job]) -> None:
+        now, nbytes = time.monotonic(), 0
+        for job in batch:
+            job.started_at = now
+            nbytes += job.nbytes
+        self.batch_sizes[min(len(batch).bit_length(), _BATCH_SIZES) - 1] += 1
+        self.batch_nbytes[min(max(nbytes.bit_length(), 1), _BATCH_NBYTES) - 1] += 1
+        self.jobs_taken += len(batch)
+        self.nbytes_taken += nbytes
 
     def _put(self, job: Job) -> None:
         """Has a new job wait; the mutex is held."""
@@ -317,7 +342,9 @@ class Batcher:
                 leader.wake()
 
     def _end_all(self, batch: Batch) -> None:
+        now = time.monotonic()
         for i, job in enumerate(batch.jobs):
+            job.ended_at = now
             self._end(job, ComputeError(batch.failures[i]) if i in batch.failures else None)
 
     def _end(self, job: Job, error: Exception | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 
@@ -20,6 +20,7 @@ class Caller:
         deadline: When it gives up, on the monotonic clock; None means never.
         is_gone: Tells whether it has given up already.
         hang_up: Ends its call, from any thread.
+        metadata: What came with the call.
         check: Raises where it may call no longer; for calls that go on for long.
     """
 
@@ -27,4 +28,5 @@ class Caller:
     deadline: float | None
     is_gone: Callable[[], bool]
     hang_up: Callable[[], None]
+    metadata: Mapping[str, str]
     check: Callable[[], object] = _no_check

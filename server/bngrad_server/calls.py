@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 from bngrad_kernels.spec import FieldViolation, InvalidArgumentError
@@ -14,7 +15,7 @@ from bngrad_server.caller import Caller
 from bngrad_server.engine import Engine, Staged
 from bngrad_server.ops import OPS
 from bngrad_server.pool import WorkerState
-from bngrad_server.requests import Reader, Request
+from bngrad_server.requests import Reader
 from bngrad_server.security.guard import OPEN, Guard
 
 SERVICE = pb.DESCRIPTOR.services_by_name["BatchNormGradService"]
@@ -73,7 +74,7 @@ class Calls:
         Raises:
             Exception: See `bngrad_server.requests.Reader.read` and `bngrad_server.engine`.
         """
-        with self._engine.staged(self._read(self._readers[op_name], data, caller), caller) as staged:
+        with self._staged(self._readers[op_name], data, caller) as staged:
             staged.copy_from(data)
             staged.compute()
             with self._engine.transfers.watched(_nbytes(staged.large_outputs), caller):
@@ -87,21 +88,20 @@ class Calls:
         Raises:
             Exception: See `answer`.
         """
-        request = self._read(self._readers[op_name], data, caller)
-        staged = self._engine.stage(request, caller, may_wait=False)
+        staged = self._stage(self._readers[op_name], data, caller, may_wait=False)
         if staged is not None:
             try:
                 staged.copy_from(data)
                 staged.submit(on_end)
-            except BaseException:
-                staged.close()
+            except BaseException as error:
+                staged.close(error)
                 raise
         return staged
 
     @contextmanager
     def lent(self, staged: Staged, caller: Caller) -> Iterator[list[Buffer]]:
         """Lends the pieces of a response until the block ends, and then closes it; the caller may not take for ever."""
-        with closing(staged), self._engine.transfers.watched(_nbytes(staged.large_outputs), caller):
+        with staged, self._engine.transfers.watched(_nbytes(staged.large_outputs), caller):
             yield staged.response()
 
     def exchange(self, source: ExchangeSource, caller: Caller) -> Iterator[list[Buffer]]:
@@ -116,8 +116,8 @@ class Calls:
         while (message := source.receive()) is not None:
             caller.check()
             number, data = _request_of(message)
-            request = self._read(self._chunked_readers[number], data, caller)
-            with self._engine.staged(request, caller) as staged:
+            with self._staged(self._chunked_readers[number], data, caller) as staged:
+                request = staged.request
                 staged.copy_from(data)
                 with self._engine.transfers.watched(_nbytes(staged.large_inputs), caller):
                     for i in request.chunk_order:
@@ -133,9 +133,20 @@ class Calls:
         """Hangs up on a caller whose message takes too long, for what is known before it is there."""
         return self._engine.transfers.watched(0, caller)
 
-    def _read(self, reader: Reader, data: bytes, caller: Caller) -> Request:
-        self._engine.admission.check(caller.client, caller.deadline)  # to read costs more than to refuse
-        return reader.read(data)
+    def _staged(self, reader: Reader, data: bytes, caller: Caller) -> Staged:
+        staged = self._stage(reader, data, caller)
+        assert staged is not None
+        return staged
+
+    def _stage(self, reader: Reader, data: bytes, caller: Caller, *, may_wait: bool = True) -> Staged | None:
+        """Reads a request and lends memory for it; see `bngrad_server.engine.Engine.stage`."""
+        received_at = time.monotonic()
+        try:
+            self._engine.admission.check(caller.client, caller.deadline)  # to read costs more than to refuse
+            return self._engine.stage(reader.read(data), caller, received_at, may_wait=may_wait)
+        except BaseException as error:
+            self._engine.observer.failed(reader.op.name, reader.transport, caller, error, received_at)
+            raise
 
     def server_info(self) -> bytes:
         """The response of ServerInfo."""

@@ -6,7 +6,8 @@ A new setting is a new field of `ServerConfig`.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, AliasGenerator, BeforeValidator, Field, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
@@ -71,6 +72,12 @@ def _address(value: str) -> str:
     return value
 
 
+def _http_address(value: str) -> str:
+    if value.startswith("unix:"):
+        raise ValueError("it should be HOST:PORT")
+    return _address(value)
+
+
 def _device(value: str) -> str:
     if value != "auto":
         try:
@@ -92,6 +99,7 @@ Bytes = Annotated[int, _in_units({"B": 1, **_POWERS}), Metavar("BYTES")]
 """A size of memory; texts may have a unit."""
 Port = Annotated[int, Field(ge=0, le=MAX_PORT), Metavar("PORT")]
 Address = Annotated[str, BeforeValidator(_address)]
+HttpAddress = Annotated[str, BeforeValidator(_http_address)]
 Addresses = Annotated[tuple[Address, ...], BeforeValidator(_split), Metavar("ADDRESS")]
 """Texts may list several, with commas between them."""
 
@@ -189,6 +197,17 @@ class ServerConfig(BaseSettings):
     the process. Beyond, it is told to come again."""
     max_client_bytes: Annotated[Bytes, Computed("0, no limit")] = Field(default=0, ge=0)
     """Tensors in the server at once of one client that has several requests."""
+
+    http: Annotated[HttpAddress | None, Metavar("HOST:PORT"), Computed("none")] = None
+    """Where to serve HTTP: /metrics, /healthz, /readyz, and a page for people at /. Whoever reaches it may read it."""
+    log_format: Literal["console", "json"] = "console"
+    """Whether the log, on stderr, has lines for people or a JSON object in each."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """What is less important than this is not logged; debug also logs the requests whose clients have gone."""
+    traces: bool = False
+    """Whether OpenTelemetry spans of every request are exported by OTLP, as the OTEL_* variables say."""
+    channelz: bool = False
+    """Whether clients may ask for the state of the server's gRPC connections."""
 
     @property
     def has_cores_for_all(self) -> bool:

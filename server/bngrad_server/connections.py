@@ -70,6 +70,10 @@ class Connections:
         self._draining = False
         poller.on_tick = self._check_patience
 
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._all)
+
     def add(self, sock: socket.socket, client: str) -> None:
         """Takes a new connection."""
         if self._draining or not self._has_room():
@@ -197,18 +201,19 @@ class Connections:
             staged.close()
             return
         self._forget_call(connection)
+        reason = None
         try:
             try:
                 was_sent = small_call.send()
             except Exception as error:
+                reason, was_sent = error, True
                 refuse(small_call.call, error)
-                was_sent = True
         except Exception as error:
-            staged.close()
+            staged.close(error)
             self._fail(connection, error)
             return
         if was_sent:
-            staged.close()
+            staged.close(reason)
             self._rest(connection)
         else:
             self._lend(connection, partial(connection.answers.send, small_call.call, staged, small_call.caller))

@@ -74,6 +74,11 @@ class Endpoint:
         for listener in self._listeners:
             threading.Thread(target=self._accept, args=(listener,), name="endpoint", daemon=True).start()
 
+    @property
+    def connections(self) -> int:
+        """How many connections there are."""
+        return len(self._connections)
+
     def stop(self, drain_timeout_s: float) -> None:
         """Takes no more calls, and lets those in flight end in time."""
         self._stopping.set()

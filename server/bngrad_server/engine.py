@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
+from types import TracebackType
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from bngrad_server.caller import Caller
 from bngrad_server.config import ServerConfig
 from bngrad_server.jobs import Job
 from bngrad_server.memory import MemoryTrimmer
+from bngrad_server.observer import Observer
 from bngrad_server.pool import WorkerPool
 from bngrad_server.regions import Region, Regions
 from bngrad_server.requests import Request
@@ -40,7 +42,7 @@ class Engine:
         device_remark: Why some or all GPUs are not used, where nobody named the devices; empty otherwise.
     """
 
-    def __init__(self, config: ServerConfig, on_change: Callable[[], None]) -> None:
+    def __init__(self, config: ServerConfig, on_change: Callable[[], None], observer: Observer | None = None) -> None:
         self.admission = Admission(
             config.max_requests, config.max_wait_s, config.max_client_requests, config.max_client_bytes
         )
@@ -54,11 +56,18 @@ class Engine:
         self.pool = WorkerPool(config, names, self.arena, self.batcher, on_change)
         self.regions = Regions(config.shared_bytes, self.pool.map, self.pool.unmap)
         self.transfers = Transfers(config.transfer_timeout_s)
+        self.observer = observer or Observer()
         self._trimmer = MemoryTrimmer(self.admission)
         self._max_wait_s = config.max_wait_s
 
-    def stage(self, request: Request, caller: Caller, *, may_wait: bool = True) -> Staged | None:
+    def stage(self, request: Request, caller: Caller, received_at: float, *, may_wait: bool = True) -> Staged | None:
         """Lends memory for a request until `Staged.close`; gives None where there is none and nothing may wait.
+
+        Args:
+            request: The request.
+            caller: Who made it.
+            received_at: When its message was there, on the monotonic clock.
+            may_wait: Whether to wait for memory.
 
         Raises:
             OverloadedError: There is too much to do already.
@@ -68,23 +77,15 @@ class Engine:
             CancelledError: The caller gave up.
         """
         self.admission.enter(caller.client, request.tensors_nbytes, caller.deadline)
-        staged = Staged(self, request, caller)
+        staged = Staged(self, request, caller, received_at)
         try:
             if staged.take_memory(may_wait=may_wait):
                 return staged
         except BaseException:
-            staged.close()
+            staged.give_back()
             raise
-        staged.close()
+        staged.give_back()
         return None
-
-    @contextmanager
-    def staged(self, request: Request, caller: Caller) -> Iterator[Staged]:
-        """Lends memory for a request until the block ends; see `stage`."""
-        staged = self.stage(request, caller)
-        assert staged is not None
-        with closing(staged):
-            yield staged
 
     def allocate(self, nbytes: int, caller: Caller) -> Block:
         """Takes a block of the arena for a caller.
@@ -110,7 +111,7 @@ class Engine:
 
 
 class Staged:
-    """A request's place in shared memory.
+    """A request's place in shared memory, until `close` or the end of a ``with`` block.
 
     Attributes:
         request: The request.
@@ -124,11 +125,13 @@ class Staged:
     large_inputs: list[memoryview | None]
     large_outputs: list[memoryview | None]
 
-    def __init__(self, engine: Engine, request: Request, caller: Caller) -> None:
+    def __init__(self, engine: Engine, request: Request, caller: Caller, received_at: float) -> None:
         self.request = request
         self.computed = False
         self._engine = engine
         self._caller = caller
+        self._received_at = received_at
+        self._decoded_at = self._placed_at = time.monotonic()
         self._block: Block | None = None
         self._held: list[Region] = []
         self.job: Job | None = None
@@ -160,9 +163,37 @@ class Staged:
         inputs = len(request.large_inputs)
         self.large_inputs, self.large_outputs = views[:inputs], views[inputs:]
         self._task = Task(None not in request.small_inputs, self._stats_offset, tuple(places))
+        self._placed_at = time.monotonic()
         return True
 
-    def close(self) -> None:
+    def __enter__(self) -> Staged:
+        """Gives itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close(error)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Gives all back, and has the observer know how it went.
+
+        Args:
+            error: Why there is no answer, if there is none.
+        """
+        self.give_back()
+        observer, request, job = self._engine.observer, self.request, self.job
+        if error is not None or not self.computed or job is None:
+            reason = error or CancelledError()
+            observer.failed(request.op.name, request.transport, self._caller, reason, self._received_at)
+            return
+        arrived = (self._received_at, self._decoded_at, self._placed_at)
+        moments = (*arrived, job.arrival, job.started_at, job.ended_at, time.monotonic())
+        observer.metrics.answered(request.series, request.tensors_nbytes, moments)
+        if observer.tracing is not None:
+            observer.tracing.answered(request, self._caller, moments)
+
+    def give_back(self) -> None:
         """Lets the request out, and gives all memory back as soon as no worker touches it."""
         if self.job is None:
             self._release()

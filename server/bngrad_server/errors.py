@@ -11,6 +11,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from bngrad_kernels.spec import InvalidArgumentError
+from bngrad_protos import http2
 from bngrad_server.admission import OverloadedError
 from bngrad_server.arena import ArenaTooSmallError
 from bngrad_server.batching import ComputeError
@@ -26,6 +27,15 @@ _CODES: list[tuple[type[Exception], grpc.StatusCode]] = [
     (ComputeError, grpc.StatusCode.INTERNAL),
     (UnauthenticatedError, grpc.StatusCode.UNAUTHENTICATED),
 ]
+
+
+def code_of(error: BaseException) -> grpc.StatusCode:
+    """How the end of a request is counted; one whose client has gone is CANCELLED."""
+    if isinstance(error, (CancelledError, ConnectionError, GeneratorExit, http2.RpcError)):
+        return grpc.StatusCode.CANCELLED
+    if isinstance(error, OverloadedError):
+        return grpc.StatusCode.RESOURCE_EXHAUSTED
+    return next((code for cls, code in _CODES if isinstance(error, cls)), grpc.StatusCode.INTERNAL)
 
 
 def status_of(error: Exception) -> tuple[grpc.StatusCode, status_pb2.Status]:

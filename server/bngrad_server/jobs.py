@@ -42,6 +42,8 @@ class Job:
         deadline: When whoever asked loses patience, on the monotonic clock; None means never.
         is_abandoned: Tells whether whoever asked has lost interest; such a job is not begun.
         arrival: When it came, on the monotonic clock.
+        started_at: When a worker was last given it, alike.
+        ended_at: When that worker was done with it, alike.
         rank: Its place in the queue, see `bngrad_server.fair_queue`.
         state: Where it is.
         attempts: How many workers have got it so far.
@@ -53,7 +55,8 @@ class Job:
 
     __slots__ = (
         *("spec", "task", "nbytes", "kernel_key", "client", "priority", "deadline", "is_abandoned"),
-        *("arrival", "rank", "state", "attempts", "error", "worker", "on_end", "is_left", "_sleep"),
+        *("arrival", "started_at", "ended_at"),
+        *("rank", "state", "attempts", "error", "worker", "on_end", "is_left", "_sleep"),
     )
 
     def __init__(
@@ -76,7 +79,7 @@ class Job:
         self.priority = priority
         self.deadline = deadline
         self.is_abandoned = is_abandoned
-        self.arrival = time.monotonic()
+        self.arrival = self.started_at = self.ended_at = time.monotonic()
         self.rank = 0
         self.state = JobState.WAITING
         self.attempts = 0

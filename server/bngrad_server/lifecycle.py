@@ -6,10 +6,13 @@ import logging
 import os
 import signal
 import threading
+import time
 from concurrent import futures
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import grpc
+from grpc_channelz.v1 import channelz
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -22,11 +25,17 @@ from bngrad_server.engine import Engine
 from bngrad_server.janitor import Janitor
 from bngrad_server.local import LocalSockets
 from bngrad_server.memory import use_one_heap
+from bngrad_server.monitor.keeper import Monitor
+from bngrad_server.observer import Observer
 from bngrad_server.security import exposure
 from bngrad_server.security.certificates import CertificatePaths, Certificates
 from bngrad_server.security.guard import Guard
 from bngrad_server.security.tokens import Tokens
 from bngrad_server.service import generic_handler
+from bngrad_server.status import status_of
+
+if TYPE_CHECKING:
+    from bngrad_server.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +48,10 @@ _NO_COMPRESSION = 1
 """The bit of "identity"."""
 _MAX_AGE_MS = 60_000
 """How long a connection on grpcio's port lasts whose client has shown a certificate, which may be revoked meanwhile."""
+
+
+class TracingError(Exception):
+    """Spans cannot be exported."""
 
 
 class ListenError(Exception):
@@ -57,12 +70,16 @@ class Server:
 
         Raises:
             ListenError: An address is taken, malformed or not ours.
+            TracingError: Spans cannot be exported.
         """
         self._config = config
         self._certificates, guard = _secured(config)
+        self._started_at = time.time()
+        self._stopping = False
         self._health = health.HealthServicer()
         self._set_health(serving=False)
-        self.engine = Engine(config, on_change=self._update_health)
+        self._tracing = _tracing() if config.traces else None
+        self.engine = Engine(config, self._update_health, Observer(self._tracing))
         self._grpc_server = grpc.server(
             futures.ThreadPoolExecutor(_OTHER_THREADS, thread_name_prefix="handler"),
             options=[
@@ -80,7 +97,10 @@ class Server:
                 ("grpc.compression_enabled_algorithms_bitset", _NO_COMPRESSION),
                 *([("grpc.max_connection_age_ms", _MAX_AGE_MS)] if config.tls_client_ca else []),
             ],
-            interceptors=guard.interceptors(open_health=config.open_health),
+            interceptors=[
+                *guard.interceptors(open_health=config.open_health),
+                *([] if self._tracing is None else [self._tracing.interceptor()]),
+            ],
             maximum_concurrent_rpcs=_MAX_RPCS,
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc_server)
@@ -90,11 +110,19 @@ class Server:
             reflection.enable_server_reflection(
                 (SERVICE.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc_server
             )
+        if config.channelz:
+            channelz.add_channelz_servicer(self._grpc_server)
         self.addresses = [self._listen(address) for address in config.listen]
         self._endpoint = Endpoint(self._calls, self._certificates)
         self._calls.endpoints.stream_port = self._listen_for_streams()
         self._local = self._listen_locally()
+        self._monitor = self._listen_for_http()
         self._janitor = Janitor(self._left_behind())
+
+    @property
+    def http_address(self) -> str:
+        """Where HTTP is served; "none" for nowhere."""
+        return "none" if self._monitor is None else self._monitor.address
 
     @property
     def endpoints(self) -> tuple[int, str]:
@@ -107,6 +135,8 @@ class Server:
         Raises:
             WorkerStartError: A worker could not start.
         """
+        if self._monitor is not None:
+            self._monitor.start()
         self._grpc_server.start()
         self._endpoint.start()
         if self._local is not None:
@@ -115,14 +145,32 @@ class Server:
 
     def stop(self, drain_timeout_s: float) -> None:
         """Refuses new requests, lets those in flight end in time, then ends the workers."""
+        self._stopping = True
         self._health.enter_graceful_shutdown()
         stopped = self._grpc_server.stop(drain_timeout_s)
         self._endpoint.stop(drain_timeout_s)
         stopped.wait()
         if self._local is not None:
             self._local.close()
+        if self._monitor is not None:
+            self._monitor.close()
         self.engine.close()
+        if self._tracing is not None:
+            self._tracing.close()
         self._janitor.close()
+
+    def status(self) -> dict[str, Any]:
+        """What is shown over HTTP; times are in seconds since 1970, see also `bngrad_server.status`."""
+        return {
+            "version": __version__,
+            "time": time.time(),
+            "started_at": self._started_at,
+            "ready": self.engine.pool.is_ready and not self._stopping,
+            "stopping": self._stopping,
+            "addresses": self.addresses,
+            "connections": self._endpoint.connections,
+            **status_of(self.engine),
+        }
 
     def _left_behind(self) -> list[Path]:
         """What stays in the file system if this process is killed."""
@@ -159,6 +207,15 @@ class Server:
             return self._endpoint.listen_on_port(hosts[0], port)
         except OSError as error:
             raise ListenError(f"cannot listen on port {port} of {hosts[0]} for streams: {error}") from error
+
+    def _listen_for_http(self) -> Monitor | None:
+        address = self._config.http
+        if address is None:
+            return None
+        try:
+            return Monitor(address, self.status)
+        except OSError as error:
+            raise ListenError(f"cannot listen on {address} for HTTP: {error}") from error
 
     def _listen_locally(self) -> LocalSockets | None:
         """The sockets for clients on this host; None where nothing is to be shared."""
@@ -202,12 +259,21 @@ def _secured(config: ServerConfig) -> tuple[Certificates | None, Guard]:
     return certificates, guard
 
 
+def _tracing() -> Tracing:
+    try:
+        from bngrad_server.tracing import Tracing  # noqa: PLC0415 - only the otel extra has what it imports
+    except ModuleNotFoundError as error:
+        raise TracingError(f"traces need {error.name}: pip install 'bngrad[server,otel]'") from error
+    return Tracing()
+
+
 def serve(config: ServerConfig) -> None:
     """Serves until SIGTERM or SIGINT, then drains; a second signal ends the process at once, as does one at the start.
 
     Raises:
         ListenError: An address is taken, malformed or not ours.
         WorkerStartError: A worker could not start.
+        TracingError: Spans cannot be exported.
     """
     use_one_heap()
     ready, stopping = threading.Event(), threading.Event()
@@ -225,7 +291,9 @@ def serve(config: ServerConfig) -> None:
         server.start()
         ready.set()
         print(f"bngrad {__version__} ready on {', '.join(server.addresses)}: {_devices(server)}", flush=True)
-        logger.info("large tensors: port %d; clients on this host: %s", *server.endpoints)
+        logger.info(
+            "large tensors: port %d; clients on this host: %s; HTTP: %s", *server.endpoints, server.http_address
+        )
         stopping.wait()
         logger.info("draining")
     finally:

@@ -51,6 +51,8 @@ class DeviceStatus:
         memory_bytes: The size of its own memory; 0 for a CPU.
         state: What its worker is doing.
         restarts: How often its worker was started again.
+        busy_s: For how long its workers have computed, in seconds.
+        resident_bytes: The memory that its worker has in use, shared memory included.
     """
 
     name: str
@@ -58,6 +60,8 @@ class DeviceStatus:
     memory_bytes: int
     state: WorkerState
     restarts: int
+    busy_s: float
+    resident_bytes: int
 
 
 class WorkerPool:
@@ -171,6 +175,7 @@ class _Keeper:
         self._memory_bytes = 0
         self._failure = ""
         self._restarts = 0
+        self._busy_before_s = 0.0  # by the workers before
         self._ready_since: float | None = None
         self._closing = threading.Event()
         self._started = threading.Event()
@@ -188,7 +193,12 @@ class _Keeper:
 
     def status(self) -> DeviceStatus:
         state = WorkerState.STARTING if self._ready_since is None else WorkerState.READY
-        return DeviceStatus(self._name, self._description, self._memory_bytes, state, self._restarts)
+        worker = self._worker
+        busy_s, resident_bytes = (0.0, 0) if worker is None else (worker.busy_s, worker.resident_bytes)
+        busy_s += self._busy_before_s
+        return DeviceStatus(
+            self._name, self._description, self._memory_bytes, state, self._restarts, busy_s, resident_bytes
+        )
 
     def tell_worker(self, what: Callable[[WorkerProcess], None]) -> None:
         """Tells the worker of a change of the regions; one that is starting or dead will be told of them all."""
@@ -221,7 +231,9 @@ class _Keeper:
 
     def _keep_one(self) -> bool:
         """Has a worker in use until it ends, and says whether that was for long."""
-        worker = self._worker = self._start()
+        worker, before = self._start(), self._worker
+        busy_before_s = self._busy_before_s + (before.busy_s if before is not None else 0.0)
+        self._worker, self._busy_before_s = worker, busy_before_s
         try:
             if self._closing.is_set():  # too early for `begin_to_close` to know of it
                 return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import pickle
 import signal
@@ -13,6 +14,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from bngrad_kernels.spec import Spec
 from bngrad_server.arena import Arena
@@ -35,7 +37,11 @@ class MappedRegion:
 
 
 class WorkerProcess:
-    """One worker process and the sockets to it: one for batches and their answers, one for its signs of life."""
+    """One worker process and the sockets to it: one for batches and their answers, one for its signs of life.
+
+    Attributes:
+        busy_s: For how long it has computed, in seconds.
+    """
 
     def __init__(self, device: str, threads: int, arena: Arena, pinned_bytes: int, beat_s: float) -> None:
         """Starts it.
@@ -64,6 +70,8 @@ class WorkerProcess:
             )
         self._spec_numbers: dict[Spec, int] = {}
         self._late_at: float | None = None
+        self._began_at = 0.0
+        self.busy_s = 0.0
 
     def sign_of_life(self, timeout_s: float) -> bytes | None:
         """What it says next of itself; empty once it has ended, None where it said nothing in time."""
@@ -76,6 +84,15 @@ class WorkerProcess:
             return b""
 
     @property
+    def resident_bytes(self) -> int:
+        """The memory that it has in use, shared memory included; 0 once it has ended."""
+        try:
+            pages = Path(f"/proc/{self._process.pid}/statm").read_text().split()[1]
+        except (OSError, IndexError):
+            return 0
+        return int(pages) * mmap.PAGESIZE
+
+    @property
     def is_late(self) -> bool:
         """Whether it takes longer over a batch than any batch takes."""
         return self._late_at is not None and time.monotonic() > self._late_at
@@ -84,7 +101,8 @@ class WorkerProcess:
         """See `bngrad_server.crew.Worker`."""
         tasks = [job.task.pack(self._spec_number(job.spec), channels) for job, channels in parts]
         nbytes = sum(job.nbytes for job, _ in parts)
-        self._late_at = time.monotonic() + _BATCH_TIMEOUT_S + nbytes / _SLOWEST_BYTES_PER_S
+        self._began_at = time.monotonic()
+        self._late_at = self._began_at + _BATCH_TIMEOUT_S + nbytes / _SLOWEST_BYTES_PER_S
         self._send(Message.RUN + b"".join(tasks))
 
     def fileno(self) -> int:
@@ -95,6 +113,7 @@ class WorkerProcess:
         """See `bngrad_server.crew.Worker`."""
         answer = self._receive()
         self._late_at = None
+        self.busy_s += time.monotonic() - self._began_at
         return None if answer == OK else _failures(answer)
 
     def map(self, number: int, region: MappedRegion) -> None:

@@ -127,6 +127,10 @@ class Regions:
         if is_last:
             self._drop(region)
 
+    def __len__(self) -> int:
+        """How many are leased."""
+        return len(self._by_key)
+
     @property
     def nbytes(self) -> int:
         """What all regions take together."""

@@ -23,7 +23,8 @@ from bngrad_kernels.spec import (
 from bngrad_protos import wire
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.jobs import KernelKey
-from bngrad_server.ops import Op
+from bngrad_server.metrics import TRANSPORTS
+from bngrad_server.ops import OPS, Op
 from bngrad_server.staging import Sizes, problem_type
 
 _DTYPES: dict[pb.DataType, np.dtype[Any]] = {
@@ -48,6 +49,8 @@ class Request:
 
     Attributes:
         op: What its messages look like.
+        transport: How its elements come, see `bngrad_server.metrics.TRANSPORTS`.
+        series: The number of the two, see `bngrad_server.metrics.Metrics.answered`.
         spec: What to compute.
         sizes: What its tensors take.
         kernel_key: See `bngrad_server.jobs.Job`; alike priority.
@@ -61,6 +64,8 @@ class Request:
     """
 
     op: Op
+    transport: str
+    series: int
     spec: Spec
     sizes: Sizes
     kernel_key: KernelKey
@@ -84,6 +89,7 @@ class Reader:
 
     def __init__(self, op: Op, *, chunked: bool) -> None:
         self.op = op
+        self.transport = "stream" if chunked else "unary"
         self._chunked = chunked
         self._decoder = wire.Decoder(op.request_type)
         self._validated = functools.lru_cache(maxsize=1024)(self._validate)
@@ -108,14 +114,19 @@ class Reader:
         op, tensors = self.op, layout.tensors
         spec = op.spec(**self._headers(tensors), **op.attributes(layout.message))
         locations = tuple(self._location(name, layout.message) for name in op.locations)
+        large_inputs = tuple(self._source(tensors[name]) for name in op.large_inputs)
+        is_shared = any(isinstance(place, pb.Location) for place in (*large_inputs, *locations))
+        transport = "shared" if is_shared else self.transport
         sizes = Sizes.of(spec)
         return Request(
             op,
+            transport,
+            OPS.index(op) * len(TRANSPORTS) + TRANSPORTS.index(transport),
             spec,
             sizes,
             (spec.dtype, spec.inner == 1, spec.is_training, spec.order),
             _priority(layout.message),
-            large_inputs=tuple(self._source(tensors[name]) for name in op.large_inputs),
+            large_inputs=large_inputs,
             small_inputs=tuple(_elements(tensors[name]) if name in tensors else None for name in op.small_inputs),
             locations=locations,
             chunked=self._chunked,

@@ -111,12 +111,13 @@ def _caller(context: grpc.ServicerContext, guard: Guard) -> Caller:
     endless = rest_s is None or rest_s > threading.TIMEOUT_MAX
     deadline = None if endless else time.monotonic() + rest_s
     host = _host(context.peer())
+    metadata = {key: value for key, value in context.invocation_metadata() if isinstance(value, str)}
     check = partial(
         guard.client_of,
         authorization_of(context.invocation_metadata()) if guard.asks_tokens else None,
         client_of_context(context, host) if guard.reads_certificates else host,
     )
-    return Caller(check(), deadline, lambda: not context.is_active(), lambda: _cancel(context), check)
+    return Caller(check(), deadline, lambda: not context.is_active(), lambda: _cancel(context), metadata, check)
 
 
 def _cancel(context: grpc.ServicerContext) -> None:

@@ -64,9 +64,9 @@ class SmallCall:
         assert self.staged.job is not None
         try:
             batcher.check_patience(self.staged.job)
-        except (TimeoutError, CancelledError):
+        except (TimeoutError, CancelledError) as error:
             self.is_over = True
-            self.staged.close()
+            self.staged.close(error)
             raise
 
     def abandon(self, batcher: Batcher) -> None:

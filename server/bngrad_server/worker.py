@@ -8,12 +8,10 @@ the front process, and when its device fails. Every message is one packet; its f
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import enum
 import logging
 import os
 import pickle
-import signal
 import socket
 import sys
 import threading
@@ -23,15 +21,16 @@ from bngrad_kernels import backends
 from bngrad_kernels.errors import DeviceFailedError, DeviceUnavailableError
 from bngrad_kernels.problem import AnyProblem, BackEnd
 from bngrad_kernels.spec import Spec
+from bngrad_server import logs
 from bngrad_server.arena import map_arena
 from bngrad_server.mappings import Memories
+from bngrad_server.parent import die_with, leave_signals_to_parent
 from bngrad_server.staging import split_batch, unpack_problem
 
 logger = logging.getLogger(__name__)
 
 MAX_PACKET_NBYTES = 128 * 1024
 _MAX_KNOWN = 1024
-_PR_SET_PDEATHSIG = 1
 
 
 class Message(bytes, enum.Enum):
@@ -61,11 +60,9 @@ def main() -> None:
     """Serves the front process until the socket closes."""
     device, threads, beat_s, *numbers = sys.argv[1:]
     socket_fd, life_fd, arena_fd, arena_nbytes, pinned_nbytes, front_pid = map(int, numbers)
-    _die_with(front_pid)
-    # A terminal or a supervisor signals the whole group; only the front process decides when a worker ends.
-    for ignored in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(ignored, signal.SIG_IGN)
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    die_with(front_pid)
+    leave_signals_to_parent()
+    logs.set_up_as_parent()
     life = socket.socket(fileno=life_fd)
     threading.Thread(target=_beat, args=(life, float(beat_s)), name="beat", daemon=True).start()
     front = socket.socket(fileno=socket_fd)
@@ -83,13 +80,6 @@ def main() -> None:
             logger.error("%s: %s", device, error)
             life.send(FAILED + str(error).encode()[: MAX_PACKET_NBYTES - 1])
             os._exit(1)  # what a device that has failed would do at a normal exit, nobody knows
-
-
-def _die_with(front_pid: int) -> None:
-    """Has the system kill this process when the front process dies, also when this one hangs or is stopped."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != front_pid:  # it has died already
-        sys.exit()
 
 
 def _beat(life: socket.socket, beat_s: float) -> None:

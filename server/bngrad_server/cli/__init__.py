@@ -15,6 +15,7 @@ _COMMANDS = {
     "check": "Checks that a server does what it should.",
     "info": "Says what a server is: version, devices, limits, endpoints.",
     "bench": "Measures how fast a server answers.",
+    "top": "Shows what a server does, in a terminal.",
     "demo": "Sends real gradients, checks the answers.",
     "token": "Makes tokens, by which a server knows its clients.",
     "completion": "Prints a script by which the shell completes bngrad's words.",

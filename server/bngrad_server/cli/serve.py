@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,11 @@ def serve(config: Path | None, **flags: Any) -> None:
     with ms, s, min or h, bytes with kB, MB, GB, KiB, MiB or GiB.
     """
     effective, _ = settings.load(config, flags)
-    from bngrad_server import lifecycle  # noqa: PLC0415 - help, completion and refusals need none of it
+    from bngrad_server import lifecycle, logs  # noqa: PLC0415 - help, completion and refusals need none of it
     from bngrad_server.pool import WorkerStartError  # noqa: PLC0415
 
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.INFO)
+    logs.set_up(effective.log_format, effective.log_level)
     try:
         lifecycle.serve(effective)
-    except (lifecycle.ListenError, WorkerStartError) as error:
+    except (lifecycle.ListenError, lifecycle.TracingError, WorkerStartError) as error:
         raise click.ClickException(str(error)) from error

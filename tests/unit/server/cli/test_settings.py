@@ -58,14 +58,14 @@ def test_every_setting_can_be_given_in_every_way(file: Path) -> None:
     defaults = effective()
     assert list(defaults) == [setting_name(name) for name in ServerConfig.model_fields]
     texts = {name: ",".join(value) if isinstance(value, list) else str(value) for name, (value, _) in defaults.items()}
-    unset = {name: "something" for name, (value, _) in defaults.items() if value is None}
-    texts |= unset
+    given = {name: "something" for name, (value, _) in defaults.items() if value is None} | {"http": "localhost:9464"}
+    texts |= given
     flags = [word for name, text in texts.items() for word in flag(name, text)]
     variables = {f"BNGRAD_{name.upper()}": text for name, text in texts.items()}
     file.write_text("".join(f"{name} = {json.dumps(text)}\n" for name, text in texts.items()))
     ways = (effective(*flags), effective(**variables), effective("--config", file))
     values = [{name: value for name, (value, _) in way.items()} for way in ways]
-    assert values[0] == values[1] == values[2] == {name: value for name, (value, _) in defaults.items()} | unset
+    assert values[0] == values[1] == values[2] == {name: value for name, (value, _) in defaults.items()} | given
     assert all(origin != "default" for way in ways for _, origin in way.values())
 
 

@@ -1,0 +1,188 @@
+"""``bngrad top``: what a server does, in a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+import urllib.error
+import urllib.request
+from typing import Any
+
+import click
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+_TIMEOUT_S = 5.0
+_BARS = " ▁▂▃▄▅▆▇█"
+_SHOWN_FAILURES = 5
+
+
+@click.command()
+@click.argument("address", default="localhost:9464")
+@click.option("--once", is_flag=True, help="Show it once, for scripts.")
+@click.option("--json", "as_json", is_flag=True, help="Print what the server says of itself once, as JSON.")
+@click.option(
+    "--interval", type=click.FloatRange(min=0.1), default=1.0, show_default=True, help="Seconds between looks."
+)
+def top(address: str, *, once: bool, as_json: bool, interval: float) -> None:
+    """Shows what a server does, in a terminal.
+
+    ADDRESS is its HTTP port: what --http named when it was started.
+    """
+    console = Console()
+    status = _status(address)
+    if as_json:
+        click.echo(json.dumps(status))
+    elif once:
+        console.print(_screen(address, status))
+    else:
+        with (
+            contextlib.suppress(KeyboardInterrupt),
+            Live(_screen(address, status), console=console, screen=True) as live,
+        ):
+            while True:
+                time.sleep(interval)
+                live.update(_look(address))
+
+
+def _status(address: str) -> dict[str, Any]:
+    url = address if address.startswith(("http://", "https://")) else f"http://{address}"
+    try:
+        with urllib.request.urlopen(f"{url.rstrip('/')}/status.json", timeout=_TIMEOUT_S) as answer:  # noqa: S310
+            status: dict[str, Any] = json.load(answer)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", None) or error
+        hint = "start the server with --http HOST:PORT, and name that address here"
+        raise click.ClickException(f"nothing can be read from {url}/status.json: {reason}; {hint}") from error
+    return status
+
+
+def _look(address: str) -> RenderableType:
+    """The screen, also while the server does not answer."""
+    try:
+        return _screen(address, _status(address))
+    except click.ClickException as error:
+        return Panel(Text(error.message, style="red"), title=f"bngrad on {address}")
+
+
+def _screen(address: str, status: dict[str, Any]) -> RenderableType:
+    server, points = status["server"], status["points"]
+    parts: list[RenderableType] = [_head(address, server), _numbers(server, points), _devices(server, points)]
+    if status["recent"] is not None:
+        parts.append(_minute(status["recent"]))
+    if server["failures"]:
+        parts.append(_failures(server))
+    return Group(*parts)
+
+
+def _head(address: str, server: dict[str, Any]) -> RenderableType:
+    state = (
+        ("ready", "bold green") if server["ready"] else ("stopping" if server["stopping"] else "not ready", "bold red")
+    )
+    up_s = int(server["time"] - server["started_at"])
+    up = f"{up_s // 3600}:{up_s // 60 % 60:02}:{up_s % 60:02}"
+    return Text.assemble(("bngrad ", "bold"), server["version"], f" on {address}: ", state, f", up {up}")
+
+
+def _numbers(server: dict[str, Any], points: list[dict[str, Any]]) -> RenderableType:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in (
+        "requests/s",
+        "failed/s",
+        "tensors/s",
+        "median",
+        "99 %",
+        "waiting",
+        "in flight",
+        "arena",
+        "last minutes",
+    ):
+        table.add_column(name, no_wrap=True, justify="left" if name == "last minutes" else "right")
+    last: dict[str, Any] = (
+        points[-1] if points else {"answered": 0.0, "failed": 0.0, "bytes": 0.0, "p50": None, "p99": None}
+    )
+    table.add_row(
+        f"{last['answered']:.0f}",
+        Text(f"{last['failed']:.0f}", style="red" if last["failed"] else ""),
+        f"{_size(last['bytes'])}",
+        _seconds(last["p50"]),
+        _seconds(last["p99"]),
+        str(server["queue"]["requests"]),
+        str(server["in_flight"]),
+        f"{100 * server['arena']['used'] / server['arena']['bytes']:.0f} %",
+        Text(_sparkline([point["answered"] for point in points[-30:]]), style="blue"),
+    )
+    return table
+
+
+def _devices(server: dict[str, Any], points: list[dict[str, Any]]) -> RenderableType:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("device", "worker", "utilisation", "", "memory", "restarts", "what it is"):
+        table.add_column(
+            name, no_wrap=name != "what it is", justify="right" if name in {"", "memory", "restarts"} else "left"
+        )
+    for device in server["devices"]:
+        busy = points[-1]["busy"].get(device["name"], 0.0) if points else 0.0
+        table.add_row(
+            device["name"],
+            Text(device["state"], style="green" if device["state"] == "ready" else "bold red"),
+            ProgressBar(total=1.0, completed=busy, width=20),
+            f"{100 * busy:.0f} %",
+            _size(device["resident_bytes"]),
+            str(device["restarts"]),
+            device["description"],
+        )
+    return table
+
+
+def _minute(recent: dict[str, Any]) -> RenderableType:
+    """The last minute: where the time of requests went, and how long they took."""
+    stages = "   ".join(f"{name} {_seconds(value)}" for name, value in recent["stages"].items())
+    quantiles = "   ".join(f"{q} % within {_seconds(recent[f'p{q}'])}" for q in (50, 90, 99))
+    table = Table.grid(padding=(0, 2))
+    table.add_row(Text("latency", style="bold"), Text(quantiles))
+    table.add_row(Text("stages", style="bold"), Text(stages))
+    used = [k for k, count in enumerate(recent["counts"]) if count]
+    if used:
+        low, high = used[0], used[-1] + 1
+        first, last = (recent["first_bound"] * 2.0**k for k in (low - 1, high - 1))
+        bars = Text(_sparkline(recent["counts"][low:high]), style="blue")
+        table.add_row(Text("histogram", style="bold"), Text.assemble(f"{_seconds(first)} ", bars, f" {_seconds(last)}"))
+    return table
+
+
+def _failures(server: dict[str, Any]) -> RenderableType:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="recent failures", title_justify="left")
+    for name in ("ago", "status", "client", "request", "why"):
+        table.add_column(name, no_wrap=name != "why")
+    for failure in server["failures"][:_SHOWN_FAILURES]:
+        ago = f"{max(server['time'] - failure['time'], 0):.0f} s"
+        table.add_row(*map(Text, (ago, failure["code"], failure["client"], failure["request_id"], failure["message"])))
+    return table
+
+
+def _sparkline(values: list[float]) -> str:
+    highest = max(values, default=0) or 1
+    return "".join(_BARS[round(value / highest * (len(_BARS) - 1))] for value in values)
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return "-"
+    for unit, name in ((1.0, "s"), (1e-3, "ms")):
+        if value >= unit:
+            return f"{value / unit:.3g} {name}"
+    return f"{value * 1e6:.3g} µs"
+
+
+def _size(nbytes: float) -> str:
+    for power, name in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if nbytes >= 2**power:
+            return f"{nbytes / 2**power:.3g} {name}"
+    return f"{nbytes:.0f} B"

@@ -1,0 +1,108 @@
+"""The log: lines for people or JSON for machines, on stderr; in a storm only some of each kind."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from datetime import datetime, timezone
+from typing import Any
+
+_FORMAT, _LEVEL = "BNGRAD_LOG_FORMAT", "BNGRAD_LOG_LEVEL"
+_PER_SECOND = 10
+_MAX_KINDS = 1000
+
+
+def set_up(log_format: str, level: str) -> None:
+    """Has this process log to stderr, and those that it starts; see `bngrad_server.config.ServerConfig`."""
+    os.environ.update({_FORMAT: log_format, _LEVEL: level})
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonFormatter() if log_format == "json" else ConsoleFormatter())
+    handler.addFilter(SamplingFilter())
+    logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
+
+
+def set_up_as_parent() -> None:
+    """Has this process log as the one that started it."""
+    set_up(os.environ.get(_FORMAT, "console"), os.environ.get(_LEVEL, "info"))
+
+
+class Sampler:
+    """Lets through so many of a kind within a second, and knows how many it did not.
+
+    Attributes:
+        left_out: How many of all kinds it has not let through so far.
+    """
+
+    def __init__(self) -> None:
+        self.left_out = 0
+        self._mutex = threading.Lock()
+        self._seconds: dict[str, tuple[float, int]] = {}  # when they began, and how many came since
+
+    def admit(self, kind: str) -> int | None:
+        """Says how many of the kind were left out since the last one; None where this one is left out too."""
+        with self._mutex:
+            now = time.monotonic()
+            start, count = self._seconds.get(kind, (now, 0))
+            if now - start < 1 and count >= _PER_SECOND:
+                self._seconds[kind] = start, count + 1
+                self.left_out += 1
+                return None
+            left_out = max(count - _PER_SECOND, 0)
+            if len(self._seconds) >= _MAX_KINDS:
+                self._seconds.clear()
+            self._seconds[kind] = (start, count + 1) if now - start < 1 else (now, 1)
+            return left_out
+
+
+class SamplingFilter(logging.Filter):
+    """Lets only some of the lines of each kind through, whatever they are about."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sampler = Sampler()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """See `logging.Filter`."""
+        left_out = self._sampler.admit(f"{record.name}: {record.msg}")
+        if left_out:
+            record.fields = {**_fields(record), "left_out": left_out}
+        return left_out is not None
+
+
+class ConsoleFormatter(logging.Formatter):
+    """Lines for people; what is known of a request comes last."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's own name
+        """See `logging.Formatter`."""
+        fields = "".join(f" {name}={value}" for name, value in _fields(record).items())
+        return super().formatMessage(record) + fields
+
+
+class JsonFormatter(logging.Formatter):
+    """An object for each line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See `logging.Formatter`."""
+        entry = {
+            "time": datetime.fromtimestamp(record.created, timezone.utc).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            "process": record.process,
+            **_fields(record),
+        }
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry)
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    """What is known of what a line is about; see `bngrad_server.observer`."""
+    fields: dict[str, Any] = getattr(record, "fields", {})
+    return fields

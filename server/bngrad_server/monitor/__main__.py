@@ -1,0 +1,49 @@
+"""The HTTP process, run as ``python -m bngrad_server.monitor SOCKET_FD LISTENER_FD FRONT_PID``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import sys
+
+from bngrad_server import logs
+from bngrad_server.monitor.front import Front, FrontGoneError
+from bngrad_server.monitor.history import History
+from bngrad_server.monitor.http import HttpServer
+from bngrad_server.monitor.pages import Pages
+from bngrad_server.parent import die_with, leave_signals_to_parent
+
+_SAMPLE_S = 1.0
+_NICENESS = 5
+"""Serving goes first."""
+
+
+def main() -> None:
+    """Answers until the front process hangs up."""
+    socket_fd, listener_fd, front_pid = map(int, sys.argv[1:])
+    die_with(front_pid)
+    leave_signals_to_parent()
+    logs.set_up_as_parent()
+    os.nice(_NICENESS)
+    with (
+        socket.socket(fileno=socket_fd) as front,
+        socket.socket(fileno=listener_fd) as listener,
+        contextlib.suppress(FrontGoneError),
+    ):
+        asyncio.run(_serve(Front(front), listener, front_pid))
+
+
+async def _serve(front: Front, listener: socket.socket, front_pid: int) -> None:
+    history = History()
+    http = HttpServer(Pages(front, history, front_pid).answer)
+    await http.start(listener)
+    while True:
+        with contextlib.suppress(TimeoutError):
+            history.add(await front.status())
+        await asyncio.sleep(_SAMPLE_S)
+
+
+if __name__ == "__main__":
+    main()

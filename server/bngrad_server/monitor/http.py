@@ -1,0 +1,107 @@
+"""HTTP/1.1 by h11, one request a connection, for whoever may be on the other side.
+
+A connection has a few seconds for everything, whatever it does meanwhile, and when there are too many the oldest goes:
+so whoever asks and listens is always answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from http import HTTPStatus
+
+import h11
+
+logger = logging.getLogger(__name__)
+
+_TIMEOUT_S = 5.0
+_MAX_CONNECTIONS = 128
+_MAX_HEAD_NBYTES = 16 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """An answer: a status code, the body's media type, the body and further headers."""
+
+    status: int
+    media_type: str
+    body: bytes
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+Answer = Callable[[str, Mapping[str, str]], Awaitable[Response]]
+"""Answers a GET of a path, without its query, with the request's headers by their lower-case names."""
+
+
+class HttpServer:
+    """Answers GET and HEAD."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+        self._connections: dict[asyncio.Task[None], None] = {}  # the oldest first
+        self._server: asyncio.Server | None = None
+
+    async def start(self, listener: socket.socket) -> None:
+        """Accepts connections from now on."""
+        self._server = await asyncio.start_server(self._serve, sock=listener, limit=_MAX_HEAD_NBYTES)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections[task] = None
+        if len(self._connections) > _MAX_CONNECTIONS:
+            oldest = next(iter(self._connections))
+            del self._connections[oldest]
+            oldest.cancel()
+        try:
+            await asyncio.wait_for(self._exchange(reader, writer), _TIMEOUT_S)
+        except (asyncio.TimeoutError, asyncio.CancelledError, ConnectionError, h11.RemoteProtocolError):
+            pass
+        except Exception:
+            logger.exception("a request over HTTP failed")
+        finally:
+            self._connections.pop(task, None)
+            writer.transport.abort()
+
+    async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = h11.Connection(h11.SERVER, max_incomplete_event_size=_MAX_HEAD_NBYTES)
+        try:
+            response, has_body = await self._response(connection, reader)
+        except h11.RemoteProtocolError as error:
+            response, has_body = _text(error.error_status_hint, "the request is not HTTP/1.1\n"), True
+        headers = {
+            "content-type": response.media_type,
+            "content-length": str(len(response.body)),
+            "cache-control": "no-store",
+            "x-content-type-options": "nosniff",
+            "connection": "close",
+            **response.headers,
+        }
+        reason = HTTPStatus(response.status).phrase
+        head = h11.Response(status_code=response.status, headers=list(headers.items()), reason=reason)
+        writer.write(connection.send(head) or b"")
+        if has_body:
+            writer.write(connection.send(h11.Data(data=response.body)) or b"")
+        writer.write(connection.send(h11.EndOfMessage()) or b"")
+        await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+
+    async def _response(self, connection: h11.Connection, reader: asyncio.StreamReader) -> tuple[Response, bool]:
+        """The answer to the next request, and whether its body is wanted."""
+        while (event := connection.next_event()) is h11.NEED_DATA:
+            connection.receive_data(await reader.read(_MAX_HEAD_NBYTES))
+        if not isinstance(event, h11.Request):
+            raise ConnectionError("the client has gone")
+        if event.method not in {b"GET", b"HEAD"}:
+            return _text(405, "only GET and HEAD are answered\n", {"allow": "GET, HEAD"}), True
+        path = event.target.decode("ascii").partition("?")[0]
+        headers = {name.decode("ascii"): value.decode("latin-1") for name, value in event.headers}
+        return await self._answer(path, headers), event.method == b"GET"
+
+
+def _text(status: int, text: str, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(status, "text/plain; charset=utf-8", text.encode(), headers or {})

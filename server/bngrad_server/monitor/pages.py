@@ -1,0 +1,66 @@
+"""What is served: metrics, health, the dashboard and what it shows."""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+from collections.abc import Awaitable, Callable, Mapping
+
+from bngrad_server.monitor.exposition import Exposition
+from bngrad_server.monitor.front import Front
+from bngrad_server.monitor.history import History
+from bngrad_server.monitor.http import Response
+
+_TEXT = "text/plain; charset=utf-8"
+_PAGE_HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "referrer-policy": "no-referrer",
+}
+
+
+class Pages:
+    """Answers by path; whatever needs the front process is answered with 503 where it does not speak."""
+
+    def __init__(self, front: Front, history: History, front_pid: int) -> None:
+        self._front = front
+        self._history = history
+        self._exposition = Exposition(front_pid)
+        page = importlib.resources.files("bngrad_server.monitor") / "dashboard.html"
+        self._dashboard = Response(200, "text/html; charset=utf-8", page.read_bytes(), _PAGE_HEADERS)
+        self._pages: dict[str, Callable[[Mapping[str, str]], Awaitable[Response]]] = {
+            "/metrics": self._metrics,
+            "/healthz": self._healthz,
+            "/readyz": self._readyz,
+            "/status.json": self._status,
+        }
+
+    async def answer(self, path: str, headers: Mapping[str, str]) -> Response:
+        """The page at a path."""
+        if path == "/":
+            return self._dashboard
+        page = self._pages.get(path)
+        if page is None:
+            return Response(404, _TEXT, f"there are / and {', '.join(self._pages)}\n".encode())
+        try:
+            return await page(headers)
+        except TimeoutError:
+            return Response(503, _TEXT, b"the server's front process does not answer\n")
+
+    async def _metrics(self, headers: Mapping[str, str]) -> Response:
+        return self._exposition.render(await self._front.status(), headers.get("accept", ""))
+
+    async def _healthz(self, headers: Mapping[str, str]) -> Response:
+        await self._front.status()
+        return Response(200, _TEXT, b"ok\n")
+
+    async def _readyz(self, headers: Mapping[str, str]) -> Response:
+        status = await self._front.status()
+        if status["ready"]:
+            return Response(200, _TEXT, b"ok\n")
+        reason = b"the server is stopping\n" if status["stopping"] else b"no worker is ready\n"
+        return Response(503, _TEXT, reason)
+
+    async def _status(self, headers: Mapping[str, str]) -> Response:
+        status = {"server": await self._front.status(), **self._history.status()}
+        return Response(200, "application/json", json.dumps(status).encode())

@@ -1,0 +1,32 @@
+"""How the engine is at this moment, in numbers and words that JSON takes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from bngrad_server.engine import Engine
+
+
+def status_of(engine: Engine) -> dict[str, Any]:
+    """What `bngrad_server.monitor` shows of an engine; counters count from the start, sizes are in bytes."""
+    batcher, arena, regions = engine.batcher, engine.arena, engine.regions
+    jobs, jobs_nbytes = batcher.waiting()
+    return {
+        **engine.observer.metrics.status(),
+        "in_flight": engine.admission.requests,
+        "queue": {"requests": jobs, "bytes": jobs_nbytes},
+        "batches": {
+            "sizes": list(batcher.batch_sizes),
+            "requests": batcher.jobs_taken,
+            "nbytes": list(batcher.batch_nbytes),
+            "bytes": batcher.nbytes_taken,
+        },
+        "reruns": batcher.reruns,
+        "quarantined": batcher.quarantined,
+        "arena": {"bytes": arena.nbytes, "used": arena.nbytes - arena.free_bytes},
+        "regions": {"count": len(regions), "bytes": regions.nbytes},
+        "devices": [{**asdict(device), "state": device.state.value} for device in engine.pool.status()],
+        "failures": engine.observer.recent_failures(),
+        "failures_left_out": engine.observer.failures_left_out,
+    }

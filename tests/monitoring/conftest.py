@@ -1,0 +1,88 @@
+"""Real servers with an HTTP port, and what looks at them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from tests.integration.conftest import Transport, wait_until
+
+import bngrad
+from bngrad_server.embedded import EmbeddedServer
+
+TENSOR, STATS = np.ones((2, 3, 3, 4), np.float32), np.ones(4, np.float32)
+HTTP = ("--http", "127.0.0.1:0")
+
+
+class Answer(NamedTuple):
+    status: int
+    headers: dict[str, str]
+    text: str
+
+
+def get(url: str, *, timeout: float = 30, **headers: str) -> Answer:
+    """What a URL answers, whatever its status."""
+    request = urllib.request.Request(url, headers=headers)  # noqa: S310 - our own server's
+    try:
+        with urllib.request.urlopen(request, timeout=timeout) as answer:  # noqa: S310
+            return Answer(answer.status, dict(answer.headers), answer.read().decode())
+    except urllib.error.HTTPError as error:
+        with error:
+            return Answer(error.code, dict(error.headers), error.read().decode())
+
+
+def http_of(server: EmbeddedServer) -> str:
+    """The URL of a server's HTTP port, which its log tells."""
+
+    def addresses() -> list[str]:
+        return re.findall(r"HTTP: (\S+:\d+)", server.stderr())
+
+    wait_until(lambda: bool(addresses()))
+    return f"http://{addresses()[0]}"
+
+
+def status_of(http: str) -> dict[str, Any]:
+    status: dict[str, Any] = json.loads(get(f"{http}/status.json").text)
+    return status
+
+
+def call(client: bngrad.Client, **attributes: Any) -> None:
+    client.fused_batch_norm_grad_v2(TENSOR, TENSOR, STATS, STATS, STATS, **attributes)
+
+
+def tool(name: str) -> str:
+    """The path of a program of Debian's; the test is skipped without it, unless it must be there."""
+    path = shutil.which(name)
+    if path is None and not os.environ.get("BNGRAD_REQUIRE_MONITORING"):
+        pytest.skip(f"{name} is not installed")
+    assert path is not None, f"{name} must be installed"
+    return path
+
+
+@pytest.fixture(scope="session")
+def watched() -> Iterator[EmbeddedServer]:
+    """A server with an HTTP port, for tests that leave it as it was, to which every kind of call was made."""
+    with EmbeddedServer(options=HTTP) as server:
+        transports: tuple[Transport, ...] = ("unary", "stream", "shared")
+        for transport in transports:
+            with bngrad.Client(server.target, transport=transport) as client:
+                for _ in range(3):
+                    call(client)
+                with pytest.raises(bngrad.InvalidArgumentError):
+                    call(client, epsilon=-1.0)
+        http = http_of(server)
+        wait_until(lambda: sum(row[-1] for row in status_of(http)["server"]["requests"]) == 12)
+        yield server
+
+
+@pytest.fixture(scope="session")
+def http(watched: EmbeddedServer) -> str:
+    return http_of(watched)

@@ -1,0 +1,74 @@
+"""The page, in a real browser, and the same in a terminal."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from tests.monitoring.conftest import get, status_of, tool
+
+from bngrad_server import cli
+
+
+@pytest.fixture(scope="module")
+def page(http: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What the page has become a few seconds after it was opened in Chromium."""
+    options = ("--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000", "--dump-dom")
+    profile = f"--user-data-dir={tmp_path_factory.mktemp('chromium')}"
+    command = [tool("chromium"), *options, profile, f"{http}/"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        '<span id="state" class="good" role="status">Ready</span>',
+        "cpu:0",
+        "GradV2",
+        "shared",
+        "INVALID_ARGUMENT",
+        "epsilon must be finite",
+        'aria-label="Latency histogram: 50 % within',
+        "<i></i>compute <b>",
+    ],
+)
+def test_the_page_shows_what_the_server_does(page: str, words: str) -> None:
+    plain = re.sub(r' style="[^"]*"', "", page)
+    assert words in plain
+
+
+def test_the_page_needs_nothing_from_elsewhere(http: str) -> None:
+    answer = get(f"{http}/")
+    without_namespace = answer.text.replace("http://www.w3.org/2000/svg", "")
+    assert "//" not in re.sub(r"\s//.*", "", without_namespace)
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+
+
+def test_what_clients_send_is_shown_as_text_and_never_as_markup(http: str) -> None:
+    page = get(f"{http}/").text
+    assert "innerHTML" not in page
+    assert "insertAdjacentHTML" not in page
+    assert "document.write" not in page
+
+
+def test_top_shows_the_same_in_a_terminal(http: str) -> None:
+    result = CliRunner().invoke(cli.main, ["top", http, "--once"])
+    assert result.exit_code == 0, result.output
+    for words in ("ready", "cpu:0", "99 % within", "compute", "INVALID_ARGUMENT"):
+        assert words in result.output
+
+
+def test_top_gives_scripts_json(http: str) -> None:
+    result = CliRunner().invoke(cli.main, ["top", http.removeprefix("http://"), "--json"])
+    assert json.loads(result.output)["server"]["requests"] == status_of(http)["server"]["requests"]
+
+
+def test_top_says_what_is_wrong_where_nobody_answers(tmp_path: Path) -> None:
+    result = CliRunner().invoke(cli.main, ["top", "127.0.0.1:1", "--once"])
+    assert result.exit_code == 1
+    assert "nothing can be read from http://127.0.0.1:1/status.json: " in result.output
+    assert "start the server with --http HOST:PORT" in result.output

@@ -1,0 +1,225 @@
+"""The HTTP port: health, readiness, and what anybody may do to it without anyone else noticing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import psutil
+import pytest
+from tests.integration.conftest import ONE_WORKER, is_running, wait_until, worker_pid
+from tests.monitoring.conftest import HTTP, call, get, http_of, status_of
+
+import bngrad
+from bngrad_server.embedded import EmbeddedServer, ServerStartError
+
+CONNECTIONS = 400
+
+
+def address_of(http: str) -> tuple[str, int]:
+    host, _, port = http.removeprefix("http://").rpartition(":")
+    return host, int(port)
+
+
+def http_process(server: EmbeddedServer) -> psutil.Process:
+    (process,) = (
+        child for child in psutil.Process(server.process.pid).children() if "bngrad_server.monitor" in child.cmdline()
+    )
+    return process
+
+
+def test_a_server_that_serves_is_alive_and_ready(http: str) -> None:
+    assert get(f"{http}/healthz")[::2] == (200, "ok\n")
+    assert get(f"{http}/readyz")[::2] == (200, "ok\n")
+
+
+def test_without_a_worker_a_server_is_alive_but_not_ready() -> None:
+    with EmbeddedServer(options=(*HTTP, *ONE_WORKER, "--worker-timeout", "600")) as server:
+        http = http_of(server)
+        os.kill(worker_pid(server), signal.SIGKILL)
+        with pausing_new_workers(server):
+            wait_until(lambda: get(f"{http}/readyz").status == 503)
+            assert get(f"{http}/readyz").text == "no worker is ready\n"
+            assert get(f"{http}/healthz").status == 200
+        wait_until(lambda: get(f"{http}/readyz").status == 200)
+
+
+@contextlib.contextmanager
+def pausing_new_workers(server: EmbeddedServer) -> Iterator[None]:
+    """Stops the worker that is started next, until the block ends."""
+
+    def workers() -> list[int]:
+        children = psutil.Process(server.process.pid).children()
+        return [child.pid for child in children if is_running(child.pid) and "bngrad_server.worker" in child.cmdline()]
+
+    wait_until(lambda: bool(workers()))
+    (pid,) = workers()
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_a_server_that_drains_is_not_ready_and_ends_with_its_http_process() -> None:
+    with EmbeddedServer(options=(*HTTP, *ONE_WORKER)) as server, bngrad.Client(server.target) as client:
+        http, monitor, worker = http_of(server), http_process(server), worker_pid(server)
+        call(client)
+        os.kill(worker, signal.SIGSTOP)
+        thread = threading.Thread(target=call, args=(client,))
+        thread.start()
+        wait_until(lambda: status_of(http)["server"]["in_flight"] == 1)
+        server.process.terminate()
+        wait_until(lambda: get(f"{http}/readyz").status == 503)
+        assert get(f"{http}/readyz").text == "the server is stopping\n"
+        os.kill(worker, signal.SIGCONT)
+        thread.join()
+        assert server.process.wait(30) == 0
+        assert not is_running(monitor.pid)
+
+
+def test_a_killed_server_leaves_no_http_process_and_its_port_is_free() -> None:
+    with EmbeddedServer(options=HTTP) as server:
+        http, monitor = http_of(server), http_process(server)
+        server.process.kill()
+        wait_until(lambda: not is_running(monitor.pid))
+        address = http.removeprefix("http://")
+        with EmbeddedServer(options=("--http", address)) as successor:
+            assert http_of(successor) == http
+            assert get(f"{http}/healthz").status == 200
+
+
+@pytest.fixture(scope="module")
+def harassed() -> Iterator[EmbeddedServer]:
+    """A server whose HTTP port the tests misuse."""
+    with EmbeddedServer(options=HTTP) as server:
+        yield server
+
+
+def test_an_http_process_that_dies_is_replaced(harassed: EmbeddedServer) -> None:
+    http = http_of(harassed)
+    assert get(f"{http}/healthz").status == 200
+    http_process(harassed).kill()
+    assert get(f"{http}/healthz").status == 200  # as soon as there is a new one, on the same port
+
+
+def test_a_front_process_that_does_not_answer_is_not_alive(harassed: EmbeddedServer) -> None:
+    http = http_of(harassed)
+    assert get(f"{http}/healthz").status == 200
+    harassed.process.send_signal(signal.SIGSTOP)
+    try:
+        wait_until(lambda: get(f"{http}/healthz").status == 503)
+    finally:
+        harassed.process.send_signal(signal.SIGCONT)
+    wait_until(lambda: get(f"{http}/healthz").status == 200)
+
+
+def test_a_taken_port_is_named(http: str) -> None:
+    address = http.removeprefix("http://")
+    with (
+        pytest.raises(ServerStartError, match=f"Error: cannot listen on {address} for HTTP"),
+        EmbeddedServer(options=("--http", address)),
+    ):
+        pass
+
+
+def test_an_address_that_is_none_is_named() -> None:
+    command = [sys.executable, "-m", "bngrad_server", "serve", "--http", "unix:/tmp/x"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    assert "--http is 'unix:/tmp/x'; it should be HOST:PORT" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "status"),
+    [
+        (b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n", 200),
+        (b"HEAD /metrics HTTP/1.1\r\nHost: a\r\n\r\n", 200),
+        (b"GET /healthz?verbose HTTP/1.0\r\n\r\n", 200),
+        (b"GET /nothing HTTP/1.1\r\nHost: a\r\n\r\n", 404),
+        (b"GET /../../etc/passwd HTTP/1.1\r\nHost: a\r\n\r\n", 404),
+        (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\n\r\nabc", 405),
+        (b"GET /healthz HTTP/1.1\r\n\r\n", 400),  # without Host
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 405),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\0" * 64 + b"\r\n\r\n", 400),  # TLS
+        (b"GET / HTTP/1.1\r\nHost: a\r\nX: " + b"x" * 2**20 + b"\r\n\r\n", 431),
+        (b"GET /" + b"x" * 2**20 + b" HTTP/1.1\r\n\r\n", 431),
+        (b"GET / HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n", 400),
+    ],
+)
+def test_every_request_has_an_answer(http: str, request_bytes: bytes, status: int) -> None:
+    with socket.create_connection(address_of(http), 30) as sock:
+        sent = threading.Thread(target=_send, args=(sock, request_bytes))
+        sent.start()
+        answer = _receive(sock)
+        sent.join()
+    assert answer.startswith(b"HTTP/1.1 %d " % status), answer[:200]
+    if request_bytes.startswith(b"HEAD"):
+        assert answer.endswith(b"\r\n\r\n")
+
+
+def _send(sock: socket.socket, data: bytes) -> None:
+    with contextlib.suppress(OSError):
+        sock.sendall(data)
+
+
+def _receive(sock: socket.socket) -> bytes:
+    answer = b""
+    with contextlib.suppress(ConnectionResetError):  # what was not read of a request too large
+        while part := sock.recv(65536):
+            answer += part
+    return answer
+
+
+def _silent(sock: socket.socket) -> None:
+    pass
+
+
+def _trickling(sock: socket.socket) -> None:
+    sock.sendall(b"GET /metrics HTTP/1.1\r\nX-")
+
+
+def _deaf(sock: socket.socket) -> None:
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+    sock.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+
+
+@pytest.mark.parametrize("behave", [_silent, _trickling, _deaf])
+def test_many_clients_that_keep_their_connections_keep_nobody_out(
+    harassed: EmbeddedServer, behave: Callable[[socket.socket], None]
+) -> None:
+    http, monitor = http_of(harassed), http_process(harassed)
+    with ExitStack() as stack, bngrad.Client(harassed.target) as client:
+        for _ in range(CONNECTIONS):
+            sock = stack.enter_context(socket.create_connection(address_of(http), 30))
+            with contextlib.suppress(ConnectionError):  # it was the oldest already
+                behave(sock)
+        assert get(f"{http}/healthz").status == 200
+        assert get(f"{http}/metrics").status == 200
+        assert monitor.num_fds() < CONNECTIONS
+        call(client)
+    assert http_process(harassed).pid == monitor.pid
+
+
+def test_a_client_that_sends_a_byte_now_and_then_is_cut_off(http: str) -> None:
+    with socket.create_connection(address_of(http), 30) as sock:
+        sock.settimeout(0.2)
+        sock.sendall(b"GET / HTTP/1.1\r\n")
+
+        def is_closed() -> bool:
+            try:
+                sock.sendall(b"X")
+                return sock.recv(1) == b""
+            except TimeoutError:
+                return False
+            except ConnectionError:
+                return True
+
+        wait_until(is_closed)

@@ -1,0 +1,102 @@
+"""The log of a real server: its forms, request ids, and what is left out in a storm. And channelz."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
+from tests.integration.conftest import endpoints_of, wait_until, workers_of
+from tests.monitoring.conftest import HTTP, call, http_of, status_of
+
+import bngrad
+from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
+from bngrad_protos.v1 import batch_norm_grad_pb2_grpc as pb_grpc
+from bngrad_server.embedded import EmbeddedServer
+
+MARK = 0.1234567
+"""In every tensor; must be in no log."""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[EmbeddedServer]:
+    with EmbeddedServer(options=(*HTTP, "--log-format", "json", "--channelz")) as server:
+        yield server
+
+
+def send_wrong_request(target: str, *metadata: tuple[str, str]) -> None:
+    tensor = pb.Tensor(dtype=pb.DATA_TYPE_FLOAT32, shape=[1, 1, 1, 1], data=np.full(1, MARK, np.float32).tobytes())
+    request = pb.FusedBatchNormGradV2Request(y_backprop=tensor, x=tensor)
+    with grpc.insecure_channel(target) as channel, pytest.raises(grpc.RpcError):
+        pb_grpc.BatchNormGradServiceStub(channel).FusedBatchNormGradV2(request, metadata=metadata)
+
+
+def failures(server: EmbeddedServer) -> list[dict[str, Any]]:
+    """The lines about requests that were not answered."""
+    lines = map(json.loads, server.stderr().splitlines())
+    return [line for line in lines if line["logger"] == "bngrad_server.observer"]
+
+
+@pytest.mark.parametrize("way", ["grpcio", "own endpoint"])
+def test_a_request_that_fails_is_logged_with_the_id_that_its_client_gave_it(server: EmbeddedServer, way: str) -> None:
+    endpoint = f"127.0.0.1:{endpoints_of(server.target).stream_port}"
+    name = way.replace(" ", "-")
+    send_wrong_request(server.target if way == "grpcio" else endpoint, ("x-request-id", name))
+    wait_until(lambda: any(line["request_id"] == name for line in failures(server)))
+    (line,) = (line for line in failures(server) if line["request_id"] == name)
+    assert (line["level"], line["code"], line["op"]) == ("info", "INVALID_ARGUMENT", "FusedBatchNormGradV2")
+    assert (line["transport"], line["client"]) == ("unary", "127.0.0.1")
+    assert "scale must be given" in line["message"]
+    assert str(MARK) not in server.stderr()
+
+
+def test_an_id_that_would_spoil_the_log_is_replaced(server: EmbeddedServer) -> None:
+    before = len(failures(server))
+    send_wrong_request(server.target, ("x-request-id", "a b=c"))
+    wait_until(lambda: len(failures(server)) > before)
+    assert re.fullmatch("[0-9a-f]{16}", failures(server)[-1]["request_id"])
+
+
+def test_in_a_storm_of_errors_only_some_are_logged_and_the_others_are_counted(server: EmbeddedServer) -> None:
+    http, count = http_of(server), 400
+
+    def ended() -> int:
+        return sum(row[-1] for row in status_of(http)["server"]["requests"])
+
+    def fail(client: bngrad.Client) -> None:
+        with pytest.raises(bngrad.InvalidArgumentError):
+            call(client, epsilon=-1.0)
+
+    before = ended()
+    with ThreadPoolExecutor(8) as threads, bngrad.Client(server.target) as client:
+        list(threads.map(fail, [client] * count))
+    wait_until(lambda: ended() == before + count)
+    logged, left_out = len(failures(server)), status_of(http)["server"]["failures_left_out"]
+    assert left_out > 0
+    assert logged + left_out == ended()
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_channelz_answers_where_it_was_asked_for(
+    server: EmbeddedServer, watched: EmbeddedServer, is_there: bool
+) -> None:
+    with grpc.insecure_channel(server.target if is_there else watched.target) as channel:
+        get_servers = channelz_pb2_grpc.ChannelzStub(channel).GetServers
+        if is_there:
+            assert get_servers(channelz_pb2.GetServersRequest()).server[0].data.calls_started >= 1
+        else:
+            with pytest.raises(grpc.RpcError, match="UNIMPLEMENTED"):
+                get_servers(channelz_pb2.GetServersRequest())
+
+
+def test_workers_log_in_the_same_form_and_a_level_silences_the_rest() -> None:
+    with EmbeddedServer(options=("--log-format", "json", "--log-level", "error")) as server:
+        workers_of(server.process.pid)[0].kill()
+        wait_until(lambda: "was killed by SIGKILL" in server.stderr())
+        assert [json.loads(line)["level"] for line in server.stderr().splitlines()] == ["error"]

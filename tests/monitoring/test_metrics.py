@@ -1,0 +1,175 @@
+"""/metrics as Prometheus reads it, and what names its metrics: alerts, the dashboard of Grafana, the documentation."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import urllib.parse
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from tests.integration.conftest import wait_until, workers_of
+from tests.monitoring.conftest import HTTP, call, get, http_of, status_of, tool
+
+import bngrad
+from bngrad_server.embedded import EmbeddedServer
+from bngrad_server.metrics import STAGES
+
+ROOT = Path(__file__).parents[2]
+MONITORING = ROOT / "docker/monitoring"
+
+
+def samples(http: str) -> dict[tuple[str, tuple[str, ...]], float]:
+    """Every sample by its name and its labels' values, in the order of the labels' names."""
+    text = get(f"{http}/metrics").text
+    return {
+        (sample.name, tuple(value for _, value in sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+@pytest.mark.parametrize("transport", ["unary", "stream", "shared"])
+def test_requests_are_counted_by_op_transport_and_status(http: str, transport: str) -> None:
+    found = samples(http)
+    assert found["bngrad_requests_total", ("OK", "FusedBatchNormGradV2", transport)] == 3
+    assert found["bngrad_request_seconds_count", (transport,)] == 3
+    assert found["bngrad_tensor_bytes_total", (transport,)] == 3 * 3 * 2 * 3 * 3 * 4 * 4
+    refused = [(labels, value) for (name, labels), value in found.items() if labels[:1] == ("INVALID_ARGUMENT",)]
+    assert sum(value for _, value in refused) == 3
+
+
+def test_the_stages_add_up_to_the_time_of_the_requests(http: str) -> None:
+    found = samples(http)
+    stages = sum(found["bngrad_stage_seconds_sum", (stage,)] for stage in STAGES)
+    requests = sum(found["bngrad_request_seconds_sum", (transport,)] for transport in ("unary", "stream", "shared"))
+    assert stages == pytest.approx(requests, rel=1e-9)
+    assert all(found["bngrad_stage_seconds_count", (stage,)] == 9 for stage in STAGES)
+    assert found["bngrad_batch_requests_sum", ()] == 9
+
+
+def test_what_died_and_was_run_again_is_counted() -> None:
+    with EmbeddedServer(options=(*HTTP, "--workers", "1")) as server, bngrad.Client(server.target) as client:
+        http = http_of(server)
+        call(client)
+        busy = status_of(http)["server"]["devices"][0]["busy_s"]
+        workers_of(server.process.pid)[0].kill()
+        call(client)
+        wait_until(lambda: samples(http)["bngrad_workers_ready", ()] == 1)
+        found = samples(http)
+        assert found["bngrad_worker_restarts_total", ("cpu",)] == 1
+        assert found["bngrad_requests_total", ("OK", "FusedBatchNormGradV2", "unary")] == 2
+        assert found["bngrad_device_busy_seconds_total", ("cpu",)] > busy > 0
+
+
+def test_the_metrics_of_the_front_process_are_its_own(watched: EmbeddedServer, http: str) -> None:
+    front = psutil.Process(watched.process.pid)
+    assert samples(http)["process_start_time_seconds", ()] == pytest.approx(front.create_time(), abs=1)
+    assert samples(http)["process_open_fds", ()] == pytest.approx(front.num_fds(), abs=4)
+
+
+def test_scrapers_may_ask_for_openmetrics(http: str) -> None:
+    answer = get(f"{http}/metrics", accept="application/openmetrics-text; version=1.0.0")
+    assert answer.headers["content-type"].startswith("application/openmetrics-text")
+    assert answer.text.endswith("# EOF\n")
+
+
+def test_promtool_has_no_complaint(http: str) -> None:
+    metrics = get(f"{http}/metrics").text
+    checked = subprocess.run([tool("promtool"), "check", "metrics"], input=metrics, capture_output=True, text=True)
+    assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    "what", ["check rules alerts.yml", "check config prometheus.yml", "test rules alerts_test.yml"]
+)
+def test_promtool_accepts_our_files(what: str) -> None:
+    *command, name = what.split()
+    path = Path(__file__).parent / name if name == "alerts_test.yml" else MONITORING / name
+    checked = subprocess.run([tool("promtool"), *command, path], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def names_in(text: str) -> set[str]:
+    return set(re.findall(r"\b(?:bngrad|process)_[a-z_]+", text))
+
+
+def grafana_queries() -> Iterator[str]:
+    dashboard = json.loads((MONITORING / "grafana/dashboards/bngrad.json").read_text())
+    for panel in dashboard["panels"]:
+        for target in panel["targets"]:
+            yield target["expr"]
+    for variable in dashboard["templating"]["list"]:
+        yield variable["query"]["query"]
+
+
+def test_alerts_and_dashboard_name_only_metrics_that_there_are(http: str) -> None:
+    there = {name for name, _ in samples(http)}
+    alerts = names_in((MONITORING / "alerts.yml").read_text())
+    assert len(alerts) > 5
+    assert alerts <= there
+    assert names_in(" ".join(grafana_queries())) <= there
+
+
+def test_the_documentation_names_every_metric_and_no_other(http: str) -> None:
+    text = (ROOT / "docs/observability.md").read_text()
+    documented = set(re.findall(r"^\| `(bngrad_[a-z_]+)", text, re.MULTILINE))
+    families = text_string_to_metric_families(get(f"{http}/metrics").text)
+    there = {
+        family.name + ("_total" if family.type == "counter" else "")
+        for family in families
+        if family.name.startswith("bngrad")
+    }
+    assert documented == there
+
+
+@pytest.fixture(scope="module")
+def prometheus(http: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A real Prometheus with our configuration, but for the address of the server; gives its URL."""
+    directory = tmp_path_factory.mktemp("prometheus")
+    config = (MONITORING / "prometheus.yml").read_text()
+    config = config.replace("server:9464", http.removeprefix("http://")).replace("10s", "1s")
+    (directory / "prometheus.yml").write_text(config)
+    (directory / "alerts.yml").write_text((MONITORING / "alerts.yml").read_text())
+    options = [f"--config.file={directory}/prometheus.yml", f"--storage.tsdb.path={directory}/data"]
+    command = [tool("prometheus"), *options, "--web.listen-address=127.0.0.1:0"]
+    log_path = directory / "log"
+    with log_path.open("w") as log, subprocess.Popen(command, stderr=log, cwd=directory) as process:
+        try:
+            port = re.compile(r"Listening on.*address=127\.0\.0\.1:(\d+)")
+            wait_until(lambda: port.search(log_path.read_text()) is not None)
+            found = port.search(log_path.read_text())
+            assert found is not None
+            url = f"http://127.0.0.1:{found[1]}"
+            wait_until(lambda: get(f"{url}/-/ready").status == 200)
+            yield url
+        finally:
+            process.terminate()
+
+
+def query(prometheus: str, expression: str) -> list[float]:
+    answer = get(f"{prometheus}/api/v1/query?{urllib.parse.urlencode({'query': expression})}")
+    results = json.loads(answer.text)["data"]["result"]
+    return [float(result["value"][1]) for result in results]
+
+
+def test_a_real_prometheus_scrapes_the_server(prometheus: str) -> None:
+    wait_until(lambda: query(prometheus, "bngrad_ready") == [1.0])
+    assert query(prometheus, 'up{job="bngrad"}') == [1.0]
+    assert query(prometheus, 'sum(bngrad_requests_total{code="OK"})') == [9.0]
+    slowest = "histogram_quantile(1, sum by (le) (bngrad_request_seconds_bucket))"
+    assert 0 < query(prometheus, slowest)[0] < 60
+
+
+def test_a_real_prometheus_can_evaluate_every_query_of_the_dashboard(prometheus: str) -> None:
+    wait_until(lambda: query(prometheus, "bngrad_ready") == [1.0])
+    for expression in grafana_queries():
+        if expression.startswith("label_values"):
+            continue
+        filled = expression.replace("$__rate_interval", "1m").replace("$instance", ".*")
+        answer = json.loads(get(f"{prometheus}/api/v1/query?{urllib.parse.urlencode({'query': filled})}").text)
+        assert answer["status"] == "success", filled
