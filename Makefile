@@ -5,8 +5,10 @@ VENV := .venv
 GPU_PYTHON ?= python3
 GPU_DEVICE ?= cuda:0
 BIN := $(VENV)/bin
+LOCK := $(BIN)/uv pip compile --quiet --universal --python-version 3.10 --no-header --no-annotate --upgrade
+HASHES := --generate-hashes --constraint requirements/dev.txt
 
-.PHONY: demo test soak lint proto settings-page bench bench-transport bench-load bench-hostile \
+.PHONY: demo test soak lint docs proto settings-page lock audit image-test bench bench-transport bench-load bench-hostile \
 	gpu-test gpu-test-kernels gpu-test-server gpu-bench gpu-sweep clean
 
 demo: $(VENV)/server.stamp  ## Sets up, starts a CPU server and sends it real gradients
@@ -24,6 +26,23 @@ lint: $(VENV)/dev.stamp  ## Style, types, layers and the protocol's lint rules
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	cd protos && ../$(BIN)/buf lint
+	$(BIN)/hadolint docker/Dockerfile docker/Dockerfile.cuda
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --site-dir build/site
+
+docs: $(VENV)/dev.stamp  ## The documentation as a site, on http://127.0.0.1:8000
+	$(BIN)/mkdocs serve
+
+lock: $(VENV)/dev.stamp  ## Takes newer versions of all dependencies into requirements/
+	$(LOCK) --extra dev --output-file requirements/dev.txt pyproject.toml
+	$(LOCK) --extra server $(HASHES) --output-file requirements/server.txt pyproject.toml
+	$(LOCK) --extra cuda12 $(HASHES) --output-file requirements/cuda12.txt pyproject.toml
+	$(LOCK) $(HASHES) --output-file requirements/build.txt requirements/build.in
+
+audit: $(VENV)/dev.stamp  ## Asks a database on the network whether any locked version has known weaknesses
+	for lock in requirements/*.txt; do $(BIN)/pip-audit --strict --disable-pip --no-deps --requirement $$lock || exit 1; done
+
+image-test: $(VENV)/dev.stamp  ## Builds the images with buildah and runs the CPU one, read-only and not as root
+	$(BIN)/python -m tests.deploy.image
 
 proto: $(VENV)/dev.stamp  ## Regenerates the code beside the .proto files
 	$(BIN)/python -m grpc_tools.protoc -I protos --python_out=protos --pyi_out=protos --grpc_python_out=protos \
@@ -75,10 +94,10 @@ clean:
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/server.stamp: pyproject.toml | $(BIN)/python
-	$(BIN)/pip install --quiet --editable '.[server]'
+$(VENV)/server.stamp: pyproject.toml requirements/dev.txt | $(BIN)/python
+	$(BIN)/pip install --quiet --constraint requirements/dev.txt --editable '.[server]'
 	touch $@
 
-$(VENV)/dev.stamp: pyproject.toml | $(BIN)/python
-	$(BIN)/pip install --quiet --editable '.[dev]'
+$(VENV)/dev.stamp: pyproject.toml requirements/dev.txt | $(BIN)/python
+	$(BIN)/pip install --quiet --constraint requirements/dev.txt --editable '.[dev]'
 	touch $@ $(VENV)/server.stamp

@@ -5,7 +5,6 @@ A new setting is a new field of `ServerConfig`.
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,6 +13,7 @@ from pydantic import AfterValidator, AliasGenerator, BeforeValidator, Field, mod
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from bngrad_kernels.backends import devices
+from bngrad_server import cgroup
 
 MAX_MESSAGE_BYTES = 2**31 - 1
 """The largest message that protobuf can hold."""
@@ -36,17 +36,9 @@ def default_max_message_bytes() -> int:
     return min(max(default_arena_bytes() // 2 // MAX_CALLS, _LEAST_MESSAGE_BYTES), MAX_MESSAGE_BYTES)
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
-
-
 def default_arena_bytes() -> int:
     """Half of the memory that this process may use."""
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    cgroup_limit = Path("/sys/fs/cgroup/memory.max")
-    if cgroup_limit.exists() and (limit := cgroup_limit.read_text().strip()).isdigit():
-        memory = min(memory, int(limit))
-    return memory // 2
+    return cgroup.memory_bytes() // 2
 
 
 def _in_units(units: dict[str, float]) -> BeforeValidator:
@@ -74,7 +66,9 @@ def _address(value: str) -> str:
     if value.startswith("unix:"):
         is_right = value != "unix:"
     else:
-        is_right = bool(host and colon) and port.isascii() and port.isdigit() and int(port) <= MAX_PORT
+        is_right = (
+            bool(host and colon) and "/" not in host and port.isascii() and port.isdigit() and int(port) <= MAX_PORT
+        )
     if not is_right:
         raise ValueError("it should be HOST:PORT or unix:PATH")
     return value
@@ -141,7 +135,7 @@ class ServerConfig(BaseSettings):
     device: Annotated[str, AfterValidator(_device), Metavar("DEVICE")] = "auto"
     """What to compute on: cpu, or GPUs such as cuda:0,cuda:1; auto takes every usable GPU, or the CPU if there is
     none."""
-    threads: Annotated[int, Computed("every core")] = Field(default_factory=_cores, ge=1)
+    threads: Annotated[int, Computed("every core")] = Field(default_factory=cgroup.cores, ge=1)
     """Threads of each CPU worker. Results have the same bits for any number."""
     workers: int = Field(default=2, ge=1)
     """Worker processes on a CPU. With more than one, requests go on where one dies, and small ones run side by side."""
@@ -220,7 +214,7 @@ class ServerConfig(BaseSettings):
     @property
     def has_cores_for_all(self) -> bool:
         """Whether several CPU workers compute faster together than one of them alone."""
-        return self.workers * self.threads <= _cores()
+        return self.workers * self.threads <= cgroup.cores()
 
     @classmethod
     def settings_customise_sources(  # noqa: D102 - its base tells

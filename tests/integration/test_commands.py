@@ -140,7 +140,7 @@ def grpc_server(*, of_bngrad: bool, tls: bool = False) -> Iterator[str]:
 
 def test_a_server_that_computes_wrongly_fails_the_check() -> None:
     with grpc_server(of_bngrad=True) as address:
-        ended = run("check", address)
+        ended = run("check", address, "--timeout", str(TIMEOUT_S))
     assert ended.returncode == 1
     assert [line.split()[1] for line in ended.stdout.splitlines()] == ["health", "server"]
     assert ended.stderr.startswith("✗ unary    a wrong answer to V3 NHWC float32 over unary")

@@ -6,8 +6,10 @@ folder is named by a hash of every source of this package.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -35,19 +37,41 @@ internal = numba.njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wra
 """Decorates what only compiled functions call, without the ways in for others."""
 
 
+@functools.cache
 def folder() -> Path:
     """The cache folder of these very sources; the user's ``NUMBA_CACHE_DIR`` wins."""
     if config.CACHE_DIR:
         return Path(config.CACHE_DIR)
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     path = base / "bngrad" / _fingerprint()
+    return path if _is_writable(path) else _copy_of(path)
+
+
+def _is_writable(path: Path) -> bool:
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
-            return path
+            return True
     except OSError:
-        # Of one user alone: what lies in there is run.
-        return Path(tempfile.gettempdir()) / f"bngrad-{os.getuid()}" / _fingerprint()
+        return False
+
+
+def _copy_of(path: Path) -> Path:
+    """A folder among the temporary files, with what a container's image may have in the one that cannot be written."""
+    parent = Path(tempfile.gettempdir()) / f"bngrad-{os.getuid()}"
+    parent.mkdir(mode=0o700, exist_ok=True)
+    if parent.stat().st_uid != os.getuid():  # what lies in there is run
+        raise PermissionError(f"{parent}, for compiled kernels, belongs to another user; set XDG_CACHE_HOME")
+    copy = parent / path.name
+    if not copy.exists():
+        draft = Path(tempfile.mkdtemp(dir=parent))
+        if path.exists():
+            shutil.copytree(path, draft, dirs_exist_ok=True)
+        try:
+            draft.rename(copy)
+        except OSError:  # another worker was faster
+            shutil.rmtree(draft)
+    return copy
 
 
 def _fingerprint() -> str:

@@ -97,25 +97,29 @@ def compile_kernels(arch: int, *options: str) -> Compiled:
 def cubin(arch: int) -> Path:
     """The file with the machine code for an architecture, compiled now if it is not in the cache."""
     major, minor = compiler_version()
-    folder = _folder()
-    path = folder / f"sm_{arch}-nvrtc-{major}.{minor}.cubin"
+    path = _folder() / f"sm_{arch}-nvrtc-{major}.{minor}.cubin"
     if not path.exists():
-        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
+        path = _writable(path.parent) / path.name
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             file.write(compile_kernels(arch).cubin)
         Path(file.name).replace(path)  # at once, whoever else does the same
     return path
 
 
 def _folder() -> Path:
-    """The cache folder of these very sources."""
+    """The cache folder of these very sources; that of a container's image may be there to be read only."""
     digest = hashlib.sha256(" ".join(_OPTIONS).encode())
     for source in sorted(SOURCES.glob("*.cu*")):
         digest.update(source.read_bytes())
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = base / "bngrad" / f"cuda-{digest.hexdigest()[:16]}"
+    return base / "bngrad" / f"cuda-{digest.hexdigest()[:16]}"
+
+
+def _writable(folder: Path) -> Path:
+    """The folder, or one of this process alone, since what lies in there is run."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return folder
     except OSError:
-        return Path(tempfile.mkdtemp(prefix="bngrad-"))  # of this process alone: what lies in there is run
+        return Path(tempfile.mkdtemp(prefix="bngrad-"))

@@ -20,6 +20,7 @@ _SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
     "V3": {"NHWC": (3, 5, 4, 7), "NCHW": (3, 7, 5, 4), "NDHWC": (2, 3, 5, 4, 7), "NCDHW": (2, 7, 3, 5, 4)},
     "V2": {"NHWC": (3, 5, 4, 8), "NCHW": (3, 8, 5, 4)},
     "oneDNN": {"NXC": (6, 5, 7), "NCX": (6, 7)},
+    "GradGrad": {"NHWC": (3, 5, 4, 7), "NCHW": (3, 7, 5, 4)},
 }
 _TIMED_SECONDS = 0.3
 

@@ -22,11 +22,11 @@ class Request:
     """A call to make.
 
     Attributes:
-        op: V3, V2 or oneDNN.
+        op: V3, V2, oneDNN, or GradGrad for the gradients of the gradients.
         data: Where the tensors come from.
         data_format: As the op takes it.
         epsilon: As the op takes it.
-        inputs: y_backprop, x, scale, mean, variance.
+        inputs: y_backprop, x, scale, mean, variance; in front of them, for GradGrad, the gradients of the outputs.
     """
 
     op: str
@@ -38,20 +38,28 @@ class Request:
     @property
     def spec(self) -> Spec:
         """What is to be computed."""
-        y_backprop, _, scale, _, _ = self.inputs
-        axis = y_backprop.ndim - 1 if self.data_format.endswith("C") else 1
-        return Spec(y_backprop.dtype, y_backprop.shape, axis, stats_dtype=scale.dtype, epsilon=self.epsilon)
+        *_, x, scale, _, _ = self.inputs
+        axis = _channel_axis(self.data_format, x.shape)
+        order = 2 if self.op == "GradGrad" else 1
+        return Spec(x.dtype, x.shape, axis, stats_dtype=scale.dtype, epsilon=self.epsilon, order=order)
 
     @property
     def nbytes(self) -> int:
         """The size of the tensors that are sent and received, in bytes."""
-        _, x, scale, _, _ = self.inputs
-        return sum(array.nbytes for array in (*self.inputs, x, scale, scale))
+        *_, x, scale, _, _ = self.inputs
+        outputs = (x, x, scale) if self.op == "GradGrad" else (x, scale, scale)
+        return sum(array.nbytes for array in (*self.inputs, *outputs))
 
     def send(self, client: bngrad.Client, out: Array | None = None) -> tuple[Array, ...]:
-        """Makes the call; out is where to put x_backprop."""
+        """Makes the call; out is where to put the gradient of x."""
+        attributes: dict[str, Any] = {"epsilon": self.epsilon, "data_format": self.data_format}
+        if self.op == "GradGrad":
+            of_x, of_scale, of_offset, y_backprop, x, scale, mean, variance = self.inputs
+            return client.fused_batch_norm_grad_grad(
+                of_x, of_scale, of_offset, y_backprop, x, scale, mean, variance, out=(None, out), **attributes
+            )
         y_backprop, x, scale, mean, variance = self.inputs
-        attributes: dict[str, Any] = {"epsilon": self.epsilon, "data_format": self.data_format, "out": out}
+        attributes["out"] = out
         if self.op == "oneDNN":
             return client.batch_norm_training_backprop(x, y_backprop, mean, variance, scale, **attributes)
         if self.op == "V2":
@@ -60,7 +68,11 @@ class Request:
 
     def is_right(self, outputs: tuple[Array, ...]) -> bool:
         """Whether an answer is as near to the float64 reference as is promised."""
-        errors, bounds = accuracy.errors(self.spec, self.inputs, outputs), accuracy.bounds(self.spec)
+        if self.op == "GradGrad":
+            errors: tuple[float, ...] = accuracy.grad_grad_errors(self.spec, self.inputs, outputs)
+            bounds: tuple[float, ...] = accuracy.grad_grad_bounds(self.spec)
+        else:
+            errors, bounds = accuracy.errors(self.spec, self.inputs, outputs), accuracy.bounds(self.spec)
         return all(error <= bound for error, bound in zip(errors, bounds, strict=True))
 
 
@@ -69,7 +81,18 @@ def random_request(
 ) -> Request:
     """A request of random tensors, the same at every call."""
     rng = np.random.default_rng(0)
-    channels = shape[-1] if data_format.endswith("C") else shape[1]
-    y_backprop, x = (rng.standard_normal(shape, np.float32).astype(dtype) for _ in range(2))
-    vectors = [rng.uniform(0.5, 1.5, channels).astype(np.float32) for _ in range(3)]
-    return Request(op, data, data_format, 1e-5, (y_backprop, x, *vectors))
+    channels = shape[_channel_axis(data_format, shape)]
+
+    def tensor() -> Array:
+        return rng.standard_normal(shape, np.float32).astype(dtype)
+
+    def vector() -> Array:
+        return rng.uniform(0.5, 1.5, channels).astype(np.float32)
+
+    gradients = (tensor(), vector(), vector()) if op == "GradGrad" else ()
+    inputs = (*gradients, tensor(), tensor(), vector(), vector(), vector())
+    return Request(op, data, data_format, 1e-5, inputs)
+
+
+def _channel_axis(data_format: str, shape: tuple[int, ...]) -> int:
+    return len(shape) - 1 if data_format.endswith("C") else 1

@@ -13,6 +13,7 @@ from bngrad_server.config import ServerConfig
         ({"listen": ()}, "listen\n.*at least 1 item"),
         ({"listen": ("localhost",)}, "listen.0\n.*should be HOST:PORT or unix:PATH"),
         ({"listen": ("localhost:65536",)}, "listen.0\n.*should be HOST:PORT or unix:PATH"),
+        ({"listen": ("tcp://localhost:1",)}, "listen.0\n.*should be HOST:PORT or unix:PATH"),
         ({"listen": ("unix:",)}, "listen.0\n.*should be HOST:PORT or unix:PATH"),
         ({"device": "tpu"}, "device\n.*it should be auto, or 'cpu' or 'cuda:N'"),
         ({"device": "cuda:0,auto"}, "device\n.*not 'auto'"),

@@ -1,0 +1,183 @@
+"""Builds the images of the containers, and runs the CPU server's as a careful operator would.
+
+Needs root, buildah, podman and runc, and debootstrap where no base image is named; no engine runs in the background.
+Run it as ``make image-test``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+import bngrad
+
+ROOT = Path(__file__).parents[2]
+BASE = "localhost/bngrad-test-base"
+IMAGE = "localhost/bngrad-test"
+BUNDLE = Path("/etc/ssl/certs/ca-certificates.crt")
+START_TIMEOUT_S = 300
+# Without limits of its own, podman would raise those of a root that may not do so; and its health checks need systemd.
+HERE = ["--network=host", "--ulimit=nofile=4096:4096", "--ulimit=nproc=4096:4096", "--no-healthcheck"]
+MEMORY_BYTES = 4 << 30
+CAREFUL = [
+    "--read-only",
+    "--cap-drop=all",
+    "--security-opt=no-new-privileges",
+    f"--memory={MEMORY_BYTES}",
+    "--pids-limit=1000",
+]
+
+
+def run(*command: object, timeout_s: float = 3600) -> str:
+    """What a command prints; all it said is shown should it fail."""
+    finished = subprocess.run([*map(str, command)], cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
+    if finished.returncode != 0:
+        raise SystemExit(f"{' '.join(map(str, command))}\n{finished.stdout}{finished.stderr}")
+    return finished.stdout.strip()
+
+
+def podman(*arguments: object) -> str:
+    return run("podman", "--runtime=runc", *arguments)
+
+
+def make_base() -> None:
+    """A small Debian with Python and this host's authorities, under the name BASE."""
+    with tempfile.TemporaryDirectory() as folder:
+        system = Path(folder) / "system"
+        run("debootstrap", "--variant=minbase", "--include=ca-certificates,python3,python3-venv", "bookworm", system)
+        shutil.copy(BUNDLE, system / BUNDLE.relative_to("/"))
+        (system / "etc/pip.conf").write_text(f"[global]\ncert = {BUNDLE}\n")
+        container = run("buildah", "from", "scratch")
+        run("buildah", "copy", container, system, "/")
+        run("buildah", "config", "--env=PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", container)
+        run("buildah", "commit", "--rm", container, BASE)
+
+
+def build(dockerfile: str, tag: str, base: str | None) -> None:
+    began = time.monotonic()
+    on_base = [f"--build-arg=BASE={base}"] if base else []
+    isolation = ["--layers", "--isolation=chroot", "--format=docker", "--network=host"]
+    run("buildah", "build", *isolation, *on_base, "--file", dockerfile, "--tag", f"{IMAGE}:{tag}", ".")
+    size = json.loads(run("podman", "image", "inspect", f"{IMAGE}:{tag}"))[0]["Size"]
+    say(f"{dockerfile}: built in {time.monotonic() - began:.0f} s, {size / 1e6:.0f} MB")
+
+
+@contextmanager
+def container(*options: str) -> Iterator[tuple[str, str]]:
+    """A server in a container, and its address; both end with the block."""
+    began = time.monotonic()
+    settings = ["--env=BNGRAD_LISTEN=127.0.0.1:0,unix:/tmp/bngrad.sock", "--env=BNGRAD_STREAM_PORT=0",
+                "--env=BNGRAD_HTTP=127.0.0.1:0"]  # fmt: skip
+    name = podman("run", "--detach", *HERE, *CAREFUL, *settings, *options, f"{IMAGE}:cpu")
+    try:
+        while " ready on " not in (log := podman("logs", name)):
+            if podman("inspect", "--format={{.State.Running}}", name) != "true":
+                raise SystemExit(f"the server ended: {log}")
+            if time.monotonic() > began + START_TIMEOUT_S:
+                raise SystemExit(f"the server was not ready after {START_TIMEOUT_S} s: {log}")
+            time.sleep(0.1)
+        say(f"ready {time.monotonic() - began:.1f} s after the container was started")
+        yield name, log.split(" ready on ")[1].split(",")[0]
+    finally:
+        podman("rm", "--force", "--time=0", name)
+
+
+def look_inside(name: str) -> None:
+    """The server is nobody, and its files are nobody's to change."""
+    assert podman("exec", name, "id", "-u") == "10001"
+    assert "Read-only" in podman("exec", name, "sh", "-c", "touch /opt/bngrad/x 2>&1 || true")
+    compilers = podman("exec", name, "sh", "-c", "command -v cc gcc g++ clang || true")
+    assert compilers == "", compilers
+    limit = podman("exec", name, "python", "-c", "from bngrad_server import cgroup; print(cgroup.memory_bytes())")
+    assert int(limit) == MEMORY_BYTES
+    say("not root, nothing to write to, no compiler")
+
+
+def check(name: str, target: str) -> None:
+    """The health check of the image, and a user's check from outside."""
+    health = json.loads(podman("image", "inspect", "--format={{json .Config.Healthcheck.Test}}", f"{IMAGE}:cpu"))
+    podman("exec", name, *health[1:])
+    print(run(sys.executable, "-m", "bngrad_server", "check", target))
+    say("the health check passes inside, bngrad check from outside")
+
+
+SHARE = """
+import numpy as np, bngrad
+with bngrad.Client("{target}", transport="shared") as client:
+    y_backprop, x, x_backprop = (client.empty((64, 56, 56, 256)) for _ in range(3))
+    y_backprop.fill(1), x.fill(1)
+    ones = np.ones(256, np.float32)
+    client.fused_batch_norm_grad_v2(y_backprop, x, ones, ones, ones, out=x_backprop)
+    print(f"{{3 * x.nbytes / 1e6:.0f}} MB")
+"""
+
+
+def share_memory(name: str, target: str) -> None:
+    """Memory is shared with another container, and more of it than /dev/shm may hold."""
+    command = ["--entrypoint=python", f"{IMAGE}:cpu", "-c", SHARE.format(target=target)]
+    shared = podman("run", "--rm", *HERE, *CAREFUL, f"--ipc=container:{name}", *command)
+    shm = podman("exec", name, "sh", "-c", "df -h /dev/shm | tail -1").split()[1]
+    say(f"{shared} shared with a client in another container, with a /dev/shm of {shm}")
+
+
+def stop_under_load(name: str, target: str) -> None:
+    """SIGTERM lets the call that is in flight end, and then the server ends well."""
+    x = np.ones((64, 56, 56, 256), np.float32)
+    channels = np.ones(256, np.float32)
+    answers = []
+
+    def call() -> None:
+        with bngrad.Client(target, retries=False, timeout=60) as client:
+            answers.append(client.fused_batch_norm_grad_v2(x, x, channels, channels, channels).x_backprop)
+
+    caller = threading.Thread(target=call)
+    caller.start()
+    time.sleep(0.3)  # it takes longer than that
+    was_in_flight = caller.is_alive()
+    podman("stop", "--time=60", name)
+    caller.join()
+    assert was_in_flight
+    assert answers, "the call in flight was not answered"
+    assert podman("inspect", "--format={{.State.ExitCode}}", name) == "0"
+    say(f"SIGTERM: a call of {2 * x.nbytes / 1e6:.0f} MB was in flight, and answered; exit code 0")
+
+
+def say(sentence: str) -> None:
+    print(f"  {sentence}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--base", help="image to build on; without, a small Debian is made, which needs no registry")
+    parser.add_argument("--pinned-base", action="store_true", help="build on the images that the Dockerfiles name")
+    parser.add_argument("--cuda", action="store_true", help="build docker/Dockerfile.cuda too")
+    options = parser.parse_args()
+    base = None if options.pinned_base else options.base or BASE
+    if base == BASE and not run("buildah", "images", "--quiet", "--filter", f"reference={BASE}"):
+        make_base()
+    build("docker/Dockerfile", "cpu", base)
+    if options.cuda:
+        build("docker/Dockerfile.cuda", "cuda", base)
+    with container() as (name, target):
+        look_inside(name)
+        check(name, target)
+        share_memory(name, target)
+        stop_under_load(name, target)
+    with container("--tmpfs=/var/cache:notmpcopyup"):
+        say("... without the kernels that the image brings")
+    print("the image works")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""What describes containers and clusters is well-formed, and agrees with the server and with itself."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from bngrad_server.cli import settings
+from bngrad_server.config import ServerConfig, setting_name
+
+DOCKER = Path(__file__).parents[2] / "docker"
+COMPOSE = sorted(DOCKER.glob("compose*.yaml"))
+OVERLAYS = ("base", "gpu", "secure")
+DOCKERFILES = sorted(DOCKER.glob("Dockerfile*"))
+VARIABLES = {settings.variable(setting_name(name)) for name in ServerConfig.model_fields}
+NAME = {"app.kubernetes.io/name": "bngrad"}
+
+
+def rendered(overlay: str) -> dict[str, Any]:
+    """The resources of an overlay by their kinds, as kubectl would send them to a cluster."""
+    if shutil.which("kubectl") is None:
+        pytest.skip("overlays are rendered by kubectl, which is not here")
+    command = ["kubectl", "kustomize", str(DOCKER / "kubernetes" / overlay)]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return {resource["kind"]: resource for resource in yaml.safe_load_all(output)}
+
+
+def base() -> dict[str, Any]:
+    """The resources of the base, as they are written."""
+    folder = DOCKER / "kubernetes" / "base"
+    names = yaml.safe_load((folder / "kustomization.yaml").read_text())["resources"]
+    return {each["kind"]: each for each in (yaml.safe_load((folder / name).read_text()) for name in names)}
+
+
+def server(resources: dict[str, Any]) -> dict[str, Any]:
+    container: dict[str, Any] = resources["Deployment"]["spec"]["template"]["spec"]["containers"][0]
+    return container
+
+
+def test_compose_files_follow_the_schema_of_compose() -> None:
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", *map(str, COMPOSE)]
+    finished = subprocess.run(command, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stdout
+
+
+@pytest.mark.parametrize("path", COMPOSE, ids=lambda path: path.name)
+def test_a_compose_file_mounts_what_is_there(path: Path) -> None:
+    for name, service in yaml.safe_load(path.read_text())["services"].items():
+        for volume in service.get("volumes", ()):
+            source = volume.split(":")[0]
+            if source.startswith("./") and source != "./secrets":
+                assert (DOCKER / source).exists(), f"{name} mounts {source}"
+
+
+def test_every_resource_follows_the_schema_of_kubernetes() -> None:
+    for resource in base().values():
+        kubernetes_validate.validate(resource, kubernetes_validate.latest_version(), strict=True)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_every_overlay_follows_it_too(overlay: str) -> None:
+    resources = rendered(overlay)
+    assert len(resources) == len(base())
+    for resource in resources.values():
+        kubernetes_validate.validate(resource, kubernetes_validate.latest_version(), strict=True)
+
+
+def test_an_overlay_gives_a_gpu_and_another_one_takes_secrets() -> None:
+    assert server(rendered("gpu"))["resources"]["limits"]["nvidia.com/gpu"] == 1
+    secure = server(rendered("secure"))
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):  # those of gRPC speak no TLS
+        assert "httpGet" in secure[probe]
+        assert "grpc" not in secure[probe]
+
+
+def test_everything_in_the_cluster_means_the_servers_pods() -> None:
+    resources = base()
+    pod = resources["Deployment"]["spec"]["template"]
+    assert pod["metadata"]["labels"] == NAME
+    assert resources["Deployment"]["spec"]["selector"]["matchLabels"] == NAME
+    assert resources["Service"]["spec"]["selector"] == NAME
+    assert resources["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"] == NAME
+    assert resources["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"] == NAME
+    assert resources["HorizontalPodAutoscaler"]["spec"]["scaleTargetRef"]["name"] == "bngrad"
+    ports = {port["name"] for port in server(resources)["ports"]}
+    assert {port["targetPort"] for port in resources["Service"]["spec"]["ports"]} == ports
+
+
+def test_a_pod_is_left_the_time_to_drain() -> None:
+    resources = base()
+    variables = {each["name"]: each["value"] for each in server(resources)["env"]}
+    wait_s = int(server(resources)["lifecycle"]["preStop"]["exec"]["command"][1])
+    grace_s = resources["Deployment"]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+    assert wait_s + float(variables["BNGRAD_DRAIN_TIMEOUT"]) < grace_s
+    compose = yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]["server"]
+    assert ServerConfig.model_fields["drain_timeout_s"].default < int(compose["stop_grace_period"].removesuffix("s"))
+
+
+def settings_used() -> Iterator[tuple[str, str]]:
+    """The settings that files name, each with the file's name."""
+    for path in (*DOCKERFILES, *DOCKER.rglob("*.yaml")):
+        text = re.sub(r"#.*", "", path.read_text())
+        for name in re.findall(r"\bBNGRAD_\w+", text):
+            yield name, path.name
+
+
+def test_every_setting_that_a_file_names_is_one() -> None:
+    used = list(settings_used())
+    assert used
+    for name, path in used:
+        assert name in VARIABLES, f"{path} sets {name}"

@@ -1,0 +1,70 @@
+"""Where compiled CPU kernels are kept."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from numba.core import config
+
+from bngrad_kernels.cpu import cache
+
+
+@pytest.fixture(autouse=True)
+def folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.setattr(config, "CACHE_DIR", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    cache.folder.cache_clear()
+    yield
+    cache.folder.cache_clear()
+
+
+def test_they_are_kept_under_the_users_cache(tmp_path: Path) -> None:
+    assert cache.folder().parent == tmp_path / "home" / "bngrad"
+
+
+def image_brings_a_kernel(monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder in which it lies; nothing can be written there from now on."""
+    image = cache.folder()
+    (image / "cpu").mkdir()
+    (image / "cpu" / "kernel.nbc").write_bytes(b"code")
+    monkeypatch.setattr(cache, "_is_writable", lambda path: False)
+    cache.folder.cache_clear()
+    return image
+
+
+def test_what_an_image_brings_is_copied_from_where_nothing_can_be_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    image = image_brings_a_kernel(monkeypatch)
+    for _ in range(2):  # as a second worker does
+        cache.folder.cache_clear()
+        assert cache.folder() == tmp_path / "tmp" / f"bngrad-{os.getuid()}" / image.name
+    assert (cache.folder() / "cpu" / "kernel.nbc").read_bytes() == b"code"
+
+
+def test_of_two_workers_that_copy_at_once_one_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    image = image_brings_a_kernel(monkeypatch)
+    mkdtemp = tempfile.mkdtemp
+
+    def begin_late(dir: Path) -> str:  # noqa: A002
+        shutil.copytree(image, dir / image.name)  # the other one's
+        return mkdtemp(dir=dir)
+
+    monkeypatch.setattr(tempfile, "mkdtemp", begin_late)
+    assert (cache.folder() / "cpu" / "kernel.nbc").read_bytes() == b"code"
+    assert [path.name for path in cache.folder().parent.iterdir()] == [image.name]  # the draft is gone
+
+
+def test_nothing_is_run_that_another_user_may_have_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "tmp" / "bngrad-4711").mkdir()
+    monkeypatch.setattr(os, "getuid", lambda: 4711)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc")  # where nobody can make a folder
+    with pytest.raises(PermissionError, match="bngrad-4711, for compiled kernels, belongs to another user"):
+        cache.folder()
