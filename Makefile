@@ -34,8 +34,8 @@ docs: $(VENV)/dev.stamp  ## The documentation as a site, on http://127.0.0.1:800
 
 lock: $(VENV)/dev.stamp  ## Takes newer versions of all dependencies into requirements/
 	$(LOCK) --extra dev --output-file requirements/dev.txt pyproject.toml
-	$(LOCK) --extra server $(HASHES) --output-file requirements/server.txt pyproject.toml
-	$(LOCK) --extra cuda12 $(HASHES) --output-file requirements/cuda12.txt pyproject.toml
+	$(LOCK) --extra server --extra otel $(HASHES) --output-file requirements/server.txt pyproject.toml
+	$(LOCK) --extra cuda12 --extra otel $(HASHES) --output-file requirements/cuda12.txt pyproject.toml
 	$(LOCK) $(HASHES) --output-file requirements/build.txt requirements/build.in
 
 audit: $(VENV)/dev.stamp  ## Asks a database on the network whether any locked version has known weaknesses
