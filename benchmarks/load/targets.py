@@ -75,6 +75,8 @@ def _storm(results: Results) -> Iterator[Verdict]:
     if results.memory is not None and storm.step.seconds > 2 * _SETTLED_S:
         growth = _growth(results.memory, storm)
         yield _at_most("resident memory at the end of the storm / 10 s into it", growth, 1.05)
+    most = max(step.goodput for step in _loads(results))
+    yield _at_least("goodput of the whole storm / its maximum, requests/s", storm.step.goodput / most, 0.9)
     first = storm.after[0] / statistics.median(storm.quiet)
     yield _at_most("first request after the storm / a quiet one before", first, 1.5)
 
