@@ -40,6 +40,14 @@ def test_others_are_told_what_is_missing(guarded: Guarded, known: tuple[str, ...
     assert "Traceback" not in ended.stderr
 
 
+def test_a_token_that_is_not_good_is_named(guarded: Guarded, known: tuple[str, ...], tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong"
+    wrong.write_text("wrong\n")
+    ended = run("check", *known[:6], "--token-file", str(wrong), "--timeout", "60", guarded.server.target)
+    assert ended.returncode == 1
+    assert f"answered UNAUTHENTICATED: a valid token is needed; that of {wrong} is not" in ended.stderr
+
+
 def test_a_token_is_not_sent_to_other_hosts_in_the_clear(known: tuple[str, ...]) -> None:
     for arguments in (("check", "--quick"), ("info",)):
         ended = run(*arguments, *known[6:8], "192.0.2.1:1", "--timeout", "0.1")
