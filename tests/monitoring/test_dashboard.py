@@ -60,7 +60,7 @@ def test_what_clients_send_is_shown_as_text_and_never_as_markup(http: str) -> No
 def test_top_shows_the_same_in_a_terminal(http: str) -> None:
     result = CliRunner().invoke(cli.main, ["top", http, "--once"])
     assert result.exit_code == 0, result.output
-    for words in ("ready", "cpu:0", "99 % within", "compute", "INVALID_ARGUMENT", "tensors/s", "in flight", "restarts"):
+    for words in ("ready", "cpu:0", "99 % within", "compute", "INVALID_ARGUMENT", "requests/s", "arena", "restarts"):
         assert words in result.output
     assert max(map(len, result.output.splitlines())) <= 80
 

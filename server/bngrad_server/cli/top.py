@@ -94,7 +94,7 @@ def _head(address: str, server: dict[str, Any]) -> RenderableType:
 
 
 def _numbers(server: dict[str, Any], points: list[dict[str, Any]]) -> RenderableType:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for name in ("requests/s", "failed/s", "tensors/s", "median", "99 %", "waiting", "in flight", "arena"):
         table.add_column(name, no_wrap=True, justify="right")
     last: dict[str, Any] = (
@@ -114,7 +114,7 @@ def _numbers(server: dict[str, Any], points: list[dict[str, Any]]) -> Renderable
 
 
 def _devices(server: dict[str, Any], points: list[dict[str, Any]]) -> RenderableType:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for name in ("device", "worker", "utilisation", "", "memory", "restarts", "what it is"):
         justify: Literal["left", "right"] = "right" if name in {"", "memory", "restarts"} else "left"
         table.add_column(name, no_wrap=name != "what it is", justify=justify)
@@ -123,7 +123,7 @@ def _devices(server: dict[str, Any], points: list[dict[str, Any]]) -> Renderable
         table.add_row(
             device["name"],
             Text(device["state"], style="green" if device["state"] == "ready" else "bold red"),
-            ProgressBar(total=1.0, completed=busy, width=11),
+            ProgressBar(total=1.0, completed=busy, width=16),
             f"{100 * busy:.0f} %",
             _size(device["resident_bytes"]),
             str(device["restarts"]),
@@ -151,7 +151,9 @@ def _minute(recent: dict[str, Any], points: list[dict[str, Any]]) -> RenderableT
 
 
 def _failures(server: dict[str, Any]) -> RenderableType:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="recent failures", title_justify="left")
+    table = Table(
+        box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title="recent failures", title_justify="left"
+    )
     for name in ("ago", "status", "client", "request", "why"):
         table.add_column(name, no_wrap=name != "why")
     for failure in server["failures"][:_SHOWN_FAILURES]:
