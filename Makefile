@@ -14,8 +14,8 @@ HASHES := --generate-hashes --constraint requirements/dev.txt
 demo: $(VENV)/server.stamp  ## Sets up, starts a CPU server and sends it real gradients
 	$(BIN)/bngrad demo
 
-test: $(VENV)/dev.stamp  ## Sets up and runs every test
-	$(BIN)/pytest
+test: $(VENV)/dev.stamp  ## Sets up and runs every test; many wait rather than compute, so two files at a time
+	$(BIN)/pytest --numprocesses 2 --dist loadfile
 
 soak: $(VENV)/dev.stamp  ## Ten minutes of random faults under load; make soak MINUTES=60 for an hour
 	$(BIN)/python -m tests.faults.soak --minutes $(or $(MINUTES),10)

@@ -76,6 +76,10 @@ class _WithCpu:
         self._gpu = gpu
         self._cpu = create("cpu", threads=threads)
 
+    @property
+    def used_nbytes(self) -> int:
+        return self._gpu.used_nbytes
+
     def warm_up(self) -> None:
         self._gpu.warm_up()
         self._cpu.warm_up()

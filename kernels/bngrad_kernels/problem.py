@@ -169,6 +169,10 @@ class BackEnd(Protocol):
     memory_nbytes: int
     """The size of the device's own memory; 0 where it computes in the host's."""
 
+    @property
+    def used_nbytes(self) -> int:
+        """How much of the device's own memory it has taken; for any thread."""
+
     def register(self, memory: Array) -> None:
         """Makes memory of the host, in which problems will lie, as fast to reach as the device can."""
 

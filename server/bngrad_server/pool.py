@@ -17,7 +17,7 @@ from bngrad_server.batching import Batcher
 from bngrad_server.config import ServerConfig
 from bngrad_server.crew import WorkerDiedError
 from bngrad_server.process import MappedRegion, WorkerProcess
-from bngrad_server.worker import FAILED, READY
+from bngrad_server.worker import BEAT, FAILED, READY
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +49,7 @@ class DeviceStatus:
         name: Such as ``cpu``.
         description: The device in its maker's words; empty before its worker is first ready.
         memory_bytes: The size of its own memory; 0 for a CPU.
+        memory_used_bytes: How much of that its worker has taken.
         state: What its worker is doing.
         restarts: How often its worker was started again.
         busy_s: For how long its workers have computed, in seconds.
@@ -58,6 +59,7 @@ class DeviceStatus:
     name: str
     description: str
     memory_bytes: int
+    memory_used_bytes: int
     state: WorkerState
     restarts: int
     busy_s: float
@@ -172,7 +174,7 @@ class _Keeper:
         self._introduce = introduce
         self._on_change = on_change
         self._description = ""
-        self._memory_bytes = 0
+        self._memory_bytes = self._memory_used_bytes = 0
         self._failure = ""
         self._restarts = 0
         self._busy_before_s = 0.0  # by the workers before
@@ -195,9 +197,9 @@ class _Keeper:
         state = WorkerState.STARTING if self._ready_since is None else WorkerState.READY
         worker = self._worker
         busy_s, resident_bytes = (0.0, 0) if worker is None else (worker.busy_s, worker.resident_bytes)
-        busy_s += self._busy_before_s
+        memory = self._memory_bytes, self._memory_used_bytes
         return DeviceStatus(
-            self._name, self._description, self._memory_bytes, state, self._restarts, busy_s, resident_bytes
+            self._name, self._description, *memory, state, self._restarts, busy_s + self._busy_before_s, resident_bytes
         )
 
     def tell_worker(self, what: Callable[[WorkerProcess], None]) -> None:
@@ -268,6 +270,8 @@ class _Keeper:
                 return " for taking too long over a batch"
             if sign is not None and sign.startswith(READY):
                 self._put_to_use(worker, *pickle.loads(sign[len(READY) :]))  # noqa: S301 - from our own worker
+            elif sign is not None and sign.startswith(BEAT):
+                self._memory_used_bytes = int(sign[len(BEAT) :])
             elif sign is not None and sign.startswith(FAILED):
                 self._failure = sign[len(FAILED) :].decode(errors="replace")
 

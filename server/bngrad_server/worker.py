@@ -51,7 +51,8 @@ READY = b"R"
 its own memory."""
 FAILED = b"F"
 """The last sign of life of a process whose device cannot be used; a sentence follows that says why."""
-_BEAT = b"."
+BEAT = b"."
+"""The other signs of life; how much of the device's own memory is taken follows, as text."""
 OK = b"K"
 """The answer to a batch without failures."""
 
@@ -64,7 +65,8 @@ def main() -> None:
     leave_signals_to_parent()
     logs.set_up_as_parent()
     life = socket.socket(fileno=life_fd)
-    threading.Thread(target=_beat, args=(life, float(beat_s)), name="beat", daemon=True).start()
+    back_ends: list[BackEnd] = []
+    threading.Thread(target=_beat, args=(life, float(beat_s), back_ends), name="beat", daemon=True).start()
     front = socket.socket(fileno=socket_fd)
     arena = map_arena(arena_fd, arena_nbytes)
     # Numba would import it, for what no kernel here uses: a quarter of what a start costs.
@@ -73,6 +75,7 @@ def main() -> None:
         try:
             back_end = backends.create(device, threads=int(threads))
             back_end.warm_up()
+            back_ends.append(back_end)
             memories = Memories(arena, back_end, pinned_nbytes)
             life.send(READY + pickle.dumps((back_end.description, back_end.memory_nbytes)))
             _Worker(front, back_end, memories).serve()
@@ -82,10 +85,11 @@ def main() -> None:
             os._exit(1)  # what a device that has failed would do at a normal exit, nobody knows
 
 
-def _beat(life: socket.socket, beat_s: float) -> None:
+def _beat(life: socket.socket, beat_s: float, back_ends: list[BackEnd]) -> None:
+    """Gives signs of life; there is no back end yet while it is made."""
     with contextlib.suppress(ConnectionError):
         while True:
-            life.send(_BEAT)
+            life.send(BEAT + b"%d" % sum(back_end.used_nbytes for back_end in back_ends))
             time.sleep(beat_s)
 
 

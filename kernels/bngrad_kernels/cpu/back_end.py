@@ -32,9 +32,10 @@ class CpuBackEnd:
     Attributes:
         description: The processor, and how many threads are used.
         memory_nbytes: 0, since it has none of its own.
+        used_nbytes: Alike.
     """
 
-    memory_nbytes = 0
+    memory_nbytes = used_nbytes = 0
 
     def __init__(self, threads: int | None = None) -> None:
         """Makes a back end.

@@ -27,6 +27,10 @@ class Lane(Protocol):
     def address(self) -> int:
         """Where its memory on the device starts, a multiple of 256."""
 
+    @property
+    def nbytes(self) -> int:
+        """The size of that memory."""
+
     def reserve(self, nbytes: int) -> None:
         """Sees to it that its memory on the device has that many bytes; it may have to move.
 
@@ -111,14 +115,21 @@ class CudaBackEnd:
         self._device = device
         self._piece_nbytes, self._chunk_nbytes = piece_nbytes, chunk_nbytes
         self._lane_nbytes = lane_nbytes or device.memory_nbytes // 10 * 3
-        self._lanes: queue.SimpleQueue[Lane] = queue.SimpleQueue()
+        self._lanes: queue.SimpleQueue[Lane] = queue.SimpleQueue()  # those that are free
+        self._all_lanes: list[Lane] = []
+
+    @property
+    def used_nbytes(self) -> int:
+        """How much of the device's memory it has taken, kernels and what CUDA itself needs left aside."""
+        return sum(lane.nbytes for lane in tuple(self._all_lanes))
 
     def warm_up(self) -> None:
         """Compiles every kernel, or loads it from the disk cache, and opens the lanes."""
         self._device.warm_up()
-        for _ in range(LANES if self._lanes.empty() else 0):
+        while len(self._all_lanes) < LANES:
             lane = self._device.lane()
             lane.reserve(self._chunk_nbytes)
+            self._all_lanes.append(lane)
             self._lanes.put(lane)
 
     def register(self, memory: Array) -> None:

@@ -126,7 +126,11 @@ class CupyDevice:
 
 
 class CupyLane:
-    """A stream, with a block of device memory and one of page-locked host memory."""
+    """A stream, with a block of device memory and one of page-locked host memory.
+
+    Attributes:
+        nbytes: The size of the block of device memory.
+    """
 
     def __init__(self, device: CupyDevice) -> None:
         self._device = device
@@ -134,7 +138,7 @@ class CupyLane:
         self._cupy, self._runtime = device._cupy, device._runtime
         self._stream = self._cupy.cuda.Stream(non_blocking=True)
         self._memory: Any = None  # freed with the lane
-        self._nbytes = 0
+        self.nbytes = 0
         self._staging = np.empty(0, np.uint8)
 
     @property
@@ -146,16 +150,16 @@ class CupyLane:
     def reserve(self, nbytes: int) -> None:
         """Sees to it that the block of device memory has that many bytes; it may move."""
         self._device.use()
-        if nbytes <= self._nbytes:
+        if nbytes <= self.nbytes:
             return
-        self._memory, self._nbytes = None, 0
+        self._memory, self.nbytes = None, 0
         try:
             self._memory = self._cupy.cuda.Memory(nbytes)
         except self._runtime.CUDARuntimeError as error:
             if error.status != _OUT_OF_MEMORY:
                 raise
             raise MemoryError(f"the GPU has no {nbytes} bytes left, which these channels take") from error
-        self._nbytes = nbytes
+        self.nbytes = nbytes
 
     def staging(self, nbytes: int) -> Array:
         """Page-locked memory, the same as before unless it was too small."""

@@ -119,6 +119,10 @@ _GAUGES: tuple[tuple[str, str, tuple[str, ...], Callable[[Status], Rows]], ...] 
         *(("device",), _of_devices(lambda device: device["memory_bytes"])),
     ),
     (
+        *("bngrad_device_memory_used_bytes", "How much of the device's own memory its worker has taken for tensors."),
+        *(("device",), _of_devices(lambda device: device["memory_used_bytes"])),
+    ),
+    (
         *("bngrad_worker_memory_bytes", "Memory of the host that the device's worker has in use, with what it shares."),
         *(("device",), _of_devices(lambda device: device["resident_bytes"])),
     ),

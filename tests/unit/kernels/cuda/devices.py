@@ -93,12 +93,14 @@ class _Lane:
         self._memory = np.empty(0, np.uint8)
         self._staging = np.empty(0, np.uint8)
         self.address = 0
+        self.nbytes = 0
 
     def reserve(self, nbytes: int) -> None:
         whole = np.full(nbytes + _ALIGNMENT, 0xFF, np.uint8)  # what nobody wrote is NaN
         start = -whole.ctypes.data % _ALIGNMENT
         self._memory = whole[start : start + nbytes]
         self.address = self._memory.ctypes.data
+        self.nbytes = nbytes
 
     def staging(self, nbytes: int) -> Array:
         self._staging = np.full(nbytes, 0xFF, np.uint8)

@@ -47,6 +47,10 @@ class RecordedLane:
     def address(self) -> int:
         return self._lane.address
 
+    @property
+    def nbytes(self) -> int:
+        return self._lane.nbytes
+
     def copy_in(self, move: Move) -> None:
         self._record("in", move.rows.size)
         if self not in self._device.busy:
@@ -143,6 +147,15 @@ def test_batches_of_several_threads_do_not_meet(device: Recorder) -> None:
     for batch in batches:
         for made in batch:
             assert_right(made)
+
+
+def test_the_memory_in_use_is_that_of_all_lanes_and_grows_with_what_does_not_fit() -> None:
+    back_end = CudaBackEnd(EmulatedDevice(), chunk_nbytes=1000)
+    assert back_end.used_nbytes == 0
+    back_end.warm_up()
+    assert back_end.used_nbytes == 1000 * LANES
+    back_end.run([problem(Spec(FLOAT32, (4, 24, 30), 1))])
+    assert back_end.used_nbytes > 1000 * LANES
 
 
 def test_what_was_prepared_for_one_device_is_not_used_on_another() -> None:
