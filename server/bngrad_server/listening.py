@@ -1,4 +1,4 @@
-"""What grpcio does not say of the addresses that it is to listen on."""
+"""What grpcio does not know or say of addresses to listen on."""
 
 from __future__ import annotations
 
@@ -22,14 +22,19 @@ def check_socket(path: Path) -> None:
     Raises:
         ListenError: Somebody does.
     """
+    if is_answered(path):
+        raise ListenError(f"cannot listen on unix:{path}: the address is taken")
+
+
+def is_answered(path: Path) -> bool:
+    """Whether somebody listens on a Unix socket."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)  # A queue that is full says so at once.
         try:
             found = probe.connect_ex(str(path))
-        except OSError:  # Longer than the path of a socket may be: grpcio refuses it too.
-            return
-    if found in {0, errno.EAGAIN}:
-        raise ListenError(f"cannot listen on unix:{path}: the address is taken")
+        except OSError:  # The path is longer than a socket's may be.
+            return False
+    return found not in {errno.ENOENT, errno.ENOTDIR, errno.ECONNREFUSED}
 
 
 def why_not(address: str) -> str:
