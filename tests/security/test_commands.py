@@ -29,7 +29,7 @@ def test_a_known_user_is_answered(guarded: Guarded, known: tuple[str, ...], comm
     ("options", "message"),
     [
         (6, "answered UNAUTHENTICATED: a valid token is needed"),
-        (2, "is not reached by TLS"),
+        (2, "is not reached by TLS: if it asks for certificates, give --tls-certificate: "),
         (0, "speaks TLS, and this command did not: give --tls or --tls-ca"),
     ],
 )

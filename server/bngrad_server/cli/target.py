@@ -187,7 +187,8 @@ class Target:
 
     def _explained_unavailable(self, details: str | None) -> str:
         if self.tls:
-            hint = next((hint for sign, hint in _TLS_HINTS.items() if sign in str(details)), "")
+            otherwise = "" if self.tls_certificate else "if it asks for certificates, give --tls-certificate: "
+            hint = next((hint for sign, hint in _TLS_HINTS.items() if sign in str(details)), otherwise)
             return f"{self.address} is not reached by TLS: {hint}{details}"
         if self._speaks_tls():
             return f"{self.address} speaks TLS, and this command did not: give --tls or --tls-ca"
