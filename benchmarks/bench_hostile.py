@@ -35,12 +35,14 @@ TARGET = 3.0
 _TRANSPORTS = {"grpcio": "unary", "own": "stream"}
 _PACKAGES = ("grpcio", "hpack", "numpy")
 _SETTLE_S = 0.5
+_QUIET = "quiet"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_hostile", description=__doc__)
     parser.add_argument("--scans", nargs="+", choices=list(SCANS), default=list(SCANS))
-    parser.add_argument("--seconds", type=float, default=5, help="of each scan")
+    parser.add_argument("--seconds", type=float, default=5, help="of each turn of a scan")
+    parser.add_argument("--turns", type=int, default=3, help="of each scan; all of them count together")
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the numbers and the machine's facts")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory, _server(Path(directory)) as (server, token, ca, ports):
@@ -49,7 +51,7 @@ def main() -> None:
     print(f"\nthe worst is {worst:.1f} x; the target is at most {TARGET:g} x")
     if options.json:
         machine = report.machine({name: metadata.version(name) for name in _PACKAGES}, os.cpu_count() or 0)
-        facts = {"machine": machine, "seconds": options.seconds}
+        facts = {"machine": machine, "seconds": options.seconds, "turns": options.turns}
         options.json.write_text(json.dumps(facts | results, indent=1) + "\n")
 
 
@@ -75,35 +77,52 @@ def _server(directory: Path) -> Iterator[tuple[EmbeddedServer, str, Path, list[i
 def _measure(
     options: argparse.Namespace, server: EmbeddedServer, token: str, ca: Path, ports: list[int]
 ) -> dict[str, Any]:
+    """Has the scans take turns, a quiet time among them; all turns of one count together."""
     front = psutil.Process(server.process.pid)
+    heard: dict[str, dict[str, Any]] = {}
+    most: dict[str, tuple[int, int]] = {}
     with contextlib.ExitStack() as stack:
         clients = {
             door: stack.enter_context(_client(server.target, token, ca, how)) for door, how in _TRANSPORTS.items()
         }
         _ask(clients, 1.0)
-        quiet = {door: _figures(heard) for door, heard in _ask(clients, options.seconds).items()}
-        results: dict[str, Any] = {"quiet": quiet, "scans": {}}
-        print(
-            f"{'':12}"
-            + "".join(f"{door:>8} p50      p99  ratio errors" for door in clients)
-            + "   memory   descriptors"
-        )
-        print(f"{'quiet':12}" + "".join(_row(each) for each in quiet.values()), flush=True)
-        for name in options.scans:
-            with _scan(name, token, ca, ports):
+        for turn in range(options.turns):
+            for name in (_QUIET, *options.scans):
+                print(f"\rturn {turn + 1} of {options.turns}: {name:12}", end="", file=sys.stderr, flush=True)
+                with contextlib.nullcontext() if name == _QUIET else _scan(name, token, ca, ports):
+                    time.sleep(_SETTLE_S)
+                    _add(heard.setdefault(name, {}), _ask(clients, options.seconds))
+                    usage = front.memory_info().rss, front.num_fds()
+                    most[name] = max(usage, most.get(name, usage))
                 time.sleep(_SETTLE_S)
-                doors = {door: _figures(heard) for door, heard in _ask(clients, options.seconds).items()}
-                memory, descriptors = front.memory_info().rss, front.num_fds()
-            for door, each in doors.items():
-                each["ratio"] = each["p99_s"] / quiet[door]["p99_s"]
-            results["scans"][name] = {"doors": doors, "memory_bytes": memory, "descriptors": descriptors}
-            rows = "".join(_row(each) for each in doors.values())
-            print(f"{name:12}{rows} {memory / 1e6:6.0f} MB {descriptors:8}", flush=True)
-            for each in doors.values():
-                if each["first_error"]:
-                    print(f"{'':12}{each['first_error']}")
-            time.sleep(_SETTLE_S)
-    return results
+    print("\r" + " " * 40 + "\r", end="", file=sys.stderr)
+    return _results(heard, most)
+
+
+def _add(so_far: dict[str, Any], doors: dict[str, Any]) -> None:
+    for door, heard in doors.items():
+        total = so_far.setdefault(door, {"latencies": [], "errors": []})
+        for kind, values in heard.items():
+            total[kind] += values
+
+
+def _results(heard: dict[str, dict[str, Any]], most: dict[str, tuple[int, int]]) -> dict[str, Any]:
+    """The figures, which it prints."""
+    figures = {name: {door: _figures(each) for door, each in doors.items()} for name, doors in heard.items()}
+    quiet = figures.pop(_QUIET)
+    print(f"{'':12}" + "".join(f"{door:>8} p50      p99  ratio errors" for door in quiet) + "   memory   descriptors")
+    print(f"{_QUIET:12}" + "".join(_row(each) for each in quiet.values()))
+    scans = {}
+    for name, doors in figures.items():
+        for door, each in doors.items():
+            each["ratio"] = each["p99_s"] / quiet[door]["p99_s"]
+        memory, descriptors = most[name]
+        scans[name] = {"doors": doors, "memory_bytes": memory, "descriptors": descriptors}
+        print(f"{name:12}{''.join(_row(each) for each in doors.values())} {memory / 1e6:6.0f} MB {descriptors:8}")
+        for each in doors.values():
+            if each["first_error"]:
+                print(f"{'':12}{each['first_error']}")
+    return {"quiet": quiet, "scans": scans}
 
 
 @contextlib.contextmanager

@@ -48,7 +48,7 @@ def batch_table(steps: Iterable[Step]) -> str:
     known = [(step.title, step.batch_sizes) for step in steps if step.batch_sizes and sum(step.batch_sizes)]
     if not known:
         return ""
-    width = max(len(sizes) for _, sizes in known)
+    width = 1 + max(k for _, sizes in known for k, size in enumerate(sizes) if size)
     columns = ["requests in a batch", *(_span(k) for k in range(width))]
     rows = [
         [title, *(f"{sizes[k] / sum(sizes):.1%}" if k < len(sizes) else "0.0%" for k in range(width))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,14 +22,18 @@ FOUR_D = [((4, 5, 6, 7), 3), ((4, 7, 5, 6), 1), ((3, 1, 1, 1), 3), ((1, 1, 7, 9)
 FIVE_D = [((2, 3, 4, 5, 6), 4), ((2, 6, 3, 4, 5), 1)]
 TWO_AND_THREE_D = [((50, 4), 1), ((9, 4, 6), 1), ((9, 4, 6), 2)]
 
+_CPU = frozenset(Path("/proc/cpuinfo").read_text().partition("flags")[2].partition("\n")[0].split())
+_NEEDED = {FLOAT32: frozenset[str](), BFLOAT16: frozenset({"avx512bw"}), FLOAT16: frozenset({"avx512_fp16"})}
+"""What oneDNN asks of the processor for each dtype."""
+
 REFUSED: dict[str, Callable[[Spec], bool]] = {
     # The Eigen kernel, which takes what oneDNN inside TensorFlow does not: 5-D, and float16.
     "tensorflow": lambda spec: (
         not spec.is_training and spec.channel_axis == 1 and (len(spec.shape) == 5 or spec.dtype == FLOAT16)
     ),
     "pytorch": lambda spec: False,
-    "onednn": lambda spec: spec.dtype == FLOAT16,
-    "onednn-graph": lambda spec: spec.dtype == FLOAT16 or not spec.is_training,
+    "onednn": lambda spec: not _NEEDED[spec.dtype] <= _CPU,
+    "onednn-graph": lambda spec: spec.dtype == FLOAT16 or not spec.is_training or not _NEEDED[spec.dtype] <= _CPU,
 }
 """What each oracle does not compute; bngrad computes all of it."""
 
