@@ -24,7 +24,9 @@ def check_targets(target: str | Sequence[str]) -> list[str]:
     for each in targets:
         if not isinstance(each, str):
             raise TypeError(f"target must be a str, not {each!r}")
-        if not each or each.startswith(("http:", "https:", "grpc:")):
+        place = host_and_port(each)
+        has_port = ":" in each and (place is None or 0 < place[1] < 2**16)  # gRPC would go to some other port
+        if not has_port or each.startswith(("http:", "https:", "grpc:")):
             description = f'target must be "HOST:PORT" or "unix:PATH", not {each!r}'
             raise invalid_argument(FieldViolation("target", description))
     if not targets:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 
 _SERVER_EXTRA = {
@@ -22,8 +21,6 @@ _SERVER_EXTRA = {
 
 def main() -> None:
     """Runs the command line, or says what to install for it."""
-    # Read when grpcio is imported; else it writes a line for every stranger who does not speak TLS.
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
         from bngrad_server import cli  # noqa: PLC0415 - only the server extra has what it imports
 

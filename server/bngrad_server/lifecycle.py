@@ -23,6 +23,7 @@ from bngrad_server.config import MAX_CALLS, ServerConfig
 from bngrad_server.endpoint import Endpoint
 from bngrad_server.engine import Engine
 from bngrad_server.janitor import Janitor
+from bngrad_server.listening import ListenError, check_socket, socket_path, why_not
 from bngrad_server.local import LocalSockets
 from bngrad_server.memory import use_one_heap
 from bngrad_server.monitor.keeper import Monitor
@@ -52,10 +53,6 @@ _MAX_AGE_MS = 60_000
 
 class TracingError(Exception):
     """Spans cannot be exported."""
-
-
-class ListenError(Exception):
-    """An address cannot be listened on."""
 
 
 class Server:
@@ -125,9 +122,10 @@ class Server:
         return "none" if self._monitor is None else self._monitor.address
 
     @property
-    def endpoints(self) -> tuple[int, str]:
-        """The port for large tensors, 0 for none, and the directory for clients on this host, or "none"."""
-        return self._calls.endpoints.stream_port, self._calls.endpoints.local_directory or "none"
+    def endpoints(self) -> tuple[str, str]:
+        """The port for large tensors and the directory for clients on this host, or "none"."""
+        given = self._calls.endpoints
+        return f"port {given.stream_port}" if given.stream_port else "none", given.local_directory or "none"
 
     def start(self) -> None:
         """Accepts connections, and returns once every worker is ready.
@@ -174,11 +172,13 @@ class Server:
 
     def _left_behind(self) -> list[Path]:
         """What stays in the file system if this process is killed."""
-        sockets = [Path(address.removeprefix("unix:")) for address in self.addresses if address.startswith("unix:")]
+        sockets = [path for address in self.addresses if (path := socket_path(address)) is not None]
         return [path for path in sockets if path.exists()] + ([self._local.directory] if self._local else [])
 
     def _listen(self, address: str) -> str:
-        path = Path(address.removeprefix("unix:")) if address.startswith("unix:") else None
+        path = socket_path(address)
+        if path is not None:
+            check_socket(path)
         umask = os.umask(0o177) if path else None  # from its first moment the socket is for nobody else
         try:
             if path or self._certificates is None:
@@ -186,7 +186,7 @@ class Server:
             else:
                 port = self._grpc_server.add_secure_port(address, self._certificates.credentials())
         except RuntimeError as error:
-            raise ListenError(f"cannot listen on {address}: the address is taken, malformed or not ours") from error
+            raise ListenError(f"cannot listen on {address}: {why_not(address)}") from error
         finally:
             if umask is not None:
                 os.umask(umask)
@@ -206,7 +206,7 @@ class Server:
         try:
             return self._endpoint.listen_on_port(hosts[0], port)
         except OSError as error:
-            raise ListenError(f"cannot listen on port {port} of {hosts[0]} for streams: {error}") from error
+            raise ListenError(f"cannot listen on port {port} of {hosts[0]} for streams: {error.strerror}") from error
 
     def _listen_for_http(self) -> Monitor | None:
         address = self._config.http
@@ -215,7 +215,7 @@ class Server:
         try:
             return Monitor(address, self.status)
         except OSError as error:
-            raise ListenError(f"cannot listen on {address} for HTTP: {error}") from error
+            raise ListenError(f"cannot listen on {address} for HTTP: {error.strerror}") from error
 
     def _listen_locally(self) -> LocalSockets | None:
         """The sockets for clients on this host; None where nothing is to be shared."""
@@ -291,9 +291,7 @@ def serve(config: ServerConfig) -> None:
         server.start()
         ready.set()
         print(f"bngrad {__version__} ready on {', '.join(server.addresses)}: {_devices(server)}", flush=True)
-        logger.info(
-            "large tensors: port %d; clients on this host: %s; HTTP: %s", *server.endpoints, server.http_address
-        )
+        logger.info("large tensors: %s; clients on this host: %s; HTTP: %s", *server.endpoints, server.http_address)
         stopping.wait()
         logger.info("draining")
     finally:

@@ -21,6 +21,7 @@ import threading
 import time
 from pathlib import Path
 
+from bngrad_server.listening import is_answered
 from bngrad_server.regions import Region, Regions, RegionsFullError
 from bngrad_server.security.guard import OPEN, Guard, UnauthenticatedError
 
@@ -178,14 +179,5 @@ def _remove_leftovers() -> None:
     """Removes the directories of servers of this user that were killed."""
     for directory in PARENT.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
-            if directory.stat().st_uid == os.getuid() and not _is_answered(directory / "regions"):
+            if directory.stat().st_uid == os.getuid() and not is_answered(directory / "regions"):
                 shutil.rmtree(directory)
-
-
-def _is_answered(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX) as probe:
-        try:
-            probe.connect(str(path))
-        except (FileNotFoundError, ConnectionRefusedError):
-            return False
-    return True

@@ -223,6 +223,19 @@ def test_a_wrong_target_is_told_without_a_traceback(command: str, target: str, c
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.parametrize(
+    ("is_authority", "hint"), [(True, "it speaks none, so leave out the options of TLS"), (False, "has nothing of use")]
+)
+def test_a_hint_says_why_tls_does_not_work(
+    server: EmbeddedServer, tmp_path: Path, is_authority: bool, hint: str
+) -> None:
+    file = tmp_path / "ca.pem"
+    file.write_bytes(trustme.CA().cert_pem.bytes() if is_authority else b"something else")
+    ended = run("check", "--tls-ca", str(file), "--timeout", str(TIMEOUT_S), server.target)
+    assert (ended.returncode, ended.stderr.count("\n")) == (1, 1)
+    assert hint in ended.stderr
+
+
 def test_info_says_what_the_server_is(server: EmbeddedServer, target: str) -> None:
     text = run("info", target, "--timeout", str(TIMEOUT_S)).stdout
     said = json.loads(run("info", target, "--json", "--timeout", str(TIMEOUT_S)).stdout)

@@ -161,15 +161,25 @@ def test_a_server_can_listen_again_where_one_has_just_ended(own_server: Embedded
 
 def test_a_taken_port_is_named(server: EmbeddedServer) -> None:
     with (
-        pytest.raises(ServerStartError, match=f"Error: cannot listen on {server.target}"),
+        pytest.raises(ServerStartError, match=f"Error: cannot listen on {server.target}: Address already in use"),
         EmbeddedServer(server.target),
     ):
         pass
 
 
+def test_a_second_server_does_not_take_a_socket_away(server: EmbeddedServer, socket_path: Path) -> None:
+    with (
+        pytest.raises(ServerStartError, match=f"Error: cannot listen on unix:{socket_path}: the address is taken"),
+        EmbeddedServer(f"unix:{socket_path}"),
+    ):
+        pass
+    with bngrad.Client(f"unix:{socket_path}") as client:
+        call(client)
+
+
 def test_a_wrong_address_is_named() -> None:
     with (
-        pytest.raises(ServerStartError, match=r"Error: cannot listen on nowhere\.invalid:1"),
+        pytest.raises(ServerStartError, match=r"Error: cannot listen on nowhere\.invalid:1: Name or service not known"),
         EmbeddedServer("nowhere.invalid:1"),
     ):
         pass

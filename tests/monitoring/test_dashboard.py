@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -58,8 +60,9 @@ def test_what_clients_send_is_shown_as_text_and_never_as_markup(http: str) -> No
 def test_top_shows_the_same_in_a_terminal(http: str) -> None:
     result = CliRunner().invoke(cli.main, ["top", http, "--once"])
     assert result.exit_code == 0, result.output
-    for words in ("ready", "cpu:0", "99 % within", "compute", "INVALID_ARGUMENT"):
+    for words in ("ready", "cpu:0", "99 % within", "compute", "INVALID_ARGUMENT", "requests/s", "arena", "restarts"):
         assert words in result.output
+    assert max(map(len, result.output.splitlines())) <= 80
 
 
 def test_top_gives_scripts_json(http: str) -> None:
@@ -72,3 +75,18 @@ def test_top_says_what_is_wrong_where_nobody_answers(tmp_path: Path) -> None:
     assert result.exit_code == 1
     assert "nothing can be read from http://127.0.0.1:1/status.json: " in result.output
     assert "start the server with --http HOST:PORT" in result.output
+
+
+def test_top_says_what_is_wrong_where_something_else_answers() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=_answer_in_binary, args=(listener,)).start()
+        result = CliRunner().invoke(cli.main, ["top", f"127.0.0.1:{listener.getsockname()[1]}", "--once"])
+    assert (result.exit_code, result.output.count("\n")) == (1, 1)
+    assert "it is no HTTP port of bngrad; start the server with --http HOST:PORT" in result.output
+
+
+def _answer_in_binary(listener: socket.socket) -> None:
+    connection, _ = listener.accept()
+    with connection:
+        connection.recv(4096)
+        connection.sendall(b"\0\0\6\4\0\0\0\0\0\0\5\0\0\x40\0\n")

@@ -29,7 +29,7 @@ def test_a_known_user_is_answered(guarded: Guarded, known: tuple[str, ...], comm
     ("options", "message"),
     [
         (6, "answered UNAUTHENTICATED: a valid token is needed"),
-        (2, "is not reached by TLS"),
+        (2, "is not reached by TLS: if it asks for certificates, give --tls-certificate: "),
         (0, "speaks TLS, and this command did not: give --tls or --tls-ca"),
     ],
 )
@@ -38,6 +38,14 @@ def test_others_are_told_what_is_missing(guarded: Guarded, known: tuple[str, ...
     assert ended.returncode == 1
     assert message in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_a_token_that_is_not_good_is_named(guarded: Guarded, known: tuple[str, ...], tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong"
+    wrong.write_text("wrong\n")
+    ended = run("check", *known[:6], "--token-file", str(wrong), "--timeout", "60", guarded.server.target)
+    assert ended.returncode == 1
+    assert f"answered UNAUTHENTICATED: a valid token is needed; that of {wrong} is not" in ended.stderr
 
 
 def test_a_token_is_not_sent_to_other_hosts_in_the_clear(known: tuple[str, ...]) -> None:

@@ -33,8 +33,9 @@ def info(target: Target, as_json: bool) -> None:
 
 def _lines(server: bngrad.ServerInfo) -> list[tuple[str, str]]:
     devices = [
-        (device.name, f"{device.state}, restarted {device.restarts} times: {device.description}")
+        (device.name, f"{device.state}, restarted {device.restarts} times" + (description and f": {description}"))
         for device in server.devices
+        for description in (device.description,)
     ]
     remark = [("GPUs", server.device_remark)] if server.device_remark else []
     return [

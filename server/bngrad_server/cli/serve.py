@@ -22,10 +22,11 @@ def serve(config: Path | None, **flags: Any) -> None:
     """
     effective, _ = settings.load(config, flags)
     from bngrad_server import lifecycle, logs  # noqa: PLC0415 - help, completion and refusals need none of it
+    from bngrad_server.listening import ListenError  # noqa: PLC0415
     from bngrad_server.pool import WorkerStartError  # noqa: PLC0415
 
     logs.set_up(effective.log_format, effective.log_level)
     try:
         lifecycle.serve(effective)
-    except (lifecycle.ListenError, lifecycle.TracingError, WorkerStartError) as error:
+    except (ListenError, lifecycle.TracingError, WorkerStartError) as error:
         raise click.ClickException(str(error)) from error

@@ -149,7 +149,8 @@ def load(config: Path | None, flags: dict[str, Any]) -> tuple[ServerConfig, list
 
 def _read_file(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise SettingsError(f"cannot read settings from {path}: there is no such file")
+        what = "it is no file" if path.exists() else "there is no such file"
+        raise SettingsError(f"cannot read settings from {path}: {what}")
     try:
         values = TomlConfigSettingsSource(ServerConfig, path).toml_data
     except (OSError, ValueError) as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import re
 import socket
 import ssl
@@ -28,6 +27,11 @@ _HOST_AND_PORT = re.compile(r"(\[[^\]]+\]|[^:/\[\]]+):(\d{1,5})")
 _HEALTH_METHOD = "/grpc.health.v1.Health/Check"
 _SERVING = b"\x08\x01"
 """A ``grpc.health.v1.HealthCheckResponse`` that says SERVING."""
+_TLS_HINTS = {
+    "WRONG_VERSION_NUMBER": "it speaks none, so leave out the options of TLS: ",
+    "CERTIFICATE_VERIFY_FAILED": "its certificate is not good for the authorities known here, see --tls-ca: ",
+    "security handshaker": "--tls-ca, --tls-certificate or --tls-key has nothing of use: ",
+}
 
 
 class TargetError(click.ClickException):
@@ -75,8 +79,7 @@ class Target:
 
     def channel(self) -> grpc.Channel:
         """A channel for calls that are none of an op."""
-        os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # What goes wrong, the command says.
-        import grpc  # noqa: PLC0415 - the variable must be set before
+        import grpc  # noqa: PLC0415 - a command that is written wrongly is refused sooner without
 
         options = [("grpc.enable_http_proxy", 0)]
         if not self.tls or self.address.startswith("unix:"):
@@ -177,12 +180,16 @@ class Target:
             return f"{self.address} does not answer within {self.timeout_s:g} s: it hangs, or is no gRPC server"
         if code == "UNAVAILABLE":
             return self._explained_unavailable(details)
-        what_to_do = "; give --token-file" if code == "UNAUTHENTICATED" else ""
+        what_to_do = ""
+        if code == "UNAUTHENTICATED":
+            what_to_do = f"; that of {self.token_file} is not" if self.token_file else "; give --token-file"
         return f"{self.address} answered {code}: {details}{what_to_do}"
 
     def _explained_unavailable(self, details: str | None) -> str:
         if self.tls:
-            return f"{self.address} is not reached by TLS: {details}"
+            otherwise = "" if self.tls_certificate else "if it asks for certificates, give --tls-certificate: "
+            hint = next((hint for sign, hint in _TLS_HINTS.items() if sign in str(details)), otherwise)
+            return f"{self.address} is not reached by TLS: {hint}{details}"
         if self._speaks_tls():
             return f"{self.address} speaks TLS, and this command did not: give --tls or --tls-ca"
         return f"{self.address} is no gRPC server: {details}"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import time
 import urllib.error
 import urllib.request
-from typing import Any
+from typing import Any, Literal
 
 import click
 from rich import box
@@ -20,6 +21,7 @@ from rich.text import Text
 
 _TIMEOUT_S = 5.0
 _BARS = " ▁▂▃▄▅▆▇█"
+_MINUTE_S = 60
 _SHOWN_FAILURES = 5
 
 
@@ -56,8 +58,9 @@ def _status(address: str) -> dict[str, Any]:
     try:
         with urllib.request.urlopen(f"{url.rstrip('/')}/status.json", timeout=_TIMEOUT_S) as answer:  # noqa: S310
             status: dict[str, Any] = json.load(answer)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "reason", None) or error
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        is_other = isinstance(error, (ValueError, http.client.HTTPException))
+        reason = "it is no HTTP port of bngrad" if is_other else getattr(error, "reason", None) or error
         hint = "start the server with --http HOST:PORT, and name that address here"
         raise click.ClickException(f"nothing can be read from {url}/status.json: {reason}; {hint}") from error
     return status
@@ -75,7 +78,7 @@ def _screen(address: str, status: dict[str, Any]) -> RenderableType:
     server, points = status["server"], status["points"]
     parts: list[RenderableType] = [_head(address, server), _numbers(server, points), _devices(server, points)]
     if status["recent"] is not None:
-        parts.append(_minute(status["recent"]))
+        parts.append(_minute(status["recent"], points))
     if server["failures"]:
         parts.append(_failures(server))
     return Group(*parts)
@@ -91,19 +94,9 @@ def _head(address: str, server: dict[str, Any]) -> RenderableType:
 
 
 def _numbers(server: dict[str, Any], points: list[dict[str, Any]]) -> RenderableType:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in (
-        "requests/s",
-        "failed/s",
-        "tensors/s",
-        "median",
-        "99 %",
-        "waiting",
-        "in flight",
-        "arena",
-        "last minutes",
-    ):
-        table.add_column(name, no_wrap=True, justify="left" if name == "last minutes" else "right")
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in ("requests/s", "failed/s", "tensors/s", "median", "99 %", "waiting", "in flight", "arena"):
+        table.add_column(name, no_wrap=True, justify="right")
     last: dict[str, Any] = (
         points[-1] if points else {"answered": 0.0, "failed": 0.0, "bytes": 0.0, "p50": None, "p99": None}
     )
@@ -116,23 +109,21 @@ def _numbers(server: dict[str, Any], points: list[dict[str, Any]]) -> Renderable
         str(server["queue"]["requests"]),
         str(server["in_flight"]),
         f"{100 * server['arena']['used'] / server['arena']['bytes']:.0f} %",
-        Text(_sparkline([point["answered"] for point in points[-30:]]), style="blue"),
     )
     return table
 
 
 def _devices(server: dict[str, Any], points: list[dict[str, Any]]) -> RenderableType:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for name in ("device", "worker", "utilisation", "", "memory", "restarts", "what it is"):
-        table.add_column(
-            name, no_wrap=name != "what it is", justify="right" if name in {"", "memory", "restarts"} else "left"
-        )
+        justify: Literal["left", "right"] = "right" if name in {"", "memory", "restarts"} else "left"
+        table.add_column(name, no_wrap=name != "what it is", justify=justify)
     for device in server["devices"]:
         busy = points[-1]["busy"].get(device["name"], 0.0) if points else 0.0
         table.add_row(
             device["name"],
             Text(device["state"], style="green" if device["state"] == "ready" else "bold red"),
-            ProgressBar(total=1.0, completed=busy, width=20),
+            ProgressBar(total=1.0, completed=busy, width=16),
             f"{100 * busy:.0f} %",
             _size(device["resident_bytes"]),
             str(device["restarts"]),
@@ -141,11 +132,13 @@ def _devices(server: dict[str, Any], points: list[dict[str, Any]]) -> Renderable
     return table
 
 
-def _minute(recent: dict[str, Any]) -> RenderableType:
-    """The last minute: where the time of requests went, and how long they took."""
+def _minute(recent: dict[str, Any], points: list[dict[str, Any]]) -> RenderableType:
+    """The last minute: requests in each second, where their time went, and how long they took."""
     stages = "   ".join(f"{name} {_seconds(value)}" for name, value in recent["stages"].items())
     quantiles = "   ".join(f"{q} % within {_seconds(recent[f'p{q}'])}" for q in (50, 90, 99))
     table = Table.grid(padding=(0, 2))
+    answered = _sparkline([point["answered"] for point in points[-_MINUTE_S:]])
+    table.add_row(Text("requests/s", style="bold"), Text(answered, style="blue"))
     table.add_row(Text("latency", style="bold"), Text(quantiles))
     table.add_row(Text("stages", style="bold"), Text(stages))
     used = [k for k, count in enumerate(recent["counts"]) if count]
@@ -158,7 +151,9 @@ def _minute(recent: dict[str, Any]) -> RenderableType:
 
 
 def _failures(server: dict[str, Any]) -> RenderableType:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="recent failures", title_justify="left")
+    table = Table(
+        box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title="recent failures", title_justify="left"
+    )
     for name in ("ago", "status", "client", "request", "why"):
         table.add_column(name, no_wrap=name != "why")
     for failure in server["failures"][:_SHOWN_FAILURES]:

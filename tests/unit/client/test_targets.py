@@ -34,7 +34,7 @@ def test_targets_are_strings(target: Any) -> None:
         check_targets(target)
 
 
-@pytest.mark.parametrize("target", [[], "", ["a:1", ""], ["http://a:1"]])
+@pytest.mark.parametrize("target", [[], "", ["a:1", ""], ["http://a:1"], "localhost", "a:0", "a:65536"])
 def test_targets_name_servers(target: Any) -> None:
     with pytest.raises(bngrad.InvalidArgumentError, match="target must ") as refused:
         check_targets(target)

@@ -109,6 +109,7 @@ def test_the_table_has_every_setting_and_its_origin() -> None:
         ([], {}, "[max_wait]\nx = 1", "max_wait in {file} is {{'x': 1}}; it should be a valid number"),
         ([], {}, "max_wait = ", "cannot read settings from {file}: Invalid value"),
         (["--config", "/nowhere.toml"], {}, "", "cannot read settings from /nowhere.toml: there is no such file"),
+        (["--config", "/tmp"], {}, "", "cannot read settings from /tmp: it is no file"),
         (["--stream-port", "50051"], {}, "", "stream_port should not be the port of 127.0.0.1:50051"),
     ],
 )
