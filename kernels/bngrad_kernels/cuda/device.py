@@ -19,7 +19,7 @@ BLOCKS_PER_PROCESSOR = 2
 _PORTABLE = 1  # cudaHostRegisterPortable
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 _LARGEST_PITCH = (1 << 31) - 1
-"""The longest rows that one copy takes; see cudaDevAttrMaxPitch."""
+"""How far apart the rows may be that one call copies; see cudaDevAttrMaxPitch."""
 
 
 def count() -> int:
@@ -196,7 +196,9 @@ class CupyLane:
         to_device = kind == self._runtime.memcpyHostToDevice
         places = ((there, width), (here, pitch)) if to_device else ((here, pitch), (there, width))
         (target, target_pitch), (source, source_pitch) = places
-        if rows == 1:
-            self._runtime.memcpyAsync(target, source, width, kind, self._stream.ptr)
-        else:
+        if rows > 1 and max(target_pitch, source_pitch) <= _LARGEST_PITCH:
             self._runtime.memcpy2DAsync(target, target_pitch, source, source_pitch, width, rows, kind, self._stream.ptr)
+            return
+        for row in range(rows):
+            ends = target + row * target_pitch, source + row * source_pitch
+            self._runtime.memcpyAsync(*ends, width, kind, self._stream.ptr)
