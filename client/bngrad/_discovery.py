@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -41,12 +42,14 @@ class Ways:
         local: The endpoint on this host.
         shared: The memory shared with it.
         remote: The endpoint on the server's TCP port.
+        is_here: Whether the server is on this host, also if its endpoint there cannot be reached for now.
         stale_at: When to ask the server for its endpoints again, on the monotonic clock.
     """
 
     local: DirectEndpoint | None = None
     shared: Pool | None = None
     remote: DirectEndpoint | None = None
+    is_here: bool = False
     stale_at: float = math.inf
 
     @property
@@ -165,7 +168,7 @@ class Discovery:
                     stale_at = min(stale_at, self._blocked[address][0])
                 else:
                     remote = DirectEndpoint(address, self._target, self._access)
-        return Ways(local, shared, remote, stale_at)
+        return Ways(local, shared, remote, bool(directory) and os.path.exists(path), stale_at)
 
     def lose(self, ways: Ways, endpoint: DirectEndpoint) -> None:
         """Leaves an endpoint alone for a while, and asks the server for its endpoints again."""

@@ -121,7 +121,7 @@ class Connector:
         ways = self._discovery.ways(deadline, cancellation)
         try:
             if ways.shared is None:
-                raise LeaseError(_NOT_LOCAL)
+                raise self._no_memory(ways)
             return ways.shared.empty(shape, dtype)
         except LeaseError as error:
             self._lose_with(ways, error)
@@ -177,7 +177,7 @@ class Connector:
         """Puts the tensors into shared memory, where they are not there already, and says where they are."""
         pool, endpoint, op = ways.shared, ways.local, call.op
         if pool is None or endpoint is None:
-            raise LeaseError(_NOT_LOCAL)
+            raise self._no_memory(ways)
         arrays = [_in_pool(pool, array) for array in call.large.values()]
         results = [
             pool.empty(call.shape, call.dtype)
@@ -214,6 +214,12 @@ class Connector:
         if self._transport == "auto":
             return ways.shared is not None and call.nbytes >= _SHARED_FROM_NBYTES
         return self._transport == "shared"
+
+    def _no_memory(self, ways: Ways) -> LeaseError:
+        """Why there is no shared memory; who insists on it may wait for a server that is there but in trouble."""
+        if self._transport == "shared" and ways.is_here:
+            return UnreachableError("its endpoint on this host does not answer")
+        return LeaseError(_NOT_LOCAL)
 
     def _not_shared(self, error: Exception) -> UnavailableError:
         has_gone = isinstance(error, NotConnectedError | UnreachableError | LeaseEndedError)

@@ -293,6 +293,15 @@ def test_shared_memory_that_another_call_found_lost_is_unavailable_rather_than_n
     assert not isinstance(raised.value, NotSharedError)
 
 
+def test_a_server_on_this_host_that_does_not_answer_is_unavailable_rather_than_not_shared(served: Server) -> None:
+    served.local.close()  # its socket is still there
+    with bngrad.Client(served.target, transport="shared", retries=False) as client:
+        for make in (lambda: right(client, tensor(LARGE), served), lambda: client.empty(SMALL)):
+            with pytest.raises(bngrad.UnavailableError, match="does not answer") as raised:
+                make()
+            assert not isinstance(raised.value, NotSharedError)
+
+
 def test_leases_that_ended_are_made_anew(served: Server) -> None:
     with bngrad.Client(served.target) as client:
         x = located(client, LARGE)
