@@ -6,11 +6,14 @@ Other C libraries than glibc keep little, and have no such functions.
 from __future__ import annotations
 
 import ctypes
+import gc
 import threading
 
 from bngrad_server.admission import Admission
 
 _LOOK_S = 2.0
+_TRIMS = 2
+"""So often, since what connections hold is free only when their clients have gone."""
 _M_ARENA_MAX = -8
 _LIBC = ctypes.CDLL(None)
 
@@ -41,8 +44,11 @@ class MemoryTrimmer:
         self._thread.join()
 
     def _run(self) -> None:
-        entered = 0
+        entered = left = 0
         while self._trim is not None and not self._closing.wait(_LOOK_S):
-            if self._admission.requests == 0 and self._admission.entered != entered:
-                entered = self._admission.entered
+            if self._admission.entered != entered:
+                entered, left = self._admission.entered, _TRIMS
+            if self._admission.requests == 0 and left:
+                left -= 1
+                gc.collect()  # a call that failed refers to itself, and may hold a large message
                 self._trim(0)
