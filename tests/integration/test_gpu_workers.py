@@ -105,15 +105,15 @@ def test_a_device_that_fails_ends_its_worker_and_its_work_is_run_again(kernels: 
         wait_until(lambda: client.server_info().devices[0].state == "ready")
         assert_same_bits(client.fused_batch_norm_grad_v2(*INPUTS), before)
         sentence = "ended with exit code 1: emulated GPU 1 failed: an illegal memory access was encountered"
-        assert f"worker of device cuda:1 {sentence}" in server.stderr()
+        wait_until(lambda: f"worker of device cuda:1 {sentence}" in server.stderr())
 
 
 def test_the_arena_and_shared_regions_are_page_locked_as_long_as_they_are_mapped() -> None:
     with EmbeddedServer(device="cuda:0", options=ARENA) as server:
-        assert f"page-locked {2**26} bytes" in server.stderr()
+        wait_until(lambda: f"page-locked {2**26} bytes" in server.stderr())
         with bngrad.Client(server.target, transport="shared") as client:
             outputs = client.fused_batch_norm_grad_v2(*INPUTS)
-            assert server.stderr().count("page-locked") == 2
+            wait_until(lambda: server.stderr().count("page-locked") == 2)
         wait_until(lambda: "page-unlocked" in server.stderr())
         assert_gradients(SPEC, INPUTS, outputs)
 
@@ -133,7 +133,7 @@ def test_what_cannot_be_page_locked_is_said_and_used_nonetheless(
     try:
         with EmbeddedServer(device="cuda:0", options=(*ARENA, *options)) as server:
             line = f"the arena, {2**26} bytes, is not page-locked, so its copies are slower: {words}"
-            assert line in server.stderr()
+            wait_until(lambda: line in server.stderr())
             with bngrad.Client(server.target) as client:
                 assert_gradients(SPEC, INPUTS, client.fused_batch_norm_grad_v2(*INPUTS))
     finally:
