@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -75,6 +76,7 @@ class _WithCpu:
         self.register, self.unregister = gpu.register, gpu.unregister
         self._gpu = gpu
         self._cpu = create("cpu", threads=threads)
+        self._cpu_mutex = threading.Lock()  # one batch takes all of its threads
 
     @property
     def used_nbytes(self) -> int:
@@ -87,7 +89,8 @@ class _WithCpu:
     def run(self, problems: Sequence[AnyProblem]) -> None:
         second = [problem for problem in problems if isinstance(problem, GradGradProblem)]
         if second:
-            self._cpu.run(second)
+            with self._cpu_mutex:
+                self._cpu.run(second)
         if len(second) < len(problems):
             self._gpu.run([problem for problem in problems if isinstance(problem, Problem)])
 

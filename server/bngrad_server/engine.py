@@ -21,6 +21,7 @@ from bngrad_server.batching import Batcher
 from bngrad_server.caller import Caller
 from bngrad_server.config import ServerConfig
 from bngrad_server.jobs import Job
+from bngrad_server.leading import run
 from bngrad_server.memory import MemoryTrimmer
 from bngrad_server.observer import Observer
 from bngrad_server.pool import WorkerPool
@@ -221,7 +222,7 @@ class Staged:
             ComputeError: No worker could compute it.
         """
         self.job = self._new_job()
-        self._engine.batcher.run(self.job)
+        run(self._engine.batcher, self.job)
         self.computed = True
 
     def submit(self, on_end: Callable[[], None]) -> None:
