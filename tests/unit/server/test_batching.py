@@ -350,7 +350,7 @@ class RandomRun:
 
 
 def is_poison(job: Job) -> bool:
-    return job.nbytes % 50 == 1
+    return job.nbytes % 17 == 3
 
 
 @pytest.mark.parametrize("poisoned", [False, True], ids=["deaths by chance", "deaths by poison"])
