@@ -349,8 +349,8 @@ class RandomRun:
         return ["Error" if each.nbytes % 7 == 0 else None for each in self._batch]
 
 
-def is_poison(job: Job) -> bool:
-    return job.nbytes % 17 == 3
+def is_poison(nbytes: int) -> bool:
+    return nbytes % 17 == 3
 
 
 @pytest.mark.parametrize("poisoned", [False, True], ids=["deaths by chance", "deaths by poison"])
@@ -360,7 +360,9 @@ def test_every_job_ends_once_and_no_worker_is_lost(  # noqa: PLR0915 - a world o
     n_workers: int, seats: int, poisoned: bool
 ) -> None:
     random_ = random.Random(n_workers)
-    world = World(random_, lambda batch: any(map(is_poison, batch)) if poisoned else random_.random() < 0.1)
+    world = World(
+        random_, lambda batch: any(is_poison(each.nbytes) for each in batch) if poisoned else random_.random() < 0.1
+    )
     batcher = Batcher(max_jobs=4, max_bytes=1000)
     poller = Poller("poller")
     Leader(poller, batcher)
@@ -383,10 +385,13 @@ def test_every_job_ends_once_and_no_worker_is_lost(  # noqa: PLR0915 - a world o
             with world.mutex:
                 number, key, patience_s = next(numbers), random_.randrange(2), random_.choice((None, 0, 0.001, 0.003))
             begin = time.monotonic()
-            gone_at = begin + 0.001 if number % 5 == 0 else float("inf")
+            nbytes = 1 + number % 300
+            if poisoned and is_poison(nbytes):
+                patience_s = None  # so that some are surely given up
+            gone_at = begin + 0.001 if number % 5 == 0 and patience_s is not None else float("inf")
             only = job(
                 key,
-                1 + number % 300,
+                nbytes,
                 functools.partial(is_past, gone_at),
                 client=str(number % 3),
                 deadline=None if patience_s is None else begin + patience_s,
@@ -435,9 +440,10 @@ def test_every_job_ends_once_and_no_worker_is_lost(  # noqa: PLR0915 - a world o
     outcomes = Counter(type(error) for _, error in ended.values())
     assert outcomes[type(None)] > 100
     assert set(outcomes) == {type(None), TimeoutError, CancelledError, ComputeError}
-    given_up = [only for only, error in ended.values() if "workers died" in str(error)]
-    assert given_up
-    assert not poisoned or all(map(is_poison, given_up)), "a job was blamed for another"
+    if poisoned:
+        given_up = [is_poison(only.nbytes) for only, error in ended.values() if "workers died" in str(error)]
+        assert given_up
+        assert all(given_up), "a job was blamed for another"
 
 
 def is_past(moment: float) -> bool:
