@@ -94,7 +94,7 @@ def _serve(seat: _Seat, life: socket.socket, device: str) -> None:
 
 @contextlib.contextmanager
 def _ending_process(life: socket.socket, device: str) -> Iterator[None]:
-    """Ends the whole process where one of its threads can't go on, unless it is that the front process has ended."""
+    """Ends the whole process where one of its threads cannot go on, unless it is that the front process has ended."""
     try:
         yield
     except ConnectionError:
