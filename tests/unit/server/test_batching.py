@@ -16,9 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import pytest
-from tests.unit.server.workers import KEYS, TASK, TIMEOUT_S, GatedWorker, Requests, job, wait_until
+from tests.unit.server.workers import TIMEOUT_S, GatedWorker, Requests, job, large_job, wait_until
 
-from bngrad_kernels.spec import FLOAT32, Spec
 from bngrad_server.batching import MAX_ATTEMPTS, Batcher, ComputeError
 from bngrad_server.crew import Part, Worker, WorkerDiedError
 from bngrad_server.jobs import Job, JobState
@@ -453,14 +452,6 @@ def is_past(moment: float) -> bool:
 def is_alive(worker: Worker) -> bool:
     assert isinstance(worker, RandomWorker)
     return not worker.has_died.is_set()
-
-
-LARGE = Spec(FLOAT32, (8, 64, 64, 64), channel_axis=3)
-
-
-def large_job() -> Job:
-    nbytes = 3 * LARGE.tensor_nbytes
-    return Job(LARGE, TASK, nbytes, KEYS[0], client="a", priority=0, deadline=None, is_abandoned=lambda: False)
 
 
 @pytest.fixture

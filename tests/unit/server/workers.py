@@ -17,6 +17,7 @@ from bngrad_server.staging import Place, Task
 
 TIMEOUT_S = 20.0
 SPEC = Spec(FLOAT32, (2, 3, 3, 4), channel_axis=3)
+LARGE = Spec(FLOAT32, (8, 64, 64, 64), channel_axis=3)
 TASK = Task(True, 0, (Place(0, 0),) * 3)
 KEYS: list[KernelKey] = [
     (FLOAT32, True, True, 1),
@@ -35,6 +36,12 @@ def job(
     deadline: float | None = None,
 ) -> Job:
     return Job(SPEC, TASK, nbytes, KEYS[key], client=client, priority=0, deadline=deadline, is_abandoned=is_abandoned)
+
+
+def large_job() -> Job:
+    """A job worth splitting."""
+    nbytes = 3 * LARGE.tensor_nbytes
+    return Job(LARGE, TASK, nbytes, KEYS[0], client="a", priority=0, deadline=None, is_abandoned=lambda: False)
 
 
 class GatedRun:
