@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from concurrent import futures
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,13 +28,14 @@ from bngrad_server.janitor import Janitor
 from bngrad_server.listening import ListenError, check_socket, socket_path, why_not
 from bngrad_server.local import LocalSockets
 from bngrad_server.memory import use_one_heap
+from bngrad_server.metrics import Metrics
 from bngrad_server.monitor.keeper import Monitor
 from bngrad_server.observer import Observer
 from bngrad_server.security import exposure
 from bngrad_server.security.certificates import CertificatePaths, Certificates
 from bngrad_server.security.guard import Guard
 from bngrad_server.security.tokens import Tokens
-from bngrad_server.service import generic_handler
+from bngrad_server.service import NobodysHandler, generic_handler
 from bngrad_server.status import status_of
 
 if TYPE_CHECKING:
@@ -71,13 +73,14 @@ class Server:
             TracingError: Spans cannot be exported.
         """
         self._config = config
-        self._certificates, guard = _secured(config)
         self._started_at = time.time()
         self._stopping = False
         self._health = health.HealthServicer()
         self._set_health(serving=False)
         self._tracing = _tracing() if config.traces else None
-        self.engine = Engine(config, self._update_health, Observer(self._tracing))
+        observer = Observer(self._tracing)
+        self._certificates, guard = _secured(config, observer.metrics)
+        self.engine = Engine(config, self._update_health, observer)
         self._grpc_server = grpc.server(
             futures.ThreadPoolExecutor(_OTHER_THREADS, thread_name_prefix="handler"),
             options=[
@@ -110,6 +113,7 @@ class Server:
             )
         if config.channelz:
             channelz.add_channelz_servicer(self._grpc_server)
+        self._grpc_server.add_generic_rpc_handlers((NobodysHandler(observer.metrics),))
         self.addresses = [self._listen(address) for address in config.listen]
         self._endpoint = Endpoint(self._calls, self._certificates)
         self._calls.endpoints.stream_port = self._listen_for_streams()
@@ -242,7 +246,7 @@ class Server:
             self._health.set(service, status.SERVING if serving else status.NOT_SERVING)
 
 
-def _secured(config: ServerConfig) -> tuple[Certificates | None, Guard]:
+def _secured(config: ServerConfig, metrics: Metrics) -> tuple[Certificates | None, Guard]:
     """What is shown to clients, and what they are asked for."""
     paths = None
     if config.tls_certificate is not None and config.tls_key is not None:
@@ -252,7 +256,8 @@ def _secured(config: ServerConfig) -> tuple[Certificates | None, Guard]:
         tokens = None if config.token_file is None else Tokens(config.token_file)
     except (OSError, ValueError) as error:
         raise ListenError(f"cannot listen as it should be: {error}") from error
-    guard = Guard(tokens, reads_certificates=config.tls_client_ca is not None)
+    on_refusal = partial(metrics.refused_call, grpc.StatusCode.UNAUTHENTICATED.name)
+    guard = Guard(tokens, reads_certificates=config.tls_client_ca is not None, on_refusal=on_refusal)
     if not config.insecure:
         knows_clients = guard.asks_tokens or guard.reads_certificates
         for warning in exposure.warnings(config.listen, has_tls=paths is not None, knows_clients=knows_clients):
