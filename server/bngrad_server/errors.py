@@ -19,6 +19,7 @@ from bngrad_server.security.guard import UnauthenticatedError
 
 logger = logging.getLogger(__name__)
 
+
 class MessageTooLargeError(Exception):
     """A message is larger than one may be where it came."""
 

@@ -86,13 +86,18 @@ def test_requests_that_cannot_be_read_are_counted_by_their_op(
 
 @pytest.mark.parametrize("door", TCP_DOORS)
 def test_a_client_that_goes_before_its_message_is_there_is_counted(asking: Guarded, door: str) -> None:
-    go_on = threading.Event()
+    gone = threading.Event()
+
+    def nothing() -> Iterator[bytes]:
+        gone.wait(60)
+        yield MESSAGE
+
     with counted(asking, "bngrad_requests_total", "CANCELLED", OP, "unary"), asking.channel(door) as channel:
         method: grpc.StreamUnaryMultiCallable[bytes, bytes] = channel.stream_unary(path_of(OP))
         metadata = (("authorization", f"Bearer {asking.token}"),)
         with pytest.raises(grpc.RpcError):
-            method((MESSAGE for _ in range(go_on.wait(60))), metadata=metadata, timeout=2)
-        go_on.set()
+            method(nothing(), metadata=metadata, timeout=2)
+        gone.set()
 
 
 @pytest.mark.parametrize(
