@@ -25,7 +25,14 @@ from bngrad_server.config import MAX_CALLS, ServerConfig
 from bngrad_server.endpoint import Endpoint
 from bngrad_server.engine import Engine
 from bngrad_server.janitor import Janitor
-from bngrad_server.listening import ListenError, check_socket, socket_path, why_not
+from bngrad_server.listening import (
+    ListenError,
+    check_socket,
+    max_connections,
+    raise_descriptor_limit,
+    socket_path,
+    why_not,
+)
 from bngrad_server.local import LocalSockets
 from bngrad_server.memory import use_one_heap
 from bngrad_server.metrics import Metrics
@@ -94,6 +101,7 @@ class Server:
                 ("grpc.http2.max_pings_without_data", 0),
                 ("grpc.so_reuseport", 0),  # a second server on the same port is a mistake, not a load balancer
                 ("grpc.server_handshake_timeout_ms", _HANDSHAKE_TIMEOUT_MS),
+                ("grpc.max_allowed_incoming_connections", max_connections(len(config.listen))),
                 # Tensors do not get smaller; and a message's size is limited before it is unpacked, not afterwards.
                 ("grpc.compression_enabled_algorithms_bitset", _NO_COMPRESSION),
                 *([("grpc.max_connection_age_ms", _MAX_AGE_MS)] if config.tls_client_ca else []),
@@ -282,6 +290,7 @@ def serve(config: ServerConfig) -> None:
         TracingError: Spans cannot be exported.
     """
     use_one_heap()
+    raise_descriptor_limit()
     ready, stopping = threading.Event(), threading.Event()
 
     def on_signal(number: int, frame: object) -> None:
