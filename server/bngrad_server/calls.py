@@ -166,7 +166,10 @@ class Calls:
             request = reader.read(data)
             return self._engine.stage(request, caller, received_at, may_wait=may_wait)
         except BaseException as error:
-            transport = reader.transport_of(data) if request is None else request.transport
+            if request is not None:
+                transport = request.transport
+            else:
+                transport = reader.transport_of(data) if isinstance(error, InvalidArgumentError) else reader.transport
             self.observer.failed(reader.op.name, transport, caller, error, received_at)
             raise
 
