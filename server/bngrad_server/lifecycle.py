@@ -262,7 +262,11 @@ def _secured(config: ServerConfig, metrics: Metrics) -> tuple[Certificates | Non
     try:
         certificates = None if paths is None else Certificates(paths)
         tokens = None if config.token_file is None else Tokens(config.token_file)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        names = ("tls_certificate", "tls_key", "tls_client_ca", "token_file")
+        settings = [name for name in names if str(getattr(config, name)) == error.filename]
+        raise ListenError(f"cannot read {error.filename}, {' and '.join(settings)}: {error.strerror}") from error
+    except ValueError as error:
         raise ListenError(f"cannot listen as it should be: {error}") from error
     on_refusal = partial(metrics.refused_call, grpc.StatusCode.UNAUTHENTICATED.name)
     guard = Guard(tokens, reads_certificates=config.tls_client_ca is not None, on_refusal=on_refusal)

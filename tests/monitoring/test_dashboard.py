@@ -65,8 +65,8 @@ def test_top_shows_the_same_in_a_terminal(http: str) -> None:
         assert words in result.output
     lines = result.output.splitlines()
     assert max(map(len, lines)) <= 80
-    heads = next(line for line in lines if "last minute" in line)
-    assert [name for name in STAGES if name in heads] == list(STAGES)
+    assert any(all(name in line for name in STAGES) for line in lines)
+    assert "…" not in result.output
 
 
 def test_top_gives_scripts_json(http: str) -> None:

@@ -135,10 +135,10 @@ def _devices(server: dict[str, Any], points: list[dict[str, Any]]) -> Renderable
 def _times(recent: dict[str, Any]) -> RenderableType:
     """How long the requests of the last minute took, and where their time went."""
     times = {"median": recent["p50"], "90 %": recent["p90"], "99 %": recent["p99"], **recent["stages"]}
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for name in ("last minute", *times):
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title="last minute", title_justify="left")
+    for name in times:
         table.add_column(name, no_wrap=True, justify="right")
-    table.add_row("", *map(_seconds, times.values()))
+    table.add_row(*map(_seconds, times.values()))
     return table
 
 
