@@ -9,7 +9,6 @@ import signal
 import threading
 import time
 from concurrent import futures
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,13 +34,9 @@ from bngrad_server.listening import (
 )
 from bngrad_server.local import LocalSockets
 from bngrad_server.memory import use_one_heap
-from bngrad_server.metrics import Metrics
 from bngrad_server.monitor.keeper import Monitor
 from bngrad_server.observer import Observer
-from bngrad_server.security import exposure
-from bngrad_server.security.certificates import CertificatePaths, Certificates
-from bngrad_server.security.guard import Guard
-from bngrad_server.security.tokens import Tokens
+from bngrad_server.security import doors
 from bngrad_server.service import NobodysHandler, generic_handler
 from bngrad_server.status import status_of
 
@@ -86,7 +81,7 @@ class Server:
         self._set_health(serving=False)
         self._tracing = _tracing() if config.traces else None
         observer = Observer(self._tracing)
-        self._certificates, guard = _secured(config, observer.metrics)
+        self._certificates, guard = doors.secured(config, observer.metrics)
         self.engine = Engine(config, self._update_health, observer)
         self._grpc_server = grpc.server(
             futures.ThreadPoolExecutor(_OTHER_THREADS, thread_name_prefix="handler"),
@@ -252,29 +247,6 @@ class Server:
         status = health_pb2.HealthCheckResponse
         for service in ("", SERVICE.full_name):
             self._health.set(service, status.SERVING if serving else status.NOT_SERVING)
-
-
-def _secured(config: ServerConfig, metrics: Metrics) -> tuple[Certificates | None, Guard]:
-    """What is shown to clients, and what they are asked for."""
-    paths = None
-    if config.tls_certificate is not None and config.tls_key is not None:
-        paths = CertificatePaths(config.tls_certificate, config.tls_key, config.tls_client_ca)
-    try:
-        certificates = None if paths is None else Certificates(paths)
-        tokens = None if config.token_file is None else Tokens(config.token_file)
-    except OSError as error:
-        names = ("tls_certificate", "tls_key", "tls_client_ca", "token_file")
-        settings = [name for name in names if str(getattr(config, name)) == error.filename]
-        raise ListenError(f"cannot read {error.filename}, {' and '.join(settings)}: {error.strerror}") from error
-    except ValueError as error:
-        raise ListenError(f"cannot listen as it should be: {error}") from error
-    on_refusal = partial(metrics.refused_call, grpc.StatusCode.UNAUTHENTICATED.name)
-    guard = Guard(tokens, reads_certificates=config.tls_client_ca is not None, on_refusal=on_refusal)
-    if not config.insecure:
-        knows_clients = guard.asks_tokens or guard.reads_certificates
-        for warning in exposure.warnings(config.listen, has_tls=paths is not None, knows_clients=knows_clients):
-            logger.warning("%s", warning)
-    return certificates, guard
 
 
 def _tracing() -> Tracing:
