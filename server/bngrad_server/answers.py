@@ -14,9 +14,9 @@ import grpc
 from bngrad_protos import http2
 from bngrad_server.caller import Caller
 from bngrad_server.calls import SERVICE, UNARY_OPS, Calls
-from bngrad_server.engine import Staged
 from bngrad_server.errors import MessageTooLargeError, status_of
 from bngrad_server.security.guard import UnauthenticatedError
+from bngrad_server.staged import Staged
 from bngrad_server.uploads import MAX_MESSAGE_NBYTES, Upload
 
 _UNIMPLEMENTED = grpc.StatusCode.UNIMPLEMENTED

@@ -14,12 +14,13 @@ from bngrad_protos import __version__, wire
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_protos.wire import Buffer
 from bngrad_server.caller import Caller
-from bngrad_server.engine import Engine, Staged
+from bngrad_server.engine import Engine
 from bngrad_server.errors import code_of
 from bngrad_server.ops import OPS
 from bngrad_server.pool import WorkerState
 from bngrad_server.requests import Reader
 from bngrad_server.security.guard import OPEN, Guard
+from bngrad_server.staged import Staged
 
 SERVICE = pb.DESCRIPTOR.services_by_name["BatchNormGradService"]
 UNARY_OPS = tuple(op.name for op in OPS)

@@ -17,11 +17,11 @@ from grpc_status import rpc_status
 from bngrad_server.caller import Caller
 from bngrad_server.calls import SERVICE, UNARY_OPS, Calls, chunk_of, exchange_error
 from bngrad_server.config import MAX_CALLS
-from bngrad_server.engine import copy
 from bngrad_server.errors import status_of
 from bngrad_server.metrics import Metrics
 from bngrad_server.security.certificates import client_of_context
 from bngrad_server.security.guard import Guard, authorization_of
+from bngrad_server.staged import copy
 
 Behavior = TypeVar("Behavior", bound=Callable[..., Any])
 

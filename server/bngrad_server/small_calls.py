@@ -10,7 +10,7 @@ from bngrad_server.answers import UNARY
 from bngrad_server.batching import Batcher
 from bngrad_server.caller import Caller
 from bngrad_server.calls import Calls
-from bngrad_server.engine import Staged
+from bngrad_server.staged import Staged
 
 _MAX_RESPONSE_NBYTES = 64 * 1024
 
