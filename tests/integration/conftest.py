@@ -152,6 +152,14 @@ def process(code: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
 
 def regions_of(pid: int) -> int:
     """How many descriptors and mappings of memory that is shared with clients a process has."""
-    descriptors = [str(path.readlink()) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()]
     mappings = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    return sum("bngrad-region" in each for each in [*descriptors, *mappings])
+    return sum("bngrad-region" in each for each in [*descriptors_of(pid).values(), *mappings])
+
+
+def descriptors_of(pid: int) -> dict[Path, str]:
+    """The descriptors of a process, and what each stands for; those that are closed meanwhile are left out."""
+    found = {}
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):
+            found[path] = str(path.readlink())
+    return found
