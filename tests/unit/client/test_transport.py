@@ -332,12 +332,12 @@ def test_calls_that_stand_still_end(served: Server, transport: Transport, shape:
     with bngrad.Client(served.target, transport=transport) as client, ThreadPoolExecutor(1) as threads:
         right(client, tensor(shape), served)
         served.on_call = hold
-        call = threads.submit(right, client, tensor(shape), served, timeout=1 if ends == "timeout" else SECONDS)
+        call = threads.submit(right, client, tensor(shape), served, timeout=1.0 if ends == "timeout" else SECONDS)
         assert arrived.wait(SECONDS)
         if ends == "close":
             client.close()
         error = bngrad.DeadlineExceededError if ends == "timeout" else bngrad.ClientClosedError
-        with pytest.raises(error, match="timeout of 1 s" if ends == "timeout" else "was closed during the call"):
+        with pytest.raises(error, match="timeout of 1.0 s" if ends == "timeout" else "was closed during the call"):
             call.result(SECONDS)
         released.set()
 
