@@ -104,12 +104,17 @@ def starting_server(address: str) -> Iterator[subprocess.Popen[bytes]]:
 
 def workers_of(front: int) -> list[psutil.Process]:
     """The running workers of a server's front process."""
-    return [child for child in psutil.Process(front).children() if is_running(child.pid) and is_worker(child)]
+    return children_of(front, "bngrad_server.worker")
 
 
-def is_worker(process: psutil.Process) -> bool:
+def children_of(front: int, module: str) -> list[psutil.Process]:
+    """The running processes of a module that a server's front process has started."""
+    return [child for child in psutil.Process(front).children() if is_running(child.pid) and _runs(child, module)]
+
+
+def _runs(process: psutil.Process, module: str) -> bool:
     try:
-        return "bngrad_server.worker" in process.cmdline()
+        return module in process.cmdline()
     except (psutil.NoSuchProcess, psutil.ZombieProcess):
         return False
 
