@@ -14,7 +14,7 @@ from tests.integration.conftest import descriptors_of, wait_until
 from bngrad_server.config import MAX_CALLS
 
 MIB = 2**20
-_RETURN_TIMEOUT_S = 15.0
+_RETURN_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
