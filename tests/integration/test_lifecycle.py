@@ -72,6 +72,20 @@ def test_requests_that_arrive_before_the_worker_is_warm_wait_for_it(tmp_path: Pa
         answer.result()
 
 
+def test_a_worker_may_take_longer_to_show_life_at_first_than_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Python does where the processor has much else to do."""
+    sleep_s = ServerConfig().worker_timeout_s + 1
+    slow = f"import sys, time\nif 'bngrad_server.worker' in sys.orig_argv:\n    time.sleep({sleep_s})\n"
+    (tmp_path / "sitecustomize.py").write_text(slow)
+    path = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+    with EmbeddedServer(options=("--workers", "1")) as server, bngrad.Client(server.target) as client:
+        call(client)
+        assert client.server_info().devices[0].restarts == 0
+
+
 def test_a_signal_during_the_start_ends_the_server_at_once(tmp_path: Path) -> None:
     with starting_server(f"unix:{tmp_path}/bngrad.sock") as process:
         process.terminate()
