@@ -213,6 +213,8 @@ class _Keeper:
         self._closing.set()
         if self._worker is not None:
             self._worker.hang_up()
+            if self._ready_since is None:  # it would hear of that only once its kernels are compiled
+                self._worker.kill()
 
     def close(self) -> None:
         if self._thread.is_alive():

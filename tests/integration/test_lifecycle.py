@@ -17,12 +17,14 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from tests.integration.conftest import (
+    ONE_WORKER,
     TIMEOUT_S,
     endpoints_of,
     is_running,
     starting_server,
     wait_until,
     worker_pid,
+    worker_pids,
     workers_of,
 )
 
@@ -76,14 +78,31 @@ def test_a_worker_may_take_longer_to_show_life_at_first_than_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As Python does where the processor has much else to do."""
-    sleep_s = ServerConfig().worker_timeout_s + 1
-    slow = f"import sys, time\nif 'bngrad_server.worker' in sys.orig_argv:\n    time.sleep({sleep_s})\n"
-    (tmp_path / "sitecustomize.py").write_text(slow)
-    path = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+    slow_down_new_workers(tmp_path, monkeypatch, ServerConfig().worker_timeout_s + 1).touch()
     with EmbeddedServer(options=("--workers", "1")) as server, bngrad.Client(server.target) as client:
         call(client)
         assert client.server_info().devices[0].restarts == 0
+
+
+def test_a_worker_that_is_starting_again_holds_up_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = slow_down_new_workers(tmp_path, monkeypatch, 600)
+    with EmbeddedServer(options=ONE_WORKER) as server:
+        slow.touch()
+        victim = worker_pid(server)
+        os.kill(victim, signal.SIGKILL)
+        wait_until(lambda: worker_pids(server) not in ([], [victim]))
+        server.process.terminate()
+        assert server.process.wait(TIMEOUT_S / 2) == 0
+
+
+def slow_down_new_workers(folder: Path, monkeypatch: pytest.MonkeyPatch, seconds: float) -> Path:
+    """Has workers stand still for a while before all else, if the file whose path is returned is there."""
+    flag = folder / "slow"
+    condition = f"'bngrad_server.worker' in sys.orig_argv and os.path.exists({str(flag)!r})"
+    (folder / "sitecustomize.py").write_text(f"import os, sys, time\nif {condition}:\n    time.sleep({seconds})\n")
+    path = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+    return flag
 
 
 def test_a_signal_during_the_start_ends_the_server_at_once(tmp_path: Path) -> None:
