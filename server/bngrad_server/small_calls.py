@@ -75,8 +75,3 @@ class SmallCall:
         self.is_over = True
         if batcher.leave(self.staged.job, CancelledError()):
             self.staged.close()
-
-
-def message_of(call: http2.ServerCall) -> bytes:
-    """The message of a call that has arrived; empty where there is none."""
-    return call.read(call.receive_message() or 0)
