@@ -29,8 +29,9 @@ _SOUND_AFTER_S = 1.0
 _BEATS_PER_TIMEOUT = 10
 _SEATS_OF_A_GPU = 2
 """While one batch is copied out, the next is copied in. A CPU's threads are all taken by one batch."""
-_GPU_START_TIMEOUT_S = 60.0
-"""For drivers that take long over many GPUs or much memory to page-lock, and let no other thread run meanwhile."""
+_START_TIMEOUT_S = 60.0
+"""For processors that have much else to do while Python starts, until the first sign of life; and for drivers that take
+long over many GPUs or much memory to page-lock, and let no other thread run meanwhile."""
 
 
 class WorkerState(enum.Enum):
@@ -216,6 +217,8 @@ class _Keeper:
         self._closing.set()
         if self._worker is not None:
             self._worker.hang_up()
+            if self._ready_since is None:  # it would hear of that only once its kernels are compiled
+                self._worker.kill()
 
     def close(self) -> None:
         if self._thread.is_alive():
@@ -257,11 +260,12 @@ class _Keeper:
     def _watch(self, worker: WorkerProcess) -> str:
         """Returns when the worker has ended, or was killed, and why."""
         self._failure = ""
-        silences = 0
+        silences, has_shown_life = 0, False
         while True:
-            is_starting = self._ready_since is None and self._name.startswith("cuda")
-            timeout_s = max(self._timeout_s, _GPU_START_TIMEOUT_S) if is_starting else self._timeout_s
+            is_starting = not has_shown_life or (self._ready_since is None and self._name.startswith("cuda"))
+            timeout_s = max(self._timeout_s, _START_TIMEOUT_S) if is_starting else self._timeout_s
             sign = worker.sign_of_life(timeout_s / 2)
+            has_shown_life |= sign is not None
             if sign == b"":
                 return f": {self._failure}" if self._failure else ""
             # Two silences in a row: the first may be this process's own, which was stopped for a while.

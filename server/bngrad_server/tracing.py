@@ -7,6 +7,7 @@ server's own endpoint, the span of each request is made here, with the context t
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -29,6 +30,7 @@ _SERVICE = pb.DESCRIPTOR.services_by_name["BatchNormGradService"].full_name
 _SPANS = ("decode", "wait for memory", "copy", "wait for a worker", "compute", "encode")
 """What lies between the moments of a request."""
 _BEHAVIORS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
+_READINGS = 3
 _STATUS_CODE = "rpc.grpc.status_code"
 
 
@@ -50,19 +52,20 @@ class Tracing:
     def answered(self, request: Request, caller: Caller, moments: Moments) -> None:
         """Makes the spans of a request that was answered."""
         ended = Ended(request.op.name, request.transport, grpc.StatusCode.OK, moments[0])
-        span, is_own = self._span(ended, caller)
+        epoch_ns = _clock()
+        span, is_own = self._span(ended, caller, epoch_ns)
         if span.is_recording():
             span.set_attribute("bngrad.tensor_bytes", request.tensors_nbytes)
             context = trace.set_span_in_context(span)
             for name, start, end in zip(_SPANS, moments, moments[1:], strict=False):
-                stage = self._tracer.start_span(name, context, start_time=_epoch_ns(start))
-                stage.end(_epoch_ns(end))
+                stage = self._tracer.start_span(name, context, start_time=epoch_ns(start))
+                stage.end(epoch_ns(end))
         if is_own:
-            span.end(_epoch_ns(moments[-1]))
+            span.end(epoch_ns(moments[-1]))
 
     def failed(self, ended: Ended, caller: Caller, message: str) -> None:
         """Makes the span of a request that was not answered."""
-        span, is_own = self._span(ended, caller)
+        span, is_own = self._span(ended, caller, _clock())
         span.set_status(StatusCode.ERROR, message)
         if is_own:
             span.end()
@@ -71,7 +74,7 @@ class Tracing:
         """Exports what has not been exported yet."""
         self._provider.shutdown()
 
-    def _span(self, ended: Ended, caller: Caller) -> tuple[trace.Span, bool]:
+    def _span(self, ended: Ended, caller: Caller, epoch_ns: Callable[[float], int]) -> tuple[trace.Span, bool]:
         """The span of a request, and whether it is to be ended here."""
         attributes: dict[str, Any] = {"bngrad.op": ended.op, "bngrad.transport": ended.transport}
         attributes[_STATUS_CODE] = ended.code.value[0]
@@ -81,7 +84,7 @@ class Tracing:
             return current, False
         method = "Exchange" if ended.transport == "stream" else ended.op
         attributes |= {"rpc.system": "grpc", "rpc.service": _SERVICE, "rpc.method": method}
-        context, start = extract(caller.metadata), _epoch_ns(ended.received_at)
+        context, start = extract(caller.metadata), epoch_ns(ended.received_at)
         name = f"{_SERVICE}/{method}"
         return self._tracer.start_span(name, context, SpanKind.SERVER, attributes, start_time=start), True
 
@@ -103,6 +106,14 @@ class _KeepingThreads(grpc.ServerInterceptor):
         return handler
 
 
-def _epoch_ns(moment: float) -> int:
-    """A moment on the monotonic clock as OpenTelemetry has it."""
-    return time.time_ns() - int(1e9 * (time.monotonic() - moment))
+def _clock() -> Callable[[float], int]:
+    """Gives what turns moments on the monotonic clock into OpenTelemetry's, all by the same offset.
+
+    Of some readings of both clocks that counts which took the least time, since a thread may be held up amid one.
+    """
+    readings = []
+    for _ in range(_READINGS):
+        before, now, after = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
+        readings.append((after - before, now - before))
+    _, offset = min(readings)
+    return lambda moment: int(1e9 * moment) + offset

@@ -15,6 +15,8 @@ logger = logging.getLogger(__name__)
 _SLOWEST_BYTES_PER_S = 1 << 17
 """A megabit a second."""
 _LOOK_S = 0.25
+_GRACE_S = 1.0
+"""For callers whose deadline has passed: one that lives ends its call itself, and is to learn why it ended."""
 
 
 class Transfers:
@@ -38,7 +40,7 @@ class Transfers:
         """Hangs up on a caller whose transfer of so many bytes takes longer than it may, or than the caller waits."""
         overdue_at = time.monotonic() + self._timeout_s + nbytes / _SLOWEST_BYTES_PER_S
         if caller.deadline is not None:
-            overdue_at = min(overdue_at, caller.deadline)
+            overdue_at = min(overdue_at, caller.deadline + _GRACE_S)
         with self._mutex:
             self._overdue_at[caller] = overdue_at
         try:

@@ -23,7 +23,7 @@ from tests.faults import mix
 
 import bngrad
 
-GRACE_S = 5.0
+GRACE_S = 15.0
 """How long after its timeout a call may still end."""
 _REPORT_S = 0.05
 _BREATH_S = 0.05

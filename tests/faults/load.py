@@ -18,7 +18,7 @@ from tests.integration.conftest import wait_until
 THREADS = 2
 PATIENCE_S = (30.0, 30.0)
 """The timeouts of callers who wait for their answers."""
-_PROGRESS_TIMEOUT_S = 25.0
+_PROGRESS_TIMEOUT_S = 45.0
 """A caller who gets no answer for so long is being held up."""
 
 

@@ -16,7 +16,7 @@ from bngrad_server.calls import SERVICE
 HELLO = frames.PREFACE + frames.settings({})
 NBYTES = 2**18
 """Of a tensor that is uploaded in chunks."""
-TIMEOUT_S = 10.0
+TIMEOUT_S = 30.0
 
 
 class Peer:

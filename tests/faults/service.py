@@ -7,7 +7,6 @@ import re
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 
 import psutil
-from tests.integration.conftest import endpoints_of, is_running, wait_until, workers_of
+from tests.integration.conftest import endpoints_of, free_port, is_running, wait_until, workers_of
 
 import bngrad
 
@@ -62,8 +61,7 @@ class Service:
         self._log = self._directory / "log"
         self._mark = f"{_MARK}={secrets.token_hex(8)}"
         self._environment = {**os.environ, **(environment or {}), **dict([self._mark.split("=")])}
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.target = f"127.0.0.1:{free.getsockname()[1]}"
+        self.target = f"127.0.0.1:{free_port()}"
         self.unix_target = f"unix:{self._directory}/bngrad.sock"
         listen = ("--listen", self.target, "--listen", self.unix_target)
         self._command = [sys.executable, "-m", "bngrad_server", "serve", "--device", "cpu", *listen, *options]
@@ -82,7 +80,7 @@ class Service:
     ) -> None:
         self.process.terminate()
         try:
-            self.process.wait(20)
+            self.process.wait(60)
         finally:
             self._kill()
             if kind is not None:

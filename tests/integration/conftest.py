@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import secrets
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -23,7 +25,9 @@ from bngrad_server.embedded import EmbeddedServer
 DEVICE = os.environ.get("BNGRAD_TEST_DEVICE", "cpu")
 """What the common server computes on; `make gpu-test` has it be a GPU."""
 TIMEOUT_S = 60.0
-ONE_WORKER = ("--workers", "1")
+PATIENT = ("--worker-timeout", "60")
+"""For tests that stop workers, which nobody is to replace meanwhile, however busy the machine is."""
+ONE_WORKER = ("--workers", "1", *PATIENT)
 """For tests that stop the worker, or watch it."""
 Transport = Literal["auto", "unary", "stream", "shared"]
 TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
@@ -37,7 +41,7 @@ def socket_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def server(socket_path: Path) -> Iterator[EmbeddedServer]:
     """One server for all tests that leave it as it was, on TCP and on a Unix socket."""
-    with EmbeddedServer(device=DEVICE, options=("--listen", f"unix:{socket_path}")) as server:
+    with EmbeddedServer(device=DEVICE, options=("--listen", f"unix:{socket_path}", *PATIENT)) as server:
         yield server
 
 
@@ -62,14 +66,29 @@ def client(target: str, transport: Transport) -> Iterator[bngrad.Client]:
 @pytest.fixture
 def own_server() -> Iterator[EmbeddedServer]:
     """A server that the test may hurt, with one worker."""
-    with EmbeddedServer(options=ONE_WORKER) as server:
+    with EmbeddedServer(f"127.0.0.1:{free_port()}", options=ONE_WORKER) as server:
         yield server
+
+
+def free_port(*hosts: str) -> int:
+    """A TCP port for servers that are started again on it, on these addresses or 127.0.0.1.
+
+    It is below those that the system gives to outgoing connections and to whoever asks for any, so that nobody gets it
+    while the server is away.
+    """
+    above = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = above - 1 - secrets.randbelow(10_000)
+        with ExitStack() as stack, suppress(OSError):
+            for host in hosts or ("127.0.0.1",):
+                stack.enter_context(socket.create_server((host, port)))
+            return port
 
 
 @contextmanager
 def starting_server(address: str) -> Iterator[subprocess.Popen[bytes]]:
     """A server whose worker is stopped before it is warm."""
-    command = [sys.executable, "-m", "bngrad_server", "serve", "--workers", "1", "--listen", address]
+    command = [sys.executable, "-m", "bngrad_server", "serve", *ONE_WORKER, "--listen", address]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     wait_until(lambda: bool(workers_of(process.pid)))
     (worker,) = workers_of(process.pid)
@@ -85,12 +104,17 @@ def starting_server(address: str) -> Iterator[subprocess.Popen[bytes]]:
 
 def workers_of(front: int) -> list[psutil.Process]:
     """The running workers of a server's front process."""
-    return [child for child in psutil.Process(front).children() if is_running(child.pid) and is_worker(child)]
+    return children_of(front, "bngrad_server.worker")
 
 
-def is_worker(process: psutil.Process) -> bool:
+def children_of(front: int, module: str) -> list[psutil.Process]:
+    """The running processes of a module that a server's front process has started."""
+    return [child for child in psutil.Process(front).children() if is_running(child.pid) and _runs(child, module)]
+
+
+def _runs(process: psutil.Process, module: str) -> bool:
     try:
-        return "bngrad_server.worker" in process.cmdline()
+        return module in process.cmdline()
     except (psutil.NoSuchProcess, psutil.ZombieProcess):
         return False
 
@@ -152,6 +176,14 @@ def process(code: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
 
 def regions_of(pid: int) -> int:
     """How many descriptors and mappings of memory that is shared with clients a process has."""
-    descriptors = [str(path.readlink()) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()]
     mappings = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    return sum("bngrad-region" in each for each in [*descriptors, *mappings])
+    return sum("bngrad-region" in each for each in [*descriptors_of(pid).values(), *mappings])
+
+
+def descriptors_of(pid: int) -> dict[Path, str]:
+    """The descriptors of a process, and what each stands for; those that are closed meanwhile are left out."""
+    found = {}
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):
+            found[path] = str(path.readlink())
+    return found

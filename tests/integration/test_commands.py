@@ -188,18 +188,18 @@ def web_server() -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    ("peer", "complaint"),
+    ("peer", "complaint", "timeout_s"),
     [
-        (lambda: grpc_server(of_bngrad=False), "{} is a gRPC server, but not one of bngrad"),
-        (lambda: grpc_server(of_bngrad=True, tls=True), "{} speaks TLS"),
-        (lambda: listener(lambda connection: connection.close()), "{} is no gRPC server: "),
-        (lambda: listener(lambda connection: None), "{} does not answer within 2 s: it hangs, or is no gRPC server"),
-        (web_server, "{} is no gRPC server: "),
+        (lambda: grpc_server(of_bngrad=False), "{} is a gRPC server, but not one of bngrad", TIMEOUT_S),
+        (lambda: grpc_server(of_bngrad=True, tls=True), "{} speaks TLS", TIMEOUT_S),
+        (lambda: listener(lambda connection: connection.close()), "{} is no gRPC server: ", TIMEOUT_S),
+        (lambda: listener(lambda connection: None), "{} does not answer within 2 s: it hangs, or is no gRPC server", 2),
+        (web_server, "{} is no gRPC server: ", TIMEOUT_S),
     ],
 )
-def test_what_is_no_server_of_bngrad_is_told(peer: Callable[[], Any], complaint: str) -> None:
+def test_what_is_no_server_of_bngrad_is_told(peer: Callable[[], Any], complaint: str, timeout_s: float) -> None:
     with peer() as address:
-        ended = run("check", address, "--timeout", "2")
+        ended = run("check", address, "--timeout", str(timeout_s))
     assert (ended.returncode, ended.stdout) == (1, "")
     assert ended.stderr.startswith("✗ health   " + complaint.format(address))
     assert ended.stderr.count("\n") == 1

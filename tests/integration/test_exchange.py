@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from tests.integration.conftest import endpoints_of, targets_of
+from tests.integration.conftest import TIMEOUT_S, endpoints_of, targets_of
 from tests.integration.problems import Case, Inputs, assert_same_bits, random_inputs
 from tests.integration.test_bad_input import violations
 
@@ -224,7 +224,7 @@ def test_garbage_on_a_socket_harms_nobody(
     if where == "tcp":
         address = (server.target.rpartition(":")[0], endpoints.stream_port)
     with socket.socket(socket.AF_INET if where == "tcp" else socket.AF_UNIX) as sock:
-        sock.settimeout(10)
+        sock.settimeout(TIMEOUT_S)
         sock.connect(address)
         with suppress(ConnectionError):
             sock.sendall(garbage)
@@ -241,7 +241,7 @@ def test_garbage_on_a_socket_harms_nobody(
 def test_a_call_that_its_client_resets_leaves_the_connection_to_others(server: EmbeddedServer) -> None:
     path = "/bngrad.v1.BatchNormGradService/Exchange"
     address = (server.target.rpartition(":")[0], endpoints_of(server.target).stream_port)
-    with closing(http2.ClientConnection(socket.create_connection(address, 10), "localhost")) as connection:
+    with closing(http2.ClientConnection(socket.create_connection(address, TIMEOUT_S), "localhost")) as connection:
         for sent in (header(), *chunks(Y, 1000)):
             call = connection.call(path)
             call.send_message(sent.SerializeToString())

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from tests.integration.conftest import ONE_WORKER, is_running, wait_until, worker_pid, worker_pids
+from tests.integration.conftest import ONE_WORKER, descriptors_of, is_running, wait_until, worker_pid, worker_pids
 from tests.integration.problems import assert_gradients, random_inputs
 
 import bngrad
@@ -63,7 +63,7 @@ def test_a_request_that_kills_two_workers_is_given_up_and_the_server_goes_on(own
 
 
 def arena_of(front: int) -> Path:
-    return next(fd for fd in Path(f"/proc/{front}/fd").iterdir() if "bngrad-arena" in str(fd.readlink()))
+    return next(path for path, what in descriptors_of(front).items() if "bngrad-arena" in what)
 
 
 def has_mapped_the_arena(worker: int) -> bool:

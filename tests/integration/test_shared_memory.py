@@ -24,6 +24,7 @@ from tests.integration.conftest import (
     ONE_WORKER,
     Transport,
     endpoints_of,
+    free_port,
     is_running,
     process,
     regions_of,
@@ -90,8 +91,8 @@ def test_the_memory_of_a_client_that_is_killed_amid_calls_goes_with_it(own_serve
             assert shared_bytes_of(own_server) > before + 50 * 2**20
             victim.kill()
             victim.wait()
-            wait_until(lambda: not any(regions_of(pid) for pid in processes), timeout_s=1)
-            wait_until(lambda: shared_bytes_of(own_server) < before + 10 * 2**20, timeout_s=1)
+            wait_until(lambda: not any(regions_of(pid) for pid in processes))
+            wait_until(lambda: shared_bytes_of(own_server) < before + 10 * 2**20)
         assert_same_bits(CASE.run(client, INPUTS), expected)
     assert not [name for name in os.listdir("/dev/shm") if "region" in name or "arena" in name]
 
@@ -100,7 +101,7 @@ def test_a_client_that_is_closed_leaves_its_arrays_usable(own_server: EmbeddedSe
     with bngrad.Client(own_server.target, transport="shared") as client:
         inputs = shared_inputs(client)
         outputs = CASE.run(client, inputs)
-    wait_until(lambda: not regions_of(worker_pid(own_server)), timeout_s=1)
+    wait_until(lambda: not regions_of(worker_pid(own_server)))
     kept = [output.copy() for output in outputs]
     assert_same_bits(inputs, INPUTS)
     inputs.x[...] = 7
@@ -115,7 +116,7 @@ def test_a_client_outlives_its_killed_server_and_finds_the_next_one(transport: T
     with bngrad.Client("127.0.0.1:1", transport=transport) as nobody, pytest.raises(bngrad.UnavailableError):
         CASE.run(nobody, INPUTS)
     with (
-        EmbeddedServer(options=ONE_WORKER) as killed,
+        EmbeddedServer(f"127.0.0.1:{free_port()}", options=ONE_WORKER) as killed,
         bngrad.Client(killed.target, transport=transport, retries=False) as client,
     ):
         directory = Path(endpoints_of(killed.target).local_directory)
@@ -138,7 +139,7 @@ def test_a_client_outlives_its_killed_server_and_finds_the_next_one(transport: T
                     return bool(CASE.run(client, INPUTS))
                 return False
 
-            wait_until(is_answered, timeout_s=10)
+            wait_until(is_answered)
             out = client.empty(CASE.shape)
             for each in (INPUTS, inputs, shared_inputs(client)):
                 assert_same_bits(CASE.run(client, each, out), expected)
@@ -148,7 +149,10 @@ def test_a_client_outlives_its_killed_server_and_finds_the_next_one(transport: T
 
 @pytest.mark.parametrize("transport", ["auto", "shared"])
 def test_arrays_are_made_in_the_memory_of_a_server_that_was_started_again(transport: Transport) -> None:
-    with EmbeddedServer(options=ONE_WORKER) as killed, bngrad.Client(killed.target, transport=transport) as client:
+    with (
+        EmbeddedServer(f"127.0.0.1:{free_port()}", options=ONE_WORKER) as killed,
+        bngrad.Client(killed.target, transport=transport) as client,
+    ):
         arrays = [client.empty((16 * 2**20,))]
         killed.process.kill()
         killed.process.wait()
@@ -159,7 +163,7 @@ def test_arrays_are_made_in_the_memory_of_a_server_that_was_started_again(transp
                     arrays.append(client.empty((16 * 2**20,)))
                 return bool(regions_of(successor.process.pid))
 
-            wait_until(is_shared, timeout_s=10, poll_s=0.2)
+            wait_until(is_shared, poll_s=0.2)
 
 
 def test_a_worker_that_is_killed_amid_a_call_on_shared_memory_is_replaced(
@@ -200,7 +204,7 @@ def test_memory_that_one_client_gives_back_serves_the_next(expected: tuple[Any, 
         for _ in range(5):  # each leases 64 MiB
             with bngrad.Client(server.target, transport="shared") as client:
                 assert_same_bits(CASE.run(client, INPUTS), expected)
-            wait_until(lambda: not regions_of(server.process.pid), timeout_s=1)
+            wait_until(lambda: not regions_of(server.process.pid))
 
 
 class Lease:
@@ -282,7 +286,7 @@ def test_the_end_of_a_lease_ends_its_key(lease: Lease, stub: Any) -> None:
             return "the key of no region" in violations(error)["x"]
         return False
 
-    wait_until(is_refused, timeout_s=1)
+    wait_until(is_refused)
 
 
 def test_no_client_can_pull_the_memory_from_under_a_worker(

@@ -45,6 +45,7 @@ CASES = [
         )
     ),
 ]
+MOST_RUNS = 20
 SIZES = [Case("v2", "NHWC", shape) for shape in [(2, 9, 9, 7), (4, 33, 33, 7), (8, 65, 65, 9)]]
 
 
@@ -129,16 +130,16 @@ def test_arrays_may_lie_anywhere_in_any_layout(
 async def test_the_event_loop_never_waits_for_a_tensor(
     server: EmbeddedServer, transport: Transport, input_kind: str
 ) -> None:
-    """The least of three runs' longest gaps: a busy machine delays one of them, what blocks the loop delays all."""
+    """In some run no gap is long: a busy machine delays many of them, what blocks the loop delays all."""
     shape = (128, 64, 64, 64)  # 128 MiB
     stats = np.ones(64, np.float32)
-    longest_gaps_s = []
+    longest_gaps_s: list[float] = []
     async with bngrad.aio.Client(server.target, transport=transport) as client:
         y_backprop, x = [
             np.ones(shape, np.float32) if input_kind == "ordinary" else await client.empty(shape) for _ in range(2)
         ]
         y_backprop[...] = x[...] = 1
-        for _ in range(3):
+        while len(longest_gaps_s) < MOST_RUNS and min(longest_gaps_s, default=1.0) >= 0.05:
             longest_gap_s, last = 0.0, time.perf_counter()
             call = asyncio.create_task(client.fused_batch_norm_grad_v2(y_backprop, x, stats, stats, stats))
             while not call.done():

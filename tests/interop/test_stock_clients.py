@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-TIMEOUT_S = 120
+TIMEOUT_S = 600
 
 CPP_PACKAGES = "g++ make pkg-config libgrpc++-dev libprotobuf-dev protobuf-compiler-grpc"
 JAVASCRIPT_PACKAGES = "nodejs npm"

@@ -69,6 +69,17 @@ def call(client: bngrad.Client, **attributes: Any) -> None:
     client.fused_batch_norm_grad_v2(TENSOR, TENSOR, STATS, STATS, STATS, **attributes)
 
 
+def call_in_every_way(server: EmbeddedServer) -> None:
+    """Makes three good calls and a bad one over each transport."""
+    transports: tuple[Transport, ...] = ("unary", "stream", "shared")
+    for transport in transports:
+        with bngrad.Client(server.target, transport=transport) as client:
+            for _ in range(3):
+                call(client)
+            with pytest.raises(bngrad.InvalidArgumentError):
+                call(client, epsilon=-1.0)
+
+
 def tool(name: str) -> str:
     """The path of a program of Debian's; the test is skipped without it, unless it must be there."""
     path = shutil.which(name)
@@ -82,13 +93,7 @@ def tool(name: str) -> str:
 def watched() -> Iterator[EmbeddedServer]:
     """A server with an HTTP port, for tests that leave it as it was, to which every kind of call was made."""
     with EmbeddedServer(options=HTTP) as server:
-        transports: tuple[Transport, ...] = ("unary", "stream", "shared")
-        for transport in transports:
-            with bngrad.Client(server.target, transport=transport) as client:
-                for _ in range(3):
-                    call(client)
-                with pytest.raises(bngrad.InvalidArgumentError):
-                    call(client, epsilon=-1.0)
+        call_in_every_way(server)
         http = http_of(server)
         wait_until(lambda: sum(row[-1] for row in status_of(http)["server"]["requests"]) == 12)
         yield server

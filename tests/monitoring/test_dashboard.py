@@ -7,23 +7,44 @@ import re
 import socket
 import subprocess
 import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from tests.monitoring.conftest import get, status_of, tool
+from tests.integration.conftest import wait_until
+from tests.monitoring.conftest import HTTP, call_in_every_way, get, http_of, status_of, tool
 
 from bngrad_server import cli
+from bngrad_server.embedded import EmbeddedServer
 from bngrad_server.metrics import STAGES
 
 
 @pytest.fixture(scope="module")
-def page(http: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+def busy() -> Iterator[str]:
+    """The URL of a server to which every kind of call is made all the time: the last minute alone is shown."""
+    with EmbeddedServer(options=HTTP) as server, ThreadPoolExecutor(1) as threads:
+        http, stopping = http_of(server), threading.Event()
+
+        def work() -> None:
+            while not stopping.wait(0.5):
+                call_in_every_way(server)
+
+        working = threads.submit(work)
+        wait_until(lambda: (status_of(http)["recent"] or {"answered": 0})["answered"] > 0)
+        yield http
+        stopping.set()
+        working.result()
+
+
+@pytest.fixture(scope="module")
+def page(busy: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     """What the page has become a few seconds after it was opened in Chromium."""
     options = ("--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000", "--dump-dom")
     profile = f"--user-data-dir={tmp_path_factory.mktemp('chromium')}"
-    command = [tool("chromium"), *options, profile, f"{http}/"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    command = [tool("chromium"), *options, profile, f"{busy}/"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
 
 
 @pytest.mark.parametrize(
@@ -58,8 +79,8 @@ def test_what_clients_send_is_shown_as_text_and_never_as_markup(http: str) -> No
     assert "document.write" not in page
 
 
-def test_top_shows_the_same_in_a_terminal(http: str) -> None:
-    result = CliRunner().invoke(cli.main, ["top", http, "--once"])
+def test_top_shows_the_same_in_a_terminal(busy: str) -> None:
+    result = CliRunner().invoke(cli.main, ["top", busy, "--once"])
     assert result.exit_code == 0, result.output
     for words in ("ready", "cpu:0", "last minute", "compute", "INVALID_ARGUMENT", "requests/s", "arena", "restarts"):
         assert words in result.output

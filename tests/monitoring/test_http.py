@@ -10,11 +10,20 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import psutil
 import pytest
-from tests.integration.conftest import ONE_WORKER, is_running, wait_until, worker_pid
+from tests.integration.conftest import (
+    ONE_WORKER,
+    children_of,
+    free_port,
+    is_running,
+    wait_until,
+    worker_pid,
+    worker_pids,
+)
 from tests.monitoring.conftest import HTTP, call, get, http_of, status_of
 
 import bngrad
@@ -29,9 +38,7 @@ def address_of(http: str) -> tuple[str, int]:
 
 
 def http_process(server: EmbeddedServer) -> psutil.Process:
-    (process,) = (
-        child for child in psutil.Process(server.process.pid).children() if "bngrad_server.monitor" in child.cmdline()
-    )
+    (process,) = children_of(server.process.pid, "bngrad_server.monitor")
     return process
 
 
@@ -41,10 +48,11 @@ def test_a_server_that_serves_is_alive_and_ready(http: str) -> None:
 
 
 def test_without_a_worker_a_server_is_alive_but_not_ready() -> None:
-    with EmbeddedServer(options=(*HTTP, *ONE_WORKER, "--worker-timeout", "600")) as server:
-        http = http_of(server)
-        os.kill(worker_pid(server), signal.SIGKILL)
-        with pausing_new_workers(server):
+    with EmbeddedServer(options=(*HTTP, *ONE_WORKER)) as server:
+        http, victim = http_of(server), worker_pid(server)
+        os.kill(victim, signal.SIGKILL)
+        wait_until(lambda: not is_running(victim))
+        with pausing_the_new_worker(server):
             wait_until(lambda: get(f"{http}/readyz").status == 503)
             assert get(f"{http}/readyz").text == "no worker is ready\n"
             assert get(f"{http}/healthz").status == 200
@@ -52,15 +60,10 @@ def test_without_a_worker_a_server_is_alive_but_not_ready() -> None:
 
 
 @contextlib.contextmanager
-def pausing_new_workers(server: EmbeddedServer) -> Iterator[None]:
+def pausing_the_new_worker(server: EmbeddedServer) -> Iterator[None]:
     """Stops the worker that is started next, until the block ends."""
-
-    def workers() -> list[int]:
-        children = psutil.Process(server.process.pid).children()
-        return [child.pid for child in children if is_running(child.pid) and "bngrad_server.worker" in child.cmdline()]
-
-    wait_until(lambda: bool(workers()))
-    (pid,) = workers()
+    wait_until(lambda: bool(worker_pids(server)))
+    pid = worker_pid(server)
     os.kill(pid, signal.SIGSTOP)
     try:
         yield
@@ -86,12 +89,12 @@ def test_a_server_that_drains_is_not_ready_and_ends_with_its_http_process() -> N
 
 
 def test_a_killed_server_leaves_no_http_process_and_its_port_is_free() -> None:
-    with EmbeddedServer(options=HTTP) as server:
+    options = ("--http", f"127.0.0.1:{free_port()}")
+    with EmbeddedServer(options=options) as server:
         http, monitor = http_of(server), http_process(server)
         server.process.kill()
         wait_until(lambda: not is_running(monitor.pid))
-        address = http.removeprefix("http://")
-        with EmbeddedServer(options=("--http", address)) as successor:
+        with EmbeddedServer(options=options) as successor:
             assert http_of(successor) == http
             assert get(f"{http}/healthz").status == 200
 
@@ -106,7 +109,9 @@ def harassed() -> Iterator[EmbeddedServer]:
 def test_an_http_process_that_dies_is_replaced(harassed: EmbeddedServer) -> None:
     http = http_of(harassed)
     assert get(f"{http}/healthz").status == 200
-    http_process(harassed).kill()
+    victim = http_process(harassed)
+    victim.kill()
+    wait_until(lambda: not is_running(victim.pid))
     assert get(f"{http}/healthz").status == 200  # as soon as there is a new one, on the same port
 
 
@@ -116,6 +121,9 @@ def test_a_front_process_that_does_not_answer_is_not_alive(harassed: EmbeddedSer
     harassed.process.send_signal(signal.SIGSTOP)
     try:
         wait_until(lambda: get(f"{http}/healthz").status == 503)
+        with ThreadPoolExecutor(4) as threads:  # nobody waits for another's answer first
+            asked = [threads.submit(get, f"{http}/healthz") for _ in range(4)]
+            assert [each.result().status for each in asked] == [503] * 4
     finally:
         harassed.process.send_signal(signal.SIGCONT)
     wait_until(lambda: get(f"{http}/healthz").status == 200)

@@ -42,7 +42,8 @@ class Receiver:
         self.endpoint = f"http://127.0.0.1:{self._lines()[0]}"
 
     def _lines(self) -> list[str]:
-        return os.pread(self._output.fileno(), 2**24, 0).decode().splitlines()
+        whole, _, _ = os.pread(self._output.fileno(), 2**24, 0).rpartition(b"\n")
+        return whole.decode().splitlines()
 
     def spans(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self._lines()[1:]]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.integration.conftest import free_port
 from tests.security.conftest import Guarded, ask
 
 import bngrad
@@ -30,8 +31,7 @@ def _several_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_several_addresses")
 def test_each_address_must_have_the_certificate_of_the_name(tmp_path: Path) -> None:
-    with socket.create_server((_ADDRESSES[1], 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port(*_ADDRESSES)
     listen = [word for address in _ADDRESSES for word in ("--listen", f"{address}:{port}")]
     guarded = Guarded(tmp_path, options=tuple(listen))
     guarded.show(guarded.authority.issue(_NAME))

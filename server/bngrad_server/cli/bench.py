@@ -194,5 +194,7 @@ def _print_table(
 
 
 def _short(number: float) -> str:
-    """Three digits, without an exponent."""
+    """Three digits, or fewer of what is next to nothing, without an exponent."""
+    if 0 < number < 1e-4:
+        return f"{number:.6f}"
     return f"{number:.0f}" if number >= 100 else f"{number:#.3g}"

@@ -24,7 +24,7 @@ class Front:
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         self._socket = sock
-        self._mutex = asyncio.Lock()
+        self._asking: asyncio.Task[None] | None = None
         self._status: dict[str, Any] = {}
         self._asked_at = float("-inf")
 
@@ -35,14 +35,19 @@ class Front:
             TimeoutError: It does not answer.
             FrontGoneError: It hung up.
         """
-        async with self._mutex:
-            if time.monotonic() - self._asked_at > _FRESH_S:
-                try:
-                    self._status = json.loads(await asyncio.wait_for(self._ask(), _TIMEOUT_S))
-                except asyncio.TimeoutError as error:  # which is another error in Python 3.10
-                    raise TimeoutError from error
-                self._asked_at = time.monotonic()
-            return self._status
+        if time.monotonic() - self._asked_at > _FRESH_S:
+            # Who comes while somebody asks waits for the same answer: a turn of its own could come too late.
+            if self._asking is None or self._asking.done():
+                self._asking = asyncio.create_task(self._ask_in_time())
+            await asyncio.shield(self._asking)
+        return self._status
+
+    async def _ask_in_time(self) -> None:
+        try:
+            self._status = json.loads(await asyncio.wait_for(self._ask(), _TIMEOUT_S))
+        except asyncio.TimeoutError as error:  # which is another error in Python 3.10
+            raise TimeoutError from error
+        self._asked_at = time.monotonic()
 
     async def _ask(self) -> bytes:
         with contextlib.suppress(BlockingIOError):  # an answer that came too late

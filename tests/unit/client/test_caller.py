@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import socket
 import threading
 import time
@@ -155,25 +156,27 @@ def test_the_switch_is_a_bool(client_class: ClientClass, retries: Any) -> None:
 
 
 def test_a_wait_beyond_the_deadline_is_not_begun(client_class: ClientClass) -> None:
-    flaky = Flaky(20.0)
+    flaky = Flaky(60.0)
     begin = time.monotonic()
     with peer(flaky) as target, pytest.raises(bngrad.ResourceExhaustedError) as raised:
-        call(client_class, target, timeout=10)
-    assert time.monotonic() - begin < 5
-    assert raised.value.retry_delay_s == 20
+        call(client_class, target, timeout=50)
+    assert time.monotonic() - begin < SECONDS
+    assert raised.value.retry_delay_s == 60
 
 
 def test_the_last_error_tells_how_often_and_how_long(client_class: ClientClass) -> None:
-    flaky = Flaky(0.1, 0.1, 20.0)
-    with peer(flaky) as target, pytest.raises(bngrad.ResourceExhaustedError, match=r"full \(3 attempts in 0\.\d s\)$"):
-        call(client_class, target, timeout=10)
-    flaky = Flaky(0.1, grpc.StatusCode.INTERNAL)
+    begin = time.monotonic()
+    with peer(Flaky(0.1, 0.1, 60.0)) as target, pytest.raises(bngrad.ResourceExhaustedError) as full:
+        call(client_class, target)
+    told = re.search(r"full \(3 attempts in (\d+\.\d) s\)$", str(full.value))
+    assert told is not None
+    assert 0.2 <= float(told[1]) <= time.monotonic() - begin + 0.05
     with (
-        peer(flaky) as target,
-        pytest.raises(bngrad.InternalError, match=r"\(2 attempts in 0\.\d s, before this one: .* full\)$") as raised,
+        peer(Flaky(0.1, grpc.StatusCode.INTERNAL)) as target,
+        pytest.raises(bngrad.InternalError, match=r"\(2 attempts in \d+\.\d s, before this one: .* full\)$") as broken,
     ):
         call(client_class, target)
-    assert isinstance(raised.value.__cause__, grpc.RpcError)
+    assert isinstance(broken.value.__cause__, grpc.RpcError)
 
 
 def test_without_a_deadline_a_server_that_stays_away_is_given_up(client_class: ClientClass) -> None:
@@ -191,7 +194,7 @@ def test_an_address_where_nobody_ever_was_is_given_up_at_once(client_class: Clie
             begin = time.monotonic()
             with pytest.raises(bngrad.UnavailableError, match=r"Is `bngrad serve` running there\?$"):
                 call(client_class, target, transport=transport)
-            assert time.monotonic() - begin < 2
+            assert time.monotonic() - begin < SECONDS / 2
 
 
 def test_an_array_of_ones_own_memory_makes_no_address_right(client_class: ClientClass) -> None:
@@ -221,17 +224,17 @@ def test_wrong_options_are_an_error_and_no_wait(client_class: ClientClass, targe
 
 
 def test_closing_ends_a_wait() -> None:
-    flaky = Flaky(25.0)
+    flaky = Flaky(40.0)
     with peer(flaky) as target, ThreadPoolExecutor(1) as threads, bngrad.Client(target) as client:
         waiting = threads.submit(client.fused_batch_norm_grad_v2, *inputs(1))
         wait_for(flaky)
         client.close()
         with pytest.raises(bngrad.ClientClosedError, match="was closed during the call"):
-            waiting.result(10)
+            waiting.result(SECONDS)
 
 
 async def test_closing_and_cancelling_end_an_asynchronous_wait() -> None:
-    flaky = Flaky(25.0, 25.0)
+    flaky = Flaky(40.0, 40.0)
     with peer(flaky) as target:
         client = bngrad.aio.Client(target)
         first, second = (asyncio.create_task(client.fused_batch_norm_grad_v2(*inputs(1))) for _ in range(2))
@@ -241,7 +244,7 @@ async def test_closing_and_cancelling_end_an_asynchronous_wait() -> None:
             await first
         await client.close()
         with pytest.raises(bngrad.ClientClosedError, match="was closed during the call"):
-            await asyncio.wait_for(second, 10)
+            await asyncio.wait_for(second, SECONDS)
 
 
 def wait_for(flaky: Flaky, calls: int = 1) -> None:
@@ -337,7 +340,7 @@ def test_servers_that_are_all_missing_are_given_up_at_once(client_class: ClientC
         begin = time.monotonic()
         with pytest.raises(bngrad.UnavailableError, match=r"is not available: .* \(\d attempts in "):
             call(client_class, [f"127.0.0.1:{each.getsockname()[1]}" for each in (bound, other)])
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < SECONDS / 2
 
 
 def test_a_server_that_lets_a_deadline_pass_gets_no_calls_until_it_answers() -> None:
@@ -355,7 +358,7 @@ def test_a_server_that_lets_a_deadline_pass_gets_no_calls_until_it_answers() -> 
         failures = 0
         for _ in range(40):
             try:
-                client.fused_batch_norm_grad_v2(*inputs(1), timeout=0.2)
+                client.fused_batch_norm_grad_v2(*inputs(1), timeout=SECONDS if failures else 2)
             except bngrad.DeadlineExceededError:
                 failures += 1
         stands_still.clear()

@@ -271,7 +271,7 @@ def test_a_lost_connection_is_opened_again(tmp_path: Path) -> None:
 def test_the_clients_timeout_counts_unless_the_call_has_its_own(
     client_class: ClientClass, settings: dict[str, Any], seconds: float
 ) -> None:
-    assert remaining(client_class, **settings) == pytest.approx(seconds, abs=5)
+    assert remaining(client_class, **settings) == pytest.approx(seconds, abs=SECONDS)
 
 
 @pytest.mark.parametrize("timeout", [math.inf, 1e300])
@@ -282,8 +282,12 @@ def test_an_endless_timeout_is_no_deadline(client_class: ClientClass, timeout: f
 def test_no_answer_within_the_timeout(client_class: ClientClass) -> None:
     held = Held()
     with peer(held) as target, held:
-        with pytest.raises(bngrad.DeadlineExceededError, match=f"{target} did not answer within the timeout of 0.2 s"):
-            ask(client_class, target, timeout=0.2)
+        for timeout in (0.2, 2, 20):  # the machine may be too busy for the call to get there in time
+            message = f"{target} did not answer within the timeout of {timeout} s"
+            with pytest.raises(bngrad.DeadlineExceededError, match=message):
+                ask(client_class, target, timeout=timeout)
+            if held.arrived.is_set():
+                break
         assert held.ended.wait(SECONDS)
 
 

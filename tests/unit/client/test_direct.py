@@ -295,12 +295,12 @@ def test_a_peer_that_stands_still_exceeds_the_deadline_and_knew_it(kind: str) ->
 
     with connected(stand_still) as (client, _):
         begin = time.monotonic()
-        with pytest.raises(bngrad.DeadlineExceededError, match=r"server:1 did not answer within the timeout of 0.5 s"):
-            call_either(client, kind, 0.5)
-        assert 0.4 < time.monotonic() - begin < 10
+        with pytest.raises(bngrad.DeadlineExceededError, match=r"server:1 did not answer within the timeout of 1 s"):
+            call_either(client, kind, 1)
+        assert 0.9 < time.monotonic() - begin < SECONDS
         assert gone.wait(SECONDS)
     assert given[0] is not None
-    assert 0 < given[0] <= 0.5
+    assert 0 < given[0] <= 1
 
 
 def test_no_limit_is_no_deadline(kind: str) -> None:
@@ -315,7 +315,7 @@ def test_no_limit_is_no_deadline(kind: str) -> None:
         call_either(client, kind, 1e300)
         call_either(client, kind, 100)
     assert given[:2] == [None, None]
-    assert given[2] == pytest.approx(100, abs=5)
+    assert given[2] == pytest.approx(100, abs=SECONDS)
 
 
 def test_a_cancellation_from_another_thread_ends_a_call_that_waits(kind: str) -> None:

@@ -88,7 +88,7 @@ def test_errors_that_stay_are_raised_at_once(error: BngradError) -> None:
 
 def test_a_server_is_waited_for_and_then_tried_again() -> None:
     made = attempts()
-    made.failed("a", ResourceExhaustedError("full", 0.05))
+    made.failed("a", ResourceExhaustedError("full", 0.5))
     assert made.waiting() == {"a"}
     made.wait(False, Cancellation())
     assert made.waiting() == set()
@@ -108,7 +108,7 @@ def test_without_a_deadline_a_server_that_is_gone_is_tried_five_times_and_a_full
         made.failed("a", UnavailableError("gone"))
         made.wait(False, waits)
     made.failed("a", UnavailableError("gone"))
-    with pytest.raises(UnavailableError, match=r"^gone \(5 attempts in 0.0 s\)$"):
+    with pytest.raises(UnavailableError, match=r"^gone \(5 attempts in \d+\.\d s\)$"):
         made.wait(False, waits)
     for _ in range(50):
         full.failed("a", ResourceExhaustedError("full", 9))
@@ -119,18 +119,18 @@ def test_without_a_deadline_a_server_that_is_gone_is_tried_five_times_and_a_full
 def test_an_error_tells_of_the_attempts_before_it() -> None:
     made = attempts()
     made.failed("a", UnavailableError("gone"))
-    with pytest.raises(InternalError, match=r"^broken \(2 attempts in 0.0 s, before this one: gone\)$"):
+    with pytest.raises(InternalError, match=r"^broken \(2 attempts in \d+\.\d s, before this one: gone\)$"):
         made.failed("a", InternalError("broken"))
 
 
 def test_cancelling_ends_the_wait() -> None:
     made, cancellation = attempts(), Cancellation()
-    made.failed("a", ResourceExhaustedError("full", 30))
+    made.failed("a", ResourceExhaustedError("full", 50))
     threading.Timer(0.05, cancellation.cancel).start()
     begin = time.monotonic()
     with pytest.raises(ResourceExhaustedError):
         made.wait(False, cancellation)
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 30
 
 
 def test_a_budget_ends_in_an_outage_and_comes_back_with_answers() -> None:

@@ -332,12 +332,12 @@ def test_calls_that_stand_still_end(served: Server, transport: Transport, shape:
     with bngrad.Client(served.target, transport=transport) as client, ThreadPoolExecutor(1) as threads:
         right(client, tensor(shape), served)
         served.on_call = hold
-        call = threads.submit(right, client, tensor(shape), served, timeout=0.5 if ends == "timeout" else SECONDS)
+        call = threads.submit(right, client, tensor(shape), served, timeout=1.0 if ends == "timeout" else SECONDS)
         assert arrived.wait(SECONDS)
         if ends == "close":
             client.close()
         error = bngrad.DeadlineExceededError if ends == "timeout" else bngrad.ClientClosedError
-        with pytest.raises(error, match="timeout of 0.5 s" if ends == "timeout" else "was closed during the call"):
+        with pytest.raises(error, match="timeout of 1.0 s" if ends == "timeout" else "was closed during the call"):
             call.result(SECONDS)
         released.set()
 
@@ -353,7 +353,7 @@ def test_what_is_written_after_a_timeout_meets_nothing_else(served: Server) -> N
         right(client, tensor(MEDIUM), served)
         served.on_call = hold
         with pytest.raises(bngrad.DeadlineExceededError):
-            right(client, tensor(MEDIUM), served, timeout=0.5)
+            right(client, tensor(MEDIUM), served, timeout=1)
         assert held.is_set()
         gc.collect()
         arrays = [client.empty(MEDIUM) for _ in range(10)]

@@ -14,7 +14,7 @@ import grpc
 from bngrad_protos.http2 import ClientConnection, PeerGoneError, RpcError, ServerCall, ServerConnection
 from bngrad_protos.http2.frames import PREFACE, settings
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 30.0
 UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 HELLO = PREFACE + settings({})
 

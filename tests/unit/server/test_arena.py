@@ -118,7 +118,7 @@ def test_a_caller_that_gives_up_lets_the_next_one_in() -> None:
     assert not taken.is_set()
     gone.set()
     for thread in threads:
-        thread.join(10)
+        thread.join(30)
     assert taken.is_set()
 
 

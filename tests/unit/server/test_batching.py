@@ -172,7 +172,7 @@ def test_an_abandoned_job_is_never_run(requests: Requests, worker: GatedWorker) 
 
 def test_a_job_that_waits_ends_at_its_deadline(requests: Requests, worker: GatedWorker) -> None:
     only = job(deadline=time.monotonic() + 0.05)
-    with takes_at_most(5.0):
+    with takes_at_most(TIMEOUT_S / 2):
         (future,) = requests.run(only)
         with pytest.raises(TimeoutError):
             future.result(TIMEOUT_S)
@@ -194,13 +194,15 @@ def test_a_running_job_is_left_at_once_and_untouched_when_its_worker_is_done(
     gone, untouched = threading.Event(), threading.Event()
     leader = job()
     (leading,) = requests.run(leader)
-    rider = job(is_abandoned=gone.is_set, deadline=time.monotonic() + 0.1 if by == "deadline" else None)
+    rider = job(is_abandoned=gone.is_set)
     (riding,) = requests.run(rider)
     requests.batcher.offer(worker)
     batch, outcome = worker.next_batch()
     assert batch == [leader, rider]
     if by == "client":
         gone.set()
+    else:
+        rider.deadline = time.monotonic()
     with pytest.raises(TimeoutError if by == "deadline" else CancelledError):
         riding.result(TIMEOUT_S)
     if not asked_late:
@@ -348,6 +350,9 @@ class RandomRun:
         return ["Error" if each.nbytes % 7 == 0 else None for each in self._batch]
 
 
+KINDS_OF_END = {type(None), TimeoutError, CancelledError, ComputeError}
+
+
 def is_poison(nbytes: int) -> bool:
     return nbytes % 17 == 3
 
@@ -368,7 +373,8 @@ def test_every_job_ends_once_and_no_worker_is_lost(  # noqa: PLR0915 - a world o
     poller.start()
     untouched = set[int]()
     ended: dict[int, tuple[Job, Exception | None]] = {}
-    numbers, stop, stopping = itertools.count(), time.monotonic() + 0.8, threading.Event()
+    numbers, stopping = itertools.count(), threading.Event()
+    began = time.monotonic()
 
     def keep() -> None:
         while not stopping.is_set():
@@ -379,8 +385,17 @@ def test_every_job_ends_once_and_no_worker_is_lost(  # noqa: PLR0915 - a world o
                 pass
             batcher.withdraw(worker)
 
+    def outcomes() -> Counter[type]:
+        with world.mutex:
+            return Counter(type(error) for _, error in ended.values())
+
+    def is_enough() -> bool:
+        """Whether every kind of end was seen, which takes longer where the machine is slow."""
+        seen = outcomes()
+        return time.monotonic() > began + 0.8 and seen[type(None)] > 100 and set(seen) == KINDS_OF_END
+
     def request() -> None:
-        while time.monotonic() < stop:
+        while not is_enough() and time.monotonic() < began + TIMEOUT_S:
             with world.mutex:
                 number, key, patience_s = next(numbers), random_.randrange(2), random_.choice((None, 0, 0.001, 0.003))
             begin = time.monotonic()
@@ -403,7 +418,8 @@ def test_every_job_ends_once_and_no_worker_is_lost(  # noqa: PLR0915 - a world o
                     submit_and_wait(only)
             except (TimeoutError, CancelledError, ComputeError) as caught:
                 error = caught
-            ended[number] = (only, error)
+            with world.mutex:
+                ended[number] = (only, error)
             batcher.when_untouched(only, functools.partial(release, number, only))
 
     def submit_and_wait(only: Job) -> None:
@@ -424,7 +440,7 @@ def test_every_job_ends_once_and_no_worker_is_lost(  # noqa: PLR0915 - a world o
     with ThreadPoolExecutor(24 + n_workers) as threads:
         keepers = [threads.submit(keep) for _ in range(n_workers)]
         for future in [threads.submit(request) for _ in range(24)]:
-            future.result(TIMEOUT_S)
+            future.result(2 * TIMEOUT_S)
         wait_until(lambda: sum(is_alive(worker) for worker in list(batcher._free)) == n_workers * seats)
         stopping.set()
         for keeper in keepers:
@@ -436,9 +452,8 @@ def test_every_job_ends_once_and_no_worker_is_lost(  # noqa: PLR0915 - a world o
     assert not world.mischief
     assert set(ended) == untouched == set(range(next(numbers)))
     assert all(only.has_ended for only, _ in ended.values())
-    outcomes = Counter(type(error) for _, error in ended.values())
-    assert outcomes[type(None)] > 100
-    assert set(outcomes) == {type(None), TimeoutError, CancelledError, ComputeError}
+    assert outcomes()[type(None)] > 100
+    assert set(outcomes()) == KINDS_OF_END
     if poisoned:
         given_up = [is_poison(only.nbytes) for only, error in ended.values() if "workers died" in str(error)]
         assert given_up
@@ -515,13 +530,13 @@ def test_a_job_of_which_one_worker_died_runs_alone_once_the_others_are_done(
 
 
 def test_a_job_waits_for_company_no_longer_than_it_may(worker: GatedWorker) -> None:
-    requests = Requests(Batcher(max_jobs=3, max_bytes=4000, max_delay_s=0.2))
+    requests = Requests(Batcher(max_jobs=3, max_bytes=4000, max_delay_s=1.5))
     requests.batcher.offer(worker)
     first = [job(), job()]
     begin = time.monotonic()
     futures = requests.run(*first)
     assert worker.compute() == first
-    assert time.monotonic() - begin >= 0.2
+    assert time.monotonic() - begin >= 1.5
     requests.end()
     for future in futures:
         future.result(TIMEOUT_S)

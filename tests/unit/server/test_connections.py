@@ -21,6 +21,8 @@ from bngrad_server.engine import Engine
 
 PATH = "/bngrad.v1.BatchNormGradService/FusedBatchNormGradV3"
 REQUEST = request_of(inputs()).SerializeToString()
+_OF_ENDPOINTS = ("poller", "call", "endpoint")
+"""What the names of an endpoint's threads begin with."""
 
 
 class Service:
@@ -183,12 +185,10 @@ def test_a_client_that_goes_while_its_call_waits_or_runs_leaves_nothing(service:
 
 def test_a_deadline_ends_calls_that_wait_or_run(service: Service) -> None:
     service.worker.may_run.clear()
-    calls = [ask(service.connect(), timeout_s=0.3)]
+    calls = [ask(service.connect(), timeout_s=1.0)]
     wait_until(lambda: service.worker.batches == [1])
-    calls.append(ask(service.connect(), timeout_s=0.3))
-    begin = time.monotonic()
+    calls.append(ask(service.connect(), timeout_s=1.0))
     assert [code_of(call) for call in calls] == [4, 4]
-    assert time.monotonic() - begin < 5
     assert not service.is_at_rest  # the worker has not ended yet
     service.worker.may_run.set()
     wait_until(lambda: service.is_at_rest)
@@ -298,7 +298,7 @@ def test_draining_answers_what_has_begun_and_leaves_no_thread(service: Service) 
         check_answered(call)
     stopping.join(TIMEOUT_S)
     wait_until(lambda: set(threading.enumerate()) < before)
-    assert not [each for each in threading.enumerate() if each.name.startswith(("poller", "call", "endpoint"))]
+    wait_until(lambda: not [each for each in threading.enumerate() if each.name.startswith(_OF_ENDPOINTS)])
 
 
 def test_what_does_not_end_in_time_is_cut_off(service: Service) -> None:

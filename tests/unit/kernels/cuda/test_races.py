@@ -23,7 +23,7 @@ def watched(folder: Path) -> subprocess.CompletedProcess[str]:
     sanitizer = subprocess.run(where, capture_output=True, text=True, check=True)
     environment = os.environ | {"LD_PRELOAD": sanitizer.stdout.strip(), "TSAN_OPTIONS": f"exitcode={RACE}"}
     command = [sys.executable, "-m", "tests.unit.kernels.cuda.races", str(library)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=900)
 
 
 @pytest.fixture
