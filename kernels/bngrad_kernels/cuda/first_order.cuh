@@ -5,6 +5,13 @@
 
 namespace bngrad {
 
+// Vectors of each tensor asked for before the first is used, as many as the registers hold: writing takes more.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 750
+constexpr int kSumBatch = 2, kApplyBatchLanes = 8;
+#else
+constexpr int kSumBatch = 4, kApplyBatchLanes = 16;
+#endif
+
 template <typename T, bool is_training>
 struct FirstOrder {
     using Element = T;
@@ -23,12 +30,7 @@ struct FirstOrder {
     template <bool vectorised>
     struct Summing {
         static constexpr int kLanes = T::kLanes;
-        // As many as the registers hold.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 750
-        static constexpr int kBatch = vectorised ? 2 : 1;
-#else
-        static constexpr int kBatch = vectorised ? 4 : 1;
-#endif
+        static constexpr int kBatch = vectorised ? kSumBatch : 1;
         float mean[kLanes], gain[kLanes];
         float sum_dy[kLanes], sum_dy_xc[kLanes];
 
@@ -82,7 +84,7 @@ struct FirstOrder {
 
     template <bool vectorised>
     struct Applying {
-        static constexpr int kLanes = T::kLanes, kBatch = vectorised ? 16 / kLanes : 1;  // writing takes more registers
+        static constexpr int kLanes = T::kLanes, kBatch = vectorised ? kApplyBatchLanes / kLanes : 1;
         float gain[kLanes], mean_dy[kLanes], slope[kLanes], mean[kLanes];
 
         __device__ __forceinline__ Applying(const Descriptor &d, const Walk<T, vectorised> &walk,
