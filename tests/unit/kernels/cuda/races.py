@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 import sys
 
-from tests.unit.kernels.cuda.devices import TRAITS, EmulatedDevice
 from tests.unit.kernels import problems, second_order
+from tests.unit.kernels.cuda.devices import TRAITS, EmulatedDevice
 
 from bngrad_kernels.cuda.back_end import CudaBackEnd
 from bngrad_kernels.spec import FLOAT32, Spec
