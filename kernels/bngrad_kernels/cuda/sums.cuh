@@ -65,8 +65,8 @@ template <int sums, int lanes, bool vectorised, typename Chains>
 __device__ __forceinline__ void sum_channels(const Descriptor &d, const Chains &chains, int tile, double *partials,
                                              Shared &shared) {
     using Number = decltype(chains.get(0, 0));
-    constexpr int kAtOnce = sums > 1 ? sizeof(double) / sizeof(Number) : 1, kSize = lanes * kThreads;
-    static_assert(sums % kAtOnce == 0, "");
+    constexpr int kAtOnce = sizeof(double) / sizeof(Number), kSize = lanes * kThreads;
+    static_assert(sums % kAtOnce == 0);
     Number *const numbers = reinterpret_cast<Number *>(shared.chains);  // (kAtOnce, lanes, kThreads)
     const int parts = int(d.parts), inner = int(d.inner), vectors = int(d.vectors);
     const int channel = threadIdx.x / parts, part = threadIdx.x % parts;
