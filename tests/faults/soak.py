@@ -43,7 +43,7 @@ class Row:
 def main(minutes: float, seed: int | None) -> None:
     """Hurts a server at random while mixed load is on it; the exit code is 1 if any promise was broken."""
     seed = Random().randrange(2**32) if seed is None else seed
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 120)  # or a log would have the figures cut off
     console.print(f"seed {seed}")
     columns = (BarColumn(), TimeRemainingColumn(), TextColumn("{task.fields[requests]} requests"))
     with _scenes() as scenes, Progress(*columns, TextColumn("{task.description}"), console=console) as progress:

@@ -12,7 +12,7 @@ import numpy as np
 from numba import njit
 
 from bngrad_kernels.cpu.groups import GAIN, MEAN, SHIFT, SLOPE, chains_of, channels, first_channel, sums_of, table
-from bngrad_kernels.cpu.plan import LANES
+from bngrad_kernels.cpu.plan import BLOCK, LANES
 from bngrad_kernels.cpu.simd import (
     add,
     fma,
@@ -34,9 +34,6 @@ from bngrad_kernels.cpu.simd import (
 
 _BAND = 16
 """Rows whose sums are in float32: 8 additions of pairs, hence an error below 11 * 2**-24 of the sum of moduli."""
-_BLOCK = 1024
-"""Columns taken at once: their tables fill half of a first-level cache."""
-
 _F32 = np.float32(0)
 
 
@@ -50,8 +47,8 @@ def sums(tag: Any, p: Any, g: int, t: int, slot: int) -> None:
     start, stop = first_row(p, t), first_row(p, t + 1)
     whole, columns = min(stop, whole_rows(p)), run_columns(p, g, p.fold)
     for row in range(start, whole, _BAND):
-        for column in range(0, columns, _BLOCK):
-            _sum_band(tag, p, g, slot, t, row, min(_BAND, whole - row), p.runs, column, min(_BLOCK, columns - column))
+        for column in range(0, columns, BLOCK):
+            _sum_band(tag, p, g, slot, t, row, min(_BAND, whole - row), p.runs, column, min(BLOCK, columns - column))
     if stop > whole:
         _sum_band(tag, p, g, slot, t, whole, 1, runs_of(p, p.last_fold), 0, run_columns(p, g, p.last_fold))
 
@@ -62,9 +59,9 @@ def apply(tag: Any, p: Any, g: int, t: int, slot: int) -> None:
     start, stop = first_row(p, t), first_row(p, t + 1)
     whole, columns = min(stop, whole_rows(p)), run_columns(p, g, p.fold)
     for band in range(start, whole, _BAND):
-        for column in range(0, columns, _BLOCK):
+        for column in range(0, columns, BLOCK):
             for row in range(band, min(whole, band + _BAND)):
-                _apply_row(tag, p, slot, index_of(p, g, row), p.runs, column, min(_BLOCK, columns - column))
+                _apply_row(tag, p, slot, index_of(p, g, row), p.runs, column, min(BLOCK, columns - column))
     if stop > whole:
         runs, columns = runs_of(p, p.last_fold), run_columns(p, g, p.last_fold)
         _apply_row(tag, p, slot, index_of(p, g, whole), runs, 0, columns)
@@ -131,10 +128,11 @@ def _flush(chains: int, into: int, column: int) -> None:
 @njit(error_model="numpy")
 def _sum_pair(tag: Any, p: Any, slot: int, chains: int, index: int, runs: int, first: int, columns: int) -> None:
     y_backprop, x, mean, dy_sums, dy_xc_sums = p.y_backprop, p.x, table(p, slot, MEAN), chains, chains + 4 * p.padded
-    upper, lower, column = index, index + p.columns, first
-    ahead, step, gap = p.ahead, p.pitch - columns // LANES * LANES, _gap(p)
-    for _ in range(runs):
-        for _ in range(columns // LANES):
+    ahead = p.ahead
+    for run in range(runs):
+        upper, start = index + run * _gap(p), run * p.pitch + first
+        lower = upper + p.columns
+        for column in range(start, start + columns - LANES + 1, LANES):
             prefetch(tag, y_backprop, upper + column + ahead)
             prefetch(tag, y_backprop, lower + column + ahead)
             prefetch(tag, x, upper + column + ahead)
@@ -144,10 +142,8 @@ def _sum_pair(tag: Any, p: Any, slot: int, chains: int, index: int, runs: int, f
             xc0, xc1 = sub(load(tag, x, upper + column), mu), sub(load(tag, x, lower + column), mu)
             store(_F32, dy_sums, column, add(load(_F32, dy_sums, column), add(dy0, dy1)))
             store(_F32, dy_xc_sums, column, add(load(_F32, dy_xc_sums, column), fma(dy1, xc1, mul(dy0, xc0))))
-            column += LANES
         if columns % LANES:
-            _sum_pair_tail(tag, p, slot, chains, upper, column, columns % LANES)
-        upper, lower, column = upper + gap, lower + gap, column + step
+            _sum_pair_tail(tag, p, slot, chains, upper, start + columns - columns % LANES, columns % LANES)
     if not p.is_training:
         _scale_row(tag, p, slot, index, runs, first, columns)
         _scale_row(tag, p, slot, index + p.columns, runs, first, columns)
@@ -211,31 +207,29 @@ def _scale_row(tag: Any, p: Any, slot: int, index: int, runs: int, first: int, c
 def _apply_row(tag: Any, p: Any, slot: int, index: int, runs: int, first: int, columns: int) -> None:
     y_backprop, x, out, streams = p.y_backprop, p.x, p.x_backprop, p.streams
     mean, gain, shift, slope = table(p, slot, MEAN), table(p, slot, GAIN), table(p, slot, SHIFT), table(p, slot, SLOPE)
-    at, column = index + first, first
-    ahead, step, gap = p.ahead, p.pitch - columns // LANES * LANES, _gap(p)
-    for _ in range(runs):
-        for _ in range(columns // LANES):
-            prefetch(tag, y_backprop, at + ahead)
-            prefetch(tag, x, at + ahead)
+    ahead = p.ahead
+    for run in range(runs):
+        at, start = index + run * _gap(p), run * p.pitch + first
+        for column in range(start, start + columns - LANES + 1, LANES):
+            prefetch(tag, y_backprop, at + column + ahead)
+            prefetch(tag, x, at + column + ahead)
             dx = x_backprop(
-                load(tag, y_backprop, at), load(tag, x, at),
+                load(tag, y_backprop, at + column), load(tag, x, at + column),
                 load(_F32, mean, column), load(_F32, gain, column),
                 load(_F32, shift, column), load(_F32, slope, column),
             )  # fmt: skip
             if streams:
-                stream(tag, out, at, dx)
+                stream(tag, out, at + column, dx)
             else:
-                store(tag, out, at, dx)
-            at, column = at + LANES, column + LANES
+                store(tag, out, at + column, dx)
         if columns % LANES:
-            count = columns % LANES
+            column, count = start + columns - columns % LANES, columns % LANES
             dx = x_backprop(
-                load_head(tag, y_backprop, at, count), load_head(tag, x, at, count),
+                load_head(tag, y_backprop, at + column, count), load_head(tag, x, at + column, count),
                 load(_F32, mean, column), load(_F32, gain, column),
                 load(_F32, shift, column), load(_F32, slope, column),
             )  # fmt: skip
-            store_head(tag, out, at, dx, count)
-        at, column = at + step + gap, column + step
+            store_head(tag, out, at + column, dx, count)
 
 
 @njit(error_model="numpy")

@@ -98,6 +98,13 @@ def add_tiles(p: Any, slot: int) -> None:
 @internal
 def add_columns(p: Any, sums: int, i: int) -> float:
     """A sum of the group's i-th channel, from a row of sums."""
+    if p.fold * p.span == 1:
+        return float(load_scalar(_F64, sums, i))
+    return _add_several_columns(p, sums, i)
+
+
+@internal
+def _add_several_columns(p: Any, sums: int, i: int) -> float:
     out_of_line()
     total = 0.0
     for f in range(p.fold):
@@ -110,12 +117,21 @@ def add_columns(p: Any, sums: int, i: int) -> float:
 @internal
 def fill(p: Any, slot: int, which: int, i: int, value: float) -> None:
     """Sets a table at every column of the group's i-th channel; in all lanes where a group is one channel's planes."""
-    out_of_line()
+    into = table(p, slot, which)
     span = LANES if p.is_planes else p.span
+    if p.fold * span == 1:
+        store_scalar(_F32, into, i, value)
+    else:
+        _fill_several_columns(p, into, i, span, value)
+
+
+@internal
+def _fill_several_columns(p: Any, into: int, i: int, span: int, value: float) -> None:
+    out_of_line()
     for f in range(p.fold):
         start = f * p.pitch + i * p.span
         for column in range(start, start + span):
-            store_scalar(_F32, table(p, slot, which), column, value)
+            store_scalar(_F32, into, column, value)
 
 
 @internal

@@ -43,8 +43,10 @@ _STREAM_FROM_NBYTES = 12 << 20
 """From this size on, x_backprop is written past the caches."""
 _LINE_NBYTES = 64
 """The size of a cache line; a streamed one should be written as a whole."""
+BLOCK = 1024
+"""Columns that the columns kernel takes at once: their tables fill half of a first-level cache."""
 _AHEAD = 1024
-"""Elements between what the columns kernel reads and what it asks for."""
+"""Elements between what the columns kernel reads and what it asks for, at least; whole pairs of rows beyond a block."""
 
 
 class Geometry(NamedTuple):
@@ -208,7 +210,7 @@ def _columns(outer: int, channels: int, inner: int, part: range) -> Geometry:
         runs=runs,
         pitch=group * inner if runs == 1 else _padded(group * inner),
         padded=runs * _padded(own // runs),
-        ahead=_AHEAD if own == fold * width else 2 * -(-_AHEAD // max(2 * own, 1)) * fold * width,
+        ahead=_AHEAD if own == fold * width <= BLOCK else 2 * -(-_AHEAD // max(2 * own, 1)) * fold * width,
         tiles=_power_of_two(min(outer * widest * inner // _COLUMNS_TILE, rows // _TILE_ROWS)),
         outer_tiles=1,
         inner_tiles=1,

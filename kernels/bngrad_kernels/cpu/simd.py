@@ -118,16 +118,6 @@ def prefetch(typingctx: Any, tag: Any, address: Any, index: Any) -> Any:
 
 
 @intrinsic
-def broadcast(typingctx: Any, value: Any) -> Any:
-    """A float32 in all lanes."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _emit.splat(builder, args[0], LANES)
-
-    return F32x16(types.float32), codegen
-
-
-@intrinsic
 def zero(typingctx: Any) -> Any:
     """Zeros in float32."""
 
