@@ -41,7 +41,7 @@ __device__ __forceinline__ void add_tile(double *partial, int tile, double sum) 
 // Adds the sums of a tile of one channel to the partials.
 template <int sums, int lanes, typename Chains>
 __device__ __forceinline__ void sum_channel(const Chains &chains, int tile, double *partials, Shared &shared) {
-#pragma unroll 1
+#pragma unroll
     for (int i = 0; i < sums; ++i) {
         double sum = 0;
 #pragma unroll
