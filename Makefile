@@ -41,8 +41,9 @@ lock: $(VENV)/dev.stamp  ## Takes newer versions of all dependencies into requir
 audit: $(VENV)/dev.stamp  ## Asks a database on the network whether any locked version has known weaknesses
 	for lock in requirements/*.txt; do $(BIN)/pip-audit --strict --disable-pip --no-deps --requirement $$lock || exit 1; done
 
-image-test: $(VENV)/dev.stamp  ## Builds the images with buildah and runs the CPU one, read-only and not as root
+image-test: $(VENV)/dev.stamp  ## Builds the images with buildah, runs the CPU one as it should be run, and beside Prometheus
 	$(BIN)/python -m tests.deploy.image
+	$(BIN)/python -m tests.deploy.stack
 
 proto: $(VENV)/dev.stamp  ## Regenerates the code beside the .proto files
 	$(BIN)/python -m grpc_tools.protoc -I protos --python_out=protos --pyi_out=protos --grpc_python_out=protos \

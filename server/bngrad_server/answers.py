@@ -9,16 +9,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
+import grpc
+
 from bngrad_protos import http2
 from bngrad_server.caller import Caller
 from bngrad_server.calls import SERVICE, UNARY_OPS, Calls
-from bngrad_server.engine import Staged
-from bngrad_server.errors import status_of
+from bngrad_server.errors import MessageTooLargeError, status_of
 from bngrad_server.security.guard import UnauthenticatedError
+from bngrad_server.staged import Staged
 from bngrad_server.uploads import MAX_MESSAGE_NBYTES, Upload
 
-_UNIMPLEMENTED = 12
-_RESOURCE_EXHAUSTED = 8
+_UNIMPLEMENTED = grpc.StatusCode.UNIMPLEMENTED
 _UNAUTHENTICATED = 16
 _PREFIX = f"/{SERVICE.full_name}/"
 _EXCHANGE = f"{_PREFIX}Exchange"
@@ -57,20 +58,34 @@ class Answers:
         try:
             caller = self.caller(call, _is_gone(call))
             if call.path in UNARY:
-                nbytes = call.receive_message()
-                if nbytes is None or nbytes > MAX_MESSAGE_NBYTES:
-                    limit = f"must have at most {MAX_MESSAGE_NBYTES} bytes here; larger ones go by Exchange"
-                    call.end(_RESOURCE_EXHAUSTED, f"the request {limit}")
-                    return
-                self.answer_message(call, call.read(nbytes))
+                self.answer_message(call, self.message_of(call, caller))
             elif call.path == _EXCHANGE:
                 for pieces in self._calls.exchange(Upload(call), caller):
                     call.send_message(*pieces)
                 call.end()
             else:
-                call.end(_UNIMPLEMENTED, f"{call.path} is not served here")
+                self._calls.observer.metrics.refused_call(_UNIMPLEMENTED.name)
+                call.end(_UNIMPLEMENTED.value[0], f"{call.path} is not served here")
         except Exception as error:
             refuse(call, error)
+
+    def message_of(self, call: http2.ServerCall, caller: Caller) -> bytes:
+        """Receives the message of a unary call; empty where there is none.
+
+        Raises:
+            MessageTooLargeError: It is for `Exchange`.
+            RpcError: It is compressed.
+        """
+        began = time.monotonic()
+        try:
+            nbytes = call.receive_message() or 0
+            if nbytes > MAX_MESSAGE_NBYTES:
+                limit = f"must have at most {MAX_MESSAGE_NBYTES} bytes here; larger ones go by Exchange"
+                raise MessageTooLargeError(f"the request {limit}")
+            return call.read(nbytes)
+        except Exception as error:
+            self._calls.observer.failed(UNARY[call.path], "unary", caller, error, began)
+            raise
 
     def answer_message(self, call: http2.ServerCall, data: bytes) -> None:
         """Answers a unary call whose message has been read."""

@@ -1,11 +1,7 @@
 """Between requests and workers: whoever is free takes the next batch.
 
-There is no thread between the requests' threads and the workers. The thread of a request that finds a worker idle, or
-is handed one, leads it: takes a batch, waits for the worker, wakes the other threads of the batch, and once its own
-request is done hands the worker on. A thread hop costs more than a small gradient.
-
-Small requests have no thread each. One thread, see `bngrad_server.leading`, submits them all and leads the workers that
-are idle, without ever waiting for one.
+What is free is a seat, of which a worker has one for each batch that it computes at a time. Who takes seats and leads
+their workers is in `bngrad_server.leading`.
 """
 
 from __future__ import annotations
@@ -13,23 +9,19 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 
-from bngrad_kernels.problem import channel_cuts
-from bngrad_server.crew import Batch, Part, Worker
+from bngrad_server.crew import Batch, Worker
 from bngrad_server.fair_queue import FairQueue
+from bngrad_server.free_seats import FreeSeats
 from bngrad_server.jobs import Job, JobState
 
 logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 2
 """A job is given up when this many workers have died of it."""
-_LOOK_UP_S = 0.2
-"""How often a waiting thread looks whether its client is still there."""
-_SPLIT_FROM_NBYTES = 1 << 21
-"""Smaller jobs are not worth two workers."""
 _BATCH_SIZES = 16
 _BATCH_NBYTES = 41
 
@@ -48,7 +40,7 @@ class Batcher:
         nbytes_taken: How many bytes they had.
         reruns: How many jobs had to wait again since their worker died.
         quarantined: How many were given up since several workers had died of them.
-        on_work: Is called, from any thread, where a worker is idle and a job is next that was submitted. It must not
+        on_work: Is called, from any thread, where a seat is free and a job is next that was submitted. It must not
             call the batcher.
     """
 
@@ -67,38 +59,22 @@ class Batcher:
         self.on_work = _do_nothing
         self._max_jobs = max_jobs
         self._max_delay_s = max_delay_s
-        self._split = split
         self._mutex = threading.Lock()  # guards all that follows, and the state of every job
         self._queue = FairQueue(max_jobs, max_bytes)
-        self._idle: list[Worker] = []
+        self._free = FreeSeats(split=split)
         self._expecting: list[Job] = []  # whose threads have a worker, and wait for company
         self._callbacks: list[Callable[[], None]] = []
         self._closed = False
 
-    def run(self, job: Job) -> None:
-        """Has a worker compute a job, and returns when that is done.
+    def enter(self, job: Job) -> None:
+        """Has a job wait whose thread takes a seat for it, `Job.worker`, if one is free.
 
         Raises:
-            TimeoutError: Its deadline passed.
-            CancelledError: The caller has lost interest, or the batcher is closed.
-            ComputeError: No worker could compute it.
+            CancelledError: The batcher is closed.
         """
         with self._mutex:
             self._put(job)
-            job.worker = self._idle.pop() if self._idle else None
-        while True:
-            if job.worker is not None:
-                self._lead(job.worker, job)
-            if job.has_ended:
-                break
-            rest_s = _LOOK_UP_S if job.deadline is None else min(_LOOK_UP_S, job.deadline - time.monotonic())
-            job.sleep(rest_s)
-            if job.worker is None and not job.has_ended:
-                self.check_patience(job)
-        if job.worker is not None:
-            self.offer(job.worker)
-        if job.error is not None:
-            raise job.error
+            job.worker = self._free.take()
 
     def submit(self, job: Job) -> None:
         """Has a job wait that has no thread; `Job.on_end` is called when it has ended, unless it is left before.
@@ -110,13 +86,17 @@ class Batcher:
             self._put(job)
 
     def begin_batches(self) -> list[Batch]:
-        """Has idle workers begin what waits; each batch goes to `end_batch`, once no worker is busy with it."""
-        if not self._idle or not len(self._queue) or self.rest_of_delay() > 0:
+        """Has what waits begun on free seats; each batch goes to `end_batch`, once nothing is busy with it."""
+        if not self._free or not len(self._queue) or self.rest_of_delay() > 0:
             return []
         batches, begun = [], []
         with self._locked():
-            while self._idle and (jobs := self._take_batch()):
-                batches.append(Batch(jobs, self._shares(self._idle.pop(), jobs)))
+            while len(self._queue) and (worker := self._free.take()) is not None:
+                jobs = self._take_batch()
+                if not jobs:
+                    self._free.add([worker])
+                    break
+                batches.append(Batch(jobs, self._free.shares(worker, jobs)))
         for batch in batches:
             try:
                 batch.begin()
@@ -126,26 +106,51 @@ class Batcher:
                 self.end_batch(batch)
         return begun
 
-    def end_batch(self, batch: Batch) -> None:
-        """Ends the jobs of a batch, or has them wait again if a worker died; frees the workers."""
+    def next_batch(self, worker: Worker, own: Job) -> Batch | None:
+        """The next batch for a seat that a job's thread has; hands it on where there is none, or the job has ended.
+
+        Args:
+            worker: Whose seat it is.
+            own: The job.
+        """
+        if self._max_delay_s:
+            self._expect_company(own)
+        with self._locked():
+            if own.state is JobState.WAITING and self._free.may_use(worker) and (jobs := self._take_batch()):
+                return Batch(jobs, self._free.shares(worker, jobs))
+            own.worker = None
+            self._hand_on(worker)
+            return None
+
+    def end_batch(self, batch: Batch, kept: Worker | None = None) -> None:
+        """Ends the jobs of a batch, or has them wait again if a worker died; frees the seats.
+
+        Args:
+            batch: The batch.
+            kept: The worker whose seat a thread keeps for its next batch; None where the poller takes what is free.
+                After a death, nobody keeps any.
+        """
         if batch.dead:
-            self._rescue(batch.jobs, free=batch.alive)
+            self._rescue(batch)
             return
         with self._locked():
             self._end_all(batch)
-            if not self._closed:
-                self._idle += batch.alive
+            if kept is None:
+                self._free.add([] if self._closed else batch.alive)
+            else:
+                for other in batch.alive:
+                    if other is not kept:
+                        self._hand_on(other)
 
     def offer(self, worker: Worker) -> None:
-        """Puts a worker to use that is free."""
+        """Puts a seat to use that is free."""
         with self._mutex:
             self._hand_on(worker)
 
     def withdraw(self, worker: Worker) -> None:
         """Takes a worker out of use that has died."""
         with self._mutex:
-            if worker in self._idle:
-                self._idle.remove(worker)
+            self._free.forget([worker])
 
     def when_untouched(self, job: Job, callback: Callable[[], None]) -> None:
         """Calls back once no worker can touch the job's memory any more: now, or when the worker is done with it."""
@@ -159,7 +164,7 @@ class Batcher:
         """Ends every job that waits, and takes no more."""
         with self._locked():
             self._closed = True
-            self._idle.clear()
+            self._free.take_all()
             for job in list(self._queue.jobs):
                 self._queue.remove(job)
                 self._end(job, CancelledError())
@@ -199,47 +204,6 @@ class Batcher:
                 job.on_end = _do_nothing  # until `when_untouched`
             return job.state is JobState.RUNNING
 
-    def _lead(self, worker: Worker, own: Job) -> None:
-        """Has the worker compute until the thread's own job has ended or nothing waits; then gives the worker on."""
-        while True:
-            if self._max_delay_s:
-                self._expect_company(own)
-            with self._locked():
-                jobs = self._take_batch() if own.state is JobState.WAITING else []
-                if not jobs:
-                    own.worker = None
-                    self._hand_on(worker)
-                    return
-                batch = Batch(jobs, self._shares(worker, jobs))
-            try:
-                batch.begin()
-                while batch.busy:
-                    batch.finish(batch.busy[0])
-            except BaseException:
-                own.worker = None
-                self._rescue(jobs)
-                self.leave(own, CancelledError())
-                raise
-            if batch.dead:
-                own.worker = None
-                self._rescue(jobs, free=batch.alive)
-                return
-            with self._locked():
-                for other in batch.alive:
-                    if other is not worker:
-                        self._hand_on(other)
-                self._end_all(batch)
-
-    def _shares(self, worker: Worker, batch: list[Job]) -> dict[Worker, list[Part]]:
-        """What each worker gets: a large job is split among those that would be idle; the mutex is held."""
-        job = batch[0]
-        is_fresh = len(batch) == 1 and job.attempts == 1
-        if self._split and self._idle and is_fresh and job.nbytes >= _SPLIT_FROM_NBYTES:
-            cuts = channel_cuts(job.spec, 1 + len(self._idle))
-            crew = [worker, *(self._idle.pop() for _ in cuts[1:])]
-            return {member: [(job, cut)] for member, cut in zip(crew, cuts, strict=True)}
-        return {worker: [(job, range(job.spec.channels)) for job in batch]}
-
     def _expect_company(self, own: Job) -> None:
         """Waits until the first job has waited long enough, or there is a full batch."""
         with self._mutex:
@@ -264,32 +228,34 @@ class Batcher:
             return self._queue.jobs[0].arrival + self._max_delay_s - time.monotonic()
 
     def _hand_on(self, worker: Worker) -> None:
-        """Has the first job that waits lead the worker: by its thread, or by the one that submitted it.
+        """Has the first job that waits take a seat: its thread, or the one that submitted it.
 
         The mutex is held.
         """
-        for job in self._queue.jobs:
-            if job.on_end is not None:
-                break
-            if job.worker is None:
-                job.worker = worker
-                job.wake()
-                return
+        if self._free.may_use(worker):
+            for job in self._queue.jobs:
+                if job.on_end is not None:
+                    break
+                if job.worker is None:
+                    job.worker = worker
+                    job.wake()
+                    return
         if not self._closed:
-            self._idle.append(worker)
+            self._free.add([worker])
             if len(self._queue):
                 self.on_work()
 
-    def _rescue(self, jobs: list[Job], free: Sequence[Worker] = ()) -> None:
-        """Has wait again what a dead worker held, save for jobs that have cost too many workers.
+    def _hand_all_on(self) -> None:
+        """Deals the free seats out once more, since it has changed who may take which; the mutex is held."""
+        for worker in self._free.take_all():
+            self._hand_on(worker)
 
-        Args:
-            jobs: What it held.
-            free: The workers that computed with it, and that are alive.
-        """
+    def _rescue(self, batch: Batch) -> None:
+        """Has wait again what a dead worker held, save for jobs that have cost too many workers."""
         with self._locked():
-            self._idle += free
-            for job in jobs:
+            self._free.forget(batch.dead)
+            self._free.add(batch.alive)
+            for job in batch.jobs:
                 if job.is_left:
                     self._end(job, None)
                 elif job.attempts >= MAX_ATTEMPTS:
@@ -300,10 +266,9 @@ class Batcher:
                 else:
                     job.state = JobState.WAITING
                     self.reruns += 1
+                    self._free.suspects.add(job)
                     self._queue.put_back(job)
-            idle, self._idle = self._idle, []
-            for worker in idle:
-                self._hand_on(worker)
+            self._hand_all_on()
 
     def _take_batch(self) -> list[Job]:
         """The next jobs that somebody wants; none if there are no such; the mutex is held."""
@@ -350,6 +315,9 @@ class Batcher:
     def _end(self, job: Job, error: Exception | None) -> None:
         job.state = JobState.ENDED
         job.error = error
+        if job in self._free.suspects:
+            self._free.suspects.remove(job)
+            self._hand_all_on()
         if job.on_end is None:
             job.wake()
         else:

@@ -7,20 +7,26 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
+import grpc
+
 from bngrad_kernels.spec import FieldViolation, InvalidArgumentError
 from bngrad_protos import __version__, wire
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_protos.wire import Buffer
 from bngrad_server.caller import Caller
-from bngrad_server.engine import Engine, Staged
+from bngrad_server.engine import Engine
+from bngrad_server.errors import code_of
 from bngrad_server.ops import OPS
 from bngrad_server.pool import WorkerState
 from bngrad_server.requests import Reader
 from bngrad_server.security.guard import OPEN, Guard
+from bngrad_server.staged import Staged
 
 SERVICE = pb.DESCRIPTOR.services_by_name["BatchNormGradService"]
 UNARY_OPS = tuple(op.name for op in OPS)
 _OP_NUMBERS = frozenset(op.exchange_number for op in OPS)
+_NO_REQUEST = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED}
+"""How an exchange ends that goes on with no request: with garbage, a stray chunk or a compressed message."""
 _CHUNK = pb.ExchangeRequest.CHUNK_FIELD_NUMBER
 """The number of a chunk in both messages of an exchange."""
 
@@ -56,11 +62,13 @@ class Calls:
     Attributes:
         batcher: The engine's.
         guard: Says who may call; asked by whoever takes calls.
+        observer: Told by whoever takes calls of those that do not get as far as the engine.
     """
 
     def __init__(self, engine: Engine, max_message_bytes: int, guard: Guard = OPEN) -> None:
         self.batcher = engine.batcher
         self.guard = guard
+        self.observer = engine.observer
         self._engine = engine
         self._max_message_bytes = max_message_bytes
         self._readers = {op.name: Reader(op, chunked=False) for op in OPS}
@@ -113,9 +121,8 @@ class Calls:
         Raises:
             Exception: See `answer`; the exchange is then over.
         """
-        while (message := source.receive()) is not None:
-            caller.check()
-            number, data = _request_of(message)
+        while (begun := self._next_request(source, caller)) is not None:
+            number, data = begun
             with self._staged(self._chunked_readers[number], data, caller) as staged:
                 request = staged.request
                 staged.copy_from(data)
@@ -133,6 +140,19 @@ class Calls:
         """Hangs up on a caller whose message takes too long, for what is known before it is there."""
         return self._engine.transfers.watched(0, caller)
 
+    def _next_request(self, source: ExchangeSource, caller: Caller) -> tuple[int, bytes] | None:
+        """The next request of an exchange, see `_request_of`; None where there is no further one."""
+        try:
+            message = source.receive()
+            if message is None:
+                return None
+            caller.check()
+            return _request_of(message)
+        except Exception as error:
+            if (code := code_of(error)) in _NO_REQUEST:
+                self.observer.metrics.refused_call(code.name)
+            raise
+
     def _staged(self, reader: Reader, data: bytes, caller: Caller) -> Staged:
         staged = self._stage(reader, data, caller)
         assert staged is not None
@@ -141,11 +161,17 @@ class Calls:
     def _stage(self, reader: Reader, data: bytes, caller: Caller, *, may_wait: bool = True) -> Staged | None:
         """Reads a request and lends memory for it; see `bngrad_server.engine.Engine.stage`."""
         received_at = time.monotonic()
+        request = None
         try:
             self._engine.admission.check(caller.client, caller.deadline)  # to read costs more than to refuse
-            return self._engine.stage(reader.read(data), caller, received_at, may_wait=may_wait)
+            request = reader.read(data)
+            return self._engine.stage(request, caller, received_at, may_wait=may_wait)
         except BaseException as error:
-            self._engine.observer.failed(reader.op.name, reader.transport, caller, error, received_at)
+            if request is not None:
+                transport = request.transport
+            else:
+                transport = reader.transport_of(data) if isinstance(error, InvalidArgumentError) else reader.transport
+            self.observer.failed(reader.op.name, transport, caller, error, received_at)
             raise
 
     def server_info(self) -> bytes:

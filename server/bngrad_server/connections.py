@@ -13,7 +13,7 @@ from bngrad_protos import http2
 from bngrad_server.answers import UNARY, Answers, hang_up, refuse
 from bngrad_server.calls import Calls
 from bngrad_server.poller import Poller
-from bngrad_server.small_calls import SmallCall, message_of
+from bngrad_server.small_calls import SmallCall
 from bngrad_server.threads import Threads
 
 logger = logging.getLogger(__name__)
@@ -63,6 +63,7 @@ class Connections:
         self.ended = threading.Event()
         self.threads = Threads("call")
         self._calls = calls
+        self._metrics = calls.observer.metrics
         self._poller = poller
         self._all: set[_Connection] = set()
         self._idle: dict[_Connection, None] = {}  # the longest first
@@ -110,7 +111,10 @@ class Connections:
 
     def _has_room(self) -> bool:
         """Whether there is room for a connection, be it by closing one that is idle."""
-        if len(self._all) == _MAX_CONNECTIONS and self._idle:
+        if len(self._all) < _MAX_CONNECTIONS:
+            return True
+        self._metrics.refused_connection("full")
+        if self._idle:
             never_called = (connection for connection in self._idle if not connection.http.last_stream_id)
             self._close(next(never_called, next(iter(self._idle))))
         return len(self._all) < _MAX_CONNECTIONS
@@ -182,7 +186,7 @@ class Connections:
                 return
             small_call = SmallCall(call, caller)
             end = partial(self._poller.soon, partial(self._end, connection, small_call))
-            data = message_of(call)
+            data = connection.answers.message_of(call, caller)
             has_begun = small_call.submit(self._calls, data, end)
         except Exception as error:
             refuse(call, error)
@@ -250,10 +254,8 @@ class Connections:
         try:
             action()
             is_sound = True
-        except (ConnectionError, TimeoutError) as error:
-            logger.debug("a connection ended: %s", error)
-        except Exception:
-            logger.exception("a connection failed")
+        except Exception as error:
+            self._note(error)
         finally:
             self._poller.soon(partial(self._take_back, connection, is_sound=is_sound))
 
@@ -265,11 +267,17 @@ class Connections:
             self._close(connection)
 
     def _fail(self, connection: _Connection, error: Exception) -> None:
-        if isinstance(error, ConnectionError):
+        self._note(error)
+        self._close(connection)
+
+    def _note(self, error: Exception) -> None:
+        """Takes note of why a connection ends."""
+        if isinstance(error, http2.ProtocolError):
+            self._metrics.refused_connection("protocol")
+        if isinstance(error, (ConnectionError, TimeoutError)):
             logger.debug("a connection ended: %s", error)
         else:
             logger.error("a connection failed", exc_info=error)
-        self._close(connection)
 
     def _close(self, connection: _Connection) -> None:
         self._forget(connection)

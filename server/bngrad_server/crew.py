@@ -17,21 +17,29 @@ Part: TypeAlias = tuple[Job, range]
 """A job, and which of its channels to compute."""
 
 
-class Worker(Protocol):
-    """What computes batches, for one thread at a time."""
-
-    def begin(self, parts: Sequence[Part]) -> None:
-        """Begins to compute parts of jobs of one kernel key.
-
-        Raises:
-            WorkerDiedError: The process ended.
-        """
+class Run(Protocol):
+    """A batch that a worker computes, led by one thread at a time."""
 
     def fileno(self) -> int:
         """The file descriptor that is readable once `finish` need not wait."""
 
     def finish(self) -> list[str | None] | None:
-        """Waits until they are computed, and says for each why it failed, if any did.
+        """Waits until all is computed, and says for each part why it failed, if any did.
+
+        Raises:
+            WorkerDiedError: The process ended.
+        """
+
+
+class Worker(Protocol):
+    """What computes batches."""
+
+    @property
+    def seats(self) -> int:
+        """How many batches it computes at once."""
+
+    def begin(self, parts: Sequence[Part]) -> Run:
+        """Begins to compute parts of jobs of one kernel key, while fewer batches than it has seats are begun.
 
         Raises:
             WorkerDiedError: The process ended.
@@ -46,14 +54,14 @@ class Batch:
 
     Attributes:
         jobs: The jobs.
-        busy: The workers that are still at it.
+        busy: What is not finished yet, and whose it is.
         failures: Why jobs failed, by their place in the batch.
         dead: The workers that died of it.
     """
 
     def __init__(self, jobs: list[Job], shares: dict[Worker, list[Part]]) -> None:
         self.jobs = jobs
-        self.busy: list[Worker] = []
+        self.busy: dict[Run, Worker] = {}
         self.failures: dict[int, str] = {}
         self.dead: list[Worker] = []
         self._shares = shares
@@ -68,17 +76,16 @@ class Batch:
         with self._killing_on_failure():
             for worker, parts in self._shares.items():
                 with self._noting_death(worker):
-                    worker.begin(parts)
-                    self.busy.append(worker)
+                    self.busy[worker.begin(parts)] = worker
 
-    def finish(self, worker: Worker) -> None:
-        """Waits for a busy worker. Once none is busy, none touches a job any longer.
+    def finish(self, run: Run) -> None:
+        """Waits for a worker. Once nothing is busy, nothing touches a job any longer.
 
         Whatever it raises, as no worker should, every worker is killed then.
         """
-        self.busy.remove(worker)
+        worker = self.busy.pop(run)
         with self._killing_on_failure(), self._noting_death(worker):
-            answers = worker.finish()
+            answers = run.finish()
             self.failures.update((i, failure) for i, failure in enumerate(answers or ()) if failure is not None)
 
     @contextmanager

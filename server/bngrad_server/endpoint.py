@@ -47,7 +47,8 @@ class Endpoint:
         self._handshakes = None
         if certificates is not None:
             renew = partial(self._poller.soon, self._connections.renew)
-            self._handshakes = Handshakes(certificates, self._add, renew)
+            count_failure = partial(calls.observer.metrics.refused_connection, "handshake")
+            self._handshakes = Handshakes(certificates, self._add, renew, count_failure)
 
     def listen_on_port(self, host: str, port: int) -> int:
         """Listens on a TCP port, and returns it.

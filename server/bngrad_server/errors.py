@@ -19,9 +19,15 @@ from bngrad_server.security.guard import UnauthenticatedError
 
 logger = logging.getLogger(__name__)
 
+
+class MessageTooLargeError(Exception):
+    """A message is larger than one may be where it came."""
+
+
 _CODES: list[tuple[type[Exception], grpc.StatusCode]] = [
     (InvalidArgumentError, grpc.StatusCode.INVALID_ARGUMENT),
     (DecodeError, grpc.StatusCode.INVALID_ARGUMENT),
+    (MessageTooLargeError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (ArenaTooSmallError, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (TimeoutError, grpc.StatusCode.DEADLINE_EXCEEDED),
     (ComputeError, grpc.StatusCode.INTERNAL),
@@ -31,6 +37,8 @@ _CODES: list[tuple[type[Exception], grpc.StatusCode]] = [
 
 def code_of(error: BaseException) -> grpc.StatusCode:
     """How the end of a request is counted; one whose client has gone is CANCELLED."""
+    if isinstance(error, http2.RpcError) and error.code == grpc.StatusCode.UNIMPLEMENTED.value[0]:
+        return grpc.StatusCode.UNIMPLEMENTED  # a compressed message, which no client's reset can be taken for
     if isinstance(error, (CancelledError, ConnectionError, GeneratorExit, http2.RpcError)):
         return grpc.StatusCode.CANCELLED
     if isinstance(error, OverloadedError):

@@ -48,7 +48,7 @@ class Job:
         state: Where it is.
         attempts: How many workers have got it so far.
         error: Why it could not be computed.
-        worker: The worker that the thread of this job leads, or was handed to lead.
+        worker: The worker that the thread of this job leads, or was handed a seat of.
         on_end: Is called, by whichever thread sees the job end, where none sleeps until then.
         is_left: Whether whoever asked has left it to the worker that has got it.
     """

@@ -1,20 +1,76 @@
-"""Leading workers without a thread for each: whose answer is there is told by the poller."""
+"""Leading workers: taking batches for them, and waiting for their answers.
+
+There is no thread between the requests' threads and the workers. The thread of a request that finds a seat free, or is
+handed one, leads its worker: takes a batch, waits for the worker, wakes the other threads of the batch, and once its
+own request is done hands the seat on. A thread hop costs more than a small gradient.
+
+Small requests have no thread each. One thread, a poller's, submits them all and leads workers whose seats are free,
+without ever waiting for one.
+"""
 
 from __future__ import annotations
 
 import functools
 import logging
 import time
+from concurrent.futures import CancelledError
 
 from bngrad_server.batching import Batcher
-from bngrad_server.crew import Batch, Worker
+from bngrad_server.crew import Batch, Run, Worker
+from bngrad_server.jobs import Job
 from bngrad_server.poller import Poller
 
 logger = logging.getLogger(__name__)
 
+_LOOK_UP_S = 0.2
+"""How often a waiting thread looks whether its client is still there."""
+
+
+def run(batcher: Batcher, job: Job) -> None:
+    """Has a worker compute a job, and returns when that is done.
+
+    Raises:
+        TimeoutError: Its deadline passed.
+        CancelledError: The caller has lost interest, or the batcher is closed.
+        ComputeError: No worker could compute it.
+    """
+    batcher.enter(job)
+    while True:
+        if job.worker is not None:
+            _lead(batcher, job.worker, job)
+        if job.has_ended:
+            break
+        rest_s = _LOOK_UP_S if job.deadline is None else min(_LOOK_UP_S, job.deadline - time.monotonic())
+        job.sleep(rest_s)
+        if job.worker is None and not job.has_ended:
+            batcher.check_patience(job)
+    if job.worker is not None:
+        batcher.offer(job.worker)
+    if job.error is not None:
+        raise job.error
+
+
+def _lead(batcher: Batcher, worker: Worker, own: Job) -> None:
+    """Has the worker compute until the thread's own job has ended or nothing waits; then gives the seat on."""
+    while (batch := batcher.next_batch(worker, own)) is not None:
+        try:
+            batch.begin()
+            while batch.busy:
+                batch.finish(next(iter(batch.busy)))
+        except BaseException:
+            own.worker = None
+            batcher.end_batch(batch)
+            batcher.leave(own, CancelledError())
+            raise
+        if batch.dead:
+            own.worker = None
+            batcher.end_batch(batch)
+            return
+        batcher.end_batch(batch, kept=worker)
+
 
 class Leader:
-    """Has idle workers compute what was submitted; all on the poller's thread.
+    """Has workers compute what was submitted; all on the poller's thread.
 
     What came in with one round of the poller's events is one batch.
     """
@@ -32,17 +88,17 @@ class Leader:
         """Has workers begin, and says when to look again."""
         for batch in self._batcher.begin_batches():
             self._under_way += 1
-            for worker in batch.busy:
-                self._poller.watch_first(worker.fileno(), functools.partial(self._finish, batch, worker))
+            for run in batch.busy:
+                self._poller.watch_first(run.fileno(), functools.partial(self._finish, batch, run))
             if not batch.busy:
                 self._end(batch)
         delay_s = self._batcher.rest_of_delay()
         return time.monotonic() + delay_s if delay_s else float("inf")
 
-    def _finish(self, batch: Batch, worker: Worker) -> None:
-        self._poller.forget_first(worker.fileno())
+    def _finish(self, batch: Batch, run: Run) -> None:
+        self._poller.forget_first(run.fileno())
         try:
-            batch.finish(worker)
+            batch.finish(run)
         except Exception:
             logger.exception("a worker failed as no worker should")
         if not batch.busy:

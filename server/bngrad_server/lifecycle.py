@@ -24,16 +24,20 @@ from bngrad_server.config import MAX_CALLS, ServerConfig
 from bngrad_server.endpoint import Endpoint
 from bngrad_server.engine import Engine
 from bngrad_server.janitor import Janitor
-from bngrad_server.listening import ListenError, check_socket, socket_path, why_not
+from bngrad_server.listening import (
+    ListenError,
+    check_socket,
+    max_connections,
+    raise_descriptor_limit,
+    socket_path,
+    why_not,
+)
 from bngrad_server.local import LocalSockets
 from bngrad_server.memory import use_one_heap
 from bngrad_server.monitor.keeper import Monitor
 from bngrad_server.observer import Observer
-from bngrad_server.security import exposure
-from bngrad_server.security.certificates import CertificatePaths, Certificates
-from bngrad_server.security.guard import Guard
-from bngrad_server.security.tokens import Tokens
-from bngrad_server.service import generic_handler
+from bngrad_server.security import doors
+from bngrad_server.service import NobodysHandler, generic_handler
 from bngrad_server.status import status_of
 
 if TYPE_CHECKING:
@@ -71,13 +75,14 @@ class Server:
             TracingError: Spans cannot be exported.
         """
         self._config = config
-        self._certificates, guard = _secured(config)
         self._started_at = time.time()
         self._stopping = False
         self._health = health.HealthServicer()
         self._set_health(serving=False)
         self._tracing = _tracing() if config.traces else None
-        self.engine = Engine(config, self._update_health, Observer(self._tracing))
+        observer = Observer(self._tracing)
+        self._certificates, guard = doors.secured(config, observer.metrics)
+        self.engine = Engine(config, self._update_health, observer)
         self._grpc_server = grpc.server(
             futures.ThreadPoolExecutor(_OTHER_THREADS, thread_name_prefix="handler"),
             options=[
@@ -91,6 +96,7 @@ class Server:
                 ("grpc.http2.max_pings_without_data", 0),
                 ("grpc.so_reuseport", 0),  # a second server on the same port is a mistake, not a load balancer
                 ("grpc.server_handshake_timeout_ms", _HANDSHAKE_TIMEOUT_MS),
+                ("grpc.max_allowed_incoming_connections", max_connections(len(config.listen))),
                 # Tensors do not get smaller; and a message's size is limited before it is unpacked, not afterwards.
                 ("grpc.compression_enabled_algorithms_bitset", _NO_COMPRESSION),
                 *([("grpc.max_connection_age_ms", _MAX_AGE_MS)] if config.tls_client_ca else []),
@@ -110,6 +116,7 @@ class Server:
             )
         if config.channelz:
             channelz.add_channelz_servicer(self._grpc_server)
+        self._grpc_server.add_generic_rpc_handlers((NobodysHandler(observer.metrics),))
         self.addresses = [self._listen(address) for address in config.listen]
         self._endpoint = Endpoint(self._calls, self._certificates)
         self._calls.endpoints.stream_port = self._listen_for_streams()
@@ -242,24 +249,6 @@ class Server:
             self._health.set(service, status.SERVING if serving else status.NOT_SERVING)
 
 
-def _secured(config: ServerConfig) -> tuple[Certificates | None, Guard]:
-    """What is shown to clients, and what they are asked for."""
-    paths = None
-    if config.tls_certificate is not None and config.tls_key is not None:
-        paths = CertificatePaths(config.tls_certificate, config.tls_key, config.tls_client_ca)
-    try:
-        certificates = None if paths is None else Certificates(paths)
-        tokens = None if config.token_file is None else Tokens(config.token_file)
-    except (OSError, ValueError) as error:
-        raise ListenError(f"cannot listen as it should be: {error}") from error
-    guard = Guard(tokens, reads_certificates=config.tls_client_ca is not None)
-    if not config.insecure:
-        knows_clients = guard.asks_tokens or guard.reads_certificates
-        for warning in exposure.warnings(config.listen, has_tls=paths is not None, knows_clients=knows_clients):
-            logger.warning("%s", warning)
-    return certificates, guard
-
-
 def _tracing() -> Tracing:
     try:
         from bngrad_server.tracing import Tracing  # noqa: PLC0415 - only the otel extra has what it imports
@@ -277,6 +266,7 @@ def serve(config: ServerConfig) -> None:
         TracingError: Spans cannot be exported.
     """
     use_one_heap()
+    raise_descriptor_limit()
     ready, stopping = threading.Event(), threading.Event()
 
     def on_signal(number: int, frame: object) -> None:

@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 import errno
+import resource
 import socket
 from pathlib import Path
+
+_MAX_CONNECTIONS = 8192
+"""To an address of grpcio's; each takes about 40 KB before it has said anything."""
+_OTHER_DESCRIPTORS = 2048
+_MOST_DESCRIPTORS = 1 << 16
 
 
 class ListenError(Exception):
     """An address cannot be listened on."""
+
+
+def raise_descriptor_limit() -> None:
+    """Has this process, and its workers, open as many files as it may: the usual limit is meant for `select`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < min(hard, _MOST_DESCRIPTORS):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, _MOST_DESCRIPTORS), hard))
+
+
+def max_connections(addresses: int) -> int:
+    """How many connections each of grpcio's addresses takes, so that there are descriptors for all else."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return min(_MAX_CONNECTIONS, max(soft - _OTHER_DESCRIPTORS, soft // 2) // addresses)
 
 
 def socket_path(address: str) -> Path | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import mmap
+import threading
+from collections import Counter
 
 import numpy as np
 
@@ -17,7 +19,9 @@ logger = logging.getLogger(__name__)
 class Memories:
     """Mapped memory by its numbers; that which a GPU's worker may page-lock is.
 
-    Each is page-locked whole or not at all: CUDA refuses a copy that is half in memory that it has locked.
+    The seats of a worker share it: each adds what the front process tells it of, and removes it when its problems name
+    it no longer; it is mapped as long as a seat has it. Each is page-locked whole or not at all: CUDA refuses a copy
+    that is half in memory that it has locked.
 
     Attributes:
         mapped: The memory.
@@ -35,11 +39,33 @@ class Memories:
         self._back_end = back_end
         self._left_nbytes = pinned_nbytes if back_end.memory_nbytes else 0
         self._registered: set[int] = set()
+        self._seats: Counter[int] = Counter()  # which have it
+        self._mutex = threading.Lock()
         self.add(ARENA, arena)
 
     def add(self, number: int, memory: mmap.mmap) -> None:
-        """Takes memory into use."""
-        self.mapped[number] = memory
+        """Takes memory into use, for one seat more."""
+        with self._mutex:
+            self._seats[number] += 1
+            if self._seats[number] == 1:
+                self.mapped[number] = memory
+                self._register(number, memory)
+
+    def remove(self, number: int) -> None:
+        """Gives memory up, which no problem of a seat names any longer."""
+        with self._mutex:
+            self._seats[number] -= 1
+            if self._seats[number]:
+                return
+            del self._seats[number]
+            memory = self.mapped.pop(number)
+            if number in self._registered:
+                self._registered.remove(number)
+                self._left_nbytes += len(memory)
+                self._back_end.unregister(np.frombuffer(memory, np.uint8))
+
+    def _register(self, number: int, memory: mmap.mmap) -> None:
+        """Page-locks memory, or says why not."""
         if not self._back_end.memory_nbytes:
             return
         name = "the arena" if number == ARENA else f"region {number}"
@@ -56,11 +82,3 @@ class Memories:
         else:
             self._registered.add(number)
             self._left_nbytes -= len(memory)
-
-    def remove(self, number: int) -> None:
-        """Gives memory up, which no problem names any longer."""
-        memory = self.mapped.pop(number)
-        if number in self._registered:
-            self._registered.remove(number)
-            self._left_nbytes += len(memory)
-            self._back_end.unregister(np.frombuffer(memory, np.uint8))

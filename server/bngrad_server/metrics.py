@@ -18,6 +18,10 @@ import numpy.typing as npt
 STAGES = ("decode", "wait", "copy", "compute", "encode")
 """Where the time of a request goes; together they are all of it."""
 TRANSPORTS = ("unary", "stream", "shared")
+REFUSALS = ("INVALID_ARGUMENT", "UNAUTHENTICATED", "UNIMPLEMENTED")
+"""How calls end before it is known what they ask for."""
+REASONS = ("full", "handshake", "protocol")
+"""Why connections are refused: there are too many, TLS was not agreed on, or what was said is no HTTP/2."""
 FIRST_BUCKET_S = 2e-6
 """The bound of the first bucket of times, in seconds; each further one has twice the bound of the one before."""
 
@@ -50,6 +54,8 @@ class Metrics:
         self._answers = np.zeros(len(self._series), np.int64)
         self._nbytes = np.zeros(len(self._series), np.int64)
         self._failures: Counter[tuple[str, str, str]] = Counter()
+        self._refused_calls: Counter[str] = Counter()
+        self._refused_connections: Counter[str] = Counter()
         self._notes = bytearray(_MAX_NOTES * _NOTE.size)
         self._noted = 0
         self._stages = _Histograms(STAGES)
@@ -74,6 +80,16 @@ class Metrics:
         with self._mutex:
             self._failures[op, transport, code] += 1
 
+    def refused_call(self, code: str) -> None:
+        """Counts a call that ended before it was known what it asks for, with one of `REFUSALS`."""
+        with self._mutex:
+            self._refused_calls[code] += 1
+
+    def refused_connection(self, reason: str) -> None:
+        """Counts a connection that was closed on its client, for one of `REASONS`."""
+        with self._mutex:
+            self._refused_connections[reason] += 1
+
     def status(self) -> dict[str, Any]:
         """All of it, as JSON takes it."""
         with self._mutex:
@@ -86,6 +102,8 @@ class Metrics:
             nbytes = self._nbytes.reshape(-1, len(TRANSPORTS)).sum(axis=0).tolist()
             return {
                 "requests": sorted(requests),
+                "refused_calls": {code: self._refused_calls[code] for code in REFUSALS},
+                "refused_connections": {reason: self._refused_connections[reason] for reason in REASONS},
                 "tensor_bytes": dict(zip(TRANSPORTS, nbytes, strict=True)),
                 "stages": self._stages.status(),
                 "totals": self._totals.status(),

@@ -16,7 +16,8 @@ from bngrad_server.arena import Arena
 from bngrad_server.batching import Batcher
 from bngrad_server.config import ServerConfig
 from bngrad_server.crew import WorkerDiedError
-from bngrad_server.process import MappedRegion, WorkerProcess
+from bngrad_server.process import WorkerProcess
+from bngrad_server.seat import MappedRegion
 from bngrad_server.worker import BEAT, FAILED, READY
 
 logger = logging.getLogger(__name__)
@@ -26,6 +27,8 @@ _LONGEST_RESTART_DELAY_S = 5.0
 _SOUND_AFTER_S = 1.0
 """A worker that was in use for so long did not die of its start."""
 _BEATS_PER_TIMEOUT = 10
+_SEATS_OF_A_GPU = 2
+"""While one batch is copied out, the next is copied in. A CPU's threads are all taken by one batch."""
 _GPU_START_TIMEOUT_S = 60.0
 """For drivers that take long over many GPUs or much memory to page-lock, and let no other thread run meanwhile."""
 
@@ -90,7 +93,8 @@ class WorkerPool:
 
         def start(device: str) -> WorkerProcess:
             beat_s = timeout_s / _BEATS_PER_TIMEOUT
-            return WorkerProcess(device, config.threads, arena, config.pinned_bytes, beat_s)
+            seats = 1 if device == "cpu" else _SEATS_OF_A_GPU
+            return WorkerProcess(device, config.threads, arena, config.pinned_bytes, beat_s, seats)
 
         self._keepers = [
             _Keeper(name, functools.partial(start, device), timeout_s, batcher, self._introduce, on_change)
@@ -279,6 +283,7 @@ class _Keeper:
         self._introduce(self, worker)
         self._description, self._memory_bytes = description, memory_bytes
         self._ready_since = time.monotonic()
-        self._batcher.offer(worker)
+        for _ in range(worker.seats):
+            self._batcher.offer(worker)
         self._on_change()
         self._started.set()

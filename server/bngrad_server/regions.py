@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from bngrad_kernels.spec import FieldViolation, InvalidArgumentError
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
-from bngrad_server.process import MappedRegion
+from bngrad_server.seat import MappedRegion
 from bngrad_server.staging import Place
 
 ALIGNMENT = 64

@@ -110,6 +110,12 @@ class Reader:
             raise DecodeError(f"the request is no {self.op.request_type.DESCRIPTOR.name}: {error}") from error
         return self._validated(layout) if layout.is_small else self._validate(layout)
 
+    def transport_of(self, data: bytes) -> str:
+        """How the elements of a request come that is not valid."""
+        layout = self._decoder.decode(data)
+        is_shared = any(span.header.HasField("location") for span in layout.tensors.values())
+        return "shared" if is_shared or any(map(layout.message.HasField, self.op.locations)) else self.transport
+
     def _validate(self, layout: wire.Layout[Any]) -> Request:
         op, tensors = self.op, layout.tensors
         spec = op.spec(**self._headers(tensors), **op.attributes(layout.message))

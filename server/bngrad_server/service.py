@@ -17,10 +17,11 @@ from grpc_status import rpc_status
 from bngrad_server.caller import Caller
 from bngrad_server.calls import SERVICE, UNARY_OPS, Calls, chunk_of, exchange_error
 from bngrad_server.config import MAX_CALLS
-from bngrad_server.engine import copy
 from bngrad_server.errors import status_of
+from bngrad_server.metrics import Metrics
 from bngrad_server.security.certificates import client_of_context
 from bngrad_server.security.guard import Guard, authorization_of
+from bngrad_server.staged import copy
 
 Behavior = TypeVar("Behavior", bound=Callable[..., Any])
 
@@ -45,6 +46,17 @@ def generic_handler(calls: Calls) -> grpc.GenericRpcHandler:
     return grpc.method_handlers_generic_handler(SERVICE.full_name, handlers)
 
 
+class NobodysHandler(grpc.GenericRpcHandler):
+    """Serves nothing, and counts what comes to it: calls that no handler before it knows."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> None:
+        """See `grpc.GenericRpcHandler`."""
+        self._metrics.refused_call(grpc.StatusCode.UNIMPLEMENTED.name)
+
+
 def _run_in(threads: futures.ThreadPoolExecutor, behavior: Behavior) -> Behavior:
     behavior.experimental_thread_pool = threads  # type: ignore[attr-defined]
     return behavior
@@ -54,16 +66,27 @@ def _unary(calls: Calls, name: str) -> Callable[[Iterator[bytes], grpc.ServicerC
     def answer(requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         try:
             caller = _caller(context, calls.guard)
-            with calls.watched_upload(caller):
-                request = _Source(requests).receive()
-            if request is None:
-                raise DecodeError("the call has no request")
+            request = _message(calls, name, caller, requests)
             with calls.answer(name, request, caller) as pieces:
                 return b"".join(pieces)
         except Exception as error:
             _abort(context, error)
 
     return answer
+
+
+def _message(calls: Calls, name: str, caller: Caller, requests: Iterator[bytes]) -> bytes:
+    """Receives the message of a unary call."""
+    began = time.monotonic()
+    try:
+        with calls.watched_upload(caller):
+            message = _Source(requests).receive()
+        if message is None:
+            raise DecodeError("the call has no request")
+        return message
+    except Exception as error:
+        calls.observer.failed(name, "unary", caller, error, began)
+        raise
 
 
 def _exchange(calls: Calls) -> Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[bytes]]:

@@ -10,7 +10,7 @@ from bngrad_server.answers import UNARY
 from bngrad_server.batching import Batcher
 from bngrad_server.caller import Caller
 from bngrad_server.calls import Calls
-from bngrad_server.engine import Staged
+from bngrad_server.staged import Staged
 
 _MAX_RESPONSE_NBYTES = 64 * 1024
 
@@ -75,8 +75,3 @@ class SmallCall:
         self.is_over = True
         if batcher.leave(self.staged.job, CancelledError()):
             self.staged.close()
-
-
-def message_of(call: http2.ServerCall) -> bytes:
-    """The message of a call that has arrived; empty where there is none."""
-    return call.read(call.receive_message() or 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bngrad_protos import http2, wire
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.calls import chunk_of, exchange_error
-from bngrad_server.engine import copy
+from bngrad_server.staged import copy
 
 MAX_MESSAGE_NBYTES = 64 * 2**20
 """The largest message that is received whole."""

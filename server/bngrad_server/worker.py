@@ -1,8 +1,11 @@
 """The worker process: owns one device, and computes what it is sent.
 
-Run as ``python -m bngrad_server.worker DEVICE THREADS BEAT_S SOCKET_FD LIFE_FD ARENA_FD ARENA_NBYTES PINNED_NBYTES
-FRONT_PID``. Every BEAT_S seconds it gives a sign of life, one of them being that its kernels are compiled. It ends with
-the front process, and when its device fails. Every message is one packet; its first byte says what it is: `Message`.
+Run as ``python -m bngrad_server.worker DEVICE THREADS BEAT_S LIFE_FD ARENA_FD ARENA_NBYTES PINNED_NBYTES FRONT_PID
+SEAT_FD...``. Every BEAT_S seconds it gives a sign of life, one of them being that its kernels are compiled. It ends
+with the front process, and when its device fails. Every message is one packet; its first byte says what it is:
+`Message`.
+
+Each seat is a socket and a thread, which computes one batch at a time. On a GPU the batches of several seats overlap.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 
 from bngrad_kernels import backends
 from bngrad_kernels.errors import DeviceFailedError, DeviceUnavailableError
@@ -60,29 +64,49 @@ OK = b"K"
 def main() -> None:
     """Serves the front process until the socket closes."""
     device, threads, beat_s, *numbers = sys.argv[1:]
-    socket_fd, life_fd, arena_fd, arena_nbytes, pinned_nbytes, front_pid = map(int, numbers)
+    life_fd, arena_fd, arena_nbytes, pinned_nbytes, front_pid, *seat_fds = map(int, numbers)
     die_with(front_pid)
     leave_signals_to_parent()
     logs.set_up_as_parent()
     life = socket.socket(fileno=life_fd)
     back_ends: list[BackEnd] = []
     threading.Thread(target=_beat, args=(life, float(beat_s), back_ends), name="beat", daemon=True).start()
-    front = socket.socket(fileno=socket_fd)
+    fronts = [socket.socket(fileno=fd) for fd in seat_fds]
     arena = map_arena(arena_fd, arena_nbytes)
     # Numba would import it, for what no kernel here uses: a quarter of what a start costs.
     sys.modules["scipy"] = None  # type: ignore[assignment]
-    with contextlib.suppress(ConnectionError):
-        try:
-            back_end = backends.create(device, threads=int(threads))
-            back_end.warm_up()
-            back_ends.append(back_end)
-            memories = Memories(arena, back_end, pinned_nbytes)
-            life.send(READY + pickle.dumps((back_end.description, back_end.memory_nbytes)))
-            _Worker(front, back_end, memories).serve()
-        except (DeviceUnavailableError, DeviceFailedError) as error:
-            logger.error("%s: %s", device, error)
+    with _ending_process(life, device):
+        back_end = backends.create(device, threads=int(threads))
+        back_end.warm_up()
+        back_ends.append(back_end)
+        memories = Memories(arena, back_end, pinned_nbytes)
+        life.send(READY + pickle.dumps((back_end.description, back_end.memory_nbytes)))
+        first, *others = (_Seat(front, back_end, memories) for front in fronts)
+        for seat in others:
+            threading.Thread(target=_serve, args=(seat, life, device), name="seat").start()
+        first.serve()
+
+
+def _serve(seat: _Seat, life: socket.socket, device: str) -> None:
+    with _ending_process(life, device):
+        seat.serve()
+
+
+@contextlib.contextmanager
+def _ending_process(life: socket.socket, device: str) -> Iterator[None]:
+    """Ends the whole process where one of its threads cannot go on, unless it is that the front process has ended."""
+    try:
+        yield
+    except ConnectionError:
+        return
+    except (DeviceUnavailableError, DeviceFailedError) as error:
+        logger.error("%s: %s", device, error)
+        with contextlib.suppress(ConnectionError):
             life.send(FAILED + str(error).encode()[: MAX_PACKET_NBYTES - 1])
-            os._exit(1)  # what a device that has failed would do at a normal exit, nobody knows
+        os._exit(1)  # what a device that has failed would do at a normal exit, nobody knows
+    except BaseException:
+        logger.exception("%s: a thread failed as none should", device)
+        os._exit(1)  # at a normal exit, the other seats' threads would be waited for
 
 
 def _beat(life: socket.socket, beat_s: float, back_ends: list[BackEnd]) -> None:
@@ -93,7 +117,7 @@ def _beat(life: socket.socket, beat_s: float, back_ends: list[BackEnd]) -> None:
             time.sleep(beat_s)
 
 
-class _Worker:
+class _Seat:
     """The loop over packets."""
 
     def __init__(self, front: socket.socket, back_end: BackEnd, memories: Memories) -> None:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import itertools
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tests.integration.conftest import Transport, wait_until
+from tests.integration.conftest import Transport, regions_of, wait_until, worker_pid
 from tests.integration.problems import assert_gradients, assert_same_bits, random_inputs
 from tests.integration.test_second_order import arguments, inputs_of, spec_of
 from tests.integration.test_second_order import assert_within_bounds as assert_second_order
@@ -28,6 +33,10 @@ ROOT = Path(__file__).parents[2]
 ARENA = ("--arena-bytes", "64MiB")
 SPEC = Spec(FLOAT32, (4, 9, 9, 48), 3)
 INPUTS = random_inputs(SPEC)
+SLOW = random_inputs(Spec(FLOAT16, (4, 9, 9, 48), 3))
+"""What waits at the gate."""
+DEADLY = random_inputs(Spec(BFLOAT16, (4, 9, 9, 48), 3))
+"""What kills its worker, if it is told to."""
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +120,113 @@ def test_a_device_that_fails_ends_its_worker_and_its_work_is_run_again(kernels: 
         assert_same_bits(client.fused_batch_norm_grad_v2(*INPUTS), before)
         sentence = "ended with exit code 1: emulated GPU 1 failed: an illegal memory access was encountered"
         wait_until(lambda: f"worker of device cuda:1 {sentence}" in server.stderr())
+
+
+class Gate:
+    """Holds requests up in their workers, on one GPU, until it is opened."""
+
+    def __init__(self, server: EmbeddedServer, client: bngrad.Client) -> None:
+        self._server = server
+        self._client = client
+        self._threads = ThreadPoolExecutor()
+        self.held = 0
+
+    def hold(self) -> Future[Any]:
+        """Sends a request, and returns once it is held in the worker."""
+        answer = self._threads.submit(self._client.fused_batch_norm_grad_v2, *SLOW)
+        self.wait_until_held()
+        return answer
+
+    def wait_until_held(self) -> None:
+        """Returns once one more is held, by the worker that there is now."""
+        self.held += 1
+        wait_until(lambda: self._server.stderr().count("waits at the gate") == self.held)
+        assert f"worker {worker_pid(self._server)} waits at the gate" in self._server.stderr().splitlines()
+
+    def send(self, *inputs: Any) -> Future[Any]:
+        """Sends a request that is not held."""
+        return self._threads.submit(self._client.fused_batch_norm_grad_v2, *inputs)
+
+
+@contextmanager
+def gate(kernels: Path, server: EmbeddedServer, client: bngrad.Client) -> Iterator[Gate]:
+    """Closed until the block ends."""
+    with (kernels.parent / "gate").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield Gate(server, client)
+    (kernels.parent / "gate").unlink()
+
+
+def test_a_gpu_computes_two_batches_at_once_and_answers_the_one_that_is_done_first(kernels: Path) -> None:
+    with EmbeddedServer(device="cuda:0", options=ARENA) as server, bngrad.Client(server.target) as client:
+        slow, fast = (client.fused_batch_norm_grad_v2(*inputs) for inputs in (SLOW, INPUTS))
+        with gate(kernels, server, client) as closed:
+            answer = closed.hold()
+            with bngrad.Client(server.target, transport="shared") as other:  # whose memory both seats have to learn of
+                for _ in range(3):
+                    assert_same_bits(other.fused_batch_norm_grad_v2(*INPUTS), fast)
+            assert not answer.done()
+            another = closed.hold()
+            assert [device.name for device in client.server_info().devices] == ["cuda:0"]
+        assert_same_bits(answer.result(60), slow)
+        assert_same_bits(another.result(60), slow)
+        assert client.server_info().devices[0].restarts == 0
+
+
+def test_memory_that_a_client_shared_is_mapped_until_every_seat_has_forgotten_it(kernels: Path) -> None:
+    with EmbeddedServer(device="cuda:0", options=ARENA) as server, bngrad.Client(server.target) as client:
+        worker = worker_pid(server)
+        with gate(kernels, server, client) as closed:
+            answer = closed.hold()
+            with bngrad.Client(server.target, transport="shared") as other:
+                assert_gradients(SPEC, INPUTS, other.fused_batch_norm_grad_v2(*INPUTS))
+                assert regions_of(worker)
+            wait_until(lambda: not regions_of(server.process.pid))
+        answer.result(60)
+        # The seat that was held has learned of it and forgotten it only now, after the other one.
+        for word, times in (("page-locked", 3), ("page-unlocked", 2)):
+            wait_until(lambda word=word, times=times: server.stderr().count(word) == times)  # type: ignore[misc]
+        wait_until(lambda: not regions_of(worker))
+
+
+@pytest.mark.parametrize("how", ["it is killed", "its device fails"])
+def test_both_batches_run_again_where_their_worker_dies(kernels: Path, how: str) -> None:
+    with EmbeddedServer(device="cuda:0", options=ARENA) as server, bngrad.Client(server.target) as client:
+        slow, fast = (client.fused_batch_norm_grad_v2(*inputs) for inputs in (SLOW, INPUTS))
+        with gate(kernels, server, client) as closed:
+            first = closed.hold()
+            if how == "it is killed":
+                second, expected = closed.hold(), slow
+                os.kill(worker_pid(server), signal.SIGKILL)
+            else:
+                (kernels.parent / "poison").touch()
+                second, expected = closed.send(*INPUTS), fast
+            wait_until(lambda: client.server_info().devices[0].restarts == 1)
+        assert_same_bits(first.result(60), slow)
+        assert_same_bits(second.result(60), expected)
+        assert client.server_info().devices[0].restarts == 1
+        sentence = (
+            "was killed by SIGKILL" if how == "it is killed" else "ended with exit code 1: emulated GPU 0 failed: an"
+        )
+        assert f"worker of device cuda:0 {sentence}" in server.stderr()
+
+
+def test_a_request_that_kills_two_workers_is_given_up_and_not_the_one_beside_it(kernels: Path) -> None:
+    deadly = kernels.parent / "deadly"
+    with EmbeddedServer(device="cuda:0", options=ARENA) as server, bngrad.Client(server.target) as client:
+        slow, harmless = (client.fused_batch_norm_grad_v2(*inputs) for inputs in (SLOW, DEADLY))
+        deadly.touch()
+        with gate(kernels, server, client) as closed:
+            innocent = closed.hold()
+            poison = closed.send(*DEADLY)
+            wait_until(lambda: client.server_info().devices[0].restarts == 1)
+            closed.wait_until_held()  # again, and without the other
+        assert_same_bits(innocent.result(60), slow)
+        with pytest.raises(bngrad.InternalError, match="2 workers died while computing this request"):
+            poison.result(60)
+        deadly.unlink()
+        assert_same_bits(client.fused_batch_norm_grad_v2(*DEADLY), harmless)
+        assert client.server_info().devices[0].restarts == 2
 
 
 def test_the_arena_and_shared_regions_are_page_locked_as_long_as_they_are_mapped() -> None:

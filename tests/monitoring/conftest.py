@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from tests.integration.conftest import Transport, wait_until
 
 import bngrad
@@ -52,6 +53,16 @@ def http_of(server: EmbeddedServer) -> str:
 def status_of(http: str) -> dict[str, Any]:
     status: dict[str, Any] = json.loads(get(f"{http}/status.json").text)
     return status
+
+
+def samples(http: str) -> dict[tuple[str, tuple[str, ...]], float]:
+    """Every sample by its name and its labels' values, in the order of the labels' names."""
+    text = get(f"{http}/metrics").text
+    return {
+        (sample.name, tuple(value for _, value in sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
 
 
 def call(client: bngrad.Client, **attributes: Any) -> None:

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from tests.monitoring.conftest import get, status_of, tool
 
 from bngrad_server import cli
+from bngrad_server.metrics import STAGES
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +61,12 @@ def test_what_clients_send_is_shown_as_text_and_never_as_markup(http: str) -> No
 def test_top_shows_the_same_in_a_terminal(http: str) -> None:
     result = CliRunner().invoke(cli.main, ["top", http, "--once"])
     assert result.exit_code == 0, result.output
-    for words in ("ready", "cpu:0", "99 % within", "compute", "INVALID_ARGUMENT", "requests/s", "arena", "restarts"):
+    for words in ("ready", "cpu:0", "last minute", "compute", "INVALID_ARGUMENT", "requests/s", "arena", "restarts"):
         assert words in result.output
-    assert max(map(len, result.output.splitlines())) <= 80
+    lines = result.output.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any(all(name in line for name in STAGES) for line in lines)
+    assert "…" not in result.output
 
 
 def test_top_gives_scripts_json(http: str) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gzip
+import resource
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import grpc
@@ -18,12 +20,15 @@ from tests.faults.peers import path_of, request
 from tests.integration.conftest import wait_until
 from tests.security.conftest import DOORS, Guarded, ask
 
+import bngrad
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.security.tokens import new_token
 
 _MOST_MEMORY = 700 * 2**20
 _SPARE_DESCRIPTORS = 32
 _CALLS = 10
+_HALF_OPEN = 10_000
+_CONNECTION_BYTES = 40_000
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +67,51 @@ def test_a_good_client_is_served_beside_bad_ones(open_to_all: Guarded, name: str
             assert front.memory_info().rss < _MOST_MEMORY
         wait_until(lambda: front.num_fds() <= descriptors + _SPARE_DESCRIPTORS)
     assert "Traceback" not in guarded.server.stderr()
+
+
+def test_half_open_connections_take_memory_and_descriptors_up_to_a_limit(open_to_all: Guarded) -> None:
+    """And time from those who are there already; newcomers get in once handshakes have timed out."""
+    guarded = open_to_all
+    front = psutil.Process(guarded.server.process.pid)
+    soft, _ = front.rlimit(psutil.RLIMIT_NOFILE)
+    most = min(8192, max(soft - 2048, soft // 2) // 2)  # grpcio has two addresses here
+    with guarded.client(transport="unary") as grpcio, guarded.client(transport="stream") as own:
+        for client in (grpcio, own):
+            ask(client)
+        descriptors, memory = front.num_fds(), front.memory_info().rss
+        most_seen = descriptors
+        with many_descriptors(), ExitStack() as held:
+            for number in range(_HALF_OPEN):
+                with suppress(OSError):
+                    held.enter_context(socket.create_connection(guarded.port("grpcio TCP"), 60))
+                if number % 500 == 0:
+                    most_seen = max(most_seen, front.num_fds())
+            for client in (grpcio, own):
+                ask(client)
+            assert descriptors + most // 4 < most_seen <= descriptors + most + _SPARE_DESCRIPTORS
+            assert front.memory_info().rss < memory + 2 * _CONNECTION_BYTES * most
+            with guarded.client(transport="unary") as newcomer:
+                wait_until(lambda: is_answered(newcomer))
+        wait_until(lambda: front.num_fds() <= descriptors + _SPARE_DESCRIPTORS)
+
+
+def is_answered(client: bngrad.Client) -> bool:
+    try:
+        ask(client)
+    except bngrad.UnavailableError:
+        return False
+    return True
+
+
+@contextmanager
+def many_descriptors() -> Iterator[None]:
+    """Lets this process have as many connections as it may, for a while."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize("door", DOORS)

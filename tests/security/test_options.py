@@ -37,14 +37,17 @@ def test_health_may_be_open_and_reflection_off(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--token-file", "no-such-file"), "No such file or directory: 'no-such-file'"),
-        (("--tls-certificate", "no-such-file", "--tls-key", "x"), "No such file or directory: 'no-such-file'"),
-        (("--token-file", __file__), f"line 1 of {__file__} must be NAME sha256:HASH"),
+        (("--token-file", "no-such-file"), "cannot read no-such-file, token_file: No such file or directory"),
+        (
+            ("--tls-certificate", "no-such-file", "--tls-key", "x"),
+            "cannot read no-such-file, tls_certificate: No such file or directory",
+        ),
+        (("--token-file", __file__), f"cannot listen as it should be: line 1 of {__file__} must be NAME sha256:HASH"),
         (("--tls-certificate", __file__, "--tls-key", __file__), "are no certificate with its key"),
     ],
 )
 def test_files_that_are_of_no_use_are_named_at_the_start(options: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ServerStartError, match=r"cannot listen as it should be") as refused:
+    with pytest.raises(ServerStartError) as refused:
         EmbeddedServer(options=options).__enter__()
     assert message in str(refused.value)
     assert "Traceback" not in str(refused.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -92,6 +93,7 @@ class CupyDevice:
             f"CuPy {cupy.__version__}"
         )
         self._kernels: dict[str, Any] = {}
+        self._mutex = threading.Lock()
 
     def use(self) -> None:
         """Makes it the calling thread's device."""
@@ -105,10 +107,11 @@ class CupyDevice:
 
     def kernel(self, symbol: str, shared_nbytes: int = 0) -> Any:
         """A loaded kernel, that may have so much shared memory for the launch to decide about."""
-        if symbol not in self._kernels:
-            self._kernels[symbol] = self._module.get_function(symbol)
-        kernel = self._kernels[symbol]
-        kernel.max_dynamic_shared_size_bytes = max(kernel.max_dynamic_shared_size_bytes, shared_nbytes)
+        with self._mutex:  # or another thread might make less of what this one has asked for
+            if symbol not in self._kernels:
+                self._kernels[symbol] = self._module.get_function(symbol)
+            kernel = self._kernels[symbol]
+            kernel.max_dynamic_shared_size_bytes = max(kernel.max_dynamic_shared_size_bytes, shared_nbytes)
         return kernel
 
     def lane(self) -> CupyLane:

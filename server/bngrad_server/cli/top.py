@@ -78,7 +78,7 @@ def _screen(address: str, status: dict[str, Any]) -> RenderableType:
     server, points = status["server"], status["points"]
     parts: list[RenderableType] = [_head(address, server), _numbers(server, points), _devices(server, points)]
     if status["recent"] is not None:
-        parts.append(_minute(status["recent"], points))
+        parts += [_times(status["recent"]), _minute(status["recent"], points)]
     if server["failures"]:
         parts.append(_failures(server))
     return Group(*parts)
@@ -132,15 +132,21 @@ def _devices(server: dict[str, Any], points: list[dict[str, Any]]) -> Renderable
     return table
 
 
+def _times(recent: dict[str, Any]) -> RenderableType:
+    """How long the requests of the last minute took, and where their time went."""
+    times = {"median": recent["p50"], "90 %": recent["p90"], "99 %": recent["p99"], **recent["stages"]}
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title="last minute", title_justify="left")
+    for name in times:
+        table.add_column(name, no_wrap=True, justify="right")
+    table.add_row(*map(_seconds, times.values()))
+    return table
+
+
 def _minute(recent: dict[str, Any], points: list[dict[str, Any]]) -> RenderableType:
-    """The last minute: requests in each second, where their time went, and how long they took."""
-    stages = "   ".join(f"{name} {_seconds(value)}" for name, value in recent["stages"].items())
-    quantiles = "   ".join(f"{q} % within {_seconds(recent[f'p{q}'])}" for q in (50, 90, 99))
+    """The last minute: requests in each second, and how long how many of them took."""
     table = Table.grid(padding=(0, 2))
     answered = _sparkline([point["answered"] for point in points[-_MINUTE_S:]])
     table.add_row(Text("requests/s", style="bold"), Text(answered, style="blue"))
-    table.add_row(Text("latency", style="bold"), Text(quantiles))
-    table.add_row(Text("stages", style="bold"), Text(stages))
     used = [k for k, count in enumerate(recent["counts"]) if count]
     if used:
         low, high = used[0], used[-1] + 1

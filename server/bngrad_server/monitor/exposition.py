@@ -37,6 +37,14 @@ _COUNTERS: tuple[tuple[str, str, tuple[str, ...], Callable[[Status], Rows]], ...
         *(("op", "transport", "code"), lambda status: [(labels, count) for *labels, count in status["requests"]]),
     ),
     (
+        *("bngrad_refused_calls", "Calls that ended, by gRPC status code, before it was known what they ask for."),
+        *(("code",), lambda status: [([code], count) for code, count in status["refused_calls"].items()]),
+    ),
+    (
+        *("bngrad_refused_connections", "Connections to the server's own endpoint that were closed on their clients."),
+        *(("reason",), lambda status: [([name], count) for name, count in status["refused_connections"].items()]),
+    ),
+    (
         *("bngrad_tensor_bytes", "Bytes of the tensors of the shape of x of answered requests, in and out."),
         *(("transport",), lambda status: [([name], nbytes) for name, nbytes in status["tensor_bytes"].items()]),
     ),

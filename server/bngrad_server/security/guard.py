@@ -32,9 +32,16 @@ class Guard:
         reads_certificates: Whether clients have some, which say who they are.
     """
 
-    def __init__(self, tokens: Tokens | None = None, *, reads_certificates: bool = False) -> None:
+    def __init__(
+        self,
+        tokens: Tokens | None = None,
+        *,
+        reads_certificates: bool = False,
+        on_refusal: Callable[[], object] = lambda: None,
+    ) -> None:
         """Lets only owners of these tokens in; None lets everybody in."""
         self._tokens = tokens
+        self._on_refusal = on_refusal
         self.asks_tokens = tokens is not None
         self.reads_certificates = reads_certificates
 
@@ -52,6 +59,7 @@ class Guard:
             return otherwise
         owner = self._tokens.owner(authorization)
         if owner is None:
+            self._on_refusal()
             raise UnauthenticatedError
         return f"token {owner}"
 

@@ -27,17 +27,25 @@ Taker = Callable[[socket.socket, str], None]
 class Handshakes:
     """The thread for them. But for `begin` and what starts and stops it, all is done by that."""
 
-    def __init__(self, certificates: Certificates, done: Taker, on_new_authorities: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        certificates: Certificates,
+        done: Taker,
+        on_new_authorities: Callable[[], None],
+        on_failure: Callable[[], None],
+    ) -> None:
         """Begins nothing yet.
 
         Args:
             certificates: What to show and what to ask for.
             done: Takes connections whose handshake is done, and whom they belong to; called by this thread.
             on_new_authorities: Called when other clients than before are accepted.
+            on_failure: Called for each handshake that comes to nothing.
         """
         self._certificates = certificates
         self._done = done
         self._on_new_authorities = on_new_authorities
+        self._on_failure = on_failure
         self._client_ca = certificates.client_ca
         self._poller = Poller("handshakes")
         self._poller.on_tick = self._look
@@ -59,7 +67,7 @@ class Handshakes:
 
     def _begin(self, plain: socket.socket, client: str) -> None:
         if len(self._running) >= _MAX_HANDSHAKES:
-            self._close(next(iter(self._running)))
+            self._give_up(next(iter(self._running)))
         try:
             plain.setblocking(False)
             sock = self._certificates.context.wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
@@ -78,7 +86,7 @@ class Handshakes:
             return
         except (OSError, ValueError) as error:
             logger.debug("a handshake with %s failed: %s", self._running[sock][0], error)
-            self._close(sock)
+            self._give_up(sock)
             return
         client, _ = self._running.pop(sock)
         self._poller.forget(sock.fileno())
@@ -90,11 +98,15 @@ class Handshakes:
         for sock, (_, until) in list(self._running.items()):
             if until > now:
                 break
-            self._close(sock)
+            self._give_up(sock)
         client_ca = self._certificates.client_ca
         if client_ca != self._client_ca:
             self._client_ca = client_ca
             self._on_new_authorities()
+
+    def _give_up(self, sock: ssl.SSLSocket) -> None:
+        self._on_failure()
+        self._close(sock)
 
     def _close(self, sock: ssl.SSLSocket) -> None:
         del self._running[sock]

@@ -6,7 +6,9 @@ That is how a server of a test, whose workers are processes of their own, comes 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,15 @@ from tests.unit.kernels.cuda.devices import EmulatedDevice
 
 from bngrad_kernels.cuda import device, probe
 from bngrad_kernels.cuda.back_end import Lane
+from bngrad_kernels.cuda.chunk import Launch
 from bngrad_kernels.problem import Array
 
 KERNELS = os.environ["EMULATED_KERNELS"]
 FOLDER = Path(KERNELS).parent
 POISON, NO_PINNING = FOLDER / "poison", FOLDER / "no-pinning"
 """Where there is such a file, the next launch fails as an illegal access does; page-locking is refused."""
+GATE, DEADLY = FOLDER / "gate", FOLDER / "deadly"
+"""Where there is such a file, a launch for float16 waits while it is locked; one for bfloat16 kills its process."""
 
 
 class CudaError(Exception):
@@ -40,13 +45,17 @@ class Gpu(EmulatedDevice):
         lane: Any = super().lane()
         launch = lane.launch
 
-        def launch_unless_poisoned(*arguments: Any) -> None:
+        def launch_with_incidents(what: Launch, descriptors: int) -> None:
             if POISON.exists():
                 POISON.unlink()
                 raise CudaError("an illegal memory access was encountered")
-            launch(*arguments)
+            if GATE.exists() and what.kernel.symbol.startswith("float16"):
+                wait_at_gate()
+            if DEADLY.exists() and what.kernel.symbol.startswith("bfloat16"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            launch(what, descriptors)
 
-        lane.launch = launch_unless_poisoned
+        lane.launch = launch_with_incidents
         made: Lane = lane
         return made
 
@@ -57,6 +66,15 @@ class Gpu(EmulatedDevice):
 
     def unregister(self, memory: Array) -> None:
         print(f"page-unlocked {memory.nbytes} bytes", file=sys.stderr, flush=True)
+
+
+def wait_at_gate() -> None:
+    with GATE.open() as gate:
+        try:
+            fcntl.flock(gate, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"worker {os.getpid()} waits at the gate", file=sys.stderr, flush=True)
+            fcntl.flock(gate, fcntl.LOCK_SH)
 
 
 setattr(device, "CupyDevice", Gpu)  # noqa: B010 - it is another class

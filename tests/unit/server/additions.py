@@ -33,10 +33,12 @@ class Adder:
         self._engine = engine
         self._has_died = False
         self._near, self._far = socket.socketpair()
+        self.seats = 1
 
-    def begin(self, parts: Sequence[Part]) -> None:
+    def begin(self, parts: Sequence[Part]) -> Adder:
         self.batches.append(len(parts))
         threading.Thread(target=self._compute, args=(parts,)).start()
+        return self
 
     def fileno(self) -> int:
         return self._near.fileno()

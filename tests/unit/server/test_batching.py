@@ -13,104 +13,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import pytest
+from tests.unit.server.workers import TIMEOUT_S, GatedWorker, Requests, job, large_job, wait_until
 
-from bngrad_kernels.spec import BFLOAT16, FLOAT32, Spec
 from bngrad_server.batching import MAX_ATTEMPTS, Batcher, ComputeError
 from bngrad_server.crew import Part, Worker, WorkerDiedError
-from bngrad_server.jobs import Job, JobState, KernelKey
-from bngrad_server.leading import Leader
+from bngrad_server.jobs import Job, JobState
+from bngrad_server.leading import Leader, run
 from bngrad_server.poller import Poller
-from bngrad_server.staging import Place, Task
-
-TIMEOUT_S = 20.0
-SPEC = Spec(FLOAT32, (2, 3, 3, 4), channel_axis=3)
-TASK = Task(True, 0, (Place(0, 0),) * 3)
-KEYS: list[KernelKey] = [
-    (FLOAT32, True, True, 1),
-    (BFLOAT16, True, True, 1),
-    (FLOAT32, False, True, 1),
-    (FLOAT32, True, False, 1),
-]
-
-
-def job(
-    key: int = 0,
-    nbytes: int = 100,
-    is_abandoned: Callable[[], bool] = lambda: False,
-    *,
-    client: str = "client",
-    deadline: float | None = None,
-) -> Job:
-    return Job(SPEC, TASK, nbytes, KEYS[key], client=client, priority=0, deadline=deadline, is_abandoned=is_abandoned)
-
-
-class GatedWorker:
-    """Computes a batch once it is told to: what it is handed waits in `begun`, its outcome is set on the future."""
-
-    def __init__(self) -> None:
-        self._begun: list[tuple[list[Job], Future[list[str | None]]]] = []
-        self._changed = threading.Condition()
-        self.parts: list[range] = []
-        self.killed = False
-
-    def begin(self, parts: Sequence[Part]) -> None:
-        self.parts = [channels for _, channels in parts]
-        with self._changed:
-            self._outcome = Future[list[str | None]]()
-            self._begun.append(([job for job, _ in parts], self._outcome))
-            self._changed.notify()
-
-    def fileno(self) -> int:
-        raise AssertionError("whoever leads it waits for it")
-
-    def finish(self) -> list[str | None]:
-        return self._outcome.result(TIMEOUT_S)
-
-    def kill(self) -> None:
-        self.killed = True
-
-    def next_batch(self) -> tuple[list[Job], Future[list[str | None]]]:
-        with self._changed:
-            assert self._changed.wait_for(lambda: self._begun, TIMEOUT_S), "no batch was begun"
-            return self._begun.pop(0)
-
-    def compute(self) -> list[Job]:
-        batch, outcome = self.next_batch()
-        outcome.set_result([None] * len(batch))
-        return batch
-
-    def die(self) -> list[Job]:
-        batch, outcome = self.next_batch()
-        outcome.set_exception(WorkerDiedError("killed"))
-        return batch
-
-    @property
-    def is_untouched(self) -> bool:
-        return not self._begun
-
-
-class Requests:
-    """Runs jobs in threads, in the order in which they are given."""
-
-    def __init__(self, batcher: Batcher) -> None:
-        self.batcher = batcher
-        self._threads = ThreadPoolExecutor(32)
-
-    def run(self, *jobs: Job) -> list[Future[None]]:
-        futures = []
-        for each in jobs:
-            futures.append(self._threads.submit(self.batcher.run, each))
-            wait_until(functools.partial(self._has_begun, each))
-        return futures
-
-    def _has_begun(self, job: Job) -> bool:
-        return job.state is not JobState.WAITING or job in list(self.batcher._queue.jobs)
-
-    def end(self) -> None:
-        self.batcher.close()
-        self._threads.shutdown()
 
 
 @pytest.fixture
@@ -123,13 +35,6 @@ def requests() -> Iterator[Requests]:
 @pytest.fixture
 def worker() -> GatedWorker:
     return GatedWorker()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.0005)
 
 
 @contextmanager
@@ -229,7 +134,7 @@ def test_a_thread_that_leads_a_worker_is_not_handed_another(requests: Requests) 
 
     def run_slow() -> None:
         owner.set_result(threading.get_ident())
-        requests.batcher.run(slow)
+        run(requests.batcher, slow)
 
     thread = threading.Thread(target=run_slow)
     thread.start()
@@ -248,7 +153,7 @@ def test_a_thread_that_leads_a_worker_is_not_handed_another(requests: Requests) 
     thread.join(TIMEOUT_S)
     for future in futures:
         future.result(TIMEOUT_S)
-    assert set(requests.batcher._idle) == set(workers)
+    assert set(requests.batcher._free) == set(workers)
 
 
 def test_an_abandoned_job_is_never_run(requests: Requests, worker: GatedWorker) -> None:
@@ -356,7 +261,7 @@ def test_closing_ends_every_job_that_no_worker_has(requests: Requests, worker: G
     with pytest.raises(CancelledError):
         waiting.result(TIMEOUT_S)
     with pytest.raises(CancelledError):
-        requests.batcher.run(job())
+        run(requests.batcher, job())
     if dies:
         outcome.set_exception(WorkerDiedError("killed"))
         with pytest.raises(CancelledError):
@@ -368,78 +273,124 @@ def test_closing_ends_every_job_that_no_worker_has(requests: Requests, worker: G
     assert worker.is_untouched
 
 
+@dataclass
+class World:
+    """What random workers share: what they touch at this time, and what should not have been.
+
+    Attributes:
+        kills: Tells whether a worker dies of a batch.
+    """
+
+    random: random.Random
+    kills: Callable[[list[Job]], bool]
+    touched: set[int] = field(default_factory=set)
+    mischief: list[str] = field(default_factory=list)
+    mutex: threading.Lock = field(default_factory=threading.Lock)
+
+
 class RandomWorker:
-    """Takes its time, dies now and then, and notes which jobs it touches."""
+    """Takes its time, and dies now and then."""
 
-    def __init__(self, random_: random.Random, touched: set[int], mutex: threading.Lock) -> None:
+    def __init__(self, world: World, seats: int) -> None:
+        self.seats = seats
+        self.world = world
         self.has_died = threading.Event()
-        self._done = os.eventfd(0)
-        weakref.finalize(self, os.close, self._done)
-        self._random = random_
-        self._touched = touched
-        self._mutex = mutex
+        self.batches: list[list[Job]] = []
 
-    def begin(self, parts: Sequence[Part]) -> None:
-        self._batch = [job for job, _ in parts]
-        os.eventfd_write(self._done, 1)
+    def begin(self, parts: Sequence[Part]) -> RandomRun:
+        batch = [job for job, _ in parts]
+        world = self.world
+        with world.mutex:
+            self.batches.append(batch)
+            if len({each.kernel_key for each in batch}) != 1:
+                world.mischief.append("jobs of two kernels are in a batch")
+            if len(self.batches) > self.seats:
+                world.mischief.append("a worker has more batches than seats")
+            jobs = list(itertools.chain(*self.batches))
+            if len(jobs) > 1 and any(each.attempts > 1 for each in jobs):
+                world.mischief.append("a job that has cost a worker has company")
+        return RandomRun(self, batch)
 
     def kill(self) -> None:
         pass
+
+
+class RandomRun:
+    """A batch that a random worker computes."""
+
+    def __init__(self, worker: RandomWorker, batch: list[Job]) -> None:
+        self._worker = worker
+        self._batch = batch
+        self._done = os.eventfd(1)
+        weakref.finalize(self, os.close, self._done)
 
     def fileno(self) -> int:
         return self._done
 
     def finish(self) -> list[str | None]:
+        worker, world = self._worker, self._worker.world
         os.eventfd_read(self._done)
-        batch = self._batch
-        assert batch
-        assert len({each.kernel_key for each in batch}) == 1
-        assert len(batch) == 1 or not any(each.attempts > 1 for each in batch)
-        if self.has_died.is_set():
-            raise WorkerDiedError("was dead")
-        ids = {id(each) for each in batch}
-        with self._mutex:
-            assert not ids & self._touched, "two workers touch the memory of a job"
-            self._touched |= ids
-            duration_s = self._random.choice((0, 0, 0.0005, 0.002))
-            dies = self._random.random() < 0.1
+        ids = {id(each) for each in self._batch}
+        with world.mutex:
+            if ids & world.touched:
+                world.mischief.append("two workers touch the memory of a job")
+            world.touched |= ids
+            duration_s = world.random.choice((0, 0, 0.0005, 0.002))
         time.sleep(duration_s)
-        with self._mutex:
-            self._touched -= ids
-        if dies:
-            self.has_died.set()
-            raise WorkerDiedError("killed")
-        return ["Error" if each.nbytes % 7 == 0 else None for each in batch]
+        with world.mutex:
+            world.touched -= ids
+            worker.batches.remove(self._batch)
+            if worker.has_died.is_set():
+                raise WorkerDiedError("was dead")
+            if world.kills(self._batch):
+                worker.has_died.set()
+                raise WorkerDiedError("killed")
+        return ["Error" if each.nbytes % 7 == 0 else None for each in self._batch]
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_every_job_ends_once_and_no_worker_is_lost(seed: int) -> None:  # noqa: PLR0915 - a world of its own
-    random_, n_workers, mutex = random.Random(seed), seed + 1, threading.Lock()
+def is_poison(nbytes: int) -> bool:
+    return nbytes % 17 == 3
+
+
+@pytest.mark.parametrize("poisoned", [False, True], ids=["deaths by chance", "deaths by poison"])
+@pytest.mark.parametrize("seats", [1, 2])
+@pytest.mark.parametrize("n_workers", range(1, 4))
+def test_every_job_ends_once_and_no_worker_is_lost(  # noqa: PLR0915 - a world of its own
+    n_workers: int, seats: int, poisoned: bool
+) -> None:
+    random_ = random.Random(n_workers)
+    world = World(
+        random_, lambda batch: any(is_poison(each.nbytes) for each in batch) if poisoned else random_.random() < 0.1
+    )
     batcher = Batcher(max_jobs=4, max_bytes=1000)
     poller = Poller("poller")
     Leader(poller, batcher)
     poller.start()
-    touched, untouched = set[int](), set[int]()
+    untouched = set[int]()
     ended: dict[int, tuple[Job, Exception | None]] = {}
     numbers, stop, stopping = itertools.count(), time.monotonic() + 0.8, threading.Event()
 
     def keep() -> None:
         while not stopping.is_set():
-            worker = RandomWorker(random_, touched, mutex)
-            batcher.offer(worker)
+            worker = RandomWorker(world, seats)
+            for _ in range(seats):
+                batcher.offer(worker)
             while not worker.has_died.wait(0.01) and not stopping.is_set():
                 pass
             batcher.withdraw(worker)
 
     def request() -> None:
         while time.monotonic() < stop:
-            with mutex:
+            with world.mutex:
                 number, key, patience_s = next(numbers), random_.randrange(2), random_.choice((None, 0, 0.001, 0.003))
             begin = time.monotonic()
-            gone_at = begin + 0.001 if number % 5 == 0 else float("inf")
+            nbytes = 1 + number % 300
+            if poisoned and is_poison(nbytes):
+                patience_s = None  # so that some are surely given up
+            gone_at = begin + 0.001 if number % 5 == 0 and patience_s is not None else float("inf")
             only = job(
                 key,
-                1 + number % 300,
+                nbytes,
                 functools.partial(is_past, gone_at),
                 client=str(number % 3),
                 deadline=None if patience_s is None else begin + patience_s,
@@ -447,7 +398,7 @@ def test_every_job_ends_once_and_no_worker_is_lost(seed: int) -> None:  # noqa: 
             error: Exception | None = None
             try:
                 if number % 2:
-                    batcher.run(only)
+                    run(batcher, only)
                 else:
                     submit_and_wait(only)
             except (TimeoutError, CancelledError, ComputeError) as caught:
@@ -466,7 +417,7 @@ def test_every_job_ends_once_and_no_worker_is_lost(seed: int) -> None:  # noqa: 
             raise only.error
 
     def release(number: int, only: Job) -> None:
-        assert id(only) not in touched
+        assert id(only) not in world.touched
         assert number not in untouched
         untouched.add(number)
 
@@ -474,19 +425,24 @@ def test_every_job_ends_once_and_no_worker_is_lost(seed: int) -> None:  # noqa: 
         keepers = [threads.submit(keep) for _ in range(n_workers)]
         for future in [threads.submit(request) for _ in range(24)]:
             future.result(TIMEOUT_S)
-        wait_until(lambda: sum(is_alive(worker) for worker in list(batcher._idle)) == n_workers)
+        wait_until(lambda: sum(is_alive(worker) for worker in list(batcher._free)) == n_workers * seats)
         stopping.set()
         for keeper in keepers:
             keeper.result(TIMEOUT_S)
     poller.stop(TIMEOUT_S)
     assert not poller.is_alive
     assert not len(batcher._queue)
-    assert not touched
+    assert not world.touched
+    assert not world.mischief
     assert set(ended) == untouched == set(range(next(numbers)))
     assert all(only.has_ended for only, _ in ended.values())
     outcomes = Counter(type(error) for _, error in ended.values())
     assert outcomes[type(None)] > 100
     assert set(outcomes) == {type(None), TimeoutError, CancelledError, ComputeError}
+    if poisoned:
+        given_up = [is_poison(only.nbytes) for only, error in ended.values() if "workers died" in str(error)]
+        assert given_up
+        assert all(given_up), "a job was blamed for another"
 
 
 def is_past(moment: float) -> bool:
@@ -496,14 +452,6 @@ def is_past(moment: float) -> bool:
 def is_alive(worker: Worker) -> bool:
     assert isinstance(worker, RandomWorker)
     return not worker.has_died.is_set()
-
-
-LARGE = Spec(FLOAT32, (8, 64, 64, 64), channel_axis=3)
-
-
-def large_job() -> Job:
-    nbytes = 3 * LARGE.tensor_nbytes
-    return Job(LARGE, TASK, nbytes, KEYS[0], client="a", priority=0, deadline=None, is_abandoned=lambda: False)
 
 
 @pytest.fixture
@@ -531,7 +479,7 @@ def test_a_large_job_is_split_by_channels_among_the_workers_that_are_idle(
     wait_until(lambda: any(not worker.is_untouched for worker in crew))
     next(worker for worker in crew if not worker.is_untouched).compute()
     waiting.result(TIMEOUT_S)
-    wait_until(lambda: len(requests.batcher._idle) == 3)
+    wait_until(lambda: len(requests.batcher._free) == 3)
 
 
 def test_a_part_that_fails_fails_its_job(requests: Requests, crew: list[GatedWorker]) -> None:
@@ -541,7 +489,7 @@ def test_a_part_that_fails_fails_its_job(requests: Requests, crew: list[GatedWor
         outcome.set_result([failure])
     with pytest.raises(ComputeError, match="MemoryError"):
         future.result(TIMEOUT_S)
-    wait_until(lambda: len(requests.batcher._idle) == 3)
+    wait_until(lambda: len(requests.batcher._free) == 3)
 
 
 @pytest.mark.parametrize("dead", range(3))
@@ -563,7 +511,7 @@ def test_a_job_of_which_one_worker_died_runs_alone_once_the_others_are_done(
     assert survivor.parts == [range(64)]
     future.result(TIMEOUT_S)
     assert crew[dead].killed
-    wait_until(lambda: set(requests.batcher._idle) == set(crew) - {crew[dead]})
+    wait_until(lambda: set(requests.batcher._free) == set(crew) - {crew[dead]})
 
 
 def test_a_job_waits_for_company_no_longer_than_it_may(worker: GatedWorker) -> None:

@@ -278,6 +278,7 @@ def test_the_connection_that_was_idle_longest_makes_room(service: Service, monke
         check_answered(ask(connection))
     check_works(service)
     assert [connection.usable for connection in (first, second, third)] == [True, False, True]
+    assert service.engine.observer.metrics.status()["refused_connections"]["full"] == 1
 
 
 def test_draining_answers_what_has_begun_and_leaves_no_thread(service: Service) -> None:

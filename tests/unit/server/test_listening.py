@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import resource
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from bngrad_server.listening import ListenError, check_socket, why_not
+from bngrad_server.listening import ListenError, check_socket, max_connections, raise_descriptor_limit, why_not
 
 
 def test_a_socket_on_which_somebody_listens_is_taken(tmp_path: Path) -> None:
@@ -47,3 +49,26 @@ def test_the_reason_is_told(address: str, reason: str) -> None:
 def test_a_port_that_is_taken_is_told() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         assert why_not(f"127.0.0.1:{listener.getsockname()[1]}") == "Address already in use"
+
+
+@pytest.fixture
+def hard_limit() -> Iterator[int]:
+    """How many descriptors this process could have; what a test changes is changed back."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield hard
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize(
+    ("descriptors", "addresses", "most"), [(256, 1, 128), (256, 2, 64), (3072, 1, 1536), (4096, 2, 1024)]
+)
+def test_connections_leave_descriptors_to_others(hard_limit: int, descriptors: int, addresses: int, most: int) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, hard_limit))
+    assert max_connections(addresses) == most
+
+
+def test_a_server_opens_as_many_files_as_it_may(hard_limit: int) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard_limit))
+    raise_descriptor_limit()
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(hard_limit, 65_536)
+    raise_descriptor_limit()

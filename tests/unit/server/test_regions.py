@@ -10,8 +10,8 @@ import pytest
 
 from bngrad_kernels.spec import InvalidArgumentError
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
-from bngrad_server.process import MappedRegion
 from bngrad_server.regions import ALIGNMENT, Region, Regions, RegionsFullError
+from bngrad_server.seat import MappedRegion
 from bngrad_server.staging import Place
 
 NBYTES = 4096

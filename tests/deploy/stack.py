@@ -1,0 +1,147 @@
+"""Runs what the README's section on deployment ends with, by podman-compose: TLS, tokens, metrics in Prometheus.
+
+Needs root, podman with runc, networks in which containers know each other's names (netavark with aardvark-dns), the
+images that `tests.deploy.image` leaves, and the ports 9090, 9464, 50051 and 50052 of this host. Prometheus is Debian's,
+so that no registry need be reached; Grafana, which Debian has not, is left out. Run it as ``make image-test``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+from tests.deploy.image import BASE, IMAGE, ROOT, run, say
+from tests.security.authority import HOSTS, Authority
+
+from bngrad_server.security.tokens import new_token
+
+PROMETHEUS = "localhost/bngrad-test-prometheus"
+# What the image of the Prometheus project does, with Debian's package.
+DOCKERFILE = f"""
+FROM {BASE}
+RUN apt-get update && apt-get install --yes --no-install-recommends prometheus \\
+    && mkdir /prometheus && chown nobody: /prometheus
+WORKDIR /prometheus
+VOLUME /prometheus
+USER nobody
+ENTRYPOINT ["prometheus"]
+CMD ["--config.file=/etc/prometheus/prometheus.yml", "--storage.tsdb.path=/prometheus"]
+"""
+FILES = ("compose.yaml", "compose.secure.yaml", "compose.monitoring.yaml", "compose.test.yaml")
+USER = 10001
+# As in tests.deploy.image; it is podman's bridge that is tried here.
+LIMITS = "--ulimit=nofile=4096:4096 --ulimit=nproc=4096:4096 --no-healthcheck"
+TIMEOUT_S = 120
+
+
+def build_prometheus(directory: Path) -> None:
+    (directory / "Dockerfile").write_text(DOCKERFILE)
+    how = ["--layers", "--isolation=chroot", "--format=docker", "--network=host"]
+    run("buildah", "build", *how, "--tag", PROMETHEUS, directory)
+
+
+def prepare(directory: Path) -> tuple[Path, Path]:
+    """Makes the folder ``docker`` as an operator has it; gives files for a client: the authority, and its token."""
+    docker, secrets = directory / "docker", directory / "docker" / "secrets"
+    shutil.copytree(ROOT / "docker", docker, ignore=shutil.ignore_patterns("secrets"))
+    images = {"server": {"image": f"{IMAGE}:cpu"}, "prometheus": {"image": PROMETHEUS}}
+    (docker / "compose.test.yaml").write_text(yaml.safe_dump({"services": images}))
+    authority = Authority(directory)
+    pair = authority.issue(*HOSTS)
+    token, line = new_token("trainer")
+    secrets.mkdir()
+    (directory / "token").write_text(token)
+    (secrets / "tokens").write_text(f"{line}\n")
+    shutil.copy(pair.certificate, secrets / "server.pem")
+    shutil.copy(pair.key, secrets / "server.key")
+    for path in (secrets, *secrets.iterdir()):
+        os.chown(path, USER, USER)
+        path.chmod(0o700 if path.is_dir() else 0o400)
+    return authority.path, directory / "token"
+
+
+@contextmanager
+def stack(docker: Path) -> Iterator[None]:
+    """Server and Prometheus, until the block ends."""
+    files = [argument for name in FILES for argument in ("--file", docker / name)]
+    compose = [
+        sys.executable,
+        "-m",
+        "podman_compose",
+        "--project-name=bngrad-test",
+        *files,
+        "--podman-args=--runtime=runc",
+    ]
+    try:
+        run(*compose, f"--podman-run-args={LIMITS}", "up", "--detach", "--no-build", "server", "prometheus")
+        yield
+    finally:
+        run(*compose, "down", "--volumes", "--timeout=60")
+
+
+def get(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=10) as answer:  # noqa: S310 - our own server's, or Prometheus'
+        return json.load(answer)
+
+
+def wait_for(what: str, look: Callable[[], bool]) -> None:
+    """Returns once it is there."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while True:
+        try:
+            if look():
+                return
+        except (OSError, ValueError):  # nobody answers yet
+            pass
+        if time.monotonic() > deadline:
+            raise SystemExit(f"{what}: not within {TIMEOUT_S} s")
+        time.sleep(0.5)
+
+
+def query(expression: str) -> float:
+    """What Prometheus says it is; 0 where there is nothing."""
+    parameters = urllib.parse.urlencode({"query": expression})
+    result = get(f"http://localhost:9090/api/v1/query?{parameters}")["data"]["result"]
+    return float(result[0]["value"][1]) if result else 0.0
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder)
+        build_prometheus(directory)
+        ca, token = prepare(directory)
+        bngrad = [sys.executable, "-m", "bngrad_server"]
+        target = ["localhost:50051", "--tls-ca", ca, "--token-file", token]
+        with stack(directory / "docker"):
+            wait_for(
+                "a server that is ready", lambda: bool(get("http://localhost:9464/status.json")["server"]["ready"])
+            )
+            print(run(*bngrad, "check", *target))
+            wait_for("a target that is up", lambda: query('up{job="bngrad"}') == 1)
+            rules = [
+                rule for group in get("http://localhost:9090/api/v1/rules")["data"]["groups"] for rule in group["rules"]
+            ]
+            assert rules
+            assert {rule["health"] for rule in rules} <= {"ok", "unknown"}  # until they are evaluated
+            answered = 'sum(bngrad_requests_total{code="OK"})'
+            before = query(answered)
+            run(*bngrad, "bench", *target, "--layer=tiny", "--seconds=1", "--json")
+            wait_for("requests in Prometheus", lambda: query(answered) > before + 10)
+            say(f"Prometheus has {len(rules)} alerts, a target that is up, and the requests of bngrad bench")
+    print("the stack works")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""What never becomes a request is counted too: calls that are refused, and connections."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+from tests.faults.peers import path_of, request
+from tests.integration.conftest import wait_until
+from tests.monitoring.conftest import HTTP, http_of, samples
+from tests.security.conftest import Guarded
+
+from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
+
+TCP_DOORS = ("grpcio TCP", "own TCP")
+OP = "FusedBatchNormGradV2"
+MESSAGE = request(4096).SerializeToString()
+
+
+@pytest.fixture(scope="module")
+def asking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    """A server with TLS, tokens and metrics."""
+    with Guarded(tmp_path_factory.mktemp("asking"), client_ca=False, options=HTTP).running() as guarded:
+        yield guarded
+
+
+@contextlib.contextmanager
+def counted(guarded: Guarded, name: str, *labels: str) -> Iterator[None]:
+    """Expects one more of what is done within the block."""
+    http = http_of(guarded.server)
+    before = samples(http).get((name, labels), 0)
+    yield
+    wait_until(lambda: samples(http).get((name, labels), 0) > before)
+    assert samples(http)[name, labels] == before + 1
+
+
+def call(guarded: Guarded, door: str, method: str, message: bytes, **options: Any) -> grpc.StatusCode:
+    """The status code of a call, which is alice's unless it has other metadata."""
+    options.setdefault("metadata", (("authorization", f"Bearer {guarded.token}"),))
+    with guarded.channel(door) as channel:
+        unary: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(path_of(method))
+        future = unary.future(message, timeout=60, **options)
+        future.exception()
+        return future.code()
+
+
+@pytest.mark.parametrize(
+    ("method", "message", "options", "code"),
+    [
+        (OP, MESSAGE, {"metadata": ()}, grpc.StatusCode.UNAUTHENTICATED),
+        ("NoSuchMethod", b"", {"metadata": ()}, grpc.StatusCode.UNAUTHENTICATED),
+        ("NoSuchMethod", b"", {}, grpc.StatusCode.UNIMPLEMENTED),
+        ("Exchange", b"\x0a", {}, grpc.StatusCode.INVALID_ARGUMENT),
+        ("Exchange", pb.ExchangeRequest(chunk=b"x").SerializeToString(), {}, grpc.StatusCode.INVALID_ARGUMENT),
+    ],
+    ids=["no token", "no token, no such method", "no such method", "garbage", "a stray chunk"],
+)
+@pytest.mark.parametrize("door", TCP_DOORS)
+def test_refused_calls_are_counted_by_status(
+    asking: Guarded, door: str, method: str, message: bytes, options: dict[str, Any], code: grpc.StatusCode
+) -> None:
+    with counted(asking, "bngrad_refused_calls_total", code.name):
+        assert call(asking, door, method, message, **options) == code
+
+
+@pytest.mark.parametrize(
+    ("message", "options", "code"),
+    [
+        (b"garbage", {}, "INVALID_ARGUMENT"),
+        (MESSAGE, {"compression": grpc.Compression.Gzip}, "UNIMPLEMENTED"),
+    ],
+    ids=["garbage", "compressed"],
+)
+def test_requests_that_cannot_be_read_are_counted_by_their_op(
+    asking: Guarded, message: bytes, options: dict[str, Any], code: str
+) -> None:
+    with counted(asking, "bngrad_requests_total", code, OP, "unary"):
+        assert call(asking, "own TCP", OP, message, **options).name == code
+
+
+@pytest.mark.parametrize("door", TCP_DOORS)
+def test_a_client_that_goes_before_its_message_is_there_is_counted(asking: Guarded, door: str) -> None:
+    gone = threading.Event()
+
+    def nothing() -> Iterator[bytes]:
+        gone.wait(60)
+        yield MESSAGE
+
+    with counted(asking, "bngrad_requests_total", "CANCELLED", OP, "unary"), asking.channel(door) as channel:
+        method: grpc.StreamUnaryMultiCallable[bytes, bytes] = channel.stream_unary(path_of(OP))
+        metadata = (("authorization", f"Bearer {asking.token}"),)
+        with pytest.raises(grpc.RpcError):
+            method(nothing(), metadata=metadata, timeout=2)
+        gone.set()
+
+
+@pytest.mark.parametrize(
+    ("said", "over_tls", "reason"),
+    [(b"GET / HTTP/1.1\r\n\r\n", True, "protocol"), (b"GET / HTTP/1.1\r\n\r\n", False, "handshake")],
+    ids=["another protocol", "no TLS"],
+)
+def test_refused_connections_are_counted_by_reason(asking: Guarded, said: bytes, over_tls: bool, reason: str) -> None:
+    context = ssl.create_default_context(cafile=asking.authority.path)
+    context.set_alpn_protocols(["h2"])
+    with (
+        counted(asking, "bngrad_refused_connections_total", reason),
+        socket.create_connection(asking.port("own TCP"), 60) as plain,
+        context.wrap_socket(plain, server_hostname="localhost") if over_tls else plain as sock,
+    ):
+        sock.sendall(said)
+        with contextlib.suppress(OSError):
+            while sock.recv(4096):
+                pass
