@@ -73,7 +73,7 @@ gpu-test: gpu-test-kernels gpu-test-server  ## On a machine with a GPU: the kern
 gpu-test-kernels:  ## There: the kernels' tests on it, its bits against a CPU's, compute-sanitizer
 	$(GPU_PYTHON) -c "import cupy, ml_dtypes, numpy, pytest"
 	BNGRAD_TEST_DEVICE=$(GPU_DEVICE) PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(GPU_PYTHON) -m pytest -c tests/gpu/pytest.ini \
-		tests/gpu/test_gpu.py tests/unit/kernels/cuda/test_kernels.py
+		tests/gpu/test_gpu.py tests/unit/kernels/cuda/test_kernels.py tests/unit/kernels/cuda/test_second_order.py
 
 gpu-test-server:  ## There: the ops, over every transport, through a server whose worker has the GPU
 	$(GPU_PYTHON) -c "import click, cupy, grpc_health, grpc_reflection, grpc_status, numba, psutil, pydantic_settings, \

@@ -2,8 +2,8 @@
 
 All compute on the same tensors, which are on the device, in the same run. A round is a few calls in a row between two
 CUDA events, each on other tensors, enough of them for the second-level cache to hold none of the next; the time is the
-median of the rounds' means. Then small requests in one launch, whole batches from host memory to host memory, and the
-same through a server. Writes benchmarks/results/gpu-kernels.json.
+median of the rounds' means. Then the second order, small requests in one launch, whole batches from host memory to host
+memory, and the same through a server. Writes benchmarks/results/gpu-kernels.json.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from benchmarks.gpu import rivals, through_server
+from benchmarks.gpu import rivals, second_order, through_server
 from benchmarks.gpu.cases import BATCHES, Case, all_cases, poison, tensors, wrong
 
 from bngrad_kernels.cuda.back_end import CudaBackEnd
@@ -52,12 +52,13 @@ def main() -> None:
         rows.append(_measure(device, case, copy))
         print(_line(rows[-1]), flush=True)
     print(_summary(rows))
+    seconds = [_second_order(device, case, copy) for case in second_order.CASES]
     grouped = [_grouped(device, count) for count in (1, 8, 64)]
     transfers = [_host_to_host(device, case, count) for case, count in _BATCHES]
     served = [row for case, count in _BATCHES for row in through_server.measure(device_name, case, count)]
     document = {
         "device": device.description, "torch": torch.__version__, "copy_bytes_per_second": copy,
-        "rows": rows, "grouped": grouped, "host_to_host": transfers,
+        "rows": rows, "second_order": seconds, "grouped": grouped, "host_to_host": transfers,
         "through_server": served,
     }  # fmt: skip
     options.json.parent.mkdir(parents=True, exist_ok=True)
@@ -77,7 +78,7 @@ def _measure(device: CupyDevice, case: Case, copy: float) -> dict[str, Any]:
     floor = 3 * case.tensor_nbytes / copy
     calls = max(len(sets), min(_MOST_CALLS, math.ceil(_ROUND_SECONDS / floor)))
     launches = math.ceil((_ROUNDS + 1) * calls / len(sets)) + 1
-    resident = [rivals.Resident(device, case, [each], launches) for each in sets]
+    resident = [rivals.Resident(device, case.spec, [each.by_name()], launches) for each in sets]
     contestants: dict[str, list[Any]] = {
         "bngrad": resident,
         "pytorch": [rivals.pytorch(case, each) for each in sets],
@@ -98,6 +99,26 @@ def _measure(device: CupyDevice, case: Case, copy: float) -> dict[str, Any]:
         "floor_seconds": floor, "to_floor": seconds["bngrad"] / floor, "to_best_peer": seconds["bngrad"] / best,
         "case": str(case), "engine": _engine(device, case),
     }  # fmt: skip
+
+
+def _second_order(device: CupyDevice, case: Case, copy: float) -> dict[str, Any]:
+    """The second order, against PyTorch's double backward."""
+    sets = [second_order.tensors(case) for _ in range(sets_of(case))]
+    floor = 5 * case.tensor_nbytes / copy
+    calls = max(len(sets), min(_MOST_CALLS, math.ceil(_ROUND_SECONDS / floor)))
+    launches = math.ceil((_ROUNDS + 1) * calls / len(sets)) + 1
+    resident = [rivals.Resident(device, second_order.spec_of(case), [each], launches) for each in sets]
+    ours = time_of(resident, calls)
+    theirs = time_of([second_order.pytorch(case, each) for each in sets], calls)
+    for each, run in zip(sets, resident, strict=True):
+        second_order.poison(each)
+        run()
+        complaint = second_order.wrong(case, each)
+        if complaint:
+            raise RuntimeError(f"second order, {case}: {complaint}")
+    print(f"second order, {case}: {1e6 * ours:8.1f} us, {1e6 * theirs:8.1f} us PyTorch, floor {1e6 * floor:8.1f} us, "
+          f"{ours / floor:.2f} of it, ratio {ours / theirs:.3f}", flush=True)  # fmt: skip
+    return {"case": str(case), "seconds": ours, "pytorch_seconds": theirs, "floor_seconds": floor}
 
 
 def _engine(device: CupyDevice, case: Case) -> str:
@@ -144,7 +165,7 @@ def _grouped(device: CupyDevice, count: int) -> dict[str, Any]:
     """So many small requests in one launch, against PyTorch's launch by launch."""
     rounds = [[tensors(_SMALL) for _ in range(count)] for _ in range(sets_of(_SMALL) // count + 2)]
     launches = _ROUNDS + 2
-    resident = [rivals.Resident(device, _SMALL, batch, launches) for batch in rounds]
+    resident = [rivals.Resident(device, _SMALL.spec, [each.by_name() for each in batch], launches) for batch in rounds]
     alone = [[rivals.pytorch(_SMALL, each) for each in batch] for batch in rounds]
 
     def one_by_one(runs: Sequence[Callable[[], Any]]) -> Callable[[], None]:

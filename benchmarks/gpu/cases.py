@@ -63,6 +63,11 @@ class Tensors(NamedTuple):
     scale_backprop: torch.Tensor
     offset_backprop: torch.Tensor
 
+    def by_name(self) -> dict[str, torch.Tensor]:
+        """By the names that kernels know them by."""
+        others = {"mean": "reserve_space_1", "variance": "reserve_space_2"}
+        return {others.get(name, name): tensor for name, tensor in self._asdict().items()}
+
 
 def tensors(case: Case) -> Tensors:
     """Random inputs, and outputs full of NaN."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import cupy
@@ -13,17 +13,11 @@ from benchmarks.gpu.cases import Case, Tensors
 from bngrad_kernels.cuda.chunk import Launch
 from bngrad_kernels.cuda.device import CupyDevice
 from bngrad_kernels.cuda.plan import THREADS
-from bngrad_kernels.cuda.tables import (
-    COEFFICIENTS_NBYTES,
-    DESCRIPTOR,
-    PARTIAL_NBYTES,
-    Piece,
-    template,
-    tickets,
-)  # fmt: skip
+from bngrad_kernels.cuda.tables import DESCRIPTOR, Piece, template, tickets
 from bngrad_kernels.problem import Problem
+from bngrad_kernels.spec import Spec
 
-_COUNTER_NBYTES = 4
+_COUNTER_NBYTES, _ALIGNMENT = 4, 256
 
 
 class Resident:
@@ -33,17 +27,15 @@ class Resident:
     arrives so with the tables; here each launch has a copy of its own, so that nothing but the kernel is timed.
     """
 
-    def __init__(self, device: CupyDevice, case: Case, batch: Sequence[Tensors], launches: int) -> None:
+    def __init__(
+        self, device: CupyDevice, spec: Spec, batch: Sequence[Mapping[str, torch.Tensor]], launches: int
+    ) -> None:
         self._device = device
-        specs = case.spec
-        empty = np.empty(0)
-        made = template(
-            Piece(Problem(specs, empty, empty, None, empty, empty, empty, empty, empty), 0, specs.channels),
-            device.traits,
-        )
+        nothing = np.empty(0)
+        problem = Problem(spec, *[nothing] * 8)
+        made = template(Piece(problem, 0, spec.channels), device.traits)
         table = tickets([made] * len(batch), range(len(batch)), device.traits.cache_nbytes)
-        channels = made.groups * made.cut.group_channels
-        scratch = channels * (made.cut.strips * PARTIAL_NBYTES + COEFFICIENTS_NBYTES)
+        scratch = -(-(made.partials_nbytes + made.coefficients_nbytes) // _ALIGNMENT) * _ALIGNMENT
         counters = (1 + 2 * made.groups * len(batch)) * _COUNTER_NBYTES
         self._scratch = torch.empty(scratch * len(batch), dtype=torch.uint8, device="cuda")
         self._counters = torch.zeros(launches * counters, dtype=torch.uint8, device="cuda")
@@ -51,14 +43,10 @@ class Resident:
         records = np.frombuffer(bytearray(made.descriptor * len(batch) * launches), DESCRIPTOR)
         records = records.reshape(launches, len(batch))
         for i, each in enumerate(batch):
-            for name, tensor in (
-                ("y_backprop", each.y_backprop), ("x", each.x), ("x_backprop", each.x_backprop), ("scale", each.scale),
-                ("mean", each.mean), ("reserve_space_2", each.variance), ("scale_backprop", each.scale_backprop),
-                ("offset_backprop", each.offset_backprop),
-            ):  # fmt: skip
+            for name, tensor in each.items():
                 records[name][:, i] = tensor.data_ptr()
-            records["partials"][:, i] = self._scratch.data_ptr() + i * scratch
-            records["coefficients"][:, i] = records["partials"][:, i] + channels * made.cut.strips * PARTIAL_NBYTES
+            records["coefficients"][:, i] = self._scratch.data_ptr() + i * scratch
+            records["partials"][:, i] = records["coefficients"][:, i] + made.coefficients_nbytes
             first = self._counters.data_ptr() + np.arange(launches, dtype=np.uint64) * counters + _COUNTER_NBYTES
             records["arrived"][:, i] = first + i * 2 * made.groups * _COUNTER_NBYTES
             records["ready"][:, i] = records["arrived"][:, i] + made.groups * _COUNTER_NBYTES

@@ -82,7 +82,7 @@ def _row(device: CupyDevice, title: str) -> None:
     for case in CASES:
         sets = [tensors(case) for _ in range(sets_of(case))]
         calls = max(len(sets), 8)
-        resident = [Resident(device, case, [each], 16 * calls // len(sets) + 2) for each in sets]
+        resident = [Resident(device, case.spec, [each.by_name()], 16 * calls // len(sets) + 2) for each in sets]
         cells.append(f"{1e6 * time_of(resident, calls):9.1f}")
     print(f"{title:36}" + "".join(cells), flush=True)
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import threading
-from collections.abc import Sequence
 from typing import NamedTuple
 
-from bngrad_kernels.problem import AnyProblem, BackEnd, GradGradProblem, Problem
+from bngrad_kernels.problem import BackEnd
 
 
 class Devices(NamedTuple):
@@ -50,7 +48,7 @@ def create(device: str, *, threads: int | None = None) -> BackEnd:
     """The back end for a device.
 
     Args:
-        device: ``"cpu"``, or ``"cuda:N"`` for the GPU of that number, beside which the CPU computes the second order.
+        device: ``"cpu"``, or ``"cuda:N"`` for the GPU of that number.
         threads: How many threads the CPU uses; every core that this process may use where None.
 
     Raises:
@@ -65,34 +63,7 @@ def create(device: str, *, threads: int | None = None) -> BackEnd:
     from bngrad_kernels.cuda import CudaBackEnd  # noqa: PLC0415
     from bngrad_kernels.cuda.device import CupyDevice  # noqa: PLC0415
 
-    return _WithCpu(CudaBackEnd(CupyDevice(int(device.removeprefix("cuda:")))), threads)
-
-
-class _WithCpu:
-    """A GPU, and the CPU for what GPUs do not compute yet: the second order."""
-
-    def __init__(self, gpu: BackEnd, threads: int | None) -> None:
-        self.description, self.memory_nbytes = gpu.description, gpu.memory_nbytes
-        self.register, self.unregister = gpu.register, gpu.unregister
-        self._gpu = gpu
-        self._cpu = create("cpu", threads=threads)
-        self._cpu_mutex = threading.Lock()  # one batch takes all of its threads
-
-    @property
-    def used_nbytes(self) -> int:
-        return self._gpu.used_nbytes
-
-    def warm_up(self) -> None:
-        self._gpu.warm_up()
-        self._cpu.warm_up()
-
-    def run(self, problems: Sequence[AnyProblem]) -> None:
-        second = [problem for problem in problems if isinstance(problem, GradGradProblem)]
-        if second:
-            with self._cpu_mutex:
-                self._cpu.run(second)
-        if len(second) < len(problems):
-            self._gpu.run([problem for problem in problems if isinstance(problem, Problem)])
+    return CudaBackEnd(CupyDevice(int(device.removeprefix("cuda:"))))
 
 
 def _check(name: str) -> None:

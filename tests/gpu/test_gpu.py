@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.unit.kernels import second_order
 from tests.unit.kernels.cuda.devices import EmulatedDevice, gpu
 from tests.unit.kernels.cuda.test_kernels import SHAPES
 from tests.unit.kernels.problems import DTYPES, assert_right, bits, outputs, problem
@@ -57,6 +58,22 @@ def test_a_gpu_and_a_cpu_give_the_same_bits(back_end: CudaBackEnd, dtype: Any, i
     assert not differing
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="the CPU's side needs g++")
+@pytest.mark.parametrize("is_training", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_gpu_and_a_cpu_give_the_same_bits_of_the_second_order(
+    back_end: CudaBackEnd, dtype: Any, is_training: bool
+) -> None:
+    emulator = CudaBackEnd(EmulatedDevice())
+    emulator.warm_up()
+    specs = [second_order.second(shape, dtype, is_training=is_training) for shape in SHAPES]
+    on_gpu, on_cpu = [second_order.problem(spec) for spec in specs], [second_order.problem(spec) for spec in specs]
+    back_end.run(on_gpu)
+    emulator.run(on_cpu)
+    both = zip(specs, on_gpu, on_cpu, strict=True)
+    assert not [spec.shape for spec, a, b in both if second_order.bits(a) != second_order.bits(b)]
+
+
 def test_a_hundred_runs_give_the_same_bits(back_end: CudaBackEnd) -> None:
     specs = [Spec(dtype, shape, 1) for dtype, shape in itertools.product(DTYPES, [(100_000, 64, 1), (32, 64, 784)])]
     batch = [problem(spec) for spec in specs]
@@ -68,6 +85,19 @@ def test_a_hundred_runs_give_the_same_bits(back_end: CudaBackEnd) -> None:
                 output.fill(np.nan)
         back_end.run(batch)
         assert [bits(made) for made in batch] == expected
+
+
+def test_a_hundred_runs_give_the_same_bits_of_the_second_order(back_end: CudaBackEnd) -> None:
+    batch = [second_order.problem(second_order.second(shape, dtype))
+             for dtype, shape in itertools.product(DTYPES, [(100_000, 64, 1), (32, 64, 784)])]  # fmt: skip
+    back_end.run(batch)
+    expected = [second_order.bits(made) for made in batch]
+    for _ in range(100):
+        for made in batch:
+            for output in second_order.outputs(made):
+                output.fill(np.nan)
+        back_end.run(batch)
+        assert [second_order.bits(made) for made in batch] == expected
 
 
 @pytest.mark.parametrize("shape", [(100_000, 256, 1), (64, 256, 1600)], ids=str)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+from tests.unit.kernels import second_order
 from tests.unit.kernels.cuda.devices import back_end
 from tests.unit.kernels.problems import DTYPES, assert_right, problem
 
@@ -13,11 +14,15 @@ SHAPES = [(3, 5, 1), (700, 64, 1), (300, 17, 1), (40, 24, 9), (7, 100, 49), (9, 
 
 
 def main() -> None:
-    batch = [problem(Spec(dtype, shape, 1, is_training=is_training))
-             for dtype, shape, is_training in itertools.product(DTYPES, SHAPES, (True, False))]  # fmt: skip
-    back_end(blocks=20).run(batch)
-    for made in batch:
+    kinds = list(itertools.product(DTYPES, SHAPES, (True, False)))
+    first = [problem(Spec(dtype, shape, 1, is_training=is_training)) for dtype, shape, is_training in kinds]
+    second = [second_order.problem(second_order.second(shape, dtype, is_training=is_training))
+              for dtype, shape, is_training in kinds]  # fmt: skip
+    back_end(blocks=20).run([*first, *second])
+    for made in first:
         assert_right(made)
+    for made_second in second:
+        second_order.assert_right(made_second)
 
 
 if __name__ == "__main__":

@@ -9,13 +9,13 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from tests.integration.conftest import ONE_WORKER, Transport, targets_of
+from tests.integration.conftest import DEVICE, ONE_WORKER, Transport, targets_of
 from tests.integration.test_bad_input import violations
 
 import bngrad
 import bngrad.aio
 from bngrad_kernels import accuracy, backends
-from bngrad_kernels.problem import Array, GradGradProblem
+from bngrad_kernels.problem import Array, BackEnd, GradGradProblem
 from bngrad_kernels.spec import BFLOAT16, FLOAT16, FLOAT32, Spec
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_protos.v1 import batch_norm_grad_pb2_grpc as pb_grpc
@@ -31,7 +31,13 @@ CASES = {
     "NHWC large": (16, 33, 33, 24),
     "NCHW large": (8, 96, 40, 40),  # 4.7 MiB, which is split among workers
 }
-back_end = functools.cache(lambda: backends.create("cpu"))
+
+
+@functools.cache
+def back_end() -> BackEnd:
+    made = backends.create(DEVICE)
+    made.warm_up()
+    return made
 
 
 def spec_of(case: str, dtype: Any = FLOAT32, *, is_training: bool = True) -> Spec:
@@ -64,6 +70,13 @@ def assert_same_bits(spec: Spec, outputs: tuple[Array, ...]) -> None:
     for ours, theirs in zip(outputs, expected(spec), strict=True):
         assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
         assert ours.tobytes() == theirs.tobytes()
+
+
+def assert_within_bounds(spec: Spec, outputs: tuple[Array, ...]) -> None:
+    names = ("grad_x_backprop", "grad_scale_backprop", "grad_offset_backprop", "y_backprop", "x", "scale",
+             "reserve_space_1", "reserve_space_2")  # fmt: skip
+    errors = accuracy.grad_grad_errors(spec, tuple(inputs_of(spec)[name] for name in names), outputs)
+    assert all(error <= bound for error, bound in zip(errors, accuracy.grad_grad_bounds(spec), strict=True)), errors
 
 
 @pytest.mark.parametrize("is_training", [True, False])
@@ -138,10 +151,7 @@ def test_errors_are_within_their_bounds_through_the_server(client: bngrad.Client
     for dtype in DTYPES:
         spec = spec_of("NCHW", dtype)
         outputs = client.fused_batch_norm_grad_grad(**inputs_of(spec), **arguments("NCHW"))
-        names = ("grad_x_backprop", "grad_scale_backprop", "grad_offset_backprop", "y_backprop", "x", "scale",
-                 "reserve_space_1", "reserve_space_2")  # fmt: skip
-        errors = accuracy.grad_grad_errors(spec, tuple(inputs_of(spec)[name] for name in names), outputs)
-        assert all(error <= bound for error, bound in zip(errors, accuracy.grad_grad_bounds(spec), strict=True))
+        assert_within_bounds(spec, outputs)
 
 
 @pytest.mark.parametrize("where", ["grpcio", "tcp", "local"])
@@ -190,7 +200,7 @@ def test_both_orders_share_a_worker_and_none_changes_the_others_bits() -> None:
     spec = spec_of("NHWC")
     arrays = inputs_of(spec)
     first: Any = [arrays[name] for name in ("y_backprop", "x", "scale", "reserve_space_1", "reserve_space_2")]
-    with EmbeddedServer(options=ONE_WORKER) as server, bngrad.Client(server.target) as client:
+    with EmbeddedServer(device=DEVICE, options=ONE_WORKER) as server, bngrad.Client(server.target) as client:
         before = client.fused_batch_norm_grad_v2(*first)
         for _ in range(20):
             assert_same_bits(spec, client.fused_batch_norm_grad_grad(**arrays, **arguments("NHWC")))

@@ -11,7 +11,7 @@ from typing import Protocol
 from bngrad_kernels.cuda.chunk import Chunk, Launch, Move, divide
 from bngrad_kernels.cuda.engines import Traits
 from bngrad_kernels.errors import DeviceFailedError
-from bngrad_kernels.problem import Array, GradGradProblem, Problem
+from bngrad_kernels.problem import AnyProblem, Array
 
 LANES = 3
 """One copies in, one computes, one copies out."""
@@ -140,23 +140,19 @@ class CudaBackEnd:
         """Undoes `register`, before the memory is given back."""
         self._device.unregister(memory)
 
-    def run(self, problems: Sequence[Problem | GradGradProblem]) -> None:
-        """Writes the outputs of every problem; the second order is not computed on GPUs yet.
+    def run(self, problems: Sequence[AnyProblem]) -> None:
+        """Writes the outputs of every problem.
 
         Raises:
-            NotImplementedError: A problem is of the second order.
             DeviceFailedError: This process cannot use the device any more.
             MemoryError: The device has not got enough of it.
         """
-        first_order = [problem for problem in problems if isinstance(problem, Problem)]
-        if len(first_order) < len(problems):
-            raise NotImplementedError("the second order is not computed on GPUs yet")
         try:
-            self._run(first_order)
+            self._run(problems)
         except self._device.errors as error:
             raise DeviceFailedError(f"{self.description} failed: {error}") from error
 
-    def _run(self, problems: list[Problem]) -> None:
+    def _run(self, problems: Sequence[AnyProblem]) -> None:
         started: collections.deque[_Flight] = collections.deque()
         try:
             for pieces in divide(problems, self._piece_nbytes, self._chunk_nbytes, self._lane_nbytes):

@@ -1,5 +1,7 @@
-// The kernels, one for each element type, mode and access: a whole batch of such problems in one launch.
+// The kernels, one for each order, element type, mode and access: a whole batch of such problems in one launch.
+#include "first_order.cuh"
 #include "resident.cuh"
+#include "second_order.cuh"
 #include "streamed.cuh"
 
 namespace bngrad {
@@ -20,19 +22,24 @@ __device__ __forceinline__ void run(const Descriptor *__restrict__ descriptors, 
 
 }  // namespace bngrad
 
-#define BNGRAD_KERNEL(name, ...)                                                                                     \
-    extern "C" __global__ void __launch_bounds__(bngrad::kThreads, bngrad::kBlocksPerProcessor)                      \
+#define BNGRAD_KERNEL(blocks, name, ...)                                                                             \
+    extern "C" __global__ void __launch_bounds__(bngrad::kThreads, blocks)                                           \
         name(const bngrad::Descriptor *descriptors, const bngrad::Ticket *tickets, unsigned count, unsigned *drawn) { \
         __shared__ bngrad::Shared shared;                                                                            \
         bngrad::run<__VA_ARGS__>(descriptors, tickets, count, drawn, shared);                                        \
     }
 
-#define BNGRAD_KERNELS(dtype, Element)                                                          \
-    BNGRAD_KERNEL(dtype##_training_resident, bngrad::Resident<bngrad::Element>)                 \
-    BNGRAD_KERNEL(dtype##_training_vectors, bngrad::Streamed<bngrad::Element, true, true>)      \
-    BNGRAD_KERNEL(dtype##_training_elements, bngrad::Streamed<bngrad::Element, false, true>)    \
-    BNGRAD_KERNEL(dtype##_inference_vectors, bngrad::Streamed<bngrad::Element, true, false>)    \
-    BNGRAD_KERNEL(dtype##_inference_elements, bngrad::Streamed<bngrad::Element, false, false>)
+#define BNGRAD_STREAMED(blocks, name, ...)                                     \
+    BNGRAD_KERNEL(blocks, name##_vectors, bngrad::Streamed<__VA_ARGS__, true>) \
+    BNGRAD_KERNEL(blocks, name##_elements, bngrad::Streamed<__VA_ARGS__, false>)
+
+// The numbers say how many blocks a processor holds, hence how many registers there are.
+#define BNGRAD_KERNELS(dtype, Element)                                                                               \
+    BNGRAD_KERNEL(2, first_##dtype##_training_resident, bngrad::Resident<bngrad::FirstOrder<bngrad::Element, true>>) \
+    BNGRAD_STREAMED(2, first_##dtype##_training, bngrad::FirstOrder<bngrad::Element, true>)                          \
+    BNGRAD_STREAMED(2, first_##dtype##_inference, bngrad::FirstOrder<bngrad::Element, false>)                        \
+    BNGRAD_STREAMED(1, second_##dtype##_training, bngrad::SecondOrder<bngrad::Element, true>)                        \
+    BNGRAD_STREAMED(1, second_##dtype##_inference, bngrad::SecondOrder<bngrad::Element, false>)
 
 BNGRAD_KERNELS(float32, Float32)
 BNGRAD_KERNELS(float16, Float16)

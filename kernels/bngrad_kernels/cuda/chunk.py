@@ -7,6 +7,7 @@ Everything else is copied by itself, between the device and where it is.
 
 from __future__ import annotations
 
+import collections
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeAlias
@@ -15,19 +16,8 @@ import numpy as np
 
 from bngrad_kernels.cuda.engines import Engine, Traits
 from bngrad_kernels.cuda.plan import cut
-from bngrad_kernels.cuda.tables import (
-    COEFFICIENTS_NBYTES,
-    DESCRIPTOR,
-    PARTIAL_NBYTES,
-    POINTERS,
-    Kernel,
-    Piece,
-    Template,
-    template,
-    tickets,
-)  # fmt: skip
-from bngrad_kernels.problem import Array, Problem
-from bngrad_kernels.spec import Spec
+from bngrad_kernels.cuda.tables import DESCRIPTOR, Kernel, Piece, Template, template, tickets
+from bngrad_kernels.problem import AnyProblem, Array
 
 _ALIGNMENT = 256
 _GATHER_BELOW_NBYTES = 256 << 10
@@ -83,7 +73,8 @@ class Chunk:
         parts = [_part(piece, traits) for piece in pieces]
         self._templates = _in_few_launches(pieces, [part.template for part in parts], traits)
         self._records = np.frombuffer(bytearray(b"".join(each.descriptor for each in self._templates)), DESCRIPTOR)
-        self._offsets = {name: [0] * len(parts) for name in POINTERS}
+        # Of what descriptors point to; 0 is nothing.
+        self._offsets: dict[str, list[int]] = collections.defaultdict(lambda: [0] * len(parts))
         self.nbytes = 0
         self._place_tables(traits.cache_nbytes)
         self._gathered, large = self._place([part.inputs for part in parts])
@@ -105,7 +96,7 @@ class Chunk:
         upload[: self._counters_end] = 0
         records = self._records
         for name, offsets in self._offsets.items():
-            records[name] = [offset and address + offset for offset in offsets]  # 0 is nothing
+            records[name] = [offset and address + offset for offset in offsets]
         upload[self.descriptors :][: records.nbytes] = records.view(np.uint8)
         for at, table in self._tables:
             upload[at : at + table.nbytes] = table.reshape(-1).view(np.uint8)
@@ -165,9 +156,8 @@ class Chunk:
 
     def _place_scratch(self) -> None:
         for i, each in enumerate(self._templates):
-            channels = each.groups * each.cut.group_channels
-            self._offsets["partials"][i] = self._take(channels * each.cut.strips * PARTIAL_NBYTES)
-            self._offsets["coefficients"][i] = self._take(channels * COEFFICIENTS_NBYTES)
+            self._offsets["partials"][i] = self._take(each.partials_nbytes)
+            self._offsets["coefficients"][i] = self._take(each.coefficients_nbytes)
 
 
 def _in_few_launches(pieces: Sequence[Piece], templates: list[Template], traits: Traits) -> list[Template]:
@@ -205,22 +195,18 @@ def _part(piece: Piece, traits: Traits) -> _Part:
 
 
 def _inputs(piece: Piece) -> Arrays:
-    problem = piece.problem
-    stats = {"scale": problem.scale, "mean": problem.reserve_space_1, "reserve_space_2": problem.reserve_space_2}
-    return [
-        ("y_backprop", _tensor_rows(piece, problem.y_backprop)),
-        ("x", _tensor_rows(piece, problem.x)),
-        *((name, _stats_row(piece, vector)) for name, vector in stats.items() if vector is not None),
-    ]
+    return _arrays(piece, piece.problem.large_inputs, piece.problem.small_inputs)
 
 
 def _outputs(piece: Piece) -> Arrays:
-    problem = piece.problem
-    return [
-        ("x_backprop", _tensor_rows(piece, problem.x_backprop)),
-        ("scale_backprop", _stats_row(piece, problem.scale_backprop)),
-        ("offset_backprop", _stats_row(piece, problem.offset_backprop)),
-    ]
+    return _arrays(piece, piece.problem.large_outputs, piece.problem.small_outputs)
+
+
+def _arrays(piece: Piece, large: Sequence[str], small: Sequence[str]) -> Arrays:
+    """A piece's bytes of a problem's arrays; one that is not given has none."""
+    tensors = [(name, _tensor_rows(piece, getattr(piece.problem, name))) for name in large]
+    vectors = [(name, getattr(piece.problem, name)) for name in small]
+    return tensors + [(name, _stats_row(piece, vector)) for name, vector in vectors if vector is not None]
 
 
 def _tensor_rows(piece: Piece, tensor: Array) -> Array:
@@ -239,7 +225,7 @@ def _stats_row(piece: Piece, stats: Array) -> Array:
 
 
 def divide(
-    problems: Sequence[Problem], piece_nbytes: int, chunk_nbytes: int, lane_nbytes: int
+    problems: Sequence[AnyProblem], piece_nbytes: int, chunk_nbytes: int, lane_nbytes: int
 ) -> Iterator[list[Piece]]:
     """Shares problems out to chunks.
 
@@ -253,7 +239,7 @@ def divide(
     size = 0
     for problem in problems:
         for piece in _pieces(problem, min(piece_nbytes, lane_nbytes), lane_nbytes):
-            nbytes = piece.channels * _channel_nbytes(problem.spec)
+            nbytes = piece.channels * _channel_nbytes(problem)
             if chunk and size + nbytes > chunk_nbytes:
                 yield chunk
                 chunk, size = [], 0
@@ -263,24 +249,26 @@ def divide(
         yield chunk
 
 
-def _pieces(problem: Problem, wanted_nbytes: int, most_nbytes: int) -> Iterator[Piece]:
+def _pieces(problem: AnyProblem, wanted_nbytes: int, most_nbytes: int) -> Iterator[Piece]:
     spec = problem.spec
-    step = _channels_in(spec, wanted_nbytes)
+    step = _channels_in(problem, wanted_nbytes)
     if spec.outer > 1 and step * spec.inner * spec.dtype.itemsize < _LONG_RUN_NBYTES:
-        step = _channels_in(spec, most_nbytes)
+        step = _channels_in(problem, most_nbytes)
     channels = range(spec.channels) if problem.channels is None else problem.channels
     for first in channels[::step]:
         yield Piece(problem, first, min(first + step, channels.stop))
 
 
-def _channels_in(spec: Spec, nbytes: int) -> int:
+def _channels_in(problem: AnyProblem, nbytes: int) -> int:
     """How many channels so many bytes hold, in whole groups or at least in whole vectors where possible."""
-    channels = max(1, nbytes // max(1, _channel_nbytes(spec)))
-    planned = cut(spec)
+    channels = max(1, nbytes // max(1, _channel_nbytes(problem)))
+    planned = cut(problem.spec)
     unit = next((unit for unit in (planned.group_channels, planned.lanes) if channels >= unit), 1)
     return channels // unit * unit
 
 
-def _channel_nbytes(spec: Spec) -> int:
+def _channel_nbytes(problem: AnyProblem) -> int:
     """What a channel takes on the device, but for the tables."""
-    return 3 * spec.elements_per_channel * spec.dtype.itemsize + 5 * spec.stats_dtype.itemsize
+    spec = problem.spec
+    tensors, vectors = problem.large_inputs + problem.large_outputs, problem.small_inputs + problem.small_outputs
+    return len(tensors) * spec.elements_per_channel * spec.dtype.itemsize + len(vectors) * spec.stats_dtype.itemsize

@@ -76,7 +76,7 @@ def supported_architectures() -> tuple[int, ...]:
 
 
 def compile_kernels(arch: int, *options: str) -> Compiled:
-    """Compiles all kernels for an architecture, a few seconds' work. Needs no GPU.
+    """Compiles all kernels for an architecture, some ten seconds' work. Needs no GPU.
 
     Raises:
         RuntimeError: The source does not compile; the message is the compiler's.

@@ -15,7 +15,8 @@ from bngrad_kernels.errors import DeviceUnavailableError
 from bngrad_kernels.problem import Array
 
 BLOCKS_PER_PROCESSOR = 2
-"""``kBlocksPerProcessor`` of descriptor.cuh: what the kernels' registers are limited for."""
+"""What most kernels' registers are limited for in batch_norm_grad.cu; where a processor holds fewer, the others start
+when nothing is left to do."""
 
 _PORTABLE = 1  # cudaHostRegisterPortable
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
@@ -102,7 +103,7 @@ class CupyDevice:
         """Compiles the kernels, or takes them from the disk cache, and loads them."""
         self.use()
         self._module = self._cupy.RawModule(path=str(compiler.cubin(self._arch)))
-        self._module.get_function("float32_training_vectors")
+        self._module.get_function("first_float32_training_vectors")
 
     def kernel(self, symbol: str, shared_nbytes: int = 0) -> Any:
         """A loaded kernel, that may have so much shared memory for the launch to decide about."""

@@ -23,6 +23,7 @@ struct Float32 {
     static __device__ __forceinline__ uint4 gather(const Bits *bits) {
         return make_uint4(bits[0], bits[1], bits[2], bits[3]);
     }
+    static __device__ __forceinline__ float widen(Bits bits) { return __uint_as_float(bits); }
     static __device__ __forceinline__ Bits narrow(float value) { return __float_as_uint(value); }
 };
 
@@ -45,6 +46,11 @@ struct Narrow {
     static __device__ __forceinline__ uint4 gather(const Bits *bits) {
         return make_uint4(bits[0] | unsigned(bits[1]) << 16, bits[2] | unsigned(bits[3]) << 16,
                           bits[4] | unsigned(bits[5]) << 16, bits[6] | unsigned(bits[7]) << 16);
+    }
+    static __device__ __forceinline__ float widen(Bits bits) {
+        float values[2];
+        Pair::widen(bits, values);
+        return values[0];
     }
     static __device__ __forceinline__ Bits narrow(float value) { return Bits(Pair::narrow(value, 0.f)); }
 };

@@ -1,17 +1,18 @@
 """Which engine computes a problem on which device, and what that means in traffic. All engines give the same bits.
 
-Three tensors have to move: y_backprop and x in, x_backprop out. In training x_backprop depends on sums over all of its
-channel, so that y_backprop and x are needed a second time.
+Three tensors have to move in the first order: y_backprop and x in, x_backprop out; five in the second: grad_x_backprop,
+y_backprop and x in, grad_y_backprop and grad_x out. In training the outputs depend on sums over all of their channel, so
+that the inputs are needed a second time.
 
 | problem | engine | second read from | tensors moved |
 |---|---|---|---|
-| inference | one pass | - | 3 |
-| training; a group has at most 64 KiB | resident | shared memory | 3 |
-| training; a group fits shared memory, and there is one for each processor | resident | shared memory | 3 |
-| training; a group and what is summed ahead of its second pass fit half of the second-level cache | streamed | cache | 3 |
-| training; everything else | streamed | memory, the end of a group from the cache | up to 5 |
+| inference | one pass | - | 3, 5 in the second order |
+| first order, training; a group has at most 64 KiB | resident | shared memory | 3 |
+| first order, training; a group fits shared memory, and there is one for each processor | resident | shared memory | 3 |
+| training; a group and what is summed ahead of its second pass fit half of the second-level cache | streamed | cache | 3, 5 |
+| training; everything else | streamed | memory, the end of a group from the cache | up to 5, 8 |
 
-A group's y_backprop and x are meant. Small groups are for one block, as it need not wait for others; larger ones only if
+A group of the inputs is meant. Small groups are for one block, as it need not wait for others; larger ones only if
 there are enough of them to keep all processors busy. A group that has vectors that cannot be loaded in one piece is
 streamed, and so is one that shares a launch with a problem that is streamed. It is half of the cache, since each half of a large GPU's is nearer to half of its processors.
 """  # noqa: E501 - the table
@@ -23,8 +24,10 @@ from typing import NamedTuple
 
 from bngrad_kernels.cuda.plan import VECTOR_NBYTES, Cut
 
+INPUTS = {1: 2, 2: 3}
+"""By the order: how many tensors a kernel reads."""
 _SMALL_NBYTES = 64 << 10
-_STATIC_SHARED_NBYTES = 19 << 10
+_STATIC_SHARED_NBYTES = 21 << 10
 """What a kernel has of shared memory beside what it keeps, rounded up."""
 _MOST_AHEAD_NBYTES = 8 << 20
 _LEAST_AHEAD_SHARE = 16
@@ -53,7 +56,7 @@ class Engine(enum.Enum):
     STREAMED = "streamed"
 
 
-def choose(planned: Cut, channels: int, traits: Traits, *, is_training: bool) -> Engine:
+def choose(planned: Cut, channels: int, traits: Traits, *, is_training: bool, order: int = 1) -> Engine:
     """The engine for so many channels of a problem.
 
     Args:
@@ -61,9 +64,12 @@ def choose(planned: Cut, channels: int, traits: Traits, *, is_training: bool) ->
         channels: How many of its channels are computed at once.
         traits: The device.
         is_training: See `bngrad_kernels.spec.Spec`.
+        order: Alike.
     """
     if not is_training:
         return Engine.SINGLE
+    if order > 1:
+        return Engine.STREAMED
     kept = kept_nbytes(planned)
     fits = kept <= traits.shared_nbytes - _STATIC_SHARED_NBYTES
     is_busy = kept <= _SMALL_NBYTES or planned.groups(channels) >= traits.processors
@@ -73,14 +79,14 @@ def choose(planned: Cut, channels: int, traits: Traits, *, is_training: bool) ->
 
 def kept_nbytes(planned: Cut) -> int:
     """The shared memory that a group's y_backprop and x take."""
-    return 2 * planned.rows * planned.vectors * VECTOR_NBYTES
+    return INPUTS[1] * planned.rows * planned.vectors * VECTOR_NBYTES
 
 
 def is_read_from_cache(group_nbytes: int, cache_nbytes: int) -> bool:
     """Whether a streamed group should still be in the cache when it is read again.
 
     Args:
-        group_nbytes: The size of its y_backprop and x.
+        group_nbytes: The size of what is read of it.
         cache_nbytes: The size of the second-level cache.
     """
     return group_nbytes + lookahead(group_nbytes, cache_nbytes) <= cache_nbytes // 2

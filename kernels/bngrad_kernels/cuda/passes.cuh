@@ -1,4 +1,9 @@
-// The two passes over a strip, and what is done between them.
+// The two passes over a strip, and what is done between them, of either order of gradients.
+//
+// An order says what is done with an Element and with a channel's sums. It reads kInputs tensors, and has kSums sums and
+// four times kQuads coefficients of each channel. `load_stats` fills what its first pass has to know of a channel;
+// `Summing` takes vectors to chains, a tile at a time, and in inference writes the outputs too; `finish` writes a
+// channel's 1-D outputs and its coefficients; from these `Applying` writes vectors of outputs.
 #pragma once
 
 #include "descriptor.cuh"
@@ -30,169 +35,115 @@ __device__ __forceinline__ double load_scale(const Descriptor &d, int64 channel)
     return d.scale ? load_stat(d, d.scale, channel) : 1.0;
 }
 
-// Adds up a group whose strips are all summed: writes its outputs and its coefficients.
-__device__ __forceinline__ void finish_group(const Descriptor &d, int64 group) {
-    const double2 sum = sum_strips(d, group);
-    const int64 within = threadIdx.x / d.parts, channel = group * d.group_channels + within;
-    if (threadIdx.x % d.parts || within >= d.group_channels || channel >= d.channels) return;
-    const double rstd = load_rstd(d, channel), elements = double(d.rows) * double(d.inner);
-    const bool is_empty = elements == 0;
-    store_stat(d, d.offset_backprop, channel, sum.x);
-    store_stat(d, d.scale_backprop, channel, is_empty ? 0.0 : sum.y * rstd);
-    if (d.is_training && !is_empty) {
-        d.coefficients[group * d.group_channels + within] =
-            make_float4(float(load_scale(d, channel) * rstd), float(sum.x / elements),
-                        float(sum.y / elements * rstd * rstd), float(load_stat(d, d.mean, channel)));
-    }
-}
-
-__device__ __forceinline__ void store_partial(const Descriptor &d, int64 group, int64 strip, double2 sum) {
-    const int64 within = threadIdx.x / d.parts;
-    if (threadIdx.x % d.parts == 0 && within < d.group_channels) {
-        d.partials[(group * d.strips + strip) * d.group_channels + within] = sum;
-    }
-}
-
-// What is done with the vectors of a strip beside summing them.
-enum class Also {
-    kNothing,
-    kInfer,  // x_backprop is written, which does not depend on the sums
-    kKeep,   // they are kept in shared memory
+// The tensors that a pass reads.
+template <int count>
+struct Inputs {
+    const void *of[count];
 };
 
-// Where a resident group's vectors of y_backprop are kept, and behind them those of x: one place for each slot.
+// Where a resident group's vectors are kept in shared memory: one place for each slot, one input behind the other.
 struct Kept {
-    uint4 *y_backprop, *x;
+    int slot, slots;  // the thread's next one, and how many there are
 
-    __device__ __forceinline__ explicit Kept(const Descriptor &d)
-        : y_backprop(dynamic_shared()), x(y_backprop + d.rows * d.vectors) {}
+    __device__ __forceinline__ Kept(const Descriptor &d, int64 strip)
+        : slot(int(strip * d.tiles * d.chain * d.sweep + threadIdx.x)), slots(int(d.rows * d.vectors)) {}
+
+    __device__ __forceinline__ uint4 &place(int input) const { return dynamic_shared()[input * slots + slot]; }
 };
 
-// The sums of a strip, that of channel i in the threads from i * parts on.
-template <typename T, bool vectorised, Also also>
-__device__ __forceinline__ double2 sum_strip(const Descriptor &d, int64 group, int64 strip, Shared &shared) {
-    constexpr bool infers = also == Also::kInfer;
-    constexpr int kLanes = T::kLanes, kBatch = Walk<T, vectorised>::kSumBatch;
-    constexpr Access kAccess = also == Also::kNothing ? Access::kKeep : Access::kLastUse;
-    const int64 first_channel = group * d.group_channels;
-    if (threadIdx.x < min(d.group_channels, d.channels - first_channel)) {
-        const int64 channel = first_channel + threadIdx.x;
-        shared.mean[threadIdx.x] = float(load_stat(d, d.mean, channel));
-        if (infers) shared.gain[threadIdx.x] = float(load_scale(d, channel) * load_rstd(d, channel));
-    }
-    __syncthreads();
+// Where a pass has its vectors from, and whether it leaves them in shared memory.
+enum class Source { kMemory, kMemoryToKeep, kKept };
 
-    Walk<T, vectorised> walk(d, group, strip);
-    float mean[kLanes], gain[kLanes];
-#pragma unroll
-    for (int lane = 0; lane < kLanes; ++lane) {
-        const int channel = walk.channel(d, lane);
-        mean[lane] = shared.mean[channel];
-        if (infers) gain[lane] = shared.gain[channel];
-    }
-
-    const void *const y_backprop = d.y_backprop, *const x = d.x;
-    const Kept kept(d);
-    int slot = also == Also::kKeep ? int(strip * d.tiles * d.chain * d.sweep + threadIdx.x) : 0;
-    double2 sum = make_double2(0, 0);
-    int left = walk.steps;
+// Takes steps of a walk: use(place, packs) gets a vector of each input. Those of `batch` steps are asked for before the
+// first is used.
+template <Source source, Access access, int batch, int count, typename AnyWalk, typename Use>
+__device__ __forceinline__ void take_steps(const Descriptor &d, AnyWalk &walk, const Inputs<count> &inputs, Kept &kept,
+                                           int steps, const Use &use) {
 #pragma unroll 1
-    for (int tile = 0; tile < int(d.tiles); ++tile) {
-        float sum_dy[kLanes] = {}, sum_dy_xc[kLanes] = {};
-        const int steps = min(left, int(d.chain));
-        left -= steps;
-#pragma unroll 1
-        for (int step = 0; step < steps; step += kBatch) {
-            Place places[kBatch];
-            uint4 packs[2][kBatch];
+    for (int step = 0; step < steps; step += batch) {
+        Place places[batch];
+        uint4 packs[batch][count];
 #pragma unroll
-            for (int i = 0; i < kBatch; ++i) {
-                if (step + i < steps) {
-                    places[i] = walk.place();
-                    packs[0][i] = walk.template load<kAccess>(y_backprop, places[i]);
-                    packs[1][i] = walk.template load<kAccess>(x, places[i]);
-                    walk.advance();
-                }
-            }
-#pragma unroll
-            for (int i = 0; i < kBatch; ++i) {
-                if (step + i < steps) {
-                    float dy[kLanes], xc[kLanes];
-                    T::unpack(packs[0][i], dy);
-                    T::unpack(packs[1][i], xc);
-#pragma unroll
-                    for (int lane = 0; lane < kLanes; ++lane) {
-                        if (vectorised || places[i].lanes >> lane & 1) {
-                            sum_dy[lane] = __fadd_rn(sum_dy[lane], dy[lane]);
-                            sum_dy_xc[lane] = __fmaf_rn(dy[lane], __fsub_rn(xc[lane], mean[lane]), sum_dy_xc[lane]);
-                        }
-                        if (infers) dy[lane] = __fmul_rn(gain[lane], dy[lane]);
-                    }
-                    if (infers) walk.store(d.x_backprop, places[i], dy);
-                    if (also == Also::kKeep) {
-                        kept.y_backprop[slot] = packs[0][i];
-                        kept.x[slot] = packs[1][i];
-                        slot += int(d.sweep);
-                    }
-                }
-            }
-        }
-        sum = sum + (d.group_channels == 1 ? sum_channel<kLanes>(sum_dy, sum_dy_xc, shared)
-                                           : sum_channels<kLanes, vectorised>(d, sum_dy, sum_dy_xc, shared));
-    }
-    return sum;
-}
-
-// Writes x_backprop of a strip, whose group is finished, from memory or from what is kept of it.
-template <typename T, bool vectorised, bool is_kept>
-__device__ __forceinline__ void apply_strip(const Descriptor &d, int64 group, int64 strip) {
-    constexpr int kLanes = T::kLanes, kBatch = Walk<T, vectorised>::kApplyBatch;
-    Walk<T, vectorised> walk(d, group, strip);
-    float gain[kLanes], mean_dy[kLanes], slope[kLanes], mean[kLanes];
-#pragma unroll
-    for (int lane = 0; lane < kLanes; ++lane) {
-        const float4 c = __ldcg(d.coefficients + group * d.group_channels + walk.channel(d, lane));
-        gain[lane] = c.x, mean_dy[lane] = c.y, slope[lane] = c.z, mean[lane] = c.w;
-    }
-    const void *const y_backprop = d.y_backprop, *const x = d.x;
-    void *const x_backprop = d.x_backprop;
-    const Kept kept(d);
-    int slot = is_kept ? int(strip * d.tiles * d.chain * d.sweep + threadIdx.x) : 0;
-#pragma unroll 1
-    for (int step = 0; step < walk.steps; step += kBatch) {
-        Place places[kBatch];
-        uint4 packs[2][kBatch];
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-            if (step + i < walk.steps) {
+        for (int i = 0; i < batch; ++i) {
+            if (step + i < steps) {
                 places[i] = walk.place();
-                if (is_kept) {
-                    packs[0][i] = kept.y_backprop[slot];
-                    packs[1][i] = kept.x[slot];
-                    slot += int(d.sweep);
-                } else {
-                    packs[0][i] = walk.template load<Access::kLastUse>(y_backprop, places[i]);
-                    packs[1][i] = walk.template load<Access::kLastUse>(x, places[i]);
+#pragma unroll
+                for (int k = 0; k < count; ++k) {
+                    packs[i][k] = source == Source::kKept ? kept.place(k)
+                                                          : walk.template load<access>(inputs.of[k], places[i]);
                 }
+                if (source == Source::kKept) kept.slot += int(d.sweep);
                 walk.advance();
             }
         }
 #pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-            if (step + i < walk.steps) {
-                float dy[kLanes], xc[kLanes];
-                T::unpack(packs[0][i], dy);
-                T::unpack(packs[1][i], xc);
+        for (int i = 0; i < batch; ++i) {
+            if (step + i < steps) {
+                use(places[i], packs[i]);
+                if (source == Source::kMemoryToKeep) {
 #pragma unroll
-                for (int lane = 0; lane < kLanes; ++lane) {
-                    const float centred = __fsub_rn(dy[lane], mean_dy[lane]);
-                    xc[lane] = __fsub_rn(xc[lane], mean[lane]);
-                    dy[lane] = __fmul_rn(gain[lane], __fmaf_rn(-slope[lane], xc[lane], centred));
+                    for (int k = 0; k < count; ++k) kept.place(k) = packs[i][k];
+                    kept.slot += int(d.sweep);
                 }
-                walk.store(x_backprop, places[i], dy);
             }
         }
     }
+}
+
+// Sums a strip, and leaves its sums in the partials.
+template <typename Order, bool vectorised, bool is_resident>
+__device__ __forceinline__ void sum_strip(const Descriptor &d, int64 group, int64 strip, Shared &shared) {
+    using T = typename Order::Element;
+    using Summing = typename Order::template Summing<vectorised>;
+    constexpr Source kSource = is_resident ? Source::kMemoryToKeep : Source::kMemory;
+    constexpr Access kAccess = Order::kIsTraining && !is_resident ? Access::kKeep : Access::kLastUse;
+    const int64 first_channel = group * d.group_channels;
+    if (threadIdx.x < min(d.group_channels, d.channels - first_channel)) {
+        Order::load_stats(d, first_channel + threadIdx.x, shared);
+    }
+    __syncthreads();
+
+    Walk<T, vectorised> walk(d, group, strip);
+    Summing summing(d, walk, shared);
+    Kept kept(d, strip);
+    double *const partials = partials_of<Order::kSums>(d, group, strip, 0);
+    int left = walk.steps;
+#pragma unroll 1
+    for (int tile = 0; tile < int(d.tiles); ++tile) {
+        const int steps = min(left, int(d.chain));
+        left -= steps;
+        summing.begin_tile();
+        take_steps<kSource, kAccess, Summing::kBatch>(
+            d, walk, Order::inputs(d), kept, steps,
+            [&](const Place &at, const uint4 *packs) { summing.take(d, walk, at, packs); });
+        if (d.group_channels == 1) {
+            sum_channel<Order::kSums, T::kLanes>(summing, tile, partials, shared);
+        } else {
+            sum_channels<Order::kSums, T::kLanes, vectorised>(d, summing, tile, partials, shared);
+        }
+    }
+}
+
+// Adds up a group whose strips are all summed: writes its 1-D outputs and its coefficients.
+template <typename Order>
+__device__ __forceinline__ void finish_group(const Descriptor &d, int64 group) {
+    const Sums<Order::kSums> sum = sum_strips<Order::kSums>(d, group);
+    const int64 within = threadIdx.x / d.parts, channel = group * d.group_channels + within;
+    if (threadIdx.x % d.parts || within >= d.group_channels || channel >= d.channels) return;
+    Order::finish(d, channel, sum, d.coefficients + (group * d.group_channels + within) * Order::kQuads);
+}
+
+// Writes the outputs of a strip, whose group is finished, from memory or from what is kept of it.
+template <typename Order, bool vectorised, bool is_resident>
+__device__ __forceinline__ void apply_strip(const Descriptor &d, int64 group, int64 strip) {
+    using Applying = typename Order::template Applying<vectorised>;
+    constexpr Source kSource = is_resident ? Source::kKept : Source::kMemory;
+    Walk<typename Order::Element, vectorised> walk(d, group, strip);
+    const Applying applying(d, walk, d.coefficients + group * d.group_channels * Order::kQuads);
+    Kept kept(d, strip);
+    take_steps<kSource, Access::kLastUse, is_resident ? 1 : Applying::kBatch>(
+        d, walk, Order::inputs(d), kept, walk.steps,
+        [&](const Place &at, const uint4 *packs) { applying.write(d, walk, at, packs); });
 }
 
 }  // namespace bngrad

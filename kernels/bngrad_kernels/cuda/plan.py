@@ -2,8 +2,9 @@
 
 A tensor is (outer, channels, inner) in memory. Its channels are cut into groups, whose sums are independent. A row of a
 group is ``group_channels * inner`` elements in a run, cut into vectors of 16 bytes; the vectors of all rows are the
-group's slots. The threads of a block take ``sweep`` slots a step. After at most ``chain`` steps, a tile, each thread's
-float32 sums are added up in float64; ``tiles`` tiles, a strip, are one piece of work for a block.
+group's slots. The threads of a block take ``sweep`` slots a step. After at most ``chain`` steps, a tile, the threads'
+sums are added up in float64; ``tiles`` tiles, a strip, are one piece of work for a block. Both orders are cut
+alike.
 
 The bits do not depend on where a group begins, nor on whether its vectors can be loaded in one piece: a sum runs over
 the rows of one channel, in an order given by `Cut`. So a range of the channels has the bits that it has in the whole.
@@ -48,7 +49,7 @@ class Cut(NamedTuple):
         group_channels: Channels of a group; the last group may have fewer.
         vectors: Vectors of a row of a group, the last one perhaps not full.
         sweep: Threads of a block that take part: a multiple of ``vectors``, or all where a group is one channel.
-        chain: The most terms that a thread adds up in float32.
+        chain: The most terms that a thread adds up by itself, in float32 in the first order.
         tiles: Tiles of a strip, the last one perhaps with fewer.
         strips: Strips of a group; at least 1.
         parts: Threads that add up one channel's numbers; a power of two.

@@ -6,18 +6,18 @@
 
 namespace bngrad {
 
-template <typename T>
+template <typename Order>
 struct Resident {
     static __device__ __forceinline__ void work(const Descriptor &d, const Ticket &ticket, Shared &shared) {
 #pragma unroll 1
         for (int strip = 0; strip < int(d.strips); ++strip) {
-            store_partial(d, ticket.group, strip, sum_strip<T, true, Also::kKeep>(d, ticket.group, strip, shared));
+            sum_strip<Order, true, true>(d, ticket.group, strip, shared);
         }
         __syncthreads();
-        finish_group(d, ticket.group);
+        finish_group<Order>(d, ticket.group);
         __syncthreads();
 #pragma unroll 1
-        for (int strip = 0; strip < int(d.strips); ++strip) apply_strip<T, true, true>(d, ticket.group, strip);
+        for (int strip = 0; strip < int(d.strips); ++strip) apply_strip<Order, true, true>(d, ticket.group, strip);
     }
 };
 

@@ -1,7 +1,7 @@
 // The streamed engine: blocks draw tickets and do their work, in the order of the tickets.
 //
-// A ticket is one strip of one group of channels: to sum it (kSum), to write its x_backprop from the group's sums
-// (kApply), or both in one pass where x_backprop does not depend on the sums (kInfer). The block that sums the last
+// A ticket is one strip of one group of channels: to sum it (kSum), to write its outputs from the group's sums
+// (kApply), or both in one pass where the outputs do not depend on the sums (kInfer). The block that sums the last
 // strip of a group adds up the group. A block that is to write waits for that, which ends: it waits for tickets drawn
 // before its own, each of which some block holds, and summing waits for nothing. So any number of blocks will do, and
 // they need not be on the GPU at the same time.
@@ -12,16 +12,15 @@
 namespace bngrad {
 
 // Leaves a strip's sums to others; the last block to do so for a group finishes it.
-__device__ __forceinline__ void leave_strip(const Descriptor &d, int64 group, int64 strip, double2 sum,
-                                            Shared &shared) {
-    store_partial(d, group, strip, sum);
+template <typename Order>
+__device__ __forceinline__ void leave_strip(const Descriptor &d, int64 group, Shared &shared) {
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) shared.is_last = atomicAdd(d.arrived + group, 1u) == unsigned(d.strips - 1);
     __syncthreads();
     if (!shared.is_last) return;
     __threadfence();
-    finish_group(d, group);
+    finish_group<Order>(d, group);
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) store_release(d.ready + group, 1u);
@@ -34,17 +33,18 @@ __device__ __forceinline__ void wait_for_group(const Descriptor &d, int64 group)
     __syncthreads();
 }
 
-template <typename T, bool vectorised, bool is_training>
+template <typename Order, bool vectorised>
 struct Streamed {
     static __device__ __forceinline__ void work(const Descriptor &d, const Ticket &ticket, Shared &shared) {
-        constexpr Also also = is_training ? Also::kNothing : Also::kInfer;
-        if (is_training && ticket.phase == kApply) {
-            wait_for_group(d, ticket.group);
-            apply_strip<T, vectorised, false>(d, ticket.group, ticket.strip);
-        } else {
-            const double2 sum = sum_strip<T, vectorised, also>(d, ticket.group, ticket.strip, shared);
-            leave_strip(d, ticket.group, ticket.strip, sum, shared);
+        if constexpr (Order::kIsTraining) {
+            if (ticket.phase == kApply) {
+                wait_for_group(d, ticket.group);
+                apply_strip<Order, vectorised, false>(d, ticket.group, ticket.strip);
+                return;
+            }
         }
+        sum_strip<Order, vectorised, false>(d, ticket.group, ticket.strip, shared);
+        leave_strip<Order>(d, ticket.group, shared);
     }
 };
 

@@ -1,6 +1,7 @@
-// Adding up. Chains of at most d.chain terms are added in float32; everything from there on is added in float64, in an
-// order that the plan alone decides: the lanes and threads of a tile by a fixed tree, the tiles of a strip one after
-// the other, the strips of a group by a fixed tree again.
+// Adding up. Chains of at most d.chain terms are float32 or float64, as the order of gradients has it; everything from
+// there on is added in float64, in an order that the plan alone decides: the lanes and threads of a tile by a fixed tree,
+// the tiles of a strip one after the other, the strips of a group by a fixed tree again. Several sums are taken together:
+// `chains.get(sum, lane)` is what a thread has of one in a lane.
 #pragma once
 
 #include "descriptor.cuh"
@@ -8,94 +9,126 @@
 
 namespace bngrad {
 
+constexpr int kMaxLanes = 8, kMaxSums = 7, kMaxStats = 4;
+
 struct Shared {
     union {
-        float chains[2][8][kThreads];
-        double2 warps[kWarps];
+        double chains[kMaxLanes][kThreads];  // or twice as many floats
+        double warps[kWarps][kMaxSums];
     };
-    float mean[kMaxGroupChannels];
-    float gain[kMaxGroupChannels];
+    float stats[kMaxStats][kMaxGroupChannels];  // what the first pass has to know of each channel
     unsigned ticket;
     unsigned is_last;
 };
 
-__device__ __forceinline__ double2 operator+(const double2 &a, const double2 &b) {
-    return make_double2(a.x + b.x, a.y + b.y);
-}
-
 // The sum over each aligned run of `parts` threads, a power of two up to 32, in each thread of the run.
-__device__ __forceinline__ double2 sum_over_parts(double2 value, int parts) {
+__device__ __forceinline__ double sum_over_parts(double value, int parts) {
 #pragma unroll 1
-    for (int offset = parts / 2; offset > 0; offset /= 2) {
-        const double x = __shfl_xor_sync(0xffffffffu, value.x, offset);
-        const double y = __shfl_xor_sync(0xffffffffu, value.y, offset);
-        value = value + make_double2(x, y);
-    }
+    for (int offset = parts / 2; offset > 0; offset /= 2) value += __shfl_xor_sync(0xffffffffu, value, offset);
     return value;
 }
 
-// The sums of a tile of one channel, in thread 0.
-template <int lanes>
-__device__ __forceinline__ double2 sum_channel(const float *sum_dy, const float *sum_dy_xc, Shared &shared) {
-    double2 sum = make_double2(0, 0);
-#pragma unroll
-    for (int lane = 0; lane < lanes; ++lane) sum = sum + make_double2(sum_dy[lane], sum_dy_xc[lane]);
-    sum = sum_over_parts(sum, 32);
-    if (threadIdx.x % 32 == 0) shared.warps[threadIdx.x / 32] = sum;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        for (int warp = 1; warp < kWarps; ++warp) sum = sum + shared.warps[warp];
-    }
-    __syncthreads();
-    return sum;
+// Where the sums of a strip are left.
+template <int sums>
+__device__ __forceinline__ double *partials_of(const Descriptor &d, int64 group, int64 strip, int64 channel) {
+    return d.partials + ((group * d.strips + strip) * d.group_channels + channel) * sums;
 }
 
-// The sums of a tile of several channels, that of channel i in the threads from i * parts on. A channel's terms are
-// taken row by row, whichever lanes hold them.
-template <int lanes, bool vectorised>
-__device__ __forceinline__ double2 sum_channels(const Descriptor &d, const float *sum_dy, const float *sum_dy_xc,
-                                                Shared &shared) {
+__device__ __forceinline__ void add_tile(double *partial, int tile, double sum) {
+    *partial = tile ? *partial + sum : sum;
+}
+
+// Adds the sums of a tile of one channel to the partials.
+template <int sums, int lanes, typename Chains>
+__device__ __forceinline__ void sum_channel(const Chains &chains, int tile, double *partials, Shared &shared) {
 #pragma unroll
-    for (int lane = 0; lane < lanes; ++lane) {
-        shared.chains[0][lane][threadIdx.x] = sum_dy[lane];
-        shared.chains[1][lane][threadIdx.x] = sum_dy_xc[lane];
+    for (int i = 0; i < sums; ++i) {
+        double sum = 0;
+#pragma unroll
+        for (int lane = 0; lane < lanes; ++lane) sum += chains.get(i, lane);
+        sum = sum_over_parts(sum, 32);
+        if (threadIdx.x % 32 == 0) shared.warps[threadIdx.x / 32][i] = sum;
     }
     __syncthreads();
+    if (threadIdx.x < sums) {
+        double sum = 0;
+#pragma unroll
+        for (int warp = 0; warp < kWarps; ++warp) sum += shared.warps[warp][threadIdx.x];
+        add_tile(partials + threadIdx.x, tile, sum);
+    }
+    __syncthreads();
+}
+
+// Adds the sums of a tile of several channels to the partials, those of channel i from the threads from i * parts on. A
+// channel's terms are taken row by row, whichever lanes hold them.
+template <int sums, int lanes, bool vectorised, typename Chains>
+__device__ __forceinline__ void sum_channels(const Descriptor &d, const Chains &chains, int tile, double *partials,
+                                             Shared &shared) {
+    using Number = decltype(chains.get(0, 0));
+    constexpr int kAtOnce = sizeof(double) / sizeof(Number), kSize = lanes * kThreads;
+    static_assert(sums % kAtOnce == 0);
+    Number *const numbers = reinterpret_cast<Number *>(shared.chains);  // (kAtOnce, lanes, kThreads)
     const int parts = int(d.parts), inner = int(d.inner), vectors = int(d.vectors);
     const int channel = threadIdx.x / parts, part = threadIdx.x % parts;
     const int row_step = parts / inner, element_step = parts % inner, rows = int(d.sweep) / vectors;
-    double2 sum = make_double2(0, 0);
-    if (channel < d.group_channels) {
 #pragma unroll 1
-        for (int row = part / inner, element = part % inner; row < rows;) {
-            const int column = channel * inner + element;
-            const int lane = vectorised ? column % lanes : column / vectors;
-            const int thread = row * vectors + (vectorised ? column / lanes : column % vectors);
-            sum = sum + make_double2(shared.chains[0][lane][thread], shared.chains[1][lane][thread]);
-            row += row_step;
-            element += element_step;
-            if (element >= inner) {
-                element -= inner;
-                ++row;
+    for (int first = 0; first < sums; first += kAtOnce) {
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+#pragma unroll
+            for (int lane = 0; lane < lanes; ++lane) {
+                numbers[i * kSize + lane * kThreads + threadIdx.x] = chains.get(first + i, lane);
             }
         }
+        __syncthreads();
+        double sum[kAtOnce] = {};
+        if (channel < d.group_channels) {
+#pragma unroll 1
+            for (int row = part / inner, element = part % inner; row < rows;) {
+                const int column = channel * inner + element;
+                const int lane = vectorised ? column % lanes : column / vectors;
+                const int thread = row * vectors + (vectorised ? column / lanes : column % vectors);
+#pragma unroll
+                for (int i = 0; i < kAtOnce; ++i) sum[i] += numbers[i * kSize + lane * kThreads + thread];
+                row += row_step;
+                element += element_step;
+                if (element >= inner) {
+                    element -= inner;
+                    ++row;
+                }
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            sum[i] = sum_over_parts(sum[i], parts);
+            if (part == 0 && channel < d.group_channels) add_tile(partials + channel * sums + first + i, tile, sum[i]);
+        }
+        __syncthreads();
     }
-    __syncthreads();
-    return sum_over_parts(sum, parts);
 }
 
-// The sums of a whole group over its strips, placed like those of a tile.
-__device__ __forceinline__ double2 sum_strips(const Descriptor &d, int64 group) {
+// The sums of a group's channel over its strips.
+template <int sums>
+struct Sums {
+    double of[sums];
+};
+
+// Those of channel i are in the threads from i * parts on.
+template <int sums>
+__device__ __forceinline__ Sums<sums> sum_strips(const Descriptor &d, int64 group) {
     const int parts = int(d.parts), channel = threadIdx.x / parts;
-    double2 sum = make_double2(0, 0);
+    Sums<sums> sum = {};
     if (channel < d.group_channels) {
-        const double2 *partials = d.partials + group * d.strips * d.group_channels + channel;
 #pragma unroll 1
         for (int64 strip = threadIdx.x % parts; strip < d.strips; strip += parts) {
-            sum = sum + __ldcg(partials + strip * d.group_channels);
+            const double *const partials = partials_of<sums>(d, group, strip, channel);
+#pragma unroll
+            for (int i = 0; i < sums; ++i) sum.of[i] += __ldcg(partials + i);
         }
     }
-    return sum_over_parts(sum, parts);
+#pragma unroll
+    for (int i = 0; i < sums; ++i) sum.of[i] = sum_over_parts(sum.of[i], parts);
+    return sum;
 }
 
 }  // namespace bngrad

@@ -8,13 +8,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bngrad_kernels.cuda.engines import Engine, Traits, choose, kept_nbytes, lookahead
+from bngrad_kernels.cuda.engines import INPUTS, Engine, Traits, choose, kept_nbytes, lookahead
 from bngrad_kernels.cuda.plan import Cut, cut
-from bngrad_kernels.problem import Array, Problem
+from bngrad_kernels.problem import AnyProblem, Array
 from bngrad_kernels.spec import BFLOAT16, ReserveSpace2Kind, Spec
 
 POINTERS = (
-    "y_backprop", "x", "x_backprop", "scale", "mean", "reserve_space_2", "scale_backprop", "offset_backprop",
+    "grad_x_backprop", "y_backprop", "x", "grad_scale_backprop", "grad_offset_backprop", "scale", "reserve_space_1",
+    "reserve_space_2", "x_backprop", "scale_backprop", "offset_backprop", "grad_y_backprop", "grad_x", "grad_scale",
     "partials", "coefficients", "arrived", "ready",
 )  # fmt: skip
 DESCRIPTOR = np.dtype(
@@ -23,7 +24,7 @@ DESCRIPTOR = np.dtype(
         (name, np.int64)
         for name in (
             "rows", "channels", "inner", "group_channels", "vectors", "sweep", "chain", "tiles", "strips", "parts",
-            "is_training", "is_inverse_std", "has_bfloat16_stats",
+            "is_inverse_std", "has_bfloat16_stats",
         )
     ]
     + [("epsilon", np.float64)]
@@ -37,13 +38,14 @@ PIECE, PHASE, GROUP, STRIP = range(4)
 SUM, APPLY, INFER, RESIDE = range(4)
 """``enum Phase`` of descriptor.cuh."""
 
-PARTIAL_NBYTES, COEFFICIENTS_NBYTES = 16, 16
+_SUMS, _QUADS = {1: 2, 2: 7}, {1: 1, 2: 3}
+"""``kSums`` and ``kQuads`` by the order; fewer are used in inference."""
 
 
 class Piece(NamedTuple):
     """The channels from ``first`` up to ``last``, exclusive, of a problem."""
 
-    problem: Problem
+    problem: AnyProblem
     first: int
     last: int
 
@@ -56,6 +58,7 @@ class Piece(NamedTuple):
 class Kernel(NamedTuple):
     """Which kernel computes a piece."""
 
+    order: int
     dtype: str
     engine: Engine
     is_vectorised: bool
@@ -63,10 +66,10 @@ class Kernel(NamedTuple):
     @property
     def symbol(self) -> str:
         """Its name in batch_norm_grad.cu."""
+        order = {1: "first", 2: "second"}[self.order]
         mode = "inference" if self.engine is Engine.SINGLE else "training"
-        if self.engine is Engine.RESIDENT:
-            return f"{self.dtype}_{mode}_resident"
-        return f"{self.dtype}_{mode}_{'vectors' if self.is_vectorised else 'elements'}"
+        access = "vectors" if self.is_vectorised else "elements"
+        return f"{order}_{self.dtype}_{mode}_{'resident' if self.engine is Engine.RESIDENT else access}"
 
 
 class Template(NamedTuple):
@@ -77,6 +80,8 @@ class Template(NamedTuple):
         kernel: Which kernel computes them.
         groups: How many groups of channels they have.
         kept_nbytes: The shared memory that a block needs to keep a group in.
+        partials_nbytes: The memory that the sums of strips take.
+        coefficients_nbytes: The memory that the coefficients take.
         descriptor: The bytes of a `DESCRIPTOR` without pointers.
         tickets: The words of `TICKET`s of descriptor 0: where some apply, all that sum come before them.
         starts: For each ticket, how many bytes of the piece are to be summed before it may be drawn.
@@ -87,6 +92,8 @@ class Template(NamedTuple):
     kernel: Kernel
     groups: int
     kept_nbytes: int
+    partials_nbytes: int
+    coefficients_nbytes: int
     descriptor: bytes
     tickets: Array
     starts: Array
@@ -101,20 +108,30 @@ def template(piece: Piece, traits: Traits) -> Template:
 @functools.lru_cache(maxsize=1024)
 def _template(spec: Spec, channels: int, traits: Traits) -> Template:
     planned = cut(spec)
-    engine = choose(planned, channels, traits, is_training=spec.is_training)
-    kernel = Kernel(spec.dtype.name, engine, planned.is_vectorised(channels))
-    kept = kept_nbytes(planned) if engine is Engine.RESIDENT else 0
+    engine = choose(planned, channels, traits, is_training=spec.is_training, order=spec.order)
+    kernel = Kernel(spec.order, spec.dtype.name, engine, planned.is_vectorised(channels))
+    groups = planned.groups(channels)
     record = np.zeros(1, DESCRIPTOR)
     for name in ("rows", "inner", "group_channels", "vectors", "sweep", "chain", "tiles", "strips", "parts"):
         record[name] = getattr(planned, name)
     record["channels"] = channels
-    record["is_training"] = spec.is_training
     record["is_inverse_std"] = spec.reserve_space_2_kind is ReserveSpace2Kind.INVERSE_STD
     record["has_bfloat16_stats"] = spec.stats_dtype == BFLOAT16
     record["epsilon"] = spec.epsilon
-    group_nbytes = 2 * planned.rows * planned.inner * planned.group_channels * spec.dtype.itemsize
-    tickets, starts = _tickets(planned, engine, planned.groups(channels), group_nbytes)
-    return Template(planned, kernel, planned.groups(channels), kept, record.tobytes(), tickets, starts, group_nbytes)
+    group_nbytes = INPUTS[spec.order] * planned.rows * planned.inner * planned.group_channels * spec.dtype.itemsize
+    drawn, starts = _tickets(planned, engine, groups, group_nbytes)
+    return Template(
+        cut=planned,
+        kernel=kernel,
+        groups=groups,
+        kept_nbytes=kept_nbytes(planned) if engine is Engine.RESIDENT else 0,
+        partials_nbytes=groups * planned.group_channels * planned.strips * _SUMS[spec.order] * 8,
+        coefficients_nbytes=groups * planned.group_channels * _QUADS[spec.order] * 16,
+        descriptor=record.tobytes(),
+        tickets=drawn,
+        starts=starts,
+        group_nbytes=group_nbytes,
+    )
 
 
 def _tickets(planned: Cut, engine: Engine, groups: int, group_nbytes: int) -> tuple[Array, Array]:

@@ -31,13 +31,6 @@ template <typename T, bool vectorised>
 struct Walk {
     static constexpr int kLanes = T::kLanes;
     static constexpr int kStride = vectorised ? kLanes : 1;  // elements between the first lanes of two vectors
-    // Vectors of each tensor asked for before the first is used, as many as the registers hold: writing takes more.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 750
-    static constexpr int kSumBatch = vectorised ? 2 : 1;
-#else
-    static constexpr int kSumBatch = vectorised ? 4 : 1;
-#endif
-    static constexpr int kApplyBatch = vectorised ? 16 / kLanes : 1;
     using Bits = typename T::Bits;
 
     int64 index, vector;  // of the first lane: its element, and its vector in the row

@@ -49,9 +49,9 @@ class Gpu(EmulatedDevice):
             if POISON.exists():
                 POISON.unlink()
                 raise CudaError("an illegal memory access was encountered")
-            if GATE.exists() and what.kernel.symbol.startswith("float16"):
+            if GATE.exists() and what.kernel.dtype == "float16":
                 wait_at_gate()
-            if DEADLY.exists() and what.kernel.symbol.startswith("bfloat16"):
+            if DEADLY.exists() and what.kernel.dtype == "bfloat16":
                 os.kill(os.getpid(), signal.SIGKILL)
             launch(what, descriptors)
 

@@ -12,60 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.unit.kernels.problems import DTYPES, KINDS
 from tests.unit.kernels.problems import problem as first_order_problem
+from tests.unit.kernels.second_order import assert_right, bits, inputs, outputs, problem, second
 from tests.unit.kernels.test_cpu_back_end import SHAPES
 
-from bngrad_kernels import accuracy, backends
+from bngrad_kernels import backends
 from bngrad_kernels.problem import Array, GradGradProblem
-from bngrad_kernels.spec import FLOAT32, ReserveSpace2Kind, Spec
+from bngrad_kernels.spec import ReserveSpace2Kind, Spec
 
 ONE_THREAD, TWO_THREADS = (backends.create("cpu", threads=threads) for threads in (1, 2))
-
-
-def second(shape: tuple[int, ...], dtype: Any = FLOAT32, **changes: Any) -> Spec:
-    return Spec(dtype, shape, 1, order=2, **changes)
-
-
-def problem(spec: Spec, seed: int = 0) -> GradGradProblem:
-    """A problem of random numbers, whose outputs are all NaN."""
-    rng = np.random.default_rng(seed)
-
-    def stats(low: float, high: float) -> Array:
-        return rng.uniform(low, high, spec.channels).astype(spec.stats_dtype)
-
-    made = GradGradProblem.allocate(
-        spec,
-        rng.normal(-0.2, 1, spec.shape).astype(spec.dtype),
-        stats(-2, 2),
-        stats(-2, 2),
-        rng.normal(0.1, 1, spec.shape).astype(spec.dtype),
-        rng.normal(3, 2, spec.shape).astype(spec.dtype),
-        stats(-2, 2),
-        stats(2.5, 3.5),
-        stats(3, 5) if spec.reserve_space_2_kind is ReserveSpace2Kind.VARIANCE else stats(0.4, 0.6),
-    )
-    for output in outputs(made):
-        output.fill(np.nan)
-    return made
-
-
-def inputs(problem: GradGradProblem) -> tuple[Array, ...]:
-    names = ("grad_x_backprop", "grad_scale_backprop", "grad_offset_backprop", "y_backprop", "x", "scale",
-             "reserve_space_1", "reserve_space_2")  # fmt: skip
-    return tuple(getattr(problem, name) for name in names)
-
-
-def outputs(problem: GradGradProblem) -> tuple[Array, Array, Array]:
-    return problem.grad_y_backprop, problem.grad_x, problem.grad_scale
-
-
-def bits(problem: GradGradProblem) -> list[bytes]:
-    return [output.tobytes() for output in outputs(problem)]
-
-
-def assert_right(problem: GradGradProblem) -> None:
-    errors = accuracy.grad_grad_errors(problem.spec, inputs(problem), outputs(problem))
-    bounds = accuracy.grad_grad_bounds(problem.spec)
-    assert all(error <= bound for error, bound in zip(errors, bounds, strict=True)), (errors, bounds)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 import sys
 
+from tests.unit.kernels import problems, second_order
 from tests.unit.kernels.cuda.devices import TRAITS, EmulatedDevice
-from tests.unit.kernels.problems import assert_right, problem
 
 from bngrad_kernels.cuda.back_end import CudaBackEnd
 from bngrad_kernels.spec import FLOAT32, Spec
@@ -19,13 +19,20 @@ def main() -> None:
         (Spec(FLOAT32, (20, 6, 49), 1, is_training=False), 0),
         (Spec(FLOAT32, (9, 3, 600), 1), 1 << 20),
         (Spec(FLOAT32, (70, 32), 1), 1 << 20),
+        (Spec(FLOAT32, (70, 32), 1, order=2), 0),
+        (Spec(FLOAT32, (3, 2, 600), 1, order=2, is_training=False), 0),
     ):
         traits = TRAITS._replace(shared_nbytes=shared_nbytes)
         back_end = CudaBackEnd(EmulatedDevice(blocks=1, kernels=kernels, traits=traits))
         back_end.warm_up()
-        made = problem(spec)
-        back_end.run([made])
-        assert_right(made)
+        if spec.order == 1:
+            made = problems.problem(spec)
+            back_end.run([made])
+            problems.assert_right(made)
+        else:
+            second = second_order.problem(spec)
+            back_end.run([second])
+            second_order.assert_right(second)
 
 
 if __name__ == "__main__":

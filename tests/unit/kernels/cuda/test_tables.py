@@ -84,7 +84,7 @@ def test_inference_takes_one_pass() -> None:
 def test_a_resident_group_is_one_ticket() -> None:
     spec = Spec(FLOAT32, (49, 256), 1)
     made = template(whole(spec), TRAITS._replace(shared_nbytes=227 << 10))
-    assert made.kernel.symbol == "float32_training_resident"
+    assert made.kernel.symbol == "first_float32_training_resident"
     assert made.tickets[:, GROUP].tolist() == list(range(made.groups))
     assert set(made.tickets[:, PHASE]) == {RESIDE}
     assert made.kept_nbytes == 2 * 49 * made.cut.group_channels * 4

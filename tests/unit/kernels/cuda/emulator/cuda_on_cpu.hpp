@@ -32,10 +32,8 @@ struct uint4 { unsigned x, y, z, w; };
 #include "fibers.hpp"
 
 struct float4 { float x, y, z, w; };
-struct double2 { double x, y; };
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
-inline double2 make_double2(double x, double y) { return {x, y}; }
 
 template <typename Number>
 inline Number min(Number a, Number b) { return b < a ? b : a; }
@@ -47,6 +45,7 @@ inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline double __fma_rn(double a, double b, double c) { return std::fma(a, b, c); }
 
 template <typename Word> inline Word __ldg(const Word *address) { return *address; }
 template <typename Word> inline Word __ldcs(const Word *address) { return *address; }

@@ -6,12 +6,14 @@
 #include <map>
 #include <string>
 
-#define KERNELS(dtype)                                                                                         \
-    {#dtype "_training_resident", dtype##_training_resident},                                                  \
-    {#dtype "_training_vectors", dtype##_training_vectors}, {#dtype "_training_elements", dtype##_training_elements}, \
-    {#dtype "_inference_vectors", dtype##_inference_vectors}, {#dtype "_inference_elements", dtype##_inference_elements}
+#define KERNEL(name) {#name, name}
+#define STREAMED(name) KERNEL(name##_vectors), KERNEL(name##_elements)
+#define KERNELS(dtype)                                                                              \
+    KERNEL(first_##dtype##_training_resident),                                                      \
+    STREAMED(first_##dtype##_training), STREAMED(first_##dtype##_inference),                        \
+    STREAMED(second_##dtype##_training), STREAMED(second_##dtype##_inference)
 
-static const std::map<std::string, decltype(&float32_training_vectors)> kKernels = {
+static const std::map<std::string, decltype(&first_float32_training_vectors)> kKernels = {
     KERNELS(float32), KERNELS(float16), KERNELS(bfloat16)};
 
 extern "C" void launch_kernel(const char *name, const bngrad::Descriptor *descriptors, const bngrad::Ticket *tickets,
