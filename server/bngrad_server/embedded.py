@@ -37,7 +37,7 @@ class EmbeddedServer:
             options: Further options of ``bngrad serve``.
         """
         self._arguments = ["serve", "--listen", listen, "--device", device, *options]
-        self._stderr: IO[str]
+        self._stderr: IO[bytes]
 
     def __enter__(self) -> EmbeddedServer:
         """Returns once the server is ready.
@@ -45,7 +45,7 @@ class EmbeddedServer:
         Raises:
             ServerStartError: It did not come up.
         """
-        self._stderr = tempfile.TemporaryFile("w+")
+        self._stderr = tempfile.TemporaryFile()
         self.process = subprocess.Popen(  # noqa: S603 - our own module
             [sys.executable, "-m", "bngrad_server", *self._arguments],
             stdin=subprocess.DEVNULL,
@@ -83,5 +83,6 @@ class EmbeddedServer:
 
     def stderr(self) -> str:
         """What the server has written to stderr so far."""
-        self._stderr.seek(0)
-        return self._stderr.read()
+        fd = self._stderr.fileno()
+        # To seek would have the server, which shares the position in the file, write over what is there.
+        return os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace")

@@ -50,6 +50,8 @@ _OTHER_THREADS = 16
 _MAX_RPCS = 2048
 """Calls on grpcio's port at once, also those that wait for a thread."""
 _HANDSHAKE_TIMEOUT_MS = 10_000
+_LOOK_UP_S = 0.5
+"""How often the main thread wakes up: a signal that comes as it begins to wait is not seen before."""
 _NO_COMPRESSION = 1
 """The bit of "identity"."""
 _MAX_AGE_MS = 60_000
@@ -284,7 +286,8 @@ def serve(config: ServerConfig) -> None:
         ready.set()
         print(f"bngrad {__version__} ready on {', '.join(server.addresses)}: {_devices(server)}", flush=True)
         logger.info("large tensors: %s; clients on this host: %s; HTTP: %s", *server.endpoints, server.http_address)
-        stopping.wait()
+        while not stopping.wait(_LOOK_UP_S):
+            pass
         logger.info("draining")
     finally:
         server.stop(config.drain_timeout_s)

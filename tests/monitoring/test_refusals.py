@@ -95,8 +95,9 @@ def test_a_client_that_goes_before_its_message_is_there_is_counted(asking: Guard
     with counted(asking, "bngrad_requests_total", "CANCELLED", OP, "unary"), asking.channel(door) as channel:
         method: grpc.StreamUnaryMultiCallable[bytes, bytes] = channel.stream_unary(path_of(OP))
         metadata = (("authorization", f"Bearer {asking.token}"),)
+        grpc.channel_ready_future(channel).result(60)  # or its time might be over before it gets there
         with pytest.raises(grpc.RpcError):
-            method(nothing(), metadata=metadata, timeout=2)
+            method(nothing(), metadata=metadata, timeout=5)
         gone.set()
 
 
