@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from typing import Any
 
 import pytest
@@ -28,7 +27,7 @@ def test_every_cut_is_one_that_the_kernels_can_do(outer: int, channels: int, inn
     assert planned.lanes * dtype.itemsize == VECTOR_NBYTES
     assert planned.rows * planned.inner == (outer * inner)
     assert 1 <= planned.group_channels <= THREADS
-    assert planned.vectors == math.ceil(planned.group_channels * planned.inner / planned.lanes)
+    assert planned.vectors == -(-planned.group_channels * planned.inner // planned.lanes)
     # Several channels: each lane of a thread stays in one column, and no column is without a thread.
     assert planned.group_channels == 1 or planned.sweep % planned.vectors == 0
     assert 1 <= planned.sweep <= THREADS
