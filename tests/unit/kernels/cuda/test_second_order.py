@@ -11,7 +11,16 @@ from tests.unit.kernels.cuda.devices import back_end
 from tests.unit.kernels.problems import DTYPES, KINDS
 from tests.unit.kernels.problems import bits as first_order_bits
 from tests.unit.kernels.problems import problem as first_order_problem
-from tests.unit.kernels.second_order import assert_right, bits, inputs, outputs, problem, second
+from tests.unit.kernels.second_order import (
+    assert_does_not_read_x_for_its_gradient,
+    assert_right,
+    assert_stays_in_its_channel,
+    bits,
+    inputs,
+    outputs,
+    problem,
+    second,
+)
 
 from bngrad_kernels.problem import AnyProblem, Array, GradGradProblem
 from bngrad_kernels.spec import ReserveSpace2Kind, Spec
@@ -141,23 +150,11 @@ def test_no_channels_are_no_work() -> None:
 def test_what_is_not_finite_stays_in_its_channel(
     shape: tuple[int, ...], poison: float, place: int, name: str, is_training: bool
 ) -> None:
-    spec = second(shape, is_training=is_training)
-    made, poisoned = problem(spec), problem(spec)
-    getattr(poisoned, name)[place, 2, 0] = poison
-    GPU.run([made, poisoned])
-    others = np.setdiff1d(np.arange(shape[1]), [2])
-    for clean, dirty in zip(outputs(made), outputs(poisoned), strict=True):
-        axis = clean.ndim // 2
-        assert np.take(clean, others, axis).tobytes() == np.take(dirty, others, axis).tobytes()
-    assert not all(np.isfinite(output).all() for output in outputs(poisoned))
+    assert_stays_in_its_channel(GPU, second(shape, is_training=is_training), name, place, poison)
 
 
 def test_a_poisoned_x_leaves_the_gradient_of_x_alone_in_inference() -> None:
-    made, poisoned = (problem(second((40, 5, 9), is_training=False)) for _ in range(2))
-    poisoned.x[7, 2, 0] = np.nan
-    GPU.run([made, poisoned])
-    assert made.grad_x.tobytes() == poisoned.grad_x.tobytes()
-    assert made.grad_scale.tobytes() == poisoned.grad_scale.tobytes()
+    assert_does_not_read_x_for_its_gradient(GPU)
 
 
 @pytest.mark.parametrize("first", [1e6, -3e18])
