@@ -8,6 +8,7 @@ import time
 from contextlib import ExitStack
 from random import Random
 
+import psutil
 from tests.faults.load import Caller
 from tests.faults.scene import Scene
 from tests.integration.conftest import is_running, wait_until
@@ -33,10 +34,19 @@ def kill_workers(scene: Scene, seconds: float, rng: Random) -> None:
 
 
 def kill_all_workers(scene: Scene, seconds: float, rng: Random) -> None:
-    """Kills all workers at once: for a while there is nobody to compute, and then there is again."""
+    """Kills all workers at once: for a while there is nobody to compute, and then there is again.
+
+    The front is stopped meanwhile, lest it give a request of the first one to the next, to meet its second death there.
+    """
     for _ in scene.rounds(seconds):
-        for pid in scene.service.workers():
-            os.kill(pid, signal.SIGKILL)
+        workers, front = scene.service.workers(), psutil.Process(scene.service.process.pid)
+        front.suspend()
+        try:
+            wait_until(lambda front=front: front.status() == psutil.STATUS_STOPPED)  # type: ignore[misc]
+            for pid in workers:
+                os.kill(pid, signal.SIGKILL)
+        finally:
+            front.resume()
         scene.load.wait_for_answers()
         scene.service.wait_until_whole()
 
