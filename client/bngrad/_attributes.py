@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from bngrad._errors import FieldViolation, invalid_argument
+from bngrad_protos.limits import MAX_PRIORITY
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
-
-MAX_PRIORITY = 8
 
 _RESERVE_SPACE_2_KINDS: Mapping[str, pb.ReserveSpace2Kind] = {
     "variance": pb.RESERVE_SPACE2_KIND_VARIANCE,

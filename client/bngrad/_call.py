@@ -12,15 +12,13 @@ from google.protobuf.message import Message
 from bngrad import _codec
 from bngrad._errors import FieldViolation, invalid_argument
 from bngrad._results import Array
+from bngrad_protos.limits import MAX_PROTOBUF_NBYTES
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_protos.wire import Buffer
 
 SERVICE = pb.DESCRIPTOR.services_by_name["BatchNormGradService"].full_name
 SERVER_INFO_METHOD = f"/{SERVICE}/ServerInfo"
 EXCHANGE_METHOD = f"/{SERVICE}/Exchange"
-
-MAX_MESSAGE_NBYTES = 2**31 - 1
-"""What protobuf can hold in one message."""
 
 Result = TypeVar("Result")
 
@@ -110,9 +108,9 @@ class Call(Generic[Result]):
         for field, array in self.large.items():
             pieces += _codec.tensor_pieces(self.op.fields[field], array)
         nbytes = sum(map(len, pieces))
-        if nbytes > MAX_MESSAGE_NBYTES:
+        if nbytes > MAX_PROTOBUF_NBYTES:
             field = next(iter(self.large))
-            description = f"the request must have at most {MAX_MESSAGE_NBYTES} bytes as one message, not {nbytes}"
+            description = f"the request must have at most {MAX_PROTOBUF_NBYTES} bytes as one message, not {nbytes}"
             raise invalid_argument(FieldViolation(field, description))
         return pieces
 

@@ -23,10 +23,10 @@ import numpy as np
 
 from bngrad._results import Array
 from bngrad._security import OPEN, Access
+from bngrad_protos.limits import REGION_NBYTES
 
 ALIGNMENT = 64
 """Every array begins at a multiple of this in its region, in bytes."""
-_REGION_NBYTES = 64 * 2**20
 _LEASE_TIMEOUT_S = 5.0
 _ANSWER_TIMEOUT_S = 0.25
 _KEY_NBYTES = 16
@@ -215,7 +215,7 @@ class Pool:
             self._collect()
             block = self._reuse(nbytes) or self._cut(nbytes)
             if block is None:
-                self._regions.append(self._new_region(max(nbytes, _REGION_NBYTES)))
+                self._regions.append(self._new_region(max(nbytes, REGION_NBYTES)))
                 block = self._cut(nbytes)
                 assert block is not None
             block.region.blocks += 1

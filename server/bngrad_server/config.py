@@ -5,35 +5,36 @@ A new setting is a new field of `ServerConfig`.
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, AliasGenerator, BeforeValidator, Field, model_validator
+from pydantic import AliasGenerator, Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from bngrad_kernels.backends import devices
+from bngrad_protos.limits import MAX_PROTOBUF_NBYTES, REGION_NBYTES
 from bngrad_server import cgroup
+from bngrad_server.setting_types import (
+    IN_MEMORY,
+    Addresses,
+    Bytes,
+    Computed,
+    Device,
+    HttpAddress,
+    Metavar,
+    Port,
+    Seconds,
+    at_least,
+)
 
-MAX_MESSAGE_BYTES = 2**31 - 1
-"""The largest message that protobuf can hold."""
-MAX_PORT = 2**16 - 1
 MAX_CALLS = 64
 """Calls of an op that grpcio's port answers at once. Each holds a thread, and each unary one a message."""
-_LEAST_MESSAGE_BYTES = 2**26
-
-
-class Metavar(str):
-    """What stands for a setting's value in the help."""
-
-
-class Computed(str):
-    """What a default that depends on the machine is, in words."""
+_LEAST_DEFAULT_MESSAGE_BYTES = 2**26
+_MIB = 2**20
 
 
 def default_max_message_bytes() -> int:
     """So much that a message for each call takes a quarter of the memory."""
-    return min(max(default_arena_bytes() // 2 // MAX_CALLS, _LEAST_MESSAGE_BYTES), MAX_MESSAGE_BYTES)
+    return min(max(default_arena_bytes() // 2 // MAX_CALLS, _LEAST_DEFAULT_MESSAGE_BYTES), MAX_PROTOBUF_NBYTES)
 
 
 def default_arena_bytes() -> int:
@@ -41,69 +42,9 @@ def default_arena_bytes() -> int:
     return cgroup.memory_bytes() // 2
 
 
-def _in_units(units: dict[str, float]) -> BeforeValidator:
-    """Has texts such as "30 s" become numbers; what has no unit is left to the check for numbers."""
-
-    def convert(value: Any) -> Any:
-        found = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([A-Za-z]+)", value.strip()) if isinstance(value, str) else None
-        if found is None:
-            return value
-        number, unit = found[1], found[2].lower()
-        factors = {name.lower(): factor for name, factor in units.items()}
-        if unit not in factors:
-            raise ValueError(f"it should be a number, perhaps with one of the units {', '.join(units)}")
-        return float(number) * factors[unit]
-
-    return BeforeValidator(convert)
-
-
-def _split(value: Any) -> Any:
-    return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
-
-
-def _address(value: str) -> str:
-    host, colon, port = value.rpartition(":")
-    if value.startswith("unix:"):
-        is_right = value != "unix:"
-    else:
-        is_right = (
-            bool(host and colon) and "/" not in host and port.isascii() and port.isdigit() and int(port) <= MAX_PORT
-        )
-    if not is_right:
-        raise ValueError("it should be HOST:PORT or unix:PATH")
-    return value
-
-
-def _http_address(value: str) -> str:
-    if value.startswith("unix:"):
-        raise ValueError("it should be HOST:PORT")
-    return _address(value)
-
-
-def _device(value: str) -> str:
-    if value != "auto":
-        try:
-            devices(value)
-        except ValueError as error:
-            raise ValueError(f"it should be auto, or 'cpu' or 'cuda:N' with commas between them: {error}") from error
-    return value
-
-
 def setting_name(field_name: str) -> str:
     """How flags, the environment and files call a setting: by its field's name, without the unit of seconds."""
     return field_name.removesuffix("_s")
-
-
-_POWERS = {"kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-Seconds = Annotated[float, _in_units({"ms": 1e-3, "s": 1, "min": 60, "h": 3600}), Metavar("SECONDS")]
-"""A duration; texts may have a unit."""
-Bytes = Annotated[int, _in_units({"B": 1, **_POWERS}), Metavar("BYTES")]
-"""A size of memory; texts may have a unit."""
-Port = Annotated[int, Field(ge=0, le=MAX_PORT), Metavar("PORT")]
-Address = Annotated[str, BeforeValidator(_address)]
-HttpAddress = Annotated[str, BeforeValidator(_http_address)]
-Addresses = Annotated[tuple[Address, ...], BeforeValidator(_split), Metavar("ADDRESS")]
-"""Texts may list several, with commas between them."""
 
 
 class ServerConfig(BaseSettings):
@@ -132,19 +73,27 @@ class ServerConfig(BaseSettings):
 
     listen: Addresses = Field(default=("127.0.0.1:50051",), min_length=1)
     """Where to listen: HOST:PORT (port 0 takes a free one) or unix:PATH; may be given several times."""
-    device: Annotated[str, AfterValidator(_device), Metavar("DEVICE")] = "auto"
+    device: Device = "auto"
     """What to compute on: cpu, or GPUs such as cuda:0,cuda:1; auto takes every usable GPU, or the CPU if there is
     none."""
     threads: Annotated[int, Computed("every core")] = Field(default_factory=cgroup.cores, ge=1)
     """Threads of each CPU worker. Results have the same bits for any number."""
     workers: int = Field(default=2, ge=1)
     """Worker processes on a CPU. With more than one, requests go on where one dies, and small ones run side by side."""
-    arena_bytes: Annotated[Bytes, Computed("half of the memory")] = Field(default_factory=default_arena_bytes, ge=1)
+    arena_bytes: Annotated[
+        Bytes,
+        at_least(_MIB, "1MiB", "the tensors of every request have to fit in"),
+        IN_MEMORY,
+        Computed("half of the memory"),
+    ] = Field(default_factory=default_arena_bytes)
     """Memory for the tensors of all requests in flight. More lets more requests wait staged; pages are taken from the
     system only when first used."""
-    shared_bytes: Annotated[Bytes, Computed("a quarter of the memory")] = Field(
-        default_factory=lambda: default_arena_bytes() // 2, ge=0
-    )
+    shared_bytes: Annotated[
+        Bytes,
+        at_least(REGION_NBYTES, f"{REGION_NBYTES // _MIB}MiB", "clients take so much at a time", or_none=True),
+        IN_MEMORY,
+        Computed("a quarter of the memory"),
+    ] = Field(default_factory=lambda: default_arena_bytes() // 2)
     """Memory that clients on this host may share with the workers, 0 for none; pages are taken when first used."""
     pinned_bytes: Bytes = Field(default=32 * 2**30, ge=0)
     """Memory that GPU workers may page-lock, so that copies are fast and overlap with kernels: the arena if it is not
@@ -153,9 +102,11 @@ class ServerConfig(BaseSettings):
     """Group of users, beside the server's own, that may share memory."""
     stream_port: Annotated[Port, Computed("0, a free one")] = 0
     """TCP port of the endpoint for large tensors, on the host of the first TCP address."""
-    max_message_bytes: Annotated[Bytes, Computed("so that 64 fill a quarter of the memory")] = Field(
-        default_factory=default_max_message_bytes, ge=1, le=MAX_MESSAGE_BYTES
-    )
+    max_message_bytes: Annotated[
+        Bytes,
+        at_least(4 * _MIB, "4MiB", "clients send chunks and small requests in messages of up to that size"),
+        Computed("so that 64 fill a quarter of the memory"),
+    ] = Field(default_factory=default_max_message_bytes, le=MAX_PROTOBUF_NBYTES)
     """Largest message in which a client may send a request whole. Chunks and shared memory have no such limit: their
     tensors never lie in the memory of a message."""
     max_batch_jobs: int = Field(default=64, ge=1)
@@ -170,9 +121,13 @@ class ServerConfig(BaseSettings):
     max_wait_s: Seconds = Field(default=5.0, gt=0)
     """How long a request may have to wait for those before it; where it would be longer, clients are told to come
     again."""
-    transfer_timeout_s: Seconds = Field(default=30.0, gt=0)
+    transfer_timeout_s: Annotated[
+        Seconds, at_least(1, "1 s", "connections whose clients do not answer a ping in that time are closed")
+    ] = 30.0
     """How long an upload or a download may take, beside a second for each 128 KiB. It holds memory."""
-    worker_timeout_s: Seconds = Field(default=5.0, gt=0)
+    worker_timeout_s: Annotated[
+        Seconds, at_least(1, "1 s", "workers that are well may be silent for a good part of that")
+    ] = 5.0
     """A worker that shows no life for so long is killed and replaced."""
     drain_timeout_s: Seconds = Field(default=30.0, ge=0)
     """How long requests in flight may take to end after SIGTERM."""
@@ -225,6 +180,13 @@ class ServerConfig(BaseSettings):
         **by_name: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         return (init_settings,)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _check_no_boolean_is_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation in (int, float):
+            raise ValueError("it should be a number, not a boolean")
+        return value
 
     @model_validator(mode="after")
     def _check_together(self) -> ServerConfig:

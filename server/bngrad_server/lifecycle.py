@@ -26,11 +26,10 @@ from bngrad_server.engine import Engine
 from bngrad_server.janitor import Janitor
 from bngrad_server.listening import (
     ListenError,
-    check_socket,
+    check_address,
     max_connections,
     raise_descriptor_limit,
     socket_path,
-    why_not,
 )
 from bngrad_server.local import LocalSockets
 from bngrad_server.memory import use_one_heap
@@ -186,9 +185,8 @@ class Server:
         return [path for path in sockets if path.exists()] + ([self._local.directory] if self._local else [])
 
     def _listen(self, address: str) -> str:
+        check_address(address)
         path = socket_path(address)
-        if path is not None:
-            check_socket(path)
         umask = os.umask(0o177) if path else None  # from its first moment the socket is for nobody else
         try:
             if path or self._certificates is None:
@@ -196,7 +194,7 @@ class Server:
             else:
                 port = self._grpc_server.add_secure_port(address, self._certificates.credentials())
         except RuntimeError as error:
-            raise ListenError(f"cannot listen on {address}: {why_not(address)}") from error
+            raise ListenError(f"cannot listen on {address}") from error
         finally:
             if umask is not None:
                 os.umask(umask)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import resource
 import socket
 from pathlib import Path
@@ -11,6 +12,7 @@ _MAX_CONNECTIONS = 8192
 """To an address of grpcio's; each takes about 40 KB before it has said anything."""
 _OTHER_DESCRIPTORS = 2048
 _MOST_DESCRIPTORS = 1 << 16
+_MAX_PATH_NBYTES = 107
 
 
 class ListenError(Exception):
@@ -35,14 +37,18 @@ def socket_path(address: str) -> Path | None:
     return Path(address.removeprefix("unix:")) if address.startswith("unix:") else None
 
 
-def check_socket(path: Path) -> None:
-    """Makes sure that nobody listens on a Unix socket: grpcio would take its path away from them.
+def check_address(address: str) -> None:
+    """Makes sure that an address can be listened on.
+
+    grpcio would say why not in lines of its own, and take the path of a Unix socket away from who listens there.
 
     Raises:
-        ListenError: Somebody does.
+        ListenError: It cannot be listened on.
     """
-    if is_answered(path):
-        raise ListenError(f"cannot listen on unix:{path}: the address is taken")
+    path = socket_path(address)
+    reason = _why_not_port(address) if path is None else _why_not_path(path)
+    if reason is not None:
+        raise ListenError(f"cannot listen on {address}: {reason}")
 
 
 def is_answered(path: Path) -> bool:
@@ -56,17 +62,33 @@ def is_answered(path: Path) -> bool:
     return found not in {errno.ENOENT, errno.ENOTDIR, errno.ECONNREFUSED}
 
 
-def why_not(address: str) -> str:
-    """Why an address cannot be listened on."""
-    path = socket_path(address)
+def _why_not_path(path: Path) -> str | None:
+    if len(os.fsencode(path)) > _MAX_PATH_NBYTES:
+        return f"a socket's path has at most {_MAX_PATH_NBYTES} bytes"
+    if not path.parent.is_dir():
+        return f"there is no folder {path.parent}"
+    if path.exists() and not path.is_socket():
+        return "it is there, and no socket"
+    return "the address is taken" if is_answered(path) else None
+
+
+def _why_not_port(address: str) -> str | None:
+    """Why none of the addresses that a name stands for can be listened on."""
+    host, _, port = address.rpartition(":")
+    reason = None
     try:
-        if path is not None:
-            return f"there is no folder {path.parent}" if not path.parent.is_dir() else "it is no path for a socket"
-        host, _, port = address.rpartition(":")
-        family, kind, *_, place = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(place)
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
     except OSError as error:
-        return str(error.strerror)
-    return "the address is taken, malformed or not ours"
+        return error.strerror
+    except UnicodeError:
+        return "it names no host"
+    for family, kind, _, _, place in found:
+        try:
+            with socket.socket(family, kind) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(place)
+        except OSError as error:
+            reason = error.strerror
+        else:
+            return None
+    return reason

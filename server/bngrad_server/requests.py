@@ -21,6 +21,7 @@ from bngrad_kernels.spec import (
     TensorHeader,
 )
 from bngrad_protos import wire
+from bngrad_protos.limits import MAX_PRIORITY
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.jobs import KernelKey
 from bngrad_server.metrics import TRANSPORTS
@@ -36,7 +37,6 @@ _DATA_TYPES = {dtype: data_type for data_type, dtype in _DTYPES.items()}
 
 _MAX_RANK = 32
 """Far more than any op takes. The size of a shape of thousands of dimensions would take minutes to multiply out."""
-_MAX_PRIORITY = 8
 _EMPTY = pb.Tensor(dtype=pb.DATA_TYPE_FLOAT32, shape=[0])
 
 Source: TypeAlias = slice | pb.Location | None
@@ -217,7 +217,7 @@ def _data_type_name(data_type: pb.DataType) -> str:
 
 def _priority(message: Any) -> int:
     priority: int = message.priority
-    if abs(priority) > _MAX_PRIORITY:
-        description = f"priority must be from {-_MAX_PRIORITY} to {_MAX_PRIORITY}, not {priority}"
+    if abs(priority) > MAX_PRIORITY:
+        description = f"priority must be from {-MAX_PRIORITY} to {MAX_PRIORITY}, not {priority}"
         raise InvalidArgumentError((FieldViolation("priority", description),))
     return priority

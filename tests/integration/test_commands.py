@@ -276,7 +276,7 @@ def test_bench_in_json_has_percentiles_and_rates(server: EmbeddedServer, transpo
 
 
 def test_bench_goes_on_where_a_request_is_too_large_for_a_way() -> None:
-    with EmbeddedServer(options=(*ONE_WORKER, "--max-message-bytes", "1MiB", "--shared-bytes", "0")) as server:
+    with EmbeddedServer(options=(*ONE_WORKER, "--max-message-bytes", "4MiB", "--shared-bytes", "0")) as server:
         ended = run("bench", server.target, "--seconds", "0.01", "--layer", "conv5-1x1", "--json")
     assert ended.returncode == 0, ended.stderr
     errors = {each["transport"]: each["error"] for each in json.loads(ended.stdout)["measurements"]}

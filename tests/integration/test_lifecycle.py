@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -220,6 +221,31 @@ def test_a_wrong_address_is_named() -> None:
         EmbeddedServer("nowhere.invalid:1"),
     ):
         pass
+
+
+def test_an_address_that_cannot_be_had_is_told_in_one_line(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        complaints = {
+            f"127.0.0.1:{port}": "Address already in use",
+            f"unix:{tmp_path}/none/socket": f"there is no folder {tmp_path}/none",
+            "192.0.2.1:0": "Cannot assign requested address",
+        }
+        for address, complaint in complaints.items():
+            serve = [
+                sys.executable,
+                "-m",
+                "bngrad_server",
+                "serve",
+                "--device",
+                "cpu",
+                "--insecure",
+                "--listen",
+                address,
+            ]
+            ended = subprocess.run(serve, capture_output=True, text=True, timeout=60)
+            assert ended.returncode == 1
+            assert (ended.stdout, ended.stderr) == ("", f"Error: cannot listen on {address}: {complaint}\n")
 
 
 def test_a_worker_that_cannot_start_ends_the_server_with_a_reason() -> None:

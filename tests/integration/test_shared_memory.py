@@ -37,6 +37,7 @@ from tests.integration.test_bad_input import violations
 
 import bngrad
 from bngrad_kernels.spec import FLOAT32
+from bngrad_protos.limits import REGION_NBYTES
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_protos.v1 import batch_norm_grad_pb2_grpc as pb_grpc
 from bngrad_server.embedded import EmbeddedServer
@@ -183,12 +184,16 @@ def test_a_worker_that_is_killed_amid_a_call_on_shared_memory_is_replaced(
             assert client.server_info().devices[0].restarts == kills
 
 
-@pytest.mark.parametrize("shared_bytes", [0, 2**20])
+@pytest.mark.parametrize("shared_bytes", [0, REGION_NBYTES])
 def test_where_too_little_memory_is_shared_auto_does_without_and_shared_says_why(
     shared_bytes: int, expected: tuple[Any, ...]
 ) -> None:
-    why = "it is not on this host, or shares none" if shared_bytes == 0 else r"left of the 1048576 bytes to share"
-    with EmbeddedServer(options=(*ONE_WORKER, "--shared-bytes", str(shared_bytes))) as server:
+    why = f"left of the {shared_bytes} bytes to share" if shared_bytes else "it is not on this host, or shares none"
+    with (
+        EmbeddedServer(options=(*ONE_WORKER, "--shared-bytes", str(shared_bytes))) as server,
+        bngrad.Client(server.target) as greedy,
+    ):
+        taken = greedy.empty(CASE.shape)  # and nothing of what there is to others
         with bngrad.Client(server.target) as client:
             inputs, out = shared_inputs(client), client.empty(CASE.shape)
             assert_same_bits(CASE.run(client, inputs, out), expected)
@@ -197,6 +202,7 @@ def test_where_too_little_memory_is_shared_auto_does_without_and_shared_says_why
             for use in (lambda: CASE.run(client, INPUTS), lambda: client.empty(CASE.shape)):
                 with pytest.raises(bngrad.UnavailableError, match=why):
                     use()
+        assert_same_bits(CASE.run(greedy, INPUTS, taken), expected)
 
 
 def test_memory_that_one_client_gives_back_serves_the_next(expected: tuple[Any, ...]) -> None:

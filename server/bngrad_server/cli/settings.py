@@ -15,7 +15,8 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import EnvSettingsSource, TomlConfigSettingsSource
 
-from bngrad_server.config import Computed, Metavar, ServerConfig, setting_name
+from bngrad_server.config import ServerConfig, setting_name
+from bngrad_server.setting_types import Computed, Metavar
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

@@ -31,7 +31,7 @@ def warnings(addresses: Sequence[str], *, has_tls: bool, knows_clients: bool) ->
 
 def is_local(address: str) -> bool:
     """Whether an address is one of this host alone."""
-    if address.startswith(("unix:", "unix-abstract:")):
+    if address.startswith("unix:"):
         return True
     host = address.rpartition(":")[0].strip("[]")
     try:

@@ -26,9 +26,10 @@ from tests.unit.server.additions import (
 )
 
 from bngrad_kernels.problem import GradGradProblem
+from bngrad_protos.limits import MAX_PROTOBUF_NBYTES, REGION_NBYTES
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.calls import UNARY_OPS, Calls
-from bngrad_server.config import MAX_MESSAGE_BYTES, ServerConfig
+from bngrad_server.config import ServerConfig
 from bngrad_server.endpoint import Endpoint
 from bngrad_server.engine import Engine
 from bngrad_server.service import generic_handler
@@ -92,9 +93,9 @@ def on_endpoint(calls: Calls, path: Path) -> Iterator[None]:
 
 @pytest.fixture(params=[on_grpcio, on_endpoint], ids=["grpcio", "endpoint"])
 def peer(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Peer]:
-    engine = Engine(ServerConfig(arena_bytes=ARENA_NBYTES, shared_bytes=2**20), lambda: None)
+    engine = Engine(ServerConfig(arena_bytes=ARENA_NBYTES, shared_bytes=REGION_NBYTES), lambda: None)
     path = tmp_path / "calls"
-    with request.param(Calls(engine, MAX_MESSAGE_BYTES), path):
+    with request.param(Calls(engine, MAX_PROTOBUF_NBYTES), path):
         with grpc.insecure_channel(f"unix:{path}") as channel:
             peer = Peer(engine, channel)
             engine.batcher.offer(peer.worker)

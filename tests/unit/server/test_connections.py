@@ -12,10 +12,11 @@ import pytest
 from tests.unit.server.additions import NBYTES, TIMEOUT_S, Adder, check_answer, inputs, request_of, wait_until
 
 from bngrad_protos import http2
+from bngrad_protos.limits import MAX_PROTOBUF_NBYTES, REGION_NBYTES
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server import connections
 from bngrad_server.calls import Calls
-from bngrad_server.config import MAX_MESSAGE_BYTES, ServerConfig
+from bngrad_server.config import ServerConfig
 from bngrad_server.endpoint import Endpoint
 from bngrad_server.engine import Engine
 
@@ -29,9 +30,9 @@ class Service:
     """An endpoint, and clients of it that are sockets alone."""
 
     def __init__(self, directory: Path) -> None:
-        config = ServerConfig(arena_bytes=2**20, shared_bytes=2**20, max_requests=64)
+        config = ServerConfig(arena_bytes=2**20, shared_bytes=REGION_NBYTES, max_requests=64)
         self.engine = Engine(config, lambda: None)
-        self.endpoint = Endpoint(Calls(self.engine, MAX_MESSAGE_BYTES))
+        self.endpoint = Endpoint(Calls(self.engine, MAX_PROTOBUF_NBYTES))
         self.worker = Adder(self.engine)
         self._path = str(directory / "calls")
         listener = socket.socket(socket.AF_UNIX)

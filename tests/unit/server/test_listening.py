@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bngrad_server.listening import ListenError, check_socket, max_connections, raise_descriptor_limit, why_not
+from bngrad_server.listening import ListenError, check_address, max_connections, raise_descriptor_limit
 
 
 def test_a_socket_on_which_somebody_listens_is_taken(tmp_path: Path) -> None:
@@ -21,7 +21,7 @@ def test_a_socket_on_which_somebody_listens_is_taken(tmp_path: Path) -> None:
         with socket.socket(socket.AF_UNIX) as first:  # It fills the queue.
             first.connect(str(path))
             with pytest.raises(ListenError, match=f"cannot listen on unix:{path}: the address is taken"):
-                check_socket(path)
+                check_address(f"unix:{path}")
 
 
 def test_a_socket_that_was_left_behind_is_free(tmp_path: Path) -> None:
@@ -29,9 +29,8 @@ def test_a_socket_that_was_left_behind_is_free(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
     assert path.exists()
-    check_socket(path)
-    check_socket(tmp_path / "none")
-    check_socket(tmp_path / ("x" * 120))
+    check_address(f"unix:{path}")
+    check_address(f"unix:{tmp_path / 'none'}")
 
 
 @pytest.mark.parametrize(
@@ -39,17 +38,28 @@ def test_a_socket_that_was_left_behind_is_free(tmp_path: Path) -> None:
     [
         ("192.0.2.1:0", "Cannot assign requested address"),
         ("nowhere.invalid:1", "Name or service not known|Temporary failure in name resolution"),
+        ("unix-abstract:1", "Name or service not known|Temporary failure in name resolution"),
+        (f"{'x' * 64}:1", "it names no host"),
         ("unix:/nowhere/socket", "there is no folder /nowhere"),
-        ("unix:/" + "x" * 120, "it is no path for a socket"),
+        ("unix:/" + "x" * 120, "a socket's path has at most 107 bytes"),
+        (f"unix:{__file__}", "it is there, and no socket"),
     ],
 )
 def test_the_reason_is_told(address: str, reason: str) -> None:
-    assert re.fullmatch(reason, why_not(address))
+    with pytest.raises(ListenError, match=rf"^cannot listen on {re.escape(address)}: ({reason})$"):
+        check_address(address)
 
 
 def test_a_port_that_is_taken_is_told() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        assert why_not(f"127.0.0.1:{listener.getsockname()[1]}") == "Address already in use"
+        port = listener.getsockname()[1]
+        with pytest.raises(ListenError, match=rf"^cannot listen on 127.0.0.1:{port}: Address already in use$"):
+            check_address(f"127.0.0.1:{port}")
+    check_address(f"127.0.0.1:{port}")
+
+
+def test_a_name_can_be_listened_on_where_one_of_its_addresses_can() -> None:
+    check_address("localhost:0")
 
 
 @pytest.fixture
