@@ -167,10 +167,7 @@ class Calls:
             request = reader.read(data)
             return self._engine.stage(request, caller, received_at, may_wait=may_wait)
         except BaseException as error:
-            if request is not None:
-                transport = request.transport
-            else:
-                transport = reader.transport_of(data) if isinstance(error, InvalidArgumentError) else reader.transport
+            transport = reader.transport_of(data) if request is None else request.transport
             self.observer.failed(reader.op.name, transport, caller, error, received_at)
             raise
 

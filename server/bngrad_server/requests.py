@@ -111,8 +111,11 @@ class Reader:
         return self._validated(layout) if layout.is_small else self._validate(layout)
 
     def transport_of(self, data: bytes) -> str:
-        """How the elements of a request come that is not valid."""
-        layout = self._decoder.decode(data)
+        """How the elements of a request come that was not read, or is not valid."""
+        try:
+            layout = self._decoder.decode(data)
+        except DecodeError:
+            return self.transport
         is_shared = any(span.header.HasField("location") for span in layout.tensors.values())
         return "shared" if is_shared or any(map(layout.message.HasField, self.op.locations)) else self.transport
 

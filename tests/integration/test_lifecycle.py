@@ -232,17 +232,8 @@ def test_an_address_that_cannot_be_had_is_told_in_one_line(tmp_path: Path) -> No
             "192.0.2.1:0": "Cannot assign requested address",
         }
         for address, complaint in complaints.items():
-            serve = [
-                sys.executable,
-                "-m",
-                "bngrad_server",
-                "serve",
-                "--device",
-                "cpu",
-                "--insecure",
-                "--listen",
-                address,
-            ]
+            options = ["--device", "cpu", "--insecure", "--listen", address]
+            serve = [sys.executable, "-m", "bngrad_server", "serve", *options]
             ended = subprocess.run(serve, capture_output=True, text=True, timeout=60)
             assert ended.returncode == 1
             assert (ended.stdout, ended.stderr) == ("", f"Error: cannot listen on {address}: {complaint}\n")

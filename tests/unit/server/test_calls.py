@@ -349,6 +349,24 @@ def test_a_region_whose_client_is_gone_stays_until_its_request_has_ended(peer: P
     wait_until(lambda: regions.nbytes == 0)
 
 
+@pytest.mark.parametrize(
+    ("way", "transport"), [("whole", "unary"), ("located", "shared"), ("chunked", "stream"), ("garbage", "unary")]
+)
+def test_what_a_full_server_refuses_is_counted_by_the_way_it_came(peer: Peer, way: str, transport: str) -> None:
+    whole, (in_region, _) = request_of(inputs()), located(b"", x=0, x_backprop=None)
+    messages = {"whole": whole.SerializeToString(), "located": in_region.SerializeToString(), "garbage": b"garbage"}
+    admission = peer.engine.admission
+    clients = [f"client {i}" for i in range(ServerConfig().max_requests)]
+    for client in clients:
+        admission.enter(client, 0, None)
+    with pytest.raises(grpc.RpcError, match="the server is full"):
+        peer.exchange(BEGIN) if way == "chunked" else peer.unary("FusedBatchNormGradV3", messages[way])
+    counted = ("FusedBatchNormGradV3", transport, "RESOURCE_EXHAUSTED", 1)
+    assert peer.engine.observer.metrics.status()["requests"] == [counted]
+    for client in clients:
+        admission.leave(client, 0, computed=False)
+
+
 def test_an_unknown_method_is_unimplemented(peer: Peer) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         peer.unary("FusedBatchNormGradV9", b"")
