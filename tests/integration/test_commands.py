@@ -38,6 +38,23 @@ def run(*arguments: str, environment: dict[str, str] | None = None) -> subproces
     return subprocess.run([*COMMAND, *arguments], env=environment, capture_output=True, text=True, timeout=300)
 
 
+def test_check_waits_for_a_server_that_is_started_meanwhile(tmp_path: Path) -> None:
+    target = f"unix:{tmp_path}/socket"
+    arguments = [*COMMAND, "check", "--quick", "--wait", "60", target]
+    with (
+        subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as check,
+        EmbeddedServer(target, options=ONE_WORKER),
+    ):
+        said, _ = check.communicate(timeout=300)
+    assert (check.returncode, said) == (0, f"✓ health   {target} is SERVING\n")
+
+
+def test_check_waits_no_longer_than_it_may() -> None:
+    ended = run("check", "--quick", "--wait", "0.5", "unix:/nowhere.sock")
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert "unix:/nowhere.sock cannot be reached: No such file or directory" in ended.stderr
+
+
 def test_a_good_server_passes_every_check(target: str) -> None:
     ended = run("check", target, "--timeout", str(TIMEOUT_S))
     assert (ended.returncode, ended.stderr) == (0, "")

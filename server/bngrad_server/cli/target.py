@@ -144,8 +144,8 @@ class Target:
         """
         if not self.is_serving():
             raise TargetError(
-                f"{self.address} is NOT_SERVING: no worker is ready. A server that has just started may compile for a "
-                "minute; the log of another one says why its workers ended."
+                f"{self.address} is NOT_SERVING: no worker is ready. A server that has just started may compile for "
+                "some minutes; the log of another one says why its workers ended."
             )
 
     def _connected(self) -> socket.socket:
