@@ -7,6 +7,7 @@ import re
 import subprocess
 import urllib.parse
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -153,6 +154,10 @@ def query(prometheus: str, expression: str) -> list[float]:
     return [float(result["value"][1]) for result in results]
 
 
+def has_answer(prometheus: str, expression: str) -> bool:
+    return bool(query(prometheus, expression))
+
+
 def test_a_real_prometheus_scrapes_the_server(prometheus: str) -> None:
     wait_until(lambda: query(prometheus, "bngrad_ready") == [1.0])
     assert query(prometheus, 'up{job="bngrad"}') == [1.0]
@@ -161,11 +166,11 @@ def test_a_real_prometheus_scrapes_the_server(prometheus: str) -> None:
     assert 0 < query(prometheus, slowest)[0] < 60
 
 
-def test_a_real_prometheus_can_evaluate_every_query_of_the_dashboard(prometheus: str) -> None:
-    wait_until(lambda: query(prometheus, "bngrad_ready") == [1.0])
+def test_a_real_prometheus_has_an_answer_to_every_query_of_the_dashboard(prometheus: str) -> None:
     for expression in grafana_queries():
-        if expression.startswith("label_values"):
-            continue
-        filled = expression.replace("$__rate_interval", "1m").replace("$instance", ".*")
-        answer = json.loads(get(f"{prometheus}/api/v1/query?{urllib.parse.urlencode({'query': filled})}").text)
-        assert answer["status"] == "success", filled
+        filled = re.sub(r"label_values\((\w+), instance\)", r"\1", expression)
+        filled = filled.replace("$__rate_interval", "1m").replace("$instance", ".*")
+        if filled.startswith("bngrad_device_memory_used_bytes"):  # of GPUs
+            assert query(prometheus, filled) == []
+        else:
+            wait_until(partial(has_answer, prometheus, filled))  # a rate needs two scrapes
