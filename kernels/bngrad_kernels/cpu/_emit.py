@@ -48,6 +48,12 @@ def slice_lanes(builder: Any, vector: Any, start: int, count: int) -> Any:
     return builder.shuffle_vector(vector, vector, lanes)
 
 
+def join(builder: Any, low: Any, high: Any) -> Any:
+    """The lanes of two vectors."""
+    lanes = ir.Constant(ir.VectorType(I32, 2 * LANES), list(range(2 * LANES)))
+    return builder.shuffle_vector(low, high, lanes)
+
+
 def head_mask(builder: Any, count: Any) -> Any:
     """True in the first ``count`` lanes; all where there are more than 16, none where it is negative."""
     full = builder.icmp_signed(">", count, I64(LANES))
