@@ -85,11 +85,11 @@ def stream(typingctx: Any, tag: Any, address: Any, index: Any, low: Any, high: A
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         element = _emit.MEMORY_TYPES[tag]
-        halves = [_emit.narrow(builder, half, element) for half in args[3:]]
-        vectors = halves
-        if element != _emit.F32:  # as integers, since LLVM streams no vectors of float16
-            integers = [builder.bitcast(half, ir.VectorType(_emit.I16, LANES)) for half in halves]
-            vectors = [_emit.join(builder, *integers)]
+        vectors = [_emit.narrow(builder, half, element) for half in args[3:]]
+        if element != _emit.F32:
+            vectors = [_emit.join(builder, *vectors)]
+        if element == _emit.F16:
+            vectors = [_emit.as_integers(builder, vectors[0], args[1])]
         place = _emit.pointer(builder, element, args[1], args[2])
         for i, vector in enumerate(vectors):
             pointer = builder.gep(builder.bitcast(place, vector.type.as_pointer()), [_emit.I64(i)])
