@@ -204,11 +204,20 @@ def _centred_head(tag: Any, p: Any, slot: int, index: int, column: int, count: i
 @njit(error_model="numpy")
 def _scale_row(tag: Any, p: Any, slot: int, index: int, runs: int, first: int, columns: int) -> None:
     """Writes x_backprop of a row in inference."""
-    y_backprop, out, gain, pitch, gap = p.y_backprop, p.x_backprop, table(p, slot, GAIN), p.pitch, _gap(p)
+    y_backprop, out, gain, streams = p.y_backprop, p.x_backprop, table(p, slot, GAIN), p.streams
     for run in range(runs):
-        at, start = index + run * gap, run * pitch + first
-        for column in range(start, start + columns, LANES):
-            count = start + columns - column
+        at, start = index + run * _gap(p), run * p.pitch + first
+        stop = start + columns
+        for column in range(start, stop - LINE + 1, LINE):
+            low = mul(load(_F32, gain, column), load(tag, y_backprop, at + column))
+            high = mul(load(_F32, gain, column + LANES), load(tag, y_backprop, at + column + LANES))
+            if streams:
+                stream(tag, out, at + column, low, high)
+            else:
+                store(tag, out, at + column, low)
+                store(tag, out, at + column + LANES, high)
+        for column in range(stop - columns % LINE, stop, LANES):
+            count = stop - column
             dx = mul(load(_F32, gain, column), load_head(tag, y_backprop, at + column, count))
             store_head(tag, out, at + column, dx, count)
 

@@ -50,8 +50,8 @@ def sums(tag: Any, p: Any, g: int, t: int, slot: int) -> None:
             block = min(_STEPS * QUAD, stop - i)
             dy, dy_xc = _sum_block(tag, p, base + i, block, mean)
             dy_sum, dy_xc_sum = add(dy_sum, widen64(dy)), add(dy_xc_sum, widen64(dy_xc))
-            if not p.is_training:
-                _scale_block(tag, p, base + i, block, gain)
+        if not p.is_training:
+            _scale_plane(tag, p, base + start, base + stop, gain)
     into = sums_of(p, slot, t + 1)
     store_scalar(_F64, into, 0, total(dy_sum))
     store_scalar(_F64, into, p.padded, total(dy_xc_sum))
@@ -142,8 +142,23 @@ def _sum_block(tag: Any, p: Any, index: int, count: int, mean: Any) -> Any:
 
 
 @njit(error_model="numpy")
-def _scale_block(tag: Any, p: Any, index: int, count: int, gain: Any) -> None:
-    while count > 0:
-        store_head(tag, p.x_backprop, index, mul(gain, load_head(tag, p.y_backprop, index, count)), count)
-        index += LANES
-        count -= LANES
+def _scale_plane(tag: Any, p: Any, start: int, stop: int, gain: Any) -> None:
+    """Writes x_backprop of a plane in inference."""
+    i = start
+    if p.streams:
+        i = min(first_line(start), stop)
+        _scale_some(tag, p, start, i, gain)
+        while i + LINE <= stop:
+            low, high = load(tag, p.y_backprop, i), load(tag, p.y_backprop, i + LANES)
+            stream(tag, p.x_backprop, i, mul(gain, low), mul(gain, high))
+            i += LINE
+    _scale_some(tag, p, i, stop, gain)
+
+
+@njit(error_model="numpy")
+def _scale_some(tag: Any, p: Any, start: int, stop: int, gain: Any) -> None:
+    while start + LANES <= stop:
+        store(tag, p.x_backprop, start, mul(gain, load(tag, p.y_backprop, start)))
+        start += LANES
+    if start < stop:
+        store_head(tag, p.x_backprop, start, mul(gain, load_head(tag, p.y_backprop, start, stop - start)), stop - start)

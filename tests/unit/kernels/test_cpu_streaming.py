@@ -38,13 +38,19 @@ def streaming_from(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> Iterator[Non
 
 
 @pytest.mark.parametrize("shift", SHIFTS)
+@pytest.mark.parametrize("is_training", [True, False], ids=["training", "inference"])
 @pytest.mark.parametrize("make", [problem, second_order.problem], ids=["first order", "second order"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_streamed_outputs_have_the_bits_of_others_and_nothing_beside_them_is_written(
-    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], dtype: Any, make: Callable[[Spec], AnyProblem], shift: int
+    monkeypatch: pytest.MonkeyPatch,
+    shape: tuple[int, ...],
+    dtype: Any,
+    make: Callable[[Spec], AnyProblem],
+    is_training: bool,
+    shift: int,
 ) -> None:
-    spec = Spec(dtype, shape, 1, order=1 if make is problem else 2)
+    spec = Spec(dtype, shape, 1, is_training=is_training, order=1 if make is problem else 2)
     made, streamed = make(spec), make(spec)
     names = ("x_backprop",) if make is problem else GradGradProblem.large_outputs
     with streaming_from(monkeypatch, 2**62):
