@@ -13,7 +13,7 @@ from bngrad_kernels.cpu.plan import RECORD
 from bngrad_kernels.cpu.second_order import columns as columns_2
 from bngrad_kernels.cpu.second_order import groups as groups_2
 from bngrad_kernels.cpu.second_order import planes as planes_2
-from bngrad_kernels.cpu.simd import out_of_line
+from bngrad_kernels.cpu.simd import fence, out_of_line
 
 _begin_first, _finish_first = groups.begin, groups.finish
 _columns_sums, _columns_apply = columns.sums, columns.apply
@@ -126,23 +126,29 @@ def _tiles(tag: Any, p: Any, g: int, first: int, last: int, slot: int, work: int
     """Sums tiles in their order, or writes their outputs in the other one: what was read last is still in the cache."""
     out_of_line()
     for i in range(last - first):
-        t = first + i if work == _SUMS else last - 1 - i
-        if p.order == 1:
-            if work == _SUMS:
-                if p.is_planes:
-                    _planes_sums(tag, p, g, t, slot)
-                else:
-                    _columns_sums(tag, p, g, t, slot)
-            elif p.is_planes:
-                _planes_apply(tag, p, g, t, slot)
-            else:
-                _columns_apply(tag, p, g, t, slot)
-        elif work == _SUMS:
+        _tile(tag, p, g, first + i if work == _SUMS else last - 1 - i, slot, work)
+    if p.streams:
+        fence()
+
+
+@internal
+def _tile(tag: Any, p: Any, g: int, t: int, slot: int, work: int) -> None:
+    if p.order == 1:
+        if work == _SUMS:
             if p.is_planes:
-                _planes_sums_second(tag, p, g, t, slot)
+                _planes_sums(tag, p, g, t, slot)
             else:
-                _columns_sums_second(tag, p, g, t, slot)
+                _columns_sums(tag, p, g, t, slot)
         elif p.is_planes:
-            _planes_apply_second(tag, p, g, t, slot)
+            _planes_apply(tag, p, g, t, slot)
         else:
-            _columns_apply_second(tag, p, g, t, slot)
+            _columns_apply(tag, p, g, t, slot)
+    elif work == _SUMS:
+        if p.is_planes:
+            _planes_sums_second(tag, p, g, t, slot)
+        else:
+            _columns_sums_second(tag, p, g, t, slot)
+    elif p.is_planes:
+        _planes_apply_second(tag, p, g, t, slot)
+    else:
+        _columns_apply_second(tag, p, g, t, slot)

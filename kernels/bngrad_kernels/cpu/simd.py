@@ -274,7 +274,7 @@ def store_scalar(typingctx: Any, tag: Any, address: Any, index: Any, value: Any)
 
 @intrinsic
 def fence(typingctx: Any) -> Any:
-    """Makes streamed stores visible to the threads that run after this one."""
+    """Has streamed stores be seen before any later one: nothing else orders them."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.fence("seq_cst")

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from tests.unit.kernels import second_order
 from tests.unit.kernels.problems import DTYPES, problem
+from tests.unit.kernels.test_channel_parts import SHAPES as SHAPES_OF_PARTS
+from tests.unit.kernels.test_channel_parts import assert_parts_are_the_whole
 
 from bngrad_kernels import backends
 from bngrad_kernels.cpu import plan, simd
@@ -31,7 +33,7 @@ SHIFTS = [0, 64, 4]
 @contextmanager
 def streaming_from(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> Iterator[None]:
     with monkeypatch.context() as patch:
-        patch.setattr(plan, "_STREAM_FROM_NBYTES", nbytes)
+        patch.setattr(plan, "_STREAM_FROM_NBYTES", {2: nbytes, 4: nbytes})
         plan.plan.cache_clear()
         yield
     plan.plan.cache_clear()
@@ -67,6 +69,18 @@ def test_streamed_outputs_have_the_bits_of_others_and_nothing_beside_them_is_wri
         start = inside.ctypes.data - memory.ctypes.data
         assert (memory[:start] == 0xAB).all()
         assert (memory[start + inside.nbytes :] == 0xAB).all()
+
+
+@pytest.mark.parametrize("is_training", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, *SHAPES_OF_PARTS], ids=str)
+def test_streamed_parts_have_the_bits_of_the_whole_and_touch_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int], dtype: Any, is_training: bool
+) -> None:
+    channels = shape[1]
+    spec = Spec(dtype, shape, 1, is_training=is_training)
+    with streaming_from(monkeypatch, 0):
+        assert_parts_are_the_whole(spec, [1, channels // 3, channels // 2 // 32 * 32, channels - 1], threads=2)
 
 
 def place(array: Array, shift: int) -> tuple[Array, Array]:
