@@ -13,7 +13,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from bngrad_kernels.cpu import driver
+from bngrad_kernels.cpu import cache, driver
 from bngrad_kernels.cpu.plan import RECORD, plan
 from bngrad_kernels.cpu.simd import TAGS
 from bngrad_kernels.problem import AnyProblem, Array, GradGradProblem, Problem
@@ -55,10 +55,11 @@ class CpuBackEnd:
 
     def warm_up(self) -> None:
         """Compiles every kernel, or loads it from the disk cache."""
-        for dtype in TENSOR_DTYPES:
-            x = np.ones((1, 1), dtype)
-            stats = np.ones(1, np.float32)
-            self._run_split(Problem.allocate(Spec(dtype, x.shape, 1), x, x, stats, stats, stats))
+        with cache.filling():
+            for dtype in TENSOR_DTYPES:
+                x = np.ones((1, 1), dtype)
+                stats = np.ones(1, np.float32)
+                self._run_split(Problem.allocate(Spec(dtype, x.shape, 1), x, x, stats, stats, stats))
 
     def run(self, problems: Sequence[AnyProblem]) -> None:
         """Writes the outputs of every problem; large ones are split, small ones shared out to the threads."""

@@ -6,12 +6,14 @@ folder is named by a hash of every source of this package.
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,22 @@ def folder() -> Path:
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     path = base / "bngrad" / _fingerprint()
     return path if _is_writable(path) else _copy_of(path)
+
+
+@contextmanager
+def filling() -> Iterator[None]:
+    """Has one process at a time fill the cache: the others load what it has compiled. A full one keeps nobody waiting.
+
+    The lock is the process's: should it die, the next one goes on.
+    """
+    full = folder() / "full"
+    if full.exists():
+        yield
+        return
+    with (folder() / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    full.touch()
 
 
 def _is_writable(path: Path) -> bool:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -60,6 +63,35 @@ def test_of_two_workers_that_copy_at_once_one_wins(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(tempfile, "mkdtemp", begin_late)
     assert (cache.folder() / "cpu" / "kernel.nbc").read_bytes() == b"code"
     assert [path.name for path in cache.folder().parent.iterdir()] == [image.name]  # the draft is gone
+
+
+def test_one_at_a_time_fills_the_cache_and_nobody_waits_for_a_full_one() -> None:
+    inside, seen = threading.Lock(), list[bool]()
+
+    def fill() -> None:
+        with cache.filling():
+            seen.append(inside.acquire(blocking=False))
+            time.sleep(0.05)
+            inside.release()
+
+    with ThreadPoolExecutor(4) as threads:
+        for future in [threads.submit(fill) for _ in range(4)]:
+            future.result()
+    assert seen == [True] * 4
+    with cache.filling(), ThreadPoolExecutor(1) as threads:
+        threads.submit(cache.filling().__enter__).result(20)
+
+
+def test_a_cache_that_could_not_be_filled_is_not_full() -> None:
+    def fail() -> None:
+        with cache.filling():
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        fail()
+    with cache.filling():
+        assert not (cache.folder() / "full").exists()
+    assert (cache.folder() / "full").exists()
 
 
 def test_nothing_is_run_that_another_user_may_have_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
