@@ -66,7 +66,9 @@ bench-load: $(VENV)/dev.stamp  ## Goodput and latency up to and past saturation,
 bench-hostile: $(VENV)/dev.stamp  ## What bad clients of all kinds cost a well-behaved one
 	$(BIN)/python -m benchmarks.bench_hostile --json benchmarks/results/hostile.json
 
-gpu-test-kernels gpu-test-server gpu-bench gpu-sweep: export PYTHONPATH := client:server:kernels:protos:.
+# What else is on the path stays there: a machine with a GPU may have its packages in a folder of their own.
+gpu-test-kernels gpu-test-server gpu-bench gpu-sweep: export PYTHONPATH := \
+	$(CURDIR)/client:$(CURDIR)/server:$(CURDIR)/kernels:$(CURDIR)/protos:$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 gpu-test: gpu-test-kernels gpu-test-server  ## On a machine with a GPU: the kernels, then a server that computes on it
 

@@ -100,8 +100,9 @@ def cubin(arch: int) -> Path:
     path = _folder() / f"sm_{arch}-nvrtc-{major}.{minor}.cubin"
     if not path.exists():
         path = _writable(path.parent) / path.name
+        code = compile_kernels(arch).cubin
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(compile_kernels(arch).cubin)
+            file.write(code)
         Path(file.name).replace(path)  # at once, whoever else does the same
     return path
 

@@ -23,7 +23,7 @@ def main() -> None:
         (Spec(FLOAT32, (3, 2, 600), 1, order=2, is_training=False), 0),
     ):
         traits = TRAITS._replace(shared_nbytes=shared_nbytes)
-        back_end = CudaBackEnd(EmulatedDevice(blocks=1, kernels=kernels, traits=traits))
+        back_end = CudaBackEnd(EmulatedDevice(blocks=4, os_threads=3, kernels=kernels, traits=traits))
         back_end.warm_up()
         if spec.order == 1:
             made = problems.problem(spec)

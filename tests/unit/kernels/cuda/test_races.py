@@ -17,7 +17,7 @@ RACE = 66
 
 def watched(folder: Path) -> subprocess.CompletedProcess[str]:
     """Runs kernels from a folder of sources under ThreadSanitizer."""
-    options = ["-O1", "-g", "-fsanitize=thread", "-DONE_OS_THREAD_PER_CUDA_THREAD"]
+    options = ["-O1", "-g", "-fsanitize=thread"]
     library = compile_shared(folder / "watched.so", *options, sources=folder)
     where = ["g++", "-print-file-name=libtsan.so"]
     sanitizer = subprocess.run(where, capture_output=True, text=True, check=True)
