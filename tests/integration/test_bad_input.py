@@ -138,7 +138,10 @@ def test_the_client_hands_violations_on(client: bngrad.Client) -> None:
 
 def test_a_request_larger_than_the_arena_is_refused() -> None:
     tensor, stats = np.zeros((100, 4), np.float32), np.zeros(4, np.float32)
-    with EmbeddedServer(options=("--arena-bytes", "2048")) as server, bngrad.Client(server.target) as client:
+    with (
+        EmbeddedServer(device=DEVICE, options=("--arena-bytes", "2048")) as server,
+        bngrad.Client(server.target) as client,
+    ):
         with pytest.raises(bngrad.ResourceExhaustedError, match=r"needs \d+ bytes of staging memory, and the server"):
             client.batch_norm_training_backprop(tensor, tensor, stats, stats, epsilon=1e-3)
         small = tensor[:1]

@@ -107,13 +107,18 @@ def cubin(arch: int) -> Path:
     return path
 
 
-def _folder() -> Path:
-    """The cache folder of these very sources; that of a container's image may be there to be read only."""
+def fingerprint() -> str:
+    """What tells these very sources and options from others."""
     digest = hashlib.sha256(" ".join(_OPTIONS).encode())
     for source in sorted(SOURCES.glob("*.cu*")):
         digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _folder() -> Path:
+    """The cache folder of these very sources; that of a container's image may be there to be read only."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "bngrad" / f"cuda-{digest.hexdigest()[:16]}"
+    return base / "bngrad" / f"cuda-{fingerprint()}"
 
 
 def _writable(folder: Path) -> Path:

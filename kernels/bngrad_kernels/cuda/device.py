@@ -103,7 +103,7 @@ class CupyDevice:
         self._runtime.setDevice(self.ordinal)
 
     def warm_up(self) -> None:
-        """Compiles the kernels, or takes them from the disk cache, and loads all of them: later it could wait for others."""
+        """Compiles the kernels or takes them from the disk cache, and loads them, which later could wait for others."""
         self.use()
         module = self._cupy.RawModule(path=str(compiler.cubin(self._arch)))
         for each in every_kernel():

@@ -143,7 +143,10 @@ UNWATCHED inline void Block::before_atomic(unsigned *address) {
     if (fibers_[thread_].has_fenced) released(address);
 }
 
-UNWATCHED inline void Block::after_atomic(unsigned *address) { fibers_[thread_].last_atomic = address; }
+UNWATCHED inline void Block::after_atomic(unsigned *address) {
+    fibers_[thread_].last_atomic = address;
+    std::this_thread::yield();  // to other blocks, which would hardly come in between
+}
 
 UNWATCHED inline void Block::fence() {
     Fiber &fiber = fibers_[thread_];
