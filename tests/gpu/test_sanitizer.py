@@ -24,13 +24,11 @@ pytestmark = [
 
 def sanitizer() -> str:
     """Where it is: on the path, or in a toolkit."""
-    folders = [os.environ["PATH"], *(f"{root}/{folder}" for root in TOOLKITS if root
-                                     for folder in ("bin", "compute-sanitizer", "extras/compute-sanitizer"))]  # fmt: skip
-    found = shutil.which("compute-sanitizer", path=os.pathsep.join(folders))
+    folders = ("bin", "compute-sanitizer", "extras/compute-sanitizer")
+    inside = [f"{toolkit}/{folder}" for toolkit in TOOLKITS for folder in folders if toolkit]
+    found = shutil.which("compute-sanitizer", path=os.pathsep.join([os.environ["PATH"], *inside]))
     if found is None:
-        pytest.skip(
-            "compute-sanitizer is neither on the PATH nor in a CUDA toolkit: races and stray accesses go unseen"
-        )
+        pytest.skip("compute-sanitizer is neither on the PATH nor in a toolkit: races and stray accesses go unseen")
     return found
 
 

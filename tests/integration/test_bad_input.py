@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
+from tests.integration.conftest import DEVICE
 
 import bngrad
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb

@@ -21,6 +21,7 @@ constexpr int kWarpThreads = 32;
 #include <sanitizer/tsan_interface.h>
 #define UNWATCHED __attribute__((noinline, no_sanitize_thread))
 inline void *new_watched() { return __tsan_create_fiber(0); }
+inline void forget_watched(void *watched) { __tsan_destroy_fiber(watched); }
 inline void *current_watched() { return __tsan_get_current_fiber(); }
 inline void watch(void *watched, bool is_ordered) { __tsan_switch_to_fiber(watched, is_ordered ? 0 : 1); }
 inline void released(void *address) { __tsan_release(address); }
@@ -28,6 +29,7 @@ inline void acquired(void *address) { __tsan_acquire(address); }
 #else
 #define UNWATCHED
 inline void *new_watched() { return nullptr; }
+inline void forget_watched(void *) {}
 inline void *current_watched() { return nullptr; }
 inline void watch(void *, bool) {}
 inline void released(void *) {}
@@ -78,6 +80,7 @@ class Block {
     }
     Block(const Block &) = delete;
     ~Block() {
+        for (unsigned t = 0; t < threads_; ++t) forget_watched(fibers_[t].watched);
         delete[] fibers_;
         delete[] stacks_;
     }
