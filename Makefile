@@ -1,7 +1,6 @@
 PYTHON ?= python3
 VENV := .venv
-# For machines with a GPU, on which nothing is installed: CuPy, numpy, ml_dtypes, pytest; for the benchmark PyTorch too;
-# for what goes through a server the dependencies of bngrad[server], psutil and pytest-asyncio.
+# For machines with a GPU, on which nothing is installed; docs/cuda.md says what has to be there.
 GPU_PYTHON ?= python3
 GPU_DEVICE ?= cuda:0
 GPU_PYTEST = BNGRAD_TEST_DEVICE=$(GPU_DEVICE) PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(GPU_PYTHON) -m pytest -c tests/gpu/pytest.ini

@@ -34,7 +34,7 @@ def describe(device: CupyDevice, commit: str | None) -> dict[str, Any]:
         "numpy": np.__version__,
         "torch": torch.__version__,
         "torch_cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
+        "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
         "nvrtc": ".".join(map(str, compiler.compiler_version())),
         "commit": commit or _output(git) or "unknown",
         "kernels": compiler.fingerprint(),

@@ -139,7 +139,9 @@ class ServerConfig(BaseSettings):
     """Threads of each CPU worker. Results have the same bits for any number."""
     workers: int = Field(default=2, ge=1)
     """Worker processes on a CPU. With more than one, requests go on where one dies, and small ones run side by side."""
-    arena_bytes: Annotated[Bytes, Computed("half of the memory")] = Field(default_factory=default_arena_bytes, ge=1)
+    arena_bytes: Annotated[Bytes, Computed("half of the memory; with GPUs at most pinned_bytes")] = Field(
+        default_factory=default_arena_bytes, ge=1
+    )
     """Memory for the tensors of all requests in flight. More lets more requests wait staged; pages are taken from the
     system only when first used."""
     shared_bytes: Annotated[Bytes, Computed("a quarter of the memory")] = Field(
