@@ -3,7 +3,8 @@ VENV := .venv
 # For machines with a GPU, on which nothing is installed; docs/cuda.md says what has to be there.
 GPU_PYTHON ?= python3
 GPU_DEVICE ?= cuda:0
-GPU_PYTEST = BNGRAD_TEST_DEVICE=$(GPU_DEVICE) PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(GPU_PYTHON) -m pytest -c tests/gpu/pytest.ini
+GPU_PYTEST = BNGRAD_TEST_DEVICE=$(GPU_DEVICE) PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(GPU_PYTHON) -m pytest \
+	-c tests/gpu/pytest.ini --rootdir $(CURDIR)
 BIN := $(VENV)/bin
 LOCK := $(BIN)/uv pip compile --quiet --universal --python-version 3.10 --no-header --no-annotate --upgrade
 HASHES := --generate-hashes --constraint requirements/dev.txt
