@@ -1,15 +1,16 @@
 PYTHON ?= python3
 VENV := .venv
-# For machines with a GPU, on which nothing is installed: CuPy, numpy, ml_dtypes, pytest; for the benchmark PyTorch too;
-# for what goes through a server the dependencies of bngrad[server], psutil and pytest-asyncio.
+# For machines with a GPU, on which nothing is installed; docs/cuda.md says what has to be there.
 GPU_PYTHON ?= python3
 GPU_DEVICE ?= cuda:0
+GPU_PYTEST = BNGRAD_TEST_DEVICE=$(GPU_DEVICE) PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(GPU_PYTHON) -m pytest \
+	-c tests/gpu/pytest.ini --rootdir $(CURDIR)
 BIN := $(VENV)/bin
 LOCK := $(BIN)/uv pip compile --quiet --universal --python-version 3.10 --no-header --no-annotate --upgrade
 HASHES := --generate-hashes --constraint requirements/dev.txt
 
 .PHONY: demo test soak lint docs proto settings-page lock audit image-test bench bench-transport bench-load bench-hostile \
-	gpu-test gpu-test-kernels gpu-test-server gpu-bench gpu-sweep clean
+	gpu-test gpu-test-kernels gpu-test-sanitizer gpu-test-server gpu-bench gpu-sweep clean
 
 demo: $(VENV)/server.stamp  ## Sets up, starts a CPU server and sends it real gradients
 	$(BIN)/bngrad demo
@@ -66,27 +67,30 @@ bench-load: $(VENV)/dev.stamp  ## Goodput and latency up to and past saturation,
 bench-hostile: $(VENV)/dev.stamp  ## What bad clients of all kinds cost a well-behaved one
 	$(BIN)/python -m benchmarks.bench_hostile --json benchmarks/results/hostile.json
 
-gpu-test-kernels gpu-test-server gpu-bench gpu-sweep: export PYTHONPATH := client:server:kernels:protos:.
+# What else is on the path stays there: a machine with a GPU may have its packages in a folder of their own.
+gpu-test-kernels gpu-test-sanitizer gpu-test-server gpu-bench gpu-sweep: export PYTHONPATH := \
+	$(CURDIR)/client:$(CURDIR)/server:$(CURDIR)/kernels:$(CURDIR)/protos:$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-gpu-test: gpu-test-kernels gpu-test-server  ## On a machine with a GPU: the kernels, then a server that computes on it
+gpu-test: gpu-test-kernels gpu-test-sanitizer gpu-test-server  ## On a machine with a GPU: all of the next three
 
-gpu-test-kernels:  ## There: the kernels' tests on it, its bits against a CPU's, compute-sanitizer
+gpu-test-kernels:  ## There: the kernels' tests on it, its bits against a CPU's, a hundred runs
 	$(GPU_PYTHON) -c "import cupy, ml_dtypes, numpy, pytest"
-	BNGRAD_TEST_DEVICE=$(GPU_DEVICE) PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(GPU_PYTHON) -m pytest -c tests/gpu/pytest.ini \
-		tests/gpu/test_gpu.py tests/unit/kernels/cuda/test_kernels.py tests/unit/kernels/cuda/test_second_order.py
+	$(GPU_PYTEST) tests/gpu/test_gpu.py tests/unit/kernels/cuda/test_kernels.py tests/unit/kernels/cuda/test_second_order.py
+
+gpu-test-sanitizer:  ## There: a little of everything under compute-sanitizer's memcheck, racecheck and synccheck
+	$(GPU_PYTEST) tests/gpu/test_sanitizer.py
 
 gpu-test-server:  ## There: the ops, over every transport, through a server whose worker has the GPU
-	$(GPU_PYTHON) -c "import click, cupy, grpc_health, grpc_reflection, grpc_status, numba, psutil, pydantic_settings, \
+	$(GPU_PYTHON) -c "import click, cupy, grpc_health, grpc_reflection, grpc_status, psutil, pydantic_settings, \
 		pytest_asyncio"
-	BNGRAD_TEST_DEVICE=$(GPU_DEVICE) $(GPU_PYTHON) -m pytest -ra tests/gpu/test_server.py tests/integration/test_ops.py \
+	BNGRAD_TEST_DEVICE=$(GPU_DEVICE) $(GPU_PYTHON) -m pytest -ra -W default --durations=15 tests/gpu/test_server.py tests/integration/test_ops.py \
 		tests/integration/test_transports.py tests/integration/test_exchange.py tests/integration/test_bad_input.py \
 		tests/integration/test_shared_memory.py tests/integration/test_second_order.py
 
-gpu-bench:  ## On a machine with a GPU: kernels against PyTorch's and cuDNN's, and requests through a server
-	$(GPU_PYTHON) -c "import click, cupy, grpc, ml_dtypes, numpy, pydantic_settings, torch"
-	$(GPU_PYTHON) -m benchmarks.bench_gpu --ordinal $(GPU_DEVICE:cuda:%=%)
+gpu-bench:  ## There: kernels against PyTorch's and cuDNN's, and requests through a server; options in BENCH
+	$(GPU_PYTHON) -m benchmarks.bench_gpu --ordinal $(GPU_DEVICE:cuda:%=%) $(BENCH)
 
-gpu-sweep:  ## On a machine with a GPU: what the constants of the plan are worth on it
+gpu-sweep:  ## There: what the constants of the plan are worth on it
 	$(GPU_PYTHON) -m benchmarks.gpu.sweep
 
 clean:

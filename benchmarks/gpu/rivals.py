@@ -53,6 +53,7 @@ class Resident:
         self._descriptors = torch.from_numpy(records.view(np.uint8).reshape(-1).copy()).cuda()
         self._records_nbytes, self._counters_nbytes = records[0].nbytes, counters
         self._launch = Launch(made.kernel, self._tickets.data_ptr(), len(table), 0, made.kept_nbytes)
+        self._kernel = device.kernel(made.kernel.symbol)
         self._next = 0
 
     def __call__(self) -> None:
@@ -65,9 +66,7 @@ class Resident:
         )
         blocks = min(self._launch.length, self._device.blocks)
         with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
-            shared = self._launch.shared_nbytes
-            kernel = self._device.kernel(self._launch.kernel.symbol, shared)
-            kernel((blocks,), (THREADS,), arguments, shared_mem=shared)
+            self._kernel((blocks,), (THREADS,), arguments, shared_mem=self._launch.shared_nbytes)
 
 
 def pytorch(case: Case, made: Tensors) -> Callable[[], Any]:

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from benchmarks.bench_gpu import sets_of, time_of
 from benchmarks.gpu.cases import Case, tensors
 from benchmarks.gpu.rivals import Resident
+from benchmarks.gpu.timing import launches_each, sets_of, time_of
 
 from bngrad_kernels.cuda import engines, plan, tables
 from bngrad_kernels.cuda.device import CupyDevice
@@ -82,7 +82,8 @@ def _row(device: CupyDevice, title: str) -> None:
     for case in CASES:
         sets = [tensors(case) for _ in range(sets_of(case))]
         calls = max(len(sets), 8)
-        resident = [Resident(device, case.spec, [each.by_name()], 16 * calls // len(sets) + 2) for each in sets]
+        launches = launches_each(len(sets), calls)
+        resident = [Resident(device, case.spec, [each.by_name()], launches) for each in sets]
         cells.append(f"{1e6 * time_of(resident, calls):9.1f}")
     print(f"{title:36}" + "".join(cells), flush=True)
 

@@ -15,6 +15,7 @@ import bngrad
 from bngrad_server.embedded import EmbeddedServer
 
 _ROUNDS = 15
+_OPTIONS = ("--arena-bytes", "4GiB")  # what is page-locked at the start
 
 
 def measure(device: str, case: Case, callers: int) -> list[dict[str, Any]]:
@@ -22,7 +23,7 @@ def measure(device: str, case: Case, callers: int) -> list[dict[str, Any]]:
     spec = case.spec
     stats = [np.ones(spec.channels, np.float32)] * 3
     rows = []
-    with EmbeddedServer(device=device) as server, bngrad.Client(server.target) as client:
+    with EmbeddedServer(device=device, options=_OPTIONS) as server, bngrad.Client(server.target) as client:
         options = {"data_format": case.layout, "is_training": spec.is_training}
         for kind, empty in _kinds(client).items():
             sets = [[empty(spec.shape, spec.dtype) for _ in range(3)] for _ in range(callers)]
@@ -40,7 +41,7 @@ def measure(device: str, case: Case, callers: int) -> list[dict[str, Any]]:
             median = statistics.median(seconds)
             nbytes = 3 * callers * spec.tensor_nbytes
             print(f"{callers:3} requests of {case} through a server, arrays {kind}: {1e3 * median:.2f} ms, "
-                  f"{nbytes / median / 1e9:.1f} GB/s")  # fmt: skip
+                  f"{nbytes / median / 1e9:.1f} GB/s", flush=True)  # fmt: skip
             rows.append({"requests": callers, "case": str(case), "arrays": kind, "seconds": median, "nbytes": nbytes})
     return rows
 

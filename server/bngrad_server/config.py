@@ -84,7 +84,7 @@ class ServerConfig(BaseSettings):
         Bytes,
         at_least(_MIB, "1MiB", "the tensors of every request have to fit in"),
         IN_MEMORY,
-        Computed("half of the memory"),
+        Computed("half of the memory; with GPUs at most pinned_bytes"),
     ] = Field(default_factory=default_arena_bytes)
     """Memory for the tensors of all requests in flight. More lets more requests wait staged; pages are taken from the
     system only when first used."""

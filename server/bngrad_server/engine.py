@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from bngrad_kernels import backends
 from bngrad_server.admission import Admission, OverloadedError
@@ -34,8 +34,8 @@ class Engine:
         self.admission = Admission(
             config.max_requests, config.max_wait_s, config.max_client_requests, config.max_client_bytes
         )
-        self.arena = Arena(config.arena_bytes)
         names, remark = backends.devices(config.device)
+        self.arena = Arena(_arena_nbytes(config, names))
         self.device_remark = remark or ""
         if remark:
             logger.info("computing on %s: %s", ", ".join(names), remark)
@@ -96,3 +96,10 @@ class Engine:
         self.transfers.close()
         self._trimmer.close()
         self.arena.close()
+
+
+def _arena_nbytes(config: ServerConfig, devices: Sequence[str]) -> int:
+    """The arena's size; where nobody has named it, no more than a GPU's worker may page-lock."""
+    if "arena_bytes" in config.model_fields_set or "cpu" in devices:
+        return config.arena_bytes
+    return min(config.arena_bytes, config.pinned_bytes) or config.arena_bytes

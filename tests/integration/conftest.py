@@ -25,7 +25,9 @@ from bngrad_server.embedded import EmbeddedServer
 DEVICE = os.environ.get("BNGRAD_TEST_DEVICE", "cpu")
 """What the common server computes on; `make gpu-test` has it be a GPU."""
 TIMEOUT_S = 60.0
-PATIENT = ("--worker-timeout", "60")
+SMALL_ARENA = () if DEVICE == "cpu" else ("--arena-bytes", "1GiB")
+"""A GPU's worker page-locks the arena when it starts."""
+PATIENT = ("--worker-timeout", "60", *SMALL_ARENA)
 """For tests that stop workers, which nobody is to replace meanwhile, however busy the machine is."""
 ONE_WORKER = ("--workers", "1", *PATIENT)
 """For tests that stop the worker, or watch it."""
@@ -66,7 +68,7 @@ def client(target: str, transport: Transport) -> Iterator[bngrad.Client]:
 @pytest.fixture
 def own_server() -> Iterator[EmbeddedServer]:
     """A server that the test may hurt, with one worker."""
-    with EmbeddedServer(f"127.0.0.1:{free_port()}", options=ONE_WORKER) as server:
+    with EmbeddedServer(f"127.0.0.1:{free_port()}", device=DEVICE, options=ONE_WORKER) as server:
         yield server
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
+from tests.integration.conftest import DEVICE
 
 import bngrad
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
@@ -139,7 +140,7 @@ def test_the_client_hands_violations_on(client: bngrad.Client) -> None:
 def test_a_request_larger_than_the_arena_is_refused() -> None:
     tensor, stats = np.zeros((2**15, 4), np.float32), np.zeros(4, np.float32)
     options = ("--arena-bytes", "1MiB", "--shared-bytes", "0")
-    with EmbeddedServer(options=options) as server, bngrad.Client(server.target) as client:
+    with EmbeddedServer(device=DEVICE, options=options) as server, bngrad.Client(server.target) as client:
         with pytest.raises(bngrad.ResourceExhaustedError, match=r"needs \d+ bytes of staging memory, and the server"):
             client.batch_norm_training_backprop(tensor, tensor, stats, stats, epsilon=1e-3)
         small = tensor[:1]

@@ -239,6 +239,13 @@ def test_the_arena_and_shared_regions_are_page_locked_as_long_as_they_are_mapped
         assert_gradients(SPEC, INPUTS, outputs)
 
 
+def test_an_arena_whose_size_nobody_names_can_be_page_locked() -> None:
+    with EmbeddedServer(device="cuda:0", options=("--pinned-bytes", "32MiB")) as server:
+        wait_until(lambda: f"page-locked {2**25} bytes" in server.stderr())
+        with bngrad.Client(server.target) as client:
+            assert client.server_info().arena_bytes == 2**25
+
+
 @pytest.mark.parametrize(
     ("options", "refuses", "words"),
     [

@@ -21,6 +21,7 @@ import numpy as np
 import psutil
 import pytest
 from tests.integration.conftest import (
+    DEVICE,
     ONE_WORKER,
     Transport,
     endpoints_of,
@@ -117,7 +118,7 @@ def test_a_client_outlives_its_killed_server_and_finds_the_next_one(transport: T
     with bngrad.Client("127.0.0.1:1", transport=transport) as nobody, pytest.raises(bngrad.UnavailableError):
         CASE.run(nobody, INPUTS)
     with (
-        EmbeddedServer(f"127.0.0.1:{free_port()}", options=ONE_WORKER) as killed,
+        EmbeddedServer(f"127.0.0.1:{free_port()}", device=DEVICE, options=ONE_WORKER) as killed,
         bngrad.Client(killed.target, transport=transport, retries=False) as client,
     ):
         directory = Path(endpoints_of(killed.target).local_directory)
@@ -131,7 +132,7 @@ def test_a_client_outlives_its_killed_server_and_finds_the_next_one(transport: T
         for each in (inputs, INPUTS):
             with pytest.raises(bngrad.UnavailableError):
                 CASE.run(client, each)
-        with EmbeddedServer(killed.target, options=ONE_WORKER) as successor:
+        with EmbeddedServer(killed.target, device=DEVICE, options=ONE_WORKER) as successor:
             assert not directory.exists()
             assert Path(endpoints_of(successor.target).local_directory).exists()
 
@@ -151,13 +152,13 @@ def test_a_client_outlives_its_killed_server_and_finds_the_next_one(transport: T
 @pytest.mark.parametrize("transport", ["auto", "shared"])
 def test_arrays_are_made_in_the_memory_of_a_server_that_was_started_again(transport: Transport) -> None:
     with (
-        EmbeddedServer(f"127.0.0.1:{free_port()}", options=ONE_WORKER) as killed,
+        EmbeddedServer(f"127.0.0.1:{free_port()}", device=DEVICE, options=ONE_WORKER) as killed,
         bngrad.Client(killed.target, transport=transport) as client,
     ):
         arrays = [client.empty((16 * 2**20,))]
         killed.process.kill()
         killed.process.wait()
-        with EmbeddedServer(killed.target, options=ONE_WORKER) as successor:
+        with EmbeddedServer(killed.target, device=DEVICE, options=ONE_WORKER) as successor:
 
             def is_shared() -> bool:
                 with suppress(bngrad.UnavailableError):
@@ -190,7 +191,7 @@ def test_where_too_little_memory_is_shared_auto_does_without_and_shared_says_why
 ) -> None:
     why = f"left of the {shared_bytes} bytes to share" if shared_bytes else "it is not on this host, or shares none"
     with (
-        EmbeddedServer(options=(*ONE_WORKER, "--shared-bytes", str(shared_bytes))) as server,
+        EmbeddedServer(device=DEVICE, options=(*ONE_WORKER, "--shared-bytes", str(shared_bytes))) as server,
         bngrad.Client(server.target) as greedy,
     ):
         taken = greedy.empty(CASE.shape)  # and nothing of what there is to others
@@ -206,7 +207,7 @@ def test_where_too_little_memory_is_shared_auto_does_without_and_shared_says_why
 
 
 def test_memory_that_one_client_gives_back_serves_the_next(expected: tuple[Any, ...]) -> None:
-    with EmbeddedServer(options=(*ONE_WORKER, "--shared-bytes", str(100 * 2**20))) as server:
+    with EmbeddedServer(device=DEVICE, options=(*ONE_WORKER, "--shared-bytes", str(100 * 2**20))) as server:
         for _ in range(5):  # each leases 64 MiB
             with bngrad.Client(server.target, transport="shared") as client:
                 assert_same_bits(CASE.run(client, INPUTS), expected)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import collections
 import contextlib
 import queue
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from bngrad_kernels.cuda.chunk import Chunk, Launch, Move, divide
 from bngrad_kernels.cuda.engines import Traits
-from bngrad_kernels.errors import DeviceFailedError
+from bngrad_kernels.errors import DeviceFailedError, DeviceUnavailableError
 from bngrad_kernels.problem import AnyProblem, Array
 
 LANES = 3
@@ -124,13 +124,22 @@ class CudaBackEnd:
         return sum(lane.nbytes for lane in tuple(self._all_lanes))
 
     def warm_up(self) -> None:
-        """Compiles every kernel, or loads it from the disk cache, and opens the lanes."""
-        self._device.warm_up()
-        while len(self._all_lanes) < LANES:
-            lane = self._device.lane()
-            lane.reserve(self._chunk_nbytes)
-            self._all_lanes.append(lane)
-            self._lanes.put(lane)
+        """Compiles every kernel, or loads it from the disk cache, and opens the lanes.
+
+        Raises:
+            DeviceFailedError: This process cannot use the device.
+            DeviceUnavailableError: The device has not got enough memory for the lanes.
+        """
+        with self._failing():
+            self._device.warm_up()
+            while len(self._all_lanes) < LANES:
+                lane = self._device.lane()
+                try:
+                    lane.reserve(self._chunk_nbytes)
+                except MemoryError as error:
+                    raise DeviceUnavailableError(f"{self.description}: {error}") from error
+                self._all_lanes.append(lane)
+                self._lanes.put(lane)
 
     def register(self, memory: Array) -> None:
         """Page-locks memory that problems will lie in: copies are then fast and overlap with kernels."""
@@ -147,8 +156,13 @@ class CudaBackEnd:
             DeviceFailedError: This process cannot use the device any more.
             MemoryError: The device has not got enough of it.
         """
-        try:
+        with self._failing():
             self._run(problems)
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
         except self._device.errors as error:
             raise DeviceFailedError(f"{self.description} failed: {error}") from error
 
@@ -156,7 +170,8 @@ class CudaBackEnd:
         started: collections.deque[_Flight] = collections.deque()
         try:
             for pieces in divide(problems, self._piece_nbytes, self._chunk_nbytes, self._lane_nbytes):
-                started.append(_Flight(self._lane(started), Chunk(pieces, self._device.traits)))
+                chunk = Chunk(pieces, self._device.traits)  # while the lanes are busy
+                started.append(_Flight(self._lane(started), chunk))
                 started[-1].start()
             while started:
                 self._lanes.put(_finish_oldest(started))

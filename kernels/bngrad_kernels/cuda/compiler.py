@@ -100,19 +100,25 @@ def cubin(arch: int) -> Path:
     path = _folder() / f"sm_{arch}-nvrtc-{major}.{minor}.cubin"
     if not path.exists():
         path = _writable(path.parent) / path.name
+        code = compile_kernels(arch).cubin
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(compile_kernels(arch).cubin)
+            file.write(code)
         Path(file.name).replace(path)  # at once, whoever else does the same
     return path
 
 
-def _folder() -> Path:
-    """The cache folder of these very sources; that of a container's image may be there to be read only."""
+def fingerprint() -> str:
+    """What tells these very sources and options from others."""
     digest = hashlib.sha256(" ".join(_OPTIONS).encode())
     for source in sorted(SOURCES.glob("*.cu*")):
         digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _folder() -> Path:
+    """The cache folder of these very sources; that of a container's image may be there to be read only."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "bngrad" / f"cuda-{digest.hexdigest()[:16]}"
+    return base / "bngrad" / f"cuda-{fingerprint()}"
 
 
 def _writable(folder: Path) -> Path:

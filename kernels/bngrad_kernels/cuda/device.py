@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import numpy as np
 
 from bngrad_kernels.cuda import compiler
 from bngrad_kernels.cuda.chunk import Launch, Move
-from bngrad_kernels.cuda.engines import Traits
+from bngrad_kernels.cuda.engines import Engine, Traits, most_kept_nbytes
 from bngrad_kernels.cuda.plan import THREADS
+from bngrad_kernels.cuda.tables import every_kernel
 from bngrad_kernels.errors import DeviceUnavailableError
 from bngrad_kernels.problem import Array
 
@@ -74,8 +74,11 @@ class CupyDevice:
         self._cupy, self._runtime = cupy, runtime
         self.ordinal = ordinal
         self.errors: tuple[type[Exception], ...] = (runtime.CUDARuntimeError, driver.CUDADriverError)
-        self.use()
-        properties = runtime.getDeviceProperties(ordinal)
+        try:
+            self.use()
+            properties = runtime.getDeviceProperties(ordinal)
+        except runtime.CUDARuntimeError as error:
+            raise DeviceUnavailableError(f"CUDA cannot use this GPU: {error}") from error
         capability = properties["major"], properties["minor"]
         compiler.compiler_version()
         self._arch = compiler.architecture(capability, compiler.supported_architectures())
@@ -92,27 +95,25 @@ class CupyDevice:
             f"compute capability {capability[0]}.{capability[1]}, driver {version // 1000}.{version % 1000 // 10}, "
             f"CuPy {cupy.__version__}"
         )
+        self._most_kept_nbytes = most_kept_nbytes(self.traits)
         self._kernels: dict[str, Any] = {}
-        self._mutex = threading.Lock()
 
     def use(self) -> None:
         """Makes it the calling thread's device."""
         self._runtime.setDevice(self.ordinal)
 
     def warm_up(self) -> None:
-        """Compiles the kernels, or takes them from the disk cache, and loads them."""
+        """Compiles the kernels or takes them from the disk cache, and loads them, which later could wait for others."""
         self.use()
-        self._module = self._cupy.RawModule(path=str(compiler.cubin(self._arch)))
-        self._module.get_function("first_float32_training_vectors")
+        module = self._cupy.RawModule(path=str(compiler.cubin(self._arch)))
+        for each in every_kernel():
+            kernel = self._kernels[each.symbol] = module.get_function(each.symbol)
+            if each.engine is Engine.RESIDENT:
+                kernel.max_dynamic_shared_size_bytes = self._most_kept_nbytes
 
-    def kernel(self, symbol: str, shared_nbytes: int = 0) -> Any:
-        """A loaded kernel, that may have so much shared memory for the launch to decide about."""
-        with self._mutex:  # or another thread might make less of what this one has asked for
-            if symbol not in self._kernels:
-                self._kernels[symbol] = self._module.get_function(symbol)
-            kernel = self._kernels[symbol]
-            kernel.max_dynamic_shared_size_bytes = max(kernel.max_dynamic_shared_size_bytes, shared_nbytes)
-        return kernel
+    def kernel(self, symbol: str) -> Any:
+        """A loaded kernel."""
+        return self._kernels[symbol]
 
     def lane(self) -> CupyLane:
         """A new lane."""
@@ -162,7 +163,7 @@ class CupyLane:
         except self._runtime.CUDARuntimeError as error:
             if error.status != _OUT_OF_MEMORY:
                 raise
-            raise MemoryError(f"the GPU has no {nbytes} bytes left, which these channels take") from error
+            raise MemoryError(f"the GPU has no {nbytes} bytes left") from error
         self.nbytes = nbytes
 
     def staging(self, nbytes: int) -> Array:
@@ -186,7 +187,7 @@ class CupyLane:
         table, tickets, drawn = map(np.uint64, addresses)
         blocks = min(launch.length, self._device.blocks)
         with self._stream:
-            kernel = self._device.kernel(launch.kernel.symbol, launch.shared_nbytes)
+            kernel = self._device.kernel(launch.kernel.symbol)
             arguments = table, tickets, np.uint32(launch.length), drawn
             kernel((blocks,), (THREADS,), arguments, shared_mem=launch.shared_nbytes)
 

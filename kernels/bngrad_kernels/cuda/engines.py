@@ -27,8 +27,8 @@ from bngrad_kernels.cuda.plan import VECTOR_NBYTES, Cut
 INPUTS = {1: 2, 2: 3}
 """By the order: how many tensors a kernel reads."""
 _SMALL_NBYTES = 64 << 10
-_STATIC_SHARED_NBYTES = 21 << 10
-"""What a kernel has of shared memory beside what it keeps, rounded up."""
+STATIC_SHARED_NBYTES = 22 << 10
+"""What a kernel has of shared memory beside what it keeps, rounded up by more than CUDA's own share of 1 KiB."""
 _MOST_AHEAD_NBYTES = 8 << 20
 _LEAST_AHEAD_SHARE = 16
 """The least that is summed ahead is this part of the cache: while a group is added up, others have to have work."""
@@ -71,10 +71,15 @@ def choose(planned: Cut, channels: int, traits: Traits, *, is_training: bool, or
     if order > 1:
         return Engine.STREAMED
     kept = kept_nbytes(planned)
-    fits = kept <= traits.shared_nbytes - _STATIC_SHARED_NBYTES
+    fits = kept <= most_kept_nbytes(traits)
     is_busy = kept <= _SMALL_NBYTES or planned.groups(channels) >= traits.processors
     is_resident = fits and is_busy and planned.rows > 0 and planned.is_vectorised(channels)
     return Engine.RESIDENT if is_resident else Engine.STREAMED
+
+
+def most_kept_nbytes(traits: Traits) -> int:
+    """The most that a block can keep in shared memory."""
+    return max(0, traits.shared_nbytes - STATIC_SHARED_NBYTES)
 
 
 def kept_nbytes(planned: Cut) -> int:

@@ -11,17 +11,19 @@
 
 namespace bngrad {
 
-// Leaves a strip's sums to others; the last block to do so for a group finishes it.
+// Leaves a strip's sums to others; the last block to do so for a group finishes it. One thread's fences stand for what
+// the whole block has written or will read, since they come behind the one barrier and before the next.
 template <typename Order>
 __device__ __forceinline__ void leave_strip(const Descriptor &d, int64 group, Shared &shared) {
-    __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) shared.is_last = atomicAdd(d.arrived + group, 1u) == unsigned(d.strips - 1);
+    if (threadIdx.x == 0) {
+        __threadfence();
+        shared.is_last = atomicAdd(d.arrived + group, 1u) == unsigned(d.strips - 1);
+        __threadfence();
+    }
     __syncthreads();
     if (!shared.is_last) return;
-    __threadfence();
     finish_group<Order>(d, group);
-    __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) store_release(d.ready + group, 1u);
 }

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy as np
 from bngrad_kernels.cuda.engines import INPUTS, Engine, Traits, choose, kept_nbytes, lookahead
 from bngrad_kernels.cuda.plan import Cut, cut
 from bngrad_kernels.problem import AnyProblem, Array
-from bngrad_kernels.spec import BFLOAT16, ReserveSpace2Kind, Spec
+from bngrad_kernels.spec import BFLOAT16, TENSOR_DTYPES, ReserveSpace2Kind, Spec
 
 POINTERS = (
     "grad_x_backprop", "y_backprop", "x", "grad_scale_backprop", "grad_offset_backprop", "scale", "reserve_space_1",
@@ -70,6 +71,14 @@ class Kernel(NamedTuple):
         mode = "inference" if self.engine is Engine.SINGLE else "training"
         access = "vectors" if self.is_vectorised else "elements"
         return f"{order}_{self.dtype}_{mode}_{'resident' if self.engine is Engine.RESIDENT else access}"
+
+
+def every_kernel() -> Iterator[Kernel]:
+    """All kernels of batch_norm_grad.cu."""
+    for dtype in TENSOR_DTYPES:
+        yield Kernel(1, dtype.name, Engine.RESIDENT, is_vectorised=True)
+        for order, engine, access in itertools.product((1, 2), (Engine.STREAMED, Engine.SINGLE), (True, False)):
+            yield Kernel(order, dtype.name, engine, access)
 
 
 class Template(NamedTuple):

@@ -113,8 +113,9 @@ class _Lane:
         move.rows[...] = self._memory[move.offset :][: move.rows.size].reshape(move.rows.shape)
 
     def launch(self, launch: Launch, descriptors: int) -> None:
-        (self._kernels or library()).launch_kernel(
-            launch.kernel.symbol.encode(),
+        kernels = self._kernels or library()
+        kernels.launch_kernel(
+            kernels[launch.kernel.symbol],
             *(ctypes.c_void_p(self.address + offset) for offset in (descriptors, launch.tickets)),
             ctypes.c_uint(launch.length),
             ctypes.c_void_p(self.address + launch.drawn),

@@ -15,7 +15,8 @@ from bngrad_kernels.spec import FLOAT32, Spec
 def main() -> None:
     kernels = ctypes.CDLL(sys.argv[1])
     for spec, shared_nbytes in (
-        (Spec(FLOAT32, (300, 64), 1), 0),
+        (Spec(FLOAT32, (1000, 64), 1), 0),
+        (Spec(FLOAT32, (3000, 64), 1, is_training=False), 0),
         (Spec(FLOAT32, (20, 6, 49), 1, is_training=False), 0),
         (Spec(FLOAT32, (9, 3, 600), 1), 1 << 20),
         (Spec(FLOAT32, (70, 32), 1), 1 << 20),
@@ -23,7 +24,7 @@ def main() -> None:
         (Spec(FLOAT32, (3, 2, 600), 1, order=2, is_training=False), 0),
     ):
         traits = TRAITS._replace(shared_nbytes=shared_nbytes)
-        back_end = CudaBackEnd(EmulatedDevice(blocks=1, kernels=kernels, traits=traits))
+        back_end = CudaBackEnd(EmulatedDevice(blocks=4, os_threads=3, kernels=kernels, traits=traits))
         back_end.warm_up()
         if spec.order == 1:
             made = problems.problem(spec)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from tests.unit.kernels.problems import assert_right, bits, outputs, problem
 from bngrad_kernels.cuda.back_end import LANES, CudaBackEnd, Lane
 from bngrad_kernels.cuda.chunk import Launch, Move, divide
 from bngrad_kernels.cuda.engines import Engine
-from bngrad_kernels.errors import DeviceFailedError
+from bngrad_kernels.errors import DeviceFailedError, DeviceUnavailableError
 from bngrad_kernels.problem import Problem
 from bngrad_kernels.spec import BFLOAT16, FLOAT16, FLOAT32, Spec
 
@@ -183,6 +184,48 @@ def test_a_failed_device_is_told_from_a_failed_batch(device: Recorder) -> None:
     shared.run(again)
     for made in again:
         assert_right(made)
+
+
+class Unusable(Recorder):
+    """Fails as it is warmed up."""
+
+    def __init__(self, *, is_full: bool) -> None:
+        super().__init__()
+        self._is_full = is_full
+
+    def warm_up(self) -> None:
+        if not self._is_full:
+            raise ArithmeticError("no kernel image is available")
+
+    def lane(self) -> Lane:
+        lane: Any = super().lane()
+
+        def reserve(nbytes: int) -> None:
+            raise MemoryError(f"no {nbytes} bytes left")
+
+        lane.reserve = reserve
+        made: Lane = lane
+        return made
+
+
+def test_a_device_that_cannot_be_warmed_up_says_why() -> None:
+    with pytest.raises(DeviceFailedError, match="failed: no kernel image is available"):
+        back_end(Unusable(is_full=False))
+    with pytest.raises(DeviceUnavailableError, match="no 50331648 bytes left"):
+        back_end(Unusable(is_full=True))
+
+
+def test_a_batch_that_cannot_be_prepared_keeps_no_lane(device: Recorder) -> None:
+    shared = back_end(device)
+    broken = problem(Spec(FLOAT32, (10, 64), 1))
+    broken.x, broken.channels = broken.x[:1], range(8)
+    for _ in range(LANES + 1):
+        assert shared._lanes.qsize() == LANES
+        with pytest.raises(ValueError, match="reshape"):
+            shared.run([broken])
+    made = problem(Spec(FLOAT32, (10, 64), 1))
+    shared.run([made])
+    assert_right(made)
 
 
 def ranges_of(spec: Spec, piece_nbytes: int, lane_nbytes: int) -> list[tuple[int, int]]:

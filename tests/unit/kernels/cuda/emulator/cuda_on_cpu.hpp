@@ -1,12 +1,12 @@
 // As much of CUDA as the kernels use, for a CPU.
 //
 // A block runs on one OS thread, its CUDA threads as fibers that take turns at barriers; several OS threads run several
-// blocks. With ONE_OS_THREAD_PER_CUDA_THREAD, blocks run one after the other and CUDA threads are OS threads, so that
-// ThreadSanitizer sees every access to shared memory that no barrier orders.
+// blocks. Compiled for ThreadSanitizer, each CUDA thread is a thread to it, and nothing but barriers, and fences beside
+// atomic operations, orders what these do: it sees every access that the kernels leave without an order, in the shared
+// memory of a block and in the memory of the device.
 //
 // Barriers are exact: a __syncthreads that some thread of the block does not reach, or a shuffle that some thread of
-// the warp does not take part in, ends the process. What a CPU cannot show: a weaker memory order, and anything of
-// speed.
+// the warp does not take part in, ends the process. What a CPU cannot show: anything of speed.
 #pragma once
 
 #define BNGRAD_ON_CPU
@@ -53,13 +53,12 @@ template <typename Word> inline Word __ldcg(const Word *address) { return *addre
 template <typename Word> inline void __stcs(Word *address, Word value) { *address = value; }
 
 inline unsigned atomicAdd(unsigned *address, unsigned value) {
-    return __atomic_fetch_add(address, value, __ATOMIC_ACQ_REL);
+    block->before_atomic(address);
+    const unsigned before = __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
+    block->after_atomic(address);
+    return before;
 }
-inline void __threadfence() {
-#ifndef ONE_OS_THREAD_PER_CUDA_THREAD  // ThreadSanitizer knows no fences; there, one block runs at a time
-    std::atomic_thread_fence(std::memory_order_seq_cst);
-#endif
-}
+inline void __threadfence() { block->fence(); }
 inline void __nanosleep(unsigned) { std::this_thread::yield(); }
 inline double __shfl_xor_sync(unsigned, double value, int mask) {
     std::uint64_t bits;

@@ -1,6 +1,11 @@
 // The threads of a block, on a CPU: threadIdx, barriers, exchange within a warp, and launch.
 #pragma once
 
+#ifndef __x86_64__
+#error "the switch of fibers is written for x86-64"
+#endif
+#define __shared__ static thread_local
+
 struct Index { unsigned x; };
 
 constexpr int kWarpThreads = 32;
@@ -10,58 +15,26 @@ constexpr int kWarpThreads = 32;
     std::abort();
 }
 
-#ifdef ONE_OS_THREAD_PER_CUDA_THREAD
-
-#include <barrier>
-#define __shared__ static
-
-struct Block {
-    explicit Block(int threads) : barrier(threads), words(threads) {
-        for (int i = 0; i < threads / kWarpThreads; ++i) warps.push_back(std::make_unique<std::barrier<>>(kWarpThreads));
-    }
-    std::barrier<> barrier;
-    std::vector<std::unique_ptr<std::barrier<>>> warps;
-    std::vector<std::uint64_t> words;
-};
-inline Block *block = nullptr;
-inline thread_local Index threadIdx;
-
-inline void __syncthreads() { block->barrier.arrive_and_wait(); }
-
-inline std::uint64_t exchange(std::uint64_t word, int mask) {
-    std::barrier<> &warp = *block->warps[threadIdx.x / kWarpThreads];
-    block->words[threadIdx.x] = word;
-    warp.arrive_and_wait();
-    const std::uint64_t received = block->words[threadIdx.x ^ mask];
-    warp.arrive_and_wait();
-    return received;
-}
-
-inline std::vector<uint4> *dynamic = nullptr;
-
-inline void launch(int blocks, int threads, std::size_t shared_nbytes, int, const std::function<void()> &kernel) {
-    for (int i = 0; i < blocks; ++i) {
-        Block running(threads);
-        std::vector<uint4> memory(shared_nbytes / sizeof(uint4));
-        dynamic = &memory;
-        block = &running;
-        std::vector<std::thread> all;
-        for (unsigned t = 0; t < unsigned(threads); ++t) {
-            all.emplace_back([t, &kernel] {
-                threadIdx = {t};
-                kernel();
-            });
-        }
-        for (std::thread &thread : all) thread.join();
-    }
-}
-
+// What ThreadSanitizer is told: who runs, and what orders whom. It knows no fences, so that these are told of as what an
+// atomic operation behind them releases, and one before them acquires.
+#ifdef __SANITIZE_THREAD__
+#include <sanitizer/tsan_interface.h>
+#define UNWATCHED __attribute__((noinline, no_sanitize_thread))
+inline void *new_watched() { return __tsan_create_fiber(0); }
+inline void forget_watched(void *watched) { __tsan_destroy_fiber(watched); }
+inline void *current_watched() { return __tsan_get_current_fiber(); }
+inline void watch(void *watched, bool is_ordered) { __tsan_switch_to_fiber(watched, is_ordered ? 0 : 1); }
+inline void released(void *address) { __tsan_release(address); }
+inline void acquired(void *address) { __tsan_acquire(address); }
 #else
-
-#ifndef __x86_64__
-#error "the switch of fibers is written for x86-64"
+#define UNWATCHED
+inline void *new_watched() { return nullptr; }
+inline void forget_watched(void *) {}
+inline void *current_watched() { return nullptr; }
+inline void watch(void *, bool) {}
+inline void released(void *) {}
+inline void acquired(void *) {}
 #endif
-#define __shared__ static thread_local
 
 // Keeps the registers that a call keeps, and goes on where the other stack was left.
 extern "C" void switch_stack(void **left, void *entered);
@@ -86,71 +59,129 @@ switch_stack:
     ret
 )");
 
-enum class State { kRunning, kAtWarpBarrier, kAtBlockBarrier, kDone };
+enum class State { kNew, kRunning, kAtWarpBarrier, kAtBlockBarrier, kDone };
 
 struct Fiber {
     void *stack;
+    void *watched;
     State state;
     std::uint64_t words[2];
-    int exchanges;
+    int exchanges, barriers;
+    bool has_fenced;       // since the last barrier
+    unsigned *last_atomic;  // since the last fence
 };
 
 class Block {
    public:
     Block(int threads, const std::function<void()> &kernel)
-        : kernel_(kernel), fibers_(threads), stacks_(new char[threads * kStackNbytes]) {}
+        : kernel_(kernel), threads_(threads), fibers_(new Fiber[threads]), stacks_(new char[threads * kStackNbytes]) {
+        for (unsigned t = 0; t < threads_; ++t) fibers_[t].watched = new_watched();
+        watched_ = current_watched();
+    }
+    Block(const Block &) = delete;
+    ~Block() {
+        for (unsigned t = 0; t < threads_; ++t) forget_watched(fibers_[t].watched);
+        delete[] fibers_;
+        delete[] stacks_;
+    }
 
     void run();
-    void wait(State state) {
-        Fiber &fiber = fibers_[thread_];
-        fiber.state = state;
-        switch_stack(&fiber.stack, scheduler_);
-    }
-    std::uint64_t exchange(std::uint64_t word, int mask) {
-        Fiber &own = fibers_[thread_], &other = fibers_[thread_ ^ mask];
-        const int turn = own.exchanges++ & 1;  // a thread may be one exchange ahead of another, never two
-        own.words[turn] = word;
-        wait(State::kAtWarpBarrier);
-        return other.words[turn];
-    }
+    void wait(State state);
+    void barrier();
+    std::uint64_t exchange(std::uint64_t word, int mask);
     unsigned thread() const { return thread_; }
 
+    void before_atomic(unsigned *address);
+    void after_atomic(unsigned *address);
+    void fence();
+
    private:
-    static constexpr std::size_t kStackNbytes = 32 << 10;
+    static constexpr std::size_t kStackNbytes = 64 << 10;
 
     static void begin();
     void enter(unsigned thread);
-    int run_warp(unsigned first);
+    unsigned run_warp(unsigned first);
 
     const std::function<void()> &kernel_;
-    std::vector<Fiber> fibers_;
-    std::unique_ptr<char[]> stacks_;
-    void *scheduler_ = nullptr;
+    unsigned threads_;
+    Fiber *fibers_;
+    char *stacks_;
+    void *scheduler_ = nullptr, *watched_;
     unsigned thread_ = 0;
+    char barriers_[2];  // only their addresses matter
 };
 
 inline thread_local Block *block = nullptr;
 #define threadIdx (Index{block->thread()})
 
-inline void __syncthreads() { block->wait(State::kAtBlockBarrier); }
+inline void __syncthreads() { block->barrier(); }
 inline std::uint64_t exchange(std::uint64_t word, int mask) { return block->exchange(word, mask); }
 
-inline void Block::begin() {
+UNWATCHED inline void Block::wait(State state) {
+    Fiber &fiber = fibers_[thread_];
+    fiber.state = state;
+    watch(watched_, state == State::kDone);
+    switch_stack(&fiber.stack, scheduler_);
+}
+
+// By turns one of two: who has left the one may be at the next before others have left it.
+UNWATCHED inline void Block::barrier() {
+    Fiber &fiber = fibers_[thread_];
+    char *const barrier = &barriers_[fiber.barriers++ & 1];
+    fiber.has_fenced = false;
+    released(barrier);
+    wait(State::kAtBlockBarrier);
+    acquired(barrier);
+}
+
+UNWATCHED inline std::uint64_t Block::exchange(std::uint64_t word, int mask) {
+    Fiber &own = fibers_[thread_], &other = fibers_[thread_ ^ mask];
+    const int turn = own.exchanges++ & 1;  // a thread may be one exchange ahead of another, never two
+    own.words[turn] = word;
+    wait(State::kAtWarpBarrier);
+    return other.words[turn];
+}
+
+UNWATCHED inline void Block::before_atomic(unsigned *address) {
+    if (fibers_[thread_].has_fenced) released(address);
+}
+
+UNWATCHED inline void Block::after_atomic(unsigned *address) {
+    fibers_[thread_].last_atomic = address;
+    std::this_thread::yield();  // to other blocks, which would hardly come in between
+}
+
+UNWATCHED inline void Block::fence() {
+    Fiber &fiber = fibers_[thread_];
+#ifndef __SANITIZE_THREAD__
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+#endif
+    fiber.has_fenced = true;
+    if (fiber.last_atomic) acquired(fiber.last_atomic);
+    fiber.last_atomic = nullptr;
+}
+
+UNWATCHED inline void Block::begin() {
     block->kernel_();
     block->wait(State::kDone);
 }
 
-inline void Block::enter(unsigned thread) {
+UNWATCHED inline void Block::enter(unsigned thread) {
+    Fiber &fiber = fibers_[thread];
+    const bool is_new = fiber.state == State::kNew;
+    fiber.state = State::kRunning;
     thread_ = thread;
-    switch_stack(&scheduler_, fibers_[thread].stack);
+    watch(fiber.watched, is_new);
+    switch_stack(&scheduler_, fiber.stack);
 }
 
 // Runs a warp until each of its threads is at a barrier of the block, or done. Returns how many are done.
-inline int Block::run_warp(unsigned first) {
+UNWATCHED inline unsigned Block::run_warp(unsigned first) {
     for (;;) {
-        int waiting = 0, done = 0;
+        unsigned waiting = 0, done = 0;
         for (unsigned t = first; t < first + kWarpThreads; ++t) {
-            if (fibers_[t].state == State::kRunning) enter(t);
+            const State state = fibers_[t].state;
+            if (state == State::kNew || state == State::kRunning) enter(t);
             waiting += fibers_[t].state == State::kAtWarpBarrier;
             done += fibers_[t].state == State::kDone;
         }
@@ -160,21 +191,21 @@ inline int Block::run_warp(unsigned first) {
     }
 }
 
-inline void Block::run() {
+UNWATCHED inline void Block::run() {
     block = this;
-    for (unsigned t = 0; t < fibers_.size(); ++t) {
+    for (unsigned t = 0; t < threads_; ++t) {
         // As switch_stack leaves a stack: six registers, and where to return to; aligned as if it had been called.
-        void **top = reinterpret_cast<void **>(&stacks_[(t + 1) * kStackNbytes]);
+        void **top = reinterpret_cast<void **>(stacks_ + (t + 1) * kStackNbytes);
         top -= reinterpret_cast<std::uintptr_t>(top) / sizeof(void *) % 2;
         top[-2] = reinterpret_cast<void *>(&Block::begin);
-        fibers_[t] = {top - 8, State::kRunning, {}, 0};
+        fibers_[t] = {top - 8, fibers_[t].watched, State::kNew, {}, 0, 0, false, nullptr};
     }
     for (;;) {
-        std::size_t done = 0;
-        for (unsigned t = 0; t < fibers_.size(); t += kWarpThreads) done += run_warp(t);
-        if (done == fibers_.size()) return;
+        unsigned done = 0;
+        for (unsigned t = 0; t < threads_; t += kWarpThreads) done += run_warp(t);
+        if (done == threads_) return;
         if (done) give_up("not all threads of a block reach a __syncthreads");
-        for (Fiber &fiber : fibers_) fiber.state = State::kRunning;
+        for (unsigned t = 0; t < threads_; ++t) fibers_[t].state = State::kRunning;
     }
 }
 
@@ -187,15 +218,15 @@ inline void launch(int blocks, int threads, std::size_t shared_nbytes, int os_th
     for (int i = 0; i < os_threads; ++i) {
         all.emplace_back([&] {
             Block own(threads, kernel);
-            std::vector<uint4> memory(shared_nbytes / sizeof(uint4));
-            dynamic = &memory;
-            while (next++ < blocks) own.run();
+            while (next++ < blocks) {
+                std::vector<uint4> memory(shared_nbytes / sizeof(uint4), {~0u, ~0u, ~0u, ~0u});  // NaN
+                dynamic = &memory;
+                own.run();
+            }
         });
     }
     for (std::thread &thread : all) thread.join();
 }
-
-#endif
 
 namespace bngrad {
 
