@@ -22,6 +22,7 @@ from bngrad._errors import (
     UnavailableError,
     from_status,
 )
+from bngrad._farewell import Farewell
 from bngrad._grpc import GrpcEndpoint
 from bngrad._memory import LeaseEndedError, LeaseError, Pool, Region, UnreachableError
 from bngrad._results import Array, ServerInfo
@@ -192,9 +193,9 @@ class Connector:
         for number, result in zip(op.location_numbers, results, strict=True):
             pieces.append(_codec.location_piece(number, *_place(pool, result)))
         pieces += call.small_pieces()
-        regions = _hold(pool, results)
+        regions, farewell = _hold(pool, results), Farewell()
         try:
-            response = endpoint.unary(op.method, pieces, deadline, cancellation)
+            response = endpoint.unary(op.method, pieces, deadline, cancellation, farewell)
         except InvalidArgumentError as error:
             _let_go(regions)
             pool.check()
@@ -203,7 +204,7 @@ class Connector:
             raise
         except BaseException as error:
             for result, region in zip(results, regions, strict=True):
-                self._doubts.add(result, region)  # A worker may write the answer yet.
+                self._doubts.add(result, region, farewell)  # A worker may write the answer yet.
             if isinstance(error, NotConnectedError) and not cancellation.cancelled:
                 self._discovery.lose(ways, endpoint)
             raise
