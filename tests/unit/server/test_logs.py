@@ -47,7 +47,7 @@ def test_of_requests_that_failed_each_line_that_is_missing_is_counted(
     caplog.set_level(logging.INFO)
     caplog.handler.addFilter(filtering)
     try:
-        for error in [InvalidArgumentError([])] * 30 + [RuntimeError("broken")] * 5:
+        for error in [InvalidArgumentError(())] * 30 + [RuntimeError("broken")] * 5:
             observer.failed("FusedBatchNormGradV2", "unary", caller, error, 0.0)
     finally:
         caplog.handler.removeFilter(filtering)
