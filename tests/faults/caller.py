@@ -3,8 +3,8 @@
 Run as ``python -m tests.faults.caller TARGET KIND THREADS SEED PROBLEMS SHORTEST_S LONGEST_S``. KIND is a transport of
 the client, or "aio" for the client of asyncio; timeouts are drawn between the last two. It obeys the lines of its
 stdin: on "run" its threads share a new client and begin, on "pause" they end and the client is closed. It writes JSON,
-a line at a time: while it runs, when on the monotonic clock each thread had got how many answers, as two items of a list;
-after a pause, the whole tally, which is a dict.
+a line at a time: while it runs, a list of when, on the monotonic clock, and of how many answers each thread had got by
+then; after a pause, the whole tally, which is a dict.
 """
 
 from __future__ import annotations

@@ -332,7 +332,7 @@ def test_calls_that_stand_still_end(served: Server, transport: Transport, shape:
     with bngrad.Client(served.target, transport=transport) as client, ThreadPoolExecutor(1) as threads:
         right(client, tensor(shape), served)
         served.on_call = hold
-        for timeout in (1, 10) if ends == "timeout" else (SECONDS,):  # on a busy machine it may come too late
+        for timeout in (1.0, 10.0) if ends == "timeout" else (SECONDS,):  # on a busy machine it may come too late
             call = threads.submit(right, client, tensor(shape), served, timeout=timeout)
             if ends == "close":
                 assert arrived.wait(SECONDS)
