@@ -197,6 +197,7 @@ class Connector:
         try:
             response = endpoint.unary(op.method, pieces, deadline, cancellation, farewell)
         except InvalidArgumentError as error:
+            farewell.close()
             _let_go(regions)
             pool.check()
             if any(pool.locate(array) is None for array in (*arrays, *results)):
@@ -208,6 +209,7 @@ class Connector:
             if isinstance(error, NotConnectedError) and not cancellation.cancelled:
                 self._discovery.lose(ways, endpoint)
             raise
+        farewell.close()  # where the server is stopping, the connection ended with the call
         _let_go(regions)
         return call.read(response, _delivered(results, call.out), apart=True)
 
