@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 
+from bngrad_server.batch_counts import BatchCounts
 from bngrad_server.crew import Batch, Worker
 from bngrad_server.fair_queue import FairQueue
 from bngrad_server.free_seats import FreeSeats
@@ -22,8 +23,6 @@ logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 2
 """A job is given up when this many workers have died of it."""
-_BATCH_SIZES = 16
-_BATCH_NBYTES = 41
 
 
 class ComputeError(Exception):
@@ -34,12 +33,7 @@ class Batcher:
     """Brings jobs and workers together.
 
     Attributes:
-        batch_sizes: How many batches were taken; at index k, those of 2**k to 2**(k + 1) - 1 jobs.
-        batch_nbytes: Alike, for the sizes of their tensors in bytes; the first one has those without any as well.
-        jobs_taken: How many jobs they had.
-        nbytes_taken: How many bytes they had.
-        reruns: How many jobs had to wait again since their worker died.
-        quarantined: How many were given up since several workers had died of them.
+        counts: What happened so far.
         on_work: Is called, from any thread, where a seat is free and a job is next that was submitted. It must not
             call the batcher.
     """
@@ -53,9 +47,7 @@ class Batcher:
             max_delay_s: How long a job may wait for company while a worker is free, in seconds.
             split: Whether a large job is shared out to the workers that would be idle.
         """
-        self.batch_sizes = [0] * _BATCH_SIZES
-        self.batch_nbytes = [0] * _BATCH_NBYTES
-        self.jobs_taken = self.nbytes_taken = self.reruns = self.quarantined = 0
+        self.counts = BatchCounts()
         self.on_work = _do_nothing
         self._max_jobs = max_jobs
         self._max_delay_s = max_delay_s
@@ -256,17 +248,20 @@ class Batcher:
             self._free.forget(batch.dead)
             self._free.add(batch.alive)
             for job in batch.jobs:
+                if not batch.is_suspect:
+                    job.attempts -= 1
                 if job.is_left:
                     self._end(job, None)
                 elif job.attempts >= MAX_ATTEMPTS:
-                    self.quarantined += 1
+                    self.counts.quarantined += 1
                     self._end(job, ComputeError(f"{job.attempts} workers died while computing this request"))
                 elif self._closed:
                     self._end(job, CancelledError())
                 else:
                     job.state = JobState.WAITING
-                    self.reruns += 1
-                    self._free.suspects.add(job)
+                    self.counts.reruns += 1
+                    if batch.is_suspect:
+                        self._free.suspects.add(job)
                     self._queue.put_back(job)
             self._hand_all_on()
 
@@ -283,18 +278,12 @@ class Batcher:
                 else:
                     self._end(job, reason)
         if batch:
-            self._count(batch)
+            now, nbytes = time.monotonic(), 0
+            for job in batch:
+                job.started_at = now
+                nbytes += job.nbytes
+            self.counts.add(len(batch), nbytes)
         return batch
-
-    def _count(self, batch: list[Job]) -> None:
-        now, nbytes = time.monotonic(), 0
-        for job in batch:
-            job.started_at = now
-            nbytes += job.nbytes
-        self.batch_sizes[min(len(batch).bit_length(), _BATCH_SIZES) - 1] += 1
-        self.batch_nbytes[min(max(nbytes.bit_length(), 1), _BATCH_NBYTES) - 1] += 1
-        self.jobs_taken += len(batch)
-        self.nbytes_taken += nbytes
 
     def _put(self, job: Job) -> None:
         """Has a new job wait; the mutex is held."""

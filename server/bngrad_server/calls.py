@@ -194,7 +194,7 @@ class Calls:
             ops=UNARY_OPS,
             endpoints=self.endpoints,
             requests=self._engine.admission.requests,
-            batch_sizes=self._engine.batcher.batch_sizes,
+            batch_sizes=self._engine.batcher.counts.sizes,
             device_remark=self._engine.device_remark,
         ).SerializeToString()
 

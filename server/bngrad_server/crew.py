@@ -10,7 +10,15 @@ from bngrad_server.jobs import Job
 
 
 class WorkerDiedError(Exception):
-    """The worker's process ended."""
+    """The worker's process ended.
+
+    Attributes:
+        saw_batch: Whether it may have died of the batch. One that never read it was dead already, or hung.
+    """
+
+    def __init__(self, reason: str, *, saw_batch: bool = True) -> None:
+        super().__init__(reason)
+        self.saw_batch = saw_batch
 
 
 Part: TypeAlias = tuple[Job, range]
@@ -56,7 +64,8 @@ class Batch:
         jobs: The jobs.
         busy: What is not finished yet, and whose it is.
         failures: Why jobs failed, by their place in the batch.
-        dead: The workers that died of it.
+        dead: The workers that died meanwhile.
+        is_suspect: Whether one of them may have died of it.
     """
 
     def __init__(self, jobs: list[Job], shares: dict[Worker, list[Part]]) -> None:
@@ -64,11 +73,12 @@ class Batch:
         self.busy: dict[Run, Worker] = {}
         self.failures: dict[int, str] = {}
         self.dead: list[Worker] = []
+        self.is_suspect = False
         self._shares = shares
 
     @property
     def alive(self) -> list[Worker]:
-        """The workers that have not died of it."""
+        """The workers that have not died."""
         return [worker for worker in self._shares if worker not in self.dead]
 
     def begin(self) -> None:
@@ -93,7 +103,7 @@ class Batch:
         try:
             yield
         except BaseException:
-            self.dead = list(self._shares)
+            self.dead, self.is_suspect = list(self._shares), True
             for worker in self._shares:
                 worker.kill()  # nobody may lead it any more: its keeper starts another
             raise
@@ -102,6 +112,7 @@ class Batch:
     def _noting_death(self, worker: Worker) -> Iterator[None]:
         try:
             yield
-        except WorkerDiedError:
+        except WorkerDiedError as death:
             self.dead.append(worker)
+            self.is_suspect |= death.saw_batch
             worker.kill()  # it may have hung up without having died

@@ -46,7 +46,7 @@ class Job:
         ended_at: When that worker was done with it, alike.
         rank: Its place in the queue, see `bngrad_server.fair_queue`.
         state: Where it is.
-        attempts: How many workers have got it so far.
+        attempts: How many workers have begun it so far.
         error: Why it could not be computed.
         worker: The worker that the thread of this job leads, or was handed a seat of.
         on_end: Is called, by whichever thread sees the job end, where none sleeps until then.

@@ -76,6 +76,7 @@ class Seat:
         self._busy_time = busy_time
         self._taken = threading.Lock()
         self._late_at: float | None = None
+        self._heard_more = False  # than the batch
         self._spec_numbers: dict[Spec, int] = {}
 
     def take(self) -> bool:
@@ -94,6 +95,7 @@ class Seat:
         nbytes = sum(job.nbytes for job, _ in parts)
         self._busy_time.begin()
         self._late_at = time.monotonic() + _BATCH_TIMEOUT_S + nbytes / _SLOWEST_BYTES_PER_S
+        self._heard_more = False
         self._send(Message.RUN + b"".join(tasks))
 
     def fileno(self) -> int:
@@ -110,10 +112,12 @@ class Seat:
 
     def map(self, number: int, region: MappedRegion) -> None:
         """Tells it of a region, before any later batch."""
+        self._heard_more = True
         self._send(Message.MAP + pickle.dumps((number, region.nbytes)), region.fd)
 
     def unmap(self, number: int) -> None:
         """Tells it to forget a region, after all earlier batches."""
+        self._heard_more = True
         self._send(Message.UNMAP + pickle.dumps(number))
 
     def hang_up(self) -> None:
@@ -134,11 +138,13 @@ class Seat:
         try:
             socket.send_fds(self._socket, [packet], fds) if fds else self._socket.send(packet)
         except OSError as error:
-            raise WorkerDiedError(f"hung up: {error}") from error
+            raise WorkerDiedError(f"hung up: {error}", saw_batch=False) from error
 
     def _receive(self) -> bytes:
         try:
             packet = self._socket.recv(MAX_PACKET_NBYTES)
+        except ConnectionResetError as error:  # it hung up before it had read all that it was sent
+            raise WorkerDiedError(f"hung up: {error}", saw_batch=self._heard_more) from error
         except OSError as error:
             raise WorkerDiedError(f"hung up: {error}") from error
         if not packet:

@@ -11,19 +11,19 @@ from bngrad_server.engine import Engine
 def status_of(engine: Engine) -> dict[str, Any]:
     """What `bngrad_server.monitor` shows of an engine; counters count from the start, sizes are in bytes."""
     batcher, arena, regions = engine.batcher, engine.arena, engine.regions
-    jobs, jobs_nbytes = batcher.waiting()
+    counts, (jobs, jobs_nbytes) = batcher.counts, batcher.waiting()
     return {
         **engine.observer.metrics.status(),
         "in_flight": engine.admission.requests,
         "queue": {"requests": jobs, "bytes": jobs_nbytes},
         "batches": {
-            "sizes": list(batcher.batch_sizes),
-            "requests": batcher.jobs_taken,
-            "nbytes": list(batcher.batch_nbytes),
-            "bytes": batcher.nbytes_taken,
+            "sizes": list(counts.sizes),
+            "requests": counts.jobs,
+            "nbytes": list(counts.nbytes),
+            "bytes": counts.jobs_nbytes,
         },
-        "reruns": batcher.reruns,
-        "quarantined": batcher.quarantined,
+        "reruns": counts.reruns,
+        "quarantined": counts.quarantined,
         "arena": {"bytes": arena.nbytes, "used": arena.nbytes - arena.free_bytes},
         "regions": {"count": len(regions), "bytes": regions.nbytes},
         "devices": [{**asdict(device), "state": device.state.value} for device in engine.pool.status()],

@@ -48,6 +48,22 @@ def slice_lanes(builder: Any, vector: Any, start: int, count: int) -> Any:
     return builder.shuffle_vector(vector, vector, lanes)
 
 
+def join(builder: Any, low: Any, high: Any) -> Any:
+    """The lanes of two vectors."""
+    lanes = ir.Constant(ir.VectorType(I32, 2 * LANES), list(range(2 * LANES)))
+    return builder.shuffle_vector(low, high, lanes)
+
+
+def as_integers(builder: Any, halves: Any, address: Any) -> Any:
+    """The bits of float16 lanes, by an operation on integers, as LLVM streams no floats of 16 bits.
+
+    It changes nothing, as the first bit of any address is 0; but LLVM does not know.
+    """
+    integers = ir.VectorType(I16, 2 * LANES)
+    nothing = splat(builder, builder.trunc(builder.lshr(address, I64(63)), I16), 2 * LANES)
+    return builder.xor(builder.bitcast(halves, integers), nothing)
+
+
 def head_mask(builder: Any, count: Any) -> Any:
     """True in the first ``count`` lanes; all where there are more than 16, none where it is negative."""
     full = builder.icmp_signed(">", count, I64(LANES))

@@ -12,7 +12,7 @@ import numpy as np
 from numba import njit
 
 from bngrad_kernels.cpu.groups import GAIN, MEAN, SHIFT, SLOPE, chains_of, channels, first_channel, sums_of, table
-from bngrad_kernels.cpu.plan import BLOCK, LANES
+from bngrad_kernels.cpu.plan import BLOCK, LANES, LINE
 from bngrad_kernels.cpu.simd import (
     add,
     fma,
@@ -127,26 +127,36 @@ def _flush(chains: int, into: int, column: int) -> None:
 
 @njit(error_model="numpy")
 def _sum_pair(tag: Any, p: Any, slot: int, chains: int, index: int, runs: int, first: int, columns: int) -> None:
-    y_backprop, x, mean, dy_sums, dy_xc_sums = p.y_backprop, p.x, table(p, slot, MEAN), chains, chains + 4 * p.padded
-    ahead = p.ahead
+    y_backprop, x, ahead = p.y_backprop, p.x, p.ahead
+    places = y_backprop, x, table(p, slot, MEAN), chains, chains + 4 * p.padded
     for run in range(runs):
         upper, start = index + run * _gap(p), run * p.pitch + first
-        lower = upper + p.columns
-        for column in range(start, start + columns - LANES + 1, LANES):
+        lower, stop = upper + p.columns, start + columns
+        for column in range(start, stop - LINE + 1, LINE):
             prefetch(tag, y_backprop, upper + column + ahead)
             prefetch(tag, y_backprop, lower + column + ahead)
             prefetch(tag, x, upper + column + ahead)
             prefetch(tag, x, lower + column + ahead)
-            dy0, dy1 = load(tag, y_backprop, upper + column), load(tag, y_backprop, lower + column)
-            mu = load(_F32, mean, column)
-            xc0, xc1 = sub(load(tag, x, upper + column), mu), sub(load(tag, x, lower + column), mu)
-            store(_F32, dy_sums, column, add(load(_F32, dy_sums, column), add(dy0, dy1)))
-            store(_F32, dy_xc_sums, column, add(load(_F32, dy_xc_sums, column), fma(dy1, xc1, mul(dy0, xc0))))
+            _sum_columns(tag, places, upper, lower, column)
+            _sum_columns(tag, places, upper, lower, column + LANES)
+        if columns % LINE >= LANES:
+            _sum_columns(tag, places, upper, lower, stop - columns % LINE)
         if columns % LANES:
-            _sum_pair_tail(tag, p, slot, chains, upper, start + columns - columns % LANES, columns % LANES)
+            _sum_pair_tail(tag, p, slot, chains, upper, stop - columns % LANES, columns % LANES)
     if not p.is_training:
         _scale_row(tag, p, slot, index, runs, first, columns)
         _scale_row(tag, p, slot, index + p.columns, runs, first, columns)
+
+
+@njit(error_model="numpy")
+def _sum_columns(tag: Any, places: Any, upper: int, lower: int, column: int) -> None:
+    """Sums 16 columns of two rows."""
+    y_backprop, x, mean, dy_sums, dy_xc_sums = places
+    dy0, dy1 = load(tag, y_backprop, upper + column), load(tag, y_backprop, lower + column)
+    mu = load(_F32, mean, column)
+    xc0, xc1 = sub(load(tag, x, upper + column), mu), sub(load(tag, x, lower + column), mu)
+    store(_F32, dy_sums, column, add(load(_F32, dy_sums, column), add(dy0, dy1)))
+    store(_F32, dy_xc_sums, column, add(load(_F32, dy_xc_sums, column), fma(dy1, xc1, mul(dy0, xc0))))
 
 
 @njit(error_model="numpy")
@@ -194,42 +204,55 @@ def _centred_head(tag: Any, p: Any, slot: int, index: int, column: int, count: i
 @njit(error_model="numpy")
 def _scale_row(tag: Any, p: Any, slot: int, index: int, runs: int, first: int, columns: int) -> None:
     """Writes x_backprop of a row in inference."""
-    y_backprop, out, gain, pitch, gap = p.y_backprop, p.x_backprop, table(p, slot, GAIN), p.pitch, _gap(p)
+    y_backprop, out, gain, streams = p.y_backprop, p.x_backprop, table(p, slot, GAIN), p.streams
     for run in range(runs):
-        at, start = index + run * gap, run * pitch + first
-        for column in range(start, start + columns, LANES):
-            count = start + columns - column
+        at, start = index + run * _gap(p), run * p.pitch + first
+        stop = start + columns
+        for column in range(start, stop - LINE + 1, LINE):
+            low = mul(load(_F32, gain, column), load(tag, y_backprop, at + column))
+            high = mul(load(_F32, gain, column + LANES), load(tag, y_backprop, at + column + LANES))
+            if streams:
+                stream(tag, out, at + column, low, high)
+            else:
+                store(tag, out, at + column, low)
+                store(tag, out, at + column + LANES, high)
+        for column in range(stop - columns % LINE, stop, LANES):
+            count = stop - column
             dx = mul(load(_F32, gain, column), load_head(tag, y_backprop, at + column, count))
             store_head(tag, out, at + column, dx, count)
 
 
 @njit(error_model="numpy")
 def _apply_row(tag: Any, p: Any, slot: int, index: int, runs: int, first: int, columns: int) -> None:
-    y_backprop, x, out, streams = p.y_backprop, p.x, p.x_backprop, p.streams
-    mean, gain, shift, slope = table(p, slot, MEAN), table(p, slot, GAIN), table(p, slot, SHIFT), table(p, slot, SLOPE)
-    ahead = p.ahead
+    y_backprop, x, out, ahead, streams = p.y_backprop, p.x, p.x_backprop, p.ahead, p.streams
+    tables = table(p, slot, MEAN), table(p, slot, GAIN), table(p, slot, SHIFT), table(p, slot, SLOPE)
     for run in range(runs):
         at, start = index + run * _gap(p), run * p.pitch + first
-        for column in range(start, start + columns - LANES + 1, LANES):
+        stop = start + columns
+        for column in range(start, stop - LINE + 1, LINE):
             prefetch(tag, y_backprop, at + column + ahead)
             prefetch(tag, x, at + column + ahead)
-            dx = x_backprop(
-                load(tag, y_backprop, at + column), load(tag, x, at + column),
-                load(_F32, mean, column), load(_F32, gain, column),
-                load(_F32, shift, column), load(_F32, slope, column),
-            )  # fmt: skip
+            dy, xs = load(tag, y_backprop, at + column), load(tag, x, at + column)
+            low = _gradients(dy, xs, tables, column)
+            dy, xs = load(tag, y_backprop, at + column + LANES), load(tag, x, at + column + LANES)
+            high = _gradients(dy, xs, tables, column + LANES)
             if streams:
-                stream(tag, out, at + column, dx)
+                stream(tag, out, at + column, low, high)
             else:
-                store(tag, out, at + column, dx)
-        if columns % LANES:
-            column, count = start + columns - columns % LANES, columns % LANES
-            dx = x_backprop(
-                load_head(tag, y_backprop, at + column, count), load_head(tag, x, at + column, count),
-                load(_F32, mean, column), load(_F32, gain, column),
-                load(_F32, shift, column), load(_F32, slope, column),
-            )  # fmt: skip
-            store_head(tag, out, at + column, dx, count)
+                store(tag, out, at + column, low)
+                store(tag, out, at + column + LANES, high)
+        for column in range(stop - columns % LINE, stop, LANES):
+            count = stop - column
+            dy, xs = load_head(tag, y_backprop, at + column, count), load_head(tag, x, at + column, count)
+            store_head(tag, out, at + column, _gradients(dy, xs, tables, column), count)
+
+
+@njit(error_model="numpy")
+def _gradients(dy: Any, x: Any, tables: Any, column: int) -> Any:
+    mean, gain, shift, slope = tables
+    return x_backprop(
+        dy, x, load(_F32, mean, column), load(_F32, gain, column), load(_F32, shift, column), load(_F32, slope, column)
+    )
 
 
 @njit(error_model="numpy")

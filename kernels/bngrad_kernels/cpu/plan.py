@@ -27,6 +27,8 @@ import numpy as np
 from bngrad_kernels.spec import BFLOAT16, ReserveSpace2Kind, Spec
 
 LANES = 16
+LINE = 2 * LANES
+"""Elements that fill whole cache lines whatever their type."""
 
 _SHORT = 512
 """A row of the columns kernel has at least so many columns, where the tensor has."""
@@ -39,8 +41,11 @@ _COLUMNS_TILE, _PLANES_TILE = 1 << 16, 1 << 14
 _TILE_ROWS = 64
 """The fewest rows of a tile in the columns kernel, as each tile has its own sums of every column."""
 _MAX_TILES = 64
-_STREAM_FROM_NBYTES = 12 << 20
-"""From this size on, x_backprop is written past the caches."""
+_STREAM_FROM_NBYTES = {4: 3 << 20, 2: 12 << 20}
+"""By the size of an element, the size of tensors from which on outputs are written past the caches. Both are where a
+reader of the result loses about as much as the kernel gains; from twice that on, both gain."""
+_STREAM_PLANES_FROM = 512
+"""As shorter planes lose more at their ends, which do not fill cache lines."""
 _LINE_NBYTES = 64
 """The size of a cache line; a streamed one should be written as a whole."""
 BLOCK = 1024
@@ -160,7 +165,7 @@ def plan(spec: Spec, part: range | None = None) -> Plan:
         "is_training": spec.is_training,
         "is_inverse_std": spec.reserve_space_2_kind is ReserveSpace2Kind.INVERSE_STD,
         "is_stats_bfloat16": spec.stats_dtype == BFLOAT16,
-        "streams": spec.tensor_nbytes >= _STREAM_FROM_NBYTES and _is_whole_lines(cut, spec.dtype.itemsize),
+        "streams": _is_worth_streaming(spec, cut),
         "slot_nbytes": slot.nbytes(cut),
         "epsilon": spec.epsilon,
         "order": spec.order,
@@ -173,8 +178,16 @@ def plan(spec: Spec, part: range | None = None) -> Plan:
     return Plan(cut, slot.nbytes(cut), record.tobytes())
 
 
-def _is_whole_lines(cut: Geometry, itemsize: int) -> bool:
-    """Whether a part's columns of a row lie in cache lines that it shares with no other, if the tensor is aligned."""
+def _is_worth_streaming(spec: Spec, cut: Geometry) -> bool:
+    """Whether outputs that begin with a cache line are better written past the caches.
+
+    They are large then, and planes are long, or a part's columns of a row lie in lines that it shares with no other.
+    """
+    itemsize = spec.dtype.itemsize
+    if spec.tensor_nbytes < _STREAM_FROM_NBYTES[itemsize]:
+        return False
+    if cut.is_planes:
+        return cut.inner >= _STREAM_PLANES_FROM
     edges = [cut.columns]
     if cut.stop - cut.first < cut.channels:
         edges = [channel * cut.inner for channel in (cut.first, cut.stop, cut.channels)]

@@ -9,7 +9,7 @@ from numba import njit
 
 from bngrad_kernels.cpu.columns import x_backprop
 from bngrad_kernels.cpu.groups import GAIN, MEAN, SHIFT, SLOPE, first_channel, sums_of, table
-from bngrad_kernels.cpu.plan import LANES
+from bngrad_kernels.cpu.plan import LANES, LINE
 from bngrad_kernels.cpu.simd import (
     add,
     fma,
@@ -20,6 +20,7 @@ from bngrad_kernels.cpu.simd import (
     store,
     store_head,
     store_scalar,
+    stream,
     sub,
     total,
     widen64,
@@ -49,8 +50,8 @@ def sums(tag: Any, p: Any, g: int, t: int, slot: int) -> None:
             block = min(_STEPS * QUAD, stop - i)
             dy, dy_xc = _sum_block(tag, p, base + i, block, mean)
             dy_sum, dy_xc_sum = add(dy_sum, widen64(dy)), add(dy_xc_sum, widen64(dy_xc))
-            if not p.is_training:
-                _scale_block(tag, p, base + i, block, gain)
+        if not p.is_training:
+            _scale_plane(tag, p, base + start, base + stop, gain)
     into = sums_of(p, slot, t + 1)
     store_scalar(_F64, into, 0, total(dy_sum))
     store_scalar(_F64, into, p.padded, total(dy_xc_sum))
@@ -66,13 +67,34 @@ def apply(tag: Any, p: Any, g: int, t: int, slot: int) -> None:
     for back in range(last - first):
         base = ((last - 1 - back) * p.channels + c) * p.inner
         i = start
-        while i + LANES <= stop:
-            dx = x_backprop(load(tag, p.y_backprop, base + i), load(tag, p.x, base + i), mean, gain, shift, slope)
-            store(tag, p.x_backprop, base + i, dx)
-            i += LANES
-        if i < stop:
-            dy, x = load_head(tag, p.y_backprop, base + i, stop - i), load_head(tag, p.x, base + i, stop - i)
-            store_head(tag, p.x_backprop, base + i, x_backprop(dy, x, mean, gain, shift, slope), stop - i)
+        if p.streams:
+            i = min(first_line(base + start) - base, stop)
+            _apply_some(tag, p, base + start, i - start, mean, gain, shift, slope)
+            while i + LINE <= stop:
+                dy, x = load(tag, p.y_backprop, base + i), load(tag, p.x, base + i)
+                low = x_backprop(dy, x, mean, gain, shift, slope)
+                dy, x = load(tag, p.y_backprop, base + i + LANES), load(tag, p.x, base + i + LANES)
+                stream(tag, p.x_backprop, base + i, low, x_backprop(dy, x, mean, gain, shift, slope))
+                i += LINE
+        _apply_some(tag, p, base + i, stop - i, mean, gain, shift, slope)
+
+
+@njit(error_model="numpy")
+def _apply_some(tag: Any, p: Any, index: int, count: int, mean: Any, gain: Any, shift: Any, slope: Any) -> None:
+    while count >= LANES:
+        dy, x = load(tag, p.y_backprop, index), load(tag, p.x, index)
+        store(tag, p.x_backprop, index, x_backprop(dy, x, mean, gain, shift, slope))
+        index += LANES
+        count -= LANES
+    if count > 0:
+        dy, x = load_head(tag, p.y_backprop, index, count), load_head(tag, p.x, index, count)
+        store_head(tag, p.x_backprop, index, x_backprop(dy, x, mean, gain, shift, slope), count)
+
+
+@njit(error_model="numpy")
+def first_line(index: int) -> int:
+    """The first element from ``index`` on that begins a cache line, in a tensor that does."""
+    return index + -index % LINE
 
 
 @njit(error_model="numpy")
@@ -120,8 +142,23 @@ def _sum_block(tag: Any, p: Any, index: int, count: int, mean: Any) -> Any:
 
 
 @njit(error_model="numpy")
-def _scale_block(tag: Any, p: Any, index: int, count: int, gain: Any) -> None:
-    while count > 0:
-        store_head(tag, p.x_backprop, index, mul(gain, load_head(tag, p.y_backprop, index, count)), count)
-        index += LANES
-        count -= LANES
+def _scale_plane(tag: Any, p: Any, start: int, stop: int, gain: Any) -> None:
+    """Writes x_backprop of a plane in inference."""
+    i = start
+    if p.streams:
+        i = min(first_line(start), stop)
+        _scale_some(tag, p, start, i, gain)
+        while i + LINE <= stop:
+            low, high = load(tag, p.y_backprop, i), load(tag, p.y_backprop, i + LANES)
+            stream(tag, p.x_backprop, i, mul(gain, low), mul(gain, high))
+            i += LINE
+    _scale_some(tag, p, i, stop, gain)
+
+
+@njit(error_model="numpy")
+def _scale_some(tag: Any, p: Any, start: int, stop: int, gain: Any) -> None:
+    while start + LANES <= stop:
+        store(tag, p.x_backprop, start, mul(gain, load(tag, p.y_backprop, start)))
+        start += LANES
+    if start < stop:
+        store_head(tag, p.x_backprop, start, mul(gain, load_head(tag, p.y_backprop, start, stop - start)), stop - start)

@@ -77,19 +77,27 @@ def store(typingctx: Any, tag: Any, address: Any, index: Any, value: Any) -> Any
 
 
 @intrinsic
-def stream(typingctx: Any, tag: Any, address: Any, index: Any, value: Any) -> Any:
-    """As `store`, past the caches. The place must be aligned to 16 elements."""
+def stream(typingctx: Any, tag: Any, address: Any, index: Any, low: Any, high: Any) -> Any:
+    """As `store` of 16 elements and another 16, past the caches. The place must begin a cache line.
+
+    Half a line of 16-bit elements would be written through the caches: LLVM merges narrowing and storing.
+    """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         element = _emit.MEMORY_TYPES[tag]
-        vector = _emit.narrow(builder, args[3], element)
-        pointer = _emit.pointer(builder, element, args[1], args[2])
-        size = LANES * _emit.itemsize(element)
-        written = builder.store(vector, builder.bitcast(pointer, vector.type.as_pointer()), align=size)
-        written.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+        vectors = [_emit.narrow(builder, half, element) for half in args[3:]]
+        if element != _emit.F32:
+            vectors = [_emit.join(builder, *vectors)]
+        if element == _emit.F16:
+            vectors = [_emit.as_integers(builder, vectors[0], args[1])]
+        place = _emit.pointer(builder, element, args[1], args[2])
+        for i, vector in enumerate(vectors):
+            pointer = builder.gep(builder.bitcast(place, vector.type.as_pointer()), [_emit.I64(i)])
+            written = builder.store(vector, pointer, align=64)
+            written.set_metadata("nontemporal", builder.module.add_metadata([_emit.I32(1)]))
         return context.get_dummy_value()
 
-    return types.none(tag, types.int64, types.int64, F32x16), codegen
+    return types.none(tag, types.int64, types.int64, F32x16, F32x16), codegen
 
 
 @intrinsic
@@ -108,10 +116,13 @@ def store_head(typingctx: Any, tag: Any, address: Any, index: Any, value: Any, c
 
 @intrinsic
 def prefetch(typingctx: Any, tag: Any, address: Any, index: Any) -> Any:
-    """Asks for the cache line of an element; any address is allowed."""
+    """Asks for the cache lines of 32 elements that begin one; any address is allowed."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _emit.prefetch(builder, _emit.pointer(builder, _emit.MEMORY_TYPES[tag], args[1], args[2]))
+        element = _emit.MEMORY_TYPES[tag]
+        for start in range(0, 2 * LANES, 64 // _emit.itemsize(element)):
+            index = builder.add(args[2], _emit.I64(start))
+            _emit.prefetch(builder, _emit.pointer(builder, element, args[1], index))
         return context.get_dummy_value()
 
     return types.none(tag, types.int64, types.int64), codegen

@@ -109,6 +109,43 @@ def test_a_job_is_given_up_when_too_many_workers_died_of_it(requests: Requests) 
         future.result(TIMEOUT_S)
 
 
+def test_a_job_is_not_blamed_for_deaths_of_workers_that_never_read_it(requests: Requests) -> None:
+    only = job()
+    (future,) = requests.run(only)
+    for _ in range(2 * MAX_ATTEMPTS):
+        worker = GatedWorker()
+        requests.batcher.offer(worker)
+        _, outcome = worker.next_batch()
+        outcome.set_exception(WorkerDiedError("was dead", saw_batch=False))
+        wait_until(lambda: len(requests.batcher._queue) == 1)
+    beside = GatedWorker(seats=2)
+    for _ in range(beside.seats):
+        requests.batcher.offer(beside)
+    _, outcome = beside.next_batch()
+    (second,) = requests.run(job())
+    beside.compute()  # the first one is no suspect, so that it has company
+    outcome.set_result([None])
+    for each in (future, second):
+        each.result(TIMEOUT_S)
+    assert (only.attempts, requests.batcher.counts.reruns) == (1, 2 * MAX_ATTEMPTS)
+
+
+def test_a_split_job_is_blamed_if_one_of_the_dead_read_it(requests: Requests) -> None:
+    only = large_job()
+    workers = [GatedWorker(), GatedWorker()]
+    for worker in workers:
+        requests.batcher.offer(worker)
+    (future,) = requests.run(only)
+    outcomes = [worker.next_batch()[1] for worker in workers]
+    for outcome, saw_batch in zip(outcomes, (True, False), strict=True):
+        outcome.set_exception(WorkerDiedError("killed", saw_batch=saw_batch))
+    successor = GatedWorker()
+    requests.batcher.offer(successor)
+    assert successor.compute() == [only]
+    future.result(TIMEOUT_S)
+    assert only.attempts == MAX_ATTEMPTS
+
+
 def test_an_idle_worker_takes_over_from_a_dead_one(requests: Requests, worker: GatedWorker) -> None:
     idle, only = GatedWorker(), job()
     requests.batcher.offer(idle)
@@ -344,6 +381,9 @@ class RandomRun:
             worker.batches.remove(self._batch)
             if worker.has_died.is_set():
                 raise WorkerDiedError("was dead")
+            if world.random.random() < 0.03:
+                worker.has_died.set()
+                raise WorkerDiedError("never read it", saw_batch=False)
             if world.kills(self._batch):
                 worker.has_died.set()
                 raise WorkerDiedError("killed")

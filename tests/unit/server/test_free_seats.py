@@ -143,7 +143,7 @@ def test_the_job_that_kills_is_given_up_and_no_other_that_shared_its_workers(
     fine.result(TIMEOUT_S)
     with pytest.raises(ComputeError, match="2 workers died"):
         poisonous.result(TIMEOUT_S)
-    assert requests.batcher.quarantined == 1
+    assert requests.batcher.counts.quarantined == 1
 
 
 def test_the_free_seat_of_a_worker_that_died_at_another_is_not_taken(requests: Requests) -> None:

@@ -9,8 +9,8 @@ import numpy as np
 from bngrad_kernels.cpu.cache import internal
 from bngrad_kernels.cpu.columns import first_row, index_of, run_columns, runs_of, whole_rows
 from bngrad_kernels.cpu.groups import sums_of, table
-from bngrad_kernels.cpu.plan import LANES
-from bngrad_kernels.cpu.second_order.elements import coefficients, read_terms, write_outputs
+from bngrad_kernels.cpu.plan import LANES, LINE
+from bngrad_kernels.cpu.second_order.elements import coefficients, read_terms, stream_outputs, write_outputs
 from bngrad_kernels.cpu.second_order.groups import MEAN
 from bngrad_kernels.cpu.simd import add, fma, load, load64, prefetch, store64, zero64
 
@@ -57,9 +57,14 @@ def _walk(tag: Any, p: Any, g: int, t: int, slot: int, summing: int, writing: in
 @internal
 def _write_columns(tag: Any, p: Any, slot: int, index: int, shift: int, first: int, end: int) -> None:
     """Writes some columns of a run, which begins at ``index`` in memory and at ``shift`` in the tables."""
-    for column in range(first, end, LANES):
-        tables = coefficients(p, slot, shift + column)
-        write_outputs(tag, p, index + column, end - column, tables, p.streams)
+    column = first
+    while p.streams and column + LINE <= end:
+        low, high = coefficients(p, slot, shift + column), coefficients(p, slot, shift + column + LANES)
+        stream_outputs(tag, p, index + column, low, high)
+        column += LINE
+    while column < end:
+        write_outputs(tag, p, index + column, end - column, coefficients(p, slot, shift + column))
+        column += LANES
 
 
 @internal
@@ -68,9 +73,10 @@ def _sum_columns(tag: Any, p: Any, slot: int, t: int, index: int, shift: int, fi
     into, row_nbytes = sums_of(p, slot, t + 1), p.padded * 8
     for offset in range(first, end, LANES):
         at, column = index + offset, shift + offset
-        prefetch(tag, p.grad_x_backprop, at + p.ahead)
-        prefetch(tag, p.y_backprop, at + p.ahead)
-        prefetch(tag, p.x, at + p.ahead)
+        if offset % LINE == 0:
+            prefetch(tag, p.grad_x_backprop, at + p.ahead)
+            prefetch(tag, p.y_backprop, at + p.ahead)
+            prefetch(tag, p.x, at + p.ahead)
         u, dy, xk = read_terms(tag, p, at, end - offset, load(_F32, pivots, column))
         place = into
         store64(place, column, add(load64(place, column), u))

@@ -66,11 +66,24 @@ def coefficients(p: Any, slot: int, column: int) -> Any:
 
 
 @internal
-def write_outputs(tag: Any, p: Any, index: int, count: int, tables: Any, streams: int) -> None:
-    """Writes the outputs of at most ``count`` elements from ``index`` on, by their `coefficients`.
+def write_outputs(tag: Any, p: Any, index: int, count: int, tables: Any) -> None:
+    """Writes the outputs of at most ``count`` elements from ``index`` on, by their `coefficients`."""
+    grad_y_backprop, grad_x = _outputs(tag, p, index, count, tables)
+    _write(tag, p.grad_y_backprop, index, grad_y_backprop, count)
+    _write(tag, p.grad_x, index, grad_x, count)
 
-    ``streams`` tells that ``index`` is aligned, and that they are better written past the caches.
-    """
+
+@internal
+def stream_outputs(tag: Any, p: Any, index: int, low: Any, high: Any) -> None:
+    """Writes the outputs of 32 elements, which begin a cache line, by the `coefficients` of each half."""
+    low_grad_y_backprop, low_grad_x = _outputs(tag, p, index, LANES, low)
+    high_grad_y_backprop, high_grad_x = _outputs(tag, p, index + LANES, LANES, high)
+    stream(tag, p.grad_y_backprop, index, low_grad_y_backprop, high_grad_y_backprop)
+    stream(tag, p.grad_x, index, low_grad_x, high_grad_x)
+
+
+@internal
+def _outputs(tag: Any, p: Any, index: int, count: int, tables: Any) -> Any:
     mean, rest, rstd, u_mean, dy_mean, dy_by_u, dy_by_xh, dy_offset, x_by_dy, x_by_u, x_by_xh = tables
     u, dy = _read(tag, p.grad_x_backprop, index, count), _read(tag, p.y_backprop, index, count)
     xc = sub(_read(tag, p.x, index, count), mean)
@@ -80,8 +93,7 @@ def write_outputs(tag: Any, p: Any, index: int, count: int, tables: Any, streams
     else:
         xh = mul(xc, rstd)
         grad_x = mul(x_by_dy, dy)
-    _write(tag, p.grad_y_backprop, index, fma(dy_by_u, u, fma(dy_by_xh, xh, dy_offset)), count, streams)
-    _write(tag, p.grad_x, index, grad_x, count, streams)
+    return fma(dy_by_u, u, fma(dy_by_xh, xh, dy_offset)), grad_x
 
 
 @internal
@@ -98,11 +110,9 @@ def _read(tag: Any, address: int, index: int, count: int) -> Any:
 
 
 @internal
-def _write(tag: Any, address: int, index: int, value: Any, count: int, streams: int) -> None:
-    """Writes at most ``count`` elements from ``index`` on, past the caches where ``streams``."""
+def _write(tag: Any, address: int, index: int, value: Any, count: int) -> None:
+    """Writes at most ``count`` elements from ``index`` on."""
     if count < LANES:
         store_head(tag, address, index, value, count)
-    elif streams:
-        stream(tag, address, index, value)
     else:
         store(tag, address, index, value)

@@ -8,9 +8,9 @@ import numpy as np
 
 from bngrad_kernels.cpu.cache import internal
 from bngrad_kernels.cpu.groups import first_channel, sums_of, table
-from bngrad_kernels.cpu.plan import LANES
-from bngrad_kernels.cpu.planes import bounds
-from bngrad_kernels.cpu.second_order.elements import coefficients, read_terms, write_outputs
+from bngrad_kernels.cpu.plan import LANES, LINE
+from bngrad_kernels.cpu.planes import bounds, first_line
+from bngrad_kernels.cpu.second_order.elements import coefficients, read_terms, stream_outputs, write_outputs
 from bngrad_kernels.cpu.second_order.groups import MEAN
 from bngrad_kernels.cpu.simd import add, fma, load, store_scalar, total, zero64
 
@@ -51,5 +51,17 @@ def apply(tag: Any, p: Any, g: int, t: int, slot: int) -> None:
 @internal
 def _write_plane(tag: Any, p: Any, slot: int, base: int, start: int, stop: int) -> None:
     tables = coefficients(p, slot, 0)
-    for i in range(start, stop, LANES):
-        write_outputs(tag, p, base + i, stop - i, tables, np.int64(0))  # planes begin anywhere
+    i = start
+    if p.streams:
+        i = min(first_line(base + start) - base, stop)
+        _write_some(tag, p, base + start, i - start, tables)
+        while i + LINE <= stop:
+            stream_outputs(tag, p, base + i, tables, tables)
+            i += LINE
+    _write_some(tag, p, base + i, stop - i, tables)
+
+
+@internal
+def _write_some(tag: Any, p: Any, index: int, count: int, tables: Any) -> None:
+    for i in range(0, count, LANES):
+        write_outputs(tag, p, index + i, count - i, tables)
