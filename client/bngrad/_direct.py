@@ -13,6 +13,7 @@ import grpc
 from bngrad._cancellation import Cancellation
 from bngrad._deadline import Deadline
 from bngrad._errors import InternalError, from_status
+from bngrad._farewell import Farewell, silence
 from bngrad._security import OPEN, Access
 from bngrad._tracing import trace_context
 from bngrad_protos import http2, wire
@@ -64,14 +65,28 @@ class DirectEndpoint:
             return False
         return True
 
-    def unary(self, method: str, pieces: list[Buffer], deadline: Deadline, cancellation: Cancellation) -> bytes:
+    def unary(
+        self,
+        method: str,
+        pieces: list[Buffer],
+        deadline: Deadline,
+        cancellation: Cancellation,
+        farewell: Farewell | None = None,
+    ) -> bytes:
         """Sends one message, and returns the one that comes back.
+
+        Args:
+            method: The path of the gRPC method.
+            pieces: The message.
+            deadline: When to give up.
+            cancellation: Where to hear that the caller has.
+            farewell: Is said where the call is given up, for one on a Unix socket that names memory.
 
         Raises:
             BngradError: The server's status, as an error.
             NotConnectedError: The endpoint cannot be reached.
         """
-        with self._call(method, deadline, cancellation) as (call, sock):
+        with self._call(method, deadline, cancellation, farewell) as (call, sock):
             call.send_message(*pieces, end=True)
             http2.set_timeout(sock, deadline.rest_s())
             return self._finished(call, self._message(call))
@@ -130,13 +145,14 @@ class DirectEndpoint:
 
     @contextlib.contextmanager
     def _call(
-        self, method: str, deadline: Deadline, cancellation: Cancellation
+        self, method: str, deadline: Deadline, cancellation: Cancellation, farewell: Farewell | None = None
     ) -> Iterator[tuple[http2.ClientCall, socket.socket]]:
         """Lends a call and its socket, whose timeout is to be set again for each long wait."""
         metadata = self._access.metadata() + trace_context()
         connection, sock = self._connection(deadline)
+        end = _shut_down if farewell is None else silence
         try:
-            with cancellation.calls(lambda: _shut_down(sock)):
+            with cancellation.calls(lambda: end(sock)):
                 rest_s = deadline.rest_s()
                 http2.set_timeout(sock, rest_s)
                 yield connection.call(method, timeout_s=_announced(rest_s), metadata=metadata), sock
@@ -151,7 +167,7 @@ class DirectEndpoint:
             code = _STATUS_CODES.get(error.code, grpc.StatusCode.UNKNOWN)
             raise from_status(code, error.message, error.details, self._target, deadline.timeout) from error
         finally:
-            self._give_back(connection, sock)
+            self._give_back(connection, sock, farewell)
 
     def _connection(self, deadline: Deadline) -> tuple[http2.ClientConnection, socket.socket]:
         while True:
@@ -174,12 +190,18 @@ class DirectEndpoint:
         except ConnectionError as error:
             raise NotConnectedError(str(error)) from error
 
-    def _give_back(self, connection: http2.ClientConnection, sock: socket.socket) -> None:
+    def _give_back(
+        self, connection: http2.ClientConnection, sock: socket.socket, farewell: Farewell | None = None
+    ) -> None:
         with self._mutex:
-            if not self._closed and len(self._idle) < _MAX_IDLE and connection.usable:
+            is_usable = connection.usable
+            if is_usable and not self._closed and len(self._idle) < _MAX_IDLE:
                 self._idle.append((connection, sock))
                 return
-        connection.close()
+        if is_usable or farewell is None:
+            connection.close()
+        else:
+            farewell.say(sock)
 
     def _message(self, call: http2.ClientCall) -> bytes:
         nbytes = call.receive_message()

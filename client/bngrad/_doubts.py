@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from bngrad._cancellation import Cancellation
 from bngrad._deadline import Deadline
+from bngrad._farewell import Farewell
 from bngrad._memory import Region
 from bngrad._results import Array
 
@@ -16,17 +18,23 @@ _FIRST_POLL_S = 0.001
 _LONGEST_POLL_S = 0.1
 
 
+class _Doubt(NamedTuple):
+    result: Array
+    region: Region
+    farewell: Farewell
+
+
 class Doubts:
     """Keeps the results of calls that failed from meeting other tensors, until the server has done with them."""
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
-        self._doubtful: list[tuple[Array, Region]] = []
+        self._doubtful: list[_Doubt] = []
 
-    def add(self, result: Array, region: Region) -> None:
-        """Keeps a result, and the lease of its region, which the caller holds and hands over."""
+    def add(self, result: Array, region: Region, farewell: Farewell) -> None:
+        """Keeps a result, the lease of its region, which the caller holds and hands over, and the end of its call."""
         with self._mutex:
-            self._doubtful.append((result, region))
+            self._doubtful.append(_Doubt(result, region, farewell))
 
     def settle(self, arrays: Sequence[Array]) -> Array | None:
         """Lets go what servers have done with.
@@ -37,12 +45,17 @@ class Doubts:
         if not self._doubtful:
             return None
         with self._mutex:
-            in_use = {region: region.is_in_use() for region in {region for _, region in self._doubtful}}
-            for _, region in self._doubtful:
-                if not in_use[region]:
-                    region.close()
-            self._doubtful = [(result, region) for result, region in self._doubtful if in_use[region]]
-            doubtful = [result for result, _ in self._doubtful]
+            heard: list[_Doubt] = []
+            unheard: list[_Doubt] = []
+            for doubt in self._doubtful:
+                (heard if doubt.farewell.is_heard() else unheard).append(doubt)
+            # Only now: a call that a server has not begun yet does not use its region yet either.
+            in_use = {region: region.is_in_use() for region in {doubt.region for doubt in heard}}
+            for doubt in heard:
+                if not in_use[doubt.region]:
+                    doubt.region.close()
+            self._doubtful = unheard + [doubt for doubt in heard if in_use[doubt.region]]
+            doubtful = [doubt.result for doubt in self._doubtful]
         return next((array for array in arrays for other in doubtful if np.may_share_memory(array, other)), None)
 
     def wait(self, arrays: Sequence[Array], deadline: Deadline, cancellation: Cancellation) -> bool:
@@ -58,6 +71,7 @@ class Doubts:
     def close(self) -> None:
         """Gives the leases up; the memory itself stays as long as its arrays."""
         with self._mutex:
-            for _, region in self._doubtful:
-                region.close()
+            for doubt in self._doubtful:
+                doubt.region.close()
+                doubt.farewell.close()
             self._doubtful = []

@@ -22,6 +22,7 @@ from bngrad._errors import (
     UnavailableError,
     from_status,
 )
+from bngrad._farewell import Farewell
 from bngrad._grpc import GrpcEndpoint
 from bngrad._memory import LeaseEndedError, LeaseError, Pool, Region, UnreachableError
 from bngrad._results import Array, ServerInfo
@@ -192,10 +193,11 @@ class Connector:
         for number, result in zip(op.location_numbers, results, strict=True):
             pieces.append(_codec.location_piece(number, *_place(pool, result)))
         pieces += call.small_pieces()
-        regions = _hold(pool, results)
+        regions, farewell = _hold(pool, results), Farewell()
         try:
-            response = endpoint.unary(op.method, pieces, deadline, cancellation)
+            response = endpoint.unary(op.method, pieces, deadline, cancellation, farewell)
         except InvalidArgumentError as error:
+            farewell.close()
             _let_go(regions)
             pool.check()
             if any(pool.locate(array) is None for array in (*arrays, *results)):
@@ -203,10 +205,11 @@ class Connector:
             raise
         except BaseException as error:
             for result, region in zip(results, regions, strict=True):
-                self._doubts.add(result, region)  # A worker may write the answer yet.
+                self._doubts.add(result, region, farewell)  # A worker may write the answer yet.
             if isinstance(error, NotConnectedError) and not cancellation.cancelled:
                 self._discovery.lose(ways, endpoint)
             raise
+        farewell.close()  # where the server is stopping, the connection ended with the call
         _let_go(regions)
         return call.read(response, _delivered(results, call.out), apart=True)
 

@@ -58,7 +58,7 @@ class Sampler:
 
 
 class SamplingFilter(logging.Filter):
-    """Lets only some of the lines of each kind through, whatever they are about."""
+    """Lets only some of the lines of each kind through; those about requests were chosen by `Observer` already."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,9 +66,11 @@ class SamplingFilter(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """See `logging.Filter`."""
+        if _fields(record):  # to choose once more would lose lines that nobody counts
+            return True
         left_out = self._sampler.admit(f"{record.name}: {record.msg}")
         if left_out:
-            record.fields = {**_fields(record), "left_out": left_out}
+            record.fields = {"left_out": left_out}
         return left_out is not None
 
 

@@ -3,7 +3,8 @@
 Run as ``python -m tests.faults.caller TARGET KIND THREADS SEED PROBLEMS SHORTEST_S LONGEST_S``. KIND is a transport of
 the client, or "aio" for the client of asyncio; timeouts are drawn between the last two. It obeys the lines of its
 stdin: on "run" its threads share a new client and begin, on "pause" they end and the client is closed. It writes JSON,
-a line at a time: while it runs, how many answers each thread has got; after a pause, the whole tally, which is a dict.
+a line at a time: while it runs, a list of when, on the monotonic clock, and of how many answers each thread had got by
+then; after a pause, the whole tally, which is a dict.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def main() -> None:
 
 
 def _write(what: Any) -> None:
-    print(json.dumps(what), flush=True)
+    sys.stdout.write(f"{json.dumps(what)}\n")
+    sys.stdout.flush()
 
 
 class _Caller:
@@ -65,7 +67,8 @@ class _Caller:
             threading.Thread(target=self._ask, args=(index, random.Random(f"{seed}/{index}")), daemon=True)
             for index in range(threads)
         ]
-        for thread in (*self._threads, threading.Thread(target=self._report, daemon=True)):
+        self._reporting = threading.Thread(target=self._report, daemon=True)
+        for thread in (*self._threads, self._reporting):
             thread.start()
 
     def pause(self) -> dict[str, Any]:
@@ -76,11 +79,12 @@ class _Caller:
             if thread.is_alive():
                 self._count("lost", "a call did not end")
         self._client.close()
+        self._reporting.join()  # lest it write amid the tally, or after it
         return {"counts": self._tally, "examples": self._examples}
 
     def _report(self) -> None:
         while not self._pausing.wait(_REPORT_S):
-            _write(self._answers)
+            _write([time.monotonic(), self._answers])
 
     def _ask(self, index: int, rng: random.Random) -> None:
         while not self._pausing.is_set():

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,9 +17,9 @@ from tests.faults.service import Service
 from tests.integration.conftest import wait_until
 
 THREADS = 2
-PATIENCE_S = (30.0, 30.0)
-"""The timeouts of callers who wait for their answers."""
-_PROGRESS_TIMEOUT_S = 45.0
+PATIENCE_S = (60.0, 60.0)
+"""The timeouts of callers who wait for their answers; a busy machine may need half of it to start a server again."""
+_PROGRESS_TIMEOUT_S = 90.0
 """A caller who gets no answer for so long is being held up."""
 
 
@@ -58,7 +59,13 @@ class Tally:
 
 
 class Caller:
-    """A process that runs `tests.faults.caller`; it is paused at first."""
+    """A process that runs `tests.faults.caller`; it is paused at first.
+
+    Attributes:
+        name: What it is called in complaints.
+        process: It.
+        counted: When, on the monotonic clock, each of its threads had got how many right answers in this run.
+    """
 
     def __init__(
         self,
@@ -88,7 +95,8 @@ class Caller:
         self.process = subprocess.Popen(
             [*service.inside(), *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        self._answers = [0] * threads
+        self._threads = threads
+        self.counted = (0.0, [0] * threads)
         self._tally: Tally | None = None
         self._paused = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -96,7 +104,7 @@ class Caller:
 
     def run(self) -> None:
         """Lets it make requests, as soon as it is ready."""
-        self._answers = [0] * len(self._answers)
+        self.counted = (0.0, [0] * self._threads)
         self._tally = None
         self._paused.clear()
         self._tell("run")
@@ -113,8 +121,8 @@ class Caller:
 
     @property
     def answers(self) -> list[int]:
-        """How many right answers each of its threads has got in this run."""
-        return self._answers
+        """How many right answers each of its threads has got in this run, at least."""
+        return self.counted[1]
 
     def close(self) -> None:
         self.process.kill()
@@ -134,7 +142,7 @@ class Caller:
         for line in self.process.stdout:
             said = json.loads(line)
             if isinstance(said, list):
-                self._answers = said
+                self.counted = (said[0], said[1])
             elif isinstance(said, dict):
                 examples = {outcome: f"{self.name}: {why}" for outcome, why in said["examples"].items()}
                 self._tally = Tally(Counter(said["counts"]), examples)
@@ -178,15 +186,18 @@ class Load:
                 tally.add(caller.finish_pause())
 
     def wait_for_answers(self) -> None:
-        """Returns once every thread of every caller has got an answer since now."""
-        before = [caller.answers for caller in self._callers]
+        """Returns once every thread of every caller has got an answer to what it is asking for now, or asks later."""
+        begin = time.monotonic()
+        before: dict[Caller, list[int]] = {}
+
+        def is_answered(caller: Caller) -> bool:
+            counted_at, answers = caller.counted
+            if counted_at < begin:  # answers from before now may be missing in it
+                return False
+            return all(now > then for now, then in zip(answers, before.setdefault(caller, answers), strict=True))
 
         def waiting() -> list[str]:
-            return [
-                caller.name
-                for caller, start in zip(self._callers, before, strict=True)
-                if not all(now > then for now, then in zip(caller.answers, start, strict=True))
-            ]
+            return [caller.name for caller in self._callers if not is_answered(caller)]
 
         try:
             wait_until(lambda: not waiting(), _PROGRESS_TIMEOUT_S, poll_s=0.05)

@@ -87,21 +87,30 @@ def free_port(*hosts: str) -> int:
             return port
 
 
+def gate_of_workers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A path: while there is a file, new workers of servers that the test starts from now on wait before all else."""
+    gate = folder / "gate"
+    waits = f"while os.path.exists({str(gate)!r}):\n        time.sleep(0.01)"
+    code = f"import os, sys, time\nif 'bngrad_server.worker' in sys.orig_argv:\n    {waits}\n"
+    (folder / "sitecustomize.py").write_text(code)
+    path = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+    return gate
+
+
 @contextmanager
-def starting_server(address: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A server whose worker is stopped before it is warm."""
+def starting_server(address: str, gate: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A server whose worker waits at its gate, see `gate_of_workers`."""
+    gate.touch()
     command = [sys.executable, "-m", "bngrad_server", "serve", *ONE_WORKER, "--listen", address]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    wait_until(lambda: bool(workers_of(process.pid)))
-    (worker,) = workers_of(process.pid)
     try:
-        worker.suspend()
+        wait_until(lambda: bool(workers_of(process.pid)))
         yield process
     finally:
         process.terminate()
         process.communicate()
-        with suppress(psutil.NoSuchProcess):
-            worker.resume()  # stopped so early, it has not asked yet to be killed with its server
+        gate.unlink(missing_ok=True)  # a worker at the gate has not asked yet to be killed with its server
 
 
 def workers_of(front: int) -> list[psutil.Process]:

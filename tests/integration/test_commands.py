@@ -21,7 +21,14 @@ import grpc
 import pytest
 import trustme
 from grpc_health.v1 import health, health_pb2_grpc
-from tests.integration.conftest import ONE_WORKER, TIMEOUT_S, Transport, starting_server, wait_until
+from tests.integration.conftest import (
+    ONE_WORKER,
+    TIMEOUT_S,
+    Transport,
+    gate_of_workers,
+    starting_server,
+    wait_until,
+)
 
 import bngrad
 from bngrad_protos import __version__
@@ -86,9 +93,11 @@ def test_memory_that_is_not_shared_is_no_fault() -> None:
     assert "- shared" in ended.stdout
 
 
-def test_a_server_without_a_worker_that_is_ready_fails_the_check(tmp_path: Path) -> None:
+def test_a_server_without_a_worker_that_is_ready_fails_the_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     address = f"unix:{tmp_path}/bngrad.sock"
-    with starting_server(address):
+    with starting_server(address, gate_of_workers(tmp_path, monkeypatch)):
         wait_until(Path(tmp_path, "bngrad.sock").exists)
         ended = run("check", address, "--timeout", str(TIMEOUT_S))
         said = json.loads(run("info", address, "--json", "--timeout", str(TIMEOUT_S)).stdout)

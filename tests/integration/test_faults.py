@@ -12,7 +12,15 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from tests.integration.conftest import ONE_WORKER, descriptors_of, is_running, wait_until, worker_pid, worker_pids
+from tests.integration.conftest import (
+    ONE_WORKER,
+    descriptors_of,
+    gate_of_workers,
+    is_running,
+    wait_until,
+    worker_pid,
+    worker_pids,
+)
 from tests.integration.problems import assert_gradients, random_inputs
 
 import bngrad
@@ -61,21 +69,35 @@ def test_an_idle_worker_that_dies_is_replaced_before_anyone_asks(own_server: Emb
         assert_gradients(SPEC, INPUTS, client.fused_batch_norm_grad_v2(*INPUTS))
 
 
-def test_a_request_that_kills_two_workers_is_given_up_and_the_server_goes_on(own_server: EmbeddedServer) -> None:
-    arena = arena_of(own_server.process.pid)
-    nbytes = arena.stat().st_size
-    with bngrad.Client(own_server.target) as client, ThreadPoolExecutor() as threads:
-        os.kill(worker_pid(own_server), signal.SIGSTOP)
+def test_a_request_that_kills_two_workers_is_given_up_and_the_server_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = gate_of_workers(tmp_path, monkeypatch)
+    with (
+        EmbeddedServer(options=ONE_WORKER) as server,
+        bngrad.Client(server.target) as client,
+        ThreadPoolExecutor() as threads,
+    ):
+        arena, worker = arena_of(server.process.pid), worker_pid(server)
+        nbytes = arena.stat().st_size
+        os.kill(worker, signal.SIGSTOP)
         answer = threads.submit(client.fused_batch_norm_grad_v2, *INPUTS)
+        wait_until(lambda: client.server_info().requests == 1)
         with pytest.raises(FutureTimeoutError):
             answer.result(0.5)
-        for _ in range(2):
-            wait_until(lambda: any(has_mapped_the_arena(pid) for pid in worker_pids(own_server)))
-            worker = worker_pid(own_server)
-            os.truncate(arena, 0)  # who reads the staged request now dies of SIGBUS
-            os.kill(worker, signal.SIGCONT)
-            wait_until(lambda worker=worker: not is_running(worker))  # type: ignore[misc]
-            os.truncate(arena, nbytes)
+        gate.touch()
+        os.truncate(arena, 0)  # who reads the staged request now dies of SIGBUS
+        os.kill(worker, signal.SIGCONT)
+        wait_until(lambda: worker_pids(server) not in ([], [worker]))
+        os.truncate(arena, nbytes)
+        worker = worker_pid(server)
+        server.process.send_signal(signal.SIGSTOP)  # lest the new one has computed it before it can be killed by it
+        gate.unlink()
+        wait_until(lambda: has_mapped_the_arena(worker))
+        os.truncate(arena, 0)
+        server.process.send_signal(signal.SIGCONT)
+        wait_until(lambda: not is_running(worker))
+        os.truncate(arena, nbytes)
         with pytest.raises(bngrad.InternalError, match="2 workers died while computing this request"):
             answer.result(60)
         assert_gradients(SPEC, INPUTS, client.fused_batch_norm_grad_v2(*INPUTS))

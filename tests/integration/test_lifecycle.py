@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -21,12 +22,12 @@ from tests.integration.conftest import (
     ONE_WORKER,
     TIMEOUT_S,
     endpoints_of,
+    gate_of_workers,
     is_running,
     starting_server,
     wait_until,
     worker_pid,
     worker_pids,
-    workers_of,
 )
 
 import bngrad
@@ -44,51 +45,54 @@ def call(client: bngrad.Client, timeout: float = TIMEOUT_S) -> None:
     client.fused_batch_norm_grad_v2(TENSOR, TENSOR, STATS, STATS, STATS, timeout=timeout)
 
 
-def resume_worker(server: subprocess.Popen[bytes]) -> None:
-    workers_of(server.pid)[0].resume()
+@pytest.fixture
+def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return gate_of_workers(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("service", ["", SERVICE])
-def test_health_is_not_serving_before_the_worker_is_warm_and_serving_after(tmp_path: Path, service: str) -> None:
+def test_health_is_not_serving_before_the_worker_is_warm_and_serving_after(
+    tmp_path: Path, gate: Path, service: str
+) -> None:
     address = f"unix:{tmp_path}/bngrad.sock"
-    with starting_server(address) as process, grpc.insecure_channel(address) as channel:
+    with starting_server(address, gate) as process, grpc.insecure_channel(address) as channel:
         check = health_pb2_grpc.HealthStub(channel).Check  # type: ignore[attr-defined]
         message = health_pb2.HealthCheckRequest(service=service)
         assert check(message, wait_for_ready=True, timeout=TIMEOUT_S).status == NOT_SERVING
-        resume_worker(process)
+        gate.unlink()
         assert process.stdout is not None
         assert process.stdout.readline().startswith(b"bngrad %s ready on unix:" % __version__.encode())
         assert check(message).status == SERVING
 
 
-def test_requests_that_arrive_before_the_worker_is_warm_wait_for_it(tmp_path: Path) -> None:
+def test_requests_that_arrive_before_the_worker_is_warm_wait_for_it(tmp_path: Path, gate: Path) -> None:
     address = f"unix:{tmp_path}/bngrad.sock"
     with (
-        starting_server(address) as process,
+        starting_server(address, gate),
         bngrad.Client(address) as client,
         ThreadPoolExecutor() as threads,
     ):
         answer = threads.submit(call, client)
         with pytest.raises(FutureTimeoutError):
             answer.result(0.5)
-        resume_worker(process)
+        gate.unlink()
         answer.result()
 
 
-def test_a_worker_may_take_longer_to_show_life_at_first_than_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_may_take_longer_to_show_life_at_first_than_later(gate: Path) -> None:
     """As Python does where the processor has much else to do."""
-    slow_down_new_workers(tmp_path, monkeypatch, ServerConfig().worker_timeout_s + 1).touch()
+    gate.touch()
+    opening = threading.Timer(ServerConfig().worker_timeout_s + 1, gate.unlink)
+    opening.start()
     with EmbeddedServer(options=("--workers", "1")) as server, bngrad.Client(server.target) as client:
+        opening.join()
         call(client)
         assert client.server_info().devices[0].restarts == 0
 
 
-def test_a_worker_that_is_starting_again_holds_up_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = slow_down_new_workers(tmp_path, monkeypatch, 600)
+def test_a_worker_that_is_starting_again_holds_up_no_end(gate: Path) -> None:
     with EmbeddedServer(options=ONE_WORKER) as server:
-        slow.touch()
+        gate.touch()
         victim = worker_pid(server)
         os.kill(victim, signal.SIGKILL)
         wait_until(lambda: worker_pids(server) not in ([], [victim]))
@@ -96,18 +100,8 @@ def test_a_worker_that_is_starting_again_holds_up_no_end(tmp_path: Path, monkeyp
         assert server.process.wait(TIMEOUT_S / 2) == 0
 
 
-def slow_down_new_workers(folder: Path, monkeypatch: pytest.MonkeyPatch, seconds: float) -> Path:
-    """Has workers stand still for a while before all else, if the file whose path is returned is there."""
-    flag = folder / "slow"
-    condition = f"'bngrad_server.worker' in sys.orig_argv and os.path.exists({str(flag)!r})"
-    (folder / "sitecustomize.py").write_text(f"import os, sys, time\nif {condition}:\n    time.sleep({seconds})\n")
-    path = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
-    return flag
-
-
-def test_a_signal_during_the_start_ends_the_server_at_once(tmp_path: Path) -> None:
-    with starting_server(f"unix:{tmp_path}/bngrad.sock") as process:
+def test_a_signal_during_the_start_ends_the_server_at_once(tmp_path: Path, gate: Path) -> None:
+    with starting_server(f"unix:{tmp_path}/bngrad.sock", gate) as process:
         process.terminate()
         assert process.wait(TIMEOUT_S) == 128 + signal.SIGTERM
 

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 
 import psutil
 import pytest
@@ -19,10 +20,10 @@ from tests.integration.conftest import (
     ONE_WORKER,
     children_of,
     free_port,
+    gate_of_workers,
     is_running,
     wait_until,
     worker_pid,
-    worker_pids,
 )
 from tests.monitoring.conftest import HTTP, call, get, http_of, status_of
 
@@ -47,28 +48,17 @@ def test_a_server_that_serves_is_alive_and_ready(http: str) -> None:
     assert get(f"{http}/readyz")[::2] == (200, "ok\n")
 
 
-def test_without_a_worker_a_server_is_alive_but_not_ready() -> None:
+def test_without_a_worker_a_server_is_alive_but_not_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = gate_of_workers(tmp_path, monkeypatch)
     with EmbeddedServer(options=(*HTTP, *ONE_WORKER)) as server:
-        http, victim = http_of(server), worker_pid(server)
-        os.kill(victim, signal.SIGKILL)
-        wait_until(lambda: not is_running(victim))
-        with pausing_the_new_worker(server):
-            wait_until(lambda: get(f"{http}/readyz").status == 503)
-            assert get(f"{http}/readyz").text == "no worker is ready\n"
-            assert get(f"{http}/healthz").status == 200
+        http = http_of(server)
+        gate.touch()
+        os.kill(worker_pid(server), signal.SIGKILL)
+        wait_until(lambda: get(f"{http}/readyz").status == 503)
+        assert get(f"{http}/readyz").text == "no worker is ready\n"
+        assert get(f"{http}/healthz").status == 200
+        gate.unlink()
         wait_until(lambda: get(f"{http}/readyz").status == 200)
-
-
-@contextlib.contextmanager
-def pausing_the_new_worker(server: EmbeddedServer) -> Iterator[None]:
-    """Stops the worker that is started next, until the block ends."""
-    wait_until(lambda: bool(worker_pids(server)))
-    pid = worker_pid(server)
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
 
 
 def test_a_server_that_drains_is_not_ready_and_ends_with_its_http_process() -> None:

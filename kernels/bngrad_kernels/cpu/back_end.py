@@ -102,7 +102,7 @@ class CpuBackEnd:
 
     def _workspace(self, nbytes: int) -> int:
         """The address of scratch memory, kept by each calling thread for its next problem."""
-        if getattr(self._local, "nbytes", 0) < nbytes:
+        if getattr(self._local, "nbytes", -1) < nbytes:
             self._local.nbytes = 2 * nbytes
             self._local.memory = np.empty(2 * nbytes + 64, np.uint8)
             self._local.address = -(-self._local.memory.ctypes.data // 64) * 64

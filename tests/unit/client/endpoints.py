@@ -128,6 +128,7 @@ class Server:
         tcp: The endpoint on a TCP port.
         local: The endpoint on this host.
         regions: The shared memory.
+        on_arrival: Called with the way of each call before anything is done for it.
         on_call: Called with the way of each call before it is answered.
         on_info: Called before the endpoints are told.
     """
@@ -139,6 +140,7 @@ class Server:
     def __init__(self, max_shared_nbytes: int) -> None:
         self.ways: list[str] = []
         self.infos = 0
+        self.on_arrival: Callable[[str], None] = lambda way: None
         self.on_call: Callable[[str], None] = lambda way: None
         self.on_info: Callable[[], None] = lambda: None
         self.regions = Regions(max_shared_nbytes, lambda number, region: None, lambda number: None)
@@ -156,6 +158,7 @@ class Server:
         return answer_by(lambda method, request: self._answer(way, request))
 
     def _answer(self, way: str, request: bytes) -> bytes:
+        self.on_arrival(way)
         sent = pb.FusedBatchNormGradV2Request.FromString(request)
         if sent.HasField("x_backprop_location"):
             source, x = self.regions.hold("x", sent.x.location, 0)

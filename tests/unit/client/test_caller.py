@@ -451,8 +451,9 @@ def test_an_array_in_doubt_is_waited_for_at_other_servers_too(served: Server) ->
     arrived, released = threading.Event(), threading.Event()
 
     def hold(way: str) -> None:
-        arrived.set()
-        released.wait(SECONDS)
+        if way == "shared":  # a busy machine may be too late for it, and the call then goes another way
+            arrived.set()
+            released.wait(SECONDS)
 
     with server() as other, bngrad.Client([served.target, other.target]) as client:
         out = client.empty(LARGE)

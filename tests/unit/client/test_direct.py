@@ -285,6 +285,7 @@ def test_a_peer_that_speaks_no_http2_is_not_connected(kind: str) -> None:
 def test_a_peer_that_stands_still_exceeds_the_deadline_and_knew_it(kind: str) -> None:
     given: list[float | None] = []
     gone = threading.Event()
+    timeouts = (1, 10)  # on a busy machine the first may pass before the call is there
 
     def stand_still(call: ServerCall) -> None:
         given.append(call.timeout_s)
@@ -294,13 +295,17 @@ def test_a_peer_that_stands_still_exceeds_the_deadline_and_knew_it(kind: str) ->
         raise ConnectionError
 
     with connected(stand_still) as (client, _):
-        begin = time.monotonic()
-        with pytest.raises(bngrad.DeadlineExceededError, match=r"server:1 did not answer within the timeout of 1 s"):
-            call_either(client, kind, 1)
-        assert 0.9 < time.monotonic() - begin < SECONDS
+        for timeout in timeouts:
+            begin = time.monotonic()
+            message = f"server:1 did not answer within the timeout of {timeout} s"
+            with pytest.raises(bngrad.DeadlineExceededError, match=message):
+                call_either(client, kind, timeout)
+            assert 0.9 * timeout < time.monotonic() - begin < SECONDS
+            if given:
+                break
         assert gone.wait(SECONDS)
     assert given[0] is not None
-    assert 0 < given[0] <= 1
+    assert 0 < given[0] <= timeout
 
 
 def test_no_limit_is_no_deadline(kind: str) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from bngrad._doubts import Doubts
+from bngrad._farewell import Farewell
 from bngrad._memory import ALIGNMENT, LeaseError, Pool
 from bngrad_server.local import LocalSockets
 from bngrad_server.regions import Regions
@@ -233,7 +234,7 @@ def test_doubtful_memory_of_ones_own_is_settled_at_once(pool: Pool) -> None:
     array = filled(pool, 1000, 5)
     region, doubts = pool.hold(array), Doubts()
     assert region is not None
-    doubts.add(array, region)
+    doubts.add(array, region, Farewell())
     assert doubts.settle([array]) is None
 
 

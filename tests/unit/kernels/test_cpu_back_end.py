@@ -93,6 +93,12 @@ def test_the_sums_over_nothing_are_zeros(shape: tuple[int, ...], dtype: Any, var
     assert not made.offset_backprop.any()
 
 
+def test_the_first_problem_of_a_thread_may_need_no_scratch_memory() -> None:
+    made = problem(Spec(FLOAT32, (0, 3, 4), 1, is_training=False))
+    backends.create("cpu", threads=1).run([made])
+    assert not made.offset_backprop.any()
+
+
 def test_no_channels_are_no_work() -> None:
     TWO_THREADS.run([problem(Spec(FLOAT32, (3, 0, 4), 1))])
 

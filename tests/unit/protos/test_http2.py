@@ -404,12 +404,15 @@ def test_grpcios_deadline_and_cancellation_reach_the_server() -> None:
         future.cancel()
         assert cancelled.wait(TIMEOUT_S)
         cancelled.clear()
-        with pytest.raises(grpc.RpcError) as error:
-            unary_of(channel, "/a/b")(b"x", timeout=1)
-        assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        for timeout in (1, 10):  # on a busy machine the first may pass before the call is there
+            with pytest.raises(grpc.RpcError) as error:
+                unary_of(channel, "/a/b")(b"x", timeout=timeout)
+            assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            if len(deadlines) > 1:
+                break
         assert cancelled.wait(TIMEOUT_S)
     assert deadlines[0] == pytest.approx(60, abs=TIMEOUT_S)
-    assert deadlines[1] == pytest.approx(1, abs=1)
+    assert deadlines[1] == pytest.approx(timeout, abs=timeout)
 
 
 # This package's client calls grpcio's server.

@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from collections import Counter
 
 import pytest
 
+from bngrad_kernels.spec import InvalidArgumentError
 from bngrad_server import logs
+from bngrad_server.caller import Caller
+from bngrad_server.observer import Observer
 
 
 @pytest.fixture
@@ -33,6 +37,22 @@ def test_kinds_that_are_all_different_take_no_memory_for_ever(clock: list[float]
     for number in range(10_000):
         sampler.admit(f"kind {number}")
     assert len(sampler._seconds) <= 1000
+
+
+def test_of_requests_that_failed_each_line_that_is_missing_is_counted(
+    clock: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    observer, caller = Observer(), Caller("here", None, lambda: False, lambda: None, {})
+    filtering = logs.SamplingFilter()
+    caplog.set_level(logging.INFO)
+    caplog.handler.addFilter(filtering)
+    try:
+        for error in [InvalidArgumentError(())] * 30 + [RuntimeError("broken")] * 5:
+            observer.failed("FusedBatchNormGradV2", "unary", caller, error, 0.0)
+    finally:
+        caplog.handler.removeFilter(filtering)
+    assert Counter(logged.levelname for logged in caplog.records) == {"INFO": 10, "ERROR": 5}
+    assert observer.failures_left_out == 20
 
 
 def record(message: str, **fields: object) -> logging.LogRecord:
