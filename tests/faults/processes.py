@@ -15,7 +15,7 @@ from tests.integration.conftest import is_running, wait_until
 
 _FROZEN_TIMEOUT_S = 30.0
 """How soon a worker that does not answer must have been replaced."""
-_GONE_TIMEOUT_S = 8.0
+_GONE_TIMEOUT_S = 20.0
 """How soon nothing may be left of a server whose front process was killed, or told twice to stop; draining may last
 longer."""
 _TRANSPORTS = ("auto", "unary", "stream", "shared", "aio")

@@ -41,7 +41,7 @@ class Service:
     """
 
     process: subprocess.Popen[str]
-    drain_timeout_s = 10.0
+    drain_timeout_s = 30.0
 
     def __init__(
         self,
