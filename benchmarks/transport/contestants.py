@@ -78,7 +78,8 @@ def connected(
 @contextlib.contextmanager
 def _server(kind: str, address: str, threads: int) -> Iterator[str]:
     if kind == _BNGRAD:
-        with EmbeddedServer(address, options=("--threads", str(threads))) as server:
+        options = ("--threads", str(threads), "--max-message-bytes", "1GiB")  # whole requests, on any machine
+        with EmbeddedServer(address, options=options) as server:
             yield server.target
     else:
         with servers.running(kind, address, threads) as target:
