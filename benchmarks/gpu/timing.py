@@ -20,7 +20,7 @@ _CYCLES_PER_SECOND = 2e9
 def sets_of(case: Case) -> int:
     """So many tensors that the second-level cache holds nothing of one when its turn comes."""
     cache = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
-    return max(2, math.ceil(3 * cache / (3 * case.tensor_nbytes)) + 1)
+    return max(2, math.ceil(cache / case.tensor_nbytes) + 1)
 
 
 def time_of(runs: Sequence[Callable[[], Any]], calls: int, *, has_head_start: bool = True) -> float:

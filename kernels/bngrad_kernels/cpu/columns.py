@@ -211,11 +211,7 @@ def _scale_row(tag: Any, p: Any, slot: int, index: int, runs: int, first: int, c
         for column in range(start, stop - LINE + 1, LINE):
             low = mul(load(_F32, gain, column), load(tag, y_backprop, at + column))
             high = mul(load(_F32, gain, column + LANES), load(tag, y_backprop, at + column + LANES))
-            if streams:
-                stream(tag, out, at + column, low, high)
-            else:
-                store(tag, out, at + column, low)
-                store(tag, out, at + column + LANES, high)
+            _write_line(tag, out, at + column, low, high, streams)
         for column in range(stop - columns % LINE, stop, LANES):
             count = stop - column
             dx = mul(load(_F32, gain, column), load_head(tag, y_backprop, at + column, count))
@@ -236,15 +232,20 @@ def _apply_row(tag: Any, p: Any, slot: int, index: int, runs: int, first: int, c
             low = _gradients(dy, xs, tables, column)
             dy, xs = load(tag, y_backprop, at + column + LANES), load(tag, x, at + column + LANES)
             high = _gradients(dy, xs, tables, column + LANES)
-            if streams:
-                stream(tag, out, at + column, low, high)
-            else:
-                store(tag, out, at + column, low)
-                store(tag, out, at + column + LANES, high)
+            _write_line(tag, out, at + column, low, high, streams)
         for column in range(stop - columns % LINE, stop, LANES):
             count = stop - column
             dy, xs = load_head(tag, y_backprop, at + column, count), load_head(tag, x, at + column, count)
             store_head(tag, out, at + column, _gradients(dy, xs, tables, column), count)
+
+
+@njit(error_model="numpy")
+def _write_line(tag: Any, address: int, index: int, low: Any, high: Any, streams: int) -> None:
+    if streams:
+        stream(tag, address, index, low, high)
+    else:
+        store(tag, address, index, low)
+        store(tag, address, index + LANES, high)
 
 
 @njit(error_model="numpy")
