@@ -42,8 +42,8 @@ _TILE_ROWS = 64
 """The fewest rows of a tile in the columns kernel, as each tile has its own sums of every column."""
 _MAX_TILES = 64
 _STREAM_FROM_NBYTES = {4: 3 << 20, 2: 12 << 20}
-"""By the size of an element, the size of tensors from which on outputs are written past the caches. Both are where a
-reader of the result loses about as much as the kernel gains; from twice that on, both gain."""
+"""By the size of an element, the size of tensors from which on outputs are written past the caches: about where whoever
+reads them next loses what the kernel gains."""
 _STREAM_PLANES_FROM = 512
 """As shorter planes lose more at their ends, which do not fill cache lines."""
 _LINE_NBYTES = 64
