@@ -90,7 +90,7 @@ class Problem(_Extent):
     ) -> Problem:
         """A problem with the given inputs and newly allocated outputs."""
         outputs = (
-            np.empty(spec.shape, spec.dtype),
+            _tensor(spec),
             np.empty(spec.channels, spec.stats_dtype),
             np.empty(spec.channels, spec.stats_dtype),
         )
@@ -152,8 +152,8 @@ class GradGradProblem(_Extent):
         return cls(
             spec, grad_x_backprop, grad_scale_backprop, grad_offset_backprop, y_backprop, x, scale,
             reserve_space_1, reserve_space_2,
-            grad_y_backprop=np.empty(spec.shape, spec.dtype),
-            grad_x=np.empty(spec.shape, spec.dtype),
+            grad_y_backprop=_tensor(spec),
+            grad_x=_tensor(spec),
             grad_scale=np.empty(spec.channels, spec.stats_dtype),
         )  # fmt: skip
 
@@ -188,6 +188,13 @@ class BackEnd(Protocol):
         Raises:
             DeviceFailedError: This process cannot use the device any more.
         """
+
+
+def _tensor(spec: Spec) -> Array:
+    """A new tensor that begins with a cache line, as it has to for a CPU to write it past its caches."""
+    memory = np.empty(spec.tensor_nbytes + _LINE_NBYTES, np.uint8)
+    start = -memory.ctypes.data % _LINE_NBYTES
+    return memory[start:][: spec.tensor_nbytes].view(spec.dtype).reshape(spec.shape)
 
 
 def channel_cuts(spec: Spec, parts: int) -> list[range]:

@@ -1,7 +1,7 @@
 """Where Numba keeps what it compiled.
 
 Numba's disk cache notices changes of the module that a function stands in, not of the modules that it calls. So the
-folder is named by a hash of every source of this package.
+folder is named by a hash of every source of this package, and of the processor, for which alone it can be full.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import llvmlite.binding
 import numba
 from numba.core import config
 
@@ -41,7 +42,7 @@ internal = numba.njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wra
 
 @functools.cache
 def folder() -> Path:
-    """The cache folder of these very sources; the user's ``NUMBA_CACHE_DIR`` wins."""
+    """The cache folder of these very sources and this processor; the user's ``NUMBA_CACHE_DIR`` wins."""
     if config.CACHE_DIR:
         return Path(config.CACHE_DIR)
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -93,7 +94,8 @@ def _copy_of(path: Path) -> Path:
 
 
 def _fingerprint() -> str:
-    digest = hashlib.sha256(numba.__version__.encode())
+    cpu = llvmlite.binding.get_host_cpu_name(), llvmlite.binding.get_host_cpu_features().flatten()
+    digest = hashlib.sha256(repr((numba.__version__, cpu)).encode())
     for source in sorted(Path(__file__).parent.rglob("*.py")):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:16]
