@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
@@ -41,31 +40,6 @@ def test_a_request_survives_the_worker_that_held_it(own_server: EmbeddedServer) 
         os.kill(worker, signal.SIGKILL)
         assert_gradients(SPEC, INPUTS, answer.result(60))
         assert client.server_info().devices[0].restarts == 1
-
-
-def test_a_request_is_not_given_up_for_workers_that_die_before_they_have_read_it() -> None:
-    with (
-        EmbeddedServer(options=("--workers", "3", "--threads", "1")) as server,
-        bngrad.Client(server.target) as client,
-        ThreadPoolExecutor() as threads,
-    ):
-        workers = worker_pids(server)
-        for worker in workers:
-            os.kill(worker, signal.SIGSTOP)
-            wait_until(lambda worker=worker: is_stopped(worker))  # type: ignore[misc]
-        answer = threads.submit(client.fused_batch_norm_grad_v2, *INPUTS)
-        with pytest.raises(FutureTimeoutError):
-            answer.result(0.5)
-        for worker in workers:  # the request goes from one to the next
-            os.kill(worker, signal.SIGKILL)
-            time.sleep(0.05)
-        assert_gradients(SPEC, INPUTS, answer.result(60))
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether every thread stands still: until it does, one may still read what it waits for."""
-    threads = Path(f"/proc/{pid}/task").iterdir()
-    return all((thread / "stat").read_text().rpartition(")")[2].split()[0] == "T" for thread in threads)
 
 
 def test_an_idle_worker_that_dies_is_replaced_before_anyone_asks(own_server: EmbeddedServer) -> None:
