@@ -6,12 +6,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 
 import grpc
 
 from bngrad_protos import http2
+from bngrad_protos.http2 import frames
 from bngrad_server.caller import Caller
 from bngrad_server.calls import SERVICE, UNARY_OPS, Calls
 from bngrad_server.errors import MessageTooLargeError, status_of
@@ -53,6 +54,14 @@ class Answers:
         check = partial(guard.client_of, call.metadata.get("authorization"), self._client)
         return Caller(check(), deadline, is_gone, lambda: hang_up(self._sock), call.metadata, check)
 
+    def answer_begun(self, http: http2.ServerConnection) -> None:
+        """Answers the call that a frame begins of which a part has arrived; or waits for the rest of another one."""
+        nobody = Caller(self._client, None, lambda: False, lambda: hang_up(self._sock), {})
+        with self._calls.watched_upload(nobody, frames.LARGEST_FRAME_SIZE):
+            call = http.accept_begun()
+        if call is not None:
+            self.answer(call)
+
     def answer(self, call: http2.ServerCall) -> None:
         """Answers a call of which nothing has been read."""
         try:
@@ -60,7 +69,7 @@ class Answers:
             if call.path in UNARY:
                 self.answer_message(call, self.message_of(call, caller))
             elif call.path == _EXCHANGE:
-                for pieces in self._calls.exchange(Upload(call), caller):
+                for pieces in self._calls.exchange(Upload(call, partial(self._calls.watched_upload, caller)), caller):
                     call.send_message(*pieces)
                 call.end()
             else:
@@ -78,14 +87,19 @@ class Answers:
         """
         began = time.monotonic()
         try:
-            nbytes = call.receive_message() or 0
+            with self._watched(call, caller):
+                nbytes = call.receive_message() or 0
             if nbytes > MAX_MESSAGE_NBYTES:
-                limit = f"must have at most {MAX_MESSAGE_NBYTES} bytes here; larger ones go by Exchange"
-                raise MessageTooLargeError(f"the request {limit}")
-            return call.read(nbytes)
+                limit = f"at most {MAX_MESSAGE_NBYTES} bytes here, not {nbytes}; larger ones go by Exchange"
+                raise MessageTooLargeError(f"the request must have {limit}")
+            with self._watched(call, caller, nbytes):
+                return call.read(nbytes)
         except Exception as error:
             self._calls.observer.failed(UNARY[call.path], "unary", caller, error, began)
             raise
+
+    def _watched(self, call: http2.ServerCall, caller: Caller, nbytes: int = 0) -> AbstractContextManager[None]:
+        return nullcontext() if call.has_arrived else self._calls.watched_upload(caller, nbytes)
 
     def answer_message(self, call: http2.ServerCall, data: bytes) -> None:
         """Answers a unary call whose message has been read."""

@@ -136,14 +136,15 @@ class Calls:
                     for output in staged.large_outputs:
                         yield from wire.chunks(_CHUNK, _there(output), source.chunk_nbytes)
 
-    def watched_upload(self, caller: Caller) -> AbstractContextManager[None]:
-        """Hangs up on a caller whose message takes too long, for what is known before it is there."""
-        return self._engine.transfers.watched(0, caller)
+    def watched_upload(self, caller: Caller, nbytes: int = 0) -> AbstractContextManager[None]:
+        """Hangs up on a caller whose message does not come, or takes too long for what is known of its size."""
+        return self._engine.transfers.watched(nbytes, caller)
 
     def _next_request(self, source: ExchangeSource, caller: Caller) -> tuple[int, bytes] | None:
         """The next request of an exchange, see `_request_of`; None where there is no further one."""
         try:
-            message = source.receive()
+            with self.watched_upload(caller):  # also the wait for it: whoever stands still has a thread, of few
+                message = source.receive()
             if message is None:
                 return None
             caller.check()

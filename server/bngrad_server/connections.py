@@ -154,7 +154,7 @@ class Connections:
                 del self._idle[connection]
                 self._begin(connection, call)
             elif http.is_amid_frame and http.awaits_much:
-                self._lend(connection, partial(_answer_begun, connection))
+                self._lend(connection, partial(connection.answers.answer_begun, http))
             else:
                 http.flush()
                 if http.held:
@@ -219,8 +219,8 @@ class Connections:
         if was_sent:
             staged.close(reason)
             self._rest(connection)
-        else:
-            self._lend(connection, partial(connection.answers.send, small_call.call, staged, small_call.caller))
+        elif not self._lend(connection, partial(connection.answers.send, small_call.call, staged, small_call.caller)):
+            staged.close()
 
     def _forget_call(self, connection: _Connection) -> None:
         connection.small_call = None
@@ -241,12 +241,17 @@ class Connections:
                 except Exception as broken:
                     self._fail(connection, broken)
 
-    def _lend(self, connection: _Connection, action: Callable[[], None]) -> None:
-        """Lends a connection to a thread, for something that may wait."""
+    def _lend(self, connection: _Connection, action: Callable[[], None]) -> bool:
+        """Lends a connection to a thread, for something that may wait; closes it if there is none, and says so."""
         self._idle.pop(connection, None)
         self._forget(connection)
         connection.http.may_wait = True
-        self.threads.run(partial(self._act, connection, action))
+        try:
+            self.threads.run(partial(self._act, connection, action))
+        except RuntimeError as error:  # of the system, which has no more
+            self._fail(connection, error)
+            return False
+        return True
 
     def _act(self, connection: _Connection, action: Callable[[], None]) -> None:
         """Runs in a thread."""
@@ -289,10 +294,3 @@ class Connections:
         self._all.discard(connection)
         if self._draining and not self._all:
             self.ended.set()
-
-
-def _answer_begun(connection: _Connection) -> None:
-    """Answers the call that a frame begins of which only a part has arrived; or waits for the rest of another frame."""
-    call = connection.http.accept_begun()
-    if call is not None:
-        connection.answers.answer(call)

@@ -20,6 +20,11 @@ from bngrad_server.security.guard import UnauthenticatedError
 logger = logging.getLogger(__name__)
 
 
+_LONGEST_MESSAGE_NBYTES = 1024
+_LONGEST_DESCRIPTION_NBYTES = 256
+"""What has arrived may be quoted, of any length; but clients take headers of 8 KiB, and lose the connection over 16."""
+
+
 class MessageTooLargeError(Exception):
     """A message is larger than one may be where it came."""
 
@@ -75,11 +80,19 @@ def _overloaded(message: str, retry_delay_s: float) -> tuple[grpc.StatusCode, st
 def _status(
     code: grpc.StatusCode, message: str, error: Exception | None = None
 ) -> tuple[grpc.StatusCode, status_pb2.Status]:
-    status = status_pb2.Status(code=code.value[0], message=message)
+    status = status_pb2.Status(code=code.value[0], message=_cut(message, _LONGEST_MESSAGE_NBYTES))
     if isinstance(error, InvalidArgumentError):
         violations = [
-            error_details_pb2.BadRequest.FieldViolation(field=violation.field, description=violation.description)
+            error_details_pb2.BadRequest.FieldViolation(
+                field=violation.field, description=_cut(violation.description, _LONGEST_DESCRIPTION_NBYTES)
+            )
             for violation in error.violations
         ]
         status.details.add().Pack(error_details_pb2.BadRequest(field_violations=violations))
     return code, status
+
+
+def _cut(text: str, nbytes: int) -> str:
+    """The text, of which the end is left out where it has more bytes."""
+    encoded = text.encode()
+    return text if len(encoded) <= nbytes else f"{encoded[:nbytes].decode(errors='ignore')}..."

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ class Janitor:
         """Starts it, to remove these paths."""
         self._process = subprocess.Popen(  # noqa: S603 - our own module
             # Without site-packages: it is there all the time, and small.
-            [sys.executable, "-I", "-S", __file__, *(f"{path.stat().st_ino}:{path}" for path in paths)],
+            [sys.executable, "-I", "-S", __file__, *(f"{_identity(path)}:{path}" for path in paths)],
             stdin=subprocess.PIPE,
             start_new_session=True,  # a terminal's Ctrl-C is for the front process
         )
@@ -37,9 +38,9 @@ def main() -> None:
     """Waits, and removes."""
     sys.stdin.buffer.read()
     for argument in sys.argv[1:]:
-        inode, _, path = argument.partition(":")
+        identity, _, path = argument.partition(":")
         try:
-            if os.stat(path).st_ino != int(inode):
+            if _identity(path) != identity:
                 continue  # another server's by now
             if os.path.isdir(path):
                 shutil.rmtree(path, ignore_errors=True)
@@ -47,6 +48,13 @@ def main() -> None:
                 os.unlink(path)
         except OSError:
             continue
+
+
+def _identity(path: str | Path) -> str:
+    """Tells a socket from others that were made at its path later, of which one may have its inode's number."""
+    status = os.stat(path)
+    changed_ns = 0 if stat.S_ISDIR(status.st_mode) else status.st_mtime_ns
+    return f"{status.st_ino}-{changed_ns}"
 
 
 if __name__ == "__main__":

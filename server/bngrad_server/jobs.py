@@ -103,6 +103,17 @@ class Job:
             return CancelledError()
         return None
 
+    def check(self) -> None:
+        """Raises why it could not be computed, if it could not; only once.
+
+        An error that the job kept would keep, by its traceback, all who wait for the job, until garbage is collected.
+        """
+        try:
+            if self.error is not None:
+                raise self.error
+        finally:
+            self.error = None
+
     def wake(self) -> None:
         """Ends the thread's `sleep`, or its next one."""
         if self._sleep.locked():

@@ -46,8 +46,7 @@ def run(batcher: Batcher, job: Job) -> None:
             batcher.check_patience(job)
     if job.worker is not None:
         batcher.offer(job.worker)
-    if job.error is not None:
-        raise job.error
+    job.check()
 
 
 def _lead(batcher: Batcher, worker: Worker, own: Job) -> None:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import signal
 import threading
 import time
-from concurrent import futures
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
 from grpc_channelz.v1 import channelz
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from bngrad_protos import __version__
@@ -23,6 +21,7 @@ from bngrad_server.calls import SERVICE, Calls
 from bngrad_server.config import MAX_CALLS, ServerConfig
 from bngrad_server.endpoint import Endpoint
 from bngrad_server.engine import Engine
+from bngrad_server.health import Health
 from bngrad_server.janitor import Janitor
 from bngrad_server.listening import (
     ListenError,
@@ -35,22 +34,24 @@ from bngrad_server.local import LocalSockets
 from bngrad_server.memory import use_one_heap
 from bngrad_server.monitor.keeper import Monitor
 from bngrad_server.observer import Observer
+from bngrad_server.other_calls import OtherCalls
 from bngrad_server.security import doors
-from bngrad_server.service import NobodysHandler, generic_handler
+from bngrad_server.service import NobodysHandler, Service
+from bngrad_server.signals import on_stop_signals
 from bngrad_server.status import status_of
+from bngrad_server.threads import HandlerThreads
 
 if TYPE_CHECKING:
     from bngrad_server.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
-_OTHER_THREADS = 16
-"""For what is no op: health, reflection, what the server is."""
-_MAX_RPCS = 2048
-"""Calls on grpcio's port at once, also those that wait for a thread."""
+_OTHER_THREADS = 512
+"""For what is no op: health, reflection, what the server is. Who watches health has one for as long as that."""
+_FREE_THREADS = 16
+"""How many of them never wait for a client."""
+_MAX_UNSEEN_CALLS = 8192
 _HANDSHAKE_TIMEOUT_MS = 10_000
-_LOOK_UP_S = 0.5
-"""How often the main thread wakes up: a signal that comes as it begins to wait is not seen before."""
 _NO_COMPRESSION = 1
 """The bit of "identity"."""
 _MAX_AGE_MS = 60_000
@@ -78,18 +79,24 @@ class Server:
         self._config = config
         self._started_at = time.time()
         self._stopping = False
-        self._health = health.HealthServicer()
-        self._set_health(serving=False)
+        self._health = Health(("", SERVICE.full_name))
+        self._health_mutex = threading.Lock()
         self._tracing = _tracing() if config.traces else None
         observer = Observer(self._tracing)
         self._certificates, guard = doors.secured(config, observer.metrics)
         self.engine = Engine(config, self._update_health, observer)
         self._grpc_server = grpc.server(
-            futures.ThreadPoolExecutor(_OTHER_THREADS, thread_name_prefix="handler"),
+            HandlerThreads(_OTHER_THREADS, "handler"),
             options=[
                 ("grpc.max_receive_message_length", config.max_message_bytes),
                 ("grpc.max_send_message_length", config.max_message_bytes),
                 ("grpc.max_concurrent_streams", MAX_CALLS),  # a stream whose client does not read holds its answer
+                # A cancelled call would count until its thread has noticed: where all of a client's time out at once,
+                # its next ones would be refused. What they can take is bounded by `service` itself.
+                ("grpc.http.overload_protection", 0),
+                # Of the calls that have come and were not looked at yet, some are cancelled where there are more.
+                ("grpc.server.max_pending_requests", _MAX_UNSEEN_CALLS),
+                ("grpc.server.max_pending_requests_hard_limit", _MAX_UNSEEN_CALLS),
                 # A client that stands still, with its answer half read, does not answer a ping.
                 ("grpc.keepalive_time_ms", int(1e3 * config.transfer_timeout_s)),
                 ("grpc.http2.ping_timeout_ms", int(1e3 * config.transfer_timeout_s)),
@@ -104,13 +111,13 @@ class Server:
             ],
             interceptors=[
                 *guard.interceptors(open_health=config.open_health),
+                OtherCalls(_OTHER_THREADS - _FREE_THREADS),
                 *([] if self._tracing is None else [self._tracing.interceptor()]),
             ],
-            maximum_concurrent_rpcs=_MAX_RPCS,
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc_server)
         self._calls = Calls(self.engine, config.max_message_bytes, guard)
-        self._grpc_server.add_generic_rpc_handlers((generic_handler(self._calls),))
+        self._grpc_server.add_generic_rpc_handlers((Service(self._calls),))
         if config.reflection:
             reflection.enable_server_reflection(
                 (SERVICE.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc_server
@@ -153,7 +160,7 @@ class Server:
     def stop(self, drain_timeout_s: float) -> None:
         """Refuses new requests, lets those in flight end in time, then ends the workers."""
         self._stopping = True
-        self._health.enter_graceful_shutdown()
+        self._health.close()
         stopped = self._grpc_server.stop(drain_timeout_s)
         self._endpoint.stop(drain_timeout_s)
         stopped.wait()
@@ -241,12 +248,8 @@ class Server:
         return sockets
 
     def _update_health(self) -> None:
-        self._set_health(serving=self.engine.pool.is_ready)
-
-    def _set_health(self, *, serving: bool) -> None:
-        status = health_pb2.HealthCheckResponse
-        for service in ("", SERVICE.full_name):
-            self._health.set(service, status.SERVING if serving else status.NOT_SERVING)
+        with self._health_mutex:  # or one keeper would say what was so before another one's worker was ready, or died
+            self._health.set(serving=self.engine.pool.is_ready)
 
 
 def _tracing() -> Tracing:
@@ -269,14 +272,12 @@ def serve(config: ServerConfig) -> None:
     raise_descriptor_limit()
     ready, stopping = threading.Event(), threading.Event()
 
-    def on_signal(number: int, frame: object) -> None:
+    def on_signal(number: int) -> None:
         if stopping.is_set() or not ready.is_set():
             os._exit(128 + number)
         stopping.set()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, on_signal)
-
+    on_stop_signals(on_signal)
     server = Server(config)
     try:
         server.start()
@@ -284,8 +285,7 @@ def serve(config: ServerConfig) -> None:
         ready.set()
         print(f"bngrad {__version__} ready on {', '.join(server.addresses)}: {_devices(server)}", flush=True)
         logger.info("large tensors: %s; clients on this host: %s; HTTP: %s", *server.endpoints, server.http_address)
-        while not stopping.wait(_LOOK_UP_S):
-            pass
+        stopping.wait()
         logger.info("draining")
     finally:
         server.stop(config.drain_timeout_s)

@@ -33,6 +33,10 @@ _SIZE = struct.Struct("<Q")
 IS_IN_USE = b"?"
 _SCHEME = "Bearer "
 _LONGEST_AUTHORIZATION = 4096
+_MAX_WITHOUT_LEASE = 256
+"""Connections; for more, the first of them is closed."""
+_SO_PASSRIGHTS = 83
+"""Of Linux from 6.16 on; Python has no name for it."""
 
 
 class LocalSockets:
@@ -116,7 +120,7 @@ class _Leases:
                 try:
                     if key.fileobj is self._listener:
                         self._accept()
-                    else:
+                    elif key.fileobj in self._leases:  # still
                         assert isinstance(key.fileobj, socket.socket)
                         self._hear(key.fileobj)
                 except OSError as error:
@@ -127,6 +131,9 @@ class _Leases:
     def _accept(self) -> None:
         client, _ = self._listener.accept()
         client.setblocking(False)
+        without_lease = [other for other, region in self._leases.items() if region is None]
+        if len(without_lease) >= _MAX_WITHOUT_LEASE:
+            self._end(without_lease[0])
         self._leases[client] = None
         self._selector.register(client, selectors.EVENT_READ)
 
@@ -166,6 +173,8 @@ class _Leases:
 
 def _listen(path: Path, group: str | None) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX)
+    with contextlib.suppress(OSError):  # older systems take descriptors, and to close one may take its owner's time
+        listener.setsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS, 0)
     listener.bind(str(path))
     path.chmod(0o600)
     if group is not None:

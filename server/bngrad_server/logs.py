@@ -1,24 +1,34 @@
-"""The log: lines for people or JSON for machines, on stderr; in a storm only some of each kind."""
+"""The log: lines for people or JSON for machines, on stderr; in a storm only some of each kind.
+
+Whoever logs never waits for whoever reads: of a pipe that is full and that nobody reads, the whole process would stand
+still. Lines that find no room are left out, and counted.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
+import queue
 import threading
 import time
+from contextlib import suppress
 from datetime import datetime, timezone
 from typing import Any
 
 _FORMAT, _LEVEL = "BNGRAD_LOG_FORMAT", "BNGRAD_LOG_LEVEL"
 _PER_SECOND = 10
 _MAX_KINDS = 1000
+_STDERR = 2
+_MAX_LINES = 1000
+"""What waits to be written."""
+_FLUSH_S = 1.0
 
 
 def set_up(log_format: str, level: str) -> None:
     """Has this process log to stderr, and those that it starts; see `bngrad_server.config.ServerConfig`."""
     os.environ.update({_FORMAT: log_format, _LEVEL: level})
-    handler = logging.StreamHandler()
+    handler = StderrHandler()
     handler.setFormatter(JsonFormatter() if log_format == "json" else ConsoleFormatter())
     handler.addFilter(SamplingFilter())
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
@@ -27,6 +37,48 @@ def set_up(log_format: str, level: str) -> None:
 def set_up_as_parent() -> None:
     """Has this process log as the one that started it."""
     set_up(os.environ.get(_FORMAT, "console"), os.environ.get(_LEVEL, "info"))
+
+
+class StderrHandler(logging.Handler):
+    """Writes to stderr, by a thread of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines: queue.SimpleQueue[str | threading.Event] = queue.SimpleQueue()
+        self._left_out = 0
+        threading.Thread(target=self._write, name="log", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See `logging.Handler`."""
+        if self._lines.qsize() >= _MAX_LINES:
+            self._left_out += 1
+        else:
+            self._lines.put(self.format(record))
+
+    def flush(self) -> None:
+        """Waits until all is written, but not for ever."""
+        written = threading.Event()
+        self._lines.put(written)
+        written.wait(_FLUSH_S)
+
+    def _write(self) -> None:
+        while True:
+            line = self._lines.get()
+            if isinstance(line, threading.Event):
+                line.set()
+                continue
+            _write_line(line)
+            if self._left_out:
+                left_out, self._left_out = self._left_out, 0
+                what = {"name": __name__, "levelname": "WARNING", "msg": f"{left_out} lines were left out: nobody read"}
+                _write_line(self.format(logging.makeLogRecord(what)))
+
+
+def _write_line(line: str) -> None:
+    rest = f"{line}\n".encode(errors="backslashreplace")
+    with suppress(OSError):
+        while rest:
+            rest = rest[os.write(_STDERR, rest) :]
 
 
 class Sampler:

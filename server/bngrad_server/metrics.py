@@ -18,7 +18,7 @@ import numpy.typing as npt
 STAGES = ("decode", "wait", "copy", "compute", "encode")
 """Where the time of a request goes; together they are all of it."""
 TRANSPORTS = ("unary", "stream", "shared")
-REFUSALS = ("INVALID_ARGUMENT", "UNAUTHENTICATED", "UNIMPLEMENTED")
+REFUSALS = ("INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "UNAUTHENTICATED", "UNIMPLEMENTED")
 """How calls end before it is known what they ask for."""
 REASONS = ("full", "handshake", "protocol")
 """Why connections are refused: there are too many, TLS was not agreed on, or what was said is no HTTP/2."""

@@ -66,7 +66,7 @@ class Poller:
         """Has the thread do something after the events that it is at, from any thread."""
         self._soon.append(action)
         if threading.current_thread() is not self._thread:
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError, ValueError):  # it has ended
                 os.eventfd_write(self._waker, 1)
 
     def watch(self, fd: int, action: Action) -> None:

@@ -276,6 +276,8 @@ class _Keeper:
             if worker.is_late:
                 worker.kill()
                 return " for taking too long over a batch"
+            with contextlib.suppress(WorkerDiedError):  # of which the next sign tells
+                worker.catch_up()
             if sign is not None and sign.startswith(READY):
                 self._put_to_use(worker, *pickle.loads(sign[len(READY) :]))  # noqa: S301 - from our own worker
             elif sign is not None and sign.startswith(BEAT):

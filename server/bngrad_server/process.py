@@ -100,6 +100,11 @@ class WorkerProcess:
         for seat in self._seats:
             seat.unmap(number)
 
+    def catch_up(self) -> None:
+        """Tells it of regions for which its sockets had no room; to be called now and then."""
+        for seat in self._seats:
+            seat.catch_up()
+
     def kill(self) -> None:
         """Ends the process at once; also one that is stopped."""
         self._process.kill()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import resource
 import secrets
 import threading
 from collections.abc import Callable
@@ -21,10 +22,12 @@ from bngrad_server.staging import Place
 
 ALIGNMENT = 64
 """Tensors in a region begin at multiples of this, in bytes."""
+_MAX_REGIONS = 1024
+"""Of few descriptors, a quarter: each takes two, with its connection."""
 
 
 class RegionsFullError(Exception):
-    """A lease would take more than the memory that may be shared."""
+    """A lease would take more than the memory that may be shared, or there are too many."""
 
 
 @dataclass(eq=False, slots=True)
@@ -66,6 +69,7 @@ class Regions:
         self._on_end = on_end
         self._mutex = threading.Lock()
         self._by_key: dict[bytes, Region] = {}
+        self._most = min(_MAX_REGIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8)
         self._last_number = 0
         self._nbytes = 0
 
@@ -73,10 +77,12 @@ class Regions:
         """Makes a region.
 
         Raises:
-            RegionsFullError: It would be too much.
+            RegionsFullError: It would be too much, or one too many.
             OSError: The system has no file for it.
         """
         with self._mutex:
+            if len(self._by_key) >= self._most:
+                raise RegionsFullError(f"no more than {self._most} regions are leased at once")
             if self._nbytes + nbytes > self._max_nbytes:
                 raise RegionsFullError(
                     f"a region of {nbytes} bytes is more than is left of the {self._max_nbytes} bytes to share"

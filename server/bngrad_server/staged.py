@@ -157,8 +157,7 @@ class Staged:
     def check(self) -> None:
         """Looks at the outcome of a job that was submitted and has ended; raises as `compute` does."""
         assert self.job is not None
-        if self.job.error is not None:
-            raise self.job.error
+        self.job.check()
         self.computed = True
 
     def response(self) -> list[Buffer]:

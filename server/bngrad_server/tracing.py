@@ -6,6 +6,7 @@ server's own endpoint, the span of each request is made here, with the context t
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -31,6 +32,7 @@ _SPANS = ("decode", "wait for memory", "copy", "wait for a worker", "compute", "
 """What lies between the moments of a request."""
 _BEHAVIORS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 _READINGS = 3
+_LAST_EXPORT_S = 3.0
 _STATUS_CODE = "rpc.grpc.status_code"
 
 
@@ -42,7 +44,8 @@ class Tracing:
         self._provider = TracerProvider(
             resource=Resource.create().merge(defaults).merge(OTELResourceDetector().detect())
         )
-        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+        self._exporter = OTLPSpanExporter()
+        self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
         self._tracer = self._provider.get_tracer("bngrad", __version__)
 
     def interceptor(self) -> grpc.ServerInterceptor:
@@ -71,8 +74,12 @@ class Tracing:
             span.end()
 
     def close(self) -> None:
-        """Exports what has not been exported yet."""
+        """Exports what has not been exported yet, if that can be done soon."""
+        patience = threading.Timer(_LAST_EXPORT_S, self._exporter.shutdown)
+        patience.daemon = True
+        patience.start()
         self._provider.shutdown()
+        patience.cancel()
 
     def _span(self, ended: Ended, caller: Caller, epoch_ns: Callable[[float], int]) -> tuple[trace.Span, bool]:
         """The span of a request, and whether it is to be ended here."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
 from bngrad_protos import http2, wire
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.calls import chunk_of, exchange_error
@@ -18,8 +21,15 @@ _OWN_CHUNK_NBYTES = 2**28
 class Upload:
     """See `bngrad_server.calls.ExchangeSource`."""
 
-    def __init__(self, call: http2.ServerCall) -> None:
+    def __init__(self, call: http2.ServerCall, watched: Callable[[int], AbstractContextManager[None]]) -> None:
+        """Reads from a call.
+
+        Args:
+            call: The call.
+            watched: Bounds the time that the reading of so many bytes takes.
+        """
         self._call = call
+        self._watched = watched
         is_own = call.metadata.get("user-agent") == "bngrad"
         self.chunk_nbytes = _OWN_CHUNK_NBYTES if is_own else _CHUNK_NBYTES
 
@@ -29,8 +39,10 @@ class Upload:
         if nbytes is None:
             return None
         if nbytes > MAX_MESSAGE_NBYTES:
-            raise exchange_error(f"a request must have at most {MAX_MESSAGE_NBYTES} bytes beside its chunks")
-        return self._call.read(nbytes)
+            limit = f"at most {MAX_MESSAGE_NBYTES} bytes beside its chunks"
+            raise exchange_error(f"a request must have {limit}, not {nbytes}")
+        with self._watched(nbytes):
+            return self._call.read(nbytes)
 
     def receive_into(self, target: memoryview) -> None:
         """See `bngrad_server.calls.ExchangeSource`."""

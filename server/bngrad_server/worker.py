@@ -34,6 +34,8 @@ from bngrad_server.staging import split_batch, unpack_problem
 logger = logging.getLogger(__name__)
 
 MAX_PACKET_NBYTES = 128 * 1024
+MAX_FDS = 250
+"""The system takes three more with a packet."""
 _MAX_KNOWN = 1024
 
 
@@ -42,10 +44,9 @@ class Message(bytes, enum.Enum):
 
     SPEC = b"S"
     """A pickled pair: the number by which tasks name a spec, the spec."""
-    MAP = b"M"
-    """A pickled pair: the number by which tasks name a region, its size in bytes; with its file descriptor."""
-    UNMAP = b"U"
-    """The pickled number of a region."""
+    REGIONS = b"M"
+    """Pickled pairs: the number by which tasks name a region, its size in bytes, or None where it is to be given up;
+    with the file descriptors of the others, at most MAX_FDS."""
     RUN = b"R"
     """Packed tasks; answered by pickled failures, one a task, or by nothing but OK."""
 
@@ -103,9 +104,11 @@ def _ending_process(life: socket.socket, device: str) -> Iterator[None]:
         logger.error("%s: %s", device, error)
         with contextlib.suppress(ConnectionError):
             life.send(FAILED + str(error).encode()[: MAX_PACKET_NBYTES - 1])
+        logging.shutdown()
         os._exit(1)  # what a device that has failed would do at a normal exit, nobody knows
     except BaseException:
         logger.exception("%s: a thread failed as none should", device)
+        logging.shutdown()
         os._exit(1)  # at a normal exit, the other seats' threads would be waited for
 
 
@@ -129,7 +132,7 @@ class _Seat:
 
     def serve(self) -> None:
         while True:
-            packet, fds, _, _ = socket.recv_fds(self._front, MAX_PACKET_NBYTES, 1)
+            packet, fds, _, _ = socket.recv_fds(self._front, MAX_PACKET_NBYTES, MAX_FDS)
             if not packet:
                 return
             kind, content = packet[:1], memoryview(packet)[1:]
@@ -138,13 +141,18 @@ class _Seat:
             elif kind == Message.SPEC:
                 self._known.clear()
                 number, self._specs[number] = pickle.loads(content)  # noqa: S301 - from the front process
-            elif kind == Message.MAP:
-                number, nbytes = pickle.loads(content)  # noqa: S301
-                self._memories.add(number, map_arena(fds[0], nbytes))
-                os.close(fds[0])
             else:
-                self._known.clear()  # its problems would keep the memory
-                self._memories.remove(pickle.loads(content))  # noqa: S301
+                self._change_regions(pickle.loads(content), fds)  # noqa: S301
+
+    def _change_regions(self, changes: list[tuple[int, int | None]], fds: list[int]) -> None:
+        self._known.clear()  # its problems would keep the memory
+        for number, nbytes in changes:
+            if nbytes is None:
+                self._memories.remove(number)
+            else:
+                fd = fds.pop(0)
+                self._memories.add(number, map_arena(fd, nbytes))
+                os.close(fd)
 
     def _answer(self, packed: memoryview) -> bytes:
         failures = self._run([self._problem(task) for task in split_batch(packed, self._specs)])

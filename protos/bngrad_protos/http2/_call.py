@@ -79,8 +79,7 @@ class Call(Stream):
 
     def _may_send(self) -> bool:
         """Gives False if the peer wants no more messages but the call did not fail."""
-        if self.failure is not None:
-            raise self.failure
+        self._check()
         if self._sending_ended:
             raise RuntimeError("the sending side of this call has ended")
         return True
@@ -117,7 +116,7 @@ class Call(Stream):
                 self.failure = RpcError(
                     Status.RESOURCE_EXHAUSTED, f"the peer sent {_EARLY_BYTES} bytes and gave no window to answer it"
                 )
-                raise self.failure
+                self._check()
             connection.keep_early()
             connection.handle_frame()
             if not self._may_send():
@@ -212,8 +211,11 @@ class Call(Stream):
 
     def _finish(self) -> None:
         """Acts on the end of what the peer sends."""
+        self._check()
+
+    def _check(self) -> None:
         if self.failure is not None:
-            raise self.failure
+            raise self.failure.again()
 
     def _refuse_compression(self) -> None:
         """Does what must be done before `receive_message` refuses a message."""

@@ -22,6 +22,7 @@ from bngrad_protos.http2.frames import Buffer
 
 _CONTROL_BYTES = BUFFER_BYTES // 2  # The longest frame, other than DATA, that is read.
 _CREDIT_BYTES = 2**28  # Window is given back in steps of so many bytes.
+_LOOKS = 2  # At what has arrived, so that the end is seen of a peer that has said something before it.
 _IDLE_FRAMES_PER_SECOND = 2000  # Frames that move no call forward, before the peer is taken to be flooding.
 
 
@@ -77,8 +78,12 @@ class Connection(ABC):
         """Says whether the peer's GOAWAY, which names the last stream it takes, ends the running call."""
 
     def close(self) -> None:
-        """Closes the socket, after a last GOAWAY where that needs no waiting (RFC 9113, section 6.8)."""
+        """Closes the socket, after a last GOAWAY where that needs no waiting (RFC 9113, section 6.8).
+
+        A call that runs is lost.
+        """
         self.io.close(frames.goaway(self.last_stream_id, ErrorCode.NO_ERROR))
+        self.stream = None  # each refers to the other, and would stay until garbage is collected
 
     def refuse(self, code: ErrorCode, reason: str) -> NoReturn:
         """Ends the connection for what the peer did.
@@ -146,19 +151,27 @@ class Connection(ABC):
     def handle_arrived(self) -> None:
         """Handles the frames that have arrived whole, without waiting; stops where much DATA is in the way.
 
-        Also stops where the peer has reset the running call: what follows is for the time after it.
+        Also stops where the peer has reset the running call: what follows is for the time after it. And after a few
+        looks at the socket: a peer that never stops sending would keep whoever asks for ever, and what that one holds.
 
         Raises:
             ConnectionError: The peer has gone or broke the protocol.
         """
-        while self._has_use_for_more():
-            if not self._handle_buffered() and not self.io.fill_at_once():
+        self.handle_buffered()
+        for _ in range(_LOOKS):
+            if not self._has_use_for_more() or not self.io.fill_at_once():
                 return
+            self.handle_buffered()
+
+    def handle_buffered(self) -> None:
+        """Does as `handle_arrived`, but reads nothing from the socket."""
+        while self._has_use_for_more() and self._handle_next():
+            pass
 
     def _has_use_for_more(self) -> bool:
         return self.stream is None or (len(self.stream.early) < BUFFER_BYTES and not self.stream.reset)
 
-    def _handle_buffered(self) -> bool:
+    def _handle_next(self) -> bool:
         """Handles the next frame if it has arrived whole, and says whether it had."""
         if not self._frame_has_arrived():
             return False

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import select
 import socket
 import struct
+import time
 from contextlib import suppress
 
 from bngrad_protos.http2.errors import EndOfConnectionError, PeerGoneError
@@ -41,6 +43,8 @@ class BufferedSocket:
 
     Attributes:
         broken: Why the socket is of no more use; None while it is.
+        until: When to give up a peer that sends or takes a little now and then, so that no single wait is too long; on
+            the monotonic clock.
         tls: The socket, if it speaks TLS: it may then have something that nobody who watches its descriptor would see.
     """
 
@@ -53,6 +57,7 @@ class BufferedSocket:
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self.broken: str | None = None
+        self.until = math.inf
         self.buffer = bytearray(BUFFER_BYTES)
         self._view = memoryview(self.buffer)
         self.low = self.high = 0  # The ends of what is buffered and not yet used.
@@ -85,7 +90,7 @@ class BufferedSocket:
 
         Raises:
             PeerGoneError: The peer has closed or reset the connection.
-            TimeoutError: The socket's timeout passed; the socket is then of no more use.
+            TimeoutError: The socket's timeout passed, or `until`; the socket is then of no more use.
         """
         self.check()
         flags = 0 if may_wait else socket.MSG_DONTWAIT
@@ -98,6 +103,8 @@ class BufferedSocket:
                     first += 1
                 if sent:
                     pieces[first] = memoryview(pieces[first])[sent:]
+                if first < len(pieces) and time.monotonic() > self.until:
+                    raise TimeoutError
         except (TimeoutError, BlockingIOError) as error:
             if not may_wait:
                 return b"".join(pieces[first:])
@@ -112,6 +119,8 @@ class BufferedSocket:
         return b""
 
     def _receive(self, target: memoryview, flags: int = 0) -> int:
+        if time.monotonic() > self.until:
+            raise TimeoutError("receiving timed out")
         try:
             count = self._sock.recv_into(target, 0, flags)
         except (TimeoutError, BlockingIOError) as error:

@@ -32,6 +32,14 @@ class RpcError(Exception):
         self.message = message
         self.details = details
 
+    def again(self) -> RpcError:
+        """Gives the same error, to be raised.
+
+        One that a call keeps is never raised itself: by its traceback it would keep all that was under way then, and
+        that the call, until garbage is collected.
+        """
+        return RpcError(self.code, self.message, self.details)
+
 
 class ErrorCode(IntEnum):
     """Why a stream or a connection ends (RFC 9113, section 7)."""

@@ -75,8 +75,7 @@ class ServerConnection(Connection):
         """
         self.io.fill_at_once()
         if self._preface_has_arrived():
-            while self._has_use_for_more() and self._handle_buffered():
-                pass
+            self.handle_buffered()
         return self.stream if isinstance(self.stream, ServerCall) else None
 
     def accept_begun(self) -> ServerCall | None:

@@ -107,7 +107,8 @@ class BatchNormGradServiceServicer(object):
 
     def Exchange(self, request_iterator, context):
         """Any op with tensors of any size, also beyond the 2 GiB of a message: a request, then its tensors in chunks; then
-        the response, then its tensors in chunks. The next request may follow on the same stream.
+        the response, then its tensors in chunks. The next request may follow on the same stream, which the server ends if
+        it has to wait for it too long.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -51,7 +51,8 @@ class BatchNormGradServiceStub:
     """The gradient of TensorFlow's FusedBatchNormGradV3 or FusedBatchNormGradV2: the second order."""
     Exchange: _grpc.StreamStreamMultiCallable[_batch_norm_grad_pb2.ExchangeRequest, _batch_norm_grad_pb2.ExchangeResponse]
     """Any op with tensors of any size, also beyond the 2 GiB of a message: a request, then its tensors in chunks; then
-    the response, then its tensors in chunks. The next request may follow on the same stream.
+    the response, then its tensors in chunks. The next request may follow on the same stream, which the server ends if
+    it has to wait for it too long.
     """
     ServerInfo: _grpc.UnaryUnaryMultiCallable[_batch_norm_grad_pb2.ServerInfoRequest, _batch_norm_grad_pb2.ServerInfoResponse]
     """What this server is, what it computes on and what it accepts."""
@@ -75,7 +76,8 @@ class BatchNormGradServiceAsyncStub(BatchNormGradServiceStub):
     """The gradient of TensorFlow's FusedBatchNormGradV3 or FusedBatchNormGradV2: the second order."""
     Exchange: _aio.StreamStreamMultiCallable[_batch_norm_grad_pb2.ExchangeRequest, _batch_norm_grad_pb2.ExchangeResponse]  # type: ignore[assignment]
     """Any op with tensors of any size, also beyond the 2 GiB of a message: a request, then its tensors in chunks; then
-    the response, then its tensors in chunks. The next request may follow on the same stream.
+    the response, then its tensors in chunks. The next request may follow on the same stream, which the server ends if
+    it has to wait for it too long.
     """
     ServerInfo: _aio.UnaryUnaryMultiCallable[_batch_norm_grad_pb2.ServerInfoRequest, _batch_norm_grad_pb2.ServerInfoResponse]  # type: ignore[assignment]
     """What this server is, what it computes on and what it accepts."""
@@ -126,7 +128,8 @@ class BatchNormGradServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_batch_norm_grad_pb2.ExchangeResponse], _abc.AsyncIterator[_batch_norm_grad_pb2.ExchangeResponse]]:
         """Any op with tensors of any size, also beyond the 2 GiB of a message: a request, then its tensors in chunks; then
-        the response, then its tensors in chunks. The next request may follow on the same stream.
+        the response, then its tensors in chunks. The next request may follow on the same stream, which the server ends if
+        it has to wait for it too long.
         """
 
     @_abc_1.abstractmethod

@@ -17,7 +17,8 @@ import h11
 
 logger = logging.getLogger(__name__)
 
-_TIMEOUT_S = 5.0
+_TIMEOUT_S = 10.0
+"""Far more than the front process may take to answer, so that whoever asks is told where it does not."""
 _MAX_CONNECTIONS = 128
 _MAX_HEAD_NBYTES = 16 * 1024
 

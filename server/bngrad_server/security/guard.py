@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent import futures
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health
 
 from bngrad_server.security.tokens import Tokens
+from bngrad_server.threads import AtOnce
 
 REFUSAL = "a valid token is needed"
 """All that is ever said to somebody without one, whatever they asked for."""
@@ -99,13 +99,4 @@ def _refuse(requests: Any, context: grpc.ServicerContext) -> Any:
     context.abort(grpc.StatusCode.UNAUTHENTICATED, REFUSAL)
 
 
-class _AtOnce(futures.ThreadPoolExecutor):
-    """Runs what takes no time where it is: strangers must not take the threads of others, nor wait for one."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> futures.Future[Any]:
-        done: futures.Future[Any] = futures.Future()
-        done.set_result(fn(*args, **kwargs))
-        return done
-
-
-_refuse.experimental_thread_pool = _AtOnce(1)  # type: ignore[attr-defined]
+_refuse.experimental_thread_pool = AtOnce()  # type: ignore[attr-defined]
