@@ -46,6 +46,10 @@ def as_array(field: str, value: Any) -> Array:
         InvalidArgumentError: It is none of these, or it is on a device other than the CPU.
     """
     if isinstance(value, np.ndarray):
+        if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
+            masked = np.ma.getmaskarray(value).sum()
+            description = f"{field} must have no masked elements, but has {masked}: fill them first"
+            raise invalid_argument(FieldViolation(field, description))
         return np.asarray(value)
     try:
         device = _foreign_device(value)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, SupportsIndex, TypeVar
 
@@ -16,7 +16,8 @@ from bngrad._call import Call
 from bngrad._caller import Caller
 from bngrad._cancellation import Cancellation
 from bngrad._channel import Transport
-from bngrad._errors import ClientClosedError
+from bngrad._deadline import Deadline
+from bngrad._errors import ClientClosedError, DeadlineExceededError
 from bngrad._results import (
     Array,
     BatchNormTrainingBackprop,
@@ -27,6 +28,7 @@ from bngrad._results import (
 )
 from bngrad._security import Tls, Token, check_security
 from bngrad._targets import check_targets
+from bngrad._threads import DaemonThreads
 
 Result = TypeVar("Result")
 
@@ -39,7 +41,7 @@ class Client:
 
     One client serves any number of tasks. Whatever takes longer with the size of a tensor runs in threads, so that the
     event loop never stands still. A task that is cancelled cancels its call, and gets ``asyncio.CancelledError`` as
-    usual.
+    usual; where the call has an ``out``, once no thread writes to it any more.
     """
 
     def __init__(
@@ -77,8 +79,7 @@ class Client:
             options,
             check_security(targets, tls, token, insecure),
         )
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="bngrad")
-        self._closed = False
+        self._threads = DaemonThreads(_THREADS, "bngrad")
 
     async def fused_batch_norm_grad_v3(
         self,
@@ -105,6 +106,7 @@ class Client:
                 epsilon, data_format, is_training, reserve_space_2_kind, priority, out,
             ),
             timeout,
+            writes=out is not None,
         )  # fmt: skip
 
     async def fused_batch_norm_grad_v2(
@@ -131,6 +133,7 @@ class Client:
                 epsilon, data_format, is_training, reserve_space_2_kind, priority, out,
             ),
             timeout,
+            writes=out is not None,
         )  # fmt: skip
 
     async def batch_norm_training_backprop(
@@ -153,6 +156,7 @@ class Client:
                 input_forward, output_delta, mean, variance, gamma, epsilon, data_format, priority, out
             ),
             timeout,
+            writes=out is not None,
         )  # fmt: skip
 
     async def fused_batch_norm_grad_grad(
@@ -182,44 +186,54 @@ class Client:
                 epsilon, data_format, is_training, reserve_space_2_kind, priority, out,
             ),
             timeout,
+            writes=out is not None,
         )  # fmt: skip
 
     async def server_info(self, *, timeout: float | None = None) -> ServerInfo:
         """Asks the server what it is, what it computes on and what it accepts: see `bngrad.Client.server_info`."""
-        seconds = self._seconds(timeout)
-        return await self._in_thread(lambda cancellation: self._caller.server_info(seconds, cancellation))
+        return await self._in_thread(self._caller.server_info, timeout)
 
     async def empty(self, shape: SupportsIndex | Sequence[SupportsIndex], dtype: npt.DTypeLike = np.float32) -> Array:
         """Makes an array in memory that is shared with the server: see `bngrad.Client.empty`."""
-        dimensions = _channel.check_shape(shape)
-        return await self._in_thread(
-            lambda cancellation: self._caller.empty(dimensions, np.dtype(dtype), self._timeout, cancellation)
-        )
+        dimensions, kind = _channel.check_shape(shape), _channel.check_dtype(dtype)
+        return await self._in_thread(lambda *limits: self._caller.empty(dimensions, kind, *limits), None)
 
     async def close(self) -> None:
         """Gives the connections up; calls in flight end with a `ClientClosedError`. Closing again does nothing."""
-        self._closed = True
         self._caller.close()
-        self._threads.shutdown(wait=False)
+        self._threads.shutdown()
 
-    async def _run(self, make_call: Callable[[], Call[Result]], timeout: float | None) -> Result:
-        seconds = self._seconds(timeout)
-        return await self._in_thread(lambda cancellation: self._caller.run(make_call(), seconds, cancellation))
+    async def _run(self, make_call: Callable[[], Call[Result]], timeout: float | None, *, writes: bool) -> Result:
+        return await self._in_thread(lambda *limits: self._caller.run(make_call(), *limits), timeout, writes=writes)
 
-    async def _in_thread(self, what: Callable[[Cancellation], Result]) -> Result:
-        if self._closed:
-            raise ClientClosedError(f"{self!r} is closed")
+    async def _in_thread(
+        self, what: Callable[[Deadline, Cancellation], Result], timeout: float | None, *, writes: bool = False
+    ) -> Result:
+        """Has a thread do something; one that ``writes`` to the caller's memory has ended when the caller goes on."""
+        deadline = Deadline.after(self._timeout if timeout is None else _channel.check_timeout(timeout))
         cancellation = Cancellation()
+
+        def run() -> Result:
+            if not deadline.allows(0):
+                raise DeadlineExceededError(f"{self!r} had too many calls for the timeout of {deadline.timeout} s")
+            return what(deadline, cancellation)
+
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, what, cancellation)
-        except asyncio.CancelledError:
-            cancellation.cancel()
-            raise
+            self._caller.check_open()
+            # With the task's context, as asyncio.to_thread does: the trace goes on in the thread.
+            context = contextvars.copy_context()
+            future = self._threads.submit(context.run, run)
+            try:
+                return await asyncio.wrap_future(future)
+            except asyncio.CancelledError:
+                cancellation.cancel()
+                if writes:
+                    await asyncio.gather(asyncio.wrap_future(future), return_exceptions=True)
+                raise
+            finally:
+                del future  # it has the call's error, whose frames would have it, until garbage is collected
         except ClientClosedError as error:
             raise ClientClosedError(f"{self!r} {error}") from error
-
-    def _seconds(self, timeout: float | None) -> float:
-        return self._timeout if timeout is None else _channel.check_timeout(timeout)
 
     async def __aenter__(self) -> Client:
         return self

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from bngrad._errors import FieldViolation, invalid_argument
+from bngrad._errors import FieldViolation, invalid_argument, is_encodable
 from bngrad_protos.limits import MAX_PRIORITY
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 
@@ -61,6 +61,9 @@ def _epsilon(epsilon: float) -> float:
 def _data_format(data_format: str) -> str:
     if not isinstance(data_format, str):
         raise TypeError(f"data_format must be a str, not {data_format!r}")
+    if not is_encodable(data_format):
+        description = f"data_format must be a name such as 'NHWC', not {data_format!r}"
+        raise invalid_argument(FieldViolation("data_format", description))
     return data_format
 
 
@@ -79,6 +82,7 @@ def _priority(priority: int) -> dict[str, int]:
     if isinstance(priority, bool) or not isinstance(priority, numbers.Integral):
         raise TypeError(f"priority must be an int, not {priority!r}")
     if abs(priority) > MAX_PRIORITY:
-        description = f"priority must be from -{MAX_PRIORITY} to {MAX_PRIORITY}, not {priority}"
+        has = priority if abs(priority) < 10**100 else "a number too long to print"
+        description = f"priority must be from -{MAX_PRIORITY} to {MAX_PRIORITY}, not {has}"
         raise invalid_argument(FieldViolation("priority", description))
     return {"priority": int(priority)} if priority else {}

@@ -157,7 +157,7 @@ def check_out(name: str, out: Any, others: Mapping[str, Array]) -> None:
     like = next(iter(others.values()))
     problem = ""
     if (out.dtype, out.shape) != (like.dtype, like.shape):
-        problem = f"must have shape {like.shape} of {like.dtype.name}, not {out.shape} of {out.dtype.name}"
+        problem = f"must have shape {like.shape} of {like.dtype}, not {out.shape} of {out.dtype}"
     elif not out.flags.writeable:
         problem = "must be writeable"
     elif overlapped := [field for field, array in others.items() if np.may_share_memory(out, array)]:

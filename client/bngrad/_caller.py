@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +17,8 @@ from bngrad._channel import Transport
 from bngrad._deadline import Deadline
 from bngrad._doubts import Doubts
 from bngrad._errors import BngradError, ClientClosedError, NotSharedError, UnavailableError
-from bngrad._memory import LeaseError, Pool
+from bngrad._lease import LeaseError
+from bngrad._memory import Pool
 from bngrad._results import Array, ServerInfo
 from bngrad._retry import Attempts, Budget
 from bngrad._security import Access, Security
@@ -48,43 +50,43 @@ class Caller:
         """
         self._transport = transport
         self._retries = retries
-        options = list(options)
-        self._doubts = Doubts()
+        options = _channel.check_options(options)
+        self._doubts = doubts = Doubts()  # not self in what it has others call, or only the collector would free them
         self._servers = Servers(
             targets,
-            lambda target, name: Connector(target, transport, options, self._doubts, Access(security, target, name)),
+            lambda target, name: Connector(target, transport, options, doubts, Access(security, target, name)),
         )
         self._budget = Budget()
         self._own_memory = Pool(None)
         self._mutex = threading.Lock()
         self._running: set[Cancellation] = set()
         self._closed = False
+        self._process = os.getpid()
 
-    def run(self, call: Call[Result], timeout: float, cancellation: Cancellation) -> Result:
+    def run(self, call: Call[Result], deadline: Deadline, cancellation: Cancellation) -> Result:
         """Makes a call.
 
         Args:
             call: The call.
-            timeout: The seconds that it may take.
+            deadline: When to give up.
             cancellation: Where to hear that the caller has lost interest.
 
         Raises:
             BngradError: See `bngrad.Client`.
         """
-        return self._made(lambda server, deadline: server.run(call, deadline, cancellation), timeout, cancellation)
+        return self._made(lambda server: server.run(call, deadline, cancellation), deadline, cancellation)
 
-    def server_info(self, timeout: float, cancellation: Cancellation) -> ServerInfo:
+    def server_info(self, deadline: Deadline, cancellation: Cancellation) -> ServerInfo:
         """Asks a server what it is."""
-        return self._made(lambda server, deadline: server.server_info(deadline, cancellation), timeout, cancellation)
+        return self._made(lambda server: server.server_info(deadline, cancellation), deadline, cancellation)
 
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], timeout: float, cancellation: Cancellation) -> Array:
+    def empty(
+        self, shape: tuple[int, ...], dtype: np.dtype[Any], deadline: Deadline, cancellation: Cancellation
+    ) -> Array:
         """A new array, in memory shared with the first server that shares any."""
         try:
             return self._made(
-                lambda server, deadline: server.empty(shape, dtype, deadline, cancellation),
-                timeout,
-                cancellation,
-                in_order=True,
+                lambda server: server.empty(shape, dtype, deadline, cancellation), deadline, cancellation, in_order=True
             )
         except NotSharedError:
             if self._transport == "shared":
@@ -92,7 +94,9 @@ class Caller:
             return self._own_memory.empty(shape, dtype)
 
     def close(self) -> None:
-        """Ends every call; closing again does nothing."""
+        """Ends every call; closing again does nothing, nor does a forked child, whose parent goes on calling."""
+        if self._process != os.getpid():
+            return
         with self._mutex:
             self._closed = True
             running = list(self._running)
@@ -102,21 +106,31 @@ class Caller:
         self._doubts.close()
         self._own_memory.close()
 
+    def check_open(self) -> None:
+        """Raises `ClientClosedError` where no more calls can be made, or not by this process.
+
+        A forked child has its parent's connections and shared memory, and would get and spoil its parent's answers.
+        """
+        if self._process != os.getpid():
+            raise ClientClosedError(f"is of process {self._process}, which was forked: make one in the child")
+        if self._closed:
+            raise ClientClosedError("is closed")
+
     def _made(
         self,
-        what: Callable[[Connector, Deadline], Result],
-        timeout: float,
+        what: Callable[[Connector], Result],
+        deadline: Deadline,
         cancellation: Cancellation,
         *,
         in_order: bool = False,
     ) -> Result:
         """Lets `close` end what is done, and says so."""
+        self.check_open()  # before the mutex, which a forked child may have got locked
         with self._mutex:
-            if self._closed:
-                raise ClientClosedError("is closed")
+            self.check_open()
             self._running.add(cancellation)
         try:
-            return self._repeated(what, Deadline.after(timeout), cancellation, in_order)
+            return self._repeated(what, deadline, cancellation, in_order)
         except (BngradError, LeaseError, ValueError) as error:
             # A ValueError is what a channel raises that another thread has closed just now.
             if self._closed:
@@ -127,7 +141,7 @@ class Caller:
 
     def _repeated(
         self,
-        what: Callable[[Connector, Deadline], Result],
+        what: Callable[[Connector], Result],
         deadline: Deadline,
         cancellation: Cancellation,
         in_order: bool,
@@ -142,7 +156,7 @@ class Caller:
                 attempts.wait(not self._servers.was_reached or not self._budget.allows, cancellation)
                 continue
             try:
-                result = what(server.connector, deadline)
+                result = what(server.connector)
             except BngradError as error:
                 if cancellation.cancelled:
                     raise

@@ -7,6 +7,9 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, SupportsIndex, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
 from bngrad._errors import FieldViolation, invalid_argument
 
 ChannelOption: TypeAlias = tuple[str, Any]
@@ -49,16 +52,48 @@ def check_retries(retries: bool) -> bool:
     return retries
 
 
+def check_options(options: Iterable[ChannelOption]) -> list[ChannelOption]:
+    """The channel arguments, if they are pairs; their values are grpcio's to judge."""
+    pairs = list(options) if isinstance(options, Iterable) else [options]
+    if not all(isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs):
+        raise TypeError(f'options must be pairs such as ("grpc.keepalive_time_ms", 30_000), not {options!r}')
+    return pairs
+
+
 def check_timeout(timeout: float) -> float:
     """The timeout, if it is one."""
     if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real):
         raise TypeError(f"timeout must be a number of seconds, not {timeout!r}")
-    if not timeout > 0:  # NaN is not either.
+    try:
+        seconds = float(timeout)
+    except OverflowError as error:
+        description = "timeout must be a number of seconds that a float can be, or math.inf for no limit"
+        raise invalid_argument(FieldViolation("timeout", description)) from error
+    if not seconds > 0:  # NaN is not either.
         raise invalid_argument(FieldViolation("timeout", f"timeout must be positive, not {timeout}"))
-    return float(timeout)
+    return seconds
 
 
 def check_shape(shape: SupportsIndex | Sequence[SupportsIndex]) -> tuple[int, ...]:
     """The lengths of the dimensions, of which a single one may stand alone."""
     dimensions = shape if isinstance(shape, Sequence) else (shape,)
-    return tuple(operator.index(dimension) for dimension in dimensions)
+    try:
+        lengths = tuple(map(operator.index, dimensions))
+    except TypeError as error:
+        raise TypeError(f"shape must be an int or a sequence of such, not {shape!r}") from error
+    if max(map(abs, lengths), default=0) >= 2**63:  # and may be too long to print
+        raise invalid_argument(FieldViolation("shape", "shape must have lengths below 2**63, not above"))
+    if min(lengths, default=0) < 0:
+        raise invalid_argument(FieldViolation("shape", f"shape must have no negative lengths, not {lengths}"))
+    return lengths
+
+
+def check_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
+    """The dtype, if memory that others write can hold such elements."""
+    try:
+        made = np.dtype(dtype)
+    except (TypeError, ValueError, SyntaxError) as error:
+        raise TypeError(f"dtype must be one of NumPy's, not {dtype!r}") from error
+    if made.hasobject:
+        raise invalid_argument(FieldViolation("dtype", f"dtype must be one without Python objects, not {made}"))
+    return made

@@ -14,6 +14,7 @@ from bngrad._call import Call
 from bngrad._caller import Caller
 from bngrad._cancellation import Cancellation
 from bngrad._channel import Transport
+from bngrad._deadline import Deadline
 from bngrad._errors import ClientClosedError
 from bngrad._gradients import Gradients
 from bngrad._results import Array, ServerInfo
@@ -106,9 +107,9 @@ class Client(Gradients):
         Raises:
             BngradError: See the class.
         """
-        seconds = self._seconds(timeout)
+        deadline = self._deadline(timeout)
         try:
-            return self._caller.server_info(seconds, Cancellation(only_by_close=True))
+            return self._caller.server_info(deadline, Cancellation(only_by_close=True))
         except ClientClosedError as error:
             raise ClientClosedError(f"{self!r} {error}") from error
 
@@ -126,9 +127,9 @@ class Client(Gradients):
         Raises:
             BngradError: See the class.
         """
-        dimensions = _channel.check_shape(shape)
+        dimensions, kind = _channel.check_shape(shape), _channel.check_dtype(dtype)
         try:
-            return self._caller.empty(dimensions, np.dtype(dtype), self._timeout, Cancellation(only_by_close=True))
+            return self._caller.empty(dimensions, kind, self._deadline(None), Cancellation(only_by_close=True))
         except ClientClosedError as error:
             raise ClientClosedError(f"{self!r} {error}") from error
 
@@ -140,14 +141,14 @@ class Client(Gradients):
         self._caller.close()
 
     def _run(self, call: Call[Result], timeout: float | None) -> Result:
-        seconds = self._seconds(timeout)
+        deadline = self._deadline(timeout)
         try:
-            return self._caller.run(call, seconds, Cancellation(only_by_close=True))
+            return self._caller.run(call, deadline, Cancellation(only_by_close=True))
         except ClientClosedError as error:
             raise ClientClosedError(f"{self!r} {error}") from error
 
-    def _seconds(self, timeout: float | None) -> float:
-        return self._timeout if timeout is None else _channel.check_timeout(timeout)
+    def _deadline(self, timeout: float | None) -> Deadline:
+        return Deadline.after(self._timeout if timeout is None else _channel.check_timeout(timeout))
 
     def __enter__(self) -> Client:
         return self

@@ -38,7 +38,7 @@ def straightened(tensors: Mapping[str, Array]) -> dict[str, Array]:
         dtype = array.dtype
         if dtype in _DATA_TYPES and array.flags.c_contiguous:
             straight[field] = array
-        elif (little_endian := dtype.newbyteorder("<")) in _DATA_TYPES:
+        elif (little_endian := dtype.newbyteorder("<") if dtype.kind == "f" else dtype) in _DATA_TYPES:
             # Not ascontiguousarray, which gives a scalar a dimension.
             straight[field] = array.astype(little_endian, order="C", copy=False)
         else:
@@ -56,7 +56,7 @@ def data_of(array: Array) -> Buffer:
 
 def view_of(array: Array) -> memoryview:
     """The elements of an array in C order, as bytes, to be read and, if it is writeable, written."""
-    return memoryview(data_of(array))
+    return memoryview(data_of(np.asarray(array)))  # a np.matrix, say, has no one dimension
 
 
 def tensor_pieces(number: int, array: Array) -> tuple[Buffer, Buffer]:

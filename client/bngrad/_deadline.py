@@ -35,3 +35,6 @@ class Deadline:
     def allows(self, seconds: float) -> bool:
         """Whether it is further away than that."""
         return self.at is None or time.monotonic() + seconds < self.at
+
+
+ENDLESS = Deadline(math.inf, None)

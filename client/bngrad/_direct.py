@@ -155,6 +155,7 @@ class DirectEndpoint:
             with cancellation.calls(lambda: end(sock)):
                 rest_s = deadline.rest_s()
                 http2.set_timeout(sock, rest_s)
+                connection.io.until = math.inf if deadline.at is None else deadline.at
                 yield connection.call(method, timeout_s=_announced(rest_s), metadata=metadata), sock
         except TimeoutError as error:
             message = "it stands still"
@@ -165,8 +166,11 @@ class DirectEndpoint:
             raise NotConnectedError(str(error)) from error
         except http2.RpcError as error:
             code = _STATUS_CODES.get(error.code, grpc.StatusCode.UNKNOWN)
-            raise from_status(code, error.message, error.details, self._target, deadline.timeout) from error
+            # Without its frames, which have the call, which keeps the error: all tensors would wait for the collector.
+            cause = error.with_traceback(None)
+            raise from_status(code, error.message, error.details, self._target, deadline.timeout) from cause
         finally:
+            connection.io.until = math.inf
             self._give_back(connection, sock, farewell)
 
     def _connection(self, deadline: Deadline) -> tuple[http2.ClientConnection, socket.socket]:
@@ -201,6 +205,7 @@ class DirectEndpoint:
         if is_usable or farewell is None:
             connection.close()
         else:
+            connection.stream = None  # as `close` would do
             farewell.say(sock)
 
     def _message(self, call: http2.ClientCall) -> bytes:

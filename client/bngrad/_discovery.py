@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 
@@ -32,6 +32,9 @@ from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 _BLOCKED_S = 10.0
 """How long an endpoint that cannot be reached is left alone; twice as long if it then still cannot, and so on."""
 _LONGEST_BLOCKED_S = 300.0
+
+
+Ask: TypeAlias = Callable[[Deadline, Cancellation], pb.Endpoints]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,25 +76,28 @@ class Ways:
 class Discovery:
     """Knows the ways to one server."""
 
-    def __init__(self, target: str, ask: Callable[[Deadline, Cancellation], pb.Endpoints], access: Access) -> None:
+    def __init__(self, target: str, access: Access) -> None:
         """Asks nothing yet.
 
         Args:
             target: The server's address.
-            ask: Asks the server for its endpoints.
             access: How the server is reached.
         """
         self._access = access
         self._target = target
-        self._ask = ask
         self._mutex = threading.Lock()
         self._discovering = threading.Lock()
         self._ways: Ways | None = None
         self._blocked: dict[Any, tuple[float, float]] = {}
         self._closed = False
 
-    def ways(self, deadline: Deadline, cancellation: Cancellation) -> Ways:
+    def ways(self, ask: Ask, deadline: Deadline, cancellation: Cancellation) -> Ways:
         """The ways that there are now; asks the server where that is not known.
+
+        Args:
+            ask: Asks the server for its endpoints.
+            deadline: When to give up.
+            cancellation: Where to hear that the caller has.
 
         Raises:
             BngradError: The server does not answer, or the client was closed.
@@ -107,18 +113,18 @@ class Discovery:
         try:
             ways = self._ways
             while ways is None or ways.is_stale:
-                ways = self._discover(ways or Ways(), deadline, cancellation)
+                ways = self._discover(ways or Ways(), lambda: ask(deadline, cancellation))
             return ways
         finally:
             self._discovering.release()
 
-    def _discover(self, before: Ways, deadline: Deadline, cancellation: Cancellation) -> Ways | None:
+    def _discover(self, before: Ways, ask: Callable[[], pb.Endpoints]) -> Ways | None:
         """Asks the server for its endpoints; gives what is there instead if a way was lost meanwhile."""
         blocked = set(self._blocked)
-        ways = self._ways_to(self._endpoints(deadline, cancellation), before)
+        ways = self._ways_to(_endpoints(ask), before)
         if set(self._blocked) - blocked:
             # The server may have gone since it answered, and another one may have begun.
-            ways = self._ways_to(self._endpoints(deadline, cancellation), before)
+            ways = self._ways_to(_endpoints(ask), before)
         with self._mutex:
             is_closed, present = self._closed, self._ways
             is_current = not is_closed and (present is None or present is before)
@@ -132,14 +138,6 @@ class Discovery:
             return present
         before.close(but=ways)
         return ways
-
-    def _endpoints(self, deadline: Deadline, cancellation: Cancellation) -> pb.Endpoints:
-        try:
-            return self._ask(deadline, cancellation)
-        except (UnavailableError, DeadlineExceededError, UnauthenticatedError, InvalidArgumentError):
-            raise
-        except BngradError:
-            return pb.Endpoints()  # an older server, or something else that answers calls
 
     def _ways_to(self, endpoints: pb.Endpoints, before: Ways) -> Ways:
         """The ways to the endpoints, except those that are left alone for now; those that there were before stay."""
@@ -198,3 +196,12 @@ class Discovery:
 
     def _is_blocked(self, address: Any) -> bool:
         return address in self._blocked and self._blocked[address][0] > time.monotonic()
+
+
+def _endpoints(ask: Callable[[], pb.Endpoints]) -> pb.Endpoints:
+    try:
+        return ask()
+    except (UnavailableError, DeadlineExceededError, UnauthenticatedError, InvalidArgumentError):
+        raise
+    except BngradError:
+        return pb.Endpoints()  # an older server, or something else that answers calls

@@ -30,11 +30,16 @@ class Doubts:
     def __init__(self) -> None:
         self._mutex = threading.Lock()
         self._doubtful: list[_Doubt] = []
+        self._closed = False
 
     def add(self, result: Array, region: Region, farewell: Farewell) -> None:
         """Keeps a result, the lease of its region, which the caller holds and hands over, and the end of its call."""
+        doubt = _Doubt(result, region, farewell)
         with self._mutex:
-            self._doubtful.append(_Doubt(result, region, farewell))
+            if self._closed:
+                _give_up(doubt)
+            else:
+                self._doubtful.append(doubt)
 
     def settle(self, arrays: Sequence[Array]) -> Array | None:
         """Lets go what servers have done with.
@@ -71,7 +76,12 @@ class Doubts:
     def close(self) -> None:
         """Gives the leases up; the memory itself stays as long as its arrays."""
         with self._mutex:
+            self._closed = True
             for doubt in self._doubtful:
-                doubt.region.close()
-                doubt.farewell.close()
+                _give_up(doubt)
             self._doubtful = []
+
+
+def _give_up(doubt: _Doubt) -> None:
+    doubt.region.close()
+    doubt.farewell.close()

@@ -33,7 +33,7 @@ class BngradError(Exception):
 
 
 class ClientClosedError(BngradError, RuntimeError):
-    """The client was closed, before the call or during it."""
+    """The client was closed, before the call or during it; or it is of the process that this one was forked from."""
 
 
 class DeadlineExceededError(BngradError, TimeoutError):
@@ -119,6 +119,15 @@ _CLASSES: dict[grpc.StatusCode, type[BngradError]] = {
 def invalid_argument(*violations: FieldViolation) -> InvalidArgumentError:
     """The error for violations that the client found itself."""
     return InvalidArgumentError("; ".join(violation.description for violation in violations), violations)
+
+
+def is_encodable(text: str) -> bool:
+    """Whether UTF-8 has all of it: no half of a pair of surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def from_rpc_error(error: grpc.RpcError, target: str, timeout: float | None) -> BngradError:

@@ -44,9 +44,9 @@ class Farewell:
 
     def close(self) -> None:
         """Waits for the server no longer."""
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        sock, self._socket = self._socket, None  # first of all: Ctrl-C may come between any two steps
+        if sock is not None:
+            sock.close()
 
 
 def silence(sock: socket.socket) -> None:

@@ -68,7 +68,7 @@ class Gradients(ABC):
             name: Ignored; here so that calls of the op need no change.
             reserve_space_2_kind: "variance" for the variance without epsilon, as from TensorFlow on a CPU, or
                 "inverse_std" for rstd itself, as saved by cuDNN and PyTorch in training; epsilon is then unused.
-            out: Where to put x_backprop; a NumPy array of its dtype and shape that overlaps neither y_backprop nor x.
+            out: Where to put x_backprop; a NumPy array of its dtype and shape that overlaps no other argument.
             priority: From -8 to 8. Requests of a higher one are computed sooner; it is a head start, so that no other
                 request waits for ever.
             timeout: How long the call may take, in seconds; None for the client's own limit.
@@ -208,7 +208,7 @@ class Gradients(ABC):
             is_training: Whether mean and variance were computed from x, rather than being constants.
             reserve_space_2_kind: "variance" or "inverse_std", as in `fused_batch_norm_grad_v3`.
             out: Where to put grad_y_backprop and grad_x: NumPy arrays of the dtype and shape of x that overlap neither
-                each other nor grad_x_backprop, y_backprop or x; None for either that may be a new array.
+                each other nor any other argument; None for either that may be a new array.
             priority: As in `fused_batch_norm_grad_v3`.
             timeout: How long the call may take, in seconds; None for the client's own limit.
 

@@ -9,13 +9,15 @@ import numpy as np
 
 from bngrad._cancellation import Cancellation
 from bngrad._deadline import Deadline
-from bngrad._errors import InternalError, UnavailableError, from_rpc_error
+from bngrad._errors import InternalError, UnavailableError, from_rpc_error, from_status
 from bngrad._security import Access
 from bngrad._tracing import trace_context
 from bngrad_protos import wire
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_protos.wire import Buffer
 
+_BLOCKING_NBYTES = 64 * 1024
+"""grpcio's blocking call ends, whatever its deadline, when the system has taken the message; it takes small ones."""
 _CHUNK_NBYTES = 2**20
 """grpcio is fastest with chunks of about this size: smaller ones cost calls, larger ones the cache."""
 
@@ -43,15 +45,22 @@ class GrpcEndpoint:
             callable_ = self._unary[method] = self._channel.unary_unary(method)
         metadata = self._access.metadata() + trace_context()
         try:
-            if (
-                cancellation.only_by_close
-            ):  # which closes the channel, and that ends the call; a future costs a thread hop
-                return callable_(b"".join(pieces), timeout=deadline.rest_s(), metadata=metadata)
-            future = callable_.future(b"".join(pieces), timeout=deadline.rest_s(), metadata=metadata)
-            with cancellation.calls(future.cancel):
-                return future.result()
+            message, rest_s = b"".join(pieces), deadline.rest_s()
+            # Closing closes the channel, and that ends such a call; a future costs a thread hop.
+            if cancellation.only_by_close and len(message) < _BLOCKING_NBYTES:
+                return callable_(message, timeout=rest_s, metadata=metadata)
+            future = callable_.future(message, timeout=rest_s, metadata=metadata)
+            try:
+                with cancellation.calls(future.cancel):
+                    return future.result(rest_s)
+            finally:
+                future.cancel()  # does nothing to a call that has ended
         except grpc.RpcError as error:
-            raise from_rpc_error(error, self._target, deadline.timeout) from error
+            # Without its frames, which keep it and the tensors until the garbage is collected.
+            raise from_rpc_error(error, self._target, deadline.timeout) from error.with_traceback(None)
+        except grpc.FutureTimeoutError as error:
+            code = grpc.StatusCode.DEADLINE_EXCEEDED
+            raise from_status(code, "it stands still", b"", self._target, deadline.timeout) from error
         except grpc.FutureCancelledError as error:
             raise UnavailableError(f"the call to {self._target} was cancelled") from error
 
@@ -84,7 +93,7 @@ class GrpcEndpoint:
             finally:
                 responses.cancel()  # does nothing to a call that has ended
         except grpc.RpcError as error:
-            raise from_rpc_error(error, self._target, deadline.timeout) from error
+            raise from_rpc_error(error, self._target, deadline.timeout) from error.with_traceback(None)
         return message[field[1] :]
 
     def _receive_into(self, responses: Iterator[bytes], target: memoryview) -> None:

@@ -12,7 +12,6 @@ import math
 import mmap
 import os
 import socket
-import struct
 import threading
 import weakref
 from collections import deque
@@ -21,29 +20,18 @@ from typing import Any
 
 import numpy as np
 
+from bngrad._cancellation import Cancellation
+from bngrad._deadline import ENDLESS, Deadline
+from bngrad._lease import LeaseError, LeaseLateError, UnreachableError, leased
 from bngrad._results import Array
 from bngrad._security import OPEN, Access
 from bngrad_protos.limits import REGION_NBYTES
 
 ALIGNMENT = 64
 """Every array begins at a multiple of this in its region, in bytes."""
-_LEASE_TIMEOUT_S = 5.0
 _ANSWER_TIMEOUT_S = 0.25
-_KEY_NBYTES = 16
 _IS_IN_USE = b"?"
-_SIZE = struct.Struct("<Q")
-
-
-class LeaseError(Exception):
-    """The server shares no memory with this client, or no more of it."""
-
-
-class LeaseEndedError(LeaseError):
-    """What was located has no lease any more; new memory may get one."""
-
-
-class UnreachableError(LeaseError):
-    """Nobody leases memory where the server said so: it has ended, and another one may have begun."""
+_GONE = "the server has gone, or the client was closed"
 
 
 class Region:
@@ -118,6 +106,10 @@ class Region:
             return True
         except OSError:
             return False  # The server has gone.
+        except BaseException:  # Ctrl-C: nobody knows now whether there will be an answer, so the lease ends.
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+            raise
         finally:
             self._socket.setblocking(False)
 
@@ -156,23 +148,31 @@ class Pool:
         self._path = path
         self._access = access
         self._mutex = threading.Lock()
+        self._growing = threading.Lock()
         self._regions: list[Region] = []
         self._free: dict[int, list[Block]] = {}
         # What the garbage collector gives back, at any moment and in any thread, so without a lock.
         self._returned: deque[Block] = deque()
         self._closed = False
 
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    def empty(
+        self,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+        deadline: Deadline = ENDLESS,
+        cancellation: Cancellation | None = None,
+    ) -> Array:
         """A new array.
 
         Raises:
             LeaseError: The server does not lease the memory for it.
+            MemoryError: The client's own memory is not enough.
         """
         nbytes = math.prod(shape) * dtype.itemsize
-        block = self._take(_size_class(nbytes))
-        owner = (ctypes.c_ubyte * max(nbytes, 1)).from_buffer(block.region.memory, block.offset)
+        block = self._take(_size_class(nbytes), deadline, cancellation or Cancellation())
+        owner = np.ndarray(max(nbytes, 1), np.uint8, block.region.memory, block.offset)
         weakref.finalize(owner, self._returned.append, block).atexit = False
-        return np.ndarray(shape, dtype, memoryview(owner))
+        return np.ndarray(shape, dtype, owner.data)
 
     def locate(self, array: Array) -> tuple[bytes, int] | None:
         """The key of the region that holds an array in C order, and where it begins there; None if none does."""
@@ -210,15 +210,28 @@ class Pool:
             for region in list(self._regions):
                 self._forget(region)
 
-    def _take(self, nbytes: int) -> Block:
+    def _take(self, nbytes: int, deadline: Deadline, cancellation: Cancellation) -> Block:
+        block = self._present(nbytes)
+        if block is not None:
+            return block
+        # One thread at a time, or each would lease a region; without the mutex, since the server may take its time.
+        rest_s = deadline.rest_s()
+        if not self._growing.acquire(timeout=-1 if rest_s is None else rest_s):
+            raise LeaseLateError("another call still waits for memory")
+        try:
+            while (block := self._present(nbytes)) is None:
+                self._grow(max(nbytes, REGION_NBYTES), deadline, cancellation)
+            return block
+        finally:
+            self._growing.release()
+
+    def _present(self, nbytes: int) -> Block | None:
+        """A block of the regions that there are."""
         with self._mutex:
             self._collect()
             block = self._reuse(nbytes) or self._cut(nbytes)
-            if block is None:
-                self._regions.append(self._new_region(max(nbytes, REGION_NBYTES)))
-                block = self._cut(nbytes)
-                assert block is not None
-            block.region.blocks += 1
+            if block is not None:
+                block.region.blocks += 1
             return block
 
     def _collect(self) -> None:
@@ -243,12 +256,32 @@ class Pool:
                 return Block(region, region.used - nbytes, nbytes)
         return None
 
-    def _new_region(self, nbytes: int) -> Region:
+    def _grow(self, nbytes: int, deadline: Deadline, cancellation: Cancellation) -> None:
+        """Adds a region."""
+        with self._mutex:
+            for region in [region for region in self._regions if region.blocks == 0]:
+                self._forget(region)  # too small, so another one of its kind would not help either
+        region = self._new_region(nbytes, deadline, cancellation)
+        with self._mutex:
+            if not self._closed:
+                self._regions.append(region)
+                return
+        region.close()
+        raise UnreachableError(_GONE)
+
+    def _new_region(self, nbytes: int, deadline: Deadline, cancellation: Cancellation) -> Region:
         if self._closed:
-            raise UnreachableError("the server has gone, or the client was closed")
-        for region in [region for region in self._regions if region.blocks == 0]:
-            self._forget(region)  # too small, so another one of its kind would not help either
-        return Region(nbytes, None if self._path is None else _lease(self._path, nbytes, self._access.authorization()))
+            raise UnreachableError(_GONE)
+        if self._path is None:
+            try:
+                return Region(nbytes, None)
+            except (OSError, OverflowError) as error:
+                raise MemoryError(f"no {nbytes} bytes for an array: {error}") from error
+        lease = leased(self._path, nbytes, self._access.authorization(), deadline, cancellation)
+        try:
+            return Region(nbytes, lease)
+        except OSError as error:
+            raise LeaseError(f"what it leased cannot be mapped: {error}") from error
 
     def _forget(self, region: Region) -> None:
         self._drop_free_blocks(region)
@@ -262,26 +295,6 @@ class Pool:
                 self._free[nbytes] = kept
             else:
                 del self._free[nbytes]
-
-
-def _lease(path: str, nbytes: int, authorization: str) -> tuple[socket.socket, bytes, int]:
-    """Leases a region: the connection that keeps the lease, the region's key, its file descriptor."""
-    lease = socket.socket(socket.AF_UNIX)
-    try:
-        lease.settimeout(_LEASE_TIMEOUT_S)
-        lease.connect(path)
-        lease.sendall(_SIZE.pack(nbytes) + authorization.encode())
-        answer, fds, _, _ = socket.recv_fds(lease, 1024, 1)
-        if len(fds) != 1 or len(answer) != _KEY_NBYTES:
-            raise LeaseError(answer.decode(errors="replace") or "the server leases no memory")
-    except OSError as error:
-        lease.close()
-        raise UnreachableError(f"the server leases no memory: {error}") from error
-    except LeaseError:
-        lease.close()
-        raise
-    lease.setblocking(False)  # from now on it is only looked at
-    return lease, answer, fds[0]
 
 
 def _size_class(nbytes: int) -> int:

@@ -182,7 +182,7 @@ def _call(
         headers: Tensors that go without elements.
     """
     large = {field: tensors.pop(field) for field in op.large}
-    others = dict(large)
+    others = {**large, **tensors}
     for name, out in outputs.items():
         if out is not None:
             check_out(name, out, others)

@@ -89,8 +89,11 @@ class Attempts:
         elif isinstance(error, UnavailableError) or hint_s is not None:
             self._ready_at[server] = time.monotonic() + delay_s(failures, hint_s)
         else:
-            raise self._told(error)
-        self._last = error
+            try:
+                raise self._told(error)
+            finally:
+                del error  # or it would keep itself, and the call's tensors, until the garbage is collected
+        self._last = error.with_traceback(None)  # whose frames have this object: another such cycle
 
     def waiting(self) -> set[Hashable]:
         """The servers that are not to be tried yet."""
@@ -104,20 +107,24 @@ class Attempts:
             is_hopeless: Whether a server that is not available need not be waited for.
             cancellation: Ends the wait.
         """
-        error = self._last
-        assert error is not None
         now = time.monotonic()
         seconds = min((at - now for at in self._ready_at.values() if at > now), default=0.0)
-        if isinstance(error, UnavailableError):
+        if isinstance(self._last, UnavailableError):
             tried = min(self._failures.values())
             is_hopeless |= self._deadline.at is None and tried >= _ENDLESS_ATTEMPTS
         else:
             is_hopeless = False
         if is_hopeless or cancellation.cancelled or seconds == math.inf or not self._deadline.allows(seconds):
-            raise self._told(error)
+            raise self._given_up()
         cancellation.sleep(seconds)
         if cancellation.cancelled:
-            raise self._told(error)
+            raise self._given_up()
+
+    def _given_up(self) -> BngradError:
+        """The last error, which is nobody's then but the caller's."""
+        error, self._last = self._last, None
+        assert error is not None
+        return self._told(error)
 
     def _told(self, error: BngradError) -> BngradError:
         """The error, which tells of the attempts before if there were any."""

@@ -180,7 +180,7 @@ def _checked(token: str) -> str:
 def _read(field: str, path: str | os.PathLike[str]) -> bytes:
     try:
         return Path(path).read_bytes()
-    except OSError as error:
+    except (OSError, ValueError) as error:  # a ValueError is for what no path can have
         raise invalid_argument(FieldViolation(field, f"{field} must be a file that can be read: {error}")) from error
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import threading
+import weakref
 from collections.abc import Callable, Container, Sequence
 
 import grpc
@@ -60,9 +61,9 @@ class Servers:
         self._servers: dict[str, Server] = {}
         self._closed = False
         self._was_reached = False
-        self._resolver = Resolver(targets, self._use)
+        self._resolver = Resolver(targets)
         if not self._resolver.has_names:
-            self._resolver.ask()
+            self._resolver.ask(self._use)
             self._resolver.first.result()
 
     @property
@@ -74,7 +75,7 @@ class Servers:
         """Waits until it is known which servers there are."""
         if self._servers:
             return
-        self._resolver.ask()
+        self._resolver.ask(self._use)
         first, known = self._resolver.first, threading.Event()
         first.add_done_callback(lambda _: known.set())
         with cancellation.calls(known.set):
@@ -126,7 +127,7 @@ class Servers:
         if not isinstance(error, UnavailableError | DeadlineExceededError):
             self._was_reached = True
             return
-        self._resolver.ask()
+        self._resolver.ask(self._use)
         with self._mutex:
             if not server.is_up or len(self._servers) == 1 or self._closed:
                 return
@@ -135,7 +136,7 @@ class Servers:
             needs_probe = not server.is_probed
             server.is_probed = True
         if needs_probe:
-            threading.Thread(target=self._probe, args=(server,), name="bngrad-probe", daemon=True).start()
+            threading.Thread(target=_probe, args=(weakref.ref(self), server), name="bngrad-probe", daemon=True).start()
 
     def close(self) -> None:
         """Closes every connector."""
@@ -165,28 +166,39 @@ class Servers:
         for server in idle:
             server.connector.close()
 
-    def _probe(self, server: Server) -> None:
-        """Asks a server that was set aside until it answers."""
-        for failures in itertools.count(server.strikes):
-            if server.retired.wait(delay_s(failures)):
-                return
-            with self._mutex:
-                if server.is_up:  # A call was quicker.
-                    server.is_probed = False
-                    return
-            try:
-                deadline = Deadline.after(_PROBE_TIMEOUT_S)
-                devices = server.connector.server_info(deadline, Cancellation(only_by_close=True)).devices
-            except (UnavailableError, DeadlineExceededError):
-                continue
-            except (BngradError, ValueError):  # It answers; or the client was closed.
-                devices = ()
-            if devices and not any(device.state == "ready" for device in devices):
-                continue
-            with self._mutex:
-                server.is_up = True
+    def probe(self, server: Server) -> bool:
+        """Asks a server that was set aside, and says whether it is up."""
+        with self._mutex:
+            if server.is_up:  # A call was quicker.
                 server.is_probed = False
+                return True
+        try:
+            deadline = Deadline.after(_PROBE_TIMEOUT_S)
+            devices = server.connector.server_info(deadline, Cancellation(only_by_close=True)).devices
+        except (UnavailableError, DeadlineExceededError):
+            return False
+        except Exception:  # It answers; or the client was closed; or there is no token, which a call is to tell.
+            devices = ()
+        if devices and not any(device.state == "ready" for device in devices):
+            return False
+        with self._mutex:
+            server.is_up = True
+            server.is_probed = False
+        return True
+
+
+def _probe(servers: weakref.ref[Servers], server: Server) -> None:
+    """Asks a server that was set aside until it is up, or the client has gone, be it that nobody closed it."""
+    for failures in itertools.count(server.strikes):
+        if server.retired.wait(delay_s(failures)):
             return
+        theirs = servers()
+        if theirs is None:
+            server.connector.close()
+            return
+        if theirs.probe(server):
+            return
+        del theirs
 
 
 def _burden(server: Server) -> tuple[int, float]:

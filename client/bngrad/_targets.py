@@ -10,9 +10,12 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from bngrad._errors import FieldViolation, invalid_argument
+from bngrad._errors import FieldViolation, invalid_argument, is_encodable
 
-_HOST_AND_PORT = re.compile(r"(?:dns:(?:///)?)?(\[[^\]]+\]|[^:/\[\]]+):(\d+)")
+_HOST_AND_PORT = re.compile(r"(?:dns:(?:///)?)?(\[[^\]\s]+\]|[^:/\[\]\s]+):([0-9]{1,9})")
+_SCHEMES = ("dns", "google-c2p", "ipv4", "ipv6", "unix", "unix-abstract", "vsock", "xds")
+"""Of gRPC's own targets; what has another one it takes for a host, and adds a port of its own."""
+_LONGEST_PATH_NBYTES = 107
 _BETWEEN_LOOKUPS_S = 30.0
 
 
@@ -24,14 +27,26 @@ def check_targets(target: str | Sequence[str]) -> list[str]:
     for each in targets:
         if not isinstance(each, str):
             raise TypeError(f"target must be a str, not {each!r}")
-        place = host_and_port(each)
-        has_port = ":" in each and (place is None or 0 < place[1] < 2**16)  # gRPC would go to some other port
-        if not has_port or each.startswith(("http:", "https:", "grpc:")):
+        if not _is_target(each):
             description = f'target must be "HOST:PORT" or "unix:PATH", not {each!r}'
+            raise invalid_argument(FieldViolation("target", description))
+        if each.startswith("unix:") and len(each[5:].removeprefix("//").encode()) > _LONGEST_PATH_NBYTES:
+            description = f"target must have a path of at most {_LONGEST_PATH_NBYTES} bytes, not {each!r}"
             raise invalid_argument(FieldViolation("target", description))
     if not targets:
         raise invalid_argument(FieldViolation("target", "target must name a server, not none"))
     return list(dict.fromkeys(targets))
+
+
+def _is_target(target: str) -> bool:
+    """Whether gRPC takes it as it is meant, and not for some other host, port or path."""
+    if "\0" in target or not is_encodable(target):
+        return False
+    place = host_and_port(target)
+    if place is not None:
+        return 0 < place[1] < 2**16
+    scheme, _, rest = target.partition(":")
+    return scheme in _SCHEMES and rest.strip("/") != ""
 
 
 def host_and_port(target: str) -> tuple[str, int] | None:
@@ -83,31 +98,33 @@ class Resolver:
         first: Ends with the first lookup.
     """
 
-    def __init__(self, targets: Sequence[str], use: Callable[[list[str]], None]) -> None:
+    def __init__(self, targets: Sequence[str]) -> None:
         """Looks nothing up yet.
 
         Args:
             targets: What may stand for several addresses each.
-            use: Is told what they stand for, at the first lookup and when that has changed.
         """
         self._stands_for = {target: [target] for target in targets}
-        self._use = use
         self.has_names = any(name_of(target) for target in targets)
         self._mutex = threading.Lock()
         self._asked_at: float | None = None
         self.first: Future[None] = Future()
 
-    def ask(self) -> None:
-        """Begins a lookup, unless there is nothing to look up or there was one a moment ago."""
+    def ask(self, use: Callable[[list[str]], None]) -> None:
+        """Begins a lookup, unless there is nothing to look up or there was one a moment ago.
+
+        Args:
+            use: Is told what the targets stand for.
+        """
         with self._mutex:
             now = time.monotonic()
             if self._asked_at is not None and (not self.has_names or now < self._asked_at + _BETWEEN_LOOKUPS_S):
                 return
             self._asked_at = now
         if self.has_names:
-            threading.Thread(target=self._look_up, name="bngrad-lookup", daemon=True).start()
+            threading.Thread(target=self._look_up, args=(use,), name="bngrad-lookup", daemon=True).start()
         else:
-            self._tell()
+            self._tell(use)
 
     def name_behind(self, address: str) -> str | None:
         """The host's name that an address was found by; None for one that was given as it is."""
@@ -117,17 +134,17 @@ class Resolver:
                 return None if name is None or address == target else name[0]
         return None
 
-    def _look_up(self) -> None:
+    def _look_up(self, use: Callable[[list[str]], None]) -> None:
         for target in self._stands_for:
             try:
                 self._stands_for[target] = lookup(target)
             except OSError:  # What was known of it stays; an unknown name is reported by the call itself.
                 continue
-        self._tell()
+        self._tell(use)
 
-    def _tell(self) -> None:
+    def _tell(self, use: Callable[[list[str]], None]) -> None:
         try:
-            self._use(list(dict.fromkeys(each for several in self._stands_for.values() for each in several)))
+            use(list(dict.fromkeys(each for several in self._stands_for.values() for each in several)))
         except Exception as error:
             if self.first.done():
                 raise

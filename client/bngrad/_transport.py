@@ -17,6 +17,7 @@ from bngrad._direct import DirectEndpoint, NotConnectedError
 from bngrad._discovery import Discovery, Ways
 from bngrad._doubts import Doubts
 from bngrad._errors import (
+    BngradError,
     InvalidArgumentError,
     NotSharedError,
     UnavailableError,
@@ -24,7 +25,8 @@ from bngrad._errors import (
 )
 from bngrad._farewell import Farewell
 from bngrad._grpc import GrpcEndpoint
-from bngrad._memory import LeaseEndedError, LeaseError, Pool, Region, UnreachableError
+from bngrad._lease import LeaseEndedError, LeaseError, LeaseLateError, UnreachableError
+from bngrad._memory import Pool, Region
 from bngrad._results import Array, ServerInfo
 from bngrad._security import Access
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
@@ -68,7 +70,7 @@ class Connector:
         self._grpc = GrpcEndpoint(self._channel, target, access)
         self._results = Pool(None)
         self._doubts = doubts
-        self._discovery = Discovery(target, lambda *limits: self._ask(*limits)[1], access)
+        self._discovery = Discovery(target, access)
 
     def run(self, call: Call[Result], deadline: Deadline, cancellation: Cancellation) -> Result:
         """Makes a call, once.
@@ -84,14 +86,15 @@ class Connector:
         self._settle(call, deadline, cancellation)
         if self._transport == "unary":
             return self._send(call, self._grpc, deadline, cancellation)
-        ways = self._discovery.ways(deadline, cancellation)
+        ways = self._discovery.ways(self._ask_endpoints, deadline, cancellation)
         if self._prefers_shared(call, ways):
             try:
                 return self._share(call, ways, deadline, cancellation)
             except (LeaseError, NotConnectedError) as error:
                 self._lose_with(ways, error)
-                if cancellation.cancelled or self._transport == "shared":
-                    raise self._not_shared(error) from error
+                is_late = isinstance(error, LeaseLateError)
+                if is_late or cancellation.cancelled or self._transport == "shared":
+                    raise self._not_shared(error, deadline) from error
             self._settle(call, deadline, cancellation)
         # Who asks for a stream to a TCP address means that, also where there is a shorter way.
         by_tcp_first = self._transport == "stream" and ways.remote is not None
@@ -118,15 +121,15 @@ class Connector:
             NotSharedError: There is no such memory.
         """
         if self._transport in ("unary", "stream"):
-            raise self._not_shared(LeaseError("it goes another way"))
-        ways = self._discovery.ways(deadline, cancellation)
+            raise self._not_shared(LeaseError("it goes another way"), deadline)
+        ways = self._discovery.ways(self._ask_endpoints, deadline, cancellation)
         try:
             if ways.shared is None:
                 raise self._no_memory(ways)
-            return ways.shared.empty(shape, dtype)
+            return ways.shared.empty(shape, dtype, deadline, cancellation)
         except LeaseError as error:
             self._lose_with(ways, error)
-            raise self._not_shared(error) from error
+            raise self._not_shared(error, deadline) from error
 
     def close(self) -> None:
         """Gives the connections up, and ends the calls that go by grpcio; closing again does nothing."""
@@ -179,9 +182,10 @@ class Connector:
         pool, endpoint, op = ways.shared, ways.local, call.op
         if pool is None or endpoint is None:
             raise self._no_memory(ways)
-        arrays = [_in_pool(pool, array) for array in call.large.values()]
+        limits = deadline, cancellation
+        arrays = [_in_pool(pool, array, *limits) for array in call.large.values()]
         results = [
-            pool.empty(call.shape, call.dtype)
+            pool.empty(call.shape, call.dtype, *limits)
             if out is None or not out.flags.c_contiguous or pool.locate(out) is None
             else out
             for out in call.out
@@ -224,7 +228,9 @@ class Connector:
             return UnreachableError("its endpoint on this host does not answer")
         return LeaseError(_NOT_LOCAL)
 
-    def _not_shared(self, error: Exception) -> UnavailableError:
+    def _not_shared(self, error: Exception, deadline: Deadline) -> BngradError:
+        if isinstance(error, LeaseLateError):
+            return from_status(grpc.StatusCode.DEADLINE_EXCEEDED, str(error), b"", self._target, deadline.timeout)
         has_gone = isinstance(error, NotConnectedError | UnreachableError | LeaseEndedError)
         kind = UnavailableError if has_gone else NotSharedError
         return kind(f"{self._target} shares no memory with this client: {error}")
@@ -234,17 +240,20 @@ class Connector:
         self.has_answered = True
         return _codec.read_server_info(answer)
 
+    def _ask_endpoints(self, deadline: Deadline, cancellation: Cancellation) -> pb.Endpoints:
+        return self._ask(deadline, cancellation)[1]
+
     def _lose_with(self, ways: Ways, error: Exception) -> None:
         """Does as `_lose` where the error says that the server on this host has gone."""
         if isinstance(error, UnreachableError) and ways.local is not None:
             self._discovery.lose(ways, ways.local)
 
 
-def _in_pool(pool: Pool, array: Array) -> Array:
+def _in_pool(pool: Pool, array: Array, deadline: Deadline, cancellation: Cancellation) -> Array:
     """The array, or a copy of it in the pool's memory."""
     if pool.locate(array) is not None:
         return array
-    copy = pool.empty(array.shape, array.dtype)
+    copy = pool.empty(array.shape, array.dtype, deadline, cancellation)
     np.copyto(copy, array)
     return copy
 
