@@ -81,10 +81,13 @@ gpu-test-sanitizer:  ## There: a little of everything under compute-sanitizer's 
 	$(GPU_PYTEST) tests/gpu/test_sanitizer.py
 
 gpu-test-server:  ## There: the ops, over every transport, through a server whose worker has the GPU
-	$(GPU_PYTHON) -c "import click, cupy, grpc_health, grpc_reflection, grpc_status, psutil, pydantic_settings, \
-		pytest_asyncio"
-	BNGRAD_TEST_DEVICE=$(GPU_DEVICE) $(GPU_PYTHON) -m pytest -ra -W default --durations=15 \
-		tests/gpu/test_server.py tests/integration/test_ops.py tests/integration/test_transports.py tests/integration/test_exchange.py tests/integration/test_bad_input.py \
+	$(GPU_PYTHON) -c "import click, cupy, google.rpc.error_details_pb2, grpc_channelz, grpc_health, grpc_reflection, \
+		grpc_status, h11, hpack, prometheus_client, psutil, pydantic_settings, pytest_asyncio, rich; \
+		import bngrad_protos.v1.batch_norm_grad_pb2_grpc"
+	BNGRAD_TEST_DEVICE=$(GPU_DEVICE) PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(GPU_PYTHON) -m pytest -p pytest_asyncio.plugin \
+		-ra -W default --durations=15 -o faulthandler_timeout=180 \
+		tests/gpu/test_server.py tests/integration/test_ops.py tests/integration/test_transports.py \
+		tests/integration/test_exchange.py tests/integration/test_bad_input.py \
 		tests/integration/test_shared_memory.py tests/integration/test_second_order.py
 
 gpu-bench:  ## There: kernels against PyTorch's and cuDNN's, and requests through a server; options in BENCH

@@ -5,18 +5,22 @@ CUDA events, each on other tensors, enough of them for the second-level cache to
 median of the rounds' means. The GPU starts on a round when all of it has been asked for, so that the host's time, which
 for small tensors is longer than the GPU's, counts for nobody. It does count, as it should, where small requests in one
 launch are compared with a launch each. Then the second order, whole batches from host memory to host memory, and the
-same through a server. Every row is in the JSON file as soon as it is known.
+same through a server. Every row is in the JSON file as soon as it is known, and what
+fails leaves the others alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import math
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -37,6 +41,8 @@ RESULTS = Path(__file__).parent / "results" / "gpu-kernels.json"
 PARTS = ("grouped", "layers", "second_order", "host_to_host", "through_server")
 _ROUND_SECONDS = 0.002
 _MOST_CALLS = 64
+_LONGEST_S = 120
+"""For a case; most take a second."""
 _PEERS = ("pytorch", "cudnn")
 _SMALL = Case("NCHW", "float32", 32, (64, 7, 7), True)
 _LARGE = Case("NHWC", "bfloat16", 32, (256, 56, 56), True)
@@ -58,12 +64,15 @@ def main() -> None:
     options.json.parent.mkdir(parents=True, exist_ok=True)
     for part in options.parts:
         rows = document[part] = []
-        for row in _rows(part, device, copy, tuple(options.batches)):
-            rows.append(row)
+        for case, measure in _measurements(part, device, copy, tuple(options.batches)):
+            faulthandler.dump_traceback_later(_LONGEST_S, exit=True)  # a kernel that never ends is not to cost more
+            rows += _measured(case, measure)
             _write(options.json, document)
             torch.cuda.empty_cache()
-        if part == "layers":
-            print(_summary(rows))
+        timed = [row for row in rows if "seconds" in row]
+        if part == "layers" and timed:
+            print(_summary(timed))
+    faulthandler.cancel_dump_traceback_later()
     wrong_rows = [row for part in options.parts for row in document[part] if "wrong" in row]
     if wrong_rows:
         sys.exit("WRONG: " + "; ".join(f"{row['case']}: {row['wrong']}" for row in wrong_rows))
@@ -79,23 +88,36 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _rows(part: str, device: CupyDevice, copy: float, batches: tuple[int, ...]) -> Iterator[Row]:
+def _measurements(
+    part: str, device: CupyDevice, copy: float, batches: tuple[int, ...]
+) -> Iterator[tuple[str, Callable[[], list[Row]]]]:
+    """What is measured, and how."""
     if part == "layers":
         print(f"{'microseconds, median':44}{'bngrad':>9}{'pytorch':>9}{'cudnn':>9}{'floor':>9}{'GB/s':>7}"
               f"{'of copy':>8}{'/floor':>8}{'/peer':>7}  engine")  # fmt: skip
         for case in all_cases(batches):
-            row = _measure(device, case, copy)
-            print(_line(row), flush=True)
-            yield row
+            yield str(case), partial(_layer, device, case, copy)
     elif part == "second_order":
-        yield from (_second_order(device, case, copy) for case in second_order.CASES)
+        for case in second_order.CASES:
+            yield str(case), partial(_second_order, device, case, copy)
     elif part == "grouped":
-        yield from (_grouped(device, count) for count in (1, 8, 64))
+        for count in (1, 8, 64):
+            yield f"{count} requests", partial(_grouped, device, count)
     elif part == "host_to_host":
-        yield from (_host_to_host(device, case, count) for case, count in _BATCHES)
+        for case, count in _BATCHES:
+            yield str(case), partial(_host_to_host, device, case, count)
     else:
         for case, count in _BATCHES:
-            yield from _through_server().measure(f"cuda:{device.ordinal}", case, count)
+            yield str(case), partial(_through_server().measure, f"cuda:{device.ordinal}", case, count)
+
+
+def _measured(case: str, measure: Callable[[], list[Row]]) -> list[Row]:
+    """The rows of a case, or one that says why there are none: the other cases may still be measured."""
+    try:
+        return measure()
+    except Exception as error:
+        traceback.print_exc()
+        return [{"case": case, "wrong": f"{type(error).__name__}: {error}"}]
 
 
 def _through_server() -> ModuleType:
@@ -124,7 +146,7 @@ def _complaint(complaints: Iterator[str | None]) -> Row:
     return {} if first is None else {"wrong": first}
 
 
-def _measure(device: CupyDevice, case: Case, copy: float) -> Row:
+def _layer(device: CupyDevice, case: Case, copy: float) -> list[Row]:
     sets = [tensors(case) for _ in range(sets_of(case))]
     floor = 3 * case.tensor_nbytes / copy
     calls = _calls(len(sets), floor)
@@ -145,16 +167,18 @@ def _measure(device: CupyDevice, case: Case, copy: float) -> Row:
         return wrong(case, made)
 
     best = min(seconds[name] for name in _PEERS if name in seconds)
-    return {
+    row: Row = {
         "case": str(case), "engine": _engine(device, case),
         "layout": case.layout, "dtype": case.dtype, "batch": case.batch, "chw": case.chw,
         "is_training": case.is_training, "tensor_nbytes": case.tensor_nbytes, "seconds": seconds,
         "floor_seconds": floor, "to_floor": seconds["bngrad"] / floor, "to_best_peer": seconds["bngrad"] / best,
         **_complaint(map(complaint, sets, resident)),
     }  # fmt: skip
+    print(_line(row), flush=True)
+    return [row]
 
 
-def _second_order(device: CupyDevice, case: Case, copy: float) -> Row:
+def _second_order(device: CupyDevice, case: Case, copy: float) -> list[Row]:
     """The second order, against PyTorch's double backward."""
     sets = [second_order.tensors(case) for _ in range(sets_of(case))]
     floor = 5 * case.tensor_nbytes / copy
@@ -171,8 +195,8 @@ def _second_order(device: CupyDevice, case: Case, copy: float) -> Row:
 
     print(f"second order, {case}: {1e6 * ours:8.1f} us, {1e6 * theirs:8.1f} us PyTorch, floor {1e6 * floor:8.1f} us, "
           f"{ours / floor:.2f} of it, ratio {ours / theirs:.3f}", flush=True)  # fmt: skip
-    return {"case": str(case), "seconds": ours, "pytorch_seconds": theirs, "floor_seconds": floor,
-            **_complaint(map(complaint, sets, resident))}  # fmt: skip
+    return [{"case": str(case), "seconds": ours, "pytorch_seconds": theirs, "floor_seconds": floor,
+             **_complaint(map(complaint, sets, resident))}]  # fmt: skip
 
 
 def _engine(device: CupyDevice, case: Case) -> str:
@@ -192,7 +216,7 @@ def _copy_bandwidth() -> float:
     return 2 * source.nbytes / time_of([lambda: target.copy_(source)], 4)
 
 
-def _grouped(device: CupyDevice, count: int) -> Row:
+def _grouped(device: CupyDevice, count: int) -> list[Row]:
     """So many small requests in one launch, against PyTorch's launch by launch, both as fast as they are asked for."""
     rounds = [[tensors(_SMALL) for _ in range(count)] for _ in range(sets_of(_SMALL) // count + 2)]
     launches = launches_each(len(rounds), len(rounds))
@@ -217,11 +241,11 @@ def _grouped(device: CupyDevice, count: int) -> Row:
 
     print(f"{count:3} requests of {_SMALL}: {1e6 * ours:8.1f} us in one launch, {1e6 * theirs:8.1f} us PyTorch, "
           f"ratio {ours / theirs:.3f}", flush=True)  # fmt: skip
-    return {"requests": count, "case": str(_SMALL), "seconds": ours, "pytorch_seconds": theirs,
-            **_complaint(map(complaint, rounds, resident))}  # fmt: skip
+    return [{"requests": count, "case": str(_SMALL), "seconds": ours, "pytorch_seconds": theirs,
+             **_complaint(map(complaint, rounds, resident))}]  # fmt: skip
 
 
-def _host_to_host(device: CupyDevice, case: Case, count: int) -> Row:
+def _host_to_host(device: CupyDevice, case: Case, count: int) -> list[Row]:
     """Batches from page-locked host memory and back, as a worker computes them."""
     back_end = CudaBackEnd(device)
     back_end.warm_up()
@@ -243,7 +267,7 @@ def _host_to_host(device: CupyDevice, case: Case, count: int) -> Row:
     median = statistics.median(seconds[1:])  # the first is to warm up
     print(f"{count:3} requests of {case} from host memory and back: {1e3 * median:.2f} ms, "
           f"{memory.nbytes / median / 1e9:.1f} GB/s over the bus", flush=True)  # fmt: skip
-    return {"requests": count, "case": str(case), "seconds": median, "nbytes": memory.nbytes}
+    return [{"requests": count, "case": str(case), "seconds": median, "nbytes": memory.nbytes}]
 
 
 def _line(row: Row) -> str:

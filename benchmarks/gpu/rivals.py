@@ -65,7 +65,7 @@ class Resident:
             np.uint64(self._counters.data_ptr() + number * self._counters_nbytes),
         )
         blocks = min(self._launch.length, self._device.blocks)
-        with cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream):
+        with cupy.cuda.Stream.null:  # PyTorch's default stream as well
             self._kernel((blocks,), (THREADS,), arguments, shared_mem=self._launch.shared_nbytes)
 
 
