@@ -11,7 +11,7 @@ from contextlib import ExitStack, suppress
 from random import Random
 
 from tests.faults import lies
-from tests.faults.peers import HELLO, Peer, data, headers, upload, whole_call
+from tests.faults.peers import HELLO, Peer, data, headers, unary_upload, upload, whole_call
 from tests.faults.scene import Scene
 from tests.faults.service import TRANSFER_TIMEOUT_S
 
@@ -34,7 +34,7 @@ def write_slowly(scene: Scene, seconds: float, rng: Random) -> None:
     frame = frames.frame_header(2**14, frames.DATA, 0, 1)
 
     def begin(peer: Peer, number: int) -> Callable[[], bool]:
-        peer.send(upload() + (frame if number % 2 else b""))
+        peer.send((upload() if number % 4 < 2 else unary_upload()) + (frame if number % 2 else b""))
         return lambda: peer.send(b"\0" if number % 2 else data(b"\0"))
 
     _drip(scene, seconds, begin)

@@ -116,8 +116,9 @@ def path_of(method: str) -> str:
 
 
 def headers(method: str, stream_id: int = 1, extra: Sequence[tuple[str, str]] = ()) -> bytes:
-    """The frames that open a call."""
-    pseudo = [(":method", "POST"), (":scheme", "http"), (":path", path_of(method)), (":authority", "localhost")]
+    """The frames that open a call, of one of the service's methods or of a path."""
+    path = method if method.startswith("/") else path_of(method)
+    pseudo = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "localhost")]
     block = encode([*pseudo, ("content-type", "application/grpc"), ("te", "trailers"), *extra])
     return b"".join(frames.header_block(stream_id, block, 0))
 
@@ -149,6 +150,11 @@ def upload() -> bytes:
     chunk = pb.ExchangeRequest(chunk=bytes(NBYTES))
     begun = prefixed(header.SerializeToString()) + prefixed(chunk.SerializeToString())[:1000]
     return HELLO + headers("Exchange") + data(begun)
+
+
+def unary_upload() -> bytes:
+    """Alike of a unary call, up to within its message."""
+    return HELLO + headers("FusedBatchNormGradV2") + data(prefixed(request(NBYTES).SerializeToString())[:1000])
 
 
 def whole_call(nbytes: int, hello: bytes = HELLO) -> bytes:

@@ -13,6 +13,8 @@ from tests.faults.load import Caller
 from tests.faults.scene import Scene
 from tests.integration.conftest import is_running, wait_until
 
+import bngrad
+
 _FROZEN_TIMEOUT_S = 30.0
 """How soon a worker that does not answer must have been replaced."""
 _GONE_TIMEOUT_S = 20.0
@@ -144,7 +146,8 @@ def stop_the_server_at_once(scene: Scene, seconds: float, rng: Random) -> None:
     service = scene.service
     for pid in service.workers():
         os.kill(pid, signal.SIGSTOP)
-    time.sleep(0.2)
+    with bngrad.Client(service.target) as client:
+        wait_until(lambda: client.server_info().requests > 0)
     logged = len(service.log())
     service.process.terminate()
     wait_until(lambda: "draining" in service.log()[logged:])  # of two signals at once only one would be heard

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import tempfile
 import time
@@ -42,6 +43,7 @@ class Row:
 @click.option("--seed", default=None, type=int, help="Of the choices; drawn and told if not given.")
 def main(minutes: float, seed: int | None) -> None:
     """Hurts a server at random while mixed load is on it; the exit code is 1 if any promise was broken."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that servers are ended
     seed = Random().randrange(2**32) if seed is None else seed
     console = Console(width=None if sys.stdout.isatty() else 120)  # or a log would have the figures cut off
     console.print(f"seed {seed}")

@@ -75,12 +75,14 @@ def own_server() -> Iterator[EmbeddedServer]:
 def free_port(*hosts: str) -> int:
     """A TCP port for servers that are started again on it, on these addresses or 127.0.0.1.
 
-    It is below those that the system gives to outgoing connections and to whoever asks for any, so that nobody gets it
-    while the server is away.
+    It is below those that the system gives to outgoing connections and to whoever asks for any, and not of those that
+    another process of the same tests chooses from, so that nobody gets it while the server is away.
     """
     above = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     while True:
-        port = above - 1 - secrets.randbelow(10_000)
+        port = above - 1 - number - count * secrets.randbelow(10_000 // count)
         with ExitStack() as stack, suppress(OSError):
             for host in hosts or ("127.0.0.1",):
                 stack.enter_context(socket.create_server((host, port)))
@@ -92,10 +94,16 @@ def gate_of_workers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     gate = folder / "gate"
     waits = f"while os.path.exists({str(gate)!r}):\n        time.sleep(0.01)"
     code = f"import os, sys, time\nif 'bngrad_server.worker' in sys.orig_argv:\n    {waits}\n"
-    (folder / "sitecustomize.py").write_text(code)
+    run_at_start(code, folder, monkeypatch)
+    return gate
+
+
+def run_at_start(code: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has every Python that the test starts from now on begin with this."""
+    with (folder / "sitecustomize.py").open("a") as file:
+        file.write(code)
     path = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
-    return gate
 
 
 @contextmanager

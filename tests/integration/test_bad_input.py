@@ -137,6 +137,26 @@ def test_the_client_hands_violations_on(client: bngrad.Client) -> None:
     assert "scale must have the same number of elements as the channels of x, got 3 and 4" in str(refused.value)
 
 
+@pytest.mark.parametrize("value", ["NHWC" * 10_000, "\U0001f600" * 1000])
+def test_a_refusal_quotes_no_more_than_clients_take(client: bngrad.Client, value: str) -> None:
+    """Their connections would end otherwise, and the calls be made again."""
+    tensor, stats = np.zeros((2, 3, 3, 4), np.float32), np.zeros(4, np.float32)
+    with pytest.raises(bngrad.InvalidArgumentError, match=r"must be one of NHWC, NCHW, not '.+") as refused:
+        client.fused_batch_norm_grad_v2(tensor, tensor, stats[:3], stats[:3], stats[:3], data_format=value)
+    (violation,) = refused.value.violations
+    assert violation.description.endswith("...")
+
+
+def test_long_shapes_are_quoted_in_part(stub: pb_grpc.BatchNormGradServiceStub) -> None:
+    tensors: dict[str, Any] = {
+        name: pb.Tensor(dtype=pb.DATA_TYPE_FLOAT32, shape=[2**62 + i] * 32, data=bytes(4))
+        for i, name in enumerate(INPUTS)
+    }
+    with pytest.raises(grpc.RpcError) as refused:
+        stub.FusedBatchNormGradV3(pb.FusedBatchNormGradV3Request(**tensors, data_format="NHWC"))
+    assert violations(refused.value).keys() == INPUTS.keys()
+
+
 def test_a_request_larger_than_the_arena_is_refused() -> None:
     tensor, stats = np.zeros((2**15, 4), np.float32), np.zeros(4, np.float32)
     options = ("--arena-bytes", "1MiB", "--shared-bytes", "0")

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import socket
 import struct
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
-from tests.integration.conftest import TIMEOUT_S, endpoints_of, targets_of
+from tests.integration.conftest import DEVICE, SMALL_ARENA, TIMEOUT_S, endpoints_of, targets_of
 from tests.integration.problems import Case, Inputs, assert_same_bits, random_inputs
 from tests.integration.test_bad_input import violations
 
@@ -19,6 +20,7 @@ import bngrad
 from bngrad_protos import http2
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_protos.v1 import batch_norm_grad_pb2_grpc as pb_grpc
+from bngrad_server.config import MAX_CALLS
 from bngrad_server.embedded import EmbeddedServer
 
 CASES = [Case("v3", "NHWC", (4, 17, 17, 7)), Case("v2", "NCHW", (40, 7, 33, 33)), Case("onednn", "NXC", (30, 5))]
@@ -252,3 +254,27 @@ def test_a_call_that_its_client_resets_leaves_the_connection_to_others(server: E
         call.half_close()
         assert call.receive_message()
     assert "Traceback" not in server.stderr()
+
+
+@pytest.mark.parametrize("door", ["grpcio", "tcp", "local"])
+def test_exchanges_that_stand_still_keep_nobody_waiting_for_ever(door: str) -> None:
+    """On grpcio's port each takes one of the threads that there are; on the others, a connection."""
+    still = threading.Event()
+
+    def nothing() -> Iterator[pb.ExchangeRequest]:
+        still.wait()
+        yield from ()
+
+    options = ("--transfer-timeout", "5", *SMALL_ARENA)
+    with EmbeddedServer(device=DEVICE, options=options) as server, ExitStack() as stack:
+        stack.callback(still.set)
+        target = targets_of(server.target)[door]
+        own = [("grpc.use_local_subchannel_pool", 1)]  # or they would share a connection
+        channels = [stack.enter_context(grpc.insecure_channel(target, own)) for _ in range(MAX_CALLS + 1)]
+        *stubs, stub = map(pb_grpc.BatchNormGradServiceStub, channels)
+        begun = stubs[0].Exchange(message for source in (request(CASE), nothing()) for message in source)
+        answer_of(CASE, begun)
+        standing = [begun, *(stub.Exchange(nothing()) for stub in stubs[1:])]
+        assert len(list(stub.Exchange(iter(request(CASE)), timeout=TIMEOUT_S))) > 1
+        for call in standing:
+            assert call.code() in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE)

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 
+import grpc
 import numpy as np
 import psutil
 import pytest
+from tests.faults.peers import path_of, request
 from tests.integration.conftest import (
     ONE_WORKER,
+    PATIENT,
+    TIMEOUT_S,
+    Transport,
     descriptors_of,
     gate_of_workers,
     is_running,
+    run_at_start,
     wait_until,
     worker_pid,
     worker_pids,
@@ -24,6 +31,7 @@ from tests.integration.problems import assert_gradients, random_inputs
 
 import bngrad
 from bngrad_kernels.spec import FLOAT32, Spec
+from bngrad_server.config import MAX_CALLS
 from bngrad_server.embedded import EmbeddedServer
 
 SPEC = Spec(FLOAT32, (32, 14, 14, 64), 3)
@@ -40,6 +48,68 @@ def test_a_request_survives_the_worker_that_held_it(own_server: EmbeddedServer) 
         os.kill(worker, signal.SIGKILL)
         assert_gradients(SPEC, INPUTS, answer.result(60))
         assert client.server_info().devices[0].restarts == 1
+
+
+def test_a_request_is_not_given_up_for_workers_that_die_before_they_have_read_it() -> None:
+    with (
+        EmbeddedServer(options=("--workers", "3", "--threads", "1", *PATIENT)) as server,
+        bngrad.Client(server.target) as client,
+        ThreadPoolExecutor() as threads,
+    ):
+        workers = worker_pids(server)
+        for worker in workers:
+            os.kill(worker, signal.SIGSTOP)
+            wait_until(lambda worker=worker: is_stopped(worker))  # type: ignore[misc]
+        answer = threads.submit(client.fused_batch_norm_grad_v2, *INPUTS)
+        with pytest.raises(FutureTimeoutError):
+            answer.result(0.5)
+        for worker in workers:  # the request goes from one to the next
+            os.kill(worker, signal.SIGKILL)
+            time.sleep(0.05)
+        assert_gradients(SPEC, INPUTS, answer.result(60))
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether every thread stands still: until it does, one may still read what it waits for."""
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return all((thread / "stat").read_text().rpartition(")")[2].split()[0] == "T" for thread in threads)
+
+
+NO_MORE_THREADS = """
+import signal, sys, threading
+SIZES = {signal.SIGUSR1: 1 << 47, signal.SIGUSR2: 0}  # the first is more than a process can address
+def obey():
+    while number := signal.sigwait(SIZES):
+        threading.stack_size(SIZES[number])
+        print("obeyed", signal.Signals(number).name, file=sys.stderr, flush=True)
+signal.pthread_sigmask(signal.SIG_BLOCK, SIZES)
+threading.Thread(target=obey, daemon=True).start()
+"""
+
+
+@pytest.mark.parametrize("transport", ["stream", "unary"])
+def test_a_server_for_which_there_are_no_more_threads_answers_with_those_it_has(
+    transport: Transport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_at_start(NO_MORE_THREADS, tmp_path, monkeypatch)
+    with (
+        EmbeddedServer(options=ONE_WORKER) as server,
+        bngrad.Client(server.target, transport=transport) as client,
+        ThreadPoolExecutor(16) as threads,
+    ):
+        client.fused_batch_norm_grad_v2(*INPUTS)
+        server.process.send_signal(signal.SIGUSR1)
+        wait_until(lambda: "obeyed SIGUSR1" in server.stderr())
+        os.kill(worker_pid(server), signal.SIGSTOP)  # lest the first call is over before the second one comes
+        answers = [threads.submit(client.fused_batch_norm_grad_v2, *INPUTS, timeout=60) for _ in range(16)]
+        wait_until(lambda: "can't start new thread" in server.stderr())
+        os.kill(worker_pid(server), signal.SIGCONT)
+        for answer in answers:
+            assert_gradients(SPEC, INPUTS, answer.result())
+        server.process.send_signal(signal.SIGUSR2)
+        wait_until(lambda: "obeyed SIGUSR2" in server.stderr())
+        assert_gradients(SPEC, INPUTS, client.fused_batch_norm_grad_v2(*INPUTS))
+        assert server.stop() == 0
 
 
 def test_an_idle_worker_that_dies_is_replaced_before_anyone_asks(own_server: EmbeddedServer) -> None:
@@ -63,9 +133,8 @@ def test_a_request_that_kills_two_workers_is_given_up_and_the_server_goes_on(
         nbytes = arena.stat().st_size
         os.kill(worker, signal.SIGSTOP)
         answer = threads.submit(client.fused_batch_norm_grad_v2, *INPUTS)
-        wait_until(lambda: client.server_info().requests == 1)
-        with pytest.raises(FutureTimeoutError):
-            answer.result(0.5)
+        wait_until(lambda: sum(client.server_info().batch_sizes) == 1)  # the front process has written all of it
+        assert not answer.done()
         gate.touch()
         os.truncate(arena, 0)  # who reads the staged request now dies of SIGBUS
         os.kill(worker, signal.SIGCONT)
@@ -90,6 +159,20 @@ def arena_of(front: int) -> Path:
 
 def has_mapped_the_arena(worker: int) -> bool:
     return any("bngrad-arena" in mapped.path for mapped in psutil.Process(worker).memory_maps())
+
+
+def test_clients_whose_calls_all_end_at_once_may_make_as_many_again_at_once(own_server: EmbeddedServer) -> None:
+    worker = worker_pid(own_server)
+    message = request(4096).SerializeToString()
+    with grpc.insecure_channel(own_server.target) as channel:
+        grpc.channel_ready_future(channel).result(TIMEOUT_S)
+        method: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(path_of("FusedBatchNormGradV2"))
+        os.kill(worker, signal.SIGSTOP)
+        for _ in range(5):
+            calls = [method.future(message, timeout=0.5) for _ in range(2 * MAX_CALLS)]
+            assert {call.code() for call in calls} == {grpc.StatusCode.DEADLINE_EXCEEDED}
+        os.kill(worker, signal.SIGCONT)
+        assert method(message, timeout=TIMEOUT_S)
 
 
 def test_a_deadline_ends_the_wait_and_frees_the_memory() -> None:

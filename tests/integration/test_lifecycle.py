@@ -24,6 +24,7 @@ from tests.integration.conftest import (
     endpoints_of,
     gate_of_workers,
     is_running,
+    run_at_start,
     starting_server,
     wait_until,
     worker_pid,
@@ -106,6 +107,24 @@ def test_a_signal_during_the_start_ends_the_server_at_once(tmp_path: Path, gate:
         assert process.wait(TIMEOUT_S) == 128 + signal.SIGTERM
 
 
+SIGNALS_COME_AS_THE_MAIN_THREAD_BEGINS_TO_WAIT = """
+import signal, threading
+threading.Thread(target=threading.Event().wait, daemon=True).start()  # this thread gets them
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+"""
+
+
+def test_signals_are_acted_upon_whatever_the_main_thread_waits_for(
+    tmp_path: Path, gate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_at_start(SIGNALS_COME_AS_THE_MAIN_THREAD_BEGINS_TO_WAIT, tmp_path, monkeypatch)
+    with starting_server(f"unix:{tmp_path}/starting.sock", gate) as process:
+        process.terminate()
+        assert process.wait(TIMEOUT_S) == 128 + signal.SIGTERM
+    with EmbeddedServer(options=ONE_WORKER) as server:
+        assert server.stop() == 0
+
+
 def test_reflection_lists_the_services(server: EmbeddedServer) -> None:
     with grpc.insecure_channel(server.target) as channel:
         services = ProtoReflectionDescriptorDatabase(channel).get_services()
@@ -167,8 +186,7 @@ def test_a_second_signal_ends_the_server_at_once(own_server: EmbeddedServer) -> 
         assert time.monotonic() - begin < ServerConfig().drain_timeout_s / 2
         with pytest.raises(bngrad.BngradError):
             answer.result()
-    os.kill(worker, signal.SIGCONT)
-    wait_until(lambda: not is_running(worker))
+    wait_until(lambda: not is_running(worker))  # though it is stopped
 
 
 def test_a_killed_front_leaves_no_worker_and_no_shared_memory_behind(own_server: EmbeddedServer) -> None:

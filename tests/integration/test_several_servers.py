@@ -176,7 +176,7 @@ def test_a_server_that_never_comes_back_costs_no_more_than_the_timeout() -> None
         # The deadline may pass within an attempt, or there is none since the next one would come too late.
         errors = bngrad.UnavailableError, bngrad.DeadlineExceededError
         with pytest.raises(errors, match=r"\(\d+ attempts in \d+\.\d s"):
-            client.fused_batch_norm_grad_v2(*INPUTS[0], timeout=2)
+            client.fused_batch_norm_grad_v2(*INPUTS[0], timeout=5)
         assert time.monotonic() - begin < TIMEOUT_S / 2
         server.start()
 

@@ -21,6 +21,8 @@ INPUTS = random_inputs(CASE.spec())
 SMALL = Case("v2", "NHWC", (2, 5, 5, 3))
 AT_ONCE_S = 20.0
 """Much less than what an upload may take before it is cut off: half a minute, and a second for each 128 KiB."""
+TO_GET_THERE_S = 6.0
+"""A deadline that has not passed before an upload has begun, be it on a busy machine."""
 ARENA_NBYTES = 4 * CASE.spec().tensor_nbytes  # for one request, not for two
 UPLOAD = """
 import sys, threading
@@ -115,13 +117,13 @@ def test_a_stalled_upload_keeps_nobody_waiting(
 
 def test_the_deadline_of_a_stalled_upload_ends_it(client: bngrad.Client, upload_target: str) -> None:
     """The server keeps it: the client is stopped, so that it cannot cancel anything."""
-    with process(UPLOAD, upload_target, 3) as uploading:
+    with process(UPLOAD, upload_target, TO_GET_THERE_S) as uploading:
         os.kill(uploading.pid, signal.SIGSTOP)
         ends_at_once(client)
 
 
 def test_a_client_learns_that_the_deadline_of_its_upload_has_passed(client: bngrad.Client, upload_target: str) -> None:
-    with process(UPLOAD.replace("next(", "call = (") + REPORT, upload_target, 2) as uploading:
+    with process(UPLOAD.replace("next(", "call = (") + REPORT, upload_target, TO_GET_THERE_S) as uploading:
         assert uploading.communicate(timeout=TIMEOUT_S)[0] == "DEADLINE_EXCEEDED\n"
     ends_at_once(client)
 

@@ -39,7 +39,11 @@ def address_of(http: str) -> tuple[str, int]:
 
 
 def http_process(server: EmbeddedServer) -> psutil.Process:
-    (process,) = children_of(server.process.pid, "bngrad_server.monitor")
+    def running() -> list[psutil.Process]:
+        return children_of(server.process.pid, "bngrad_server.monitor")
+
+    wait_until(lambda: bool(running()))  # a thread of the server starts it
+    (process,) = running()
     return process
 
 

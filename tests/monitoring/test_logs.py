@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
 from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
-from tests.integration.conftest import endpoints_of, wait_until, workers_of
+from tests.integration.conftest import ONE_WORKER, TIMEOUT_S, endpoints_of, targets_of, wait_until, workers_of
 from tests.monitoring.conftest import HTTP, call, http_of, status_of
 
 import bngrad
@@ -105,3 +109,63 @@ def test_workers_log_in_the_same_form_and_a_level_silences_the_rest() -> None:
         workers_of(server.process.pid)[0].kill()
         wait_until(lambda: "was killed by SIGKILL" in server.stderr())
         assert [json.loads(line)["level"] for line in server.stderr().splitlines()] == ["error"]
+
+
+def test_a_log_that_nobody_reads_holds_nobody_up() -> None:
+    """As of ``bngrad serve 2>&1 | sleep 1000`` once the pipe is full: here it is from the first line on."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(writing, b"x")
+    os.set_blocking(writing, True)
+    command = [sys.executable, "-m", "bngrad_server", "serve", "--listen", "127.0.0.1:0", *ONE_WORKER]
+    with (
+        open(reading, "rb") as log,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=writing, text=True) as process,
+    ):
+        os.close(writing)
+        try:
+            assert process.stdout is not None
+            ready = re.search(r" ready on ([^\s,]+?)[,:] ", process.stdout.readline())
+            assert ready is not None
+            for target in targets_of(ready[1]).values():
+                send_wrong_request(target)
+            workers_of(process.pid)[0].kill()
+            with bngrad.Client(ready[1]) as client:
+                call(client)
+            process.terminate()
+            assert process.wait(TIMEOUT_S) == 0
+        finally:
+            process.kill()
+        assert not log.read().strip(b"x")
+
+
+def test_lines_that_find_no_room_are_counted_and_those_that_do_are_written() -> None:
+    code = """
+import logging, os, sys, time
+from bngrad_server import logs
+os.dup2(int(sys.argv[1]), 2)
+logs.set_up("console", "info")
+logs._MAX_LINES = 5
+for number in range(2000):
+    logging.getLogger(str(number)).info("%s", "y" * 1000)
+print("ready", flush=True)
+sys.stdin.readline()
+"""
+    reading, writing = os.pipe()
+    command = [sys.executable, "-c", code, str(writing)]
+    with (
+        open(reading, "rb") as log,
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(writing,)) as process,
+    ):
+        os.close(writing)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        process.stdin.close()
+        lines = log.read().decode().splitlines()
+    told = [re.search(r" (\d+) lines were left out", line) for line in lines]
+    left_out = sum(int(each[1]) for each in told if each is not None)
+    assert left_out > 0
+    assert sum(line.endswith("yyy") for line in lines) + left_out == 2000

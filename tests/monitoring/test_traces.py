@@ -18,7 +18,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry import propagate, trace
 from opentelemetry.sdk.trace import TracerProvider
-from tests.integration.conftest import Transport, endpoints_of, wait_until, workers_of
+from tests.integration.conftest import TIMEOUT_S, Transport, endpoints_of, wait_until, workers_of
 from tests.monitoring.conftest import call
 
 import bngrad
@@ -172,6 +172,7 @@ def test_health_is_answered_however_many_traced_calls_wait() -> None:
 def test_a_receiver_that_is_gone_disturbs_nobody() -> None:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
-        environment.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
         with EmbeddedServer(options=("--traces",)) as server:
             sdk_call(server.target, "unary")
+            server.process.terminate()
+            assert server.process.wait(TIMEOUT_S / 3) == 0

@@ -96,8 +96,9 @@ def test_numpy_arrays_keep_their_dtype() -> None:
         ),
         (torch.eye(3).to_sparse(), "must be an array, but converting the torch.Tensor failed: "),
         ([[1, 2], [3]], "must be an array, but converting the list failed: "),
+        (np.ma.masked_equal([1, 2, 3], 2), "must have no masked elements, but has 1: fill them first"),
     ],
-    ids=["dlpack", "torch", "sparse", "ragged"],
+    ids=["dlpack", "torch", "sparse", "ragged", "masked"],
 )
 def test_what_cannot_be_read_is_named(value: Any, complaint: str) -> None:
     with pytest.raises(bngrad.InvalidArgumentError, match=f"reserve_space_1 {complaint}") as refused:

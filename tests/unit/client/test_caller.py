@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import re
 import socket
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import grpc
@@ -217,6 +219,12 @@ def test_an_array_of_ones_own_memory_makes_no_address_right(client_class: Client
             use(made, empty_and_call)
 
 
+@pytest.mark.parametrize("options", [{"grpc.keepalive_time_ms": 1}, ("grpc.keepalive_time_ms", 1), [(1, 2)], None])
+def test_options_that_are_no_pairs_are_named(client_class: ClientClass, options: Any) -> None:
+    with pytest.raises(TypeError, match=r"options must be pairs such as .*, not "):
+        client_class("localhost:1", options=options)
+
+
 @pytest.mark.parametrize("target", ["localhost:1", "127.0.0.1:1"])
 def test_wrong_options_are_an_error_and_no_wait(client_class: ClientClass, target: str) -> None:
     with pytest.raises(TypeError):
@@ -358,7 +366,7 @@ def test_a_server_that_lets_a_deadline_pass_gets_no_calls_until_it_answers() -> 
         failures = 0
         for _ in range(40):
             try:
-                client.fused_batch_norm_grad_v2(*inputs(1), timeout=SECONDS if failures else 2)
+                client.fused_batch_norm_grad_v2(*inputs(1), timeout=SECONDS if failures else 5)
             except bngrad.DeadlineExceededError:
                 failures += 1
         stands_still.clear()
@@ -475,3 +483,55 @@ def test_an_array_in_doubt_is_waited_for_at_other_servers_too(served: Server) ->
         assert len(other.ways) == before
         released.set()
         run(SECONDS)
+
+
+@pytest.mark.parametrize("transport", ["auto", "unary", "stream"])
+@pytest.mark.parametrize("errors", [[UNAVAILABLE], [grpc.StatusCode.INVALID_ARGUMENT], [0.01, -1.0]])
+def test_a_call_that_failed_keeps_no_tensors(transport: Transport, errors: list[Any]) -> None:
+    _, _, *stats = inputs(3)
+    x = np.ones((2, 3, 3, 4), np.float32)
+    kept = weakref.ref(x)
+    with peer(Flaky(*errors)) as target, bngrad.Client(target, transport=transport) as client:
+        client.server_info()
+        gc.disable()
+        try:
+            with suppress(bngrad.BngradError):
+                client.fused_batch_norm_grad_v2(x, x, *stats)
+            del x
+            assert kept() is None
+        finally:
+            gc.enable()
+
+
+def test_a_token_that_cannot_be_had_for_a_moment_costs_no_server() -> None:
+    failed = threading.Event()
+
+    def token() -> str:
+        if threading.current_thread().name == "bngrad-probe" and not failed.is_set():
+            failed.set()
+            raise RuntimeError("for a test")
+        return "alice"
+
+    first, second = Flaky(UNAVAILABLE), Flaky()
+    with peers(first, second) as targets, bngrad.Client(targets, token=token) as client:
+        until = time.monotonic() + SECONDS
+        while len(first.times) < 3 and time.monotonic() < until:
+            client.fused_batch_norm_grad_v2(*inputs(1))
+    assert failed.is_set()
+    assert len(first.times) >= 3
+
+
+def test_probes_end_with_a_client_that_nobody_closed() -> None:
+    with socket.socket() as bound, peer(echo) as target:
+        bound.bind(("127.0.0.1", 0))
+        client = bngrad.Client([f"127.0.0.1:{bound.getsockname()[1]}", target])
+        before = set(threading.enumerate())
+        until = time.monotonic() + SECONDS
+        while not (probes := set(threading.enumerate()) - before) and time.monotonic() < until:
+            client.fused_batch_norm_grad_v2(*inputs(1))
+        probes = {thread for thread in probes if thread.name == "bngrad-probe"}
+        del client
+        while any(thread.is_alive() for thread in probes) and time.monotonic() < until:
+            gc.collect()
+            time.sleep(0.01)
+        assert not any(thread.is_alive() for thread in probes)

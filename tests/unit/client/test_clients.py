@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import math
 import socket
+import subprocess
+import sys
+import textwrap
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +25,7 @@ from tests.unit.client.peer import peer
 import bngrad
 import bngrad.aio
 from bngrad._channel import Transport
+from bngrad_protos.http2 import frames
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 
 ClientClass: TypeAlias = type[bngrad.Client] | type[bngrad.aio.Client]
@@ -291,11 +296,18 @@ def test_no_answer_within_the_timeout(client_class: ClientClass) -> None:
         assert held.ended.wait(SECONDS)
 
 
-@pytest.mark.parametrize("timeout", [0, -1, math.nan])
-def test_a_timeout_must_be_positive(client_class: ClientClass, timeout: float) -> None:
+@pytest.mark.parametrize(
+    ("timeout", "complaint"),
+    [
+        *((timeout, "timeout must be positive, not ") for timeout in (0, -1, math.nan, -math.inf)),
+        *((timeout, "timeout must be a number of seconds that a float can be, ") for timeout in (10**400, -(10**5000))),
+    ],
+    ids=lambda value: f"{value:.3}" if isinstance(value, float | str) else "",
+)
+def test_a_timeout_must_be_positive(client_class: ClientClass, timeout: float, complaint: str) -> None:
     settings: list[dict[str, Any]] = [{"timeout": timeout}, {"client_timeout": timeout}]
     for setting in settings:
-        with pytest.raises(bngrad.InvalidArgumentError, match="timeout must be positive, not ") as refused:
+        with pytest.raises(bngrad.InvalidArgumentError, match=complaint) as refused:
             ask(client_class, "localhost:1", **setting)
         assert refused.value.violations[0].field == "timeout"
 
@@ -396,3 +408,101 @@ async def test_tasks_that_share_a_client_get_their_own_answers() -> None:
             calls = [client.fused_batch_norm_grad_v2(*inputs(number)) for number in range(200)]
             for number, results in enumerate(await asyncio.gather(*calls)):
                 assert all(map(np.array_equal, results, inputs(number)[1:]))
+
+
+def test_a_forked_child_is_refused_and_spoils_nothing(client_class: ClientClass) -> None:
+    program = """
+        import asyncio, os, signal, sys
+        import bngrad
+        made = getattr(bngrad, sys.argv[1]).Client(sys.argv[2]) if sys.argv[1] == "aio" else bngrad.Client(sys.argv[2])
+        def done(result):
+            return asyncio.run(result) if asyncio.iscoroutine(result) else result
+        async def ask():
+            return await made.server_info()
+        def info():
+            return asyncio.run(ask()) if sys.argv[1] == "aio" else made.server_info()
+        info()
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            try:
+                info()
+            except bngrad.ClientClosedError as error:
+                done(made.close())
+                os._exit(3 if "which was forked: make one in the child" in str(error) else 1)
+            os._exit(2)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        info()
+        done(made.close())
+        sys.exit(status)
+    """
+    kind = "Client" if client_class is bngrad.Client else "aio"
+    with peer(info) as target:
+        arguments = [sys.executable, "-c", textwrap.dedent(program), kind, target]
+        assert subprocess.run(arguments, timeout=60, check=False).returncode == 3
+
+
+async def test_a_call_that_waits_for_a_thread_keeps_its_timeout() -> None:
+    held = Held()
+    with peer(held) as target, held:
+        async with bngrad.aio.Client(target) as client:
+            long = [asyncio.create_task(client.server_info(timeout=SECONDS)) for _ in range(64)]
+            assert await asyncio.to_thread(held.arrived.wait, SECONDS)
+            late = asyncio.create_task(client.server_info(timeout=0.1))
+            await asyncio.sleep(0.2)
+            for call in long:
+                call.cancel()
+            with pytest.raises(bngrad.DeadlineExceededError, match=r"too many calls for the timeout of 0\.1 s"):
+                await late
+
+
+async def test_a_token_is_asked_for_in_the_context_of_the_task() -> None:
+    name: contextvars.ContextVar[str] = contextvars.ContextVar("name", default="nobody")
+    seen: list[Any] = []
+
+    def note(method: str, request: bytes, context: grpc.ServicerContext) -> bytes:
+        seen.extend(value for key, value in context.invocation_metadata() if key == "authorization")
+        return info(method, request, context)
+
+    with peer(note) as target:
+        async with bngrad.aio.Client(target, token=name.get) as client:
+            name.set("alice")
+            await client.server_info()
+    assert seen == ["Bearer alice"]
+
+
+def test_a_message_that_nobody_takes_keeps_its_deadline() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        target = f"127.0.0.1:{silent.getsockname()[1]}"
+
+        def greet_and_fall_silent() -> socket.socket:
+            sock, _ = silent.accept()
+            windows = frames.settings({frames.INITIAL_WINDOW_SIZE: frames.MAX_WINDOW})
+            sock.sendall(windows + frames.window_update(0, frames.MAX_WINDOW - frames.DEFAULT_WINDOW))
+            return sock
+
+        with ThreadPoolExecutor(2) as threads, bngrad.Client(target, transport="unary") as client:
+            peer_socket = threads.submit(greet_and_fall_silent)
+            arrays = inputs(1, (256, 64, 64, 4))
+            call = threads.submit(client.fused_batch_norm_grad_v2, *arrays, timeout=2)
+            with peer_socket.result(SECONDS), pytest.raises(bngrad.DeadlineExceededError):
+                call.result(SECONDS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "complaint"),
+    [
+        ({"shape": (2, -1)}, bngrad.InvalidArgumentError, "shape must have no negative lengths"),
+        ({"shape": (0, 10**5000)}, bngrad.InvalidArgumentError, "shape must have lengths below 2"),
+        ({"shape": 2, "dtype": "\ud800"}, TypeError, "dtype must be one of NumPy's, not "),
+        ({"shape": 1.5}, TypeError, "shape must be an int or a sequence of such, not 1.5"),
+        ({"shape": 2, "dtype": "nonsense"}, TypeError, "dtype must be one of NumPy's, not 'nonsense'"),
+        ({"shape": 2, "dtype": object}, bngrad.InvalidArgumentError, "dtype must be one without Python objects"),
+        ({"shape": 2**60}, MemoryError, "no [0-9]+ bytes for an array"),
+    ],
+)
+def test_what_no_array_can_be_is_named(
+    client_class: ClientClass, arguments: Any, error: type[Exception], complaint: str
+) -> None:
+    with peer(info) as target, pytest.raises(error, match=complaint):
+        use(client_class(target), lambda client: client.empty(**arguments))

@@ -5,12 +5,15 @@ from __future__ import annotations
 import gc
 import os
 import random
+import resource
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +21,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from bngrad import _lease
+from bngrad._cancellation import Cancellation
+from bngrad._deadline import Deadline
 from bngrad._doubts import Doubts
 from bngrad._farewell import Farewell
-from bngrad._memory import ALIGNMENT, LeaseError, Pool
+from bngrad._lease import LeaseError, LeaseLateError
+from bngrad._memory import ALIGNMENT, Pool
 from bngrad_server.local import LocalSockets
 from bngrad_server.regions import Regions
 
@@ -310,3 +317,40 @@ def test_a_refusal_is_a_lease_error_in_the_servers_words() -> None:
 def test_nobody_at_the_path_is_a_lease_error(tmp_path: Path) -> None:
     with pool_of(str(tmp_path / "regions")) as pool, pytest.raises(LeaseError, match="No such file or directory"):
         pool.empty((1,), BYTE)
+
+
+def test_a_server_that_leases_nothing_in_time_keeps_nobody_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_lease, "_LEASE_TIMEOUT_S", 2 * SECONDS)
+    path = str(tmp_path / "regions")
+    with ExitStack() as stack, pool_of(path) as pool, ThreadPoolExecutor(1) as threads:
+        silent = stack.enter_context(socket.socket(socket.AF_UNIX))
+        silent.bind(path)
+        silent.listen()
+        begin = time.monotonic()
+        with pytest.raises(LeaseLateError):
+            pool.empty((1,), BYTE, Deadline.after(0.1))
+        assert time.monotonic() - begin < SECONDS  # not as long as a lease may take
+        cancellation = Cancellation()
+        waiting = threads.submit(pool.empty, (1,), BYTE, Deadline.after(SECONDS), cancellation)
+        for _ in range(2):
+            stack.enter_context(silent.accept()[0]).recv(1)
+        pool.close()  # waits for no lease
+        cancellation.cancel()
+        with pytest.raises(LeaseError):
+            waiting.result(SECONDS)
+
+
+def test_without_file_descriptors_no_memory_is_leased() -> None:
+    with lease_server() as server, pool_of(server.path) as pool:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        lowest = os.open("/dev/null", os.O_RDONLY)
+        os.close(lowest)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+            with pytest.raises(LeaseError, match="there is no socket to ask for memory by"):
+                pool.empty((1,), BYTE)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert pool.empty((1,), BYTE).size == 1

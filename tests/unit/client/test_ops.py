@@ -194,7 +194,7 @@ def test_out_may_be_any_writeable_array_like_x(make: Callable[[Any], Any]) -> No
     ("out", "complaint"),
     [
         (np.empty_like(X, np.float64), r"have shape \(2, 3, 4, 5\) of float32, not \(2, 3, 4, 5\) of float64"),
-        (np.empty_like(X, ">f4"), r"have shape \(2, 3, 4, 5\) of float32, not \(2, 3, 4, 5\) of "),
+        (np.empty_like(X, ">f4"), r"have shape \(2, 3, 4, 5\) of float32, not \(2, 3, 4, 5\) of >f4"),
         (np.empty(120, np.float32), r"have shape \(2, 3, 4, 5\) of float32, not \(120,\) of float32"),
         (np.broadcast_to(np.float32(0), X.shape), "be writeable"),
         (X, "not overlap y_backprop"),
@@ -212,6 +212,14 @@ def test_an_out_over_x_alone_is_refused_too() -> None:
     x = X + 1
     with pytest.raises(bngrad.InvalidArgumentError, match=r"^out must not overlap x$"):
         v3(x, out=x)
+
+
+def test_an_out_over_a_small_argument_is_refused_too() -> None:
+    out = np.empty_like(X)
+    with pytest.raises(bngrad.InvalidArgumentError, match=r"^out must not overlap scale$"):
+        _ops.fused_batch_norm_grad_v2(
+            X, X + 1, out.reshape(-1)[: STATS.size], STATS, STATS, 1e-4, "NHWC", True, "variance", out=out
+        )
 
 
 def grad_grad(**changes: Any) -> Call[bngrad.FusedBatchNormGradGrad]:
@@ -306,6 +314,12 @@ def test_data_format_must_be_a_str(value: Any) -> None:
         v3(data_format=value)
 
 
+def test_data_format_must_be_text() -> None:
+    with pytest.raises(bngrad.InvalidArgumentError, match="data_format must be a name such as 'NHWC', not ") as refused:
+        v3(data_format="\ud800")
+    assert refused.value.violations[0].field == "data_format"
+
+
 def test_an_unknown_reserve_space_2_kind_is_refused() -> None:
     with pytest.raises(bngrad.InvalidArgumentError, match="must be 'variance' or 'inverse_std', not 'std'") as refused:
         v3(reserve_space_2_kind="std")
@@ -332,6 +346,8 @@ def test_no_priority_is_not_sent() -> None:
 def test_a_priority_has_bounds(priority: int) -> None:
     with pytest.raises(bngrad.InvalidArgumentError, match=f"priority must be from -8 to 8, not {priority}") as refused:
         v3(priority=priority)
+    with pytest.raises(bngrad.InvalidArgumentError, match="priority must be from -8 to 8, not a number too long"):
+        v3(priority=priority * 10**5000)
     assert refused.value.violations[0].field == "priority"
 
 

@@ -91,6 +91,8 @@ def test_files_that_are_of_no_use_are_named(tmp_path: Path) -> None:
     nonsense.write_text("nonsense")
     cases: list[tuple[dict[str, Any], str]] = [
         ({"ca": tmp_path / "nothing"}, "tls.ca"),
+        ({"ca": "\ud800"}, "tls.ca"),
+        ({"ca": "a\0b"}, "tls.ca"),
         ({"ca": nonsense}, "tls.ca"),
         ({"certificate": pair.certificate}, "tls"),
         ({"key": pair.key}, "tls"),

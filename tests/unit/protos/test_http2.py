@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import grpc
 import pytest
@@ -260,6 +261,38 @@ def test_a_connection_whose_sending_timed_out_is_unusable() -> None:
         assert not connection.usable
         with pytest.raises(PeerGoneError, match="sending timed out"):
             connection.call("/a/b")
+        connection.close()
+
+
+PING = b"\x00\x00\x08\x06\x00" + bytes(4 + 8)
+
+
+@pytest.mark.parametrize("direction", ["it reads", "it sends"])
+def test_a_peer_that_does_a_little_now_and_then_is_given_up_in_time(direction: str) -> None:
+    near, far = pair("tcp")
+    given_up = threading.Event()
+
+    def dribble() -> None:
+        for _ in range(1000):
+            if given_up.wait(0.01):
+                return
+            if direction == "it reads":
+                far.recv(4096)
+            else:
+                far.send(PING)
+        pytest.fail("nobody gave up")
+
+    near.settimeout(TIMEOUT_S)  # of each wait, so never reached
+    connection = ClientConnection(near, "localhost")
+    with far, in_thread(dribble):
+        far.sendall(SERVER_HELLO)
+        connection.io.until = time.monotonic() + 0.2
+        call = connection.call("/a/b")
+        act = partial(call.send_message, bytes(20 * 2**20)) if direction == "it reads" else call.receive_message
+        with pytest.raises(TimeoutError):
+            act()
+        given_up.set()
+        assert not connection.usable
         connection.close()
 
 

@@ -571,9 +571,9 @@ def test_a_job_of_which_one_worker_died_runs_alone_once_the_others_are_done(
 
 def test_a_job_waits_for_company_no_longer_than_it_may(worker: GatedWorker) -> None:
     requests = Requests(Batcher(max_jobs=3, max_bytes=4000, max_delay_s=1.5))
-    requests.batcher.offer(worker)
     first = [job(), job()]
     futures = requests.run(*first)
+    requests.batcher.offer(worker)
     assert worker.compute() == first
     assert time.monotonic() - first[0].arrival >= 1.5
     requests.end()

@@ -32,7 +32,7 @@ from bngrad_server.calls import UNARY_OPS, Calls
 from bngrad_server.config import ServerConfig
 from bngrad_server.endpoint import Endpoint
 from bngrad_server.engine import Engine
-from bngrad_server.service import generic_handler
+from bngrad_server.service import Service
 
 ARENA_NBYTES = 16 * 2**20
 
@@ -68,7 +68,7 @@ class Peer:
 @contextmanager
 def on_grpcio(calls: Calls, path: Path) -> Iterator[None]:
     with ThreadPoolExecutor(8) as threads:
-        server = grpc.server(threads, handlers=[generic_handler(calls)])
+        server = grpc.server(threads, handlers=[Service(calls)])
         server.add_insecure_port(f"unix:{path}")
         server.start()
         try:
@@ -374,3 +374,15 @@ def test_an_unknown_method_is_unimplemented(peer: Peer) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         peer.unary("FusedBatchNormGradV9", b"")
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+@pytest.mark.parametrize("peer", [on_grpcio], indirect=True, ids=["grpcio"])
+def test_where_too_many_calls_wait_for_a_thread_further_ones_are_told_when_to_come_again(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bngrad_server.service._MAX_WAITING", 0)
+    for ask in (lambda: peer.unary("FusedBatchNormGradV2", b""), lambda: peer.exchange(b"")):
+        with pytest.raises(grpc.RpcError) as refused:
+            ask()
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "RetryInfo" in str(refused.value.trailing_metadata())

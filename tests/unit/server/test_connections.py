@@ -186,9 +186,9 @@ def test_a_client_that_goes_while_its_call_waits_or_runs_leaves_nothing(service:
 
 def test_a_deadline_ends_calls_that_wait_or_run(service: Service) -> None:
     service.worker.may_run.clear()
-    calls = [ask(service.connect(), timeout_s=1.0)]
+    calls = [ask(service.connect(), timeout_s=5.0)]
     wait_until(lambda: service.worker.batches == [1])
-    calls.append(ask(service.connect(), timeout_s=1.0))
+    calls.append(ask(service.connect(), timeout_s=5.0))
     assert [code_of(call) for call in calls] == [4, 4]
     assert not service.is_at_rest  # the worker has not ended yet
     service.worker.may_run.set()
@@ -264,12 +264,12 @@ def test_refusals_take_no_threads(service: Service) -> None:
     check_works(service)
     service.worker.batches.clear()
     _, _ = busy(service, 63)
-    n_threads = threading.active_count()
+    before = set(threading.enumerate())
     connection = service.connect()
     for _ in range(20):
         assert code_of(ask(connection)) == 8  # the server is full
         assert code_of(ask(connection, b"")) == 8  # which is found out first
-    assert threading.active_count() == n_threads
+    assert set(threading.enumerate()) <= before
 
 
 def test_the_connection_that_was_idle_longest_makes_room(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:

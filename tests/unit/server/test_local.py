@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import grp
 import os
+import re
 import socket
 import stat
 import struct
@@ -45,8 +47,8 @@ def sockets(regions: Regions) -> Iterator[LocalSockets]:
 
 def connect(sockets: LocalSockets) -> socket.socket:
     client = socket.socket(socket.AF_UNIX)
+    client.connect(str(sockets.directory / "regions"))  # with a timeout it would not wait for its turn
     client.settimeout(TIMEOUT_S)
-    client.connect(str(sockets.directory / "regions"))
     return client
 
 
@@ -181,3 +183,45 @@ def test_the_directory_of_a_dead_server_is_removed_and_that_of_a_living_one_left
         with connect(sockets) as client:
             _, (fd,) = ask(client, NBYTES)
             os.close(fd)
+
+
+def test_of_connections_without_a_lease_the_first_are_closed_and_leases_last(sockets: LocalSockets) -> None:
+    with contextlib.ExitStack() as stack:
+        leasing = stack.enter_context(connect(sockets))
+        _, (fd,) = ask(leasing, NBYTES)
+        os.close(fd)
+        first = stack.enter_context(connect(sockets))
+        for _ in range(local._MAX_WITHOUT_LEASE):
+            last = stack.enter_context(connect(sockets))
+        assert first.recv(1) == b""
+        _, (fd,) = ask(last, NBYTES)
+        os.close(fd)
+        leasing.send(local.IS_IN_USE)
+        assert leasing.recv(1) == b"\0"
+
+
+def test_regions_are_no_more_than_descriptors_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bngrad_server.regions._MAX_REGIONS", 2)
+    with contextlib.ExitStack() as stack:
+        regions = Regions(4 * NBYTES, lambda number, region: None, lambda number: None)
+        sockets = stack.enter_context(serving(regions))
+        clients = [stack.enter_context(connect(sockets)) for _ in range(3)]
+        for client in clients[:2]:
+            _, (fd,) = ask(client, 1)
+            os.close(fd)
+        assert ask(clients[2], 1) == (b"no more than 2 regions are leased at once", [])
+        clients[0].close()
+        wait_until(lambda: len(regions) == 1)
+        _, (fd,) = ask(stack.enter_context(connect(sockets)), 1)
+        os.close(fd)
+
+
+@pytest.mark.skipif(
+    tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) < (6, 16), reason="Linux can refuse them from 6.16 on"
+)
+@pytest.mark.parametrize("name", ["calls", "regions"])
+def test_no_descriptors_are_taken_since_to_close_one_may_take_its_owners_time(sockets: LocalSockets, name: str) -> None:
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(sockets.directory / name))
+        with pytest.raises(PermissionError):
+            socket.send_fds(client, [b"?"], [client.fileno()])

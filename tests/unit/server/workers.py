@@ -32,10 +32,11 @@ def job(
     nbytes: int = 100,
     is_abandoned: Callable[[], bool] = lambda: False,
     *,
+    spec: Spec = SPEC,
     client: str = "client",
     deadline: float | None = None,
 ) -> Job:
-    return Job(SPEC, TASK, nbytes, KEYS[key], client=client, priority=0, deadline=deadline, is_abandoned=is_abandoned)
+    return Job(spec, TASK, nbytes, KEYS[key], client=client, priority=0, deadline=deadline, is_abandoned=is_abandoned)
 
 
 def large_job() -> Job:

@@ -1,0 +1,107 @@
+"""A client's calls, and clients themselves, leave nothing behind for the garbage collector to find."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+import numpy as np
+import pytest
+from tests.integration.conftest import DEVICE, ONE_WORKER, TRANSPORTS, Transport, worker_pid
+
+import bngrad
+from bngrad import aio
+from bngrad_server.embedded import EmbeddedServer
+
+SHAPES = [(2, 2, 2, 4), (4, 32, 32, 32)]
+TIMES = 2
+STOPPED_S = 0.05
+"""How long calls last that a stopped worker has."""
+OURS = {"bngrad", "bngrad_protos", "mmap", "numpy"}
+"""Modules of types whose objects must not wait for the collector; those of asyncio's own loops do."""
+Calls: TypeAlias = Callable[[str, Transport, tuple[int, ...], Callable[[bool], None]], None]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[EmbeddedServer]:
+    with EmbeddedServer(device=DEVICE, options=ONE_WORKER) as server:
+        yield server
+
+
+def tensors(shape: tuple[int, ...], wrong: int = 0) -> tuple[Any, ...]:
+    x, stats = np.ones(shape, np.float32), np.ones(shape[-1], np.float32)
+    return x, x, np.ones(shape[-1] + wrong, np.float32), stats, stats
+
+
+def sync_calls(target: str, transport: Transport, shape: tuple[int, ...], stop: Callable[[bool], None]) -> None:
+    """Calls that are answered, refused or late, of a client that is closed, or of one that reaches nobody."""
+    client = bngrad.Client(target, transport=transport)
+    client.fused_batch_norm_grad_v2(*tensors(shape))
+    with pytest.raises(bngrad.InvalidArgumentError):
+        client.fused_batch_norm_grad_v2(*tensors(shape, wrong=1))
+    stop(True)
+    for timeout in (STOPPED_S, 1e-6):
+        with pytest.raises(bngrad.DeadlineExceededError):
+            client.fused_batch_norm_grad_v2(*tensors(shape), timeout=timeout)
+    stop(False)
+    client.fused_batch_norm_grad_v2(*tensors(shape))
+    client.close()
+    with pytest.raises(bngrad.ClientClosedError):
+        client.server_info()
+    with pytest.raises(bngrad.UnavailableError), bngrad.Client("127.0.0.1:1", transport=transport) as nowhere:
+        nowhere.fused_batch_norm_grad_v2(*tensors(shape))
+
+
+def aio_calls(target: str, transport: Transport, shape: tuple[int, ...], stop: Callable[[bool], None]) -> None:
+    """Tasks that are cancelled before their call and amid it, beside others."""
+
+    async def calls() -> None:
+        async with aio.Client(target, transport=transport) as client:
+            await client.fused_batch_norm_grad_v2(*tensors(shape))
+            with pytest.raises(bngrad.InvalidArgumentError):
+                await client.fused_batch_norm_grad_v2(*tensors(shape, wrong=1))
+            stop(True)
+            for wait_s, out in ((0, None), (STOPPED_S, None), (STOPPED_S, np.empty(shape, np.float32))):
+                task = asyncio.ensure_future(client.fused_batch_norm_grad_v2(*tensors(shape), out=out))
+                await asyncio.sleep(wait_s)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            with pytest.raises(bngrad.DeadlineExceededError):
+                await client.fused_batch_norm_grad_v2(*tensors(shape), timeout=STOPPED_S)
+            stop(False)
+            await client.fused_batch_norm_grad_v2(*tensors(shape))
+
+    asyncio.run(calls())
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=["small", "large"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("calls", [sync_calls, aio_calls])
+def test_calls_leave_no_garbage_however_they_end(
+    server: EmbeddedServer, calls: Calls, transport: Transport, shape: tuple[int, ...]
+) -> None:
+    worker = worker_pid(server)
+
+    def stop(stopped: bool) -> None:
+        os.kill(worker, signal.SIGSTOP if stopped else signal.SIGCONT)
+
+    calls(server.target, transport, shape, stop)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(TIMES):
+            calls(server.target, transport, shape, stop)
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        gc.set_debug(0)
+        assert [each for each in gc.garbage if type(each).__module__.partition(".")[0] in OURS] == []
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+        stop(False)

@@ -1,0 +1,39 @@
+"""What of CuPy a GPU is driven by, as far as it can be called where there is no driver."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from cupy.cuda import driver, runtime
+
+from bngrad_kernels.cuda import device
+
+CALLS: list[tuple[Any, tuple[int, ...]]] = [
+    (runtime.setDevice, (0,)),
+    (runtime.getDeviceProperties, (0,)),
+    (runtime.malloc, (1 << 20,)),
+    (runtime.hostRegister, (1 << 20, 4096, device._PORTABLE)),
+    (runtime.hostUnregister, (1 << 20,)),
+    (runtime.memcpyAsync, (1 << 20, 1 << 21, 64, runtime.memcpyHostToDevice, 0)),
+    (runtime.memcpy2DAsync, (1 << 20, 128, 1 << 21, 64, 64, 2, runtime.memcpyDeviceToHost, 0)),
+    (runtime.streamSynchronize, (0,)),
+]
+
+
+def require_no_driver() -> None:
+    """Skips the calling test where the calls would do something."""
+    try:
+        runtime.getDeviceCount()
+    except runtime.CUDARuntimeError:
+        return
+    pytest.skip("there is a GPU; make gpu-test shows more")
+
+
+@pytest.mark.parametrize(("function", "arguments"), CALLS, ids=[function.__name__ for function, _ in CALLS])
+def test_cupy_takes_what_it_is_called_with(function: Any, arguments: tuple[int, ...]) -> None:
+    require_no_driver()
+    with pytest.raises(runtime.CUDARuntimeError, match=r"cudaErrorInsufficientDriver|cudaErrorNoDevice") as raised:
+        function(*arguments)
+    assert raised.value.status in (35, 100)  # what a lane looks at for lack of memory
+    assert not issubclass(driver.CUDADriverError, runtime.CUDARuntimeError)  # so both are named as a device's errors
