@@ -20,7 +20,7 @@ class LeaseError(Exception):
 
 
 class LeaseEndedError(LeaseError):
-    """What was located has no lease any more; new memory may get one."""
+    """A lease has ended, perhaps before it began; new memory may get one."""
 
 
 class LeaseLateError(LeaseError):
@@ -48,6 +48,9 @@ def leased(
 
     Raises:
         LeaseError: The server leases no memory.
+        LeaseEndedError: It would not now.
+        LeaseLateError: It has not until the deadline.
+        UnreachableError: It does not answer.
     """
     try:
         lease = socket.socket(socket.AF_UNIX)
@@ -62,8 +65,10 @@ def leased(
             answer, fds, flags, _ = socket.recv_fds(lease, 1024, 1)
         if flags & socket.MSG_CTRUNC:
             raise LeaseError("there is no file descriptor left for its memory")
+        if answer == b"":
+            raise LeaseEndedError("the server ended the lease without a word: it stops, or has no file left for it")
         if len(fds) != 1 or len(answer) != _KEY_NBYTES:
-            raise LeaseError(answer.decode(errors="replace") or "the server leases no memory")
+            raise LeaseError(answer.decode(errors="replace"))
     except OSError as error:
         lease.close()
         if isinstance(error, TimeoutError) and not deadline.allows(0):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import resource
 import signal
 import socket
 import struct
@@ -204,6 +205,27 @@ def test_where_too_little_memory_is_shared_auto_does_without_and_shared_says_why
                 with pytest.raises(bngrad.UnavailableError, match=why):
                     use()
         assert_same_bits(CASE.run(greedy, INPUTS, taken), expected)
+
+
+def test_a_server_without_a_file_for_memory_is_unavailable_until_it_has_one(
+    own_server: EmbeddedServer, expected: tuple[Any, ...]
+) -> None:
+    front, limit = own_server.process.pid, resource.RLIMIT_FSIZE
+    soft, hard = resource.prlimit(front, limit, (REGION_NBYTES - 1, resource.RLIM_INFINITY))
+    with bngrad.Client(own_server.target) as client:
+        assert_same_bits(CASE.run(client, INPUTS), expected)
+    with (
+        bngrad.Client(own_server.target, transport="shared") as client,
+        bngrad.Client(own_server.target, transport="shared", retries=False) as impatient,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        waiting = pool.submit(CASE.run, client, INPUTS)
+        for use in (lambda: CASE.run(impatient, INPUTS), lambda: impatient.empty(CASE.shape)):
+            with pytest.raises(bngrad.UnavailableError, match="no file left"):
+                use()
+        assert not waiting.done()
+        resource.prlimit(front, limit, (soft, hard))
+        assert_same_bits(waiting.result(), expected)
 
 
 def test_memory_that_one_client_gives_back_serves_the_next(expected: tuple[Any, ...]) -> None:
