@@ -54,10 +54,14 @@ class Answers:
         check = partial(guard.client_of, call.metadata.get("authorization"), self._client)
         return Caller(check(), deadline, is_gone, lambda: hang_up(self._sock), call.metadata, check)
 
+    def flush(self, http: http2.ServerConnection) -> None:
+        """Sends what the socket did not take at once, to a client that may not take for ever."""
+        with self._calls.watched(self._nobody()):
+            http.flush()
+
     def answer_begun(self, http: http2.ServerConnection) -> None:
         """Answers the call that a frame begins of which a part has arrived; or waits for the rest of another one."""
-        nobody = Caller(self._client, None, lambda: False, lambda: hang_up(self._sock), {})
-        with self._calls.watched_upload(nobody, frames.LARGEST_FRAME_SIZE):
+        with self._calls.watched(self._nobody(), frames.LARGEST_FRAME_SIZE):
             call = http.accept_begun()
         if call is not None:
             self.answer(call)
@@ -69,7 +73,7 @@ class Answers:
             if call.path in UNARY:
                 self.answer_message(call, self.message_of(call, caller))
             elif call.path == _EXCHANGE:
-                for pieces in self._calls.exchange(Upload(call, partial(self._calls.watched_upload, caller)), caller):
+                for pieces in self._calls.exchange(Upload(call, partial(self._calls.watched, caller)), caller):
                     call.send_message(*pieces)
                 call.end()
             else:
@@ -98,8 +102,12 @@ class Answers:
             self._calls.observer.failed(UNARY[call.path], "unary", caller, error, began)
             raise
 
+    def _nobody(self) -> Caller:
+        """Who has not made a call yet, but may be hung up on."""
+        return Caller(self._client, None, lambda: False, lambda: hang_up(self._sock), {})
+
     def _watched(self, call: http2.ServerCall, caller: Caller, nbytes: int = 0) -> AbstractContextManager[None]:
-        return nullcontext() if call.has_arrived else self._calls.watched_upload(caller, nbytes)
+        return nullcontext() if call.has_arrived else self._calls.watched(caller, nbytes)
 
     def answer_message(self, call: http2.ServerCall, data: bytes) -> None:
         """Answers a unary call whose message has been read."""

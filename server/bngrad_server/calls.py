@@ -136,14 +136,14 @@ class Calls:
                     for output in staged.large_outputs:
                         yield from wire.chunks(_CHUNK, _there(output), source.chunk_nbytes)
 
-    def watched_upload(self, caller: Caller, nbytes: int = 0) -> AbstractContextManager[None]:
-        """Hangs up on a caller whose message does not come, or takes too long for what is known of its size."""
+    def watched(self, caller: Caller, nbytes: int = 0) -> AbstractContextManager[None]:
+        """Hangs up on a caller that takes too long to send or receive, for what is known of the size."""
         return self._engine.transfers.watched(nbytes, caller)
 
     def _next_request(self, source: ExchangeSource, caller: Caller) -> tuple[int, bytes] | None:
         """The next request of an exchange, see `_request_of`; None where there is no further one."""
         try:
-            with self.watched_upload(caller):  # also the wait for it: whoever stands still has a thread, of few
+            with self.watched(caller):  # also the wait for it: whoever stands still has a thread, of few
                 message = source.receive()
             if message is None:
                 return None

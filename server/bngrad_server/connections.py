@@ -122,7 +122,7 @@ class Connections:
     def _rest(self, connection: _Connection) -> None:
         """Has a connection wait for its next call."""
         if connection.http.held:  # more than the socket took at once
-            self._lend(connection, connection.http.flush)
+            self._lend(connection, partial(connection.answers.flush, connection.http))
         elif self._draining or connection.is_outdated:
             self._close(connection)
         else:
@@ -158,7 +158,7 @@ class Connections:
             else:
                 http.flush()
                 if http.held:
-                    self._lend(connection, http.flush)
+                    self._lend(connection, partial(connection.answers.flush, http))
         except Exception as error:
             self._fail(connection, error)
 

@@ -105,7 +105,7 @@ def _message(calls: Calls, name: str, caller: Caller, source: _Source) -> bytes:
     """Receives the message of a unary call."""
     began = time.monotonic()
     try:
-        with calls.watched_upload(caller):
+        with calls.watched(caller):
             message = source.receive()
             if message is None:
                 source.check_not_gone()

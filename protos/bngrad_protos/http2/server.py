@@ -129,6 +129,7 @@ class ServerConnection(Connection):
         """Makes a call of the header block, or refuses it."""
         self.last_stream_id = stream_id
         if self.stream is not None or self._sent_goaway:
+            self.count_idle_frame()
             self.answer(frames.rst_stream(stream_id, ErrorCode.REFUSED_STREAM))
             return
         call = ServerCall(self, stream_id, headers)

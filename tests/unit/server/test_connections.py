@@ -6,12 +6,16 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from tests.unit.server.additions import NBYTES, TIMEOUT_S, Adder, check_answer, inputs, request_of, wait_until
 
 from bngrad_protos import http2
+from bngrad_protos.http2 import frames
+from bngrad_protos.http2._headers import encode
 from bngrad_protos.limits import MAX_PROTOBUF_NBYTES, REGION_NBYTES
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server import connections
@@ -249,6 +253,39 @@ def test_a_client_that_does_not_read_holds_nobody_up_and_gets_its_answers(servic
     received = slow.io.high - slow.io.low  # it has read once, for the server's window
     while received < n_calls * NBYTES:
         received += len(slow.io._sock.recv(2**16))
+    check_works(service)
+
+
+def test_calls_by_the_thousand_beside_one_end_their_connection(service: Service) -> None:
+    block = encode([(":method", "POST"), (":path", PATH), ("content-type", "application/grpc")])
+    calls = [frames.frame(frames.HEADERS, frames.END_HEADERS, stream, block) for stream in range(1, 20_001, 2)]
+    sock, told = service.socket(), bytearray()
+
+    def listen() -> None:
+        with suppress(ConnectionError):
+            while answer := sock.recv(2**16):
+                told.extend(answer)
+
+    with ThreadPoolExecutor(1) as thread, suppress(ConnectionError):
+        thread.submit(listen)
+        sock.sendall(frames.PREFACE + frames.settings({}) + b"".join(calls))
+        sock.shutdown(socket.SHUT_WR)
+    assert b"2000 idle frames within a second" in told
+    check_works(service)
+
+
+def test_a_client_that_asks_for_answers_and_takes_them_byte_by_byte_is_hung_up_on(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service.engine.transfers, "_timeout_s", 1.0)
+    slow = service.socket()
+    slow.sendall(frames.PREFACE + frames.settings({}))
+    wait_until(lambda: len(service.endpoint._connections) == 1)
+    (connection,) = service.endpoint._connections._all
+    connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # so the system's least
+    slow.sendall(frames.frame(frames.PING, 0, 0, bytes(8)) * 1000)
+    wait_until(lambda: not connection.is_watched)
+    wait_until(lambda: slow.recv(1) == b"" or len(service.endpoint._connections) == 0)
     check_works(service)
 
 
