@@ -42,9 +42,10 @@ lock: $(VENV)/dev.stamp  ## Takes newer versions of all dependencies into requir
 audit: $(VENV)/dev.stamp  ## Asks a database on the network whether any locked version has known weaknesses
 	for lock in requirements/*.txt; do $(BIN)/pip-audit --strict --disable-pip --no-deps --requirement $$lock || exit 1; done
 
+ENGINE ?= podman
 image-test: $(VENV)/dev.stamp  ## Builds the images with buildah, runs the CPU one as it should be run, and beside Prometheus
-	$(BIN)/python -m tests.deploy.image
-	$(BIN)/python -m tests.deploy.stack
+	$(BIN)/python -m tests.deploy.image --engine $(ENGINE)
+	$(BIN)/python -m tests.deploy.stack --engine $(ENGINE)
 
 proto: $(VENV)/dev.stamp  ## Regenerates the code beside the .proto files
 	$(BIN)/python -m grpc_tools.protoc -I protos --python_out=protos --pyi_out=protos --grpc_python_out=protos \

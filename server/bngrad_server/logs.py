@@ -32,6 +32,7 @@ def set_up(log_format: str, level: str) -> None:
     handler.setFormatter(JsonFormatter() if log_format == "json" else ConsoleFormatter())
     handler.addFilter(SamplingFilter())
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
+    logging.captureWarnings(True)
 
 
 def set_up_as_parent() -> None:

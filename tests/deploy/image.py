@@ -1,7 +1,7 @@
 """Builds the images of the containers, and runs the CPU server's as a careful operator would.
 
 Needs root, buildah, podman and runc, and debootstrap where no base image is named; no engine runs in the background.
-Run it as ``make image-test``.
+Run it as ``make image-test``. With ``--engine docker``, a Docker Engine that runs does all but make the base.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import psutil
 
 import bngrad
 
@@ -27,8 +29,6 @@ BASE = "localhost/bngrad-test-base"
 IMAGE = "localhost/bngrad-test"
 BUNDLE = Path("/etc/ssl/certs/ca-certificates.crt")
 START_TIMEOUT_S = 300
-# Without limits of its own, podman would raise those of a root that may not do so; and its health checks need systemd.
-HERE = ["--network=host", "--ulimit=nofile=4096:4096", "--ulimit=nproc=4096:4096", "--no-healthcheck"]
 MEMORY_BYTES = 4 << 30
 CAREFUL = [
     "--read-only",
@@ -47,8 +47,36 @@ def run(*command: object, timeout_s: float = 3600) -> str:
     return finished.stdout.strip()
 
 
-def podman(*arguments: object) -> str:
-    return run("podman", "--runtime=runc", *arguments)
+@dataclass(frozen=True)
+class Engine:
+    """What runs containers.
+
+    Attributes:
+        command: How it is called.
+        builder: How what builds images for it is called.
+        options: Of each container, that it may run on this machine.
+    """
+
+    command: tuple[str, ...]
+    builder: tuple[str, ...]
+    options: tuple[str, ...]
+
+    def __call__(self, *arguments: object) -> str:
+        return run(*self.command, *arguments)
+
+
+PODMAN = Engine(
+    ("podman", "--runtime=runc"),
+    ("buildah", "build", "--layers", "--isolation=chroot", "--format=docker", "--network=host"),
+    # Without limits of its own, podman would raise those of a root that may not do so; its health checks need systemd.
+    ("--network=host", "--ulimit=nofile=4096:4096", "--ulimit=nproc=4096:4096", "--no-healthcheck"),
+)
+DOCKER = Engine(
+    ("docker",),
+    ("docker", "build", "--network=host"),
+    ("--network=host", "--tmpfs=/tmp"),
+)
+ENGINES = {"podman": PODMAN, "docker": DOCKER}
 
 
 def make_base() -> None:
@@ -64,25 +92,24 @@ def make_base() -> None:
         run("buildah", "commit", "--rm", container, BASE)
 
 
-def build(dockerfile: str, tag: str, base: str | None) -> None:
+def build(engine: Engine, dockerfile: str, tag: str, base: str | None) -> None:
     began = time.monotonic()
     on_base = [f"--build-arg=BASE={base}"] if base else []
-    isolation = ["--layers", "--isolation=chroot", "--format=docker", "--network=host"]
-    run("buildah", "build", *isolation, *on_base, "--file", dockerfile, "--tag", f"{IMAGE}:{tag}", ".")
-    size = json.loads(run("podman", "image", "inspect", f"{IMAGE}:{tag}"))[0]["Size"]
+    run(*engine.builder, *on_base, "--file", dockerfile, "--tag", f"{IMAGE}:{tag}", ".")
+    size = json.loads(engine("image", "inspect", f"{IMAGE}:{tag}"))[0]["Size"]
     say(f"{dockerfile}: built in {time.monotonic() - began:.0f} s, {size / 1e6:.0f} MB")
 
 
 @contextmanager
-def container(*options: str) -> Iterator[tuple[str, str]]:
+def container(engine: Engine, *options: str) -> Iterator[tuple[str, str]]:
     """A server in a container, and its address; both end with the block."""
     began = time.monotonic()
     settings = ["--env=BNGRAD_LISTEN=127.0.0.1:0,unix:/tmp/bngrad.sock", "--env=BNGRAD_STREAM_PORT=0",
                 "--env=BNGRAD_HTTP=127.0.0.1:0"]  # fmt: skip
-    name = podman("run", "--detach", *HERE, *CAREFUL, *settings, *options, f"{IMAGE}:cpu")
+    name = engine("run", "--detach", "--ipc=shareable", *engine.options, *CAREFUL, *settings, *options, f"{IMAGE}:cpu")
     try:
-        while " ready on " not in (log := podman("logs", name)):
-            if podman("inspect", "--format={{.State.Running}}", name) != "true":
+        while " ready on " not in (log := engine("logs", name)):
+            if engine("inspect", "--format={{.State.Running}}", name) != "true":
                 raise SystemExit(f"the server ended: {log}")
             if time.monotonic() > began + START_TIMEOUT_S:
                 raise SystemExit(f"the server was not ready after {START_TIMEOUT_S} s: {log}")
@@ -90,24 +117,24 @@ def container(*options: str) -> Iterator[tuple[str, str]]:
         say(f"ready {time.monotonic() - began:.1f} s after the container was started")
         yield name, log.split(" ready on ")[1].split(",")[0]
     finally:
-        podman("rm", "--force", "--time=0", name)
+        engine("rm", "--force", name)
 
 
-def look_inside(name: str) -> None:
+def look_inside(engine: Engine, name: str) -> None:
     """The server is nobody, and its files are nobody's to change."""
-    assert podman("exec", name, "id", "-u") == "10001"
-    assert "Read-only" in podman("exec", name, "sh", "-c", "touch /opt/bngrad/x 2>&1 || true")
-    compilers = podman("exec", name, "sh", "-c", "command -v cc gcc g++ clang || true")
+    assert engine("exec", name, "id", "-u") == "10001"
+    assert "Read-only" in engine("exec", name, "sh", "-c", "touch /opt/bngrad/x 2>&1 || true")
+    compilers = engine("exec", name, "sh", "-c", "command -v cc gcc g++ clang || true")
     assert compilers == "", compilers
-    limit = podman("exec", name, "python", "-c", "from bngrad_server import cgroup; print(cgroup.memory_bytes())")
+    limit = engine("exec", name, "python", "-c", "from bngrad_server import cgroup; print(cgroup.memory_bytes())")
     assert int(limit) == MEMORY_BYTES
     say("not root, nothing to write to, no compiler")
 
 
-def check(name: str, target: str) -> None:
+def check(engine: Engine, name: str, target: str) -> None:
     """The health check of the image, and a user's check from outside."""
-    health = json.loads(podman("image", "inspect", "--format={{json .Config.Healthcheck.Test}}", f"{IMAGE}:cpu"))
-    podman("exec", name, *health[1:])
+    health = json.loads(engine("image", "inspect", "--format={{json .Config.Healthcheck.Test}}", f"{IMAGE}:cpu"))
+    engine("exec", name, *health[1:])
     print(run(sys.executable, "-m", "bngrad_server", "check", target))
     say("the health check passes inside, bngrad check from outside")
 
@@ -123,15 +150,15 @@ with bngrad.Client("{target}", transport="shared") as client:
 """
 
 
-def share_memory(name: str, target: str) -> None:
+def share_memory(engine: Engine, name: str, target: str) -> None:
     """Memory is shared with another container, and more of it than /dev/shm may hold."""
     command = ["--entrypoint=python", f"{IMAGE}:cpu", "-c", SHARE.format(target=target)]
-    shared = podman("run", "--rm", *HERE, *CAREFUL, f"--ipc=container:{name}", *command)
-    shm = podman("exec", name, "sh", "-c", "df -h /dev/shm | tail -1").split()[1]
+    shared = engine("run", "--rm", *engine.options, *CAREFUL, f"--ipc=container:{name}", *command)
+    shm = engine("exec", name, "sh", "-c", "df -h /dev/shm | tail -1").split()[1]
     say(f"{shared} shared with a client in another container, with a /dev/shm of {shm}")
 
 
-def stop_under_load(name: str, target: str) -> None:
+def stop_under_load(engine: Engine, name: str, target: str) -> None:
     """SIGTERM lets the call that is in flight end, and then the server ends well."""
     x = np.ones((64, 56, 56, 256), np.float32)
     channels = np.ones(256, np.float32)
@@ -145,12 +172,28 @@ def stop_under_load(name: str, target: str) -> None:
     caller.start()
     time.sleep(0.3)  # it takes longer than that
     was_in_flight = caller.is_alive()
-    podman("stop", "--time=60", name)
+    engine("stop", "--time=60", name)
     caller.join()
     assert was_in_flight
     assert answers, "the call in flight was not answered"
-    assert podman("inspect", "--format={{.State.ExitCode}}", name) == "0"
+    assert engine("inspect", "--format={{.State.ExitCode}}", name) == "0"
     say(f"SIGTERM: a call of {2 * x.nbytes / 1e6:.0f} MB was in flight, and answered; exit code 0")
+
+
+def come_back(engine: Engine) -> None:
+    """An engine that runs in the background sees health, and starts a server again that was killed."""
+    address = "--env=BNGRAD_LISTEN=127.0.0.1:50051,unix:/tmp/bngrad.sock"
+    with container(engine, address, "--health-interval=1s", "--restart=unless-stopped") as (name, target):
+        while (health := engine("inspect", "--format={{.State.Health.Status}}", name)) == "starting":
+            time.sleep(0.1)
+        assert health == "healthy"
+        (front,) = psutil.Process(int(engine("inspect", "--format={{.State.Pid}}", name))).children()
+        with bngrad.Client(target) as client:
+            client.server_info()  # one that knows its server waits for it
+            began = time.monotonic()
+            front.kill()
+            client.server_info(timeout=START_TIMEOUT_S)
+            say(f"healthy; killed, and there again after {time.monotonic() - began:.1f} s")
 
 
 def say(sentence: str) -> None:
@@ -161,21 +204,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--base", help="image to build on; without, a small Debian is made, which needs no registry")
     parser.add_argument("--pinned-base", action="store_true", help="build on the images that the Dockerfiles name")
+    parser.add_argument("--engine", choices=ENGINES, default="podman", help="what runs containers")
     parser.add_argument("--cuda", action="store_true", help="build docker/Dockerfile.cuda too")
     options = parser.parse_args()
     base = None if options.pinned_base else options.base or BASE
     if base == BASE and not run("buildah", "images", "--quiet", "--filter", f"reference={BASE}"):
         make_base()
-    build("docker/Dockerfile", "cpu", base)
+    engine = ENGINES[options.engine]
+    if base == BASE and engine is DOCKER:
+        run("buildah", "push", BASE, f"docker-daemon:{BASE}:latest")
+    build(engine, "docker/Dockerfile", "cpu", base)
     if options.cuda:
-        build("docker/Dockerfile.cuda", "cuda", base)
-    with container() as (name, target):
-        look_inside(name)
-        check(name, target)
-        share_memory(name, target)
-        stop_under_load(name, target)
-    with container("--tmpfs=/var/cache:notmpcopyup"):
+        build(engine, "docker/Dockerfile.cuda", "cuda", base)
+    with container(engine) as (name, target):
+        look_inside(engine, name)
+        check(engine, name, target)
+        share_memory(engine, name, target)
+        stop_under_load(engine, name, target)
+    with container(engine, "--env=XDG_CACHE_HOME=/tmp"):
         say("... without the kernels that the image brings")
+    if engine is DOCKER:
+        come_back(engine)
     print("the image works")
 
 

@@ -2,11 +2,13 @@
 
 Needs root, podman with runc, networks in which containers know each other's names (netavark with aardvark-dns), the
 images that `tests.deploy.image` leaves, and the ports 9090, 9464, 50051 and 50052 of this host. Prometheus is Debian's,
-so that no registry need be reached; Grafana, which Debian has not, is left out. Run it as ``make image-test``.
+so that no registry need be reached; Grafana, which Debian has not, is left out. Run it as ``make image-test``. With
+``--engine docker``, a Docker Engine that runs and Docker Compose do it.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -22,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from tests.deploy.image import BASE, IMAGE, ROOT, run, say
+from tests.deploy.image import BASE, ENGINES, IMAGE, PODMAN, ROOT, Engine, run, say
 from tests.security.authority import HOSTS, Authority
 
 from bngrad_server.security.tokens import new_token
@@ -41,15 +43,13 @@ CMD ["--config.file=/etc/prometheus/prometheus.yml", "--storage.tsdb.path=/prome
 """
 FILES = ("compose.yaml", "compose.secure.yaml", "compose.monitoring.yaml", "compose.test.yaml")
 USER = 10001
-# As in tests.deploy.image; it is podman's bridge that is tried here.
-LIMITS = "--ulimit=nofile=4096:4096 --ulimit=nproc=4096:4096 --no-healthcheck"
+PROJECT = "--project-name=bngrad-test"
 TIMEOUT_S = 120
 
 
-def build_prometheus(directory: Path) -> None:
+def build_prometheus(engine: Engine, directory: Path) -> None:
     (directory / "Dockerfile").write_text(DOCKERFILE)
-    how = ["--layers", "--isolation=chroot", "--format=docker", "--network=host"]
-    run("buildah", "build", *how, "--tag", PROMETHEUS, directory)
+    run(*engine.builder, "--tag", PROMETHEUS, directory)
 
 
 def prepare(directory: Path) -> tuple[Path, Path]:
@@ -73,19 +73,18 @@ def prepare(directory: Path) -> tuple[Path, Path]:
 
 
 @contextmanager
-def stack(docker: Path) -> Iterator[None]:
+def stack(engine: Engine, docker: Path) -> Iterator[None]:
     """Server and Prometheus, until the block ends."""
     files = [argument for name in FILES for argument in ("--file", docker / name)]
-    compose = [
-        sys.executable,
-        "-m",
-        "podman_compose",
-        "--project-name=bngrad-test",
-        *files,
-        "--podman-args=--runtime=runc",
-    ]
+    compose: list[object] = ["docker", "compose", PROJECT, *files]
+    up = ["up", "--detach", "--no-build"]
+    if engine is PODMAN:
+        compose = [sys.executable, "-m", "podman_compose", PROJECT, *files, "--podman-args=--runtime=runc"]
+        # As in tests.deploy.image; it is podman's bridge that is tried here.
+        limits = " ".join(option for option in engine.options if option != "--network=host")
+        up.insert(0, f"--podman-run-args={limits}")
     try:
-        run(*compose, f"--podman-run-args={LIMITS}", "up", "--detach", "--no-build", "server", "prometheus")
+        run(*compose, *up, "server", "prometheus")
         yield
     finally:
         run(*compose, "down", "--volumes", "--timeout=60")
@@ -118,13 +117,16 @@ def query(expression: str) -> float:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--engine", choices=ENGINES, default="podman", help="what runs containers")
+    engine = ENGINES[parser.parse_args().engine]
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
-        build_prometheus(directory)
+        build_prometheus(engine, directory)
         ca, token = prepare(directory)
         bngrad = [sys.executable, "-m", "bngrad_server"]
         target = ["localhost:50051", "--tls-ca", ca, "--token-file", token]
-        with stack(directory / "docker"):
+        with stack(engine, directory / "docker"):
             wait_for(
                 "a server that is ready", lambda: bool(get("http://localhost:9464/status.json")["server"]["ready"])
             )

@@ -104,6 +104,14 @@ def test_channelz_answers_where_it_was_asked_for(
                 get_servers(channelz_pb2.GetServersRequest())
 
 
+def test_what_a_library_warns_of_is_a_line_of_the_log_too() -> None:
+    code = "import warnings; from bngrad_server import logs; logs.set_up('json', 'info'); warnings.warn('odd\\nthings')"
+    finished = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, check=True)
+    (line,) = map(json.loads, finished.stderr.splitlines())
+    assert (line["level"], line["logger"]) == ("warning", "py.warnings")
+    assert "odd\nthings" in line["message"]
+
+
 def test_workers_log_in_the_same_form_and_a_level_silences_the_rest() -> None:
     with EmbeddedServer(options=("--log-format", "json", "--log-level", "error")) as server:
         workers_of(server.process.pid)[0].kill()
