@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +205,26 @@ def test_where_too_little_memory_is_shared_auto_does_without_and_shared_says_why
                 with pytest.raises(bngrad.UnavailableError, match=why):
                     use()
         assert_same_bits(CASE.run(greedy, INPUTS, taken), expected)
+
+
+def test_a_server_that_has_no_place_for_sockets_shares_no_memory_and_says_why(expected: tuple[Any, ...]) -> None:
+    unshare = ["unshare", "--mount", *([] if os.getuid() == 0 else ["--map-root-user"])]
+    read_only = ["sh", "-c", 'mount -t tmpfs -o ro bngrad-test /dev/shm && exec "$@"', "sh"]
+    serve = [sys.executable, "-m", "bngrad_server", "serve", "--device", DEVICE, "--listen", "127.0.0.1:0", *ONE_WORKER]
+    with (
+        subprocess.Popen([*unshare, *read_only, *serve], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as server,
+        ExitStack() as stack,
+    ):
+        stack.callback(server.kill)
+        assert server.stdout is not None
+        target = server.stdout.readline().decode().split(" ready on ")[1].split(": ")[0]
+        with bngrad.Client(target) as client:
+            assert_same_bits(CASE.run(client, INPUTS), expected)
+        server.terminate()
+        log = server.communicate()[1].decode()
+    assert server.returncode == 0
+    assert "no memory is shared with clients on this host: [Errno 30] Read-only file system" in log
+    assert "Traceback" not in log
 
 
 def test_a_server_without_a_file_for_memory_is_unavailable_until_it_has_one(
