@@ -89,7 +89,9 @@ def compile_kernels(arch: int, *options: str) -> Compiled:
             nvrtc.compileProgram(program, (f"-arch=sm_{arch}", f"-I{SOURCES}", *_OPTIONS, *options))
         except nvrtc.NVRTCError as error:
             raise RuntimeError(nvrtc.getProgramLog(program)) from error
-        return Compiled(nvrtc.getCUBIN(program), bytes(nvrtc.getPTX(program)).decode(), nvrtc.getProgramLog(program))
+        # CuPy takes the last byte off, as off a string: the file would end amid a header.
+        code = nvrtc.getCUBIN(program) + b"\0"
+        return Compiled(code, bytes(nvrtc.getPTX(program)).decode(), nvrtc.getProgramLog(program))
     finally:
         nvrtc.destroyProgram(program)
 

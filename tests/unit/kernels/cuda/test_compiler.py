@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import struct
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,14 @@ def test_every_kernel_compiles_and_keeps_everything_in_registers(arch: int) -> N
     assert all(int(registers) <= MOST_REGISTERS[order] for order, registers in used)
     assert max(map(int, re.findall(r"(\d+) bytes smem", log))) + (1 << 10) <= STATIC_SHARED_NBYTES
     assert " lmem" not in log
+
+
+def test_machine_code_holds_all_that_its_header_tells_of() -> None:
+    cubin = compiled(90).cubin
+    programs, sections = struct.unpack_from("<QQ", cubin, 32)  # of the ELF header: where they are described
+    program_nbytes, n_programs, section_nbytes, n_sections = struct.unpack_from("<4H", cubin, 54)
+    assert cubin.startswith(b"\x7fELF")
+    assert max(programs + program_nbytes * n_programs, sections + section_nbytes * n_sections) <= len(cubin)
 
 
 def test_every_operation_is_rounded_by_itself_and_none_is_an_approximation() -> None:
