@@ -1,4 +1,4 @@
-"""Clients that vanish, stall or run out of time amid an upload: their memory is free at once, nobody waits for them."""
+"""Clients that vanish, stall or run out of time amid a transfer: their memory is free at once, nobody waits."""
 
 from __future__ import annotations
 
@@ -44,6 +44,32 @@ def messages():
 channel = grpc.insecure_channel(target)
 grpc.channel_ready_future(channel).result()
 next(pb_grpc.BatchNormGradServiceStub(channel).Exchange(messages(), timeout=timeout))
+"""
+
+CLOSE = """
+import ctypes, sys, threading
+import numpy as np
+import bngrad
+x, stats = np.ones((32, 28, 28, 64), np.float32), np.ones(64, np.float32)
+def call(client):
+    try:
+        while True:
+            client.fused_batch_norm_grad_v2(x, x, stats, stats, stats)
+    except bngrad.ClientClosedError:
+        pass
+for moment in range(10):
+    client = bngrad.Client(sys.argv[1], transport="stream")
+    client.fused_batch_norm_grad_v2(x, x, stats, stats, stats)
+    threads = [threading.Thread(target=call, args=(client,)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    threading.Event().wait(0.05 * moment)
+    ctypes.PyDLL(None).usleep(50_000)  # with Python's lock: nobody reads answers, and the sockets fill up
+    client.close()
+    for thread in threads:
+        thread.join()
+print("ready", flush=True)
+threading.Event().wait()
 """
 
 
@@ -126,6 +152,11 @@ def test_a_client_learns_that_the_deadline_of_its_upload_has_passed(client: bngr
     with process(UPLOAD.replace("next(", "call = (") + REPORT, upload_target, TO_GET_THERE_S) as uploading:
         assert uploading.communicate(timeout=TIMEOUT_S)[0] == "DEADLINE_EXCEEDED\n"
     ends_at_once(client)
+
+
+def test_the_memory_of_calls_that_a_client_closes_amid_their_answers_is_free_at_once(server: EmbeddedServer) -> None:
+    with process(CLOSE, server.target), bngrad.Client(server.target) as client:
+        wait_until(lambda: client.server_info().requests == 0, AT_ONCE_S)
 
 
 REPORT = """
