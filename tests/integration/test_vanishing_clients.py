@@ -6,14 +6,17 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from tests.faults.peers import HELLO, Peer, data, headers, prefixed, request
 from tests.integration.conftest import TIMEOUT_S, process, targets_of, wait_until
 from tests.integration.problems import Case, assert_gradients, random_inputs
 
 import bngrad
+from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.embedded import EmbeddedServer
 
 CASE = Case("v2", "NHWC", (32, 28, 28, 64))
@@ -139,6 +142,21 @@ def test_a_stalled_upload_keeps_nobody_waiting(
                 SMALL.run(each, inputs)
                 assert check(health_pb2.HealthCheckRequest()).status == health_pb2.HealthCheckResponse.SERVING
             assert time.monotonic() - begin < AT_ONCE_S
+
+
+def test_uploads_that_stand_still_do_not_make_a_server_seem_slow() -> None:
+    inputs, begun = random_inputs(SMALL.spec()), request(2**20, whole=False)
+    message = prefixed(pb.ExchangeRequest(fused_batch_norm_grad_v2=begun).SerializeToString())
+    with EmbeddedServer() as server, ExitStack() as standing:
+        for _ in range(40):
+            peer = standing.enter_context(Peer(targets_of(server.target)["tcp"]))
+            assert peer.send(HELLO + headers("Exchange") + data(message))
+        with bngrad.Client(server.target, transport="shared", retries=False) as client:
+            wait_until(lambda: client.server_info().requests == 40)
+            for _ in range(5):
+                SMALL.run(client, inputs)
+                time.sleep(0.6)
+            assert_gradients(CASE.spec(), INPUTS, CASE.run(client, INPUTS))
 
 
 def test_the_deadline_of_a_stalled_upload_ends_it(client: bngrad.Client, upload_target: str) -> None:
