@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import socket
+import struct
 import threading
 from collections.abc import Iterator
 
@@ -25,6 +26,7 @@ _MAX_IDLE = 64
 _LONG_S = 10.0
 _CHUNK_NBYTES = 2**28
 _MAX_HEADER_NBYTES = 64 * 2**20
+_RESET = struct.pack("ii", 1, 0)
 _STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
@@ -256,4 +258,6 @@ def _connected(address: tuple[str, int] | str, timeout_s: float, access: Access)
 
 def _shut_down(sock: socket.socket) -> None:
     with contextlib.suppress(OSError):
+        # A server that waits for an answer to be read would wait on, for a minute, were it not for the RST of this.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         sock.shutdown(socket.SHUT_RDWR)

@@ -123,6 +123,8 @@ class Region:
         with self._mutex:
             self._holders -= 1
             if self._holders <= 0 and self._socket is not None:
+                with contextlib.suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)  # a forked child may hold the socket too
                 self._socket.close()
                 self._socket = None
 

@@ -91,7 +91,7 @@ class Connector:
             try:
                 return self._share(call, ways, deadline, cancellation)
             except (LeaseError, NotConnectedError) as error:
-                self._lose_with(ways, error)
+                self._lose_with(ways, error, cancellation)
                 is_late = isinstance(error, LeaseLateError)
                 if is_late or cancellation.cancelled or self._transport == "shared":
                     raise self._not_shared(error, deadline) from error
@@ -128,7 +128,7 @@ class Connector:
                 raise self._no_memory(ways)
             return ways.shared.empty(shape, dtype, deadline, cancellation)
         except LeaseError as error:
-            self._lose_with(ways, error)
+            self._lose_with(ways, error, cancellation)
             raise self._not_shared(error, deadline) from error
 
     def close(self) -> None:
@@ -243,9 +243,9 @@ class Connector:
     def _ask_endpoints(self, deadline: Deadline, cancellation: Cancellation) -> pb.Endpoints:
         return self._ask(deadline, cancellation)[1]
 
-    def _lose_with(self, ways: Ways, error: Exception) -> None:
-        """Does as `_lose` where the error says that the server on this host has gone."""
-        if isinstance(error, UnreachableError) and ways.local is not None:
+    def _lose_with(self, ways: Ways, error: Exception, cancellation: Cancellation) -> None:
+        """Gives the server on this host up where the error says that it has gone, and no cancellation brought it."""
+        if isinstance(error, UnreachableError) and ways.local is not None and not cancellation.cancelled:
             self._discovery.lose(ways, ways.local)
 
 

@@ -6,11 +6,13 @@ import math
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _ALWAYS_REQUESTS = 16
 """So few requests are let in whatever the estimates say."""
 _BUSY_REQUESTS = 8
-"""With so many the server does as much as it can."""
+"""With so many, beside those that wait for their clients, the server does as much as it can."""
 _WORK_OF_ANY_REQUEST = 1 << 18
 """What a request costs beside its bytes, in bytes."""
 _WINDOW_S = 0.5
@@ -63,6 +65,7 @@ class Admission:
         self._mutex = threading.Lock()
         self.requests = 0
         self.entered = 0
+        self._transfers = 0
         self._work = 0
         self._requests_of: Counter[str] = Counter()
         self._work_of: Counter[str] = Counter()
@@ -106,13 +109,29 @@ class Admission:
         work = nbytes + _WORK_OF_ANY_REQUEST
         with self._mutex:
             self.requests -= 1
-            self._was_busy &= self.requests >= _BUSY_REQUESTS
+            self._was_busy &= self._is_busy
             self._work -= work
             self._requests_of[client] -= 1
             self._work_of[client] -= work
             if not self._requests_of[client]:
                 del self._requests_of[client], self._work_of[client]
             self._measure(work if computed else 0)
+
+    @contextmanager
+    def transfer(self) -> Iterator[None]:
+        """Has a request that is in count as one that waits for its client, which says nothing of the server."""
+        with self._mutex:
+            self._transfers += 1
+            self._was_busy &= self._is_busy
+        try:
+            yield
+        finally:
+            with self._mutex:
+                self._transfers -= 1
+
+    @property
+    def _is_busy(self) -> bool:
+        return self.requests - self._transfers >= _BUSY_REQUESTS
 
     def _check(self, client: str, work: int, deadline: float | None) -> None:
         if self._limits_clients:
@@ -166,4 +185,4 @@ class Admission:
             self._rates.append(rate)
             self._rate = max(self._rates)
         self._window_start, self._window_work = now, 0
-        self._was_busy = self.requests >= _BUSY_REQUESTS
+        self._was_busy = self._is_busy

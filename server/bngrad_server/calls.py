@@ -85,7 +85,7 @@ class Calls:
         with self._staged(self._readers[op_name], data, caller) as staged:
             staged.copy_from(data)
             staged.compute()
-            with self._engine.transfers.watched(_nbytes(staged.large_outputs), caller):
+            with self._engine.transfer(_nbytes(staged.large_outputs), caller):
                 yield staged.response()
 
     def submit(self, op_name: str, data: bytes, caller: Caller, on_end: Callable[[], None]) -> Staged | None:
@@ -109,7 +109,7 @@ class Calls:
     @contextmanager
     def lent(self, staged: Staged, caller: Caller) -> Iterator[list[Buffer]]:
         """Lends the pieces of a response until the block ends, and then closes it; the caller may not take for ever."""
-        with staged, self._engine.transfers.watched(_nbytes(staged.large_outputs), caller):
+        with staged, self._engine.transfer(_nbytes(staged.large_outputs), caller):
             yield staged.response()
 
     def exchange(self, source: ExchangeSource, caller: Caller) -> Iterator[list[Buffer]]:
@@ -126,12 +126,12 @@ class Calls:
             with self._staged(self._chunked_readers[number], data, caller) as staged:
                 request = staged.request
                 staged.copy_from(data)
-                with self._engine.transfers.watched(_nbytes(staged.large_inputs), caller):
+                with self._engine.transfer(_nbytes(staged.large_inputs), caller):
                     for i in request.chunk_order:
                         source.receive_into(_there(staged.large_inputs[i]))
                 staged.compute()
                 pieces = staged.response()
-                with self._engine.transfers.watched(_nbytes(staged.large_outputs), caller):
+                with self._engine.transfer(_nbytes(staged.large_outputs), caller):
                     yield [wire.field_prefix(number, sum(map(len, pieces))), *pieces]
                     for output in staged.large_outputs:
                         yield from wire.chunks(_CHUNK, _there(output), source.chunk_nbytes)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from bngrad_kernels import backends
 from bngrad_server.admission import Admission, OverloadedError
@@ -88,6 +89,12 @@ class Engine:
             return self.arena.allocate(nbytes, give_up, caller.is_gone)
         except TimeoutError as error:
             raise OverloadedError(str(error), self._max_wait_s) from error
+
+    @contextmanager
+    def transfer(self, nbytes: int, caller: Caller) -> Iterator[None]:
+        """Bounds the time that so many bytes of a staged request take to or from its caller."""
+        with self.transfers.watched(nbytes, caller), self.admission.transfer():
+            yield
 
     def close(self) -> None:
         """Ends the workers and gives up the arena."""

@@ -1,18 +1,28 @@
-"""Tasks that are cancelled at any moment of their call."""
+"""Calls that are cancelled at any moment."""
 
 from __future__ import annotations
 
 import asyncio
+import sys
+import threading
 import time
+from contextlib import suppress
+from types import FrameType
 
 import numpy as np
 import pytest
 from tests.integration.conftest import TIMEOUT_S, Transport
 
-from bngrad import aio
+import bngrad
+from bngrad import _ops, aio
+from bngrad._call import Call
+from bngrad._cancellation import Cancellation
+from bngrad._deadline import Deadline
 from bngrad_server.embedded import EmbeddedServer
 
 MOMENTS = 16
+STEPS = 7
+AT_A_MUTEX_S = 0.05
 SHAPE = (4, 64, 64, 32)
 UNTOUCHED = -1.0
 
@@ -46,3 +56,45 @@ def test_what_a_cancelled_call_was_to_write_is_the_callers_again(
             np.testing.assert_array_equal(out, expected)
 
     asyncio.run(calls())
+
+
+@pytest.mark.parametrize("transport", ["stream", "shared"])
+def test_a_call_that_is_cancelled_at_any_step_costs_its_client_no_way_to_the_server(
+    server: EmbeddedServer, transport: Transport
+) -> None:
+    """From the first call's question for the endpoints on."""
+    x, stats = np.random.default_rng(0).normal(size=(4, 32, 32, 32)).astype(np.float32), np.ones(32, np.float32)
+    call = _ops.fused_batch_norm_grad_v2(x, x, stats, stats, stats, 1e-4, "NHWC", True, "variance")
+    steps, was_cancelled = 0, True
+    while was_cancelled:
+        with bngrad.Client(server.target, transport=transport, timeout=TIMEOUT_S) as client:
+            was_cancelled = cancelled_after(steps, client, call)
+            answer = client.fused_batch_norm_grad_v2(x, x, stats, stats, stats)
+            assert all(map(np.array_equal, answer[:3], client.fused_batch_norm_grad_v2(x, x, stats, stats, stats)[:3]))
+            (connector,) = (each.connector for each in client._caller._servers._servers.values())
+            assert not connector._discovery._blocked
+        steps += STEPS
+    assert steps > 100 * STEPS
+
+
+def cancelled_after(steps: int, client: bngrad.Client, call: Call[bngrad.FusedBatchNormGradV2]) -> bool:
+    """Whether a call was cancelled by another thread, after so many calls of functions, before it ended."""
+    cancellation, left = Cancellation(), steps
+
+    def profile(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal left
+        if frame.f_globals["__name__"].partition(".")[0] in ("bngrad", "bngrad_protos", "socket"):
+            left -= 1
+            if left < 0:
+                sys.setprofile(None)
+                thread = threading.Thread(target=cancellation.cancel)
+                thread.start()
+                thread.join(AT_A_MUTEX_S)
+
+    sys.setprofile(profile)
+    try:
+        with suppress(bngrad.UnavailableError):
+            client._caller.run(call, Deadline.after(TIMEOUT_S), cancellation)
+    finally:
+        sys.setprofile(None)
+    return left < 0

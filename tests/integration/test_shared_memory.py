@@ -64,6 +64,22 @@ for _ in range(4):
 print("ready", flush=True)
 """
 
+FORKED = """
+import os, sys, threading
+import numpy as np
+import bngrad
+x, stats = np.ones((32, 14, 14, 64), np.float32), np.ones(64, np.float32)
+parent_ends, parent_lives = os.pipe()
+with bngrad.Client(sys.argv[1], transport="shared") as client:
+    client.fused_batch_norm_grad_v2(x, x, stats, stats, stats)
+    if os.fork() == 0:
+        os.close(parent_lives)
+        os.read(parent_ends, 1)
+        os._exit(0)
+print("ready", flush=True)
+threading.Event().wait()
+"""
+
 
 @pytest.fixture(scope="module")
 def expected(server: EmbeddedServer) -> tuple[Any, ...]:
@@ -98,6 +114,11 @@ def test_the_memory_of_a_client_that_is_killed_amid_calls_goes_with_it(own_serve
             wait_until(lambda: shared_bytes_of(own_server) < before + 10 * 2**20)
         assert_same_bits(CASE.run(client, INPUTS), expected)
     assert not [name for name in os.listdir("/dev/shm") if "region" in name or "arena" in name]
+
+
+def test_a_client_that_is_closed_gives_its_memory_back_though_a_forked_child_lives(own_server: EmbeddedServer) -> None:
+    with process(FORKED, own_server.target):
+        wait_until(lambda: not regions_of(own_server.process.pid))
 
 
 def test_a_client_that_is_closed_leaves_its_arrays_usable(own_server: EmbeddedServer) -> None:

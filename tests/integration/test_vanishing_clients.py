@@ -1,4 +1,4 @@
-"""Clients that vanish, stall or run out of time amid an upload: their memory is free at once, nobody waits for them."""
+"""Clients that vanish, stall or run out of time amid a transfer: their memory is free at once, nobody waits."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from tests.faults.peers import HELLO, Peer, data, headers, prefixed, request
 from tests.integration.conftest import TIMEOUT_S, process, targets_of, wait_until
 from tests.integration.problems import Case, assert_gradients, random_inputs
 
 import bngrad
+from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.embedded import EmbeddedServer
 
 CASE = Case("v2", "NHWC", (32, 28, 28, 64))
@@ -44,6 +47,32 @@ def messages():
 channel = grpc.insecure_channel(target)
 grpc.channel_ready_future(channel).result()
 next(pb_grpc.BatchNormGradServiceStub(channel).Exchange(messages(), timeout=timeout))
+"""
+
+CLOSE = """
+import ctypes, sys, threading
+import numpy as np
+import bngrad
+x, stats = np.ones((32, 28, 28, 64), np.float32), np.ones(64, np.float32)
+def call(client):
+    try:
+        while True:
+            client.fused_batch_norm_grad_v2(x, x, stats, stats, stats)
+    except bngrad.ClientClosedError:
+        pass
+for moment in range(10):
+    client = bngrad.Client(sys.argv[1], transport="stream")
+    client.fused_batch_norm_grad_v2(x, x, stats, stats, stats)
+    threads = [threading.Thread(target=call, args=(client,)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    threading.Event().wait(0.05 * moment)
+    ctypes.PyDLL(None).usleep(50_000)  # with Python's lock: nobody reads answers, and the sockets fill up
+    client.close()
+    for thread in threads:
+        thread.join()
+print("ready", flush=True)
+threading.Event().wait()
 """
 
 
@@ -115,6 +144,21 @@ def test_a_stalled_upload_keeps_nobody_waiting(
             assert time.monotonic() - begin < AT_ONCE_S
 
 
+def test_uploads_that_stand_still_do_not_make_a_server_seem_slow() -> None:
+    inputs, begun = random_inputs(SMALL.spec()), request(2**20, whole=False)
+    message = prefixed(pb.ExchangeRequest(fused_batch_norm_grad_v2=begun).SerializeToString())
+    with EmbeddedServer() as server, ExitStack() as standing:
+        for _ in range(40):
+            peer = standing.enter_context(Peer(targets_of(server.target)["tcp"]))
+            assert peer.send(HELLO + headers("Exchange") + data(message))
+        with bngrad.Client(server.target, transport="shared", retries=False) as client:
+            wait_until(lambda: client.server_info().requests == 40)
+            for _ in range(5):
+                SMALL.run(client, inputs)
+                time.sleep(0.6)
+            assert_gradients(CASE.spec(), INPUTS, CASE.run(client, INPUTS))
+
+
 def test_the_deadline_of_a_stalled_upload_ends_it(client: bngrad.Client, upload_target: str) -> None:
     """The server keeps it: the client is stopped, so that it cannot cancel anything."""
     with process(UPLOAD, upload_target, TO_GET_THERE_S) as uploading:
@@ -126,6 +170,11 @@ def test_a_client_learns_that_the_deadline_of_its_upload_has_passed(client: bngr
     with process(UPLOAD.replace("next(", "call = (") + REPORT, upload_target, TO_GET_THERE_S) as uploading:
         assert uploading.communicate(timeout=TIMEOUT_S)[0] == "DEADLINE_EXCEEDED\n"
     ends_at_once(client)
+
+
+def test_the_memory_of_calls_that_a_client_closes_amid_their_answers_is_free_at_once(server: EmbeddedServer) -> None:
+    with process(CLOSE, server.target), bngrad.Client(server.target) as client:
+        wait_until(lambda: client.server_info().requests == 0, AT_ONCE_S)
 
 
 REPORT = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import ExitStack
 
 import pytest
 from hypothesis import given
@@ -129,6 +130,19 @@ def test_who_stands_still_keeps_nobody_else_out(clock: Clock) -> None:
         clock.now += 0.1
         for _ in range(3):
             gate.leave("quick", MB, computed=True)
+
+
+def test_transfers_that_stand_still_say_nothing_of_the_speed(clock: Clock) -> None:
+    gate = Admission(max_requests=100, max_wait_s=1)
+    with ExitStack() as standing:
+        for _ in range(50):
+            gate.enter("slow", MB, None)
+            standing.enter_context(gate.transfer())
+        for _ in range(20):
+            gate.enter("rare", 0, None)
+            clock.now += 3
+            gate.leave("rare", 0, computed=True)
+        assert crowd(gate, "rare", 100 * MB) == 50
 
 
 def test_a_server_that_becomes_slow_lets_less_in(clock: Clock) -> None:
