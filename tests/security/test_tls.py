@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import ssl
 from collections.abc import Callable
@@ -86,6 +87,17 @@ def test_others_are_not(guarded: Guarded, door: str, who: str, tmp_path: Path) -
         "TLS 1.1": lambda: too_old(ssl.TLSVersion.TLSv1_1),
     }
     assert not is_greeted(hear(guarded.port(door), how[who]()))
+
+
+@pytest.mark.parametrize("door", TCP_DOORS)
+def test_garbage_amid_tls_ends_the_connection_and_has_no_lines_of_grpcios(guarded: Guarded, door: str) -> None:
+    place, how = guarded.port(door), context(guarded.authority, guarded.alice)
+    with socket.create_connection(place, 60) as plain, wrapped(plain, how) as sock:
+        os.write(sock.fileno(), b"\x17\x03\x03\x00\x20" + bytes(32))  # a record that nobody has encrypted
+        with suppress(OSError):
+            while sock.recv(2**16):
+                pass
+    assert "Decryption error" not in guarded.server.stderr()
 
 
 def refusal(guarded: Guarded, **arguments: Any) -> str:

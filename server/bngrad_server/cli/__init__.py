@@ -32,9 +32,9 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        # Read when grpcio is imported. A server has no line for every stranger who does not speak TLS; of what goes
-        # wrong with a call, the command says what there is to say.
-        os.environ.setdefault("GRPC_VERBOSITY", "ERROR" if cmd_name == "serve" else "NONE")
+        # Read when grpcio is imported. It has lines of its own, not in the form of the log, for every stranger who
+        # speaks TLS badly; and of what goes wrong with a call, the command says what there is to say.
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
         command: click.Command = getattr(importlib.import_module(f"bngrad_server.cli.{cmd_name}"), cmd_name)
         return command
 
