@@ -60,6 +60,8 @@ def leased(
         with cancellation.calls(lambda: _shut_down(lease)):
             lease.settimeout(_patience_s(deadline))
             lease.connect(path)
+            if cancellation.cancelled:  # perhaps before there was a connection to shut down
+                raise LeaseEndedError("the call was cancelled")
             lease.sendall(_SIZE.pack(min(nbytes, _LARGEST_NBYTES)) + authorization.encode())
             lease.settimeout(_patience_s(deadline))
             answer, fds, flags, _ = socket.recv_fds(lease, 1024, 1)

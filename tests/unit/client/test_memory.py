@@ -340,6 +340,8 @@ def test_a_server_that_leases_nothing_in_time_keeps_nobody_longer(
         cancellation.cancel()
         with pytest.raises(LeaseError):
             waiting.result(SECONDS)
+        with pool_of(path) as another, pytest.raises(LeaseError, match="was cancelled"):
+            another.empty((1,), BYTE, Deadline.after(SECONDS), cancellation)
 
 
 def test_without_file_descriptors_no_memory_is_leased() -> None:
