@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 
 import grpc
@@ -71,7 +72,7 @@ class Answers:
         try:
             caller = self.caller(call, _is_gone(call))
             if call.path in UNARY:
-                self.answer_message(call, self.message_of(call, caller))
+                self.answer_message(call, self.message_of(call, caller), caller)
             elif call.path == _EXCHANGE:
                 for pieces in self._calls.exchange(Upload(call, partial(self._calls.watched, caller)), caller):
                     call.send_message(*pieces)
@@ -109,10 +110,10 @@ class Answers:
     def _watched(self, call: http2.ServerCall, caller: Caller, nbytes: int = 0) -> AbstractContextManager[None]:
         return nullcontext() if call.has_arrived else self._calls.watched(caller, nbytes)
 
-    def answer_message(self, call: http2.ServerCall, data: bytes) -> None:
-        """Answers a unary call whose message has been read."""
+    def answer_message(self, call: http2.ServerCall, data: bytes, caller: Caller) -> None:
+        """Answers a unary call whose message has been read, in the thread that has the connection from now on."""
         try:
-            with self._calls.answer(UNARY[call.path], data, self.caller(call, _is_gone(call))) as pieces:
+            with self._calls.answer(UNARY[call.path], data, replace(caller, is_gone=_is_gone(call))) as pieces:
                 call.send_message(*pieces, more=True)
                 call.end()
         except Exception as error:

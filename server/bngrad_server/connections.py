@@ -196,7 +196,7 @@ class Connections:
             connection.small_call = small_call
             self._with_small_call.add(connection)
         else:
-            self._lend(connection, partial(connection.answers.answer_message, call, data))
+            self._lend(connection, partial(connection.answers.answer_message, call, data, caller))
 
     def _end(self, connection: _Connection, small_call: SmallCall) -> None:
         """Answers a small call that has been computed, or never will be."""

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from tests.faults.peers import HELLO, Peer, data, headers, prefixed, request
+from tests.faults.peers import HELLO, Peer, data, headers, path_of, prefixed, request
 from tests.integration.conftest import TIMEOUT_S, process, targets_of, wait_until
 from tests.integration.problems import Case, assert_gradients, random_inputs
 
 import bngrad
+from bngrad_protos import http2
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.embedded import EmbeddedServer
 
@@ -170,6 +172,19 @@ def test_a_client_learns_that_the_deadline_of_its_upload_has_passed(client: bngr
     with process(UPLOAD.replace("next(", "call = (") + REPORT, upload_target, TO_GET_THERE_S) as uploading:
         assert uploading.communicate(timeout=TIMEOUT_S)[0] == "DEADLINE_EXCEEDED\n"
     ends_at_once(client)
+
+
+def test_the_time_that_a_small_upload_takes_counts(server: EmbeddedServer) -> None:
+    host, _, port = targets_of(server.target)["tcp"].rpartition(":")
+    with closing(http2.ClientConnection(socket.create_connection((host, int(port)), TIMEOUT_S), "here")) as connection:
+        call = connection.call(path_of("FusedBatchNormGradV2"), timeout_s=0.2)
+        connection.flush()
+        time.sleep(0.4)
+        call.send_message(request(4096).SerializeToString())
+        call.half_close()
+        with pytest.raises(http2.RpcError) as raised:
+            call.receive_message()
+    assert raised.value.code == grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
 
 
 def test_the_memory_of_calls_that_a_client_closes_amid_their_answers_is_free_at_once(server: EmbeddedServer) -> None:
