@@ -1,32 +1,15 @@
 // The kernels, one for each order, element type, mode and access: a whole batch of such problems in one launch.
 #include "first_order.cuh"
+#include "queue.cuh"
 #include "resident.cuh"
 #include "second_order.cuh"
 #include "streamed.cuh"
-
-namespace bngrad {
-
-// Draws tickets until none is left.
-template <typename Engine>
-__device__ __forceinline__ void run(const Descriptor *__restrict__ descriptors, const Ticket *__restrict__ tickets,
-                                    unsigned count, unsigned *drawn, Shared &shared) {
-    for (;;) {
-        __syncthreads();
-        if (threadIdx.x == 0) shared.ticket = atomicAdd(drawn, 1u);
-        __syncthreads();
-        if (shared.ticket >= count) return;
-        const Ticket ticket = tickets[shared.ticket];
-        Engine::work(descriptors[ticket.descriptor], ticket, shared);
-    }
-}
-
-}  // namespace bngrad
 
 #define BNGRAD_KERNEL(blocks, name, ...)                                                                             \
     extern "C" __global__ void __launch_bounds__(bngrad::kThreads, blocks)                                           \
         name(const bngrad::Descriptor *descriptors, const bngrad::Ticket *tickets, unsigned count, unsigned *drawn) { \
         __shared__ bngrad::Shared shared;                                                                            \
-        bngrad::run<__VA_ARGS__>(descriptors, tickets, count, drawn, shared);                                        \
+        bngrad::run<__VA_ARGS__>(descriptors, bngrad::Queue(tickets, count, drawn), shared);                          \
     }
 
 #define BNGRAD_STREAMED(blocks, name, ...)                                     \

@@ -23,6 +23,7 @@ struct Descriptor {
     unsigned *ready;       // (groups,): whether the coefficients are there
     int64 rows, channels, inner;
     int64 group_channels, vectors, sweep, chain, tiles, strips, parts;
+    int64 row_gap;  // elements from behind a group's last vector of a row to its first of the next
     int64 is_inverse_std, has_bfloat16_stats;
     double epsilon;
 };

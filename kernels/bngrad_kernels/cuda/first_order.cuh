@@ -20,10 +20,14 @@ struct FirstOrder {
 
     static __device__ __forceinline__ Inputs<kInputs> inputs(const Descriptor &d) { return {{d.y_backprop, d.x}}; }
 
-    // stats: the mean, and in inference scale * rstd.
+    static __device__ __forceinline__ float load_mean(const Descriptor &d, int64 channel) {
+        return float(load_stat(d, d.reserve_space_1, channel));
+    }
+
+    // stats: the mean, and scale * rstd.
     static __device__ __forceinline__ void load_stats(const Descriptor &d, int64 channel, Shared &shared) {
-        shared.stats[0][threadIdx.x] = float(load_stat(d, d.reserve_space_1, channel));
-        if (!is_training) shared.stats[1][threadIdx.x] = float(load_scale(d, channel) * load_rstd(d, channel));
+        shared.stats[0][threadIdx.x] = load_mean(d, channel);
+        shared.stats[1][threadIdx.x] = float(load_scale(d, channel) * load_rstd(d, channel));
     }
 
     // Sums dy and dy * (x - mean).
@@ -34,12 +38,12 @@ struct FirstOrder {
         float mean[kLanes], gain[kLanes];
         float sum_dy[kLanes], sum_dy_xc[kLanes];
 
-        __device__ __forceinline__ Summing(const Descriptor &d, const Walk<T, vectorised> &walk,
+        __device__ __forceinline__ Summing(const Descriptor &d, const Walk<T, vectorised> &walk, int64 first_channel,
                                            const Shared &shared) {
 #pragma unroll
             for (int lane = 0; lane < kLanes; ++lane) {
                 const int channel = walk.channel(d, lane);
-                mean[lane] = shared.stats[0][channel];
+                mean[lane] = is_training ? load_mean(d, first_channel + channel) : shared.stats[0][channel];
                 if (!is_training) gain[lane] = shared.stats[1][channel];
             }
         }

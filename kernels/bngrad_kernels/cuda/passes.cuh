@@ -1,9 +1,10 @@
 // The two passes over a strip, and what is done between them, of either order of gradients.
 //
 // An order says what is done with an Element and with a channel's sums. It reads kInputs tensors, and has kSums sums and
-// four times kQuads coefficients of each channel. `load_stats` fills what its first pass has to know of a channel;
-// `Summing` takes vectors to chains, a tile at a time, and in inference writes the outputs too; `finish` writes a
-// channel's 1-D outputs and its coefficients; from these `Applying` writes vectors of outputs.
+// four times kQuads coefficients of each channel. In inference `load_stats` computes what its only pass has to know of a
+// channel; in training every thread loads that, so that the pass begins at once. `Summing` takes vectors to chains, a
+// tile at a time, and in inference writes the outputs too; `finish` writes a channel's 1-D outputs and its coefficients;
+// from these `Applying` writes vectors of outputs.
 #pragma once
 
 #include "descriptor.cuh"
@@ -73,7 +74,7 @@ __device__ __forceinline__ void take_steps(const Descriptor &d, AnyWalk &walk, c
                                                           : walk.template load<access>(inputs.of[k], places[i]);
                 }
                 if (source == Source::kKept) kept.slot += int(d.sweep);
-                walk.advance();
+                walk.advance(d);
             }
         }
 #pragma unroll
@@ -98,13 +99,15 @@ __device__ __forceinline__ void sum_strip(const Descriptor &d, int64 group, int6
     constexpr Source kSource = is_resident ? Source::kMemoryToKeep : Source::kMemory;
     constexpr Access kAccess = Order::kIsTraining && !is_resident ? Access::kKeep : Access::kLastUse;
     const int64 first_channel = group * d.group_channels;
-    if (threadIdx.x < min(d.group_channels, d.channels - first_channel)) {
-        Order::load_stats(d, first_channel + threadIdx.x, shared);
+    if constexpr (!Order::kIsTraining) {
+        if (threadIdx.x < min(d.group_channels, d.channels - first_channel)) {
+            Order::load_stats(d, first_channel + threadIdx.x, shared);
+        }
+        __syncthreads();
     }
-    __syncthreads();
 
     Walk<T, vectorised> walk(d, group, strip);
-    Summing summing(d, walk, shared);
+    Summing summing(d, walk, first_channel, shared);
     Kept kept(d, strip);
     double *const partials = partials_of<Order::kSums>(d, group, strip, 0);
     int left = walk.steps;

@@ -22,6 +22,14 @@ __device__ __forceinline__ void store_release(unsigned *address, unsigned value)
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
+// Gives what was there before. Orders what its thread's block did before a barrier against what others do behind one,
+// once they have found the sum.
+__device__ __forceinline__ unsigned add_acq_rel(unsigned *address, unsigned value) {
+    unsigned before;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(address), "r"(value) : "memory");
+    return before;
+}
+
 __device__ __forceinline__ float half_to_float(unsigned short bits) {
     float value;
     asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));

@@ -3,16 +3,19 @@
 #pragma once
 
 #include "passes.cuh"
+#include "queue.cuh"
 
 namespace bngrad {
 
 template <typename Order>
 struct Resident {
-    static __device__ __forceinline__ void work(const Descriptor &d, const Ticket &ticket, Shared &shared) {
+    static __device__ __forceinline__ void work(const Descriptor &d, const Ticket &ticket, Queue &queue,
+                                                Shared &shared) {
 #pragma unroll 1
         for (int strip = 0; strip < int(d.strips); ++strip) {
             sum_strip<Order, true, true>(d, ticket.group, strip, shared);
         }
+        queue.draw_ahead();
         __syncthreads();
         finish_group<Order>(d, ticket.group);
         __syncthreads();

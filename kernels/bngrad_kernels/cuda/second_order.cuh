@@ -30,21 +30,16 @@ struct SecondOrder<T, true> {
         return d.rows ? T::widen(static_cast<const typename T::Bits *>(d.x)[channel * d.inner]) : 0.f;
     }
 
-    // stats: the pivot.
-    static __device__ __forceinline__ void load_stats(const Descriptor &d, int64 channel, Shared &shared) {
-        shared.stats[0][threadIdx.x] = load_pivot(d, channel);
-    }
-
     template <bool vectorised>
     struct Summing {
         static constexpr int kLanes = T::kLanes, kBatch = vectorised ? 16 / kLanes : 1;
         double pivot[kLanes];
         double u[kLanes], dy[kLanes], x[kLanes], u_dy[kLanes], u_x[kLanes], dy_x[kLanes], x_x[kLanes];
 
-        __device__ __forceinline__ Summing(const Descriptor &d, const Walk<T, vectorised> &walk,
-                                           const Shared &shared) {
+        __device__ __forceinline__ Summing(const Descriptor &d, const Walk<T, vectorised> &walk, int64 first_channel,
+                                           const Shared &) {
 #pragma unroll
-            for (int lane = 0; lane < kLanes; ++lane) pivot[lane] = shared.stats[0][walk.channel(d, lane)];
+            for (int lane = 0; lane < kLanes; ++lane) pivot[lane] = load_pivot(d, first_channel + walk.channel(d, lane));
         }
 
         __device__ __forceinline__ void begin_tile() {
@@ -180,7 +175,7 @@ struct SecondOrder<T, false> {
         float mean[kLanes], by_u[kLanes], by_xc[kLanes], by_1[kLanes];
         double u_dy[kLanes];
 
-        __device__ __forceinline__ Summing(const Descriptor &d, const Walk<T, vectorised> &walk,
+        __device__ __forceinline__ Summing(const Descriptor &d, const Walk<T, vectorised> &walk, int64,
                                            const Shared &shared) {
 #pragma unroll
             for (int lane = 0; lane < kLanes; ++lane) {

@@ -8,19 +8,16 @@
 #pragma once
 
 #include "passes.cuh"
+#include "queue.cuh"
 
 namespace bngrad {
 
-// Leaves a strip's sums to others; the last block to do so for a group finishes it. One thread's fences stand for what
-// the whole block has written or will read, since they come behind the one barrier and before the next.
+// Leaves a strip's sums to others; the last block to do so for a group finishes it. One thread's word stands for what the
+// whole block has written or will read, since it comes behind the one barrier and before the next.
 template <typename Order>
 __device__ __forceinline__ void leave_strip(const Descriptor &d, int64 group, Shared &shared) {
     __syncthreads();
-    if (threadIdx.x == 0) {
-        __threadfence();
-        shared.is_last = atomicAdd(d.arrived + group, 1u) == unsigned(d.strips - 1);
-        __threadfence();
-    }
+    if (threadIdx.x == 0) shared.is_last = add_acq_rel(d.arrived + group, 1u) == unsigned(d.strips - 1);
     __syncthreads();
     if (!shared.is_last) return;
     finish_group<Order>(d, group);
@@ -37,14 +34,17 @@ __device__ __forceinline__ void wait_for_group(const Descriptor &d, int64 group)
 
 template <typename Order, bool vectorised>
 struct Streamed {
-    static __device__ __forceinline__ void work(const Descriptor &d, const Ticket &ticket, Shared &shared) {
+    static __device__ __forceinline__ void work(const Descriptor &d, const Ticket &ticket, Queue &queue,
+                                                Shared &shared) {
         if constexpr (Order::kIsTraining) {
             if (ticket.phase == kApply) {
                 wait_for_group(d, ticket.group);
+                queue.draw_ahead();
                 apply_strip<Order, vectorised, false>(d, ticket.group, ticket.strip);
                 return;
             }
         }
+        queue.draw_ahead();
         sum_strip<Order, vectorised, false>(d, ticket.group, ticket.strip, shared);
         leave_strip<Order>(d, ticket.group, shared);
     }

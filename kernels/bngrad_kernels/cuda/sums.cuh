@@ -16,7 +16,8 @@ struct Shared {
         double chains[kMaxLanes][kThreads];  // or twice as many floats
         double warps[kWarps][kMaxSums];
     };
-    float stats[kMaxStats][kMaxGroupChannels];  // what the first pass has to know of each channel
+    float stats[kMaxStats][kMaxGroupChannels];  // of each channel, see passes.cuh
+    Descriptor descriptor;                      // of the problem that the block works on
     unsigned ticket;
     unsigned is_last;
 };

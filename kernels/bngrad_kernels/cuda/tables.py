@@ -25,7 +25,7 @@ DESCRIPTOR = np.dtype(
         (name, np.int64)
         for name in (
             "rows", "channels", "inner", "group_channels", "vectors", "sweep", "chain", "tiles", "strips", "parts",
-            "is_inverse_std", "has_bfloat16_stats",
+            "row_gap", "is_inverse_std", "has_bfloat16_stats",
         )
     ]
     + [("epsilon", np.float64)]
@@ -124,6 +124,7 @@ def _template(spec: Spec, channels: int, traits: Traits) -> Template:
     for name in ("rows", "inner", "group_channels", "vectors", "sweep", "chain", "tiles", "strips", "parts"):
         record[name] = getattr(planned, name)
     record["channels"] = channels
+    record["row_gap"] = channels * planned.inner - planned.vectors * (planned.lanes if kernel.is_vectorised else 1)
     record["is_inverse_std"] = spec.reserve_space_2_kind is ReserveSpace2Kind.INVERSE_STD
     record["has_bfloat16_stats"] = spec.stats_dtype == BFLOAT16
     record["epsilon"] = spec.epsilon

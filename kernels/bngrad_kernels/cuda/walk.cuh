@@ -35,7 +35,7 @@ struct Walk {
 
     int64 index, vector;  // of the first lane: its element, and its vector in the row
     int64 vectors, columns;
-    int64 index_step, wrap;
+    int64 index_step;
     int steps, vector_step;
 
     __device__ __forceinline__ Walk(const Descriptor &d, int64 group, int64 strip) {
@@ -49,7 +49,6 @@ struct Walk {
         vector_step = int(d.sweep - row_step * vectors);
         index = row * row_length + first_channel * d.inner + vector * kStride;
         index_step = row_step * row_length + vector_step * kStride;
-        wrap = row_length - vectors * kStride;
         const bool takes_part = threadIdx.x < d.sweep && first < end && column(0) < columns;
         steps = takes_part ? int((end - first + d.sweep - 1) / d.sweep) : 0;
     }
@@ -67,12 +66,12 @@ struct Walk {
         return {index, lanes};
     }
 
-    __device__ __forceinline__ void advance() {
+    __device__ __forceinline__ void advance(const Descriptor &d) {
         vector += vector_step;
         index += index_step;
-        if (vector >= vectors) {
+        if (vector >= vectors) {  // on to the next row
             vector -= vectors;
-            index += wrap;
+            index += d.row_gap;
         }
     }
 

@@ -42,18 +42,18 @@ def test_the_kernels_have_no_races(sources: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "line"),
+    ("source", "right", "wrong"),
     [
-        ("sums.cuh", "    __syncthreads();"),  # between writing shared memory and reading it
-        ("streamed.cuh", "        __threadfence();"),  # between a strip's sums and word that they are there
-        ("streamed.cuh", "            wait_for_group(d, ticket.group);"),
+        ("sums.cuh", "    __syncthreads();\n", ""),  # between writing shared memory and reading it
+        ("streamed.cuh", "add_acq_rel(", "atomicAdd("),  # word that a strip's sums are there
+        ("streamed.cuh", "            wait_for_group(d, ticket.group);\n", ""),
     ],
-    ids=["barrier", "fence", "wait"],
+    ids=["barrier", "order", "wait"],
 )
-def test_what_is_missing_would_be_seen(sources: Path, source: str, line: str) -> None:
+def test_what_is_missing_would_be_seen(sources: Path, source: str, right: str, wrong: str) -> None:
     text = (sources / source).read_text()
-    assert f"{line}\n" in text
-    (sources / source).write_text(text.replace(f"{line}\n", "", 1))
+    assert right in text
+    (sources / source).write_text(text.replace(right, wrong, 1))
     done = watched(sources)
     assert done.returncode == RACE
     assert "data race" in done.stderr

@@ -1,9 +1,9 @@
 // As much of CUDA as the kernels use, for a CPU.
 //
 // A block runs on one OS thread, its CUDA threads as fibers that take turns at barriers; several OS threads run several
-// blocks. Compiled for ThreadSanitizer, each CUDA thread is a thread to it, and nothing but barriers, and fences beside
-// atomic operations, orders what these do: it sees every access that the kernels leave without an order, in the shared
-// memory of a block and in the memory of the device.
+// blocks. Compiled for ThreadSanitizer, each CUDA thread is a thread to it, and nothing but barriers, and atomic
+// operations that acquire or release, orders what these do: it sees every access that the kernels leave without an order,
+// in the shared memory of a block and in the memory of the device.
 //
 // Barriers are exact: a __syncthreads that some thread of the block does not reach, or a shuffle that some thread of
 // the warp does not take part in, ends the process. What a CPU cannot show: anything of speed.
@@ -52,13 +52,12 @@ template <typename Word> inline Word __ldcs(const Word *address) { return *addre
 template <typename Word> inline Word __ldcg(const Word *address) { return *address; }
 template <typename Word> inline void __stcs(Word *address, Word value) { *address = value; }
 
-inline unsigned atomicAdd(unsigned *address, unsigned value) {
-    block->before_atomic(address);
-    const unsigned before = __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
-    block->after_atomic(address);
+inline unsigned add(unsigned *address, unsigned value, int order) {
+    const unsigned before = __atomic_fetch_add(address, value, order);
+    std::this_thread::yield();  // to other blocks, which would hardly come in between
     return before;
 }
-inline void __threadfence() { block->fence(); }
+inline unsigned atomicAdd(unsigned *address, unsigned value) { return add(address, value, __ATOMIC_RELAXED); }
 inline void __nanosleep(unsigned) { std::this_thread::yield(); }
 inline double __shfl_xor_sync(unsigned, double value, int mask) {
     std::uint64_t bits;
@@ -72,6 +71,7 @@ namespace bngrad {
 
 inline unsigned load_acquire(const unsigned *address) { return __atomic_load_n(address, __ATOMIC_ACQUIRE); }
 inline void store_release(unsigned *address, unsigned value) { __atomic_store_n(address, value, __ATOMIC_RELEASE); }
+inline unsigned add_acq_rel(unsigned *address, unsigned value) { return add(address, value, __ATOMIC_ACQ_REL); }
 inline float half_to_float(unsigned short bits) {
     _Float16 half;
     std::memcpy(&half, &bits, 2);

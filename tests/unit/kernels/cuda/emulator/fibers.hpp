@@ -15,8 +15,7 @@ constexpr int kWarpThreads = 32;
     std::abort();
 }
 
-// What ThreadSanitizer is told: who runs, and what orders whom. It knows no fences, so that these are told of as what an
-// atomic operation behind them releases, and one before them acquires.
+// What ThreadSanitizer is told: who runs, and what orders whom.
 #ifdef __SANITIZE_THREAD__
 #include <sanitizer/tsan_interface.h>
 #define UNWATCHED __attribute__((noinline, no_sanitize_thread))
@@ -67,8 +66,6 @@ struct Fiber {
     State state;
     std::uint64_t words[2];
     int exchanges, barriers;
-    bool has_fenced;       // since the last barrier
-    unsigned *last_atomic;  // since the last fence
 };
 
 class Block {
@@ -90,10 +87,6 @@ class Block {
     void barrier();
     std::uint64_t exchange(std::uint64_t word, int mask);
     unsigned thread() const { return thread_; }
-
-    void before_atomic(unsigned *address);
-    void after_atomic(unsigned *address);
-    void fence();
 
    private:
     static constexpr std::size_t kStackNbytes = 64 << 10;
@@ -128,7 +121,6 @@ UNWATCHED inline void Block::wait(State state) {
 UNWATCHED inline void Block::barrier() {
     Fiber &fiber = fibers_[thread_];
     char *const barrier = &barriers_[fiber.barriers++ & 1];
-    fiber.has_fenced = false;
     released(barrier);
     wait(State::kAtBlockBarrier);
     acquired(barrier);
@@ -140,25 +132,6 @@ UNWATCHED inline std::uint64_t Block::exchange(std::uint64_t word, int mask) {
     own.words[turn] = word;
     wait(State::kAtWarpBarrier);
     return other.words[turn];
-}
-
-UNWATCHED inline void Block::before_atomic(unsigned *address) {
-    if (fibers_[thread_].has_fenced) released(address);
-}
-
-UNWATCHED inline void Block::after_atomic(unsigned *address) {
-    fibers_[thread_].last_atomic = address;
-    std::this_thread::yield();  // to other blocks, which would hardly come in between
-}
-
-UNWATCHED inline void Block::fence() {
-    Fiber &fiber = fibers_[thread_];
-#ifndef __SANITIZE_THREAD__
-    std::atomic_thread_fence(std::memory_order_seq_cst);
-#endif
-    fiber.has_fenced = true;
-    if (fiber.last_atomic) acquired(fiber.last_atomic);
-    fiber.last_atomic = nullptr;
 }
 
 UNWATCHED inline void Block::begin() {
@@ -198,7 +171,7 @@ UNWATCHED inline void Block::run() {
         void **top = reinterpret_cast<void **>(stacks_ + (t + 1) * kStackNbytes);
         top -= reinterpret_cast<std::uintptr_t>(top) / sizeof(void *) % 2;
         top[-2] = reinterpret_cast<void *>(&Block::begin);
-        fibers_[t] = {top - 8, fibers_[t].watched, State::kNew, {}, 0, 0, false, nullptr};
+        fibers_[t] = {top - 8, fibers_[t].watched, State::kNew, {}, 0, 0};
     }
     for (;;) {
         unsigned done = 0;
