@@ -10,7 +10,7 @@ LOCK := $(BIN)/uv pip compile --quiet --universal --python-version 3.10 --no-hea
 HASHES := --generate-hashes --constraint requirements/dev.txt
 
 .PHONY: demo test soak lint docs proto settings-page lock audit image-test bench bench-transport bench-load bench-hostile \
-	gpu-test gpu-test-kernels gpu-test-sanitizer gpu-test-server gpu-bench gpu-sweep clean
+	gpu-test gpu-test-kernels gpu-test-sanitizer gpu-test-server gpu-bench gpu-sweep gpu-simulate clean
 
 demo: $(VENV)/server.stamp  ## Sets up, starts a CPU server and sends it real gradients
 	$(BIN)/bngrad demo
@@ -96,6 +96,10 @@ gpu-bench:  ## There: kernels against PyTorch's and cuDNN's, and requests throug
 
 gpu-sweep:  ## There: what the constants of the plan are worth on it
 	$(GPU_PYTHON) -m benchmarks.gpu.sweep
+
+gpu-simulate: $(VENV)/dev.stamp  ## Without a GPU: the kernels' PTX on GPGPU-Sim, which docs/cuda.md says how to build
+	BNGRAD_SIMULATOR=$(SIMULATOR) $(BIN)/python -m pytest -c tests/gpu/pytest.ini --rootdir $(CURDIR) \
+		-o faulthandler_timeout=1200 tests/gpu/test_simulated.py
 
 clean:
 	rm -rf $(VENV)

@@ -81,9 +81,18 @@ def compile_kernels(arch: int, *options: str) -> Compiled:
     Raises:
         RuntimeError: The source does not compile; the message is the compiler's.
     """
+    return compile_source((SOURCES / _MAIN).read_text(), _MAIN, arch, *options)
+
+
+def compile_source(source: str, name: str, arch: int, *options: str) -> Compiled:
+    """Compiles a source as `compile_kernels` does.
+
+    Raises:
+        RuntimeError: It does not compile; the message is the compiler's.
+    """
     from cupy.cuda import nvrtc  # noqa: PLC0415
 
-    program = nvrtc.createProgram((SOURCES / _MAIN).read_text(), _MAIN, (), ())
+    program = nvrtc.createProgram(source, name, (), ())
     try:
         try:
             nvrtc.compileProgram(program, (f"-arch=sm_{arch}", f"-I{SOURCES}", *_OPTIONS, *options))
