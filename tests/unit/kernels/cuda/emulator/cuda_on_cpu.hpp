@@ -17,6 +17,7 @@
 #define __restrict__
 
 #include <atomic>
+#include <barrier>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>

@@ -187,10 +187,12 @@ inline thread_local std::vector<uint4> *dynamic = nullptr;
 inline void launch(int blocks, int threads, std::size_t shared_nbytes, int os_threads,
                    const std::function<void()> &kernel) {
     std::atomic<int> next{0};
+    std::barrier<> begin(os_threads);  // on a busy machine the first would have done it all before the next is there
     std::vector<std::thread> all;
     for (int i = 0; i < os_threads; ++i) {
         all.emplace_back([&] {
             Block own(threads, kernel);
+            begin.arrive_and_wait();
             while (next++ < blocks) {
                 std::vector<uint4> memory(shared_nbytes / sizeof(uint4), {~0u, ~0u, ~0u, ~0u});  // NaN
                 dynamic = &memory;
