@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import json
 import os
 import re
 import subprocess
@@ -18,18 +17,20 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from tests.gpu.simulator.device import SimulatedDevice, allocate, configure
 from tests.unit.kernels.problems import problem
 
 from bngrad_kernels.cuda import engines, plan
 from bngrad_kernels.cuda.back_end import CudaBackEnd
-from bngrad_kernels.cuda.compiler import compile_source
+from bngrad_kernels.cuda.compiler import compile_source, fingerprint
 from bngrad_kernels.cuda.engines import Traits
 from bngrad_kernels.spec import FLOAT16, FLOAT32, Spec
 
 ROOT = Path(__file__).parents[2]
 PART, ARCH = 8, 90
+_READ_NBYTES = 32
 TRAITS = Traits(16, 227 << 10, 6 << 20)
 SETTINGS = {
     "gpgpu_n_clusters": TRAITS.processors,
@@ -77,35 +78,47 @@ extern "C" __global__ void __launch_bounds__(512, 2) three(const uint4 *a, const
 """
 
 
+class Launch(NamedTuple):
+    """What the simulator says of one."""
+
+    cycles: int
+    read_nbytes: int  # from memory
+    waits: list[str]  # the instructions that were waited for most, the longest first
+
+
 def main(simulator: Path) -> None:
     """Prints a table."""
+    print(f"kernels {fingerprint()}, GPGPU-Sim {_commit(simulator / 'sources')}, compiled for sm_{ARCH}", flush=True)
     floors: dict[int, int] = {}
     for number, spec in enumerate(CASES):
         nbytes = spec.tensor_nbytes
         if nbytes not in floors:
-            floors[nbytes] = int(simulated(simulator, f"three {nbytes}")["cycles"])
-        row = simulated(simulator, f"case {number}")
-        cycles, mode = int(row["cycles"]), "training" if spec.is_training else "inference"
+            floors[nbytes] = simulated(simulator, "three", nbytes).cycles
+        cycles, read_nbytes, waits = simulated(simulator, "case", number)
+        mode = "training" if spec.is_training else "inference"
         print(f"{spec.dtype} {spec.shape} {mode}: {cycles} cycles, {cycles / floors[nbytes]:.2f} of three tensors'")
-        print(f"    read from memory: {int(row['read']) / 2 / nbytes:.2f} of two tensors; cycles to wait for:")
-        print("".join(f"    {line}\n" for line in json.loads(row["waits"])), end="", flush=True)
+        print(f"    read from memory: {read_nbytes / 2 / nbytes:.2f} of two tensors; cycles to wait for:")
+        print("".join(f"    {line}\n" for line in waits), end="", flush=True)
 
 
-def simulated(simulator: Path, what: str) -> dict[str, str]:
-    """What a process of its own says of a launch."""
+def simulated(simulator: Path, kind: str, number: int) -> Launch:
+    """Has a process of its own do what `run` does."""
     with tempfile.TemporaryDirectory() as folder:
         configure(Path(folder), simulator, SETTINGS)
-        command = [sys.executable, "-m", "benchmarks.gpu.simulated", str(simulator), *what.split()]
+        command = [sys.executable, "-m", "benchmarks.gpu.simulated", str(simulator), kind, str(number)]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True)
-        cycles, read = (re.findall(pattern, done.stdout)[-1]
-                        for pattern in (r"gpu_sim_cycle = (\d+)", r"total dram reads = (\d+)"))  # fmt: skip
-        waits = json.dumps(list(itertools.islice(_waits(Path(folder)), 12)))
-        return {"cycles": cycles, "read": str(32 * int(read)), "waits": waits}
+        cycles, read = (int(re.findall(rf"{name} = (\d+)", done.stdout)[-1])
+                        for name in ("gpu_sim_cycle", "total dram reads"))  # fmt: skip
+        return Launch(cycles, _READ_NBYTES * read, list(itertools.islice(_waits(Path(folder)), 12)))
+
+
+def _commit(checkout: Path) -> str:
+    command = ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def _waits(folder: Path) -> Iterator[str]:
-    """The instructions that were waited for most, the longest first."""
     source = (folder / "kernels.ptx").read_text().splitlines()
     counted = re.findall(r"kernels\.ptx (\d+) : (\d+) (\d+)", (folder / "gpgpu_inst_stats.txt").read_text())
     rows = {int(line): (int(cycles), int(count)) for line, count, cycles in counted}
@@ -114,7 +127,7 @@ def _waits(folder: Path) -> Iterator[str]:
 
 
 def run(simulator: Path, kind: str, number: int) -> None:
-    """Does what `simulated` asks for."""
+    """Runs the kernel that moves three tensors of a size, or a case, on a GPU in the working directory."""
     device = SimulatedDevice(simulator, TRAITS, ARCH)
     if kind == "three":
         device.load(compile_source(THREE_TENSORS, "three.cu", ARCH).ptx)
