@@ -56,7 +56,7 @@ SETTINGS = {
 CASES = [
     Spec(FLOAT32, (16, 32, 3136), 1),
     Spec(FLOAT32, (16, 32, 3136), 1, is_training=False),
-    Spec(FLOAT32, (6272, 256), 1),
+    Spec(FLOAT32, (1568, 256), 1),
     Spec(FLOAT16, (16, 64, 3136), 1),
 ]
 THREE_TENSORS = """
