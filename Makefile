@@ -98,6 +98,7 @@ gpu-sweep:  ## There: what the constants of the plan are worth on it
 	$(GPU_PYTHON) -m benchmarks.gpu.sweep
 
 gpu-simulate: $(VENV)/dev.stamp  ## Without a GPU: the kernels' PTX on GPGPU-Sim, which docs/cuda.md says how to build
+	@test -n "$(SIMULATOR)" || { echo "SIMULATOR=FOLDER has to say where GPGPU-Sim was built, see docs/cuda.md" >&2; exit 2; }
 	BNGRAD_SIMULATOR=$(SIMULATOR) $(BIN)/python -m pytest -c tests/gpu/pytest.ini --rootdir $(CURDIR) \
 		-o faulthandler_timeout=1200 tests/gpu/test_simulated.py
 
