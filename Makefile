@@ -53,7 +53,7 @@ proto: $(VENV)/dev.stamp  ## Regenerates the code beside the .proto files
 		protos/bngrad_protos/v1/*.proto
 
 settings-page: $(VENV)/dev.stamp  ## Writes the table of docs/settings.md from the model of the settings
-	$(BIN)/python -m tests.unit.server.cli.settings_page
+	$(BIN)/python -m tests.unit.cli.settings_page
 
 bench: $(VENV)/dev.stamp  ## CPU kernels against TensorFlow, PyTorch and oneDNN
 	$(BIN)/python -m benchmarks.bench_kernels
@@ -70,7 +70,7 @@ bench-hostile: $(VENV)/dev.stamp  ## What bad clients of all kinds cost a well-b
 
 # What else is on the path stays there: a machine with a GPU may have its packages in a folder of their own.
 gpu-test-kernels gpu-test-sanitizer gpu-test-server gpu-bench gpu-sweep: export PYTHONPATH := \
-	$(CURDIR)/client:$(CURDIR)/server:$(CURDIR)/kernels:$(CURDIR)/protos:$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+	$(CURDIR)/cli:$(CURDIR)/client:$(CURDIR)/server:$(CURDIR)/kernels:$(CURDIR)/wire:$(CURDIR)/protos:$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 gpu-test: gpu-test-kernels gpu-test-sanitizer gpu-test-server  ## On a machine with a GPU: all of the next three
 

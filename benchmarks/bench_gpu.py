@@ -31,9 +31,9 @@ from benchmarks.gpu import machine, rivals, second_order
 from benchmarks.gpu.cases import BATCHES, Case, all_cases, poison, tensors, wrong
 from benchmarks.gpu.timing import ROUNDS, launches_each, sets_of, time_of
 
-from bngrad_kernels.cuda.back_end import CudaBackEnd
+from bngrad_kernels.cuda.backend import CudaBackEnd
 from bngrad_kernels.cuda.device import CupyDevice
-from bngrad_kernels.cuda.engines import Engine, choose, is_read_from_cache
+from bngrad_kernels.cuda.kernel_selection import Engine, choose, is_read_from_cache
 from bngrad_kernels.cuda.plan import cut
 from bngrad_kernels.problem import Problem
 
@@ -124,7 +124,8 @@ def _through_server() -> ModuleType:
     """Imported only where it is asked for: it takes all of bngrad[server]."""
     from benchmarks.gpu import through_server  # noqa: PLC0415
 
-    from bngrad_server import cli, lifecycle  # noqa: F401, PLC0415
+    import bngrad_cli.commands.serve  # noqa: F401, PLC0415
+    from bngrad_server import server  # noqa: F401, PLC0415
 
     return through_server
 

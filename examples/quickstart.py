@@ -39,6 +39,6 @@ if __name__ == "__main__":
         if len(sys.argv) > 1:
             main(sys.argv[1])
         else:
-            from bngrad_server.embedded import EmbeddedServer
+            from bngrad_cli.embedded import EmbeddedServer
 
             main(stack.enter_context(EmbeddedServer()).target)

@@ -1,6 +1,6 @@
 """Records batch-norm gradients of a real training: a small convolutional network learns scikit-learn's digits.
 
-    python examples/record_digits.py server/bngrad_server/cli/digits.npz
+    python examples/record_digits.py server/bngrad_cli/commands/digits.npz
 
 The file is what ``bngrad demo`` sends. Its entries are named ``<layer>.<input of the op>``, NCHW and float32; the
 variance is the biased one of the batch, without ``epsilon``.

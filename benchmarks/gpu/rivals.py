@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from benchmarks.gpu.cases import Case, Tensors
 
-from bngrad_kernels.cuda.chunk import Launch
+from bngrad_kernels.cuda.copy_plan import Launch
+from bngrad_kernels.cuda.descriptors import DESCRIPTOR, Piece, template, tickets
 from bngrad_kernels.cuda.device import CupyDevice
 from bngrad_kernels.cuda.plan import THREADS
-from bngrad_kernels.cuda.tables import DESCRIPTOR, Piece, template, tickets
 from bngrad_kernels.problem import Problem
 from bngrad_kernels.spec import Spec
 

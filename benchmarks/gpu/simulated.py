@@ -22,10 +22,10 @@ from typing import NamedTuple
 from tests.gpu.simulator.device import SimulatedDevice, allocate, configure
 from tests.unit.kernels.problems import problem
 
-from bngrad_kernels.cuda import engines, plan
-from bngrad_kernels.cuda.back_end import CudaBackEnd
+from bngrad_kernels.cuda import kernel_selection, plan
+from bngrad_kernels.cuda.backend import CudaBackEnd
 from bngrad_kernels.cuda.compiler import compile_source, fingerprint
-from bngrad_kernels.cuda.engines import Traits
+from bngrad_kernels.cuda.kernel_selection import Traits
 from bngrad_kernels.spec import FLOAT16, FLOAT32, Spec
 
 ROOT = Path(__file__).parents[2]
@@ -135,7 +135,7 @@ def run(simulator: Path, kind: str, number: int) -> None:
         device.run("three", device.blocks, 512, *tensors, ctypes.c_uint32(number // 16))
         return
     plan._ENOUGH_STRIPS //= PART
-    engines._MOST_AHEAD_NBYTES //= PART
+    kernel_selection._MOST_AHEAD_NBYTES //= PART
     back_end = CudaBackEnd(device, chunk_nbytes=1 << 20)
     back_end.warm_up()
     back_end.run([problem(CASES[number])])

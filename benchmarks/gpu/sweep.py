@@ -15,7 +15,7 @@ from benchmarks.gpu.cases import Case, tensors
 from benchmarks.gpu.rivals import Resident
 from benchmarks.gpu.timing import launches_each, sets_of, time_of
 
-from bngrad_kernels.cuda import engines, plan, tables
+from bngrad_kernels.cuda import descriptors, kernel_selection, plan
 from bngrad_kernels.cuda.device import CupyDevice
 
 _MB = 1 << 20
@@ -32,9 +32,9 @@ CONSTANTS: list[tuple[Any, str, list[int]]] = [
     (plan, "_ENOUGH_STRIPS", [128, 256, 512, 1024, 2048]),
     (plan, "_CACHED_NBYTES", [8 * _MB, 14 * _MB, 28 * _MB, 40 * _MB]),
     (plan, "_RUN_NBYTES", [64, 128, 256]),
-    (engines, "_MOST_AHEAD_NBYTES", [1 * _MB, 4 * _MB, 8 * _MB, 16 * _MB]),
-    (engines, "_LEAST_AHEAD_SHARE", [8, 16, 32, 64]),
-    (engines, "_SMALL_NBYTES", [0, 32 << 10, 64 << 10, 200 << 10]),
+    (kernel_selection, "_MOST_AHEAD_NBYTES", [1 * _MB, 4 * _MB, 8 * _MB, 16 * _MB]),
+    (kernel_selection, "_LEAST_AHEAD_SHARE", [8, 16, 32, 64]),
+    (kernel_selection, "_SMALL_NBYTES", [0, 32 << 10, 64 << 10, 200 << 10]),
 ]
 
 
@@ -74,7 +74,7 @@ def _set(module: Any, name: str, value: int) -> Iterator[None]:
 
 def _forget() -> None:
     plan._cut.cache_clear()
-    tables._template.cache_clear()
+    descriptors._template.cache_clear()
 
 
 def _row(device: CupyDevice, title: str) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks.gpu.cases import Case
 
 import bngrad
-from bngrad_server.embedded import EmbeddedServer
+from bngrad_cli.embedded import EmbeddedServer
 
 _ROUNDS = 15
 _OPTIONS = ("--arena-bytes", "2GiB", "--shared-bytes", "2GiB")  # the arena is page-locked at the start

@@ -21,9 +21,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from bngrad_protos.http2 import frames
-from bngrad_protos.http2._headers import encode
-from bngrad_protos.http2.errors import ErrorCode
+from bngrad_wire.http2 import frames
+from bngrad_wire.http2.errors import ErrorCode
+from bngrad_wire.http2.header_block import encode
 
 _PATH = "/bngrad.v1.BatchNormGradService/FusedBatchNormGradV2"
 _TIMEOUT_S = 5.0

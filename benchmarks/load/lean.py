@@ -21,10 +21,10 @@ from benchmarks.load.answers import Status
 from benchmarks.load.generator import Outcome, Plan, Row, Setup
 from benchmarks.load.messages import Request
 
-from bngrad._memory import Pool
-from bngrad_protos import http2
+from bngrad._shared_memory.pool import Pool
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_protos.v1 import batch_norm_grad_pb2_grpc as pb_grpc
+from bngrad_wire import http2
 
 _METHOD = "/bngrad.v1.BatchNormGradService/FusedBatchNormGradV2"
 _QUIET_TIMEOUT_S = 120.0

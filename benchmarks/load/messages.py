@@ -13,7 +13,7 @@ from benchmarks.load import mix
 from benchmarks.load.answers import Expected, WrongAnswerError, check_quiet_answer
 from benchmarks.load.mix import Item
 
-from bngrad._memory import Pool
+from bngrad._shared_memory.pool import Pool
 from bngrad_kernels.problem import Array
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 

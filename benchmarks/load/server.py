@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 import grpc
 import psutil
 
+from bngrad_cli.embedded import EmbeddedServer, ServerStartError
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_protos.v1 import batch_norm_grad_pb2_grpc as pb_grpc
-from bngrad_server.embedded import EmbeddedServer, ServerStartError
 
 __all__ = ["Memory", "Server", "ServerStartError", "robbed", "running", "watched"]
 
 _ASK_TIMEOUT_S = 30.0
 _WATCH_EVERY_S = 0.5
-_WORKER_MODULE = "bngrad_server.worker"
+_WORKER_MODULE = "bngrad_server.workers.main"
 _BATCH_SIZES = "batch_sizes"
 """The field of ServerInfoResponse with the batches computed so far: at index k, those of 2**k to 2**(k+1)-1 requests.
 Older servers have none."""
@@ -84,7 +84,7 @@ def running(cores: tuple[int, ...], options: tuple[str, ...]) -> Iterator[Server
     """Runs a server on some cores for the length of the block.
 
     Raises:
-        bngrad_server.embedded.ServerStartError: It did not come up.
+        bngrad_cli.embedded.ServerStartError: It did not come up.
     """
     own = os.sched_getaffinity(0)
     embedded = EmbeddedServer(options=options)

@@ -14,7 +14,7 @@ from benchmarks.transport import Prepare, arrow_flight, echo, protobuf, sdk, ser
 from benchmarks.transport import kernel as in_process
 from benchmarks.transport.kernel import Kernel
 
-from bngrad_server.embedded import EmbeddedServer
+from bngrad_cli.embedded import EmbeddedServer
 
 TCP, UNIX = "tcp", "unix"
 NETWORKS = {TCP: "TCP loopback", UNIX: "Unix socket"}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from bngrad import aio
 from bngrad._client import Client
+from bngrad._credentials import Tls
 from bngrad._errors import (
     BngradError,
     ClientClosedError,
@@ -31,8 +32,7 @@ from bngrad._results import (
     FusedBatchNormGradV3,
     ServerInfo,
 )
-from bngrad._security import Tls
-from bngrad_protos import __version__
+from bngrad_wire import __version__
 
 __all__ = [
     "BatchNormTrainingBackprop",

@@ -11,13 +11,15 @@ from typing import Any, SupportsIndex, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from bngrad import _channel, _ops
-from bngrad._call import Call
-from bngrad._caller import Caller
+from bngrad import _ops, _validation
+from bngrad._balancing.resolver import check_targets
+from bngrad._base_client import Caller
 from bngrad._cancellation import Cancellation
-from bngrad._channel import Transport
+from bngrad._credentials import Tls, Token, check_security
 from bngrad._deadline import Deadline
 from bngrad._errors import ClientClosedError, DeadlineExceededError
+from bngrad._executor import DaemonThreads
+from bngrad._requests.request import Call
 from bngrad._results import (
     Array,
     BatchNormTrainingBackprop,
@@ -26,9 +28,7 @@ from bngrad._results import (
     FusedBatchNormGradV3,
     ServerInfo,
 )
-from bngrad._security import Tls, Token, check_security
-from bngrad._targets import check_targets
-from bngrad._threads import DaemonThreads
+from bngrad._validation import Transport
 
 Result = TypeVar("Result")
 
@@ -48,13 +48,13 @@ class Client:
         self,
         target: str | Sequence[str],
         *,
-        timeout: float = _channel.DEFAULT_TIMEOUT_S,
+        timeout: float = _validation.DEFAULT_TIMEOUT_S,
         transport: Transport = "auto",
         retries: bool = True,
         tls: Tls | bool = False,
         token: Token | None = None,
         insecure: bool = False,
-        options: Iterable[_channel.ChannelOption] = (),
+        options: Iterable[_validation.ChannelOption] = (),
     ) -> None:
         """Connects to nothing yet, and may be called before there is an event loop.
 
@@ -71,11 +71,11 @@ class Client:
         """
         targets = check_targets(target)
         self._target = target if isinstance(target, str) else targets
-        self._timeout = _channel.check_timeout(timeout)
+        self._timeout = _validation.check_timeout(timeout)
         self._caller = Caller(
             targets,
-            _channel.check_transport(transport),
-            _channel.check_retries(retries),
+            _validation.check_transport(transport),
+            _validation.check_retries(retries),
             options,
             check_security(targets, tls, token, insecure),
         )
@@ -195,7 +195,7 @@ class Client:
 
     async def empty(self, shape: SupportsIndex | Sequence[SupportsIndex], dtype: npt.DTypeLike = np.float32) -> Array:
         """Makes an array in memory that is shared with the server: see `bngrad.Client.empty`."""
-        dimensions, kind = _channel.check_shape(shape), _channel.check_dtype(dtype)
+        dimensions, kind = _validation.check_shape(shape), _validation.check_dtype(dtype)
         return await self._in_thread(lambda *limits: self._caller.empty(dimensions, kind, *limits), None)
 
     async def close(self) -> None:
@@ -210,7 +210,7 @@ class Client:
         self, what: Callable[[Deadline, Cancellation], Result], timeout: float | None, *, writes: bool = False
     ) -> Result:
         """Has a thread do something; one that ``writes`` to the caller's memory has ended when the caller goes on."""
-        deadline = Deadline.after(self._timeout if timeout is None else _channel.check_timeout(timeout))
+        deadline = Deadline.after(self._timeout if timeout is None else _validation.check_timeout(timeout))
         cancellation = Cancellation()
 
         def run() -> Result:

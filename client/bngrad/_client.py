@@ -9,17 +9,17 @@ from typing import SupportsIndex, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from bngrad import _channel
-from bngrad._call import Call
-from bngrad._caller import Caller
+from bngrad import _validation
+from bngrad._balancing.resolver import check_targets
+from bngrad._base_client import Caller
 from bngrad._cancellation import Cancellation
-from bngrad._channel import Transport
+from bngrad._credentials import Tls, Token, check_security
 from bngrad._deadline import Deadline
 from bngrad._errors import ClientClosedError
 from bngrad._gradients import Gradients
+from bngrad._requests.request import Call
 from bngrad._results import Array, ServerInfo
-from bngrad._security import Tls, Token, check_security
-from bngrad._targets import check_targets
+from bngrad._validation import Transport
 
 Result = TypeVar("Result")
 
@@ -61,13 +61,13 @@ class Client(Gradients):
         self,
         target: str | Sequence[str],
         *,
-        timeout: float = _channel.DEFAULT_TIMEOUT_S,
+        timeout: float = _validation.DEFAULT_TIMEOUT_S,
         transport: Transport = "auto",
         retries: bool = True,
         tls: Tls | bool = False,
         token: Token | None = None,
         insecure: bool = False,
-        options: Iterable[_channel.ChannelOption] = (),
+        options: Iterable[_validation.ChannelOption] = (),
     ) -> None:
         """Connects to nothing yet.
 
@@ -89,11 +89,11 @@ class Client(Gradients):
         """
         targets = check_targets(target)
         self._target = target if isinstance(target, str) else targets
-        self._timeout = _channel.check_timeout(timeout)
+        self._timeout = _validation.check_timeout(timeout)
         self._caller = Caller(
             targets,
-            _channel.check_transport(transport),
-            _channel.check_retries(retries),
+            _validation.check_transport(transport),
+            _validation.check_retries(retries),
             options,
             check_security(targets, tls, token, insecure),
         )
@@ -127,7 +127,7 @@ class Client(Gradients):
         Raises:
             BngradError: See the class.
         """
-        dimensions, kind = _channel.check_shape(shape), _channel.check_dtype(dtype)
+        dimensions, kind = _validation.check_shape(shape), _validation.check_dtype(dtype)
         try:
             return self._caller.empty(dimensions, kind, self._deadline(None), Cancellation(only_by_close=True))
         except ClientClosedError as error:
@@ -148,7 +148,7 @@ class Client(Gradients):
             raise ClientClosedError(f"{self!r} {error}") from error
 
     def _deadline(self, timeout: float | None) -> Deadline:
-        return Deadline.after(self._timeout if timeout is None else _channel.check_timeout(timeout))
+        return Deadline.after(self._timeout if timeout is None else _validation.check_timeout(timeout))
 
     def __enter__(self) -> Client:
         return self

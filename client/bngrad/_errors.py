@@ -23,7 +23,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
-from bngrad_protos import __version__
+from bngrad_wire import __version__
 
 _STATUS_DETAILS_KEY = "grpc-status-details-bin"
 

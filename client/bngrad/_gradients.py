@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from typing import Any, TypeVar
 
 from bngrad import _ops
-from bngrad._call import Call
+from bngrad._requests.request import Call
 from bngrad._results import (
     Array,
     BatchNormTrainingBackprop,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from bngrad import _codec
-from bngrad._arrays import as_arrays
-from bngrad._attributes import onednn_attributes, tensorflow_attributes
-from bngrad._call import Call, Op, check_out
+from bngrad._requests import codec
+from bngrad._requests.arrays import as_arrays
+from bngrad._requests.attributes import onednn_attributes, tensorflow_attributes
+from bngrad._requests.request import Call, Op, check_out
 from bngrad._results import (
     Array,
     BatchNormTrainingBackprop,
@@ -74,7 +74,7 @@ def fused_batch_norm_grad_v3(
     )
     # The op ignores what reserve_space_3 holds, so its elements stay at home.
     ignored = tensors.pop("reserve_space_3", None)
-    header = b"" if ignored is None else _codec.header_piece(6, ignored.dtype, ignored.shape)
+    header = b"" if ignored is None else codec.header_piece(6, ignored.dtype, ignored.shape)
     return _call(_V3, tensors, attributes, {"out": out}, FusedBatchNormGradV3, header)
 
 
@@ -160,7 +160,7 @@ def fused_batch_norm_grad_grad(
 def _tensors(**tensors: Any) -> dict[str, Array]:
     """The arrays of the arguments; without those that may be left out, and are."""
     there = {field: value for field, value in tensors.items() if value is not None or field not in _OPTIONAL}
-    return _codec.straightened(as_arrays(there))
+    return codec.straightened(as_arrays(there))
 
 
 def _call(
@@ -187,5 +187,5 @@ def _call(
         if out is not None:
             check_out(name, out, others)
             others[name] = out
-    rest = _codec.attributes_piece(op.message, tuple(attributes.items())) + headers
+    rest = codec.attributes_piece(op.message, tuple(attributes.items())) + headers
     return Call(op, large, tensors, rest, tuple(outputs.values()), result)

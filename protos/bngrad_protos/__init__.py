@@ -1,3 +1,1 @@
-"""The protocol of bngrad: proto package ``bngrad.v1`` with the generated code beside it."""
-
-__version__ = "0.1.0"
+"""The protocol of bngrad: proto package ``bngrad.v1`` and the code generated from it."""

@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasGenerator, Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from bngrad_protos.limits import MAX_PROTOBUF_NBYTES, REGION_NBYTES
-from bngrad_server import cgroup
+from bngrad_server.runtime import cgroup
 from bngrad_server.setting_types import (
     IN_MEMORY,
     Addresses,
@@ -25,6 +24,7 @@ from bngrad_server.setting_types import (
     Seconds,
     at_least,
 )
+from bngrad_wire.limits import MAX_PROTOBUF_NBYTES, REGION_NBYTES
 
 MAX_CALLS = 64
 """Calls of an op that grpcio's port answers at once. Each holds a thread, and each unary one a message."""
@@ -48,9 +48,9 @@ def setting_name(field_name: str) -> str:
 
 
 class ServerConfig(BaseSettings):
-    """What `bngrad_server.lifecycle.serve` needs to know.
+    """What `bngrad_server.server.serve` needs to know.
 
-    Made directly, it has the settings that it is given, and defaults; `bngrad_server.cli.settings` reads the others'
+    Made directly, it has the settings that it is given, and defaults; `bngrad_cli.settings` reads the others'
     sources. The docstrings are what users read of the settings.
 
     Raises:

@@ -8,18 +8,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from bngrad_kernels import backends
-from bngrad_server.admission import Admission, OverloadedError
-from bngrad_server.arena import Arena, Block
-from bngrad_server.batching import Batcher
-from bngrad_server.caller import Caller
+from bngrad_server.codec.requests import Request
 from bngrad_server.config import ServerConfig
-from bngrad_server.memory import MemoryTrimmer
-from bngrad_server.observer import Observer
-from bngrad_server.pool import WorkerPool
-from bngrad_server.regions import Regions
-from bngrad_server.requests import Request
-from bngrad_server.staged import Staged
-from bngrad_server.transfers import Transfers
+from bngrad_server.memory.arena import Arena, Block
+from bngrad_server.memory.regions import Regions
+from bngrad_server.memory.transfer_watchdog import Transfers
+from bngrad_server.rpc_context import Caller
+from bngrad_server.runtime.malloc import MemoryTrimmer
+from bngrad_server.scheduling.admission import Admission, OverloadedError
+from bngrad_server.scheduling.batcher import Batcher
+from bngrad_server.staged_request import Staged
+from bngrad_server.telemetry.observer import Observer
+from bngrad_server.workers.pool import WorkerPool
 
 logger = logging.getLogger(__name__)
 

@@ -11,11 +11,11 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from bngrad_kernels.spec import InvalidArgumentError
-from bngrad_protos import http2
-from bngrad_server.admission import OverloadedError
-from bngrad_server.arena import ArenaTooSmallError
-from bngrad_server.batching import ComputeError
-from bngrad_server.security.guard import UnauthenticatedError
+from bngrad_server.memory.arena import ArenaTooSmallError
+from bngrad_server.scheduling.admission import OverloadedError
+from bngrad_server.scheduling.batcher import ComputeError
+from bngrad_server.security.auth import UnauthenticatedError
+from bngrad_wire import http2
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from bngrad_kernels.backends import devices
-from bngrad_server import cgroup
+from bngrad_server.runtime import cgroup
 
 _MAX_PORT = 2**16 - 1
 _LONGEST_S = 7 * 24 * 3600

@@ -135,7 +135,7 @@ def check(engine: Engine, name: str, target: str) -> None:
     """The health check of the image, and a user's check from outside."""
     health = json.loads(engine("image", "inspect", "--format={{json .Config.Healthcheck.Test}}", f"{IMAGE}:cpu"))
     engine("exec", name, *health[1:])
-    print(run(sys.executable, "-m", "bngrad_server", "check", target))
+    print(run(sys.executable, "-m", "bngrad_cli", "check", target))
     say("the health check passes inside, bngrad check from outside")
 
 

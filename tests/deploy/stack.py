@@ -124,7 +124,7 @@ def main() -> None:
         directory = Path(folder)
         build_prometheus(engine, directory)
         ca, token = prepare(directory)
-        bngrad = [sys.executable, "-m", "bngrad_server"]
+        bngrad = [sys.executable, "-m", "bngrad_cli"]
         target = ["localhost:50051", "--tls-ca", ca, "--token-file", token]
         with stack(engine, directory / "docker"):
             wait_for(

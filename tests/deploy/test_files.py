@@ -14,7 +14,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from bngrad_server.cli import settings
+from bngrad_cli import settings
 from bngrad_server.config import ServerConfig, setting_name
 
 DOCKER = Path(__file__).parents[2] / "docker"

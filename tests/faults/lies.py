@@ -9,9 +9,9 @@ from typing import Any
 import grpc
 from tests.faults.peers import HELLO, TIMEOUT_S, data, headers, path_of, prefixed, request
 
-from bngrad_protos.http2 import frames
-from bngrad_protos.http2.errors import ErrorCode
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
+from bngrad_wire.http2 import frames
+from bngrad_wire.http2.errors import ErrorCode
 
 REFUSALS = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED}
 Unary = pb.FusedBatchNormGradV2Request

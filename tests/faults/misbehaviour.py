@@ -15,8 +15,8 @@ from tests.faults.peers import HELLO, Peer, data, headers, unary_upload, upload,
 from tests.faults.scene import Scene
 from tests.faults.service import TRANSFER_TIMEOUT_S
 
-from bngrad_protos.http2 import frames
-from bngrad_protos.http2.errors import ErrorCode
+from bngrad_wire.http2 import frames
+from bngrad_wire.http2.errors import ErrorCode
 
 _SLOW = 40
 """Slow clients at each address: at two of them together, more than grpcio has handlers."""

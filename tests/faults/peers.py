@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from types import TracebackType
 
-from bngrad_protos.http2 import frames
-from bngrad_protos.http2._headers import encode
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
-from bngrad_server.calls import SERVICE
+from bngrad_server.rpc.servicer import SERVICE
+from bngrad_wire.http2 import frames
+from bngrad_wire.http2.header_block import encode
 
 HELLO = frames.PREFACE + frames.settings({})
 NBYTES = 2**18

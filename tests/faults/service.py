@@ -64,7 +64,7 @@ class Service:
         self.target = f"127.0.0.1:{free_port()}"
         self.unix_target = f"unix:{self._directory}/bngrad.sock"
         listen = ("--listen", self.target, "--listen", self.unix_target)
-        self._command = [sys.executable, "-m", "bngrad_server", "serve", "--device", "cpu", *listen, *options]
+        self._command = [sys.executable, "-m", "bngrad_cli", "serve", "--device", "cpu", *listen, *options]
         self._command += ["--drain-timeout", str(self.drain_timeout_s)]
         self._has_own_shm = shm is not None
         if shm is not None:

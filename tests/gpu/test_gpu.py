@@ -15,7 +15,7 @@ from tests.unit.kernels.cuda.devices import EmulatedDevice, gpu
 from tests.unit.kernels.cuda.test_kernels import SHAPES
 from tests.unit.kernels.problems import DTYPES, assert_right, bits, outputs, problem
 
-from bngrad_kernels.cuda.back_end import CudaBackEnd
+from bngrad_kernels.cuda.backend import CudaBackEnd
 from bngrad_kernels.problem import Problem
 from bngrad_kernels.spec import FLOAT16, FLOAT32, Spec
 

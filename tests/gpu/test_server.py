@@ -14,10 +14,10 @@ import pytest
 from tests.unit.kernels.problems import DTYPES
 
 import bngrad
-from bngrad_kernels import accuracy, backends
+from bngrad_cli.embedded import EmbeddedServer
+from bngrad_kernels import backends, tolerances
 from bngrad_kernels.problem import Problem
 from bngrad_kernels.spec import FLOAT32, ReserveSpace2Kind, Spec
-from bngrad_server.embedded import EmbeddedServer
 
 DEVICE = os.environ.get("BNGRAD_TEST_DEVICE", "cpu")
 FORMATS = {"NHWC": 3, "NCHW": 1, "NDHWC": 4, "NCDHW": 1}
@@ -81,7 +81,7 @@ def test_gradients_are_within_their_bounds_and_have_the_kernels_bits(client: bng
     back_end.warm_up()
     for spec, data_format in calls():
         inputs, outputs = inputs_of(spec), run(client, spec, data_format)
-        errors, bounds = accuracy.errors(spec, inputs, outputs), accuracy.bounds(spec)
+        errors, bounds = tolerances.errors(spec, inputs, outputs), tolerances.bounds(spec)
         assert all(error <= bound for error, bound in zip(errors, bounds, strict=True)), (spec, errors, bounds)
         problem = Problem.allocate(spec, *inputs)
         back_end.run([problem])
@@ -108,6 +108,6 @@ def test_no_request_is_lost_when_the_worker_is_killed() -> None:
         expected = bits(run(client, spec, "NHWC"))
         answers = [threads.submit(run, client, spec, "NHWC") for _ in range(64)]
         workers = psutil.Process(server.process.pid).children()
-        next(each for each in workers if "bngrad_server.worker" in each.cmdline()).kill()
+        next(each for each in workers if "bngrad_server.workers.main" in each.cmdline()).kill()
         assert all(bits(answer.result()) == expected for answer in answers)
         assert client.server_info().devices[0].restarts == 1

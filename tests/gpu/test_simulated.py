@@ -12,8 +12,8 @@ from tests.unit.kernels import second_order
 from tests.unit.kernels.cuda.devices import EmulatedDevice
 from tests.unit.kernels.problems import DTYPES, assert_right, bits, problem
 
-from bngrad_kernels.cuda.back_end import CudaBackEnd
-from bngrad_kernels.cuda.engines import Traits
+from bngrad_kernels.cuda.backend import CudaBackEnd
+from bngrad_kernels.cuda.kernel_selection import Traits
 from bngrad_kernels.spec import Spec
 
 SIMULATOR = os.environ.get("BNGRAD_SIMULATOR", "")

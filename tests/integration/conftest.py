@@ -18,9 +18,9 @@ import psutil
 import pytest
 
 import bngrad
+from bngrad_cli.embedded import EmbeddedServer
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_protos.v1 import batch_norm_grad_pb2_grpc as pb_grpc
-from bngrad_server.embedded import EmbeddedServer
 
 DEVICE = os.environ.get("BNGRAD_TEST_DEVICE", "cpu")
 """What the common server computes on; `make gpu-test` has it be a GPU."""
@@ -93,7 +93,7 @@ def gate_of_workers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A path: while there is a file, new workers of servers that the test starts from now on wait before all else."""
     gate = folder / "gate"
     waits = f"while os.path.exists({str(gate)!r}):\n        time.sleep(0.01)"
-    code = f"import os, sys, time\nif 'bngrad_server.worker' in sys.orig_argv:\n    {waits}\n"
+    code = f"import os, sys, time\nif 'bngrad_server.workers.main' in sys.orig_argv:\n    {waits}\n"
     run_at_start(code, folder, monkeypatch)
     return gate
 
@@ -110,7 +110,7 @@ def run_at_start(code: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def starting_server(address: str, gate: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A server whose worker waits at its gate, see `gate_of_workers`."""
     gate.touch()
-    command = [sys.executable, "-m", "bngrad_server", "serve", *ONE_WORKER, "--listen", address]
+    command = [sys.executable, "-m", "bngrad_cli", "serve", *ONE_WORKER, "--listen", address]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     try:
         wait_until(lambda: bool(workers_of(process.pid)))
@@ -123,7 +123,7 @@ def starting_server(address: str, gate: Path) -> Iterator[subprocess.Popen[bytes
 
 def workers_of(front: int) -> list[psutil.Process]:
     """The running workers of a server's front process."""
-    return children_of(front, "bngrad_server.worker")
+    return children_of(front, "bngrad_server.workers.main")
 
 
 def children_of(front: int, module: str) -> list[psutil.Process]:

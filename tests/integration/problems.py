@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from bngrad_kernels import accuracy
+from bngrad_kernels import tolerances
 from bngrad_kernels.problem import Array
 from bngrad_kernels.spec import FLOAT32, ReserveSpace2Kind, Spec
 
@@ -42,7 +42,7 @@ def assert_gradients(spec: Spec, inputs: Inputs, outputs: tuple[Any, ...]) -> No
     assert (x_backprop.shape, x_backprop.dtype) == (spec.shape, spec.dtype)
     assert scale_backprop.shape == offset_backprop.shape == (spec.channels,)
     assert scale_backprop.dtype == offset_backprop.dtype == spec.stats_dtype
-    errors, bounds = accuracy.errors(spec, inputs, outputs), accuracy.bounds(spec)
+    errors, bounds = tolerances.errors(spec, inputs, outputs), tolerances.bounds(spec)
     assert all(error <= bound for error, bound in zip(errors, bounds, strict=True)), (errors, bounds)
 
 

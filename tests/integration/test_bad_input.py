@@ -13,9 +13,9 @@ from grpc_status import rpc_status
 from tests.integration.conftest import DEVICE
 
 import bngrad
+from bngrad_cli.embedded import EmbeddedServer
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_protos.v1 import batch_norm_grad_pb2_grpc as pb_grpc
-from bngrad_server.embedded import EmbeddedServer
 
 TENSOR = pb.Tensor(dtype=pb.DATA_TYPE_FLOAT32, shape=[2, 3, 3, 4], data=bytes(288))
 STATS = pb.Tensor(dtype=pb.DATA_TYPE_FLOAT32, shape=[4], data=bytes(16))

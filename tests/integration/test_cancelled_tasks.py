@@ -15,10 +15,10 @@ from tests.integration.conftest import TIMEOUT_S, Transport
 
 import bngrad
 from bngrad import _ops, aio
-from bngrad._call import Call
 from bngrad._cancellation import Cancellation
 from bngrad._deadline import Deadline
-from bngrad_server.embedded import EmbeddedServer
+from bngrad._requests.request import Call
+from bngrad_cli.embedded import EmbeddedServer
 
 MOMENTS = 16
 STEPS = 7

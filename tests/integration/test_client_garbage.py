@@ -15,7 +15,7 @@ from tests.integration.conftest import DEVICE, ONE_WORKER, TRANSPORTS, Transport
 
 import bngrad
 from bngrad import aio
-from bngrad_server.embedded import EmbeddedServer
+from bngrad_cli.embedded import EmbeddedServer
 
 SHAPES = [(2, 2, 2, 4), (4, 32, 32, 32)]
 TIMES = 2

@@ -31,12 +31,12 @@ from tests.integration.conftest import (
 )
 
 import bngrad
-from bngrad_protos import __version__
+from bngrad_cli.embedded import EmbeddedServer
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_protos.v1 import batch_norm_grad_pb2_grpc as pb_grpc
-from bngrad_server.embedded import EmbeddedServer
+from bngrad_wire import __version__
 
-COMMAND = (sys.executable, "-m", "bngrad_server")
+COMMAND = (sys.executable, "-m", "bngrad_cli")
 STEPS = ["health", "server", "unary", "stream", "shared", "latency"]
 
 
@@ -77,7 +77,7 @@ def test_a_quiet_check_of_a_good_server_says_nothing(server: EmbeddedServer) -> 
 def test_a_quick_check_asks_for_the_health_and_imports_little(server: EmbeddedServer) -> None:
     code = f"""
         import sys
-        from bngrad_server.cli import main
+        from bngrad_cli.main import main
         main(["check", "--quick", "--timeout", "{TIMEOUT_S}", "{server.target}"], standalone_mode=False)
         assert not {{"numpy", "pydantic", "rich", "bngrad"}} & set(sys.modules)
     """

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bngrad_server.embedded import EmbeddedServer
+from bngrad_cli.embedded import EmbeddedServer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-DIGITS = Path(__file__).parents[2] / "server" / "bngrad_server" / "cli" / "digits.npz"
+DIGITS = Path(__file__).parents[2] / "cli" / "bngrad_cli" / "commands" / "digits.npz"
 
 
 def output_of(*command: object) -> str:
@@ -37,7 +37,7 @@ def test_the_quickstart_starts_a_server_of_its_own() -> None:
 
 
 def test_the_demo_finds_every_answer_within_its_bounds() -> None:
-    output = output_of("-m", "bngrad_server", "demo")
+    output = output_of("-m", "bngrad_cli", "demo")
     assert "All 9 answers are within their bounds." in output
     assert "32x56x56x64" in output
     assert max(map(len, output.splitlines())) <= 80

@@ -17,11 +17,11 @@ from tests.integration.problems import Case, Inputs, assert_same_bits, random_in
 from tests.integration.test_bad_input import violations
 
 import bngrad
-from bngrad_protos import http2
+from bngrad_cli.embedded import EmbeddedServer
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_protos.v1 import batch_norm_grad_pb2_grpc as pb_grpc
 from bngrad_server.config import MAX_CALLS
-from bngrad_server.embedded import EmbeddedServer
+from bngrad_wire import http2
 
 CASES = [Case("v3", "NHWC", (4, 17, 17, 7)), Case("v2", "NCHW", (40, 7, 33, 33)), Case("onednn", "NXC", (30, 5))]
 CASE = CASES[0]

@@ -30,9 +30,9 @@ from tests.integration.conftest import (
 from tests.integration.problems import assert_gradients, random_inputs
 
 import bngrad
+from bngrad_cli.embedded import EmbeddedServer
 from bngrad_kernels.spec import FLOAT32, Spec
 from bngrad_server.config import MAX_CALLS
-from bngrad_server.embedded import EmbeddedServer
 
 SPEC = Spec(FLOAT32, (32, 14, 14, 64), 3)
 INPUTS = random_inputs(SPEC)

@@ -10,9 +10,9 @@ import pytest
 from tests.faults.peers import HELLO, Peer, data, headers, path_of, prefixed, request
 from tests.integration.conftest import ONE_WORKER, TIMEOUT_S, targets_of
 
-from bngrad_protos.http2 import frames
+from bngrad_cli.embedded import EmbeddedServer
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
-from bngrad_server.embedded import EmbeddedServer
+from bngrad_wire.http2 import frames
 
 OP = "FusedBatchNormGradV2"
 MESSAGE = request(4096).SerializeToString()

@@ -23,11 +23,11 @@ from tests.integration.test_second_order import assert_within_bounds as assert_s
 from tests.unit.kernels.cuda.devices import EmulatedDevice, compile_shared, require_gxx
 
 import bngrad
+from bngrad_cli.embedded import EmbeddedServer
 from bngrad_kernels import backends
 from bngrad_kernels.cuda import CudaBackEnd
 from bngrad_kernels.problem import AnyProblem, Array, GradGradProblem, Problem
 from bngrad_kernels.spec import BFLOAT16, FLOAT16, FLOAT32, Spec
-from bngrad_server.embedded import EmbeddedServer
 
 ROOT = Path(__file__).parents[2]
 ARENA = ("--arena-bytes", "64MiB")
@@ -291,7 +291,7 @@ class TestWithoutAGpu:
         monkeypatch.setenv("PYTHONPATH", os.environ["PYTHONPATH"].partition(os.pathsep)[2])
 
     def test_a_server_that_was_told_to_use_one_does_not_start_and_says_why(self) -> None:
-        command = [sys.executable, "-m", "bngrad_server", "serve", "--device", "cuda:0", "--listen", "127.0.0.1:0"]
+        command = [sys.executable, "-m", "bngrad_cli", "serve", "--device", "cuda:0", "--listen", "127.0.0.1:0"]
         ended = subprocess.run(command, capture_output=True, text=True)
         assert (ended.returncode, ended.stdout) == (1, "")
         assert ended.stderr.splitlines()[-1].startswith("Error: device cuda:0 cannot be used: CU")

@@ -25,7 +25,7 @@ from tests.integration.conftest import (
 )
 
 import bngrad
-from bngrad_server.embedded import EmbeddedServer
+from bngrad_cli.embedded import EmbeddedServer
 
 BEGIN = """
 import asyncio, os, sys, threading, time

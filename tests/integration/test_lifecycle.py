@@ -32,9 +32,9 @@ from tests.integration.conftest import (
 )
 
 import bngrad
-from bngrad_protos import __version__
+from bngrad_cli.embedded import EmbeddedServer, ServerStartError
 from bngrad_server.config import ServerConfig
-from bngrad_server.embedded import EmbeddedServer, ServerStartError
+from bngrad_wire import __version__
 
 SERVICE = "bngrad.v1.BatchNormGradService"
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -245,14 +245,14 @@ def test_an_address_that_cannot_be_had_is_told_in_one_line(tmp_path: Path) -> No
         }
         for address, complaint in complaints.items():
             options = ["--device", "cpu", "--insecure", "--listen", address]
-            serve = [sys.executable, "-m", "bngrad_server", "serve", *options]
+            serve = [sys.executable, "-m", "bngrad_cli", "serve", *options]
             ended = subprocess.run(serve, capture_output=True, text=True, timeout=60)
             assert ended.returncode == 1
             assert (ended.stdout, ended.stderr) == ("", f"Error: cannot listen on {address}: {complaint}\n")
 
 
 def test_a_worker_that_cannot_start_ends_the_server_with_a_reason() -> None:
-    code = "import sys; sys.executable = '/bin/false'; from bngrad_server.cli import main; main()"
+    code = "import sys; sys.executable = '/bin/false'; from bngrad_cli import main; main()"
     serve = [sys.executable, "-c", code, "serve", "--listen", "127.0.0.1:0"]
     ended = subprocess.run(serve, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1

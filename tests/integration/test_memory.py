@@ -15,7 +15,7 @@ from tests.integration.conftest import ONE_WORKER, TRANSPORTS, Transport, worker
 from tests.integration.problems import Case, random_inputs
 
 import bngrad
-from bngrad_server.embedded import EmbeddedServer
+from bngrad_cli.embedded import EmbeddedServer
 
 MIB = 2**20
 THREADS = 4

@@ -11,8 +11,8 @@ from tests.integration.problems import Inputs, assert_gradients, assert_same_bit
 
 import bngrad
 import bngrad.aio
+from bngrad_cli.embedded import EmbeddedServer
 from bngrad_kernels.spec import BFLOAT16, FLOAT16, FLOAT32, ReserveSpace2Kind, Spec
-from bngrad_server.embedded import EmbeddedServer
 
 DTYPES = [FLOAT16, BFLOAT16, FLOAT32]
 NOTHING = np.empty(0, np.float32)

@@ -14,9 +14,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.faults.peers import HELLO, Peer, data, headers, path_of, prefixed, request
 from tests.integration.conftest import ONE_WORKER, TIMEOUT_S, gate_of_workers, wait_until, worker_pid
 
-from bngrad_protos.http2 import frames
+from bngrad_cli.embedded import EmbeddedServer
 from bngrad_server.config import MAX_CALLS
-from bngrad_server.embedded import EmbeddedServer
+from bngrad_wire.http2 import frames
 
 HEALTH = "/grpc.health.v1.Health/"
 WATCH = f"{HEALTH}Watch"

@@ -14,12 +14,12 @@ from tests.integration.test_bad_input import violations
 
 import bngrad
 import bngrad.aio
-from bngrad_kernels import accuracy, backends
+from bngrad_cli.embedded import EmbeddedServer
+from bngrad_kernels import backends, tolerances
 from bngrad_kernels.problem import Array, BackEnd, GradGradProblem
 from bngrad_kernels.spec import BFLOAT16, FLOAT16, FLOAT32, Spec
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_protos.v1 import batch_norm_grad_pb2_grpc as pb_grpc
-from bngrad_server.embedded import EmbeddedServer
 
 DTYPES = [FLOAT16, BFLOAT16, FLOAT32]
 NAMES = GradGradProblem.large_inputs + GradGradProblem.small_inputs
@@ -75,8 +75,8 @@ def assert_same_bits(spec: Spec, outputs: tuple[Array, ...]) -> None:
 def assert_within_bounds(spec: Spec, outputs: tuple[Array, ...]) -> None:
     names = ("grad_x_backprop", "grad_scale_backprop", "grad_offset_backprop", "y_backprop", "x", "scale",
              "reserve_space_1", "reserve_space_2")  # fmt: skip
-    errors = accuracy.grad_grad_errors(spec, tuple(inputs_of(spec)[name] for name in names), outputs)
-    assert all(error <= bound for error, bound in zip(errors, accuracy.grad_grad_bounds(spec), strict=True)), errors
+    errors = tolerances.grad_grad_errors(spec, tuple(inputs_of(spec)[name] for name in names), outputs)
+    assert all(error <= bound for error, bound in zip(errors, tolerances.grad_grad_bounds(spec), strict=True)), errors
 
 
 @pytest.mark.parametrize("is_training", [True, False])

@@ -11,7 +11,7 @@ import pytest
 
 import bngrad
 
-COMMAND = (sys.executable, "-m", "bngrad_server", "serve")
+COMMAND = (sys.executable, "-m", "bngrad_cli", "serve")
 
 
 def test_a_server_runs_with_what_the_file_the_environment_and_flags_say(tmp_path: Path) -> None:

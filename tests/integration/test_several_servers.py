@@ -28,9 +28,9 @@ from tests.integration.conftest import (
 from tests.integration.problems import Inputs, assert_gradients, assert_same_bits, random_inputs
 
 import bngrad
-from bngrad import _targets
+from bngrad._balancing import resolver
+from bngrad_cli.embedded import EmbeddedServer
 from bngrad_kernels.spec import FLOAT32, Spec
-from bngrad_server.embedded import EmbeddedServer
 
 SMALL, LARGE = Spec(FLOAT32, (2, 5, 5, 3), 3), Spec(FLOAT32, (16, 28, 28, 32), 3)
 
@@ -228,7 +228,7 @@ def test_arrays_of_one_servers_memory_are_copied_for_the_other() -> None:
 
 def test_a_name_of_several_addresses_stands_for_several_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The name server alone is not real."""
-    monkeypatch.setattr(_targets, "_BETWEEN_LOOKUPS_S", 0.0)
+    monkeypatch.setattr(resolver, "_BETWEEN_LOOKUPS_S", 0.0)
     listens = ["127.0.0.1", "127.0.0.2", "127.0.0.3"]
     port, addresses = free_port(*listens), listens[:2]
     resolve: Callable[..., Any] = socket.getaddrinfo

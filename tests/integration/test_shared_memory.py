@@ -38,11 +38,11 @@ from tests.integration.problems import Case, Inputs, assert_same_bits, random_in
 from tests.integration.test_bad_input import violations
 
 import bngrad
+from bngrad_cli.embedded import EmbeddedServer
 from bngrad_kernels.spec import FLOAT32
-from bngrad_protos.limits import REGION_NBYTES
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_protos.v1 import batch_norm_grad_pb2_grpc as pb_grpc
-from bngrad_server.embedded import EmbeddedServer
+from bngrad_wire.limits import REGION_NBYTES
 
 CASE = Case("v2", "NHWC", (32, 14, 14, 64))
 INPUTS = random_inputs(CASE.spec())
@@ -231,7 +231,7 @@ def test_where_too_little_memory_is_shared_auto_does_without_and_shared_says_why
 def test_a_server_that_has_no_place_for_sockets_shares_no_memory_and_says_why(expected: tuple[Any, ...]) -> None:
     unshare = ["unshare", "--mount", *([] if os.getuid() == 0 else ["--map-root-user"])]
     read_only = ["sh", "-c", 'mount -t tmpfs -o ro bngrad-test /dev/shm && exec "$@"', "sh"]
-    serve = [sys.executable, "-m", "bngrad_server", "serve", "--device", DEVICE, "--listen", "127.0.0.1:0", *ONE_WORKER]
+    serve = [sys.executable, "-m", "bngrad_cli", "serve", "--device", DEVICE, "--listen", "127.0.0.1:0", *ONE_WORKER]
     with (
         subprocess.Popen([*unshare, *read_only, *serve], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as server,
         ExitStack() as stack,

@@ -15,9 +15,9 @@ from tests.integration.problems import Case, Inputs, assert_same_bits, random_in
 
 import bngrad
 import bngrad.aio
+from bngrad_cli.embedded import EmbeddedServer
 from bngrad_kernels.problem import Array
 from bngrad_kernels.spec import BFLOAT16, FLOAT16, FLOAT32
-from bngrad_server.embedded import EmbeddedServer
 
 DTYPES = [FLOAT16, BFLOAT16, FLOAT32]
 CASES = [

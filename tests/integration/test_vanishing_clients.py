@@ -17,9 +17,9 @@ from tests.integration.conftest import TIMEOUT_S, process, targets_of, wait_unti
 from tests.integration.problems import Case, assert_gradients, random_inputs
 
 import bngrad
-from bngrad_protos import http2
+from bngrad_cli.embedded import EmbeddedServer
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
-from bngrad_server.embedded import EmbeddedServer
+from bngrad_wire import http2
 
 CASE = Case("v2", "NHWC", (32, 28, 28, 64))
 INPUTS = random_inputs(CASE.spec())

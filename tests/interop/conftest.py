@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from bngrad_server.embedded import EmbeddedServer
+from bngrad_cli.embedded import EmbeddedServer
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.integration.conftest import Transport, wait_until
 
 import bngrad
-from bngrad_server.embedded import EmbeddedServer
+from bngrad_cli.embedded import EmbeddedServer
 
 TENSOR, STATS = np.ones((2, 3, 3, 4), np.float32), np.ones(4, np.float32)
 HTTP = ("--http", "127.0.0.1:0")

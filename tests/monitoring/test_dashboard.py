@@ -16,9 +16,9 @@ from click.testing import CliRunner
 from tests.integration.conftest import wait_until
 from tests.monitoring.conftest import HTTP, call_in_every_way, get, http_of, status_of, tool
 
-from bngrad_server import cli
-from bngrad_server.embedded import EmbeddedServer
-from bngrad_server.metrics import STAGES
+from bngrad_cli.embedded import EmbeddedServer
+from bngrad_cli.main import main as command_line
+from bngrad_server.telemetry.metrics import STAGES
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def test_what_clients_send_is_shown_as_text_and_never_as_markup(http: str) -> No
 
 
 def test_top_shows_the_same_in_a_terminal(busy: str) -> None:
-    result = CliRunner().invoke(cli.main, ["top", busy, "--once"])
+    result = CliRunner().invoke(command_line, ["top", busy, "--once"])
     assert result.exit_code == 0, result.output
     for words in ("ready", "cpu:0", "last minute", "compute", "INVALID_ARGUMENT", "requests/s", "arena", "restarts"):
         assert words in result.output
@@ -91,12 +91,12 @@ def test_top_shows_the_same_in_a_terminal(busy: str) -> None:
 
 
 def test_top_gives_scripts_json(http: str) -> None:
-    result = CliRunner().invoke(cli.main, ["top", http.removeprefix("http://"), "--json"])
+    result = CliRunner().invoke(command_line, ["top", http.removeprefix("http://"), "--json"])
     assert json.loads(result.output)["server"]["requests"] == status_of(http)["server"]["requests"]
 
 
 def test_top_says_what_is_wrong_where_nobody_answers(tmp_path: Path) -> None:
-    result = CliRunner().invoke(cli.main, ["top", "127.0.0.1:1", "--once"])
+    result = CliRunner().invoke(command_line, ["top", "127.0.0.1:1", "--once"])
     assert result.exit_code == 1
     assert "nothing can be read from http://127.0.0.1:1/status.json: " in result.output
     assert "start the server with --http HOST:PORT" in result.output
@@ -105,7 +105,7 @@ def test_top_says_what_is_wrong_where_nobody_answers(tmp_path: Path) -> None:
 def test_top_says_what_is_wrong_where_something_else_answers() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=_answer_in_binary, args=(listener,)).start()
-        result = CliRunner().invoke(cli.main, ["top", f"127.0.0.1:{listener.getsockname()[1]}", "--once"])
+        result = CliRunner().invoke(command_line, ["top", f"127.0.0.1:{listener.getsockname()[1]}", "--once"])
     assert (result.exit_code, result.output.count("\n")) == (1, 1)
     assert "it is no HTTP port of bngrad; start the server with --http HOST:PORT" in result.output
 

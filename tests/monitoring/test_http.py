@@ -28,7 +28,7 @@ from tests.integration.conftest import (
 from tests.monitoring.conftest import HTTP, call, get, http_of, status_of
 
 import bngrad
-from bngrad_server.embedded import EmbeddedServer, ServerStartError
+from bngrad_cli.embedded import EmbeddedServer, ServerStartError
 
 CONNECTIONS = 400
 
@@ -133,7 +133,7 @@ def test_a_taken_port_is_named(http: str) -> None:
 
 
 def test_an_address_that_is_none_is_named() -> None:
-    command = [sys.executable, "-m", "bngrad_server", "serve", "--http", "unix:/tmp/x"]
+    command = [sys.executable, "-m", "bngrad_cli", "serve", "--http", "unix:/tmp/x"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 2
     assert "--http is 'unix:/tmp/x'; it should be HOST:PORT" in ended.stderr

@@ -20,9 +20,9 @@ from tests.integration.conftest import ONE_WORKER, TIMEOUT_S, endpoints_of, targ
 from tests.monitoring.conftest import HTTP, call, http_of, status_of
 
 import bngrad
+from bngrad_cli.embedded import EmbeddedServer
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_protos.v1 import batch_norm_grad_pb2_grpc as pb_grpc
-from bngrad_server.embedded import EmbeddedServer
 
 MARK = 0.1234567
 """In every tensor; must be in no log."""
@@ -45,7 +45,7 @@ def failures(server: EmbeddedServer) -> list[dict[str, Any]]:
     """The lines about requests that were not answered."""
     whole, _, _ = server.stderr().rpartition("\n")
     lines = map(json.loads, whole.splitlines())
-    return [line for line in lines if line["logger"] == "bngrad_server.observer"]
+    return [line for line in lines if line["logger"] == "bngrad_server.telemetry.observer"]
 
 
 @pytest.mark.parametrize("way", ["grpcio", "own endpoint"])
@@ -127,7 +127,7 @@ def test_a_log_that_nobody_reads_holds_nobody_up() -> None:
         while True:
             os.write(writing, b"x")
     os.set_blocking(writing, True)
-    command = [sys.executable, "-m", "bngrad_server", "serve", "--listen", "127.0.0.1:0", *ONE_WORKER]
+    command = [sys.executable, "-m", "bngrad_cli", "serve", "--listen", "127.0.0.1:0", *ONE_WORKER]
     with (
         open(reading, "rb") as log,
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=writing, text=True) as process,
@@ -152,7 +152,7 @@ def test_a_log_that_nobody_reads_holds_nobody_up() -> None:
 def test_lines_that_find_no_room_are_counted_and_those_that_do_are_written() -> None:
     code = """
 import logging, os, sys, time
-from bngrad_server import logs
+from bngrad_server.telemetry import logs
 os.dup2(int(sys.argv[1]), 2)
 logs.set_up("console", "info")
 logs._MAX_LINES = 5

@@ -17,8 +17,8 @@ from tests.integration.conftest import wait_until, workers_of
 from tests.monitoring.conftest import HTTP, call, get, http_of, samples, status_of, tool
 
 import bngrad
-from bngrad_server.embedded import EmbeddedServer
-from bngrad_server.metrics import STAGES
+from bngrad_cli.embedded import EmbeddedServer
+from bngrad_server.telemetry.metrics import STAGES
 
 ROOT = Path(__file__).parents[2]
 MONITORING = ROOT / "docker/monitoring"

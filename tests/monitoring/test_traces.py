@@ -22,9 +22,9 @@ from tests.integration.conftest import TIMEOUT_S, Transport, endpoints_of, wait_
 from tests.monitoring.conftest import call
 
 import bngrad
+from bngrad_cli.embedded import EmbeddedServer
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_protos.v1 import batch_norm_grad_pb2_grpc as pb_grpc
-from bngrad_server.embedded import EmbeddedServer
 
 SERVER, ERROR = 2, 2
 STAGES = {"decode", "wait for memory", "copy", "wait for a worker", "compute", "encode"}

@@ -9,7 +9,7 @@ from benchmarks import peers
 from tests.integration.problems import Inputs
 
 import bngrad
-from bngrad_kernels import accuracy
+from bngrad_kernels import tolerances
 from bngrad_kernels.problem import Array, Problem
 from bngrad_kernels.spec import ReserveSpace2Kind, Spec
 
@@ -57,8 +57,8 @@ def assert_agreement(spec: Spec, inputs: Inputs, ours: tuple[Array, ...], theirs
     """
     for our, their in zip(ours, theirs, strict=False):
         assert (our.shape, our.dtype) == (their.shape, their.dtype)
-    bounds = accuracy.bounds(spec)
-    our_errors, their_errors = accuracy.errors(spec, inputs, ours), accuracy.errors(spec, inputs, theirs)
+    bounds = tolerances.bounds(spec)
+    our_errors, their_errors = tolerances.errors(spec, inputs, ours), tolerances.errors(spec, inputs, theirs)
     for name, our_error, bound in zip(bounds._fields, our_errors, bounds, strict=True):
         assert our_error <= bound, (name, our_error, bound)
     three_roundings = 3 * float(np.finfo(np.float32).eps) / 2
@@ -68,7 +68,7 @@ def assert_agreement(spec: Spec, inputs: Inputs, ours: tuple[Array, ...], theirs
 
 def assert_no_less_exact(spec: Spec, inputs: Inputs, ours: tuple[Array, ...], theirs: tuple[Array, ...]) -> None:
     """Asserts that no error of ours is above theirs, where there is more than rounding to tell them apart."""
-    our_errors, their_errors = accuracy.errors(spec, inputs, ours), accuracy.errors(spec, inputs, theirs)
+    our_errors, their_errors = tolerances.errors(spec, inputs, ours), tolerances.errors(spec, inputs, theirs)
     half_ulp = float(np.finfo(np.float32).eps) / 2
     for name, our_error, their_error in zip(our_errors._fields, our_errors, their_errors, strict=True):
         assert our_error <= max(their_error, half_ulp), (name, our_error, their_error)

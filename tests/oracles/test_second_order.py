@@ -12,7 +12,7 @@ from benchmarks.peers.pytorch import channels_second, to_numpy, to_torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bngrad_kernels import accuracy, backends
+from bngrad_kernels import backends, tolerances
 from bngrad_kernels.problem import Array, GradGradProblem
 from bngrad_kernels.spec import BFLOAT16, FLOAT16, FLOAT32, Spec
 
@@ -78,8 +78,8 @@ ORACLES = {"tensorflow": by_tensorflow, "pytorch": by_pytorch}
 def assert_agreement(spec: Spec, inputs: tuple[Array, ...], theirs: tuple[Array, ...]) -> None:
     """Asserts that ours is within its bounds, that theirs is the same but for rounding, and that ours is no worse."""
     ours = by_bngrad(spec, inputs)
-    our_errors, their_errors = (accuracy.grad_grad_errors(spec, inputs, outputs) for outputs in (ours, theirs))
-    bounds = accuracy.grad_grad_bounds(spec)
+    our_errors, their_errors = (tolerances.grad_grad_errors(spec, inputs, outputs) for outputs in (ours, theirs))
+    bounds = tolerances.grad_grad_bounds(spec)
     for our, their in zip(ours, theirs, strict=True):
         assert (our.shape, our.dtype) == (their.shape, their.dtype)
     for name, our_error, their_error, bound in zip(bounds._fields, our_errors, their_errors, bounds, strict=True):
@@ -135,6 +135,6 @@ def test_a_mean_far_from_zero_costs_no_more_than_it_costs_the_oracle(
     spec = Spec(FLOAT32, shape, axis, order=2)
     inputs = random_inputs(spec, mean=1000)
     ours, theirs = by_bngrad(spec, inputs), ORACLES[peer](spec, inputs)
-    our_errors, their_errors = (accuracy.grad_grad_errors(spec, inputs, outputs) for outputs in (ours, theirs))
+    our_errors, their_errors = (tolerances.grad_grad_errors(spec, inputs, outputs) for outputs in (ours, theirs))
     for name, our_error, their_error in zip(our_errors._fields, our_errors, their_errors, strict=True):
         assert our_error <= their_error, (name, our_error, their_error)

@@ -15,9 +15,9 @@ from tests.integration.conftest import ONE_WORKER
 from tests.security.authority import HOSTS, Authority, Pair
 
 import bngrad
+from bngrad_cli.embedded import EmbeddedServer
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_protos.v1 import batch_norm_grad_pb2_grpc as pb_grpc
-from bngrad_server.embedded import EmbeddedServer
 from bngrad_server.security.tokens import new_token
 
 DOORS = ("grpcio TCP", "grpcio Unix", "own TCP", "own Unix")

@@ -9,7 +9,7 @@ import pytest
 from grpc_health.v1 import health_pb2
 from tests.security.conftest import Guarded, ask
 
-from bngrad_server.embedded import EmbeddedServer, ServerStartError
+from bngrad_cli.embedded import EmbeddedServer, ServerStartError
 
 _REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from bngrad_kernels.cpu.back_end import CpuBackEnd
+from bngrad_kernels.cpu.backend import CpuBackEnd
 
 __all__ = ["CpuBackEnd"]

@@ -7,17 +7,17 @@ from typing import Any
 import numpy as np
 from numba import from_dtype, prange, types
 
-from bngrad_kernels.cpu import columns, groups, planes
+from bngrad_kernels.cpu import channel_stats, column_sums, plane_sums
 from bngrad_kernels.cpu.cache import compiled, internal
 from bngrad_kernels.cpu.plan import RECORD
-from bngrad_kernels.cpu.second_order import columns as columns_2
-from bngrad_kernels.cpu.second_order import groups as groups_2
-from bngrad_kernels.cpu.second_order import planes as planes_2
+from bngrad_kernels.cpu.second_order import channel_stats as groups_2
+from bngrad_kernels.cpu.second_order import column_sums as columns_2
+from bngrad_kernels.cpu.second_order import plane_sums as planes_2
 from bngrad_kernels.cpu.simd import fence, out_of_line
 
-_begin_first, _finish_first = groups.begin, groups.finish
-_columns_sums, _columns_apply = columns.sums, columns.apply
-_planes_sums, _planes_apply = planes.sums, planes.apply
+_begin_first, _finish_first = channel_stats.begin, channel_stats.finish
+_columns_sums, _columns_apply = column_sums.sums, column_sums.apply
+_planes_sums, _planes_apply = plane_sums.sums, plane_sums.apply
 _begin_second, _finish_second = groups_2.begin, groups_2.finish
 _columns_sums_second, _columns_apply_second = columns_2.sums, columns_2.apply
 _planes_sums_second, _planes_apply_second = planes_2.sums, planes_2.apply

@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, models, register_model
 
-from bngrad_kernels.cpu import _emit
+from bngrad_kernels.cpu import llvm
 from bngrad_kernels.cpu.plan import LANES
 from bngrad_kernels.spec import BFLOAT16, FLOAT16, FLOAT32
 
@@ -33,7 +33,7 @@ F64x16 = _VectorType("F64x16")
 @register_model(_VectorType)
 class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
     def __init__(self, dmm: Any, fe_type: Any) -> None:
-        super().__init__(dmm, fe_type, _emit.F32X16 if fe_type is F32x16 else _emit.F64X16)
+        super().__init__(dmm, fe_type, llvm.F32X16 if fe_type is F32x16 else llvm.F64X16)
 
 
 @intrinsic
@@ -41,10 +41,10 @@ def load(typingctx: Any, tag: Any, address: Any, index: Any) -> Any:
     """The 16 elements from ``index`` on, widened."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        element = _emit.MEMORY_TYPES[tag]
-        pointer = _emit.pointer(builder, element, args[1], args[2])
+        element = llvm.MEMORY_TYPES[tag]
+        pointer = llvm.pointer(builder, element, args[1], args[2])
         vector = builder.load(builder.bitcast(pointer, ir.VectorType(element, LANES).as_pointer()), align=1)
-        return _emit.widen(builder, vector)
+        return llvm.widen(builder, vector)
 
     return F32x16(tag, types.int64, types.int64), codegen
 
@@ -54,10 +54,10 @@ def load_head(typingctx: Any, tag: Any, address: Any, index: Any, count: Any) ->
     """The first ``count`` of the 16 elements from ``index`` on, and zeros; reads nothing behind them."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        element = _emit.MEMORY_TYPES[tag]
-        pointer = _emit.pointer(builder, element, args[1], args[2])
-        vector = _emit.masked_load(builder, pointer, element, _emit.head_mask(builder, args[3]))
-        return _emit.widen(builder, vector)
+        element = llvm.MEMORY_TYPES[tag]
+        pointer = llvm.pointer(builder, element, args[1], args[2])
+        vector = llvm.masked_load(builder, pointer, element, llvm.head_mask(builder, args[3]))
+        return llvm.widen(builder, vector)
 
     return F32x16(tag, types.int64, types.int64, types.int64), codegen
 
@@ -67,9 +67,9 @@ def store(typingctx: Any, tag: Any, address: Any, index: Any, value: Any) -> Any
     """Writes 16 elements from ``index`` on, each rounded to nearest even."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        element = _emit.MEMORY_TYPES[tag]
-        vector = _emit.narrow(builder, args[3], element)
-        pointer = _emit.pointer(builder, element, args[1], args[2])
+        element = llvm.MEMORY_TYPES[tag]
+        vector = llvm.narrow(builder, args[3], element)
+        pointer = llvm.pointer(builder, element, args[1], args[2])
         builder.store(vector, builder.bitcast(pointer, vector.type.as_pointer()), align=1)
         return context.get_dummy_value()
 
@@ -84,17 +84,17 @@ def stream(typingctx: Any, tag: Any, address: Any, index: Any, low: Any, high: A
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        element = _emit.MEMORY_TYPES[tag]
-        vectors = [_emit.narrow(builder, half, element) for half in args[3:]]
-        if element != _emit.F32:
-            vectors = [_emit.join(builder, *vectors)]
-        if element == _emit.F16:
-            vectors = [_emit.as_integers(builder, vectors[0], args[1])]
-        place = _emit.pointer(builder, element, args[1], args[2])
+        element = llvm.MEMORY_TYPES[tag]
+        vectors = [llvm.narrow(builder, half, element) for half in args[3:]]
+        if element != llvm.F32:
+            vectors = [llvm.join(builder, *vectors)]
+        if element == llvm.F16:
+            vectors = [llvm.as_integers(builder, vectors[0], args[1])]
+        place = llvm.pointer(builder, element, args[1], args[2])
         for i, vector in enumerate(vectors):
-            pointer = builder.gep(builder.bitcast(place, vector.type.as_pointer()), [_emit.I64(i)])
+            pointer = builder.gep(builder.bitcast(place, vector.type.as_pointer()), [llvm.I64(i)])
             written = builder.store(vector, pointer, align=64)
-            written.set_metadata("nontemporal", builder.module.add_metadata([_emit.I32(1)]))
+            written.set_metadata("nontemporal", builder.module.add_metadata([llvm.I32(1)]))
         return context.get_dummy_value()
 
     return types.none(tag, types.int64, types.int64, F32x16, F32x16), codegen
@@ -105,10 +105,10 @@ def store_head(typingctx: Any, tag: Any, address: Any, index: Any, value: Any, c
     """Writes the first ``count`` of 16 elements from ``index`` on, and nothing behind them."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        element = _emit.MEMORY_TYPES[tag]
-        vector = _emit.narrow(builder, args[3], element)
-        pointer = _emit.pointer(builder, element, args[1], args[2])
-        _emit.masked_store(builder, vector, pointer, _emit.head_mask(builder, args[4]))
+        element = llvm.MEMORY_TYPES[tag]
+        vector = llvm.narrow(builder, args[3], element)
+        pointer = llvm.pointer(builder, element, args[1], args[2])
+        llvm.masked_store(builder, vector, pointer, llvm.head_mask(builder, args[4]))
         return context.get_dummy_value()
 
     return types.none(tag, types.int64, types.int64, F32x16, types.int64), codegen
@@ -119,10 +119,10 @@ def prefetch(typingctx: Any, tag: Any, address: Any, index: Any) -> Any:
     """Asks for the cache lines of 32 elements that begin one; any address is allowed."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        element = _emit.MEMORY_TYPES[tag]
-        for start in range(0, 2 * LANES, 64 // _emit.itemsize(element)):
-            index = builder.add(args[2], _emit.I64(start))
-            _emit.prefetch(builder, _emit.pointer(builder, element, args[1], index))
+        element = llvm.MEMORY_TYPES[tag]
+        for start in range(0, 2 * LANES, 64 // llvm.itemsize(element)):
+            index = builder.add(args[2], llvm.I64(start))
+            llvm.prefetch(builder, llvm.pointer(builder, element, args[1], index))
         return context.get_dummy_value()
 
     return types.none(tag, types.int64, types.int64), codegen
@@ -133,7 +133,7 @@ def zero(typingctx: Any) -> Any:
     """Zeros in float32."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return ir.Constant(_emit.F32X16, [0.0] * LANES)
+        return ir.Constant(llvm.F32X16, [0.0] * LANES)
 
     return F32x16(), codegen
 
@@ -143,7 +143,7 @@ def zero64(typingctx: Any) -> Any:
     """Zeros in float64."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return ir.Constant(_emit.F64X16, [0.0] * LANES)
+        return ir.Constant(llvm.F64X16, [0.0] * LANES)
 
     return F64x16(), codegen
 
@@ -183,7 +183,7 @@ def fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
     """``a * b + c``, rounded once; all float32 or all float64."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _emit.fma(builder, *args)
+        return llvm.fma(builder, *args)
 
     return a(a, a, a), codegen
 
@@ -193,8 +193,8 @@ def keep_head(typingctx: Any, value: Any, count: Any) -> Any:
     """The first ``count`` lanes, and zeros whatever the others hold."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        zeros = ir.Constant(_emit.F32X16, [0.0] * LANES)
-        return builder.select(_emit.head_mask(builder, args[1]), args[0], zeros)
+        zeros = ir.Constant(llvm.F32X16, [0.0] * LANES)
+        return builder.select(llvm.head_mask(builder, args[1]), args[0], zeros)
 
     return F32x16(F32x16, types.int64), codegen
 
@@ -204,7 +204,7 @@ def widen64(typingctx: Any, value: Any) -> Any:
     """The lanes in float64."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fpext(args[0], _emit.F64X16)
+        return builder.fpext(args[0], llvm.F64X16)
 
     return F64x16(F32x16), codegen
 
@@ -214,8 +214,8 @@ def load64(typingctx: Any, address: Any, index: Any) -> Any:
     """16 float64 from ``index`` on."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = _emit.pointer(builder, _emit.F64, *args)
-        return builder.load(builder.bitcast(pointer, _emit.F64X16.as_pointer()), align=8)
+        pointer = llvm.pointer(builder, llvm.F64, *args)
+        return builder.load(builder.bitcast(pointer, llvm.F64X16.as_pointer()), align=8)
 
     return F64x16(types.int64, types.int64), codegen
 
@@ -225,8 +225,8 @@ def store64(typingctx: Any, address: Any, index: Any, value: Any) -> Any:
     """Writes 16 float64 from ``index`` on."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = _emit.pointer(builder, _emit.F64, args[0], args[1])
-        builder.store(args[2], builder.bitcast(pointer, _emit.F64X16.as_pointer()), align=8)
+        pointer = llvm.pointer(builder, llvm.F64, args[0], args[1])
+        builder.store(args[2], builder.bitcast(pointer, llvm.F64X16.as_pointer()), align=8)
         return context.get_dummy_value()
 
     return types.none(types.int64, types.int64, F64x16), codegen
@@ -239,7 +239,7 @@ def total(typingctx: Any, value: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         vector = args[0]
         for half in (8, 4, 2, 1):
-            low, high = (_emit.slice_lanes(builder, vector, start, half) for start in (0, half))
+            low, high = (llvm.slice_lanes(builder, vector, start, half) for start in (0, half))
             vector = builder.fadd(low, high)
         return builder.extract_element(vector, ir.Constant(ir.IntType(32), 0))
 
@@ -251,9 +251,9 @@ def load_scalar(typingctx: Any, tag: Any, address: Any, index: Any) -> Any:
     """One element as float32, float64 where the tag is a float64."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        element = _emit.MEMORY_TYPES[tag]
-        pointer = _emit.pointer(builder, element, args[1], args[2])
-        return _emit.widen_scalar(builder, builder.load(pointer, align=1))
+        element = llvm.MEMORY_TYPES[tag]
+        pointer = llvm.pointer(builder, element, args[1], args[2])
+        return llvm.widen_scalar(builder, builder.load(pointer, align=1))
 
     result = types.float64 if tag == types.float64 else types.float32
     return result(tag, types.int64, types.int64), codegen
@@ -264,9 +264,9 @@ def store_scalar(typingctx: Any, tag: Any, address: Any, index: Any, value: Any)
     """Writes one float64, rounded once to nearest even to the element type of the tag."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        element = _emit.MEMORY_TYPES[tag]
-        pointer = _emit.pointer(builder, element, args[1], args[2])
-        builder.store(_emit.narrow_scalar(builder, args[3], element), pointer, align=1)
+        element = llvm.MEMORY_TYPES[tag]
+        pointer = llvm.pointer(builder, element, args[1], args[2])
+        builder.store(llvm.narrow_scalar(builder, args[3], element), pointer, align=1)
         return context.get_dummy_value()
 
     return types.none(tag, types.int64, types.int64, types.float64), codegen

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from bngrad_kernels.cuda.back_end import CudaBackEnd
+from bngrad_kernels.cuda.backend import CudaBackEnd
 
 __all__ = ["CudaBackEnd"]

@@ -1,6 +1,6 @@
 // The kernels, one for each order, element type, mode and access: a whole batch of such problems in one launch.
 #include "first_order.cuh"
-#include "queue.cuh"
+#include "tile_scheduler.cuh"
 #include "resident.cuh"
 #include "second_order.cuh"
 #include "streamed.cuh"

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from bngrad_kernels.cuda import compiler
-from bngrad_kernels.cuda.chunk import Launch, Move
-from bngrad_kernels.cuda.engines import Engine, Traits, most_kept_nbytes
+from bngrad_kernels.cuda.copy_plan import Launch, Move
+from bngrad_kernels.cuda.descriptors import every_kernel
+from bngrad_kernels.cuda.kernel_selection import Engine, Traits, most_kept_nbytes
 from bngrad_kernels.cuda.plan import THREADS
-from bngrad_kernels.cuda.tables import every_kernel
 from bngrad_kernels.errors import DeviceUnavailableError
 from bngrad_kernels.problem import Array
 

@@ -10,7 +10,7 @@
 #include "descriptor.cuh"
 #include "elements.cuh"
 #include "sums.cuh"
-#include "walk.cuh"
+#include "tile_iterator.cuh"
 
 namespace bngrad {
 

@@ -8,7 +8,7 @@
 #pragma once
 
 #include "passes.cuh"
-#include "queue.cuh"
+#include "tile_scheduler.cuh"
 
 namespace bngrad {
 

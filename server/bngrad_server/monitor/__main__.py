@@ -8,12 +8,12 @@ import os
 import socket
 import sys
 
-from bngrad_server import logs
-from bngrad_server.monitor.front import Front, FrontGoneError
 from bngrad_server.monitor.history import History
 from bngrad_server.monitor.http import HttpServer
 from bngrad_server.monitor.pages import Pages
-from bngrad_server.parent import die_with, leave_signals_to_parent
+from bngrad_server.monitor.status_client import Front, FrontGoneError
+from bngrad_server.runtime.processes import die_with, leave_signals_to_parent
+from bngrad_server.telemetry import logs
 
 _SAMPLE_S = 1.0
 _NICENESS = 5

@@ -11,8 +11,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from bngrad_server.metrics import FIRST_BUCKET_S
 from bngrad_server.monitor.http import Response
+from bngrad_server.telemetry.metrics import FIRST_BUCKET_S
 
 Status = dict[str, Any]
 Rows = Iterable[tuple[list[str], float]]
@@ -148,7 +148,7 @@ class Exposition:
         ProcessCollector(pid=lambda: front_pid, registry=self._registry)
 
     def render(self, status: Status, accept: str) -> Response:
-        """The metrics of a status; see `bngrad_server.lifecycle.Server.status`."""
+        """The metrics of a status; see `bngrad_server.server.Server.status`."""
         self._collector.status = status
         encode, media_type = choose_encoder(accept)
         return Response(200, media_type, encode(self._registry))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from bngrad_server.metrics import FIRST_BUCKET_S, STAGES
+from bngrad_server.telemetry.metrics import FIRST_BUCKET_S, STAGES
 
 _POINTS = 180
 _RECENT_S = 60.0

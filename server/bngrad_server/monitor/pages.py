@@ -7,9 +7,9 @@ import json
 from collections.abc import Awaitable, Callable, Mapping
 
 from bngrad_server.monitor.exposition import Exposition
-from bngrad_server.monitor.front import Front
 from bngrad_server.monitor.history import History
 from bngrad_server.monitor.http import Response
+from bngrad_server.monitor.status_client import Front
 
 _TEXT = "text/plain; charset=utf-8"
 _PAGE_HEADERS = {

@@ -10,8 +10,8 @@ from typing import Any
 
 import grpc
 
-from bngrad_protos.http2 import tls
-from bngrad_server.security.files import Reloaded
+from bngrad_server.security.reload import Reloaded
+from bngrad_wire.http2 import tls
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import re
 import secrets
 from pathlib import Path
 
-from bngrad_server.security.files import Reloaded
+from bngrad_server.security.reload import Reloaded
 
 _PREFIX = "bngrad_"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")

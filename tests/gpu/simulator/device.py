@@ -13,11 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
-from bngrad_kernels.cuda.back_end import Lane
-from bngrad_kernels.cuda.chunk import Launch, Move
+from bngrad_kernels.cuda.backend import Lane
 from bngrad_kernels.cuda.compiler import compile_kernels
+from bngrad_kernels.cuda.copy_plan import Launch, Move
 from bngrad_kernels.cuda.device import BLOCKS_PER_PROCESSOR
-from bngrad_kernels.cuda.engines import Traits
+from bngrad_kernels.cuda.kernel_selection import Traits
 from bngrad_kernels.cuda.plan import THREADS
 from bngrad_kernels.problem import Array
 

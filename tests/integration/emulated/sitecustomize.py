@@ -16,8 +16,8 @@ from typing import Any
 from tests.unit.kernels.cuda.devices import EmulatedDevice
 
 from bngrad_kernels.cuda import device, probe
-from bngrad_kernels.cuda.back_end import Lane
-from bngrad_kernels.cuda.chunk import Launch
+from bngrad_kernels.cuda.backend import Lane
+from bngrad_kernels.cuda.copy_plan import Launch
 from bngrad_kernels.problem import Array
 
 KERNELS = os.environ["EMULATED_KERNELS"]

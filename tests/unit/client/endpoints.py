@@ -13,10 +13,10 @@ import grpc
 from tests.unit.client.peer import joined, nbytes_of, peer, split
 
 from bngrad_kernels.spec import InvalidArgumentError
-from bngrad_protos.http2 import RpcError, ServerCall, ServerConnection
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
-from bngrad_server.local import LocalSockets
-from bngrad_server.regions import Regions
+from bngrad_server.memory.leases import LocalSockets
+from bngrad_server.memory.regions import Regions
+from bngrad_wire.http2 import RpcError, ServerCall, ServerConnection
 
 SECONDS = 30.0
 """What a test waits for something that comes at once."""

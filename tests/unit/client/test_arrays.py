@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import bngrad
-from bngrad._arrays import as_array, as_arrays
+from bngrad._requests.arrays import as_array, as_arrays
 
 VALUES = np.array([[1, -2.5], [0.125, 3]], np.float32)
 

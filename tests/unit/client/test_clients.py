@@ -24,9 +24,9 @@ from tests.unit.client.peer import peer
 
 import bngrad
 import bngrad.aio
-from bngrad._channel import Transport
-from bngrad_protos.http2 import frames
+from bngrad._validation import Transport
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
+from bngrad_wire.http2 import frames
 
 ClientClass: TypeAlias = type[bngrad.Client] | type[bngrad.aio.Client]
 

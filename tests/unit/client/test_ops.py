@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 import bngrad
-from bngrad import _codec, _ops
-from bngrad._call import Call
+from bngrad import _ops
+from bngrad._requests import codec
+from bngrad._requests.request import Call
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -442,9 +443,9 @@ def test_server_info_is_read_word_for_word() -> None:
         local_directory=endpoints.local_directory,
         device_remark="no GPU",
     )
-    assert _codec.read_server_info(answer.SerializeToString()) == (expected, endpoints)
+    assert codec.read_server_info(answer.SerializeToString()) == (expected, endpoints)
 
 
 def test_an_answer_that_is_no_server_info_is_an_internal_error() -> None:
     with pytest.raises(bngrad.InternalError, match="the server's answer is no ServerInfoResponse"):
-        _codec.read_server_info(b"\xff\xff")
+        codec.read_server_info(b"\xff\xff")

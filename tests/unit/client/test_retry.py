@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bngrad import _retry
+from bngrad._balancing import retry
+from bngrad._balancing.retry import Attempts, Budget, delay_s
 from bngrad._cancellation import Cancellation
 from bngrad._deadline import Deadline
 from bngrad._errors import (
@@ -24,7 +25,6 @@ from bngrad._errors import (
     UnavailableError,
     UnimplementedError,
 )
-from bngrad._retry import Attempts, Budget, delay_s
 
 GONE = UnavailableError("gone")
 
@@ -156,7 +156,7 @@ def test_a_budget_stays_within_its_bounds(steps: list[int]) -> None:
             budget.failed(callers)
         else:
             budget.succeeded()
-        assert 0 <= budget._left <= _retry.Budget.tokens
+        assert 0 <= budget._left <= retry.Budget.tokens
 
 
 def test_many_callers_share_what_a_failure_costs() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from bngrad_kernels import accuracy
+from bngrad_kernels import tolerances
 from bngrad_kernels.problem import Array, Problem
 from bngrad_kernels.spec import BFLOAT16, FLOAT16, FLOAT32, ReserveSpace2Kind, Spec
 
@@ -43,5 +43,5 @@ def bits(problem: Problem) -> list[bytes]:
 def assert_right(problem: Problem) -> None:
     scale = np.ones(problem.spec.channels) if problem.scale is None else problem.scale
     inputs = (problem.y_backprop, problem.x, scale, problem.reserve_space_1, problem.reserve_space_2)
-    errors, bounds = accuracy.errors(problem.spec, inputs, outputs(problem)), accuracy.bounds(problem.spec)
+    errors, bounds = tolerances.errors(problem.spec, inputs, outputs(problem)), tolerances.bounds(problem.spec)
     assert all(error <= bound for error, bound in zip(errors, bounds, strict=True)), (errors, bounds)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from bngrad_kernels import accuracy
+from bngrad_kernels import tolerances
 from bngrad_kernels.problem import Array, BackEnd, GradGradProblem
 from bngrad_kernels.spec import FLOAT32, ReserveSpace2Kind, Spec
 
@@ -53,8 +53,8 @@ def bits(problem: GradGradProblem) -> list[bytes]:
 
 
 def assert_right(problem: GradGradProblem) -> None:
-    errors = accuracy.grad_grad_errors(problem.spec, inputs(problem), outputs(problem))
-    bounds = accuracy.grad_grad_bounds(problem.spec)
+    errors = tolerances.grad_grad_errors(problem.spec, inputs(problem), outputs(problem))
+    bounds = tolerances.grad_grad_bounds(problem.spec)
     assert all(error <= bound for error, bound in zip(errors, bounds, strict=True)), (errors, bounds)
 
 

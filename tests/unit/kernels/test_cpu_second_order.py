@@ -22,7 +22,7 @@ from tests.unit.kernels.second_order import (
     problem,
     second,
 )
-from tests.unit.kernels.test_cpu_back_end import SHAPES
+from tests.unit.kernels.test_cpu_backend import SHAPES
 
 from bngrad_kernels import backends
 from bngrad_kernels.problem import Array, GradGradProblem

@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 
 import bngrad_kernels.cuda
-from bngrad_kernels.cuda.back_end import CudaBackEnd, Lane
-from bngrad_kernels.cuda.chunk import Launch, Move
+from bngrad_kernels.cuda.backend import CudaBackEnd, Lane
+from bngrad_kernels.cuda.copy_plan import Launch, Move
 from bngrad_kernels.cuda.device import CupyDevice
-from bngrad_kernels.cuda.engines import Traits
+from bngrad_kernels.cuda.kernel_selection import Traits
 from bngrad_kernels.problem import Array
 
 HERE = Path(__file__).parent / "emulator"

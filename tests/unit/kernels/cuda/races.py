@@ -8,7 +8,7 @@ import sys
 from tests.unit.kernels import problems, second_order
 from tests.unit.kernels.cuda.devices import TRAITS, EmulatedDevice
 
-from bngrad_kernels.cuda.back_end import CudaBackEnd
+from bngrad_kernels.cuda.backend import CudaBackEnd
 from bngrad_kernels.spec import FLOAT32, Spec
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from bngrad_kernels.cuda import compiler
-from bngrad_kernels.cuda.engines import STATIC_SHARED_NBYTES
-from bngrad_kernels.cuda.tables import every_kernel
+from bngrad_kernels.cuda.descriptors import every_kernel
+from bngrad_kernels.cuda.kernel_selection import STATIC_SHARED_NBYTES
 from bngrad_kernels.errors import DeviceUnavailableError
 
 STREAMED = ("training_vectors", "training_elements", "inference_vectors", "inference_elements")

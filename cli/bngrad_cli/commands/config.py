@@ -1,0 +1,57 @@
+"""``bngrad config``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from bngrad_cli.settings import Setting, as_text, load, metavar, settings_options
+
+
+@click.command()
+@settings_options
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: of each setting the value and its origin.")
+@click.option("--toml", "as_toml", is_flag=True, help="Print a file that --config takes.")
+def config(config: Path | None, as_json: bool, as_toml: bool, **flags: Any) -> None:
+    """Prints the settings in effect, and where they come from.
+
+    They are those that `bngrad serve` has with the same options, environment and file; what it refuses is refused.
+    """
+    if as_json and as_toml:
+        raise click.UsageError("--json and --toml exclude each other")
+    _, effective = load(config, flags)
+    if as_json:
+        settings = {each.name: {"value": each.value, "origin": each.origin} for each in effective}
+        print(json.dumps(settings, indent=2, default=str))
+    elif as_toml:
+        print("\n".join(map(_toml, effective)))
+    else:
+        _print_table(effective)
+
+
+def _toml(setting: Setting) -> str:
+    if setting.value is None:
+        return f"# {setting.name} is not set"
+    # JSON's way to write texts, numbers and lists is TOML's too, where no character is escaped as two.
+    return f"{setting.name} = {json.dumps(setting.value, ensure_ascii=False, default=str)}  # {setting.origin}"
+
+
+def _print_table(effective: list[Setting]) -> None:
+    from rich import box  # noqa: PLC0415 - the other ways to print need none of it
+    from rich.console import Console  # noqa: PLC0415
+    from rich.table import Table  # noqa: PLC0415
+
+    table = Table("setting", "value", "unit", "origin", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for each in effective:
+        unit = metavar(each.field)
+        table.add_row(
+            each.name,
+            as_text(each.value),
+            unit.lower() if unit in {"SECONDS", "BYTES"} else "",
+            each.origin,
+            style="bold" if each.origin != "default" else None,
+        )
+    Console().print(table)

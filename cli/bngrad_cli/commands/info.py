@@ -1,0 +1,57 @@
+"""``bngrad info``: what a server is."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import click
+
+import bngrad
+from bngrad_cli.target import Target, with_target
+
+
+@click.command()
+@with_target(default_timeout_s=10)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def info(target: Target, as_json: bool) -> None:
+    """Says what a server is: version, devices, limits, endpoints.
+
+    TARGET is HOST:PORT or unix:PATH, localhost:50051 if it is left out.
+    """
+    health = "SERVING" if target.is_serving() else "NOT_SERVING"
+    with target.client() as client:
+        server = client.server_info()
+    if as_json:
+        print(json.dumps({"target": target.address, "health": health, **dataclasses.asdict(server)}, indent=2))
+        return
+    width = max(map(len, (name for name, _ in _lines(server))))
+    print(f"bngrad {server.version} on {target.address}: {health}")
+    for name, text in _lines(server):
+        print(f"{name:<{width}}  {text}")
+
+
+def _lines(server: bngrad.ServerInfo) -> list[tuple[str, str]]:
+    devices = [
+        (device.name, f"{device.state}, restarted {device.restarts} times" + (description and f": {description}"))
+        for device in server.devices
+        for description in (device.description,)
+    ]
+    remark = [("GPUs", server.device_remark)] if server.device_remark else []
+    return [
+        *devices,
+        *remark,
+        ("requests in it", str(server.requests)),
+        ("batches computed", _batches(server.batch_sizes) or "none"),
+        ("largest message", f"{server.max_message_bytes / 2**20:.1f} MiB"),
+        ("memory for tensors", f"{server.arena_bytes / 2**30:.2f} GiB"),
+        ("large tensors", f"TCP port {server.stream_port}" if server.stream_port else "no TCP port of their own"),
+        ("clients on its host", server.local_directory or "share no memory with it"),
+        ("ops", ", ".join(server.ops)),
+    ]
+
+
+def _batches(sizes: tuple[int, ...]) -> str:
+    """How many batches there were of how many requests; the ranges double."""
+    ranges = [str(2**k) if k == 0 else f"{2**k} to {2 ** (k + 1) - 1}" for k in range(len(sizes))]
+    return ", ".join(f"{count} of {requests}" for requests, count in zip(ranges, sizes, strict=True) if count)

@@ -1,0 +1,1 @@
+"""Chooses the server of each call, and repeats calls that failed."""

@@ -1,0 +1,1 @@
+"""Arguments of an op to request messages, and response messages to results."""

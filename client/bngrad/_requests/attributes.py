@@ -1,0 +1,88 @@
+"""The arguments of the ops that are no tensors: checked, as the protocol has them."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from bngrad._errors import FieldViolation, invalid_argument, is_encodable
+from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
+from bngrad_wire.limits import MAX_PRIORITY
+
+_RESERVE_SPACE_2_KINDS: Mapping[str, pb.ReserveSpace2Kind] = {
+    "variance": pb.RESERVE_SPACE2_KIND_VARIANCE,
+    "inverse_std": pb.RESERVE_SPACE2_KIND_INVERSE_STD,
+}
+
+
+def tensorflow_attributes(
+    epsilon: float, data_format: str, is_training: bool, reserve_space_2_kind: str, priority: int
+) -> dict[str, Any]:
+    """The attributes of TensorFlow's ops.
+
+    Raises:
+        TypeError: One has the wrong type.
+        InvalidArgumentError: One has a value that the protocol cannot express.
+    """
+    if not isinstance(is_training, bool | np.bool_):
+        raise TypeError(f"is_training must be a bool, not {is_training!r}")
+    return {
+        "epsilon": _epsilon(epsilon),
+        "data_format": _data_format(data_format),
+        "is_training": bool(is_training),
+        "reserve_space_2_kind": _reserve_space_2_kind(reserve_space_2_kind),
+        **_priority(priority),
+    }
+
+
+def onednn_attributes(epsilon: float, data_format: str, priority: int) -> dict[str, Any]:
+    """The attributes of oneDNN's op; see `tensorflow_attributes`."""
+    return {"epsilon": _epsilon(epsilon), "data_format": _data_format(data_format), **_priority(priority)}
+
+
+def _epsilon(epsilon: float) -> float:
+    """Rounds epsilon to float32, which is what the attribute is; protobuf would silently make 1e39 infinite."""
+    if isinstance(epsilon, bool) or not isinstance(epsilon, numbers.Real):
+        raise TypeError(f"epsilon must be a number, not {epsilon!r}")
+    try:
+        with np.errstate(over="ignore"):
+            rounded = float(np.float32(float(epsilon)))
+    except OverflowError:  # An int that is too large for a float may be too long to print.
+        rounded = epsilon = math.inf
+    if not math.isfinite(rounded):
+        raise invalid_argument(FieldViolation("epsilon", f"epsilon must be finite in float32, not {epsilon}"))
+    return rounded
+
+
+def _data_format(data_format: str) -> str:
+    if not isinstance(data_format, str):
+        raise TypeError(f"data_format must be a str, not {data_format!r}")
+    if not is_encodable(data_format):
+        description = f"data_format must be a name such as 'NHWC', not {data_format!r}"
+        raise invalid_argument(FieldViolation("data_format", description))
+    return data_format
+
+
+def _reserve_space_2_kind(kind: str) -> pb.ReserveSpace2Kind:
+    if not isinstance(kind, str):
+        raise TypeError(f"reserve_space_2_kind must be a str, not {kind!r}")
+    if kind not in _RESERVE_SPACE_2_KINDS:
+        names = " or ".join(f"{name!r}" for name in _RESERVE_SPACE_2_KINDS)
+        description = f"reserve_space_2_kind must be {names}, not {kind!r}"
+        raise invalid_argument(FieldViolation("reserve_space_2_kind", description))
+    return _RESERVE_SPACE_2_KINDS[kind]
+
+
+def _priority(priority: int) -> dict[str, int]:
+    """The attribute, which is sent only where it says something."""
+    if isinstance(priority, bool) or not isinstance(priority, numbers.Integral):
+        raise TypeError(f"priority must be an int, not {priority!r}")
+    if abs(priority) > MAX_PRIORITY:
+        has = priority if abs(priority) < 10**100 else "a number too long to print"
+        description = f"priority must be from -{MAX_PRIORITY} to {MAX_PRIORITY}, not {has}"
+        raise invalid_argument(FieldViolation("priority", description))
+    return {"priority": int(priority)} if priority else {}

@@ -1,0 +1,203 @@
+"""Arrays into request messages and out of response messages; nothing else in the client touches protobuf."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from google.protobuf.message import DecodeError, Message
+
+from bngrad._errors import FieldViolation, InternalError, invalid_argument
+from bngrad._results import Array, Device, ServerInfo
+from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
+from bngrad_wire import messages
+from bngrad_wire.messages import Buffer
+
+_DTYPES: dict[pb.DataType, np.dtype[Any]] = {
+    pb.DATA_TYPE_FLOAT16: np.dtype("<f2"),
+    pb.DATA_TYPE_BFLOAT16: np.dtype(ml_dtypes.bfloat16),
+    pb.DATA_TYPE_FLOAT32: np.dtype("<f4"),
+}
+_DATA_TYPES = {dtype: data_type for data_type, dtype in _DTYPES.items()}
+
+
+def straightened(tensors: Mapping[str, Array]) -> dict[str, Array]:
+    """The arrays as the protocol has them, in C order and little-endian; those that are so already are not copied.
+
+    Raises:
+        InvalidArgumentError: The protocol cannot express a dtype.
+    """
+    straight = {}
+    violations = []
+    for field, array in tensors.items():
+        dtype = array.dtype
+        if dtype in _DATA_TYPES and array.flags.c_contiguous:
+            straight[field] = array
+        elif (little_endian := dtype.newbyteorder("<") if dtype.kind == "f" else dtype) in _DATA_TYPES:
+            # Not ascontiguousarray, which gives a scalar a dimension.
+            straight[field] = array.astype(little_endian, order="C", copy=False)
+        else:
+            description = f"{field} must have dtype {_expected_dtypes(field)}, not {dtype.name}"
+            violations.append(FieldViolation(field, description))
+    if violations:
+        raise invalid_argument(*violations)
+    return straight
+
+
+def data_of(array: Array) -> Buffer:
+    """The elements of an array in C order, as bytes, without a copy."""
+    return array.reshape(-1).view(np.uint8).data if array.size else b""
+
+
+def view_of(array: Array) -> memoryview:
+    """The elements of an array in C order, as bytes, to be read and, if it is writeable, written."""
+    return memoryview(data_of(np.asarray(array)))  # a np.matrix, say, has no one dimension
+
+
+def tensor_pieces(number: int, array: Array) -> tuple[Buffer, Buffer]:
+    """A tensor field with its elements."""
+    return _prefix(number, array.dtype, array.shape, array.nbytes), data_of(array)
+
+
+@functools.lru_cache(maxsize=1024)
+def header_piece(number: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+    """A tensor field without elements."""
+    return messages.tensor_prefix(number, pb.Tensor(dtype=_DATA_TYPES[dtype], shape=shape), 0)
+
+
+@functools.lru_cache(maxsize=1024)
+def located_piece(number: int, dtype: np.dtype[Any], shape: tuple[int, ...], key: bytes, offset: int) -> bytes:
+    """A tensor field whose elements are in a region."""
+    location = pb.Location(region_key=key, offset=offset)
+    return messages.tensor_prefix(number, pb.Tensor(dtype=_DATA_TYPES[dtype], shape=shape, location=location), 0)
+
+
+@functools.lru_cache(maxsize=1024)
+def location_piece(number: int, key: bytes, offset: int) -> bytes:
+    """A field that is the location of an output."""
+    location = pb.Location(region_key=key, offset=offset).SerializeToString()
+    return messages.field_prefix(number, len(location)) + location
+
+
+@functools.lru_cache(maxsize=1024)
+def attributes_piece(message_type: Callable[..., Message], attributes: tuple[tuple[str, Any], ...]) -> bytes:
+    """The fields that are no tensors."""
+    return message_type(**dict(attributes)).SerializeToString()
+
+
+@functools.lru_cache(maxsize=1024)
+def _prefix(number: int, dtype: np.dtype[Any], shape: tuple[int, ...], nbytes: int) -> bytes:
+    return messages.tensor_prefix(number, pb.Tensor(dtype=_DATA_TYPES[dtype], shape=shape), nbytes)
+
+
+class ResponseReader:
+    """Reads the responses of an op."""
+
+    def __init__(self, message_type: type[Message], large: int) -> None:
+        """Reads none yet.
+
+        Args:
+            message_type: The class of the responses.
+            large: How many of its tensors, from the first, have more dimensions than one.
+        """
+        self._name = message_type.DESCRIPTOR.name
+        self._fields = [field.name for field in message_type.DESCRIPTOR.fields]
+        self._large = large
+        self._decoder = messages.Decoder(message_type)
+        self._checked = functools.lru_cache(maxsize=1024)(self._check)
+
+    def read(self, data: bytes, large: Sequence[Array | None], *, apart: bool) -> dict[str, Array]:
+        """The tensors of an answer by the names of its fields: new arrays that own their memory.
+
+        Args:
+            data: The message.
+            large: Where to put the elements of the large tensors; a new array where None.
+            apart: Whether they came apart from the message, and are there already.
+
+        Raises:
+            InternalError: The answer is malformed.
+        """
+        try:
+            layout = self._decoder.decode(data)
+        except DecodeError as error:
+            raise InternalError(f"the server's answer is no {self._name}: {error}") from error
+        arrays = {}
+        for (field, dtype, shape, start), out in zip_longest(self._checked(layout, apart), large):
+            if out is not None and (out.dtype != dtype or out.shape != shape):
+                raise InternalError(f"the server's {field} has shape {shape} of {dtype.name}, not {out.shape}")
+            if apart and out is not None:
+                arrays[field] = out
+                continue
+            view: Array = np.ndarray(shape, dtype, data, start)
+            if out is None:
+                arrays[field] = view.copy()
+            else:
+                np.copyto(out, view)
+                arrays[field] = out
+        return arrays
+
+    def _check(
+        self, layout: messages.Layout[Any], apart: bool
+    ) -> list[tuple[str, np.dtype[Any], tuple[int, ...], int]]:
+        """What each tensor is and where its elements begin."""
+        if missing := [field for field in self._fields if field not in layout.tensors]:
+            raise InternalError(f"the server's answer has no {', '.join(missing)}")
+        checked = []
+        for i, field in enumerate(self._fields):
+            span = layout.tensors[field]
+            dtype, shape = _DTYPES.get(span.header.dtype), tuple(span.header.shape)
+            if dtype is None:
+                raise InternalError(
+                    f"the server's {field} has the dtype {span.header.dtype}, which this client does not know"
+                )
+            expected = 0 if apart and i < self._large else math.prod(shape) * dtype.itemsize
+            if min(shape, default=0) < 0 or span.nbytes != expected:
+                raise InternalError(f"the server's {field} has {span.nbytes} bytes for shape {shape} of {dtype.name}")
+            checked.append((field, dtype, shape, span.start))
+        return checked
+
+
+def read_server_info(data: bytes) -> tuple[ServerInfo, pb.Endpoints]:
+    """What a server says of itself, and where else it can be reached.
+
+    Raises:
+        InternalError: The answer is malformed.
+    """
+    try:
+        message = pb.ServerInfoResponse.FromString(data)
+    except DecodeError as error:
+        raise InternalError(f"the server's answer is no ServerInfoResponse: {error}") from error
+    info = ServerInfo(
+        version=message.version,
+        devices=tuple(
+            Device(device.name, device.description, _state(device.state), device.restarts, device.memory_bytes)
+            for device in message.devices
+        ),
+        ops=tuple(message.ops),
+        max_message_bytes=message.limits.max_message_bytes,
+        arena_bytes=message.limits.arena_bytes,
+        requests=message.requests,
+        batch_sizes=tuple(message.batch_sizes),
+        stream_port=message.endpoints.stream_port,
+        local_directory=message.endpoints.local_directory,
+        device_remark=message.device_remark,
+    )
+    return info, message.endpoints
+
+
+def _expected_dtypes(field: str) -> str:
+    if field in ("y_backprop", "x", "grad_x_backprop", "input_forward", "output_delta"):
+        return "float16, bfloat16 or float32"
+    if field in ("mean", "variance", "gamma"):
+        return "float32, or bfloat16 beside a bfloat16 input_forward"
+    return "float32"
+
+
+def _state(state: pb.WorkerState) -> str:
+    name = pb.WorkerState.Name(state) if state in pb.WorkerState.values() else "WORKER_STATE_UNSPECIFIED"
+    return name.removeprefix("WORKER_STATE_").lower()

@@ -1,0 +1,1 @@
+"""Memory shared with a server on this host."""

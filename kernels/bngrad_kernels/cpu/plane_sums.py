@@ -1,0 +1,164 @@
+"""The planes kernel: sums along the planes of one channel, see `plan`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from bngrad_kernels.cpu.channel_stats import GAIN, MEAN, SHIFT, SLOPE, first_channel, sums_of, table
+from bngrad_kernels.cpu.column_sums import x_backprop
+from bngrad_kernels.cpu.plan import LANES, LINE
+from bngrad_kernels.cpu.simd import (
+    add,
+    fma,
+    keep_head,
+    load,
+    load_head,
+    mul,
+    store,
+    store_head,
+    store_scalar,
+    stream,
+    sub,
+    total,
+    widen64,
+    zero,
+    zero64,
+)  # fmt: skip
+
+QUAD = 4 * LANES
+"""Elements of one step: a vector for each of four accumulators."""
+_STEPS = 4
+"""Steps before the accumulators go into float64: a chain of 4 additions, and 2 to join the accumulators."""
+
+_F32 = np.float32(0)
+_F64 = np.float64(0)
+
+
+@njit(error_model="numpy")
+def sums(tag: Any, p: Any, g: int, t: int, slot: int) -> None:
+    """Sums a tile; in inference also writes its x_backprop."""
+    c = first_channel(p, g)
+    first, last, start, stop = bounds(p, t)
+    mean, gain = _coefficient(p, slot, MEAN), _coefficient(p, slot, GAIN)
+    dy_sum = dy_xc_sum = zero64()
+    for n in range(first, last):
+        base = (n * p.channels + c) * p.inner
+        for i in range(start, stop, _STEPS * QUAD):
+            block = min(_STEPS * QUAD, stop - i)
+            dy, dy_xc = _sum_block(tag, p, base + i, block, mean)
+            dy_sum, dy_xc_sum = add(dy_sum, widen64(dy)), add(dy_xc_sum, widen64(dy_xc))
+        if not p.is_training:
+            _scale_plane(tag, p, base + start, base + stop, gain)
+    into = sums_of(p, slot, t + 1)
+    store_scalar(_F64, into, 0, total(dy_sum))
+    store_scalar(_F64, into, p.padded, total(dy_xc_sum))
+
+
+@njit(error_model="numpy")
+def apply(tag: Any, p: Any, g: int, t: int, slot: int) -> None:
+    """Writes x_backprop of a tile, last plane first: what the sums read last is still in the cache."""
+    c = first_channel(p, g)
+    first, last, start, stop = bounds(p, t)
+    mean, gain = _coefficient(p, slot, MEAN), _coefficient(p, slot, GAIN)
+    shift, slope = _coefficient(p, slot, SHIFT), _coefficient(p, slot, SLOPE)
+    for back in range(last - first):
+        base = ((last - 1 - back) * p.channels + c) * p.inner
+        i = start
+        if p.streams:
+            i = min(first_line(base + start) - base, stop)
+            _apply_some(tag, p, base + start, i - start, mean, gain, shift, slope)
+            while i + LINE <= stop:
+                dy, x = load(tag, p.y_backprop, base + i), load(tag, p.x, base + i)
+                low = x_backprop(dy, x, mean, gain, shift, slope)
+                dy, x = load(tag, p.y_backprop, base + i + LANES), load(tag, p.x, base + i + LANES)
+                stream(tag, p.x_backprop, base + i, low, x_backprop(dy, x, mean, gain, shift, slope))
+                i += LINE
+        _apply_some(tag, p, base + i, stop - i, mean, gain, shift, slope)
+
+
+@njit(error_model="numpy")
+def _apply_some(tag: Any, p: Any, index: int, count: int, mean: Any, gain: Any, shift: Any, slope: Any) -> None:
+    while count >= LANES:
+        dy, x = load(tag, p.y_backprop, index), load(tag, p.x, index)
+        store(tag, p.x_backprop, index, x_backprop(dy, x, mean, gain, shift, slope))
+        index += LANES
+        count -= LANES
+    if count > 0:
+        dy, x = load_head(tag, p.y_backprop, index, count), load_head(tag, p.x, index, count)
+        store_head(tag, p.x_backprop, index, x_backprop(dy, x, mean, gain, shift, slope), count)
+
+
+@njit(error_model="numpy")
+def first_line(index: int) -> int:
+    """The first element from ``index`` on that begins a cache line, in a tensor that does."""
+    return index + -index % LINE
+
+
+@njit(error_model="numpy")
+def bounds(p: Any, t: int) -> tuple[int, int, int, int]:
+    """The planes of a tile, and the elements of each plane."""
+    o, i = t // p.inner_tiles, t % p.inner_tiles
+    return (
+        o * p.outer // p.outer_tiles,
+        (o + 1) * p.outer // p.outer_tiles,
+        i * p.inner // p.inner_tiles,
+        (i + 1) * p.inner // p.inner_tiles,
+    )
+
+
+@njit(error_model="numpy")
+def _coefficient(p: Any, slot: int, which: int) -> Any:
+    return load(_F32, table(p, slot, which), 0)
+
+
+@njit(error_model="numpy")
+def _sum_block(tag: Any, p: Any, index: int, count: int, mean: Any) -> Any:
+    """The sums over at most 4 steps, one a lane."""
+    dy0 = dy1 = dy2 = dy3 = zero()
+    dy_xc0 = dy_xc1 = dy_xc2 = dy_xc3 = zero()
+    y_backprop, x = p.y_backprop, p.x
+    while count >= QUAD:
+        g0, g1 = load(tag, y_backprop, index), load(tag, y_backprop, index + 16)
+        g2, g3 = load(tag, y_backprop, index + 32), load(tag, y_backprop, index + 48)
+        dy0, dy1, dy2, dy3 = add(dy0, g0), add(dy1, g1), add(dy2, g2), add(dy3, g3)
+        dy_xc0 = fma(g0, sub(load(tag, x, index), mean), dy_xc0)
+        dy_xc1 = fma(g1, sub(load(tag, x, index + 16), mean), dy_xc1)
+        dy_xc2 = fma(g2, sub(load(tag, x, index + 32), mean), dy_xc2)
+        dy_xc3 = fma(g3, sub(load(tag, x, index + 48), mean), dy_xc3)
+        index += QUAD
+        count -= QUAD
+    # What is left goes round the accumulators, the longest chain is still 5.
+    while count > 0:
+        dy0, dy1, dy2, dy3 = dy1, dy2, dy3, add(dy0, load_head(tag, y_backprop, index, count))
+        xc = keep_head(sub(load_head(tag, x, index, count), mean), count)
+        product = fma(load_head(tag, y_backprop, index, count), xc, dy_xc0)
+        dy_xc0, dy_xc1, dy_xc2, dy_xc3 = dy_xc1, dy_xc2, dy_xc3, product
+        index += LANES
+        count -= LANES
+    return add(add(dy0, dy1), add(dy2, dy3)), add(add(dy_xc0, dy_xc1), add(dy_xc2, dy_xc3))
+
+
+@njit(error_model="numpy")
+def _scale_plane(tag: Any, p: Any, start: int, stop: int, gain: Any) -> None:
+    """Writes x_backprop of a plane in inference."""
+    i = start
+    if p.streams:
+        i = min(first_line(start), stop)
+        _scale_some(tag, p, start, i, gain)
+        while i + LINE <= stop:
+            low, high = load(tag, p.y_backprop, i), load(tag, p.y_backprop, i + LANES)
+            stream(tag, p.x_backprop, i, mul(gain, low), mul(gain, high))
+            i += LINE
+    _scale_some(tag, p, i, stop, gain)
+
+
+@njit(error_model="numpy")
+def _scale_some(tag: Any, p: Any, start: int, stop: int, gain: Any) -> None:
+    while start + LANES <= stop:
+        store(tag, p.x_backprop, start, mul(gain, load(tag, p.y_backprop, start)))
+        start += LANES
+    if start < stop:
+        store_head(tag, p.x_backprop, start, mul(gain, load_head(tag, p.y_backprop, start, stop - start)), stop - start)

@@ -1,0 +1,1 @@
+"""Protocol messages to validated requests, and outputs to responses."""

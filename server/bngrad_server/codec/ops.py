@@ -1,0 +1,123 @@
+"""The ops of the protocol: their messages, and what their attributes mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf.message import Message
+
+from bngrad_kernels.problem import GradGradProblem, Problem
+from bngrad_kernels.spec import FieldViolation, InvalidArgumentError, ReserveSpace2Kind, Spec
+from bngrad_kernels.validation import (
+    batch_norm_training_backprop_spec,
+    fused_batch_norm_grad_grad_spec,
+    fused_batch_norm_grad_v2_spec,
+    fused_batch_norm_grad_v3_spec,
+)
+from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
+
+_RESERVE_SPACE_2_KINDS = {
+    pb.RESERVE_SPACE2_KIND_UNSPECIFIED: ReserveSpace2Kind.VARIANCE,
+    pb.RESERVE_SPACE2_KIND_VARIANCE: ReserveSpace2Kind.VARIANCE,
+    pb.RESERVE_SPACE2_KIND_INVERSE_STD: ReserveSpace2Kind.INVERSE_STD,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """How an op's messages name what the ops share.
+
+    Attributes:
+        name: The name of its call.
+        request_type: The class of its request.
+        response_type: The class of its response; the outputs come first, as the problem has them.
+        spec: Validates the headers and attributes of a request.
+        attributes: Reads the attributes that a message has.
+        large_inputs: The fields of the inputs of the shape of x, in the order of the problem's own.
+        small_inputs: Alike, of the 1-D inputs.
+        locations: The fields that say where the outputs of the shape of x go.
+        optional: The inputs that may be left out.
+        ignored: The inputs whose elements nobody reads.
+    """
+
+    name: str
+    request_type: type[Message]
+    response_type: type[Message]
+    spec: Callable[..., Spec]
+    attributes: Callable[[Any], dict[str, Any]]
+    large_inputs: tuple[str, ...] = Problem.large_inputs
+    small_inputs: tuple[str, ...] = Problem.small_inputs
+    locations: tuple[str, ...] = ("x_backprop_location",)
+    optional: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+
+    @property
+    def exchange_number(self) -> int:
+        """The number of its request and its response in an exchange."""
+        parts = pb.ExchangeRequest.DESCRIPTOR.fields
+        return next(part.number for part in parts if part.message_type is self.request_type.DESCRIPTOR)
+
+
+def _attributes(message: Message, *names: str) -> dict[str, Any]:
+    """The attributes that a message has; the op's defaults, which the spec functions know, are left out."""
+    return {name: getattr(message, name) for name in names if message.HasField(name)}
+
+
+def _tensorflow_attributes(
+    message: pb.FusedBatchNormGradV3Request | pb.FusedBatchNormGradV2Request | pb.FusedBatchNormGradGradRequest,
+) -> dict[str, Any]:
+    attributes = _attributes(message, "epsilon", "data_format", "is_training")
+    kind = _RESERVE_SPACE_2_KINDS.get(message.reserve_space_2_kind)
+    if kind is None:
+        description = f"reserve_space_2_kind must be a known ReserveSpace2Kind, not {message.reserve_space_2_kind}"
+        raise InvalidArgumentError((FieldViolation("reserve_space_2_kind", description),))
+    return {**attributes, "reserve_space_2_kind": kind}
+
+
+def _onednn_attributes(message: pb.BatchNormTrainingBackpropRequest) -> dict[str, Any]:
+    if not message.HasField("epsilon"):
+        raise InvalidArgumentError((FieldViolation("epsilon", "epsilon must be given: it has no default"),))
+    return _attributes(message, "epsilon", "data_format")
+
+
+OPS = (
+    Op(
+        "FusedBatchNormGradV3",
+        pb.FusedBatchNormGradV3Request,
+        pb.FusedBatchNormGradV3Response,
+        fused_batch_norm_grad_v3_spec,
+        _tensorflow_attributes,
+        optional=("reserve_space_3",),
+        ignored=("reserve_space_3",),
+    ),
+    Op(
+        "FusedBatchNormGradV2",
+        pb.FusedBatchNormGradV2Request,
+        pb.FusedBatchNormGradV2Response,
+        fused_batch_norm_grad_v2_spec,
+        _tensorflow_attributes,
+    ),
+    Op(
+        "BatchNormTrainingBackprop",
+        pb.BatchNormTrainingBackpropRequest,
+        pb.BatchNormTrainingBackpropResponse,
+        batch_norm_training_backprop_spec,
+        _onednn_attributes,
+        large_inputs=("output_delta", "input_forward"),
+        small_inputs=("gamma", "mean", "variance"),
+        locations=("input_delta_location",),
+        optional=("gamma",),
+    ),
+    Op(
+        "FusedBatchNormGradGrad",
+        pb.FusedBatchNormGradGradRequest,
+        pb.FusedBatchNormGradGradResponse,
+        fused_batch_norm_grad_grad_spec,
+        _tensorflow_attributes,
+        large_inputs=GradGradProblem.large_inputs,
+        small_inputs=GradGradProblem.small_inputs,
+        locations=("grad_y_backprop_location", "grad_x_location"),
+    ),
+)

@@ -1,0 +1,228 @@
+"""Between the protocol's messages and the engine: what a request means, and how its response is laid out."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from bngrad_kernels.spec import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    FieldViolation,
+    InvalidArgumentError,
+    Spec,
+    TensorHeader,
+)
+from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
+from bngrad_server.codec.ops import OPS, Op
+from bngrad_server.scheduling.job import KernelKey
+from bngrad_server.telemetry.metrics import TRANSPORTS
+from bngrad_server.workers.ipc import Sizes, problem_type
+from bngrad_wire import messages
+from bngrad_wire.limits import MAX_PRIORITY
+
+_DTYPES: dict[pb.DataType, np.dtype[Any]] = {
+    pb.DATA_TYPE_FLOAT16: FLOAT16,
+    pb.DATA_TYPE_BFLOAT16: BFLOAT16,
+    pb.DATA_TYPE_FLOAT32: FLOAT32,
+}
+_DATA_TYPES = {dtype: data_type for data_type, dtype in _DTYPES.items()}
+
+_MAX_RANK = 32
+"""Far more than any op takes. The size of a shape of thousands of dimensions would take minutes to multiply out."""
+_EMPTY = pb.Tensor(dtype=pb.DATA_TYPE_FLOAT32, shape=[0])
+
+Source: TypeAlias = slice | pb.Location | None
+"""Where a tensor's elements are: in the message, in a shared region, or still to come in chunks."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Request:
+    """A valid request without its elements; one stands for all that differ in their elements alone.
+
+    Attributes:
+        op: What its messages look like.
+        transport: How its elements come, see `bngrad_server.telemetry.metrics.TRANSPORTS`.
+        series: The number of the two, see `bngrad_server.telemetry.metrics.Metrics.answered`.
+        spec: What to compute.
+        sizes: What its tensors take.
+        kernel_key: See `bngrad_server.scheduling.job.Job`; alike priority.
+        large_inputs: Where the elements of the inputs of the shape of x are, as the op lists them.
+        small_inputs: Alike, of the 1-D inputs; None counts as ones.
+        locations: Where the outputs of the shape of x are to be put; None for those that are to be sent.
+        chunked: Whether the large inputs come, and the large outputs go, apart from the messages.
+        chunk_order: The large inputs, by their places in the list, in the order of their field numbers.
+        response: What comes before each output in the response, and after them all.
+        tensors_nbytes: The size of all tensors of the shape of x.
+    """
+
+    op: Op
+    transport: str
+    series: int
+    spec: Spec
+    sizes: Sizes
+    kernel_key: KernelKey
+    priority: int
+    large_inputs: tuple[Source, ...]
+    small_inputs: tuple[slice | None, ...]
+    locations: tuple[pb.Location | None, ...]
+    chunked: bool
+    chunk_order: tuple[int, ...]
+    response: tuple[bytes, ...]
+    tensors_nbytes: int
+
+
+class Reader:
+    """Reads the requests of one op.
+
+    Args:
+        op: The op.
+        chunked: Whether the elements of the inputs of the shape of x come apart from the message.
+    """
+
+    def __init__(self, op: Op, *, chunked: bool) -> None:
+        self.op = op
+        self.transport = "stream" if chunked else "unary"
+        self._chunked = chunked
+        self._decoder = messages.Decoder(op.request_type)
+        self._validated = functools.lru_cache(maxsize=1024)(self._validate)
+        fields = op.request_type.DESCRIPTOR.fields_by_name
+        numbers = [fields[name].number for name in op.large_inputs]
+        self._chunk_order = tuple(sorted(range(len(numbers)), key=numbers.__getitem__))
+
+    def read(self, data: bytes) -> Request:
+        """Validates a message.
+
+        Raises:
+            DecodeError: It is no message of the op's.
+            InvalidArgumentError: Names every field that does not meet the op's contract.
+        """
+        try:
+            layout = self._decoder.decode(data)
+        except DecodeError as error:
+            raise DecodeError(f"the request is no {self.op.request_type.DESCRIPTOR.name}: {error}") from error
+        return self._validated(layout) if layout.is_small else self._validate(layout)
+
+    def transport_of(self, data: bytes) -> str:
+        """How the elements of a request come that was not read, or is not valid."""
+        try:
+            layout = self._decoder.decode(data)
+        except DecodeError:
+            return self.transport
+        is_shared = any(span.header.HasField("location") for span in layout.tensors.values())
+        return "shared" if is_shared or any(map(layout.message.HasField, self.op.locations)) else self.transport
+
+    def _validate(self, layout: messages.Layout[Any]) -> Request:
+        op, tensors = self.op, layout.tensors
+        spec = op.spec(**self._headers(tensors), **op.attributes(layout.message))
+        locations = tuple(self._location(name, layout.message) for name in op.locations)
+        large_inputs = tuple(self._source(tensors[name]) for name in op.large_inputs)
+        is_shared = any(isinstance(place, pb.Location) for place in (*large_inputs, *locations))
+        transport = "shared" if is_shared else self.transport
+        sizes = Sizes.of(spec)
+        return Request(
+            op,
+            transport,
+            OPS.index(op) * len(TRANSPORTS) + TRANSPORTS.index(transport),
+            spec,
+            sizes,
+            (spec.dtype, spec.inner == 1, spec.is_training, spec.order),
+            _priority(layout.message),
+            large_inputs=large_inputs,
+            small_inputs=tuple(_elements(tensors[name]) if name in tensors else None for name in op.small_inputs),
+            locations=locations,
+            chunked=self._chunked,
+            chunk_order=self._chunk_order,
+            response=_response_pieces(op, spec, locations, self._chunked),
+            tensors_nbytes=(len(op.large_inputs) + len(locations)) * sizes.tensor,
+        )
+
+    def _headers(self, tensors: Mapping[str, messages.TensorSpan]) -> dict[str, TensorHeader]:
+        """What is known of the inputs; one that is optional is left out where the message has none."""
+        op = self.op
+        violations = []
+        headers = {}
+        for name in (*op.large_inputs, *op.small_inputs, *op.ignored):
+            violation = self._violation(name, tensors)
+            if violation is not None:
+                violations.append(FieldViolation(name, violation))
+            elif name in tensors:
+                headers[name] = self._header(name, tensors[name])
+        if violations:
+            raise InvalidArgumentError(tuple(violations))
+        return headers
+
+    def _violation(self, name: str, tensors: Mapping[str, messages.TensorSpan]) -> str | None:
+        if name not in tensors:
+            return None if name in self.op.optional else f"{name} must be given"
+        span = tensors[name]
+        if span.header.dtype not in _DTYPES:
+            known = ", ".join(map(_data_type_name, _DTYPES))
+            return f"{name} must have one of the dtypes {known}, not {_data_type_name(span.header.dtype)}"
+        if len(span.header.shape) > _MAX_RANK:
+            return f"{name} must have at most {_MAX_RANK} dimensions, not {len(span.header.shape)}"
+        is_large = name in self.op.large_inputs
+        if span.header.HasField("location") and (span.nbytes or self._chunked or not is_large):
+            return f"{name} must not have a location" + (" beside data" if span.nbytes else "")
+        if self._chunked and is_large and span.nbytes:
+            return f"{name} must come in chunks, not with {span.nbytes} bytes of data"
+        return None
+
+    def _header(self, name: str, span: messages.TensorSpan) -> TensorHeader:
+        dtype, shape, nbytes = _DTYPES[span.header.dtype], tuple(span.header.shape), span.nbytes
+        if span.header.HasField("location") or (self._chunked and name in self.op.large_inputs):
+            nbytes = math.prod(shape) * dtype.itemsize  # of which the message has none
+        return TensorHeader(dtype, shape, nbytes)
+
+    def _source(self, span: messages.TensorSpan) -> Source:
+        if span.header.HasField("location"):
+            return span.header.location
+        return None if self._chunked else _elements(span)
+
+    def _location(self, name: str, message: Any) -> pb.Location | None:
+        if not message.HasField(name):
+            return None
+        if self._chunked:
+            description = f"{name} must not be given where the elements come in chunks"
+            raise InvalidArgumentError((FieldViolation(name, description),))
+        location: pb.Location = getattr(message, name)
+        return location
+
+
+def _elements(span: messages.TensorSpan) -> slice:
+    return slice(span.start, span.start + span.nbytes)
+
+
+def _response_pieces(op: Op, spec: Spec, locations: tuple[pb.Location | None, ...], chunked: bool) -> tuple[bytes, ...]:
+    pieces = []
+    for number, location in enumerate(locations, 1):
+        large = pb.Tensor(dtype=_DATA_TYPES[spec.dtype], shape=spec.shape, location=location)
+        pieces.append(
+            messages.tensor_prefix(number, large, 0 if chunked or location is not None else spec.tensor_nbytes)
+        )
+    small = pb.Tensor(dtype=_DATA_TYPES[spec.stats_dtype], shape=(spec.channels,))
+    outputs = len(locations) + len(problem_type(spec).small_outputs)
+    for number in range(len(locations) + 1, outputs + 1):
+        pieces.append(messages.tensor_prefix(number, small, spec.stats_nbytes))
+    empty = [messages.tensor_prefix(field.number, _EMPTY, 0) for field in op.response_type.DESCRIPTOR.fields[outputs:]]
+    return (*pieces, b"".join(empty))
+
+
+def _data_type_name(data_type: pb.DataType) -> str:
+    """The name of a data type, or the number of one that this version does not know."""
+    return pb.DataType.Name(data_type) if data_type in pb.DataType.values() else str(data_type)
+
+
+def _priority(message: Any) -> int:
+    priority: int = message.priority
+    if abs(priority) > MAX_PRIORITY:
+        description = f"priority must be from {-MAX_PRIORITY} to {MAX_PRIORITY}, not {priority}"
+        raise InvalidArgumentError((FieldViolation("priority", description),))
+    return priority

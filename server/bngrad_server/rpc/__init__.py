@@ -1,0 +1,1 @@
+"""How gRPC calls arrive and are answered: two ports, one servicer."""

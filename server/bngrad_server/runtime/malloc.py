@@ -1,0 +1,54 @@
+"""Gives memory back to the system: the C library keeps what large messages took, for the next ones.
+
+Other C libraries than glibc keep little, and have no such functions.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import threading
+
+from bngrad_server.scheduling.admission import Admission
+
+_LOOK_S = 2.0
+_TRIMS = 2
+"""So often, since what connections hold is free only when their clients have gone."""
+_M_ARENA_MAX = -8
+_LIBC = ctypes.CDLL(None)
+
+
+def use_one_heap() -> None:
+    """Has all threads share a heap, whose memory is used again sooner, and can all be given back.
+
+    To be called before there are other threads. It made calls with large messages faster by a quarter.
+    """
+    if hasattr(_LIBC, "mallopt"):
+        _LIBC.mallopt(_M_ARENA_MAX, 1)
+
+
+class MemoryTrimmer:
+    """The thread that does so whenever requests have been in and none is any longer."""
+
+    def __init__(self, admission: Admission) -> None:
+        """Begins to look after the requests that were let in."""
+        self._admission = admission
+        self._trim = getattr(_LIBC, "malloc_trim", None)
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="trimmer", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._closing.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        entered = left = 0
+        while self._trim is not None and not self._closing.wait(_LOOK_S):
+            if self._admission.entered != entered:
+                entered, left = self._admission.entered, _TRIMS
+            if self._admission.requests == 0 and left:
+                left -= 1
+                gc.collect()  # a call that failed refers to itself, and may hold a large message
+                self._trim(0)

@@ -1,0 +1,1 @@
+"""Which request is computed next, in which batch, by which worker."""

@@ -1,0 +1,91 @@
+"""The seats of workers that are free, and which of them may be taken.
+
+A worker computes as many batches at once as it has seats. When it dies, all of them are lost, and any of their jobs may
+be to blame. These suspects must not take others along, nor be blamed for others, when they run again. So until the last
+of them has ended, no worker computes more than one batch at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from bngrad_kernels.problem import channel_cuts
+from bngrad_server.scheduling.batch import Part, Worker
+from bngrad_server.scheduling.job import Job
+
+_SPLIT_FROM_NBYTES = 1 << 21
+"""Smaller jobs are not worth two workers."""
+
+
+class FreeSeats:
+    """Seats, each as the worker whose it is; guarded by the batcher's mutex.
+
+    Attributes:
+        suspects: The jobs that have cost a worker, until they have ended.
+    """
+
+    def __init__(self, *, split: bool) -> None:
+        """There are none yet.
+
+        Args:
+            split: Whether a large job is shared out to the workers that would be idle.
+        """
+        self.suspects: set[Job] = set()
+        self._split = split
+        self._workers: list[Worker] = []
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(self._workers)
+
+    def add(self, workers: Iterable[Worker]) -> None:
+        """Notes seats that have become free."""
+        self._workers += workers
+
+    def forget(self, dead: Iterable[Worker]) -> None:
+        """Takes away all seats of workers that have died."""
+        gone = set(dead)
+        self._workers = [worker for worker in self._workers if worker not in gone]
+
+    def take_all(self) -> list[Worker]:
+        """Takes all of them, to be dealt out anew."""
+        workers, self._workers = self._workers, []
+        return workers
+
+    def take(self) -> Worker | None:
+        """Takes a seat, if one may be taken: of a worker that computes nothing, if there is such a one."""
+        worker = self._take_idle()
+        if worker is None and self._workers and not self.suspects:
+            worker = self._workers.pop()
+        return worker
+
+    def may_use(self, worker: Worker) -> bool:
+        """Whether a batch may begin on a seat that was taken."""
+        return not self.suspects or self._workers.count(worker) == worker.seats - 1
+
+    def shares(self, worker: Worker, jobs: list[Job]) -> dict[Worker, list[Part]]:
+        """What each worker gets of a batch: a large job is split among those that would be idle, whose seats it takes.
+
+        Args:
+            worker: Whose seat was taken.
+            jobs: The batch.
+        """
+        job = jobs[0]
+        is_fresh = len(jobs) == 1 and job.attempts == 1
+        if self._split and self._workers and is_fresh and job.nbytes >= _SPLIT_FROM_NBYTES:
+            others = list(iter(self._take_idle, None))
+            cuts = channel_cuts(job.spec, 1 + len(others))
+            self._workers += reversed(others[len(cuts) - 1 :])
+            return {member: [(job, cut)] for member, cut in zip([worker, *others], cuts, strict=False)}
+        return {worker: [(job, range(job.spec.channels)) for job in jobs]}
+
+    def _take_idle(self) -> Worker | None:
+        """Takes a seat of a worker all of whose seats are free."""
+        for i in reversed(range(len(self._workers))):
+            worker = self._workers[i]
+            if self._workers.count(worker) == worker.seats:
+                del self._workers[i]
+                return worker
+        return None

@@ -1,0 +1,102 @@
+"""Asks whoever calls for a token, where there are any, the same way at every door."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health
+
+from bngrad_server.runtime.executors import AtOnce
+from bngrad_server.security.tokens import Tokens
+
+REFUSAL = "a valid token is needed"
+"""All that is ever said to somebody without one, whatever they asked for."""
+_HEADER = "authorization"
+_HEALTH = f"/{health.SERVICE_NAME}/"
+
+
+class UnauthenticatedError(Exception):
+    """The caller has not said who it is; the message is for everybody."""
+
+    def __init__(self) -> None:
+        super().__init__(REFUSAL)
+
+
+class Guard:
+    """Who may call, and as whom: see `bngrad_server.rpc_context.Caller.client`.
+
+    Attributes:
+        asks_tokens: Whether calls need one.
+        reads_certificates: Whether clients have some, which say who they are.
+    """
+
+    def __init__(
+        self,
+        tokens: Tokens | None = None,
+        *,
+        reads_certificates: bool = False,
+        on_refusal: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Lets only owners of these tokens in; None lets everybody in."""
+        self._tokens = tokens
+        self._on_refusal = on_refusal
+        self.asks_tokens = tokens is not None
+        self.reads_certificates = reads_certificates
+
+    def client_of(self, authorization: str | None, otherwise: str) -> str:
+        """Whom a call belongs to.
+
+        Args:
+            authorization: The value of its header, if it has one.
+            otherwise: Whom it belongs to where no token says.
+
+        Raises:
+            UnauthenticatedError: It has no token that is known.
+        """
+        if self._tokens is None:
+            return otherwise
+        owner = self._tokens.owner(authorization)
+        if owner is None:
+            self._on_refusal()
+            raise UnauthenticatedError
+        return f"token {owner}"
+
+    def interceptors(self, *, open_health: bool) -> list[grpc.ServerInterceptor]:
+        """What stands before every method on grpcio, also before those that do not exist."""
+        return [] if self._tokens is None else [_Interceptor(self, open_health)]
+
+
+OPEN = Guard()
+"""Lets everybody in."""
+
+
+def authorization_of(metadata: Sequence[tuple[str, str | bytes]]) -> str | None:
+    """The value of the header in the metadata of grpcio; None where there is none, or several."""
+    values = [value for name, value in metadata if name == _HEADER]
+    return str(values[0]) if len(values) == 1 else None
+
+
+class _Interceptor(grpc.ServerInterceptor):
+    def __init__(self, guard: Guard, open_health: bool) -> None:
+        self._guard = guard
+        self._open_health = open_health
+        # Of this kind, since it is answered before any message has arrived.
+        self._refusal: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(_refuse)
+
+    def intercept_service(self, continuation: Callable[[Any], Any], handler_call_details: Any) -> Any:
+        if self._open_health and handler_call_details.method.startswith(_HEALTH):
+            return continuation(handler_call_details)
+        try:
+            self._guard.client_of(authorization_of(handler_call_details.invocation_metadata), "")
+        except UnauthenticatedError:
+            return self._refusal
+        return continuation(handler_call_details)
+
+
+def _refuse(requests: Any, context: grpc.ServicerContext) -> Any:
+    context.abort(grpc.StatusCode.UNAUTHENTICATED, REFUSAL)
+
+
+_refuse.experimental_thread_pool = AtOnce()  # type: ignore[attr-defined]

@@ -1,0 +1,126 @@
+"""Spans of requests for OpenTelemetry, made once a request has ended, out of the moments that were noted anyway.
+
+On grpcio's port opentelemetry-instrumentation-grpc makes the span of a call, and the stages are its children. On the
+server's own endpoint, the span of each request is made here, with the context that the client sent along.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+from opentelemetry import trace
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.instrumentation.grpc import server_interceptor
+from opentelemetry.propagate import extract
+from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, OTELResourceDetector, Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace import SpanKind, StatusCode
+
+from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
+from bngrad_server.codec.requests import Request
+from bngrad_server.rpc_context import Caller
+from bngrad_server.telemetry.metrics import Ended, Moments
+from bngrad_wire import __version__
+
+_SERVICE = pb.DESCRIPTOR.services_by_name["BatchNormGradService"].full_name
+_SPANS = ("decode", "wait for memory", "copy", "wait for a worker", "compute", "encode")
+"""What lies between the moments of a request."""
+_BEHAVIORS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
+_READINGS = 3
+_LAST_EXPORT_S = 3.0
+_STATUS_CODE = "rpc.grpc.status_code"
+
+
+class Tracing:
+    """Exports spans by OTLP; what of, how and where to, the OTEL_* variables say."""
+
+    def __init__(self) -> None:
+        defaults = Resource({SERVICE_NAME: "bngrad", SERVICE_VERSION: __version__})
+        self._provider = TracerProvider(
+            resource=Resource.create().merge(defaults).merge(OTELResourceDetector().detect())
+        )
+        self._exporter = OTLPSpanExporter()
+        self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
+        self._tracer = self._provider.get_tracer("bngrad", __version__)
+
+    def interceptor(self) -> grpc.ServerInterceptor:
+        """Makes the spans of calls on grpcio's port."""
+        return _KeepingThreads(server_interceptor(tracer_provider=self._provider))  # type: ignore[no-untyped-call]
+
+    def answered(self, request: Request, caller: Caller, moments: Moments) -> None:
+        """Makes the spans of a request that was answered."""
+        ended = Ended(request.op.name, request.transport, grpc.StatusCode.OK, moments[0])
+        epoch_ns = _clock()
+        span, is_own = self._span(ended, caller, epoch_ns)
+        if span.is_recording():
+            span.set_attribute("bngrad.tensor_bytes", request.tensors_nbytes)
+            context = trace.set_span_in_context(span)
+            for name, start, end in zip(_SPANS, moments, moments[1:], strict=False):
+                stage = self._tracer.start_span(name, context, start_time=epoch_ns(start))
+                stage.end(epoch_ns(end))
+        if is_own:
+            span.end(epoch_ns(moments[-1]))
+
+    def failed(self, ended: Ended, caller: Caller, message: str) -> None:
+        """Makes the span of a request that was not answered."""
+        span, is_own = self._span(ended, caller, _clock())
+        span.set_status(StatusCode.ERROR, message)
+        if is_own:
+            span.end()
+
+    def close(self) -> None:
+        """Exports what has not been exported yet, if that can be done soon."""
+        patience = threading.Timer(_LAST_EXPORT_S, self._exporter.shutdown)
+        patience.daemon = True
+        patience.start()
+        self._provider.shutdown()
+        patience.cancel()
+
+    def _span(self, ended: Ended, caller: Caller, epoch_ns: Callable[[float], int]) -> tuple[trace.Span, bool]:
+        """The span of a request, and whether it is to be ended here."""
+        attributes: dict[str, Any] = {"bngrad.op": ended.op, "bngrad.transport": ended.transport}
+        attributes[_STATUS_CODE] = ended.code.value[0]
+        current = trace.get_current_span()
+        if current.get_span_context().is_valid:
+            current.set_attributes(attributes)
+            return current, False
+        method = "Exchange" if ended.transport == "stream" else ended.op
+        attributes |= {"rpc.system": "grpc", "rpc.service": _SERVICE, "rpc.method": method}
+        context, start = extract(caller.metadata), epoch_ns(ended.received_at)
+        name = f"{_SERVICE}/{method}"
+        return self._tracer.start_span(name, context, SpanKind.SERVER, attributes, start_time=start), True
+
+
+class _KeepingThreads(grpc.ServerInterceptor):
+    """Keeps what an interceptor would lose: the threads in which `bngrad_server.rpc.grpcio_port` has its calls run."""
+
+    def __init__(self, inner: grpc.ServerInterceptor) -> None:
+        self._inner = inner
+
+    def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        """See `grpc.ServerInterceptor`."""
+        original = continuation(handler_call_details)
+        handler = self._inner.intercept_service(lambda _: original, handler_call_details)
+        for name in _BEHAVIORS:
+            threads = getattr(getattr(original, name, None), "experimental_thread_pool", None)
+            if threads is not None:
+                getattr(handler, name).experimental_thread_pool = threads
+        return handler
+
+
+def _clock() -> Callable[[float], int]:
+    """Gives what turns moments on the monotonic clock into OpenTelemetry's, all by the same offset.
+
+    Of some readings of both clocks that counts which took the least time, since a thread may be held up amid one.
+    """
+    readings = []
+    for _ in range(_READINGS):
+        before, now, after = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
+        readings.append((after - before, now - before))
+    _, offset = min(readings)
+    return lambda moment: int(1e9 * moment) + offset

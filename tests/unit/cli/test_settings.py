@@ -1,0 +1,169 @@
+"""Flags, the environment and files, by the command that prints what comes of them."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from tests.unit.cli.settings_page import PAGE, with_table
+
+from bngrad_cli.main import main as command_line
+from bngrad_server.config import ServerConfig, setting_name
+
+
+@pytest.fixture(autouse=True)
+def _an_environment_without_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.startswith("BNGRAD_"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "bngrad.toml"
+
+
+def run(*arguments: object, **environment: str) -> Result:
+    return CliRunner(env=environment).invoke(command_line, ["config", *map(str, arguments)])
+
+
+def effective(*arguments: object, **environment: str) -> dict[str, Any]:
+    result = run("--json", *arguments, **environment)
+    assert result.exit_code == 0, result.output
+    return {name: (each["value"], each["origin"]) for name, each in json.loads(result.output).items()}
+
+
+def flag(name: str, text: str) -> tuple[str, ...]:
+    spelled = name.replace("_", "-")
+    if text in ("True", "False"):
+        return (f"--{spelled}" if text == "True" else f"--no-{spelled}",)
+    return f"--{spelled}", text
+
+
+def test_a_flag_goes_before_the_environment_and_that_before_the_file(file: Path) -> None:
+    file.write_text("workers = 5\nmax_requests = 5\nmax_wait = 5\n")
+    environment = {"BNGRAD_MAX_REQUESTS": "6", "BNGRAD_MAX_WAIT": "6s", "BNGRAD_CONFIG": str(file)}
+    settings = effective("--max-wait", "7", **environment)
+    assert settings["workers"] == (5, f"workers in {file}")
+    assert settings["max_requests"] == (6, "BNGRAD_MAX_REQUESTS")
+    assert settings["max_wait"] == (7.0, "--max-wait")
+    assert settings["max_batch_jobs"] == (64, "default")
+
+
+def test_every_setting_can_be_given_in_every_way(file: Path) -> None:
+    defaults = effective()
+    assert list(defaults) == [setting_name(name) for name in ServerConfig.model_fields]
+    texts = {name: ",".join(value) if isinstance(value, list) else str(value) for name, (value, _) in defaults.items()}
+    given = {name: "something" for name, (value, _) in defaults.items() if value is None} | {"http": "localhost:9464"}
+    texts |= given
+    flags = [word for name, text in texts.items() for word in flag(name, text)]
+    variables = {f"BNGRAD_{name.upper()}": text for name, text in texts.items()}
+    file.write_text("".join(f"{name} = {json.dumps(text)}\n" for name, text in texts.items()))
+    ways = (effective(*flags), effective(**variables), effective("--config", file))
+    values = [{name: value for name, (value, _) in way.items()} for way in ways]
+    assert values[0] == values[1] == values[2] == {name: value for name, (value, _) in defaults.items()} | given
+    assert all(origin != "default" for way in ways for _, origin in way.values())
+
+
+def test_lists_may_be_several_flags_a_text_with_commas_or_a_list(file: Path) -> None:
+    file.write_text('listen = ["a:1", "unix:/b"]')
+    expected = ["a:1", "unix:/b"]
+    assert effective("--listen", "a:1", "--listen", "unix:/b")["listen"][0] == expected
+    assert effective(BNGRAD_LISTEN="a:1,unix:/b")["listen"][0] == expected
+    assert effective("--config", file)["listen"][0] == expected
+
+
+def test_what_toml_prints_is_a_file_of_the_same_settings(file: Path) -> None:
+    arguments = ("--listen", "unix:/tmp/\N{SNOWMAN}\N{BROOM}", "--max-wait", "1.5", "--workers", "3")
+    file.write_text(run("--toml", *arguments).output)
+    again = effective("--config", file)
+    assert {name: value for name, (value, _) in again.items()} == {
+        name: value for name, (value, _) in effective(*arguments).items()
+    }
+
+
+def test_the_table_has_every_setting_and_its_origin() -> None:
+    result = run("--max-wait", "500ms")
+    assert [line.split()[0] for line in result.output.splitlines() if " default " in line or " --" in line] == [
+        setting_name(name) for name in ServerConfig.model_fields
+    ]
+    assert "max_wait 0.5 seconds --max-wait" in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "content", "complaint"),
+    [
+        (["--threads", "x"], {}, "", "--threads is 'x'; it should be a valid integer"),
+        (["--device", "tpu"], {}, "", "--device is 'tpu'; it should be auto, or 'cpu' or 'cuda:N'"),
+        ([], {"BNGRAD_MAX_WAIT": "-1"}, "", "BNGRAD_MAX_WAIT is '-1'; it should be greater than 0"),
+        ([], {"BNGRAD_LISTEN": "nowhere"}, "", "BNGRAD_LISTEN is 'nowhere'; it should be HOST:PORT or unix:PATH"),
+        ([], {"BNGRAD_MAX_WAITS": "1"}, "", "BNGRAD_MAX_WAITS in the environment is no setting; did you mean "),
+        ([], {"BNGRAD_QQ": "1"}, "", "BNGRAD_QQ in the environment is no setting\n"),
+        ([], {}, "max_wait = 0", "max_wait in {file} is 0; it should be greater than 0"),
+        ([], {}, "threads = true", "threads in {file} is True; it should be a number, not a boolean"),
+        ([], {"BNGRAD_THREADS": "true"}, "", "BNGRAD_THREADS is 'true'; it should be a valid integer"),
+        (["--max-wait", "true"], {}, "", "--max-wait is 'true'; it should be a valid number"),
+        ([], {}, "traces = 2", "traces in {file} is 2; it should be a valid boolean"),
+        ([], {}, "listen = [5]", "listen in {file} is 5; it should be a valid string"),
+        ([], {}, "http = 9464", "http in {file} is 9464; it should be a valid string"),
+        (["--arena-bytes", "1"], {}, "", "--arena-bytes is '1'; it should be at least 1MiB: the tensors of every"),
+        ([], {}, "max-wait = 1", "max-wait in {file} is no setting; did you mean max_wait?"),
+        ([], {}, "max_wait_s = 1", "max_wait_s in {file} is no setting; did you mean max_wait?"),
+        ([], {}, "[max_wait]\nx = 1", "max_wait in {file} is {{'x': 1}}; it should be a valid number"),
+        ([], {}, "max_wait = ", "cannot read settings from {file}: Invalid value"),
+        (["--config", "/nowhere.toml"], {}, "", "cannot read settings from /nowhere.toml: there is no such file"),
+        (["--config", "/tmp"], {}, "", "cannot read settings from /tmp: it is no file"),
+        (["--stream-port", "50051"], {}, "", "stream_port should not be the port of 127.0.0.1:50051"),
+    ],
+)
+def test_what_is_wrong_is_named_in_one_line_with_exit_code_2(
+    file: Path, arguments: list[str], environment: dict[str, str], content: str, complaint: str
+) -> None:
+    file.write_text(content)
+    for command in ("config", "serve"):
+        words = [command, "--config", str(file), *arguments]
+        result = CliRunner(env=environment).invoke(command_line, words)
+        assert result.exit_code == 2
+        assert result.output.startswith("Error: " + complaint.format(file=file))
+        assert result.output.count("\n") == 1
+
+
+def test_several_mistakes_are_all_told() -> None:
+    lines = run("--threads", "0", "--workers", "0").output.splitlines()
+    assert [line.split(" is ")[0] for line in lines] == ["Error: --threads", "--workers"]
+
+
+def test_what_kubernetes_says_of_a_service_named_bngrad_is_no_setting() -> None:
+    said = {
+        "BNGRAD_SERVICE_HOST": "10.0.0.1",
+        "BNGRAD_SERVICE_PORT": "50051",
+        "BNGRAD_SERVICE_PORT_GRPC": "50051",
+        "BNGRAD_PORT": "tcp://10.0.0.1:50051",
+        "BNGRAD_PORT_50051_TCP": "tcp://10.0.0.1:50051",
+        "BNGRAD_PORT_50051_TCP_ADDR": "10.0.0.1",
+        "BNGRAD_METRICS_PORT_9090_TCP_PROTO": "tcp",
+    }
+    assert effective(**said) == effective()
+
+
+def test_an_empty_variable_is_none() -> None:
+    assert effective(BNGRAD_MAX_WAIT="")["max_wait"] == (5.0, "default")
+
+
+def test_help_names_each_settings_unit_variable_and_default() -> None:
+    text = " ".join(CliRunner().invoke(command_line, ["serve", "--help"]).output.split())
+    for name in map(setting_name, ServerConfig.model_fields):
+        assert f" --{name.replace('_', '-')} " in text
+        assert f"[env: BNGRAD_{name.upper()}; default: " in text
+    assert "--drain-timeout SECONDS How long requests in flight may take to end after SIGTERM." in text
+    assert "--threads INTEGER" in text
+    assert "default: every core]" in text
+
+
+def test_the_page_of_settings_has_what_the_model_says() -> None:
+    page = PAGE.read_text()
+    assert with_table(page) == page, "write it anew by: make settings-page"

@@ -1,0 +1,45 @@
+"""The command that makes tokens."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from click.testing import CliRunner
+
+from bngrad_cli.main import main as command_line
+from bngrad_server.security.tokens import Tokens
+
+
+def run(*arguments: object) -> str:
+    result = CliRunner().invoke(command_line, ["token", "new", *map(str, arguments)])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_it_prints_a_token_and_its_line(tmp_path: Path) -> None:
+    printed = re.fullmatch(r"token, for alice alone: (\S+)\nline, for --token-file:  (.*)\n", run("alice"))
+    assert printed is not None
+    path = tmp_path / "tokens"
+    path.write_text(printed[2])
+    assert Tokens(path).owner(f"Bearer {printed[1]}") == "alice"
+
+
+def test_it_adds_the_line_to_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    first = run("alice", "--token-file", path).strip()
+    assert path.stat().st_mode & 0o777 == 0o600
+    path.write_text(path.read_text().strip())
+    second = run("bob", "--token-file", path).strip()
+    tokens = Tokens(path)
+    assert [tokens.owner(f"Bearer {each}") for each in (first, second)] == ["alice", "bob"]
+
+
+def test_what_cannot_be_done_is_told(tmp_path: Path) -> None:
+    for arguments, message in (
+        (["a b"], "Invalid value for NAME: a name must be"),
+        (["alice", "--token-file", tmp_path / "no" / "file"], "cannot add a line to .*: No such file"),
+    ):
+        result = CliRunner().invoke(command_line, ["token", "new", *map(str, arguments)])
+        assert result.exit_code != 0
+        assert re.search(message, result.output)

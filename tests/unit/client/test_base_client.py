@@ -1,0 +1,537 @@
+"""Calls that fail and are made again, by both clients, against peers over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import math
+import re
+import socket
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+from tests.unit.client.endpoints import Server, server
+from tests.unit.client.peer import peer
+from tests.unit.client.test_clients import ClientClass, client_class, echo, info, inputs, use
+from tests.unit.client.test_selector import LARGE, SMALL, is_shared, located, right, tensor
+
+import bngrad
+import bngrad.aio
+from bngrad._validation import Transport
+from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
+from bngrad_wire.http2 import RpcError
+
+__all__ = ["client_class"]
+
+SECONDS = 30.0
+
+
+def full(hint_s: float | None) -> bytes:
+    """The details of a refusal for now, with a hint of when to come back, or for good without."""
+    status = status_pb2.Status(code=8, message="full")
+    if hint_s is not None:
+        detail = any_pb2.Any()
+        seconds = int(hint_s)
+        delay = duration_pb2.Duration(seconds=seconds, nanos=round((hint_s - seconds) * 1e9))
+        detail.Pack(error_details_pb2.RetryInfo(retry_delay=delay))
+        status.details.append(detail)
+    return bytes(status.SerializeToString())
+
+
+def exhausted(context: grpc.ServicerContext, hint_s: float | None) -> bytes:
+    context.set_trailing_metadata((("grpc-status-details-bin", full(hint_s)),))
+    return context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
+
+
+class Flaky:
+    """Answers ops with their own inputs, but the first ones with errors.
+
+    Attributes:
+        errors: What calls end with, in turn: a status, or the seconds after which to come back.
+        times: When calls came, on the monotonic clock.
+    """
+
+    def __init__(self, *errors: grpc.StatusCode | float) -> None:
+        self.errors = list(errors)
+        self.times: list[float] = []
+
+    def __call__(self, method: str, request: bytes, context: grpc.ServicerContext) -> bytes:
+        if method == "ServerInfo":
+            return info(method, request, context)
+        self.times.append(time.monotonic())
+        if self.errors:
+            error = self.errors.pop(0)
+            if isinstance(error, grpc.StatusCode):
+                return context.abort(error, "for a test")
+            return exhausted(context, None if error < 0 else error)
+        return echo(method, request, context)
+
+
+def call(client_class: ClientClass, target: Any, timeout: float = SECONDS, **options: Any) -> Any:
+    """Makes one call by a client of its own, and checks the answer."""
+    arrays = inputs(3)
+    made = client_class(target, **options)
+    results = use(made, lambda client: client.fused_batch_norm_grad_v2(*arrays, timeout=timeout))
+    assert all(map(np.array_equal, results, arrays[1:]))
+
+
+def reached_call(client: Any, arrays: Any) -> Any:
+    """A call of either client to a server that has answered it before."""
+    if isinstance(client, bngrad.Client):
+        client.server_info()
+        return client.fused_batch_norm_grad_v2(*arrays)
+
+    async def run() -> Any:
+        await client.server_info()
+        return await client.fused_batch_norm_grad_v2(*arrays)
+
+    return run()
+
+
+UNAVAILABLE, CANCELLED = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED
+
+
+@pytest.mark.parametrize("transport", ["auto", "unary", "stream"])
+@pytest.mark.parametrize("errors", [[UNAVAILABLE], [CANCELLED], [0.1], [0.0, UNAVAILABLE, 0.1, UNAVAILABLE]])
+def test_a_call_is_made_again_until_it_is_answered(
+    client_class: ClientClass, transport: Transport, errors: list[Any]
+) -> None:
+    flaky, arrays = Flaky(*errors), inputs(3)
+    with peer(flaky) as target:
+        client = client_class(target, transport=transport)
+        results = use(client, lambda client: reached_call(client, arrays))
+    assert all(map(np.array_equal, results, arrays[1:]))
+    assert len(flaky.times) == len(errors) + 1
+    for error, first, second in zip(errors, flaky.times, flaky.times[1:], strict=False):
+        assert second - first >= (0 if isinstance(error, grpc.StatusCode) else error)
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        (grpc.StatusCode.INVALID_ARGUMENT, bngrad.InvalidArgumentError),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, bngrad.DeadlineExceededError),
+        (grpc.StatusCode.INTERNAL, bngrad.InternalError),
+        (grpc.StatusCode.UNIMPLEMENTED, bngrad.UnimplementedError),
+        (-1.0, bngrad.ResourceExhaustedError),
+    ],
+)
+def test_what_would_fail_again_is_not_repeated(
+    client_class: ClientClass, code: grpc.StatusCode | float, error: type[bngrad.BngradError]
+) -> None:
+    flaky = Flaky(code)
+    with peer(flaky) as target, pytest.raises(error) as raised:
+        call(client_class, target)
+    assert len(flaky.times) == 1
+    assert "attempts" not in str(raised.value)
+    if isinstance(raised.value, bngrad.ResourceExhaustedError):
+        assert raised.value.retry_delay_s is None
+
+
+@pytest.mark.parametrize(
+    ("code", "error"), [(UNAVAILABLE, bngrad.UnavailableError), (0.25, bngrad.ResourceExhaustedError)]
+)
+def test_repeating_can_be_turned_off(client_class: ClientClass, code: Any, error: type[bngrad.BngradError]) -> None:
+    flaky = Flaky(code)
+    with peer(flaky) as target, pytest.raises(error) as raised:
+        call(client_class, target, retries=False)
+    assert len(flaky.times) == 1
+    if isinstance(raised.value, bngrad.ResourceExhaustedError):
+        assert raised.value.retry_delay_s == 0.25
+
+
+@pytest.mark.parametrize("retries", [None, 1, "no"])
+def test_the_switch_is_a_bool(client_class: ClientClass, retries: Any) -> None:
+    with pytest.raises(TypeError, match="retries must be a bool, not "):
+        client_class("localhost:1", retries=retries)
+
+
+def test_a_wait_beyond_the_deadline_is_not_begun(client_class: ClientClass) -> None:
+    flaky = Flaky(60.0)
+    begin = time.monotonic()
+    with peer(flaky) as target, pytest.raises(bngrad.ResourceExhaustedError) as raised:
+        call(client_class, target, timeout=50)
+    assert time.monotonic() - begin < SECONDS
+    assert raised.value.retry_delay_s == 60
+
+
+def test_the_last_error_tells_how_often_and_how_long(client_class: ClientClass) -> None:
+    begin = time.monotonic()
+    with peer(Flaky(0.1, 0.1, 60.0)) as target, pytest.raises(bngrad.ResourceExhaustedError) as full:
+        call(client_class, target)
+    told = re.search(r"full \(3 attempts in (\d+\.\d) s\)$", str(full.value))
+    assert told is not None
+    assert 0.2 <= float(told[1]) <= time.monotonic() - begin + 0.05
+    with (
+        peer(Flaky(0.1, grpc.StatusCode.INTERNAL)) as target,
+        pytest.raises(bngrad.InternalError, match=r"\(2 attempts in \d+\.\d s, before this one: .* full\)$") as broken,
+    ):
+        call(client_class, target)
+    assert isinstance(broken.value.__cause__, grpc.RpcError)
+
+
+def test_without_a_deadline_a_server_that_stays_away_is_given_up(client_class: ClientClass) -> None:
+    flaky = Flaky(*[UNAVAILABLE] * 9)
+    with peer(flaky) as target, pytest.raises(bngrad.UnavailableError, match=r"\(5 attempts in "):
+        call(client_class, target, timeout=math.inf)
+    assert len(flaky.times) == 5
+
+
+def test_an_address_where_nobody_ever_was_is_given_up_at_once(client_class: ClientClass) -> None:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        target = f"127.0.0.1:{bound.getsockname()[1]}"
+        for transport in ("auto", "unary"):
+            begin = time.monotonic()
+            with pytest.raises(bngrad.UnavailableError, match=r"Is `bngrad serve` running there\?$"):
+                call(client_class, target, transport=transport)
+            assert time.monotonic() - begin < SECONDS / 2
+
+
+def test_an_array_of_ones_own_memory_makes_no_address_right(client_class: ClientClass) -> None:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        made = client_class(f"127.0.0.1:{bound.getsockname()[1]}", transport="unary")
+
+        def empty_and_call(client: Any) -> Any:
+            if isinstance(client, bngrad.Client):
+                client.empty(3)
+                return client.server_info()
+
+            async def run() -> Any:
+                await client.empty(3)
+                return await client.server_info()
+
+            return run()
+
+        with pytest.raises(bngrad.UnavailableError, match=r"running there\?$"):
+            use(made, empty_and_call)
+
+
+@pytest.mark.parametrize("options", [{"grpc.keepalive_time_ms": 1}, ("grpc.keepalive_time_ms", 1), [(1, 2)], None])
+def test_options_that_are_no_pairs_are_named(client_class: ClientClass, options: Any) -> None:
+    with pytest.raises(TypeError, match=r"options must be pairs such as .*, not "):
+        client_class("localhost:1", options=options)
+
+
+@pytest.mark.parametrize("target", ["localhost:1", "127.0.0.1:1"])
+def test_wrong_options_are_an_error_and_no_wait(client_class: ClientClass, target: str) -> None:
+    with pytest.raises(TypeError):
+        use(client_class(target, options=[("grpc.keepalive_time_ms", object())]), lambda client: client.server_info())
+
+
+def test_closing_ends_a_wait() -> None:
+    flaky = Flaky(40.0)
+    with peer(flaky) as target, ThreadPoolExecutor(1) as threads, bngrad.Client(target) as client:
+        waiting = threads.submit(client.fused_batch_norm_grad_v2, *inputs(1))
+        wait_for(flaky)
+        client.close()
+        with pytest.raises(bngrad.ClientClosedError, match="was closed during the call"):
+            waiting.result(SECONDS)
+
+
+async def test_closing_and_cancelling_end_an_asynchronous_wait() -> None:
+    flaky = Flaky(40.0, 40.0)
+    with peer(flaky) as target:
+        client = bngrad.aio.Client(target)
+        first, second = (asyncio.create_task(client.fused_batch_norm_grad_v2(*inputs(1))) for _ in range(2))
+        await asyncio.to_thread(wait_for, flaky, 2)
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        await client.close()
+        with pytest.raises(bngrad.ClientClosedError, match="was closed during the call"):
+            await asyncio.wait_for(second, SECONDS)
+
+
+def wait_for(flaky: Flaky, calls: int = 1) -> None:
+    """Waits until so many calls have come, and a moment longer, for their answers to arrive."""
+    until = time.monotonic() + SECONDS
+    while len(flaky.times) < calls and time.monotonic() < until:
+        time.sleep(0.01)
+    time.sleep(0.1)
+
+
+@contextmanager
+def peers(*answers: Any) -> Iterator[list[str]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(peer(answer)) for answer in answers]
+
+
+def test_calls_are_spread_over_servers(client_class: ClientClass) -> None:
+    flaky = [Flaky() for _ in range(3)]
+    arrays = inputs(3)
+    with peers(*flaky) as targets:
+        made = client_class(targets)
+
+        async def many(client: bngrad.aio.Client) -> None:
+            for _ in range(90):
+                await client.fused_batch_norm_grad_v2(*arrays)
+
+        if isinstance(made, bngrad.Client):
+            for _ in range(90):
+                made.fused_batch_norm_grad_v2(*arrays)
+            made.close()
+        else:
+            use(made, many)
+    assert sum(len(each.times) for each in flaky) == 90
+    assert min(len(each.times) for each in flaky) >= 10
+
+
+def test_the_next_call_goes_to_whoever_has_the_fewest() -> None:
+    released, ways = threading.Event(), Counter[str]()
+
+    def slow(method: str, request: bytes, context: grpc.ServicerContext) -> bytes:
+        if method != "ServerInfo":
+            ways["slow"] += 1
+            released.wait(SECONDS)
+        return echo(method, request, context)
+
+    def quick(method: str, request: bytes, context: grpc.ServicerContext) -> bytes:
+        ways["quick"] += method != "ServerInfo"
+        return echo(method, request, context)
+
+    with peers(slow, quick) as targets, bngrad.Client(targets) as client, ThreadPoolExecutor(4) as threads:
+        done = [threads.submit(client.fused_batch_norm_grad_v2, *inputs(number)) for number in range(40)]
+        until = time.monotonic() + SECONDS
+        while sum(each.done() for each in done) < 36 and time.monotonic() < until and ways["slow"] < 4:
+            time.sleep(0.01)
+        released.set()
+        assert all(each.result(SECONDS) for each in done)
+    assert ways["quick"] > 4 * ways["slow"]
+
+
+@pytest.mark.parametrize("error", [UNAVAILABLE, 25.0])
+def test_a_call_that_a_server_turns_away_goes_to_another_one_at_once(client_class: ClientClass, error: Any) -> None:
+    flaky = [Flaky(*[error] * 50), Flaky()]
+    with peers(*flaky) as targets:
+        for calls in range(1, 51):  # chance says which is asked first
+            begin = time.monotonic()
+            call(client_class, targets)
+            assert time.monotonic() - begin < 10
+            assert len(flaky[1].times) == calls
+            if flaky[0].times:
+                break
+    assert flaky[0].times
+
+
+def test_a_call_that_every_server_turns_away_waits_for_the_shortest_hint(client_class: ClientClass) -> None:
+    flaky = [Flaky(25.0), Flaky(0.3)]
+    with peers(*flaky) as targets:
+        call(client_class, targets)
+    assert [len(each.times) for each in flaky] == [1, 2]
+    assert flaky[1].times[1] - flaky[1].times[0] >= 0.3
+
+
+def test_servers_where_nobody_is_do_not_keep_calls_from_the_others(client_class: ClientClass) -> None:
+    with socket.socket() as bound, peer(echo) as target:
+        bound.bind(("127.0.0.1", 0))
+        for _ in range(4):
+            call(client_class, [f"127.0.0.1:{bound.getsockname()[1]}", target])
+
+
+def test_servers_that_are_all_missing_are_given_up_at_once(client_class: ClientClass) -> None:
+    with socket.socket() as bound, socket.socket() as other:
+        for each in (bound, other):
+            each.bind(("127.0.0.1", 0))
+        begin = time.monotonic()
+        with pytest.raises(bngrad.UnavailableError, match=r"is not available: .* \(\d attempts in "):
+            call(client_class, [f"127.0.0.1:{each.getsockname()[1]}" for each in (bound, other)])
+        assert time.monotonic() - begin < SECONDS / 2
+
+
+def test_a_server_that_lets_a_deadline_pass_gets_no_calls_until_it_answers() -> None:
+    stands_still = threading.Event()
+    stands_still.set()
+    released = threading.Event()
+
+    def still(method: str, request: bytes, context: grpc.ServicerContext) -> bytes:
+        if stands_still.is_set():
+            released.wait(SECONDS)
+        return echo(method, request, context)
+
+    flaky = Flaky()
+    with peers(still, flaky) as targets, bngrad.Client(targets) as client:
+        failures = 0
+        for _ in range(40):
+            try:
+                client.fused_batch_norm_grad_v2(*inputs(1), timeout=SECONDS if failures else 5)
+            except bngrad.DeadlineExceededError:
+                failures += 1
+        stands_still.clear()
+        released.set()
+    assert failures == 1
+    assert len(flaky.times) == 39
+
+
+def test_a_server_that_comes_back_gets_calls_once_a_worker_is_ready() -> None:
+    state, flaky = [pb.WORKER_STATE_STARTING], [Flaky(UNAVAILABLE), Flaky()]
+
+    def starting(method: str, request: bytes, context: grpc.ServicerContext) -> bytes:
+        if method == "ServerInfo":
+            return pb.ServerInfoResponse(devices=[pb.Device(name="cpu", state=state[0])]).SerializeToString()
+        return flaky[0](method, request, context)
+
+    def calls_until(enough: Callable[[], bool], seconds: float) -> bool:
+        until = time.monotonic() + seconds
+        while not enough() and time.monotonic() < until:
+            client.fused_batch_norm_grad_v2(*inputs(1))
+        return enough()
+
+    with peers(starting, flaky[1]) as targets, bngrad.Client(targets) as client:
+        assert calls_until(lambda: len(flaky[0].times) == 1, SECONDS)
+        assert not calls_until(lambda: len(flaky[0].times) > 1, 0.5)
+        state[0] = pb.WORKER_STATE_READY
+        assert calls_until(lambda: len(flaky[0].times) > 1, SECONDS)
+
+
+@pytest.fixture
+def served() -> Iterator[Server]:
+    with server() as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("transport", "shape", "way"),
+    [("auto", SMALL, "local"), ("auto", LARGE, "shared"), ("shared", SMALL, "shared"), ("stream", LARGE, "tcp")],
+)
+@pytest.mark.parametrize(
+    "errors",
+    [[RpcError(8, "full", full(0.1))], [RpcError(14, "stopping")], [RpcError(14, "stopping")] * 3],
+    ids=["full", "stopping", "stopping-thrice"],
+)
+def test_a_call_is_made_again_on_every_way(
+    served: Server, transport: Transport, shape: tuple[int, ...], way: str, errors: list[RpcError]
+) -> None:
+    left, times = list(errors), []
+
+    def fail(came: str) -> None:
+        times.append(time.monotonic())
+        if left:
+            raise left.pop(0)
+
+    with bngrad.Client(served.target, transport=transport) as client:
+        served.on_call = fail
+        out = client.empty(shape)
+        assert right(client, tensor(shape), served, out=out) is out
+    assert served.ways == [way]
+    assert len(times) == len(errors) + 1
+    assert times[-1] - times[0] >= (0.1 if errors[0].code == 8 else 0)
+
+
+def test_a_repeated_call_waits_for_what_the_attempt_before_it_may_write(served: Server) -> None:
+    """Its connection is cut while the server is at work, which then writes to the caller's array."""
+    arrived, released = threading.Event(), threading.Event()
+
+    def cut(way: str) -> None:
+        if way == "shared" and not arrived.is_set():
+            arrived.set()
+            served.local.cut()
+            released.wait(SECONDS)
+
+    with bngrad.Client(served.target) as client, ThreadPoolExecutor(1) as threads:
+        client.server_info()
+        x, out = located(client, LARGE), client.empty(LARGE)
+        assert is_shared(client, out)
+        served.on_call = cut
+        done = threads.submit(right, client, x, served, out=out)
+        assert arrived.wait(SECONDS)
+        time.sleep(0.3)
+        assert not done.done()
+        assert served.ways == []
+        released.set()
+        assert done.result(SECONDS) is out
+        assert len(served.ways) == 2
+
+
+def test_an_array_in_doubt_is_waited_for_at_other_servers_too(served: Server) -> None:
+    arrived, released = threading.Event(), threading.Event()
+
+    def hold(way: str) -> None:
+        if way == "shared":  # a busy machine may be too late for it, and the call then goes another way
+            arrived.set()
+            released.wait(SECONDS)
+
+    with server() as other, bngrad.Client([served.target, other.target]) as client:
+        out = client.empty(LARGE)
+        served.on_call = hold
+        x, stats = tensor(LARGE), np.ones(LARGE[-1], np.float32)
+
+        def run(timeout: float) -> None:
+            client.fused_batch_norm_grad_v2(x, x, stats, stats, stats, out=out, timeout=timeout)
+
+        until = time.monotonic() + SECONDS
+        while not arrived.is_set() and time.monotonic() < until:
+            try:
+                run(0.3)
+            except bngrad.DeadlineExceededError:
+                continue
+        before = len(other.ways)
+        with pytest.raises(bngrad.DeadlineExceededError, match="a call that failed may still write to an array"):
+            run(0.3)
+        assert len(other.ways) == before
+        released.set()
+        run(SECONDS)
+
+
+@pytest.mark.parametrize("transport", ["auto", "unary", "stream"])
+@pytest.mark.parametrize("errors", [[UNAVAILABLE], [grpc.StatusCode.INVALID_ARGUMENT], [0.01, -1.0]])
+def test_a_call_that_failed_keeps_no_tensors(transport: Transport, errors: list[Any]) -> None:
+    _, _, *stats = inputs(3)
+    x = np.ones((2, 3, 3, 4), np.float32)
+    kept = weakref.ref(x)
+    with peer(Flaky(*errors)) as target, bngrad.Client(target, transport=transport) as client:
+        client.server_info()
+        gc.disable()
+        try:
+            with suppress(bngrad.BngradError):
+                client.fused_batch_norm_grad_v2(x, x, *stats)
+            del x
+            assert kept() is None
+        finally:
+            gc.enable()
+
+
+def test_a_token_that_cannot_be_had_for_a_moment_costs_no_server() -> None:
+    failed = threading.Event()
+
+    def token() -> str:
+        if threading.current_thread().name == "bngrad-probe" and not failed.is_set():
+            failed.set()
+            raise RuntimeError("for a test")
+        return "alice"
+
+    first, second = Flaky(UNAVAILABLE), Flaky()
+    with peers(first, second) as targets, bngrad.Client(targets, token=token) as client:
+        until = time.monotonic() + SECONDS
+        while len(first.times) < 3 and time.monotonic() < until:
+            client.fused_batch_norm_grad_v2(*inputs(1))
+    assert failed.is_set()
+    assert len(first.times) >= 3
+
+
+def test_probes_end_with_a_client_that_nobody_closed() -> None:
+    with socket.socket() as bound, peer(echo) as target:
+        bound.bind(("127.0.0.1", 0))
+        client = bngrad.Client([f"127.0.0.1:{bound.getsockname()[1]}", target])
+        before = set(threading.enumerate())
+        until = time.monotonic() + SECONDS
+        while not (probes := set(threading.enumerate()) - before) and time.monotonic() < until:
+            client.fused_batch_norm_grad_v2(*inputs(1))
+        probes = {thread for thread in probes if thread.name == "bngrad-probe"}
+        del client
+        while any(thread.is_alive() for thread in probes) and time.monotonic() < until:
+            gc.collect()
+            time.sleep(0.01)
+        assert not any(thread.is_alive() for thread in probes)

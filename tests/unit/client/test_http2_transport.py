@@ -1,0 +1,383 @@
+"""Calls on a server's own endpoint, over real sockets."""
+
+from __future__ import annotations
+
+import math
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+from google.protobuf import any_pb2
+from google.rpc import error_details_pb2, status_pb2
+from tests.unit.client.endpoints import SECONDS, CallAnswer, Endpoint, endpoint, message_of
+
+import bngrad
+from bngrad._cancellation import Cancellation
+from bngrad._deadline import Deadline
+from bngrad._transports.http2 import DirectEndpoint, NotConnectedError
+from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
+from bngrad_wire import http2, messages
+from bngrad_wire.http2 import ServerCall
+
+CHUNK = pb.ExchangeResponse.CHUNK_FIELD_NUMBER
+TARGET = "server:1"
+NUMBER = 2
+
+
+def unary(client: DirectEndpoint, seconds: float = SECONDS, cancellation: Cancellation | None = None) -> bytes:
+    return client.unary("/service/Echo", [b"ab", b"c"], Deadline.after(seconds), cancellation or Cancellation())
+
+
+def exchange(
+    client: DirectEndpoint, seconds: float = SECONDS, cancellation: Cancellation | None = None, nbytes: int = 5
+) -> tuple[bytes, bytes]:
+    """Sends two tensors, and gives the answer without the large tensor, and that."""
+    target = bytearray(nbytes)
+    tensors = [memoryview(b"x" * nbytes), memoryview(b"y" * nbytes)]
+    answer = client.exchange(
+        "/service/Exchange", NUMBER, [b"he", b"ad"], tensors, [memoryview(target)],
+        Deadline.after(seconds), cancellation or Cancellation(),
+    )  # fmt: skip
+    return answer, bytes(target)
+
+
+def call_either(
+    client: DirectEndpoint, kind: str, seconds: float = SECONDS, cancel: Cancellation | None = None
+) -> None:
+    (unary if kind == "unary" else exchange)(client, seconds, cancel)
+
+
+def echo(call: ServerCall) -> None:
+    """Answers a call with its request, and an exchange with its header and its first tensor."""
+    messages = []
+    while (message := message_of(call)) is not None:
+        messages.append(message)
+    if call.path.endswith("Exchange"):
+        assert len(messages) in (1, 3)
+        del messages[2:]
+    for message in messages:
+        call.send_message(message, more=True)
+    call.end()
+
+
+def replies(*messages: bytes) -> CallAnswer:
+    """Answers whatever is asked with these messages."""
+
+    def answer(call: ServerCall) -> None:
+        while message_of(call) is not None:
+            pass
+        for message in messages:
+            call.send_message(message, more=True)
+        call.end()
+
+    return answer
+
+
+def chunk(data: bytes) -> bytes:
+    return messages.field_prefix(CHUNK, len(data)) + data
+
+
+HEADER = messages.field_prefix(NUMBER, 4) + b"head"
+
+
+@contextmanager
+def connected(answer: CallAnswer, path: str | None = None) -> Iterator[tuple[DirectEndpoint, Endpoint]]:
+    with endpoint(answer, path) as peer, closing(DirectEndpoint(peer.address, TARGET)) as client:
+        yield client, peer
+
+
+@pytest.fixture(params=["unary", "exchange"])
+def kind(request: pytest.FixtureRequest) -> str:
+    chosen: str = request.param
+    return chosen
+
+
+@pytest.mark.parametrize("family", ["tcp", "unix"])
+def test_calls_and_exchanges_bring_their_answers_on_one_connection(family: str, tmp_path: Path) -> None:
+    with connected(echo, f"{tmp_path}/socket" if family == "unix" else None) as (client, peer):
+        assert client.is_there()
+        for nbytes in (0, 1, 5, 70_000, 3_000_000):
+            assert unary(client) == b"abc"
+            assert exchange(client, nbytes=nbytes) == (b"head", b"x" * nbytes)
+    assert peer.connections == 1
+
+
+@pytest.mark.parametrize("chunks", [[5], [1, 4], [0, 3, 0, 2], [1, 1, 1, 1, 1]])
+def test_an_answer_may_come_in_chunks_of_any_sizes(chunks: list[int]) -> None:
+    with connected(replies(HEADER, *(chunk(b"z" * nbytes) for nbytes in chunks))) as (client, _):
+        assert exchange(client) == (b"head", b"zzzzz")
+        assert exchange(client) == (b"head", b"zzzzz")
+
+
+def test_an_answer_may_have_several_large_tensors_each_in_chunks_of_its_own() -> None:
+    targets = [bytearray(3), bytearray(0), bytearray(2)]
+
+    def ask(client: DirectEndpoint) -> bytes:
+        views = [memoryview(target) for target in targets]
+        return client.exchange("/service/Exchange", NUMBER, [], [], views, Deadline.after(SECONDS), Cancellation())
+
+    with connected(replies(HEADER, chunk(b"a"), chunk(b"bc"), chunk(b"de"))) as (client, _):
+        assert ask(client) == b"head"
+        assert b"".join(targets) == b"abcde"
+    too_long = connected(replies(HEADER, chunk(b"abcd"), chunk(b"e")))
+    with too_long as (client, _), pytest.raises(bngrad.InternalError, match="1 bytes too many"):
+        ask(client)
+
+
+def test_threads_get_their_own_answers_and_share_connections() -> None:
+    with connected(echo) as (client, peer), ThreadPoolExecutor(8) as threads:
+
+        def right(number: int) -> bool:
+            request = str(number).encode()
+            return client.unary("/service/Echo", [request], Deadline.after(SECONDS), Cancellation()) == request
+
+        assert all(threads.map(right, range(400)))
+        assert peer.connections <= 8
+
+
+@pytest.mark.parametrize(
+    ("messages", "complaint"),
+    [
+        ([], "answered with nothing"),
+        ([b"", b""], "more than was asked for"),
+        ([bytes(2**26 + 1)], "answered with 67108865 bytes"),
+    ],
+    ids=["nothing", "two", "too-long"],
+)
+def test_a_malformed_answer_to_a_call_is_an_internal_error(messages: list[bytes], complaint: str) -> None:
+    with connected(replies(*messages)) as (client, _), pytest.raises(bngrad.InternalError, match=complaint):
+        unary(client)
+
+
+@pytest.mark.parametrize(
+    ("messages", "complaint"),
+    [
+        ([], "answered with nothing"),
+        ([b""], "did not answer an exchange with the response of its op"),
+        ([b"\xff\xff"], "did not answer an exchange with the response of its op"),
+        ([chunk(b"zzzzz")], "did not answer an exchange with the response of its op"),
+        ([messages.field_prefix(NUMBER + 1, 0)], "did not answer an exchange with the response of its op"),
+        ([HEADER], "something else than the chunks"),
+        ([HEADER, chunk(b"zzzz")], "something else than the chunks"),
+        ([HEADER, HEADER], "something else than the chunks"),
+        ([HEADER, b""], "something else than the chunks"),
+        ([HEADER, chunk(b"zzzzz") + b"z"], "something else than the chunks"),
+        ([HEADER, chunk(b"zzzzzz")], "1 bytes too many"),
+        ([HEADER, chunk(b"zzz"), chunk(bytes(100_000))], "99998 bytes too many"),
+        ([HEADER, chunk(b"zzzzz"), chunk(b"z")], "more than was asked for"),
+    ],
+)
+def test_a_malformed_answer_to_an_exchange_is_an_internal_error(messages: list[bytes], complaint: str) -> None:
+    with connected(replies(*messages)) as (client, _), pytest.raises(bngrad.InternalError, match=complaint):
+        exchange(client)
+
+
+def test_a_connection_is_not_used_again_after_a_malformed_answer(kind: str) -> None:
+    answers = iter([replies(b""), replies(b"", b""), echo])
+
+    def answer(call: ServerCall) -> None:
+        next(answers)(call)
+
+    with connected(answer) as (client, _):
+        with pytest.raises(bngrad.InternalError):
+            exchange(client)
+        with pytest.raises(bngrad.InternalError):
+            unary(client)
+        call_either(client, kind)
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        (1, bngrad.UnavailableError),
+        (3, bngrad.InvalidArgumentError),
+        (4, bngrad.DeadlineExceededError),
+        (7, bngrad.BngradError),
+        (8, bngrad.ResourceExhaustedError),
+        (12, bngrad.UnimplementedError),
+        (13, bngrad.InternalError),
+        (14, bngrad.UnavailableError),
+        (99, bngrad.InternalError),
+    ],
+)
+def test_a_status_is_the_same_error_as_on_grpcio(kind: str, code: int, error: type[bngrad.BngradError]) -> None:
+    with connected(lambda call: call.end(code, "näh")) as (client, peer):
+        for _ in range(2):
+            with pytest.raises(error, match="näh") as raised:
+                call_either(client, kind)
+            assert type(raised.value) is error
+            assert isinstance(raised.value.__cause__, http2.RpcError)
+        assert peer.connections <= 2
+
+
+def test_the_fields_of_a_refusal_are_named(kind: str) -> None:
+    detail = any_pb2.Any()
+    violation = error_details_pb2.BadRequest.FieldViolation(field="x", description="x is wrong")
+    detail.Pack(error_details_pb2.BadRequest(field_violations=[violation]))
+    details = status_pb2.Status(code=3, details=[detail]).SerializeToString()
+    with connected(lambda call: call.end(3, "x is wrong", details)) as (client, _):
+        with pytest.raises(bngrad.InvalidArgumentError, match=r"^x is wrong$") as refused:
+            call_either(client, kind)
+        assert refused.value.violations == (bngrad.FieldViolation("x", "x is wrong"),)
+
+
+def test_an_error_in_the_middle_of_an_answer_is_raised() -> None:
+    def fail(call: ServerCall) -> None:
+        while message_of(call) is not None:
+            pass
+        call.send_message(HEADER)
+        call.send_message(chunk(b"zz"))
+        call.end(13, "broken")
+
+    with connected(fail) as (client, _), pytest.raises(bngrad.InternalError, match="answered INTERNAL: broken"):
+        exchange(client)
+
+
+def test_a_connection_that_went_stale_is_replaced(kind: str) -> None:
+    with connected(echo) as (client, peer):
+        call_either(client, kind)
+        peer.cut()
+        call_either(client, kind)
+        assert peer.connections == 2
+
+
+def test_nobody_at_the_address_is_not_connected(kind: str, tmp_path: Path) -> None:
+    with socket.socket() as bound:  # nobody else gets its port, and nobody listens there
+        bound.bind(("127.0.0.1", 0))
+        for address in (bound.getsockname(), f"{tmp_path}/socket", "/" + "x" * 200):
+            client = DirectEndpoint(address, TARGET)
+            assert not client.is_there()
+            with pytest.raises(NotConnectedError):
+                call_either(client, kind)
+
+
+@pytest.mark.parametrize(("kind", "after"), [("unary", 0), ("unary", 1), ("exchange", 0), ("exchange", 2)])
+def test_a_connection_that_is_lost_in_a_call_is_not_connected(kind: str, after: int) -> None:
+    def answer(call: ServerCall) -> None:
+        for message in [HEADER, chunk(b"zz")][:after]:
+            call.send_message(message)
+        raise ConnectionError
+
+    with connected(answer) as (client, _), pytest.raises(NotConnectedError):
+        call_either(client, kind)
+
+
+def test_a_peer_that_speaks_no_http2_is_not_connected(kind: str) -> None:
+    def talk(listener: socket.socket) -> None:
+        sock, _ = listener.accept()
+        with sock:
+            sock.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+            sock.recv(2**16)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=talk, args=[listener])
+        thread.start()
+        with closing(DirectEndpoint(listener.getsockname(), TARGET)) as client, pytest.raises(NotConnectedError):
+            call_either(client, kind)
+        thread.join(SECONDS)
+
+
+def test_a_peer_that_stands_still_exceeds_the_deadline_and_knew_it(kind: str) -> None:
+    given: list[float | None] = []
+    gone = threading.Event()
+    timeouts = (1, 10)  # on a busy machine the first may pass before the call is there
+
+    def stand_still(call: ServerCall) -> None:
+        given.append(call.timeout_s)
+        while not call.cancelled():
+            time.sleep(0.01)
+        gone.set()
+        raise ConnectionError
+
+    with connected(stand_still) as (client, _):
+        for timeout in timeouts:
+            begin = time.monotonic()
+            message = f"server:1 did not answer within the timeout of {timeout} s"
+            with pytest.raises(bngrad.DeadlineExceededError, match=message):
+                call_either(client, kind, timeout)
+            assert 0.9 * timeout < time.monotonic() - begin < SECONDS
+            if given:
+                break
+        assert gone.wait(SECONDS)
+    assert given[0] is not None
+    assert 0 < given[0] <= timeout
+
+
+def test_no_limit_is_no_deadline(kind: str) -> None:
+    given: list[float | None] = []
+
+    def note(call: ServerCall) -> None:
+        given.append(call.timeout_s)
+        echo(call)
+
+    with connected(note) as (client, _):
+        call_either(client, kind, math.inf)
+        call_either(client, kind, 1e300)
+        call_either(client, kind, 100)
+    assert given[:2] == [None, None]
+    assert given[2] == pytest.approx(100, abs=SECONDS)
+
+
+def test_a_cancellation_from_another_thread_ends_a_call_that_waits(kind: str) -> None:
+    arrived, gone = threading.Event(), threading.Event()
+
+    def stand_still(call: ServerCall) -> None:
+        arrived.set()
+        while not call.cancelled():
+            time.sleep(0.01)
+        gone.set()
+        raise ConnectionError
+
+    cancellation = Cancellation()
+    with connected(stand_still) as (client, _), ThreadPoolExecutor(1) as threads:
+        call = threads.submit(call_either, client, kind, SECONDS, cancellation)
+        assert arrived.wait(SECONDS)
+        cancellation.cancel()
+        with pytest.raises(NotConnectedError):
+            call.result(SECONDS)
+        assert gone.wait(SECONDS)
+        with pytest.raises(NotConnectedError):
+            call_either(client, kind, SECONDS, cancellation)
+
+
+def test_a_cancellation_that_comes_too_late_hurts_no_other_call(kind: str) -> None:
+    cancellation = Cancellation()
+    with connected(echo) as (client, peer):
+        call_either(client, kind, cancel=cancellation)
+        cancellation.cancel()
+        call_either(client, kind)
+        assert peer.connections == 1
+
+
+def test_cancelling_while_calls_end_hurts_no_other_call() -> None:
+    with connected(echo) as (client, _), ThreadPoolExecutor(4) as threads:
+
+        def try_cancelled(number: int) -> None:
+            cancellation = Cancellation()
+            timer = threading.Timer(number % 10 * 1e-4, cancellation.cancel)
+            timer.start()
+            try:
+                unary(client, cancellation=cancellation)
+            except NotConnectedError:
+                assert cancellation.cancelled
+            timer.join()
+
+        done = [threads.submit(try_cancelled, number) for number in range(150)]
+        for _ in range(300):
+            assert unary(client) == b"abc"
+        for each in done:
+            each.result(SECONDS)
+
+
+def test_closing_ends_idle_connections_and_keeps_none(kind: str) -> None:
+    with connected(echo) as (client, peer):
+        call_either(client, kind)
+        client.close()
+        call_either(client, kind)
+        assert peer.connections == 2
+        assert not client._idle

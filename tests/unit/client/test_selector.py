@@ -1,0 +1,461 @@
+"""The way that a call takes, by a client of a server in this process that has every way."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import itertools
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+from tests.unit.client.endpoints import SECONDS, Server, server
+
+import bngrad
+from bngrad._errors import NotSharedError
+from bngrad._shared_memory.pool import Pool
+from bngrad._transports import endpoints
+from bngrad._validation import Transport
+
+SMALL, MEDIUM, LARGE = (1, 2, 2, 4), (4, 32, 32, 8), (8, 64, 64, 16)
+"""Shapes: far below what is shared, just at it, beyond what grpcio sends as one message."""
+
+
+@pytest.fixture
+def served() -> Iterator[Server]:
+    with server() as made:
+        yield made
+
+
+def right(client: bngrad.Client, x: Any, server: Server, **options: Any) -> Any:
+    """Makes a call, which is answered with x, and gives the gradient."""
+    y_backprop, stats = client.empty(x.shape, x.dtype), np.arange(x.shape[-1], dtype=np.float32)
+    y_backprop = y_backprop if is_shared(client, x) else np.zeros_like(x)
+    result = client.fused_batch_norm_grad_v2(y_backprop, x, stats, stats, stats, **options)
+    np.testing.assert_array_equal(result.x_backprop, x)
+    np.testing.assert_array_equal(result.scale_backprop, stats)
+    return result.x_backprop
+
+
+def pool(client: bngrad.Client) -> Pool | None:
+    (server,) = client._caller._servers._servers.values()
+    ways = server.connector._discovery._ways
+    return None if ways is None else ways.shared
+
+
+def is_shared(client: bngrad.Client, array: Any) -> bool:
+    shared = pool(client)
+    return shared is not None and shared.locate(array) is not None
+
+
+def tensor(shape: tuple[int, ...], dtype: Any = np.float32) -> Any:
+    return np.resize(np.arange(999), shape).astype(dtype)
+
+
+def located(client: bngrad.Client, shape: tuple[int, ...]) -> Any:
+    array = client.empty(shape)
+    array[...] = tensor(shape)
+    return array
+
+
+@pytest.mark.parametrize(
+    ("transport", "without", "shape", "way"),
+    [
+        ("auto", (), SMALL, "local"),
+        ("auto", (), MEDIUM, "shared"),
+        ("auto", (), LARGE, "shared"),
+        ("auto", ("local",), SMALL, "tcp"),
+        ("auto", ("local",), LARGE, "tcp"),
+        ("auto", ("tcp",), LARGE, "shared"),
+        ("auto", ("local", "tcp"), SMALL, "grpc"),
+        ("auto", ("local", "tcp"), LARGE, "grpc"),
+        ("shared", (), SMALL, "shared"),
+        ("shared", (), LARGE, "shared"),
+        ("stream", (), SMALL, "tcp"),
+        ("stream", (), LARGE, "tcp"),
+        ("stream", ("tcp",), LARGE, "local"),
+        ("stream", ("local", "tcp"), SMALL, "grpc"),
+        ("stream", ("local", "tcp"), LARGE, "grpc"),
+        ("unary", (), SMALL, "grpc"),
+        ("unary", (), LARGE, "grpc"),
+    ],
+)
+def test_a_call_takes_the_best_way_that_there_is(
+    served: Server, transport: Transport, without: tuple[str, ...], shape: tuple[int, ...], way: str
+) -> None:
+    for missing in without:
+        served.endpoints.ClearField("local_directory" if missing == "local" else "stream_port")
+    with bngrad.Client(served.target, transport=transport) as client:
+        for _ in range(3):
+            right(client, tensor(shape), served)
+    assert served.ways == [way] * 3
+    assert served.infos <= 1
+
+
+@pytest.mark.parametrize("transport", ["auto", "stream", "shared", "unary"])
+def test_out_gets_the_gradient_on_every_way(served: Server, transport: Transport) -> None:
+    orders: list[Literal["C", "F"]] = ["C", "F"]
+    with bngrad.Client(served.target, transport=transport) as client:
+        for shape, dtype, order in itertools.product([SMALL, LARGE, (0, 2, 2, 4)], [np.float16, np.float32], orders):
+            out = np.empty(shape, dtype, order)
+            assert right(client, tensor(shape, dtype), served, out=out) is out
+
+
+def test_calls_with_large_shared_arrays_copy_nothing(served: Server) -> None:
+    with bngrad.Client(served.target) as client:
+        client.server_info()
+        x, out = located(client, LARGE), client.empty(LARGE)
+        assert is_shared(client, x)
+        before = len(served.ways)
+        shared = pool(client)
+        assert shared is not None
+        used = shared._regions[0].used
+        assert right(client, x, served, out=out) is out
+        assert served.ways[before:] == ["shared"]
+        assert shared._regions[0].used <= used + x.nbytes + 4096  # y_backprop alone
+
+
+def test_results_in_shared_memory_outlive_their_client(served: Server) -> None:
+    x = tensor(LARGE)
+    with bngrad.Client(served.target, transport="shared") as client:
+        results = [right(client, x + i, served) for i in range(5)]
+    for i, result in enumerate(results):
+        np.testing.assert_array_equal(result, x + i)
+        assert result.flags.writeable
+
+
+def test_threads_on_every_way_get_their_own_answers(served: Server) -> None:
+    with bngrad.Client(served.target) as client, ThreadPoolExecutor(8) as threads:
+
+        def is_right(number: int) -> bool:
+            shape = MEDIUM if number % 2 else SMALL
+            x, stats = np.full(shape, number, np.float32), np.full(shape[-1], -number, np.float32)
+            results = client.fused_batch_norm_grad_v2(x, x, stats, stats, stats)
+            return all(map(np.array_equal, results, (x, stats, stats, stats, stats)))
+
+        assert all(threads.map(is_right, range(200)))
+    assert sorted(set(served.ways)) == ["local", "shared"]
+
+
+@pytest.mark.parametrize(
+    ("transport", "shape", "lost", "way"),
+    [
+        ("auto", SMALL, ["local"], "tcp"),
+        ("auto", LARGE, ["local"], "tcp"),
+        ("auto", LARGE, ["tcp"], "shared"),
+        ("auto", SMALL, ["local", "tcp"], "grpc"),
+        ("auto", LARGE, ["local", "tcp"], "grpc"),
+        ("stream", LARGE, ["tcp"], "local"),
+        ("stream", LARGE, ["local", "tcp"], "grpc"),
+    ],
+)
+@pytest.mark.parametrize("when", ["before", "between"])
+def test_endpoints_that_cannot_be_reached_are_left_alone_and_calls_succeed(
+    served: Server, transport: Transport, shape: tuple[int, ...], lost: list[str], way: str, when: str
+) -> None:
+    with bngrad.Client(served.target, transport=transport) as client:
+        if when == "between":
+            right(client, tensor(shape), served)
+            served.ways.clear()
+        for endpoint in lost:
+            getattr(served, endpoint).close()
+        for _ in range(3):
+            right(client, tensor(shape), served)
+    assert served.ways == [way] * 3
+    # At first, after each loss, and once more where the endpoint on this host is not there from the start.
+    assert served.infos <= 1 + len(lost) + (when == "before")
+
+
+@pytest.mark.parametrize(
+    ("transport", "shape", "dies", "then"),
+    [
+        ("auto", SMALL, ["local"], "tcp"),
+        ("auto", LARGE, ["shared"], "local"),
+        ("auto", LARGE, ["shared", "local"], "tcp"),
+        ("stream", LARGE, ["tcp"], "local"),
+        ("stream", LARGE, ["tcp", "local"], "grpc"),
+    ],
+)
+def test_an_endpoint_that_dies_in_a_call_is_replaced_within_the_call(
+    served: Server, transport: Transport, shape: tuple[int, ...], dies: list[str], then: str
+) -> None:
+    def die(way: str) -> None:
+        if way in dies:
+            raise ConnectionError
+
+    with bngrad.Client(served.target, transport=transport) as client:
+        right(client, tensor(shape), served)
+        served.on_call = die
+        right(client, tensor(shape), served, out=np.empty(shape, np.float32))
+    assert served.ways == [dies[0], then]
+
+
+def test_an_endpoint_is_tried_again_after_a_while(served: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoints, "_BLOCKED_S", 0.05)
+    is_dead = True
+
+    def die(way: str) -> None:
+        if way == "tcp" and is_dead:
+            raise ConnectionError
+
+    served.on_call = die
+    with bngrad.Client(served.target, transport="stream") as client:
+        right(client, tensor(SMALL), served)
+        assert served.ways == ["local"]
+        is_dead = False
+        until = time.monotonic() + SECONDS
+        while served.ways[-1] != "tcp" and time.monotonic() < until:
+            time.sleep(0.01)
+            right(client, tensor(SMALL), served)
+    assert served.ways[-1] == "tcp"
+
+
+def test_an_endpoint_that_stays_away_is_tried_ever_less_often(served: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(endpoints, "time", SimpleNamespace(monotonic=lambda: now))
+    with socket.socket() as bound, bngrad.Client(served.target, transport="stream") as client:
+        bound.bind(("127.0.0.1", 0))
+        served.endpoints.stream_port = bound.getsockname()[1]
+        asked = []
+        for _ in range(200):
+            before = served.infos
+            right(client, tensor(SMALL), served)
+            if served.infos > before:
+                asked.append(now)
+            now += 1.0
+    assert set(served.ways) == {"local"}
+    # Before every attempt, and again after it.
+    assert [at - 1000 for at in asked] == [0, 1, 10, 11, 30, 31, 70, 71, 150, 151]
+
+
+def test_losing_the_tcp_port_keeps_the_shared_memory(served: Server) -> None:
+    with bngrad.Client(served.target, transport="stream") as client:
+        right(client, tensor(SMALL), served)
+        shared = pool(client)
+        assert shared is not None
+        array = shared.empty((1,), np.dtype(np.float32))
+        served.tcp.close()
+        right(client, tensor(SMALL), served)
+        right(client, tensor(SMALL), served)
+        assert pool(client) is shared
+        assert is_shared(client, array)
+    assert served.ways == ["tcp", "local", "local"]
+
+
+def test_a_server_that_leases_no_more_memory_gets_calls_by_the_local_endpoint() -> None:
+    with server(max_shared_nbytes=0) as served, bngrad.Client(served.target) as client:
+        right(client, tensor(LARGE), served)
+        assert client.empty(SMALL).shape == SMALL
+        assert served.ways == ["local"]
+        with bngrad.Client(served.target, transport="shared") as strict:
+            for make in (lambda: right(strict, tensor(LARGE), served), lambda: strict.empty(SMALL)):
+                with pytest.raises(bngrad.UnavailableError, match="shares no memory with this client: a region of "):
+                    make()
+
+
+def test_shared_alone_says_so_where_nothing_is_shared(served: Server) -> None:
+    served.endpoints.ClearField("local_directory")
+    x = tensor(SMALL)
+    with (
+        bngrad.Client(served.target, transport="shared") as client,
+        pytest.raises(bngrad.UnavailableError, match=f"{served.target} shares no memory with this client: it is not o"),
+    ):
+        client.fused_batch_norm_grad_v2(x, x, x[0, 0, 0], x[0, 0, 0], x[0, 0, 0])
+
+
+def test_a_server_that_goes_once_it_has_answered_is_asked_again(served: Server) -> None:
+    directory = served.endpoints.local_directory
+
+    def tell() -> None:
+        served.endpoints.local_directory = "/gone" if served.infos == 1 else directory
+
+    served.on_info = tell
+    with bngrad.Client(served.target, transport="shared") as client:
+        right(client, tensor(LARGE), served)
+    assert served.ways == ["shared"]
+
+
+def test_shared_memory_that_another_call_found_lost_is_unavailable_rather_than_not_shared(served: Server) -> None:
+    with bngrad.Client(served.target, transport="shared", retries=False) as client:
+        right(client, tensor(SMALL), served)
+        shared = pool(client)
+        assert shared is not None
+        shared.close()
+        with pytest.raises(bngrad.UnavailableError) as raised:
+            right(client, tensor(LARGE), served)
+    assert not isinstance(raised.value, NotSharedError)
+
+
+def test_a_server_on_this_host_that_does_not_answer_is_unavailable_rather_than_not_shared(served: Server) -> None:
+    served.local.close()  # its socket is still there
+    with bngrad.Client(served.target, transport="shared", retries=False) as client:
+        for make in (lambda: right(client, tensor(LARGE), served), lambda: client.empty(SMALL)):
+            with pytest.raises(bngrad.UnavailableError, match="does not answer") as raised:
+                make()
+            assert not isinstance(raised.value, NotSharedError)
+
+
+def test_leases_that_ended_are_made_anew(served: Server) -> None:
+    with bngrad.Client(served.target) as client:
+        x = located(client, LARGE)
+        right(client, x, served)
+        shared = pool(client)
+        assert shared is not None
+        lease = shared._regions[0]._socket
+        assert lease is not None
+        lease.shutdown(socket.SHUT_RDWR)
+        until = time.monotonic() + SECONDS
+        while served.regions.nbytes and time.monotonic() < until:
+            time.sleep(0.01)
+        right(client, x, served)
+        right(client, x, served)
+        assert served.ways == ["shared"] * 3
+        np.testing.assert_array_equal(x, tensor(LARGE))
+
+
+@pytest.mark.parametrize("ends", ["timeout", "close"])
+@pytest.mark.parametrize(("transport", "shape"), [("shared", LARGE), ("auto", SMALL), ("stream", LARGE)])
+def test_calls_that_stand_still_end(served: Server, transport: Transport, shape: tuple[int, ...], ends: str) -> None:
+    arrived, released = threading.Event(), threading.Event()
+
+    def hold(way: str) -> None:
+        arrived.set()
+        released.wait(SECONDS)
+
+    with bngrad.Client(served.target, transport=transport) as client, ThreadPoolExecutor(1) as threads:
+        right(client, tensor(shape), served)
+        served.on_call = hold
+        for timeout in (1.0, 10.0) if ends == "timeout" else (SECONDS,):  # on a busy machine it may come too late
+            call = threads.submit(right, client, tensor(shape), served, timeout=timeout)
+            if ends == "close":
+                assert arrived.wait(SECONDS)
+                client.close()
+            error = bngrad.DeadlineExceededError if ends == "timeout" else bngrad.ClientClosedError
+            told = f"timeout of {timeout} s" if ends == "timeout" else "was closed during the call"
+            with pytest.raises(error, match=told):
+                call.result(SECONDS)
+            if arrived.is_set():
+                break
+        assert arrived.is_set()
+        released.set()
+
+
+@pytest.mark.parametrize("ends", ["timeout", "cancellation"])
+@pytest.mark.parametrize("moment", ["on_arrival", "on_call"])
+async def test_what_is_written_after_its_call_has_ended_meets_nothing_else(
+    served: Server, moment: str, ends: str
+) -> None:
+    """Whether the server has begun the call then, or has not even looked at it."""
+    held, released = threading.Event(), threading.Event()
+
+    def hold(way: str) -> None:
+        if not held.is_set():
+            held.set()
+            released.wait(SECONDS)
+
+    stats = np.ones(MEDIUM[-1], np.float32)
+    async with bngrad.aio.Client(served.target, transport="shared") as client:
+        x = await client.empty(MEDIUM)
+        x[...] = tensor(MEDIUM)
+
+        async def ask(timeout: float = SECONDS) -> None:
+            await client.fused_batch_norm_grad_v2(x, x, stats, stats, stats, timeout=timeout)
+
+        async def ask_in_vain(timeout: float) -> None:
+            asked = asyncio.create_task(ask(timeout))
+            if ends == "cancellation":
+                assert await asyncio.to_thread(held.wait, SECONDS)
+                asked.cancel()
+            with pytest.raises((bngrad.DeadlineExceededError, asyncio.CancelledError)):
+                await asked
+
+        await ask()
+        setattr(served, moment, hold)
+        await ask_in_vain(1)
+        if not held.is_set():  # the machine was too busy for the call to get there in time
+            await ask_in_vain(SECONDS)
+        for _ in range(10):  # which finds out what memory may be used again
+            await ask()
+        gc.collect()
+        arrays = [await client.empty(MEDIUM) for _ in range(10)]
+        for array in arrays:
+            array[...] = -1
+        before = len(served.ways)
+        released.set()
+        until = time.monotonic() + SECONDS
+        while len(served.ways) == before and time.monotonic() < until:
+            await asyncio.sleep(0.01)
+        served.local.close()  # waits for what is written
+        assert len(served.ways) == before + 1
+        assert all((array == -1).all() for array in arrays)
+
+
+def test_a_call_that_times_out_disturbs_no_other_call(served: Server) -> None:
+    def hold(way: str) -> None:
+        time.sleep(0.02)
+
+    with bngrad.Client(served.target, transport="shared") as client, ThreadPoolExecutor(4) as threads:
+        right(client, tensor(MEDIUM), served)
+        served.on_call = hold
+
+        def time_out(number: int) -> None:
+            with contextlib.suppress(bngrad.DeadlineExceededError):  # a busy machine may be late to notice
+                right(client, tensor(MEDIUM), served, timeout=0.01)
+
+        done = [threads.submit(time_out, number) for number in range(20)]
+        for number in range(20):
+            right(client, tensor(MEDIUM) + number, served)
+        for each in done:
+            each.result(SECONDS)
+    assert set(served.ways) == {"shared"}
+
+
+async def test_a_task_that_is_cancelled_ends_its_call_and_loses_no_endpoint(served: Server) -> None:
+    arrived, released = threading.Event(), threading.Event()
+
+    def hold(way: str) -> None:
+        arrived.set()
+        released.wait(SECONDS)
+
+    x, stats = tensor(LARGE), np.ones(32, np.float32)
+    async with bngrad.aio.Client(served.target) as client:
+        await client.fused_batch_norm_grad_v2(x, x, stats, stats, stats)
+        served.on_call = hold
+        call = asyncio.create_task(client.fused_batch_norm_grad_v2(x, x, stats, stats, stats))
+        assert await asyncio.to_thread(arrived.wait, SECONDS)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        served.on_call = lambda way: None
+        released.set()
+        for _ in range(3):
+            await client.fused_batch_norm_grad_v2(x, x, stats, stats, stats)
+    assert set(served.ways) == {"shared"}
+    assert served.infos == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda endpoints: setattr(endpoints, "stream_port", 2**31 - 1),
+        lambda endpoints: setattr(endpoints, "stream_port", -1),
+        lambda endpoints: setattr(endpoints, "local_directory", "/nowhere"),
+        lambda endpoints: setattr(endpoints, "local_directory", "/" + "x" * 300),
+        lambda endpoints: setattr(endpoints, "local_directory", "/dev/\0shm"),
+    ],
+)
+@pytest.mark.parametrize("transport", ["auto", "stream"])
+def test_endpoints_that_make_no_sense_are_not_used(
+    served: Server, transport: Transport, change: Callable[[Any], None]
+) -> None:
+    change(served.endpoints)
+    with bngrad.Client(served.target, transport=transport) as client:
+        right(client, tensor(LARGE), served)
+    assert len(served.ways) == 1

@@ -1,0 +1,358 @@
+"""Pooled memory: the client's own, and leased from a real lease server."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import resource
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from bngrad._cancellation import Cancellation
+from bngrad._deadline import Deadline
+from bngrad._shared_memory import lease as lease_module
+from bngrad._shared_memory.farewell import Farewell
+from bngrad._shared_memory.lease import LeaseError, LeaseLateError
+from bngrad._shared_memory.pool import ALIGNMENT, Pool
+from bngrad._shared_memory.quarantine import Doubts
+from bngrad_server.memory.leases import LocalSockets
+from bngrad_server.memory.regions import Regions
+
+MIB = 2**20
+REGION_NBYTES = 64 * MIB
+BYTE = np.dtype(np.uint8)
+SECONDS = 30.0
+
+
+class LeaseServer:
+    """Leases regions as a server does, without its workers.
+
+    Attributes:
+        regions: The regions.
+        begun: The numbers of those that were leased.
+        ended: Is set once a region has gone.
+    """
+
+    def __init__(self, max_nbytes: int) -> None:
+        self.begun: list[int] = []
+        self.ended = threading.Event()
+        self.regions = Regions(max_nbytes, lambda number, region: self.begun.append(number), self._end)
+        self._sockets = LocalSockets(self.regions, None)
+        self._is_open = True
+        self.path = str(self._sockets.directory / "regions")
+        self._sockets.start()
+
+    def _end(self, number: int) -> None:
+        self.ended.set()
+
+    def close(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            self._sockets.close()
+
+
+@contextmanager
+def lease_server(max_nbytes: int = 1024 * MIB) -> Iterator[LeaseServer]:
+    server = LeaseServer(max_nbytes)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+@contextmanager
+def pool_of(path: str | None) -> Iterator[Pool]:
+    pool = Pool(path)
+    try:
+        yield pool
+    finally:
+        pool.close()
+
+
+@pytest.fixture(params=["own", "leased"])
+def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
+    if request.param == "own":
+        with pool_of(None) as pool:
+            yield pool
+    else:
+        with lease_server() as server, pool_of(server.path) as pool:
+            yield pool
+
+
+def address(array: Any) -> int:
+    at: int = array.ctypes.data
+    return at
+
+
+def filled(pool: Pool, nbytes: int, value: int) -> Any:
+    array = pool.empty((nbytes,), BYTE)
+    array[:] = value
+    return array
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.int64, np.uint8])
+@pytest.mark.parametrize("shape", [(), (0,), (2, 0, 3), (1,), (3, 5, 7), (1000, 1001)])
+def test_arrays_have_their_shape_and_dtype_and_are_aligned(shape: tuple[int, ...], dtype: Any) -> None:
+    with pool_of(None) as pool:
+        array = pool.empty(shape, np.dtype(dtype))
+        assert (array.shape, array.dtype) == (shape, dtype)
+        assert array.flags.writeable
+        assert address(array) % ALIGNMENT == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_arrays_that_are_alive_never_share_a_byte_whatever_threads_do(pool: Pool, seed: int) -> None:
+    def work(number: int) -> None:
+        rng = random.Random(f"{seed} {number}")
+        alive: list[tuple[Any, int]] = []
+        for step in range(150):
+            value = (number * 150 + step) % 256
+            if len(alive) < 4 or rng.random() < 0.5:
+                nbytes = rng.choice([0, 1, 63, 64, 65, 4000, 100_000, 300_000])
+                alive.append((filled(pool, nbytes, value), value))
+            else:
+                array, value = alive.pop(rng.randrange(len(alive)))
+                view = array[len(array) // 2 :]
+                del array
+                alive.append((view, value))
+            if len(alive) > 12:
+                del alive[rng.randrange(len(alive))]
+            for array, expected in rng.sample(alive, min(3, len(alive))):
+                assert (array == expected).all()
+        assert all((array == expected).all() for array, expected in alive)
+
+    with ThreadPoolExecutor(8) as threads:
+        for done in [threads.submit(work, number) for number in range(8)]:
+            done.result(SECONDS)
+    assert len(pool._regions) == 1
+
+
+def test_a_block_is_used_again_once_the_array_and_all_its_views_have_gone(pool: Pool) -> None:
+    array = pool.empty((1000,), BYTE)
+    at = address(array)
+    view = np.asarray(array.data[10:20])
+    del array
+    assert address(other := pool.empty((1000,), BYTE)) != at
+    del view
+    assert address(pool.empty((1000,), BYTE)) == at
+    assert address(other) != at
+
+
+def test_a_block_whose_array_is_in_a_cycle_comes_back_with_the_garbage(pool: Pool) -> None:
+    array = pool.empty((1000,), BYTE)
+    at, cycle = address(array), [array]
+    cycle.append(cycle)  # type: ignore[arg-type]
+    del array, cycle
+    gc.collect()
+    assert address(pool.empty((1000,), BYTE)) == at
+
+
+def test_steady_traffic_takes_no_new_memory(pool: Pool) -> None:
+    sizes = [3 * MIB, 5 * MIB + 3, 100, 4 * MIB]
+    places = set()
+    for turn in range(50):
+        arrays = [filled(pool, nbytes - turn % 3, turn) for nbytes in sizes]
+        if turn == 10:
+            places = {address(array) for array in arrays}
+        assert turn < 10 or {address(array) for array in arrays} == places
+        assert all((array == turn).all() for array in arrays)
+        del arrays
+    assert len(pool._regions) == 1
+
+
+def test_a_region_without_arrays_begins_anew_for_other_sizes(pool: Pool) -> None:
+    for nbytes in [30 * MIB, 20 * MIB, 60 * MIB, 33 * MIB, 64 * MIB, 8 * MIB]:
+        arrays = [filled(pool, nbytes, value) for value in range(REGION_NBYTES // nbytes)]
+        assert all((array[:: 2**12] == value).all() for value, array in enumerate(arrays))
+        assert len(pool._regions) == 1
+        del arrays
+
+
+def test_a_region_with_an_array_left_does_not_begin_anew(pool: Pool) -> None:
+    kept = filled(pool, 1000, 1)
+    for nbytes in (50 * MIB, 55 * MIB, 60 * MIB):
+        filled(pool, nbytes, 2)
+    assert (kept == 1).all()
+    assert pool.locate(kept) is not None
+
+
+def test_an_array_larger_than_a_region_gets_one_of_its_size_in_place_of_those_that_are_too_small(pool: Pool) -> None:
+    first = pool.empty((10,), BYTE)
+    del first
+    array = pool.empty((REGION_NBYTES + 1,), BYTE)
+    array[-1] = 7
+    (region,) = pool._regions
+    assert REGION_NBYTES < region.nbytes <= REGION_NBYTES * 9 // 8
+    assert pool.locate(array) == (region.key, 0)
+
+
+def test_arrays_are_located_only_where_a_region_holds_all_of_them(pool: Pool) -> None:
+    first, second = pool.empty((100,), BYTE), pool.empty((3, 4), np.dtype(np.float32))
+    (region,) = pool._regions
+    assert pool.locate(first) == (region.key, 0)
+    assert pool.locate(second) == (region.key, 128)
+    assert pool.locate(first[64:]) == (region.key, 64)
+    assert pool.locate(first[1:]) is None  # not aligned
+    for array in (np.empty(100, np.uint8), np.frombuffer(bytes(4096), np.uint8)):
+        assert pool.locate(array) is None
+    beyond = np.lib.stride_tricks.as_strided(first, (region.nbytes + 1,))
+    assert pool.locate(beyond) is None
+    with pool_of(None) as another:
+        assert another.locate(first) is None
+
+
+def test_only_leased_regions_have_a_key() -> None:
+    with lease_server() as server, pool_of(None) as own, pool_of(server.path) as leased:
+        for pool, length in ((own, 0), (leased, 16)):
+            place = pool.locate(array := pool.empty((1,), BYTE))
+            assert place is not None
+            assert (len(place[0]), place[1], len(array)) == (length, 0, 1)
+
+
+def test_closing_leaves_arrays_as_they_are_and_makes_no_new_ones(pool: Pool) -> None:
+    array, gone = filled(pool, 1000, 5), filled(pool, 3000, 6)
+    pool.close()
+    pool.close()
+    del gone
+    assert (array == 5).all()
+    array[:] = 6
+    assert pool.locate(array) is None
+    assert not pool.check()
+    for nbytes in (1000, 3000):
+        with pytest.raises(LeaseError, match="the client was closed"):
+            pool.empty((nbytes,), BYTE)
+    assert (array == 6).all()
+
+
+def test_doubtful_memory_of_ones_own_is_settled_at_once(pool: Pool) -> None:
+    array = filled(pool, 1000, 5)
+    region, doubts = pool.hold(array), Doubts()
+    assert region is not None
+    doubts.add(array, region, Farewell())
+    assert doubts.settle([array]) is None
+
+
+def test_what_a_forked_child_writes_stays_its_own() -> None:
+    code = """if True:
+        import os, numpy, bngrad._shared_memory.pool
+        array = bngrad._shared_memory.pool.Pool(None).empty((1000,), numpy.dtype("u1"))
+        array[:] = 5
+        child = os.fork()
+        if child == 0:
+            array[:] = 6
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert (array == 5).all()
+    """
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_server_sees_what_is_in_a_leased_array() -> None:
+    with lease_server() as server, pool_of(server.path) as pool:
+        pool.empty((10,), BYTE)
+        array = filled(pool, 100, 9)
+        place = pool.locate(array)
+        assert place is not None
+        region = server.regions._by_key[place[0]]
+        assert os.pread(region.fd, 100, place[1]) == bytes([9]) * 100
+
+
+def test_a_lease_ends_with_its_pool() -> None:
+    with lease_server() as server:
+        with pool_of(server.path) as pool:
+            array = filled(pool, 100, 1)
+            assert server.regions.nbytes == REGION_NBYTES
+        assert server.ended.wait(SECONDS)
+        assert (array == 1).all()
+
+
+def test_a_pool_whose_server_lives_forgets_nothing_and_waits_for_nothing(pool: Pool) -> None:
+    array = filled(pool, 100, 1)
+    for _ in range(1000):  # as many waits would be noticed
+        assert not pool.check()
+    assert pool.locate(array) is not None
+
+
+def test_a_dead_servers_regions_are_forgotten_and_its_arrays_stay() -> None:
+    with lease_server() as server, pool_of(server.path) as pool:
+        array = filled(pool, 100, 1)
+        server.close()
+        assert pool.check()
+        assert not pool.check()
+        assert pool.locate(array) is None
+        assert (array == 1).all()
+        del array
+        with pytest.raises(LeaseError, match="the server leases no memory: "):
+            pool.empty((100,), BYTE)
+        with lease_server() as another:
+            pool._path = another.path
+            assert pool.locate(filled(pool, 100, 2)) is not None
+
+
+def test_a_refusal_is_a_lease_error_in_the_servers_words() -> None:
+    with lease_server(100 * MIB) as server, pool_of(server.path) as pool:
+        kept = filled(pool, 60 * MIB, 1)
+        for _ in range(3):
+            with pytest.raises(LeaseError, match="a region of 67108864 bytes is more than is left of the 104857600 b"):
+                pool.empty((10 * MIB,), BYTE)
+        assert len(server.begun) == 1
+        assert (kept[:: 2**12] == 1).all()
+        del kept
+        assert pool.locate(pool.empty((10 * MIB,), BYTE)) is not None
+
+
+def test_nobody_at_the_path_is_a_lease_error(tmp_path: Path) -> None:
+    with pool_of(str(tmp_path / "regions")) as pool, pytest.raises(LeaseError, match="No such file or directory"):
+        pool.empty((1,), BYTE)
+
+
+def test_a_server_that_leases_nothing_in_time_keeps_nobody_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease_module, "_LEASE_TIMEOUT_S", 2 * SECONDS)
+    path = str(tmp_path / "regions")
+    with ExitStack() as stack, pool_of(path) as pool, ThreadPoolExecutor(1) as threads:
+        silent = stack.enter_context(socket.socket(socket.AF_UNIX))
+        silent.bind(path)
+        silent.listen()
+        begin = time.monotonic()
+        with pytest.raises(LeaseLateError):
+            pool.empty((1,), BYTE, Deadline.after(0.1))
+        assert time.monotonic() - begin < SECONDS  # not as long as a lease may take
+        cancellation = Cancellation()
+        waiting = threads.submit(pool.empty, (1,), BYTE, Deadline.after(SECONDS), cancellation)
+        for _ in range(2):
+            stack.enter_context(silent.accept()[0]).recv(1)
+        pool.close()  # waits for no lease
+        cancellation.cancel()
+        with pytest.raises(LeaseError):
+            waiting.result(SECONDS)
+        with pool_of(path) as another, pytest.raises(LeaseError, match="was cancelled"):
+            another.empty((1,), BYTE, Deadline.after(SECONDS), cancellation)
+
+
+def test_without_file_descriptors_no_memory_is_leased() -> None:
+    with lease_server() as server, pool_of(server.path) as pool:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        lowest = os.open("/dev/null", os.O_RDONLY)
+        os.close(lowest)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+            with pytest.raises(LeaseError, match="there is no socket to ask for memory by"):
+                pool.empty((1,), BYTE)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert pool.empty((1,), BYTE).size == 1

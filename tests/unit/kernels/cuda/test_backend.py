@@ -1,0 +1,286 @@
+"""The CUDA back end around the kernels: chunks, lanes, threads, failures."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.unit.kernels.cuda.devices import EmulatedDevice
+from tests.unit.kernels.problems import assert_right, bits, outputs, problem
+
+from bngrad_kernels.cuda.backend import LANES, CudaBackEnd, Lane
+from bngrad_kernels.cuda.copy_plan import Launch, Move, divide
+from bngrad_kernels.cuda.kernel_selection import Engine
+from bngrad_kernels.errors import DeviceFailedError, DeviceUnavailableError
+from bngrad_kernels.problem import Problem
+from bngrad_kernels.spec import BFLOAT16, FLOAT16, FLOAT32, Spec
+
+MANY = [Spec(dtype, (n, 24, 30), 1, is_training=n % 3 > 0) for n, dtype in enumerate([FLOAT32, FLOAT16, BFLOAT16] * 9)]
+
+
+class Recorder(EmulatedDevice):
+    """Writes down what its lanes are asked for, and fails when told to."""
+
+    errors = (ArithmeticError,)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, int]] = []
+        self.engines: list[Engine] = []
+        self.failure: Exception | None = None
+        self.busy: list[RecordedLane] = []
+        self.opened: list[RecordedLane] = []
+
+    def lane(self) -> Lane:
+        lane = RecordedLane(self, super().lane())
+        self.opened.append(lane)
+        return lane
+
+
+class RecordedLane:
+    def __init__(self, device: Recorder, lane: Lane) -> None:
+        self._device, self._lane = device, lane
+        self.reserve, self.staging = lane.reserve, lane.staging
+
+    @property
+    def address(self) -> int:
+        return self._lane.address
+
+    @property
+    def nbytes(self) -> int:
+        return self._lane.nbytes
+
+    def copy_in(self, move: Move) -> None:
+        self._record("in", move.rows.size)
+        if self not in self._device.busy:
+            self._device.busy.append(self)
+        self._lane.copy_in(move)
+
+    def copy_out(self, move: Move) -> None:
+        self._record("out", move.rows.size)
+        self._lane.copy_out(move)
+
+    def launch(self, launch: Launch, descriptors: int) -> None:
+        self._record("launch", launch.length)
+        self._device.engines.append(launch.kernel.engine)
+        if self._device.failure:
+            raise self._device.failure
+        self._lane.launch(launch, descriptors)
+
+    def wait(self) -> None:
+        if isinstance(self._device.failure, ArithmeticError):
+            raise self._device.failure  # a broken context fails whatever it is asked
+        self._lane.wait()
+        if self in self._device.busy:
+            self._device.busy.remove(self)
+
+    def _record(self, call: str, number: int) -> None:
+        self._device.calls.append((call, number))
+
+
+@pytest.fixture
+def device() -> Recorder:
+    return Recorder()
+
+
+def back_end(device: Recorder, **sizes: int) -> CudaBackEnd:
+    made = CudaBackEnd(device, **sizes)
+    made.warm_up()
+    return made
+
+
+def test_a_batch_of_small_problems_takes_one_copy_in_one_launch_and_one_copy_out(device: Recorder) -> None:
+    batch = [problem(Spec(FLOAT32, (4, size, size, 24), 3), seed=size) for size in range(1, 9)]
+    back_end(device).run(batch)
+    assert [call for call, _ in device.calls] == ["in", "launch", "out"]
+    for made in batch:
+        assert_right(made)
+
+
+def test_small_and_large_problems_of_a_kind_take_one_launch(device: Recorder) -> None:
+    batch = [problem(Spec(FLOAT32, (rows, 64), 1)) for rows in (10, 20_000, 300)]
+    for alone in batch:
+        back_end(device).run([alone])
+    engines = device.engines[:]
+    expected = [bits(made) for made in batch]
+    device.engines.clear()
+    back_end(device).run(batch)
+    assert (engines, device.engines) == ([Engine.RESIDENT, Engine.STREAMED, Engine.STREAMED], [Engine.STREAMED])
+    assert [bits(made) for made in batch] == expected
+
+
+def test_large_tensors_are_copied_from_and_to_where_they_are(device: Recorder) -> None:
+    made = problem(Spec(FLOAT32, (100, 1000), 1))
+    back_end(device).run([made])
+    assert [call for call, _ in device.calls] == ["in", "in", "in", "launch", "out", "out"]
+    assert [number for _, number in device.calls].count(made.x.nbytes) == 3
+    assert_right(made)
+
+
+def test_problems_of_several_kernels_share_the_copies(device: Recorder) -> None:
+    specs = [Spec(dtype, (4, 8), 1, is_training=mode) for dtype in (FLOAT32, FLOAT16) for mode in (True, False)]
+    batch = [problem(spec) for spec in [*specs, *specs]]
+    back_end(device).run(batch)
+    assert [call for call, _ in device.calls] == ["in", *["launch"] * 4, "out"]
+    for made in batch:
+        assert_right(made)
+
+
+def test_chunks_take_turns_on_the_lanes(device: Recorder) -> None:
+    batch = [problem(spec) for spec in MANY]
+    back_end(device, chunk_nbytes=100_000).run(batch)
+    assert len(device.opened) == LANES
+    assert not device.busy
+    for made in batch:
+        assert_right(made)
+
+
+def test_batches_of_several_threads_do_not_meet(device: Recorder) -> None:
+    shared = back_end(device, chunk_nbytes=100_000)
+    batches = [[problem(spec, seed) for spec in MANY] for seed in range(6)]
+    threads = [threading.Thread(target=shared.run, args=(batch,)) for batch in batches]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for batch in batches:
+        for made in batch:
+            assert_right(made)
+
+
+def test_the_memory_in_use_is_that_of_all_lanes_and_grows_with_what_does_not_fit() -> None:
+    back_end = CudaBackEnd(EmulatedDevice(), chunk_nbytes=1000)
+    assert back_end.used_nbytes == 0
+    back_end.warm_up()
+    assert back_end.used_nbytes == 1000 * LANES
+    back_end.run([problem(Spec(FLOAT32, (4, 24, 30), 1))])
+    assert back_end.used_nbytes > 1000 * LANES
+
+
+def test_what_was_prepared_for_one_device_is_not_used_on_another() -> None:
+    made = problem(Spec(FLOAT32, (10, 64), 1))
+    first, second = Recorder(), Recorder()
+    second.traits = second.traits._replace(shared_nbytes=0)
+    for device in (first, second, first):
+        back_end(device).run([made])
+    assert (first.engines, second.engines) == ([Engine.RESIDENT] * 2, [Engine.STREAMED])
+
+
+def test_a_failed_device_is_told_from_a_failed_batch(device: Recorder) -> None:
+    shared = back_end(device, chunk_nbytes=100_000)
+    device.failure = ArithmeticError("an illegal address")
+    for _ in range(LANES + 1):  # a failure keeps no lane
+        with pytest.raises(DeviceFailedError, match="an illegal address"):
+            shared.run([problem(spec) for spec in MANY])
+    device.busy.clear()
+    device.failure = MemoryError("no bytes left")
+    with pytest.raises(MemoryError, match="no bytes left"):
+        shared.run([problem(spec) for spec in MANY])
+    assert not device.busy  # nothing is written any more
+    device.failure = None
+    again = [problem(spec) for spec in MANY]
+    shared.run(again)
+    for made in again:
+        assert_right(made)
+
+
+class Unusable(Recorder):
+    """Fails as it is warmed up."""
+
+    def __init__(self, *, is_full: bool) -> None:
+        super().__init__()
+        self._is_full = is_full
+
+    def warm_up(self) -> None:
+        if not self._is_full:
+            raise ArithmeticError("no kernel image is available")
+
+    def lane(self) -> Lane:
+        lane: Any = super().lane()
+
+        def reserve(nbytes: int) -> None:
+            raise MemoryError(f"no {nbytes} bytes left")
+
+        lane.reserve = reserve
+        made: Lane = lane
+        return made
+
+
+def test_a_device_that_cannot_be_warmed_up_says_why() -> None:
+    with pytest.raises(DeviceFailedError, match="failed: no kernel image is available"):
+        back_end(Unusable(is_full=False))
+    with pytest.raises(DeviceUnavailableError, match="no 50331648 bytes left"):
+        back_end(Unusable(is_full=True))
+
+
+def test_a_batch_that_cannot_be_prepared_keeps_no_lane(device: Recorder) -> None:
+    shared = back_end(device)
+    broken = problem(Spec(FLOAT32, (10, 64), 1))
+    broken.x, broken.channels = broken.x[:1], range(8)
+    for _ in range(LANES + 1):
+        assert shared._lanes.qsize() == LANES
+        with pytest.raises(ValueError, match="reshape"):
+            shared.run([broken])
+    made = problem(Spec(FLOAT32, (10, 64), 1))
+    shared.run([made])
+    assert_right(made)
+
+
+def ranges_of(spec: Spec, piece_nbytes: int, lane_nbytes: int) -> list[tuple[int, int]]:
+    tensor, stats = np.empty(spec.shape, spec.dtype), np.empty(spec.channels, np.float32)
+    whole = Problem.allocate(spec, tensor, tensor, None, stats, stats)
+    chunks = divide([whole], piece_nbytes, 1 << 40, lane_nbytes)
+    return [(piece.first, piece.last) for chunk in chunks for piece in chunk]
+
+
+@pytest.mark.parametrize(
+    ("shape", "lane_nbytes", "width"),
+    [
+        ((1000, 256), 1 << 30, 256),  # as it is
+        ((1000, 256), 100 * 12_020, 96),  # whole groups of 32 channels
+        ((1000, 256), 11 * 12_020, 8),  # whole vectors of 4
+        ((1000, 256), 3 * 12_020, 3),
+        ((1000, 256), 1, 1),  # a channel at least
+    ],
+)
+def test_what_does_not_fit_a_lane_is_cut_into_ranges_of_channels(
+    shape: tuple[int, int], lane_nbytes: int, width: int
+) -> None:
+    expected = [(first, min(first + width, 256)) for first in range(0, 256, width)]
+    assert ranges_of(Spec(FLOAT32, shape, 1), 1 << 30, lane_nbytes) == expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "widths"),
+    [
+        ((40, 256), [256]),  # rows of a few bytes would be slow to copy
+        ((40, 16, 4000), [2] * 8),
+        ((1, 16, 40_000), [8, 8]),
+        ((40, 16, 40), [16]),
+    ],
+    ids=str,
+)
+def test_what_is_large_is_cut_for_the_lanes_to_overlap_if_that_leaves_long_runs(
+    shape: tuple[int, ...], widths: list[int]
+) -> None:
+    ranges = ranges_of(Spec(FLOAT32, shape, 1), 4_000_000, 1 << 30)
+    assert [last - first for first, last in ranges] == widths
+
+
+def test_chunks_are_closed_before_they_get_too_large() -> None:
+    batch = [problem(Spec(FLOAT32, (10, 10), 1)) for _ in range(10)]  # 1400 bytes each
+    chunks = list(divide(batch, 1 << 20, 4300, 1 << 20))
+    assert [len(chunk) for chunk in chunks] == [3, 3, 3, 1]
+    assert [piece.problem for chunk in chunks for piece in chunk] == batch
+
+
+def test_pieces_of_one_problem_do_not_touch_each_others_outputs() -> None:
+    shared = CudaBackEnd(EmulatedDevice(), lane_nbytes=1, chunk_nbytes=1)
+    shared.warm_up()
+    whole, cut = (problem(Spec(BFLOAT16, (5, 13, 3), 1, stats_dtype=BFLOAT16)) for _ in range(2))
+    back_end(Recorder()).run([whole])
+    shared.run([cut])
+    assert bits(whole) == bits(cut)
+    assert not any(np.isnan(output.astype(np.float32)).any() for output in outputs(cut))

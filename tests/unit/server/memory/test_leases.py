@@ -1,0 +1,227 @@
+"""The local sockets in shared memory's file system, with real clients."""
+
+from __future__ import annotations
+
+import contextlib
+import grp
+import os
+import re
+import socket
+import stat
+import struct
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from bngrad_server.memory import leases
+from bngrad_server.memory.leases import PARENT, LocalSockets
+from bngrad_server.memory.regions import Regions
+
+NBYTES = 4096
+TIMEOUT_S = 20.0
+
+
+@pytest.fixture
+def regions() -> Regions:
+    return Regions(4 * NBYTES, lambda number, region: None, lambda number: None)
+
+
+@contextmanager
+def serving(regions: Regions, group: str | None = None) -> Iterator[LocalSockets]:
+    sockets = LocalSockets(regions, group)
+    sockets.start()
+    try:
+        yield sockets
+    finally:
+        sockets.close()
+
+
+@pytest.fixture
+def sockets(regions: Regions) -> Iterator[LocalSockets]:
+    with serving(regions) as sockets:
+        yield sockets
+
+
+def connect(sockets: LocalSockets) -> socket.socket:
+    client = socket.socket(socket.AF_UNIX)
+    client.connect(str(sockets.directory / "regions"))  # with a timeout it would not wait for its turn
+    client.settimeout(TIMEOUT_S)
+    return client
+
+
+def ask(client: socket.socket, nbytes: int) -> tuple[bytes, list[int]]:
+    """What is answered to a client that asks for a region: the message and the descriptors."""
+    client.send(struct.pack("<Q", nbytes))
+    answer, fds, _, _ = socket.recv_fds(client, 1024, 4)
+    return answer, fds
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        time.sleep(0.001)
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.mark.parametrize(
+    ("group", "directory_mode", "socket_mode"),
+    [(None, 0o700, 0o600), (grp.getgrgid(os.getgid()).gr_name, 0o750, 0o660)],
+)
+def test_the_sockets_are_for_this_user_or_a_group_alone(
+    regions: Regions, group: str | None, directory_mode: int, socket_mode: int
+) -> None:
+    with serving(regions, group) as sockets:
+        assert sockets.directory.parent == PARENT
+        assert mode(sockets.directory) == directory_mode
+        assert {path.name: mode(path) for path in sockets.directory.iterdir()} == {
+            "calls": socket_mode,
+            "regions": socket_mode,
+        }
+        assert sockets.directory.stat().st_uid == os.getuid()
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(sockets.directory / "calls"))
+    assert not sockets.directory.exists()
+
+
+def test_an_unknown_group_leaves_nothing_behind(
+    regions: Regions, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(leases, "PARENT", tmp_path)  # in the real one, servers of other tests come and go
+    with pytest.raises(LookupError):
+        LocalSockets(regions, "no-such-group-here")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lease_lasts_as_long_as_its_connection(regions: Regions, sockets: LocalSockets) -> None:
+    with connect(sockets) as client:
+        key, (fd,) = ask(client, NBYTES)
+        assert len(key) == 16
+        assert os.fstat(fd).st_size == NBYTES
+        with connect(sockets) as other:
+            other_key, (other_fd,) = ask(other, 2 * NBYTES)
+            assert other_key != key
+            assert regions.nbytes == 3 * NBYTES
+        wait_until(lambda: regions.nbytes == NBYTES)
+    wait_until(lambda: regions.nbytes == 0)
+    for each in (fd, other_fd):
+        os.close(each)
+
+
+def test_a_refusal_says_why_and_ends_the_connection(regions: Regions, sockets: LocalSockets) -> None:
+    with connect(sockets) as client:
+        answer, fds = ask(client, 5 * NBYTES)
+        assert answer.decode() == "a region of 20480 bytes is more than is left of the 16384 bytes to share"
+        assert fds == []
+        assert client.recv(1) == b""
+    assert regions.nbytes == 0
+
+
+@pytest.mark.parametrize(
+    "message", [b"", b"\x00\x10\x00\x00", bytes(8), struct.pack("<Q", NBYTES) + b"!"], ids=["", "half", "zero", "more"]
+)
+def test_a_client_that_says_anything_else_is_left(regions: Regions, sockets: LocalSockets, message: bytes) -> None:
+    with connect(sockets) as client:
+        client.send(message) if message else client.shutdown(socket.SHUT_WR)
+        fds: list[int] = []
+        try:
+            while (received := socket.recv_fds(client, 1024, 4))[0]:
+                fds += received[1]
+        except ConnectionResetError:  # closed before it had read all
+            pass
+        for fd in fds:
+            os.close(fd)
+    wait_until(lambda: regions.nbytes == 0)
+
+
+def test_a_client_that_says_nothing_holds_up_nobody(regions: Regions, sockets: LocalSockets) -> None:
+    with connect(sockets), connect(sockets) as client:
+        _, (fd,) = ask(client, NBYTES)
+        os.close(fd)
+        assert regions.nbytes == NBYTES
+
+
+def test_closing_ends_every_lease_and_connection(regions: Regions) -> None:
+    with serving(regions) as sockets:
+        client, silent = connect(sockets), connect(sockets)
+        _, (fd,) = ask(client, NBYTES)
+    assert regions.nbytes == 0
+    assert not sockets.directory.exists()
+    os.close(fd)
+    for each in (client, silent):
+        with each:
+            assert each.recv(1) == b""
+
+
+def test_a_server_that_never_started_closes_too(regions: Regions) -> None:
+    sockets = LocalSockets(regions, None)
+    sockets.close()
+    assert not sockets.directory.exists()
+
+
+@pytest.mark.parametrize("with_socket", [True, False])
+def test_the_directory_of_a_dead_server_is_removed_and_that_of_a_living_one_left(
+    regions: Regions, sockets: LocalSockets, with_socket: bool
+) -> None:
+    dead = PARENT / f"bngrad-{os.urandom(16).hex()}"
+    draft = dead.with_name(f".{dead.name}")  # which no server of another test that starts meanwhile removes
+    draft.mkdir(0o700)
+    if with_socket:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(draft / "regions"))
+    draft.rename(dead)
+    with serving(regions) as other:
+        assert not dead.exists()
+        assert {path.name for path in sockets.directory.iterdir()} == {"calls", "regions"}
+        assert other.directory != sockets.directory
+        with connect(sockets) as client:
+            _, (fd,) = ask(client, NBYTES)
+            os.close(fd)
+
+
+def test_of_connections_without_a_lease_the_first_are_closed_and_leases_last(sockets: LocalSockets) -> None:
+    with contextlib.ExitStack() as stack:
+        leasing = stack.enter_context(connect(sockets))
+        _, (fd,) = ask(leasing, NBYTES)
+        os.close(fd)
+        first = stack.enter_context(connect(sockets))
+        for _ in range(leases._MAX_WITHOUT_LEASE):
+            last = stack.enter_context(connect(sockets))
+        assert first.recv(1) == b""
+        _, (fd,) = ask(last, NBYTES)
+        os.close(fd)
+        leasing.send(leases.IS_IN_USE)
+        assert leasing.recv(1) == b"\0"
+
+
+def test_regions_are_no_more_than_descriptors_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bngrad_server.memory.regions._MAX_REGIONS", 2)
+    with contextlib.ExitStack() as stack:
+        regions = Regions(4 * NBYTES, lambda number, region: None, lambda number: None)
+        sockets = stack.enter_context(serving(regions))
+        clients = [stack.enter_context(connect(sockets)) for _ in range(3)]
+        for client in clients[:2]:
+            _, (fd,) = ask(client, 1)
+            os.close(fd)
+        assert ask(clients[2], 1) == (b"no more than 2 regions are leased at once", [])
+        clients[0].close()
+        wait_until(lambda: len(regions) == 1)
+        _, (fd,) = ask(stack.enter_context(connect(sockets)), 1)
+        os.close(fd)
+
+
+@pytest.mark.skipif(
+    tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) < (6, 16), reason="Linux can refuse them from 6.16 on"
+)
+@pytest.mark.parametrize("name", ["calls", "regions"])
+def test_no_descriptors_are_taken_since_to_close_one_may_take_its_owners_time(sockets: LocalSockets, name: str) -> None:
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(sockets.directory / name))
+        with pytest.raises(PermissionError):
+            socket.send_fds(client, [b"?"], [client.fileno()])

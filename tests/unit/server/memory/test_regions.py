@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import resource
+from collections.abc import Iterator
+
+import pytest
+from tests.integration.conftest import regions_of
+
+from bngrad_kernels.spec import InvalidArgumentError
+from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
+from bngrad_server.memory.regions import ALIGNMENT, Region, Regions, RegionsFullError
+from bngrad_server.workers.ipc import Place
+from bngrad_server.workers.slot import MappedRegion
+
+NBYTES = 4096
+
+
+class Workers:
+    """What the workers were told: the regions that they map."""
+
+    def __init__(self) -> None:
+        self.mapped: dict[int, MappedRegion] = {}
+
+    def map(self, number: int, region: MappedRegion) -> None:
+        assert number not in self.mapped
+        self.mapped[number] = region
+
+    def unmap(self, number: int) -> None:
+        os.fstat(self.mapped.pop(number).fd)  # is still open
+
+
+@pytest.fixture
+def workers() -> Workers:
+    return Workers()
+
+
+@pytest.fixture
+def regions(workers: Workers) -> Iterator[Regions]:
+    yield Regions(4 * NBYTES, workers.map, workers.unmap)
+    for mapped in workers.mapped.values():
+        os.close(mapped.fd)
+
+
+def location(region: Region, offset: int = 0) -> pb.Location:
+    return pb.Location(region_key=region.key, offset=offset)
+
+
+def test_a_lease_is_memory_that_the_workers_map(regions: Regions, workers: Workers) -> None:
+    leases = [regions.lease(NBYTES), regions.lease(2 * NBYTES)]
+    assert workers.mapped == {region.number: MappedRegion(region.fd, region.nbytes) for region in leases}
+    assert [os.fstat(region.fd).st_size for region in leases] == [NBYTES, 2 * NBYTES]
+    assert 0 not in workers.mapped  # the arena's number
+    assert len({region.key for region in leases}) == 2
+    assert {len(region.key) for region in leases} == {16}
+    assert regions.nbytes == 3 * NBYTES
+
+
+@pytest.mark.parametrize("nbytes", [0, NBYTES - 1, NBYTES + 1])
+def test_a_client_cannot_change_the_size_of_its_region(regions: Regions, nbytes: int) -> None:
+    fd = os.dup(regions.lease(NBYTES).fd)
+    with pytest.raises(PermissionError):
+        os.ftruncate(fd, nbytes)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+    with mmap.mmap(fd, NBYTES) as theirs:
+        theirs[-1] = 1
+    os.close(fd)
+
+
+@pytest.mark.parametrize(
+    ("offset", "nbytes"), [(0, NBYTES), (0, 0), (ALIGNMENT, NBYTES - ALIGNMENT), (NBYTES - ALIGNMENT, ALIGNMENT)]
+)
+def test_a_place_within_a_region_is_found(regions: Regions, offset: int, nbytes: int) -> None:
+    regions.lease(NBYTES)
+    region = regions.lease(NBYTES)
+    assert regions.hold("x", location(region, offset), nbytes) == (region, Place(region.number, offset))
+
+
+@pytest.mark.parametrize(
+    ("key", "offset", "nbytes", "words"),
+    [
+        (None, 0, NBYTES + 1, "must end within the region's 4096 bytes, not at 4097"),
+        (None, NBYTES, 1, "must end within the region's 4096 bytes, not at 4097"),
+        (None, 2**63 - ALIGNMENT, 2**62, "must end within the region's 4096 bytes"),
+        (None, 1, 1, "must begin at a multiple of 64 bytes, not at 1"),
+        (None, -ALIGNMENT, 1, "must begin at a multiple of 64 bytes, not at -64"),
+        (b"", 0, 1, "has the key of no region"),
+        (b"0" * 16, 0, 1, "has the key of no region"),
+        (b"0" * 2**16, 0, 1, "has the key of no region"),
+    ],
+)
+def test_a_place_that_is_not_there_is_refused(
+    regions: Regions, key: bytes | None, offset: int, nbytes: int, words: str
+) -> None:
+    region = regions.lease(NBYTES)
+    place = pb.Location(region_key=region.key if key is None else key, offset=offset)
+    with pytest.raises(InvalidArgumentError, match=words) as caught:
+        regions.hold("x_backprop_location", place, nbytes)
+    assert [violation.field for violation in caught.value.violations] == ["x_backprop_location"]
+    assert region.holds == 0
+
+
+@pytest.mark.parametrize("ends_first", [True, False])
+def test_a_region_goes_when_its_lease_has_ended_and_no_request_names_it(
+    regions: Regions, workers: Workers, ends_first: bool
+) -> None:
+    region = regions.lease(NBYTES)
+    for _ in range(2):
+        regions.hold("x", location(region), 1)
+    steps = [regions.end, regions.release, regions.release]
+    for step in steps if ends_first else steps[::-1]:
+        assert region.number in workers.mapped
+        assert regions.nbytes == NBYTES
+        os.fstat(region.fd)
+        step(region)
+    assert not workers.mapped
+    assert regions.nbytes == 0
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(region.fd)
+
+
+def test_a_region_stays_while_it_is_leased(regions: Regions, workers: Workers) -> None:
+    region = regions.lease(NBYTES)
+    regions.hold("x", location(region), 1)
+    regions.release(region)
+    assert region.number in workers.mapped
+    regions.hold("x", location(region), 1)
+
+
+def test_a_lease_that_has_ended_admits_no_request(regions: Regions) -> None:
+    region = regions.lease(NBYTES)
+    regions.hold("x", location(region), 1)
+    regions.end(region)
+    with pytest.raises(InvalidArgumentError, match="no region that is leased"):
+        regions.hold("x", location(region), 1)
+
+
+def test_leases_beyond_the_limit_are_refused_until_others_end(regions: Regions, workers: Workers) -> None:
+    first = regions.lease(3 * NBYTES)
+    for nbytes in (NBYTES + 1, 2**63, 2**64 - 1):
+        with pytest.raises(RegionsFullError, match=f"{nbytes} bytes is more than is left of the 16384 bytes"):
+            regions.lease(nbytes)
+    regions.lease(NBYTES)
+    regions.end(first)
+    regions.lease(3 * NBYTES)
+    assert len(workers.mapped) == 2
+
+
+@pytest.mark.parametrize("limit", [resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE])
+def test_a_region_that_cannot_be_made_takes_nothing(regions: Regions, workers: Workers, limit: int) -> None:
+    before = regions_of(os.getpid())  # other tests may have left some to the garbage collector
+    soft, hard = resource.getrlimit(limit)
+    resource.setrlimit(limit, (3, hard))  # beyond the standard streams; or that many bytes
+    try:
+        with pytest.raises(OSError, match=r"File too large|Too many open files"):
+            regions.lease(NBYTES)
+    finally:
+        resource.setrlimit(limit, (soft, hard))
+    assert (regions.nbytes, workers.mapped) == (0, {})
+    assert regions_of(os.getpid()) <= before

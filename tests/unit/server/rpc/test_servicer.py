@@ -1,0 +1,388 @@
+"""The calls on both transports, with a worker that is a thread's function in place of a process."""
+
+from __future__ import annotations
+
+import mmap
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+from tests.unit.server.workers.additions import (
+    NBYTES,
+    TIMEOUT_S,
+    Adder,
+    check_answer,
+    inputs,
+    request_of,
+    tensor,
+    wait_until,
+)
+
+from bngrad_kernels.problem import GradGradProblem
+from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
+from bngrad_server.config import ServerConfig
+from bngrad_server.engine import Engine
+from bngrad_server.rpc.grpcio_port import Service
+from bngrad_server.rpc.http2_port import Endpoint
+from bngrad_server.rpc.servicer import UNARY_OPS, Calls
+from bngrad_wire.limits import MAX_PROTOBUF_NBYTES, REGION_NBYTES
+
+ARENA_NBYTES = 16 * 2**20
+
+identity: Callable[[bytes], bytes] = bytes
+
+
+class Peer:
+    """An engine behind one of the transports, and a gRPC client of it."""
+
+    def __init__(self, engine: Engine, channel: grpc.Channel) -> None:
+        self.engine = engine
+        self.channel = channel
+        self.worker = Adder(engine)
+
+    def unary(self, name: str, request: bytes, timeout: float = TIMEOUT_S) -> bytes:
+        call = self.channel.unary_unary(f"/bngrad.v1.BatchNormGradService/{name}", identity, identity)
+        answer: bytes = call(request, timeout=timeout)
+        return answer
+
+    def exchange(self, *requests: bytes, timeout: float = TIMEOUT_S) -> list[pb.ExchangeResponse]:
+        call = self.channel.stream_stream("/bngrad.v1.BatchNormGradService/Exchange", identity, identity)
+        return [pb.ExchangeResponse.FromString(answer) for answer in call(iter(requests), timeout=timeout)]
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether all memory has come back."""
+        engine = self.engine
+        return engine.arena.free_bytes == engine.arena.nbytes and not any(
+            region.holds for region in engine.regions._by_key.values()
+        )
+
+
+@contextmanager
+def on_grpcio(calls: Calls, path: Path) -> Iterator[None]:
+    with ThreadPoolExecutor(8) as threads:
+        server = grpc.server(threads, handlers=[Service(calls)])
+        server.add_insecure_port(f"unix:{path}")
+        server.start()
+        try:
+            yield
+        finally:
+            server.stop(None).wait()
+
+
+@contextmanager
+def on_endpoint(calls: Calls, path: Path) -> Iterator[None]:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(path))
+    listener.listen()
+    endpoint = Endpoint(calls)
+    endpoint.listen_on_socket(listener)
+    endpoint.start()
+    try:
+        yield
+    finally:
+        endpoint.stop(0)
+
+
+@pytest.fixture(params=[on_grpcio, on_endpoint], ids=["grpcio", "endpoint"])
+def peer(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Peer]:
+    engine = Engine(ServerConfig(arena_bytes=ARENA_NBYTES, shared_bytes=REGION_NBYTES), lambda: None)
+    path = tmp_path / "calls"
+    with request.param(Calls(engine, MAX_PROTOBUF_NBYTES), path):
+        with grpc.insecure_channel(f"unix:{path}") as channel:
+            peer = Peer(engine, channel)
+            engine.batcher.offer(peer.worker)
+            yield peer
+        wait_until(lambda: peer.is_at_rest)
+    engine.close()
+    peer.worker.close()
+
+
+def chunk(data: bytes) -> bytes:
+    return pb.ExchangeRequest(chunk=data).SerializeToString()
+
+
+def violations(error: grpc.RpcError) -> list[str]:
+    """The fields that the server complains about."""
+    assert isinstance(error, grpc.Call)
+    status = rpc_status.from_call(error)
+    assert status is not None
+    bad_request = error_details_pb2.BadRequest()
+    assert status.details[0].Unpack(bad_request)
+    return [violation.field for violation in bad_request.field_violations]
+
+
+def test_a_whole_request_is_answered(peer: Peer) -> None:
+    for seed in range(3):
+        arrays = inputs(seed)
+        answer = pb.FusedBatchNormGradV3Response.FromString(
+            peer.unary("FusedBatchNormGradV3", request_of(arrays).SerializeToString())
+        )
+        check_answer(answer, answer.x_backprop.data, arrays)
+
+
+@pytest.mark.parametrize("chunk_nbytes", [1000, 333, NBYTES, NBYTES - 1])
+def test_an_exchange_answers_request_after_request(peer: Peer, chunk_nbytes: int) -> None:
+    messages, all_arrays = [], [inputs(seed) for seed in range(3)]
+    for arrays in all_arrays:
+        request = request_of(arrays, chunked=True)
+        messages.append(pb.ExchangeRequest(fused_batch_norm_grad_v3=request).SerializeToString())
+        for name in ("y_backprop", "x"):
+            data = arrays[name].tobytes()
+            messages += [chunk(data[i : i + chunk_nbytes]) for i in range(0, NBYTES, chunk_nbytes)]
+    answers = peer.exchange(*messages)
+    for arrays in all_arrays:
+        first = answers.pop(0)
+        assert first.WhichOneof("part") == "fused_batch_norm_grad_v3"
+        chunks = b""
+        while answers and answers[0].WhichOneof("part") == "chunk":
+            chunks += answers.pop(0).chunk
+        check_answer(first.fused_batch_norm_grad_v3, chunks, arrays)
+    assert answers == []
+
+
+def test_onednns_tensors_come_in_the_order_of_their_field_numbers(peer: Peer) -> None:
+    arrays = inputs()
+    names = {"output_delta": "y_backprop", "input_forward": "x", "mean": "reserve_space_1"}
+    names |= {"variance": "reserve_space_2", "gamma": "scale"}
+    tensors: dict[str, Any] = {name: tensor(arrays[other]) for name, other in names.items()}
+    request = pb.BatchNormTrainingBackpropRequest(epsilon=1, **tensors)
+    request.output_delta.data = request.input_forward.data = b""
+    first = pb.ExchangeRequest(batch_norm_training_backprop=request).SerializeToString()
+    answer, *chunks = peer.exchange(first, chunk(arrays["x"].tobytes()), chunk(arrays["y_backprop"].tobytes()))
+    response = answer.batch_norm_training_backprop
+    assert b"".join(each.chunk for each in chunks) == (arrays["x"] + arrays["y_backprop"]).tobytes()
+    assert response.gamma_delta.data == (arrays["reserve_space_1"] + arrays["scale"]).tobytes()
+
+
+def test_the_second_order_has_three_large_inputs_and_two_large_outputs(peer: Peer) -> None:
+    names = GradGradProblem.large_inputs
+    arrays = {name: array for seed, name in enumerate(names) for array in [inputs(seed)["x"]]}
+    arrays |= {name: inputs(seed)["scale"] for seed, name in enumerate(GradGradProblem.small_inputs)}
+    tensors: dict[str, Any] = {name: tensor(array) for name, array in arrays.items()}
+    request = pb.FusedBatchNormGradGradRequest(**tensors)
+    u, dy, x = (arrays[name] for name in names)
+    expected = [u + dy, u - x, sum(arrays[name] for name in GradGradProblem.small_inputs)]
+
+    whole = peer.unary("FusedBatchNormGradGrad", request.SerializeToString())
+    response = pb.FusedBatchNormGradGradResponse.FromString(whole)
+    answered = [response.grad_y_backprop, response.grad_x, response.grad_scale]
+    assert [each.data for each in answered] == [array.tobytes() for array in expected]
+
+    for name in names:
+        getattr(request, name).ClearField("data")
+    first = pb.ExchangeRequest(fused_batch_norm_grad_grad=request).SerializeToString()
+    answer, *chunks = peer.exchange(first, *(chunk(arrays[name].tobytes()) for name in names))
+    response = answer.fused_batch_norm_grad_grad
+    assert [each.data for each in (response.grad_y_backprop, response.grad_x)] == [b"", b""]
+    assert [each.chunk for each in chunks] == [array.tobytes() for array in expected[:2]]
+    assert response.grad_scale.data == expected[2].tobytes()
+
+
+def test_no_two_outputs_of_the_second_order_may_overlap(peer: Peer) -> None:
+    region = peer.engine.regions.lease(8192)
+    tensors: dict[str, Any] = {name: tensor(inputs()["x"]) for name in GradGradProblem.large_inputs}
+    tensors |= {name: tensor(inputs()["scale"]) for name in GradGradProblem.small_inputs}
+    request = pb.FusedBatchNormGradGradRequest(
+        **tensors,
+        grad_y_backprop_location=pb.Location(region_key=region.key),
+        grad_x_location=pb.Location(region_key=region.key, offset=64),
+    )
+    with pytest.raises(grpc.RpcError, match="grad_x_location must not overlap grad_y_backprop_location") as caught:
+        peer.unary("FusedBatchNormGradGrad", request.SerializeToString())
+    assert violations(caught.value) == ["grad_x_location"]
+    request.grad_x_location.offset = 4096
+    answer = peer.unary("FusedBatchNormGradGrad", request.SerializeToString())
+    with mmap.mmap(region.fd, region.nbytes) as memory:
+        assert memory[:NBYTES] == (2 * inputs()["x"]).tobytes()
+        assert memory[4096:][:NBYTES] == bytes(NBYTES)
+    assert not pb.FusedBatchNormGradGradResponse.FromString(answer).grad_x.data
+    wait_until(lambda: peer.is_at_rest)
+    peer.engine.regions.end(region)
+
+
+UNKNOWN_FIELD = b"\x98\x06\x01"
+
+
+def test_messages_with_fields_beside_are_understood(peer: Peer) -> None:
+    arrays = inputs()
+    first = pb.ExchangeRequest(fused_batch_norm_grad_v3=request_of(arrays, chunked=True)).SerializeToString()
+    chunks = [chunk(arrays[name].tobytes()) for name in ("y_backprop", "x")]
+    messages = [first + UNKNOWN_FIELD, chunk(b"") + UNKNOWN_FIELD, chunk(b""), UNKNOWN_FIELD + chunks[0], chunks[1]]
+    answer, *rest = peer.exchange(*messages)
+    check_answer(answer.fused_batch_norm_grad_v3, b"".join(each.chunk for each in rest), arrays)
+
+
+BEGIN = pb.ExchangeRequest(fused_batch_norm_grad_v3=request_of(inputs(), chunked=True)).SerializeToString()
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([chunk(b"x")], "a request must come first, not chunk"),
+        ([b""], "a request must come first, not nothing"),
+        ([UNKNOWN_FIELD], "a request must come first, not nothing"),
+        ([BEGIN], "840 bytes of chunks are missing"),
+        ([BEGIN, chunk(bytes(NBYTES - 1))], "1 bytes of chunks are missing"),
+        ([BEGIN, chunk(bytes(NBYTES))], "840 bytes of chunks are missing"),
+        ([BEGIN, chunk(bytes(NBYTES + 1))], "a chunk has 1 bytes more than its tensor"),
+        ([BEGIN, chunk(bytes(NBYTES + 1)) + UNKNOWN_FIELD], "a chunk has 1 bytes more than its tensor"),
+        ([BEGIN, chunk(bytes(NBYTES)), chunk(bytes(NBYTES - 1)), chunk(bytes(2))], "a chunk has 1 bytes more"),
+        ([BEGIN, BEGIN], "a chunk must follow, not fused_batch_norm_grad_v3"),
+        ([BEGIN, chunk(bytes(8)), b""], "a chunk must follow, not nothing"),
+    ],
+)
+def test_messages_out_of_order_or_of_the_wrong_size_end_the_exchange(
+    peer: Peer, messages: list[bytes], words: str
+) -> None:
+    with pytest.raises(grpc.RpcError, match=words) as caught:
+        peer.exchange(*messages)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert violations(caught.value) == ["part"]
+    wait_until(lambda: peer.is_at_rest)
+    test_a_whole_request_is_answered(peer)
+
+
+@pytest.mark.parametrize("messages", [[b"\x02\x00"], [b"\xff"], [b"\x0a\x02\x0a\xff"], [BEGIN, b"\x22\xff"]])
+def test_what_is_no_message_ends_the_exchange(peer: Peer, messages: list[bytes]) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        peer.exchange(*messages)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    wait_until(lambda: peer.is_at_rest)
+
+
+@pytest.mark.parametrize("op", UNARY_OPS)
+def test_a_request_without_anything_is_refused(peer: Peer, op: str) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        peer.unary(op, b"")
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "x" in violations(caught.value) or "input_forward" in violations(caught.value)
+
+
+def test_a_request_beyond_the_arena_is_refused(peer: Peer) -> None:
+    request = request_of(inputs(), chunked=True)
+    for large in (request.x, request.y_backprop):
+        large.shape[0] = ARENA_NBYTES
+    with pytest.raises(grpc.RpcError) as caught:
+        peer.exchange(pb.ExchangeRequest(fused_batch_norm_grad_v3=request).SerializeToString())
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+@pytest.mark.parametrize("n_requests", [1, 2], ids=["the first runs", "the second waits"])
+def test_memory_comes_back_when_a_client_loses_patience(peer: Peer, n_requests: int) -> None:
+    test_a_whole_request_is_answered(peer)  # connects
+    peer.worker.may_run.clear()
+    request = request_of(inputs()).SerializeToString()
+    for timeout in (1.0, TIMEOUT_S / 4):  # on a busy machine they may come too late
+        with ThreadPoolExecutor() as threads:
+            futures = [threads.submit(peer.unary, "FusedBatchNormGradV3", request, timeout) for _ in range(n_requests)]
+            for future in futures:
+                with pytest.raises(grpc.RpcError) as caught:
+                    future.result(TIMEOUT_S)
+                assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        if not peer.is_at_rest:
+            break
+    assert not peer.is_at_rest  # the worker has not ended yet
+    peer.worker.may_run.set()
+    wait_until(lambda: peer.is_at_rest)
+    test_a_whole_request_is_answered(peer)
+
+
+def located(key: bytes, *, x: int | None, x_backprop: int | None) -> tuple[pb.FusedBatchNormGradV3Request, Any]:
+    arrays = inputs()
+    request = request_of(arrays)
+    if x is not None:
+        request.x.ClearField("data")
+        request.x.location.CopyFrom(pb.Location(region_key=key, offset=x))
+    if x_backprop is not None:
+        request.x_backprop_location.CopyFrom(pb.Location(region_key=key, offset=x_backprop))
+    return request, arrays
+
+
+@pytest.mark.parametrize(("x", "x_backprop"), [(0, None), (None, 0), (0, 896), (896, 0)])
+def test_tensors_may_lie_in_a_region(peer: Peer, x: int | None, x_backprop: int | None) -> None:
+    region = peer.engine.regions.lease(8192)
+    request, arrays = located(region.key, x=x, x_backprop=x_backprop)
+    with mmap.mmap(region.fd, region.nbytes) as memory:
+        if x is not None:
+            memory[x : x + NBYTES] = arrays["x"].tobytes()
+        answer = pb.FusedBatchNormGradV3Response.FromString(
+            peer.unary("FusedBatchNormGradV3", request.SerializeToString())
+        )
+        result = answer.x_backprop.data if x_backprop is None else memory[x_backprop : x_backprop + NBYTES]
+        check_answer(answer, result, arrays)
+        if x_backprop is not None:
+            assert answer.x_backprop.location == request.x_backprop_location
+            assert answer.x_backprop.data == b""
+    wait_until(lambda: peer.is_at_rest)
+    peer.engine.regions.end(region)
+    assert peer.engine.regions.nbytes == 0
+
+
+@pytest.mark.parametrize("x_backprop", [0, 64, 832])
+def test_outputs_must_not_overlap_inputs(peer: Peer, x_backprop: int) -> None:
+    region = peer.engine.regions.lease(8192)
+    request, _ = located(region.key, x=0, x_backprop=x_backprop)
+    with pytest.raises(grpc.RpcError, match="x_backprop_location must not overlap x") as caught:
+        peer.unary("FusedBatchNormGradV3", request.SerializeToString())
+    assert violations(caught.value) == ["x_backprop_location"]
+    wait_until(lambda: peer.is_at_rest)
+    peer.engine.regions.end(region)
+
+
+def test_a_region_whose_client_is_gone_stays_until_its_request_has_ended(peer: Peer) -> None:
+    regions = peer.engine.regions
+    region = regions.lease(8192)
+    request, _ = located(region.key, x=0, x_backprop=4096)
+    peer.worker.may_run.clear()
+    with ThreadPoolExecutor() as threads:
+        future = threads.submit(peer.unary, "FusedBatchNormGradV3", request.SerializeToString())
+        wait_until(lambda: region.holds == 2)
+        regions.end(region)
+        assert regions.nbytes == 8192
+        peer.worker.may_run.set()
+        future.result(TIMEOUT_S)
+    wait_until(lambda: regions.nbytes == 0)
+
+
+@pytest.mark.parametrize(
+    ("way", "transport"), [("whole", "unary"), ("located", "shared"), ("chunked", "stream"), ("garbage", "unary")]
+)
+def test_what_a_full_server_refuses_is_counted_by_the_way_it_came(peer: Peer, way: str, transport: str) -> None:
+    whole, (in_region, _) = request_of(inputs()), located(b"", x=0, x_backprop=None)
+    messages = {"whole": whole.SerializeToString(), "located": in_region.SerializeToString(), "garbage": b"garbage"}
+    admission = peer.engine.admission
+    clients = [f"client {i}" for i in range(ServerConfig().max_requests)]
+    for client in clients:
+        admission.enter(client, 0, None)
+    with pytest.raises(grpc.RpcError, match="the server is full"):
+        peer.exchange(BEGIN) if way == "chunked" else peer.unary("FusedBatchNormGradV3", messages[way])
+    counted = ("FusedBatchNormGradV3", transport, "RESOURCE_EXHAUSTED", 1)
+    assert peer.engine.observer.metrics.status()["requests"] == [counted]
+    for client in clients:
+        admission.leave(client, 0, computed=False)
+
+
+def test_an_unknown_method_is_unimplemented(peer: Peer) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        peer.unary("FusedBatchNormGradV9", b"")
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+@pytest.mark.parametrize("peer", [on_grpcio], indirect=True, ids=["grpcio"])
+def test_where_too_many_calls_wait_for_a_thread_further_ones_are_told_when_to_come_again(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bngrad_server.rpc.grpcio_port._MAX_WAITING", 0)
+    for ask in (lambda: peer.unary("FusedBatchNormGradV2", b""), lambda: peer.exchange(b"")):
+        with pytest.raises(grpc.RpcError) as refused:
+            ask()
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "RetryInfo" in str(refused.value.trailing_metadata())

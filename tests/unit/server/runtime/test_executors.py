@@ -1,0 +1,48 @@
+"""Threads for actions: what becomes of them where the system gives no more threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+
+import pytest
+
+from bngrad_server.runtime.executors import HandlerThreads, Threads
+
+_TOO_LARGE = 1 << 47
+"""For a stack: larger than what a process can address."""
+
+
+def test_an_action_for_which_there_is_no_thread_is_refused_and_forgotten() -> None:
+    threads, answers = Threads("test"), [Future[int](), Future[int](), Future[int]()]
+    with no_more_threads(), pytest.raises(RuntimeError, match="can't start new thread"):
+        threads.run(lambda: answers[0].set_result(0))
+    threads.run(lambda: answers[1].set_result(1))
+    assert answers[1].result(20) == 1
+    threads.run(lambda: answers[2].set_result(2))
+    assert answers[2].result(20) == 2
+    threads.join()
+    assert not answers[0].done()
+
+
+def test_a_call_for_which_there_is_no_thread_waits_for_one_that_there_is() -> None:
+    first_may_end, second = threading.Event(), Future[int]()
+    with HandlerThreads(2, "test") as threads:
+        first = threads.submit(first_may_end.wait, 20)
+        with no_more_threads():
+            threads.submit(second.set_result, 2)
+        assert not second.done()
+        first_may_end.set()
+        assert first.result(20)
+        assert second.result(20) == 2
+
+
+@contextmanager
+def no_more_threads() -> Iterator[None]:
+    usual = threading.stack_size(_TOO_LARGE)
+    try:
+        yield
+    finally:
+        threading.stack_size(usual)

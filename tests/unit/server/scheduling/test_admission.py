@@ -1,0 +1,201 @@
+"""Admission, by a clock that the tests set."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import ExitStack
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bngrad_server.scheduling import admission
+from bngrad_server.scheduling.admission import Admission, OverloadedError
+
+MB = 2**20
+ALWAYS = 16
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(admission, "time", clock)
+    return clock
+
+
+def work_at(gate: Admission, clock: Clock, nbytes_per_s: float, seconds: float) -> None:
+    """Has requests come and go, ten at a time, at a rate of bytes; each counts for some more than its bytes."""
+    nbytes = 8 * MB - 2**18
+    for _ in range(10):
+        gate.enter("worker", nbytes, None)
+    for _ in range(int(seconds * nbytes_per_s / (8 * MB))):
+        gate.enter("worker", nbytes, None)
+        clock.now += 8 * MB / nbytes_per_s
+        gate.leave("worker", nbytes, computed=True)
+    for _ in range(10):
+        gate.leave("worker", nbytes, computed=False)
+
+
+def crowd(gate: Admission, client: str, nbytes: int, deadline: float | None = None) -> int:
+    """How many requests are let in before one is not."""
+    for count in range(10_000):
+        try:
+            gate.enter(client, nbytes, deadline)
+        except OverloadedError:
+            return count
+    raise AssertionError("there is no limit")
+
+
+def test_requests_are_limited_in_number_whatever_their_size() -> None:
+    assert crowd(Admission(max_requests=100, max_wait_s=5), "a", 0) == 100
+
+
+def test_work_is_limited_to_what_was_lately_done_within_the_longest_wait(clock: Clock) -> None:
+    gate = Admission(max_requests=10_000, max_wait_s=2)
+    work_at(gate, clock, 64 * MB, seconds=3)
+    assert crowd(gate, "a", MB - 2**18) == 128
+
+
+def test_who_has_little_time_is_let_in_only_where_the_wait_is_shorter(clock: Clock) -> None:
+    gate = Admission(max_requests=10_000, max_wait_s=2)
+    work_at(gate, clock, 64 * MB, seconds=3)
+    assert crowd(gate, "a", MB - 2**18, clock.now + 1) == 32
+    gate.enter("a", MB, None)
+
+
+def test_a_few_requests_are_always_let_in(clock: Clock) -> None:
+    gate = Admission(max_requests=10_000, max_wait_s=0.1)
+    work_at(gate, clock, MB, seconds=30)
+    assert crowd(gate, "a", 100 * MB) == ALWAYS
+
+
+def test_a_crowd_of_one_client_keeps_nobody_else_out(clock: Clock) -> None:
+    gate = Admission(max_requests=100, max_wait_s=5)
+    assert crowd(gate, "greedy", 0) == 100
+    assert crowd(gate, "b", 0) == 50
+    assert crowd(gate, "c", 0) == 33
+    assert crowd(gate, "greedy", 0) == 0
+
+
+def test_a_server_is_never_more_than_twice_full() -> None:
+    gate = Admission(max_requests=100, max_wait_s=5)
+    for client in range(300):
+        crowd(gate, str(client), 0)
+    assert gate.requests == 200
+
+
+def test_the_hint_tells_when_there_is_room_again(clock: Clock) -> None:
+    gate = Admission(max_requests=10_000, max_wait_s=2)
+    work_at(gate, clock, 64 * MB, seconds=3)
+    crowd(gate, "a", MB - 2**18)
+    with pytest.raises(OverloadedError, match=r"about 2\.0 s of work") as refused:
+        gate.enter("a", 32 * MB - 2**18, None)
+    assert refused.value.retry_delay_s == pytest.approx(0.5)
+
+
+def test_what_was_not_computed_says_nothing_of_the_speed(clock: Clock) -> None:
+    gate = Admission(max_requests=10_000, max_wait_s=2)
+    work_at(gate, clock, 64 * MB, seconds=3)
+    for _ in range(100):
+        gate.enter("a", 100 * MB, None)
+        clock.now += 0.1
+        gate.leave("a", 100 * MB, computed=False)
+    assert crowd(gate, "a", MB - 2**18) == 128
+
+
+def test_a_server_that_was_never_busy_knows_nothing_of_its_speed(clock: Clock) -> None:
+    gate = Admission(max_requests=100, max_wait_s=2)
+    for _ in range(100):
+        gate.enter("a", MB, None)
+        clock.now += 0.1
+        gate.leave("a", MB, computed=True)
+    assert crowd(gate, "a", 100 * MB) == 100
+
+
+def test_who_stands_still_keeps_nobody_else_out(clock: Clock) -> None:
+    gate = Admission(max_requests=100, max_wait_s=1)
+    for _ in range(50):
+        gate.enter("slow", 100 * MB, None)
+    for _ in range(100):
+        for _ in range(3):
+            gate.enter("quick", MB, None)
+        clock.now += 0.1
+        for _ in range(3):
+            gate.leave("quick", MB, computed=True)
+
+
+def test_transfers_that_stand_still_say_nothing_of_the_speed(clock: Clock) -> None:
+    gate = Admission(max_requests=100, max_wait_s=1)
+    with ExitStack() as standing:
+        for _ in range(50):
+            gate.enter("slow", MB, None)
+            standing.enter_context(gate.transfer())
+        for _ in range(20):
+            gate.enter("rare", 0, None)
+            clock.now += 3
+            gate.leave("rare", 0, computed=True)
+        assert crowd(gate, "rare", 100 * MB) == 50
+
+
+def test_a_server_that_becomes_slow_lets_less_in(clock: Clock) -> None:
+    gate = Admission(max_requests=10_000, max_wait_s=2)
+    work_at(gate, clock, 64 * MB, seconds=3)
+    full = crowd(gate, "a", MB)
+    for _ in range(200):  # 10 MB/s, and always full
+        clock.now += 0.1
+        gate.leave("a", MB, computed=True)
+        full += crowd(gate, "a", MB) - 1
+    assert gate.requests < 30
+    assert gate.requests == full
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 50 * MB)), max_size=200))
+def test_nothing_is_left_once_all_are_out(requests: list[tuple[str, int]]) -> None:
+    gate = Admission(max_requests=20, max_wait_s=5)
+    inside = Counter[tuple[str, int]]()
+    for client, nbytes in requests:
+        try:
+            gate.enter(client, nbytes, None)
+            inside[client, nbytes] += 1
+        except OverloadedError:
+            pass
+    for client, nbytes in inside.elements():
+        gate.leave(client, nbytes, computed=True)
+    assert gate.requests == 0
+    assert not gate._requests_of
+    assert not gate._work_of
+    assert gate._work == 0
+
+
+def test_a_client_may_have_so_many_requests_and_no_more() -> None:
+    gate = Admission(256, 5.0, max_client_requests=2)
+    for _ in range(2):
+        gate.enter("greedy", MB, None)
+    with pytest.raises(OverloadedError, match="has 2 requests in already") as refused:
+        gate.enter("greedy", 0, None)
+    assert 0 < refused.value.retry_delay_s < 1
+    with pytest.raises(OverloadedError, match="has 2 requests in already"):
+        gate.check("greedy", None)
+    gate.enter("modest", MB, None)
+    gate.leave("greedy", MB, computed=True)
+    gate.enter("greedy", MB, None)
+
+
+def test_a_client_may_have_so_many_bytes_or_one_request() -> None:
+    gate = Admission(256, 5.0, max_client_bytes=10 * MB)
+    gate.enter("greedy", 4 * MB, None)
+    gate.enter("greedy", 6 * MB, None)
+    with pytest.raises(OverloadedError, match=f"more than the {10 * MB} bytes that it may have"):
+        gate.enter("greedy", 1, None)
+    gate.enter("modest", 100 * MB, None)
+    for nbytes in (4 * MB, 6 * MB):
+        gate.leave("greedy", nbytes, computed=True)
+    gate.enter("greedy", 11 * MB, None)

@@ -1,0 +1,593 @@
+"""The batcher with threads of its own and workers that are functions."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import random
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import pytest
+from tests.unit.server.scheduling.workers import TIMEOUT_S, GatedWorker, Requests, job, large_job, wait_until
+
+from bngrad_server.runtime.event_loop import Poller
+from bngrad_server.scheduling.batch import Part, Worker, WorkerDiedError
+from bngrad_server.scheduling.batcher import MAX_ATTEMPTS, Batcher, ComputeError
+from bngrad_server.scheduling.dispatch import Leader, run
+from bngrad_server.scheduling.job import Job, JobState
+
+
+@pytest.fixture
+def requests() -> Iterator[Requests]:
+    requests = Requests(Batcher(max_jobs=3, max_bytes=4000))
+    yield requests
+    requests.end()
+
+
+@pytest.fixture
+def worker() -> GatedWorker:
+    return GatedWorker()
+
+
+@contextmanager
+def takes_at_most(seconds: float) -> Iterator[None]:
+    begin = time.monotonic()
+    yield
+    assert time.monotonic() - begin < seconds
+
+
+@pytest.mark.parametrize(
+    ("jobs", "batches"),
+    [
+        pytest.param([job(0), job(1), job(0), job(2), job(3)], [[0, 2], [1], [3], [4]], id="one kernel a batch"),
+        pytest.param([job() for _ in range(5)], [[0, 1, 2], [3, 4]], id="limited in jobs"),
+        pytest.param([job(1), job(0), job(1), job(0), job(1), job(1)], [[0, 2, 4], [1, 3], [5]], id="first come first"),
+    ],
+)
+def test_a_batch_is_what_waits_of_the_first_jobs_kernel(
+    requests: Requests, worker: GatedWorker, jobs: list[Job], batches: list[list[int]]
+) -> None:
+    futures = requests.run(*jobs)
+    requests.batcher.offer(worker)
+    for batch in batches:
+        assert worker.compute() == [jobs[i] for i in batch]
+    for future in futures:
+        future.result(TIMEOUT_S)
+
+
+def test_an_idle_worker_begins_at_once(requests: Requests, worker: GatedWorker) -> None:
+    requests.batcher.offer(worker)
+    for _ in range(2):
+        only = job()
+        (future,) = requests.run(only)
+        assert worker.compute() == [only]
+        future.result(TIMEOUT_S)
+
+
+def test_a_failure_goes_to_its_own_job_alone(requests: Requests, worker: GatedWorker) -> None:
+    failing, fine = requests.run(job(), job())
+    requests.batcher.offer(worker)
+    _, outcome = worker.next_batch()
+    outcome.set_result(["MemoryError", None])
+    with pytest.raises(ComputeError, match="MemoryError"):
+        failing.result(TIMEOUT_S)
+    fine.result(TIMEOUT_S)
+
+
+def test_jobs_of_a_dead_worker_come_first_and_run_alone(requests: Requests, worker: GatedWorker) -> None:
+    lost, fresh = [job(), job()], job()
+    futures = requests.run(*lost)
+    requests.batcher.offer(worker)
+    _, outcome = worker.next_batch()
+    futures += requests.run(fresh)
+    outcome.set_exception(WorkerDiedError("killed"))
+    wait_until(lambda: len(requests.batcher._queue) == 3)
+    successor = GatedWorker()
+    requests.batcher.offer(successor)
+    assert [successor.compute() for _ in range(3)] == [[lost[0]], [lost[1]], [fresh]]
+    for future in futures:
+        future.result(TIMEOUT_S)
+    assert [each.attempts for each in (*lost, fresh)] == [2, 2, 1]
+
+
+def test_a_job_is_given_up_when_too_many_workers_died_of_it(requests: Requests) -> None:
+    only = job()
+    (future,) = requests.run(only)
+    for _ in range(MAX_ATTEMPTS):
+        worker = GatedWorker()
+        requests.batcher.offer(worker)
+        assert worker.die() == [only]
+    with pytest.raises(ComputeError, match=f"{MAX_ATTEMPTS} workers died"):
+        future.result(TIMEOUT_S)
+
+
+def test_a_job_is_not_blamed_for_deaths_of_workers_that_never_read_it(requests: Requests) -> None:
+    only = job()
+    (future,) = requests.run(only)
+    for _ in range(2 * MAX_ATTEMPTS):
+        worker = GatedWorker()
+        requests.batcher.offer(worker)
+        _, outcome = worker.next_batch()
+        outcome.set_exception(WorkerDiedError("was dead", saw_batch=False))
+        wait_until(lambda: len(requests.batcher._queue) == 1)
+    beside = GatedWorker(seats=2)
+    for _ in range(beside.seats):
+        requests.batcher.offer(beside)
+    _, outcome = beside.next_batch()
+    (second,) = requests.run(job())
+    beside.compute()  # the first one is no suspect, so that it has company
+    outcome.set_result([None])
+    for each in (future, second):
+        each.result(TIMEOUT_S)
+    assert (only.attempts, requests.batcher.counts.reruns) == (1, 2 * MAX_ATTEMPTS)
+
+
+def test_a_split_job_is_blamed_if_one_of_the_dead_read_it(requests: Requests) -> None:
+    only = large_job()
+    workers = [GatedWorker(), GatedWorker()]
+    for worker in workers:
+        requests.batcher.offer(worker)
+    (future,) = requests.run(only)
+    outcomes = [worker.next_batch()[1] for worker in workers]
+    for outcome, saw_batch in zip(outcomes, (True, False), strict=True):
+        outcome.set_exception(WorkerDiedError("killed", saw_batch=saw_batch))
+    successor = GatedWorker()
+    requests.batcher.offer(successor)
+    assert successor.compute() == [only]
+    future.result(TIMEOUT_S)
+    assert only.attempts == MAX_ATTEMPTS
+
+
+def test_an_idle_worker_takes_over_from_a_dead_one(requests: Requests, worker: GatedWorker) -> None:
+    idle, only = GatedWorker(), job()
+    requests.batcher.offer(idle)
+    requests.batcher.offer(worker)
+    (future,) = requests.run(only)
+    assert worker.die() == [only]
+    assert idle.compute() == [only]
+    future.result(TIMEOUT_S)
+
+
+def test_a_thread_that_leads_a_worker_is_not_handed_another(requests: Requests) -> None:
+    holding, held, asked = threading.Event(), threading.Event(), itertools.count()
+
+    def holds_its_own_thread() -> bool:
+        """Holds once the job waits; before, it is asked as well."""
+        if threading.get_ident() == owner.result(TIMEOUT_S) and next(asked) and not holding.is_set():
+            held.set()
+            holding.wait(TIMEOUT_S)
+        return False
+
+    owner: Future[int] = Future()
+    slow, own, late = job(0, is_abandoned=holds_its_own_thread), job(1), job(1)
+
+    def run_slow() -> None:
+        owner.set_result(threading.get_ident())
+        run(requests.batcher, slow)
+
+    thread = threading.Thread(target=run_slow)
+    thread.start()
+    assert held.wait(TIMEOUT_S)
+    workers = [GatedWorker() for _ in range(3)]
+    requests.batcher.offer(workers[0])  # is handed to the thread that is held
+    requests.batcher.offer(workers[1])
+    futures = requests.run(own)
+    batch, outcome = workers[1].next_batch()
+    assert batch == [slow]
+    requests.batcher.offer(workers[2])
+    futures += requests.run(late)
+    assert workers[2].compute() == [own, late]
+    outcome.set_result([None])
+    holding.set()
+    thread.join(TIMEOUT_S)
+    for future in futures:
+        future.result(TIMEOUT_S)
+    assert set(requests.batcher._free) == set(workers)
+
+
+def test_an_abandoned_job_is_never_run(requests: Requests, worker: GatedWorker) -> None:
+    gone = threading.Event()
+    abandoned = [job(is_abandoned=gone.is_set), job(is_abandoned=gone.is_set)]
+    futures, rest = requests.run(*abandoned), job()
+    (fine,) = requests.run(rest)
+    gone.set()
+    requests.batcher.offer(worker)
+    assert worker.compute() == [rest]
+    fine.result(TIMEOUT_S)
+    for future in futures:
+        with pytest.raises(CancelledError):
+            future.result(TIMEOUT_S)
+
+
+def test_a_job_that_waits_ends_at_its_deadline(requests: Requests, worker: GatedWorker) -> None:
+    only = job(deadline=time.monotonic() + 0.05)
+    with takes_at_most(TIMEOUT_S / 2):
+        (future,) = requests.run(only)
+        with pytest.raises(TimeoutError):
+            future.result(TIMEOUT_S)
+    ended = threading.Event()
+    requests.batcher.when_untouched(only, ended.set)
+    assert ended.is_set()
+    requests.batcher.offer(worker)
+    (future,) = requests.run(job())
+    assert only not in worker.compute()
+    future.result(TIMEOUT_S)
+
+
+@pytest.mark.parametrize("dies", [False, True], ids=["the worker computes", "the worker dies"])
+@pytest.mark.parametrize("asked_late", [False, True], ids=["asked at once", "asked afterwards"])
+@pytest.mark.parametrize("by", ["deadline", "client"])
+def test_a_running_job_is_left_at_once_and_untouched_when_its_worker_is_done(
+    requests: Requests, worker: GatedWorker, by: str, asked_late: bool, dies: bool
+) -> None:
+    gone, untouched = threading.Event(), threading.Event()
+    leader = job()
+    (leading,) = requests.run(leader)
+    rider = job(is_abandoned=gone.is_set)
+    (riding,) = requests.run(rider)
+    requests.batcher.offer(worker)
+    batch, outcome = worker.next_batch()
+    assert batch == [leader, rider]
+    if by == "client":
+        gone.set()
+    else:
+        rider.deadline = time.monotonic()
+    with pytest.raises(TimeoutError if by == "deadline" else CancelledError):
+        riding.result(TIMEOUT_S)
+    if not asked_late:
+        requests.batcher.when_untouched(rider, untouched.set)
+        assert not untouched.is_set()
+    if dies:
+        outcome.set_exception(WorkerDiedError("killed"))
+        wait_until(lambda: leader.state is JobState.WAITING)
+    else:
+        outcome.set_result([None, None])
+        leading.result(TIMEOUT_S)
+    if asked_late:
+        requests.batcher.when_untouched(rider, untouched.set)
+    assert untouched.wait(TIMEOUT_S)
+    assert rider.has_ended
+    successor = GatedWorker()
+    requests.batcher.offer(successor)
+    if dies:
+        assert successor.compute() == [leader]
+        leading.result(TIMEOUT_S)
+    assert successor.is_untouched
+
+
+def test_a_worker_that_fails_as_no_worker_should_takes_no_job_with_it(requests: Requests, worker: GatedWorker) -> None:
+    leader, rider = job(), job()
+    leading, riding = requests.run(leader, rider)
+    requests.batcher.offer(worker)
+    _, outcome = worker.next_batch()
+    outcome.set_exception(MemoryError())
+    with pytest.raises(MemoryError):
+        leading.result(TIMEOUT_S)
+    assert leader.has_ended
+    successor = GatedWorker()
+    requests.batcher.offer(successor)
+    assert successor.compute() == [rider]
+    riding.result(TIMEOUT_S)
+
+
+def test_a_worker_that_was_withdrawn_gets_no_job(requests: Requests, worker: GatedWorker) -> None:
+    requests.batcher.offer(worker)
+    requests.batcher.withdraw(worker)
+    requests.batcher.withdraw(worker)
+    only, successor = job(), GatedWorker()
+    (future,) = requests.run(only)
+    assert worker.is_untouched
+    requests.batcher.offer(successor)
+    assert successor.compute() == [only]
+    future.result(TIMEOUT_S)
+
+
+@pytest.mark.parametrize("dies", [False, True], ids=["the worker computes", "the worker dies"])
+def test_closing_ends_every_job_that_no_worker_has(requests: Requests, worker: GatedWorker, dies: bool) -> None:
+    (held,) = requests.run(job(0))
+    requests.batcher.offer(worker)
+    _, outcome = worker.next_batch()
+    (waiting,) = requests.run(job(1))
+    requests.batcher.close()
+    with pytest.raises(CancelledError):
+        waiting.result(TIMEOUT_S)
+    with pytest.raises(CancelledError):
+        run(requests.batcher, job())
+    if dies:
+        outcome.set_exception(WorkerDiedError("killed"))
+        with pytest.raises(CancelledError):
+            held.result(TIMEOUT_S)
+    else:
+        outcome.set_result([None])
+        held.result(TIMEOUT_S)
+    requests.batcher.offer(worker)
+    assert worker.is_untouched
+
+
+@dataclass
+class World:
+    """What random workers share: what they touch at this time, and what should not have been.
+
+    Attributes:
+        kills: Tells whether a worker dies of a batch.
+    """
+
+    random: random.Random
+    kills: Callable[[list[Job]], bool]
+    touched: set[int] = field(default_factory=set)
+    mischief: list[str] = field(default_factory=list)
+    mutex: threading.Lock = field(default_factory=threading.Lock)
+
+
+class RandomWorker:
+    """Takes its time, and dies now and then."""
+
+    def __init__(self, world: World, seats: int) -> None:
+        self.seats = seats
+        self.world = world
+        self.has_died = threading.Event()
+        self.batches: list[list[Job]] = []
+
+    def begin(self, parts: Sequence[Part]) -> RandomRun:
+        batch = [job for job, _ in parts]
+        world = self.world
+        with world.mutex:
+            self.batches.append(batch)
+            if len({each.kernel_key for each in batch}) != 1:
+                world.mischief.append("jobs of two kernels are in a batch")
+            if len(self.batches) > self.seats:
+                world.mischief.append("a worker has more batches than seats")
+            jobs = list(itertools.chain(*self.batches))
+            if len(jobs) > 1 and any(each.attempts > 1 for each in jobs):
+                world.mischief.append("a job that has cost a worker has company")
+        return RandomRun(self, batch)
+
+    def kill(self) -> None:
+        pass
+
+
+class RandomRun:
+    """A batch that a random worker computes."""
+
+    def __init__(self, worker: RandomWorker, batch: list[Job]) -> None:
+        self._worker = worker
+        self._batch = batch
+        self._done = os.eventfd(1)
+        weakref.finalize(self, os.close, self._done)
+
+    def fileno(self) -> int:
+        return self._done
+
+    def finish(self) -> list[str | None]:
+        worker, world = self._worker, self._worker.world
+        os.eventfd_read(self._done)
+        ids = {id(each) for each in self._batch}
+        with world.mutex:
+            if ids & world.touched:
+                world.mischief.append("two workers touch the memory of a job")
+            world.touched |= ids
+            duration_s = world.random.choice((0, 0, 0.0005, 0.002))
+        time.sleep(duration_s)
+        with world.mutex:
+            world.touched -= ids
+            worker.batches.remove(self._batch)
+            if worker.has_died.is_set():
+                raise WorkerDiedError("was dead")
+            if world.random.random() < 0.03:
+                worker.has_died.set()
+                raise WorkerDiedError("never read it", saw_batch=False)
+            if world.kills(self._batch):
+                worker.has_died.set()
+                raise WorkerDiedError("killed")
+        return ["Error" if each.nbytes % 7 == 0 else None for each in self._batch]
+
+
+KINDS_OF_END = {type(None), TimeoutError, CancelledError, ComputeError}
+
+
+def is_poison(nbytes: int) -> bool:
+    return nbytes % 17 == 3
+
+
+@pytest.mark.parametrize("poisoned", [False, True], ids=["deaths by chance", "deaths by poison"])
+@pytest.mark.parametrize("seats", [1, 2])
+@pytest.mark.parametrize("n_workers", range(1, 4))
+def test_every_job_ends_once_and_no_worker_is_lost(  # noqa: PLR0915 - a world of its own
+    n_workers: int, seats: int, poisoned: bool
+) -> None:
+    random_ = random.Random(n_workers)
+    world = World(
+        random_, lambda batch: any(is_poison(each.nbytes) for each in batch) if poisoned else random_.random() < 0.1
+    )
+    batcher = Batcher(max_jobs=4, max_bytes=1000)
+    poller = Poller("poller")
+    Leader(poller, batcher)
+    poller.start()
+    untouched = set[int]()
+    ended: dict[int, tuple[Job, Exception | None]] = {}
+    numbers, stopping = itertools.count(), threading.Event()
+    began = time.monotonic()
+
+    def keep() -> None:
+        while not stopping.is_set():
+            worker = RandomWorker(world, seats)
+            for _ in range(seats):
+                batcher.offer(worker)
+            while not worker.has_died.wait(0.01) and not stopping.is_set():
+                pass
+            batcher.withdraw(worker)
+
+    def outcomes() -> Counter[type]:
+        with world.mutex:
+            return Counter(type(error) for _, error in ended.values())
+
+    def is_enough() -> bool:
+        """Whether every kind of end was seen, which takes longer where the machine is slow."""
+        seen = outcomes()
+        return time.monotonic() > began + 0.8 and seen[type(None)] > 100 and set(seen) == KINDS_OF_END
+
+    def request() -> None:
+        while not is_enough() and time.monotonic() < began + TIMEOUT_S:
+            with world.mutex:
+                number, key, patience_s = next(numbers), random_.randrange(2), random_.choice((None, 0, 0.001, 0.003))
+            begin = time.monotonic()
+            nbytes = 1 + number % 300
+            if poisoned and is_poison(nbytes):
+                patience_s = None  # so that some are surely given up
+            gone_at = begin + 0.001 if number % 5 == 0 and patience_s is not None else float("inf")
+            only = job(
+                key,
+                nbytes,
+                functools.partial(is_past, gone_at),
+                client=str(number % 3),
+                deadline=None if patience_s is None else begin + patience_s,
+            )
+            error: Exception | None = None
+            try:
+                if number % 2:
+                    run(batcher, only)
+                else:
+                    submit_and_wait(only)
+            except (TimeoutError, CancelledError, ComputeError) as caught:
+                error = caught
+            with world.mutex:
+                ended[number] = (only, error)
+            batcher.when_untouched(only, functools.partial(release, number, only))
+
+    def submit_and_wait(only: Job) -> None:
+        has_ended = threading.Event()
+        only.on_end = has_ended.set
+        batcher.submit(only)
+        poller.soon(lambda: None)
+        while not has_ended.wait(0.0005):
+            batcher.check_patience(only)
+        if only.error is not None:
+            raise only.error
+
+    def release(number: int, only: Job) -> None:
+        assert id(only) not in world.touched
+        assert number not in untouched
+        untouched.add(number)
+
+    with ThreadPoolExecutor(24 + n_workers) as threads:
+        keepers = [threads.submit(keep) for _ in range(n_workers)]
+        for future in [threads.submit(request) for _ in range(24)]:
+            future.result(2 * TIMEOUT_S)
+        wait_until(lambda: sum(is_alive(worker) for worker in list(batcher._free)) == n_workers * seats)
+        stopping.set()
+        for keeper in keepers:
+            keeper.result(TIMEOUT_S)
+    poller.stop(TIMEOUT_S)
+    assert not poller.is_alive
+    assert not len(batcher._queue)
+    assert not world.touched
+    assert not world.mischief
+    assert set(ended) == untouched == set(range(next(numbers)))
+    assert all(only.has_ended for only, _ in ended.values())
+    assert outcomes()[type(None)] > 100
+    assert set(outcomes()) == KINDS_OF_END
+    if poisoned:
+        given_up = [is_poison(only.nbytes) for only, error in ended.values() if "workers died" in str(error)]
+        assert given_up
+        assert all(given_up), "a job was blamed for another"
+
+
+def is_past(moment: float) -> bool:
+    return time.monotonic() > moment
+
+
+def is_alive(worker: Worker) -> bool:
+    assert isinstance(worker, RandomWorker)
+    return not worker.has_died.is_set()
+
+
+@pytest.fixture
+def crew(requests: Requests) -> list[GatedWorker]:
+    """Three workers that wait for something to do."""
+    workers = [GatedWorker() for _ in range(3)]
+    for each in workers:
+        requests.batcher.offer(each)
+    return workers
+
+
+def test_a_large_job_is_split_by_channels_among_the_workers_that_are_idle(
+    requests: Requests, crew: list[GatedWorker]
+) -> None:
+    large, small = large_job(), job()
+    (future,) = requests.run(large)
+    batches = [worker.next_batch() for worker in crew]
+    assert [batch for batch, _ in batches] == [[large]] * 3
+    assert sorted(c for worker in crew for channels in worker.parts for c in channels) == list(range(64))
+    (waiting,) = requests.run(small)
+    for _, outcome in batches:
+        assert not future.done()
+        outcome.set_result([None])
+    future.result(TIMEOUT_S)
+    wait_until(lambda: any(not worker.is_untouched for worker in crew))
+    next(worker for worker in crew if not worker.is_untouched).compute()
+    waiting.result(TIMEOUT_S)
+    wait_until(lambda: len(requests.batcher._free) == 3)
+
+
+def test_a_part_that_fails_fails_its_job(requests: Requests, crew: list[GatedWorker]) -> None:
+    (future,) = requests.run(large_job())
+    for worker, failure in zip(crew, [None, "MemoryError", None], strict=True):
+        _, outcome = worker.next_batch()
+        outcome.set_result([failure])
+    with pytest.raises(ComputeError, match="MemoryError"):
+        future.result(TIMEOUT_S)
+    wait_until(lambda: len(requests.batcher._free) == 3)
+
+
+@pytest.mark.parametrize("dead", range(3))
+def test_a_job_of_which_one_worker_died_runs_alone_once_the_others_are_done(
+    requests: Requests, crew: list[GatedWorker], dead: int
+) -> None:
+    large = large_job()
+    (future,) = requests.run(large)
+    outcomes = [worker.next_batch()[1] for worker in crew]
+    outcomes[dead].set_exception(WorkerDiedError("killed"))
+    for outcome in outcomes:
+        if outcome is not outcomes[dead]:
+            assert large.state is JobState.RUNNING
+            outcome.set_result([None])
+    wait_until(lambda: any(not worker.is_untouched for worker in crew))
+    survivor = next(worker for worker in crew if not worker.is_untouched)
+    assert survivor is not crew[dead]
+    assert survivor.compute() == [large]
+    assert survivor.parts == [range(64)]
+    future.result(TIMEOUT_S)
+    assert crew[dead].killed
+    wait_until(lambda: set(requests.batcher._free) == set(crew) - {crew[dead]})
+
+
+def test_a_job_waits_for_company_no_longer_than_it_may(worker: GatedWorker) -> None:
+    requests = Requests(Batcher(max_jobs=3, max_bytes=4000, max_delay_s=1.5))
+    first = [job(), job()]
+    futures = requests.run(*first)
+    requests.batcher.offer(worker)
+    assert worker.compute() == first
+    assert time.monotonic() - first[0].arrival >= 1.5
+    requests.end()
+    for future in futures:
+        future.result(TIMEOUT_S)
+
+
+def test_a_full_batch_waits_for_no_further_company(worker: GatedWorker) -> None:
+    requests = Requests(Batcher(max_jobs=3, max_bytes=4000, max_delay_s=TIMEOUT_S))
+    requests.batcher.offer(worker)
+    jobs = [job(), job(), job()]
+    with takes_at_most(TIMEOUT_S / 2):
+        futures = requests.run(*jobs)
+        assert worker.compute() == jobs
+        for future in futures:
+            future.result(TIMEOUT_S)
+    requests.end()

@@ -1,0 +1,175 @@
+"""Workers that compute several batches at once, and what happens to all of them when such a worker dies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import TypeAlias
+
+import pytest
+from tests.unit.server.scheduling.workers import TIMEOUT_S, GatedWorker, Requests, job, large_job, wait_until
+
+from bngrad_server.scheduling.batcher import Batcher, ComputeError
+from bngrad_server.scheduling.job import Job
+
+Outcome: TypeAlias = Future[list[str | None]]
+
+
+@pytest.fixture
+def requests() -> Iterator[Requests]:
+    requests = Requests(Batcher(max_jobs=3, max_bytes=4000))
+    yield requests
+    requests.end()
+
+
+def offer(requests: Requests, seats: int = 2) -> GatedWorker:
+    """A worker all of whose seats are free."""
+    worker = GatedWorker(seats)
+    for _ in range(seats):
+        requests.batcher.offer(worker)
+    return worker
+
+
+def begin(requests: Requests, only: Job, *workers: GatedWorker) -> tuple[Future[None], GatedWorker, Outcome]:
+    """Runs a job that one of the workers must begin at once; returns that one as well."""
+    (future,) = requests.run(only)
+    wait_until(lambda: not all(worker.is_untouched for worker in workers))
+    worker = next(worker for worker in workers if not worker.is_untouched)
+    batch, outcome = worker.next_batch()
+    assert batch == [only]
+    return future, worker, outcome
+
+
+def test_a_worker_begins_as_many_batches_as_it_has_seats_and_ends_them_in_any_order(requests: Requests) -> None:
+    worker = offer(requests)
+    first, _, first_outcome = begin(requests, job(), worker)
+    second, _, second_outcome = begin(requests, job(), worker)
+    (third,) = requests.run(waiting := job())
+    assert worker.is_untouched
+    second_outcome.set_result([None])
+    second.result(TIMEOUT_S)
+    assert worker.compute() == [waiting]
+    third.result(TIMEOUT_S)
+    first_outcome.set_result([None])
+    first.result(TIMEOUT_S)
+    wait_until(lambda: list(requests.batcher._free) == [worker] * 2)
+
+
+def test_a_worker_that_is_idle_is_preferred_to_one_that_has_a_free_seat(requests: Requests) -> None:
+    workers = [offer(requests), offer(requests)]
+    begun = [begin(requests, job(), *workers) for _ in range(4)]
+    assert {worker for _, worker, _ in begun[:2]} == {worker for _, worker, _ in begun[2:]} == set(workers)
+    for future, _, outcome in begun:
+        outcome.set_result([None])
+        future.result(TIMEOUT_S)
+
+
+def test_a_large_job_is_split_among_workers_not_among_the_seats_of_one(requests: Requests) -> None:
+    workers = [offer(requests), offer(requests), offer(requests)]
+    small, busy, outcome = begin(requests, job(), *workers)
+    (large,) = requests.run(large_job())
+    idle = [worker for worker in workers if worker is not busy]
+    for worker in idle:
+        worker.compute()
+    large.result(TIMEOUT_S)
+    assert sorted(channel for worker in idle for (part,) in [worker.parts] for channel in part) == list(range(64))
+    assert busy.is_untouched
+    outcome.set_result([None])
+    small.result(TIMEOUT_S)
+
+
+def test_all_batches_of_a_dead_worker_run_again_one_at_a_time(requests: Requests) -> None:
+    worker = offer(requests)
+    lost = [job(0), job(1)]
+    begun = [begin(requests, each, worker) for each in lost]
+    successor = offer(requests)
+    begun.append(begin(requests, fresh := job(2), successor))
+    fresh_outcome = begun[-1][2]
+    for _, _, outcome in begun[:2]:
+        worker.die_with(outcome)
+    wait_until(lambda: len(requests.batcher._queue) == 2)
+    assert successor.is_untouched, "a batch runs beside one that was not done when the other worker died"
+    fresh_outcome.set_result([None])
+    for each in lost:
+        batch, outcome = successor.next_batch()
+        assert batch == [each]
+        assert successor.is_untouched, "two batches run at a time that may have cost a worker"
+        outcome.set_result([None])
+    for future, _, _ in begun:
+        future.result(TIMEOUT_S)
+    assert [each.attempts for each in (*lost, fresh)] == [2, 2, 1]
+    assert worker not in list(requests.batcher._free)
+
+
+def test_a_fresh_job_runs_beside_none_that_may_have_cost_a_worker_but_beside_others_again(requests: Requests) -> None:
+    worker = offer(requests)
+    rerun, _, outcome = begin(requests, job(0), worker)
+    worker.die_with(outcome)
+    successor = offer(requests)
+    _, outcome = successor.next_batch()
+    (first,) = requests.run(fresh := job(1))
+    assert successor.is_untouched
+    outcome.set_result([None])
+    rerun.result(TIMEOUT_S)
+    batch, first_outcome = successor.next_batch()
+    assert batch == [fresh]
+    wait_until(lambda: list(requests.batcher._free) == [successor])
+    second, _, second_outcome = begin(requests, job(2), successor)
+    for future, outcome in ((first, first_outcome), (second, second_outcome)):
+        outcome.set_result([None])
+        future.result(TIMEOUT_S)
+
+
+@pytest.mark.parametrize("noticed_first", [0, 1])
+def test_the_job_that_kills_is_given_up_and_no_other_that_shared_its_workers(
+    requests: Requests, noticed_first: int
+) -> None:
+    worker = offer(requests)
+    poison, innocent = job(0), job(1)
+    poisonous, _, deadly_outcome = begin(requests, poison, worker)
+    fine, _, other_outcome = begin(requests, innocent, worker)
+    outcomes = [deadly_outcome, other_outcome]
+    worker.die_with(outcomes[noticed_first])
+    successor = offer(requests)
+    worker.die_with(outcomes[1 - noticed_first])
+    for _ in range(2):
+        batch, outcome = successor.next_batch()
+        assert successor.is_untouched
+        if batch == [innocent]:
+            outcome.set_result([None])
+        else:
+            successor.die_with(outcome)
+            successor = offer(requests)
+    fine.result(TIMEOUT_S)
+    with pytest.raises(ComputeError, match="2 workers died"):
+        poisonous.result(TIMEOUT_S)
+    assert requests.batcher.counts.quarantined == 1
+
+
+def test_the_free_seat_of_a_worker_that_died_at_another_is_not_taken(requests: Requests) -> None:
+    idle = offer(requests, seats=1)
+    worker = offer(requests)
+    future, _, outcome = begin(requests, only := job(), worker)
+    worker.die_with(outcome)
+    assert idle.compute() == [only]
+    future.result(TIMEOUT_S)
+    assert worker.is_untouched
+    assert worker not in list(requests.batcher._free)
+
+
+def test_a_job_that_cost_a_worker_and_is_given_up_holds_no_seat_back(requests: Requests) -> None:
+    worker = offer(requests)
+    gone: list[bool] = []
+    given_up, _, outcome = begin(requests, job(0, is_abandoned=lambda: bool(gone)), worker)
+    successor = offer(requests)
+    held, _, held_outcome = begin(requests, job(1), successor)
+    worker.die_with(outcome)
+    wait_until(lambda: len(requests.batcher._queue) == 1)
+    (next_,) = requests.run(job(2))
+    assert successor.is_untouched
+    gone.append(True)
+    assert given_up.exception(TIMEOUT_S) is not None
+    assert len(successor.compute()) == 1
+    next_.result(TIMEOUT_S)
+    held_outcome.set_result([None])
+    held.result(TIMEOUT_S)

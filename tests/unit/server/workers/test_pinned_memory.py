@@ -1,0 +1,68 @@
+"""Memory that the seats of a worker share."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+
+import pytest
+
+from bngrad_kernels.problem import AnyProblem, Array
+from bngrad_server.workers.pinned_memory import Memories
+
+ARENA, PINNED_NBYTES = 1 << 16, 1 << 20
+
+
+class Device:
+    """Notes the sizes of what is page-locked."""
+
+    description = "notes"
+    memory_nbytes = 1 << 30
+    used_nbytes = 0
+
+    def __init__(self) -> None:
+        self.locked: list[int] = []
+
+    def warm_up(self) -> None:
+        pass
+
+    def register(self, memory: Array) -> None:
+        self.locked.append(memory.nbytes)
+
+    def unregister(self, memory: Array) -> None:
+        self.locked.remove(memory.nbytes)
+
+    def run(self, problems: Sequence[AnyProblem]) -> None:
+        raise AssertionError("nothing is computed")
+
+
+def region() -> mmap.mmap:
+    return mmap.mmap(-1, 1 << 14)
+
+
+@pytest.mark.parametrize(
+    ("steps", "is_mapped"),
+    [
+        pytest.param("++-", True, id="while a seat has it"),
+        pytest.param("++--", False, id="until the last has forgotten it"),
+        pytest.param("+-", False, id="before the other has learned of it"),
+        pytest.param("+-+", True, id="once the other has learned of it afterwards"),
+        pytest.param("+-+-", False, id="and has forgotten it, too"),
+    ],
+)
+def test_memory_is_mapped_and_page_locked_as_long_as_a_seat_has_it(steps: str, is_mapped: bool) -> None:
+    device = Device()
+    memories = Memories(mmap.mmap(-1, ARENA), device, PINNED_NBYTES)
+    for step in steps:
+        memories.add(7, region()) if step == "+" else memories.remove(7)
+        assert len(device.locked) <= 2
+    assert (7 in memories.mapped) == is_mapped
+    assert device.locked == [ARENA, 1 << 14][: 1 + is_mapped]
+
+
+def test_seats_see_the_same_memory() -> None:
+    memories = Memories(mmap.mmap(-1, ARENA), Device(), PINNED_NBYTES)
+    first = region()
+    memories.add(7, first)
+    memories.add(7, region())
+    assert memories.mapped[7] is first

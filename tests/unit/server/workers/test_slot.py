@@ -1,0 +1,171 @@
+"""Seats: whose fault a worker's end is, what they tell of regions and when, and whose time counts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Any
+
+import pytest
+from tests.unit.server.scheduling.workers import SPEC, job
+
+from bngrad_kernels.spec import FLOAT32, Spec
+from bngrad_server.scheduling.batch import WorkerDiedError
+from bngrad_server.workers.ipc import split_batch
+from bngrad_server.workers.main import MAX_FDS, MAX_PACKET_NBYTES, OK, Message
+from bngrad_server.workers.slot import BusyTime, MappedRegion, Seat
+from bngrad_wire.http2 import set_timeout
+
+REGION_FD = os.memfd_create("region")
+SPEC_AND_BATCH = 2
+"""How many packets a seat sends that has not heard of the layout yet."""
+
+
+@pytest.fixture
+def seat() -> Iterator[Seat]:
+    seat = Seat(BusyTime())
+    set_timeout(seat._socket, 10.0)  # rather than that a test hangs
+    with seat.theirs, contextlib.closing(seat._socket):
+        yield seat
+
+
+def begin(seat: Seat) -> None:
+    assert seat.take()
+    seat.begin([(job(), range(SPEC.channels))])
+
+
+def map_region(seat: Seat, number: int = 1) -> None:
+    seat.map(number, MappedRegion(REGION_FD, 1))
+
+
+@pytest.mark.parametrize(
+    ("tell", "packets_read", "saw_batch"),
+    [
+        pytest.param([begin], 0, False, id="nothing read"),
+        pytest.param([begin], SPEC_AND_BATCH - 1, False, id="only what comes before the batch read"),
+        pytest.param([begin], SPEC_AND_BATCH, True, id="the batch read"),
+        pytest.param([map_region, begin], 1, False, id="a region was mapped before"),
+        pytest.param([begin, map_region], 0, False, id="a region was to be mapped after"),
+        pytest.param([begin, map_region], SPEC_AND_BATCH, True, id="a region was to be mapped after, the batch read"),
+    ],
+)
+def test_a_batch_is_not_blamed_for_the_end_of_who_never_read_it(
+    seat: Seat, tell: list[Callable[[Seat], None]], packets_read: int, saw_batch: bool
+) -> None:
+    for each in tell:
+        each(seat)
+    for _ in range(packets_read):
+        seat.theirs.recv(MAX_PACKET_NBYTES)
+    seat.theirs.close()
+    with pytest.raises(WorkerDiedError) as raised:
+        seat.finish()
+    assert raised.value.saw_batch is saw_batch
+
+
+@pytest.mark.parametrize(("packets_read", "saw_batch"), [(0, False), (SPEC_AND_BATCH, True)])
+def test_who_was_hung_up_on_is_heard_until_it_has_ended(seat: Seat, packets_read: int, saw_batch: bool) -> None:
+    begin(seat)
+    for _ in range(packets_read):
+        seat.theirs.recv(MAX_PACKET_NBYTES)
+    with ThreadPoolExecutor() as threads:
+        end = threads.submit(seat.finish)
+        seat.hang_up()
+        with pytest.raises(FutureTimeoutError):
+            end.result(0.1)
+        seat.theirs.close()
+        with pytest.raises(WorkerDiedError) as raised:
+            end.result(10)
+    assert raised.value.saw_batch is saw_batch
+
+
+def test_a_batch_is_not_blamed_for_who_ended_before_it_came(seat: Seat) -> None:
+    seat.theirs.close()
+    with pytest.raises(WorkerDiedError) as raised:
+        begin(seat)
+    assert not raised.value.saw_batch
+
+
+def test_a_busy_worker_hears_of_regions_after_its_batch(seat: Seat) -> None:
+    map_region(seat, 1)
+    begin(seat)
+    map_region(seat, 2)
+    map_region(seat, 3)
+    seat.unmap(2)
+    seat.unmap(1)
+    assert [kind for kind, _ in heard(seat)] == [Message.REGIONS, Message.SPEC, Message.RUN]
+    seat.theirs.send(OK)
+    assert seat.finish() is None
+    assert heard(seat) == [(Message.REGIONS, [(3, 1), (1, None)])]
+
+
+def test_nobody_waits_to_tell_a_worker_of_regions_that_reads_nothing(seat: Seat) -> None:
+    for number in range(1000):  # far more than a socket has room for
+        map_region(seat, number)
+    seat.unmap(0)
+    seat.unmap(999)
+    heard_of = [change for _, changes in heard(seat) for change in changes]
+    seat.catch_up()
+    heard_of += [change for _, changes in heard(seat) for change in changes]
+    assert heard_of == [*((number, 1) for number in range(999)), (0, None)]
+
+
+def test_a_worker_hears_of_every_region_before_its_next_batch(seat: Seat) -> None:
+    for number in range(1000):
+        map_region(seat, number)
+    with ThreadPoolExecutor() as threads:
+        begun = threads.submit(begin, seat)
+        packets: list[tuple[bytes, Any]] = []
+        while not packets or packets[-1][0] != Message.RUN:
+            packets += heard(seat)
+        begun.result(10)
+    assert sum(len(changes) for kind, changes in packets if kind == Message.REGIONS) == 1000
+
+
+def test_numbers_of_specs_that_are_used_again_mean_one_spec_in_a_batch(
+    seat: Seat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bngrad_server.workers.slot._MAX_SPECS", 4)
+    specs = [Spec(FLOAT32, (2, channels), channel_axis=1) for channels in range(1, 7)]
+    known: dict[int, Spec] = {}
+    for batch in (specs[:4], [specs[0], specs[4], specs[5]], [specs[1]], specs):
+        assert seat.take()
+        seat.begin([(job(spec=spec), range(spec.channels)) for spec in batch])
+        while (packet := seat.theirs.recv(MAX_PACKET_NBYTES))[:1] == Message.SPEC:
+            number, known[number] = pickle.loads(packet[1:])  # noqa: S301 - from our own seat
+        tasks = split_batch(memoryview(packet)[1:], known)
+        assert [known[int.from_bytes(task[:4], "little")] for task in tasks] == batch
+        seat.theirs.send(OK)
+        seat.finish()
+
+
+def heard(seat: Seat) -> list[tuple[bytes, Any]]:
+    """The kinds of the packets that it was sent, and what they say of regions."""
+    seat.theirs.setblocking(False)
+    packets = []
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            packet, fds, _, _ = socket.recv_fds(seat.theirs, MAX_PACKET_NBYTES, MAX_FDS)
+            changes = pickle.loads(packet[1:]) if packet[:1] == Message.REGIONS else []  # noqa: S301
+            assert len(fds) == sum(nbytes is not None for _, nbytes in changes)
+            packets.append((packet[:1], changes))
+            for fd in fds:
+                os.close(fd)
+    return packets
+
+
+def test_the_time_in_which_several_are_busy_counts_once() -> None:
+    busy_time, begin = BusyTime(), time.monotonic()
+    for _ in range(3):
+        busy_time.begin()
+        busy_time.begin()
+        before = busy_time.total_s
+        busy_time.end()
+        assert busy_time.total_s == before
+        busy_time.end()
+        assert before < busy_time.total_s <= time.monotonic() - begin

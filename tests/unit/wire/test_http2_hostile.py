@@ -1,0 +1,273 @@
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from contextlib import closing
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.unit.wire.http2_peers import HELLO, answered, called, pair, serve, unary
+
+from bngrad_wire.http2 import ClientConnection, PeerGoneError, ProtocolError, RpcError, frames
+from bngrad_wire.http2 import call as http2_call
+from bngrad_wire.http2.errors import ErrorCode
+from bngrad_wire.http2.frames import frame, window_update
+from bngrad_wire.http2.header_block import encode
+
+REQUEST = encode([(":method", "POST"), (":scheme", "http"), (":path", "/a/b"), ("content-type", "application/grpc")])
+CALL = frame(frames.HEADERS, frames.END_HEADERS, 1, REQUEST)
+MESSAGE = frame(frames.DATA, frames.END_STREAM, 1, b"\0\0\0\0\5hello")
+SETTINGS = frames.settings({})
+RESPONSE = encode([(":status", "200"), ("content-type", "application/grpc")])
+OK = encode([("grpc-status", "0")])
+END = frames.END_HEADERS | frames.END_STREAM
+
+
+def huge(kind: int, stream_id: int) -> bytes:
+    return frame(kind, 0, stream_id, bytes(2**16))
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        pytest.param(b"GET / HTTP/1.1\r\n", "does not begin as HTTP/2 does", id="HTTP/1"),
+        pytest.param(b"\x16\x03\x01", "does not begin as HTTP/2 does", id="TLS"),
+        pytest.param(frames.PREFACE + CALL, "the first frame is of type 1, not SETTINGS", id="no SETTINGS"),
+        pytest.param(HELLO + huge(frames.PING, 0), "a frame of type 6 has 65536 bytes", id="huge PING"),
+        pytest.param(HELLO + huge(frames.HEADERS, 1), "a frame of type 1 has 65536 bytes", id="huge HEADERS"),
+        pytest.param(HELLO + frame(frames.PING, 0, 0, b"1"), "type 6 has 1 bytes, not 8", id="short PING"),
+        pytest.param(HELLO + frame(frames.SETTINGS, 0, 0, b"1"), "SETTINGS of 1 bytes", id="short SETTINGS"),
+        pytest.param(HELLO + frame(frames.SETTINGS, 1, 0, bytes(6)), "acknowledgement of SETTINGS", id="long ACK"),
+        pytest.param(HELLO + frame(frames.SETTINGS, 0, 1, b""), "type 4 came on stream 1", id="SETTINGS on a stream"),
+        pytest.param(HELLO + frames.settings({4: 2**31}), "INITIAL_WINDOW_SIZE is", id="window setting"),
+        pytest.param(HELLO + frames.settings({5: 100}), "MAX_FRAME_SIZE is 100", id="frame setting"),
+        pytest.param(HELLO + frames.settings({2: 2}), "ENABLE_PUSH is 2", id="push setting"),
+        pytest.param(HELLO + frame(frames.GOAWAY, 0, 0, b"1"), "GOAWAY of 1 bytes", id="short GOAWAY"),
+        pytest.param(HELLO + frame(frames.DATA, 0, 0, b"1"), "DATA on stream 0", id="DATA on the connection"),
+        pytest.param(HELLO + frame(frames.DATA, 0, 5, b"1"), "stream 5, which was never opened", id="idle DATA"),
+        pytest.param(HELLO + frame(frames.RST_STREAM, 0, 5, bytes(4)), "RST_STREAM on stream 5", id="idle RST_STREAM"),
+        pytest.param(HELLO + frame(frames.RST_STREAM, 0, 0, bytes(4)), "type 3 came on stream 0", id="RST_STREAM on 0"),
+        pytest.param(HELLO + frame(frames.HEADERS, END, 2, REQUEST), "HEADERS on stream 2", id="even stream"),
+        pytest.param(HELLO + frame(frames.HEADERS, END, 0, REQUEST), "HEADERS on stream 0", id="stream zero"),
+        pytest.param(HELLO + frame(frames.PUSH_PROMISE, 4, 1, bytes(4)), "type 5 came where none may", id="push"),
+        pytest.param(HELLO + frame(frames.CONTINUATION, 4, 1, b""), "type 9 came where none may", id="CONTINUATION"),
+        pytest.param(HELLO + frame(frames.HEADERS, 0, 1, REQUEST) + MESSAGE, "inside a header block", id="interrupted"),
+        pytest.param(HELLO + frame(frames.HEADERS, END | 8, 1, b"\xff"), "padding is longer", id="HEADERS padding"),
+        pytest.param(HELLO + frame(frames.HEADERS, END, 1, b"\xff\xff\xff"), "cannot be decoded", id="HPACK garbage"),
+        pytest.param(HELLO + frame(frames.HEADERS, END, 1, b"\xbe"), "cannot be decoded", id="HPACK index"),
+        pytest.param(
+            HELLO + frame(frames.HEADERS, END, 1, b"\x00\x02\xff\xff\x00"), "cannot be decoded", id="not UTF-8"
+        ),
+        pytest.param(
+            HELLO + frame(frames.HEADERS, END, 1, b"\x40\x01a\x7f\xa1\x1e" + b"x" * 4000 + b"\xbe" * 100),
+            "larger than 16384",
+            id="HPACK bomb",
+        ),
+        pytest.param(
+            HELLO + frame(frames.HEADERS, END, 1, encode([("a", "b" * 17000)])),
+            "more than 16384 bytes",
+            id="long header list",
+        ),
+        pytest.param(
+            HELLO + frame(frames.HEADERS, 0, 1, b"") + frame(frames.CONTINUATION, 0, 1, bytes(1000)) * 50,
+            "more than 16384 bytes",
+            id="CONTINUATION flood",
+        ),
+        pytest.param(
+            HELLO + frame(frames.HEADERS, 0, 1, b"") + frame(frames.CONTINUATION, 0, 1, b"") * 5000,
+            "2000 idle frames",
+            id="empty CONTINUATION flood",
+        ),
+        pytest.param(HELLO + frame(frames.PING, 1, 0, bytes(8)) * 5000, "2000 idle frames", id="PING flood"),
+        pytest.param(HELLO + frame(99, 0, 0, b"") * 5000, "2000 idle frames", id="unknown flood"),
+        pytest.param(HELLO + CALL + frame(frames.DATA, 0, 1, b"") * 5000, "2000 idle frames", id="empty DATA flood"),
+        pytest.param(HELLO + window_update(0, 0), "WINDOW_UPDATE by 0", id="no increment"),
+        pytest.param(HELLO + window_update(0, 2**31 - 1), "connection's window too large", id="connection overflow"),
+        pytest.param(HELLO + CALL + window_update(1, 2**31 - 1), "window of stream 1 too large", id="stream overflow"),
+        pytest.param(
+            HELLO + CALL + window_update(1, 2**31 - 1 - 65535) + frames.settings({4: 65536}),
+            "SETTINGS makes a stream's window too large",
+            id="SETTINGS overflow",
+        ),
+        pytest.param(HELLO + CALL + frame(frames.DATA, 8, 1, b"\x05abc"), "padding is longer", id="DATA padding"),
+        pytest.param(HELLO + CALL + frame(frames.DATA, 8, 1, b""), "padding is longer", id="no padding length"),
+        pytest.param(HELLO + CALL + frame(frames.HEADERS, 4, 1, OK), "a second header block", id="second HEADERS"),
+        pytest.param(HELLO + CALL + frame(frames.DATA, 1, 1, b"\0\0\0\0\5he"), "ended amid a message", id="truncated"),
+        pytest.param(HELLO + CALL + frame(frames.DATA, 1, 1, b"\0\0\0"), "ended amid a message", id="truncated prefix"),
+        pytest.param(HELLO + CALL + frame(frames.DATA, 1, 1, b"\7\0\0\0\0"), "a message is flagged 7", id="flag"),
+    ],
+)
+def test_the_server_says_what_a_client_did_wrong(data: bytes, reason: str) -> None:
+    with pytest.raises(ProtocolError, match=reason):
+        answered(data)
+
+
+def test_a_refused_client_is_told_why_with_goaway() -> None:
+    near, far = pair("unix")
+    with near:
+        near.sendall(HELLO + window_update(0, 0))
+        with pytest.raises(ProtocolError):
+            serve(far)
+        answer = near.recv(1000)
+    assert answer.endswith(b"WINDOW_UPDATE by 0 on stream 0")
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        pytest.param(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 3, "the first frame is of type", id="HTTP/1"),
+        pytest.param(SETTINGS + frame(frames.HEADERS, 4, 3, RESPONSE), "the server opened stream 3", id="wrong stream"),
+        pytest.param(SETTINGS + frame(frames.HEADERS, 4, 2, RESPONSE), "stream 2, which was never", id="pushed stream"),
+        pytest.param(SETTINGS + frame(frames.PUSH_PROMISE, 4, 1, bytes(4)), "came where none may", id="push"),
+        pytest.param(
+            SETTINGS + frame(frames.HEADERS, 4, 1, RESPONSE) * 2, "trailers of stream 1 do not end", id="no end"
+        ),
+    ],
+)
+def test_the_client_says_what_a_server_did_wrong(data: bytes, reason: str) -> None:
+    with pytest.raises(ProtocolError, match=reason):
+        called(data)
+
+
+@pytest.mark.parametrize(
+    ("data", "code", "message"),
+    [
+        (frame(frames.HEADERS, END, 1, encode([(":status", "404")])), 12, "HTTP status 404"),
+        (frame(frames.HEADERS, 4, 1, encode([(":status", "503")])), 14, "HTTP status 503"),
+        (frame(frames.HEADERS, END, 1, RESPONSE), 2, "without grpc-status"),
+        (frame(frames.HEADERS, END, 1, encode([(":status", "200"), ("grpc-status", "x")])), 2, "status 2"),
+        (frame(frames.HEADERS, 4, 1, RESPONSE) + frame(frames.DATA, 1, 1, b""), 13, "without a status"),
+        (frame(frames.HEADERS, 4, 1, RESPONSE) + frame(frames.DATA, 0, 1, b"\1\0\0\0\0"), 12, "compressed"),
+        (frames.rst_stream(1, ErrorCode.REFUSED_STREAM), 14, "REFUSED_STREAM"),
+        (frames.rst_stream(1, ErrorCode.ENHANCE_YOUR_CALM), 8, "ENHANCE_YOUR_CALM"),
+        (frames.rst_stream(1, ErrorCode.NO_ERROR), 13, "NO_ERROR"),
+        (frame(frames.RST_STREAM, 0, 1, b"\0\0\1\0"), 13, "error 256"),
+    ],
+)
+def test_a_response_that_is_not_grpc_or_is_reset_maps_to_a_status(data: bytes, code: int, message: str) -> None:
+    with pytest.raises(RpcError, match=message) as error:
+        called(SETTINGS + data)
+    assert error.value.code == code
+
+
+def test_a_goaway_below_the_call_says_the_peer_has_gone_and_why() -> None:
+    with pytest.raises(PeerGoneError, match="GOAWAY, ENHANCE_YOUR_CALM too many pings"):
+        called(SETTINGS + frames.goaway(0, ErrorCode.ENHANCE_YOUR_CALM, "too many pings"))
+
+
+def test_a_request_that_is_not_grpc_gets_an_http_status() -> None:
+    request = encode([(":method", "GET"), (":scheme", "http"), (":path", "/")])
+    answer = answered(HELLO + frame(frames.HEADERS, END, 1, request))
+    assert encode([(":status", "415")]) in answer
+
+
+def test_a_malformed_deadline_ends_the_call_as_internal() -> None:
+    answer = answered(HELLO + frame(frames.HEADERS, END, 1, REQUEST + encode([("grpc-timeout", "1x")])))
+    assert encode([("grpc-status", "13")]) in answer
+
+
+def test_a_call_beside_the_running_one_is_refused_and_the_running_one_goes_on() -> None:
+    answer = answered(HELLO + CALL + frame(frames.HEADERS, END, 3, REQUEST) + MESSAGE)
+    assert frames.rst_stream(3, ErrorCode.REFUSED_STREAM) in answer
+    assert b"hello" in answer
+
+
+def test_a_client_that_sends_without_end_and_takes_nothing_is_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http2_call, "_EARLY_BYTES", 50_000)
+    message = frame(frames.DATA, 0, 1, b"\0\0\0\x27\x10" + bytes(10_000))
+    next_call = frame(frames.HEADERS, frames.END_HEADERS, 3, REQUEST) + frame(frames.DATA, 1, 3, b"\0\0\0\0\4next")
+    answer = answered(HELLO + frames.settings({4: 100}) + CALL + message * 8 + next_call)
+    assert frames.rst_stream(1, ErrorCode.ENHANCE_YOUR_CALM) in answer
+    assert b"next" in answer
+
+
+def test_frames_of_calls_that_are_over_change_nothing() -> None:
+    late = frame(frames.DATA, 0, 1, b"late") + window_update(1, 2**31 - 1) + frames.rst_stream(1, ErrorCode.CANCEL)
+    again = frame(frames.HEADERS, frames.END_HEADERS, 3, REQUEST) + frame(frames.DATA, 1, 3, b"\0\0\0\0\5again")
+    answer = answered(HELLO + CALL + MESSAGE + late + again)
+    assert b"hello" in answer
+    assert b"again" in answer
+
+
+def recorded() -> tuple[bytes, bytes]:
+    """Gives what the two ends send in a conversation of two calls, the first cancelled."""
+    near, far = pair("unix")
+    with far, closing(ClientConnection(near, "localhost")) as connection:
+        first = connection.call("/a/b", timeout_s=1, metadata=[("x", "y")])
+        first.send_message(b"never mind")
+        first.cancel()
+        second = connection.call("/a/fail")
+        second.send_message(b"hello", more=True)
+        second.send_message(b"world" * 10, end=True)
+        spoken = far.recv(100_000)
+    return spoken, answered(HELLO + CALL + MESSAGE)
+
+
+FROM_CLIENT, FROM_SERVER = recorded()
+
+
+def outcome(run: Callable[[bytes], object], data: bytes) -> type[Exception] | None:
+    try:
+        run(data)
+    except (ProtocolError, PeerGoneError, RpcError) as error:
+        return next(kind for kind in (ProtocolError, PeerGoneError, RpcError) if isinstance(error, kind))
+    return None
+
+
+def test_a_client_that_stops_at_any_byte_never_hangs_the_server() -> None:
+    outcomes = [outcome(answered, FROM_CLIENT[:end]) for end in range(len(FROM_CLIENT) + 1)]
+    assert outcomes[0] is outcomes[-1] is None
+    assert all(found is None or issubclass(found, PeerGoneError) for found in outcomes)
+    assert sum(found is None for found in outcomes) < 10
+
+
+def test_a_server_that_stops_at_any_byte_never_hangs_the_client() -> None:
+    assert called(FROM_SERVER) == b"hello"
+    for end in range(FROM_SERVER.index(OK) + len(OK)):
+        found = outcome(called, FROM_SERVER[:end])
+        assert found is not None
+        assert issubclass(found, PeerGoneError)
+
+
+EXPECTED = {None, ProtocolError, PeerGoneError}
+FRAMES = st.builds(
+    frame,
+    st.integers(0, 10) | st.integers(0, 255),
+    st.sampled_from([0, 1, 4, 5, 8, 0x2D]) | st.integers(0, 255),
+    st.sampled_from([0, 1, 1, 1, 2, 3]) | st.integers(0, 2**31 - 1),
+    st.binary(max_size=40) | st.sampled_from([REQUEST, RESPONSE, OK, b"\0\0\0\0\5hello", bytes(4), bytes(8)]),
+)
+BYTES = st.binary(max_size=200) | st.lists(FRAMES, max_size=10).map(b"".join)
+
+
+@given(BYTES, st.booleans())
+@settings(deadline=None, max_examples=400)
+def test_any_bytes_of_a_client_end_the_connection_in_order_or_with_a_named_error(data: bytes, call: bool) -> None:
+    assert outcome(answered, HELLO + (CALL if call else b"") + data) in EXPECTED
+
+
+@given(BYTES, st.booleans())
+@settings(deadline=None, max_examples=400)
+def test_any_bytes_of_a_server_end_the_call_with_a_result_or_a_named_error(data: bytes, begun: bool) -> None:
+    start = frame(frames.HEADERS, frames.END_HEADERS, 1, RESPONSE) if begun else b""
+    try:
+        found = outcome(called, SETTINGS + start + data)
+    except AssertionError:
+        found = None  # The call was OK without one message.
+    assert found in {*EXPECTED, RpcError}
+
+
+@given(st.integers(0, len(FROM_CLIENT) - 1), st.binary(min_size=1, max_size=4))
+@settings(deadline=None, max_examples=300)
+def test_a_damaged_conversation_ends_in_order_or_with_a_named_error(start: int, damage: bytes) -> None:
+    data = FROM_CLIENT[:start] + damage + FROM_CLIENT[start + len(damage) :]
+    assert outcome(answered, data) in EXPECTED
+
+
+def test_a_peer_that_says_nothing_runs_into_the_sockets_timeout() -> None:
+    near, far = socket.socketpair()
+    with far:
+        near.settimeout(0.02)
+        with closing(ClientConnection(near, "localhost")) as connection, pytest.raises(TimeoutError):
+            unary(connection)

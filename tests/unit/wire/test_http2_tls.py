@@ -1,0 +1,135 @@
+"""Connections over TLS: what differs is the socket, of which each 16 KiB are a record."""
+
+from __future__ import annotations
+
+import select
+import socket
+import ssl
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+import pytest
+from tests.security.authority import HOSTS, Authority
+
+from bngrad_wire.http2 import ClientConnection, PeerGoneError, ServerConnection, TlsSocket, set_timeout, tls
+
+TIMEOUT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def contexts(tmp_path_factory: pytest.TempPathFactory) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    authority = Authority(tmp_path_factory.mktemp("tls"))
+    own = authority.issue(*HOSTS)
+    server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context(cafile=authority.path)
+    server.load_cert_chain(own.certificate, own.key)
+    for each in (server, client):
+        tls.prepare(each)
+    return server, client
+
+
+@contextmanager
+def pair(contexts: tuple[ssl.SSLContext, ssl.SSLContext]) -> Iterator[tuple[TlsSocket, TlsSocket]]:
+    """Two ends, the server's first, over TCP."""
+    server, client = contexts
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        near = socket.create_connection(listener.getsockname(), TIMEOUT_S)
+        far, _ = listener.accept()
+    far.settimeout(TIMEOUT_S)
+    shaken: list[ssl.SSLSocket] = []
+    thread = threading.Thread(target=lambda: shaken.append(server.wrap_socket(far, server_side=True)))
+    thread.start()
+    with client.wrap_socket(near, server_hostname="localhost") as here:
+        thread.join()
+        with shaken[0] as there:
+            assert isinstance(here, TlsSocket)
+            assert isinstance(there, TlsSocket)
+            yield there, here
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 16 * 1024, 16 * 1024 + 1, 100_000, 5_000_000])
+def test_messages_come_back_as_they_were(contexts: tuple[ssl.SSLContext, ssl.SSLContext], nbytes: int) -> None:
+    sent = bytes(range(256)) * (nbytes // 256 + 1)
+    message = memoryview(sent)[:nbytes]
+
+    def echo(there: TlsSocket) -> None:
+        with closing(ServerConnection(there)) as server:
+            for _ in range(3):
+                call = server.accept()
+                assert call is not None
+                assert call.path == "/a/b"
+                received = call.read(call.receive_message() or 0)
+                assert call.receive_message() is None
+                call.send_message(received[:10], received[10:])
+                call.end()
+
+    with pair(contexts) as (there, here):
+        thread = threading.Thread(target=echo, args=(there,))
+        thread.start()
+        with closing(ClientConnection(here, "localhost")) as client:
+            for _ in range(3):
+                call = client.call("/a/b")
+                call.send_message(message, end=True)
+                assert call.read(call.receive_message() or 0) == message
+                assert call.receive_message() is None
+            thread.join()
+
+
+def test_what_the_socket_does_not_take_at_once_is_sent_later_and_whole(
+    contexts: tuple[ssl.SSLContext, ssl.SSLContext],
+) -> None:
+    answer = bytes(range(256)) * 8192
+    with pair(contexts) as (there, here):
+        set_timeout(there, TIMEOUT_S)
+        with closing(ServerConnection(there)) as server, closing(ClientConnection(here, "localhost")) as client:
+            call = client.call("/a/b")
+            call.send_message(b"please", end=True)
+            asked = server.accept()
+            assert asked is not None
+            assert asked.read(asked.receive_message() or 0) == b"please"
+            server.may_wait = False
+            for _ in range(4):  # more than the sockets hold, while nobody reads
+                asked.send_message(answer)
+            assert server.held
+            asked.send_message(b"the end")
+            asked.end()
+            heard: list[bytes] = []
+            reading = threading.Thread(
+                target=lambda: heard.extend(call.read(call.receive_message() or 0) for _ in range(5))
+            )
+            reading.start()
+            while server.held:
+                select.select([], [there], [], TIMEOUT_S)
+                server.flush()
+            reading.join()
+            assert heard == [answer] * 4 + [b"the end"]
+
+
+def test_what_has_arrived_is_handled_without_waiting(contexts: tuple[ssl.SSLContext, ssl.SSLContext]) -> None:
+    with pair(contexts) as (there, here):
+        set_timeout(there, TIMEOUT_S)
+        with closing(ServerConnection(there)) as server, closing(ClientConnection(here, "localhost")) as client:
+            assert server.accept_at_once() is None
+            asked = client.call("/a/b")
+            asked.send_message(b"x" * 10_000, end=True)
+            call = server.accept_at_once()
+            while call is None:
+                select.select([there], [], [], TIMEOUT_S)
+                call = server.accept_at_once()
+            while not call.has_arrived:
+                select.select([there], [], [], TIMEOUT_S)
+                server.accept_at_once()
+            assert call.read(call.receive_message() or 0) == b"x" * 10_000
+            call.end()
+            assert asked.receive_message() is None
+
+
+def test_a_socket_that_was_shut_down_elsewhere_never_speaks_in_the_clear(
+    contexts: tuple[ssl.SSLContext, ssl.SSLContext],
+) -> None:
+    with pair(contexts) as (there, here), closing(ServerConnection(there)) as server:
+        there.shutdown(socket.SHUT_RDWR)
+        with pytest.raises((PeerGoneError, TimeoutError)):
+            server.io.send([b"secret"])
+        heard = socket.socket.recv(here, 2**16)
+        assert b"secret" not in heard

@@ -1,0 +1,346 @@
+"""The codec against protobuf's own: it must read what protobuf reads, and write what protobuf writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain, pairwise
+
+import pytest
+from google.protobuf.message import DecodeError
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
+from bngrad_wire import messages
+
+Request = pb.FusedBatchNormGradV3Request
+TENSOR_FIELDS = [field for field in Request.DESCRIPTOR.fields if field.message_type is pb.Tensor.DESCRIPTOR]
+VARINT, FIXED64, LEN, START_GROUP, END_GROUP, FIXED32 = range(6)
+
+tensors = st.builds(
+    pb.Tensor,
+    dtype=st.sampled_from(pb.DataType.values()),
+    shape=st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(0, 300), max_size=5),
+    data=st.none() | st.binary(max_size=300),
+    location=st.none() | st.builds(pb.Location, region_key=st.binary(max_size=16), offset=st.integers(0, 2**62)),
+)
+requests = st.builds(
+    Request,
+    **{field.name: st.none() | tensors for field in TENSOR_FIELDS},
+    epsilon=st.none() | st.floats(width=32, allow_nan=False),
+    data_format=st.sampled_from([None, "", "NHWC", "é"]),
+    is_training=st.none() | st.booleans(),
+    x_backprop_location=st.none() | st.builds(pb.Location, offset=st.integers(0, 1000)),
+)
+
+
+def varint(value: int, extra: int = 0) -> bytes:
+    """A number, in more bytes than it needs."""
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    if extra:
+        out[-1] |= 0x80
+        out += b"\x80" * (extra - 1) + b"\x00"
+    return bytes(out)
+
+
+def field(number: int, wire_type: int, content: bytes) -> bytes:
+    return varint(number << 3 | wire_type) + content
+
+
+def sized(number: int, content: bytes) -> bytes:
+    return field(number, LEN, varint(len(content)) + content)
+
+
+numbers = st.sampled_from([*range(1, 13), 15, 16, 1000, 2**29 - 1])
+varints = st.builds(
+    varint,
+    st.sampled_from([0, 1, 3, 127, 128, 2**31, 2**32, 2**63, 2**64 - 1]) | st.integers(0, 2**64 - 1),
+    st.sampled_from([0, 0, 0, 1, 2, 5, 9]),
+)
+scalars = st.one_of(
+    st.builds(field, numbers, st.just(VARINT), varints),
+    st.builds(field, numbers, st.just(FIXED64), st.binary(min_size=8, max_size=8)),
+    st.builds(field, numbers, st.just(FIXED32), st.binary(min_size=4, max_size=4)),
+    st.builds(sized, numbers, st.sampled_from([b"NHWC", b"\xff\xfe", b""])),
+    st.builds(lambda packed: sized(2, b"".join(packed)), st.lists(varints, max_size=4)),
+    st.builds(lambda value: field(2, VARINT, value), varints),
+)
+
+unknown_fields = st.builds(field, st.integers(12, 5000), st.just(VARINT), varints)
+
+
+def _nested(inner: st.SearchStrategy[bytes]) -> st.SearchStrategy[bytes]:
+    contents = st.lists(inner, max_size=4).map(b"".join)
+    return st.one_of(
+        st.builds(sized, st.integers(1, 12), contents),
+        st.builds(lambda n, content: field(n, START_GROUP, content) + field(n, END_GROUP, b""), numbers, contents),
+    )
+
+
+wire_messages = st.lists(st.recursive(scalars, _nested, max_leaves=8), max_size=5).map(b"".join)
+"""Messages of known and unknown fields, in any order and nesting, most of which protobuf takes."""
+
+
+@st.composite
+def mutated(draw: st.DrawFn) -> bytes:
+    data = bytearray(draw(wire_messages | requests.map(lambda request: request.SerializeToString())))
+    for _ in range(draw(st.integers(1, 3))):
+        at = draw(st.integers(0, len(data)))
+        match draw(st.sampled_from(["set", "insert", "delete", "cut", "repeat"])):
+            case "set" if at < len(data):
+                data[at] = draw(st.integers(0, 255))
+            case "insert":
+                data[at:at] = draw(st.binary(max_size=4))
+            case "delete":
+                del data[at : at + draw(st.integers(1, 6))]
+            case "cut":
+                del data[at:]
+            case _:
+                data += data[at : at + 60]
+    return bytes(data)
+
+
+def parsed(data: bytes) -> Request | None:
+    try:
+        return Request.FromString(data)
+    except DecodeError:
+        return None
+
+
+def whole(layout: messages.Layout[Request], data: bytes) -> Request:
+    """The message, with the elements put back where they belong."""
+    request = Request()
+    request.CopyFrom(layout.message)
+    for name, span in layout.tensors.items():
+        tensor = getattr(request, name)
+        assert span.header == tensor
+        assert not tensor.data
+        tensor.SetInParent()
+        tensor.data = data[span.start : span.start + span.nbytes]
+    return request
+
+
+def decoded(data: bytes, decoder: messages.Decoder[Request] | None = None) -> Request | None:
+    try:
+        layout = (decoder or messages.Decoder(Request)).decode(data)
+    except DecodeError:
+        return None
+    return whole(layout, data)
+
+
+@given(wire_messages | mutated())
+def test_what_protobuf_reads_is_read_alike_and_what_it_refuses_is_refused(data: bytes) -> None:
+    assert decoded(data) == parsed(data)
+
+
+@given(requests)
+def test_every_request_is_read_as_it_was_written(request: Request) -> None:
+    assert decoded(request.SerializeToString()) == request
+
+
+@given(requests, st.randoms(use_true_random=False), st.lists(unknown_fields))
+def test_fields_may_come_in_any_order_and_between_unknown_ones(
+    request: Request, random: object, unknown: list[bytes]
+) -> None:
+    pieces = [Request(**{name.name: value}).SerializeToString() for name, value in request.ListFields()] + unknown
+    random.shuffle(pieces)  # type: ignore[attr-defined]
+    data = b"".join(pieces)
+    assert decoded(data) == parsed(data)
+
+
+HALVES = [
+    pb.Tensor(dtype=pb.DATA_TYPE_FLOAT32, shape=[2, 3], data=b"first"),
+    pb.Tensor(shape=[5], data=b"second", location=pb.Location(offset=64)),
+    pb.Tensor(location=pb.Location(region_key=b"key")),
+]
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        pytest.param([sized(1, half.SerializeToString()) for half in HALVES], id="a tensor in parts"),
+        pytest.param([sized(1, b"".join(half.SerializeToString() for half in HALVES))], id="a tensor's fields twice"),
+        pytest.param([sized(1, sized(3, b"full") + sized(3, b""))], id="elements that come twice, then empty"),
+        pytest.param([sized(1, b"")], id="an empty tensor"),
+        pytest.param([], id="an empty message"),
+        pytest.param([sized(1, field(2, VARINT, b"\x07") + sized(2, b"\x08\x09"))], id="a shape packed and not"),
+        pytest.param([field(1, VARINT, b"\x01"), sized(1, field(3, VARINT, b"\x01"))], id="other wire types"),
+        pytest.param([b"\x8a\x00", b"\x84\x00", sized(3, b"ab")], id="a tag and a length in more bytes than needed"),
+        pytest.param([b"\x0a", varint(4, extra=9), sized(3, b"ab")], id="a length in ten bytes"),
+        pytest.param([b"\x5a", b"\x80" * 9 + b"\x02"], id="a length beyond 64 bits, of which the rest is nought"),
+    ],
+)
+def test_protobufs_odd_ways_to_say_a_thing_are_understood(pieces: list[bytes]) -> None:
+    data = b"".join(pieces)
+    assert parsed(data) is not None
+    assert decoded(data) == parsed(data)
+
+
+DEPTHS = range(97, 103)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("fields", [(), (1,), (1, 4), (11,)], ids=["top", "tensor", "its location", "a location"])
+def test_groups_may_be_nested_as_deep_as_protobuf_lets_them(fields: tuple[int, ...], depth: int) -> None:
+    data = field(15, START_GROUP, b"") * depth + field(15, END_GROUP, b"") * depth
+    for number in reversed(fields):
+        data = sized(number, data)
+    assert decoded(data) == parsed(data)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(b"\x02\x00", id="field 0"),
+        pytest.param(b"\x0e", id="wire type 6"),
+        pytest.param(b"\x0c", id="a group's end alone"),
+        pytest.param(b"\x7b\x84\x01", id="a group ended as another"),
+        pytest.param(b"\x7b", id="a group without end"),
+        pytest.param(b"\x0a\x05ab", id="a tensor that is cut off"),
+        pytest.param(b"\x0a\x02\x1a\x05" + b"elements", id="elements beyond their tensor"),
+        pytest.param(b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01", id="a length of 2**64 - 1"),
+        pytest.param(b"\x0a" + b"\x80" * 11, id="a length without end"),
+        pytest.param(b"\x80" * 6 + b"\x01", id="a tag without end"),
+        pytest.param(sized(8, b"\xff"), id="text that is not UTF-8"),
+        pytest.param(b"\x7d\x00", id="four bytes that are cut off"),
+    ],
+)
+def test_what_is_no_message_is_refused(data: bytes) -> None:
+    assert parsed(data) is None
+    with pytest.raises(DecodeError):
+        messages.Decoder(Request).decode(data)
+
+
+@given(requests, st.integers(0, 10**6))
+def test_a_message_cut_off_is_read_as_protobuf_reads_it(request: Request, end: int) -> None:
+    data = request.SerializeToString()
+    data = data[: end % (len(data) + 1)]
+    assert decoded(data) == parsed(data)
+
+
+@settings(max_examples=30)
+@given(st.lists(wire_messages | mutated() | requests.map(lambda request: request.SerializeToString()), max_size=6))
+def test_a_decoder_that_knows_messages_reads_others_alike(sequence: list[bytes]) -> None:
+    decoder = messages.Decoder(Request)
+    for data in chain(sequence, sequence):
+        assert decoded(data, decoder) == parsed(data)
+
+
+def tensor_message(shape: list[int], data: bytes, epsilon: float = 1e-3) -> bytes:
+    return Request(x=pb.Tensor(dtype=pb.DATA_TYPE_FLOAT32, shape=shape, data=data), epsilon=epsilon).SerializeToString()
+
+
+def test_messages_that_differ_in_their_elements_alone_share_a_layout() -> None:
+    decoder = messages.Decoder(Request)
+    first, second = (decoder.decode(tensor_message([2, 3], bytes([i]) * 24)) for i in range(2))
+    assert first is second
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (tensor_message([2, 3], bytes(24)), tensor_message([3, 2], bytes(24))),
+        (tensor_message([2, 3], bytes(24)), tensor_message([2, 3], bytes(24), epsilon=2e-3)),
+        (sized(1, sized(3, b"ab")), sized(2, sized(3, b"ab"))),
+        (sized(1, sized(3, b"ab")), sized(1, sized(5, b"ab"))),
+        # The elements of the one look like a field of the other.
+        (sized(1, sized(3, sized(5, b""))), sized(1, sized(3, b"") + sized(5, b""))),
+        (sized(1, sized(3, b"ab")) + sized(1, sized(3, b"cd")), sized(1, sized(3, b"ab")) + sized(2, sized(3, b"cd"))),
+    ],
+)
+def test_messages_of_one_length_that_differ_otherwise_are_not_mixed_up(one: bytes, other: bytes) -> None:
+    assert len(one) == len(other)
+    decoder = messages.Decoder(Request)
+    for data in (one, other, one, other):
+        assert decoded(data, decoder) == parsed(data)
+    assert decoder.decode(one) is not decoder.decode(other)
+
+
+def test_a_decoder_forgets_rather_than_grows() -> None:
+    decoder = messages.Decoder(Request)
+    for n in range(3000):
+        shape, data = [n % 100, 1], bytes(n // 4)
+        layout = decoder.decode(tensor_message(shape, data))
+        assert list(layout.tensors["x"].header.shape) == shape
+        assert layout.tensors["x"].nbytes == len(data)
+    assert sum(map(len, decoder._known.values())) <= 1024
+
+
+@pytest.mark.parametrize(
+    "data", [sized(100, bytes(2**20)), sized(1, sized(3, bytes(2**20)) * 2)], ids=["unknown field", "elements twice"]
+)
+def test_a_large_layout_is_not_remembered(data: bytes) -> None:
+    decoder = messages.Decoder(Request)
+    assert decoder.decode(data) is not decoder.decode(data)
+    assert not decoder.decode(data).is_small
+    assert decoded(data, decoder) == parsed(data)
+
+
+@given(requests)
+def test_what_is_encoded_is_what_protobuf_would_say(request: Request) -> None:
+    given_tensors, others = [], Request()
+    others.CopyFrom(request)
+    for each in TENSOR_FIELDS:
+        if request.HasField(each.name):
+            header = pb.Tensor()
+            header.CopyFrom(getattr(request, each.name))
+            header.ClearField("data")
+            given_tensors.append((each.number, header, memoryview(getattr(request, each.name).data)))
+        others.ClearField(each.name)
+    pieces = messages.encode(given_tensors, others)
+    assert parsed(b"".join(pieces)) == request
+    # The elements are the buffers that were given, not copies.
+    assert all(any(piece is data for piece in pieces) for _, _, data in given_tensors)
+    assert decoded(b"".join(pieces)) == request
+
+
+CHUNK = pb.ExchangeRequest.CHUNK_FIELD_NUMBER
+
+
+@pytest.mark.parametrize(("nbytes", "chunk_nbytes"), [(0, 4), (1, 4), (4, 4), (5, 4), (1000, 300), (300, 1000)])
+def test_chunks_are_messages_of_one_field_that_join_to_the_whole(nbytes: int, chunk_nbytes: int) -> None:
+    data = bytes(i % 251 for i in range(nbytes))
+
+    def joined() -> Iterator[bytes]:
+        for pieces in messages.chunks(CHUNK, memoryview(data), chunk_nbytes):
+            message = b"".join(pieces)
+            chunk = pb.ExchangeRequest.FromString(message).chunk
+            assert messages.only_field(message, len(message)) == (CHUNK, len(message) - len(chunk))
+            yield chunk
+
+    chunks = list(joined())
+    assert b"".join(chunks) == data
+    assert all(len(one) == chunk_nbytes and 0 < len(other) <= chunk_nbytes for one, other in pairwise(chunks))
+
+
+@given(st.integers(1, 15), st.sampled_from([0, 1, 127, 128, 2**14, 2**21]) | st.integers(0, 1000), st.booleans())
+def test_the_only_field_is_known_by_the_first_bytes_of_its_message(number: int, nbytes: int, cut: bool) -> None:
+    prefix = messages.field_prefix(number, nbytes)
+    assert len(prefix) <= messages.PREFIX_NBYTES
+    message = prefix + bytes(nbytes)
+    seen = message[: messages.PREFIX_NBYTES] if cut else message
+    assert messages.only_field(seen, len(message)) == (number, len(prefix))
+    for other in (len(message) - 1, len(message) + 1):
+        assert messages.only_field(seen, other) is None
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\x0a",
+        b"\x08\x01",
+        b"\x02\x00",
+        b"\x0a\x80\x80\x80\x80\x80\x00",
+        sized(16, b""),
+        sized(1, b"") + sized(2, b""),
+        sized(1, b"") * 2,
+    ],
+    ids=lambda data: data.hex(" "),
+)
+def test_a_message_that_is_not_just_one_field_has_no_only_field(data: bytes) -> None:
+    assert messages.only_field(data, len(data)) is None

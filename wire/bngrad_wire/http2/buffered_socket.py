@@ -1,0 +1,220 @@
+"""A blocking socket with a small buffer in front of it, for frame headers and small payloads."""
+
+from __future__ import annotations
+
+import math
+import select
+import socket
+import struct
+import time
+from contextlib import suppress
+
+from bngrad_wire.http2.errors import EndOfConnectionError, PeerGoneError
+from bngrad_wire.http2.frames import Buffer
+from bngrad_wire.http2.tls import TlsSocket
+
+BUFFER_BYTES = 64 * 1024
+_DIRECT_BYTES = 16 * 1024  # From here on, reading past the buffer is cheaper than copying out of it.
+_PIECES_PER_SEND = 64
+_SAME_HOST_BYTES = 256 * 1024
+_TIMEVAL = struct.Struct("@ll")
+_LONGEST_S = 1e9
+
+
+def set_timeout(sock: socket.socket, timeout_s: float | None) -> None:
+    """Bounds every wait for a socket, in seconds; None is no bound.
+
+    It does as ``settimeout``, but with that Python makes two system calls of each, and lets other threads in twice.
+    """
+    if isinstance(sock, TlsSocket):
+        sock.settimeout(None if timeout_s is None or timeout_s > _LONGEST_S else max(timeout_s, 1e-6))
+        return
+    if sock.gettimeout() is not None:
+        sock.settimeout(None)
+    # Zero is no bound to the system.
+    microseconds = 0 if timeout_s is None or timeout_s > _LONGEST_S else max(int(timeout_s * 1e6), 1)
+    timeval = _TIMEVAL.pack(*divmod(microseconds, 1_000_000))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
+
+
+class BufferedSocket:
+    """Sends pieces without joining them, and reads large payloads without copying them.
+
+    Attributes:
+        broken: Why the socket is of no more use; None while it is.
+        until: When to give up a peer that sends or takes a little now and then, so that no single wait is too long; on
+            the monotonic clock.
+        tls: The socket, if it speaks TLS: it may then have something that nobody who watches its descriptor would see.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        if sock.family in {socket.AF_INET, socket.AF_INET6}:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _fit_to_cache(sock)
+        self._sock = sock
+        self.tls = sock if isinstance(sock, TlsSocket) else None
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+        self.broken: str | None = None
+        self.until = math.inf
+        self.buffer = bytearray(BUFFER_BYTES)
+        self._view = memoryview(self.buffer)
+        self.low = self.high = 0  # The ends of what is buffered and not yet used.
+
+    def close(self, last_words: bytes = b"") -> None:
+        """Closes the socket, and says ``last_words`` before if that needs no waiting."""
+        if last_words and self.broken is None:
+            with suppress(OSError):
+                self._sock.settimeout(0)
+                self._sock.send(last_words)
+        self.broken = self.broken or "it was closed"
+        with suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)  # A forked child may hold the socket too.
+        self._sock.close()
+
+    def check(self) -> None:
+        """Raises `PeerGoneError` when the socket is of no more use."""
+        if self.broken is not None:
+            raise PeerGoneError(f"the connection is unusable: {self.broken}")
+
+    def send(self, pieces: list[Buffer], *, may_wait: bool = True) -> bytes:
+        """Sends every piece, in as few system calls as the socket allows; uses up the list.
+
+        Args:
+            pieces: What to send.
+            may_wait: Whether to wait until all of it is sent. If not, the timeout must be that of `set_timeout`.
+
+        Returns:
+            What is still to be sent: nothing, after waiting.
+
+        Raises:
+            PeerGoneError: The peer has closed or reset the connection.
+            TimeoutError: The socket's timeout passed, or `until`; the socket is then of no more use.
+        """
+        self.check()
+        flags = 0 if may_wait else socket.MSG_DONTWAIT
+        try:
+            first = 0
+            while first < len(pieces):
+                sent = self._sock.sendmsg(pieces[first : first + _PIECES_PER_SEND], [], flags)
+                while first < len(pieces) and sent >= len(pieces[first]):
+                    sent -= len(pieces[first])
+                    first += 1
+                if sent:
+                    pieces[first] = memoryview(pieces[first])[sent:]
+                if first < len(pieces) and time.monotonic() > self.until:
+                    raise TimeoutError
+        except (TimeoutError, BlockingIOError) as error:
+            if not may_wait:
+                return b"".join(pieces[first:])
+            self.broken = "sending timed out"
+            raise TimeoutError(self.broken) from error
+        except OSError as error:
+            self.broken = f"sending failed: {error}"
+            raise PeerGoneError(self.broken) from error
+        except BaseException:
+            self.broken = "sending was interrupted"
+            raise
+        return b""
+
+    def _receive(self, target: memoryview, flags: int = 0) -> int:
+        if time.monotonic() > self.until:
+            raise TimeoutError("receiving timed out")
+        try:
+            count = self._sock.recv_into(target, 0, flags)
+        except (TimeoutError, BlockingIOError) as error:
+            raise TimeoutError("receiving timed out") from error
+        except OSError as error:
+            self.broken = f"receiving failed: {error}"
+            raise PeerGoneError(self.broken) from error
+        if not count:
+            self.broken = "the peer closed the connection"
+            raise PeerGoneError(self.broken)
+        return count
+
+    def _receive_more(self, flags: int = 0) -> None:
+        if self.low == self.high:
+            self.low = self.high = 0
+        elif self.low:
+            rest = self.high - self.low
+            self._view[:rest] = self.buffer[self.low : self.high]
+            self.low, self.high = 0, rest
+        self.high += self._receive(self._view[self.high :], flags)
+
+    def fill(self, nbytes: int) -> None:
+        """Waits until ``nbytes``, at most `BUFFER_BYTES`, are buffered; a timeout loses nothing.
+
+        Raises:
+            PeerGoneError: The peer has closed or reset the connection.
+            TimeoutError: The socket's timeout passed.
+        """
+        while self.high - self.low < nbytes:
+            self._receive_more()
+
+    def fill_or_end(self, nbytes: int) -> None:
+        """Does as `fill`, but raises `EndOfConnectionError` where the end finds nothing buffered."""
+        while self.high - self.low < nbytes:
+            try:
+                self._receive_more()
+            except PeerGoneError as error:
+                if self.low == self.high and error.__cause__ is None:
+                    raise EndOfConnectionError(self.broken) from None
+                raise
+
+    def fill_at_once(self) -> bool:
+        """Buffers what has arrived, without waiting; gives False if nothing has, or if there is no room.
+
+        Raises:
+            PeerGoneError: The peer has closed or reset the connection.
+        """
+        self.check()
+        if self.high - self.low == BUFFER_BYTES:
+            return False
+        # A timeout of Python's own makes it wait whatever the flags say, but with TLS.
+        if self.tls is None and self._sock.gettimeout() is not None and not self._poll.poll(0):
+            return False
+        try:
+            self._receive_more(socket.MSG_DONTWAIT)
+        except TimeoutError:
+            return False
+        return True
+
+    def take(self, nbytes: int) -> bytes:
+        """Waits for the next ``nbytes``, at most `BUFFER_BYTES`, and gives them."""
+        if self.high - self.low < nbytes:
+            self.fill(nbytes)
+        low = self.low
+        self.low = high = low + nbytes
+        return bytes(self._view[low:high])
+
+    def read_into(self, target: memoryview) -> int:
+        """Fills the start of ``target`` with one system call at most, and gives the count, which is not zero."""
+        wanted = len(target)
+        if self.low == self.high:
+            if wanted >= _DIRECT_BYTES:
+                return self._receive(target)
+            self.fill(1)
+        low = self.low
+        count = min(wanted, self.high - low)
+        target[:count] = self._view[low : low + count]
+        self.low = low + count
+        return count
+
+    def skip(self, nbytes: int) -> int:
+        """Throws away up to ``nbytes`` with one system call at most, and gives the count, which is not zero."""
+        self.fill(1)
+        count = min(nbytes, self.high - self.low)
+        self.low += count
+        return count
+
+
+def _fit_to_cache(sock: socket.socket) -> None:
+    """Bounds what is under way to a peer on this host, so that it is still in the cache when it is read.
+
+    Elsewhere the system's own bounds are right: they follow the distance.
+    """
+    with suppress(OSError):
+        if sock.getpeername()[0] == sock.getsockname()[0]:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SAME_HOST_BYTES)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SAME_HOST_BYTES)

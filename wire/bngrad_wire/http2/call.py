@@ -1,0 +1,235 @@
+"""What both ends of a call share: messages out of DATA frames and into them (PROTOCOL-HTTP2.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from struct import Struct
+
+from bngrad_wire.http2 import frames
+from bngrad_wire.http2.connection import Connection
+from bngrad_wire.http2.errors import ErrorCode, RpcError, Status
+from bngrad_wire.http2.frames import Buffer
+from bngrad_wire.http2.stream import Stream
+
+_PREFIX = Struct(">BI")
+_SMALL_BYTES = 16 * 1024  # Up to here, a message is copied together; it also fits into any peer's frames.
+_HELD_PIECES = 64
+_EARLY_BYTES = 64 * 2**20  # What is kept of a peer that sends while this end cannot.
+
+
+class Call(Stream):
+    """One call, whose messages are sent and received in turn.
+
+    Attributes:
+        remaining: Unread bytes of the present message.
+    """
+
+    def __init__(self, connection: Connection, stream_id: int) -> None:
+        super().__init__(stream_id, connection.initial_send_window)
+        self._connection = connection
+        self._sending_ended = False
+        self.remaining = 0
+
+    def send_message(self, *buffers: Buffer, more: bool = False, end: bool = False) -> None:
+        """Sends one message, the buffers one after the other.
+
+        While the peer's window is closed, what the peer sends is kept, up to 64 MiB. Not so while the socket itself is
+        full: two blocking ends that both send more than the sockets hold, and neither reads, wait until they time out.
+
+        Args:
+            buffers: Not copied where they are large, so they must not change until the call returns.
+            more: Another message, or the end, follows at once: a small message may wait for it.
+            end: This is the last message (a client half-closes the call).
+
+        Raises:
+            RpcError: The call has ended with a status other than OK, or the peer sent too much meanwhile.
+            PeerGoneError: The connection is gone.
+            ProtocolError: The peer broke the protocol.
+            TimeoutError: The socket's timeout passed.
+        """
+        if not self._may_send():
+            return
+        connection = self._connection
+        size = sum(map(len, buffers))
+        prefix = _PREFIX.pack(0, size)
+        size += len(prefix)
+        self._begin()
+        if size <= _SMALL_BYTES and size <= self.send_window and size <= connection.send_window:
+            self.send_window -= size
+            connection.send_window -= size
+            header = frames.frame_header(size, frames.DATA, frames.END_STREAM if end else 0, self.id)
+            connection.held.append(b"".join((header, prefix, *buffers)))
+        else:
+            self._send_large(iter((prefix, *buffers)), size, end)
+        self._sending_ended = end
+        if not more or len(connection.held) > _HELD_PIECES:
+            connection.flush()
+
+    def _begin(self) -> None:
+        """Holds the headers that must precede a message."""
+
+    def has_window_for(self, nbytes: int) -> bool:
+        """Whether the peer takes a message of so many bytes now."""
+        return nbytes + _PREFIX.size <= min(self.send_window, self._connection.send_window)
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether all that the peer will send has arrived and is kept, so that receiving it needs no waiting."""
+        return self.ended and not self._connection.data_left
+
+    def _may_send(self) -> bool:
+        """Gives False if the peer wants no more messages but the call did not fail."""
+        self._check()
+        if self._sending_ended:
+            raise RuntimeError("the sending side of this call has ended")
+        return True
+
+    def _send_large(self, buffers: Iterator[Buffer], size: int, end: bool) -> None:
+        connection = self._connection
+        view = memoryview(b"")
+        while size:
+            room = min(size, connection.max_frame_size, connection.send_window, self.send_window)
+            if room <= 0:
+                connection.flush()
+                if not self._wait_for_window():
+                    return
+                continue
+            self.send_window -= room
+            connection.send_window -= room
+            size -= room
+            flags = frames.END_STREAM if end and not size else 0
+            connection.held.append(frames.frame_header(room, frames.DATA, flags, self.id))
+            while room:
+                while not view:
+                    view = memoryview(next(buffers))
+                part, view = view[:room], view[room:]
+                room -= len(part)
+                connection.held.append(part)
+            if len(connection.held) >= _HELD_PIECES:
+                connection.flush()
+
+    def _wait_for_window(self) -> bool:
+        connection = self._connection
+        while self.send_window <= 0 or connection.send_window <= 0:
+            if len(self.early) + connection.data_left > _EARLY_BYTES:
+                self._reset(ErrorCode.ENHANCE_YOUR_CALM)
+                self.failure = RpcError(
+                    Status.RESOURCE_EXHAUSTED, f"the peer sent {_EARLY_BYTES} bytes and gave no window to answer it"
+                )
+                self._check()
+            connection.keep_early()
+            connection.handle_frame()
+            if not self._may_send():
+                return False
+        return True
+
+    def _reset(self, code: ErrorCode) -> None:
+        connection = self._connection
+        if connection.stream is self:
+            connection.held.append(frames.rst_stream(self.id, code))
+            connection.release(self)
+            connection.flush()
+
+    def receive_message(self) -> int | None:
+        """Waits for the next message and gives its bytes; what was not read of the one before is skipped.
+
+        Returns:
+            The length in bytes, or None at the end: a server's client has half-closed, a client's call is OK.
+
+        Raises:
+            RpcError: The call failed, or the message is compressed (UNIMPLEMENTED).
+            PeerGoneError: The connection is gone.
+            ProtocolError: The peer broke the protocol.
+            TimeoutError: The socket's timeout passed; the call can only be given up.
+        """
+        self._connection.flush()
+        while self.remaining:
+            self.read(min(self.remaining, _SMALL_BYTES))
+        if not self._wait_for_data():
+            self._finish()
+            return None
+        prefix = bytearray(_PREFIX.size)
+        self._fill(memoryview(prefix))
+        compressed, size = _PREFIX.unpack(prefix)
+        if compressed == 1:
+            self._refuse_compression()
+            raise RpcError(Status.UNIMPLEMENTED, "the message is compressed, which is not supported")
+        if compressed:
+            self._connection.refuse(ErrorCode.PROTOCOL_ERROR, f"a message is flagged {compressed}, neither 0 nor 1")
+        self.remaining = size
+        return int(size)
+
+    def read(self, nbytes: int) -> bytes:
+        """Waits for the next ``nbytes`` of the message and gives them; raises as `read_into` does."""
+        data = bytearray(nbytes)
+        self.read_into(memoryview(data))
+        return bytes(data)
+
+    def read_into(self, buffer: memoryview) -> None:
+        """Waits for as many bytes of the message as fill the buffer; large ones are not copied on their way.
+
+        Raises:
+            ValueError: The message has fewer bytes left.
+            RpcError: The call failed before the message was complete.
+            PeerGoneError: The connection is gone.
+            ProtocolError: The peer broke the protocol, or ended the call amid the message.
+            TimeoutError: The socket's timeout passed; the call can only be given up.
+        """
+        if len(buffer) > self.remaining:
+            raise ValueError(f"{len(buffer)} bytes wanted of a message that has {self.remaining} left")
+        self._fill(buffer)
+        self.remaining -= len(buffer)
+
+    def _fill(self, target: memoryview) -> None:
+        connection = self._connection
+        filled, size = 0, len(target)
+        while filled < size:
+            if self.early:
+                count = min(size - filled, len(self.early))
+                target[filled : filled + count] = self.early[:count]
+                del self.early[:count]
+            elif connection.data_left:
+                count = connection.data_into(target[filled:])
+            elif self._wait_for_data():
+                continue
+            else:
+                if self.failure is not None:
+                    self._finish()
+                connection.refuse(ErrorCode.PROTOCOL_ERROR, "the call ended amid a message")
+            filled += count
+            connection.give_credit(count, self)
+
+    def _wait_for_data(self) -> bool:
+        connection = self._connection
+        if connection.stream is not self:
+            return False
+        while not connection.data_left and not self.early:
+            if self.ended:
+                return False
+            connection.handle_frame()
+        return True
+
+    def _finish(self) -> None:
+        """Acts on the end of what the peer sends."""
+        self._check()
+
+    def _check(self) -> None:
+        if self.failure is not None:
+            raise self.failure.again()
+
+    def _refuse_compression(self) -> None:
+        """Does what must be done before `receive_message` refuses a message."""
+
+    def cancelled(self) -> bool:
+        """Says, without waiting, whether the call has failed or the peer has gone.
+
+        It cannot see past more than 64 KiB that have arrived and are not yet read.
+        """
+        may_wait, self._connection.may_wait = self._connection.may_wait, False
+        try:
+            self._connection.handle_arrived()
+        except (ConnectionError, TimeoutError):
+            return True
+        finally:
+            self._connection.may_wait = may_wait
+        return self.failure is not None

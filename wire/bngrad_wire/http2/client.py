@@ -1,0 +1,158 @@
+"""The calling end of a connection."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+
+from bngrad_wire.http2 import frames, header_block
+from bngrad_wire.http2.call import Call
+from bngrad_wire.http2.connection import Connection
+from bngrad_wire.http2.errors import ErrorCode, PeerGoneError, RpcError, Status, error_of_http
+from bngrad_wire.http2.tls import TlsSocket
+
+_SETTINGS = frames.settings(
+    {
+        frames.ENABLE_PUSH: 0,
+        frames.INITIAL_WINDOW_SIZE: frames.MAX_WINDOW,
+        frames.MAX_FRAME_SIZE: frames.LARGEST_FRAME_SIZE,
+        frames.MAX_HEADER_LIST_SIZE: header_block.HEADER_LIST_BYTES,
+    }
+)
+
+
+class ClientConnection(Connection):
+    """A connection that makes calls, one after the other, over a connected socket, which it owns from then on.
+
+    Args:
+        sock: A connected stream socket; its timeout holds for every wait.
+        authority: What the calls' ``:authority`` says, such as "localhost:50051".
+
+    Raises:
+        PeerGoneError: The peer has gone already.
+    """
+
+    def __init__(self, sock: socket.socket, authority: str) -> None:
+        super().__init__(sock, frames.PREFACE + _SETTINGS)
+        self._authority = authority
+        self._scheme = "https" if isinstance(sock, TlsSocket) else "http"
+        self._blocks: dict[str, bytes] = {}
+        self._next_id = 1
+
+    @property
+    def usable(self) -> bool:
+        """Whether a call can begin: no error, no GOAWAY, no call left unfinished, and the peer has not gone."""
+        if self.io.broken is None and self.stream is None:
+            try:
+                self.handle_arrived()
+            except (ConnectionError, TimeoutError):
+                return False
+        return self.io.broken is None and self.stream is None and not self.going_away
+
+    def call(
+        self, path: str, *, timeout_s: float | None = None, metadata: Sequence[tuple[str, str]] = ()
+    ) -> ClientCall:
+        """Begins a call; its headers leave with the first message.
+
+        Args:
+            path: "/package.Service/Method".
+            timeout_s: Seconds that the server is told it has; this end waits as long as its socket lets it.
+            metadata: Lower-case names and printable ASCII values.
+
+        Raises:
+            PeerGoneError: The connection is not usable.
+        """
+        if self.stream is not None:
+            raise PeerGoneError("the connection is unusable: the call before is unfinished")
+        self.io.check()
+        if self.going_away or self._next_id > frames.MAX_STREAM_ID:
+            raise PeerGoneError("the connection is unusable: the peer takes no more calls on it")
+        block = self._blocks.get(path)
+        if block is None:
+            block = self._blocks[path] = header_block.encode(
+                [
+                    (":method", "POST"),
+                    (":scheme", self._scheme),
+                    (":path", path),
+                    (":authority", self._authority),
+                    ("te", "trailers"),
+                    ("content-type", header_block.CONTENT_TYPE),
+                    ("user-agent", "bngrad"),
+                ]
+            )
+        if timeout_s is not None:
+            block += header_block.encode([("grpc-timeout", header_block.format_timeout(timeout_s))])
+        if metadata:
+            block += header_block.encode(metadata)
+        if self.table_update:
+            block, self.table_update = self.table_update + block, b""
+        call = ClientCall(self, self._next_id)
+        self.last_stream_id = self._next_id
+        self._next_id += 2
+        self.stream = call
+        self.held += frames.header_block(call.id, block, 0)
+        return call
+
+    def stream_opened(self, stream_id: int, headers: dict[str, str], end: bool) -> None:
+        """Refuses: a server opens no streams where push is disabled."""
+        self.refuse(ErrorCode.PROTOCOL_ERROR, f"the server opened stream {stream_id}")
+
+    def refused_by_goaway(self, last_stream_id: int) -> bool:
+        """Says whether the server will not handle the running call."""
+        return self.stream is not None and self.stream.id > last_stream_id
+
+
+class ClientCall(Call):
+    """A call as its client sees it; it is over when `receive_message` gives None or raises `RpcError`."""
+
+    def __init__(self, connection: Connection, stream_id: int) -> None:
+        super().__init__(connection, stream_id)
+        self._answered = False
+        self._status_seen = False
+
+    def half_close(self) -> None:
+        """Ends the sending side without another message."""
+        if not self._sending_ended and self._may_send():
+            self._sending_ended = True
+            self._connection.held.append(frames.frame_header(0, frames.DATA, frames.END_STREAM, self.id))
+            self._connection.flush()
+
+    def cancel(self) -> None:
+        """Gives the call up; the connection stays usable where its state is known. Never raises."""
+        if self._connection.stream is self:
+            self.ended = True
+            self.failure = self.failure or RpcError(Status.CANCELLED, "the call was cancelled here")
+            with suppress(ConnectionError, TimeoutError):
+                self._reset(ErrorCode.CANCEL)
+
+    def headers_arrived(self, headers: dict[str, str], end: bool) -> None:
+        """Takes the response's headers or trailers."""
+        http = headers.get(":status")
+        if not end and not self._answered:
+            if http is not None and http.startswith("1"):
+                return
+            self._answered = True
+            if http == "200" and headers.get("content-type", "").startswith(header_block.CONTENT_TYPE):
+                return
+            self.failure = error_of_http(http or "missing")
+        elif not end:
+            self._connection.refuse(ErrorCode.PROTOCOL_ERROR, f"the trailers of stream {self.id} do not end it")
+        else:
+            self.failure = header_block.parse_status(headers)
+            self._status_seen = True
+        self.ended = True
+
+    def _may_send(self) -> bool:
+        return super()._may_send() and not self.ended
+
+    def _finish(self) -> None:
+        if self.failure is None and not self._status_seen:
+            self.failure = RpcError(Status.INTERNAL, "the call ended without a status")
+        if not self.reset and not (self._sending_ended and self._status_seen):
+            self._reset(ErrorCode.NO_ERROR)
+        self._connection.release(self)
+        super()._finish()
+
+    def _refuse_compression(self) -> None:
+        self.cancel()

@@ -1,0 +1,124 @@
+"""Header blocks (RFC 7541) and the values that gRPC puts into them (PROTOCOL-HTTP2.md)."""
+
+from __future__ import annotations
+
+import re
+from base64 import b64decode, b64encode
+from binascii import Error as Base64Error
+from collections.abc import Iterable
+from urllib.parse import quote, unquote
+
+from hpack import Decoder, HPACKError
+from hpack.hpack import encode_integer
+
+from bngrad_wire.http2.errors import RpcError, Status, error_of_http
+
+HEADER_LIST_BYTES = 16 * 1024
+CONTENT_TYPE = "application/grpc"
+
+_TABLE_BYTES = 4096  # The size of the dynamic table where no SETTINGS changed it.
+_CACHED_BLOCKS = 64
+_CACHED_BLOCK_BYTES = 1024
+
+_SECONDS = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
+_TIMEOUT = re.compile(r"([0-9]{1,8})([HMSmun])")
+_LARGEST_TIMEOUT = 99_999_999
+# Printable ASCII but "%" stands for itself in grpc-message.
+_PLAIN = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
+
+
+class BlockDecoder:
+    """Decodes the header blocks of one connection, and knows again those it has met."""
+
+    def __init__(self) -> None:
+        self._decoder = Decoder(max_header_list_size=HEADER_LIST_BYTES)
+        self._known: dict[bytes, dict[str, str]] = {}
+
+    def decode(self, block: bytes) -> dict[str, str]:
+        """Gives the headers of a block; the values of a repeated name are joined by commas.
+
+        Raises:
+            HPACKError: The block is malformed or holds more than `HEADER_LIST_BYTES`.
+        """
+        known = self._known.get(block)
+        if known is not None:
+            return known
+        table = self._decoder.header_table
+        was_empty = not table.dynamic_entries
+        try:
+            pairs = [(str(name), str(value)) for name, value in self._decoder.decode(block)]
+        except (IndexError, ValueError) as error:
+            raise HPACKError(f"malformed header block: {error}") from error
+        headers: dict[str, str] = {}
+        for name, value in pairs:
+            headers[name] = f"{headers[name]},{value}" if name in headers else value
+        # A short block that is read with an empty table of full size and leaves it empty has no dealings with the table
+        # (0x20 would change its size), so it means the same whenever it comes.
+        if (
+            was_empty
+            and not table.dynamic_entries
+            and table.maxsize == _TABLE_BYTES
+            and 0 < len(block) <= _CACHED_BLOCK_BYTES
+            and block[0] & 0xE0 != 0x20
+            and len(self._known) < _CACHED_BLOCKS
+        ):
+            self._known[block] = headers
+        return headers
+
+
+def encode(headers: Iterable[tuple[str, str]]) -> bytes:
+    """Encodes headers as literals without indexing, so that the block means the same on every connection."""
+    return b"".join(b"\x00" + _string(name) + _string(value) for name, value in headers)
+
+
+def _string(text: str) -> bytes:
+    data = text.encode()
+    return bytes(encode_integer(len(data), 7)) + data
+
+
+def status_headers(code: int, message: str, details: bytes) -> list[tuple[str, str]]:
+    """Gives the trailers that carry a status."""
+    headers = [("grpc-status", str(code))]
+    if message:
+        headers.append(("grpc-message", quote(message, safe=_PLAIN)))
+    if details:
+        headers.append(("grpc-status-details-bin", b64encode(details).decode().rstrip("=")))
+    return headers
+
+
+def parse_status(headers: dict[str, str]) -> RpcError | None:
+    """Gives the error that trailers carry; None is OK."""
+    code = headers.get("grpc-status")
+    if code == "0":
+        return None
+    if code is None:
+        http = headers.get(":status", "200")
+        return RpcError(Status.UNKNOWN, "trailers without grpc-status") if http == "200" else error_of_http(http)
+    known = int(code) if re.fullmatch("[0-9]{1,3}", code) else Status.UNKNOWN
+    details = headers.get("grpc-status-details-bin", "")
+    try:
+        decoded = b64decode(details + "=" * (-len(details) % 4))
+    except (Base64Error, ValueError):
+        decoded = b""
+    return RpcError(known or Status.UNKNOWN, unquote(headers.get("grpc-message", "")), decoded)
+
+
+def format_timeout(seconds: float) -> str:
+    """Gives ``grpc-timeout``, rounded down but never to zero."""
+    for unit in "num":
+        amount = int(seconds / _SECONDS[unit])
+        if amount <= _LARGEST_TIMEOUT:
+            return f"{max(amount, 1)}{unit}"
+    return f"{min(int(seconds), _LARGEST_TIMEOUT)}S"
+
+
+def parse_timeout(text: str) -> float:
+    """Gives the seconds of ``grpc-timeout``.
+
+    Raises:
+        ValueError: It is not one to eight digits and a unit.
+    """
+    match = _TIMEOUT.fullmatch(text)
+    if match is None:
+        raise ValueError(f"malformed grpc-timeout {text!r}")
+    return int(match[1]) * _SECONDS[match[2]]

@@ -1,0 +1,223 @@
+"""The answering end of a connection."""
+
+from __future__ import annotations
+
+import functools
+import socket
+
+from bngrad_wire.http2 import frames, header_block
+from bngrad_wire.http2.call import Call
+from bngrad_wire.http2.connection import Connection
+from bngrad_wire.http2.errors import EndOfConnectionError, ErrorCode, RpcError, Status
+
+_SETTINGS = frames.settings(
+    {
+        frames.MAX_CONCURRENT_STREAMS: 1,
+        frames.INITIAL_WINDOW_SIZE: frames.MAX_WINDOW,
+        frames.MAX_FRAME_SIZE: frames.LARGEST_FRAME_SIZE,
+        frames.MAX_HEADER_LIST_SIZE: header_block.HEADER_LIST_BYTES,
+    }
+)
+_RESPONSE = [(":status", "200"), ("content-type", header_block.CONTENT_TYPE)]
+_RESPONSE_BLOCK = header_block.encode(_RESPONSE)
+_OK_BLOCK = header_block.encode(header_block.status_headers(0, "", b""))
+_NOT_GRPC_BLOCK = header_block.encode([(":status", "415")])
+
+
+class ServerConnection(Connection):
+    """A connection that answers calls, one after the other, over an accepted socket, which it owns from then on.
+
+    Args:
+        sock: A connected stream socket; its timeout holds for every wait.
+
+    Raises:
+        PeerGoneError: The peer has gone already.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__(sock, _SETTINGS)
+        self._preface_seen = False
+        self._sent_goaway = False
+
+    def accept(self) -> ServerCall | None:
+        """Waits for the next call.
+
+        Returns:
+            The call, or None once the client has closed the connection in order, or after `goaway`.
+
+        Raises:
+            RuntimeError: The call before was not ended.
+            PeerGoneError: The client has gone amid a frame.
+            ProtocolError: The client broke the protocol.
+            TimeoutError: The socket's timeout passed; if no frame was begun, this may be called again.
+        """
+        if self.stream is not None:
+            raise RuntimeError("the call before was not ended")
+        if self._sent_goaway:
+            return None
+        try:
+            self._read_preface()
+            self.flush()
+            while not isinstance(self.stream, ServerCall):
+                self.handle_frame()
+        except EndOfConnectionError:
+            return None
+        return self.stream
+
+    def accept_at_once(self) -> ServerCall | None:
+        """Handles what has arrived, with one system call and without waiting, and gives the running call, if any.
+
+        For who watches many connections. What it sends waits only where `may_wait` says so; see also `is_amid_frame`.
+
+        Raises:
+            PeerGoneError: The client has closed or reset the connection.
+            ProtocolError: The client broke the protocol.
+        """
+        self.io.fill_at_once()
+        if self._preface_has_arrived():
+            self.handle_buffered()
+        return self.stream if isinstance(self.stream, ServerCall) else None
+
+    def accept_begun(self) -> ServerCall | None:
+        """Waits for the rest of a frame that has begun to arrive; gives the call, if it begins one.
+
+        Raises:
+            ConnectionError: The client has gone or broke the protocol.
+            TimeoutError: The socket's timeout passed.
+        """
+        self.flush()
+        while self.stream is None and self.is_amid_frame:
+            if self._preface_seen:
+                self.handle_frame()
+            else:
+                self._read_preface()
+        return self.stream if isinstance(self.stream, ServerCall) else None
+
+    @property
+    def is_amid_frame(self) -> bool:
+        """Whether something has arrived that is not handled yet."""
+        io = self.io
+        return io.high > io.low or (io.tls is not None and io.tls.pending() > 0)
+
+    @property
+    def awaits_much(self) -> bool:
+        """Whether what has begun to arrive may take long, or is more than can be kept until it is whole."""
+        return self._preface_seen and not self._is_short_frame()
+
+    def goaway(self) -> None:
+        """Tells the client that no more calls are taken; one that it began meanwhile it may repeat elsewhere."""
+        self._sent_goaway = True
+        self.io.send([frames.goaway(self.last_stream_id, ErrorCode.NO_ERROR)])
+
+    def _read_preface(self) -> None:
+        io = self.io
+        while not self._preface_has_arrived():
+            io.fill_or_end(io.high - io.low + 1)
+
+    def _preface_has_arrived(self) -> bool:
+        io = self.io
+        if not self._preface_seen:
+            so_far = bytes(io.buffer[io.low : min(io.high, io.low + len(frames.PREFACE))])
+            if not frames.PREFACE.startswith(so_far):
+                self.refuse(ErrorCode.PROTOCOL_ERROR, f"the client does not begin as HTTP/2 does: {so_far!r}")
+            if so_far == frames.PREFACE:
+                io.low += len(frames.PREFACE)
+                self._preface_seen = True
+        return self._preface_seen
+
+    def stream_opened(self, stream_id: int, headers: dict[str, str], end: bool) -> None:
+        """Makes a call of the header block, or refuses it."""
+        self.last_stream_id = stream_id
+        if self.stream is not None or self._sent_goaway:
+            self.count_idle_frame()
+            self.answer(frames.rst_stream(stream_id, ErrorCode.REFUSED_STREAM))
+            return
+        call = ServerCall(self, stream_id, headers)
+        call.ended = end
+        self.stream = call
+        if headers.get(":method") != "POST" or not headers.get("content-type", "").startswith(
+            header_block.CONTENT_TYPE
+        ):
+            call.end_with(_NOT_GRPC_BLOCK)
+        elif not call.path:
+            call.end(Status.INTERNAL, "the call has no :path")
+        elif "grpc-timeout" in headers:
+            try:
+                call.timeout_s = header_block.parse_timeout(headers["grpc-timeout"])
+            except ValueError as error:
+                call.end(Status.INTERNAL, str(error))
+
+    def refused_by_goaway(self, last_stream_id: int) -> bool:
+        """Says whether the client will not handle the running call: it is the one who opened it."""
+        return False
+
+
+class ServerCall(Call):
+    """A call as its server sees it; it is over with `end`.
+
+    Attributes:
+        path: "/package.Service/Method".
+        timeout_s: Seconds that the client gives the call, counted from its start; None is no limit.
+        metadata: Every header but the pseudo-headers; binary ones are still in base64.
+    """
+
+    def __init__(self, connection: Connection, stream_id: int, headers: dict[str, str]) -> None:
+        super().__init__(connection, stream_id)
+        self.path = headers.get(":path", "")
+        self.timeout_s: float | None = None
+        self.metadata = {name: value for name, value in headers.items() if not name.startswith(":")}
+        self._begun = False
+
+    def headers_arrived(self, headers: dict[str, str], end: bool) -> None:
+        """Takes the client's trailers, which say nothing."""
+        if not end:
+            self._connection.refuse(ErrorCode.PROTOCOL_ERROR, f"a second header block on stream {self.id}")
+        self.ended = True
+
+    def _begin(self) -> None:
+        if not self._begun:
+            self._begun = True
+            self._hold_headers(_RESPONSE_BLOCK, 0)
+
+    def _hold_headers(self, block: bytes, flags: int) -> None:
+        connection = self._connection
+        if connection.table_update:
+            block, connection.table_update = connection.table_update + block, b""
+        connection.held += frames.header_block(self.id, block, flags)
+
+    def end(self, code: int = 0, message: str = "", details: bytes = b"") -> None:
+        """Ends the call with a status; does nothing if it has ended or the client has reset it.
+
+        Args:
+            code: gRPC's status code; 0 is OK.
+            message: What to say of it, any text.
+            details: A serialised ``google.rpc.Status``.
+
+        Raises:
+            PeerGoneError: The connection is gone.
+            TimeoutError: The socket's timeout passed.
+        """
+        block = _OK_BLOCK
+        if code or message or details:
+            block = _status_block(code, message, details)
+        self.end_with(block if self._begun else _RESPONSE_BLOCK + block)
+
+    def end_with(self, block: bytes) -> None:
+        """Ends the call with this header block."""
+        connection = self._connection
+        if connection.stream is not self:
+            return
+        if self.failure is None and not self.ended:
+            connection.handle_arrived()
+        if self.failure is None:
+            self._hold_headers(block, frames.END_STREAM)
+            if not self.ended:
+                connection.held.append(frames.rst_stream(self.id, ErrorCode.NO_ERROR))
+        self.failure = self.failure or RpcError(Status.CANCELLED, "the call was ended here")
+        connection.release(self)
+        connection.flush()
+
+
+@functools.lru_cache(maxsize=256)
+def _status_block(code: int, message: str, details: bytes) -> bytes:
+    return header_block.encode(header_block.status_headers(code, message, details))
