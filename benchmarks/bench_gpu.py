@@ -31,7 +31,7 @@ from benchmarks.gpu import machine, rivals, second_order
 from benchmarks.gpu.cases import BATCHES, Case, all_cases, poison, tensors, wrong
 from benchmarks.gpu.timing import ROUNDS, launches_each, sets_of, time_of
 
-from bngrad_kernels.cuda.backend import CudaBackEnd
+from bngrad_kernels.cuda.backend import CudaBackend
 from bngrad_kernels.cuda.device import CupyDevice
 from bngrad_kernels.cuda.kernel_selection import Engine, choose, is_read_from_cache
 from bngrad_kernels.cuda.plan import cut
@@ -248,11 +248,11 @@ def _grouped(device: CupyDevice, count: int) -> list[Row]:
 
 def _host_to_host(device: CupyDevice, case: Case, count: int) -> list[Row]:
     """Batches from page-locked host memory and back, as a worker computes them."""
-    back_end = CudaBackEnd(device)
-    back_end.warm_up()
+    backend = CudaBackend(device)
+    backend.warm_up()
     spec = case.spec
     memory = np.ones(3 * count * spec.tensor_nbytes, np.uint8)
-    back_end.register(memory)
+    backend.register(memory)
     views = memory.view(spec.dtype).reshape(count, 3, *spec.shape)
     one = np.ones(spec.channels, np.float32)
     batch = [
@@ -262,9 +262,9 @@ def _host_to_host(device: CupyDevice, case: Case, count: int) -> list[Row]:
     seconds = []
     for _ in range(1 + ROUNDS):
         start = time.perf_counter()
-        back_end.run(batch)
+        backend.run(batch)
         seconds.append(time.perf_counter() - start)
-    back_end.unregister(memory)
+    backend.unregister(memory)
     median = statistics.median(seconds[1:])  # the first is to warm up
     print(f"{count:3} requests of {case} from host memory and back: {1e3 * median:.2f} ms, "
           f"{memory.nbytes / median / 1e9:.1f} GB/s over the bus", flush=True)  # fmt: skip

@@ -30,8 +30,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    back_end = backends.create("cpu", threads=options.threads)
-    back_end.warm_up()
+    backend = backends.create("cpu", threads=options.threads)
+    backend.warm_up()
     print(f"{'milliseconds, median':28}{'bngrad':>10}{'pytorch':>10}{'ratio':>8}{'GB/s':>8}")
     ratios = []
     for layout in options.layout:
@@ -39,7 +39,7 @@ def main() -> None:
             for chw in cases.RESNET50:
                 case = cases.Case(layout, dtype, chw)
                 made = _problem(case.spec)
-                ours, theirs = _medians([functools.partial(back_end.run, [made]), _pytorch(made)], options.rounds)
+                ours, theirs = _medians([functools.partial(backend.run, [made]), _pytorch(made)], options.rounds)
                 gigabytes = 5 * made.spec.tensor_nbytes / 1e9
                 ratios.append(ours / theirs)
                 print(f"{case!s:28}{1e3 * ours:10.2f}{1e3 * theirs:10.2f}{ratios[-1]:8.2f}{gigabytes / ours:8.1f}")

@@ -23,7 +23,7 @@ from tests.gpu.simulator.device import SimulatedDevice, allocate, configure
 from tests.unit.kernels.problems import problem
 
 from bngrad_kernels.cuda import kernel_selection, plan
-from bngrad_kernels.cuda.backend import CudaBackEnd
+from bngrad_kernels.cuda.backend import CudaBackend
 from bngrad_kernels.cuda.compiler import compile_source, fingerprint
 from bngrad_kernels.cuda.kernel_selection import Traits
 from bngrad_kernels.spec import FLOAT16, FLOAT32, Spec
@@ -136,9 +136,9 @@ def run(simulator: Path, kind: str, number: int) -> None:
         return
     plan._ENOUGH_STRIPS //= PART
     kernel_selection._MOST_AHEAD_NBYTES //= PART
-    back_end = CudaBackEnd(device, chunk_nbytes=1 << 20)
-    back_end.warm_up()
-    back_end.run([problem(CASES[number])])
+    backend = CudaBackend(device, chunk_nbytes=1 << 20)
+    backend.warm_up()
+    backend.run([problem(CASES[number])])
 
 
 if __name__ == "__main__":

@@ -169,8 +169,8 @@ def _load(name: str, threads: int) -> tuple[peers.Prepare, str]:
 
         return lambda problem: _CopyKernel(problem, copy), ""
     if name == BNGRAD:
-        back_end = backends.create("cpu", threads=threads)
-        return lambda problem: _BngradKernel(problem, back_end.run), back_end.description
+        backend = backends.create("cpu", threads=threads)
+        return lambda problem: _BngradKernel(problem, backend.run), backend.description
     return peers.load(name), peers.version(name)
 
 

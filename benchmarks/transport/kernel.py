@@ -16,13 +16,13 @@ class Kernel:
     """The CPU back end, warm. One thread enters at a time: each problem may take all cores."""
 
     def __init__(self, threads: int) -> None:
-        self._back_end = backends.create("cpu", threads=threads)
-        self._back_end.warm_up()
+        self._backend = backends.create("cpu", threads=threads)
+        self._backend.warm_up()
         self._lock = threading.Lock()
 
     def run(self, problem: Problem) -> Gradients:
         with self._lock:
-            self._back_end.run([problem])
+            self._backend.run([problem])
         return gradients(problem)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from typing import NamedTuple
 
-from bngrad_kernels.problem import BackEnd
+from bngrad_kernels.problem import Backend
 
 
 class Devices(NamedTuple):
@@ -44,7 +44,7 @@ def devices(wanted: str = "auto") -> Devices:
     return Devices(usable or ["cpu"], "; ".join(reasons) or None)
 
 
-def create(device: str, *, threads: int | None = None) -> BackEnd:
+def create(device: str, *, threads: int | None = None) -> Backend:
     """The back end for a device.
 
     Args:
@@ -57,13 +57,13 @@ def create(device: str, *, threads: int | None = None) -> BackEnd:
     """
     _check(device)
     if device == "cpu":
-        from bngrad_kernels.cpu import CpuBackEnd  # noqa: PLC0415 - Numba takes a second to import
+        from bngrad_kernels.cpu import CpuBackend  # noqa: PLC0415 - Numba takes a second to import
 
-        return CpuBackEnd(threads)
-    from bngrad_kernels.cuda import CudaBackEnd  # noqa: PLC0415
+        return CpuBackend(threads)
+    from bngrad_kernels.cuda import CudaBackend  # noqa: PLC0415
     from bngrad_kernels.cuda.device import CupyDevice  # noqa: PLC0415
 
-    return CudaBackEnd(CupyDevice(int(device.removeprefix("cuda:"))))
+    return CudaBackend(CupyDevice(int(device.removeprefix("cuda:"))))
 
 
 def _check(name: str) -> None:

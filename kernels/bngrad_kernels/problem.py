@@ -161,7 +161,7 @@ class GradGradProblem(_Extent):
 AnyProblem: TypeAlias = Problem | GradGradProblem
 
 
-class BackEnd(Protocol):
+class Backend(Protocol):
     """What computes problems on one device."""
 
     description: str

@@ -10,14 +10,15 @@ from contextlib import contextmanager
 from bngrad_kernels import backends
 from bngrad_server.codec.requests import Request
 from bngrad_server.config import ServerConfig
+from bngrad_server.errors import OverloadedError
 from bngrad_server.memory.arena import Arena, Block
 from bngrad_server.memory.regions import Regions
-from bngrad_server.memory.transfer_watchdog import Transfers
-from bngrad_server.rpc_context import Caller
+from bngrad_server.memory.transfer_watchdog import TransferWatchdog
+from bngrad_server.rpc_context import RpcContext
 from bngrad_server.runtime.malloc import MemoryTrimmer
-from bngrad_server.scheduling.admission import Admission, OverloadedError
+from bngrad_server.scheduling.admission import Admission
 from bngrad_server.scheduling.batcher import Batcher
-from bngrad_server.staged_request import Staged
+from bngrad_server.staged_request import StagedRequest
 from bngrad_server.telemetry.observer import Observer
 from bngrad_server.workers.pool import WorkerPool
 
@@ -44,13 +45,15 @@ class Engine:
         self.batcher = Batcher(config.max_batch_jobs, config.max_batch_bytes, config.max_batch_delay_s, split=split)
         self.pool = WorkerPool(config, names, self.arena, self.batcher, on_change)
         self.regions = Regions(config.shared_bytes, self.pool.map, self.pool.unmap)
-        self.transfers = Transfers(config.transfer_timeout_s)
+        self.transfers = TransferWatchdog(config.transfer_timeout_s)
         self.observer = observer or Observer()
         self._trimmer = MemoryTrimmer(self.admission)
         self._max_wait_s = config.max_wait_s
 
-    def stage(self, request: Request, caller: Caller, received_at: float, *, may_wait: bool = True) -> Staged | None:
-        """Lends memory for a request until `Staged.close`; gives None where there is none and nothing may wait.
+    def stage(
+        self, request: Request, caller: RpcContext, received_at: float, *, may_wait: bool = True
+    ) -> StagedRequest | None:
+        """Lends memory for a request until `StagedRequest.close`; gives None where there is none and nothing may wait.
 
         Args:
             request: The request.
@@ -66,7 +69,7 @@ class Engine:
             CancelledError: The caller gave up.
         """
         self.admission.enter(caller.client, request.tensors_nbytes, caller.deadline)
-        staged = Staged(self, request, caller, received_at)
+        staged = StagedRequest(self, request, caller, received_at)
         try:
             if staged.take_memory(may_wait=may_wait):
                 return staged
@@ -76,7 +79,7 @@ class Engine:
         staged.give_back()
         return None
 
-    def allocate(self, nbytes: int, caller: Caller) -> Block:
+    def allocate(self, nbytes: int, caller: RpcContext) -> Block:
         """Takes a block of the arena for a caller.
 
         Raises:
@@ -91,7 +94,7 @@ class Engine:
             raise OverloadedError(str(error), self._max_wait_s) from error
 
     @contextmanager
-    def transfer(self, nbytes: int, caller: Caller) -> Iterator[None]:
+    def transfer(self, nbytes: int, caller: RpcContext) -> Iterator[None]:
         """Bounds the time that so many bytes of a staged request take to or from its caller."""
         with self.transfers.watched(nbytes, caller), self.admission.transfer():
             yield

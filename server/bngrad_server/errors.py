@@ -11,10 +11,6 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from bngrad_kernels.spec import InvalidArgumentError
-from bngrad_server.memory.arena import ArenaTooSmallError
-from bngrad_server.scheduling.admission import OverloadedError
-from bngrad_server.scheduling.batcher import ComputeError
-from bngrad_server.security.auth import UnauthenticatedError
 from bngrad_wire import http2
 
 logger = logging.getLogger(__name__)
@@ -25,8 +21,67 @@ _LONGEST_DESCRIPTION_NBYTES = 256
 """What has arrived may be quoted, of any length; but clients take headers of 8 KiB, and lose the connection over 16."""
 
 
+REFUSAL = "a valid token is needed"
+"""All that is ever said to somebody without one, whatever they asked for."""
+
+
+class ListenError(Exception):
+    """An address cannot be listened on."""
+
+
+class TracingError(Exception):
+    """Spans cannot be exported."""
+
+
+class WorkerStartError(Exception):
+    """A worker ended before it was ready, the first time it was started."""
+
+
+class WorkerDiedError(Exception):
+    """The worker's process ended.
+
+    Attributes:
+        saw_batch: Whether it may have died of the batch. One that never read it was dead already, or hung.
+    """
+
+    def __init__(self, reason: str, *, saw_batch: bool = True) -> None:
+        super().__init__(reason)
+        self.saw_batch = saw_batch
+
+
+class UnauthenticatedError(Exception):
+    """The caller has not said who it is; the message is for everybody."""
+
+    def __init__(self) -> None:
+        super().__init__(REFUSAL)
+
+
+class OverloadedError(Exception):
+    """The server has more to do than it can do soon.
+
+    Attributes:
+        retry_delay_s: When it is worth asking again, in seconds from now.
+    """
+
+    def __init__(self, message: str, retry_delay_s: float) -> None:
+        super().__init__(message)
+        self.retry_delay_s = retry_delay_s
+
+
+class ArenaTooSmallError(Exception):
+    """A request needs more than the whole arena."""
+
+
 class MessageTooLargeError(Exception):
     """A message is larger than one may be where it came."""
+
+
+class RegionsFullError(Exception):
+    """A lease would take more than the memory that may be shared, or there are too many."""
+
+
+class ComputeError(Exception):
+    """A request could not be computed, through no fault of its own."""
 
 
 _CODES: list[tuple[type[Exception], grpc.StatusCode]] = [
@@ -51,7 +106,7 @@ def code_of(error: BaseException) -> grpc.StatusCode:
     return next((code for cls, code in _CODES if isinstance(error, cls)), grpc.StatusCode.INTERNAL)
 
 
-def status_of(error: Exception) -> tuple[grpc.StatusCode, status_pb2.Status]:
+def grpc_status(error: Exception) -> tuple[grpc.StatusCode, status_pb2.Status]:
     """The status that an exception of the engine stands for.
 
     The text of an unexpected exception stays in the log: it may tell what is no client's business.

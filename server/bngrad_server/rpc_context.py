@@ -11,7 +11,7 @@ def _no_check() -> None:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Caller:
+class RpcContext:
     """Whoever made a call, and how long it waits.
 
     Attributes:

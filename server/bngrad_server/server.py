@@ -17,23 +17,18 @@ from grpc_reflection.v1alpha import reflection
 
 from bngrad_server.config import MAX_CALLS, ServerConfig
 from bngrad_server.engine import Engine
-from bngrad_server.memory.leases import LocalSockets
-from bngrad_server.monitor.status import status_of
-from bngrad_server.monitor.supervisor import Monitor
-from bngrad_server.rpc.grpcio_port import NobodysHandler, Service
+from bngrad_server.errors import ListenError, TracingError
+from bngrad_server.memory.leases import LeaseServer
+from bngrad_server.monitor.status import engine_status
+from bngrad_server.monitor.supervisor import MonitorSupervisor
+from bngrad_server.rpc.grpcio_port import Service, UnknownMethodHandler
 from bngrad_server.rpc.health import Health
-from bngrad_server.rpc.http2_port import Endpoint
-from bngrad_server.rpc.rpc_limiter import OtherCalls
-from bngrad_server.rpc.servicer import SERVICE, Calls
-from bngrad_server.runtime.executors import HandlerThreads
+from bngrad_server.rpc.http2_port import Http2Port
+from bngrad_server.rpc.rpc_limiter import RpcLimiter
+from bngrad_server.rpc.servicer import SERVICE, Servicer
+from bngrad_server.runtime.executors import HandlerExecutor
 from bngrad_server.runtime.janitor import Janitor
-from bngrad_server.runtime.listening import (
-    ListenError,
-    check_address,
-    max_connections,
-    raise_descriptor_limit,
-    socket_path,
-)
+from bngrad_server.runtime.listening import check_address, max_connections, raise_descriptor_limit, socket_path
 from bngrad_server.runtime.malloc import use_one_heap
 from bngrad_server.runtime.signals import on_stop_signals
 from bngrad_server.security import setup
@@ -55,10 +50,6 @@ _NO_COMPRESSION = 1
 """The bit of "identity"."""
 _MAX_AGE_MS = 60_000
 """How long a connection on grpcio's port lasts whose client has shown a certificate, which may be revoked meanwhile."""
-
-
-class TracingError(Exception):
-    """Spans cannot be exported."""
 
 
 class Server:
@@ -85,7 +76,7 @@ class Server:
         self._certificates, guard = setup.secured(config, observer.metrics)
         self.engine = Engine(config, self._update_health, observer)
         self._grpc_server = grpc.server(
-            HandlerThreads(_OTHER_THREADS, "handler"),
+            HandlerExecutor(_OTHER_THREADS, "handler"),
             options=[
                 ("grpc.max_receive_message_length", config.max_message_bytes),
                 ("grpc.max_send_message_length", config.max_message_bytes),
@@ -110,12 +101,12 @@ class Server:
             ],
             interceptors=[
                 *guard.interceptors(open_health=config.open_health),
-                OtherCalls(_OTHER_THREADS - _FREE_THREADS),
+                RpcLimiter(_OTHER_THREADS - _FREE_THREADS),
                 *([] if self._tracing is None else [self._tracing.interceptor()]),
             ],
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc_server)
-        self._calls = Calls(self.engine, config.max_message_bytes, guard)
+        self._calls = Servicer(self.engine, config.max_message_bytes, guard)
         self._grpc_server.add_generic_rpc_handlers((Service(self._calls),))
         if config.reflection:
             reflection.enable_server_reflection(
@@ -123,9 +114,9 @@ class Server:
             )
         if config.channelz:
             channelz.add_channelz_servicer(self._grpc_server)
-        self._grpc_server.add_generic_rpc_handlers((NobodysHandler(observer.metrics),))
+        self._grpc_server.add_generic_rpc_handlers((UnknownMethodHandler(observer.metrics),))
         self.addresses = [self._listen(address) for address in config.listen]
-        self._endpoint = Endpoint(self._calls, self._certificates)
+        self._endpoint = Http2Port(self._calls, self._certificates)
         self._calls.endpoints.stream_port = self._listen_for_streams()
         self._local = self._listen_locally()
         self._monitor = self._listen_for_http()
@@ -182,7 +173,7 @@ class Server:
             "stopping": self._stopping,
             "addresses": self.addresses,
             "connections": self._endpoint.connections,
-            **status_of(self.engine),
+            **engine_status(self.engine),
         }
 
     def _left_behind(self) -> list[Path]:
@@ -222,21 +213,21 @@ class Server:
         except OSError as error:
             raise ListenError(f"cannot listen on port {port} of {hosts[0]} for streams: {error.strerror}") from error
 
-    def _listen_for_http(self) -> Monitor | None:
+    def _listen_for_http(self) -> MonitorSupervisor | None:
         address = self._config.http
         if address is None:
             return None
         try:
-            return Monitor(address, self.status)
+            return MonitorSupervisor(address, self.status)
         except OSError as error:
             raise ListenError(f"cannot listen on {address} for HTTP: {error.strerror}") from error
 
-    def _listen_locally(self) -> LocalSockets | None:
+    def _listen_locally(self) -> LeaseServer | None:
         """The sockets for clients on this host; None where nothing is to be shared."""
         if self._config.shared_bytes == 0:
             return None
         try:
-            sockets = LocalSockets(self.engine.regions, self._config.shared_group, self._calls.guard)
+            sockets = LeaseServer(self.engine.regions, self._config.shared_group, self._calls.guard)
         except LookupError as error:
             raise ListenError(f"cannot share memory with clients on this host: {error}") from error
         except OSError as error:

@@ -16,7 +16,7 @@ from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.codec.requests import Request
 from bngrad_server.memory.arena import Block
 from bngrad_server.memory.regions import Region
-from bngrad_server.rpc_context import Caller
+from bngrad_server.rpc_context import RpcContext
 from bngrad_server.scheduling.dispatch import run
 from bngrad_server.scheduling.job import Job
 from bngrad_server.workers.ipc import ARENA, Place, Task
@@ -29,7 +29,7 @@ _COPIED_WITH_LOCK_NBYTES = 32 * 1024
 """Larger copies let other threads run meanwhile, which costs something itself."""
 
 
-class Staged:
+class StagedRequest:
     """A request's place in shared memory, until `close` or the end of a ``with`` block.
 
     Attributes:
@@ -44,7 +44,7 @@ class Staged:
     large_inputs: list[memoryview | None]
     large_outputs: list[memoryview | None]
 
-    def __init__(self, engine: Engine, request: Request, caller: Caller, received_at: float) -> None:
+    def __init__(self, engine: Engine, request: Request, caller: RpcContext, received_at: float) -> None:
         self.request = request
         self.computed = False
         self._engine = engine
@@ -85,7 +85,7 @@ class Staged:
         self._placed_at = time.monotonic()
         return True
 
-    def __enter__(self) -> Staged:
+    def __enter__(self) -> StagedRequest:
         """Gives itself."""
         return self
 

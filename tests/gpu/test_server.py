@@ -77,14 +77,14 @@ def test_the_server_says_what_the_device_is(client: bngrad.Client) -> None:
 
 
 def test_gradients_are_within_their_bounds_and_have_the_kernels_bits(client: bngrad.Client) -> None:
-    back_end = backends.create(DEVICE)
-    back_end.warm_up()
+    backend = backends.create(DEVICE)
+    backend.warm_up()
     for spec, data_format in calls():
         inputs, outputs = inputs_of(spec), run(client, spec, data_format)
         errors, bounds = tolerances.errors(spec, inputs, outputs), tolerances.bounds(spec)
         assert all(error <= bound for error, bound in zip(errors, bounds, strict=True)), (spec, errors, bounds)
         problem = Problem.allocate(spec, *inputs)
-        back_end.run([problem])
+        backend.run([problem])
         assert bits(outputs) == bits((problem.x_backprop, problem.scale_backprop, problem.offset_backprop)), spec
 
 

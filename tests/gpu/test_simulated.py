@@ -12,7 +12,7 @@ from tests.unit.kernels import second_order
 from tests.unit.kernels.cuda.devices import EmulatedDevice
 from tests.unit.kernels.problems import DTYPES, assert_right, bits, problem
 
-from bngrad_kernels.cuda.backend import CudaBackEnd
+from bngrad_kernels.cuda.backend import CudaBackend
 from bngrad_kernels.cuda.kernel_selection import Traits
 from bngrad_kernels.spec import Spec
 
@@ -33,15 +33,15 @@ SHAPES = [  # (N, C, inner)
 
 
 @pytest.fixture(scope="module")
-def back_ends(tmp_path_factory: pytest.TempPathFactory) -> tuple[CudaBackEnd, CudaBackEnd]:
+def backends(tmp_path_factory: pytest.TempPathFactory) -> tuple[CudaBackend, CudaBackend]:
     """A simulated GPU, and a CPU that runs the same source."""
     folder = tmp_path_factory.mktemp("simulator")
     simulator = Path(SIMULATOR).resolve()
     os.chdir(folder)
     configure(folder, simulator, {"gpgpu_n_clusters": PROCESSORS})
     made = (
-        CudaBackEnd(SimulatedDevice(simulator, TRAITS), chunk_nbytes=8 << 20),
-        CudaBackEnd(EmulatedDevice(traits=TRAITS)),
+        CudaBackend(SimulatedDevice(simulator, TRAITS), chunk_nbytes=8 << 20),
+        CudaBackend(EmulatedDevice(traits=TRAITS)),
     )
     for each in made:
         each.warm_up()
@@ -52,11 +52,11 @@ def back_ends(tmp_path_factory: pytest.TempPathFactory) -> tuple[CudaBackEnd, Cu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_first_order_is_right_and_has_the_bits_of_a_cpu(
-    back_ends: tuple[CudaBackEnd, CudaBackEnd], shape: tuple[int, ...], dtype: Any, is_training: bool
+    backends: tuple[CudaBackend, CudaBackend], shape: tuple[int, ...], dtype: Any, is_training: bool
 ) -> None:
-    on_gpu, on_cpu = (problem(Spec(dtype, shape, 1, is_training=is_training)) for _ in back_ends)
-    for back_end, made in zip(back_ends, (on_gpu, on_cpu), strict=True):
-        back_end.run([made])
+    on_gpu, on_cpu = (problem(Spec(dtype, shape, 1, is_training=is_training)) for _ in backends)
+    for backend, made in zip(backends, (on_gpu, on_cpu), strict=True):
+        backend.run([made])
     assert_right(on_gpu)
     assert bits(on_gpu) == bits(on_cpu)
 
@@ -65,19 +65,19 @@ def test_the_first_order_is_right_and_has_the_bits_of_a_cpu(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(700, 104, 1), (35, 150, 1), (32, 64, 49), (9, 3, 127), (2, 3, 4000)], ids=str)
 def test_the_second_order_has_the_bits_of_a_cpu(
-    back_ends: tuple[CudaBackEnd, CudaBackEnd], shape: tuple[int, ...], dtype: Any, is_training: bool
+    backends: tuple[CudaBackend, CudaBackend], shape: tuple[int, ...], dtype: Any, is_training: bool
 ) -> None:
     spec = second_order.second(shape, dtype, is_training=is_training)
-    on_gpu, on_cpu = (second_order.problem(spec) for _ in back_ends)
-    for back_end, made in zip(back_ends, (on_gpu, on_cpu), strict=True):
-        back_end.run([made])
+    on_gpu, on_cpu = (second_order.problem(spec) for _ in backends)
+    for backend, made in zip(backends, (on_gpu, on_cpu), strict=True):
+        backend.run([made])
     assert second_order.bits(on_gpu) == second_order.bits(on_cpu)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_batch_has_the_bits_of_its_requests_alone(back_ends: tuple[CudaBackEnd, CudaBackEnd], dtype: Any) -> None:
-    on_gpu, on_cpu = ([problem(Spec(dtype, shape, 1)) for shape in SHAPES] for _ in back_ends)
-    back_ends[0].run(on_gpu)
+def test_a_batch_has_the_bits_of_its_requests_alone(backends: tuple[CudaBackend, CudaBackend], dtype: Any) -> None:
+    on_gpu, on_cpu = ([problem(Spec(dtype, shape, 1)) for shape in SHAPES] for _ in backends)
+    backends[0].run(on_gpu)
     for made in on_cpu:
-        back_ends[1].run([made])
+        backends[1].run([made])
     assert [bits(made) for made in on_gpu] == [bits(made) for made in on_cpu]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from tests.unit.kernels import second_order
-from tests.unit.kernels.cuda.devices import back_end
+from tests.unit.kernels.cuda.devices import backend
 from tests.unit.kernels.problems import DTYPES, assert_right, problem
 
 from bngrad_kernels.spec import Spec
@@ -18,7 +18,7 @@ def main() -> None:
     first = [problem(Spec(dtype, shape, 1, is_training=is_training)) for dtype, shape, is_training in kinds]
     second = [second_order.problem(second_order.second(shape, dtype, is_training=is_training))
               for dtype, shape, is_training in kinds]  # fmt: skip
-    back_end(blocks=20).run([*first, *second])
+    backend(blocks=20).run([*first, *second])
     for made in first:
         assert_right(made)
     for made_second in second:

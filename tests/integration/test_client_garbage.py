@@ -23,7 +23,7 @@ STOPPED_S = 0.05
 """How long calls last that a stopped worker has."""
 OURS = {"bngrad", "bngrad_protos", "mmap", "numpy"}
 """Modules of types whose objects must not wait for the collector; those of asyncio's own loops do."""
-Calls: TypeAlias = Callable[[str, Transport, tuple[int, ...], Callable[[bool], None]], None]
+Servicer: TypeAlias = Callable[[str, Transport, tuple[int, ...], Callable[[bool], None]], None]
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def aio_calls(target: str, transport: Transport, shape: tuple[int, ...], stop: C
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("calls", [sync_calls, aio_calls])
 def test_calls_leave_no_garbage_however_they_end(
-    server: EmbeddedServer, calls: Calls, transport: Transport, shape: tuple[int, ...]
+    server: EmbeddedServer, calls: Servicer, transport: Transport, shape: tuple[int, ...]
 ) -> None:
     worker = worker_pid(server)
 

@@ -353,7 +353,7 @@ def test_bench_stops_where_the_server_goes(own_server: EmbeddedServer) -> None:
 )
 def test_bash_completes(tmp_path: Path, line: str, expected: set[str]) -> None:
     program = tmp_path / "bngrad"
-    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m bngrad_server "$@"\n')
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m bngrad_cli "$@"\n')
     program.chmod(0o755)
     words = line.split()
     script = f"""

@@ -25,7 +25,7 @@ from tests.unit.kernels.cuda.devices import EmulatedDevice, compile_shared, requ
 import bngrad
 from bngrad_cli.embedded import EmbeddedServer
 from bngrad_kernels import backends
-from bngrad_kernels.cuda import CudaBackEnd
+from bngrad_kernels.cuda import CudaBackend
 from bngrad_kernels.problem import AnyProblem, Array, GradGradProblem, Problem
 from bngrad_kernels.spec import BFLOAT16, FLOAT16, FLOAT32, Spec
 
@@ -63,9 +63,9 @@ def server(gpus: None) -> Iterator[EmbeddedServer]:
 
 def by_the_kernels(kernels: Path, made: AnyProblem) -> tuple[Array, ...]:
     """What the CUDA kernels compute in this process."""
-    back_end = CudaBackEnd(EmulatedDevice(kernels=ctypes.CDLL(str(kernels))))
-    back_end.warm_up()
-    back_end.run([made])
+    backend = CudaBackend(EmulatedDevice(kernels=ctypes.CDLL(str(kernels))))
+    backend.warm_up()
+    backend.run([made])
     return tuple(getattr(made, name) for name in made.large_outputs + made.small_outputs)
 
 

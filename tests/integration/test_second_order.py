@@ -16,7 +16,7 @@ import bngrad
 import bngrad.aio
 from bngrad_cli.embedded import EmbeddedServer
 from bngrad_kernels import backends, tolerances
-from bngrad_kernels.problem import Array, BackEnd, GradGradProblem
+from bngrad_kernels.problem import Array, Backend, GradGradProblem
 from bngrad_kernels.spec import BFLOAT16, FLOAT16, FLOAT32, Spec
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_protos.v1 import batch_norm_grad_pb2_grpc as pb_grpc
@@ -34,7 +34,7 @@ CASES = {
 
 
 @functools.cache
-def back_end() -> BackEnd:
+def backend() -> Backend:
     made = backends.create(DEVICE)
     made.warm_up()
     return made
@@ -62,7 +62,7 @@ def inputs_of(spec: Spec) -> dict[str, Any]:
 @functools.cache
 def expected(spec: Spec) -> tuple[Array, Array, Array]:
     problem = GradGradProblem.allocate(spec, **inputs_of(spec))
-    back_end().run([problem])
+    backend().run([problem])
     return problem.grad_y_backprop, problem.grad_x, problem.grad_scale
 
 

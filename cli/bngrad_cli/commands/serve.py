@@ -22,12 +22,11 @@ def serve(config: Path | None, **flags: Any) -> None:
     """
     effective, _ = settings.load(config, flags)
     from bngrad_server import server  # noqa: PLC0415 - help, completion and refusals need none of it
-    from bngrad_server.runtime.listening import ListenError  # noqa: PLC0415
+    from bngrad_server.errors import ListenError, TracingError, WorkerStartError  # noqa: PLC0415
     from bngrad_server.telemetry import logs  # noqa: PLC0415
-    from bngrad_server.workers.pool import WorkerStartError  # noqa: PLC0415
 
     logs.set_up(effective.log_format, effective.log_level)
     try:
         server.serve(effective)
-    except (ListenError, server.TracingError, WorkerStartError) as error:
+    except (ListenError, TracingError, WorkerStartError) as error:
         raise click.ClickException(str(error)) from error

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from bngrad_kernels.cpu.backend import CpuBackEnd
+from bngrad_kernels.cpu.backend import CpuBackend
 
-__all__ = ["CpuBackEnd"]
+__all__ = ["CpuBackend"]

@@ -26,7 +26,7 @@ _RECORD_NAMES = {"reserve_space_1": "mean"}
 _NO_SCALE = np.empty(0, np.float32)
 
 
-class CpuBackEnd:
+class CpuBackend:
     """Computes problems on the CPU.
 
     Attributes:

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from bngrad_kernels.cuda.backend import CudaBackEnd
+from bngrad_kernels.cuda.backend import CudaBackend
 
-__all__ = ["CudaBackEnd"]
+__all__ = ["CudaBackend"]

@@ -84,7 +84,7 @@ class Device(Protocol):
         """Undoes `register`."""
 
 
-class CudaBackEnd:
+class CudaBackend:
     """Computes problems on a GPU. Threads may share it: their batches overlap.
 
     Attributes:

@@ -15,14 +15,12 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 
+from bngrad_server.errors import ArenaTooSmallError
+
 ALIGNMENT = 256
 """Every block begins at a multiple of this, in bytes."""
 _LOOK_UP_S = 0.2
 """How often who waits for memory looks whether its client is still there."""
-
-
-class ArenaTooSmallError(Exception):
-    """A request needs more than the whole arena."""
 
 
 @dataclass(frozen=True, slots=True)

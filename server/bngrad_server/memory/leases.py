@@ -21,9 +21,10 @@ import threading
 import time
 from pathlib import Path
 
-from bngrad_server.memory.regions import Region, Regions, RegionsFullError
+from bngrad_server.errors import RegionsFullError, UnauthenticatedError
+from bngrad_server.memory.regions import Region, Regions
 from bngrad_server.runtime.listening import is_answered
-from bngrad_server.security.auth import OPEN, Guard, UnauthenticatedError
+from bngrad_server.security.auth import OPEN, Authenticator
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ _SO_PASSRIGHTS = 83
 """Of Linux from 6.16 on; Python has no name for it."""
 
 
-class LocalSockets:
+class LeaseServer:
     """The directory, until `close`.
 
     Attributes:
@@ -47,7 +48,7 @@ class LocalSockets:
         calls: The listening socket for calls.
     """
 
-    def __init__(self, regions: Regions, group: str | None, guard: Guard = OPEN) -> None:
+    def __init__(self, regions: Regions, group: str | None, guard: Authenticator = OPEN) -> None:
         """Makes the directory, for this user alone, or for a group too.
 
         Args:
@@ -89,7 +90,7 @@ class LocalSockets:
 class _Leases:
     """The thread that leases regions, each for the life of a connection."""
 
-    def __init__(self, regions: Regions, listener: socket.socket, guard: Guard) -> None:
+    def __init__(self, regions: Regions, listener: socket.socket, guard: Authenticator) -> None:
         self._regions = regions
         self._guard = guard
         self._listener = listener

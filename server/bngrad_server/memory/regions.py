@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from bngrad_kernels.spec import FieldViolation, InvalidArgumentError
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
+from bngrad_server.errors import RegionsFullError
 from bngrad_server.workers.ipc import Place
 from bngrad_server.workers.slot import MappedRegion
 
@@ -24,10 +25,6 @@ ALIGNMENT = 64
 """Tensors in a region begin at multiples of this, in bytes."""
 _MAX_REGIONS = 1024
 """Of few descriptors, a quarter: each takes two, with its connection."""
-
-
-class RegionsFullError(Exception):
-    """A lease would take more than the memory that may be shared, or there are too many."""
 
 
 @dataclass(eq=False, slots=True)

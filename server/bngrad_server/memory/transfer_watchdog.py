@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from bngrad_server.rpc_context import Caller
+from bngrad_server.rpc_context import RpcContext
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ _GRACE_S = 1.0
 """For callers whose deadline has passed: one that lives ends its call itself, and is to learn why it ended."""
 
 
-class Transfers:
+class TransferWatchdog:
     """The transfers that are under way, and the thread that looks after them."""
 
     def __init__(self, timeout_s: float) -> None:
@@ -29,14 +29,14 @@ class Transfers:
             timeout_s: How long one may take, in seconds, beside what its bytes take at a megabit a second.
         """
         self._timeout_s = timeout_s
-        self._overdue_at: dict[Caller, float] = {}
+        self._overdue_at: dict[RpcContext, float] = {}
         self._mutex = threading.Lock()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._look, name="transfers", daemon=True)
         self._thread.start()
 
     @contextmanager
-    def watched(self, nbytes: int, caller: Caller) -> Iterator[None]:
+    def watched(self, nbytes: int, caller: RpcContext) -> Iterator[None]:
         """Hangs up on a caller whose transfer of so many bytes takes longer than it may, or than the caller waits."""
         overdue_at = time.monotonic() + self._timeout_s + nbytes / _SLOWEST_BYTES_PER_S
         if caller.deadline is not None:

@@ -11,7 +11,7 @@ import sys
 from bngrad_server.monitor.history import History
 from bngrad_server.monitor.http import HttpServer
 from bngrad_server.monitor.pages import Pages
-from bngrad_server.monitor.status_client import Front, FrontGoneError
+from bngrad_server.monitor.status_client import FrontGoneError, StatusClient
 from bngrad_server.runtime.processes import die_with, leave_signals_to_parent
 from bngrad_server.telemetry import logs
 
@@ -32,10 +32,10 @@ def main() -> None:
         socket.socket(fileno=listener_fd) as listener,
         contextlib.suppress(FrontGoneError),
     ):
-        asyncio.run(_serve(Front(front), listener, front_pid))
+        asyncio.run(_serve(StatusClient(front), listener, front_pid))
 
 
-async def _serve(front: Front, listener: socket.socket, front_pid: int) -> None:
+async def _serve(front: StatusClient, listener: socket.socket, front_pid: int) -> None:
     history = History()
     http = HttpServer(Pages(front, history, front_pid).answer)
     await http.start(listener)

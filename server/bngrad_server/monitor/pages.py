@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from bngrad_server.monitor.exposition import Exposition
 from bngrad_server.monitor.history import History
 from bngrad_server.monitor.http import Response
-from bngrad_server.monitor.status_client import Front
+from bngrad_server.monitor.status_client import StatusClient
 
 _TEXT = "text/plain; charset=utf-8"
 _PAGE_HEADERS = {
@@ -22,7 +22,7 @@ _PAGE_HEADERS = {
 class Pages:
     """Answers by path; whatever needs the front process is answered with 503 where it does not speak."""
 
-    def __init__(self, front: Front, history: History, front_pid: int) -> None:
+    def __init__(self, front: StatusClient, history: History, front_pid: int) -> None:
         self._front = front
         self._history = history
         self._exposition = Exposition(front_pid)

@@ -8,7 +8,7 @@ from typing import Any
 from bngrad_server.engine import Engine
 
 
-def status_of(engine: Engine) -> dict[str, Any]:
+def engine_status(engine: Engine) -> dict[str, Any]:
     """What `bngrad_server.monitor` shows of an engine; counters count from the start, sizes are in bytes."""
     batcher, arena, regions = engine.batcher, engine.arena, engine.regions
     counts, (jobs, jobs_nbytes) = batcher.counts, batcher.waiting()

@@ -18,7 +18,7 @@ class FrontGoneError(Exception):
     """The front process hung up."""
 
 
-class Front:
+class StatusClient:
     """Asks the front process how the server is, and remembers it for a moment, however many want to know."""
 
     def __init__(self, sock: socket.socket) -> None:

@@ -20,7 +20,7 @@ _EXIT_TIMEOUT_S = 5.0
 _RESTART_DELAY_S = 1.0
 
 
-class Monitor:
+class MonitorSupervisor:
     """The HTTP process and the thread that keeps it.
 
     Attributes:

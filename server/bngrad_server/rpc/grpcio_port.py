@@ -14,12 +14,11 @@ from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
 from bngrad_server.config import MAX_CALLS
-from bngrad_server.errors import status_of
-from bngrad_server.rpc.servicer import SERVICE, UNARY_OPS, Calls, chunk_of, exchange_error
-from bngrad_server.rpc_context import Caller
-from bngrad_server.runtime.executors import AtOnce, HandlerThreads
-from bngrad_server.scheduling.admission import OverloadedError
-from bngrad_server.security.auth import Guard, authorization_of
+from bngrad_server.errors import OverloadedError, grpc_status
+from bngrad_server.rpc.servicer import SERVICE, UNARY_OPS, Servicer, chunk_of, exchange_error
+from bngrad_server.rpc_context import RpcContext
+from bngrad_server.runtime.executors import HandlerExecutor, InlineExecutor
+from bngrad_server.security.auth import Authenticator, authorization_of
 from bngrad_server.security.certificates import client_of_context
 from bngrad_server.staged_request import copy
 from bngrad_server.telemetry.metrics import Metrics
@@ -42,10 +41,10 @@ class Service(grpc.GenericRpcHandler):
     waits for a thread has not been received yet, so it takes next to no memory.
     """
 
-    def __init__(self, calls: Calls) -> None:
+    def __init__(self, calls: Servicer) -> None:
         """Answers these calls."""
         self._metrics = calls.observer.metrics
-        unary, stream = (HandlerThreads(MAX_CALLS, name) for name in ("unary", "stream"))
+        unary, stream = (HandlerExecutor(MAX_CALLS, name) for name in ("unary", "stream"))
         path = f"/{SERVICE.full_name}/"
         self._threads = {**{path + name: unary for name in UNARY_OPS}, f"{path}Exchange": stream}
         self._handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
@@ -56,7 +55,7 @@ class Service(grpc.GenericRpcHandler):
         self._handlers[f"{path}Exchange"] = grpc.stream_stream_rpc_method_handler(_run_in(stream, _exchange(calls)))
         self._handlers[f"{path}ServerInfo"] = grpc.unary_unary_rpc_method_handler(lambda *_: calls.server_info())
         self._refusal: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(
-            _run_in(AtOnce(), _refuse)
+            _run_in(InlineExecutor(), _refuse)
         )
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes] | None:
@@ -68,7 +67,7 @@ class Service(grpc.GenericRpcHandler):
         return self._handlers.get(handler_call_details.method)
 
 
-class NobodysHandler(grpc.GenericRpcHandler):
+class UnknownMethodHandler(grpc.GenericRpcHandler):
     """Serves nothing, and counts what comes to it: calls that no handler before it knows."""
 
     def __init__(self, metrics: Metrics) -> None:
@@ -88,7 +87,7 @@ def _refuse(requests: Iterator[bytes], context: grpc.ServicerContext) -> NoRetur
     _abort(context, OverloadedError(f"{_MAX_WAITING} calls wait for a thread", _RETRY_S))
 
 
-def _unary(calls: Calls, name: str) -> Callable[[Iterator[bytes], grpc.ServicerContext], bytes]:
+def _unary(calls: Servicer, name: str) -> Callable[[Iterator[bytes], grpc.ServicerContext], bytes]:
     def answer(requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         try:
             caller = _caller(context, calls.guard)
@@ -101,7 +100,7 @@ def _unary(calls: Calls, name: str) -> Callable[[Iterator[bytes], grpc.ServicerC
     return answer
 
 
-def _message(calls: Calls, name: str, caller: Caller, source: _Source) -> bytes:
+def _message(calls: Servicer, name: str, caller: RpcContext, source: _Source) -> bytes:
     """Receives the message of a unary call."""
     began = time.monotonic()
     try:
@@ -116,7 +115,7 @@ def _message(calls: Calls, name: str, caller: Caller, source: _Source) -> bytes:
         raise
 
 
-def _exchange(calls: Calls) -> Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[bytes]]:
+def _exchange(calls: Servicer) -> Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[bytes]]:
     def answer(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         try:
             for pieces in calls.exchange(_Source(requests, context), _caller(context, calls.guard)):
@@ -166,7 +165,7 @@ class _Source:
             raise CancelledError
 
 
-def _caller(context: grpc.ServicerContext, guard: Guard) -> Caller:
+def _caller(context: grpc.ServicerContext, guard: Authenticator) -> RpcContext:
     """Who waits, and how long; gRPC tells "for ever" as centuries, which no lock can wait for."""
     rest_s = context.time_remaining()
     endless = rest_s is None or rest_s > threading.TIMEOUT_MAX
@@ -178,7 +177,7 @@ def _caller(context: grpc.ServicerContext, guard: Guard) -> Caller:
         authorization_of(context.invocation_metadata()) if guard.asks_tokens else None,
         client_of_context(context, host) if guard.reads_certificates else host,
     )
-    return Caller(check(), deadline, lambda: not context.is_active(), lambda: _cancel(context), metadata, check)
+    return RpcContext(check(), deadline, lambda: not context.is_active(), lambda: _cancel(context), metadata, check)
 
 
 def _cancel(context: grpc.ServicerContext) -> None:
@@ -192,5 +191,5 @@ def _host(peer: str) -> str:
 
 
 def _abort(context: grpc.ServicerContext, error: Exception) -> NoReturn:
-    _, status = status_of(error)
+    _, status = grpc_status(error)
     context.abort_with_status(rpc_status.to_status(status))

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from bngrad_server.runtime.event_loop import Poller
+from bngrad_server.runtime.event_loop import EventLoop
 from bngrad_server.security.certificates import Certificates, client_of_socket
 
 logger = logging.getLogger(__name__)
@@ -47,23 +47,23 @@ class Handshakes:
         self._on_new_authorities = on_new_authorities
         self._on_failure = on_failure
         self._client_ca = certificates.client_ca
-        self._poller = Poller("handshakes")
-        self._poller.on_tick = self._look
+        self._event_loop = EventLoop("handshakes")
+        self._event_loop.on_tick = self._look
         self._running: dict[ssl.SSLSocket, tuple[str, float]] = {}  # the oldest first
 
     def start(self) -> None:
         """Starts the thread."""
-        self._poller.start()
+        self._event_loop.start()
 
     def stop(self) -> None:
         """Ends it, and what has not become a connection."""
-        if self._poller.is_alive:
-            self._poller.soon(self._close_all)
-            self._poller.stop(_END_TIMEOUT_S)
+        if self._event_loop.is_alive:
+            self._event_loop.call_soon(self._close_all)
+            self._event_loop.stop(_END_TIMEOUT_S)
 
     def begin(self, sock: socket.socket, client: str) -> None:
         """Begins a handshake on an accepted socket, from any thread."""
-        self._poller.soon(partial(self._begin, sock, client))
+        self._event_loop.call_soon(partial(self._begin, sock, client))
 
     def _begin(self, plain: socket.socket, client: str) -> None:
         if len(self._running) >= _MAX_HANDSHAKES:
@@ -75,7 +75,7 @@ class Handshakes:
             plain.close()
             return
         self._running[sock] = client, time.monotonic() + _TIMEOUT_S
-        self._poller.watch(sock.fileno(), partial(self._go_on, sock))
+        self._event_loop.watch(sock.fileno(), partial(self._go_on, sock))
 
     def _go_on(self, sock: ssl.SSLSocket) -> None:
         if sock not in self._running:
@@ -89,7 +89,7 @@ class Handshakes:
             self._give_up(sock)
             return
         client, _ = self._running.pop(sock)
-        self._poller.forget(sock.fileno())
+        self._event_loop.forget(sock.fileno())
         self._done(sock, client_of_socket(sock, client))
 
     def _look(self) -> None:
@@ -110,7 +110,7 @@ class Handshakes:
 
     def _close(self, sock: ssl.SSLSocket) -> None:
         del self._running[sock]
-        self._poller.forget(sock.fileno())
+        self._event_loop.forget(sock.fileno())
         sock.close()
 
     def _close_all(self) -> None:

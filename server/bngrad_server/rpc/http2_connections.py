@@ -10,10 +10,10 @@ from concurrent.futures import CancelledError
 from functools import partial
 
 from bngrad_server.rpc.http2_handlers import UNARY, Answers, hang_up, refuse
-from bngrad_server.rpc.inline_calls import SmallCall
-from bngrad_server.rpc.servicer import Calls
-from bngrad_server.runtime.event_loop import Poller
-from bngrad_server.runtime.executors import Threads
+from bngrad_server.rpc.inline_calls import InlineCall
+from bngrad_server.rpc.servicer import Servicer
+from bngrad_server.runtime.event_loop import EventLoop
+from bngrad_server.runtime.executors import OnDemandExecutor
 from bngrad_wire import http2
 
 logger = logging.getLogger(__name__)
@@ -38,12 +38,12 @@ class _Connection:
         is_outdated: Whether it is to end with the call that it has.
     """
 
-    def __init__(self, sock: socket.socket, client: str, calls: Calls) -> None:
+    def __init__(self, sock: socket.socket, client: str, calls: Servicer) -> None:
         self.sock = sock
         self.fd = sock.fileno()
         self.http = http2.ServerConnection(sock)
         self.answers = Answers(calls, sock, client)
-        self.small_call: SmallCall | None = None
+        self.small_call: InlineCall | None = None
         self.is_watched = False
         self.is_outdated = False
 
@@ -59,17 +59,17 @@ class Connections:
         threads: The threads.
     """
 
-    def __init__(self, calls: Calls, poller: Poller) -> None:
+    def __init__(self, calls: Servicer, event_loop: EventLoop) -> None:
         self.ended = threading.Event()
-        self.threads = Threads("call")
+        self.threads = OnDemandExecutor("call")
         self._calls = calls
         self._metrics = calls.observer.metrics
-        self._poller = poller
+        self._event_loop = event_loop
         self._all: set[_Connection] = set()
         self._idle: dict[_Connection, None] = {}  # the longest first
         self._with_small_call: set[_Connection] = set()
         self._draining = False
-        poller.on_tick = self._check_patience
+        event_loop.on_tick = self._check_patience
 
     def __len__(self) -> int:
         """How many there are."""
@@ -121,7 +121,7 @@ class Connections:
 
     def _rest(self, connection: _Connection) -> None:
         """Has a connection wait for its next call."""
-        if connection.http.held:  # more than the socket took at once
+        if connection.http.outbound:  # more than the socket took at once
             self._lend(connection, partial(connection.answers.flush, connection.http))
         elif self._draining or connection.is_outdated:
             self._close(connection)
@@ -129,17 +129,17 @@ class Connections:
             self._idle[connection] = None
             self._watch(connection)
             if connection.http.is_amid_frame:
-                self._poller.soon(partial(self._hear, connection))
+                self._event_loop.call_soon(partial(self._hear, connection))
 
     def _watch(self, connection: _Connection) -> None:
         if not connection.is_watched:
             connection.is_watched = True
-            self._poller.watch(connection.fd, partial(self._hear, connection))
+            self._event_loop.watch(connection.fd, partial(self._hear, connection))
 
     def _forget(self, connection: _Connection) -> None:
         if connection.is_watched:
             connection.is_watched = False
-            self._poller.forget(connection.fd)
+            self._event_loop.forget(connection.fd)
 
     def _hear(self, connection: _Connection) -> None:
         """Acts on what a client has sent."""
@@ -157,12 +157,12 @@ class Connections:
                 self._lend(connection, partial(connection.answers.answer_begun, http))
             else:
                 http.flush()
-                if http.held:
+                if http.outbound:
                     self._lend(connection, partial(connection.answers.flush, http))
         except Exception as error:
             self._fail(connection, error)
 
-    def _hear_beside(self, connection: _Connection, small_call: SmallCall) -> None:
+    def _hear_beside(self, connection: _Connection, small_call: InlineCall) -> None:
         if small_call.call.failure is not None:
             self._forget_call(connection)
             small_call.abandon(self._calls.batcher)
@@ -184,8 +184,8 @@ class Connections:
             if call.path not in UNARY or not call.has_arrived:
                 self._lend(connection, partial(connection.answers.answer, call))
                 return
-            small_call = SmallCall(call, caller)
-            end = partial(self._poller.soon, partial(self._end, connection, small_call))
+            small_call = InlineCall(call, caller)
+            end = partial(self._event_loop.call_soon, partial(self._end, connection, small_call))
             data = connection.answers.message_of(call, caller)
             has_begun = small_call.submit(self._calls, data, end)
         except Exception as error:
@@ -198,7 +198,7 @@ class Connections:
         else:
             self._lend(connection, partial(connection.answers.answer_message, call, data, caller))
 
-    def _end(self, connection: _Connection, small_call: SmallCall) -> None:
+    def _end(self, connection: _Connection, small_call: InlineCall) -> None:
         """Answers a small call that has been computed, or never will be."""
         staged = small_call.staged
         if small_call.is_over:
@@ -262,7 +262,7 @@ class Connections:
         except Exception as error:
             self._note(error)
         finally:
-            self._poller.soon(partial(self._take_back, connection, is_sound=is_sound))
+            self._event_loop.call_soon(partial(self._take_back, connection, is_sound=is_sound))
 
     def _take_back(self, connection: _Connection, *, is_sound: bool) -> None:
         if is_sound:

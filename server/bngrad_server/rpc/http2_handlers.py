@@ -12,12 +12,11 @@ from functools import partial
 
 import grpc
 
-from bngrad_server.errors import MessageTooLargeError, status_of
+from bngrad_server.errors import MessageTooLargeError, UnauthenticatedError, grpc_status
 from bngrad_server.rpc.http2_uploads import MAX_MESSAGE_NBYTES, Upload
-from bngrad_server.rpc.servicer import SERVICE, UNARY_OPS, Calls
-from bngrad_server.rpc_context import Caller
-from bngrad_server.security.auth import UnauthenticatedError
-from bngrad_server.staged_request import Staged
+from bngrad_server.rpc.servicer import SERVICE, UNARY_OPS, Servicer
+from bngrad_server.rpc_context import RpcContext
+from bngrad_server.staged_request import StagedRequest
 from bngrad_wire import http2
 from bngrad_wire.http2 import frames
 
@@ -36,13 +35,13 @@ class Answers:
     All methods raise ConnectionError or TimeoutError where the connection is of no more use.
     """
 
-    def __init__(self, calls: Calls, sock: socket.socket, client: str) -> None:
-        """Answers the calls of one connection, see `bngrad_server.rpc_context.Caller.client`."""
+    def __init__(self, calls: Servicer, sock: socket.socket, client: str) -> None:
+        """Answers the calls of one connection, see `bngrad_server.rpc_context.RpcContext.client`."""
         self._calls = calls
         self._sock = sock
         self._client = client
 
-    def caller(self, call: http2.ServerCall, is_gone: Callable[[], bool]) -> Caller:
+    def caller(self, call: http2.ServerCall, is_gone: Callable[[], bool]) -> RpcContext:
         """Who made a call: to be asked before anything is done for it.
 
         Raises:
@@ -51,9 +50,9 @@ class Answers:
         deadline = None if call.timeout_s is None else time.monotonic() + call.timeout_s
         guard = self._calls.guard
         if not guard.asks_tokens:
-            return Caller(self._client, deadline, is_gone, lambda: hang_up(self._sock), call.metadata)
+            return RpcContext(self._client, deadline, is_gone, lambda: hang_up(self._sock), call.metadata)
         check = partial(guard.client_of, call.metadata.get("authorization"), self._client)
-        return Caller(check(), deadline, is_gone, lambda: hang_up(self._sock), call.metadata, check)
+        return RpcContext(check(), deadline, is_gone, lambda: hang_up(self._sock), call.metadata, check)
 
     def flush(self, http: http2.ServerConnection) -> None:
         """Sends what the socket did not take at once, to a client that may not take for ever."""
@@ -83,7 +82,7 @@ class Answers:
         except Exception as error:
             refuse(call, error)
 
-    def message_of(self, call: http2.ServerCall, caller: Caller) -> bytes:
+    def message_of(self, call: http2.ServerCall, caller: RpcContext) -> bytes:
         """Receives the message of a unary call; empty where there is none.
 
         Raises:
@@ -103,14 +102,14 @@ class Answers:
             self._calls.observer.failed(UNARY[call.path], "unary", caller, error, began)
             raise
 
-    def _nobody(self) -> Caller:
+    def _nobody(self) -> RpcContext:
         """Who has not made a call yet, but may be hung up on."""
-        return Caller(self._client, None, lambda: False, lambda: hang_up(self._sock), {})
+        return RpcContext(self._client, None, lambda: False, lambda: hang_up(self._sock), {})
 
-    def _watched(self, call: http2.ServerCall, caller: Caller, nbytes: int = 0) -> AbstractContextManager[None]:
+    def _watched(self, call: http2.ServerCall, caller: RpcContext, nbytes: int = 0) -> AbstractContextManager[None]:
         return nullcontext() if call.has_arrived else self._calls.watched(caller, nbytes)
 
-    def answer_message(self, call: http2.ServerCall, data: bytes, caller: Caller) -> None:
+    def answer_message(self, call: http2.ServerCall, data: bytes, caller: RpcContext) -> None:
         """Answers a unary call whose message has been read, in the thread that has the connection from now on."""
         try:
             with self._calls.answer(UNARY[call.path], data, replace(caller, is_gone=_is_gone(call))) as pieces:
@@ -119,7 +118,7 @@ class Answers:
         except Exception as error:
             refuse(call, error)
 
-    def send(self, call: http2.ServerCall, staged: Staged, caller: Caller) -> None:
+    def send(self, call: http2.ServerCall, staged: StagedRequest, caller: RpcContext) -> None:
         """Answers a unary call whose outputs are there, and closes them."""
         try:
             with self._calls.lent(staged, caller) as pieces:
@@ -142,7 +141,7 @@ def refuse(call: http2.ServerCall, error: Exception) -> None:
     elif isinstance(error, http2.RpcError):  # the client has reset the call, and may make others
         call.end(error.code, error.message)
     else:
-        code, status = status_of(error)
+        code, status = grpc_status(error)
         call.end(code.value[0], status.message, status.SerializeToString())
 
 

@@ -18,9 +18,9 @@ from typing import Any
 
 from bngrad_server.rpc.handshakes import Handshakes
 from bngrad_server.rpc.http2_connections import Connections
-from bngrad_server.rpc.servicer import Calls
-from bngrad_server.runtime.event_loop import Poller
-from bngrad_server.scheduling.dispatch import Leader
+from bngrad_server.rpc.servicer import Servicer
+from bngrad_server.runtime.event_loop import EventLoop
+from bngrad_server.scheduling.dispatch import Dispatcher
 from bngrad_server.security.certificates import Certificates
 
 logger = logging.getLogger(__name__)
@@ -29,10 +29,10 @@ _END_TIMEOUT_S = 1.0
 _CREDENTIALS = struct.Struct("3i")
 
 
-class Endpoint:
+class Http2Port:
     """Listens on sockets of its own."""
 
-    def __init__(self, calls: Calls, certificates: Certificates | None = None) -> None:
+    def __init__(self, calls: Servicer, certificates: Certificates | None = None) -> None:
         """Listens to nobody yet.
 
         Args:
@@ -41,12 +41,12 @@ class Endpoint:
         """
         self._listeners: list[socket.socket] = []
         self._stopping = threading.Event()
-        self._poller = Poller("poller")
-        self._connections = Connections(calls, self._poller)
-        Leader(self._poller, calls.batcher)
+        self._event_loop = EventLoop("poller")
+        self._connections = Connections(calls, self._event_loop)
+        Dispatcher(self._event_loop, calls.batcher)
         self._handshakes = None
         if certificates is not None:
-            renew = partial(self._poller.soon, self._connections.renew)
+            renew = partial(self._event_loop.call_soon, self._connections.renew)
             count_failure = partial(calls.observer.metrics.refused_connection, "handshake")
             self._handshakes = Handshakes(certificates, self._add, renew, count_failure)
 
@@ -69,7 +69,7 @@ class Endpoint:
 
     def start(self) -> None:
         """Accepts connections."""
-        self._poller.start()
+        self._event_loop.start()
         if self._handshakes is not None:
             self._handshakes.start()
         for listener in self._listeners:
@@ -89,13 +89,13 @@ class Endpoint:
             listener.close()
         if self._handshakes is not None:
             self._handshakes.stop()
-        if not self._poller.is_alive:
+        if not self._event_loop.is_alive:
             return
-        self._poller.soon(self._connections.drain)
+        self._event_loop.call_soon(self._connections.drain)
         if not self._connections.ended.wait(drain_timeout_s):
-            self._poller.soon(self._connections.hang_up)
+            self._event_loop.call_soon(self._connections.hang_up)
             self._connections.ended.wait(_END_TIMEOUT_S)
-        self._poller.stop(_END_TIMEOUT_S)
+        self._event_loop.stop(_END_TIMEOUT_S)
         if self._connections.ended.is_set():
             self._connections.threads.join()
 
@@ -116,11 +116,11 @@ class Endpoint:
                 self._add(connection, client)
 
     def _add(self, connection: socket.socket, client: str) -> None:
-        self._poller.soon(partial(self._connections.add, connection, client))
+        self._event_loop.call_soon(partial(self._connections.add, connection, client))
 
 
 def _client_of(sock: socket.socket, address: Any) -> str:
-    """Whom a connection belongs to: see `bngrad_server.rpc_context.Caller.client`."""
+    """Whom a connection belongs to: see `bngrad_server.rpc_context.RpcContext.client`."""
     if sock.family != socket.AF_UNIX:
         return str(address[0])
     pid, _, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))

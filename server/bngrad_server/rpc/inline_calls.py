@@ -6,16 +6,16 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError
 
 from bngrad_server.rpc.http2_handlers import UNARY
-from bngrad_server.rpc.servicer import Calls
-from bngrad_server.rpc_context import Caller
+from bngrad_server.rpc.servicer import Servicer
+from bngrad_server.rpc_context import RpcContext
 from bngrad_server.scheduling.batcher import Batcher
-from bngrad_server.staged_request import Staged
+from bngrad_server.staged_request import StagedRequest
 from bngrad_wire import http2
 
 _MAX_RESPONSE_NBYTES = 64 * 1024
 
 
-class SmallCall:
+class InlineCall:
     """A call that waits for a worker or is computed; nothing here waits.
 
     Attributes:
@@ -25,15 +25,15 @@ class SmallCall:
         is_over: Whether nobody waits for it any longer.
     """
 
-    staged: Staged
+    staged: StagedRequest
 
-    def __init__(self, call: http2.ServerCall, caller: Caller) -> None:
+    def __init__(self, call: http2.ServerCall, caller: RpcContext) -> None:
         self.call = call
         self.caller = caller
         self.is_over = False
 
-    def submit(self, calls: Calls, data: bytes, on_end: Callable[[], None]) -> bool:
-        """Has a worker compute it, and says whether that goes without waiting; see `Calls.submit`."""
+    def submit(self, calls: Servicer, data: bytes, on_end: Callable[[], None]) -> bool:
+        """Has a worker compute it, and says whether that goes without waiting; see `Servicer.submit`."""
         staged = calls.submit(UNARY[self.call.path], data, self.caller, on_end)
         if staged is not None:
             self.staged = staged

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 
 
-class OtherCalls(grpc.ServerInterceptor):
+class RpcLimiter(grpc.ServerInterceptor):
     """Has no such call wait for a thread, though their threads may have to wait for clients that do nothing.
 
     grpcio gives a thread to each call before its message is there, and to each that has answers to come, until it ends.

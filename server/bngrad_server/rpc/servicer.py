@@ -15,9 +15,9 @@ from bngrad_server.codec.ops import OPS
 from bngrad_server.codec.requests import Reader
 from bngrad_server.engine import Engine
 from bngrad_server.errors import code_of
-from bngrad_server.rpc_context import Caller
-from bngrad_server.security.auth import OPEN, Guard
-from bngrad_server.staged_request import Staged
+from bngrad_server.rpc_context import RpcContext
+from bngrad_server.security.auth import OPEN, Authenticator
+from bngrad_server.staged_request import StagedRequest
 from bngrad_server.workers.pool import WorkerState
 from bngrad_wire import __version__, messages
 from bngrad_wire.messages import Buffer
@@ -56,7 +56,7 @@ class ExchangeSource(Protocol):
         """
 
 
-class Calls:
+class Servicer:
     """Answers from an engine.
 
     Attributes:
@@ -65,7 +65,7 @@ class Calls:
         observer: Told by whoever takes calls of those that do not get as far as the engine.
     """
 
-    def __init__(self, engine: Engine, max_message_bytes: int, guard: Guard = OPEN) -> None:
+    def __init__(self, engine: Engine, max_message_bytes: int, guard: Authenticator = OPEN) -> None:
         self.batcher = engine.batcher
         self.guard = guard
         self.observer = engine.observer
@@ -76,7 +76,7 @@ class Calls:
         self.endpoints = pb.Endpoints()
 
     @contextmanager
-    def answer(self, op_name: str, data: bytes, caller: Caller) -> Iterator[list[Buffer]]:
+    def answer(self, op_name: str, data: bytes, caller: RpcContext) -> Iterator[list[Buffer]]:
         """Computes an op, and lends the pieces of its response until the block ends.
 
         Raises:
@@ -88,10 +88,10 @@ class Calls:
             with self._engine.transfer(_nbytes(staged.large_outputs), caller):
                 yield staged.response()
 
-    def submit(self, op_name: str, data: bytes, caller: Caller, on_end: Callable[[], None]) -> Staged | None:
+    def submit(self, op_name: str, data: bytes, caller: RpcContext, on_end: Callable[[], None]) -> StagedRequest | None:
         """Begins what `answer` does, without waiting; gives None, and has begun nothing, where that cannot be.
 
-        The caller looks at the outcome with `Staged.check` when ``on_end`` was called, and closes what it got.
+        The caller looks at the outcome with `StagedRequest.check` when ``on_end`` was called, and closes what it got.
 
         Raises:
             Exception: See `answer`.
@@ -107,12 +107,12 @@ class Calls:
         return staged
 
     @contextmanager
-    def lent(self, staged: Staged, caller: Caller) -> Iterator[list[Buffer]]:
+    def lent(self, staged: StagedRequest, caller: RpcContext) -> Iterator[list[Buffer]]:
         """Lends the pieces of a response until the block ends, and then closes it; the caller may not take for ever."""
         with staged, self._engine.transfer(_nbytes(staged.large_outputs), caller):
             yield staged.response()
 
-    def exchange(self, source: ExchangeSource, caller: Caller) -> Iterator[list[Buffer]]:
+    def exchange(self, source: ExchangeSource, caller: RpcContext) -> Iterator[list[Buffer]]:
         """Answers the requests of an exchange until it ends.
 
         Yields:
@@ -136,11 +136,11 @@ class Calls:
                     for output in staged.large_outputs:
                         yield from messages.chunks(_CHUNK, _there(output), source.chunk_nbytes)
 
-    def watched(self, caller: Caller, nbytes: int = 0) -> AbstractContextManager[None]:
+    def watched(self, caller: RpcContext, nbytes: int = 0) -> AbstractContextManager[None]:
         """Hangs up on a caller that takes too long to send or receive, for what is known of the size."""
         return self._engine.transfers.watched(nbytes, caller)
 
-    def _next_request(self, source: ExchangeSource, caller: Caller) -> tuple[int, bytes] | None:
+    def _next_request(self, source: ExchangeSource, caller: RpcContext) -> tuple[int, bytes] | None:
         """The next request of an exchange, see `_request_of`; None where there is no further one."""
         try:
             with self.watched(caller):  # also the wait for it: whoever stands still has a thread, of few
@@ -154,12 +154,12 @@ class Calls:
                 self.observer.metrics.refused_call(code.name)
             raise
 
-    def _staged(self, reader: Reader, data: bytes, caller: Caller) -> Staged:
+    def _staged(self, reader: Reader, data: bytes, caller: RpcContext) -> StagedRequest:
         staged = self._stage(reader, data, caller)
         assert staged is not None
         return staged
 
-    def _stage(self, reader: Reader, data: bytes, caller: Caller, *, may_wait: bool = True) -> Staged | None:
+    def _stage(self, reader: Reader, data: bytes, caller: RpcContext, *, may_wait: bool = True) -> StagedRequest | None:
         """Reads a request and lends memory for it; see `bngrad_server.engine.Engine.stage`."""
         received_at = time.monotonic()
         request = None

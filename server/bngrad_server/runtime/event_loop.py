@@ -20,13 +20,13 @@ _MAX_EVENTS = 16
 Action = Callable[[], None]
 
 
-class Poller:
+class EventLoop:
     """The thread, and what it is to do. Nothing that it does may wait.
 
-    But for `soon`, all methods are for the thread itself, or for the time before it is started.
+    But for `call_soon`, all methods are for the thread itself, or for the time before it is started.
 
     Attributes:
-        after_events: Called after each round of events, before what is to be done `soon`; gives the time, on the
+        after_events: Called after each round of events, before what is to be done `call_soon`; gives the time, on the
             monotonic clock, at which it must be called again at the latest.
         on_tick: Called several times a second.
         may_end: Asked, once the thread is to end, whether it may.
@@ -42,7 +42,7 @@ class Poller:
         self._urgent = select.epoll()
         self._urgent_actions: dict[int, Action] = {}
         self._epoll.register(self._urgent, select.EPOLLIN)
-        self._soon: deque[Action] = deque()
+        self._ready: deque[Action] = deque()
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -59,12 +59,12 @@ class Poller:
 
     def stop(self, timeout_s: float) -> None:
         """Has the thread end as soon as `may_end` allows, and waits for that, but not for ever."""
-        self.soon(self._begin_to_stop)
+        self.call_soon(self._begin_to_stop)
         self._thread.join(timeout_s)
 
-    def soon(self, action: Action) -> None:
+    def call_soon(self, action: Action) -> None:
         """Has the thread do something after the events that it is at, from any thread."""
-        self._soon.append(action)
+        self._ready.append(action)
         if threading.current_thread() is not self._thread:
             with contextlib.suppress(OSError, ValueError):  # it has ended
                 os.eventfd_write(self._waker, 1)
@@ -95,7 +95,7 @@ class Poller:
         next_tick = time.monotonic() + _TICK_S
         due = next_tick
         while not (self._stopping and self.may_end()):
-            patience_s = 0.0 if self._soon else max(0.0, min(due, next_tick) - time.monotonic())
+            patience_s = 0.0 if self._ready else max(0.0, min(due, next_tick) - time.monotonic())
             for fd, _ in self._epoll.poll(patience_s, _MAX_EVENTS):
                 self._do_what_is_urgent()
                 action = self._actions.get(fd)  # none where an action before has forgotten it
@@ -105,10 +105,10 @@ class Poller:
                 _do(self.on_tick)
                 next_tick = time.monotonic() + _TICK_S
             due = self.after_events()
-            if self._soon:
+            if self._ready:
                 # What these want done soon has its turn after others: a client that floods us must not keep them out.
-                for _ in range(len(self._soon)):
-                    _do(self._soon.popleft())
+                for _ in range(len(self._ready)):
+                    _do(self._ready.popleft())
                 due = self.after_events()
         self._close()
 

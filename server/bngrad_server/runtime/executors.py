@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 _IDLE_S = 1.0
 
 
-class HandlerThreads(futures.ThreadPoolExecutor):
+class HandlerExecutor(futures.ThreadPoolExecutor):
     """What grpcio runs handlers in. Where the system has no more threads, a call waits for one of those that there are.
 
     Of an error, the thread that serves all of grpcio's port would end, and nobody would be answered any more.
@@ -44,7 +44,7 @@ class HandlerThreads(futures.ThreadPoolExecutor):
         return self._work_queue.qsize()
 
 
-class AtOnce(futures.ThreadPoolExecutor):
+class InlineExecutor(futures.ThreadPoolExecutor):
     """Runs handlers that take no time where they are: who is refused must not take a thread, nor wait for one."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class AtOnce(futures.ThreadPoolExecutor):
         return done
 
 
-class Threads:
+class OnDemandExecutor:
     """Runs actions at once, in threads that end when they had nothing to do for a while."""
 
     def __init__(self, name: str) -> None:

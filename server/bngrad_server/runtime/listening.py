@@ -8,15 +8,13 @@ import resource
 import socket
 from pathlib import Path
 
+from bngrad_server.errors import ListenError
+
 _MAX_CONNECTIONS = 8192
 """To an address of grpcio's; each takes about 40 KB before it has said anything."""
 _OTHER_DESCRIPTORS = 2048
 _MOST_DESCRIPTORS = 1 << 16
 _MAX_PATH_NBYTES = 107
-
-
-class ListenError(Exception):
-    """An address cannot be listened on."""
 
 
 def raise_descriptor_limit() -> None:

@@ -9,6 +9,8 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from bngrad_server.errors import OverloadedError
+
 _ALWAYS_REQUESTS = 16
 """So few requests are let in whatever the estimates say."""
 _BUSY_REQUESTS = 8
@@ -19,18 +21,6 @@ _WINDOW_S = 0.5
 _WINDOWS = 8
 _SHORTEST_RETRY_S, _LONGEST_RETRY_S = 0.02, 5.0
 _CLIENT_RETRY_S = 0.05
-
-
-class OverloadedError(Exception):
-    """The server has more to do than it can do soon.
-
-    Attributes:
-        retry_delay_s: When it is worth asking again, in seconds from now.
-    """
-
-    def __init__(self, message: str, retry_delay_s: float) -> None:
-        super().__init__(message)
-        self.retry_delay_s = retry_delay_s
 
 
 class Admission:

@@ -6,20 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol, TypeAlias
 
+from bngrad_server.errors import WorkerDiedError
 from bngrad_server.scheduling.job import Job
-
-
-class WorkerDiedError(Exception):
-    """The worker's process ended.
-
-    Attributes:
-        saw_batch: Whether it may have died of the batch. One that never read it was dead already, or hung.
-    """
-
-    def __init__(self, reason: str, *, saw_batch: bool = True) -> None:
-        super().__init__(reason)
-        self.saw_batch = saw_batch
-
 
 Part: TypeAlias = tuple[Job, range]
 """A job, and which of its channels to compute."""
@@ -43,7 +31,7 @@ class Worker(Protocol):
     """What computes batches."""
 
     @property
-    def seats(self) -> int:
+    def slots(self) -> int:
         """How many batches it computes at once."""
 
     def begin(self, parts: Sequence[Part]) -> Run:

@@ -13,20 +13,17 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 
+from bngrad_server.errors import ComputeError
 from bngrad_server.scheduling.batch import Batch, Worker
 from bngrad_server.scheduling.batch_counts import BatchCounts
 from bngrad_server.scheduling.fair_queue import FairQueue
 from bngrad_server.scheduling.job import Job, JobState
-from bngrad_server.scheduling.slots import FreeSeats
+from bngrad_server.scheduling.slots import FreeSlots
 
 logger = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 2
 """A job is given up when this many workers have died of it."""
-
-
-class ComputeError(Exception):
-    """A request could not be computed, through no fault of its own."""
 
 
 class Batcher:
@@ -53,7 +50,7 @@ class Batcher:
         self._max_delay_s = max_delay_s
         self._mutex = threading.Lock()  # guards all that follows, and the state of every job
         self._queue = FairQueue(max_jobs, max_bytes)
-        self._free = FreeSeats(split=split)
+        self._free = FreeSlots(split=split)
         self._expecting: list[Job] = []  # whose threads have a worker, and wait for company
         self._callbacks: list[Callable[[], None]] = []
         self._closed = False

@@ -15,7 +15,7 @@ import logging
 import time
 from concurrent.futures import CancelledError
 
-from bngrad_server.runtime.event_loop import Poller
+from bngrad_server.runtime.event_loop import EventLoop
 from bngrad_server.scheduling.batch import Batch, Run, Worker
 from bngrad_server.scheduling.batcher import Batcher
 from bngrad_server.scheduling.job import Job
@@ -68,34 +68,34 @@ def _lead(batcher: Batcher, worker: Worker, own: Job) -> None:
         batcher.end_batch(batch, kept=worker)
 
 
-class Leader:
+class Dispatcher:
     """Has workers compute what was submitted; all on the poller's thread.
 
     What came in with one round of the poller's events is one batch.
     """
 
-    def __init__(self, poller: Poller, batcher: Batcher) -> None:
+    def __init__(self, event_loop: EventLoop, batcher: Batcher) -> None:
         """Leads from when the poller is started."""
-        self._poller = poller
+        self._event_loop = event_loop
         self._batcher = batcher
         self._under_way = 0
-        poller.after_events = self._begin
-        poller.may_end = lambda: not self._under_way
-        batcher.on_work = lambda: poller.soon(_look)
+        event_loop.after_events = self._begin
+        event_loop.may_end = lambda: not self._under_way
+        batcher.on_work = lambda: event_loop.call_soon(_look)
 
     def _begin(self) -> float:
         """Has workers begin, and says when to look again."""
         for batch in self._batcher.begin_batches():
             self._under_way += 1
             for run in batch.busy:
-                self._poller.watch_first(run.fileno(), functools.partial(self._finish, batch, run))
+                self._event_loop.watch_first(run.fileno(), functools.partial(self._finish, batch, run))
             if not batch.busy:
                 self._end(batch)
         delay_s = self._batcher.rest_of_delay()
         return time.monotonic() + delay_s if delay_s else float("inf")
 
     def _finish(self, batch: Batch, run: Run) -> None:
-        self._poller.forget_first(run.fileno())
+        self._event_loop.forget_first(run.fileno())
         try:
             batch.finish(run)
         except Exception:

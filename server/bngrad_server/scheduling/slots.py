@@ -17,7 +17,7 @@ _SPLIT_FROM_NBYTES = 1 << 21
 """Smaller jobs are not worth two workers."""
 
 
-class FreeSeats:
+class FreeSlots:
     """Seats, each as the worker whose it is; guarded by the batcher's mutex.
 
     Attributes:
@@ -63,7 +63,7 @@ class FreeSeats:
 
     def may_use(self, worker: Worker) -> bool:
         """Whether a batch may begin on a seat that was taken."""
-        return not self.suspects or self._workers.count(worker) == worker.seats - 1
+        return not self.suspects or self._workers.count(worker) == worker.slots - 1
 
     def shares(self, worker: Worker, jobs: list[Job]) -> dict[Worker, list[Part]]:
         """What each worker gets of a batch: a large job is split among those that would be idle, whose seats it takes.
@@ -85,7 +85,7 @@ class FreeSeats:
         """Takes a seat of a worker all of whose seats are free."""
         for i in reversed(range(len(self._workers))):
             worker = self._workers[i]
-            if self._workers.count(worker) == worker.seats:
+            if self._workers.count(worker) == worker.slots:
                 del self._workers[i]
                 return worker
         return None

@@ -8,24 +8,16 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health
 
-from bngrad_server.runtime.executors import AtOnce
+from bngrad_server.errors import REFUSAL, UnauthenticatedError
+from bngrad_server.runtime.executors import InlineExecutor
 from bngrad_server.security.tokens import Tokens
 
-REFUSAL = "a valid token is needed"
-"""All that is ever said to somebody without one, whatever they asked for."""
 _HEADER = "authorization"
 _HEALTH = f"/{health.SERVICE_NAME}/"
 
 
-class UnauthenticatedError(Exception):
-    """The caller has not said who it is; the message is for everybody."""
-
-    def __init__(self) -> None:
-        super().__init__(REFUSAL)
-
-
-class Guard:
-    """Who may call, and as whom: see `bngrad_server.rpc_context.Caller.client`.
+class Authenticator:
+    """Who may call, and as whom: see `bngrad_server.rpc_context.RpcContext.client`.
 
     Attributes:
         asks_tokens: Whether calls need one.
@@ -68,7 +60,7 @@ class Guard:
         return [] if self._tokens is None else [_Interceptor(self, open_health)]
 
 
-OPEN = Guard()
+OPEN = Authenticator()
 """Lets everybody in."""
 
 
@@ -79,7 +71,7 @@ def authorization_of(metadata: Sequence[tuple[str, str | bytes]]) -> str | None:
 
 
 class _Interceptor(grpc.ServerInterceptor):
-    def __init__(self, guard: Guard, open_health: bool) -> None:
+    def __init__(self, guard: Authenticator, open_health: bool) -> None:
         self._guard = guard
         self._open_health = open_health
         # Of this kind, since it is answered before any message has arrived.
@@ -99,4 +91,4 @@ def _refuse(requests: Any, context: grpc.ServicerContext) -> Any:
     context.abort(grpc.StatusCode.UNAUTHENTICATED, REFUSAL)
 
 
-_refuse.experimental_thread_pool = AtOnce()  # type: ignore[attr-defined]
+_refuse.experimental_thread_pool = InlineExecutor()  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from bngrad_server.security.reload import Reloaded
+from bngrad_server.security.reload import ReloadedFiles
 from bngrad_wire.http2 import tls
 
 
@@ -80,7 +80,9 @@ class Certificates:
             OSError: A file cannot be read.
             ValueError: A file is not what it should be.
         """
-        self._files = Reloaded([path for path in (paths.certificate, paths.key, paths.client_ca) if path], paths.read)
+        self._files = ReloadedFiles(
+            [path for path in (paths.certificate, paths.key, paths.client_ca) if path], paths.read
+        )
         self.asks_clients = paths.client_ca is not None
 
     @property

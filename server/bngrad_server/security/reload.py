@@ -18,7 +18,7 @@ _LOOK_S = 0.5
 """How long a look at the files is good for."""
 
 
-class Reloaded(Generic[Content]):
+class ReloadedFiles(Generic[Content]):
     """What some files say, as of a moment ago.
 
     A change that cannot be read is logged and leaves everything as it was: files may be half written just then.

@@ -8,9 +8,9 @@ from functools import partial
 import grpc
 
 from bngrad_server.config import ServerConfig
-from bngrad_server.runtime.listening import ListenError
+from bngrad_server.errors import ListenError
 from bngrad_server.security import exposure
-from bngrad_server.security.auth import Guard
+from bngrad_server.security.auth import Authenticator
 from bngrad_server.security.certificates import CertificatePaths, Certificates
 from bngrad_server.security.tokens import Tokens
 from bngrad_server.telemetry.metrics import Metrics
@@ -18,7 +18,7 @@ from bngrad_server.telemetry.metrics import Metrics
 logger = logging.getLogger(__name__)
 
 
-def secured(config: ServerConfig, metrics: Metrics) -> tuple[Certificates | None, Guard]:
+def secured(config: ServerConfig, metrics: Metrics) -> tuple[Certificates | None, Authenticator]:
     """What is shown to clients, None for no TLS, and who says whom to answer.
 
     Raises:
@@ -37,7 +37,7 @@ def secured(config: ServerConfig, metrics: Metrics) -> tuple[Certificates | None
     except ValueError as error:
         raise ListenError(f"cannot listen as it should be: {error}") from error
     on_refusal = partial(metrics.refused_call, grpc.StatusCode.UNAUTHENTICATED.name)
-    guard = Guard(tokens, reads_certificates=config.tls_client_ca is not None, on_refusal=on_refusal)
+    guard = Authenticator(tokens, reads_certificates=config.tls_client_ca is not None, on_refusal=on_refusal)
     if not config.insecure:
         knows_clients = guard.asks_tokens or guard.reads_certificates
         for warning in exposure.warnings(config.listen, has_tls=paths is not None, knows_clients=knows_clients):

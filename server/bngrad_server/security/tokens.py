@@ -12,7 +12,7 @@ import re
 import secrets
 from pathlib import Path
 
-from bngrad_server.security.reload import Reloaded
+from bngrad_server.security.reload import ReloadedFiles
 
 _PREFIX = "bngrad_"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
@@ -44,7 +44,7 @@ class Tokens:
             OSError: It cannot be read.
             ValueError: A line of it is malformed; the message says which.
         """
-        self._file = Reloaded([path], lambda: _read(path))
+        self._file = ReloadedFiles([path], lambda: _read(path))
 
     def owner(self, authorization: str | None) -> str | None:
         """Whose token the value of an ``authorization`` header has; None if it has none that is known."""

@@ -15,7 +15,7 @@ import grpc
 
 from bngrad_server.codec.ops import OPS
 from bngrad_server.errors import code_of
-from bngrad_server.rpc_context import Caller
+from bngrad_server.rpc_context import RpcContext
 from bngrad_server.telemetry.logs import Sampler
 from bngrad_server.telemetry.metrics import Ended, Metrics
 
@@ -43,7 +43,7 @@ class Failure:
         code: The name of its status code.
         op: What it asked for.
         transport: How it came.
-        client: Who asked, see `bngrad_server.rpc_context.Caller`.
+        client: Who asked, see `bngrad_server.rpc_context.RpcContext`.
         request_id: What the client calls it, or a name that was made up.
         message: Why.
     """
@@ -82,7 +82,7 @@ class Observer:
         with self._mutex:
             return [asdict(failure) for failure in reversed(self._recent)]
 
-    def failed(self, op: str, transport: str, caller: Caller, error: BaseException, received_at: float) -> None:
+    def failed(self, op: str, transport: str, caller: RpcContext, error: BaseException, received_at: float) -> None:
         """Notes a request that was not; of many at once only some are looked at more closely."""
         code = code_of(error)
         self.metrics.failed(op, transport, code.name)
@@ -105,7 +105,7 @@ class Observer:
             logger.log(level, "a request was not answered: %s", message, extra={"fields": fields})
 
 
-def request_id_of(caller: Caller) -> str:
+def request_id_of(caller: RpcContext) -> str:
     """What the client calls its request, by ``x-request-id``; a name that was made up where it says nothing usable."""
     given = caller.metadata.get("x-request-id", "")
     return given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(8)

@@ -23,7 +23,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.codec.requests import Request
-from bngrad_server.rpc_context import Caller
+from bngrad_server.rpc_context import RpcContext
 from bngrad_server.telemetry.metrics import Ended, Moments
 from bngrad_wire import __version__
 
@@ -52,7 +52,7 @@ class Tracing:
         """Makes the spans of calls on grpcio's port."""
         return _KeepingThreads(server_interceptor(tracer_provider=self._provider))  # type: ignore[no-untyped-call]
 
-    def answered(self, request: Request, caller: Caller, moments: Moments) -> None:
+    def answered(self, request: Request, caller: RpcContext, moments: Moments) -> None:
         """Makes the spans of a request that was answered."""
         ended = Ended(request.op.name, request.transport, grpc.StatusCode.OK, moments[0])
         epoch_ns = _clock()
@@ -66,7 +66,7 @@ class Tracing:
         if is_own:
             span.end(epoch_ns(moments[-1]))
 
-    def failed(self, ended: Ended, caller: Caller, message: str) -> None:
+    def failed(self, ended: Ended, caller: RpcContext, message: str) -> None:
         """Makes the span of a request that was not answered."""
         span, is_own = self._span(ended, caller, _clock())
         span.set_status(StatusCode.ERROR, message)
@@ -81,7 +81,7 @@ class Tracing:
         self._provider.shutdown()
         patience.cancel()
 
-    def _span(self, ended: Ended, caller: Caller, epoch_ns: Callable[[float], int]) -> tuple[trace.Span, bool]:
+    def _span(self, ended: Ended, caller: RpcContext, epoch_ns: Callable[[float], int]) -> tuple[trace.Span, bool]:
         """The span of a request, and whether it is to be ended here."""
         attributes: dict[str, Any] = {"bngrad.op": ended.op, "bngrad.transport": ended.transport}
         attributes[_STATUS_CODE] = ended.code.value[0]

@@ -23,13 +23,13 @@ from collections.abc import Iterator
 
 from bngrad_kernels import backends
 from bngrad_kernels.errors import DeviceFailedError, DeviceUnavailableError
-from bngrad_kernels.problem import AnyProblem, BackEnd
+from bngrad_kernels.problem import AnyProblem, Backend
 from bngrad_kernels.spec import Spec
 from bngrad_server.memory.arena import map_arena
 from bngrad_server.runtime.processes import die_with, leave_signals_to_parent
 from bngrad_server.telemetry import logs
 from bngrad_server.workers.ipc import split_batch, unpack_problem
-from bngrad_server.workers.pinned_memory import Memories
+from bngrad_server.workers.pinned_memory import PinnedMemory
 
 logger = logging.getLogger(__name__)
 
@@ -65,32 +65,32 @@ OK = b"K"
 def main() -> None:
     """Serves the front process until the socket closes."""
     device, threads, beat_s, *numbers = sys.argv[1:]
-    life_fd, arena_fd, arena_nbytes, pinned_nbytes, front_pid, *seat_fds = map(int, numbers)
+    life_fd, arena_fd, arena_nbytes, pinned_nbytes, front_pid, *slot_fds = map(int, numbers)
     die_with(front_pid)
     leave_signals_to_parent()
     logs.set_up_as_parent()
     life = socket.socket(fileno=life_fd)
-    back_ends: list[BackEnd] = []
-    threading.Thread(target=_beat, args=(life, float(beat_s), back_ends), name="beat", daemon=True).start()
-    fronts = [socket.socket(fileno=fd) for fd in seat_fds]
+    running: list[Backend] = []
+    threading.Thread(target=_beat, args=(life, float(beat_s), running), name="beat", daemon=True).start()
+    fronts = [socket.socket(fileno=fd) for fd in slot_fds]
     arena = map_arena(arena_fd, arena_nbytes)
     # Numba would import it, for what no kernel here uses: a quarter of what a start costs.
     sys.modules["scipy"] = None  # type: ignore[assignment]
     with _ending_process(life, device):
-        back_end = backends.create(device, threads=int(threads))
-        back_end.warm_up()
-        back_ends.append(back_end)
-        memories = Memories(arena, back_end, pinned_nbytes)
-        life.send(READY + pickle.dumps((back_end.description, back_end.memory_nbytes)))
-        first, *others = (_Seat(front, back_end, memories) for front in fronts)
-        for seat in others:
-            threading.Thread(target=_serve, args=(seat, life, device), name="seat").start()
+        backend = backends.create(device, threads=int(threads))
+        backend.warm_up()
+        running.append(backend)
+        memories = PinnedMemory(arena, backend, pinned_nbytes)
+        life.send(READY + pickle.dumps((backend.description, backend.memory_nbytes)))
+        first, *others = (_SlotLoop(front, backend, memories) for front in fronts)
+        for slot in others:
+            threading.Thread(target=_serve, args=(slot, life, device), name="seat").start()
         first.serve()
 
 
-def _serve(seat: _Seat, life: socket.socket, device: str) -> None:
+def _serve(slot: _SlotLoop, life: socket.socket, device: str) -> None:
     with _ending_process(life, device):
-        seat.serve()
+        slot.serve()
 
 
 @contextlib.contextmanager
@@ -112,20 +112,20 @@ def _ending_process(life: socket.socket, device: str) -> Iterator[None]:
         os._exit(1)  # at a normal exit, the other seats' threads would be waited for
 
 
-def _beat(life: socket.socket, beat_s: float, back_ends: list[BackEnd]) -> None:
+def _beat(life: socket.socket, beat_s: float, running: list[Backend]) -> None:
     """Gives signs of life; there is no back end yet while it is made."""
     with contextlib.suppress(ConnectionError):
         while True:
-            life.send(BEAT + b"%d" % sum(back_end.used_nbytes for back_end in back_ends))
+            life.send(BEAT + b"%d" % sum(backend.used_nbytes for backend in running))
             time.sleep(beat_s)
 
 
-class _Seat:
+class _SlotLoop:
     """The loop over packets."""
 
-    def __init__(self, front: socket.socket, back_end: BackEnd, memories: Memories) -> None:
+    def __init__(self, front: socket.socket, backend: Backend, memories: PinnedMemory) -> None:
         self._front = front
-        self._back_end = back_end
+        self._backend = backend
         self._memories = memories
         self._specs: dict[int, Spec] = {}
         self._known: dict[bytes, AnyProblem] = {}
@@ -171,7 +171,7 @@ class _Seat:
         """Computes problems, and says for each why it failed, or None."""
         if len(problems) > 1:
             try:
-                self._back_end.run(problems)
+                self._backend.run(problems)
             except DeviceFailedError:
                 raise
             except Exception:
@@ -182,7 +182,7 @@ class _Seat:
 
     def _run_alone(self, problem: AnyProblem) -> str | None:
         try:
-            self._back_end.run([problem])
+            self._backend.run([problem])
         except DeviceFailedError:
             raise
         except Exception as error:

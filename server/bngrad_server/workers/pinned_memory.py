@@ -10,13 +10,13 @@ from collections import Counter
 import numpy as np
 
 from bngrad_kernels.errors import DeviceFailedError
-from bngrad_kernels.problem import BackEnd
+from bngrad_kernels.problem import Backend
 from bngrad_server.workers.ipc import ARENA
 
 logger = logging.getLogger(__name__)
 
 
-class Memories:
+class PinnedMemory:
     """Mapped memory by its numbers; that which a GPU's worker may page-lock is.
 
     The seats of a worker share it: each adds what the front process tells it of, and removes it when its problems name
@@ -27,46 +27,46 @@ class Memories:
         mapped: The memory.
     """
 
-    def __init__(self, arena: mmap.mmap, back_end: BackEnd, pinned_nbytes: int) -> None:
+    def __init__(self, arena: mmap.mmap, backend: Backend, pinned_nbytes: int) -> None:
         """Begins with the arena.
 
         Args:
             arena: The arena.
-            back_end: Whose copies are to be fast.
+            backend: Whose copies are to be fast.
             pinned_nbytes: How much may be page-locked.
         """
         self.mapped: dict[int, mmap.mmap] = {}
-        self._back_end = back_end
-        self._left_nbytes = pinned_nbytes if back_end.memory_nbytes else 0
+        self._backend = backend
+        self._left_nbytes = pinned_nbytes if backend.memory_nbytes else 0
         self._registered: set[int] = set()
-        self._seats: Counter[int] = Counter()  # which have it
+        self._slots: Counter[int] = Counter()  # which have it
         self._mutex = threading.Lock()
         self.add(ARENA, arena)
 
     def add(self, number: int, memory: mmap.mmap) -> None:
         """Takes memory into use, for one seat more."""
         with self._mutex:
-            self._seats[number] += 1
-            if self._seats[number] == 1:
+            self._slots[number] += 1
+            if self._slots[number] == 1:
                 self.mapped[number] = memory
                 self._register(number, memory)
 
     def remove(self, number: int) -> None:
         """Gives memory up, which no problem of a seat names any longer."""
         with self._mutex:
-            self._seats[number] -= 1
-            if self._seats[number]:
+            self._slots[number] -= 1
+            if self._slots[number]:
                 return
-            del self._seats[number]
+            del self._slots[number]
             memory = self.mapped.pop(number)
             if number in self._registered:
                 self._registered.remove(number)
                 self._left_nbytes += len(memory)
-                self._back_end.unregister(np.frombuffer(memory, np.uint8))
+                self._backend.unregister(np.frombuffer(memory, np.uint8))
 
     def _register(self, number: int, memory: mmap.mmap) -> None:
         """Page-locks memory, or says why not."""
-        if not self._back_end.memory_nbytes:
+        if not self._backend.memory_nbytes:
             return
         name = "the arena" if number == ARENA else f"region {number}"
         if len(memory) > self._left_nbytes:
@@ -74,7 +74,7 @@ class Memories:
             logger.warning("%s, %d bytes, is not page-locked, so its copies are slower: %s", name, len(memory), left)
             return
         try:
-            self._back_end.register(np.frombuffer(memory, np.uint8))
+            self._backend.register(np.frombuffer(memory, np.uint8))
         except DeviceFailedError:
             raise
         except Exception as error:

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from bngrad_server.config import ServerConfig
+from bngrad_server.errors import WorkerDiedError, WorkerStartError
 from bngrad_server.memory.arena import Arena
-from bngrad_server.scheduling.batch import WorkerDiedError
 from bngrad_server.scheduling.batcher import Batcher
 from bngrad_server.workers.main import BEAT, FAILED, READY
 from bngrad_server.workers.process import WorkerProcess
@@ -27,7 +27,7 @@ _LONGEST_RESTART_DELAY_S = 5.0
 _SOUND_AFTER_S = 1.0
 """A worker that was in use for so long did not die of its start."""
 _BEATS_PER_TIMEOUT = 10
-_SEATS_OF_A_GPU = 2
+_SLOTS_OF_A_GPU = 2
 """While one batch is copied out, the next is copied in. A CPU's threads are all taken by one batch."""
 _START_TIMEOUT_S = 60.0
 """For processors that have much else to do while Python starts, until the first sign of life; and for drivers that take
@@ -39,10 +39,6 @@ class WorkerState(enum.Enum):
 
     STARTING = "starting"
     READY = "ready"
-
-
-class WorkerStartError(Exception):
-    """A worker ended before it was ready, the first time it was started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +90,8 @@ class WorkerPool:
 
         def start(device: str) -> WorkerProcess:
             beat_s = timeout_s / _BEATS_PER_TIMEOUT
-            seats = 1 if device == "cpu" else _SEATS_OF_A_GPU
-            return WorkerProcess(device, config.threads, arena, config.pinned_bytes, beat_s, seats)
+            slots = 1 if device == "cpu" else _SLOTS_OF_A_GPU
+            return WorkerProcess(device, config.threads, arena, config.pinned_bytes, beat_s, slots)
 
         self._keepers = [
             _Keeper(name, functools.partial(start, device), timeout_s, batcher, self._introduce, on_change)
@@ -289,7 +285,7 @@ class _Keeper:
         self._introduce(self, worker)
         self._description, self._memory_bytes = description, memory_bytes
         self._ready_since = time.monotonic()
-        for _ in range(worker.seats):
+        for _ in range(worker.slots):
             self._batcher.offer(worker)
         self._on_change()
         self._started.set()

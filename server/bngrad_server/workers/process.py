@@ -15,7 +15,7 @@ from pathlib import Path
 from bngrad_server.memory.arena import Arena
 from bngrad_server.scheduling.batch import Part
 from bngrad_server.workers.main import MAX_PACKET_NBYTES
-from bngrad_server.workers.slot import BusyTime, MappedRegion, Seat
+from bngrad_server.workers.slot import BusyTime, MappedRegion, WorkerSlot
 
 _EXIT_TIMEOUT_S = 5.0
 
@@ -24,10 +24,10 @@ class WorkerProcess:
     """One worker process and the sockets to it: one for each of its seats, and one for its signs of life.
 
     Attributes:
-        seats: How many batches it computes at once.
+        slots: How many batches it computes at once.
     """
 
-    def __init__(self, device: str, threads: int, arena: Arena, pinned_bytes: int, beat_s: float, seats: int) -> None:
+    def __init__(self, device: str, threads: int, arena: Arena, pinned_bytes: int, beat_s: float, slots: int) -> None:
         """Starts it.
 
         Args:
@@ -36,21 +36,21 @@ class WorkerProcess:
             arena: What it reads and writes.
             pinned_bytes: How much memory it may page-lock, on a GPU.
             beat_s: How often it gives a sign of life, in seconds.
-            seats: How many batches it computes at once.
+            slots: How many batches it computes at once.
         """
-        self.seats = seats
+        self.slots = slots
         self._busy_time = BusyTime()
-        self._seats = [Seat(self._busy_time) for _ in range(seats)]
+        self._slots = [WorkerSlot(self._busy_time) for _ in range(slots)]
         self._life, child_life = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with contextlib.ExitStack() as stack:
-            theirs = [stack.enter_context(child) for child in (child_life, *(seat.theirs for seat in self._seats))]
-            life_fd, *seat_fds = (child.fileno() for child in theirs)
-            numbers = [life_fd, arena.fd, arena.nbytes, pinned_bytes, os.getpid(), *seat_fds]
+            theirs = [stack.enter_context(child) for child in (child_life, *(slot.theirs for slot in self._slots))]
+            life_fd, *slot_fds = (child.fileno() for child in theirs)
+            numbers = [life_fd, arena.fd, arena.nbytes, pinned_bytes, os.getpid(), *slot_fds]
             self._process = subprocess.Popen(  # noqa: S603 - our own module
                 [sys.executable, "-m", "bngrad_server.workers.main", *map(str, (device, threads, beat_s, *numbers))],
                 stdin=subprocess.DEVNULL,
                 stdout=sys.stderr.fileno(),
-                pass_fds=(life_fd, arena.fd, *seat_fds),
+                pass_fds=(life_fd, arena.fd, *slot_fds),
                 # Threads that spin for their next kernel would take the cores from the front process.
                 env={"OMP_WAIT_POLICY": "passive", **os.environ},
             )
@@ -82,28 +82,28 @@ class WorkerProcess:
     @property
     def is_late(self) -> bool:
         """Whether it takes longer over a batch than any batch takes."""
-        return any(seat.is_late for seat in self._seats)
+        return any(slot.is_late for slot in self._slots)
 
-    def begin(self, parts: Sequence[Part]) -> Seat:
+    def begin(self, parts: Sequence[Part]) -> WorkerSlot:
         """See `bngrad_server.scheduling.batch.Worker`."""
-        seat = next(seat for seat in self._seats if seat.take())
-        seat.begin(parts)
-        return seat
+        slot = next(slot for slot in self._slots if slot.take())
+        slot.begin(parts)
+        return slot
 
     def map(self, number: int, region: MappedRegion) -> None:
         """Has it map a region, before it sees any later batch."""
-        for seat in self._seats:
-            seat.map(number, region)
+        for slot in self._slots:
+            slot.map(number, region)
 
     def unmap(self, number: int) -> None:
         """Has it give up a region, after all earlier batches."""
-        for seat in self._seats:
-            seat.unmap(number)
+        for slot in self._slots:
+            slot.unmap(number)
 
     def catch_up(self) -> None:
         """Tells it of regions for which its sockets had no room; to be called now and then."""
-        for seat in self._seats:
-            seat.catch_up()
+        for slot in self._slots:
+            slot.catch_up()
 
     def kill(self) -> None:
         """Ends the process at once; also one that is stopped."""
@@ -111,8 +111,8 @@ class WorkerProcess:
 
     def hang_up(self) -> None:
         """Ends the talk: that is its signal to end."""
-        for seat in self._seats:
-            seat.hang_up()
+        for slot in self._slots:
+            slot.hang_up()
 
     def close(self) -> str:
         """Ends the process, by force should it not end in time, and says how it ended."""

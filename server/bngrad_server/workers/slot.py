@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bngrad_kernels.spec import Spec
-from bngrad_server.scheduling.batch import Part, WorkerDiedError
+from bngrad_server.errors import WorkerDiedError
+from bngrad_server.scheduling.batch import Part
 from bngrad_server.workers.main import MAX_FDS, MAX_PACKET_NBYTES, OK, Message
 
 _MAX_SPECS = 4096
@@ -60,7 +61,7 @@ class BusyTime:
                 self.total_s += time.monotonic() - self._since
 
 
-class Seat:
+class WorkerSlot:
     """A socket, at whose other end a thread of the process computes what it is sent; see `Run`.
 
     Attributes:

@@ -14,7 +14,7 @@ from tests.unit.client.peer import joined, nbytes_of, peer, split
 
 from bngrad_kernels.spec import InvalidArgumentError
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
-from bngrad_server.memory.leases import LocalSockets
+from bngrad_server.memory.leases import LeaseServer
 from bngrad_server.memory.regions import Regions
 from bngrad_wire.http2 import RpcError, ServerCall, ServerConnection
 
@@ -144,7 +144,7 @@ class Server:
         self.on_call: Callable[[str], None] = lambda way: None
         self.on_info: Callable[[], None] = lambda: None
         self.regions = Regions(max_shared_nbytes, lambda number, region: None, lambda number: None)
-        self.sockets = LocalSockets(self.regions, None)
+        self.sockets = LeaseServer(self.regions, None)
         self.endpoints = pb.Endpoints(local_directory=str(self.sockets.directory))
 
     def answer_grpc(self, method: str, request: bytes, context: grpc.ServicerContext) -> bytes:

@@ -28,7 +28,7 @@ from bngrad._shared_memory.farewell import Farewell
 from bngrad._shared_memory.lease import LeaseError, LeaseLateError
 from bngrad._shared_memory.pool import ALIGNMENT, Pool
 from bngrad._shared_memory.quarantine import Doubts
-from bngrad_server.memory.leases import LocalSockets
+from bngrad_server.memory.leases import LeaseServer
 from bngrad_server.memory.regions import Regions
 
 MIB = 2**20
@@ -37,7 +37,7 @@ BYTE = np.dtype(np.uint8)
 SECONDS = 30.0
 
 
-class LeaseServer:
+class LeasesInThread:
     """Leases regions as a server does, without its workers.
 
     Attributes:
@@ -50,7 +50,7 @@ class LeaseServer:
         self.begun: list[int] = []
         self.ended = threading.Event()
         self.regions = Regions(max_nbytes, lambda number, region: self.begun.append(number), self._end)
-        self._sockets = LocalSockets(self.regions, None)
+        self._sockets = LeaseServer(self.regions, None)
         self._is_open = True
         self.path = str(self._sockets.directory / "regions")
         self._sockets.start()
@@ -65,8 +65,8 @@ class LeaseServer:
 
 
 @contextmanager
-def lease_server(max_nbytes: int = 1024 * MIB) -> Iterator[LeaseServer]:
-    server = LeaseServer(max_nbytes)
+def lease_server(max_nbytes: int = 1024 * MIB) -> Iterator[LeasesInThread]:
+    server = LeasesInThread(max_nbytes)
     try:
         yield server
     finally:

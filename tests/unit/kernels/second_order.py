@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from bngrad_kernels import tolerances
-from bngrad_kernels.problem import Array, BackEnd, GradGradProblem
+from bngrad_kernels.problem import Array, Backend, GradGradProblem
 from bngrad_kernels.spec import FLOAT32, ReserveSpace2Kind, Spec
 
 
@@ -58,11 +58,11 @@ def assert_right(problem: GradGradProblem) -> None:
     assert all(error <= bound for error, bound in zip(errors, bounds, strict=True)), (errors, bounds)
 
 
-def assert_stays_in_its_channel(back_end: BackEnd, spec: Spec, name: str, place: int, poison: float) -> None:
+def assert_stays_in_its_channel(backend: Backend, spec: Spec, name: str, place: int, poison: float) -> None:
     """What is not finite in a channel of an input makes its outputs so, and no bit of another channel's differ."""
     made, poisoned = problem(spec), problem(spec)
     getattr(poisoned, name)[place, 2, 0] = poison
-    back_end.run([made, poisoned])
+    backend.run([made, poisoned])
     others = np.setdiff1d(np.arange(spec.channels), [2])
     for clean, dirty in zip(outputs(made), outputs(poisoned), strict=True):
         axis = clean.ndim // 2
@@ -70,10 +70,10 @@ def assert_stays_in_its_channel(back_end: BackEnd, spec: Spec, name: str, place:
     assert not all(np.isfinite(output).all() for output in outputs(poisoned))
 
 
-def assert_does_not_read_x_for_its_gradient(back_end: BackEnd) -> None:
+def assert_does_not_read_x_for_its_gradient(backend: Backend) -> None:
     """In inference."""
     made, poisoned = (problem(second((40, 5, 9), is_training=False)) for _ in range(2))
     poisoned.x[7, 2, 0] = np.nan
-    back_end.run([made, poisoned])
+    backend.run([made, poisoned])
     assert made.grad_x.tobytes() == poisoned.grad_x.tobytes()
     assert made.grad_scale.tobytes() == poisoned.grad_scale.tobytes()

@@ -70,15 +70,15 @@ def test_the_bits_do_not_depend_on_the_threads(shape: tuple[int, ...], dtype: An
     assert bits(made) == bits(again)
 
 
-@pytest.mark.parametrize("back_end", [ONE_THREAD, TWO_THREADS], ids=["one thread", "two threads"])
-def test_the_bits_do_not_depend_on_what_is_in_the_batch(back_end: Any) -> None:
+@pytest.mark.parametrize("backend", [ONE_THREAD, TWO_THREADS], ids=["one thread", "two threads"])
+def test_the_bits_do_not_depend_on_what_is_in_the_batch(backend: Any) -> None:
     specs = [second(shape, dtype) for dtype, shape in itertools.product(DTYPES, SHAPES)]
     batch, alone = [problem(spec) for spec in specs], [problem(spec) for spec in specs]
     others = [first_order_problem(Spec(spec.dtype, spec.shape, 1)) for spec in specs]
     others_alone = [first_order_problem(Spec(spec.dtype, spec.shape, 1)) for spec in specs]
-    back_end.run([*itertools.chain(*zip(batch, others, strict=True))])
+    backend.run([*itertools.chain(*zip(batch, others, strict=True))])
     for made in (*alone, *others_alone):
-        back_end.run([made])
+        backend.run([made])
     assert [bits(made) for made in batch] == [bits(made) for made in alone]
     assert [made.x_backprop.tobytes() for made in others] == [made.x_backprop.tobytes() for made in others_alone]
 

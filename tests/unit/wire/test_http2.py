@@ -177,7 +177,7 @@ def test_a_cancelled_call_is_seen_by_the_server_and_leaves_the_connection_usable
 
 def test_looking_for_a_cancellation_loses_nothing_that_has_arrived() -> None:
     def answer(call: ServerCall) -> None:
-        while not call.early and not call.cancelled():
+        while not call.receive_buffer and not call.cancelled():
             time.sleep(0.001)
         assert not call.cancelled()
         echo(call)

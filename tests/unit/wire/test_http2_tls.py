@@ -90,7 +90,7 @@ def test_what_the_socket_does_not_take_at_once_is_sent_later_and_whole(
             server.may_wait = False
             for _ in range(4):  # more than the sockets hold, while nobody reads
                 asked.send_message(answer)
-            assert server.held
+            assert server.outbound
             asked.send_message(b"the end")
             asked.end()
             heard: list[bytes] = []
@@ -98,7 +98,7 @@ def test_what_the_socket_does_not_take_at_once_is_sent_later_and_whole(
                 target=lambda: heard.extend(call.read(call.receive_message() or 0) for _ in range(5))
             )
             reading.start()
-            while server.held:
+            while server.outbound:
                 select.select([], [there], [], TIMEOUT_S)
                 server.flush()
             reading.join()

@@ -58,11 +58,11 @@ class Call(Stream):
             self.send_window -= size
             connection.send_window -= size
             header = frames.frame_header(size, frames.DATA, frames.END_STREAM if end else 0, self.id)
-            connection.held.append(b"".join((header, prefix, *buffers)))
+            connection.outbound.append(b"".join((header, prefix, *buffers)))
         else:
             self._send_large(iter((prefix, *buffers)), size, end)
         self._sending_ended = end
-        if not more or len(connection.held) > _HELD_PIECES:
+        if not more or len(connection.outbound) > _HELD_PIECES:
             connection.flush()
 
     def _begin(self) -> None:
@@ -98,26 +98,26 @@ class Call(Stream):
             connection.send_window -= room
             size -= room
             flags = frames.END_STREAM if end and not size else 0
-            connection.held.append(frames.frame_header(room, frames.DATA, flags, self.id))
+            connection.outbound.append(frames.frame_header(room, frames.DATA, flags, self.id))
             while room:
                 while not view:
                     view = memoryview(next(buffers))
                 part, view = view[:room], view[room:]
                 room -= len(part)
-                connection.held.append(part)
-            if len(connection.held) >= _HELD_PIECES:
+                connection.outbound.append(part)
+            if len(connection.outbound) >= _HELD_PIECES:
                 connection.flush()
 
     def _wait_for_window(self) -> bool:
         connection = self._connection
         while self.send_window <= 0 or connection.send_window <= 0:
-            if len(self.early) + connection.data_left > _EARLY_BYTES:
+            if len(self.receive_buffer) + connection.data_left > _EARLY_BYTES:
                 self._reset(ErrorCode.ENHANCE_YOUR_CALM)
                 self.failure = RpcError(
                     Status.RESOURCE_EXHAUSTED, f"the peer sent {_EARLY_BYTES} bytes and gave no window to answer it"
                 )
                 self._check()
-            connection.keep_early()
+            connection.buffer_data_frame()
             connection.handle_frame()
             if not self._may_send():
                 return False
@@ -126,7 +126,7 @@ class Call(Stream):
     def _reset(self, code: ErrorCode) -> None:
         connection = self._connection
         if connection.stream is self:
-            connection.held.append(frames.rst_stream(self.id, code))
+            connection.outbound.append(frames.rst_stream(self.id, code))
             connection.release(self)
             connection.flush()
 
@@ -155,7 +155,7 @@ class Call(Stream):
             self._refuse_compression()
             raise RpcError(Status.UNIMPLEMENTED, "the message is compressed, which is not supported")
         if compressed:
-            self._connection.refuse(ErrorCode.PROTOCOL_ERROR, f"a message is flagged {compressed}, neither 0 nor 1")
+            self._connection.fail(ErrorCode.PROTOCOL_ERROR, f"a message is flagged {compressed}, neither 0 nor 1")
         self.remaining = size
         return int(size)
 
@@ -184,10 +184,10 @@ class Call(Stream):
         connection = self._connection
         filled, size = 0, len(target)
         while filled < size:
-            if self.early:
-                count = min(size - filled, len(self.early))
-                target[filled : filled + count] = self.early[:count]
-                del self.early[:count]
+            if self.receive_buffer:
+                count = min(size - filled, len(self.receive_buffer))
+                target[filled : filled + count] = self.receive_buffer[:count]
+                del self.receive_buffer[:count]
             elif connection.data_left:
                 count = connection.data_into(target[filled:])
             elif self._wait_for_data():
@@ -195,15 +195,15 @@ class Call(Stream):
             else:
                 if self.failure is not None:
                     self._finish()
-                connection.refuse(ErrorCode.PROTOCOL_ERROR, "the call ended amid a message")
+                connection.fail(ErrorCode.PROTOCOL_ERROR, "the call ended amid a message")
             filled += count
-            connection.give_credit(count, self)
+            connection.acknowledge_received_data(count, self)
 
     def _wait_for_data(self) -> bool:
         connection = self._connection
         if connection.stream is not self:
             return False
-        while not connection.data_left and not self.early:
+        while not connection.data_left and not self.receive_buffer:
             if self.ended:
                 return False
             connection.handle_frame()

@@ -91,14 +91,14 @@ class ClientConnection(Connection):
         self.last_stream_id = self._next_id
         self._next_id += 2
         self.stream = call
-        self.held += frames.header_block(call.id, block, 0)
+        self.outbound += frames.header_block(call.id, block, 0)
         return call
 
     def stream_opened(self, stream_id: int, headers: dict[str, str], end: bool) -> None:
         """Refuses: a server opens no streams where push is disabled."""
-        self.refuse(ErrorCode.PROTOCOL_ERROR, f"the server opened stream {stream_id}")
+        self.fail(ErrorCode.PROTOCOL_ERROR, f"the server opened stream {stream_id}")
 
-    def refused_by_goaway(self, last_stream_id: int) -> bool:
+    def is_ended_by_goaway(self, last_stream_id: int) -> bool:
         """Says whether the server will not handle the running call."""
         return self.stream is not None and self.stream.id > last_stream_id
 
@@ -115,7 +115,7 @@ class ClientCall(Call):
         """Ends the sending side without another message."""
         if not self._sending_ended and self._may_send():
             self._sending_ended = True
-            self._connection.held.append(frames.frame_header(0, frames.DATA, frames.END_STREAM, self.id))
+            self._connection.outbound.append(frames.frame_header(0, frames.DATA, frames.END_STREAM, self.id))
             self._connection.flush()
 
     def cancel(self) -> None:
@@ -137,7 +137,7 @@ class ClientCall(Call):
                 return
             self.failure = error_of_http(http or "missing")
         elif not end:
-            self._connection.refuse(ErrorCode.PROTOCOL_ERROR, f"the trailers of stream {self.id} do not end it")
+            self._connection.fail(ErrorCode.PROTOCOL_ERROR, f"the trailers of stream {self.id} do not end it")
         else:
             self.failure = header_block.parse_status(headers)
             self._status_seen = True

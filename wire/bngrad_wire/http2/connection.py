@@ -49,7 +49,7 @@ class Connection(ABC):
         self.last_stream_id = 0
         self.going_away = False
         self.data_left = 0
-        self.held: list[Buffer] = []
+        self.outbound: list[Buffer] = []
         self.may_wait = True
         self.send_window = frames.DEFAULT_WINDOW
         self.initial_send_window = frames.DEFAULT_WINDOW
@@ -73,7 +73,7 @@ class Connection(ABC):
         """Takes the header block that opens a stream."""
 
     @abstractmethod
-    def refused_by_goaway(self, last_stream_id: int) -> bool:
+    def is_ended_by_goaway(self, last_stream_id: int) -> bool:
         """Says whether the peer's GOAWAY, which names the last stream it takes, ends the running call."""
 
     def close(self) -> None:
@@ -84,7 +84,7 @@ class Connection(ABC):
         self.io.close(frames.goaway(self.last_stream_id, ErrorCode.NO_ERROR))
         self.stream = None  # each refers to the other, and would stay until garbage is collected
 
-    def refuse(self, code: ErrorCode, reason: str) -> NoReturn:
+    def fail(self, code: ErrorCode, reason: str) -> NoReturn:
         """Ends the connection for what the peer did.
 
         Raises:
@@ -99,25 +99,25 @@ class Connection(ABC):
         if self.may_wait:
             self.io.send([frame])
         else:
-            self.held.append(frame)
+            self.outbound.append(frame)
 
     def flush(self) -> None:
         """Sends what is held; where nothing may wait, as much of it as the socket takes."""
-        if self.held:
-            pieces, self.held = self.held, []
+        if self.outbound:
+            pieces, self.outbound = self.outbound, []
             if rest := self.io.send(pieces, may_wait=self.may_wait):
-                self.held.append(rest)
+                self.outbound.append(rest)
 
     def release(self, stream: Stream) -> None:
         """Ends a call on this side; what is unread of it will be thrown away."""
         if stream is self.stream:
             self.stream = None
             self._skip_left += self.data_left
-            unread = self.data_left + len(stream.early)
+            unread = self.data_left + len(stream.receive_buffer)
             self.data_left = 0
-            self.give_credit(unread, None)
+            self.acknowledge_received_data(unread, None)
 
-    def give_credit(self, nbytes: int, stream: Stream | None) -> None:
+    def acknowledge_received_data(self, nbytes: int, stream: Stream | None) -> None:
         """Notes that ``nbytes`` of DATA were used up, and now and then lets the peer know (RFC 9113, section 5.2)."""
         self._unreturned += nbytes
         if self._unreturned >= _CREDIT_BYTES:
@@ -137,13 +137,13 @@ class Connection(ABC):
         self.data_left -= count
         return count
 
-    def keep_early(self) -> None:
+    def buffer_data_frame(self) -> None:
         """Moves what is left of the present DATA frame out of the way of the frames behind it."""
         if self.stream is not None and self.data_left:
-            early = self.stream.early
-            start, end = len(early), len(early) + self.data_left
-            early.extend(bytes(self.data_left))
-            with memoryview(early) as view:
+            receive_buffer = self.stream.receive_buffer
+            start, end = len(receive_buffer), len(receive_buffer) + self.data_left
+            receive_buffer.extend(bytes(self.data_left))
+            with memoryview(receive_buffer) as view:
                 while start < end:
                     start += self.data_into(view[start:end])
 
@@ -168,7 +168,7 @@ class Connection(ABC):
             pass
 
     def _has_use_for_more(self) -> bool:
-        return self.stream is None or (len(self.stream.early) < BUFFER_BYTES and not self.stream.reset)
+        return self.stream is None or (len(self.stream.receive_buffer) < BUFFER_BYTES and not self.stream.reset)
 
     def _handle_next(self) -> bool:
         """Handles the next frame if it has arrived whole, and says whether it had."""
@@ -176,7 +176,7 @@ class Connection(ABC):
             return False
         if not self.data_left:
             self.handle_frame()
-        self.keep_early()
+        self.buffer_data_frame()
         return True
 
     def _frame_has_arrived(self) -> bool:
@@ -223,14 +223,14 @@ class Connection(ABC):
         io.low += frames.HEADER_BYTES
         try:
             if not self.settings_seen and kind != frames.SETTINGS:
-                self.refuse(ErrorCode.PROTOCOL_ERROR, f"the first frame is of type {kind}, not SETTINGS")
+                self.fail(ErrorCode.PROTOCOL_ERROR, f"the first frame is of type {kind}, not SETTINGS")
             if kind == frames.DATA:
                 self._data(length, flags, stream_id)
             elif kind > frames.CONTINUATION:
                 self.count_idle_frame()
                 self._skip_left = length
             elif length > _CONTROL_BYTES:
-                self.refuse(ErrorCode.FRAME_SIZE_ERROR, f"a frame of type {kind} has {length} bytes")
+                self.fail(ErrorCode.FRAME_SIZE_ERROR, f"a frame of type {kind} has {length} bytes")
             elif kind == frames.HEADERS:
                 self._headers(io.take(length), flags, stream_id)
             else:
@@ -249,7 +249,7 @@ class Connection(ABC):
         if self._idle_frames >= _IDLE_FRAMES_PER_SECOND:
             now = time.monotonic()
             if now - self._idle_since < 1:
-                self.refuse(ErrorCode.ENHANCE_YOUR_CALM, f"{self._idle_frames} idle frames within a second")
+                self.fail(ErrorCode.ENHANCE_YOUR_CALM, f"{self._idle_frames} idle frames within a second")
             self._idle_frames, self._idle_since = 0, now
 
     def find_stream(self, stream_id: int, what: str) -> Stream | None:
@@ -257,23 +257,23 @@ class Connection(ABC):
         if self.stream is not None and self.stream.id == stream_id:
             return self.stream
         if stream_id % 2 == 0 or stream_id > self.last_stream_id:
-            self.refuse(ErrorCode.PROTOCOL_ERROR, f"{what} on stream {stream_id}, which was never opened")
+            self.fail(ErrorCode.PROTOCOL_ERROR, f"{what} on stream {stream_id}, which was never opened")
         return None
 
     def _data(self, length: int, flags: int, stream_id: int) -> None:
         stream = self.find_stream(stream_id, "DATA")
         if stream is not None and stream.ended:
-            self.refuse(ErrorCode.STREAM_CLOSED, f"DATA on stream {stream_id} after its end")
+            self.fail(ErrorCode.STREAM_CLOSED, f"DATA on stream {stream_id} after its end")
         self._receive_window -= length
         if self._receive_window < 0:
-            self.refuse(ErrorCode.FLOW_CONTROL_ERROR, "DATA overruns the connection's window")
+            self.fail(ErrorCode.FLOW_CONTROL_ERROR, "DATA overruns the connection's window")
         if stream is None:
             self._skip_left = length
-            self.give_credit(length, None)
+            self.acknowledge_received_data(length, None)
             return
         stream.receive_window -= length
         if stream.receive_window < 0:
-            self.refuse(ErrorCode.FLOW_CONTROL_ERROR, f"DATA overruns the window of stream {stream_id}")
+            self.fail(ErrorCode.FLOW_CONTROL_ERROR, f"DATA overruns the window of stream {stream_id}")
         if flags & frames.END_STREAM:
             stream.ended = True
         elif not length:
@@ -282,10 +282,10 @@ class Connection(ABC):
         if flags & frames.PADDED:
             padding = self.io.take(1)[0] if length else 0
             if padding >= length:
-                self.refuse(ErrorCode.PROTOCOL_ERROR, "the padding is longer than its DATA frame")
+                self.fail(ErrorCode.PROTOCOL_ERROR, "the padding is longer than its DATA frame")
             self.data_left = length - 1 - padding
             self._skip_left = padding
-            self.give_credit(1 + padding, stream)
+            self.acknowledge_received_data(1 + padding, stream)
             # The padding is skipped before the next frame, so after the data.
 
     def _headers(self, payload: bytes, flags: int, stream_id: int) -> None:
@@ -296,31 +296,31 @@ class Connection(ABC):
         if flags & frames.HAS_PRIORITY:
             start += 5
         if start > end:
-            self.refuse(ErrorCode.PROTOCOL_ERROR, "the padding is longer than its HEADERS frame")
+            self.fail(ErrorCode.PROTOCOL_ERROR, "the padding is longer than its HEADERS frame")
         block = payload[start:end]
         complete = flags & frames.END_HEADERS
         while not complete and len(block) <= HEADER_LIST_BYTES:
             complete, fragment = self._continuation(stream_id)
             block += fragment
         if len(block) > HEADER_LIST_BYTES:
-            self.refuse(ErrorCode.ENHANCE_YOUR_CALM, f"a header block has more than {HEADER_LIST_BYTES} bytes")
+            self.fail(ErrorCode.ENHANCE_YOUR_CALM, f"a header block has more than {HEADER_LIST_BYTES} bytes")
         try:
             headers = self._decoder.decode(block)
         except HPACKError as error:
-            self.refuse(ErrorCode.COMPRESSION_ERROR, f"a header block cannot be decoded: {error}")
+            self.fail(ErrorCode.COMPRESSION_ERROR, f"a header block cannot be decoded: {error}")
         ended = bool(flags & frames.END_STREAM)
         if stream_id % 2 and stream_id > self.last_stream_id:
             self.stream_opened(stream_id, headers, ended)
         elif (stream := self.find_stream(stream_id, "HEADERS")) is not None:
             if stream.ended:
-                self.refuse(ErrorCode.STREAM_CLOSED, f"HEADERS on stream {stream_id} after its end")
+                self.fail(ErrorCode.STREAM_CLOSED, f"HEADERS on stream {stream_id} after its end")
             stream.headers_arrived(headers, ended)
 
     def _continuation(self, stream_id: int) -> tuple[int, bytes]:
         length, kind, flags, continued = frames.parse_header(self.io.take(frames.HEADER_BYTES), 0)
         if kind != frames.CONTINUATION or continued != stream_id:
-            self.refuse(ErrorCode.PROTOCOL_ERROR, f"a frame of type {kind} stands inside a header block")
+            self.fail(ErrorCode.PROTOCOL_ERROR, f"a frame of type {kind} stands inside a header block")
         if length > HEADER_LIST_BYTES:
-            self.refuse(ErrorCode.ENHANCE_YOUR_CALM, f"a header block has more than {HEADER_LIST_BYTES} bytes")
+            self.fail(ErrorCode.ENHANCE_YOUR_CALM, f"a header block has more than {HEADER_LIST_BYTES} bytes")
         self.count_idle_frame()
         return flags & frames.END_HEADERS, self.io.take(length)

@@ -25,9 +25,9 @@ def handle(connection: Connection, kind: int, flags: int, stream_id: int, payloa
         ProtocolError: The frame is malformed, or not for this end.
     """
     if (size := _SIZES.get(kind)) is not None and len(payload) != size:
-        connection.refuse(ErrorCode.FRAME_SIZE_ERROR, f"a frame of type {kind} has {len(payload)} bytes, not {size}")
+        connection.fail(ErrorCode.FRAME_SIZE_ERROR, f"a frame of type {kind} has {len(payload)} bytes, not {size}")
     if (kind in _ON_CONNECTION and stream_id) or (kind in _ON_STREAM and not stream_id):
-        connection.refuse(ErrorCode.PROTOCOL_ERROR, f"a frame of type {kind} came on stream {stream_id}")
+        connection.fail(ErrorCode.PROTOCOL_ERROR, f"a frame of type {kind} came on stream {stream_id}")
     if kind == frames.WINDOW_UPDATE:
         _window_update(connection, stream_id, frames.UINT32.unpack(payload)[0] & frames.MAX_WINDOW)
         return
@@ -41,21 +41,21 @@ def handle(connection: Connection, kind: int, flags: int, stream_id: int, payloa
     elif kind == frames.GOAWAY:
         _goaway(connection, payload)
     elif kind != frames.PRIORITY:
-        connection.refuse(ErrorCode.PROTOCOL_ERROR, f"a frame of type {kind} came where none may")
+        connection.fail(ErrorCode.PROTOCOL_ERROR, f"a frame of type {kind} came where none may")
     connection.count_idle_frame()
 
 
 def _window_update(connection: Connection, stream_id: int, increment: int) -> None:
     if not increment:
-        connection.refuse(ErrorCode.PROTOCOL_ERROR, f"WINDOW_UPDATE by 0 on stream {stream_id}")
+        connection.fail(ErrorCode.PROTOCOL_ERROR, f"WINDOW_UPDATE by 0 on stream {stream_id}")
     if not stream_id:
         connection.send_window += increment
         if connection.send_window > frames.MAX_WINDOW:
-            connection.refuse(ErrorCode.FLOW_CONTROL_ERROR, "WINDOW_UPDATE makes the connection's window too large")
+            connection.fail(ErrorCode.FLOW_CONTROL_ERROR, "WINDOW_UPDATE makes the connection's window too large")
     elif (stream := connection.find_stream(stream_id, "WINDOW_UPDATE")) is not None:
         stream.send_window += increment
         if stream.send_window > frames.MAX_WINDOW:
-            connection.refuse(
+            connection.fail(
                 ErrorCode.FLOW_CONTROL_ERROR, f"WINDOW_UPDATE makes the window of stream {stream_id} too large"
             )
 
@@ -63,25 +63,25 @@ def _window_update(connection: Connection, stream_id: int, increment: int) -> No
 def _settings(connection: Connection, flags: int, payload: bytes) -> None:
     if flags & frames.ACK:
         if payload:
-            connection.refuse(ErrorCode.FRAME_SIZE_ERROR, "the acknowledgement of SETTINGS has a payload")
+            connection.fail(ErrorCode.FRAME_SIZE_ERROR, "the acknowledgement of SETTINGS has a payload")
         return
     if len(payload) % frames.SETTING.size:
-        connection.refuse(ErrorCode.FRAME_SIZE_ERROR, f"SETTINGS of {len(payload)} bytes")
+        connection.fail(ErrorCode.FRAME_SIZE_ERROR, f"SETTINGS of {len(payload)} bytes")
     for key, value in frames.SETTING.iter_unpack(payload):
         if key == frames.INITIAL_WINDOW_SIZE:
             if value > frames.MAX_WINDOW:
-                connection.refuse(ErrorCode.FLOW_CONTROL_ERROR, f"SETTINGS_INITIAL_WINDOW_SIZE is {value}")
+                connection.fail(ErrorCode.FLOW_CONTROL_ERROR, f"SETTINGS_INITIAL_WINDOW_SIZE is {value}")
             if connection.stream is not None:
                 connection.stream.send_window += value - connection.initial_send_window
                 if connection.stream.send_window > frames.MAX_WINDOW:
-                    connection.refuse(ErrorCode.FLOW_CONTROL_ERROR, "SETTINGS makes a stream's window too large")
+                    connection.fail(ErrorCode.FLOW_CONTROL_ERROR, "SETTINGS makes a stream's window too large")
             connection.initial_send_window = value
         elif key == frames.MAX_FRAME_SIZE:
             if not frames.MIN_FRAME_SIZE <= value <= frames.LARGEST_FRAME_SIZE:
-                connection.refuse(ErrorCode.PROTOCOL_ERROR, f"SETTINGS_MAX_FRAME_SIZE is {value}")
+                connection.fail(ErrorCode.PROTOCOL_ERROR, f"SETTINGS_MAX_FRAME_SIZE is {value}")
             connection.max_frame_size = value
         elif key == frames.ENABLE_PUSH and value > 1:
-            connection.refuse(ErrorCode.PROTOCOL_ERROR, f"SETTINGS_ENABLE_PUSH is {value}")
+            connection.fail(ErrorCode.PROTOCOL_ERROR, f"SETTINGS_ENABLE_PUSH is {value}")
         elif key == frames.HEADER_TABLE_SIZE and value < _DEFAULT_TABLE_BYTES:
             connection.table_update = _NO_TABLE
     connection.settings_seen = True
@@ -93,15 +93,15 @@ def _rst_stream(connection: Connection, stream_id: int, code: int) -> None:
     if stream is not None:
         stream.ended = stream.reset = True
         stream.failure = stream.failure or error_of_reset(code)
-        connection.give_credit(len(stream.early), None)
-        stream.early.clear()
+        connection.acknowledge_received_data(len(stream.receive_buffer), None)
+        stream.receive_buffer.clear()
 
 
 def _goaway(connection: Connection, payload: bytes) -> None:
     if len(payload) < 8:
-        connection.refuse(ErrorCode.FRAME_SIZE_ERROR, f"GOAWAY of {len(payload)} bytes")
+        connection.fail(ErrorCode.FRAME_SIZE_ERROR, f"GOAWAY of {len(payload)} bytes")
     last, code = (frames.UINT32.unpack_from(payload, offset)[0] for offset in (0, 4))
     connection.going_away = True
-    if connection.refused_by_goaway(last & frames.MAX_STREAM_ID):
+    if connection.is_ended_by_goaway(last & frames.MAX_STREAM_ID):
         reason = payload[8:].decode(errors="replace")
         raise PeerGoneError(f"the peer gave the connection up with GOAWAY, {error_name(code)} {reason}".rstrip())

@@ -119,7 +119,7 @@ class ServerConnection(Connection):
         if not self._preface_seen:
             so_far = bytes(io.buffer[io.low : min(io.high, io.low + len(frames.PREFACE))])
             if not frames.PREFACE.startswith(so_far):
-                self.refuse(ErrorCode.PROTOCOL_ERROR, f"the client does not begin as HTTP/2 does: {so_far!r}")
+                self.fail(ErrorCode.PROTOCOL_ERROR, f"the client does not begin as HTTP/2 does: {so_far!r}")
             if so_far == frames.PREFACE:
                 io.low += len(frames.PREFACE)
                 self._preface_seen = True
@@ -147,7 +147,7 @@ class ServerConnection(Connection):
             except ValueError as error:
                 call.end(Status.INTERNAL, str(error))
 
-    def refused_by_goaway(self, last_stream_id: int) -> bool:
+    def is_ended_by_goaway(self, last_stream_id: int) -> bool:
         """Says whether the client will not handle the running call: it is the one who opened it."""
         return False
 
@@ -171,7 +171,7 @@ class ServerCall(Call):
     def headers_arrived(self, headers: dict[str, str], end: bool) -> None:
         """Takes the client's trailers, which say nothing."""
         if not end:
-            self._connection.refuse(ErrorCode.PROTOCOL_ERROR, f"a second header block on stream {self.id}")
+            self._connection.fail(ErrorCode.PROTOCOL_ERROR, f"a second header block on stream {self.id}")
         self.ended = True
 
     def _begin(self) -> None:
@@ -183,7 +183,7 @@ class ServerCall(Call):
         connection = self._connection
         if connection.table_update:
             block, connection.table_update = connection.table_update + block, b""
-        connection.held += frames.header_block(self.id, block, flags)
+        connection.outbound += frames.header_block(self.id, block, flags)
 
     def end(self, code: int = 0, message: str = "", details: bytes = b"") -> None:
         """Ends the call with a status; does nothing if it has ended or the client has reset it.
@@ -212,7 +212,7 @@ class ServerCall(Call):
         if self.failure is None:
             self._hold_headers(block, frames.END_STREAM)
             if not self.ended:
-                connection.held.append(frames.rst_stream(self.id, ErrorCode.NO_ERROR))
+                connection.outbound.append(frames.rst_stream(self.id, ErrorCode.NO_ERROR))
         self.failure = self.failure or RpcError(Status.CANCELLED, "the call was ended here")
         connection.release(self)
         connection.flush()

@@ -27,7 +27,7 @@ class Stream(ABC):
         self.send_window = send_window
         self.receive_window = frames.MAX_WINDOW
         self.unreturned = 0
-        self.early = bytearray()
+        self.receive_buffer = bytearray()
         self.ended = False
         self.reset = False
         self.failure: RpcError | None = None

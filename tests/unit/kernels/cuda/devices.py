@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import bngrad_kernels.cuda
-from bngrad_kernels.cuda.backend import CudaBackEnd, Lane
+from bngrad_kernels.cuda.backend import CudaBackend, Lane
 from bngrad_kernels.cuda.copy_plan import Launch, Move
 from bngrad_kernels.cuda.device import CupyDevice
 from bngrad_kernels.cuda.kernel_selection import Traits
@@ -128,14 +128,14 @@ class _Lane:
         pass
 
 
-def back_end(blocks: int | None = None, os_threads: int = 2, *, is_streamed: bool = False, **sizes: int) -> CudaBackEnd:
+def backend(blocks: int | None = None, os_threads: int = 2, *, is_streamed: bool = False, **sizes: int) -> CudaBackend:
     """A back end.
 
     Args:
         blocks: How many blocks run at a time; as many as the device thinks right where None.
         os_threads: How many threads run them, on a CPU.
         is_streamed: Whether the resident engine is left out.
-        sizes: See `CudaBackEnd`.
+        sizes: See `CudaBackend`.
     """
     name = os.environ.get("BNGRAD_TEST_DEVICE", "cpu")
     device: CupyDevice | EmulatedDevice = EmulatedDevice(blocks or 5, os_threads) if name == "cpu" else gpu(name)
@@ -143,7 +143,7 @@ def back_end(blocks: int | None = None, os_threads: int = 2, *, is_streamed: boo
         device.blocks = blocks
     if is_streamed:
         device.traits = device.traits._replace(shared_nbytes=0)
-    made = CudaBackEnd(device, **sizes)
+    made = CudaBackend(device, **sizes)
     made.warm_up()
     return made
 

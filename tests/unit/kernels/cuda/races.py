@@ -8,7 +8,7 @@ import sys
 from tests.unit.kernels import problems, second_order
 from tests.unit.kernels.cuda.devices import TRAITS, EmulatedDevice
 
-from bngrad_kernels.cuda.backend import CudaBackEnd
+from bngrad_kernels.cuda.backend import CudaBackend
 from bngrad_kernels.spec import FLOAT32, Spec
 
 
@@ -24,15 +24,15 @@ def main() -> None:
         (Spec(FLOAT32, (3, 2, 600), 1, order=2, is_training=False), 0),
     ):
         traits = TRAITS._replace(shared_nbytes=shared_nbytes)
-        back_end = CudaBackEnd(EmulatedDevice(blocks=4, os_threads=3, kernels=kernels, traits=traits))
-        back_end.warm_up()
+        backend = CudaBackend(EmulatedDevice(blocks=4, os_threads=3, kernels=kernels, traits=traits))
+        backend.warm_up()
         if spec.order == 1:
             made = problems.problem(spec)
-            back_end.run([made])
+            backend.run([made])
             problems.assert_right(made)
         else:
             second = second_order.problem(spec)
-            back_end.run([second])
+            backend.run([second])
             second_order.assert_right(second)
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.unit.kernels.cuda.devices import EmulatedDevice
 from tests.unit.kernels.problems import assert_right, bits, outputs, problem
 
-from bngrad_kernels.cuda.backend import LANES, CudaBackEnd, Lane
+from bngrad_kernels.cuda.backend import LANES, CudaBackend, Lane
 from bngrad_kernels.cuda.copy_plan import Launch, Move, divide
 from bngrad_kernels.cuda.kernel_selection import Engine
 from bngrad_kernels.errors import DeviceFailedError, DeviceUnavailableError
@@ -85,15 +85,15 @@ def device() -> Recorder:
     return Recorder()
 
 
-def back_end(device: Recorder, **sizes: int) -> CudaBackEnd:
-    made = CudaBackEnd(device, **sizes)
+def backend(device: Recorder, **sizes: int) -> CudaBackend:
+    made = CudaBackend(device, **sizes)
     made.warm_up()
     return made
 
 
 def test_a_batch_of_small_problems_takes_one_copy_in_one_launch_and_one_copy_out(device: Recorder) -> None:
     batch = [problem(Spec(FLOAT32, (4, size, size, 24), 3), seed=size) for size in range(1, 9)]
-    back_end(device).run(batch)
+    backend(device).run(batch)
     assert [call for call, _ in device.calls] == ["in", "launch", "out"]
     for made in batch:
         assert_right(made)
@@ -102,18 +102,18 @@ def test_a_batch_of_small_problems_takes_one_copy_in_one_launch_and_one_copy_out
 def test_small_and_large_problems_of_a_kind_take_one_launch(device: Recorder) -> None:
     batch = [problem(Spec(FLOAT32, (rows, 64), 1)) for rows in (10, 20_000, 300)]
     for alone in batch:
-        back_end(device).run([alone])
+        backend(device).run([alone])
     engines = device.engines[:]
     expected = [bits(made) for made in batch]
     device.engines.clear()
-    back_end(device).run(batch)
+    backend(device).run(batch)
     assert (engines, device.engines) == ([Engine.RESIDENT, Engine.STREAMED, Engine.STREAMED], [Engine.STREAMED])
     assert [bits(made) for made in batch] == expected
 
 
 def test_large_tensors_are_copied_from_and_to_where_they_are(device: Recorder) -> None:
     made = problem(Spec(FLOAT32, (100, 1000), 1))
-    back_end(device).run([made])
+    backend(device).run([made])
     assert [call for call, _ in device.calls] == ["in", "in", "in", "launch", "out", "out"]
     assert [number for _, number in device.calls].count(made.x.nbytes) == 3
     assert_right(made)
@@ -122,7 +122,7 @@ def test_large_tensors_are_copied_from_and_to_where_they_are(device: Recorder) -
 def test_problems_of_several_kernels_share_the_copies(device: Recorder) -> None:
     specs = [Spec(dtype, (4, 8), 1, is_training=mode) for dtype in (FLOAT32, FLOAT16) for mode in (True, False)]
     batch = [problem(spec) for spec in [*specs, *specs]]
-    back_end(device).run(batch)
+    backend(device).run(batch)
     assert [call for call, _ in device.calls] == ["in", *["launch"] * 4, "out"]
     for made in batch:
         assert_right(made)
@@ -130,7 +130,7 @@ def test_problems_of_several_kernels_share_the_copies(device: Recorder) -> None:
 
 def test_chunks_take_turns_on_the_lanes(device: Recorder) -> None:
     batch = [problem(spec) for spec in MANY]
-    back_end(device, chunk_nbytes=100_000).run(batch)
+    backend(device, chunk_nbytes=100_000).run(batch)
     assert len(device.opened) == LANES
     assert not device.busy
     for made in batch:
@@ -138,7 +138,7 @@ def test_chunks_take_turns_on_the_lanes(device: Recorder) -> None:
 
 
 def test_batches_of_several_threads_do_not_meet(device: Recorder) -> None:
-    shared = back_end(device, chunk_nbytes=100_000)
+    shared = backend(device, chunk_nbytes=100_000)
     batches = [[problem(spec, seed) for spec in MANY] for seed in range(6)]
     threads = [threading.Thread(target=shared.run, args=(batch,)) for batch in batches]
     for thread in threads:
@@ -151,12 +151,12 @@ def test_batches_of_several_threads_do_not_meet(device: Recorder) -> None:
 
 
 def test_the_memory_in_use_is_that_of_all_lanes_and_grows_with_what_does_not_fit() -> None:
-    back_end = CudaBackEnd(EmulatedDevice(), chunk_nbytes=1000)
-    assert back_end.used_nbytes == 0
-    back_end.warm_up()
-    assert back_end.used_nbytes == 1000 * LANES
-    back_end.run([problem(Spec(FLOAT32, (4, 24, 30), 1))])
-    assert back_end.used_nbytes > 1000 * LANES
+    backend = CudaBackend(EmulatedDevice(), chunk_nbytes=1000)
+    assert backend.used_nbytes == 0
+    backend.warm_up()
+    assert backend.used_nbytes == 1000 * LANES
+    backend.run([problem(Spec(FLOAT32, (4, 24, 30), 1))])
+    assert backend.used_nbytes > 1000 * LANES
 
 
 def test_what_was_prepared_for_one_device_is_not_used_on_another() -> None:
@@ -164,12 +164,12 @@ def test_what_was_prepared_for_one_device_is_not_used_on_another() -> None:
     first, second = Recorder(), Recorder()
     second.traits = second.traits._replace(shared_nbytes=0)
     for device in (first, second, first):
-        back_end(device).run([made])
+        backend(device).run([made])
     assert (first.engines, second.engines) == ([Engine.RESIDENT] * 2, [Engine.STREAMED])
 
 
 def test_a_failed_device_is_told_from_a_failed_batch(device: Recorder) -> None:
-    shared = back_end(device, chunk_nbytes=100_000)
+    shared = backend(device, chunk_nbytes=100_000)
     device.failure = ArithmeticError("an illegal address")
     for _ in range(LANES + 1):  # a failure keeps no lane
         with pytest.raises(DeviceFailedError, match="an illegal address"):
@@ -210,13 +210,13 @@ class Unusable(Recorder):
 
 def test_a_device_that_cannot_be_warmed_up_says_why() -> None:
     with pytest.raises(DeviceFailedError, match="failed: no kernel image is available"):
-        back_end(Unusable(is_full=False))
+        backend(Unusable(is_full=False))
     with pytest.raises(DeviceUnavailableError, match="no 50331648 bytes left"):
-        back_end(Unusable(is_full=True))
+        backend(Unusable(is_full=True))
 
 
 def test_a_batch_that_cannot_be_prepared_keeps_no_lane(device: Recorder) -> None:
-    shared = back_end(device)
+    shared = backend(device)
     broken = problem(Spec(FLOAT32, (10, 64), 1))
     broken.x, broken.channels = broken.x[:1], range(8)
     for _ in range(LANES + 1):
@@ -277,10 +277,10 @@ def test_chunks_are_closed_before_they_get_too_large() -> None:
 
 
 def test_pieces_of_one_problem_do_not_touch_each_others_outputs() -> None:
-    shared = CudaBackEnd(EmulatedDevice(), lane_nbytes=1, chunk_nbytes=1)
+    shared = CudaBackend(EmulatedDevice(), lane_nbytes=1, chunk_nbytes=1)
     shared.warm_up()
     whole, cut = (problem(Spec(BFLOAT16, (5, 13, 3), 1, stats_dtype=BFLOAT16)) for _ in range(2))
-    back_end(Recorder()).run([whole])
+    backend(Recorder()).run([whole])
     shared.run([cut])
     assert bits(whole) == bits(cut)
     assert not any(np.isnan(output.astype(np.float32)).any() for output in outputs(cut))

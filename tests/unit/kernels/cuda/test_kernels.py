@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.unit.kernels.cuda.devices import back_end
+from tests.unit.kernels.cuda.devices import backend
 from tests.unit.kernels.problems import DTYPES, KINDS, assert_right, bits, outputs, problem
 
 from bngrad_kernels.problem import Problem
 from bngrad_kernels.spec import BFLOAT16, FLOAT32, ReserveSpace2Kind, Spec
 
-GPU = back_end()
+GPU = backend()
 
 SHAPES = [  # (N, C, inner)
     (4, 1, 1), (3, 5, 1), (1, 1, 1),  # less than a vector
@@ -61,7 +61,7 @@ def test_the_bits_do_not_depend_on_how_many_blocks_run(blocks: int, os_threads: 
     specs = [Spec(dtype, shape, 1) for dtype, shape in itertools.product(DTYPES, SHAPES)]
     alike = [problem(spec) for spec in specs], [problem(spec) for spec in specs]
     GPU.run(alike[0])
-    back_end(blocks, os_threads).run(alike[1])
+    backend(blocks, os_threads).run(alike[1])
     assert [bits(made) for made in alike[0]] == [bits(made) for made in alike[1]]
 
 
@@ -69,7 +69,7 @@ def test_the_bits_do_not_depend_on_the_engine() -> None:
     specs = [Spec(dtype, shape, 1) for dtype, shape in itertools.product(DTYPES, SHAPES)]
     alike = [problem(spec) for spec in specs], [problem(spec) for spec in specs]
     GPU.run(alike[0])
-    back_end(is_streamed=True).run(alike[1])
+    backend(is_streamed=True).run(alike[1])
     assert [bits(made) for made in alike[0]] == [bits(made) for made in alike[1]]
 
 
@@ -94,7 +94,7 @@ def test_a_range_of_channels_has_the_bits_that_it_has_in_the_whole(
         spec = Spec(dtype, shape, 1, is_training=is_training)
         whole, cut = problem(spec), problem(spec)
         GPU.run([whole])
-        back_end(lane_nbytes=channels_each * (3 * spec.elements_per_channel * dtype.itemsize + 20)).run([cut])
+        backend(lane_nbytes=channels_each * (3 * spec.elements_per_channel * dtype.itemsize + 20)).run([cut])
         assert bits(whole) == bits(cut), spec
 
 

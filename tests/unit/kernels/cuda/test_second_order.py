@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.unit.kernels.cuda.devices import back_end
+from tests.unit.kernels.cuda.devices import backend
 from tests.unit.kernels.problems import DTYPES, KINDS
 from tests.unit.kernels.problems import bits as first_order_bits
 from tests.unit.kernels.problems import problem as first_order_problem
@@ -25,7 +25,7 @@ from tests.unit.kernels.second_order import (
 from bngrad_kernels.problem import AnyProblem, Array, GradGradProblem
 from bngrad_kernels.spec import ReserveSpace2Kind, Spec
 
-GPU = back_end()
+GPU = backend()
 
 SHAPES = [  # (N, C, inner)
     (4, 1, 1), (3, 5, 1), (1, 1, 1),  # less than a vector
@@ -72,7 +72,7 @@ def test_the_bits_do_not_depend_on_how_many_blocks_run(blocks: int, os_threads: 
     specs = [second(shape, dtype) for dtype, shape in itertools.product(DTYPES, SHAPES)] + [second(LONG[0])]
     alike = [problem(spec) for spec in specs], [problem(spec) for spec in specs]
     GPU.run(alike[0])
-    back_end(blocks, os_threads).run(alike[1])
+    backend(blocks, os_threads).run(alike[1])
     assert [bits(made) for made in alike[0]] == [bits(made) for made in alike[1]]
 
 
@@ -101,7 +101,7 @@ def test_a_range_of_channels_has_the_bits_that_it_has_in_the_whole(
         spec = second(shape, dtype, is_training=is_training)
         whole, cut = problem(spec), problem(spec)
         GPU.run([whole])
-        back_end(lane_nbytes=channels_each * (5 * spec.elements_per_channel * dtype.itemsize + 24)).run([cut])
+        backend(lane_nbytes=channels_each * (5 * spec.elements_per_channel * dtype.itemsize + 24)).run([cut])
         assert bits(whole) == bits(cut), spec
 
 

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bngrad_server.memory.arena import ALIGNMENT, Arena, ArenaTooSmallError, Block, map_arena
+from bngrad_server.errors import ArenaTooSmallError
+from bngrad_server.memory.arena import ALIGNMENT, Arena, Block, map_arena
 
 
 @given(st.data())

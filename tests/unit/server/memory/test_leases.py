@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from bngrad_server.memory import leases
-from bngrad_server.memory.leases import PARENT, LocalSockets
+from bngrad_server.memory.leases import PARENT, LeaseServer
 from bngrad_server.memory.regions import Regions
 
 NBYTES = 4096
@@ -30,8 +30,8 @@ def regions() -> Regions:
 
 
 @contextmanager
-def serving(regions: Regions, group: str | None = None) -> Iterator[LocalSockets]:
-    sockets = LocalSockets(regions, group)
+def serving(regions: Regions, group: str | None = None) -> Iterator[LeaseServer]:
+    sockets = LeaseServer(regions, group)
     sockets.start()
     try:
         yield sockets
@@ -40,12 +40,12 @@ def serving(regions: Regions, group: str | None = None) -> Iterator[LocalSockets
 
 
 @pytest.fixture
-def sockets(regions: Regions) -> Iterator[LocalSockets]:
+def sockets(regions: Regions) -> Iterator[LeaseServer]:
     with serving(regions) as sockets:
         yield sockets
 
 
-def connect(sockets: LocalSockets) -> socket.socket:
+def connect(sockets: LeaseServer) -> socket.socket:
     client = socket.socket(socket.AF_UNIX)
     client.connect(str(sockets.directory / "regions"))  # with a timeout it would not wait for its turn
     client.settimeout(TIMEOUT_S)
@@ -95,11 +95,11 @@ def test_an_unknown_group_leaves_nothing_behind(
 ) -> None:
     monkeypatch.setattr(leases, "PARENT", tmp_path)  # in the real one, servers of other tests come and go
     with pytest.raises(LookupError):
-        LocalSockets(regions, "no-such-group-here")
+        LeaseServer(regions, "no-such-group-here")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_lease_lasts_as_long_as_its_connection(regions: Regions, sockets: LocalSockets) -> None:
+def test_a_lease_lasts_as_long_as_its_connection(regions: Regions, sockets: LeaseServer) -> None:
     with connect(sockets) as client:
         key, (fd,) = ask(client, NBYTES)
         assert len(key) == 16
@@ -114,7 +114,7 @@ def test_a_lease_lasts_as_long_as_its_connection(regions: Regions, sockets: Loca
         os.close(each)
 
 
-def test_a_refusal_says_why_and_ends_the_connection(regions: Regions, sockets: LocalSockets) -> None:
+def test_a_refusal_says_why_and_ends_the_connection(regions: Regions, sockets: LeaseServer) -> None:
     with connect(sockets) as client:
         answer, fds = ask(client, 5 * NBYTES)
         assert answer.decode() == "a region of 20480 bytes is more than is left of the 16384 bytes to share"
@@ -126,7 +126,7 @@ def test_a_refusal_says_why_and_ends_the_connection(regions: Regions, sockets: L
 @pytest.mark.parametrize(
     "message", [b"", b"\x00\x10\x00\x00", bytes(8), struct.pack("<Q", NBYTES) + b"!"], ids=["", "half", "zero", "more"]
 )
-def test_a_client_that_says_anything_else_is_left(regions: Regions, sockets: LocalSockets, message: bytes) -> None:
+def test_a_client_that_says_anything_else_is_left(regions: Regions, sockets: LeaseServer, message: bytes) -> None:
     with connect(sockets) as client:
         client.send(message) if message else client.shutdown(socket.SHUT_WR)
         fds: list[int] = []
@@ -140,7 +140,7 @@ def test_a_client_that_says_anything_else_is_left(regions: Regions, sockets: Loc
     wait_until(lambda: regions.nbytes == 0)
 
 
-def test_a_client_that_says_nothing_holds_up_nobody(regions: Regions, sockets: LocalSockets) -> None:
+def test_a_client_that_says_nothing_holds_up_nobody(regions: Regions, sockets: LeaseServer) -> None:
     with connect(sockets), connect(sockets) as client:
         _, (fd,) = ask(client, NBYTES)
         os.close(fd)
@@ -160,14 +160,14 @@ def test_closing_ends_every_lease_and_connection(regions: Regions) -> None:
 
 
 def test_a_server_that_never_started_closes_too(regions: Regions) -> None:
-    sockets = LocalSockets(regions, None)
+    sockets = LeaseServer(regions, None)
     sockets.close()
     assert not sockets.directory.exists()
 
 
 @pytest.mark.parametrize("with_socket", [True, False])
 def test_the_directory_of_a_dead_server_is_removed_and_that_of_a_living_one_left(
-    regions: Regions, sockets: LocalSockets, with_socket: bool
+    regions: Regions, sockets: LeaseServer, with_socket: bool
 ) -> None:
     dead = PARENT / f"bngrad-{os.urandom(16).hex()}"
     draft = dead.with_name(f".{dead.name}")  # which no server of another test that starts meanwhile removes
@@ -185,7 +185,7 @@ def test_the_directory_of_a_dead_server_is_removed_and_that_of_a_living_one_left
             os.close(fd)
 
 
-def test_of_connections_without_a_lease_the_first_are_closed_and_leases_last(sockets: LocalSockets) -> None:
+def test_of_connections_without_a_lease_the_first_are_closed_and_leases_last(sockets: LeaseServer) -> None:
     with contextlib.ExitStack() as stack:
         leasing = stack.enter_context(connect(sockets))
         _, (fd,) = ask(leasing, NBYTES)
@@ -220,7 +220,7 @@ def test_regions_are_no_more_than_descriptors_allow(monkeypatch: pytest.MonkeyPa
     tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) < (6, 16), reason="Linux can refuse them from 6.16 on"
 )
 @pytest.mark.parametrize("name", ["calls", "regions"])
-def test_no_descriptors_are_taken_since_to_close_one_may_take_its_owners_time(sockets: LocalSockets, name: str) -> None:
+def test_no_descriptors_are_taken_since_to_close_one_may_take_its_owners_time(sockets: LeaseServer, name: str) -> None:
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(str(sockets.directory / name))
         with pytest.raises(PermissionError):

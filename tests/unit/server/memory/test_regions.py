@@ -11,7 +11,8 @@ from tests.integration.conftest import regions_of
 
 from bngrad_kernels.spec import InvalidArgumentError
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
-from bngrad_server.memory.regions import ALIGNMENT, Region, Regions, RegionsFullError
+from bngrad_server.errors import RegionsFullError
+from bngrad_server.memory.regions import ALIGNMENT, Region, Regions
 from bngrad_server.workers.ipc import Place
 from bngrad_server.workers.slot import MappedRegion
 

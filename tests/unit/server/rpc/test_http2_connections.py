@@ -17,8 +17,8 @@ from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.config import ServerConfig
 from bngrad_server.engine import Engine
 from bngrad_server.rpc import http2_connections
-from bngrad_server.rpc.http2_port import Endpoint
-from bngrad_server.rpc.servicer import Calls
+from bngrad_server.rpc.http2_port import Http2Port
+from bngrad_server.rpc.servicer import Servicer
 from bngrad_wire import http2
 from bngrad_wire.http2 import frames
 from bngrad_wire.http2.header_block import encode
@@ -36,7 +36,7 @@ class Service:
     def __init__(self, directory: Path) -> None:
         config = ServerConfig(arena_bytes=2**20, shared_bytes=REGION_NBYTES, max_requests=64)
         self.engine = Engine(config, lambda: None)
-        self.endpoint = Endpoint(Calls(self.engine, MAX_PROTOBUF_NBYTES))
+        self.endpoint = Http2Port(Servicer(self.engine, MAX_PROTOBUF_NBYTES))
         self.worker = Adder(self.engine)
         self._path = str(directory / "calls")
         listener = socket.socket(socket.AF_UNIX)

@@ -30,8 +30,8 @@ from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.config import ServerConfig
 from bngrad_server.engine import Engine
 from bngrad_server.rpc.grpcio_port import Service
-from bngrad_server.rpc.http2_port import Endpoint
-from bngrad_server.rpc.servicer import UNARY_OPS, Calls
+from bngrad_server.rpc.http2_port import Http2Port
+from bngrad_server.rpc.servicer import UNARY_OPS, Servicer
 from bngrad_wire.limits import MAX_PROTOBUF_NBYTES, REGION_NBYTES
 
 ARENA_NBYTES = 16 * 2**20
@@ -66,7 +66,7 @@ class Peer:
 
 
 @contextmanager
-def on_grpcio(calls: Calls, path: Path) -> Iterator[None]:
+def on_grpcio(calls: Servicer, path: Path) -> Iterator[None]:
     with ThreadPoolExecutor(8) as threads:
         server = grpc.server(threads, handlers=[Service(calls)])
         server.add_insecure_port(f"unix:{path}")
@@ -78,11 +78,11 @@ def on_grpcio(calls: Calls, path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def on_endpoint(calls: Calls, path: Path) -> Iterator[None]:
+def on_endpoint(calls: Servicer, path: Path) -> Iterator[None]:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(path))
     listener.listen()
-    endpoint = Endpoint(calls)
+    endpoint = Http2Port(calls)
     endpoint.listen_on_socket(listener)
     endpoint.start()
     try:
@@ -95,7 +95,7 @@ def on_endpoint(calls: Calls, path: Path) -> Iterator[None]:
 def peer(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Peer]:
     engine = Engine(ServerConfig(arena_bytes=ARENA_NBYTES, shared_bytes=REGION_NBYTES), lambda: None)
     path = tmp_path / "calls"
-    with request.param(Calls(engine, MAX_PROTOBUF_NBYTES), path):
+    with request.param(Servicer(engine, MAX_PROTOBUF_NBYTES), path):
         with grpc.insecure_channel(f"unix:{path}") as channel:
             peer = Peer(engine, channel)
             engine.batcher.offer(peer.worker)

@@ -9,14 +9,14 @@ from contextlib import contextmanager
 
 import pytest
 
-from bngrad_server.runtime.executors import HandlerThreads, Threads
+from bngrad_server.runtime.executors import HandlerExecutor, OnDemandExecutor
 
 _TOO_LARGE = 1 << 47
 """For a stack: larger than what a process can address."""
 
 
 def test_an_action_for_which_there_is_no_thread_is_refused_and_forgotten() -> None:
-    threads, answers = Threads("test"), [Future[int](), Future[int](), Future[int]()]
+    threads, answers = OnDemandExecutor("test"), [Future[int](), Future[int](), Future[int]()]
     with no_more_threads(), pytest.raises(RuntimeError, match="can't start new thread"):
         threads.run(lambda: answers[0].set_result(0))
     threads.run(lambda: answers[1].set_result(1))
@@ -29,7 +29,7 @@ def test_an_action_for_which_there_is_no_thread_is_refused_and_forgotten() -> No
 
 def test_a_call_for_which_there_is_no_thread_waits_for_one_that_there_is() -> None:
     first_may_end, second = threading.Event(), Future[int]()
-    with HandlerThreads(2, "test") as threads:
+    with HandlerExecutor(2, "test") as threads:
         first = threads.submit(first_may_end.wait, 20)
         with no_more_threads():
             threads.submit(second.set_result, 2)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from bngrad_server.runtime.listening import ListenError, check_address, max_connections, raise_descriptor_limit
+from bngrad_server.errors import ListenError
+from bngrad_server.runtime.listening import check_address, max_connections, raise_descriptor_limit
 
 
 def test_a_socket_on_which_somebody_listens_is_taken(tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bngrad_server.errors import OverloadedError
 from bngrad_server.scheduling import admission
-from bngrad_server.scheduling.admission import Admission, OverloadedError
+from bngrad_server.scheduling.admission import Admission
 
 MB = 2**20
 ALWAYS = 16

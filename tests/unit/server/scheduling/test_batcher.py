@@ -18,10 +18,11 @@ from dataclasses import dataclass, field
 import pytest
 from tests.unit.server.scheduling.workers import TIMEOUT_S, GatedWorker, Requests, job, large_job, wait_until
 
-from bngrad_server.runtime.event_loop import Poller
-from bngrad_server.scheduling.batch import Part, Worker, WorkerDiedError
-from bngrad_server.scheduling.batcher import MAX_ATTEMPTS, Batcher, ComputeError
-from bngrad_server.scheduling.dispatch import Leader, run
+from bngrad_server.errors import ComputeError, WorkerDiedError
+from bngrad_server.runtime.event_loop import EventLoop
+from bngrad_server.scheduling.batch import Part, Worker
+from bngrad_server.scheduling.batcher import MAX_ATTEMPTS, Batcher
+from bngrad_server.scheduling.dispatch import Dispatcher, run
 from bngrad_server.scheduling.job import Job, JobState
 
 
@@ -118,8 +119,8 @@ def test_a_job_is_not_blamed_for_deaths_of_workers_that_never_read_it(requests: 
         _, outcome = worker.next_batch()
         outcome.set_exception(WorkerDiedError("was dead", saw_batch=False))
         wait_until(lambda: len(requests.batcher._queue) == 1)
-    beside = GatedWorker(seats=2)
-    for _ in range(beside.seats):
+    beside = GatedWorker(slots=2)
+    for _ in range(beside.slots):
         requests.batcher.offer(beside)
     _, outcome = beside.next_batch()
     (second,) = requests.run(job())
@@ -330,8 +331,8 @@ class World:
 class RandomWorker:
     """Takes its time, and dies now and then."""
 
-    def __init__(self, world: World, seats: int) -> None:
-        self.seats = seats
+    def __init__(self, world: World, slots: int) -> None:
+        self.slots = slots
         self.world = world
         self.has_died = threading.Event()
         self.batches: list[list[Job]] = []
@@ -343,7 +344,7 @@ class RandomWorker:
             self.batches.append(batch)
             if len({each.kernel_key for each in batch}) != 1:
                 world.mischief.append("jobs of two kernels are in a batch")
-            if len(self.batches) > self.seats:
+            if len(self.batches) > self.slots:
                 world.mischief.append("a worker has more batches than seats")
             jobs = list(itertools.chain(*self.batches))
             if len(jobs) > 1 and any(each.attempts > 1 for each in jobs):
@@ -401,16 +402,16 @@ def is_poison(nbytes: int) -> bool:
 @pytest.mark.parametrize("seats", [1, 2])
 @pytest.mark.parametrize("n_workers", range(1, 4))
 def test_every_job_ends_once_and_no_worker_is_lost(  # noqa: PLR0915 - a world of its own
-    n_workers: int, seats: int, poisoned: bool
+    n_workers: int, slots: int, poisoned: bool
 ) -> None:
     random_ = random.Random(n_workers)
     world = World(
         random_, lambda batch: any(is_poison(each.nbytes) for each in batch) if poisoned else random_.random() < 0.1
     )
     batcher = Batcher(max_jobs=4, max_bytes=1000)
-    poller = Poller("poller")
-    Leader(poller, batcher)
-    poller.start()
+    event_loop = EventLoop("poller")
+    Dispatcher(event_loop, batcher)
+    event_loop.start()
     untouched = set[int]()
     ended: dict[int, tuple[Job, Exception | None]] = {}
     numbers, stopping = itertools.count(), threading.Event()
@@ -418,8 +419,8 @@ def test_every_job_ends_once_and_no_worker_is_lost(  # noqa: PLR0915 - a world o
 
     def keep() -> None:
         while not stopping.is_set():
-            worker = RandomWorker(world, seats)
-            for _ in range(seats):
+            worker = RandomWorker(world, slots)
+            for _ in range(slots):
                 batcher.offer(worker)
             while not worker.has_died.wait(0.01) and not stopping.is_set():
                 pass
@@ -466,7 +467,7 @@ def test_every_job_ends_once_and_no_worker_is_lost(  # noqa: PLR0915 - a world o
         has_ended = threading.Event()
         only.on_end = has_ended.set
         batcher.submit(only)
-        poller.soon(lambda: None)
+        event_loop.call_soon(lambda: None)
         while not has_ended.wait(0.0005):
             batcher.check_patience(only)
         if only.error is not None:
@@ -481,12 +482,12 @@ def test_every_job_ends_once_and_no_worker_is_lost(  # noqa: PLR0915 - a world o
         keepers = [threads.submit(keep) for _ in range(n_workers)]
         for future in [threads.submit(request) for _ in range(24)]:
             future.result(2 * TIMEOUT_S)
-        wait_until(lambda: sum(is_alive(worker) for worker in list(batcher._free)) == n_workers * seats)
+        wait_until(lambda: sum(is_alive(worker) for worker in list(batcher._free)) == n_workers * slots)
         stopping.set()
         for keeper in keepers:
             keeper.result(TIMEOUT_S)
-    poller.stop(TIMEOUT_S)
-    assert not poller.is_alive
+    event_loop.stop(TIMEOUT_S)
+    assert not event_loop.is_alive
     assert not len(batcher._queue)
     assert not world.touched
     assert not world.mischief

@@ -9,7 +9,8 @@ from typing import TypeAlias
 import pytest
 from tests.unit.server.scheduling.workers import TIMEOUT_S, GatedWorker, Requests, job, large_job, wait_until
 
-from bngrad_server.scheduling.batcher import Batcher, ComputeError
+from bngrad_server.errors import ComputeError
+from bngrad_server.scheduling.batcher import Batcher
 from bngrad_server.scheduling.job import Job
 
 Outcome: TypeAlias = Future[list[str | None]]
@@ -22,10 +23,10 @@ def requests() -> Iterator[Requests]:
     requests.end()
 
 
-def offer(requests: Requests, seats: int = 2) -> GatedWorker:
+def offer(requests: Requests, slots: int = 2) -> GatedWorker:
     """A worker all of whose seats are free."""
-    worker = GatedWorker(seats)
-    for _ in range(seats):
+    worker = GatedWorker(slots)
+    for _ in range(slots):
         requests.batcher.offer(worker)
     return worker
 
@@ -147,7 +148,7 @@ def test_the_job_that_kills_is_given_up_and_no_other_that_shared_its_workers(
 
 
 def test_the_free_seat_of_a_worker_that_died_at_another_is_not_taken(requests: Requests) -> None:
-    idle = offer(requests, seats=1)
+    idle = offer(requests, slots=1)
     worker = offer(requests)
     future, _, outcome = begin(requests, only := job(), worker)
     worker.die_with(outcome)

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from bngrad_kernels.spec import BFLOAT16, FLOAT32, Spec
-from bngrad_server.scheduling.batch import Part, WorkerDiedError
+from bngrad_server.errors import WorkerDiedError
+from bngrad_server.scheduling.batch import Part
 from bngrad_server.scheduling.batcher import Batcher
 from bngrad_server.scheduling.dispatch import run
 from bngrad_server.scheduling.job import Job, JobState, KernelKey
@@ -61,8 +62,8 @@ class GatedRun:
 class GatedWorker:
     """Computes a batch once it is told to: what it is handed waits in `begun`, its outcome is set on the future."""
 
-    def __init__(self, seats: int = 1) -> None:
-        self.seats = seats
+    def __init__(self, slots: int = 1) -> None:
+        self.slots = slots
         self._begun: list[tuple[list[Job], Future[list[str | None]]]] = []
         self._changed = threading.Condition()
         self.parts: list[range] = []

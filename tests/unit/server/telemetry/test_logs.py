@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 
 from bngrad_kernels.spec import InvalidArgumentError
-from bngrad_server.rpc_context import Caller
+from bngrad_server.rpc_context import RpcContext
 from bngrad_server.telemetry import logs
 from bngrad_server.telemetry.observer import Observer
 
@@ -42,7 +42,7 @@ def test_kinds_that_are_all_different_take_no_memory_for_ever(clock: list[float]
 def test_of_requests_that_failed_each_line_that_is_missing_is_counted(
     clock: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
-    observer, caller = Observer(), Caller("here", None, lambda: False, lambda: None, {})
+    observer, caller = Observer(), RpcContext("here", None, lambda: False, lambda: None, {})
     filtering = logs.SamplingFilter()
     caplog.set_level(logging.INFO)
     caplog.handler.addFilter(filtering)

@@ -15,7 +15,8 @@ import numpy as np
 from bngrad_kernels.problem import GradGradProblem
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.engine import Engine
-from bngrad_server.scheduling.batch import Part, WorkerDiedError
+from bngrad_server.errors import WorkerDiedError
+from bngrad_server.scheduling.batch import Part
 from bngrad_server.workers.ipc import ARENA, unpack_problem
 
 TIMEOUT_S = 20.0
@@ -33,7 +34,7 @@ class Adder:
         self._engine = engine
         self._has_died = False
         self._near, self._far = socket.socketpair()
-        self.seats = 1
+        self.slots = 1
 
     def begin(self, parts: Sequence[Part]) -> Adder:
         self.batches.append(len(parts))

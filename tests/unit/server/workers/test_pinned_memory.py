@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from bngrad_kernels.problem import AnyProblem, Array
-from bngrad_server.workers.pinned_memory import Memories
+from bngrad_server.workers.pinned_memory import PinnedMemory
 
 ARENA, PINNED_NBYTES = 1 << 16, 1 << 20
 
@@ -52,7 +52,7 @@ def region() -> mmap.mmap:
 )
 def test_memory_is_mapped_and_page_locked_as_long_as_a_seat_has_it(steps: str, is_mapped: bool) -> None:
     device = Device()
-    memories = Memories(mmap.mmap(-1, ARENA), device, PINNED_NBYTES)
+    memories = PinnedMemory(mmap.mmap(-1, ARENA), device, PINNED_NBYTES)
     for step in steps:
         memories.add(7, region()) if step == "+" else memories.remove(7)
         assert len(device.locked) <= 2
@@ -61,7 +61,7 @@ def test_memory_is_mapped_and_page_locked_as_long_as_a_seat_has_it(steps: str, i
 
 
 def test_seats_see_the_same_memory() -> None:
-    memories = Memories(mmap.mmap(-1, ARENA), Device(), PINNED_NBYTES)
+    memories = PinnedMemory(mmap.mmap(-1, ARENA), Device(), PINNED_NBYTES)
     first = region()
     memories.add(7, first)
     memories.add(7, region())

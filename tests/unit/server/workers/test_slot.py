@@ -16,10 +16,10 @@ import pytest
 from tests.unit.server.scheduling.workers import SPEC, job
 
 from bngrad_kernels.spec import FLOAT32, Spec
-from bngrad_server.scheduling.batch import WorkerDiedError
+from bngrad_server.errors import WorkerDiedError
 from bngrad_server.workers.ipc import split_batch
 from bngrad_server.workers.main import MAX_FDS, MAX_PACKET_NBYTES, OK, Message
-from bngrad_server.workers.slot import BusyTime, MappedRegion, Seat
+from bngrad_server.workers.slot import BusyTime, MappedRegion, WorkerSlot
 from bngrad_wire.http2 import set_timeout
 
 REGION_FD = os.memfd_create("region")
@@ -28,20 +28,20 @@ SPEC_AND_BATCH = 2
 
 
 @pytest.fixture
-def seat() -> Iterator[Seat]:
-    seat = Seat(BusyTime())
-    set_timeout(seat._socket, 10.0)  # rather than that a test hangs
-    with seat.theirs, contextlib.closing(seat._socket):
-        yield seat
+def slot() -> Iterator[WorkerSlot]:
+    slot = WorkerSlot(BusyTime())
+    set_timeout(slot._socket, 10.0)  # rather than that a test hangs
+    with slot.theirs, contextlib.closing(slot._socket):
+        yield slot
 
 
-def begin(seat: Seat) -> None:
-    assert seat.take()
-    seat.begin([(job(), range(SPEC.channels))])
+def begin(slot: WorkerSlot) -> None:
+    assert slot.take()
+    slot.begin([(job(), range(SPEC.channels))])
 
 
-def map_region(seat: Seat, number: int = 1) -> None:
-    seat.map(number, MappedRegion(REGION_FD, 1))
+def map_region(slot: WorkerSlot, number: int = 1) -> None:
+    slot.map(number, MappedRegion(REGION_FD, 1))
 
 
 @pytest.mark.parametrize(
@@ -56,101 +56,101 @@ def map_region(seat: Seat, number: int = 1) -> None:
     ],
 )
 def test_a_batch_is_not_blamed_for_the_end_of_who_never_read_it(
-    seat: Seat, tell: list[Callable[[Seat], None]], packets_read: int, saw_batch: bool
+    slot: WorkerSlot, tell: list[Callable[[WorkerSlot], None]], packets_read: int, saw_batch: bool
 ) -> None:
     for each in tell:
-        each(seat)
+        each(slot)
     for _ in range(packets_read):
-        seat.theirs.recv(MAX_PACKET_NBYTES)
-    seat.theirs.close()
+        slot.theirs.recv(MAX_PACKET_NBYTES)
+    slot.theirs.close()
     with pytest.raises(WorkerDiedError) as raised:
-        seat.finish()
+        slot.finish()
     assert raised.value.saw_batch is saw_batch
 
 
 @pytest.mark.parametrize(("packets_read", "saw_batch"), [(0, False), (SPEC_AND_BATCH, True)])
-def test_who_was_hung_up_on_is_heard_until_it_has_ended(seat: Seat, packets_read: int, saw_batch: bool) -> None:
-    begin(seat)
+def test_who_was_hung_up_on_is_heard_until_it_has_ended(slot: WorkerSlot, packets_read: int, saw_batch: bool) -> None:
+    begin(slot)
     for _ in range(packets_read):
-        seat.theirs.recv(MAX_PACKET_NBYTES)
+        slot.theirs.recv(MAX_PACKET_NBYTES)
     with ThreadPoolExecutor() as threads:
-        end = threads.submit(seat.finish)
-        seat.hang_up()
+        end = threads.submit(slot.finish)
+        slot.hang_up()
         with pytest.raises(FutureTimeoutError):
             end.result(0.1)
-        seat.theirs.close()
+        slot.theirs.close()
         with pytest.raises(WorkerDiedError) as raised:
             end.result(10)
     assert raised.value.saw_batch is saw_batch
 
 
-def test_a_batch_is_not_blamed_for_who_ended_before_it_came(seat: Seat) -> None:
-    seat.theirs.close()
+def test_a_batch_is_not_blamed_for_who_ended_before_it_came(slot: WorkerSlot) -> None:
+    slot.theirs.close()
     with pytest.raises(WorkerDiedError) as raised:
-        begin(seat)
+        begin(slot)
     assert not raised.value.saw_batch
 
 
-def test_a_busy_worker_hears_of_regions_after_its_batch(seat: Seat) -> None:
-    map_region(seat, 1)
-    begin(seat)
-    map_region(seat, 2)
-    map_region(seat, 3)
-    seat.unmap(2)
-    seat.unmap(1)
-    assert [kind for kind, _ in heard(seat)] == [Message.REGIONS, Message.SPEC, Message.RUN]
-    seat.theirs.send(OK)
-    assert seat.finish() is None
-    assert heard(seat) == [(Message.REGIONS, [(3, 1), (1, None)])]
+def test_a_busy_worker_hears_of_regions_after_its_batch(slot: WorkerSlot) -> None:
+    map_region(slot, 1)
+    begin(slot)
+    map_region(slot, 2)
+    map_region(slot, 3)
+    slot.unmap(2)
+    slot.unmap(1)
+    assert [kind for kind, _ in heard(slot)] == [Message.REGIONS, Message.SPEC, Message.RUN]
+    slot.theirs.send(OK)
+    assert slot.finish() is None
+    assert heard(slot) == [(Message.REGIONS, [(3, 1), (1, None)])]
 
 
-def test_nobody_waits_to_tell_a_worker_of_regions_that_reads_nothing(seat: Seat) -> None:
+def test_nobody_waits_to_tell_a_worker_of_regions_that_reads_nothing(slot: WorkerSlot) -> None:
     for number in range(1000):  # far more than a socket has room for
-        map_region(seat, number)
-    seat.unmap(0)
-    seat.unmap(999)
-    heard_of = [change for _, changes in heard(seat) for change in changes]
-    seat.catch_up()
-    heard_of += [change for _, changes in heard(seat) for change in changes]
+        map_region(slot, number)
+    slot.unmap(0)
+    slot.unmap(999)
+    heard_of = [change for _, changes in heard(slot) for change in changes]
+    slot.catch_up()
+    heard_of += [change for _, changes in heard(slot) for change in changes]
     assert heard_of == [*((number, 1) for number in range(999)), (0, None)]
 
 
-def test_a_worker_hears_of_every_region_before_its_next_batch(seat: Seat) -> None:
+def test_a_worker_hears_of_every_region_before_its_next_batch(slot: WorkerSlot) -> None:
     for number in range(1000):
-        map_region(seat, number)
+        map_region(slot, number)
     with ThreadPoolExecutor() as threads:
-        begun = threads.submit(begin, seat)
+        begun = threads.submit(begin, slot)
         packets: list[tuple[bytes, Any]] = []
         while not packets or packets[-1][0] != Message.RUN:
-            packets += heard(seat)
+            packets += heard(slot)
         begun.result(10)
     assert sum(len(changes) for kind, changes in packets if kind == Message.REGIONS) == 1000
 
 
 def test_numbers_of_specs_that_are_used_again_mean_one_spec_in_a_batch(
-    seat: Seat, monkeypatch: pytest.MonkeyPatch
+    slot: WorkerSlot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("bngrad_server.workers.slot._MAX_SPECS", 4)
     specs = [Spec(FLOAT32, (2, channels), channel_axis=1) for channels in range(1, 7)]
     known: dict[int, Spec] = {}
     for batch in (specs[:4], [specs[0], specs[4], specs[5]], [specs[1]], specs):
-        assert seat.take()
-        seat.begin([(job(spec=spec), range(spec.channels)) for spec in batch])
-        while (packet := seat.theirs.recv(MAX_PACKET_NBYTES))[:1] == Message.SPEC:
+        assert slot.take()
+        slot.begin([(job(spec=spec), range(spec.channels)) for spec in batch])
+        while (packet := slot.theirs.recv(MAX_PACKET_NBYTES))[:1] == Message.SPEC:
             number, known[number] = pickle.loads(packet[1:])  # noqa: S301 - from our own seat
         tasks = split_batch(memoryview(packet)[1:], known)
         assert [known[int.from_bytes(task[:4], "little")] for task in tasks] == batch
-        seat.theirs.send(OK)
-        seat.finish()
+        slot.theirs.send(OK)
+        slot.finish()
 
 
-def heard(seat: Seat) -> list[tuple[bytes, Any]]:
+def heard(slot: WorkerSlot) -> list[tuple[bytes, Any]]:
     """The kinds of the packets that it was sent, and what they say of regions."""
-    seat.theirs.setblocking(False)
+    slot.theirs.setblocking(False)
     packets = []
     with contextlib.suppress(BlockingIOError):
         while True:
-            packet, fds, _, _ = socket.recv_fds(seat.theirs, MAX_PACKET_NBYTES, MAX_FDS)
+            packet, fds, _, _ = socket.recv_fds(slot.theirs, MAX_PACKET_NBYTES, MAX_FDS)
             changes = pickle.loads(packet[1:]) if packet[:1] == Message.REGIONS else []  # noqa: S301
             assert len(fds) == sum(nbytes is not None for _, nbytes in changes)
             packets.append((packet[:1], changes))
