@@ -162,7 +162,7 @@ def test_a_gpu_computes_two_batches_at_once_and_answers_the_one_that_is_done_fir
         slow, fast = (client.fused_batch_norm_grad_v2(*inputs) for inputs in (SLOW, INPUTS))
         with gate(kernels, server, client) as closed:
             answer = closed.hold()
-            with bngrad.Client(server.target, transport="shared") as other:  # whose memory both seats have to learn of
+            with bngrad.Client(server.target, transport="shared") as other:  # whose memory both slots have to learn of
                 for _ in range(3):
                     assert_same_bits(other.fused_batch_norm_grad_v2(*INPUTS), fast)
             assert not answer.done()
@@ -173,7 +173,7 @@ def test_a_gpu_computes_two_batches_at_once_and_answers_the_one_that_is_done_fir
         assert client.server_info().devices[0].restarts == 0
 
 
-def test_memory_that_a_client_shared_is_mapped_until_every_seat_has_forgotten_it(kernels: Path) -> None:
+def test_memory_that_a_client_shared_is_mapped_until_every_slot_has_forgotten_it(kernels: Path) -> None:
     with EmbeddedServer(device="cuda:0", options=ARENA) as server, bngrad.Client(server.target) as client:
         worker = worker_pid(server)
         with (
@@ -184,13 +184,13 @@ def test_memory_that_a_client_shared_is_mapped_until_every_seat_has_forgotten_it
             answer = closed.hold()
             other.close()
             wait_until(lambda: not regions_of(server.process.pid))
-            assert regions_of(worker)  # the seat that is held hears of that only now
+            assert regions_of(worker)  # the slot that is held hears of that only now
         answer.result(60)
         wait_until(lambda: not regions_of(worker))
         assert [server.stderr().count(word) for word in ("page-locked", "page-unlocked")] == [2, 1]  # and the arena
 
 
-def test_memory_that_comes_and_goes_while_a_seat_is_held_does_not_wait_for_it(kernels: Path) -> None:
+def test_memory_that_comes_and_goes_while_a_slot_is_held_does_not_wait_for_it(kernels: Path) -> None:
     with EmbeddedServer(device="cuda:0", options=ARENA) as server, bngrad.Client(server.target) as client:
         worker = worker_pid(server)
         with gate(kernels, server, client) as closed:

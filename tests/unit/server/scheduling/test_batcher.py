@@ -345,7 +345,7 @@ class RandomWorker:
             if len({each.kernel_key for each in batch}) != 1:
                 world.mischief.append("jobs of two kernels are in a batch")
             if len(self.batches) > self.slots:
-                world.mischief.append("a worker has more batches than seats")
+                world.mischief.append("a worker has more batches than slots")
             jobs = list(itertools.chain(*self.batches))
             if len(jobs) > 1 and any(each.attempts > 1 for each in jobs):
                 world.mischief.append("a job that has cost a worker has company")
@@ -399,7 +399,7 @@ def is_poison(nbytes: int) -> bool:
 
 
 @pytest.mark.parametrize("poisoned", [False, True], ids=["deaths by chance", "deaths by poison"])
-@pytest.mark.parametrize("seats", [1, 2])
+@pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("n_workers", range(1, 4))
 def test_every_job_ends_once_and_no_worker_is_lost(  # noqa: PLR0915 - a world of its own
     n_workers: int, slots: int, poisoned: bool

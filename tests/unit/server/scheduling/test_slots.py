@@ -24,7 +24,7 @@ def requests() -> Iterator[Requests]:
 
 
 def offer(requests: Requests, slots: int = 2) -> GatedWorker:
-    """A worker all of whose seats are free."""
+    """A worker all of whose slots are free."""
     worker = GatedWorker(slots)
     for _ in range(slots):
         requests.batcher.offer(worker)
@@ -41,7 +41,7 @@ def begin(requests: Requests, only: Job, *workers: GatedWorker) -> tuple[Future[
     return future, worker, outcome
 
 
-def test_a_worker_begins_as_many_batches_as_it_has_seats_and_ends_them_in_any_order(requests: Requests) -> None:
+def test_a_worker_begins_as_many_batches_as_it_has_slots_and_ends_them_in_any_order(requests: Requests) -> None:
     worker = offer(requests)
     first, _, first_outcome = begin(requests, job(), worker)
     second, _, second_outcome = begin(requests, job(), worker)
@@ -56,7 +56,7 @@ def test_a_worker_begins_as_many_batches_as_it_has_seats_and_ends_them_in_any_or
     wait_until(lambda: list(requests.batcher._free) == [worker] * 2)
 
 
-def test_a_worker_that_is_idle_is_preferred_to_one_that_has_a_free_seat(requests: Requests) -> None:
+def test_a_worker_that_is_idle_is_preferred_to_one_that_has_a_free_slot(requests: Requests) -> None:
     workers = [offer(requests), offer(requests)]
     begun = [begin(requests, job(), *workers) for _ in range(4)]
     assert {worker for _, worker, _ in begun[:2]} == {worker for _, worker, _ in begun[2:]} == set(workers)
@@ -65,7 +65,7 @@ def test_a_worker_that_is_idle_is_preferred_to_one_that_has_a_free_seat(requests
         future.result(TIMEOUT_S)
 
 
-def test_a_large_job_is_split_among_workers_not_among_the_seats_of_one(requests: Requests) -> None:
+def test_a_large_job_is_split_among_workers_not_among_the_slots_of_one(requests: Requests) -> None:
     workers = [offer(requests), offer(requests), offer(requests)]
     small, busy, outcome = begin(requests, job(), *workers)
     (large,) = requests.run(large_job())
@@ -147,7 +147,7 @@ def test_the_job_that_kills_is_given_up_and_no_other_that_shared_its_workers(
     assert requests.batcher.counts.quarantined == 1
 
 
-def test_the_free_seat_of_a_worker_that_died_at_another_is_not_taken(requests: Requests) -> None:
+def test_the_free_slot_of_a_worker_that_died_at_another_is_not_taken(requests: Requests) -> None:
     idle = offer(requests, slots=1)
     worker = offer(requests)
     future, _, outcome = begin(requests, only := job(), worker)
@@ -158,7 +158,7 @@ def test_the_free_seat_of_a_worker_that_died_at_another_is_not_taken(requests: R
     assert worker not in list(requests.batcher._free)
 
 
-def test_a_job_that_cost_a_worker_and_is_given_up_holds_no_seat_back(requests: Requests) -> None:
+def test_a_job_that_cost_a_worker_and_is_given_up_holds_no_slot_back(requests: Requests) -> None:
     worker = offer(requests)
     gone: list[bool] = []
     given_up, _, outcome = begin(requests, job(0, is_abandoned=lambda: bool(gone)), worker)

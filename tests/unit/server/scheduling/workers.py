@@ -96,7 +96,7 @@ class GatedWorker:
         return batch
 
     def die_with(self, outcome: Future[list[str | None]]) -> None:
-        """Dies, as is noticed at the seat of a batch."""
+        """Dies, as is noticed at the slot of a batch."""
         outcome.set_exception(WorkerDiedError("killed"))
 
     @property

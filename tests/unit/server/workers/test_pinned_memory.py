@@ -1,4 +1,4 @@
-"""Memory that the seats of a worker share."""
+"""Memory that the slots of a worker share."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def region() -> mmap.mmap:
 @pytest.mark.parametrize(
     ("steps", "is_mapped"),
     [
-        pytest.param("++-", True, id="while a seat has it"),
+        pytest.param("++-", True, id="while a slot has it"),
         pytest.param("++--", False, id="until the last has forgotten it"),
         pytest.param("+-", False, id="before the other has learned of it"),
         pytest.param("+-+", True, id="once the other has learned of it afterwards"),
         pytest.param("+-+-", False, id="and has forgotten it, too"),
     ],
 )
-def test_memory_is_mapped_and_page_locked_as_long_as_a_seat_has_it(steps: str, is_mapped: bool) -> None:
+def test_memory_is_mapped_and_page_locked_as_long_as_a_slot_has_it(steps: str, is_mapped: bool) -> None:
     device = Device()
     memories = PinnedMemory(mmap.mmap(-1, ARENA), device, PINNED_NBYTES)
     for step in steps:
@@ -60,7 +60,7 @@ def test_memory_is_mapped_and_page_locked_as_long_as_a_seat_has_it(steps: str, i
     assert device.locked == [ARENA, 1 << 14][: 1 + is_mapped]
 
 
-def test_seats_see_the_same_memory() -> None:
+def test_slots_see_the_same_memory() -> None:
     memories = PinnedMemory(mmap.mmap(-1, ARENA), Device(), PINNED_NBYTES)
     first = region()
     memories.add(7, first)

@@ -24,7 +24,7 @@ from bngrad_wire.http2 import set_timeout
 
 REGION_FD = os.memfd_create("region")
 SPEC_AND_BATCH = 2
-"""How many packets a seat sends that has not heard of the layout yet."""
+"""How many packets a slot sends that has not heard of the layout yet."""
 
 
 @pytest.fixture
@@ -137,7 +137,7 @@ def test_numbers_of_specs_that_are_used_again_mean_one_spec_in_a_batch(
         assert slot.take()
         slot.begin([(job(spec=spec), range(spec.channels)) for spec in batch])
         while (packet := slot.theirs.recv(MAX_PACKET_NBYTES))[:1] == Message.SPEC:
-            number, known[number] = pickle.loads(packet[1:])  # noqa: S301 - from our own seat
+            number, known[number] = pickle.loads(packet[1:])  # noqa: S301 - from our own slot
         tasks = split_batch(memoryview(packet)[1:], known)
         assert [known[int.from_bytes(task[:4], "little")] for task in tasks] == batch
         slot.theirs.send(OK)
