@@ -73,7 +73,7 @@ class Server:
         self._health_mutex = threading.Lock()
         self._tracing = _tracing() if config.traces else None
         observer = Observer(self._tracing)
-        self._certificates, guard = setup.secured(config, observer.metrics)
+        self._certificates, guard = setup.set_up(config, observer.metrics)
         self.engine = Engine(config, self._update_health, observer)
         self._grpc_server = grpc.server(
             HandlerExecutor(_OTHER_THREADS, "handler"),

@@ -24,7 +24,7 @@ from pathlib import Path
 from bngrad_server.errors import RegionsFullError, UnauthenticatedError
 from bngrad_server.memory.regions import Region, Regions
 from bngrad_server.runtime.listening import is_answered
-from bngrad_server.security.auth import OPEN, Authenticator
+from bngrad_server.security.auth import ALLOW_ALL, Authenticator
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class LeaseServer:
         calls: The listening socket for calls.
     """
 
-    def __init__(self, regions: Regions, group: str | None, guard: Authenticator = OPEN) -> None:
+    def __init__(self, regions: Regions, group: str | None, guard: Authenticator = ALLOW_ALL) -> None:
         """Makes the directory, for this user alone, or for a group too.
 
         Args:
@@ -152,7 +152,7 @@ class _Leases:
             if nbytes == 0 or leased is not None or is_odd:
                 self._end(client)
                 return
-            self._guard.client_of(authorization, "")
+            self._guard.authenticate(authorization, "")
             region = self._regions.lease(nbytes)
         except (RegionsFullError, UnauthenticatedError) as error:
             client.send(str(error).encode())

@@ -12,7 +12,7 @@ from bngrad_server.monitor.history import History
 from bngrad_server.monitor.http import HttpServer
 from bngrad_server.monitor.pages import Pages
 from bngrad_server.monitor.status_client import FrontGoneError, StatusClient
-from bngrad_server.runtime.processes import die_with, leave_signals_to_parent
+from bngrad_server.runtime.processes import die_with_parent, ignore_stop_signals
 from bngrad_server.telemetry import logs
 
 _SAMPLE_S = 1.0
@@ -23,8 +23,8 @@ _NICENESS = 5
 def main() -> None:
     """Answers until the front process hangs up."""
     socket_fd, listener_fd, front_pid = map(int, sys.argv[1:])
-    die_with(front_pid)
-    leave_signals_to_parent()
+    die_with_parent(front_pid)
+    ignore_stop_signals()
     logs.set_up_as_parent()
     os.nice(_NICENESS)
     with (

@@ -18,7 +18,7 @@ from bngrad_server.errors import OverloadedError, grpc_status
 from bngrad_server.rpc.servicer import SERVICE, UNARY_OPS, Servicer, chunk_of, exchange_error
 from bngrad_server.rpc_context import RpcContext
 from bngrad_server.runtime.executors import HandlerExecutor, InlineExecutor
-from bngrad_server.security.auth import Authenticator, authorization_of
+from bngrad_server.security.auth import Authenticator, authorization_header
 from bngrad_server.security.certificates import client_of_context
 from bngrad_server.staged_request import copy
 from bngrad_server.telemetry.metrics import Metrics
@@ -61,7 +61,7 @@ class Service(grpc.GenericRpcHandler):
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes] | None:
         """See `grpc.GenericRpcHandler`."""
         threads = self._threads.get(handler_call_details.method)
-        if threads is not None and threads.waiting >= _MAX_WAITING:
+        if threads is not None and threads.queue_size >= _MAX_WAITING:
             self._metrics.refused_call(grpc.StatusCode.RESOURCE_EXHAUSTED.name)
             return self._refusal
         return self._handlers.get(handler_call_details.method)
@@ -173,9 +173,9 @@ def _caller(context: grpc.ServicerContext, guard: Authenticator) -> RpcContext:
     host = _host(context.peer())
     metadata = {key: value for key, value in context.invocation_metadata() if isinstance(value, str)}
     check = partial(
-        guard.client_of,
-        authorization_of(context.invocation_metadata()) if guard.asks_tokens else None,
-        client_of_context(context, host) if guard.reads_certificates else host,
+        guard.authenticate,
+        authorization_header(context.invocation_metadata()) if guard.requires_token else None,
+        client_of_context(context, host) if guard.requires_certificate else host,
     )
     return RpcContext(check(), deadline, lambda: not context.is_active(), lambda: _cancel(context), metadata, check)
 

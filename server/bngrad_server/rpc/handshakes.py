@@ -75,7 +75,7 @@ class Handshakes:
             plain.close()
             return
         self._running[sock] = client, time.monotonic() + _TIMEOUT_S
-        self._event_loop.watch(sock.fileno(), partial(self._go_on, sock))
+        self._event_loop.add_reader(sock.fileno(), partial(self._go_on, sock))
 
     def _go_on(self, sock: ssl.SSLSocket) -> None:
         if sock not in self._running:
@@ -89,7 +89,7 @@ class Handshakes:
             self._give_up(sock)
             return
         client, _ = self._running.pop(sock)
-        self._event_loop.forget(sock.fileno())
+        self._event_loop.remove_reader(sock.fileno())
         self._done(sock, client_of_socket(sock, client))
 
     def _look(self) -> None:
@@ -110,7 +110,7 @@ class Handshakes:
 
     def _close(self, sock: ssl.SSLSocket) -> None:
         del self._running[sock]
-        self._event_loop.forget(sock.fileno())
+        self._event_loop.remove_reader(sock.fileno())
         sock.close()
 
     def _close_all(self) -> None:

@@ -134,12 +134,12 @@ class Connections:
     def _watch(self, connection: _Connection) -> None:
         if not connection.is_watched:
             connection.is_watched = True
-            self._event_loop.watch(connection.fd, partial(self._hear, connection))
+            self._event_loop.add_reader(connection.fd, partial(self._hear, connection))
 
     def _forget(self, connection: _Connection) -> None:
         if connection.is_watched:
             connection.is_watched = False
-            self._event_loop.forget(connection.fd)
+            self._event_loop.remove_reader(connection.fd)
 
     def _hear(self, connection: _Connection) -> None:
         """Acts on what a client has sent."""
@@ -247,7 +247,7 @@ class Connections:
         self._forget(connection)
         connection.http.may_wait = True
         try:
-            self.threads.run(partial(self._act, connection, action))
+            self.threads.submit(partial(self._act, connection, action))
         except RuntimeError as error:  # of the system, which has no more
             self._fail(connection, error)
             return False

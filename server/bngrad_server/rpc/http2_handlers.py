@@ -49,9 +49,9 @@ class Answers:
         """
         deadline = None if call.timeout_s is None else time.monotonic() + call.timeout_s
         guard = self._calls.guard
-        if not guard.asks_tokens:
+        if not guard.requires_token:
             return RpcContext(self._client, deadline, is_gone, lambda: hang_up(self._sock), call.metadata)
-        check = partial(guard.client_of, call.metadata.get("authorization"), self._client)
+        check = partial(guard.authenticate, call.metadata.get("authorization"), self._client)
         return RpcContext(check(), deadline, is_gone, lambda: hang_up(self._sock), call.metadata, check)
 
     def flush(self, http: http2.ServerConnection) -> None:

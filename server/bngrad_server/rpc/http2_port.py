@@ -97,7 +97,7 @@ class Http2Port:
             self._connections.ended.wait(_END_TIMEOUT_S)
         self._event_loop.stop(_END_TIMEOUT_S)
         if self._connections.ended.is_set():
-            self._connections.threads.join()
+            self._connections.threads.shutdown()
 
     def _accept(self, listener: socket.socket) -> None:
         while True:

@@ -16,7 +16,7 @@ from bngrad_server.codec.requests import Reader
 from bngrad_server.engine import Engine
 from bngrad_server.errors import code_of
 from bngrad_server.rpc_context import RpcContext
-from bngrad_server.security.auth import OPEN, Authenticator
+from bngrad_server.security.auth import ALLOW_ALL, Authenticator
 from bngrad_server.staged_request import StagedRequest
 from bngrad_server.workers.pool import WorkerState
 from bngrad_wire import __version__, messages
@@ -65,7 +65,7 @@ class Servicer:
         observer: Told by whoever takes calls of those that do not get as far as the engine.
     """
 
-    def __init__(self, engine: Engine, max_message_bytes: int, guard: Authenticator = OPEN) -> None:
+    def __init__(self, engine: Engine, max_message_bytes: int, guard: Authenticator = ALLOW_ALL) -> None:
         self.batcher = engine.batcher
         self.guard = guard
         self.observer = engine.observer

@@ -29,14 +29,14 @@ class EventLoop:
         after_events: Called after each round of events, before what is to be done `call_soon`; gives the time, on the
             monotonic clock, at which it must be called again at the latest.
         on_tick: Called several times a second.
-        may_end: Asked, once the thread is to end, whether it may.
+        can_stop: Asked, once the thread is to end, whether it may.
     """
 
     def __init__(self, name: str) -> None:
         """Watches nothing."""
         self.after_events: Callable[[], float] = lambda: float("inf")
         self.on_tick: Action = lambda: None
-        self.may_end: Callable[[], bool] = lambda: True
+        self.can_stop: Callable[[], bool] = lambda: True
         self._epoll = select.epoll()
         self._actions: dict[int, Action] = {}
         self._urgent = select.epoll()
@@ -46,7 +46,7 @@ class EventLoop:
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self.watch(self._waker, self._empty_waker)
+        self.add_reader(self._waker, self._empty_waker)
 
     @property
     def is_alive(self) -> bool:
@@ -58,7 +58,7 @@ class EventLoop:
         self._thread.start()
 
     def stop(self, timeout_s: float) -> None:
-        """Has the thread end as soon as `may_end` allows, and waits for that, but not for ever."""
+        """Has the thread end as soon as `can_stop` allows, and waits for that, but not for ever."""
         self.call_soon(self._begin_to_stop)
         self._thread.join(timeout_s)
 
@@ -69,23 +69,23 @@ class EventLoop:
             with contextlib.suppress(OSError, ValueError):  # it has ended
                 os.eventfd_write(self._waker, 1)
 
-    def watch(self, fd: int, action: Action) -> None:
+    def add_reader(self, fd: int, action: Action) -> None:
         """Has the action done whenever the descriptor is readable or its other end is gone."""
         self._epoll.register(fd, select.EPOLLIN)
         self._actions[fd] = action
 
-    def watch_first(self, fd: int, action: Action) -> None:
-        """Does as `watch`, but however many others are ready, the action comes next."""
+    def add_priority_reader(self, fd: int, action: Action) -> None:
+        """Does as `add_reader`, but however many others are ready, the action comes next."""
         self._urgent.register(fd, select.EPOLLIN)
         self._urgent_actions[fd] = action
 
-    def forget_first(self, fd: int) -> None:
-        """Undoes `watch_first`."""
+    def remove_priority_reader(self, fd: int) -> None:
+        """Undoes `add_priority_reader`."""
         del self._urgent_actions[fd]
         with contextlib.suppress(OSError):  # it was closed
             self._urgent.unregister(fd)
 
-    def forget(self, fd: int) -> None:
+    def remove_reader(self, fd: int) -> None:
         """Watches a descriptor no longer; to be called at the latest in the action in which it is closed."""
         if self._actions.pop(fd, None) is not None:
             with contextlib.suppress(OSError):  # it was closed
@@ -94,7 +94,7 @@ class EventLoop:
     def _run(self) -> None:
         next_tick = time.monotonic() + _TICK_S
         due = next_tick
-        while not (self._stopping and self.may_end()):
+        while not (self._stopping and self.can_stop()):
             patience_s = 0.0 if self._ready else max(0.0, min(due, next_tick) - time.monotonic())
             for fd, _ in self._epoll.poll(patience_s, _MAX_EVENTS):
                 self._do_what_is_urgent()

@@ -39,7 +39,7 @@ class HandlerExecutor(futures.ThreadPoolExecutor):
             return futures.Future()
 
     @property
-    def waiting(self) -> int:
+    def queue_size(self) -> int:
         """How many calls wait for a thread."""
         return self._work_queue.qsize()
 
@@ -68,7 +68,7 @@ class OnDemandExecutor:
         self._idle = threading.Semaphore(0)
         self._all: set[threading.Thread] = set()
 
-    def run(self, action: Callable[[], None]) -> None:
+    def submit(self, action: Callable[[], None]) -> None:
         """Has a thread run an action, which must not raise; by one caller at a time.
 
         Raises:
@@ -80,7 +80,7 @@ class OnDemandExecutor:
             self._all.add(thread)
         self._actions.put(action)
 
-    def join(self) -> None:
+    def shutdown(self) -> None:
         """Ends every thread once it has nothing to do; nothing may be run afterwards."""
         threads = list(self._all)
         for _ in threads:

@@ -80,7 +80,7 @@ class Dispatcher:
         self._batcher = batcher
         self._under_way = 0
         event_loop.after_events = self._begin
-        event_loop.may_end = lambda: not self._under_way
+        event_loop.can_stop = lambda: not self._under_way
         batcher.on_work = lambda: event_loop.call_soon(_look)
 
     def _begin(self) -> float:
@@ -88,14 +88,14 @@ class Dispatcher:
         for batch in self._batcher.begin_batches():
             self._under_way += 1
             for run in batch.busy:
-                self._event_loop.watch_first(run.fileno(), functools.partial(self._finish, batch, run))
+                self._event_loop.add_priority_reader(run.fileno(), functools.partial(self._finish, batch, run))
             if not batch.busy:
                 self._end(batch)
         delay_s = self._batcher.rest_of_delay()
         return time.monotonic() + delay_s if delay_s else float("inf")
 
     def _finish(self, batch: Batch, run: Run) -> None:
-        self._event_loop.forget_first(run.fileno())
+        self._event_loop.remove_priority_reader(run.fileno())
         try:
             batch.finish(run)
         except Exception:

@@ -20,24 +20,24 @@ class Authenticator:
     """Who may call, and as whom: see `bngrad_server.rpc_context.RpcContext.client`.
 
     Attributes:
-        asks_tokens: Whether calls need one.
-        reads_certificates: Whether clients have some, which say who they are.
+        requires_token: Whether calls need one.
+        requires_certificate: Whether clients have some, which say who they are.
     """
 
     def __init__(
         self,
         tokens: Tokens | None = None,
         *,
-        reads_certificates: bool = False,
+        requires_certificate: bool = False,
         on_refusal: Callable[[], object] = lambda: None,
     ) -> None:
         """Lets only owners of these tokens in; None lets everybody in."""
         self._tokens = tokens
         self._on_refusal = on_refusal
-        self.asks_tokens = tokens is not None
-        self.reads_certificates = reads_certificates
+        self.requires_token = tokens is not None
+        self.requires_certificate = requires_certificate
 
-    def client_of(self, authorization: str | None, otherwise: str) -> str:
+    def authenticate(self, authorization: str | None, otherwise: str) -> str:
         """Whom a call belongs to.
 
         Args:
@@ -60,11 +60,11 @@ class Authenticator:
         return [] if self._tokens is None else [_Interceptor(self, open_health)]
 
 
-OPEN = Authenticator()
+ALLOW_ALL = Authenticator()
 """Lets everybody in."""
 
 
-def authorization_of(metadata: Sequence[tuple[str, str | bytes]]) -> str | None:
+def authorization_header(metadata: Sequence[tuple[str, str | bytes]]) -> str | None:
     """The value of the header in the metadata of grpcio; None where there is none, or several."""
     values = [value for name, value in metadata if name == _HEADER]
     return str(values[0]) if len(values) == 1 else None
@@ -81,7 +81,7 @@ class _Interceptor(grpc.ServerInterceptor):
         if self._open_health and handler_call_details.method.startswith(_HEALTH):
             return continuation(handler_call_details)
         try:
-            self._guard.client_of(authorization_of(handler_call_details.invocation_metadata), "")
+            self._guard.authenticate(authorization_header(handler_call_details.invocation_metadata), "")
         except UnauthenticatedError:
             return self._refusal
         return continuation(handler_call_details)

@@ -70,7 +70,7 @@ class Certificates:
     """What both doors show and ask for.
 
     Attributes:
-        asks_clients: Whether clients must have certificates.
+        requires_client_certificate: Whether clients must have certificates.
     """
 
     def __init__(self, paths: CertificatePaths) -> None:
@@ -83,7 +83,7 @@ class Certificates:
         self._files = ReloadedFiles(
             [path for path in (paths.certificate, paths.key, paths.client_ca) if path], paths.read
         )
-        self.asks_clients = paths.client_ca is not None
+        self.requires_client_certificate = paths.client_ca is not None
 
     @property
     def context(self) -> ssl.SSLContext:
@@ -109,7 +109,7 @@ class Certificates:
         return grpc.dynamic_ssl_server_credentials(
             told.for_grpc(),
             news,  # type: ignore[arg-type]  # None means that there is none
-            self.asks_clients,
+            self.requires_client_certificate,
         )
 
 

@@ -18,7 +18,7 @@ from bngrad_server.telemetry.metrics import Metrics
 logger = logging.getLogger(__name__)
 
 
-def secured(config: ServerConfig, metrics: Metrics) -> tuple[Certificates | None, Authenticator]:
+def set_up(config: ServerConfig, metrics: Metrics) -> tuple[Certificates | None, Authenticator]:
     """What is shown to clients, None for no TLS, and who says whom to answer.
 
     Raises:
@@ -37,9 +37,9 @@ def secured(config: ServerConfig, metrics: Metrics) -> tuple[Certificates | None
     except ValueError as error:
         raise ListenError(f"cannot listen as it should be: {error}") from error
     on_refusal = partial(metrics.refused_call, grpc.StatusCode.UNAUTHENTICATED.name)
-    guard = Authenticator(tokens, reads_certificates=config.tls_client_ca is not None, on_refusal=on_refusal)
+    guard = Authenticator(tokens, requires_certificate=config.tls_client_ca is not None, on_refusal=on_refusal)
     if not config.insecure:
-        knows_clients = guard.asks_tokens or guard.reads_certificates
+        knows_clients = guard.requires_token or guard.requires_certificate
         for warning in exposure.warnings(config.listen, has_tls=paths is not None, knows_clients=knows_clients):
             logger.warning("%s", warning)
     return certificates, guard

@@ -26,7 +26,7 @@ from bngrad_kernels.errors import DeviceFailedError, DeviceUnavailableError
 from bngrad_kernels.problem import AnyProblem, Backend
 from bngrad_kernels.spec import Spec
 from bngrad_server.memory.arena import map_arena
-from bngrad_server.runtime.processes import die_with, leave_signals_to_parent
+from bngrad_server.runtime.processes import die_with_parent, ignore_stop_signals
 from bngrad_server.telemetry import logs
 from bngrad_server.workers.ipc import split_batch, unpack_problem
 from bngrad_server.workers.pinned_memory import PinnedMemory
@@ -66,8 +66,8 @@ def main() -> None:
     """Serves the front process until the socket closes."""
     device, threads, beat_s, *numbers = sys.argv[1:]
     life_fd, arena_fd, arena_nbytes, pinned_nbytes, front_pid, *slot_fds = map(int, numbers)
-    die_with(front_pid)
-    leave_signals_to_parent()
+    die_with_parent(front_pid)
+    ignore_stop_signals()
     logs.set_up_as_parent()
     life = socket.socket(fileno=life_fd)
     running: list[Backend] = []

@@ -18,12 +18,12 @@ _TOO_LARGE = 1 << 47
 def test_an_action_for_which_there_is_no_thread_is_refused_and_forgotten() -> None:
     threads, answers = OnDemandExecutor("test"), [Future[int](), Future[int](), Future[int]()]
     with no_more_threads(), pytest.raises(RuntimeError, match="can't start new thread"):
-        threads.run(lambda: answers[0].set_result(0))
-    threads.run(lambda: answers[1].set_result(1))
+        threads.submit(lambda: answers[0].set_result(0))
+    threads.submit(lambda: answers[1].set_result(1))
     assert answers[1].result(20) == 1
-    threads.run(lambda: answers[2].set_result(2))
+    threads.submit(lambda: answers[2].set_result(2))
     assert answers[2].result(20) == 2
-    threads.join()
+    threads.shutdown()
     assert not answers[0].done()
 
 
