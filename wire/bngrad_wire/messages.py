@@ -8,13 +8,15 @@ but the elements still goes through the generated classes.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
+import numpy as np
 from google.protobuf.message import DecodeError, Message
 
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
+from bngrad_wire.limits import MAX_PROTOBUF_NBYTES
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
@@ -31,6 +33,9 @@ _MAX_DEPTH = 100
 _MAX_FIELD_NUMBER = 2**29 - 1
 _MAX_VARINT = 2**64 - 1
 """What a tenth byte says beyond is ignored, as by protobuf."""
+
+_COPIED_WITH_LOCK_NBYTES = 32 * 1024
+"""Larger copies release the interpreter's lock, which has a cost of its own."""
 
 _LAYOUTS_PER_LENGTH = 4
 _MAX_LENGTHS = 256
@@ -193,6 +198,107 @@ def only_field(data: bytes, nbytes: int) -> tuple[int, int] | None:
     except DecodeError:
         return None
     return (data[0] >> 3, start) if start + length == nbytes else None
+
+
+class ChunkError(Exception):
+    """The messages of a stream are not the chunks of a tensor; says what is wrong with them."""
+
+
+class MessageSource(Protocol):
+    """The messages of a stream, one after the other; `bngrad_wire.http2.Call` is one."""
+
+    def receive_message(self) -> int | None:
+        """Waits for the next message and returns its size in bytes; None at the end of the stream."""
+
+    def read(self, nbytes: int) -> bytes:
+        """Returns the next bytes of the message."""
+
+    def read_into(self, buffer: memoryview) -> None:
+        """Fills a buffer with the next bytes of the message."""
+
+
+class WholeMessages:
+    """A `MessageSource` whose messages arrive whole, as from grpcio."""
+
+    def __init__(self, receive: Callable[[], bytes | None]) -> None:
+        """Reads from a stream.
+
+        Args:
+            receive: Waits for the next message; returns None at the end of the stream.
+        """
+        self._receive = receive
+        self._rest = memoryview(b"")
+
+    def receive_message(self) -> int | None:
+        """See `MessageSource`."""
+        message = self._receive()
+        if message is None:
+            return None
+        self._rest = memoryview(message)
+        return len(message)
+
+    def read(self, nbytes: int) -> bytes:
+        """See `MessageSource`."""
+        data, self._rest = bytes(self._rest[:nbytes]), self._rest[nbytes:]
+        return data
+
+    def read_into(self, buffer: memoryview) -> None:
+        """See `MessageSource`."""
+        data, self._rest = self._rest[: len(buffer)], self._rest[len(buffer) :]
+        copy(buffer, data)
+
+
+def receive_chunks(
+    source: MessageSource,
+    number: int,
+    target: memoryview,
+    *,
+    parse: Callable[[bytes], Buffer] | None = None,
+    max_parsed_nbytes: int = MAX_PROTOBUF_NBYTES,
+) -> None:
+    """Fills a buffer with the chunks that the next messages hold; their bytes are read straight into it.
+
+    Args:
+        source: The messages.
+        number: The number of the field that holds a chunk.
+        target: What to fill; of format "B".
+        parse: Returns the chunk of a message in which it is not the only field, or raises an error of its own; None
+            where there must be no such message.
+        max_parsed_nbytes: The largest message to be parsed so, since it is read whole.
+
+    Raises:
+        ChunkError: A chunk is missing or too long, or a message is no chunk.
+    """
+    first: Buffer
+    start = 0
+    while start < len(target):
+        nbytes = source.receive_message()
+        if nbytes is None:
+            raise ChunkError(f"{len(target) - start} bytes of chunks are missing")
+        head = source.read(min(nbytes, PREFIX_NBYTES))
+        field = only_field(head, nbytes)
+        if field is not None and field[0] == number:
+            first, chunk_nbytes = head[field[1] :], nbytes - field[1]
+        elif parse is not None and nbytes <= max_parsed_nbytes:
+            first = parse(head + source.read(nbytes - len(head)))
+            chunk_nbytes = len(first)
+        else:
+            raise ChunkError("a chunk must be the only field of its message")
+        end = start + chunk_nbytes
+        if end > len(target):
+            raise ChunkError(f"a chunk has {end - len(target)} bytes more than its tensor")
+        copy(target[start : start + len(first)], first)
+        if len(first) < chunk_nbytes:
+            source.read_into(target[start + len(first) : end])
+        start = end
+
+
+def copy(target: memoryview, source: Buffer) -> None:
+    """Copies bytes from one buffer to another of the same size."""
+    if target.nbytes <= _COPIED_WITH_LOCK_NBYTES:
+        target[:] = source
+    else:
+        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
 def _skeleton(data: bytes, elements: Any) -> tuple[tuple[int, int, bytes], ...]:

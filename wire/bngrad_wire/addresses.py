@@ -1,0 +1,31 @@
+"""The addresses of servers: ``HOST:PORT``, an IPv6 host in brackets, and ``unix:PATH``."""
+
+from __future__ import annotations
+
+import re
+
+MAX_PORT = 2**16 - 1
+_UNIX = "unix:"
+_HOST_AND_PORT = re.compile(r"(\[[^\]\s]+\]|[^:/\[\]\s]+):([0-9]{1,9})")
+
+
+def unix_path(address: str) -> str | None:
+    """Returns the path of ``unix:PATH`` or ``unix:///PATH``; None for any other address."""
+    if not address.startswith(_UNIX):
+        return None
+    path = address.removeprefix(_UNIX)
+    return path.removeprefix("//") if path.startswith("///") else path
+
+
+def host_and_port(address: str) -> tuple[str, int] | None:
+    """Returns the host, without brackets, and the port of ``HOST:PORT``; None for any other address.
+
+    The port may be 0 or above `MAX_PORT`; what is allowed depends on the use.
+    """
+    match = _HOST_AND_PORT.fullmatch(address)
+    return None if match is None else (match[1].strip("[]"), int(match[2]))
+
+
+def format_host_port(host: str, port: int) -> str:
+    """Returns ``HOST:PORT``, with brackets around an IPv6 host."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
