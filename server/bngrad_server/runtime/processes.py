@@ -1,11 +1,13 @@
-"""Processes that must not outlive the one that started them."""
+"""Child processes: how they end, and that none outlives the process that started it."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import signal
+import subprocess
 import sys
+from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 
@@ -21,3 +23,12 @@ def ignore_stop_signals() -> None:
     """A terminal or a supervisor signals the whole group; only the parent decides when this process ends."""
     for ignored in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)
+
+
+def end_process(process: subprocess.Popen[Any], timeout_s: float) -> int:
+    """Waits until a child that was told to end has ended, kills it if that takes too long, and returns its exit code."""
+    try:
+        return process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bngrad_server.memory.arena import Arena
+from bngrad_server.runtime.processes import end_process
 from bngrad_server.scheduling.batch import Part
 from bngrad_server.workers.main import MAX_PACKET_NBYTES
 from bngrad_server.workers.slot import BusyTime, MappedRegion, WorkerSlot
@@ -117,11 +118,6 @@ class WorkerProcess:
     def close(self) -> str:
         """Ends the process, by force should it not end in time, and says how it ended."""
         self.hang_up()
-        try:
-            self._process.wait(_EXIT_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        code = end_process(self._process, _EXIT_TIMEOUT_S)
         self._life.close()
-        code = self._process.returncode
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
