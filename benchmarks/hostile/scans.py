@@ -184,11 +184,11 @@ def _hear_end(sock: socket.socket, stream: int) -> None:
         if not said:
             raise ConnectionError("the server has closed the connection")
         heard += said
-        while len(heard) >= frames.HEADER_BYTES:
+        while len(heard) >= frames.HEADER_NBYTES:
             length, kind, flags, of = frames.parse_header(heard, 0)
-            if len(heard) < frames.HEADER_BYTES + length:
+            if len(heard) < frames.HEADER_NBYTES + length:
                 break
-            heard = heard[frames.HEADER_BYTES + length :]
+            heard = heard[frames.HEADER_NBYTES + length :]
             if of == stream and (kind == frames.RST_STREAM or (kind == frames.HEADERS and flags & frames.END_STREAM)):
                 return
 

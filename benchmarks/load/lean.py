@@ -206,7 +206,7 @@ class _Caller:
 
     def receive(self) -> bytes | None:
         """The answer, if it is all there."""
-        self._connection.handle_arrived()
+        self._connection.handle_available_frames()
         if not self._call.ended:
             return None
         nbytes = self._call.receive_message()

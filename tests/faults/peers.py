@@ -81,9 +81,9 @@ class Peer:
     def _frames(self) -> Iterator[tuple[int, int]]:
         """Kinds and flags of what the server has said about the first call."""
         offset = 0
-        while offset + frames.HEADER_BYTES <= len(self._heard):
+        while offset + frames.HEADER_NBYTES <= len(self._heard):
             length, kind, flags, stream_id = frames.parse_header(self._heard, offset)
-            offset += frames.HEADER_BYTES + length
+            offset += frames.HEADER_NBYTES + length
             if stream_id == 1:
                 yield kind, flags
 

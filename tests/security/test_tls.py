@@ -36,7 +36,7 @@ def hear(place: tuple[str, int], how: ssl.SSLContext | None, session: ssl.SSLSes
     heard = b""
     with suppress(OSError), socket.create_connection(place, 60) as plain, wrapped(plain, how, session) as sock:
         sock.sendall(_HELLO)
-        while len(heard) < frames.HEADER_BYTES and (said := sock.recv(2**16)):
+        while len(heard) < frames.HEADER_NBYTES and (said := sock.recv(2**16)):
             heard += said
     return heard
 
@@ -46,7 +46,7 @@ def wrapped(sock: socket.socket, how: ssl.SSLContext | None, session: ssl.SSLSes
 
 
 def is_greeted(heard: bytes) -> bool:
-    return len(heard) >= frames.HEADER_BYTES and frames.parse_header(heard, 0)[1] == frames.SETTINGS
+    return len(heard) >= frames.HEADER_NBYTES and frames.parse_header(heard, 0)[1] == frames.SETTINGS
 
 
 def too_old(version: ssl.TLSVersion) -> ssl.SSLContext:

@@ -157,7 +157,7 @@ class DirectEndpoint:
             with cancellation.calls(lambda: end(sock)):
                 rest_s = deadline.rest_s()
                 http2.set_timeout(sock, rest_s)
-                connection.io.until = math.inf if deadline.at is None else deadline.at
+                connection.io.deadline = math.inf if deadline.at is None else deadline.at
                 yield connection.call(method, timeout_s=_announced(rest_s), metadata=metadata), sock
         except TimeoutError as error:
             message = "it stands still"
@@ -172,7 +172,7 @@ class DirectEndpoint:
             cause = error.with_traceback(None)
             raise from_status(code, error.message, error.details, self._target, deadline.timeout) from cause
         finally:
-            connection.io.until = math.inf
+            connection.io.deadline = math.inf
             self._give_back(connection, sock, farewell)
 
     def _connection(self, deadline: Deadline) -> tuple[http2.ClientConnection, socket.socket]:

@@ -128,7 +128,7 @@ class Connections:
         else:
             self._idle[connection] = None
             self._watch(connection)
-            if connection.http.is_amid_frame:
+            if connection.http.has_pending_input:
                 self._event_loop.call_soon(partial(self._hear, connection))
 
     def _watch(self, connection: _Connection) -> None:
@@ -147,13 +147,13 @@ class Connections:
             return
         http = connection.http
         try:
-            call = http.accept_at_once()
+            call = http.accept_nonblocking()
             if connection.small_call is not None:
                 self._hear_beside(connection, connection.small_call)
             elif call is not None:
                 del self._idle[connection]
                 self._begin(connection, call)
-            elif http.is_amid_frame and http.awaits_much:
+            elif http.has_pending_input and http.needs_blocking_read:
                 self._lend(connection, partial(connection.answers.answer_begun, http))
             else:
                 http.flush()
@@ -168,7 +168,7 @@ class Connections:
             small_call.abandon(self._calls.batcher)
             small_call.call.end()
             self._rest(connection)
-        elif connection.http.is_amid_frame:
+        elif connection.http.has_pending_input:
             self._forget(connection)  # until the call has ended: there is no room for more, perhaps
         else:
             connection.http.flush()
@@ -181,7 +181,7 @@ class Connections:
             return
         try:
             caller = connection.answers.caller(call, lambda: call.failure is not None)
-            if call.path not in UNARY or not call.has_arrived:
+            if call.path not in UNARY or not call.is_fully_received:
                 self._lend(connection, partial(connection.answers.answer, call))
                 return
             small_call = InlineCall(call, caller)
@@ -245,7 +245,7 @@ class Connections:
         """Lends a connection to a thread, for something that may wait; closes it if there is none, and says so."""
         self._idle.pop(connection, None)
         self._forget(connection)
-        connection.http.may_wait = True
+        connection.http.blocking = True
         try:
             self.threads.submit(partial(self._act, connection, action))
         except RuntimeError as error:  # of the system, which has no more
@@ -266,7 +266,7 @@ class Connections:
 
     def _take_back(self, connection: _Connection, *, is_sound: bool) -> None:
         if is_sound:
-            connection.http.may_wait = False
+            connection.http.blocking = False
             self._rest(connection)
         else:
             self._close(connection)

@@ -62,7 +62,7 @@ class Answers:
     def answer_begun(self, http: http2.ServerConnection) -> None:
         """Answers the call that a frame begins of which a part has arrived; or waits for the rest of another one."""
         with self._calls.watched(self._nobody(), frames.LARGEST_FRAME_SIZE):
-            call = http.accept_begun()
+            call = http.accept_partial()
         if call is not None:
             self.answer(call)
 
@@ -107,7 +107,7 @@ class Answers:
         return RpcContext(self._client, None, lambda: False, lambda: hang_up(self._sock), {})
 
     def _watched(self, call: http2.ServerCall, caller: RpcContext, nbytes: int = 0) -> AbstractContextManager[None]:
-        return nullcontext() if call.has_arrived else self._calls.watched(caller, nbytes)
+        return nullcontext() if call.is_fully_received else self._calls.watched(caller, nbytes)
 
     def answer_message(self, call: http2.ServerCall, data: bytes, caller: RpcContext) -> None:
         """Answers a unary call whose message has been read, in the thread that has the connection from now on."""

@@ -286,7 +286,7 @@ def test_a_peer_that_does_a_little_now_and_then_is_given_up_in_time(direction: s
     connection = ClientConnection(near, "localhost")
     with far, in_thread(dribble):
         far.sendall(SERVER_HELLO)
-        connection.io.until = time.monotonic() + 0.2
+        connection.io.deadline = time.monotonic() + 0.2
         call = connection.call("/a/b")
         act = partial(call.send_message, bytes(20 * 2**20)) if direction == "it reads" else call.receive_message
         with pytest.raises(TimeoutError):

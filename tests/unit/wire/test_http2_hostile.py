@@ -174,7 +174,7 @@ def test_a_call_beside_the_running_one_is_refused_and_the_running_one_goes_on() 
 
 
 def test_a_client_that_sends_without_end_and_takes_nothing_is_reset(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http2_call, "_EARLY_BYTES", 50_000)
+    monkeypatch.setattr(http2_call, "_EARLY_NBYTES", 50_000)
     message = frame(frames.DATA, 0, 1, b"\0\0\0\x27\x10" + bytes(10_000))
     next_call = frame(frames.HEADERS, frames.END_HEADERS, 3, REQUEST) + frame(frames.DATA, 1, 3, b"\0\0\0\0\4next")
     answer = answered(HELLO + frames.settings({4: 100}) + CALL + message * 8 + next_call)

@@ -87,7 +87,7 @@ def test_what_the_socket_does_not_take_at_once_is_sent_later_and_whole(
             asked = server.accept()
             assert asked is not None
             assert asked.read(asked.receive_message() or 0) == b"please"
-            server.may_wait = False
+            server.blocking = False
             for _ in range(4):  # more than the sockets hold, while nobody reads
                 asked.send_message(answer)
             assert server.outbound
@@ -109,16 +109,16 @@ def test_what_has_arrived_is_handled_without_waiting(contexts: tuple[ssl.SSLCont
     with pair(contexts) as (there, here):
         set_timeout(there, TIMEOUT_S)
         with closing(ServerConnection(there)) as server, closing(ClientConnection(here, "localhost")) as client:
-            assert server.accept_at_once() is None
+            assert server.accept_nonblocking() is None
             asked = client.call("/a/b")
             asked.send_message(b"x" * 10_000, end=True)
-            call = server.accept_at_once()
+            call = server.accept_nonblocking()
             while call is None:
                 select.select([there], [], [], TIMEOUT_S)
-                call = server.accept_at_once()
-            while not call.has_arrived:
+                call = server.accept_nonblocking()
+            while not call.is_fully_received:
                 select.select([there], [], [], TIMEOUT_S)
-                server.accept_at_once()
+                server.accept_nonblocking()
             assert call.read(call.receive_message() or 0) == b"x" * 10_000
             call.end()
             assert asked.receive_message() is None

@@ -11,16 +11,12 @@ One thread uses a connection at a time, and one call runs on it at a time. Every
 from __future__ import annotations
 
 from bngrad_wire.http2.buffered_socket import set_timeout
-from bngrad_wire.http2.call import Call
 from bngrad_wire.http2.client import ClientCall, ClientConnection
 from bngrad_wire.http2.errors import PeerGoneError, ProtocolError, RpcError
-from bngrad_wire.http2.frames import Buffer
 from bngrad_wire.http2.server import ServerCall, ServerConnection
 from bngrad_wire.http2.tls import TlsSocket
 
 __all__ = [
-    "Buffer",
-    "Call",
     "ClientCall",
     "ClientConnection",
     "PeerGoneError",

@@ -13,10 +13,10 @@ from bngrad_wire.http2.errors import EndOfConnectionError, PeerGoneError
 from bngrad_wire.http2.frames import Buffer
 from bngrad_wire.http2.tls import TlsSocket
 
-BUFFER_BYTES = 64 * 1024
-_DIRECT_BYTES = 16 * 1024  # From here on, reading past the buffer is cheaper than copying out of it.
+BUFFER_NBYTES = 64 * 1024
+_DIRECT_NBYTES = 16 * 1024  # From here on, reading past the buffer is cheaper than copying out of it.
 _PIECES_PER_SEND = 64
-_SAME_HOST_BYTES = 256 * 1024
+_SAME_HOST_NBYTES = 256 * 1024
 _TIMEVAL = struct.Struct("@ll")
 _LONGEST_S = 1e9
 
@@ -57,17 +57,17 @@ class BufferedSocket:
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self.broken: str | None = None
-        self.until = math.inf
-        self.buffer = bytearray(BUFFER_BYTES)
+        self.deadline = math.inf
+        self.buffer = bytearray(BUFFER_NBYTES)
         self._view = memoryview(self.buffer)
         self.low = self.high = 0  # The ends of what is buffered and not yet used.
 
-    def close(self, last_words: bytes = b"") -> None:
-        """Closes the socket, and says ``last_words`` before if that needs no waiting."""
-        if last_words and self.broken is None:
+    def close(self, final_frame: bytes = b"") -> None:
+        """Closes the socket, and says ``final_frame`` before if that needs no waiting."""
+        if final_frame and self.broken is None:
             with suppress(OSError):
                 self._sock.settimeout(0)
-                self._sock.send(last_words)
+                self._sock.send(final_frame)
         self.broken = self.broken or "it was closed"
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)  # A forked child may hold the socket too.
@@ -78,22 +78,22 @@ class BufferedSocket:
         if self.broken is not None:
             raise PeerGoneError(f"the connection is unusable: {self.broken}")
 
-    def send(self, pieces: list[Buffer], *, may_wait: bool = True) -> bytes:
+    def send(self, pieces: list[Buffer], *, blocking: bool = True) -> bytes:
         """Sends every piece, in as few system calls as the socket allows; uses up the list.
 
         Args:
             pieces: What to send.
-            may_wait: Whether to wait until all of it is sent. If not, the timeout must be that of `set_timeout`.
+            blocking: Whether to wait until all of it is sent. If not, the timeout must be that of `set_timeout`.
 
         Returns:
             What is still to be sent: nothing, after waiting.
 
         Raises:
             PeerGoneError: The peer has closed or reset the connection.
-            TimeoutError: The socket's timeout passed, or `until`; the socket is then of no more use.
+            TimeoutError: The socket's timeout passed, or `deadline`; the socket is then of no more use.
         """
         self.check()
-        flags = 0 if may_wait else socket.MSG_DONTWAIT
+        flags = 0 if blocking else socket.MSG_DONTWAIT
         try:
             first = 0
             while first < len(pieces):
@@ -103,10 +103,10 @@ class BufferedSocket:
                     first += 1
                 if sent:
                     pieces[first] = memoryview(pieces[first])[sent:]
-                if first < len(pieces) and time.monotonic() > self.until:
+                if first < len(pieces) and time.monotonic() > self.deadline:
                     raise TimeoutError
         except (TimeoutError, BlockingIOError) as error:
-            if not may_wait:
+            if not blocking:
                 return b"".join(pieces[first:])
             self.broken = "sending timed out"
             raise TimeoutError(self.broken) from error
@@ -119,7 +119,7 @@ class BufferedSocket:
         return b""
 
     def _receive(self, target: memoryview, flags: int = 0) -> int:
-        if time.monotonic() > self.until:
+        if time.monotonic() > self.deadline:
             raise TimeoutError("receiving timed out")
         try:
             count = self._sock.recv_into(target, 0, flags)
@@ -143,7 +143,7 @@ class BufferedSocket:
         self.high += self._receive(self._view[self.high :], flags)
 
     def fill(self, nbytes: int) -> None:
-        """Waits until ``nbytes``, at most `BUFFER_BYTES`, are buffered; a timeout loses nothing.
+        """Waits until ``nbytes``, at most `BUFFER_NBYTES`, are buffered; a timeout loses nothing.
 
         Raises:
             PeerGoneError: The peer has closed or reset the connection.
@@ -162,14 +162,14 @@ class BufferedSocket:
                     raise EndOfConnectionError(self.broken) from None
                 raise
 
-    def fill_at_once(self) -> bool:
+    def fill_nonblocking(self) -> bool:
         """Buffers what has arrived, without waiting; gives False if nothing has, or if there is no room.
 
         Raises:
             PeerGoneError: The peer has closed or reset the connection.
         """
         self.check()
-        if self.high - self.low == BUFFER_BYTES:
+        if self.high - self.low == BUFFER_NBYTES:
             return False
         # A timeout of Python's own makes it wait whatever the flags say, but with TLS.
         if self.tls is None and self._sock.gettimeout() is not None and not self._poll.poll(0):
@@ -181,7 +181,7 @@ class BufferedSocket:
         return True
 
     def take(self, nbytes: int) -> bytes:
-        """Waits for the next ``nbytes``, at most `BUFFER_BYTES`, and gives them."""
+        """Waits for the next ``nbytes``, at most `BUFFER_NBYTES`, and gives them."""
         if self.high - self.low < nbytes:
             self.fill(nbytes)
         low = self.low
@@ -192,7 +192,7 @@ class BufferedSocket:
         """Fills the start of ``target`` with one system call at most, and gives the count, which is not zero."""
         wanted = len(target)
         if self.low == self.high:
-            if wanted >= _DIRECT_BYTES:
+            if wanted >= _DIRECT_NBYTES:
                 return self._receive(target)
             self.fill(1)
         low = self.low
@@ -216,5 +216,5 @@ def _fit_to_cache(sock: socket.socket) -> None:
     """
     with suppress(OSError):
         if sock.getpeername()[0] == sock.getsockname()[0]:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SAME_HOST_BYTES)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SAME_HOST_BYTES)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SAME_HOST_NBYTES)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SAME_HOST_NBYTES)

@@ -6,25 +6,25 @@ from collections.abc import Iterator
 from struct import Struct
 
 from bngrad_wire.http2 import frames
-from bngrad_wire.http2.connection import Connection
+from bngrad_wire.http2.connection import BaseConnection
 from bngrad_wire.http2.errors import ErrorCode, RpcError, Status
 from bngrad_wire.http2.frames import Buffer
 from bngrad_wire.http2.stream import Stream
 
 _PREFIX = Struct(">BI")
-_SMALL_BYTES = 16 * 1024  # Up to here, a message is copied together; it also fits into any peer's frames.
+_SMALL_NBYTES = 16 * 1024  # Up to here, a message is copied together; it also fits into any peer's frames.
 _HELD_PIECES = 64
-_EARLY_BYTES = 64 * 2**20  # What is kept of a peer that sends while this end cannot.
+_EARLY_NBYTES = 64 * 2**20  # What is kept of a peer that sends while this end cannot.
 
 
-class Call(Stream):
+class BaseCall(Stream):
     """One call, whose messages are sent and received in turn.
 
     Attributes:
         remaining: Unread bytes of the present message.
     """
 
-    def __init__(self, connection: Connection, stream_id: int) -> None:
+    def __init__(self, connection: BaseConnection, stream_id: int) -> None:
         super().__init__(stream_id, connection.initial_send_window)
         self._connection = connection
         self._sending_ended = False
@@ -54,7 +54,7 @@ class Call(Stream):
         prefix = _PREFIX.pack(0, size)
         size += len(prefix)
         self._begin()
-        if size <= _SMALL_BYTES and size <= self.send_window and size <= connection.send_window:
+        if size <= _SMALL_NBYTES and size <= self.send_window and size <= connection.send_window:
             self.send_window -= size
             connection.send_window -= size
             header = frames.frame_header(size, frames.DATA, frames.END_STREAM if end else 0, self.id)
@@ -73,7 +73,7 @@ class Call(Stream):
         return nbytes + _PREFIX.size <= min(self.send_window, self._connection.send_window)
 
     @property
-    def has_arrived(self) -> bool:
+    def is_fully_received(self) -> bool:
         """Whether all that the peer will send has arrived and is kept, so that receiving it needs no waiting."""
         return self.ended and not self._connection.data_left
 
@@ -111,10 +111,10 @@ class Call(Stream):
     def _wait_for_window(self) -> bool:
         connection = self._connection
         while self.send_window <= 0 or connection.send_window <= 0:
-            if len(self.receive_buffer) + connection.data_left > _EARLY_BYTES:
+            if len(self.receive_buffer) + connection.data_left > _EARLY_NBYTES:
                 self._reset(ErrorCode.ENHANCE_YOUR_CALM)
                 self.failure = RpcError(
-                    Status.RESOURCE_EXHAUSTED, f"the peer sent {_EARLY_BYTES} bytes and gave no window to answer it"
+                    Status.RESOURCE_EXHAUSTED, f"the peer sent {_EARLY_NBYTES} bytes and gave no window to answer it"
                 )
                 self._check()
             connection.buffer_data_frame()
@@ -127,7 +127,7 @@ class Call(Stream):
         connection = self._connection
         if connection.stream is self:
             connection.outbound.append(frames.rst_stream(self.id, code))
-            connection.release(self)
+            connection.close_stream(self)
             connection.flush()
 
     def receive_message(self) -> int | None:
@@ -144,7 +144,7 @@ class Call(Stream):
         """
         self._connection.flush()
         while self.remaining:
-            self.read(min(self.remaining, _SMALL_BYTES))
+            self.read(min(self.remaining, _SMALL_NBYTES))
         if not self._wait_for_data():
             self._finish()
             return None
@@ -155,7 +155,9 @@ class Call(Stream):
             self._refuse_compression()
             raise RpcError(Status.UNIMPLEMENTED, "the message is compressed, which is not supported")
         if compressed:
-            self._connection.fail(ErrorCode.PROTOCOL_ERROR, f"a message is flagged {compressed}, neither 0 nor 1")
+            self._connection.connection_error(
+                ErrorCode.PROTOCOL_ERROR, f"a message is flagged {compressed}, neither 0 nor 1"
+            )
         self.remaining = size
         return int(size)
 
@@ -189,13 +191,13 @@ class Call(Stream):
                 target[filled : filled + count] = self.receive_buffer[:count]
                 del self.receive_buffer[:count]
             elif connection.data_left:
-                count = connection.data_into(target[filled:])
+                count = connection.read_data_into(target[filled:])
             elif self._wait_for_data():
                 continue
             else:
                 if self.failure is not None:
                     self._finish()
-                connection.fail(ErrorCode.PROTOCOL_ERROR, "the call ended amid a message")
+                connection.connection_error(ErrorCode.PROTOCOL_ERROR, "the call ended amid a message")
             filled += count
             connection.acknowledge_received_data(count, self)
 
@@ -215,7 +217,7 @@ class Call(Stream):
 
     def _check(self) -> None:
         if self.failure is not None:
-            raise self.failure.again()
+            raise self.failure.copy()
 
     def _refuse_compression(self) -> None:
         """Does what must be done before `receive_message` refuses a message."""
@@ -225,11 +227,11 @@ class Call(Stream):
 
         It cannot see past more than 64 KiB that have arrived and are not yet read.
         """
-        may_wait, self._connection.may_wait = self._connection.may_wait, False
+        blocking, self._connection.blocking = self._connection.blocking, False
         try:
-            self._connection.handle_arrived()
+            self._connection.handle_available_frames()
         except (ConnectionError, TimeoutError):
             return True
         finally:
-            self._connection.may_wait = may_wait
+            self._connection.blocking = blocking
         return self.failure is not None

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from bngrad_wire.http2 import frames, header_block
-from bngrad_wire.http2.call import Call
-from bngrad_wire.http2.connection import Connection
+from bngrad_wire.http2.call import BaseCall
+from bngrad_wire.http2.connection import BaseConnection
 from bngrad_wire.http2.errors import ErrorCode, PeerGoneError, RpcError, Status, error_of_http
 from bngrad_wire.http2.tls import TlsSocket
 
@@ -17,12 +17,12 @@ _SETTINGS = frames.settings(
         frames.ENABLE_PUSH: 0,
         frames.INITIAL_WINDOW_SIZE: frames.MAX_WINDOW,
         frames.MAX_FRAME_SIZE: frames.LARGEST_FRAME_SIZE,
-        frames.MAX_HEADER_LIST_SIZE: header_block.HEADER_LIST_BYTES,
+        frames.MAX_HEADER_LIST_SIZE: header_block.HEADER_LIST_NBYTES,
     }
 )
 
 
-class ClientConnection(Connection):
+class ClientConnection(BaseConnection):
     """A connection that makes calls, one after the other, over a connected socket, which it owns from then on.
 
     Args:
@@ -45,7 +45,7 @@ class ClientConnection(Connection):
         """Whether a call can begin: no error, no GOAWAY, no call left unfinished, and the peer has not gone."""
         if self.io.broken is None and self.stream is None:
             try:
-                self.handle_arrived()
+                self.handle_available_frames()
             except (ConnectionError, TimeoutError):
                 return False
         return self.io.broken is None and self.stream is None and not self.going_away
@@ -85,8 +85,8 @@ class ClientConnection(Connection):
             block += header_block.encode([("grpc-timeout", header_block.format_timeout(timeout_s))])
         if metadata:
             block += header_block.encode(metadata)
-        if self.table_update:
-            block, self.table_update = self.table_update + block, b""
+        if self.table_size_update:
+            block, self.table_size_update = self.table_size_update + block, b""
         call = ClientCall(self, self._next_id)
         self.last_stream_id = self._next_id
         self._next_id += 2
@@ -96,17 +96,17 @@ class ClientConnection(Connection):
 
     def stream_opened(self, stream_id: int, headers: dict[str, str], end: bool) -> None:
         """Refuses: a server opens no streams where push is disabled."""
-        self.fail(ErrorCode.PROTOCOL_ERROR, f"the server opened stream {stream_id}")
+        self.connection_error(ErrorCode.PROTOCOL_ERROR, f"the server opened stream {stream_id}")
 
-    def is_ended_by_goaway(self, last_stream_id: int) -> bool:
+    def goaway_ends_call(self, last_stream_id: int) -> bool:
         """Says whether the server will not handle the running call."""
         return self.stream is not None and self.stream.id > last_stream_id
 
 
-class ClientCall(Call):
+class ClientCall(BaseCall):
     """A call as its client sees it; it is over when `receive_message` gives None or raises `RpcError`."""
 
-    def __init__(self, connection: Connection, stream_id: int) -> None:
+    def __init__(self, connection: BaseConnection, stream_id: int) -> None:
         super().__init__(connection, stream_id)
         self._answered = False
         self._status_seen = False
@@ -126,7 +126,7 @@ class ClientCall(Call):
             with suppress(ConnectionError, TimeoutError):
                 self._reset(ErrorCode.CANCEL)
 
-    def headers_arrived(self, headers: dict[str, str], end: bool) -> None:
+    def headers_received(self, headers: dict[str, str], end: bool) -> None:
         """Takes the response's headers or trailers."""
         http = headers.get(":status")
         if not end and not self._answered:
@@ -137,7 +137,9 @@ class ClientCall(Call):
                 return
             self.failure = error_of_http(http or "missing")
         elif not end:
-            self._connection.fail(ErrorCode.PROTOCOL_ERROR, f"the trailers of stream {self.id} do not end it")
+            self._connection.connection_error(
+                ErrorCode.PROTOCOL_ERROR, f"the trailers of stream {self.id} do not end it"
+            )
         else:
             self.failure = header_block.parse_status(headers)
             self._status_seen = True
@@ -151,7 +153,7 @@ class ClientCall(Call):
             self.failure = RpcError(Status.INTERNAL, "the call ended without a status")
         if not self.reset and not (self._sending_ended and self._status_seen):
             self._reset(ErrorCode.NO_ERROR)
-        self._connection.release(self)
+        self._connection.close_stream(self)
         super()._finish()
 
     def _refuse_compression(self) -> None:

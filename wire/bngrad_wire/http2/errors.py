@@ -32,7 +32,7 @@ class RpcError(Exception):
         self.message = message
         self.details = details
 
-    def again(self) -> RpcError:
+    def copy(self) -> RpcError:
         """Gives the same error, to be raised.
 
         One that a call keeps is never raised itself: by its traceback it would keep all that was under way then, and

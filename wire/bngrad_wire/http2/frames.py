@@ -11,7 +11,7 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 """Bytes to send; a memoryview is C-contiguous and of format "B"."""
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-HEADER_BYTES = 9
+HEADER_NBYTES = 9
 
 DATA = 0
 HEADERS = 1

@@ -13,12 +13,12 @@ from hpack.hpack import encode_integer
 
 from bngrad_wire.http2.errors import RpcError, Status, error_of_http
 
-HEADER_LIST_BYTES = 16 * 1024
+HEADER_LIST_NBYTES = 16 * 1024
 CONTENT_TYPE = "application/grpc"
 
-_TABLE_BYTES = 4096  # The size of the dynamic table where no SETTINGS changed it.
+_TABLE_NBYTES = 4096  # The size of the dynamic table where no SETTINGS changed it.
 _CACHED_BLOCKS = 64
-_CACHED_BLOCK_BYTES = 1024
+_CACHED_BLOCK_NBYTES = 1024
 
 _SECONDS = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 _TIMEOUT = re.compile(r"([0-9]{1,8})([HMSmun])")
@@ -31,14 +31,14 @@ class BlockDecoder:
     """Decodes the header blocks of one connection, and knows again those it has met."""
 
     def __init__(self) -> None:
-        self._decoder = Decoder(max_header_list_size=HEADER_LIST_BYTES)
+        self._decoder = Decoder(max_header_list_size=HEADER_LIST_NBYTES)
         self._known: dict[bytes, dict[str, str]] = {}
 
     def decode(self, block: bytes) -> dict[str, str]:
         """Gives the headers of a block; the values of a repeated name are joined by commas.
 
         Raises:
-            HPACKError: The block is malformed or holds more than `HEADER_LIST_BYTES`.
+            HPACKError: The block is malformed or holds more than `HEADER_LIST_NBYTES`.
         """
         known = self._known.get(block)
         if known is not None:
@@ -57,8 +57,8 @@ class BlockDecoder:
         if (
             was_empty
             and not table.dynamic_entries
-            and table.maxsize == _TABLE_BYTES
-            and 0 < len(block) <= _CACHED_BLOCK_BYTES
+            and table.maxsize == _TABLE_NBYTES
+            and 0 < len(block) <= _CACHED_BLOCK_NBYTES
             and block[0] & 0xE0 != 0x20
             and len(self._known) < _CACHED_BLOCKS
         ):

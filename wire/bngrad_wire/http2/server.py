@@ -6,8 +6,8 @@ import functools
 import socket
 
 from bngrad_wire.http2 import frames, header_block
-from bngrad_wire.http2.call import Call
-from bngrad_wire.http2.connection import Connection
+from bngrad_wire.http2.call import BaseCall
+from bngrad_wire.http2.connection import BaseConnection
 from bngrad_wire.http2.errors import EndOfConnectionError, ErrorCode, RpcError, Status
 
 _SETTINGS = frames.settings(
@@ -15,7 +15,7 @@ _SETTINGS = frames.settings(
         frames.MAX_CONCURRENT_STREAMS: 1,
         frames.INITIAL_WINDOW_SIZE: frames.MAX_WINDOW,
         frames.MAX_FRAME_SIZE: frames.LARGEST_FRAME_SIZE,
-        frames.MAX_HEADER_LIST_SIZE: header_block.HEADER_LIST_BYTES,
+        frames.MAX_HEADER_LIST_SIZE: header_block.HEADER_LIST_NBYTES,
     }
 )
 _RESPONSE = [(":status", "200"), ("content-type", header_block.CONTENT_TYPE)]
@@ -24,7 +24,7 @@ _OK_BLOCK = header_block.encode(header_block.status_headers(0, "", b""))
 _NOT_GRPC_BLOCK = header_block.encode([(":status", "415")])
 
 
-class ServerConnection(Connection):
+class ServerConnection(BaseConnection):
     """A connection that answers calls, one after the other, over an accepted socket, which it owns from then on.
 
     Args:
@@ -64,21 +64,21 @@ class ServerConnection(Connection):
             return None
         return self.stream
 
-    def accept_at_once(self) -> ServerCall | None:
-        """Handles what has arrived, with one system call and without waiting, and gives the running call, if any.
+    def accept_nonblocking(self) -> ServerCall | None:
+        """Handles what has arrived, with one system call and without waiting, and returns the running call, if any.
 
-        For who watches many connections. What it sends waits only where `may_wait` says so; see also `is_amid_frame`.
+        For an event loop with many connections. What it sends waits only where `blocking` is true.
 
         Raises:
             PeerGoneError: The client has closed or reset the connection.
             ProtocolError: The client broke the protocol.
         """
-        self.io.fill_at_once()
+        self.io.fill_nonblocking()
         if self._preface_has_arrived():
-            self.handle_buffered()
+            self.handle_buffered_frames()
         return self.stream if isinstance(self.stream, ServerCall) else None
 
-    def accept_begun(self) -> ServerCall | None:
+    def accept_partial(self) -> ServerCall | None:
         """Waits for the rest of a frame that has begun to arrive; gives the call, if it begins one.
 
         Raises:
@@ -86,7 +86,7 @@ class ServerConnection(Connection):
             TimeoutError: The socket's timeout passed.
         """
         self.flush()
-        while self.stream is None and self.is_amid_frame:
+        while self.stream is None and self.has_pending_input:
             if self._preface_seen:
                 self.handle_frame()
             else:
@@ -94,13 +94,13 @@ class ServerConnection(Connection):
         return self.stream if isinstance(self.stream, ServerCall) else None
 
     @property
-    def is_amid_frame(self) -> bool:
+    def has_pending_input(self) -> bool:
         """Whether something has arrived that is not handled yet."""
         io = self.io
         return io.high > io.low or (io.tls is not None and io.tls.pending() > 0)
 
     @property
-    def awaits_much(self) -> bool:
+    def needs_blocking_read(self) -> bool:
         """Whether what has begun to arrive may take long, or is more than can be kept until it is whole."""
         return self._preface_seen and not self._is_short_frame()
 
@@ -119,7 +119,7 @@ class ServerConnection(Connection):
         if not self._preface_seen:
             so_far = bytes(io.buffer[io.low : min(io.high, io.low + len(frames.PREFACE))])
             if not frames.PREFACE.startswith(so_far):
-                self.fail(ErrorCode.PROTOCOL_ERROR, f"the client does not begin as HTTP/2 does: {so_far!r}")
+                self.connection_error(ErrorCode.PROTOCOL_ERROR, f"the client does not begin as HTTP/2 does: {so_far!r}")
             if so_far == frames.PREFACE:
                 io.low += len(frames.PREFACE)
                 self._preface_seen = True
@@ -130,7 +130,7 @@ class ServerConnection(Connection):
         self.last_stream_id = stream_id
         if self.stream is not None or self._sent_goaway:
             self.count_idle_frame()
-            self.answer(frames.rst_stream(stream_id, ErrorCode.REFUSED_STREAM))
+            self.send_control(frames.rst_stream(stream_id, ErrorCode.REFUSED_STREAM))
             return
         call = ServerCall(self, stream_id, headers)
         call.ended = end
@@ -147,12 +147,12 @@ class ServerConnection(Connection):
             except ValueError as error:
                 call.end(Status.INTERNAL, str(error))
 
-    def is_ended_by_goaway(self, last_stream_id: int) -> bool:
+    def goaway_ends_call(self, last_stream_id: int) -> bool:
         """Says whether the client will not handle the running call: it is the one who opened it."""
         return False
 
 
-class ServerCall(Call):
+class ServerCall(BaseCall):
     """A call as its server sees it; it is over with `end`.
 
     Attributes:
@@ -161,17 +161,17 @@ class ServerCall(Call):
         metadata: Every header but the pseudo-headers; binary ones are still in base64.
     """
 
-    def __init__(self, connection: Connection, stream_id: int, headers: dict[str, str]) -> None:
+    def __init__(self, connection: BaseConnection, stream_id: int, headers: dict[str, str]) -> None:
         super().__init__(connection, stream_id)
         self.path = headers.get(":path", "")
         self.timeout_s: float | None = None
         self.metadata = {name: value for name, value in headers.items() if not name.startswith(":")}
         self._begun = False
 
-    def headers_arrived(self, headers: dict[str, str], end: bool) -> None:
+    def headers_received(self, headers: dict[str, str], end: bool) -> None:
         """Takes the client's trailers, which say nothing."""
         if not end:
-            self._connection.fail(ErrorCode.PROTOCOL_ERROR, f"a second header block on stream {self.id}")
+            self._connection.connection_error(ErrorCode.PROTOCOL_ERROR, f"a second header block on stream {self.id}")
         self.ended = True
 
     def _begin(self) -> None:
@@ -181,8 +181,8 @@ class ServerCall(Call):
 
     def _hold_headers(self, block: bytes, flags: int) -> None:
         connection = self._connection
-        if connection.table_update:
-            block, connection.table_update = connection.table_update + block, b""
+        if connection.table_size_update:
+            block, connection.table_size_update = connection.table_size_update + block, b""
         connection.outbound += frames.header_block(self.id, block, flags)
 
     def end(self, code: int = 0, message: str = "", details: bytes = b"") -> None:
@@ -208,13 +208,13 @@ class ServerCall(Call):
         if connection.stream is not self:
             return
         if self.failure is None and not self.ended:
-            connection.handle_arrived()
+            connection.handle_available_frames()
         if self.failure is None:
             self._hold_headers(block, frames.END_STREAM)
             if not self.ended:
                 connection.outbound.append(frames.rst_stream(self.id, ErrorCode.NO_ERROR))
         self.failure = self.failure or RpcError(Status.CANCELLED, "the call was ended here")
-        connection.release(self)
+        connection.close_stream(self)
         connection.flush()
 
 

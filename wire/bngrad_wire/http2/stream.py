@@ -26,12 +26,12 @@ class Stream(ABC):
         self.id = stream_id
         self.send_window = send_window
         self.receive_window = frames.MAX_WINDOW
-        self.unreturned = 0
+        self.unacknowledged = 0
         self.receive_buffer = bytearray()
         self.ended = False
         self.reset = False
         self.failure: RpcError | None = None
 
     @abstractmethod
-    def headers_arrived(self, headers: dict[str, str], end: bool) -> None:
+    def headers_received(self, headers: dict[str, str], end: bool) -> None:
         """Takes a header block of this stream."""

@@ -11,7 +11,7 @@ import ssl
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-_RECORD_BYTES = 16 * 1024
+_RECORD_NBYTES = 16 * 1024
 ALPN = "h2"
 
 
@@ -38,7 +38,7 @@ class TlsSocket(ssl.SSLSocket):
             for piece in _pieces(buffers):
                 rest = piece
                 while rest:
-                    count = self._at_once(self.send, rest) if flags & socket.MSG_DONTWAIT else self.send(rest)
+                    count = self._nonblocking(self.send, rest) if flags & socket.MSG_DONTWAIT else self.send(rest)
                     sent += count
                     rest = rest[count:]
         except (BlockingIOError, TimeoutError):
@@ -49,14 +49,14 @@ class TlsSocket(ssl.SSLSocket):
     def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:
         """Receives up to a record; of the flags, MSG_DONTWAIT counts."""
         if flags & socket.MSG_DONTWAIT:
-            return self._at_once(super().recv_into, buffer)
+            return self._nonblocking(super().recv_into, buffer)
         return super().recv_into(buffer)
 
     def shutdown(self, how: int) -> None:
         """Ends the connection, from any thread; whoever uses it finds it broken, and never in the clear."""
         socket.socket.shutdown(self, how)
 
-    def _at_once(self, act: Any, buffer: Any) -> int:
+    def _nonblocking(self, act: Any, buffer: Any) -> int:
         timeout_s = self.gettimeout()
         self.settimeout(0)
         try:
@@ -74,10 +74,10 @@ def _pieces(buffers: Iterable[Any]) -> Iterator[memoryview]:
     small: list[Any] = []
     nbytes = 0
     for buffer in buffers:
-        if nbytes + len(buffer) > _RECORD_BYTES and small:
+        if nbytes + len(buffer) > _RECORD_NBYTES and small:
             yield memoryview(b"".join(small))
             small, nbytes = [], 0
-        if len(buffer) > _RECORD_BYTES:
+        if len(buffer) > _RECORD_NBYTES:
             yield memoryview(buffer)
         else:
             small.append(buffer)

@@ -243,7 +243,7 @@ def test_a_large_answer_to_a_small_call_comes_whole(service: Service) -> None:
 def test_a_client_that_does_not_read_holds_nobody_up_and_gets_its_answers(service: Service) -> None:
     slow, n_calls = service.connect(), 0
     while service.engine.admission.entered == n_calls:  # until the answers have filled the socket
-        slow.release(ask(slow))
+        slow.close_stream(ask(slow))
         n_calls += 1
         give_up = time.monotonic() + 0.5
         while service.engine.admission.entered < n_calls and time.monotonic() < give_up:
