@@ -1,10 +1,29 @@
-"""What a client is told when a request cannot be answered."""
+"""The server's own exceptions, and the one table from exceptions to gRPC status codes.
+
+| exception | is counted as | the client gets |
+|---|---|---|
+| `InvalidArgumentError` | INVALID_ARGUMENT | the same, with the violations of its fields |
+| `DecodeError` | INVALID_ARGUMENT | the same |
+| `OverloadedError` | RESOURCE_EXHAUSTED | the same, with the delay after which to retry |
+| `ArenaTooSmallError`, `MessageTooLargeError` | RESOURCE_EXHAUSTED | the same |
+| `TimeoutError` | DEADLINE_EXCEEDED | the same |
+| `UnauthenticatedError` | UNAUTHENTICATED | the same |
+| `ComputeError` | INTERNAL | the same |
+| `CancelledError` | CANCELLED: its client has gone | UNAVAILABLE: a client still there sees a server that stops |
+| `ConnectionError`, `GeneratorExit`, `http2.RpcError` | CANCELLED | as any other, if anything |
+| `http2.RpcError` with UNIMPLEMENTED | UNIMPLEMENTED: the message was compressed | as any other, if anything |
+| any other | INTERNAL | the same, without the exception's text, which is logged |
+
+The class nearest to the exception's own counts.
+"""
 
 from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from concurrent.futures import CancelledError
+from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -15,14 +34,12 @@ from bngrad_wire import http2
 
 logger = logging.getLogger(__name__)
 
-
 _LONGEST_MESSAGE_NBYTES = 1024
 _LONGEST_DESCRIPTION_NBYTES = 256
-"""What has arrived may be quoted, of any length; but clients take headers of 8 KiB, and lose the connection over 16."""
-
+"""Messages may quote input of any length, but clients accept headers of 8 KiB, and drop the connection over 16."""
 
 REFUSAL = "a valid token is needed"
-"""All that is ever said to somebody without one, whatever they asked for."""
+"""The only text that a client without a token ever gets, whatever it called."""
 
 
 class ListenError(Exception):
@@ -34,14 +51,14 @@ class TracingError(Exception):
 
 
 class WorkerStartError(Exception):
-    """A worker ended before it was ready, the first time it was started."""
+    """A worker process ended before it was ready, at its first start."""
 
 
 class WorkerDiedError(Exception):
-    """The worker's process ended.
+    """A worker process ended while it had a batch.
 
     Attributes:
-        saw_batch: Whether it may have died of the batch. One that never read it was dead already, or hung.
+        saw_batch: Whether the batch may be the cause. A worker that never read it was dead or hung before.
     """
 
     def __init__(self, reason: str, *, saw_batch: bool = True) -> None:
@@ -50,17 +67,17 @@ class WorkerDiedError(Exception):
 
 
 class UnauthenticatedError(Exception):
-    """The caller has not said who it is; the message is for everybody."""
+    """The call has no valid token. The message is the same for every such call."""
 
     def __init__(self) -> None:
         super().__init__(REFUSAL)
 
 
 class OverloadedError(Exception):
-    """The server has more to do than it can do soon.
+    """The server has no room for another request.
 
     Attributes:
-        retry_delay_s: When it is worth asking again, in seconds from now.
+        retry_delay_s: Seconds after which a retry is worthwhile.
     """
 
     def __init__(self, message: str, retry_delay_s: float) -> None:
@@ -73,81 +90,100 @@ class ArenaTooSmallError(Exception):
 
 
 class MessageTooLargeError(Exception):
-    """A message is larger than one may be where it came."""
+    """A message exceeds the limit of its transport."""
 
 
 class RegionsFullError(Exception):
-    """A lease would take more than the memory that may be shared, or there are too many."""
+    """A lease would exceed the memory that may be shared, or the number of regions."""
 
 
 class ComputeError(Exception):
-    """A request could not be computed, through no fault of its own."""
+    """A request could not be computed, and its content is not the cause."""
 
 
-_CODES: list[tuple[type[Exception], grpc.StatusCode]] = [
-    (InvalidArgumentError, grpc.StatusCode.INVALID_ARGUMENT),
-    (DecodeError, grpc.StatusCode.INVALID_ARGUMENT),
-    (MessageTooLargeError, grpc.StatusCode.RESOURCE_EXHAUSTED),
-    (ArenaTooSmallError, grpc.StatusCode.RESOURCE_EXHAUSTED),
-    (TimeoutError, grpc.StatusCode.DEADLINE_EXCEEDED),
-    (ComputeError, grpc.StatusCode.INTERNAL),
-    (UnauthenticatedError, grpc.StatusCode.UNAUTHENTICATED),
-]
+_Told = tuple[grpc.StatusCode, status_pb2.Status]
+_Tell = Callable[[grpc.StatusCode, Any], _Told]
 
 
 def code_of(error: BaseException) -> grpc.StatusCode:
-    """How the end of a request is counted; one whose client has gone is CANCELLED."""
+    """Gives the code by which metrics, logs and traces count a request that ended with an exception."""
     if isinstance(error, http2.RpcError) and error.code == grpc.StatusCode.UNIMPLEMENTED.value[0]:
-        return grpc.StatusCode.UNIMPLEMENTED  # a compressed message, which no client's reset can be taken for
-    if isinstance(error, (CancelledError, ConnectionError, GeneratorExit, http2.RpcError)):
-        return grpc.StatusCode.CANCELLED
-    if isinstance(error, OverloadedError):
-        return grpc.StatusCode.RESOURCE_EXHAUSTED
-    return next((code for cls, code in _CODES if isinstance(error, cls)), grpc.StatusCode.INTERNAL)
+        return grpc.StatusCode.UNIMPLEMENTED  # no reset by a client has this code
+    code, _ = _row_of(error)
+    return code
 
 
-def grpc_status(error: Exception) -> tuple[grpc.StatusCode, status_pb2.Status]:
-    """The status that an exception of the engine stands for.
+def grpc_status(error: Exception) -> _Told:
+    """Gives the status that the client gets; logs an unexpected exception, whose text may not be meant for clients."""
+    code, tell = _row_of(error)
+    return tell(code, error)
 
-    The text of an unexpected exception stays in the log: it may tell what is no client's business.
-    """
-    if isinstance(error, CancelledError):
-        return _status(grpc.StatusCode.UNAVAILABLE, "the server is stopping")
-    if isinstance(error, OverloadedError):
-        return _overloaded(str(error), error.retry_delay_s)
-    for cls, code in _CODES:
-        if isinstance(error, cls):
-            return _status(code, str(error), error)
+
+def _row_of(error: BaseException) -> tuple[grpc.StatusCode, _Tell]:
+    return next(_TABLE[cls] for cls in type(error).__mro__ if cls in _TABLE)
+
+
+def _tell_text(code: grpc.StatusCode, error: Exception) -> _Told:
+    return _status(code, str(error))
+
+
+def _tell_violations(code: grpc.StatusCode, error: InvalidArgumentError) -> _Told:
+    _, status = told = _status(code, str(error))
+    violations = [
+        error_details_pb2.BadRequest.FieldViolation(
+            field=violation.field, description=_cut(violation.description, _LONGEST_DESCRIPTION_NBYTES)
+        )
+        for violation in error.violations
+    ]
+    status.details.add().Pack(error_details_pb2.BadRequest(field_violations=violations))
+    return told
+
+
+def _tell_retry_delay(code: grpc.StatusCode, error: OverloadedError) -> _Told:
+    return _with_retry_delay(code, str(error), error.retry_delay_s)
+
+
+@functools.lru_cache(maxsize=1024)
+def _with_retry_delay(code: grpc.StatusCode, message: str, retry_delay_s: float) -> _Told:
+    """Cached, so that an overloaded server refuses at little cost."""
+    _, status = told = _status(code, message)
+    retry_info = error_details_pb2.RetryInfo()
+    retry_info.retry_delay.FromNanoseconds(int(retry_delay_s * 1e9))
+    status.details.add().Pack(retry_info)
+    return told
+
+
+def _tell_stopping(code: grpc.StatusCode, error: Exception) -> _Told:
+    return _status(grpc.StatusCode.UNAVAILABLE, "the server is stopping")
+
+
+def _tell_failure(code: grpc.StatusCode, error: Exception) -> _Told:
     logger.error("a call failed", exc_info=error)
     return _status(grpc.StatusCode.INTERNAL, "the server failed; its log says why")
 
 
-@functools.lru_cache(maxsize=1024)
-def _overloaded(message: str, retry_delay_s: float) -> tuple[grpc.StatusCode, status_pb2.Status]:
-    """Kept, so that refusing costs little when there is so much to refuse."""
-    code, status = _status(grpc.StatusCode.RESOURCE_EXHAUSTED, message)
-    retry_info = error_details_pb2.RetryInfo()
-    retry_info.retry_delay.FromNanoseconds(int(retry_delay_s * 1e9))
-    status.details.add().Pack(retry_info)
-    return code, status
+_TABLE: dict[type[BaseException], tuple[grpc.StatusCode, _Tell]] = {
+    InvalidArgumentError: (grpc.StatusCode.INVALID_ARGUMENT, _tell_violations),
+    DecodeError: (grpc.StatusCode.INVALID_ARGUMENT, _tell_text),
+    OverloadedError: (grpc.StatusCode.RESOURCE_EXHAUSTED, _tell_retry_delay),
+    ArenaTooSmallError: (grpc.StatusCode.RESOURCE_EXHAUSTED, _tell_text),
+    MessageTooLargeError: (grpc.StatusCode.RESOURCE_EXHAUSTED, _tell_text),
+    TimeoutError: (grpc.StatusCode.DEADLINE_EXCEEDED, _tell_text),
+    UnauthenticatedError: (grpc.StatusCode.UNAUTHENTICATED, _tell_text),
+    ComputeError: (grpc.StatusCode.INTERNAL, _tell_text),
+    CancelledError: (grpc.StatusCode.CANCELLED, _tell_stopping),
+    ConnectionError: (grpc.StatusCode.CANCELLED, _tell_failure),
+    GeneratorExit: (grpc.StatusCode.CANCELLED, _tell_failure),
+    http2.RpcError: (grpc.StatusCode.CANCELLED, _tell_failure),
+    BaseException: (grpc.StatusCode.INTERNAL, _tell_failure),
+}
 
 
-def _status(
-    code: grpc.StatusCode, message: str, error: Exception | None = None
-) -> tuple[grpc.StatusCode, status_pb2.Status]:
-    status = status_pb2.Status(code=code.value[0], message=_cut(message, _LONGEST_MESSAGE_NBYTES))
-    if isinstance(error, InvalidArgumentError):
-        violations = [
-            error_details_pb2.BadRequest.FieldViolation(
-                field=violation.field, description=_cut(violation.description, _LONGEST_DESCRIPTION_NBYTES)
-            )
-            for violation in error.violations
-        ]
-        status.details.add().Pack(error_details_pb2.BadRequest(field_violations=violations))
-    return code, status
+def _status(code: grpc.StatusCode, message: str) -> _Told:
+    return code, status_pb2.Status(code=code.value[0], message=_cut(message, _LONGEST_MESSAGE_NBYTES))
 
 
 def _cut(text: str, nbytes: int) -> str:
-    """The text, of which the end is left out where it has more bytes."""
+    """Cuts a text to a number of bytes of UTF-8, and marks the cut."""
     encoded = text.encode()
     return text if len(encoded) <= nbytes else f"{encoded[:nbytes].decode(errors='ignore')}..."
