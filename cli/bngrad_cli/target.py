@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from bngrad_server.security.exposure import is_local
+from bngrad_wire.addresses import is_local
 
 if TYPE_CHECKING:
     import grpc

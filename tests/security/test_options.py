@@ -42,8 +42,8 @@ def test_health_may_be_open_and_reflection_off(tmp_path: Path) -> None:
             ("--tls-certificate", "no-such-file", "--tls-key", "x"),
             "cannot read no-such-file, tls_certificate: No such file or directory",
         ),
-        (("--token-file", __file__), f"cannot listen as it should be: line 1 of {__file__} must be NAME sha256:HASH"),
-        (("--tls-certificate", __file__, "--tls-key", __file__), "are no certificate with its key"),
+        (("--token-file", __file__), f"cannot set up TLS and tokens: line 1 of {__file__} must be NAME sha256:HASH"),
+        (("--tls-certificate", __file__, "--tls-key", __file__), "are not a certificate and its key"),
     ],
 )
 def test_files_that_are_of_no_use_are_named_at_the_start(options: tuple[str, ...], message: str) -> None:

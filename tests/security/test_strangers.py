@@ -16,7 +16,7 @@ from tests.security.conftest import DOORS, Guarded, ask
 
 import bngrad
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
-from bngrad_server.security.tokens import new_token
+from bngrad_wire.tokens import new_token
 
 _METHODS = (
     path_of("FusedBatchNormGradV2"),

@@ -16,8 +16,8 @@ from tests.security.authority import HOSTS, Authority, Pair
 from tests.security.conftest import Guarded, ask
 
 import bngrad
-from bngrad_server.security.tokens import new_token
 from bngrad_wire.http2 import frames
+from bngrad_wire.tokens import new_token
 
 TCP_DOORS = ("grpcio TCP", "own TCP")
 _HELLO = frames.PREFACE + frames.settings({})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 
 MAX_PORT = 2**16 - 1
@@ -29,3 +30,16 @@ def host_and_port(address: str) -> tuple[str, int] | None:
 def format_host_port(host: str, port: int) -> str:
     """Returns ``HOST:PORT``, with brackets around an IPv6 host."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_local(address: str) -> bool:
+    """Tells whether only this host can reach an address: a Unix socket, ``localhost`` or a loopback address."""
+    if unix_path(address) is not None:
+        return True
+    place = host_and_port(address)
+    if place is None:
+        return False
+    try:
+        return ipaddress.ip_address(place[0]).is_loopback
+    except ValueError:
+        return place[0] == "localhost"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from bngrad_server.security import tokens
+from bngrad_wire.tokens import new_token
 
 
 @click.group()
@@ -29,7 +29,7 @@ def new(name: str, token_file: Path | None) -> None:
     The line has a hash of the token; nothing can tell the token again.
     """
     try:
-        secret, line = tokens.new_token(name)
+        secret, line = new_token(name)
         if token_file is not None:
             _append(token_file, line)
     except ValueError as error:

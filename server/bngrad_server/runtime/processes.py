@@ -26,7 +26,7 @@ def ignore_stop_signals() -> None:
 
 
 def end_process(process: subprocess.Popen[Any], timeout_s: float) -> int:
-    """Waits until a child that was told to end has ended, kills it if that takes too long, and returns its exit code."""
+    """Waits for a child that was told to end, kills it after a timeout, and returns its exit code."""
     try:
         return process.wait(timeout_s)
     except subprocess.TimeoutExpired:

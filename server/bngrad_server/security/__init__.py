@@ -1,1 +1,1 @@
-"""Who may call, and how nobody else listens: tokens, certificates, TLS."""
+"""Authentication and encryption: tokens, certificates, TLS."""

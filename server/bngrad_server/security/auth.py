@@ -1,4 +1,4 @@
-"""Asks whoever calls for a token, where there are any, the same way at every door."""
+"""Authenticates callers: tokens and certificates, the same on every port."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _HEALTH = f"/{health.SERVICE_NAME}/"
 
 
 class Authenticator:
-    """Who may call, and as whom: see `bngrad_server.rpc_context.RpcContext.client`.
+    """Decides which client a call belongs to; see `bngrad_server.rpc_context.RpcContext.client`.
 
     Attributes:
-        requires_token: Whether calls need one.
-        requires_certificate: Whether clients have some, which say who they are.
+        requires_token: Whether calls need a token.
+        requires_certificate: Whether clients on TCP ports need a certificate, which names them.
     """
 
     def __init__(
@@ -31,24 +31,24 @@ class Authenticator:
         requires_certificate: bool = False,
         on_refusal: Callable[[], object] = lambda: None,
     ) -> None:
-        """Lets only owners of these tokens in; None lets everybody in."""
+        """Accepts calls with one of these tokens; None accepts every call."""
         self._tokens = tokens
         self._on_refusal = on_refusal
         self.requires_token = tokens is not None
         self.requires_certificate = requires_certificate
 
-    def authenticate(self, authorization: str | None, otherwise: str) -> str:
-        """Whom a call belongs to.
+    def authenticate(self, authorization: str | None, default: str) -> str:
+        """Returns the client that a call belongs to.
 
         Args:
-            authorization: The value of its header, if it has one.
-            otherwise: Whom it belongs to where no token says.
+            authorization: The call's ``authorization`` header, if it has one.
+            default: The client where no token is needed.
 
         Raises:
-            UnauthenticatedError: It has no token that is known.
+            UnauthenticatedError: A token is needed, and the call has no valid one.
         """
         if self._tokens is None:
-            return otherwise
+            return default
         owner = self._tokens.owner(authorization)
         if owner is None:
             self._on_refusal()
@@ -56,32 +56,32 @@ class Authenticator:
         return f"token {owner}"
 
     def interceptors(self, *, open_health: bool) -> list[grpc.ServerInterceptor]:
-        """What stands before every method on grpcio, also before those that do not exist."""
+        """Returns the interceptors for grpcio, which also refuse calls of methods that do not exist."""
         return [] if self._tokens is None else [_Interceptor(self, open_health)]
 
 
 ALLOW_ALL = Authenticator()
-"""Lets everybody in."""
+"""Accepts every call."""
 
 
 def authorization_header(metadata: Sequence[tuple[str, str | bytes]]) -> str | None:
-    """The value of the header in the metadata of grpcio; None where there is none, or several."""
+    """Returns the ``authorization`` header in grpcio's metadata; None where there is none, or several."""
     values = [value for name, value in metadata if name == _HEADER]
     return str(values[0]) if len(values) == 1 else None
 
 
 class _Interceptor(grpc.ServerInterceptor):
-    def __init__(self, guard: Authenticator, open_health: bool) -> None:
-        self._guard = guard
+    def __init__(self, authenticator: Authenticator, open_health: bool) -> None:
+        self._authenticator = authenticator
         self._open_health = open_health
-        # Of this kind, since it is answered before any message has arrived.
+        # A handler of this kind answers before any message has arrived.
         self._refusal: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(_refuse)
 
     def intercept_service(self, continuation: Callable[[Any], Any], handler_call_details: Any) -> Any:
         if self._open_health and handler_call_details.method.startswith(_HEALTH):
             return continuation(handler_call_details)
         try:
-            self._guard.authenticate(authorization_header(handler_call_details.invocation_metadata), "")
+            self._authenticator.authenticate(authorization_header(handler_call_details.invocation_metadata), "")
         except UnauthenticatedError:
             return self._refusal
         return continuation(handler_call_details)

@@ -1,4 +1,4 @@
-"""The server's certificate, and whose certificates it accepts; read again when the files change."""
+"""The server's certificate and the authorities of its clients, read again when the files change."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from bngrad_wire.http2 import tls
 
 @dataclass(frozen=True, slots=True)
 class CertificatePaths:
-    """PEM files.
+    """The paths of PEM files.
 
     Attributes:
-        certificate: The server's certificate, and those between it and its authority.
+        certificate: The server's certificate, followed by the intermediate ones.
         key: Its private key, without a password.
-        client_ca: The authorities whose certificates clients must have; None where clients need none.
+        client_ca: The authorities of clients; None where clients need no certificate.
     """
 
     certificate: Path
@@ -33,25 +33,25 @@ class CertificatePaths:
 
         Raises:
             OSError: A file cannot be read.
-            ValueError: A file is not what it should be.
+            ValueError: A file has the wrong content.
         """
         certificate, key = self.certificate.read_bytes(), self.key.read_bytes()
         client_ca = None if self.client_ca is None else self.client_ca.read_bytes()
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         tls.prepare(context)
-        # A session that is taken up again would skip the look at the client's certificate.
+        # A resumed session would skip the check of the client's certificate.
         context.options |= ssl.OP_NO_TICKET
         context.num_tickets = 0
         try:
             context.load_cert_chain(self.certificate, self.key, password=_no_password)
         except ssl.SSLError as error:
-            raise ValueError(f"{self.certificate} and {self.key} are no certificate with its key: {error}") from error
+            raise ValueError(f"{self.certificate} and {self.key} are not a certificate and its key: {error}") from error
         if client_ca is not None:
             context.verify_mode = ssl.CERT_REQUIRED
             try:
                 context.load_verify_locations(cadata=client_ca.decode("ascii", "replace"))
             except ssl.SSLError as error:
-                raise ValueError(f"{self.client_ca} has no certificates of authorities: {error}") from error
+                raise ValueError(f"{self.client_ca} has no certificate of an authority: {error}") from error
         return _Loaded(certificate, key, client_ca, context)
 
 
@@ -67,10 +67,10 @@ class _Loaded:
 
 
 class Certificates:
-    """What both doors show and ask for.
+    """The certificates of both TCP ports, grpcio's and the server's own.
 
     Attributes:
-        requires_client_certificate: Whether clients must have certificates.
+        requires_client_certificate: Whether clients need a certificate.
     """
 
     def __init__(self, paths: CertificatePaths) -> None:
@@ -78,7 +78,7 @@ class Certificates:
 
         Raises:
             OSError: A file cannot be read.
-            ValueError: A file is not what it should be.
+            ValueError: A file has the wrong content.
         """
         self._files = ReloadedFiles(
             [path for path in (paths.certificate, paths.key, paths.client_ca) if path], paths.read
@@ -87,54 +87,54 @@ class Certificates:
 
     @property
     def context(self) -> ssl.SSLContext:
-        """For the next connection to the server's own endpoint."""
+        """The context for the next connection to the server's own port."""
         return self._files.content.context
 
     @property
     def client_ca(self) -> bytes | None:
-        """The authorities whose certificates clients must have now."""
+        """The current authorities of clients; None where clients need no certificate."""
         return self._files.content.client_ca
 
     def credentials(self) -> grpc.ServerCredentials:
-        """For one port of grpcio, which asks for news before each handshake."""
-        told = self._files.content
+        """Returns credentials for one port of grpcio, which asks for new ones before each handshake."""
+        current = self._files.content
 
-        def news() -> grpc.ServerCertificateConfiguration | None:
-            nonlocal told
-            if told is self._files.content:
+        def reload() -> grpc.ServerCertificateConfiguration | None:
+            nonlocal current
+            if current is self._files.content:
                 return None
-            told = self._files.content
-            return told.for_grpc()
+            current = self._files.content
+            return current.for_grpc()
 
         return grpc.dynamic_ssl_server_credentials(
-            told.for_grpc(),
-            news,  # type: ignore[arg-type]  # None means that there is none
+            current.for_grpc(),
+            reload,  # type: ignore[arg-type]  # None means that nothing has changed
             self.requires_client_certificate,
         )
 
 
-def client_of_socket(sock: ssl.SSLSocket, otherwise: str) -> str:
-    """Whom a connection belongs to whose client has shown a certificate, and else."""
+def client_of_socket(sock: ssl.SSLSocket, default: str) -> str:
+    """Returns the client that the certificate on a connection names, or the default without a certificate."""
     shown: dict[str, Any] = sock.getpeercert() or {}
     subject = [pair for part in shown.get("subject", ()) for pair in part]
     common = [value for name, value in subject if name == "commonName"]
-    return _client_of(common, [value for _, value in shown.get("subjectAltName", ())], otherwise)
+    return _client_of(common, [value for _, value in shown.get("subjectAltName", ())], default)
 
 
-def client_of_context(context: grpc.ServicerContext, otherwise: str) -> str:
-    """Alike, of a call on grpcio."""
+def client_of_context(context: grpc.ServicerContext, default: str) -> str:
+    """Does as `client_of_socket` for a call on grpcio."""
     shown: Mapping[str, Any] = context.auth_context()
     common, alternative = (
         [value.decode(errors="replace") for value in shown.get(name, ())]
         for name in ("x509_common_name", "x509_subject_alternative_name")
     )
-    return _client_of(common, alternative, otherwise)
+    return _client_of(common, alternative, default)
 
 
-def _client_of(common: Iterable[str], alternative: Iterable[str], otherwise: str) -> str:
+def _client_of(common: Iterable[str], alternative: Iterable[str], default: str) -> str:
     name = next((name for name in (*common, *alternative) if name), None)
-    return otherwise if name is None else f"certificate {name}"
+    return default if name is None else f"certificate {name}"
 
 
 def _no_password() -> str:
-    raise ValueError("the private key must not be encrypted, since nobody is there to give the password")
+    raise ValueError("the private key must not be encrypted: a server has no way to ask for the password")

@@ -1,4 +1,4 @@
-"""Files that are read again when they have changed, without a restart."""
+"""Files that are read again when they change, without a restart."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ logger = logging.getLogger(__name__)
 
 Content = TypeVar("Content")
 
-_LOOK_S = 0.5
-"""How long a look at the files is good for."""
+_CHECK_S = 0.5
+"""How often the files are looked at."""
 
 
 class ReloadedFiles(Generic[Content]):
-    """What some files say, as of a moment ago.
+    """The content of some files, at most half a second old.
 
-    A change that cannot be read is logged and leaves everything as it was: files may be half written just then.
+    A change that cannot be read is logged, and the old content stays: the files may be half written at that moment.
     """
 
     def __init__(self, paths: Sequence[Path], read: Callable[[], Content]) -> None:
@@ -29,23 +29,23 @@ class ReloadedFiles(Generic[Content]):
 
         Args:
             paths: Their paths; a symbolic link that points elsewhere has changed.
-            read: Reads them; raises OSError or ValueError where that is no use.
+            read: Reads them; raises OSError or ValueError for files that cannot be used.
 
         Raises:
             OSError: From ``read``.
-            ValueError: Alike.
+            ValueError: From ``read``.
         """
         self._paths = paths
         self._read = read
         self._mutex = threading.Lock()
-        self._state = self._look()
+        self._state = self._identities()
         self._content = read()
-        self._look_at = time.monotonic() + _LOOK_S
+        self._next_check = time.monotonic() + _CHECK_S
 
     @property
     def content(self) -> Content:
-        """What the files say."""
-        if time.monotonic() >= self._look_at and self._mutex.acquire(blocking=False):
+        """The content."""
+        if time.monotonic() >= self._next_check and self._mutex.acquire(blocking=False):
             try:
                 self._reload()
             finally:
@@ -53,8 +53,8 @@ class ReloadedFiles(Generic[Content]):
         return self._content
 
     def _reload(self) -> None:
-        self._look_at = time.monotonic() + _LOOK_S
-        state = self._look()
+        self._next_check = time.monotonic() + _CHECK_S
+        state = self._identities()
         if state == self._state:
             return
         self._state = state
@@ -62,11 +62,11 @@ class ReloadedFiles(Generic[Content]):
         try:
             self._content = self._read()
         except (OSError, ValueError) as error:
-            logger.error("%s changed and cannot be used, so what was there before still holds: %s", names, error)
+            logger.error("%s changed and cannot be used, so the old content stays in use: %s", names, error)
         else:
             logger.info("%s changed and was read again", names)
 
-    def _look(self) -> list[tuple[int, int, int] | None]:
+    def _identities(self) -> list[tuple[int, int, int] | None]:
         return [_identity(path) for path in self._paths]
 
 

@@ -1,28 +1,31 @@
-"""How a server's doors are guarded, as its settings say."""
+"""Security as the settings ask for it: certificates, the authenticator, and warnings about exposed addresses."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import grpc
 
 from bngrad_server.config import ServerConfig
 from bngrad_server.errors import ListenError
-from bngrad_server.security import exposure
 from bngrad_server.security.auth import Authenticator
 from bngrad_server.security.certificates import CertificatePaths, Certificates
 from bngrad_server.security.tokens import Tokens
 from bngrad_server.telemetry.metrics import Metrics
+from bngrad_wire.addresses import is_local
 
 logger = logging.getLogger(__name__)
 
+_ANYONE_MAY_CALL = "any client that reaches it may call: give it --token-file or --tls-client-ca"
+
 
 def set_up(config: ServerConfig, metrics: Metrics) -> tuple[Certificates | None, Authenticator]:
-    """What is shown to clients, None for no TLS, and who says whom to answer.
+    """Returns the server's certificates, None without TLS, and the authenticator of its calls.
 
     Raises:
-        ListenError: A file cannot be read, or is of no use.
+        ListenError: A file cannot be read, or has the wrong content.
     """
     paths = None
     if config.tls_certificate is not None and config.tls_key is not None:
@@ -35,11 +38,32 @@ def set_up(config: ServerConfig, metrics: Metrics) -> tuple[Certificates | None,
         settings = [name for name in names if str(getattr(config, name)) == error.filename]
         raise ListenError(f"cannot read {error.filename}, {' and '.join(settings)}: {error.strerror}") from error
     except ValueError as error:
-        raise ListenError(f"cannot listen as it should be: {error}") from error
+        raise ListenError(f"cannot set up TLS and tokens: {error}") from error
     on_refusal = partial(metrics.refused_call, grpc.StatusCode.UNAUTHENTICATED.name)
-    guard = Authenticator(tokens, requires_certificate=config.tls_client_ca is not None, on_refusal=on_refusal)
+    authenticator = Authenticator(tokens, requires_certificate=config.tls_client_ca is not None, on_refusal=on_refusal)
     if not config.insecure:
-        knows_clients = guard.requires_token or guard.requires_certificate
-        for warning in exposure.warnings(config.listen, has_tls=paths is not None, knows_clients=knows_clients):
+        knows_clients = authenticator.requires_token or authenticator.requires_certificate
+        for warning in exposure_warnings(config.listen, has_tls=paths is not None, knows_clients=knows_clients):
             logger.warning("%s", warning)
-    return certificates, guard
+    return certificates, authenticator
+
+
+def exposure_warnings(addresses: Sequence[str], *, has_tls: bool, knows_clients: bool) -> Iterator[str]:
+    """Warns of addresses that other hosts can reach, a sentence for each.
+
+    Args:
+        addresses: Where the server listens, ``HOST:PORT`` or ``unix:PATH``.
+        has_tls: Whether TCP connections are encrypted.
+        knows_clients: Whether clients need tokens or certificates.
+    """
+    for address in addresses:
+        if is_local(address):
+            continue
+        if not has_tls:
+            who = "" if knows_clients else f", and {_ANYONE_MAY_CALL}"
+            yield (
+                f"{address} CAN BE REACHED FROM OTHER HOSTS WITHOUT TLS: tensors and tokens travel unencrypted{who}. "
+                "Give it --tls-certificate and --tls-key, or say --insecure if the network is protected otherwise."
+            )
+        elif not knows_clients:
+            yield f"{address} can be reached from other hosts, and {_ANYONE_MAY_CALL}, or say --insecure."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bngrad_wire.addresses import format_host_port, host_and_port, unix_path
+from bngrad_wire.addresses import format_host_port, host_and_port, is_local, unix_path
 
 
 @pytest.mark.parametrize(
@@ -54,3 +54,13 @@ def test_host_and_port_are_formatted_as_they_are_parsed(address: str) -> None:
 )
 def test_only_unix_addresses_have_a_path(address: str, expected: str | None) -> None:
     assert unix_path(address) == expected
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "127.9.9.9:1", "localhost:1", "[::1]:1", "unix:/a"])
+def test_loopback_and_unix_sockets_are_local(address: str) -> None:
+    assert is_local(address)
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:1", "[::]:1", "10.0.0.1:1", "host:1", "*:1", "unix-abstract:1", "host"])
+def test_other_addresses_are_not_local(address: str) -> None:
+    assert not is_local(address)

@@ -20,7 +20,7 @@ def authority(tmp_path: Path) -> Authority:
 
 
 def shake_hands(certificates: Certificates, authority: Authority, pair: Pair | None) -> tuple[str, str]:
-    """Connects a client; gives whom the server takes it for, and who issued what the server shows."""
+    """Connects a client; returns its name for the server, and the server's certificate."""
     context = ssl.create_default_context(cafile=authority.path)
     context.check_hostname = False
     if pair is not None:
@@ -35,7 +35,7 @@ def shake_hands(certificates: Certificates, authority: Authority, pair: Pair | N
         _both(client, server)
         shown = client.getpeercert(binary_form=True)
         assert shown is not None
-        return client_of_socket(server, "a stranger"), ssl.DER_cert_to_PEM_cert(shown)
+        return client_of_socket(server, "default"), ssl.DER_cert_to_PEM_cert(shown)
 
 
 def _both(*ends: ssl.SSLSocket) -> None:
@@ -57,7 +57,7 @@ def _both(*ends: ssl.SSLSocket) -> None:
         (("host.example", "10.0.0.1"), None, "certificate host.example"),
     ],
 )
-def test_a_client_is_who_its_certificate_says(
+def test_a_certificate_names_its_client(
     authority: Authority, names: tuple[str, ...], common_name: str | None, client: str
 ) -> None:
     own = authority.issue(*HOSTS)
@@ -66,11 +66,11 @@ def test_a_client_is_who_its_certificate_says(
     assert shake_hands(certificates, authority, pair)[0] == client
 
 
-def test_without_client_authorities_nobody_is_asked(authority: Authority) -> None:
+def test_without_client_authorities_no_certificate_is_asked_for(authority: Authority) -> None:
     own = authority.issue(*HOSTS)
     certificates = Certificates(CertificatePaths(own.certificate, own.key, None))
     client, shown = shake_hands(certificates, authority, authority.issue("alice@work.example"))
-    assert client == "a stranger"
+    assert client == "default"
     assert own.certificate.read_text().startswith(shown.strip())
 
 
@@ -84,21 +84,21 @@ def test_a_new_certificate_is_shown_once_it_has_its_key(
     certificates = Certificates(CertificatePaths(live.certificate, live.key, None))
     before = certificates.context
     shutil.copy(second.certificate, live.certificate)
-    wait_until(lambda: certificates.context is before and "so what was there before still holds" in caplog.text)
+    wait_until(lambda: certificates.context is before and "so the old content stays in use" in caplog.text)
     shutil.copy(second.key, live.key)
     wait_until(lambda: certificates.context is not before)
     shown = shake_hands(certificates, authority, None)[1]
     assert second.certificate.read_text().startswith(shown.strip())
 
 
-def test_files_that_are_no_certificates_are_named(authority: Authority, tmp_path: Path) -> None:
+def test_an_error_names_the_file_with_the_wrong_content(authority: Authority, tmp_path: Path) -> None:
     own, other = authority.issue(*HOSTS), authority.issue("other.example")
     nonsense = tmp_path / "nonsense"
     nonsense.write_text("nonsense")
     for paths, message in (
-        (CertificatePaths(own.certificate, other.key, None), f"{other.key} are no certificate with its key"),
-        (CertificatePaths(nonsense, own.key, None), f"{nonsense} and .* are no certificate"),
-        (CertificatePaths(own.certificate, own.key, nonsense), f"{nonsense} has no certificates of authorities"),
+        (CertificatePaths(own.certificate, other.key, None), f"{other.key} are not a certificate and its key"),
+        (CertificatePaths(nonsense, own.key, None), f"{nonsense} and .* are not a certificate"),
+        (CertificatePaths(own.certificate, own.key, nonsense), f"{nonsense} has no certificate of an authority"),
     ):
         with pytest.raises(ValueError, match=message):
             Certificates(paths)

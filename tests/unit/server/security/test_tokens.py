@@ -1,4 +1,4 @@
-"""Tokens, and the file of their hashes."""
+"""The token file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from tests.integration.conftest import wait_until
 
-from bngrad_server.security.tokens import Tokens, new_token
+from bngrad_server.security.tokens import Tokens
+from bngrad_wire.tokens import new_token
 
 
 def replace(path: Path, text: str) -> None:
@@ -16,7 +17,7 @@ def replace(path: Path, text: str) -> None:
     draft.rename(path)
 
 
-def test_the_owner_of_a_token_is_known(tmp_path: Path) -> None:
+def test_a_token_names_its_owner(tmp_path: Path) -> None:
     made = [new_token(name) for name in ("alice", "bob@work", "c-3.po_")]
     path = tmp_path / "tokens"
     path.write_text("# ours\n\n" + "".join(f"  {line}  # {line[:3]}\n" for _, line in made))
@@ -25,18 +26,11 @@ def test_the_owner_of_a_token_is_known(tmp_path: Path) -> None:
     assert tokens.owner(f"bearer {made[0][0]}") == "alice"
 
 
-def test_the_file_does_not_tell_the_token() -> None:
-    token, line = new_token("alice")
-    assert len(token) > 40
-    assert token not in line
-    assert new_token("alice")[0] != token
-
-
 @pytest.mark.parametrize(
     "authorization",
     [None, "", "Bearer", "Bearer ", "Basic {}", "{}", "Bearer {}x", "Bearer x{}", "Bearer {} {}", "Bearer \udcff"],
 )
-def test_nothing_else_is_a_token(tmp_path: Path, authorization: str | None) -> None:
+def test_other_headers_have_no_owner(tmp_path: Path, authorization: str | None) -> None:
     token, line = new_token("alice")
     path = tmp_path / "tokens"
     path.write_text(line)
@@ -53,7 +47,7 @@ def test_a_hash_is_no_token(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["alice", "alice sha256:12", "alice md5:" + "0" * 64, "a b sha256:" + "0" * 64, "- sha256:" + "0" * 64]
 )
-def test_a_malformed_line_is_named_but_not_told(tmp_path: Path, text: str) -> None:
+def test_an_error_names_a_malformed_line_without_quoting_it(tmp_path: Path, text: str) -> None:
     path = tmp_path / "tokens"
     path.write_text(f"{new_token('alice')[1]}\n{text}\n")
     with pytest.raises(ValueError, match=f"line 2 of {path} must be NAME sha256:HASH") as refused:
@@ -61,18 +55,12 @@ def test_a_malformed_line_is_named_but_not_told(tmp_path: Path, text: str) -> No
     assert "0000" not in str(refused.value)
 
 
-@pytest.mark.parametrize("name", ["", "a b", "#a", "-a", "a" * 65, "é"])
-def test_names_are_those_that_a_line_can_have(name: str) -> None:
-    with pytest.raises(ValueError, match="a name must be"):
-        new_token(name)
-
-
 def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         Tokens(tmp_path / "tokens")
 
 
-def test_tokens_come_and_go_with_the_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_changed_file_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (first, first_line), (second, second_line) = new_token("first"), new_token("second")
     path = tmp_path / "tokens"
     path.write_text(first_line)

@@ -1,0 +1,21 @@
+"""How tokens are made and written."""
+
+from __future__ import annotations
+
+import pytest
+
+from bngrad_wire.tokens import hash_token, new_token, parse_line
+
+
+def test_a_line_has_the_hash_of_its_token() -> None:
+    token, line = new_token("alice")
+    assert len(token) > 40
+    assert token not in line
+    assert parse_line(line) == ("alice", hash_token(token))
+    assert new_token("alice")[0] != token
+
+
+@pytest.mark.parametrize("name", ["", "a b", "#a", "-a", "a" * 65, "é"])
+def test_a_name_that_the_file_cannot_hold_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="a name must be"):
+        new_token(name)
