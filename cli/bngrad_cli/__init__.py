@@ -1,1 +1,1 @@
-"""The command ``bngrad``."""
+"""The command line, ``bngrad``."""

@@ -1,34 +1,36 @@
-"""The command ``bngrad``, also ``python -m bngrad_cli``."""
+"""The entry point of ``bngrad`` and ``python -m bngrad_cli``."""
 
 from __future__ import annotations
 
 import sys
 
-_SERVER_EXTRA = {
-    "click",
-    "grpc_channelz",
-    "grpc_health",
-    "grpc_reflection",
-    "grpc_status",
-    "h11",
-    "numba",
-    "prometheus_client",
-    "pydantic",
-    "pydantic_settings",
-    "rich",
+_EXTRAS = {
+    "click": "cli",
+    "rich": "cli",
+    "grpc_channelz": "server",
+    "grpc_health": "server",
+    "grpc_reflection": "server",
+    "grpc_status": "server",
+    "h11": "server",
+    "numba": "server",
+    "prometheus_client": "server",
+    "pydantic": "server",
+    "pydantic_settings": "server",
 }
+"""The modules that a command may lack, and the extra that installs each."""
 
 
 def main() -> None:
-    """Runs the command line, or says what to install for it."""
+    """Runs the command line, or names the extra to install for it."""
     try:
-        from bngrad_cli import main as command_line  # noqa: PLC0415 - only the extras have what it imports
+        from bngrad_cli import main as command_line  # noqa: PLC0415 - it needs the cli extra
 
         command_line.main(prog_name="bngrad")
     except ModuleNotFoundError as error:
-        if error.name not in _SERVER_EXTRA:
+        if error.name not in _EXTRAS:
             raise
-        sys.exit(f"bngrad: no module {error.name}; the server is installed by: pip install 'bngrad[server]'")
+        extra = _EXTRAS[error.name]
+        sys.exit(f"bngrad: this command needs the module {error.name}: pip install 'bngrad[{extra}]'")
 
 
 if __name__ == "__main__":

@@ -1,20 +1,19 @@
-"""What ``bngrad check`` looks at once a server is healthy."""
+"""The steps of ``bngrad check`` after the server's health."""
 
 from __future__ import annotations
 
 import functools
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import bngrad
-from bngrad_cli.commands.check import DoesNotApplyError, Step
-from bngrad_cli.sample_requests import DTYPES, Request, random_request
-from bngrad_cli.target import Target, TargetError
+from bngrad_cli.sample_requests import DTYPES, SampleRequest, random_request
+from bngrad_cli.target import NotOfferedError, Target, TargetError
 from bngrad_kernels.problem import Array
 from bngrad_wire import __version__
 
-Answer = tuple[Array, ...]
+Outputs = tuple[Array, ...]
 
 _SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
     "V3": {"NHWC": (3, 5, 4, 7), "NCHW": (3, 7, 5, 4), "NDHWC": (2, 3, 5, 4, 7), "NCDHW": (2, 7, 3, 5, 4)},
@@ -25,64 +24,62 @@ _SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
 _TIMED_SECONDS = 0.3
 
 
-def steps() -> dict[str, Step]:
-    """The steps by their names, in order."""
-    answers: list[Answer] = []
+def steps() -> dict[str, Callable[[Target], str]]:
+    """Returns the steps by their names, in order; see `bngrad_cli.commands.check.Step`."""
+    expected: list[Outputs] = []
     return {
         "server": _server,
-        "unary": functools.partial(_round_trips, "unary", answers),
-        "stream": functools.partial(_round_trips, "stream", answers),
-        "shared": functools.partial(_shared, answers),
+        "unary": functools.partial(_round_trips, "unary", expected),
+        "stream": functools.partial(_round_trips, "stream", expected),
+        "shared": functools.partial(_shared, expected),
         "latency": _latency,
     }
 
 
 def _server(target: Target) -> str:
-    """Which version it is, and whether there is a device that is ready."""
+    """Tells the version, and fails without a ready device."""
     with target.client() as client:
         info = client.server_info()
     ready = [device.name for device in info.devices if device.state == "ready"]
     if not ready:
-        raise TargetError(f"{target.address} has no device that is ready: its log says why its workers ended")
+        raise TargetError(f"{target.address} has no ready device: its log says why its workers ended")
     version = info.version if info.version == __version__ else f"{info.version} (the client is {__version__})"
     restarts = sum(device.restarts for device in info.devices)
     return f"bngrad {version}; {len(ready)} of {len(info.devices)} devices ready, restarted {restarts} times"
 
 
-def _round_trips(transport: str, answers: list[Answer], target: Target) -> str:
-    """Whether every answer is right, and the same over every way.
+def _round_trips(transport: str, expected: list[Outputs], target: Target) -> str:
+    """Fails unless every result is right, and has the same bits over every transport.
 
     Args:
-        transport: As `bngrad.Client` takes it.
-        answers: Those over the first way; it makes them if there are none.
+        transport: The argument of `bngrad.Client`.
+        expected: The results over the first transport, whose step fills the list.
         target: The server.
     """
     requests = list(_requests())
     with target.client(transport=transport) as client:
         got = [request.send(client) for request in requests]
-    answers[:] = answers or got
-    for request, answer, first in zip(requests, got, answers, strict=True):
+    expected[:] = expected or got
+    for request, outputs, first in zip(requests, got, expected, strict=True):
         where = f"{request.op} {request.data_format} {request.spec.dtype} over {transport}"
-        if not request.is_right(answer):
-            raise TargetError(
-                f"a wrong answer to {where}: the server, or what it computes on, is broken; do not use it"
-            )
-        if any(ours.tobytes() != others.tobytes() for ours, others in zip(answer, first, strict=True)):
-            raise TargetError(f"an answer to {where} has other bits than over another way: please report it")
+        if not request.is_right(outputs):
+            raise TargetError(f"a wrong answer to {where}: the server or its hardware is broken; do not use it")
+        if any(ours.tobytes() != others.tobytes() for ours, others in zip(outputs, first, strict=True)):
+            raise TargetError(f"an answer to {where} has other bits than over another transport: please report it")
     return f"{len(requests)} requests of every op, type and layout answered right"
 
 
-def _shared(answers: list[Answer], target: Target) -> str:
+def _shared(expected: list[Outputs], target: Target) -> str:
     try:
-        return _round_trips("shared", answers, target)
+        return _round_trips("shared", expected, target)
     except TargetError as error:
         if isinstance(error.__cause__, bngrad.UnavailableError):
-            raise DoesNotApplyError(str(error.__cause__)) from error
+            raise NotOfferedError(str(error.__cause__)) from error
         raise
 
 
 def _latency(target: Target) -> str:
-    """How long a small request takes, over the way that the client chooses."""
+    """Measures a small request over the transport that the client chooses."""
     request = next(_requests())
     times: list[float] = []
     with target.client() as client:
@@ -95,7 +92,7 @@ def _latency(target: Target) -> str:
     return f"a small request takes {1e3 * statistics.median(times):.2f} ms (median), {1e3 * p99:.2f} ms (p99)"
 
 
-def _requests() -> Iterator[Request]:
+def _requests() -> Iterator[SampleRequest]:
     for op, shapes in _SHAPES.items():
         for data_format, shape in shapes.items():
             for dtype in DTYPES.values():

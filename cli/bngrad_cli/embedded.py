@@ -1,4 +1,4 @@
-"""A server of one's own, as a separate process on this host."""
+"""Runs a server of the caller's own as a child process."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ import tempfile
 from types import TracebackType
 from typing import IO
 
+from bngrad_server.runtime.processes import end_process
+
 _STOP_TIMEOUT_S = 30.0
 
 
 class ServerStartError(Exception):
-    """The server ended before it was ready; the message holds what it wrote to stderr."""
+    """The server ended before it was ready; the message holds its stderr."""
 
 
 class EmbeddedServer:
-    """Runs ``bngrad serve`` for the length of a ``with`` block, with the options that it is given and no others.
+    """Runs ``bngrad serve`` during a ``with`` block, with the given options and no settings of the environment.
 
     Attributes:
-        target: The first address that it listens on, as clients take it.
+        target: The first address on which the server listens, for clients.
         process: The server's front process.
     """
 
@@ -29,11 +31,11 @@ class EmbeddedServer:
     process: subprocess.Popen[str]
 
     def __init__(self, listen: str = "127.0.0.1:0", *, device: str = "cpu", options: tuple[str, ...] = ()) -> None:
-        """Nothing runs before the block begins.
+        """Starts nothing before the block begins.
 
         Args:
             listen: ``HOST:PORT``, with port 0 for a free one, or ``unix:PATH``.
-            device: As ``--device`` takes it.
+            device: The value of ``--device``.
             options: Further options of ``bngrad serve``.
         """
         self._arguments = ["serve", "--listen", listen, "--device", device, *options]
@@ -43,7 +45,7 @@ class EmbeddedServer:
         """Returns once the server is ready.
 
         Raises:
-            ServerStartError: It did not come up.
+            ServerStartError: The server did not start.
         """
         self._stderr = tempfile.TemporaryFile()
         self.process = subprocess.Popen(  # noqa: S603 - our own module
@@ -70,19 +72,15 @@ class EmbeddedServer:
         self._stderr.close()
 
     def stop(self) -> int:
-        """Ends the server, by force should it not end in time, and returns its exit code."""
+        """Stops the server, kills it after a timeout, and returns its exit code."""
         self.process.terminate()
-        try:
-            self.process.wait(_STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        code = end_process(self.process, _STOP_TIMEOUT_S)
         assert self.process.stdout is not None
         self.process.stdout.close()
-        return self.process.returncode
+        return code
 
     def stderr(self) -> str:
-        """What the server has written to stderr so far."""
+        """Returns what the server has written to stderr so far."""
         fd = self._stderr.fileno()
-        # To seek would have the server, which shares the position in the file, write over what is there.
+        # The server shares the file's position: seeking here would make it overwrite its own lines.
         return os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace")

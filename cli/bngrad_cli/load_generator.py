@@ -1,4 +1,4 @@
-"""Callers that repeat a request for a while, and how long each call took."""
+"""Repeats a request from several threads for a while, and measures each call."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 import bngrad
-from bngrad_cli.sample_requests import Request
+from bngrad_cli.sample_requests import SampleRequest
 
 _TICK_S = 0.1
 
 
 @dataclass
 class Measurement:
-    """What came of a request that was repeated.
+    """The measurement of a repeated request.
 
     Attributes:
-        layer: What the shape is called.
+        layer: The name of the shape.
         shape: The shape of the large tensors.
-        transport: The way that they went.
-        nbytes: The size of the tensors of a call, both ways, in bytes.
-        latencies_s: How long each call took that was answered, in seconds.
-        seconds: How long all of them took together.
-        error: What ended it early, if anything did.
+        transport: The transport of the tensors.
+        nbytes: The bytes of the tensors of a call, sent and received.
+        latencies_s: The time of each answered call, in seconds.
+        seconds: The time of the whole measurement, in seconds.
+        error: The error that ended it early, if any.
     """
 
     layer: str
@@ -40,55 +40,55 @@ class Measurement:
 
     @property
     def requests_per_s(self) -> float:
-        """How many requests were answered in a second."""
+        """The requests answered per second."""
         return len(self.latencies_s) / self.seconds
 
     @property
     def gigabytes_per_s(self) -> float:
-        """The tensors that were sent and received in a second."""
+        """The tensors sent and received per second."""
         return self.requests_per_s * self.nbytes / 1e9
 
     def percentile_ms(self, percent: float) -> float:
-        """What so many of the calls did not take longer than, in milliseconds."""
+        """Returns a percentile of the latencies in milliseconds."""
         return 1e3 * float(np.percentile(self.latencies_s, percent))
 
     @property
     def has_failed(self) -> bool:
-        """Whether there was an error, other than that such a request cannot go this way to this server."""
+        """Whether there was an error, other than that this server does not take such a request over this transport."""
         if isinstance(self.error, bngrad.ResourceExhaustedError) and self.error.retry_delay_s is None:
-            return False  # It is too large.
+            return False  # the message is too large
         if self.transport == "shared" and isinstance(self.error, bngrad.UnavailableError):
-            return False  # No memory is shared.
+            return False  # no memory is shared
         return self.error is not None
 
 
 def measure(
     client: bngrad.Client,
-    request: Request,
+    request: SampleRequest,
     measurement: Measurement,
     seconds: float,
     callers: int,
     stopping: threading.Event,
     on_tick: Callable[[], None],
 ) -> None:
-    """Has callers send a request, each as soon as its last one was answered.
+    """Sends a request again and again from several threads, each after its last call was answered.
 
-    Ctrl-C sets ``stopping`` and closes the client; what was answered until then counts.
+    Ctrl-C sets ``stopping`` and closes the client; the calls answered until then count.
 
     Args:
         client: Makes the calls.
-        request: What to send.
-        measurement: Where to put what comes of it.
+        request: The request.
+        measurement: Gets the results.
         seconds: How long to send.
-        callers: How many there are.
-        stopping: Ends it sooner.
-        on_tick: Is called ten times a second meanwhile.
+        callers: The number of threads.
+        stopping: Ends the measurement early when set.
+        on_tick: Called ten times a second meanwhile.
     """
     began = time.perf_counter()
     try:
         if measurement.transport == "shared":
             request = _in_shared_memory(request, client)
-        _send(client, request, measurement.transport, lambda _: False)  # It may open connections.
+        _send(client, request, measurement.transport, lambda _: False)  # a first call, which may open connections
         began = time.perf_counter()
 
         def goes_on(latency_s: float) -> bool:
@@ -113,8 +113,8 @@ def measure(
     measurement.seconds = time.perf_counter() - began
 
 
-def _send(client: bngrad.Client, request: Request, transport: str, goes_on: Callable[[float], bool]) -> None:
-    """Sends a request until somebody, who is told how long each call took, has enough of it."""
+def _send(client: bngrad.Client, request: SampleRequest, transport: str, goes_on: Callable[[float], bool]) -> None:
+    """Sends a request until ``goes_on``, called with the seconds of each call, returns False."""
     y_backprop = request.inputs[0]
     out = client.empty(y_backprop.shape, y_backprop.dtype) if transport == "shared" else None
     while True:
@@ -124,7 +124,7 @@ def _send(client: bngrad.Client, request: Request, transport: str, goes_on: Call
             return
 
 
-def _in_shared_memory(request: Request, client: bngrad.Client) -> Request:
+def _in_shared_memory(request: SampleRequest, client: bngrad.Client) -> SampleRequest:
     inputs = list(request.inputs)
     for index, array in enumerate(inputs[:2]):
         inputs[index] = client.empty(array.shape, array.dtype)

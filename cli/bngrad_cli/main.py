@@ -1,4 +1,4 @@
-"""The command ``bngrad``. The command ``bngrad NAME`` is ``NAME`` in the module of this name."""
+"""The group of commands: ``bngrad NAME`` is the function ``NAME`` of ``bngrad_cli.commands.NAME``."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from bngrad_wire import __version__
 _COMMANDS = {
     "serve": "Runs a server.",
     "config": "Prints the settings in effect, and where they come from.",
-    "check": "Checks that a server does what it should.",
-    "info": "Says what a server is: version, devices, limits, endpoints.",
+    "check": "Checks that a server works.",
+    "info": "Prints a server's version, devices, limits and endpoints.",
     "bench": "Measures how fast a server answers.",
-    "top": "Shows what a server does, in a terminal.",
-    "demo": "Sends real gradients, checks the answers.",
-    "token": "Makes tokens, by which a server knows its clients.",
-    "completion": "Prints a script by which the shell completes bngrad's words.",
+    "top": "Shows a server's activity in the terminal.",
+    "demo": "Checks real gradients on a server of its own.",
+    "token": "Makes the tokens by which a server knows its clients.",
+    "completion": "Prints a completion script for the shell.",
 }
 
 
 class _Commands(click.Group):
-    """Imports a command when it is to run: one that needs little starts soon, and so do help and completion."""
+    """Imports a command only when it runs, so that small ones, help and completion start fast."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -32,8 +32,8 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        # Read when grpcio is imported. It has lines of its own, not in the form of the log, for every stranger who
-        # speaks TLS badly; and of what goes wrong with a call, the command says what there is to say.
+        # grpcio reads this at its import. Its own lines, such as one for each failed handshake, would mix with the
+        # log of the server and with the errors of the other commands.
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
         command: click.Command = getattr(importlib.import_module(f"bngrad_cli.commands.{cmd_name}"), cmd_name)
         return command

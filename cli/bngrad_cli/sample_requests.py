@@ -1,4 +1,4 @@
-"""Requests that commands send, and how far the answers to them are off."""
+"""The requests that commands send, and the check of their results."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ DTYPES = {dtype.name: dtype for dtype in (np.dtype(np.float32), np.dtype(np.floa
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """A call to make.
+class SampleRequest:
+    """A call to make, with its tensors.
 
     Attributes:
         op: V3, V2, oneDNN, or GradGrad for the gradients of the gradients.
         data: Where the tensors come from.
-        data_format: As the op takes it.
-        epsilon: As the op takes it.
-        inputs: y_backprop, x, scale, mean, variance; in front of them, for GradGrad, the gradients of the outputs.
+        data_format: The argument of the op.
+        epsilon: The argument of the op.
+        inputs: y_backprop, x, scale, mean, variance; for GradGrad after the gradients of the three outputs.
     """
 
     op: str
@@ -37,7 +37,7 @@ class Request:
 
     @property
     def spec(self) -> Spec:
-        """What is to be computed."""
+        """The specification of the computation."""
         *_, x, scale, _, _ = self.inputs
         axis = _channel_axis(self.data_format, x.shape)
         order = 2 if self.op == "GradGrad" else 1
@@ -45,13 +45,13 @@ class Request:
 
     @property
     def nbytes(self) -> int:
-        """The size of the tensors that are sent and received, in bytes."""
+        """The bytes of all tensors sent and received."""
         *_, x, scale, _, _ = self.inputs
         outputs = (x, x, scale) if self.op == "GradGrad" else (x, scale, scale)
         return sum(array.nbytes for array in (*self.inputs, *outputs))
 
     def send(self, client: bngrad.Client, out: Array | None = None) -> tuple[Array, ...]:
-        """Makes the call; out is where to put the gradient of x."""
+        """Makes the call, and returns its outputs; the gradient of x goes into ``out`` if given."""
         attributes: dict[str, Any] = {"epsilon": self.epsilon, "data_format": self.data_format}
         if self.op == "GradGrad":
             of_x, of_scale, of_offset, y_backprop, x, scale, mean, variance = self.inputs
@@ -67,7 +67,7 @@ class Request:
         return client.fused_batch_norm_grad_v3(y_backprop, x, scale, mean, variance, None, **attributes)
 
     def is_right(self, outputs: tuple[Array, ...]) -> bool:
-        """Whether an answer is as near to the float64 reference as is promised."""
+        """Whether the outputs differ from the float64 reference by no more than the documented tolerances."""
         if self.op == "GradGrad":
             errors: tuple[float, ...] = tolerances.grad_grad_errors(self.spec, self.inputs, outputs)
             bounds: tuple[float, ...] = tolerances.grad_grad_bounds(self.spec)
@@ -78,8 +78,8 @@ class Request:
 
 def random_request(
     op: str, data_format: str, dtype: np.dtype[Any], shape: tuple[int, ...], data: str = "random"
-) -> Request:
-    """A request of random tensors, the same at every call."""
+) -> SampleRequest:
+    """Makes a request of random tensors, the same at every call."""
     rng = np.random.default_rng(0)
     channels = shape[_channel_axis(data_format, shape)]
 
@@ -91,7 +91,7 @@ def random_request(
 
     gradients = (tensor(), vector(), vector()) if op == "GradGrad" else ()
     inputs = (*gradients, tensor(), tensor(), vector(), vector(), vector())
-    return Request(op, data, data_format, 1e-5, inputs)
+    return SampleRequest(op, data, data_format, 1e-5, inputs)
 
 
 def _channel_axis(data_format: str, shape: tuple[int, ...]) -> int:

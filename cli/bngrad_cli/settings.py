@@ -1,4 +1,4 @@
-"""The settings of a server as an operator gives them: by flags, in the environment, in a file."""
+"""Reads the settings of a server from flags, the environment and a file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from bngrad_server.setting_types import Computed, Metavar
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 _FIELDS = {setting_name(name): field for name, field in ServerConfig.model_fields.items()}
-# Variables of the tests; and what Kubernetes tells a pod of a service whose name begins with bngrad.
+# The variables of the tests, and those that Kubernetes sets in a pod for a Service whose name begins with bngrad.
 _NO_SETTING = re.compile(r"BNGRAD_(CONFIG$|TEST_|REQUIRE_|(\w+_)?SERVICE_(HOST|PORT)|(\w+_)?PORT_\d+_(TCP|UDP))")
 
 
@@ -30,10 +30,10 @@ class Setting:
     """A setting in effect.
 
     Attributes:
-        name: What it is called.
-        field: What the model says of it.
-        value: What it is.
-        origin: The flag, the variable or the file that says so, or "default".
+        name: Its name in files.
+        field: Its field in `ServerConfig`.
+        value: Its value.
+        origin: The flag, variable or file that gave the value, or "default".
     """
 
     name: str
@@ -43,23 +43,23 @@ class Setting:
 
 
 class SettingsError(click.ClickException):
-    """A setting is impossible or unknown; the message names it, what it is, and what it should be."""
+    """A setting is invalid or unknown; the message names it, its value and what is expected."""
 
     exit_code = 2
 
 
 def flag(name: str) -> str:
-    """The option of a setting."""
+    """Returns the option of a setting."""
     return "--" + name.replace("_", "-")
 
 
 def variable(name: str) -> str:
-    """The environment's variable of a setting."""
+    """Returns the environment variable of a setting."""
     return f"{ServerConfig.model_config['env_prefix']}{name.upper()}"
 
 
 def metavar(field: FieldInfo) -> str:
-    """What stands for a setting's value, with its unit."""
+    """Returns the placeholder of a setting's value in the help, such as its unit."""
     if get_origin(field.annotation) is Literal:
         return f"[{'|'.join(get_args(field.annotation))}]"
     given = next((each for each in field.metadata if isinstance(each, Metavar)), None)
@@ -68,7 +68,7 @@ def metavar(field: FieldInfo) -> str:
 
 
 def default_text(field: FieldInfo) -> str:
-    """A setting's default, in words where the machine decides."""
+    """Returns a setting's default, in words where it depends on the machine."""
     computed = next((each for each in field.metadata if isinstance(each, Computed)), None)
     if computed is not None:
         return computed
@@ -79,7 +79,7 @@ def default_text(field: FieldInfo) -> str:
 
 
 def as_text(value: Any) -> str:
-    """A value as one writes it in the environment."""
+    """Returns a value as it is written in the environment."""
     if isinstance(value, tuple):
         return ",".join(map(str, value))
     if isinstance(value, float):
@@ -88,7 +88,7 @@ def as_text(value: Any) -> str:
 
 
 def settings_options(command: Command) -> Command:
-    """Gives a command an option for each setting, and ``--config``; it gets them as keyword arguments."""
+    """Adds an option for each setting, and ``--config``, which the command gets as keyword arguments."""
     for name, field in reversed(_FIELDS.items()):
         command = _option(name, field)(command)
     config = click.option(
@@ -96,13 +96,13 @@ def settings_options(command: Command) -> Command:
         type=click.Path(path_type=Path),
         envvar="BNGRAD_CONFIG",
         metavar="FILE",
-        help="TOML file of settings, by the names of the options: max_wait = 5. [env: BNGRAD_CONFIG]",
+        help="TOML file of settings, named as the options: max_wait = 5. [env: BNGRAD_CONFIG]",
     )
     return config(command)
 
 
 def _option(name: str, field: FieldInfo) -> Callable[[Command], Command]:
-    # All that a value must be, the model checks: it does so alike for flags, the environment and files.
+    # The model checks the values, in the same way for flags, the environment and files.
     details: dict[str, Any] = {"default": None, "metavar": metavar(field)}
     names = [flag(name)]
     if field.annotation is bool:
@@ -119,14 +119,14 @@ def _option(name: str, field: FieldInfo) -> Callable[[Command], Command]:
 
 
 def load(config: Path | None, flags: dict[str, Any]) -> tuple[ServerConfig, list[Setting]]:
-    """The settings in effect: a flag goes before the environment, that before the file, that before the default.
+    """Returns the settings in effect: flags override the environment, which overrides the file.
 
     Args:
         config: The file, if there is one.
-        flags: What the flags say; None and nothing for those that were not given.
+        flags: The values of the flags; None or empty for those not given.
 
     Raises:
-        SettingsError: A setting is impossible or unknown, or the file cannot be read.
+        SettingsError: A setting is invalid or unknown, or the file cannot be read.
     """
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
@@ -180,11 +180,11 @@ def _hint(name: str, spell: Callable[[str], str]) -> str:
 
 
 def _complaints(error: ValidationError, origins: dict[str, str]) -> Iterator[str]:
-    """What is wrong, a line for each setting."""
+    """Describes what is wrong, a line for each setting."""
     seen: set[str] = set()
     for each in error.errors(include_url=False):
         message = each["msg"].removeprefix("Value error, ").replace("Input should", "it should", 1)
-        if not each["loc"]:  # several settings together
+        if not each["loc"]:  # a check of several settings
             yield message
             continue
         name = setting_name(str(each["loc"][0]))

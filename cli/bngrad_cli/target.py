@@ -1,9 +1,8 @@
-"""The server that a command talks to: its address, and how it is reached."""
+"""The server that a command talks to: its address, TLS and token."""
 
 from __future__ import annotations
 
 import functools
-import re
 import socket
 import ssl
 from collections.abc import Callable, Iterator
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from bngrad_wire.addresses import is_local
+from bngrad_wire.addresses import MAX_PORT, host_and_port, is_local, unix_path
 
 if TYPE_CHECKING:
     import grpc
@@ -23,33 +22,36 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-_HOST_AND_PORT = re.compile(r"(\[[^\]]+\]|[^:/\[\]]+):(\d{1,5})")
 _HEALTH_METHOD = "/grpc.health.v1.Health/Check"
 _SERVING = b"\x08\x01"
-"""A ``grpc.health.v1.HealthCheckResponse`` that says SERVING."""
+"""A ``grpc.health.v1.HealthCheckResponse`` with SERVING."""
 _TLS_HINTS = {
     "WRONG_VERSION_NUMBER": "it speaks none, so leave out the options of TLS: ",
-    "CERTIFICATE_VERIFY_FAILED": "its certificate is not good for the authorities known here, see --tls-ca: ",
+    "CERTIFICATE_VERIFY_FAILED": "no authority known here has signed its certificate, see --tls-ca: ",
     "security handshaker": "--tls-ca, --tls-certificate or --tls-key has nothing of use: ",
 }
 
 
 class TargetError(click.ClickException):
-    """The server cannot be reached, or does not do what it should; the message says what to do about it."""
+    """The server cannot be reached, or does not work; the message says what to do."""
+
+
+class NotOfferedError(Exception):
+    """The server does not offer something optional; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server, as the options of a command describe it.
+    """A server, as the argument and options of a command describe it.
 
     Attributes:
         address: ``HOST:PORT`` or ``unix:PATH``.
-        timeout_s: How long a call may take, in seconds.
-        tls: Whether to speak TLS.
-        tls_ca: The authorities to know the server by; None for those that the system trusts. Files, as the next ones.
-        tls_certificate: The certificate to show.
-        tls_key: Its key.
-        token_file: The token to show.
+        timeout_s: The time limit of each call, in seconds.
+        tls: Whether to use TLS.
+        tls_ca: The file of authorities for the server's certificate; None for those that the system trusts.
+        tls_certificate: The file of the client's certificate.
+        tls_key: The file of its key.
+        token_file: The file of the client's token.
     """
 
     address: str
@@ -62,12 +64,12 @@ class Target:
 
     @contextmanager
     def client(self, **arguments: Any) -> Iterator[bngrad.Client]:
-        """A client, for the length of a ``with`` block; further arguments are those of `bngrad.Client`.
+        """Opens a client for a ``with`` block; further arguments are those of `bngrad.Client`.
 
         Raises:
-            TargetError: What is done in the block ended with an error of the client, which is the ``__cause__``.
+            TargetError: The block raised an error of the client, which is the ``__cause__``.
         """
-        import bngrad  # noqa: PLC0415 - it takes longer than asking for the server's health
+        import bngrad  # noqa: PLC0415 - its import takes longer than asking for the server's health
 
         try:
             tls = bngrad.Tls(self.tls_ca, self.tls_certificate, self.tls_key) if self.tls else False
@@ -78,8 +80,8 @@ class Target:
             raise TargetError(str(error)) from error
 
     def channel(self) -> grpc.Channel:
-        """A channel for calls that are none of an op."""
-        import grpc  # noqa: PLC0415 - a command that is written wrongly is refused sooner without
+        """Opens a channel for calls that are not of an op."""
+        import grpc  # noqa: PLC0415 - a wrong command line is refused faster without it
 
         options = [("grpc.enable_http_proxy", 0)]
         if not self.tls or self.address.startswith("unix:"):
@@ -88,10 +90,10 @@ class Target:
         return grpc.secure_channel(self.address, grpc.ssl_channel_credentials(*map(_read, files)), options)
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What calls on the channel say of the caller.
+        """Returns the metadata of calls on the channel.
 
         Raises:
-            TargetError: The token would travel in the clear, or cannot be read.
+            TargetError: The token would travel unencrypted, or cannot be read.
         """
         token = _read(self.token_file)
         if token is None:
@@ -101,10 +103,10 @@ class Target:
         return (("authorization", f"Bearer {token.decode(errors='replace').strip()}"),)
 
     def connect(self) -> None:
-        """Makes sure that somebody listens there: the system knows better than gRPC what is wrong if not.
+        """Checks that a connection can be made; the system's errors say more than gRPC's.
 
         Raises:
-            TargetError: Nobody can be reached.
+            TargetError: It cannot.
         """
         try:
             with self._connected():
@@ -114,16 +116,16 @@ class Target:
         except socket.gaierror as error:
             raise TargetError(f"{self.address} names no host that is known here: {error.strerror}") from error
         except ConnectionRefusedError as error:
-            raise TargetError(f"nobody listens on {self.address}: is `bngrad serve` running there?") from error
+            raise TargetError(f"nothing listens on {self.address}: is `bngrad serve` running there?") from error
         except (OSError, UnicodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             raise TargetError(f"{self.address} cannot be reached: {reason}") from error
 
     def is_serving(self) -> bool:
-        """Whether the server says that it takes requests.
+        """Asks the server whether it takes requests.
 
         Raises:
-            TargetError: It does not say.
+            TargetError: It does not answer that.
         """
         metadata = self.metadata()
         self.connect()
@@ -137,7 +139,7 @@ class Target:
                 raise TargetError(self._explained(error)) from error
 
     def check_serving(self) -> None:
-        """Makes sure that the server takes requests.
+        """Checks that the server takes requests.
 
         Raises:
             TargetError: It does not.
@@ -145,25 +147,26 @@ class Target:
         if not self.is_serving():
             raise TargetError(
                 f"{self.address} is NOT_SERVING: no worker is ready. A server that has just started may compile for "
-                "some minutes; the log of another one says why its workers ended."
+                "some minutes; otherwise its log says why its workers ended."
             )
 
     def _connected(self) -> socket.socket:
-        if self.address.startswith("unix:"):
-            connection = socket.socket(socket.AF_UNIX)
-            connection.settimeout(self.timeout_s)
-            try:
-                connection.connect(self.address.removeprefix("unix:"))
-            except BaseException:
-                connection.close()
-                raise
-            return connection
-        host, _, port = self.address.rpartition(":")
-        return socket.create_connection((host.strip("[]"), int(port)), self.timeout_s)
+        path, place = unix_path(self.address), host_and_port(self.address)
+        if path is None:
+            assert place is not None
+            return socket.create_connection(place, self.timeout_s)
+        connection = socket.socket(socket.AF_UNIX)
+        connection.settimeout(self.timeout_s)
+        try:
+            connection.connect(path)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
 
     def _speaks_tls(self) -> bool:
         context = ssl.create_default_context()
-        context.check_hostname = False  # Whoever it is, it is not told anything.
+        context.check_hostname = False  # nothing is sent, so any certificate will do
         context.verify_mode = ssl.CERT_NONE
         try:
             with self._connected() as connection, context.wrap_socket(connection):
@@ -172,8 +175,7 @@ class Target:
             return False
 
     def _explained(self, error: grpc.RpcError) -> str:
-        # What a channel raises is a grpc.Call too.
-        code, details = error.code().name, error.details()
+        code, details = error.code().name, error.details()  # a channel's errors are grpc.Call too
         if code == "UNIMPLEMENTED":
             return f"{self.address} is a gRPC server, but not one of bngrad: {details}"
         if code == "DEADLINE_EXCEEDED":
@@ -203,18 +205,18 @@ def _read(path: Path | None) -> bytes | None:
 
 
 def _address(context: click.Context, parameter: click.Parameter, value: str) -> str:
-    found = _HOST_AND_PORT.fullmatch(value)
-    is_port = found is not None and 0 < int(found[2]) < 2**16
-    if not (is_port or (value.startswith("unix:") and value != "unix:")):
+    place = host_and_port(value)
+    is_valid = bool(unix_path(value)) if place is None else 0 < place[1] <= MAX_PORT
+    if not is_valid:
         raise click.BadParameter(f"it should be HOST:PORT or unix:PATH, not {value!r}")
     return value
 
 
 def with_target(default_timeout_s: float) -> Callable[[Command], Command]:
-    """Gives a command a `Target`, as its first argument, and the options that make one.
+    """Adds the argument and options of a `Target`, which the command gets as its first argument.
 
     Args:
-        default_timeout_s: How long a call may take where --timeout does not say, in seconds.
+        default_timeout_s: The default of --timeout, in seconds.
     """
 
     def decorate(command: Command) -> Command:
@@ -226,15 +228,15 @@ def with_target(default_timeout_s: float) -> Callable[[Command], Command]:
             default=default_timeout_s,
             show_default=True,
             metavar="SECONDS",
-            help="How long a call may take.",
+            help="Time limit of each call.",
         )
-        @click.option("--tls", is_flag=True, help="Speak TLS; any of the next three says so too.")
+        @click.option("--tls", is_flag=True, help="Use TLS; implied by the next three options.")
         @_file_option(
-            "--tls-ca", "Authorities to know the server by, a PEM file, instead of those that the system trusts."
+            "--tls-ca", "Authorities for the server's certificate, a PEM file, instead of those that the system trusts."
         )
-        @_file_option("--tls-certificate", "Certificate to show, a PEM file, for servers that ask for one.")
-        @_file_option("--tls-key", "Its private key, a PEM file.")
-        @_file_option("--token-file", "File that has the token to show.")
+        @_file_option("--tls-certificate", "Client certificate, a PEM file, for servers that ask for one.")
+        @_file_option("--tls-key", "Private key of the client certificate, a PEM file.")
+        @_file_option("--token-file", "File with the token to send.")
         @functools.wraps(command)
         def wrapped(address: str, timeout_s: float, **others: Any) -> Any:
             files = {name: others.pop(name) for name in ("tls_ca", "tls_certificate", "tls_key", "token_file")}

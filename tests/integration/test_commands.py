@@ -236,7 +236,7 @@ def test_what_is_no_server_of_bngrad_is_told(peer: Callable[[], Any], complaint:
     ("target", "complaint", "code"),
     [
         ("nowhere.invalid:50051", "names no host that is known here", 1),
-        ("localhost:1", "nobody listens on localhost:1: is `bngrad serve` running there?", 1),
+        ("localhost:1", "nothing listens on localhost:1: is `bngrad serve` running there?", 1),
         ("unix:/nowhere.sock", "unix:/nowhere.sock cannot be reached: No such file or directory", 1),
         ("localhost", "it should be HOST:PORT or unix:PATH, not 'localhost'", 2),
         ("http://localhost:1", "it should be HOST:PORT or unix:PATH", 2),

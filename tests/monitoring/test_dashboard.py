@@ -98,7 +98,7 @@ def test_top_gives_scripts_json(http: str) -> None:
 def test_top_says_what_is_wrong_where_nobody_answers(tmp_path: Path) -> None:
     result = CliRunner().invoke(command_line, ["top", "127.0.0.1:1", "--once"])
     assert result.exit_code == 1
-    assert "nothing can be read from http://127.0.0.1:1/status.json: " in result.output
+    assert "cannot read http://127.0.0.1:1/status.json: " in result.output
     assert "start the server with --http HOST:PORT" in result.output
 
 
@@ -107,7 +107,7 @@ def test_top_says_what_is_wrong_where_something_else_answers() -> None:
         threading.Thread(target=_answer_in_binary, args=(listener,)).start()
         result = CliRunner().invoke(command_line, ["top", f"127.0.0.1:{listener.getsockname()[1]}", "--once"])
     assert (result.exit_code, result.output.count("\n")) == (1, 1)
-    assert "it is no HTTP port of bngrad; start the server with --http HOST:PORT" in result.output
+    assert "it is not an HTTP port of bngrad; start the server with --http HOST:PORT" in result.output
 
 
 def _answer_in_binary(listener: socket.socket) -> None:

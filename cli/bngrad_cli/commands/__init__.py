@@ -1,1 +1,1 @@
-"""The subcommands of ``bngrad``; each is the function of the same name in its module."""
+"""The commands of ``bngrad``, each the function of the same name in its module."""

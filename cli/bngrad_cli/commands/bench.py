@@ -1,4 +1,4 @@
-"""``bngrad bench``: how fast a server answers, by shape and by the way that tensors go."""
+"""``bngrad bench``: measures how fast a server answers, by shape and transport."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rich.table import Table
 
 import bngrad
 from bngrad_cli.load_generator import Measurement, measure
-from bngrad_cli.sample_requests import DTYPES, Request, random_request
+from bngrad_cli.sample_requests import DTYPES, SampleRequest, random_request
 from bngrad_cli.target import Target, TargetError, with_target
 
 _TRANSPORTS = ("auto", "shared", "stream", "unary")
@@ -35,9 +35,9 @@ _PERCENTILES = (50, 90, 99)
 _TICKS_PER_S = 10
 _INTERRUPTED = 130
 _CAPTION = """\
-Layers of ResNet-50 at batch 32, and a tiny one. ms: what 50, 90 and 99 % of
-the calls took at most. GB/s: tensors sent and received. auto takes the fastest
-way by itself; with shared, the caller's arrays lie in the shared memory."""
+Layers of ResNet-50 at batch 32, and a tiny one. ms: 50, 90 and 99 % of the calls
+took at most this long. GB/s: tensors sent and received. auto chooses the fastest
+transport; with shared, the arrays of the caller lie in the shared memory."""
 
 
 @click.command()
@@ -50,7 +50,13 @@ way by itself; with shared, the caller's arrays lie in the shared memory."""
     metavar="SECONDS",
     help="How long to measure each line of the table.",
 )
-@click.option("--concurrency", type=click.IntRange(1, 256), default=1, show_default=True, help="Callers at once.")
+@click.option(
+    "--concurrency",
+    type=click.IntRange(1, 256),
+    default=1,
+    show_default=True,
+    help="Threads that call at the same time.",
+)
 @click.option(
     "--layer",
     "layers",
@@ -58,7 +64,7 @@ way by itself; with shared, the caller's arrays lie in the shared memory."""
     multiple=True,
     default=tuple(_LAYERS),
     show_default="all",
-    help="What shape the tensors have; may be given several times.",
+    help="Shape of the tensors; may be given several times.",
 )
 @click.option(
     "--transport",
@@ -67,9 +73,15 @@ way by itself; with shared, the caller's arrays lie in the shared memory."""
     multiple=True,
     default=_TRANSPORTS,
     show_default="all",
-    help="How tensors go; may be given several times.",
+    help="Transport of the tensors; may be given several times.",
 )
-@click.option("--dtype", type=click.Choice(list(DTYPES)), default="float32", show_default=True, help="Of the tensors.")
+@click.option(
+    "--dtype",
+    type=click.Choice(list(DTYPES)),
+    default="float32",
+    show_default=True,
+    help="Element type of the tensors.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def bench(
     target: Target,
@@ -82,8 +94,8 @@ def bench(
 ) -> None:
     """Measures how fast a server answers.
 
-    TARGET is HOST:PORT or unix:PATH, localhost:50051 if it is left out. Ctrl-C ends it early, with the table of what
-    was measured until then.
+    TARGET is HOST:PORT or unix:PATH, by default localhost:50051. Ctrl-C ends the measurement early, and prints the
+    table of what was measured until then.
     """
     target.check_serving()
     with target.client() as client:
@@ -109,7 +121,7 @@ def _measure_all(
     concurrency: int,
     stopping: threading.Event,
 ) -> list[Measurement]:
-    """Measures every layer over every way; ends sooner where a call fails, or by Ctrl-C, which sets ``stopping``."""
+    """Measures every layer over every transport; ends early if a call fails, or by Ctrl-C, which sets ``stopping``."""
     done: list[Measurement] = []
     with contextlib.ExitStack() as stack:
         clients = {name: stack.enter_context(target.client(transport=name)) for name in dict.fromkeys(transports)}
@@ -129,7 +141,9 @@ def _measure_all(
     return done
 
 
-def _cases(layers: Iterable[str], dtype: np.dtype[Any], transports: Iterable[str]) -> Iterator[tuple[Request, str]]:
+def _cases(
+    layers: Iterable[str], dtype: np.dtype[Any], transports: Iterable[str]
+) -> Iterator[tuple[SampleRequest, str]]:
     for layer in dict.fromkeys(layers):
         request = random_request("V3", "NHWC", dtype, _LAYERS[layer], layer)
         yield from ((request, transport) for transport in transports)
@@ -160,7 +174,7 @@ def _as_json(
 
 
 def _numbers(measurement: Measurement) -> dict[str, float]:
-    """Percentiles and rates, where anything was measured."""
+    """Returns percentiles and rates; nothing if no call was answered."""
     if not measurement.latencies_s:
         return {}
     return {
@@ -194,7 +208,7 @@ def _print_table(
 
 
 def _short(number: float) -> str:
-    """Three digits, or fewer of what is next to nothing, without an exponent."""
+    """Formats a number with three digits, fewer below 0.0001, and without an exponent."""
     if 0 < number < 1e-4:
         return f"{number:.6f}"
     return f"{number:.0f}" if number >= 100 else f"{number:#.3g}"

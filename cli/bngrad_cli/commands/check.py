@@ -1,4 +1,4 @@
-"""``bngrad check``: whether a server can be relied on."""
+"""``bngrad check``: checks that a server works."""
 
 from __future__ import annotations
 
@@ -9,47 +9,43 @@ from functools import partial
 
 import click
 
-from bngrad_cli.target import Target, TargetError, with_target
+from bngrad_cli.target import NotOfferedError, Target, TargetError, with_target
 
-_LOOK_AGAIN_S = 0.25
-
-
-class DoesNotApplyError(Exception):
-    """What a step would look at is not there, and need not be; the message says why."""
+_RETRY_DELAY_S = 0.25
 
 
 Step = Callable[[Target], str]
-"""Looks at one thing, and says what it saw; raises TargetError where that is not as it should be."""
+"""Checks one thing, and says what it found; raises TargetError for a fault, NotOfferedError for nothing to check."""
 
 
 @click.command()
 @with_target(default_timeout_s=10)
-@click.option("--quick", is_flag=True, help="Only ask for the server's health: cheap enough for every few seconds.")
+@click.option("--quick", is_flag=True, help="Only ask for the server's health; cheap enough to run every few seconds.")
 @click.option(
     "--wait",
     "wait_s",
     type=click.FloatRange(min=0),
     default=0,
     metavar="SECONDS",
-    help="How long the server may take to be healthy, for one that has just been started.",
+    help="How long to wait for the server to be healthy, for one that has just been started.",
 )
-@click.option("-q", "--quiet", is_flag=True, help="Print nothing but what is wrong.")
+@click.option("-q", "--quiet", is_flag=True, help="Print only what is wrong.")
 def check(target: Target, quick: bool, wait_s: float, quiet: bool) -> None:
-    """Checks that a server does what it should.
+    """Checks that a server works.
 
-    TARGET is HOST:PORT or unix:PATH, localhost:50051 if it is left out. The server must be healthy and have a device
-    that is ready. Over every way that tensors can go, small requests of every op, type and layout must come back right,
-    and with the same bits. The exit code is 1 if anything is wrong; what, and what to do, is then said.
+    TARGET is HOST:PORT or unix:PATH, by default localhost:50051. The server must be healthy and have a ready device.
+    Over every transport, small requests of every op, type and layout must have the right results, with the same bits.
+    If anything is wrong, the exit code is 1, and the last line says what, and what to do.
     """
     steps: dict[str, Step] = {"health": partial(health, wait_s=wait_s)}
     if not quick:
-        from bngrad_cli import checks  # noqa: PLC0415 - a look at the health should cost little
+        from bngrad_cli import checks  # noqa: PLC0415 - --quick must start fast
 
         steps |= checks.steps()
     for name, step in steps.items():
         try:
             mark, said = click.style("✓", fg="green"), step(target)
-        except DoesNotApplyError as reason:
+        except NotOfferedError as reason:
             mark, said = "-", str(reason)
         except TargetError as error:
             click.echo(f"{click.style('✗', fg='red')} {name:<8} {error.message}", err=True)
@@ -59,14 +55,14 @@ def check(target: Target, quick: bool, wait_s: float, quiet: bool) -> None:
 
 
 def health(target: Target, wait_s: float) -> str:
-    """Whether the server says that it takes requests, at once or within a time."""
+    """Waits until the server says that it takes requests."""
     deadline = time.monotonic() + wait_s
     while True:
         try:
             target.check_serving()
         except TargetError:
-            if time.monotonic() + _LOOK_AGAIN_S > deadline:
+            if time.monotonic() + _RETRY_DELAY_S > deadline:
                 raise
-            time.sleep(_LOOK_AGAIN_S)
+            time.sleep(_RETRY_DELAY_S)
         else:
             return f"{target.address} is SERVING"

@@ -1,4 +1,4 @@
-"""``bngrad completion``: for the shell to complete commands, options and their values."""
+"""``bngrad completion``: the shell completes commands, options and their values."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from click.shell_completion import get_completion_class
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @click.pass_context
 def completion(context: click.Context, shell: str) -> None:
-    """Prints a script by which the shell completes bngrad's words.
+    """Prints a completion script for the shell.
 
     \b
     bash: echo 'eval "$(bngrad completion bash)"' >> ~/.bashrc
     zsh:  echo 'eval "$(bngrad completion zsh)"' >> ~/.zshrc
     fish: bngrad completion fish > ~/.config/fish/completions/bngrad.fish
-    """  # noqa: D301 - click's mark for lines that stay as they are
+    """  # noqa: D301 - click does not rewrap what follows it
     shells = get_completion_class(shell)
     assert shells is not None
     click.echo(shells(context.find_root().command, {}, "bngrad", "_BNGRAD_COMPLETE").source())

@@ -1,4 +1,4 @@
-"""``bngrad config``."""
+"""``bngrad config``: prints the settings in effect."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from bngrad_cli.settings import Setting, as_text, load, metavar, settings_option
 
 @click.command()
 @settings_options
-@click.option("--json", "as_json", is_flag=True, help="Print JSON: of each setting the value and its origin.")
-@click.option("--toml", "as_toml", is_flag=True, help="Print a file that --config takes.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: the value and the origin of each setting.")
+@click.option("--toml", "as_toml", is_flag=True, help="Print a file for --config.")
 def config(config: Path | None, as_json: bool, as_toml: bool, **flags: Any) -> None:
     """Prints the settings in effect, and where they come from.
 
-    They are those that `bngrad serve` has with the same options, environment and file; what it refuses is refused.
+    They are those of `bngrad serve` with the same options, environment and file, and are checked in the same way.
     """
     if as_json and as_toml:
         raise click.UsageError("--json and --toml exclude each other")
@@ -35,12 +35,12 @@ def config(config: Path | None, as_json: bool, as_toml: bool, **flags: Any) -> N
 def _toml(setting: Setting) -> str:
     if setting.value is None:
         return f"# {setting.name} is not set"
-    # JSON's way to write texts, numbers and lists is TOML's too, where no character is escaped as two.
+    # Strings, numbers and lists are written in TOML as in JSON, but for its surrogate pairs.
     return f"{setting.name} = {json.dumps(setting.value, ensure_ascii=False, default=str)}  # {setting.origin}"
 
 
 def _print_table(effective: list[Setting]) -> None:
-    from rich import box  # noqa: PLC0415 - the other ways to print need none of it
+    from rich import box  # noqa: PLC0415 - JSON and TOML do not need it
     from rich.console import Console  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415
 

@@ -1,4 +1,4 @@
-"""``bngrad demo``: real gradients through a real server, and a look at every answer."""
+"""``bngrad demo``: sends real gradients to a server of its own, and checks every result."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ from rich.progress import track
 from rich.table import Table
 
 import bngrad
+import bngrad_server.config  # noqa: F401 - without the server extra, the demo fails at once
 from bngrad_cli.embedded import EmbeddedServer, ServerStartError
-from bngrad_cli.sample_requests import BFLOAT16, Request, random_request
+from bngrad_cli.sample_requests import BFLOAT16, SampleRequest, random_request
 from bngrad_kernels import tolerances
 
 _RESNET50_LAYER = (32, 56, 56, 64)
 _TIMED_SECONDS = 0.5
 _CAPTION = """\
 V3 and V2 are FusedBatchNormGradV3 and V2, oneDNN is BatchNormTrainingBackprop.
-ms: the median round trip, client to client. GB/s: tensors sent and received.
-error: the largest against float64, of x_backprop (relative to its largest
-value) and of the two sums (relative to the sum of their terms' moduli);
-whichever is nearer to its bound."""
+ms: the median round trip of the client. GB/s: tensors sent and received.
+error: the largest error against float64, of x_backprop (relative to its largest
+value) or of the two sums (relative to the sum of their terms' moduli), whichever
+is nearer to its bound."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
-    """What came of a request: how long it took, how far it was off."""
+class _Result:
+    """The result of a request: its time, its errors and their bounds."""
 
     seconds: float
     errors: tolerances.Errors
@@ -47,11 +48,10 @@ class _Answer:
 
 @click.command()
 def demo() -> None:
-    """Sends real gradients, checks the answers.
+    """Checks real gradients on a server of its own.
 
-    They go to a CPU server of the demo's own. The gradients were recorded from training a small convolutional network
-    on handwritten digits; random tensors of the size of a ResNet-50 layer follow. The exit code is 1 if an error is out
-    of bound.
+    The server computes on the CPU. The gradients were recorded while a small convolutional network learnt handwritten
+    digits; random tensors of the size of a ResNet-50 layer follow. The exit code is 1 if an error exceeds its bound.
     """
     console = Console()
     requests = [*_digits(), *_resnet50()]
@@ -68,17 +68,17 @@ def demo() -> None:
         seconds = time.monotonic() - begin
         description = f"{len(devices)} workers: {devices[0].description}"
         console.print(f"Ready on {server.target} after {seconds:.1f} s:\n{description}.")
-        answers = [_answer(request, client) for request in track(requests, "Requests", console=console)]
-    console.print(_table(requests, answers))
+        results = [_measure(request, client) for request in track(requests, "Requests", console=console)]
+    console.print(_table(requests, results))
     console.print(_CAPTION)
-    wrong = sum(not answer.is_right for answer in answers)
+    wrong = sum(not result.is_right for result in results)
     if wrong:
-        raise click.ClickException(f"{wrong} of {len(answers)} answers are out of bound.")
-    console.print(f"All {len(answers)} answers are within their bounds.")
+        raise click.ClickException(f"{wrong} of {len(results)} results exceed their bounds.")
+    console.print(f"All {len(results)} results are within their bounds.")
 
 
-def _digits() -> Iterator[Request]:
-    """What the batch norms of the network saw in a step of its training, see examples/record_digits.py."""
+def _digits() -> Iterator[SampleRequest]:
+    """The inputs of the network's batch norms in one training step, recorded by examples/record_digits.py."""
     with (importlib.resources.files("bngrad_cli.commands") / "digits.npz").open("rb") as file:
         recorded = dict(np.load(file))
     names = ("y_backprop", "x", "scale", "mean", "variance")
@@ -95,18 +95,18 @@ def _digits() -> Iterator[Request]:
         if data_format.endswith("C"):
             y_backprop, x = np.moveaxis(y_backprop, 1, -1), np.moveaxis(x, 1, -1)
         inputs = (y_backprop.astype(dtype), x.astype(dtype), *vectors)
-        yield Request(op, f"digits {layer[-1]}", data_format, float(recorded["epsilon"]), inputs)
+        yield SampleRequest(op, f"digits {layer[-1]}", data_format, float(recorded["epsilon"]), inputs)
 
 
-def _resnet50() -> Iterator[Request]:
+def _resnet50() -> Iterator[SampleRequest]:
     for dtype in (np.dtype(np.float32), BFLOAT16):
         yield random_request("V3", "NHWC", dtype, _RESNET50_LAYER, "ResNet-50")
 
 
-def _answer(request: Request, client: bngrad.Client) -> _Answer:
+def _measure(request: SampleRequest, client: bngrad.Client) -> _Result:
     outputs = request.send(client)
     spec = request.spec
-    return _Answer(
+    return _Result(
         _median_seconds(lambda: request.send(client)),
         tolerances.errors(spec, request.inputs, outputs),
         tolerances.bounds(spec),
@@ -122,26 +122,26 @@ def _median_seconds(call: Callable[[], Any]) -> float:
     return statistics.median(seconds)
 
 
-def _table(requests: list[Request], answers: list[_Answer]) -> Table:
+def _table(requests: list[SampleRequest], results: list[_Result]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
     for name in ("op", "data", "shape", "dtype", "format"):
         table.add_column(name, no_wrap=True)
     for name in ("ms", "GB/s", "error", "bound"):
         table.add_column(name, no_wrap=True, justify="right")
-    for request, answer in zip(requests, answers, strict=True):
+    for request, result in zip(requests, results, strict=True):
         shape, dtype = request.inputs[0].shape, request.inputs[0].dtype.name
-        # The error that comes nearest to its bound speaks for the answer.
-        error, bound = max(zip(answer.errors, answer.bounds, strict=True), key=lambda pair: pair[0] / pair[1])
+        # Show the error that is nearest to its bound.
+        error, bound = max(zip(result.errors, result.bounds, strict=True), key=lambda pair: pair[0] / pair[1])
         table.add_row(
             request.op,
             request.data,
             "x".join(map(str, shape)),
             dtype,
             request.data_format,
-            f"{1e3 * answer.seconds:.2f}",
-            f"{request.nbytes / answer.seconds / 1e9:.2f}",
+            f"{1e3 * result.seconds:.2f}",
+            f"{request.nbytes / result.seconds / 1e9:.2f}",
             f"{error:.1e}",
             f"{bound:.1e}",
-            style=None if answer.is_right else "bold red",
+            style=None if result.is_right else "bold red",
         )
     return table

@@ -1,4 +1,4 @@
-"""``bngrad info``: what a server is."""
+"""``bngrad info``: prints what a server tells about itself."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from bngrad_cli.target import Target, with_target
 @with_target(default_timeout_s=10)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def info(target: Target, as_json: bool) -> None:
-    """Says what a server is: version, devices, limits, endpoints.
+    """Prints a server's version, devices, limits and endpoints.
 
-    TARGET is HOST:PORT or unix:PATH, localhost:50051 if it is left out.
+    TARGET is HOST:PORT or unix:PATH, by default localhost:50051.
     """
     health = "SERVING" if target.is_serving() else "NOT_SERVING"
     with target.client() as client:
@@ -41,17 +41,17 @@ def _lines(server: bngrad.ServerInfo) -> list[tuple[str, str]]:
     return [
         *devices,
         *remark,
-        ("requests in it", str(server.requests)),
+        ("requests in flight", str(server.requests)),
         ("batches computed", _batches(server.batch_sizes) or "none"),
         ("largest message", f"{server.max_message_bytes / 2**20:.1f} MiB"),
         ("memory for tensors", f"{server.arena_bytes / 2**30:.2f} GiB"),
-        ("large tensors", f"TCP port {server.stream_port}" if server.stream_port else "no TCP port of their own"),
+        ("large tensors", f"TCP port {server.stream_port}" if server.stream_port else "no TCP port for them"),
         ("clients on its host", server.local_directory or "share no memory with it"),
         ("ops", ", ".join(server.ops)),
     ]
 
 
 def _batches(sizes: tuple[int, ...]) -> str:
-    """How many batches there were of how many requests; the ranges double."""
+    """Prints how many batches had how many requests, in ranges that double."""
     ranges = [str(2**k) if k == 0 else f"{2**k} to {2 ** (k + 1) - 1}" for k in range(len(sizes))]
     return ", ".join(f"{count} of {requests}" for requests, count in zip(ranges, sizes, strict=True) if count)

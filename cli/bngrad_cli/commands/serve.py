@@ -1,4 +1,4 @@
-"""``bngrad serve``."""
+"""``bngrad serve``: runs a server."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from bngrad_cli import settings
 def serve(config: Path | None, **flags: Any) -> None:
     """Runs a server.
 
-    SIGTERM or Ctrl-C stops it once the requests in flight have ended; a second one stops it at once.
+    SIGTERM or Ctrl-C stops it after the requests in flight have ended; a second one stops it at once.
 
-    Settings come from flags, then from the environment, then from the file that --config names. Seconds may be written
-    with ms, s, min or h, bytes with kB, MB, GB, KiB, MiB or GiB.
+    Each setting comes from its flag, else from the environment, else from the file that --config names. Seconds may
+    have the unit ms, s, min or h; bytes kB, MB, GB, TB, KiB, MiB, GiB or TiB.
     """
     effective, _ = settings.load(config, flags)
-    from bngrad_server import server  # noqa: PLC0415 - help, completion and refusals need none of it
+    from bngrad_server import server  # noqa: PLC0415 - help, completion and wrong settings do not need it
     from bngrad_server.errors import ListenError, TracingError, WorkerStartError  # noqa: PLC0415
     from bngrad_server.telemetry import logs  # noqa: PLC0415
 

@@ -1,4 +1,4 @@
-"""``bngrad token``."""
+"""``bngrad token``: makes the tokens by which a server knows its clients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bngrad_wire.tokens import new_token
 
 @click.group()
 def token() -> None:
-    """Makes tokens, by which a server knows its clients."""
+    """Makes the tokens by which a server knows its clients."""
 
 
 @token.command()
@@ -21,12 +21,12 @@ def token() -> None:
     "--token-file",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Add the line to this file, which is made if there is none, and print the token alone.",
+    help="Append the line to this file, created if needed, and print only the token.",
 )
 def new(name: str, token_file: Path | None) -> None:
-    """Makes a token for NAME: prints it, and the line for the file that `bngrad serve --token-file` reads.
+    """Makes a token for NAME, and prints it with its line for the file of `bngrad serve --token-file`.
 
-    The line has a hash of the token; nothing can tell the token again.
+    The line has only a hash of the token, so a lost token cannot be recovered.
     """
     try:
         secret, line = new_token(name)
@@ -44,7 +44,7 @@ def new(name: str, token_file: Path | None) -> None:
 
 
 def _append(path: Path, line: str) -> None:
-    """Adds a line, also to a file whose last one has no end."""
+    """Appends a line, also to a file whose last line has no newline."""
     with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), "r+", encoding="utf-8") as file:
         text = file.read()
         file.write(f"{'' if text == '' or text.endswith(chr(10)) else chr(10)}{line}\n")

@@ -1,4 +1,4 @@
-"""``bngrad top``: what a server does, in a terminal."""
+"""``bngrad top``: shows a server's activity in the terminal."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _SHOWN_FAILURES = 5
 
 @click.command()
 @click.argument("address", default="localhost:9464")
-@click.option("--once", is_flag=True, help="Show it once, for scripts.")
-@click.option("--json", "as_json", is_flag=True, help="Print what the server says of itself once, as JSON.")
+@click.option("--once", is_flag=True, help="Print the screen once, for scripts.")
+@click.option("--json", "as_json", is_flag=True, help="Print the server's status once, as JSON.")
 @click.option(
-    "--interval", type=click.FloatRange(min=0.1), default=1.0, show_default=True, help="Seconds between looks."
+    "--interval", type=click.FloatRange(min=0.1), default=1.0, show_default=True, help="Seconds between updates."
 )
 def top(address: str, *, once: bool, as_json: bool, interval: float) -> None:
-    """Shows what a server does, in a terminal.
+    """Shows a server's activity in the terminal.
 
-    ADDRESS is its HTTP port: what --http named when it was started.
+    ADDRESS is its HTTP port: the value of `bngrad serve --http`.
     """
     console = Console()
     status = _status(address)
@@ -50,7 +50,7 @@ def top(address: str, *, once: bool, as_json: bool, interval: float) -> None:
         ):
             while True:
                 time.sleep(interval)
-                live.update(_look(address))
+                live.update(_update(address))
 
 
 def _status(address: str) -> dict[str, Any]:
@@ -60,14 +60,14 @@ def _status(address: str) -> dict[str, Any]:
             status: dict[str, Any] = json.load(answer)
     except (OSError, ValueError, http.client.HTTPException) as error:
         is_other = isinstance(error, (ValueError, http.client.HTTPException))
-        reason = "it is no HTTP port of bngrad" if is_other else getattr(error, "reason", None) or error
-        hint = "start the server with --http HOST:PORT, and name that address here"
-        raise click.ClickException(f"nothing can be read from {url}/status.json: {reason}; {hint}") from error
+        reason = "it is not an HTTP port of bngrad" if is_other else getattr(error, "reason", None) or error
+        hint = "start the server with --http HOST:PORT, and give that address here"
+        raise click.ClickException(f"cannot read {url}/status.json: {reason}; {hint}") from error
     return status
 
 
-def _look(address: str) -> RenderableType:
-    """The screen, also while the server does not answer."""
+def _update(address: str) -> RenderableType:
+    """Returns the screen, with the error if the server does not answer."""
     try:
         return _screen(address, _status(address))
     except click.ClickException as error:
@@ -133,7 +133,7 @@ def _devices(server: dict[str, Any], points: list[dict[str, Any]]) -> Renderable
 
 
 def _times(recent: dict[str, Any]) -> RenderableType:
-    """How long the requests of the last minute took, and where their time went."""
+    """The latencies of the last minute, and the time by stage."""
     times = {"median": recent["p50"], "90 %": recent["p90"], "99 %": recent["p99"], **recent["stages"]}
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title="last minute", title_justify="left")
     for name in times:
@@ -143,7 +143,7 @@ def _times(recent: dict[str, Any]) -> RenderableType:
 
 
 def _minute(recent: dict[str, Any], points: list[dict[str, Any]]) -> RenderableType:
-    """The last minute: requests in each second, and how long how many of them took."""
+    """The last minute: requests per second, and the histogram of latencies."""
     table = Table.grid(padding=(0, 2))
     answered = _sparkline([point["answered"] for point in points[-_MINUTE_S:]])
     table.add_row(Text("requests/s", style="bold"), Text(answered, style="blue"))

@@ -1,28 +1,59 @@
-"""The command ``bngrad``."""
+"""The command ``bngrad``: its help, its version, and what it says without its extras."""
 
 from __future__ import annotations
 
+import subprocess
 import sys
 
 import click
 import pytest
 from click.testing import CliRunner
 
-from bngrad_cli import __main__
 from bngrad_cli.main import main as command_line
 from bngrad_wire import __version__
 
+SERVER_EXTRA = (
+    *("grpc_channelz", "grpc_health", "grpc_reflection", "grpc_status", "h11", "numba", "prometheus_client"),
+    *("pydantic", "pydantic_settings"),
+)
+_WITHOUT = """
+import sys
+sys.modules.update(dict.fromkeys({blocked}))  # None makes an import fail
+from bngrad_cli.__main__ import main
+sys.argv = {arguments}
+try:
+    main()
+finally:
+    print(*sorted(name for name, module in sys.modules.items() if module and name.startswith("bngrad_server")))
+"""
 
-@pytest.mark.parametrize("module", ["click", "pydantic"])
-def test_without_the_server_extra_the_command_says_what_to_install(
-    module: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in [name for name in sys.modules if name.startswith("bngrad_cli") and name != __main__.__name__]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, module, None)
-    monkeypatch.setattr(sys, "argv", ["bngrad", "serve", "--help"])
-    with pytest.raises(SystemExit, match=rf"no module {module}; .*: pip install 'bngrad\[server\]'"):
-        __main__.main()
+
+def run_without(*blocked: str, arguments: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+    """Runs a command in a process that cannot import some modules; its last line lists the server's modules."""
+    code = _WITHOUT.format(blocked=blocked, arguments=["bngrad", *arguments])
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+
+
+@pytest.mark.parametrize("command", ["serve", "config", "demo"])
+def test_without_the_server_extra_a_command_of_the_server_says_what_to_install(command: str) -> None:
+    ended = run_without(*SERVER_EXTRA, arguments=(command,))
+    assert ended.returncode == 1
+    assert ended.stderr == "bngrad: this command needs the module pydantic: pip install 'bngrad[server]'\n"
+
+
+@pytest.mark.parametrize("command", ["check", "info", "bench", "top", "token", "completion"])
+def test_other_commands_need_neither_the_server_nor_its_extra(command: str) -> None:
+    ended = run_without(*SERVER_EXTRA, "bngrad_server", arguments=(command, "--help"))
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.startswith(f"Usage: bngrad {command} ")
+    assert ended.stdout.endswith("\n\n")  # the line of the server's modules is empty
+
+
+@pytest.mark.parametrize("arguments", [("serve",), ("info",), ("token", "new", "alice"), ("--help",)], ids=" ".join)
+def test_without_any_extra_every_command_says_what_to_install(arguments: tuple[str, ...]) -> None:
+    ended = run_without("click", "rich", *SERVER_EXTRA, arguments=arguments)
+    assert ended.returncode == 1
+    assert ended.stderr == "bngrad: this command needs the module click: pip install 'bngrad[cli]'\n"
 
 
 def test_the_version_is_the_packages() -> None:
@@ -42,11 +73,11 @@ def test_a_wrong_option_is_named(arguments: list[str], words: str) -> None:
     assert words in result.output
 
 
-def test_help_tells_of_each_command_what_its_own_help_begins_with() -> None:
+def test_help_lists_each_command_with_the_first_line_of_its_own_help() -> None:
     context = click.Context(command_line)
     lines = [line.split(maxsplit=1) for line in CliRunner().invoke(command_line, ["--help"]).output.splitlines()]
-    told = {line[0]: line[1] for line in lines if len(line) == 2}
+    listed = {line[0]: line[1] for line in lines if len(line) == 2}
     for name in command_line.list_commands(context):
         command = command_line.get_command(context, name)
         assert command is not None
-        assert (command.help or "").splitlines()[0] == told[name]
+        assert (command.help or "").splitlines()[0] == listed[name]
