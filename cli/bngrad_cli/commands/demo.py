@@ -28,9 +28,9 @@ _TIMED_SECONDS = 0.5
 _CAPTION = """\
 V3 and V2 are FusedBatchNormGradV3 and V2, oneDNN is BatchNormTrainingBackprop.
 ms: the median round trip of the client. GB/s: tensors sent and received.
-error: the largest error against float64, of x_backprop (relative to its largest
-value) or of the two sums (relative to the sum of their terms' moduli), whichever
-is nearer to its bound."""
+error: the largest error against float64 of x_backprop (relative to its largest
+value) or of the two sums (relative to the sum of their terms' moduli), namely
+the one that is nearer to its bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +73,8 @@ def demo() -> None:
     console.print(_CAPTION)
     wrong = sum(not result.is_right for result in results)
     if wrong:
-        raise click.ClickException(f"{wrong} of {len(results)} results exceed their bounds.")
-    console.print(f"All {len(results)} results are within their bounds.")
+        raise click.ClickException(f"{wrong} of {len(results)} answers exceed their bounds.")
+    console.print(f"All {len(results)} answers are within their bounds.")
 
 
 def _digits() -> Iterator[SampleRequest]:
