@@ -35,9 +35,9 @@ _PERCENTILES = (50, 90, 99)
 _TICKS_PER_S = 10
 _INTERRUPTED = 130
 _CAPTION = """\
-Layers of ResNet-50 at batch 32, and a tiny one. ms: 50, 90 and 99 % of the calls
-took at most this long. GB/s: tensors sent and received. auto chooses the fastest
-transport; with shared, the arrays of the caller lie in the shared memory."""
+Layers of ResNet-50 at batch 32, and a tiny one. ms: 50, 90 and 99 % of the
+calls took at most this long. GB/s: tensors sent and received. auto chooses the
+fastest transport; with shared, the arrays of the caller lie in shared memory."""
 
 
 @click.command()
