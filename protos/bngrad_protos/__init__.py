@@ -1,1 +1,1 @@
-"""The protocol of bngrad: proto package ``bngrad.v1`` and the code generated from it."""
+"""The protocol: proto package ``bngrad.v1`` and the code generated from it."""

@@ -1,3 +1,3 @@
-"""How tensors travel: what both ends of a connection share."""
+"""The wire formats and transports that client and server share."""
 
 __version__ = "0.1.0"

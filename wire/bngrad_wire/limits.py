@@ -1,10 +1,10 @@
-"""What both ends have to agree on, beside the messages."""
+"""Limits that client and server share."""
 
 from __future__ import annotations
 
 MAX_PROTOBUF_NBYTES = 2**31 - 1
-"""The largest message that protobuf can hold, in bytes."""
+"""The largest message that protobuf can encode, in bytes."""
 MAX_PRIORITY = 8
-"""Priorities are from its negative to this."""
+"""Priorities are from -MAX_PRIORITY to MAX_PRIORITY."""
 REGION_NBYTES = 64 * 2**20
-"""The least memory that the SDK has a server on its host share, in bytes; a larger array takes a region for itself."""
+"""The smallest region that the SDK leases from a server on its host, in bytes; a larger array has its own region."""

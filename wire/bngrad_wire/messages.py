@@ -1,8 +1,7 @@
-"""Messages that hold tensors, without a copy of their elements.
+"""Reads and writes messages that hold tensors, without copying the elements.
 
-Both ends read and write these messages here rather than with the generated classes, which copy every element at least
-once. The bytes on the wire are protobuf's, to the letter: https://protobuf.dev/programming-guides/encoding/. Everything
-but the elements still goes through the generated classes.
+The generated classes copy every element at least once, so they handle everything except the elements. The bytes on the
+wire are exactly protobuf's: https://protobuf.dev/programming-guides/encoding/.
 """
 
 from __future__ import annotations
@@ -26,30 +25,30 @@ _VARINT, _FIXED64, _LEN, _START_GROUP, _END_GROUP, _FIXED32 = range(6)
 _DATA_FIELD = pb.Tensor.DESCRIPTOR.fields_by_name["data"].number
 
 PREFIX_NBYTES = 6
-"""What `only_field` has to see of a message, in bytes."""
+"""How much of a message `only_field` needs, in bytes."""
 
 _MAX_DEPTH = 100
-"""Protobuf's own limit for groups in groups."""
+"""Protobuf's limit for nested groups."""
 _MAX_FIELD_NUMBER = 2**29 - 1
 _MAX_VARINT = 2**64 - 1
-"""What a tenth byte says beyond is ignored, as by protobuf."""
+"""Higher bits of a tenth byte are ignored, as by protobuf."""
 
 _COPIED_WITH_LOCK_NBYTES = 32 * 1024
 """Larger copies release the interpreter's lock, which has a cost of its own."""
 
 _LAYOUTS_PER_LENGTH = 4
 _MAX_LENGTHS = 256
-_MAX_REMEMBERED_NBYTES = 16 * 1024
+_MAX_CACHED_NBYTES = 16 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpan:
-    """A tensor whose elements lie in a message.
+    """Where the elements of a tensor lie in a message.
 
     Attributes:
         header: The tensor without its elements.
-        start: Where they begin in the message, in bytes.
-        nbytes: Their size.
+        start: The offset of the elements in the message, in bytes.
+        nbytes: The size of the elements.
     """
 
     header: pb.Tensor
@@ -59,12 +58,14 @@ class TensorSpan:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Layout(Generic[AnyMessage]):
-    """All of a message but the elements of its tensors; alike messages share one, so it may be a key of a cache.
+    """A message without the elements of its tensors.
+
+    Messages that differ in their elements alone share a layout, so it may be the key of a cache.
 
     Attributes:
-        message: The message, its tensors without their elements.
-        tensors: The tensors that are there, by the names of their fields.
-        skeleton: The pieces between the elements: where each begins and ends, and its bytes.
+        message: The message, its tensors without elements.
+        tensors: The tensors that are present, by field name.
+        skeleton: The pieces between the elements: start, end and bytes of each.
     """
 
     message: AnyMessage
@@ -73,16 +74,16 @@ class Layout(Generic[AnyMessage]):
 
     @property
     def is_small(self) -> bool:
-        """Whether it is worth being remembered: nobody's messages can then fill the memory."""
-        return sum(len(piece) for _, _, piece in self.skeleton) <= _MAX_REMEMBERED_NBYTES
+        """Whether it is small enough to be cached: large ones could exhaust the memory."""
+        return sum(len(piece) for _, _, piece in self.skeleton) <= _MAX_CACHED_NBYTES
 
-    def fits(self, data: bytes) -> bool:
-        """Whether a message of the same length differs in the elements of its tensors alone."""
+    def matches(self, data: bytes) -> bool:
+        """Whether a message of the same length has this layout."""
         return all(data[start:end] == piece for start, end, piece in self.skeleton)
 
 
 class Decoder(Generic[AnyMessage]):
-    """Reads messages of one type; knows those again that differ in the elements of their tensors alone."""
+    """Parses messages of one type into layouts, with a cache of the last layouts."""
 
     def __init__(self, message_type: type[AnyMessage]) -> None:
         self._type = message_type
@@ -91,28 +92,28 @@ class Decoder(Generic[AnyMessage]):
             for field in message_type.DESCRIPTOR.fields
             if field.message_type is pb.Tensor.DESCRIPTOR
         }
-        self._known: dict[int, list[Layout[AnyMessage]]] = {}
+        self._cache: dict[int, list[Layout[AnyMessage]]] = {}
 
     def decode(self, data: bytes) -> Layout[AnyMessage]:
-        """The layout of a message.
+        """Returns the layout of a message.
 
         Raises:
-            DecodeError: The message is malformed, as protobuf sees it.
+            DecodeError: Protobuf would reject the message as malformed.
         """
-        known = self._known.get(len(data), ())
+        known = self._cache.get(len(data), ())
         for layout in known:
-            if layout.fits(data):
+            if layout.matches(data):
                 return layout
-        layout = self._read(data)
+        layout = self._parse(data)
         if not layout.is_small:
             return layout
-        if len(self._known) >= _MAX_LENGTHS:
-            self._known.clear()
-        self._known[len(data)] = [layout, *known][:_LAYOUTS_PER_LENGTH]
+        if len(self._cache) >= _MAX_LENGTHS:
+            self._cache.clear()
+        self._cache[len(data)] = [layout, *known][:_LAYOUTS_PER_LENGTH]
         return layout
 
-    def _read(self, data: bytes) -> Layout[AnyMessage]:
-        """Splits off the elements, and leaves the rest to protobuf, which merges a field that comes twice."""
+    def _parse(self, data: bytes) -> Layout[AnyMessage]:
+        """Splits off the elements, and parses the rest with protobuf, which merges fields that come twice."""
         pieces: list[bytes] = []
         elements: dict[str, tuple[int, int]] = {}
         for number, wire_type, begin, start, end in _fields(data, 0, len(data)):
@@ -136,11 +137,11 @@ class Decoder(Generic[AnyMessage]):
 
 
 def encode(tensors: Sequence[tuple[int, pb.Tensor, Buffer]], others: Message) -> list[Buffer]:
-    """A message in pieces, the elements of its tensors being the buffers that were given.
+    """Returns a message in pieces; the given buffers of elements are among them, not copied.
 
     Args:
-        tensors: Number of the field, the tensor without its elements, its elements.
-        others: The message's other fields.
+        tensors: For each tensor: the number of its field, the tensor without elements, the elements.
+        others: A message with all other fields.
     """
     pieces: list[Buffer] = []
     for number, header, data in tensors:
@@ -150,12 +151,12 @@ def encode(tensors: Sequence[tuple[int, pb.Tensor, Buffer]], others: Message) ->
 
 
 def tensor_prefix(number: int, header: pb.Tensor, nbytes: int) -> bytes:
-    """What comes before a tensor's elements: the field's tag and length, the tensor's header, the elements' length.
+    """Returns what precedes a tensor's elements: tag and length of the field, header, tag and length of the elements.
 
     Args:
         number: The number of the field.
-        header: The tensor without its elements.
-        nbytes: The size of its elements.
+        header: The tensor without elements.
+        nbytes: The size of the elements.
     """
     inner = header.SerializeToString()
     if nbytes:
@@ -164,17 +165,17 @@ def tensor_prefix(number: int, header: pb.Tensor, nbytes: int) -> bytes:
 
 
 def field_prefix(number: int, nbytes: int) -> bytes:
-    """What comes before the content of a length-delimited field: its tag and length."""
+    """Returns what precedes the content of a length-delimited field: its tag and length."""
     return _tag(number, _LEN) + _varint(nbytes)
 
 
 def chunks(number: int, data: memoryview, chunk_nbytes: int) -> Iterator[list[Buffer]]:
-    """Messages that each hold the next bytes of ``data`` as their one field, in pieces.
+    """Yields messages, in pieces, each with the next bytes of ``data`` as its only field.
 
     Args:
         number: The number of the field.
         data: What to send; of format "B".
-        chunk_nbytes: The size of all chunks but the last.
+        chunk_nbytes: The size of each chunk; the last may be smaller.
     """
     for start in range(0, len(data), chunk_nbytes):
         chunk = data[start : start + chunk_nbytes]
@@ -182,14 +183,14 @@ def chunks(number: int, data: memoryview, chunk_nbytes: int) -> Iterator[list[Bu
 
 
 def only_field(data: bytes, nbytes: int) -> tuple[int, int] | None:
-    """The number of the one length-delimited field that fills a message, and where its content begins.
+    """Returns the number of the length-delimited field that fills a message, and where its content begins.
 
     Args:
         data: The message, or at least its first `PREFIX_NBYTES`.
         nbytes: The size of the whole message.
 
     Returns:
-        None where the message is anything else.
+        None if the message is anything else.
     """
     if len(data) < 2 or data[0] & 7 != _LEN or not 0x07 < data[0] < 0x80:
         return None
@@ -256,15 +257,15 @@ def receive_chunks(
     parse: Callable[[bytes], Buffer] | None = None,
     max_parsed_nbytes: int = MAX_PROTOBUF_NBYTES,
 ) -> None:
-    """Fills a buffer with the chunks that the next messages hold; their bytes are read straight into it.
+    """Fills a buffer with the chunks of the next messages; their bytes are read straight into it.
 
     Args:
         source: The messages.
         number: The number of the field that holds a chunk.
         target: What to fill; of format "B".
-        parse: Returns the chunk of a message in which it is not the only field, or raises an error of its own; None
-            where there must be no such message.
-        max_parsed_nbytes: The largest message to be parsed so, since it is read whole.
+        parse: Returns the chunk of a message that has other fields too, or raises an error of its own; None if such
+            messages are errors.
+        max_parsed_nbytes: The largest message that is read whole, to be parsed.
 
     Raises:
         ChunkError: A chunk is missing or too long, or a message is no chunk.
@@ -311,7 +312,7 @@ def _skeleton(data: bytes, elements: Any) -> tuple[tuple[int, int, bytes], ...]:
 
 
 def _fields(data: bytes, position: int, end: int) -> list[tuple[int, int, int, int, int]]:
-    """The fields of a message: number, wire type, where it begins, where its content begins, where it ends."""
+    """Returns the fields of a message: number, wire type, start, start of the content, end."""
     fields = []
     while position < end:
         begin = position
@@ -322,7 +323,7 @@ def _fields(data: bytes, position: int, end: int) -> list[tuple[int, int, int, i
 
 
 def _content(data: bytes, number: int, wire_type: int, position: int, end: int, depth: int = 0) -> tuple[int, int]:
-    """Where the content of a field begins and ends; its tag ends at ``position``."""
+    """Returns start and end of the content of a field whose tag ends at ``position``."""
     start = position
     if wire_type == _VARINT:
         _, position = _read_varint(data, position, end, 10)
@@ -338,7 +339,9 @@ def _content(data: bytes, number: int, wire_type: int, position: int, end: int, 
     else:
         raise DecodeError(f"field {number} has wire type {wire_type} at byte {start}")
     if position > end:
-        raise DecodeError(f"field {number} ends at byte {position}, after what holds it, which ends at {end}")
+        raise DecodeError(
+            f"field {number} ends at byte {position}, after the message that holds it, which ends at {end}"
+        )
     return start, position
 
 
@@ -370,7 +373,7 @@ def _read_varint(data: bytes, position: int, end: int, max_bytes: int) -> tuple[
         if byte < 0x80:
             return value & _MAX_VARINT, at + 1
         shift += 7
-    raise DecodeError(f"the number at byte {position} has no end")
+    raise DecodeError(f"the varint at byte {position} has no end")
 
 
 @functools.lru_cache(maxsize=256)

@@ -26,9 +26,9 @@ if _version_not_supported:
 
 
 class BatchNormGradServiceStub(object):
-    """Computes gradients of fused batch normalisation under the names of the ops that its users know.
+    """Computes gradients of fused batch normalisation; the calls are named after the ops of TensorFlow and oneDNN.
 
-    Bad input is answered with INVALID_ARGUMENT and a google.rpc.BadRequest in the status details, whose field
+    Bad input ends a call with INVALID_ARGUMENT and a google.rpc.BadRequest in the status details, whose field
     violations name the fields of the request. All calls are pure functions of their request, so retrying is safe.
     """
 
@@ -71,9 +71,9 @@ class BatchNormGradServiceStub(object):
 
 
 class BatchNormGradServiceServicer(object):
-    """Computes gradients of fused batch normalisation under the names of the ops that its users know.
+    """Computes gradients of fused batch normalisation; the calls are named after the ops of TensorFlow and oneDNN.
 
-    Bad input is answered with INVALID_ARGUMENT and a google.rpc.BadRequest in the status details, whose field
+    Bad input ends a call with INVALID_ARGUMENT and a google.rpc.BadRequest in the status details, whose field
     violations name the fields of the request. All calls are pure functions of their request, so retrying is safe.
     """
 
@@ -106,16 +106,16 @@ class BatchNormGradServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Exchange(self, request_iterator, context):
-        """Any op with tensors of any size, also beyond the 2 GiB of a message: a request, then its tensors in chunks; then
-        the response, then its tensors in chunks. The next request may follow on the same stream, which the server ends if
-        it has to wait for it too long.
+        """Any op with tensors of any size, also beyond the 2 GiB of a message: a request and its tensors in chunks, then the
+        response and its tensors in chunks. The next request may follow on the same stream; the server ends a stream that
+        has been idle for too long.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ServerInfo(self, request, context):
-        """What this server is, what it computes on and what it accepts.
+        """Describes the server: its version, devices, limits and endpoints.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -163,9 +163,9 @@ def add_BatchNormGradServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class BatchNormGradService(object):
-    """Computes gradients of fused batch normalisation under the names of the ops that its users know.
+    """Computes gradients of fused batch normalisation; the calls are named after the ops of TensorFlow and oneDNN.
 
-    Bad input is answered with INVALID_ARGUMENT and a google.rpc.BadRequest in the status details, whose field
+    Bad input ends a call with INVALID_ARGUMENT and a google.rpc.BadRequest in the status details, whose field
     violations name the fields of the request. All calls are pure functions of their request, so retrying is safe.
     """
 

@@ -31,9 +31,9 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class BatchNormGradServiceStub:
-    """Computes gradients of fused batch normalisation under the names of the ops that its users know.
+    """Computes gradients of fused batch normalisation; the calls are named after the ops of TensorFlow and oneDNN.
 
-    Bad input is answered with INVALID_ARGUMENT and a google.rpc.BadRequest in the status details, whose field
+    Bad input ends a call with INVALID_ARGUMENT and a google.rpc.BadRequest in the status details, whose field
     violations name the fields of the request. All calls are pure functions of their request, so retrying is safe.
     """
 
@@ -50,18 +50,18 @@ class BatchNormGradServiceStub:
     FusedBatchNormGradGrad: _grpc.UnaryUnaryMultiCallable[_batch_norm_grad_pb2.FusedBatchNormGradGradRequest, _batch_norm_grad_pb2.FusedBatchNormGradGradResponse]
     """The gradient of TensorFlow's FusedBatchNormGradV3 or FusedBatchNormGradV2: the second order."""
     Exchange: _grpc.StreamStreamMultiCallable[_batch_norm_grad_pb2.ExchangeRequest, _batch_norm_grad_pb2.ExchangeResponse]
-    """Any op with tensors of any size, also beyond the 2 GiB of a message: a request, then its tensors in chunks; then
-    the response, then its tensors in chunks. The next request may follow on the same stream, which the server ends if
-    it has to wait for it too long.
+    """Any op with tensors of any size, also beyond the 2 GiB of a message: a request and its tensors in chunks, then the
+    response and its tensors in chunks. The next request may follow on the same stream; the server ends a stream that
+    has been idle for too long.
     """
     ServerInfo: _grpc.UnaryUnaryMultiCallable[_batch_norm_grad_pb2.ServerInfoRequest, _batch_norm_grad_pb2.ServerInfoResponse]
-    """What this server is, what it computes on and what it accepts."""
+    """Describes the server: its version, devices, limits and endpoints."""
 
 @_typing.type_check_only
 class BatchNormGradServiceAsyncStub(BatchNormGradServiceStub):
-    """Computes gradients of fused batch normalisation under the names of the ops that its users know.
+    """Computes gradients of fused batch normalisation; the calls are named after the ops of TensorFlow and oneDNN.
 
-    Bad input is answered with INVALID_ARGUMENT and a google.rpc.BadRequest in the status details, whose field
+    Bad input ends a call with INVALID_ARGUMENT and a google.rpc.BadRequest in the status details, whose field
     violations name the fields of the request. All calls are pure functions of their request, so retrying is safe.
     """
 
@@ -75,17 +75,17 @@ class BatchNormGradServiceAsyncStub(BatchNormGradServiceStub):
     FusedBatchNormGradGrad: _aio.UnaryUnaryMultiCallable[_batch_norm_grad_pb2.FusedBatchNormGradGradRequest, _batch_norm_grad_pb2.FusedBatchNormGradGradResponse]  # type: ignore[assignment]
     """The gradient of TensorFlow's FusedBatchNormGradV3 or FusedBatchNormGradV2: the second order."""
     Exchange: _aio.StreamStreamMultiCallable[_batch_norm_grad_pb2.ExchangeRequest, _batch_norm_grad_pb2.ExchangeResponse]  # type: ignore[assignment]
-    """Any op with tensors of any size, also beyond the 2 GiB of a message: a request, then its tensors in chunks; then
-    the response, then its tensors in chunks. The next request may follow on the same stream, which the server ends if
-    it has to wait for it too long.
+    """Any op with tensors of any size, also beyond the 2 GiB of a message: a request and its tensors in chunks, then the
+    response and its tensors in chunks. The next request may follow on the same stream; the server ends a stream that
+    has been idle for too long.
     """
     ServerInfo: _aio.UnaryUnaryMultiCallable[_batch_norm_grad_pb2.ServerInfoRequest, _batch_norm_grad_pb2.ServerInfoResponse]  # type: ignore[assignment]
-    """What this server is, what it computes on and what it accepts."""
+    """Describes the server: its version, devices, limits and endpoints."""
 
 class BatchNormGradServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Computes gradients of fused batch normalisation under the names of the ops that its users know.
+    """Computes gradients of fused batch normalisation; the calls are named after the ops of TensorFlow and oneDNN.
 
-    Bad input is answered with INVALID_ARGUMENT and a google.rpc.BadRequest in the status details, whose field
+    Bad input ends a call with INVALID_ARGUMENT and a google.rpc.BadRequest in the status details, whose field
     violations name the fields of the request. All calls are pure functions of their request, so retrying is safe.
     """
 
@@ -127,9 +127,9 @@ class BatchNormGradServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_batch_norm_grad_pb2.ExchangeRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_batch_norm_grad_pb2.ExchangeResponse], _abc.AsyncIterator[_batch_norm_grad_pb2.ExchangeResponse]]:
-        """Any op with tensors of any size, also beyond the 2 GiB of a message: a request, then its tensors in chunks; then
-        the response, then its tensors in chunks. The next request may follow on the same stream, which the server ends if
-        it has to wait for it too long.
+        """Any op with tensors of any size, also beyond the 2 GiB of a message: a request and its tensors in chunks, then the
+        response and its tensors in chunks. The next request may follow on the same stream; the server ends a stream that
+        has been idle for too long.
         """
 
     @_abc_1.abstractmethod
@@ -138,6 +138,6 @@ class BatchNormGradServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _batch_norm_grad_pb2.ServerInfoRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_batch_norm_grad_pb2.ServerInfoResponse, _abc.Awaitable[_batch_norm_grad_pb2.ServerInfoResponse]]:
-        """What this server is, what it computes on and what it accepts."""
+        """Describes the server: its version, devices, limits and endpoints."""
 
 def add_BatchNormGradServiceServicer_to_server(servicer: BatchNormGradServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

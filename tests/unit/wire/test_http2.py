@@ -360,7 +360,7 @@ def test_a_server_that_has_closed_makes_the_connection_unusable_before_the_next_
 def test_wrong_use_is_refused() -> None:
     with client() as connection:
         call = connection.call("/a/b")
-        with pytest.raises(PeerGoneError, match="the call before is unfinished"):
+        with pytest.raises(PeerGoneError, match="the previous call is unfinished"):
             connection.call("/a/b")
         call.send_message(b"", end=True)
         with pytest.raises(RuntimeError, match="sending side"):

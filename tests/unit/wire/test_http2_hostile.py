@@ -31,8 +31,8 @@ def huge(kind: int, stream_id: int) -> bytes:
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        pytest.param(b"GET / HTTP/1.1\r\n", "does not begin as HTTP/2 does", id="HTTP/1"),
-        pytest.param(b"\x16\x03\x01", "does not begin as HTTP/2 does", id="TLS"),
+        pytest.param(b"GET / HTTP/1.1\r\n", "does not begin with the preface of HTTP/2", id="HTTP/1"),
+        pytest.param(b"\x16\x03\x01", "does not begin with the preface of HTTP/2", id="TLS"),
         pytest.param(frames.PREFACE + CALL, "the first frame is of type 1, not SETTINGS", id="no SETTINGS"),
         pytest.param(HELLO + huge(frames.PING, 0), "a frame of type 6 has 65536 bytes", id="huge PING"),
         pytest.param(HELLO + huge(frames.HEADERS, 1), "a frame of type 1 has 65536 bytes", id="huge HEADERS"),
@@ -174,7 +174,7 @@ def test_a_call_beside_the_running_one_is_refused_and_the_running_one_goes_on() 
 
 
 def test_a_client_that_sends_without_end_and_takes_nothing_is_reset(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http2_call, "_EARLY_NBYTES", 50_000)
+    monkeypatch.setattr(http2_call, "MAX_BUFFERED_NBYTES", 50_000)
     message = frame(frames.DATA, 0, 1, b"\0\0\0\x27\x10" + bytes(10_000))
     next_call = frame(frames.HEADERS, frames.END_HEADERS, 3, REQUEST) + frame(frames.DATA, 1, 3, b"\0\0\0\0\4next")
     answer = answered(HELLO + frames.settings({4: 100}) + CALL + message * 8 + next_call)

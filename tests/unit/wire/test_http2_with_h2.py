@@ -117,7 +117,7 @@ def test_a_window_that_shrinks_below_zero_is_waited_for() -> None:
 
 
 def test_used_window_is_given_back_for_the_call_and_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http2_connection, "_CREDIT_NBYTES", 5000)
+    monkeypatch.setattr(http2_connection, "WINDOW_UPDATE_NBYTES", 5000)
     with client_peer() as peer:
         peer.h2.send_headers(1, REQUEST)
         peer.h2.send_data(1, b"\0\0\0\x27\x10")

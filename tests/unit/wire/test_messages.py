@@ -267,7 +267,7 @@ def test_a_decoder_forgets_rather_than_grows() -> None:
         layout = decoder.decode(tensor_message(shape, data))
         assert list(layout.tensors["x"].header.shape) == shape
         assert layout.tensors["x"].nbytes == len(data)
-    assert sum(map(len, decoder._known.values())) <= 1024
+    assert sum(map(len, decoder._cache.values())) <= 1024
 
 
 @pytest.mark.parametrize(

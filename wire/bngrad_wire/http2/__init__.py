@@ -1,11 +1,11 @@
-"""gRPC over HTTP/2 on blocking sockets, for large messages that must not be copied on their way.
+"""gRPC over HTTP/2 on blocking sockets, for large messages that must not be copied.
 
-grpcio copies what it sends twice and what it receives three times in Python alone. Here the payload of a DATA frame
-goes from the caller's memory to the socket and from the socket into the caller's memory. Either end speaks with any
-gRPC peer.
+In Python alone, grpcio copies what it sends twice and what it receives three times. Here the payload of a DATA frame
+goes from the caller's memory to the socket, and from the socket into the caller's memory. Each end interoperates with
+any gRPC peer.
 
-One thread uses a connection at a time, and one call runs on it at a time. Every wait honours the socket's own timeout;
-`set_timeout` sets it at the least cost.
+A connection is used by one thread and runs one call at a time. Every wait honours the socket's timeout; `set_timeout`
+sets it at the least cost.
 """
 
 from __future__ import annotations

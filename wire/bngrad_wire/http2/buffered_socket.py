@@ -1,4 +1,4 @@
-"""A blocking socket with a small buffer in front of it, for frame headers and small payloads."""
+"""A blocking socket with a receive buffer for frame headers and small payloads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from bngrad_wire.http2.frames import Buffer
 from bngrad_wire.http2.tls import TlsSocket
 
 BUFFER_NBYTES = 64 * 1024
-_DIRECT_NBYTES = 16 * 1024  # From here on, reading past the buffer is cheaper than copying out of it.
+_DIRECT_NBYTES = 16 * 1024
+"""From this size on, bypassing the buffer is cheaper than copying out of it."""
 _PIECES_PER_SEND = 64
 _SAME_HOST_NBYTES = 256 * 1024
 _TIMEVAL = struct.Struct("@ll")
@@ -22,16 +23,16 @@ _LONGEST_S = 1e9
 
 
 def set_timeout(sock: socket.socket, timeout_s: float | None) -> None:
-    """Bounds every wait for a socket, in seconds; None is no bound.
+    """Bounds every wait for a socket, in seconds; None for no bound.
 
-    It does as ``settimeout``, but with that Python makes two system calls of each, and lets other threads in twice.
+    Cheaper than ``settimeout``, with which Python makes two system calls of each and releases its lock twice.
     """
     if isinstance(sock, TlsSocket):
         sock.settimeout(None if timeout_s is None or timeout_s > _LONGEST_S else max(timeout_s, 1e-6))
         return
     if sock.gettimeout() is not None:
         sock.settimeout(None)
-    # Zero is no bound to the system.
+    # To the system, zero is no bound.
     microseconds = 0 if timeout_s is None or timeout_s > _LONGEST_S else max(int(timeout_s * 1e6), 1)
     timeval = _TIMEVAL.pack(*divmod(microseconds, 1_000_000))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
@@ -42,10 +43,11 @@ class BufferedSocket:
     """Sends pieces without joining them, and reads large payloads without copying them.
 
     Attributes:
-        broken: Why the socket is of no more use; None while it is.
-        until: When to give up a peer that sends or takes a little now and then, so that no single wait is too long; on
-            the monotonic clock.
-        tls: The socket, if it speaks TLS: it may then have something that nobody who watches its descriptor would see.
+        broken: Why the socket is unusable; None while it is usable.
+        deadline: When to give up, on the monotonic clock, a peer that sends or reads a little now and then, so that
+            no single wait times out.
+        tls: The socket, if it speaks TLS: it may then hold received data although its descriptor is not readable.
+        buffer: Received bytes; those between ``low`` and ``high`` are not consumed yet.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -60,10 +62,10 @@ class BufferedSocket:
         self.deadline = math.inf
         self.buffer = bytearray(BUFFER_NBYTES)
         self._view = memoryview(self.buffer)
-        self.low = self.high = 0  # The ends of what is buffered and not yet used.
+        self.low = self.high = 0
 
     def close(self, final_frame: bytes = b"") -> None:
-        """Closes the socket, and says ``final_frame`` before if that needs no waiting."""
+        """Closes the socket; sends ``final_frame`` first if that does not block."""
         if final_frame and self.broken is None:
             with suppress(OSError):
                 self._sock.settimeout(0)
@@ -74,23 +76,23 @@ class BufferedSocket:
         self._sock.close()
 
     def check(self) -> None:
-        """Raises `PeerGoneError` when the socket is of no more use."""
+        """Raises `PeerGoneError` if the socket is unusable."""
         if self.broken is not None:
             raise PeerGoneError(f"the connection is unusable: {self.broken}")
 
     def send(self, pieces: list[Buffer], *, blocking: bool = True) -> bytes:
-        """Sends every piece, in as few system calls as the socket allows; uses up the list.
+        """Sends all pieces, in as few system calls as the socket allows; modifies the list.
 
         Args:
             pieces: What to send.
             blocking: Whether to wait until all of it is sent. If not, the timeout must be that of `set_timeout`.
 
         Returns:
-            What is still to be sent: nothing, after waiting.
+            What is still to be sent; empty if blocking.
 
         Raises:
             PeerGoneError: The peer has closed or reset the connection.
-            TimeoutError: The socket's timeout passed, or `deadline`; the socket is then of no more use.
+            TimeoutError: The socket's timeout passed, or `deadline`; the socket is then unusable.
         """
         self.check()
         flags = 0 if blocking else socket.MSG_DONTWAIT
@@ -153,7 +155,7 @@ class BufferedSocket:
             self._receive_more()
 
     def fill_or_end(self, nbytes: int) -> None:
-        """Does as `fill`, but raises `EndOfConnectionError` where the end finds nothing buffered."""
+        """Does as `fill`, but raises `EndOfConnectionError` if the connection ends while nothing is buffered."""
         while self.high - self.low < nbytes:
             try:
                 self._receive_more()
@@ -163,7 +165,7 @@ class BufferedSocket:
                 raise
 
     def fill_nonblocking(self) -> bool:
-        """Buffers what has arrived, without waiting; gives False if nothing has, or if there is no room.
+        """Buffers what has arrived, without waiting; returns False if nothing has, or if there is no room.
 
         Raises:
             PeerGoneError: The peer has closed or reset the connection.
@@ -171,7 +173,7 @@ class BufferedSocket:
         self.check()
         if self.high - self.low == BUFFER_NBYTES:
             return False
-        # A timeout of Python's own makes it wait whatever the flags say, but with TLS.
+        # With a timeout of Python's own it waits whatever the flags say, except with TLS.
         if self.tls is None and self._sock.gettimeout() is not None and not self._poll.poll(0):
             return False
         try:
@@ -181,7 +183,7 @@ class BufferedSocket:
         return True
 
     def take(self, nbytes: int) -> bytes:
-        """Waits for the next ``nbytes``, at most `BUFFER_NBYTES`, and gives them."""
+        """Waits for the next ``nbytes``, at most `BUFFER_NBYTES`, and returns them."""
         if self.high - self.low < nbytes:
             self.fill(nbytes)
         low = self.low
@@ -189,7 +191,7 @@ class BufferedSocket:
         return bytes(self._view[low:high])
 
     def read_into(self, target: memoryview) -> int:
-        """Fills the start of ``target`` with one system call at most, and gives the count, which is not zero."""
+        """Fills the start of ``target`` with one system call at most; returns the count, which is not zero."""
         wanted = len(target)
         if self.low == self.high:
             if wanted >= _DIRECT_NBYTES:
@@ -202,7 +204,7 @@ class BufferedSocket:
         return count
 
     def skip(self, nbytes: int) -> int:
-        """Throws away up to ``nbytes`` with one system call at most, and gives the count, which is not zero."""
+        """Discards up to ``nbytes`` with one system call at most; returns the count, which is not zero."""
         self.fill(1)
         count = min(nbytes, self.high - self.low)
         self.low += count
@@ -210,9 +212,9 @@ class BufferedSocket:
 
 
 def _fit_to_cache(sock: socket.socket) -> None:
-    """Bounds what is under way to a peer on this host, so that it is still in the cache when it is read.
+    """Limits the socket buffers to a peer on this host, so that data is still in the cache when it is read.
 
-    Elsewhere the system's own bounds are right: they follow the distance.
+    To other hosts the system's own limits are right, since they adapt to the distance.
     """
     with suppress(OSError):
         if sock.getpeername()[0] == sock.getsockname()[0]:

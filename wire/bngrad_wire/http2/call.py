@@ -1,4 +1,4 @@
-"""What both ends of a call share: messages out of DATA frames and into them (PROTOCOL-HTTP2.md)."""
+"""What client and server calls share: gRPC messages in DATA frames (PROTOCOL-HTTP2.md)."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ from collections.abc import Iterator
 from struct import Struct
 
 from bngrad_wire.http2 import frames
-from bngrad_wire.http2.connection import BaseConnection
+from bngrad_wire.http2.connection import BaseConnection, Stream
 from bngrad_wire.http2.errors import ErrorCode, RpcError, Status
 from bngrad_wire.http2.frames import Buffer
-from bngrad_wire.http2.stream import Stream
 
 _PREFIX = Struct(">BI")
-_SMALL_NBYTES = 16 * 1024  # Up to here, a message is copied together; it also fits into any peer's frames.
-_HELD_PIECES = 64
-_EARLY_NBYTES = 64 * 2**20  # What is kept of a peer that sends while this end cannot.
+_SMALL_NBYTES = 16 * 1024
+"""Messages up to this size are copied into one piece; they also fit one frame of any peer."""
+_MAX_OUTBOUND_PIECES = 64
+MAX_BUFFERED_NBYTES = 64 * 2**20
+"""How much of what a peer sends is buffered while this end waits to send."""
 
 
 class BaseCall(Stream):
-    """One call, whose messages are sent and received in turn.
+    """One call; messages are sent and received by one thread.
 
     Attributes:
         remaining: Unread bytes of the present message.
@@ -31,15 +32,15 @@ class BaseCall(Stream):
         self.remaining = 0
 
     def send_message(self, *buffers: Buffer, more: bool = False, end: bool = False) -> None:
-        """Sends one message, the buffers one after the other.
+        """Sends one message: the buffers, one after the other.
 
-        While the peer's window is closed, what the peer sends is kept, up to 64 MiB. Not so while the socket itself is
-        full: two blocking ends that both send more than the sockets hold, and neither reads, wait until they time out.
+        While the peer's window is closed, what the peer sends is buffered, up to 64 MiB. While the socket itself is
+        full, nothing is read: if both ends block while they send more than the sockets hold, both time out.
 
         Args:
-            buffers: Not copied where they are large, so they must not change until the call returns.
-            more: Another message, or the end, follows at once: a small message may wait for it.
-            end: This is the last message (a client half-closes the call).
+            buffers: Not copied where they are large, so they must not change until this method returns.
+            more: Whether another message, or the end, follows immediately: a small message may wait for it.
+            end: Whether this is the last message (a client half-closes the call).
 
         Raises:
             RpcError: The call has ended with a status other than OK, or the peer sent too much meanwhile.
@@ -53,7 +54,7 @@ class BaseCall(Stream):
         size = sum(map(len, buffers))
         prefix = _PREFIX.pack(0, size)
         size += len(prefix)
-        self._begin()
+        self._send_headers_once()
         if size <= _SMALL_NBYTES and size <= self.send_window and size <= connection.send_window:
             self.send_window -= size
             connection.send_window -= size
@@ -62,23 +63,23 @@ class BaseCall(Stream):
         else:
             self._send_large(iter((prefix, *buffers)), size, end)
         self._sending_ended = end
-        if not more or len(connection.outbound) > _HELD_PIECES:
+        if not more or len(connection.outbound) > _MAX_OUTBOUND_PIECES:
             connection.flush()
 
-    def _begin(self) -> None:
-        """Holds the headers that must precede a message."""
+    def _send_headers_once(self) -> None:
+        """Adds the headers that must precede the first message to the outbound frames."""
 
     def has_window_for(self, nbytes: int) -> bool:
-        """Whether the peer takes a message of so many bytes now."""
+        """Whether the windows have room for a message of this size."""
         return nbytes + _PREFIX.size <= min(self.send_window, self._connection.send_window)
 
     @property
     def is_fully_received(self) -> bool:
-        """Whether all that the peer will send has arrived and is kept, so that receiving it needs no waiting."""
+        """Whether everything that the peer will send has arrived, so that receiving it does not block."""
         return self.ended and not self._connection.data_left
 
     def _may_send(self) -> bool:
-        """Gives False if the peer wants no more messages but the call did not fail."""
+        """Returns False if the peer accepts no more messages although the call did not fail."""
         self._check()
         if self._sending_ended:
             raise RuntimeError("the sending side of this call has ended")
@@ -105,17 +106,16 @@ class BaseCall(Stream):
                 part, view = view[:room], view[room:]
                 room -= len(part)
                 connection.outbound.append(part)
-            if len(connection.outbound) >= _HELD_PIECES:
+            if len(connection.outbound) >= _MAX_OUTBOUND_PIECES:
                 connection.flush()
 
     def _wait_for_window(self) -> bool:
         connection = self._connection
         while self.send_window <= 0 or connection.send_window <= 0:
-            if len(self.receive_buffer) + connection.data_left > _EARLY_NBYTES:
+            if len(self.receive_buffer) + connection.data_left > MAX_BUFFERED_NBYTES:
                 self._reset(ErrorCode.ENHANCE_YOUR_CALM)
-                self.failure = RpcError(
-                    Status.RESOURCE_EXHAUSTED, f"the peer sent {_EARLY_NBYTES} bytes and gave no window to answer it"
-                )
+                reason = f"the peer sent {MAX_BUFFERED_NBYTES} bytes and gave no window for the response"
+                self.failure = RpcError(Status.RESOURCE_EXHAUSTED, reason)
                 self._check()
             connection.buffer_data_frame()
             connection.handle_frame()
@@ -131,16 +131,16 @@ class BaseCall(Stream):
             connection.flush()
 
     def receive_message(self) -> int | None:
-        """Waits for the next message and gives its bytes; what was not read of the one before is skipped.
+        """Waits for the next message; skips what was not read of the previous one.
 
         Returns:
-            The length in bytes, or None at the end: a server's client has half-closed, a client's call is OK.
+            The length in bytes, or None at the end: the client has half-closed, or the server ended the call with OK.
 
         Raises:
             RpcError: The call failed, or the message is compressed (UNIMPLEMENTED).
             PeerGoneError: The connection is gone.
             ProtocolError: The peer broke the protocol.
-            TimeoutError: The socket's timeout passed; the call can only be given up.
+            TimeoutError: The socket's timeout passed; the call can only be cancelled.
         """
         self._connection.flush()
         while self.remaining:
@@ -152,7 +152,7 @@ class BaseCall(Stream):
         self._fill(memoryview(prefix))
         compressed, size = _PREFIX.unpack(prefix)
         if compressed == 1:
-            self._refuse_compression()
+            self._reject_compressed()
             raise RpcError(Status.UNIMPLEMENTED, "the message is compressed, which is not supported")
         if compressed:
             self._connection.connection_error(
@@ -162,20 +162,20 @@ class BaseCall(Stream):
         return int(size)
 
     def read(self, nbytes: int) -> bytes:
-        """Waits for the next ``nbytes`` of the message and gives them; raises as `read_into` does."""
+        """Waits for the next ``nbytes`` of the message and returns them; raises as `read_into` does."""
         data = bytearray(nbytes)
         self.read_into(memoryview(data))
         return bytes(data)
 
     def read_into(self, buffer: memoryview) -> None:
-        """Waits for as many bytes of the message as fill the buffer; large ones are not copied on their way.
+        """Fills the buffer with the next bytes of the message; large ones go from the socket straight into it.
 
         Raises:
             ValueError: The message has fewer bytes left.
             RpcError: The call failed before the message was complete.
             PeerGoneError: The connection is gone.
-            ProtocolError: The peer broke the protocol, or ended the call amid the message.
-            TimeoutError: The socket's timeout passed; the call can only be given up.
+            ProtocolError: The peer broke the protocol, or ended the call in the middle of the message.
+            TimeoutError: The socket's timeout passed; the call can only be cancelled.
         """
         if len(buffer) > self.remaining:
             raise ValueError(f"{len(buffer)} bytes wanted of a message that has {self.remaining} left")
@@ -212,20 +212,20 @@ class BaseCall(Stream):
         return True
 
     def _finish(self) -> None:
-        """Acts on the end of what the peer sends."""
+        """Handles the end of what the peer sends."""
         self._check()
 
     def _check(self) -> None:
         if self.failure is not None:
             raise self.failure.copy()
 
-    def _refuse_compression(self) -> None:
-        """Does what must be done before `receive_message` refuses a message."""
+    def _reject_compressed(self) -> None:
+        """Ends the call before `receive_message` raises for a compressed message."""
 
     def cancelled(self) -> bool:
-        """Says, without waiting, whether the call has failed or the peer has gone.
+        """Returns, without waiting, whether the call has failed or the peer has gone.
 
-        It cannot see past more than 64 KiB that have arrived and are not yet read.
+        It reads at most 64 KiB ahead, so it misses what comes after more unread data than that.
         """
         blocking, self._connection.blocking = self._connection.blocking, False
         try:

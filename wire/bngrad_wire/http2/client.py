@@ -1,4 +1,4 @@
-"""The calling end of a connection."""
+"""The client end of a connection, and its calls."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _SETTINGS = frames.settings(
 
 
 class ClientConnection(BaseConnection):
-    """A connection that makes calls, one after the other, over a connected socket, which it owns from then on.
+    """A connection that makes calls, one after the other.
 
     Args:
-        sock: A connected stream socket; its timeout holds for every wait.
-        authority: What the calls' ``:authority`` says, such as "localhost:50051".
+        sock: A connected stream socket, which the connection owns from then on; its timeout bounds every wait.
+        authority: The ``:authority`` of the calls, such as "localhost:50051".
 
     Raises:
         PeerGoneError: The peer has gone already.
@@ -42,7 +42,7 @@ class ClientConnection(BaseConnection):
 
     @property
     def usable(self) -> bool:
-        """Whether a call can begin: no error, no GOAWAY, no call left unfinished, and the peer has not gone."""
+        """Whether a call can begin: no error, no GOAWAY, no unfinished call, and the peer has not gone."""
         if self.io.broken is None and self.stream is None:
             try:
                 self.handle_available_frames()
@@ -53,18 +53,18 @@ class ClientConnection(BaseConnection):
     def call(
         self, path: str, *, timeout_s: float | None = None, metadata: Sequence[tuple[str, str]] = ()
     ) -> ClientCall:
-        """Begins a call; its headers leave with the first message.
+        """Begins a call; its headers are sent with the first message.
 
         Args:
             path: "/package.Service/Method".
-            timeout_s: Seconds that the server is told it has; this end waits as long as its socket lets it.
+            timeout_s: The deadline that the server is told, in seconds; this end is bounded by its socket's timeout.
             metadata: Lower-case names and printable ASCII values.
 
         Raises:
             PeerGoneError: The connection is not usable.
         """
         if self.stream is not None:
-            raise PeerGoneError("the connection is unusable: the call before is unfinished")
+            raise PeerGoneError("the connection is unusable: the previous call is unfinished")
         self.io.check()
         if self.going_away or self._next_id > frames.MAX_STREAM_ID:
             raise PeerGoneError("the connection is unusable: the peer takes no more calls on it")
@@ -95,20 +95,20 @@ class ClientConnection(BaseConnection):
         return call
 
     def stream_opened(self, stream_id: int, headers: dict[str, str], end: bool) -> None:
-        """Refuses: a server opens no streams where push is disabled."""
+        """Fails: push is disabled, so a server must not open streams."""
         self.connection_error(ErrorCode.PROTOCOL_ERROR, f"the server opened stream {stream_id}")
 
     def goaway_ends_call(self, last_stream_id: int) -> bool:
-        """Says whether the server will not handle the running call."""
+        """Returns whether the server will not handle the running call."""
         return self.stream is not None and self.stream.id > last_stream_id
 
 
 class ClientCall(BaseCall):
-    """A call as its client sees it; it is over when `receive_message` gives None or raises `RpcError`."""
+    """A call as its client sees it; it has ended once `receive_message` returns None or raises `RpcError`."""
 
     def __init__(self, connection: BaseConnection, stream_id: int) -> None:
         super().__init__(connection, stream_id)
-        self._answered = False
+        self._headers_seen = False
         self._status_seen = False
 
     def half_close(self) -> None:
@@ -119,7 +119,7 @@ class ClientCall(BaseCall):
             self._connection.flush()
 
     def cancel(self) -> None:
-        """Gives the call up; the connection stays usable where its state is known. Never raises."""
+        """Cancels the call; the connection stays usable where its state is known. Never raises."""
         if self._connection.stream is self:
             self.ended = True
             self.failure = self.failure or RpcError(Status.CANCELLED, "the call was cancelled here")
@@ -127,12 +127,12 @@ class ClientCall(BaseCall):
                 self._reset(ErrorCode.CANCEL)
 
     def headers_received(self, headers: dict[str, str], end: bool) -> None:
-        """Takes the response's headers or trailers."""
+        """Handles the response's headers or trailers."""
         http = headers.get(":status")
-        if not end and not self._answered:
+        if not end and not self._headers_seen:
             if http is not None and http.startswith("1"):
                 return
-            self._answered = True
+            self._headers_seen = True
             if http == "200" and headers.get("content-type", "").startswith(header_block.CONTENT_TYPE):
                 return
             self.failure = error_of_http(http or "missing")
@@ -156,5 +156,5 @@ class ClientCall(BaseCall):
         self._connection.close_stream(self)
         super()._finish()
 
-    def _refuse_compression(self) -> None:
+    def _reject_compressed(self) -> None:
         self.cancel()

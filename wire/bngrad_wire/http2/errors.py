@@ -1,4 +1,4 @@
-"""What can go wrong with a connection and with a call, and how HTTP/2 names it."""
+"""Errors of connections and calls, and the error codes of HTTP/2."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class ProtocolError(ConnectionError):
 
 
 class PeerGoneError(ConnectionError):
-    """The peer closed, reset or gave up the connection, or it was closed here."""
+    """The connection was closed or reset by the peer, ended by GOAWAY, or closed here."""
 
 
 class EndOfConnectionError(PeerGoneError):
@@ -22,7 +22,7 @@ class RpcError(Exception):
 
     Attributes:
         code: gRPC's status code, not zero.
-        message: What the peer says of it.
+        message: What the peer says about it.
         details: The serialised ``google.rpc.Status`` of ``grpc-status-details-bin``, or empty.
     """
 
@@ -33,10 +33,10 @@ class RpcError(Exception):
         self.details = details
 
     def copy(self) -> RpcError:
-        """Gives the same error, to be raised.
+        """Returns a copy, to be raised.
 
-        One that a call keeps is never raised itself: by its traceback it would keep all that was under way then, and
-        that the call, until garbage is collected.
+        The error that a call keeps is never raised itself: its traceback would refer to the frames that hold the call,
+        and the cycle would live until garbage is collected.
         """
         return RpcError(self.code, self.message, self.details)
 
@@ -61,7 +61,7 @@ class ErrorCode(IntEnum):
 
 
 class Status(IntEnum):
-    """The gRPC status codes that this package itself gives."""
+    """The gRPC status codes that this package itself uses."""
 
     CANCELLED = 1
     UNKNOWN = 2
@@ -93,7 +93,7 @@ _STATUS_OF_HTTP = {
 
 
 def error_name(code: int) -> str:
-    """Gives the name of an HTTP/2 error code, or its number where RFC 9113 has no name for it."""
+    """Returns the name of an HTTP/2 error code, or its number where RFC 9113 has no name for it."""
     return ErrorCode(code).name if code in ErrorCode._value2member_map_ else f"error {code}"
 
 

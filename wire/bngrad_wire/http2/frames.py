@@ -1,4 +1,4 @@
-"""Frames as they are on the wire (RFC 9113, sections 4 and 6)."""
+"""The wire format of frames (RFC 9113, sections 4 and 6)."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def frame_header(length: int, kind: int, flags: int, stream_id: int) -> bytes:
 
 
 def parse_header(buffer: Buffer, offset: int) -> tuple[int, int, int, int]:
-    """Gives length, type, flags and stream of the frame that starts at ``offset``."""
+    """Returns length, type, flags and stream of the frame that starts at ``offset``."""
     high, low, kind, flags, stream_id = _unpack_from(buffer, offset)
     return high << 16 | low, kind, flags, stream_id & MAX_STREAM_ID
 

@@ -1,4 +1,4 @@
-"""Header blocks (RFC 7541) and the values that gRPC puts into them (PROTOCOL-HTTP2.md)."""
+"""Header blocks (RFC 7541) and the header values of gRPC (PROTOCOL-HTTP2.md)."""
 
 from __future__ import annotations
 
@@ -16,31 +16,32 @@ from bngrad_wire.http2.errors import RpcError, Status, error_of_http
 HEADER_LIST_NBYTES = 16 * 1024
 CONTENT_TYPE = "application/grpc"
 
-_TABLE_NBYTES = 4096  # The size of the dynamic table where no SETTINGS changed it.
-_CACHED_BLOCKS = 64
-_CACHED_BLOCK_NBYTES = 1024
+_TABLE_NBYTES = 4096
+"""The size of the dynamic table, unless SETTINGS change it."""
+_MAX_CACHED_BLOCKS = 64
+_MAX_CACHED_BLOCK_NBYTES = 1024
 
 _SECONDS = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 _TIMEOUT = re.compile(r"([0-9]{1,8})([HMSmun])")
 _LARGEST_TIMEOUT = 99_999_999
-# Printable ASCII but "%" stands for itself in grpc-message.
-_PLAIN = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
+_UNESCAPED = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
+"""The characters that grpc-message does not percent-encode: printable ASCII except "%"."""
 
 
 class BlockDecoder:
-    """Decodes the header blocks of one connection, and knows again those it has met."""
+    """Decodes the header blocks of one connection, with a cache of short ones."""
 
     def __init__(self) -> None:
         self._decoder = Decoder(max_header_list_size=HEADER_LIST_NBYTES)
-        self._known: dict[bytes, dict[str, str]] = {}
+        self._cache: dict[bytes, dict[str, str]] = {}
 
     def decode(self, block: bytes) -> dict[str, str]:
-        """Gives the headers of a block; the values of a repeated name are joined by commas.
+        """Returns the headers of a block; the values of a repeated name are joined by commas.
 
         Raises:
             HPACKError: The block is malformed or holds more than `HEADER_LIST_NBYTES`.
         """
-        known = self._known.get(block)
+        known = self._cache.get(block)
         if known is not None:
             return known
         table = self._decoder.header_table
@@ -52,17 +53,17 @@ class BlockDecoder:
         headers: dict[str, str] = {}
         for name, value in pairs:
             headers[name] = f"{headers[name]},{value}" if name in headers else value
-        # A short block that is read with an empty table of full size and leaves it empty has no dealings with the table
-        # (0x20 would change its size), so it means the same whenever it comes.
+        # A block that finds the table empty and of full size, and leaves it so, does not depend on the table, so it
+        # always means the same. One that begins with 0x20 would change the table's size.
         if (
             was_empty
             and not table.dynamic_entries
             and table.maxsize == _TABLE_NBYTES
-            and 0 < len(block) <= _CACHED_BLOCK_NBYTES
+            and 0 < len(block) <= _MAX_CACHED_BLOCK_NBYTES
             and block[0] & 0xE0 != 0x20
-            and len(self._known) < _CACHED_BLOCKS
+            and len(self._cache) < _MAX_CACHED_BLOCKS
         ):
-            self._known[block] = headers
+            self._cache[block] = headers
         return headers
 
 
@@ -77,17 +78,17 @@ def _string(text: str) -> bytes:
 
 
 def status_headers(code: int, message: str, details: bytes) -> list[tuple[str, str]]:
-    """Gives the trailers that carry a status."""
+    """Returns the trailers that carry a status."""
     headers = [("grpc-status", str(code))]
     if message:
-        headers.append(("grpc-message", quote(message, safe=_PLAIN)))
+        headers.append(("grpc-message", quote(message, safe=_UNESCAPED)))
     if details:
         headers.append(("grpc-status-details-bin", b64encode(details).decode().rstrip("=")))
     return headers
 
 
 def parse_status(headers: dict[str, str]) -> RpcError | None:
-    """Gives the error that trailers carry; None is OK."""
+    """Returns the error that trailers carry; None for OK."""
     code = headers.get("grpc-status")
     if code == "0":
         return None
@@ -104,7 +105,7 @@ def parse_status(headers: dict[str, str]) -> RpcError | None:
 
 
 def format_timeout(seconds: float) -> str:
-    """Gives ``grpc-timeout``, rounded down but never to zero."""
+    """Returns the value of ``grpc-timeout``, rounded down but never to zero."""
     for unit in "num":
         amount = int(seconds / _SECONDS[unit])
         if amount <= _LARGEST_TIMEOUT:
@@ -113,7 +114,7 @@ def format_timeout(seconds: float) -> str:
 
 
 def parse_timeout(text: str) -> float:
-    """Gives the seconds of ``grpc-timeout``.
+    """Returns the seconds of a ``grpc-timeout`` value.
 
     Raises:
         ValueError: It is not one to eight digits and a unit.

@@ -1,4 +1,4 @@
-"""The answering end of a connection."""
+"""The server end of a connection, and its calls."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _NOT_GRPC_BLOCK = header_block.encode([(":status", "415")])
 
 
 class ServerConnection(BaseConnection):
-    """A connection that answers calls, one after the other, over an accepted socket, which it owns from then on.
+    """A connection that accepts calls, one after the other.
 
     Args:
-        sock: A connected stream socket; its timeout holds for every wait.
+        sock: An accepted stream socket, which the connection owns from then on; its timeout bounds every wait.
 
     Raises:
         PeerGoneError: The peer has gone already.
@@ -43,16 +43,16 @@ class ServerConnection(BaseConnection):
         """Waits for the next call.
 
         Returns:
-            The call, or None once the client has closed the connection in order, or after `goaway`.
+            The call, or None after `goaway` or once the client has closed the connection between two frames.
 
         Raises:
-            RuntimeError: The call before was not ended.
-            PeerGoneError: The client has gone amid a frame.
+            RuntimeError: The previous call was not ended.
+            PeerGoneError: The client has gone in the middle of a frame.
             ProtocolError: The client broke the protocol.
-            TimeoutError: The socket's timeout passed; if no frame was begun, this may be called again.
+            TimeoutError: The socket's timeout passed; if no frame had begun, this may be called again.
         """
         if self.stream is not None:
-            raise RuntimeError("the call before was not ended")
+            raise RuntimeError("the previous call was not ended")
         if self._sent_goaway:
             return None
         try:
@@ -74,12 +74,12 @@ class ServerConnection(BaseConnection):
             ProtocolError: The client broke the protocol.
         """
         self.io.fill_nonblocking()
-        if self._preface_has_arrived():
+        if self._take_preface():
             self.handle_buffered_frames()
         return self.stream if isinstance(self.stream, ServerCall) else None
 
     def accept_partial(self) -> ServerCall | None:
-        """Waits for the rest of a frame that has begun to arrive; gives the call, if it begins one.
+        """Waits for the rest of a frame that has begun to arrive; returns the call, if it begins one.
 
         Raises:
             ConnectionError: The client has gone or broke the protocol.
@@ -95,38 +95,40 @@ class ServerConnection(BaseConnection):
 
     @property
     def has_pending_input(self) -> bool:
-        """Whether something has arrived that is not handled yet."""
+        """Whether bytes have arrived that are not handled yet, such as a part of a frame."""
         io = self.io
         return io.high > io.low or (io.tls is not None and io.tls.pending() > 0)
 
     @property
     def needs_blocking_read(self) -> bool:
-        """Whether what has begun to arrive may take long, or is more than can be kept until it is whole."""
+        """Whether the frame that has begun to arrive may take long, or does not fit the buffer."""
         return self._preface_seen and not self._is_short_frame()
 
     def goaway(self) -> None:
-        """Tells the client that no more calls are taken; one that it began meanwhile it may repeat elsewhere."""
+        """Tells the client that no more calls are accepted; it may retry elsewhere one that it began meanwhile."""
         self._sent_goaway = True
         self.io.send([frames.goaway(self.last_stream_id, ErrorCode.NO_ERROR)])
 
     def _read_preface(self) -> None:
         io = self.io
-        while not self._preface_has_arrived():
+        while not self._take_preface():
             io.fill_or_end(io.high - io.low + 1)
 
-    def _preface_has_arrived(self) -> bool:
+    def _take_preface(self) -> bool:
         io = self.io
         if not self._preface_seen:
             so_far = bytes(io.buffer[io.low : min(io.high, io.low + len(frames.PREFACE))])
             if not frames.PREFACE.startswith(so_far):
-                self.connection_error(ErrorCode.PROTOCOL_ERROR, f"the client does not begin as HTTP/2 does: {so_far!r}")
+                self.connection_error(
+                    ErrorCode.PROTOCOL_ERROR, f"the client does not begin with the preface of HTTP/2: {so_far!r}"
+                )
             if so_far == frames.PREFACE:
                 io.low += len(frames.PREFACE)
                 self._preface_seen = True
         return self._preface_seen
 
     def stream_opened(self, stream_id: int, headers: dict[str, str], end: bool) -> None:
-        """Makes a call of the header block, or refuses it."""
+        """Begins a call with the header block; refuses it while another call runs, and after `goaway`."""
         self.last_stream_id = stream_id
         if self.stream is not None or self._sent_goaway:
             self.count_idle_frame()
@@ -148,17 +150,17 @@ class ServerConnection(BaseConnection):
                 call.end(Status.INTERNAL, str(error))
 
     def goaway_ends_call(self, last_stream_id: int) -> bool:
-        """Says whether the client will not handle the running call: it is the one who opened it."""
+        """Returns False: the running call was opened by the client itself."""
         return False
 
 
 class ServerCall(BaseCall):
-    """A call as its server sees it; it is over with `end`.
+    """A call as its server sees it, until `end`.
 
     Attributes:
         path: "/package.Service/Method".
-        timeout_s: Seconds that the client gives the call, counted from its start; None is no limit.
-        metadata: Every header but the pseudo-headers; binary ones are still in base64.
+        timeout_s: The client's deadline, in seconds from the start of the call; None is no limit.
+        metadata: All headers except pseudo-headers; binary ones are still in base64.
     """
 
     def __init__(self, connection: BaseConnection, stream_id: int, headers: dict[str, str]) -> None:
@@ -166,20 +168,20 @@ class ServerCall(BaseCall):
         self.path = headers.get(":path", "")
         self.timeout_s: float | None = None
         self.metadata = {name: value for name, value in headers.items() if not name.startswith(":")}
-        self._begun = False
+        self._headers_sent = False
 
     def headers_received(self, headers: dict[str, str], end: bool) -> None:
-        """Takes the client's trailers, which say nothing."""
+        """Handles the client's trailers, whose contents are ignored."""
         if not end:
             self._connection.connection_error(ErrorCode.PROTOCOL_ERROR, f"a second header block on stream {self.id}")
         self.ended = True
 
-    def _begin(self) -> None:
-        if not self._begun:
-            self._begun = True
-            self._hold_headers(_RESPONSE_BLOCK, 0)
+    def _send_headers_once(self) -> None:
+        if not self._headers_sent:
+            self._headers_sent = True
+            self._append_headers(_RESPONSE_BLOCK, 0)
 
-    def _hold_headers(self, block: bytes, flags: int) -> None:
+    def _append_headers(self, block: bytes, flags: int) -> None:
         connection = self._connection
         if connection.table_size_update:
             block, connection.table_size_update = connection.table_size_update + block, b""
@@ -190,7 +192,7 @@ class ServerCall(BaseCall):
 
         Args:
             code: gRPC's status code; 0 is OK.
-            message: What to say of it, any text.
+            message: What went wrong; any text.
             details: A serialised ``google.rpc.Status``.
 
         Raises:
@@ -200,17 +202,17 @@ class ServerCall(BaseCall):
         block = _OK_BLOCK
         if code or message or details:
             block = _status_block(code, message, details)
-        self.end_with(block if self._begun else _RESPONSE_BLOCK + block)
+        self.end_with(block if self._headers_sent else _RESPONSE_BLOCK + block)
 
     def end_with(self, block: bytes) -> None:
-        """Ends the call with this header block."""
+        """Ends the call with an encoded header block."""
         connection = self._connection
         if connection.stream is not self:
             return
         if self.failure is None and not self.ended:
             connection.handle_available_frames()
         if self.failure is None:
-            self._hold_headers(block, frames.END_STREAM)
+            self._append_headers(block, frames.END_STREAM)
             if not self.ended:
                 connection.outbound.append(frames.rst_stream(self.id, ErrorCode.NO_ERROR))
         self.failure = self.failure or RpcError(Status.CANCELLED, "the call was ended here")

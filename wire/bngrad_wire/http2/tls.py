@@ -1,7 +1,6 @@
-"""TLS beneath a connection, by Python's own ``ssl``.
+"""TLS for connections, with Python's ``ssl``.
 
-A context makes sockets of this kind where its ``sslsocket_class`` is `TlsSocket`. Every 16 KiB cost a record and a call
-of OpenSSL; the kernel's own TLS, which would spare both, is not to be had from Python.
+Every 16 KiB cost a record and a call of OpenSSL. The kernel's TLS would avoid both, but Python does not offer it.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ ALPN = "h2"
 
 
 def prepare(context: ssl.SSLContext) -> None:
-    """Makes a context fit for gRPC: HTTP/2, TLS 1.2 and above, sockets that connections can use."""
+    """Sets a context up for gRPC: HTTP/2 by ALPN, TLS 1.2 and above, sockets of class `TlsSocket`."""
     context.sslsocket_class = TlsSocket
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols([ALPN])
@@ -24,15 +23,15 @@ def prepare(context: ssl.SSLContext) -> None:
 
 
 class TlsSocket(ssl.SSLSocket):
-    """A TLS socket that can do what connections ask of a plain one.
+    """A TLS socket with the methods and flags of a plain one that connections use.
 
-    Its timeout is Python's own: OpenSSL would take the system's for a reason to try again.
+    Its timeout is Python's: OpenSSL would retry when a timeout of the system passes.
     """
 
     def sendmsg(  # type: ignore[override]  # ssl's own raises, whatever it is given
         self, buffers: Iterable[Any], ancdata: Iterable[Any] = (), flags: int = 0
     ) -> int:
-        """Sends pieces one after the other, and gives the count of bytes; of the flags, MSG_DONTWAIT counts."""
+        """Sends pieces one after the other, and returns the count of bytes; the one flag heeded is MSG_DONTWAIT."""
         sent = 0
         try:
             for piece in _pieces(buffers):
@@ -47,13 +46,13 @@ class TlsSocket(ssl.SSLSocket):
         return sent
 
     def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:
-        """Receives up to a record; of the flags, MSG_DONTWAIT counts."""
+        """Receives up to a record; the one flag heeded is MSG_DONTWAIT."""
         if flags & socket.MSG_DONTWAIT:
             return self._nonblocking(super().recv_into, buffer)
         return super().recv_into(buffer)
 
     def shutdown(self, how: int) -> None:
-        """Ends the connection, from any thread; whoever uses it finds it broken, and never in the clear."""
+        """Shuts the connection down, from any thread; other threads get errors, and never send in the clear."""
         socket.socket.shutdown(self, how)
 
     def _nonblocking(self, act: Any, buffer: Any) -> int:
@@ -70,7 +69,7 @@ class TlsSocket(ssl.SSLSocket):
 
 
 def _pieces(buffers: Iterable[Any]) -> Iterator[memoryview]:
-    """The buffers, of which small ones are joined, since each piece is a record."""
+    """Yields the buffers, small ones joined: each piece becomes a record."""
     small: list[Any] = []
     nbytes = 0
     for buffer in buffers:
