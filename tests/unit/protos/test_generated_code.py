@@ -1,3 +1,5 @@
+"""The .proto files and the code generated from them."""
+
 from __future__ import annotations
 
 import subprocess
@@ -8,7 +10,7 @@ PROTOS = Path(__file__).parents[3] / "protos"
 FOLDER = Path("bngrad_protos/v1")
 
 
-def test_the_committed_code_is_what_the_pinned_generators_write(tmp_path: Path) -> None:
+def test_the_committed_code_is_what_the_pinned_generators_produce(tmp_path: Path) -> None:
     plugin = Path(sys.executable).with_name("protoc-gen-mypy_grpc")
     subprocess.run(
         [
@@ -26,6 +28,6 @@ def test_the_committed_code_is_what_the_pinned_generators_write(tmp_path: Path) 
         assert (tmp_path / path).read_bytes() == (PROTOS / path).read_bytes(), f"{path}: run `make proto`"
 
 
-def test_the_protocol_is_clean_under_bufs_rules() -> None:
+def test_the_protocol_passes_buf_lint() -> None:
     buf = Path(sys.executable).with_name("buf")
     subprocess.run([buf, "lint"], cwd=PROTOS, check=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from google.protobuf.message import DecodeError
-from tests.unit.wire.http2_peers import client
+from tests.unit.wire.http2.peers import client
 
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_wire.http2 import ServerCall

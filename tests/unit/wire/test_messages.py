@@ -1,4 +1,4 @@
-"""The codec against protobuf's own: it must read what protobuf reads, and write what protobuf writes."""
+"""The codec against protobuf: it must read and write exactly what protobuf does."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ requests = st.builds(
 
 
 def varint(value: int, extra: int = 0) -> bytes:
-    """A number, in more bytes than it needs."""
+    """Returns a varint, with ``extra`` bytes more than it needs."""
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)
@@ -82,7 +82,7 @@ def _nested(inner: st.SearchStrategy[bytes]) -> st.SearchStrategy[bytes]:
 
 
 wire_messages = st.lists(st.recursive(scalars, _nested, max_leaves=8), max_size=5).map(b"".join)
-"""Messages of known and unknown fields, in any order and nesting, most of which protobuf takes."""
+"""Messages of known and unknown fields in any order and nesting; protobuf accepts most of them."""
 
 
 @st.composite
@@ -112,7 +112,7 @@ def parsed(data: bytes) -> Request | None:
 
 
 def whole(layout: messages.Layout[Request], data: bytes) -> Request:
-    """The message, with the elements put back where they belong."""
+    """Returns the message with its elements."""
     request = Request()
     request.CopyFrom(layout.message)
     for name, span in layout.tensors.items():
@@ -133,7 +133,7 @@ def decoded(data: bytes, decoder: messages.Decoder[Request] | None = None) -> Re
 
 
 @given(wire_messages | mutated())
-def test_what_protobuf_reads_is_read_alike_and_what_it_refuses_is_refused(data: bytes) -> None:
+def test_what_protobuf_reads_is_read_likewise_and_what_it_rejects_is_rejected(data: bytes) -> None:
     assert decoded(data) == parsed(data)
 
 
@@ -171,10 +171,10 @@ HALVES = [
         pytest.param([field(1, VARINT, b"\x01"), sized(1, field(3, VARINT, b"\x01"))], id="other wire types"),
         pytest.param([b"\x8a\x00", b"\x84\x00", sized(3, b"ab")], id="a tag and a length in more bytes than needed"),
         pytest.param([b"\x0a", varint(4, extra=9), sized(3, b"ab")], id="a length in ten bytes"),
-        pytest.param([b"\x5a", b"\x80" * 9 + b"\x02"], id="a length beyond 64 bits, of which the rest is nought"),
+        pytest.param([b"\x5a", b"\x80" * 9 + b"\x02"], id="a length beyond 64 bits, whose low bits are 0"),
     ],
 )
-def test_protobufs_odd_ways_to_say_a_thing_are_understood(pieces: list[bytes]) -> None:
+def test_unusual_encodings_are_read_as_protobuf_reads_them(pieces: list[bytes]) -> None:
     data = b"".join(pieces)
     assert parsed(data) is not None
     assert decoded(data) == parsed(data)
@@ -185,7 +185,7 @@ DEPTHS = range(97, 103)
 
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("fields", [(), (1,), (1, 4), (11,)], ids=["top", "tensor", "its location", "a location"])
-def test_groups_may_be_nested_as_deep_as_protobuf_lets_them(fields: tuple[int, ...], depth: int) -> None:
+def test_groups_may_be_nested_as_deep_as_in_protobuf(fields: tuple[int, ...], depth: int) -> None:
     data = field(15, START_GROUP, b"") * depth + field(15, END_GROUP, b"") * depth
     for number in reversed(fields):
         data = sized(number, data)
@@ -209,7 +209,7 @@ def test_groups_may_be_nested_as_deep_as_protobuf_lets_them(fields: tuple[int, .
         pytest.param(b"\x7d\x00", id="four bytes that are cut off"),
     ],
 )
-def test_what_is_no_message_is_refused(data: bytes) -> None:
+def test_malformed_messages_are_rejected(data: bytes) -> None:
     assert parsed(data) is None
     with pytest.raises(DecodeError):
         messages.Decoder(Request).decode(data)
@@ -224,7 +224,7 @@ def test_a_message_cut_off_is_read_as_protobuf_reads_it(request: Request, end: i
 
 @settings(max_examples=30)
 @given(st.lists(wire_messages | mutated() | requests.map(lambda request: request.SerializeToString()), max_size=6))
-def test_a_decoder_that_knows_messages_reads_others_alike(sequence: list[bytes]) -> None:
+def test_a_decoder_with_cached_layouts_reads_other_messages_correctly(sequence: list[bytes]) -> None:
     decoder = messages.Decoder(Request)
     for data in chain(sequence, sequence):
         assert decoded(data, decoder) == parsed(data)
@@ -260,7 +260,7 @@ def test_messages_of_one_length_that_differ_otherwise_are_not_mixed_up(one: byte
     assert decoder.decode(one) is not decoder.decode(other)
 
 
-def test_a_decoder_forgets_rather_than_grows() -> None:
+def test_the_cache_of_a_decoder_is_bounded() -> None:
     decoder = messages.Decoder(Request)
     for n in range(3000):
         shape, data = [n % 100, 1], bytes(n // 4)
@@ -273,7 +273,7 @@ def test_a_decoder_forgets_rather_than_grows() -> None:
 @pytest.mark.parametrize(
     "data", [sized(100, bytes(2**20)), sized(1, sized(3, bytes(2**20)) * 2)], ids=["unknown field", "elements twice"]
 )
-def test_a_large_layout_is_not_remembered(data: bytes) -> None:
+def test_a_large_layout_is_not_cached(data: bytes) -> None:
     decoder = messages.Decoder(Request)
     assert decoder.decode(data) is not decoder.decode(data)
     assert not decoder.decode(data).is_small
@@ -281,7 +281,7 @@ def test_a_large_layout_is_not_remembered(data: bytes) -> None:
 
 
 @given(requests)
-def test_what_is_encoded_is_what_protobuf_would_say(request: Request) -> None:
+def test_encoded_messages_are_those_of_protobuf(request: Request) -> None:
     given_tensors, others = [], Request()
     others.CopyFrom(request)
     for each in TENSOR_FIELDS:
@@ -318,7 +318,7 @@ def test_chunks_are_messages_of_one_field_that_join_to_the_whole(nbytes: int, ch
 
 
 @given(st.integers(1, 15), st.sampled_from([0, 1, 127, 128, 2**14, 2**21]) | st.integers(0, 1000), st.booleans())
-def test_the_only_field_is_known_by_the_first_bytes_of_its_message(number: int, nbytes: int, cut: bool) -> None:
+def test_the_only_field_is_found_in_the_first_bytes_of_its_message(number: int, nbytes: int, cut: bool) -> None:
     prefix = messages.field_prefix(number, nbytes)
     assert len(prefix) <= messages.PREFIX_NBYTES
     message = prefix + bytes(nbytes)

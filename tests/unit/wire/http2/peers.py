@@ -1,4 +1,4 @@
-"""Both ends of a connection for the tests: in threads, in raw bytes, and grpcio's own."""
+"""Peers for the tests of http2: this package's in threads, raw bytes, and grpcio's."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from bngrad_wire.http2 import ClientConnection, PeerGoneError, RpcError, ServerC
 from bngrad_wire.http2.frames import PREFACE, settings
 
 TIMEOUT_S = 30.0
+SIZES = [0, 1, 5, 64 * 1024, 20 * 2**20]
 UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 HELLO = PREFACE + settings({})
 
@@ -44,14 +45,14 @@ def serve(sock: socket.socket, answer: Callable[[ServerCall], None] = echo) -> N
 
 
 def serve_until_gone(sock: socket.socket, answer: Callable[[ServerCall], None] = echo) -> None:
-    """Does as `serve`, and lets the client go when it likes."""
+    """Does as `serve`, but ignores that the client disconnects."""
     with suppress(PeerGoneError):
         serve(sock, answer)
 
 
 @contextmanager
 def in_thread(target: Callable[..., None], *args: Any) -> Iterator[None]:
-    """Runs ``target`` for the length of the block, and raises what it raised."""
+    """Runs ``target`` in a thread beside the block; raises what it raised."""
     with ThreadPoolExecutor(1) as thread:
         future = thread.submit(target, *args)
         yield
@@ -59,7 +60,7 @@ def in_thread(target: Callable[..., None], *args: Any) -> Iterator[None]:
 
 
 def pair(kind: str) -> tuple[socket.socket, socket.socket]:
-    """Gives two connected sockets of kind "unix" or "tcp"."""
+    """Returns two connected sockets of kind "unix" or "tcp"."""
     if kind == "unix":
         near, far = socket.socketpair()
     else:
@@ -73,7 +74,7 @@ def pair(kind: str) -> tuple[socket.socket, socket.socket]:
 
 @contextmanager
 def client(kind: str = "unix", answer: Callable[[ServerCall], None] = echo) -> Iterator[ClientConnection]:
-    """A client of this package, whose server of this package runs in a thread."""
+    """A client of this package, connected to a server of this package in a thread."""
     near, far = pair(kind)
     with in_thread(serve_until_gone, far, answer), closing(ClientConnection(near, "localhost")) as connection:
         yield connection
@@ -81,7 +82,7 @@ def client(kind: str = "unix", answer: Callable[[ServerCall], None] = echo) -> I
 
 @contextmanager
 def listening(answer: Callable[[ServerCall], None] = echo) -> Iterator[str]:
-    """A server of this package, a thread for each connection; gives its address."""
+    """A server of this package, with a thread for each connection; yields its address."""
     threads: list[threading.Thread] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -118,7 +119,7 @@ class _Handler(grpc.GenericRpcHandler):
 def grpcio_server(
     answer: Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[bytes]],
 ) -> Iterator[ClientConnection]:
-    """A client of this package, whose server is grpcio's."""
+    """A client of this package, connected to a server of grpcio."""
     with ThreadPoolExecutor(4) as threads:
         server = grpc.server(threads, handlers=[_Handler(answer)], options=UNLIMITED)
         port = server.add_insecure_port("127.0.0.1:0")
@@ -133,7 +134,7 @@ def grpcio_server(
 
 
 def answered(data: bytes) -> bytes:
-    """Gives what the echo server sends to a client that sends ``data`` and then closes; raises what it raises."""
+    """Returns what the echo server sends to a client that sends ``data`` and closes; raises what the server raises."""
     near, far = pair("unix")
     with near:
         near.sendall(data)
@@ -160,7 +161,7 @@ def unary(connection: ClientConnection, message: bytes = b"", path: str = "/echo
 
 
 def called(data: bytes) -> bytes:
-    """Makes a call to a server that sends ``data`` and then closes; raises what the client raises."""
+    """Makes a call to a server that sends ``data`` and closes; raises what the client raises."""
     near, far = pair("unix")
     with far:
         far.sendall(data)
@@ -170,5 +171,5 @@ def called(data: bytes) -> bytes:
 
 
 def unary_of(channel: grpc.Channel, path: str) -> grpc.UnaryUnaryMultiCallable[bytes, bytes]:
-    """Gives a method of grpcio's client that takes and gives bytes."""
+    """Returns a method of grpcio's client that takes and returns bytes."""
     return channel.unary_unary(path)

@@ -1,3 +1,5 @@
+"""Peers that break the protocol, stop at any byte, or send random bytes."""
+
 from __future__ import annotations
 
 import socket
@@ -7,7 +9,7 @@ from contextlib import closing
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.wire.http2_peers import HELLO, answered, called, pair, serve, unary
+from tests.unit.wire.http2.peers import HELLO, answered, called, pair, serve, unary
 
 from bngrad_wire.http2 import ClientConnection, PeerGoneError, ProtocolError, RpcError, frames
 from bngrad_wire.http2 import call as http2_call
@@ -173,7 +175,7 @@ def test_a_call_beside_the_running_one_is_refused_and_the_running_one_goes_on() 
     assert b"hello" in answer
 
 
-def test_a_client_that_sends_without_end_and_takes_nothing_is_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_keeps_sending_and_opens_no_window_is_reset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http2_call, "MAX_BUFFERED_NBYTES", 50_000)
     message = frame(frames.DATA, 0, 1, b"\0\0\0\x27\x10" + bytes(10_000))
     next_call = frame(frames.HEADERS, frames.END_HEADERS, 3, REQUEST) + frame(frames.DATA, 1, 3, b"\0\0\0\0\4next")
@@ -191,7 +193,7 @@ def test_frames_of_calls_that_are_over_change_nothing() -> None:
 
 
 def recorded() -> tuple[bytes, bytes]:
-    """Gives what the two ends send in a conversation of two calls, the first cancelled."""
+    """Returns what the two ends send during two calls, of which the first is cancelled."""
     near, far = pair("unix")
     with far, closing(ClientConnection(near, "localhost")) as connection:
         first = connection.call("/a/b", timeout_s=1, metadata=[("x", "y")])
@@ -260,7 +262,7 @@ def test_any_bytes_of_a_server_end_the_call_with_a_result_or_a_named_error(data:
 
 @given(st.integers(0, len(FROM_CLIENT) - 1), st.binary(min_size=1, max_size=4))
 @settings(deadline=None, max_examples=300)
-def test_a_damaged_conversation_ends_in_order_or_with_a_named_error(start: int, damage: bytes) -> None:
+def test_a_damaged_stream_ends_in_order_or_with_a_named_error(start: int, damage: bytes) -> None:
     data = FROM_CLIENT[:start] + damage + FROM_CLIENT[start + len(damage) :]
     assert outcome(answered, data) in EXPECTED
 

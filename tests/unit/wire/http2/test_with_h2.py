@@ -1,3 +1,5 @@
+"""Calls between this package and h2, an independent implementation of HTTP/2."""
+
 from __future__ import annotations
 
 import os
@@ -10,7 +12,7 @@ from h2.config import H2Configuration
 from h2.connection import H2Connection
 from h2.events import DataReceived, Event, PingAckReceived, StreamEnded, TrailersReceived, WindowUpdated
 from h2.settings import SettingCodes, Settings
-from tests.unit.wire.http2_peers import in_thread, pair, serve
+from tests.unit.wire.http2.peers import in_thread, pair, serve
 
 from bngrad_wire.http2 import ClientConnection
 from bngrad_wire.http2 import connection as http2_connection
@@ -26,7 +28,7 @@ RESPONSE = [(":status", "200"), ("content-type", "application/grpc")]
 
 
 class Peer:
-    """One end of a connection in h2, an independent implementation that knows no shortcuts."""
+    """One end of a connection, made with h2."""
 
     def __init__(self, sock: socket.socket, client: bool, window: int = 65_535) -> None:
         self.sock = sock
@@ -39,7 +41,7 @@ class Peer:
         self.sock.sendall(self.h2.data_to_send())
 
     def receive(self, *until: type[Event]) -> list[Event]:
-        """Gives the events up to one of the given kinds; gives the peer its window back."""
+        """Returns the events up to one of the given kinds; acknowledges the data."""
         events: list[Event] = []
         while not any(isinstance(event, until) for event in events):
             data = self.sock.recv(65536)
@@ -91,7 +93,7 @@ def test_header_blocks_that_use_the_dynamic_table_are_understood_call_after_call
             assert ("grpc-status", "0") in [(str(name), str(value)) for name, value in trailers.headers or []]
 
 
-def test_the_server_waits_for_a_small_window_and_keeps_what_arrives_meanwhile() -> None:
+def test_the_server_waits_for_a_small_window_and_buffers_what_arrives_meanwhile() -> None:
     first, second = os.urandom(30_000), os.urandom(10)
     with client_peer(window=1000) as peer:
         peer.h2.send_headers(1, REQUEST)
@@ -116,7 +118,7 @@ def test_a_window_that_shrinks_below_zero_is_waited_for() -> None:
         assert data_of(peer.receive(StreamEnded)) == message
 
 
-def test_used_window_is_given_back_for_the_call_and_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_of_the_call_and_the_connection_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http2_connection, "WINDOW_UPDATE_NBYTES", 5000)
     with client_peer() as peer:
         peer.h2.send_headers(1, REQUEST)
@@ -133,7 +135,7 @@ def test_used_window_is_given_back_for_the_call_and_the_connection(monkeypatch: 
         assert 5000 <= sum(deltas) <= 10_206
 
 
-def test_the_client_speaks_with_a_server_of_small_windows_and_no_header_table() -> None:
+def test_the_client_calls_a_server_with_small_windows_and_no_header_table() -> None:
     message = os.urandom(200_000)
     near, far = pair("unix")
 

@@ -1,4 +1,4 @@
-"""Connections over TLS: what differs is the socket, of which each 16 KiB are a record."""
+"""Connections over TLS, whose records hold 16 KiB."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_messages_come_back_as_they_were(contexts: tuple[ssl.SSLContext, ssl.SSL
             thread.join()
 
 
-def test_what_the_socket_does_not_take_at_once_is_sent_later_and_whole(
+def test_what_does_not_fit_the_socket_is_sent_later_and_whole(
     contexts: tuple[ssl.SSLContext, ssl.SSLContext],
 ) -> None:
     answer = bytes(range(256)) * 8192
@@ -88,7 +88,7 @@ def test_what_the_socket_does_not_take_at_once_is_sent_later_and_whole(
             assert asked is not None
             assert asked.read(asked.receive_message() or 0) == b"please"
             server.blocking = False
-            for _ in range(4):  # more than the sockets hold, while nobody reads
+            for _ in range(4):  # more than the sockets hold, while the client does not read
                 asked.send_message(answer)
             assert server.outbound
             asked.send_message(b"the end")
@@ -124,7 +124,7 @@ def test_what_has_arrived_is_handled_without_waiting(contexts: tuple[ssl.SSLCont
             assert asked.receive_message() is None
 
 
-def test_a_socket_that_was_shut_down_elsewhere_never_speaks_in_the_clear(
+def test_a_socket_that_another_thread_shut_down_never_sends_in_the_clear(
     contexts: tuple[ssl.SSLContext, ssl.SSLContext],
 ) -> None:
     with pair(contexts) as (there, here), closing(ServerConnection(there)) as server:
