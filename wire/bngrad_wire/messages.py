@@ -206,7 +206,7 @@ class ChunkError(Exception):
 
 
 class MessageSource(Protocol):
-    """The messages of a stream, one after the other; `bngrad_wire.http2.Call` is one."""
+    """The messages of a stream, one after the other, such as a call of `bngrad_wire.http2`."""
 
     def receive_message(self) -> int | None:
         """Waits for the next message and returns its size in bytes; None at the end of the stream."""

@@ -22,7 +22,7 @@ class BaseCall(Stream):
     """One call; messages are sent and received by one thread.
 
     Attributes:
-        remaining: Unread bytes of the present message.
+        remaining: Unread bytes of the current message.
     """
 
     def __init__(self, connection: BaseConnection, stream_id: int) -> None:

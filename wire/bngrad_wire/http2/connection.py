@@ -69,7 +69,7 @@ class BaseConnection(ABC):
         stream: The active stream; None between calls.
         last_stream_id: The greatest number of a stream that was opened.
         going_away: The peer sent GOAWAY.
-        data_left: Unread bytes of the active stream's present DATA frame.
+        data_left: Unread bytes of the active stream's current DATA frame.
         outbound: Frames that `flush` will send.
         blocking: Whether sending waits until the socket has taken everything; if not, the rest stays in `outbound`.
         settings_received: The peer's first SETTINGS have arrived.
@@ -168,13 +168,13 @@ class BaseConnection(ABC):
                 stream.unacknowledged = 0
 
     def read_data_into(self, target: memoryview) -> int:
-        """Fills the start of ``target`` from the present DATA frame; returns the count, which is not zero."""
+        """Fills the start of ``target`` from the current DATA frame; returns the count, which is not zero."""
         count = self.io.read_into(target[: self.data_left])
         self.data_left -= count
         return count
 
     def buffer_data_frame(self) -> None:
-        """Moves the rest of the present DATA frame to the stream's buffer, so that the next frame can be read."""
+        """Moves the rest of the current DATA frame to the stream's buffer, so that the next frame can be read."""
         if self.stream is not None and self.data_left:
             receive_buffer = self.stream.receive_buffer
             start, end = len(receive_buffer), len(receive_buffer) + self.data_left
