@@ -105,7 +105,8 @@ def test_channelz_answers_where_it_was_asked_for(
 
 
 def test_what_a_library_warns_of_is_a_line_of_the_log_too() -> None:
-    code = "import warnings; from bngrad_server import logs; logs.set_up('json', 'info'); warnings.warn('odd\\nthings')"
+    code = "from bngrad_server.telemetry import logs; logs.set_up('json', 'info'); "
+    code += "import warnings; warnings.warn('odd\\nthings')"
     finished = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, check=True)
     (line,) = map(json.loads, finished.stderr.splitlines())
     assert (line["level"], line["logger"]) == ("warning", "py.warnings")

@@ -1,7 +1,7 @@
-"""The log: lines for people or JSON for machines, on stderr; in a storm only some of each kind.
+"""The log on stderr: lines for people or JSON for machines, sampled when there are too many of a kind.
 
-Whoever logs never waits for whoever reads: of a pipe that is full and that nobody reads, the whole process would stand
-still. Lines that find no room are left out, and counted.
+A thread that logs never waits for the reader of stderr, since a full pipe would then stop the whole process. Lines that
+find no room in the queue are left out, and their number is logged.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import threading
 import time
 from contextlib import suppress
 from datetime import datetime, timezone
+from logging.handlers import QueueHandler, QueueListener
 from typing import Any
 
 _FORMAT, _LEVEL = "BNGRAD_LOG_FORMAT", "BNGRAD_LOG_LEVEL"
@@ -21,58 +22,75 @@ _PER_SECOND = 10
 _MAX_KINDS = 1000
 _STDERR = 2
 _MAX_LINES = 1000
-"""What waits to be written."""
+"""The most lines that wait to be written."""
 _FLUSH_S = 1.0
 
 
 def set_up(log_format: str, level: str) -> None:
-    """Has this process log to stderr, and those that it starts; see `bngrad_server.config.ServerConfig`."""
+    """Makes this process, and the ones it starts, log to stderr; see `bngrad_server.config.ServerConfig`."""
     os.environ.update({_FORMAT: log_format, _LEVEL: level})
-    handler = StderrHandler()
+    handler = LineQueueHandler()
     handler.setFormatter(JsonFormatter() if log_format == "json" else ConsoleFormatter())
     handler.addFilter(SamplingFilter())
+    StderrListener(handler).start()
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
     logging.captureWarnings(True)
 
 
 def set_up_as_parent() -> None:
-    """Has this process log as the one that started it."""
+    """Makes this process log as the one that started it."""
     set_up(os.environ.get(_FORMAT, "console"), os.environ.get(_LEVEL, "info"))
 
 
-class StderrHandler(logging.Handler):
-    """Writes to stderr, by a thread of its own."""
+class LineQueueHandler(QueueHandler):
+    """Formats records in the thread that logs, and queues them; leaves out and counts those beyond `_MAX_LINES`.
+
+    Attributes:
+        left_out: The lines left out since the listener reported the last ones.
+    """
 
     def __init__(self) -> None:
-        super().__init__()
-        self._lines: queue.SimpleQueue[str | threading.Event] = queue.SimpleQueue()
-        self._left_out = 0
-        threading.Thread(target=self._write, name="log", daemon=True).start()
+        # A SimpleQueue, which is bounded here, since a line may be logged amid a put: by a finaliser, for example.
+        self.lines: queue.SimpleQueue[logging.LogRecord | threading.Event] = queue.SimpleQueue()
+        super().__init__(self.lines)
+        self.left_out = 0
 
-    def emit(self, record: logging.LogRecord) -> None:
-        """See `logging.Handler`."""
-        if self._lines.qsize() >= _MAX_LINES:
-            self._left_out += 1
+    def enqueue(self, record: logging.LogRecord) -> None:
+        """See `logging.handlers.QueueHandler`."""
+        if self.lines.qsize() >= _MAX_LINES:
+            self.left_out += 1
         else:
-            self._lines.put(self.format(record))
+            self.lines.put_nowait(record)
 
     def flush(self) -> None:
-        """Waits until all is written, but not for ever."""
+        """Waits until all lines are written, at most `_FLUSH_S`; `QueueListener.stop` would wait without a limit."""
         written = threading.Event()
-        self._lines.put(written)
+        self.lines.put(written)
         written.wait(_FLUSH_S)
 
-    def _write(self) -> None:
-        while True:
-            line = self._lines.get()
-            if isinstance(line, threading.Event):
-                line.set()
-                continue
-            _write_line(line)
-            if self._left_out:
-                left_out, self._left_out = self._left_out, 0
-                what = {"name": __name__, "levelname": "WARNING", "msg": f"{left_out} lines were left out: nobody read"}
-                _write_line(self.format(logging.makeLogRecord(what)))
+
+class StderrListener(QueueListener):
+    """Writes queued lines to stderr in a thread of its own.
+
+    It writes to the descriptor: a thread that waits for a full pipe with the lock of `sys.stderr`, or of a handler,
+    would keep the process from ending.
+    """
+
+    def __init__(self, handler: LineQueueHandler) -> None:
+        super().__init__(handler.lines)
+        self._handler = handler
+
+    def handle(self, record: logging.LogRecord | threading.Event) -> None:
+        """See `logging.handlers.QueueListener`; sets the event of a `LineQueueHandler.flush`."""
+        if isinstance(record, threading.Event):
+            record.set()
+            return
+        _write_line(record.getMessage())
+        if self._handler.left_out:
+            left_out, self._handler.left_out = self._handler.left_out, 0
+            message = f"{left_out} lines were left out: stderr is read too slowly"
+            notice = {"name": __name__, "levelname": "WARNING", "msg": message}
+            _write_line(self._handler.format(logging.makeLogRecord(notice)))
 
 
 def _write_line(line: str) -> None:
@@ -83,19 +101,19 @@ def _write_line(line: str) -> None:
 
 
 class Sampler:
-    """Lets through so many of a kind within a second, and knows how many it did not.
+    """Admits at most 10 events of a kind within a second, and counts the others.
 
     Attributes:
-        left_out: How many of all kinds it has not let through so far.
+        left_out: The events not admitted so far, of all kinds.
     """
 
     def __init__(self) -> None:
         self.left_out = 0
         self._mutex = threading.Lock()
-        self._seconds: dict[str, tuple[float, int]] = {}  # when they began, and how many came since
+        self._seconds: dict[str, tuple[float, int]] = {}  # the start of the second, and the events since
 
     def admit(self, kind: str) -> int | None:
-        """Says how many of the kind were left out since the last one; None where this one is left out too."""
+        """Returns how many of the kind were left out since the last one admitted; None if this one is left out too."""
         with self._mutex:
             now = time.monotonic()
             start, count = self._seconds.get(kind, (now, 0))
@@ -111,7 +129,7 @@ class Sampler:
 
 
 class SamplingFilter(logging.Filter):
-    """Lets only some of the lines of each kind through; those about requests were chosen by `Observer` already."""
+    """Samples lines by logger and message; `Observer` has sampled those about requests already."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +137,7 @@ class SamplingFilter(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """See `logging.Filter`."""
-        if _fields(record):  # to choose once more would lose lines that nobody counts
+        if _fields(record):  # to sample twice would lose lines without counting them
             return True
         left_out = self._sampler.admit(f"{record.name}: {record.msg}")
         if left_out:
@@ -128,19 +146,19 @@ class SamplingFilter(logging.Filter):
 
 
 class ConsoleFormatter(logging.Formatter):
-    """Lines for people; what is known of a request comes last."""
+    """Formats lines for people, with the fields of a request at the end."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's own name
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name in logging.Formatter
         """See `logging.Formatter`."""
         fields = "".join(f" {name}={value}" for name, value in _fields(record).items())
         return super().formatMessage(record) + fields
 
 
 class JsonFormatter(logging.Formatter):
-    """An object for each line."""
+    """Formats a JSON object for each line."""
 
     def format(self, record: logging.LogRecord) -> str:
         """See `logging.Formatter`."""
@@ -158,6 +176,6 @@ class JsonFormatter(logging.Formatter):
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    """What is known of what a line is about; see `bngrad_server.telemetry.observer`."""
+    """The fields of the request that a line is about; see `bngrad_server.telemetry.observer`."""
     fields: dict[str, Any] = getattr(record, "fields", {})
     return fields

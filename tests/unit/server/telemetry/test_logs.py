@@ -1,4 +1,4 @@
-"""Sampling, and the forms of lines."""
+"""Sampling, and the formats of lines."""
 
 from __future__ import annotations
 
