@@ -1,4 +1,4 @@
-"""What the values of settings may be, and how texts say them."""
+"""The types of settings: their checks, and how text is converted."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from bngrad_kernels.backends import devices
 from bngrad_server.runtime import cgroup
+from bngrad_wire.addresses import MAX_PORT, host_and_port, unix_path
 
-_MAX_PORT = 2**16 - 1
 _LONGEST_S = 7 * 24 * 3600
 
 
 class Metavar(str):
-    """What stands for a setting's value in the help."""
+    """The placeholder of a setting's value in the help."""
 
 
 class Computed(str):
-    """What a default that depends on the machine is, in words."""
+    """The words for a default that depends on the machine."""
 
 
 def _in_units(units: dict[str, float]) -> BeforeValidator:
-    """Has texts such as "30 s" become numbers; what has no unit is left to the check for numbers."""
+    """Converts text such as "30 s" to a number; text without a unit is left to the check for numbers."""
 
     def convert(value: Any) -> Any:
         found = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([A-Za-z]+)", value.strip()) if isinstance(value, str) else None
@@ -39,7 +39,7 @@ def _in_units(units: dict[str, float]) -> BeforeValidator:
 
 
 def at_least(least: int, text: str, why: str, *, or_none: bool = False) -> AfterValidator:
-    """Refuses what is less, but for a 0 that stands for none."""
+    """Refuses smaller values; with ``or_none``, 0 is allowed and stands for none."""
 
     def check(value: float) -> float:
         if value < least and not (or_none and value == 0):
@@ -60,19 +60,18 @@ def _split(value: Any) -> Any:
 
 
 def _address(value: str) -> str:
-    is_right = value != "unix:" if value.startswith("unix:") else _is_host_and_port(value)
-    if not is_right:
+    if not (unix_path(value) or _is_host_and_port(value)):
         raise ValueError("it should be HOST:PORT or unix:PATH")
     return value
 
 
 def _is_host_and_port(value: str) -> bool:
-    host, _, port = value.rpartition(":")
-    return bool(host) and "/" not in host and port.isascii() and port.isdigit() and int(port) <= _MAX_PORT
+    place = host_and_port(value)
+    return place is not None and place[1] <= MAX_PORT
 
 
 def _http_address(value: str) -> str:
-    if value.startswith("unix:") or not _is_host_and_port(value):
+    if not _is_host_and_port(value):
         raise ValueError("it should be HOST:PORT")
     return value
 
@@ -90,14 +89,14 @@ _POWERS = {"kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2**10, "MiB": 2**
 Seconds = Annotated[
     float, _in_units({"ms": 1e-3, "s": 1, "min": 60, "h": 3600}), Field(le=_LONGEST_S), Metavar("SECONDS")
 ]
-"""A duration; texts may have a unit. Timers cannot do with any number."""
+"""A duration; text may have a unit. It is limited since timers do not take every number."""
 Bytes = Annotated[int, _in_units({"B": 1, **_POWERS}), Metavar("BYTES")]
-"""A size of memory; texts may have a unit."""
+"""A size of memory; text may have a unit."""
 IN_MEMORY = AfterValidator(_check_memory)
-"""For sizes that would be too much for this machine."""
+"""Refuses sizes beyond the memory of this process."""
 Device = Annotated[str, AfterValidator(_device), Metavar("DEVICE")]
-Port = Annotated[int, Field(ge=0, le=_MAX_PORT), Metavar("PORT")]
+Port = Annotated[int, Field(ge=0, le=MAX_PORT), Metavar("PORT")]
 Address = Annotated[str, AfterValidator(_address)]
 HttpAddress = Annotated[str, AfterValidator(_http_address)]
 Addresses = Annotated[tuple[Address, ...], BeforeValidator(_split), Metavar("ADDRESS")]
-"""Texts may list several, with commas between them."""
+"""Text may list several, separated by commas."""

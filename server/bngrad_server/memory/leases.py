@@ -23,7 +23,7 @@ from pathlib import Path
 
 from bngrad_server.errors import RegionsFullError, UnauthenticatedError
 from bngrad_server.memory.regions import Region, Regions
-from bngrad_server.runtime.listening import is_answered
+from bngrad_server.runtime.listening import has_listener
 from bngrad_server.security.auth import ALLOW_ALL, Authenticator
 
 logger = logging.getLogger(__name__)
@@ -189,5 +189,5 @@ def _remove_leftovers() -> None:
     """Removes the directories of servers of this user that were killed."""
     for directory in PARENT.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
-            if directory.stat().st_uid == os.getuid() and not is_answered(directory / "regions"):
+            if directory.stat().st_uid == os.getuid() and not has_listener(directory / "regions"):
                 shutil.rmtree(directory)

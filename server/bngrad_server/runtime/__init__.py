@@ -1,1 +1,1 @@
-"""What the server needs of the operating system: threads, processes, sockets, limits."""
+"""The server and the operating system: threads, processes, sockets, limits."""

@@ -1,4 +1,4 @@
-"""What a container's limits leave of the machine: cgroup version 2, and version 1."""
+"""The memory and cores that the limits of a container leave, by cgroup version 2 or 1."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ROOT = Path("/sys/fs/cgroup")
 
 
 def memory_bytes() -> int:
-    """The memory that this process may use."""
+    """Returns the bytes of memory that this process may use."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
         limits += _numbers(name)[:1]
@@ -18,7 +18,7 @@ def memory_bytes() -> int:
 
 
 def cores() -> int:
-    """The cores that this process may keep busy, at least one; a part of a core counts as one."""
+    """Returns the number of cores that this process may use, rounded up."""
     shares = [float(len(os.sched_getaffinity(0)))]
     for times in (_numbers("cpu.max"), _numbers("cpu/cpu.cfs_quota_us") + _numbers("cpu/cpu.cfs_period_us")):
         if len(times) == 2 and times[0] > 0:
@@ -28,7 +28,7 @@ def cores() -> int:
 
 
 def _numbers(name: str) -> list[int]:
-    """The numbers in a file; none where there is no such file, or where it says "max"."""
+    """Returns the numbers in a file; none for a missing file, or for the word "max"."""
     try:
         words = (ROOT / name).read_text().split()
     except OSError:

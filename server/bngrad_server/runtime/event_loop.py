@@ -1,4 +1,4 @@
-"""A thread that waits for many file descriptors at once, and acts on whichever is ready."""
+"""An event loop: a thread that waits for many file descriptors, and runs the callbacks of those that are ready."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ logger = logging.getLogger(__name__)
 
 _TICK_S = 0.1
 _MAX_EVENTS = 16
-"""Of a round; then there is a look at the time, and at what others want done."""
+"""The most events of a round; then come ticks and the callbacks of `EventLoop.call_soon`."""
 
-Action = Callable[[], None]
+Callback = Callable[[], None]
 
 
 class EventLoop:
-    """The thread, and what it is to do. Nothing that it does may wait.
+    """The thread and its callbacks, which must not block.
 
-    But for `call_soon`, all methods are for the thread itself, or for the time before it is started.
+    All methods but `call_soon` and `stop` must be called by the thread itself, or before it is started.
 
     Attributes:
-        after_events: Called after each round of events, before what is to be done `call_soon`; gives the time, on the
-            monotonic clock, at which it must be called again at the latest.
-        on_tick: Called several times a second.
-        can_stop: Asked, once the thread is to end, whether it may.
+        after_events: Called after each round of events, before and after the callbacks of `call_soon`; returns the
+            time, on the monotonic clock, at which it must be called again at the latest.
+        on_tick: Called ten times a second.
+        can_stop: Tells, after `stop`, whether the thread may end.
     """
 
     def __init__(self, name: str) -> None:
-        """Watches nothing."""
+        """Creates the thread, which `start` starts."""
         self.after_events: Callable[[], float] = lambda: float("inf")
-        self.on_tick: Action = lambda: None
+        self.on_tick: Callback = lambda: None
         self.can_stop: Callable[[], bool] = lambda: True
         self._epoll = select.epoll()
-        self._actions: dict[int, Action] = {}
-        self._urgent = select.epoll()
-        self._urgent_actions: dict[int, Action] = {}
-        self._epoll.register(self._urgent, select.EPOLLIN)
-        self._ready: deque[Action] = deque()
+        self._readers: dict[int, Callback] = {}
+        self._priority_epoll = select.epoll()
+        self._priority_readers: dict[int, Callback] = {}
+        self._epoll.register(self._priority_epoll, select.EPOLLIN)
+        self._ready: deque[Callback] = deque()
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self.add_reader(self._waker, self._empty_waker)
+        self.add_reader(self._waker, self._clear_waker)
 
     @property
     def is_alive(self) -> bool:
@@ -58,36 +58,36 @@ class EventLoop:
         self._thread.start()
 
     def stop(self, timeout_s: float) -> None:
-        """Has the thread end as soon as `can_stop` allows, and waits for that, but not for ever."""
+        """Ends the thread once `can_stop` allows it, and waits for that, at most for the timeout."""
         self.call_soon(self._begin_to_stop)
         self._thread.join(timeout_s)
 
-    def call_soon(self, action: Action) -> None:
-        """Has the thread do something after the events that it is at, from any thread."""
-        self._ready.append(action)
+    def call_soon(self, callback: Callback) -> None:
+        """Runs a callback in the thread after the current events; any thread may call this."""
+        self._ready.append(callback)
         if threading.current_thread() is not self._thread:
-            with contextlib.suppress(OSError, ValueError):  # it has ended
+            with contextlib.suppress(OSError, ValueError):  # the loop has ended
                 os.eventfd_write(self._waker, 1)
 
-    def add_reader(self, fd: int, action: Action) -> None:
-        """Has the action done whenever the descriptor is readable or its other end is gone."""
+    def add_reader(self, fd: int, callback: Callback) -> None:
+        """Runs the callback whenever the descriptor is readable, or its other end is closed."""
         self._epoll.register(fd, select.EPOLLIN)
-        self._actions[fd] = action
+        self._readers[fd] = callback
 
-    def add_priority_reader(self, fd: int, action: Action) -> None:
-        """Does as `add_reader`, but however many others are ready, the action comes next."""
-        self._urgent.register(fd, select.EPOLLIN)
-        self._urgent_actions[fd] = action
+    def add_priority_reader(self, fd: int, callback: Callback) -> None:
+        """Does as `add_reader`, but the callback runs before those of all other descriptors that are ready."""
+        self._priority_epoll.register(fd, select.EPOLLIN)
+        self._priority_readers[fd] = callback
 
     def remove_priority_reader(self, fd: int) -> None:
         """Undoes `add_priority_reader`."""
-        del self._urgent_actions[fd]
+        del self._priority_readers[fd]
         with contextlib.suppress(OSError):  # it was closed
-            self._urgent.unregister(fd)
+            self._priority_epoll.unregister(fd)
 
     def remove_reader(self, fd: int) -> None:
-        """Watches a descriptor no longer; to be called at the latest in the action in which it is closed."""
-        if self._actions.pop(fd, None) is not None:
+        """Undoes `add_reader`, at the latest in the callback that closes the descriptor."""
+        if self._readers.pop(fd, None) is not None:
             with contextlib.suppress(OSError):  # it was closed
                 self._epoll.unregister(fd)
 
@@ -95,30 +95,30 @@ class EventLoop:
         next_tick = time.monotonic() + _TICK_S
         due = next_tick
         while not (self._stopping and self.can_stop()):
-            patience_s = 0.0 if self._ready else max(0.0, min(due, next_tick) - time.monotonic())
-            for fd, _ in self._epoll.poll(patience_s, _MAX_EVENTS):
-                self._do_what_is_urgent()
-                action = self._actions.get(fd)  # none where an action before has forgotten it
-                if action is not None:
-                    _do(action)
+            timeout_s = 0.0 if self._ready else max(0.0, min(due, next_tick) - time.monotonic())
+            for fd, _ in self._epoll.poll(timeout_s, _MAX_EVENTS):
+                self._run_priority_readers()
+                callback = self._readers.get(fd)  # None if a callback before has removed it
+                if callback is not None:
+                    _call(callback)
             if time.monotonic() >= next_tick:
-                _do(self.on_tick)
+                _call(self.on_tick)
                 next_tick = time.monotonic() + _TICK_S
             due = self.after_events()
             if self._ready:
-                # What these want done soon has its turn after others: a client that floods us must not keep them out.
+                # Callbacks added meanwhile wait for the next round: a client that floods us must not keep out others.
                 for _ in range(len(self._ready)):
-                    _do(self._ready.popleft())
+                    _call(self._ready.popleft())
                 due = self.after_events()
         self._close()
 
-    def _do_what_is_urgent(self) -> None:
-        if self._urgent_actions and (events := self._urgent.poll(0)):
+    def _run_priority_readers(self) -> None:
+        if self._priority_readers and (events := self._priority_epoll.poll(0)):
             for fd, _ in events:
-                _do(self._urgent_actions[fd])
+                _call(self._priority_readers[fd])
             self.after_events()
 
-    def _empty_waker(self) -> None:
+    def _clear_waker(self) -> None:
         os.eventfd_read(self._waker)
 
     def _begin_to_stop(self) -> None:
@@ -126,13 +126,13 @@ class EventLoop:
 
     def _close(self) -> None:
         self._epoll.close()
-        self._urgent.close()
+        self._priority_epoll.close()
         waker, self._waker = self._waker, -1
         os.close(waker)
 
 
-def _do(action: Action) -> None:
+def _call(callback: Callback) -> None:
     try:
-        action()
+        callback()
     except Exception:
-        logger.exception("%r failed", action)
+        logger.exception("the callback %r failed", callback)

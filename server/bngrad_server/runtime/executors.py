@@ -1,4 +1,4 @@
-"""Threads as many as are needed, and no longer than that."""
+"""Executors of gRPC's handlers: in grpcio's pools, inline, and in threads on demand."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ _IDLE_S = 1.0
 
 
 class HandlerExecutor(futures.ThreadPoolExecutor):
-    """What grpcio runs handlers in. Where the system has no more threads, a call waits for one of those that there are.
+    """Runs grpcio's handlers; if the system refuses a new thread, the call waits for one of the pool's.
 
-    Of an error, the thread that serves all of grpcio's port would end, and nobody would be answered any more.
+    An exception would end the thread that serves the whole port of grpcio.
     """
 
     def __init__(self, most: int, name: str) -> None:
-        """Has one thread.
+        """Starts one thread.
 
         Args:
             most: The most threads.
-            name: The beginning of their names.
+            name: The prefix of their names.
         """
         super().__init__(most, thread_name_prefix=name)
         self.submit(int)
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> futures.Future[Any]:
-        """See `concurrent.futures.Executor`; where there is no new thread, the future is one that nobody ends."""
+        """See `concurrent.futures.Executor`; without a new thread, the future never completes."""
         try:
             return super().submit(fn, *args, **kwargs)
-        except RuntimeError as error:  # raised after it was put in line
+        except RuntimeError as error:  # raised after the call was queued
             logger.error("a call waits for a thread: %s", error)
             return futures.Future()
 
     @property
     def queue_size(self) -> int:
-        """How many calls wait for a thread."""
+        """The number of calls that wait for a thread."""
         return self._work_queue.qsize()
 
 
 class InlineExecutor(futures.ThreadPoolExecutor):
-    """Runs handlers that take no time where they are: who is refused must not take a thread, nor wait for one."""
+    """Runs handlers in the calling thread, so that a refusal neither takes a thread nor waits for one."""
 
     def __init__(self) -> None:
-        """Has no thread."""
+        """Creates no thread."""
         super().__init__(1)
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> futures.Future[Any]:
@@ -59,30 +59,30 @@ class InlineExecutor(futures.ThreadPoolExecutor):
 
 
 class OnDemandExecutor:
-    """Runs actions at once, in threads that end when they had nothing to do for a while."""
+    """Runs actions at once, each in a thread of its own; idle threads are used again, and end after a second."""
 
     def __init__(self, name: str) -> None:
-        """Has no thread yet."""
+        """Creates no thread yet."""
         self._name = name
         self._actions: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._idle = threading.Semaphore(0)
-        self._all: set[threading.Thread] = set()
+        self._threads: set[threading.Thread] = set()
 
     def submit(self, action: Callable[[], None]) -> None:
-        """Has a thread run an action, which must not raise; by one caller at a time.
+        """Runs an action, which must not raise, in a thread; must not be called by two threads at once.
 
         Raises:
-            RuntimeError: The system has no thread for it.
+            RuntimeError: The system refuses a new thread.
         """
         if not self._idle.acquire(blocking=False):
             thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             thread.start()
-            self._all.add(thread)
+            self._threads.add(thread)
         self._actions.put(action)
 
     def shutdown(self) -> None:
-        """Ends every thread once it has nothing to do; nothing may be run afterwards."""
-        threads = list(self._all)
+        """Waits for all actions, and ends the threads; nothing may be submitted afterwards."""
+        threads = list(self._threads)
         for _ in threads:
             self._actions.put(None)
         for thread in threads:
@@ -94,9 +94,9 @@ class OnDemandExecutor:
                 action = self._actions.get(timeout=_IDLE_S)
             except queue.Empty:
                 if self._idle.acquire(blocking=False):
-                    self._all.discard(threading.current_thread())
+                    self._threads.discard(threading.current_thread())
                     return
-                continue  # an action was left to this thread just now
+                continue  # an action was given to this thread at this moment
             if action is None:
                 return
             action()

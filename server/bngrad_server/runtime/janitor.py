@@ -1,7 +1,7 @@
-"""Removes what a server leaves in the file system when it dies without a word.
+"""Removes the sockets and directories that a server leaves behind when it is killed.
 
-Run as ``python -m bngrad_server.runtime.janitor PATH...``, with a pipe to the front process as standard input. It
-waits for the end of that process, and removes the paths that are still what they were when it was started.
+It runs as a process of its own, with a pipe from the front process as standard input. When the pipe closes, it removes
+those of the given paths that have not been replaced since its start.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from pathlib import Path
 
 
 class Janitor:
-    """The process that waits for the end of this one."""
+    """The process that cleans up after this one has ended."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        """Starts it, to remove these paths."""
+        """Starts it for these paths."""
         self._process = subprocess.Popen(  # noqa: S603 - our own module
-            # Without site-packages: it is there all the time, and small.
+            # Without site-packages, to stay small: the process runs as long as the server.
             [sys.executable, "-I", "-S", __file__, *(f"{_identity(path)}:{path}" for path in paths)],
             stdin=subprocess.PIPE,
-            start_new_session=True,  # a terminal's Ctrl-C is for the front process
+            start_new_session=True,  # Ctrl-C of a terminal must reach only the front process
         )
 
     def close(self) -> None:
-        """Has it remove the paths that are still there, and waits for that."""
+        """Makes it remove the paths, and waits for that."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
 
 
 def main() -> None:
-    """Waits, and removes."""
+    """Waits for the end of the pipe, and removes the paths."""
     sys.stdin.buffer.read()
     for argument in sys.argv[1:]:
         identity, _, path = argument.partition(":")
         try:
             if _identity(path) != identity:
-                continue  # another server's by now
+                continue  # it belongs to another server by now
             if os.path.isdir(path):
                 shutil.rmtree(path, ignore_errors=True)
             else:
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def _identity(path: str | Path) -> str:
-    """Tells a socket from others that were made at its path later, of which one may have its inode's number."""
+    """Returns what tells a socket from a later one at its path, which may get the same inode number."""
     status = os.stat(path)
     changed_ns = 0 if stat.S_ISDIR(status.st_mode) else status.st_mtime_ns
     return f"{status.st_ino}-{changed_ns}"

@@ -1,4 +1,4 @@
-"""What grpcio does not know or say of addresses to listen on."""
+"""Checks addresses before grpcio listens on them, and limits descriptors and connections."""
 
 from __future__ import annotations
 
@@ -9,82 +9,85 @@ import socket
 from pathlib import Path
 
 from bngrad_server.errors import ListenError
+from bngrad_wire.addresses import host_and_port, unix_path
 
 _MAX_CONNECTIONS = 8192
-"""To an address of grpcio's; each takes about 40 KB before it has said anything."""
+"""For each address of grpcio; each connection takes about 40 KB before its first byte."""
 _OTHER_DESCRIPTORS = 2048
 _MOST_DESCRIPTORS = 1 << 16
 _MAX_PATH_NBYTES = 107
 
 
 def raise_descriptor_limit() -> None:
-    """Has this process, and its workers, open as many files as it may: the usual limit is meant for `select`."""
+    """Raises the limit of open files of this process and its workers: the usual soft limit is meant for `select`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < min(hard, _MOST_DESCRIPTORS):
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, _MOST_DESCRIPTORS), hard))
 
 
 def max_connections(addresses: int) -> int:
-    """How many connections each of grpcio's addresses takes, so that there are descriptors for all else."""
+    """Returns how many connections each address of grpcio may take, which leaves descriptors for everything else."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return min(_MAX_CONNECTIONS, max(soft - _OTHER_DESCRIPTORS, soft // 2) // addresses)
 
 
 def socket_path(address: str) -> Path | None:
-    """The path of ``unix:PATH``; None for ``HOST:PORT``."""
-    return Path(address.removeprefix("unix:")) if address.startswith("unix:") else None
+    """Returns the path of ``unix:PATH``; None for ``HOST:PORT``."""
+    path = unix_path(address)
+    return None if path is None else Path(path)
 
 
 def check_address(address: str) -> None:
-    """Makes sure that an address can be listened on.
+    """Checks that the server can listen on an address.
 
-    grpcio would say why not in lines of its own, and take the path of a Unix socket away from who listens there.
+    grpcio would write the reason to stderr itself, and would replace the Unix socket of another server.
 
     Raises:
-        ListenError: It cannot be listened on.
+        ListenError: It cannot.
     """
     path = socket_path(address)
-    reason = _why_not_port(address) if path is None else _why_not_path(path)
+    reason = _port_fault(address) if path is None else _path_fault(path)
     if reason is not None:
         raise ListenError(f"cannot listen on {address}: {reason}")
 
 
-def is_answered(path: Path) -> bool:
-    """Whether somebody listens on a Unix socket."""
+def has_listener(path: Path) -> bool:
+    """Tells whether a process listens on a Unix socket."""
     with socket.socket(socket.AF_UNIX) as probe:
-        probe.setblocking(False)  # A queue that is full says so at once.
+        probe.setblocking(False)  # or a full queue would block
         try:
             found = probe.connect_ex(str(path))
-        except OSError:  # The path is longer than a socket's may be.
+        except OSError:  # the path is too long for a socket
             return False
     return found not in {errno.ENOENT, errno.ENOTDIR, errno.ECONNREFUSED}
 
 
-def _why_not_path(path: Path) -> str | None:
+def _path_fault(path: Path) -> str | None:
     if len(os.fsencode(path)) > _MAX_PATH_NBYTES:
         return f"a socket's path has at most {_MAX_PATH_NBYTES} bytes"
     if not path.parent.is_dir():
         return f"there is no folder {path.parent}"
     if path.exists() and not path.is_socket():
-        return "it is there, and no socket"
-    return "the address is taken" if is_answered(path) else None
+        return "the path exists and is not a socket"
+    return "the address is taken" if has_listener(path) else None
 
 
-def _why_not_port(address: str) -> str | None:
-    """Why none of the addresses that a name stands for can be listened on."""
-    host, _, port = address.rpartition(":")
+def _port_fault(address: str) -> str | None:
+    """Returns why no address of a host can be listened on; None if one can."""
+    place = host_and_port(address)
+    assert place is not None
     reason = None
     try:
-        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        found = socket.getaddrinfo(*place, type=socket.SOCK_STREAM)
     except OSError as error:
         return error.strerror
     except UnicodeError:
         return "it names no host"
-    for family, kind, _, _, place in found:
+    for family, kind, _, _, bound in found:
         try:
             with socket.socket(family, kind) as probe:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(place)
+                probe.bind(bound)
         except OSError as error:
             reason = error.strerror
         else:

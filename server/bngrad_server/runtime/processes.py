@@ -13,14 +13,14 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Has the system kill this process when its parent dies, also when this one hangs or is stopped."""
+    """Makes the system kill this process when its parent dies, even if this one hangs or is stopped."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it has died already
+    if os.getppid() != parent_pid:  # the parent has died already
         sys.exit()
 
 
 def ignore_stop_signals() -> None:
-    """A terminal or a supervisor signals the whole group; only the parent decides when this process ends."""
+    """Ignores SIGINT and SIGTERM, which a whole process group gets: the parent decides when this one ends."""
     for ignored in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)
 

@@ -1,4 +1,4 @@
-"""What a container may use."""
+"""The limits of a container."""
 
 from __future__ import annotations
 

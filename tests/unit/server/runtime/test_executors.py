@@ -1,4 +1,4 @@
-"""Threads for actions: what becomes of them where the system gives no more threads."""
+"""Executors when the system refuses a new thread."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 from bngrad_server.runtime.executors import HandlerExecutor, OnDemandExecutor
 
 _TOO_LARGE = 1 << 47
-"""For a stack: larger than what a process can address."""
+"""A size of stack beyond what a process can address."""
 
 
-def test_an_action_for_which_there_is_no_thread_is_refused_and_forgotten() -> None:
+def test_an_action_without_a_thread_is_refused() -> None:
     threads, answers = OnDemandExecutor("test"), [Future[int](), Future[int](), Future[int]()]
     with no_more_threads(), pytest.raises(RuntimeError, match="can't start new thread"):
         threads.submit(lambda: answers[0].set_result(0))
@@ -27,7 +27,7 @@ def test_an_action_for_which_there_is_no_thread_is_refused_and_forgotten() -> No
     assert not answers[0].done()
 
 
-def test_a_call_for_which_there_is_no_thread_waits_for_one_that_there_is() -> None:
+def test_a_call_without_a_thread_waits_for_one_of_the_pool() -> None:
     first_may_end, second = threading.Event(), Future[int]()
     with HandlerExecutor(2, "test") as threads:
         first = threads.submit(first_may_end.wait, 20)

@@ -1,4 +1,4 @@
-"""What a server leaves behind is removed, and nothing else."""
+"""The janitor removes what a server leaves behind, and nothing else."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def test_what_is_left_behind_is_removed(tmp_path: Path) -> None:
 
 
 def test_a_socket_that_another_server_has_made_at_the_same_path_stays(tmp_path: Path) -> None:
-    """Where nothing else takes it, the system gives the number of the inode to the next file at once."""
+    """The system gives a free inode number to the next file at once."""
     path = tmp_path / "socket"
     listen(path)
-    os.utime(path, (0, 0))  # a moment ago might be now, by the clock of the file system
+    os.utime(path, (0, 0))  # or the clock of the file system might not tell the two apart
     janitor = Janitor([path])
     path.unlink()
     listen(path)
