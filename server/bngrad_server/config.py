@@ -1,6 +1,6 @@
-"""The settings of a server, each declared once: the command line, the environment and the file follow from it.
+"""The settings of a server, each declared once, as a field of `ServerConfig`.
 
-A new setting is a new field of `ServerConfig`.
+The options, the environment variables, the keys of the file and the page of settings follow from the fields.
 """
 
 from __future__ import annotations
@@ -27,40 +27,40 @@ from bngrad_server.setting_types import (
 from bngrad_wire.limits import MAX_PROTOBUF_NBYTES, REGION_NBYTES
 
 MAX_CALLS = 64
-"""Calls of an op that grpcio's port answers at once. Each holds a thread, and each unary one a message."""
+"""The most calls of an op that grpcio's port answers at once. Each takes a thread, a unary one also a message."""
 _LEAST_DEFAULT_MESSAGE_BYTES = 2**26
 _MIB = 2**20
 
 
 def default_max_message_bytes() -> int:
-    """So much that a message for each call takes a quarter of the memory."""
+    """Returns the size at which a message for each of `MAX_CALLS` takes a quarter of the memory, within limits."""
     return min(max(default_arena_bytes() // 2 // MAX_CALLS, _LEAST_DEFAULT_MESSAGE_BYTES), MAX_PROTOBUF_NBYTES)
 
 
 def default_arena_bytes() -> int:
-    """Half of the memory that this process may use."""
+    """Returns half of the memory that this process may use."""
     return cgroup.memory_bytes() // 2
 
 
 def setting_name(field_name: str) -> str:
-    """How flags, the environment and files call a setting: by its field's name, without the unit of seconds."""
+    """Returns a setting's name in options, the environment and files: its field's name, without the unit of seconds."""
     return field_name.removesuffix("_s")
 
 
 class ServerConfig(BaseSettings):
-    """What `bngrad_server.server.serve` needs to know.
+    """The settings of `bngrad_server.server.serve`.
 
-    Made directly, it has the settings that it is given, and defaults; `bngrad_cli.settings` reads the others'
-    sources. The docstrings are what users read of the settings.
+    The constructor takes settings, and uses defaults for the others; `bngrad_cli.settings` reads options, environment
+    and file. The docstrings of the fields are the help texts of the settings.
 
     Raises:
-        ValueError: A setting is impossible; the message names it.
+        ValueError: A setting is invalid; the message names it.
     """
 
     model_config = SettingsConfigDict(
         alias_generator=AliasGenerator(validation_alias=setting_name),
         allow_inf_nan=False,
-        enable_decoding=False,  # Lists in the environment are no JSON.
+        enable_decoding=False,  # lists in the environment are not JSON
         env_ignore_empty=True,
         env_prefix="BNGRAD_",
         env_prefix_target="all",
@@ -72,107 +72,108 @@ class ServerConfig(BaseSettings):
     )
 
     listen: Addresses = Field(default=("127.0.0.1:50051",), min_length=1)
-    """Where to listen: HOST:PORT (port 0 takes a free one) or unix:PATH; may be given several times."""
+    """Address to listen on, HOST:PORT (port 0 takes a free one) or unix:PATH; may be given several times."""
     device: Device = "auto"
-    """What to compute on: cpu, or GPUs such as cuda:0,cuda:1; auto takes every usable GPU, or the CPU if there is
+    """Device to compute on: cpu, or GPUs such as cuda:0,cuda:1; auto takes every usable GPU, or the CPU if there is
     none."""
     threads: Annotated[int, Computed("every core")] = Field(default_factory=cgroup.cores, ge=1)
     """Threads of each CPU worker. Results have the same bits for any number."""
     workers: int = Field(default=2, ge=1)
-    """Worker processes on a CPU. With more than one, requests go on where one dies, and small ones run side by side."""
+    """Worker processes on a CPU. With more than one, small requests run side by side, and serving goes on if one
+    dies."""
     arena_bytes: Annotated[
         Bytes,
         at_least(_MIB, "1MiB", "the tensors of every request have to fit in"),
         IN_MEMORY,
         Computed("half of the memory; with GPUs at most pinned_bytes"),
     ] = Field(default_factory=default_arena_bytes)
-    """Memory for the tensors of all requests in flight. More lets more requests wait staged; pages are taken from the
-    system only when first used."""
+    """Memory for the tensors of all requests in flight. With more of it, more requests can wait with their tensors
+    already copied; the system provides pages when they are first used."""
     shared_bytes: Annotated[
         Bytes,
-        at_least(REGION_NBYTES, f"{REGION_NBYTES // _MIB}MiB", "clients take so much at a time", or_none=True),
+        at_least(REGION_NBYTES, f"{REGION_NBYTES // _MIB}MiB", "clients take that much at a time", or_none=True),
         IN_MEMORY,
         Computed("a quarter of the memory"),
     ] = Field(default_factory=lambda: default_arena_bytes() // 2)
-    """Memory that clients on this host may share with the workers, 0 for none; pages are taken when first used."""
+    """Memory that clients on this host may share with the workers, 0 for none; the system provides pages when they are
+    first used."""
     pinned_bytes: Bytes = Field(default=32 * 2**30, ge=0)
-    """Memory that GPU workers may page-lock, so that copies are fast and overlap with kernels: the arena if it is not
-    larger, then what clients share. It is taken from the system at once."""
-    shared_group: Annotated[str | None, Metavar("GROUP"), Computed("nobody else")] = None
-    """Group of users, beside the server's own, that may share memory."""
+    """Memory that GPU workers may page-lock, so that copies are fast and overlap with kernels: the arena if it fits,
+    then the memory that clients share. The system provides it at once."""
+    shared_group: Annotated[str | None, Metavar("GROUP"), Computed("none")] = None
+    """Group of users that may share memory, besides the server's own user."""
     stream_port: Annotated[Port, Computed("0, a free one")] = 0
-    """TCP port of the endpoint for large tensors, on the host of the first TCP address."""
+    """TCP port of the server's own port for large tensors, on the host of the first TCP address."""
     max_message_bytes: Annotated[
         Bytes,
         at_least(4 * _MIB, "4MiB", "clients send chunks and small requests in messages of up to that size"),
         Computed("so that 64 fill a quarter of the memory"),
     ] = Field(default_factory=default_max_message_bytes, le=MAX_PROTOBUF_NBYTES)
-    """Largest message in which a client may send a request whole. Chunks and shared memory have no such limit: their
-    tensors never lie in the memory of a message."""
+    """Largest message of a request sent whole. Tensors in chunks or in shared memory are not limited, since they are
+    never held in a message."""
     max_batch_jobs: int = Field(default=64, ge=1)
-    """The most requests that a worker gets at once. More makes small requests cheaper, and the first of them later."""
+    """Most requests in a batch. A larger batch makes small requests cheaper, but delays the first of them."""
     max_batch_bytes: Bytes = Field(default=8 * 2**20, ge=1)
-    """A batch is closed once its staged bytes reach this. Large requests gain nothing from company."""
+    """A batch gets no more requests once its tensors have this size. Large requests gain nothing from batching."""
     max_batch_delay_s: Seconds = Field(default=0.0, ge=0)
-    """How long a request may wait for others to fill its batch while a worker is free. 0 is best where requests are not
+    """How long a request may wait for others to fill its batch while a worker is free. 0 is best unless requests are
     tiny."""
     max_requests: int = Field(default=256, ge=1)
-    """Requests in the server at once; beyond, clients are told to come again."""
+    """Most requests in the server at once; further ones are refused, and clients retry later."""
     max_wait_s: Seconds = Field(default=5.0, gt=0)
-    """How long a request may have to wait for those before it; where it would be longer, clients are told to come
-    again."""
+    """Longest expected wait of a request for those before it; beyond it, requests are refused, and clients retry
+    later."""
     transfer_timeout_s: Annotated[
         Seconds, at_least(1, "1 s", "connections whose clients do not answer a ping in that time are closed")
     ] = 30.0
-    """How long an upload or a download may take, beside a second for each 128 KiB. It holds memory."""
+    """How long an upload or a download may take, plus a second for each 128 KiB, since it holds memory."""
     worker_timeout_s: Annotated[
-        Seconds, at_least(1, "1 s", "workers that are well may be silent for a good part of that")
+        Seconds, at_least(1, "1 s", "healthy workers may be silent for a good part of that")
     ] = 5.0
-    """A worker that shows no life for so long is killed and replaced."""
+    """A worker that sends no sign of life for this time is killed and replaced."""
     drain_timeout_s: Seconds = Field(default=30.0, ge=0)
     """How long requests in flight may take to end after SIGTERM."""
     tls_certificate: Annotated[Path | None, Metavar("FILE"), Computed("no TLS")] = None
-    """Certificate of the server, a PEM file; with it, TCP ports speak TLS alone. It is read again when it changes, as
+    """Certificate of the server, a PEM file; with it, TCP ports accept only TLS. It is read again when it changes, as
     are the files of the next three settings."""
     tls_key: Annotated[Path | None, Metavar("FILE"), Computed("none")] = None
     """Private key of the certificate, a PEM file without a password."""
     tls_client_ca: Annotated[Path | None, Metavar("FILE"), Computed("clients need no certificate")] = None
-    """Authorities of clients, a PEM file; with it, clients on TCP ports must show a certificate of theirs."""
+    """Authorities of clients, a PEM file; with it, clients on TCP ports need a certificate signed by one of them."""
     token_file: Annotated[Path | None, Metavar("FILE"), Computed("calls need no token")] = None
-    """Whose tokens are good, in lines as `bngrad token new` prints them; with it, every call at every address must have
-    one."""
+    """Valid tokens, in lines as `bngrad token new` prints them; with it, every call at every address needs one."""
     open_health: bool = False
     """Whether grpc.health.v1 answers without a token."""
     insecure: bool = False
-    """Whether the network is protected otherwise, so that nothing need be said about ports without TLS or tokens."""
+    """Whether the network is protected otherwise: no warnings about ports without TLS or tokens."""
     reflection: bool = True
-    """Whether clients may ask what there is to call."""
+    """Whether gRPC server reflection lists the methods."""
     socket_mode: Annotated[str, Metavar("MODE")] = Field(default="0600", pattern="^0?[0-7]{3}$")
-    """Permissions of Unix sockets to listen on, in octal: whoever may write to one may call."""
+    """Permissions of the Unix sockets to listen on, in octal: users who may write to one may call."""
     max_client_requests: Annotated[int, Computed("0, no limit")] = Field(default=0, ge=0)
-    """Requests in the server at once of one client: the owner of a token, the name in a certificate, else the host or
-    the process. Beyond, it is told to come again."""
+    """Most requests in the server at once of one client: the owner of a token, the name in a certificate, else the host
+    or the process. Further ones are refused, and the client retries later."""
     max_client_bytes: Annotated[Bytes, Computed("0, no limit")] = Field(default=0, ge=0)
-    """Tensors in the server at once of one client that has several requests."""
+    """Most bytes of tensors in the server at once of one client that has several requests."""
 
     http: Annotated[HttpAddress | None, Metavar("HOST:PORT"), Computed("none")] = None
-    """Where to serve HTTP: /metrics, /healthz, /readyz, and a page for people at /. Whoever reaches it may read it."""
+    """Address to serve HTTP on: /metrics, /healthz, /readyz, and a dashboard at /. It has neither TLS nor tokens."""
     log_format: Literal["console", "json"] = "console"
-    """Whether the log, on stderr, has lines for people or a JSON object in each."""
+    """Format of the log on stderr: lines for people, or a JSON object in each line."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """What is less important than this is not logged; debug also logs the requests whose clients have gone."""
+    """Least level of the lines to log; debug also logs requests that their clients cancelled."""
     traces: bool = False
-    """Whether OpenTelemetry spans of every request are exported by OTLP, as the OTEL_* variables say."""
+    """Whether OpenTelemetry spans of every request are exported by OTLP, as the OTEL_* variables configure it."""
     channelz: bool = False
-    """Whether clients may ask for the state of the server's gRPC connections."""
+    """Whether grpc.channelz.v1 tells clients the state of the server's gRPC connections."""
 
     @property
     def has_cores_for_all(self) -> bool:
-        """Whether several CPU workers compute faster together than one of them alone."""
+        """Whether every CPU worker has cores of its own, so that several compute faster than one."""
         return self.workers * self.threads <= cgroup.cores()
 
     @classmethod
-    def settings_customise_sources(  # noqa: D102 - its base tells
+    def settings_customise_sources(  # noqa: D102 - documented in the base class
         cls,
         settings_cls: type[BaseSettings],
         init_settings: PydanticBaseSettingsSource,
@@ -195,9 +196,9 @@ class ServerConfig(BaseSettings):
             if bound.count(address) > 1:
                 raise ValueError(f"listen names {address} twice")
             if self.stream_port and address.endswith(f":{self.stream_port}"):
-                raise ValueError(f"stream_port should not be the port of {address}, where listen is")
+                raise ValueError(f"stream_port should not be the port of {address}, which listen names")
         if self.stream_port and all(address.startswith("unix:") for address in self.listen):
-            raise ValueError("stream_port needs an address HOST:PORT in listen, on whose host it is")
+            raise ValueError("stream_port needs an address HOST:PORT in listen, whose host it uses")
         if self.shared_group is not None and self.shared_bytes == 0:
             raise ValueError("shared_group needs shared_bytes, which is 0")
         if (self.tls_certificate is None) != (self.tls_key is None):

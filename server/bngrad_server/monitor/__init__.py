@@ -1,5 +1,4 @@
-"""What operators look at: metrics, health and a page, over HTTP, served by a process of its own.
+"""Metrics, health and a dashboard over HTTP, served by a process of their own.
 
-Whatever is done to its port, the server does not notice: all that the process asks of it is its status, a few times a
-second at most.
+Requests to its port do not disturb the server: the process only asks it for its status, a few times a second at most.
 """

@@ -17,11 +17,11 @@ from bngrad_server.telemetry import logs
 
 _SAMPLE_S = 1.0
 _NICENESS = 5
-"""Serving goes first."""
+"""Computing has priority."""
 
 
 def main() -> None:
-    """Answers until the front process hangs up."""
+    """Serves until the front process closes the socket."""
     socket_fd, listener_fd, front_pid = map(int, sys.argv[1:])
     die_with_parent(front_pid)
     ignore_stop_signals()

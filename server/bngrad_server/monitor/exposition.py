@@ -1,4 +1,4 @@
-"""The server's status as Prometheus' metrics."""
+"""Writes the server's status as Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bngrad_server.telemetry.metrics import FIRST_BUCKET_S
 
 Status = dict[str, Any]
 Rows = Iterable[tuple[list[str], float]]
-"""Values with the values of their labels."""
+"""The values of a metric, each with the values of its labels."""
 
 
 def _one(read: Callable[[Status], float]) -> Callable[[Status], Rows]:
@@ -138,17 +138,17 @@ _GAUGES: tuple[tuple[str, str, tuple[str, ...], Callable[[Status], Rows]], ...] 
 
 
 class Exposition:
-    """Writes metrics in the format that the scraper asks for."""
+    """Renders metrics in the format that the scraper accepts."""
 
     def __init__(self, front_pid: int) -> None:
-        """Knows nothing of the server yet but its process, whose own metrics are there as well."""
+        """Adds the ``process_`` metrics of the front process."""
         self._collector = _Collector()
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self._collector)
         ProcessCollector(pid=lambda: front_pid, registry=self._registry)
 
     def render(self, status: Status, accept: str) -> Response:
-        """The metrics of a status; see `bngrad_server.server.Server.status`."""
+        """Renders a status; see `bngrad_server.server.Server.status`."""
         self._collector.status = status
         encode, media_type = choose_encoder(accept)
         return Response(200, media_type, encode(self._registry))
@@ -159,7 +159,7 @@ class _Collector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         status = self.status
-        if status is None:  # asked at its registration
+        if status is None:  # the registry asks when the collector is registered
             return
         for name, text, labels, read in _COUNTERS:
             counter = CounterMetricFamily(name, text, labels=labels)
@@ -196,6 +196,6 @@ def _times(name: str, text: str, label: str, of: dict[str, Any]) -> Metric:
 
 
 def _buckets(counts: list[int], bound: Callable[[int], float]) -> list[tuple[str, float]]:
-    """Cumulative buckets with their upper bounds; the last one has no bound."""
+    """Returns cumulative buckets with their upper bounds; the last one has none."""
     bounds = [f"{bound(k):.10g}" for k in range(len(counts) - 1)]
     return list(zip([*bounds, "+Inf"], map(float, accumulate(counts)), strict=True))

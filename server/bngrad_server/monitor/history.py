@@ -1,4 +1,4 @@
-"""What happened within the last minutes: rates and latencies, out of counters that only grow."""
+"""Rates and latencies of the last three minutes, computed from growing counters."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ _RECENT_S = 60.0
 
 
 class History:
-    """Samples of the server's status, and what changed between them."""
+    """Keeps samples of the server's status, and the changes between them."""
 
     def __init__(self) -> None:
         self._samples: deque[dict[str, Any]] = deque(maxlen=_POINTS)
         self._points: deque[dict[str, Any]] = deque(maxlen=_POINTS)
 
     def add(self, status: dict[str, Any]) -> None:
-        """Takes the next sample."""
+        """Adds a sample."""
         if self._samples and status["time"] > self._samples[-1]["time"]:
             self._points.append(_point(self._samples[-1], status))
         self._samples.append(status)
 
     def status(self) -> dict[str, Any]:
-        """The points in time, the oldest first, and the last minute as a whole, as JSON takes them."""
+        """Returns the changes, the oldest first, and those of the last minute together, ready for JSON."""
         points = list(self._points)
         if not points:
             return {"points": [], "recent": None}
@@ -35,7 +35,7 @@ class History:
 
 
 def quantile(counts: list[int], q: float) -> float | None:
-    """The quantile of a histogram of times in seconds, as Prometheus estimates it; None where it is empty."""
+    """Returns a quantile of a histogram of times, in seconds, as Prometheus estimates it; None if it is empty."""
     rank, seen = q * sum(counts), 0
     for bucket, count in enumerate(counts):
         if count and seen + count >= rank:
@@ -92,7 +92,7 @@ def _failed(status: dict[str, Any]) -> int:
 
 
 def _latencies(before: dict[str, Any], after: dict[str, Any]) -> list[int]:
-    """The requests answered between two samples, by how long they took."""
+    """Returns the histogram of the requests answered between two samples."""
     columns = [
         [new - old for new, old in zip(after["totals"][name]["counts"], before["totals"][name]["counts"], strict=True)]
         for name in after["totals"]

@@ -1,7 +1,7 @@
-"""HTTP/1.1 by h11, one request a connection, for whoever may be on the other side.
+"""An HTTP/1.1 server by h11, with one request per connection, that bad clients cannot block.
 
-A connection has a few seconds for everything, whatever it does meanwhile, and when there are too many the oldest goes:
-so whoever asks and listens is always answered.
+A connection has 10 s for everything, and beyond 128 connections the oldest is closed, so every client that sends its
+request and reads its answer gets one.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import h11
 logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 10.0
-"""Far more than the front process may take to answer, so that whoever asks is told where it does not."""
+"""Longer than `StatusClient` waits for the front process, so that a client still gets the error."""
 _MAX_CONNECTIONS = 128
 _MAX_HEAD_NBYTES = 16 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """An answer: a status code, the body's media type, the body and further headers."""
+    """A response: the status code, the media type of the body, the body and further headers."""
 
     status: int
     media_type: str
@@ -33,16 +33,16 @@ class Response:
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
-Answer = Callable[[str, Mapping[str, str]], Awaitable[Response]]
-"""Answers a GET of a path, without its query, with the request's headers by their lower-case names."""
+Handler = Callable[[str, Mapping[str, str]], Awaitable[Response]]
+"""Handles a GET; gets the path without its query, and the headers by their lower-case names."""
 
 
 class HttpServer:
     """Answers GET and HEAD."""
 
-    def __init__(self, answer: Answer) -> None:
-        self._answer = answer
-        self._connections: dict[asyncio.Task[None], None] = {}  # the oldest first
+    def __init__(self, handler: Handler) -> None:
+        self._handler = handler
+        self._connections: dict[asyncio.Task[None], None] = {}  # in the order of their age
         self._server: asyncio.Server | None = None
 
     async def start(self, listener: socket.socket) -> None:
@@ -92,7 +92,7 @@ class HttpServer:
         await writer.wait_closed()
 
     async def _response(self, connection: h11.Connection, reader: asyncio.StreamReader) -> tuple[Response, bool]:
-        """The answer to the next request, and whether its body is wanted."""
+        """Returns the response to the next request, and whether to send its body."""
         while (event := connection.next_event()) is h11.NEED_DATA:
             connection.receive_data(await reader.read(_MAX_HEAD_NBYTES))
         if not isinstance(event, h11.Request):
@@ -101,7 +101,7 @@ class HttpServer:
             return _text(405, "only GET and HEAD are answered\n", {"allow": "GET, HEAD"}), True
         path = event.target.decode("ascii").partition("?")[0]
         headers = {name.decode("ascii"): value.decode("latin-1") for name, value in event.headers}
-        return await self._answer(path, headers), event.method == b"GET"
+        return await self._handler(path, headers), event.method == b"GET"
 
 
 def _text(status: int, text: str, headers: Mapping[str, str] | None = None) -> Response:

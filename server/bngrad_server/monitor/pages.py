@@ -1,4 +1,4 @@
-"""What is served: metrics, health, the dashboard and what it shows."""
+"""The pages of the HTTP port: metrics, health, the dashboard and its data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PAGE_HEADERS = {
 
 
 class Pages:
-    """Answers by path; whatever needs the front process is answered with 503 where it does not speak."""
+    """Handles requests by path; answers 503 if a page needs the front process and it is silent."""
 
     def __init__(self, front: StatusClient, history: History, front_pid: int) -> None:
         self._front = front
@@ -36,7 +36,7 @@ class Pages:
         }
 
     async def answer(self, path: str, headers: Mapping[str, str]) -> Response:
-        """The page at a path."""
+        """Returns the page at a path."""
         if path == "/":
             return self._dashboard
         page = self._pages.get(path)

@@ -1,4 +1,4 @@
-"""How the engine is at this moment, in numbers and words that JSON takes."""
+"""The current state of the engine, ready for JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from bngrad_server.engine import Engine
 
 
 def engine_status(engine: Engine) -> dict[str, Any]:
-    """What `bngrad_server.monitor` shows of an engine; counters count from the start, sizes are in bytes."""
+    """Returns the state of an engine; counters count since the start, sizes are in bytes."""
     batcher, arena, regions = engine.batcher, engine.arena, engine.regions
     counts, (jobs, jobs_nbytes) = batcher.counts, batcher.waiting()
     return {

@@ -1,4 +1,4 @@
-"""The front process as the HTTP process sees it."""
+"""Asks the front process for its status, from the HTTP process."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _MAX_PACKET_NBYTES = 1 << 20
 
 
 class FrontGoneError(Exception):
-    """The front process hung up."""
+    """The front process has closed the socket."""
 
 
 class StatusClient:
-    """Asks the front process how the server is, and remembers it for a moment, however many want to know."""
+    """Asks the front process for the server's status, and caches it for 0.2 s."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -29,14 +29,14 @@ class StatusClient:
         self._asked_at = float("-inf")
 
     async def status(self) -> dict[str, Any]:
-        """How the server is; see `bngrad_server.server.Server.status`.
+        """Returns the server's status; see `bngrad_server.server.Server.status`.
 
         Raises:
-            TimeoutError: It does not answer.
-            FrontGoneError: It hung up.
+            TimeoutError: The front process does not answer within 4 s.
+            FrontGoneError: It has closed the socket.
         """
         if time.monotonic() - self._asked_at > _FRESH_S:
-            # Who comes while somebody asks waits for the same answer: a turn of its own could come too late.
+            # Requests that come meanwhile share the answer: a second question could take too long.
             if self._asking is None or self._asking.done():
                 self._asking = asyncio.create_task(self._ask_in_time())
             await asyncio.shield(self._asking)
@@ -45,12 +45,12 @@ class StatusClient:
     async def _ask_in_time(self) -> None:
         try:
             self._status = json.loads(await asyncio.wait_for(self._ask(), _TIMEOUT_S))
-        except asyncio.TimeoutError as error:  # which is another error in Python 3.10
+        except asyncio.TimeoutError as error:  # another class in Python 3.10
             raise TimeoutError from error
         self._asked_at = time.monotonic()
 
     async def _ask(self) -> bytes:
-        with contextlib.suppress(BlockingIOError):  # an answer that came too late
+        with contextlib.suppress(BlockingIOError):  # drops an answer that came too late
             while self._socket.recv(_MAX_PACKET_NBYTES):
                 pass
         loop = asyncio.get_running_loop()

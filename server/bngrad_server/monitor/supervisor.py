@@ -1,4 +1,4 @@
-"""The front process's side: keeps the HTTP process running, and tells it how the server is."""
+"""Keeps the HTTP process running, and sends it the server's status; runs in the front process."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from bngrad_server.runtime.processes import end_process
+from bngrad_wire.addresses import format_host_port, host_and_port
+
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 128
@@ -21,27 +24,27 @@ _RESTART_DELAY_S = 1.0
 
 
 class MonitorSupervisor:
-    """The HTTP process and the thread that keeps it.
+    """Supervises the HTTP process in a thread.
 
     Attributes:
-        address: Where it listens: host and port.
+        address: Where the process listens: host and port.
     """
 
     def __init__(self, address: str, status: Callable[[], dict[str, Any]]) -> None:
-        """Listens, and answers from `start` on.
+        """Listens; requests are answered after `start`.
 
         Args:
             address: ``HOST:PORT``; port 0 takes a free one.
-            status: Tells, from any thread, how the server is.
+            status: Returns the server's status, from any thread.
 
         Raises:
-            OSError: The address is taken or not ours.
+            OSError: The address is in use or not of this host.
         """
-        host, _, port = address.rpartition(":")
-        bare_host = host.strip("[]")
-        family = socket.getaddrinfo(bare_host, int(port), type=socket.SOCK_STREAM)[0][0]
-        self._listener = socket.create_server((bare_host, int(port)), family=family, backlog=_BACKLOG)
-        self.address = f"{host}:{self._listener.getsockname()[1]}"
+        place = host_and_port(address)
+        assert place is not None
+        family = socket.getaddrinfo(*place, type=socket.SOCK_STREAM)[0][0]
+        self._listener = socket.create_server(place, family=family, backlog=_BACKLOG)
+        self.address = format_host_port(place[0], self._listener.getsockname()[1])
         self._status = status
         self._closing = threading.Event()
         self._mutex = threading.Lock()
@@ -49,7 +52,7 @@ class MonitorSupervisor:
         self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
 
     def start(self) -> None:
-        """Answers from now on."""
+        """Starts the process."""
         self._thread.start()
 
     def close(self) -> None:
@@ -65,13 +68,13 @@ class MonitorSupervisor:
     def _run(self) -> None:
         while not self._closing.is_set():
             try:
-                self._keep_one()
+                self._run_process()
             except Exception:
-                logger.exception("the HTTP port is not served for a moment")
+                logger.exception("the HTTP process failed and is started again")
             self._closing.wait(_RESTART_DELAY_S)
 
-    def _keep_one(self) -> None:
-        """Serves one process until it ends."""
+    def _run_process(self) -> None:
+        """Starts a process, and sends it the status until it ends."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours:
             with theirs:
@@ -84,10 +87,10 @@ class MonitorSupervisor:
             finally:
                 with self._mutex:
                     self._socket = None
-                ours.close()  # which is its signal to end
-                _end(process)
+                ours.close()  # makes the process end
+                code = end_process(process, _EXIT_TIMEOUT_S)
         if not self._closing.is_set():
-            logger.error("the HTTP process ended with exit code %d and is started again", process.returncode)
+            logger.error("the HTTP process ended with exit code %d and is started again", code)
 
     def _start_process(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
         fds = (theirs.fileno(), self._listener.fileno())
@@ -97,11 +100,3 @@ class MonitorSupervisor:
             stdout=sys.stderr.fileno(),
             pass_fds=fds,
         )
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    try:
-        process.wait(_EXIT_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()

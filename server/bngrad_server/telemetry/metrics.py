@@ -1,6 +1,6 @@
-"""What is counted of requests, at next to no cost: a small one takes the front process about 100 µs in all.
+"""Counters and histograms of requests, at about 2 µs of the 100 µs that a small one takes the front process.
 
-The moments of a request are only noted; what they say is worked out for hundreds of requests at once.
+The timestamps of a request are only recorded; histograms are computed for hundreds of requests at once.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ import numpy as np
 import numpy.typing as npt
 
 STAGES = ("decode", "wait", "copy", "compute", "encode")
-"""Where the time of a request goes; together they are all of it."""
+"""The stages of a request, which add up to its whole time."""
 TRANSPORTS = ("unary", "stream", "shared")
 REFUSALS = ("INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "UNAUTHENTICATED", "UNIMPLEMENTED")
-"""How calls end before it is known what they ask for."""
+"""The status codes of calls that end before their op is known."""
 REASONS = ("full", "handshake", "protocol")
-"""Why connections are refused: there are too many, TLS was not agreed on, or what was said is no HTTP/2."""
+"""Why connections are refused: there are too many, the TLS handshake failed, or the peer does not speak HTTP/2."""
 FIRST_BUCKET_S = 2e-6
-"""The bound of the first bucket of times, in seconds; each further one has twice the bound of the one before."""
+"""The upper bound of the first bucket of times, in seconds; each further bound is twice the one before."""
 
-Moments: TypeAlias = tuple[float, float, float, float, float, float, float]
-"""When a request's message was there, it was decoded, had memory, lay there and was queued, was begun by a worker, was
-computed, and was answered: on the monotonic clock, in seconds."""
+Timestamps: TypeAlias = tuple[float, float, float, float, float, float, float]
+"""When a request was received, decoded, got memory, was copied there and queued, was begun by a worker, computed, and
+answered: seconds on the monotonic clock."""
 
 
-class Ended(NamedTuple):
-    """A request that has ended: its op, transport and status, and when its message was there, see `Moments`."""
+class Outcome(NamedTuple):
+    """How a request ended: its op, transport and status, and the first of its `Timestamps`."""
 
     op: str
     transport: str
@@ -40,13 +40,13 @@ class Ended(NamedTuple):
 
 
 _BUCKETS = 26
-"""The last one has what is beyond the others, more than half a minute."""
-_NOTE = struct.Struct("9d")
-_MAX_NOTES = 512
+"""The last bucket has no bound, and counts times above half a minute."""
+_RECORD = struct.Struct("9d")
+_MAX_RECORDS = 512
 
 
 class Metrics:
-    """The requests since the start, for any thread."""
+    """Counts requests since the start; any thread may use it."""
 
     def __init__(self, ops: tuple[str, ...]) -> None:
         self._mutex = threading.Lock()
@@ -56,44 +56,44 @@ class Metrics:
         self._failures: Counter[tuple[str, str, str]] = Counter()
         self._refused_calls: Counter[str] = Counter()
         self._refused_connections: Counter[str] = Counter()
-        self._notes = bytearray(_MAX_NOTES * _NOTE.size)
-        self._noted = 0
+        self._records = bytearray(_MAX_RECORDS * _RECORD.size)
+        self._recorded = 0
         self._stages = _Histograms(STAGES)
         self._totals = _Histograms(TRANSPORTS)
 
-    def answered(self, series: int, nbytes: int, moments: Moments) -> None:
-        """Counts a request whose answer was given.
+    def answered(self, series: int, nbytes: int, timestamps: Timestamps) -> None:
+        """Counts a request that was answered.
 
         Args:
-            series: The number of its op, times the number of transports, plus the number of its transport.
+            series: The index of its op, times the number of transports, plus the index of its transport.
             nbytes: The size of its tensors.
-            moments: When what happened.
+            timestamps: Its timestamps.
         """
         with self._mutex:
-            _NOTE.pack_into(self._notes, self._noted * _NOTE.size, series, nbytes, *moments)
-            self._noted += 1
-            if self._noted == _MAX_NOTES:
-                self._work_out()
+            _RECORD.pack_into(self._records, self._recorded * _RECORD.size, series, nbytes, *timestamps)
+            self._recorded += 1
+            if self._recorded == _MAX_RECORDS:
+                self._update_histograms()
 
     def failed(self, op: str, transport: str, code: str) -> None:
-        """Counts a request that ended with another code than OK."""
+        """Counts a request that ended with an error code."""
         with self._mutex:
             self._failures[op, transport, code] += 1
 
     def refused_call(self, code: str) -> None:
-        """Counts a call that ended before it was known what it asks for, with one of `REFUSALS`."""
+        """Counts a call that ended before its op was known, with one of `REFUSALS`."""
         with self._mutex:
             self._refused_calls[code] += 1
 
     def refused_connection(self, reason: str) -> None:
-        """Counts a connection that was closed on its client, for one of `REASONS`."""
+        """Counts a connection that the server closed for one of `REASONS`."""
         with self._mutex:
             self._refused_connections[reason] += 1
 
     def status(self) -> dict[str, Any]:
-        """All of it, as JSON takes it."""
+        """Returns all counters and histograms, ready for JSON."""
         with self._mutex:
-            self._work_out()
+            self._update_histograms()
             answers = zip(self._series, self._answers.tolist(), strict=True)
             requests = [
                 *((op, transport, "OK", count) for (op, transport), count in answers if count),
@@ -109,21 +109,21 @@ class Metrics:
                 "totals": self._totals.status(),
             }
 
-    def _work_out(self) -> None:
-        """Makes histograms of what was noted; the mutex is held."""
-        notes = np.frombuffer(self._notes).reshape(-1, _NOTE.size // 8)[: self._noted]
-        self._noted = 0
-        series, moments = notes[:, 0].astype(np.intp), notes[:, 2:]
+    def _update_histograms(self) -> None:
+        """Moves the recorded requests into the histograms; the mutex is held."""
+        records = np.frombuffer(self._records).reshape(-1, _RECORD.size // 8)[: self._recorded]
+        self._recorded = 0
+        series, timestamps = records[:, 0].astype(np.intp), records[:, 2:]
         np.add.at(self._answers, series, 1)
-        np.add.at(self._nbytes, series, notes[:, 1].astype(np.int64))
-        decode, memory, copy, queue, compute, encode = np.diff(moments).T
+        np.add.at(self._nbytes, series, records[:, 1].astype(np.int64))
+        decode, memory, copy, queue, compute, encode = np.diff(timestamps).T
         for number, seconds in enumerate((decode, memory + queue, copy, compute, encode)):
             self._stages.observe(np.full(len(seconds), number), seconds)
-        self._totals.observe(series % len(TRANSPORTS), moments[:, -1] - moments[:, 0])
+        self._totals.observe(series % len(TRANSPORTS), timestamps[:, -1] - timestamps[:, 0])
 
 
 class _Histograms:
-    """Times by powers of two, for each of some names."""
+    """A histogram of times for each name, with buckets by powers of two."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self._names = names
@@ -132,7 +132,7 @@ class _Histograms:
 
     def observe(self, names: npt.NDArray[np.intp], seconds: npt.NDArray[np.float64]) -> None:
         mantissas, exponents = np.frexp(seconds / FIRST_BUCKET_S)
-        # A time that is a bound itself belongs below it.
+        # A time equal to a bound belongs below it.
         buckets = np.clip(exponents - (mantissas == 0.5), 0, _BUCKETS - 1)
         np.add.at(self._counts, (names, buckets), 1)
         np.add.at(self._sums, names, seconds)

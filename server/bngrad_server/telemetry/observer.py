@@ -1,4 +1,4 @@
-"""Sees how requests end: has them counted and traced, and says of those that failed why, in the log and later."""
+"""Observes how requests end: counts and traces them, and logs and keeps the failed ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bngrad_server.codec.ops import OPS
 from bngrad_server.errors import code_of
 from bngrad_server.rpc_context import RpcContext
 from bngrad_server.telemetry.logs import Sampler
-from bngrad_server.telemetry.metrics import Ended, Metrics
+from bngrad_server.telemetry.metrics import Metrics, Outcome
 
 if TYPE_CHECKING:
     from bngrad_server.telemetry.tracing import Tracing
@@ -36,16 +36,16 @@ _REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A request that was not answered.
+    """A request that failed.
 
     Attributes:
-        time: When, in seconds since 1970.
+        time: When it failed, in seconds since 1970.
         code: The name of its status code.
-        op: What it asked for.
-        transport: How it came.
-        client: Who asked, see `bngrad_server.rpc_context.RpcContext`.
-        request_id: What the client calls it, or a name that was made up.
-        message: Why.
+        op: Its op.
+        transport: Its transport.
+        client: Its client, see `bngrad_server.rpc_context.RpcContext`.
+        request_id: Its id, see `request_id_of`.
+        message: The reason.
     """
 
     time: float
@@ -58,11 +58,11 @@ class Failure:
 
 
 class Observer:
-    """What is known of the requests since the start; for any thread.
+    """Observes the requests since the start; any thread may use it.
 
     Attributes:
-        metrics: Their numbers.
-        tracing: Makes their spans; None where nobody wants them.
+        metrics: Counts requests.
+        tracing: Makes spans of requests; None without tracing.
     """
 
     def __init__(self, tracing: Tracing | None = None) -> None:
@@ -74,25 +74,25 @@ class Observer:
 
     @property
     def failures_left_out(self) -> int:
-        """How many failures were not logged, since there were too many at once."""
+        """The number of failures not logged, since there were too many at once."""
         return self._sampler.left_out
 
     def recent_failures(self) -> list[dict[str, Any]]:
-        """The last failures, the latest first, as JSON takes them."""
+        """Returns the last failures, the latest first, ready for JSON."""
         with self._mutex:
             return [asdict(failure) for failure in reversed(self._recent)]
 
-    def failed(self, op: str, transport: str, caller: RpcContext, error: BaseException, received_at: float) -> None:
-        """Notes a request that was not; of many at once only some are looked at more closely."""
+    def failed(self, op: str, transport: str, context: RpcContext, error: BaseException, received_at: float) -> None:
+        """Records a request that failed; of many failures at once, only some are logged and kept."""
         code = code_of(error)
         self.metrics.failed(op, transport, code.name)
         if self.tracing is not None:
-            self.tracing.failed(Ended(op, transport, code, received_at), caller, f"{error}"[:_MAX_MESSAGE])
+            self.tracing.failed(Outcome(op, transport, code, received_at), context, f"{error}"[:_MAX_MESSAGE])
         left_out = self._sampler.admit(code.name)
         if left_out is None:
             return
         message = f"{error}"[:_MAX_MESSAGE] or type(error).__name__
-        failure = Failure(time.time(), code.name, op, transport, caller.client, request_id_of(caller), message)
+        failure = Failure(time.time(), code.name, op, transport, context.client, request_id_of(context), message)
         if code is not grpc.StatusCode.CANCELLED:
             with self._mutex:
                 self._recent.append(failure)
@@ -105,7 +105,7 @@ class Observer:
             logger.log(level, "a request was not answered: %s", message, extra={"fields": fields})
 
 
-def request_id_of(caller: RpcContext) -> str:
-    """What the client calls its request, by ``x-request-id``; a name that was made up where it says nothing usable."""
-    given = caller.metadata.get("x-request-id", "")
+def request_id_of(context: RpcContext) -> str:
+    """Returns the ``x-request-id`` of the client's metadata; a random id without a usable one."""
+    given = context.metadata.get("x-request-id", "")
     return given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(8)

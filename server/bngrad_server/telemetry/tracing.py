@@ -1,7 +1,7 @@
-"""Spans of requests for OpenTelemetry, made once a request has ended, out of the moments that were noted anyway.
+"""OpenTelemetry spans of requests, made from their timestamps after they have ended.
 
-On grpcio's port opentelemetry-instrumentation-grpc makes the span of a call, and the stages are its children. On the
-server's own endpoint, the span of each request is made here, with the context that the client sent along.
+On grpcio's port, opentelemetry-instrumentation-grpc makes the span of a call, and the stages are its children. On the
+server's own port, the span of each request is made here, as a child of the context in the client's metadata.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from opentelemetry.trace import SpanKind, StatusCode
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.codec.requests import Request
 from bngrad_server.rpc_context import RpcContext
-from bngrad_server.telemetry.metrics import Ended, Moments
+from bngrad_server.telemetry.metrics import Outcome, Timestamps
 from bngrad_wire import __version__
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["BatchNormGradService"].full_name
 _SPANS = ("decode", "wait for memory", "copy", "wait for a worker", "compute", "encode")
-"""What lies between the moments of a request."""
+"""The spans between consecutive timestamps of a request."""
 _BEHAVIORS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 _READINGS = 3
 _LAST_EXPORT_S = 3.0
@@ -37,7 +37,7 @@ _STATUS_CODE = "rpc.grpc.status_code"
 
 
 class Tracing:
-    """Exports spans by OTLP; what of, how and where to, the OTEL_* variables say."""
+    """Exports spans by OTLP, as the OTEL_* variables say."""
 
     def __init__(self) -> None:
         defaults = Resource({SERVICE_NAME: "bngrad", SERVICE_VERSION: __version__})
@@ -49,55 +49,55 @@ class Tracing:
         self._tracer = self._provider.get_tracer("bngrad", __version__)
 
     def interceptor(self) -> grpc.ServerInterceptor:
-        """Makes the spans of calls on grpcio's port."""
-        return _KeepingThreads(server_interceptor(tracer_provider=self._provider))  # type: ignore[no-untyped-call]
+        """Returns the interceptor that makes the spans of calls on grpcio's port."""
+        return _KeepThreadPools(server_interceptor(tracer_provider=self._provider))  # type: ignore[no-untyped-call]
 
-    def answered(self, request: Request, caller: RpcContext, moments: Moments) -> None:
+    def answered(self, request: Request, rpc: RpcContext, timestamps: Timestamps) -> None:
         """Makes the spans of a request that was answered."""
-        ended = Ended(request.op.name, request.transport, grpc.StatusCode.OK, moments[0])
+        outcome = Outcome(request.op.name, request.transport, grpc.StatusCode.OK, timestamps[0])
         epoch_ns = _clock()
-        span, is_own = self._span(ended, caller, epoch_ns)
+        span, is_own = self._span(outcome, rpc, epoch_ns)
         if span.is_recording():
             span.set_attribute("bngrad.tensor_bytes", request.tensors_nbytes)
             context = trace.set_span_in_context(span)
-            for name, start, end in zip(_SPANS, moments, moments[1:], strict=False):
+            for name, start, end in zip(_SPANS, timestamps, timestamps[1:], strict=False):
                 stage = self._tracer.start_span(name, context, start_time=epoch_ns(start))
                 stage.end(epoch_ns(end))
         if is_own:
-            span.end(epoch_ns(moments[-1]))
+            span.end(epoch_ns(timestamps[-1]))
 
-    def failed(self, ended: Ended, caller: RpcContext, message: str) -> None:
+    def failed(self, outcome: Outcome, rpc: RpcContext, message: str) -> None:
         """Makes the span of a request that was not answered."""
-        span, is_own = self._span(ended, caller, _clock())
+        span, is_own = self._span(outcome, rpc, _clock())
         span.set_status(StatusCode.ERROR, message)
         if is_own:
             span.end()
 
     def close(self) -> None:
-        """Exports what has not been exported yet, if that can be done soon."""
-        patience = threading.Timer(_LAST_EXPORT_S, self._exporter.shutdown)
-        patience.daemon = True
-        patience.start()
+        """Exports the remaining spans, within 3 s."""
+        time_limit = threading.Timer(_LAST_EXPORT_S, self._exporter.shutdown)
+        time_limit.daemon = True
+        time_limit.start()
         self._provider.shutdown()
-        patience.cancel()
+        time_limit.cancel()
 
-    def _span(self, ended: Ended, caller: RpcContext, epoch_ns: Callable[[float], int]) -> tuple[trace.Span, bool]:
-        """The span of a request, and whether it is to be ended here."""
-        attributes: dict[str, Any] = {"bngrad.op": ended.op, "bngrad.transport": ended.transport}
-        attributes[_STATUS_CODE] = ended.code.value[0]
+    def _span(self, outcome: Outcome, rpc: RpcContext, epoch_ns: Callable[[float], int]) -> tuple[trace.Span, bool]:
+        """Returns the span of a request, and whether the caller must end it."""
+        attributes: dict[str, Any] = {"bngrad.op": outcome.op, "bngrad.transport": outcome.transport}
+        attributes[_STATUS_CODE] = outcome.code.value[0]
         current = trace.get_current_span()
         if current.get_span_context().is_valid:
             current.set_attributes(attributes)
             return current, False
-        method = "Exchange" if ended.transport == "stream" else ended.op
+        method = "Exchange" if outcome.transport == "stream" else outcome.op
         attributes |= {"rpc.system": "grpc", "rpc.service": _SERVICE, "rpc.method": method}
-        context, start = extract(caller.metadata), epoch_ns(ended.received_at)
+        context, start = extract(rpc.metadata), epoch_ns(outcome.received_at)
         name = f"{_SERVICE}/{method}"
         return self._tracer.start_span(name, context, SpanKind.SERVER, attributes, start_time=start), True
 
 
-class _KeepingThreads(grpc.ServerInterceptor):
-    """Keeps what an interceptor would lose: the threads in which `bngrad_server.rpc.grpcio_port` has its calls run."""
+class _KeepThreadPools(grpc.ServerInterceptor):
+    """Keeps the thread pools of `bngrad_server.rpc.grpcio_port`'s handlers, which the inner interceptor loses."""
 
     def __init__(self, inner: grpc.ServerInterceptor) -> None:
         self._inner = inner
@@ -114,13 +114,13 @@ class _KeepingThreads(grpc.ServerInterceptor):
 
 
 def _clock() -> Callable[[float], int]:
-    """Gives what turns moments on the monotonic clock into OpenTelemetry's, all by the same offset.
+    """Returns a function from seconds on the monotonic clock to nanoseconds since 1970.
 
-    Of some readings of both clocks that counts which took the least time, since a thread may be held up amid one.
+    The offset comes from the fastest of several readings of both clocks, since a thread may be suspended between two.
     """
     readings = []
     for _ in range(_READINGS):
         before, now, after = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
         readings.append((after - before, now - before))
     _, offset = min(readings)
-    return lambda moment: int(1e9 * moment) + offset
+    return lambda seconds: int(1e9 * seconds) + offset

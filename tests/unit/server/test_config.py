@@ -1,3 +1,5 @@
+"""The checks and conversions of settings."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -27,11 +29,11 @@ from bngrad_server.config import ServerConfig
         ({"arena_bytes": 2**20 - 1}, "arena_bytes\n.*at least 1MiB: the tensors of every request have to fit in"),
         ({"arena_bytes": "1000 TiB"}, r"arena_bytes\n.*at most \d+, the memory that this process may use"),
         ({"shared_bytes": -1}, "shared_bytes\n.*should be 0 for none, or at least 64MiB"),
-        ({"shared_bytes": "1MiB"}, "shared_bytes\n.*should be 0 for none, or at least 64MiB: clients take so much"),
+        ({"shared_bytes": "1MiB"}, "shared_bytes\n.*should be 0 for none, or at least 64MiB: clients take that much"),
         ({"shared_bytes": 2**60}, "shared_bytes\n.*at most"),
         ({"max_message_bytes": 1}, "max_message_bytes\n.*at least 4MiB: clients send chunks and small requests"),
         ({"transfer_timeout_s": "100ms"}, "transfer_timeout_s\n.*at least 1 s: connections whose clients do not"),
-        ({"worker_timeout_s": "100ms"}, "worker_timeout_s\n.*at least 1 s: workers that are well may be silent"),
+        ({"worker_timeout_s": "100ms"}, "worker_timeout_s\n.*at least 1 s: healthy workers may be silent"),
         ({"drain_timeout_s": 1e300}, "drain_timeout_s\n.*less than or equal to 604800"),
         ({"http": "none"}, "http\n.*should be HOST:PORT "),
         ({"http": "unix:/a"}, "http\n.*should be HOST:PORT "),
@@ -54,7 +56,7 @@ from bngrad_server.config import ServerConfig
         ({"max_client_requests": -1}, "max_client_requests\n.*greater than or equal to 0"),
     ],
 )
-def test_an_impossible_setting_is_refused_by_name(setting: dict[str, Any], message: str) -> None:
+def test_an_invalid_setting_is_refused_by_name(setting: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ServerConfig(**setting)
 
@@ -72,7 +74,7 @@ def test_an_impossible_setting_is_refused_by_name(setting: dict[str, Any], messa
         ("listen", "a:1, unix:/b", ("a:1", "unix:/b")),
     ],
 )
-def test_texts_have_units_and_commas(name: str, text: str, value: object) -> None:
+def test_text_may_have_units_and_commas(name: str, text: str, value: object) -> None:
     assert getattr(ServerConfig.model_validate({name: text}), name) == value
 
 
@@ -82,11 +84,11 @@ def test_the_defaults_fit_the_machine() -> None:
     assert config.arena_bytes > 2**20
 
 
-def test_a_server_config_of_ones_own_does_not_read_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_constructor_does_not_read_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BNGRAD_MAX_REQUESTS", "7")
     assert ServerConfig().max_requests == 256
 
 
-def test_settings_do_not_change() -> None:
+def test_settings_are_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
         ServerConfig().max_requests = 7

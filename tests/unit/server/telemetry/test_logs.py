@@ -22,7 +22,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_ten_of_a_kind_a_second_are_let_through_and_the_next_one_tells_of_the_others(clock: list[float]) -> None:
+def test_ten_of_a_kind_a_second_are_admitted_and_the_next_one_counts_the_others(clock: list[float]) -> None:
     sampler = logs.Sampler()
     assert [sampler.admit("a") for _ in range(13)] == [0] * 10 + [None] * 3
     assert sampler.admit("b") == 0
@@ -32,23 +32,21 @@ def test_ten_of_a_kind_a_second_are_let_through_and_the_next_one_tells_of_the_ot
     assert sampler.left_out == 3
 
 
-def test_kinds_that_are_all_different_take_no_memory_for_ever(clock: list[float]) -> None:
+def test_the_memory_for_kinds_is_bounded(clock: list[float]) -> None:
     sampler = logs.Sampler()
     for number in range(10_000):
         sampler.admit(f"kind {number}")
     assert len(sampler._seconds) <= 1000
 
 
-def test_of_requests_that_failed_each_line_that_is_missing_is_counted(
-    clock: list[float], caplog: pytest.LogCaptureFixture
-) -> None:
-    observer, caller = Observer(), RpcContext("here", None, lambda: False, lambda: None, {})
+def test_each_failure_that_is_not_logged_is_counted(clock: list[float], caplog: pytest.LogCaptureFixture) -> None:
+    observer, context = Observer(), RpcContext("here", None, lambda: False, lambda: None, {})
     filtering = logs.SamplingFilter()
     caplog.set_level(logging.INFO)
     caplog.handler.addFilter(filtering)
     try:
         for error in [InvalidArgumentError(())] * 30 + [RuntimeError("broken")] * 5:
-            observer.failed("FusedBatchNormGradV2", "unary", caller, error, 0.0)
+            observer.failed("FusedBatchNormGradV2", "unary", context, error, 0.0)
     finally:
         caplog.handler.removeFilter(filtering)
     assert Counter(logged.levelname for logged in caplog.records) == {"INFO": 10, "ERROR": 5}
@@ -62,12 +60,12 @@ def record(message: str, **fields: object) -> logging.LogRecord:
     return made
 
 
-def test_a_console_line_ends_with_what_is_known_of_the_request() -> None:
+def test_a_console_line_ends_with_the_fields_of_the_request() -> None:
     line = logs.ConsoleFormatter().format(record("refused", code="INTERNAL", request_id="7"))
     assert line.endswith(" WARNING some.logger: refused code=INTERNAL request_id=7")
 
 
-def test_a_json_line_is_one_line_whatever_it_says() -> None:
+def test_a_json_line_is_one_line_for_any_message() -> None:
     line = logs.JsonFormatter().format(record('two\nlines and a "quote"', code="INTERNAL"))
     entry = json.loads(line)
     assert "\n" not in line

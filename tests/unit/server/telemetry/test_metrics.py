@@ -1,4 +1,4 @@
-"""Counting: exact from any number of threads, with times where they belong."""
+"""The counters and histograms of requests."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from bngrad_server.monitor.history import quantile
-from bngrad_server.telemetry.metrics import FIRST_BUCKET_S, STAGES, TRANSPORTS, Metrics, Moments
+from bngrad_server.telemetry.metrics import FIRST_BUCKET_S, STAGES, TRANSPORTS, Metrics, Timestamps
 
 BUCKETS = 26
 
 
-def moments(*seconds: float) -> Moments:
-    """The moments between which so many seconds lie."""
+def timestamps(*seconds: float) -> Timestamps:
+    """Returns timestamps with these seconds between them."""
     passed = [1000.0]
     for each in seconds:
         passed.append(passed[-1] + each)
@@ -25,11 +25,11 @@ def moments(*seconds: float) -> Moments:
 def counted(*seconds: float, times: int = 1) -> dict[str, Any]:
     metrics = Metrics(("op",))
     for _ in range(times):
-        metrics.answered(TRANSPORTS.index("shared"), 12, moments(*seconds))
+        metrics.answered(TRANSPORTS.index("shared"), 12, timestamps(*seconds))
     return metrics.status()
 
 
-def test_each_stage_gets_its_part_and_the_total_all_of_them() -> None:
+def test_the_stages_add_up_to_the_total() -> None:
     status = counted(0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
     assert [status["stages"][name]["sum"] for name in STAGES] == [0.25, 0.5 + 2.0, 1.0, 4.0, 8.0]
     assert status["totals"]["shared"]["sum"] == 15.75
@@ -43,12 +43,12 @@ def test_no_request_is_lost_or_counted_twice(times: int) -> None:
     assert all(sum(stage["counts"]) == times for stage in status["stages"].values())
 
 
-def test_requests_of_many_threads_are_all_counted() -> None:
+def test_requests_of_several_threads_are_all_counted() -> None:
     metrics = Metrics(("a", "b"))
 
     def work(series: int) -> None:
         for _ in range(2000):
-            metrics.answered(series, 1, moments(*[0.001] * 6))
+            metrics.answered(series, 1, timestamps(*[0.001] * 6))
             metrics.failed("a", "unary", "INTERNAL")
 
     with ThreadPoolExecutor(6) as threads:
@@ -68,7 +68,7 @@ def test_requests_of_many_threads_are_all_counted() -> None:
         (1e4, BUCKETS - 1),
     ],
 )
-def test_a_time_is_counted_below_its_bound(seconds: float, bucket: int) -> None:
+def test_a_time_is_counted_in_the_bucket_below_its_bound(seconds: float, bucket: int) -> None:
     counts = counted(0, 0, 0, 0, seconds, 0)["stages"]["compute"]["counts"]
     assert [k for k, count in enumerate(counts) if count] == [bucket]
     assert seconds <= FIRST_BUCKET_S * 2**bucket or bucket == BUCKETS - 1
@@ -78,7 +78,5 @@ def test_a_time_is_counted_below_its_bound(seconds: float, bucket: int) -> None:
     ("counts", "q", "expected"),
     [([0, 0], 0.5, None), ([4, 0], 0.5, 1e-6), ([0, 4], 0.5, 3e-6), ([0, 4], 1.0, 4e-6), ([2, 2], 0.5, 2e-6)],
 )
-def test_quantiles_are_those_that_prometheus_would_estimate(
-    counts: list[int], q: float, expected: float | None
-) -> None:
+def test_quantiles_are_estimated_as_by_prometheus(counts: list[int], q: float, expected: float | None) -> None:
     assert quantile(counts, q) == (None if expected is None else pytest.approx(expected))
