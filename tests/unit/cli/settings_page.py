@@ -13,7 +13,7 @@ _TABLE = re.compile(r"(<!-- table: [^\n]*-->\n)(.*?)(<!-- end of table -->\n)", 
 
 
 def with_table(page: str) -> str:
-    """The page, with the table that the model says."""
+    """Returns the page with the table of the model's settings."""
     rows = ["| option, variable | value | default | what it is |", "|---|---|---|---|"]
     for field_name, field in ServerConfig.model_fields.items():
         name = setting_name(field_name)

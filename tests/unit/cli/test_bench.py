@@ -1,4 +1,4 @@
-"""The numbers of ``bngrad bench``, as people read them."""
+"""The format of numbers in the table of ``bngrad bench``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flags, the environment and files, by the command that prints what comes of them."""
+"""Settings from flags, the environment and files, as ``bngrad config`` prints them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def flag(name: str, text: str) -> tuple[str, ...]:
     return f"--{spelled}", text
 
 
-def test_a_flag_goes_before_the_environment_and_that_before_the_file(file: Path) -> None:
+def test_a_flag_overrides_the_environment_which_overrides_the_file(file: Path) -> None:
     file.write_text("workers = 5\nmax_requests = 5\nmax_wait = 5\n")
     environment = {"BNGRAD_MAX_REQUESTS": "6", "BNGRAD_MAX_WAIT": "6s", "BNGRAD_CONFIG": str(file)}
     settings = effective("--max-wait", "7", **environment)
@@ -69,7 +69,7 @@ def test_every_setting_can_be_given_in_every_way(file: Path) -> None:
     assert all(origin != "default" for way in ways for _, origin in way.values())
 
 
-def test_lists_may_be_several_flags_a_text_with_commas_or_a_list(file: Path) -> None:
+def test_a_list_may_be_several_flags_text_with_commas_or_a_list(file: Path) -> None:
     file.write_text('listen = ["a:1", "unix:/b"]')
     expected = ["a:1", "unix:/b"]
     assert effective("--listen", "a:1", "--listen", "unix:/b")["listen"][0] == expected
@@ -77,7 +77,7 @@ def test_lists_may_be_several_flags_a_text_with_commas_or_a_list(file: Path) -> 
     assert effective("--config", file)["listen"][0] == expected
 
 
-def test_what_toml_prints_is_a_file_of_the_same_settings(file: Path) -> None:
+def test_toml_output_is_a_file_of_the_same_settings(file: Path) -> None:
     arguments = ("--listen", "unix:/tmp/\N{SNOWMAN}\N{BROOM}", "--max-wait", "1.5", "--workers", "3")
     file.write_text(run("--toml", *arguments).output)
     again = effective("--config", file)
@@ -86,7 +86,7 @@ def test_what_toml_prints_is_a_file_of_the_same_settings(file: Path) -> None:
     }
 
 
-def test_the_table_has_every_setting_and_its_origin() -> None:
+def test_the_table_has_every_setting_with_its_origin() -> None:
     result = run("--max-wait", "500ms")
     assert [line.split()[0] for line in result.output.splitlines() if " default " in line or " --" in line] == [
         setting_name(name) for name in ServerConfig.model_fields
@@ -120,7 +120,7 @@ def test_the_table_has_every_setting_and_its_origin() -> None:
         (["--stream-port", "50051"], {}, "", "stream_port should not be the port of 127.0.0.1:50051"),
     ],
 )
-def test_what_is_wrong_is_named_in_one_line_with_exit_code_2(
+def test_an_invalid_setting_is_named_in_one_line_with_exit_code_2(
     file: Path, arguments: list[str], environment: dict[str, str], content: str, complaint: str
 ) -> None:
     file.write_text(content)
@@ -132,12 +132,12 @@ def test_what_is_wrong_is_named_in_one_line_with_exit_code_2(
         assert result.output.count("\n") == 1
 
 
-def test_several_mistakes_are_all_told() -> None:
+def test_all_invalid_settings_are_named() -> None:
     lines = run("--threads", "0", "--workers", "0").output.splitlines()
     assert [line.split(" is ")[0] for line in lines] == ["Error: --threads", "--workers"]
 
 
-def test_what_kubernetes_says_of_a_service_named_bngrad_is_no_setting() -> None:
+def test_the_variables_of_a_kubernetes_service_named_bngrad_are_ignored() -> None:
     said = {
         "BNGRAD_SERVICE_HOST": "10.0.0.1",
         "BNGRAD_SERVICE_PORT": "50051",
@@ -150,11 +150,11 @@ def test_what_kubernetes_says_of_a_service_named_bngrad_is_no_setting() -> None:
     assert effective(**said) == effective()
 
 
-def test_an_empty_variable_is_none() -> None:
+def test_an_empty_variable_is_ignored() -> None:
     assert effective(BNGRAD_MAX_WAIT="")["max_wait"] == (5.0, "default")
 
 
-def test_help_names_each_settings_unit_variable_and_default() -> None:
+def test_help_has_the_unit_variable_and_default_of_each_setting() -> None:
     text = " ".join(CliRunner().invoke(command_line, ["serve", "--help"]).output.split())
     for name in map(setting_name, ServerConfig.model_fields):
         assert f" --{name.replace('_', '-')} " in text
@@ -164,6 +164,6 @@ def test_help_names_each_settings_unit_variable_and_default() -> None:
     assert "default: every core]" in text
 
 
-def test_the_page_of_settings_has_what_the_model_says() -> None:
+def test_the_page_of_settings_is_up_to_date() -> None:
     page = PAGE.read_text()
-    assert with_table(page) == page, "write it anew by: make settings-page"
+    assert with_table(page) == page, "run: make settings-page"

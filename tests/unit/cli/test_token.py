@@ -1,4 +1,4 @@
-"""The command that makes tokens."""
+"""``bngrad token new``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def run(*arguments: object) -> str:
     return result.output
 
 
-def test_it_prints_a_token_and_its_line(tmp_path: Path) -> None:
+def test_a_token_and_its_line_are_printed(tmp_path: Path) -> None:
     printed = re.fullmatch(r"token, for alice alone: (\S+)\nline, for --token-file:  (.*)\n", run("alice"))
     assert printed is not None
     path = tmp_path / "tokens"
@@ -25,7 +25,7 @@ def test_it_prints_a_token_and_its_line(tmp_path: Path) -> None:
     assert Tokens(path).owner(f"Bearer {printed[1]}") == "alice"
 
 
-def test_it_adds_the_line_to_a_file(tmp_path: Path) -> None:
+def test_the_line_is_appended_to_the_file(tmp_path: Path) -> None:
     path = tmp_path / "tokens"
     first = run("alice", "--token-file", path).strip()
     assert path.stat().st_mode & 0o777 == 0o600
@@ -35,7 +35,7 @@ def test_it_adds_the_line_to_a_file(tmp_path: Path) -> None:
     assert [tokens.owner(f"Bearer {each}") for each in (first, second)] == ["alice", "bob"]
 
 
-def test_what_cannot_be_done_is_told(tmp_path: Path) -> None:
+def test_an_error_says_why(tmp_path: Path) -> None:
     for arguments, message in (
         (["a b"], "Invalid value for NAME: a name must be"),
         (["alice", "--token-file", tmp_path / "no" / "file"], "cannot add a line to .*: No such file"),
