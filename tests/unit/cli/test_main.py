@@ -2,36 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import click
 import pytest
 from click.testing import CliRunner
+from tests.unit.cli.extras import SERVER_EXTRA, run_without
 
 from bngrad_cli.main import main as command_line
 from bngrad_wire import __version__
-
-SERVER_EXTRA = (
-    *("grpc_channelz", "grpc_health", "grpc_reflection", "grpc_status", "h11", "numba", "prometheus_client"),
-    *("pydantic", "pydantic_settings"),
-)
-_WITHOUT = """
-import sys
-sys.modules.update(dict.fromkeys({blocked}))  # None makes an import fail
-from bngrad_cli.__main__ import main
-sys.argv = {arguments}
-try:
-    main()
-finally:
-    print(*sorted(name for name, module in sys.modules.items() if module and name.startswith("bngrad_server")))
-"""
-
-
-def run_without(*blocked: str, arguments: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
-    """Runs a command in a process that cannot import some modules; its last line lists the server's modules."""
-    code = _WITHOUT.format(blocked=blocked, arguments=["bngrad", *arguments])
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
 
 
 @pytest.mark.parametrize("command", ["serve", "config", "demo"])
