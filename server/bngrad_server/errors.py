@@ -55,7 +55,7 @@ class WorkerStartError(Exception):
 
 
 class WorkerDiedError(Exception):
-    """A worker process ended while it had a batch.
+    """A worker process ended.
 
     Attributes:
         saw_batch: Whether the batch may be the cause. A worker that never read it was dead or hung before.

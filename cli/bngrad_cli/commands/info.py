@@ -52,6 +52,6 @@ def _lines(server: bngrad.ServerInfo) -> list[tuple[str, str]]:
 
 
 def _batches(sizes: tuple[int, ...]) -> str:
-    """Prints how many batches had how many requests, in ranges that double."""
+    """Formats the number of batches by their number of requests, in ranges that double."""
     ranges = [str(2**k) if k == 0 else f"{2**k} to {2 ** (k + 1) - 1}" for k in range(len(sizes))]
     return ", ".join(f"{count} of {requests}" for requests, count in zip(ranges, sizes, strict=True) if count)
