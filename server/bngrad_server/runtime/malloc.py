@@ -1,6 +1,6 @@
-"""Gives memory back to the system: the C library keeps what large messages took, for the next ones.
+"""Returns free memory to the system, which glibc would keep after large messages.
 
-Other C libraries than glibc keep little, and have no such functions.
+Other C libraries keep little, and do not have these functions.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _LIBC = ctypes.CDLL(None)
 
 
 def use_one_heap() -> None:
-    """Has all threads share a heap, whose memory is used again sooner, and can all be given back.
+    """Makes all threads share one heap, whose memory is reused earlier and can be returned completely.
 
-    To be called before there are other threads. It made calls with large messages faster by a quarter.
+    Must be called before other threads start. It made calls with large messages faster by a quarter.
     """
     if hasattr(_LIBC, "mallopt"):
         _LIBC.mallopt(_M_ARENA_MAX, 1)
