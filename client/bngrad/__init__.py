@@ -4,7 +4,7 @@
         gradients = client.fused_batch_norm_grad_v3(y_backprop, x, scale, mean, variance, None)
         gradients.x_backprop
 
-`bngrad.aio.Client` is the same to ``await``.
+`bngrad.aio.Client` is the same client for asyncio.
 """
 
 from __future__ import annotations

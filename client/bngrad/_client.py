@@ -4,57 +4,62 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import SupportsIndex, TypeVar
+from typing import Any, SupportsIndex, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from bngrad import _validation
-from bngrad._balancing.resolver import check_targets
-from bngrad._base_client import Caller
-from bngrad._cancellation import Cancellation
-from bngrad._credentials import Tls, Token, check_security
-from bngrad._deadline import Deadline
-from bngrad._errors import ClientClosedError
-from bngrad._gradients import Gradients
-from bngrad._requests.request import Call
-from bngrad._results import Array, ServerInfo
+from bngrad._call_runner import CallRunner
+from bngrad._credentials import Tls, Token
+from bngrad._deadline import Cancellation
+from bngrad._requests import ops
+from bngrad._requests.attributes import OneDnnAttributes, TensorFlowAttributes
+from bngrad._requests.request import Attributes, OpSchema
+from bngrad._results import (
+    Array,
+    BatchNormTrainingBackprop,
+    FusedBatchNormGradGrad,
+    FusedBatchNormGradV2,
+    FusedBatchNormGradV3,
+    ServerInfo,
+)
 from bngrad._validation import Transport
 
 Result = TypeVar("Result")
 
 
-class Client(Gradients):
-    """Has gradients of fused batch normalisation computed by a server.
+class Client:
+    """Computes gradients of fused batch normalisation on a server.
 
-    One client serves any number of threads. The server need not be up when the client is made: connections are opened
-    by the first call, and again after they were lost.
+    One client serves any number of threads. The server need not be up when the client is made: the first call opens
+    connections, and calls open them again after they were lost.
 
     Tensors may be NumPy arrays of any memory layout and byte order, tensors of PyTorch, TensorFlow or JAX in the
     CPU's memory, anything else with ``__dlpack__`` or ``__array__``, or numbers in (nested) Python sequences, which
     become float32. Results are new NumPy arrays, which may be written to; bfloat16 is ``ml_dtypes.bfloat16``.
 
-    Every call is a pure function of its request, so the client makes it again, within its timeout, where that may help:
-    when the connection was lost or the server is stopping, and when the server is overloaded and says when to come
-    back. Between attempts it waits a random time, which grows from 50 ms to 2 s and never falls short of what the
-    server said. An error after several attempts tells how many there were. An address that has never answered is not
-    tried again. Without a timeout, servers that stay away are tried five times.
+    Every call is a pure function of its request, so the client repeats it, within its timeout, where that may help:
+    when the connection was lost or the server is stopping, and when the server is overloaded and says when to retry.
+    Between attempts it waits a random time, which grows from 50 ms to 2 s and is never shorter than the server said.
+    An error after several attempts says how many there were. An address that has never answered is not tried again.
+    Without a timeout, unavailable servers are tried five times.
 
-    Several servers share the calls: each call goes to the server that has the fewest of this client in flight, and on
-    to another one at once where that one is not available or overloaded. A server that is not available gets no more
+    Several servers share the calls: each call goes to the server with the fewest calls of this client in flight, and
+    at once to another one if that server is not available or overloaded. A server that is not available gets no more
     calls until it answers again.
 
-    In the docstrings, C is the number of channels. Every call may raise, beside what it names itself:
+    In the docstrings, C is the number of channels. Every call may raise, besides the errors that it names itself:
 
     * `bngrad.InvalidArgumentError`: the request breaks the op's contract; ``violations`` names each argument.
     * `bngrad.DeadlineExceededError`: no answer came within the timeout.
-    * `bngrad.UnauthenticatedError`: the server asks for a token, and this one is not good.
-    * `bngrad.UnavailableError`: nobody answers at the target, or the server is stopping.
+    * `bngrad.UnauthenticatedError`: the server requires a token, and does not accept the client's.
+    * `bngrad.UnavailableError`: no server answers at the target, or the server is stopping.
     * `bngrad.ResourceExhaustedError`: the request is larger than the server's memory for requests, or the server was
       overloaded until the timeout; ``retry_delay_s`` tells them apart.
     * `bngrad.InternalError`: the server failed.
     * `bngrad.ClientClosedError`: the client was closed.
-    * TypeError: an argument that is no tensor has the wrong type.
+    * TypeError: an argument that is not a tensor has the wrong type.
     """
 
     def __init__(
@@ -73,82 +78,247 @@ class Client(Gradients):
 
         Args:
             target: ``HOST:PORT``, ``unix:PATH`` or any other gRPC target; or several of these, whose servers share the
-                calls. So do those of a name with several addresses.
-            timeout: How long calls may take that are given no timeout of their own, in seconds; ``math.inf`` for
-                no limit.
-            transport: How tensors travel. "auto" takes the fastest way that there is; "shared" only memory that is
-                shared with a server on this host; "stream" chunks on a stream, of any size; "unary" one gRPC message
-                each way, of at most ``ServerInfo.max_message_bytes``. The results have the same bits.
-            retries: Whether calls that failed are repeated where that may help.
+                calls. The servers of a name with several addresses share them too.
+            timeout: The timeout of calls that are given none of their own, in seconds; ``math.inf`` for no limit.
+            transport: How tensors travel. "auto" takes the fastest transport that there is; "shared" only memory that
+                is shared with a server on this host; "stream" chunks on a stream, of any size; "unary" one gRPC
+                message each way, of at most ``ServerInfo.max_message_bytes``. The results have the same bits.
+            retries: Whether failed calls are repeated where that may help.
             tls: Whether TCP connections are encrypted: True for servers whose certificates the system trusts, a
-                `bngrad.Tls` for others. Unix sockets and shared memory never leave this host, and are not.
-            token: What the server knows the caller by, if it asks for that: the token itself, the path of a file that
-                has it, or a function that gives it; files and functions are asked at each call.
+                `bngrad.Tls` for others. Unix sockets and shared memory never leave this host, and are not encrypted.
+            token: What identifies the client to a server that requires it: the token itself, the path of a file with
+                it, or a function that returns it. Files are read, and functions called, for each call.
             insecure: Whether the token may be sent to other hosts without TLS.
             options: gRPC channel arguments, such as ``("grpc.keepalive_time_ms", 30_000)``.
         """
-        targets = check_targets(target)
-        self._target = target if isinstance(target, str) else targets
-        self._timeout = _validation.check_timeout(timeout)
-        self._caller = Caller(
-            targets,
-            _validation.check_transport(transport),
-            _validation.check_retries(retries),
-            options,
-            check_security(targets, tls, token, insecure),
-        )
+        self._calls = CallRunner("bngrad.Client", target, timeout, transport, retries, tls, token, insecure, options)
 
-    def server_info(self, *, timeout: float | None = None) -> ServerInfo:
-        """Asks the server what it is, what it computes on and what it accepts; of several, any one that is up.
+    def fused_batch_norm_grad_v3(
+        self,
+        y_backprop: Any,
+        x: Any,
+        scale: Any,
+        reserve_space_1: Any,
+        reserve_space_2: Any,
+        reserve_space_3: Any,
+        epsilon: float = 0.0001,
+        data_format: str = "NHWC",
+        is_training: bool = True,
+        name: str | None = None,
+        *,
+        reserve_space_2_kind: str = "variance",
+        out: Array | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> FusedBatchNormGradV3:
+        """Computes TensorFlow's ``FusedBatchNormGradV3``, with the arguments of ``tf.raw_ops``.
+
+        With ``xc = x - reserve_space_1``, ``rstd = 1 / sqrt(reserve_space_2 + epsilon)``, sums and means over all
+        elements of a channel::
+
+            x_backprop      = scale * rstd * (y_backprop - mean(y_backprop) - xc * rstd**2 * mean(y_backprop * xc))
+            scale_backprop  = rstd * sum(y_backprop * xc)
+            offset_backprop = sum(y_backprop)
+
+        Without ``is_training``, ``x_backprop = scale * rstd * y_backprop``.
 
         Args:
-            timeout: How long the call may take, in seconds; None for the client's own limit.
+            y_backprop: The gradient of the output; float16, bfloat16 or float32, 4-D or 5-D.
+            x: The input of the forward pass; dtype and shape of y_backprop.
+            scale: Gamma; float32, shape (C,).
+            reserve_space_1: The mean; float32, shape (C,).
+            reserve_space_2: The variance, see ``reserve_space_2_kind``; float32, shape (C,).
+            reserve_space_3: float32 of any shape, or None. Its elements are ignored, as by the op on a CPU, and not
+                sent.
+            epsilon: Added to the variance; rounded to float32, finite and not negative.
+            data_format: "NHWC" or "NCHW" for 4-D, "NDHWC" or "NCDHW" for 5-D tensors.
+            is_training: Whether mean and variance were computed from x, rather than being constants.
+            name: Ignored; accepted so that calls of the op need no change.
+            reserve_space_2_kind: "variance" for the variance without epsilon, as from TensorFlow on a CPU, or
+                "inverse_std" for rstd itself, as saved by cuDNN and PyTorch in training; epsilon is then unused.
+            out: Where to put x_backprop; a NumPy array of its dtype and shape that overlaps no other argument.
+            priority: From -8 to 8. Requests of higher priority are computed first; it is a head start, so that no
+                other request waits forever.
+            timeout: How long the call may take, in seconds; None for the client's own timeout.
 
         Raises:
             BngradError: See the class.
         """
-        deadline = self._deadline(timeout)
-        try:
-            return self._caller.server_info(deadline, Cancellation(only_by_close=True))
-        except ClientClosedError as error:
-            raise ClientClosedError(f"{self!r} {error}") from error
+        tensors = (y_backprop, x, scale, reserve_space_1, reserve_space_2, reserve_space_3)
+        attributes = TensorFlowAttributes(epsilon, data_format, is_training, reserve_space_2_kind, priority)
+        return self._run(ops.V3, tensors, attributes, out, timeout)
 
-    def empty(self, shape: SupportsIndex | Sequence[SupportsIndex], dtype: npt.DTypeLike = np.float32) -> Array:
-        """Makes an array in memory that is shared with the server, where there is such, else in the client's own.
+    def fused_batch_norm_grad_v2(
+        self,
+        y_backprop: Any,
+        x: Any,
+        scale: Any,
+        reserve_space_1: Any,
+        reserve_space_2: Any,
+        epsilon: float = 0.0001,
+        data_format: str = "NHWC",
+        is_training: bool = True,
+        name: str | None = None,
+        *,
+        reserve_space_2_kind: str = "variance",
+        out: Array | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> FusedBatchNormGradV2:
+        """Computes TensorFlow's ``FusedBatchNormGradV2``, with the arguments of ``tf.raw_ops``.
 
-        Calls whose y_backprop and x are such arrays copy nothing, and neither does one whose ``out`` is. The memory is
-        used again once the array, and every view of it, has gone. Of several servers, the first that shares memory
-        does; calls that go to another one copy the array.
+        Like `fused_batch_norm_grad_v3`, but 4-D only and without reserve_space_3.
 
         Args:
-            shape: Of the array.
+            y_backprop: The gradient of the output; float16, bfloat16 or float32, 4-D.
+            x: The input of the forward pass; dtype and shape of y_backprop.
+            scale: Gamma; float32, shape (C,).
+            reserve_space_1: The mean; float32, shape (C,).
+            reserve_space_2: The variance, see ``reserve_space_2_kind``; float32, shape (C,).
+            epsilon: Added to the variance; rounded to float32, finite and not negative.
+            data_format: "NHWC" or "NCHW".
+            is_training: Whether mean and variance were computed from x, rather than being constants.
+            name: Ignored; accepted so that calls of the op need no change.
+            reserve_space_2_kind: "variance" or "inverse_std", as in `fused_batch_norm_grad_v3`.
+            out: Where to put x_backprop, as in `fused_batch_norm_grad_v3`.
+            priority: As in `fused_batch_norm_grad_v3`.
+            timeout: How long the call may take, in seconds; None for the client's own timeout.
+
+        Raises:
+            BngradError: See the class.
+        """
+        tensors = (y_backprop, x, scale, reserve_space_1, reserve_space_2)
+        attributes = TensorFlowAttributes(epsilon, data_format, is_training, reserve_space_2_kind, priority)
+        return self._run(ops.V2, tensors, attributes, out, timeout)
+
+    def batch_norm_training_backprop(
+        self,
+        input_forward: Any,
+        output_delta: Any,
+        mean: Any,
+        variance: Any,
+        gamma: Any = None,
+        *,
+        epsilon: float,
+        data_format: str = "NXC",
+        out: Array | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> BatchNormTrainingBackprop:
+        """Computes oneDNN Graph's ``BatchNormTrainingBackprop``: the training formula of `fused_batch_norm_grad_v3`.
+
+        Args:
+            input_forward: The input of the forward pass; float16, bfloat16 or float32, 2-D to 5-D.
+            output_delta: The gradient of the output; dtype and shape of input_forward.
+            mean: The mean; float32, or bfloat16 beside a bfloat16 input_forward, shape (C,).
+            variance: The biased variance, without epsilon; dtype and shape of mean.
+            gamma: The scale; dtype and shape of mean; None means ones.
+            epsilon: Added to the variance; rounded to float32, finite and positive.
+            data_format: "NXC" for channels last, "NCX" for channels second.
+            out: Where to put input_delta, as x_backprop in `fused_batch_norm_grad_v3`.
+            priority: As in `fused_batch_norm_grad_v3`.
+            timeout: How long the call may take, in seconds; None for the client's own timeout.
+
+        Raises:
+            BngradError: See the class.
+        """
+        tensors = (input_forward, output_delta, mean, variance, gamma)
+        attributes = OneDnnAttributes(epsilon, data_format, priority)
+        return self._run(ops.TRAINING_BACKPROP, tensors, attributes, out, timeout)
+
+    def fused_batch_norm_grad_grad(
+        self,
+        grad_x_backprop: Any,
+        grad_scale_backprop: Any,
+        grad_offset_backprop: Any,
+        y_backprop: Any,
+        x: Any,
+        scale: Any,
+        reserve_space_1: Any,
+        reserve_space_2: Any,
+        epsilon: float = 0.0001,
+        data_format: str = "NHWC",
+        is_training: bool = True,
+        *,
+        reserve_space_2_kind: str = "variance",
+        out: tuple[Array | None, Array | None] | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+    ) -> FusedBatchNormGradGrad:
+        """Computes the gradient that TensorFlow registers for ``FusedBatchNormGradV3`` and ``FusedBatchNormGradV2``.
+
+        This is the second order: from the gradients of the first three outputs of `fused_batch_norm_grad_v3`, it
+        computes those of its inputs y_backprop, x and scale. With ``is_training``, mean and variance are functions of
+        x, so they are computed from it rather than taken from the reserves; the reserves have no gradient.
+
+        Args:
+            grad_x_backprop: The gradient of x_backprop; dtype and shape of x.
+            grad_scale_backprop: The gradient of scale_backprop; float32, shape (C,).
+            grad_offset_backprop: The gradient of offset_backprop; float32, shape (C,).
+            y_backprop: As in `fused_batch_norm_grad_v3`, and so are the next arguments up to ``is_training``.
+            x: The input of the forward pass.
+            scale: Gamma.
+            reserve_space_1: The mean; used without ``is_training`` alone.
+            reserve_space_2: The variance, see ``reserve_space_2_kind``; used without ``is_training`` alone.
+            epsilon: Added to the variance.
+            data_format: "NHWC" or "NCHW" for 4-D, "NDHWC" or "NCDHW" for 5-D tensors.
+            is_training: Whether mean and variance were computed from x, rather than being constants.
+            reserve_space_2_kind: "variance" or "inverse_std", as in `fused_batch_norm_grad_v3`.
+            out: Where to put grad_y_backprop and grad_x: NumPy arrays of the dtype and shape of x that overlap neither
+                each other nor any other argument; None for either that may be a new array.
+            priority: As in `fused_batch_norm_grad_v3`.
+            timeout: How long the call may take, in seconds; None for the client's own timeout.
+
+        Raises:
+            BngradError: See the class.
+        """
+        tensors = (
+            grad_x_backprop, grad_scale_backprop, grad_offset_backprop,
+            y_backprop, x, scale, reserve_space_1, reserve_space_2,
+        )  # fmt: skip
+        attributes = TensorFlowAttributes(epsilon, data_format, is_training, reserve_space_2_kind, priority)
+        return self._run(ops.GRAD_GRAD, tensors, attributes, out, timeout)
+
+    def server_info(self, *, timeout: float | None = None) -> ServerInfo:
+        """Asks the server for its version, devices, ops and limits; of several servers, any one that is up.
+
+        Args:
+            timeout: How long the call may take, in seconds; None for the client's own timeout.
+
+        Raises:
+            BngradError: See the class.
+        """
+        return self._calls.server_info(self._calls.deadline(timeout), Cancellation(only_by_close=True))
+
+    def empty(self, shape: SupportsIndex | Sequence[SupportsIndex], dtype: npt.DTypeLike = np.float32) -> Array:
+        """Makes an array in memory shared with the server if there is any, else in the client's own.
+
+        Calls do not copy a y_backprop, x or ``out`` that is such an array. The memory is reused once the array, and
+        every view of it, has gone. Of several servers, the first that shares memory is used; calls that go to another
+        server copy the array.
+
+        Args:
+            shape: The shape of the array.
             dtype: float16, bfloat16 (``ml_dtypes.bfloat16``), float32 or any other without Python objects.
 
         Raises:
             BngradError: See the class.
         """
         dimensions, kind = _validation.check_shape(shape), _validation.check_dtype(dtype)
-        try:
-            return self._caller.empty(dimensions, kind, self._deadline(None), Cancellation(only_by_close=True))
-        except ClientClosedError as error:
-            raise ClientClosedError(f"{self!r} {error}") from error
+        return self._calls.empty(dimensions, kind, self._calls.deadline(None), Cancellation(only_by_close=True))
 
     def close(self) -> None:
-        """Gives the connections up; calls in flight end with a `ClientClosedError`. Closing again does nothing.
+        """Closes the connections; calls in flight end with a `ClientClosedError`. Closing again does nothing.
 
-        Arrays that were made by `empty` or came back from calls stay as they are.
+        Arrays that were made by `empty` or returned by calls remain valid.
         """
-        self._caller.close()
+        self._calls.close()
 
-    def _run(self, call: Call[Result], timeout: float | None) -> Result:
-        deadline = self._deadline(timeout)
-        try:
-            return self._caller.run(call, deadline, Cancellation(only_by_close=True))
-        except ClientClosedError as error:
-            raise ClientClosedError(f"{self!r} {error}") from error
-
-    def _deadline(self, timeout: float | None) -> Deadline:
-        return Deadline.after(self._timeout if timeout is None else _validation.check_timeout(timeout))
+    def _run(
+        self, op: OpSchema[Result], tensors: Sequence[Any], attributes: Attributes, out: Any, timeout: float | None
+    ) -> Result:
+        request = op.prepare(tensors, attributes, out)
+        return self._calls.run(request, self._calls.deadline(timeout), Cancellation(only_by_close=True))
 
     def __enter__(self) -> Client:
         return self
@@ -159,4 +329,4 @@ class Client(Gradients):
         self.close()
 
     def __repr__(self) -> str:
-        return f"bngrad.Client({self._target!r})"
+        return self._calls.name

@@ -1,4 +1,4 @@
-"""How a client knows its server, and how the server knows the client."""
+"""TLS and tokens: how a client authenticates its server, and how the server authenticates the client."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from typing import TypeAlias
 
 import grpc
 
-from bngrad._balancing.resolver import host_and_port
 from bngrad._errors import FieldViolation, invalid_argument
-from bngrad._validation import ChannelOption
+from bngrad._validation import ChannelOption, host_and_port_of
 from bngrad_wire.http2 import tls
 
 Token: TypeAlias = str | os.PathLike[str] | Callable[[], str]
@@ -26,15 +25,15 @@ _PLAIN = "the token would travel unencrypted to {}: give tls as well, or insecur
 
 @dataclass(frozen=True)
 class Tls:
-    """What a client needs to know its server by, and to show to it.
+    """How a client checks the certificates of its servers, and its own certificate, if any.
 
     The files are read when a connection to a server is first made, so a new client sees new files.
 
     Attributes:
-        ca: A PEM file with the authorities whose certificates servers may have; None for those that the system trusts.
+        ca: A PEM file with the authorities to trust; None for those that the system trusts.
         certificate: A PEM file with the client's own certificate, for servers that ask for one.
-        key: A PEM file with its private key, without a password.
-        server_name: The name that the servers' certificates must have; None for that of the target.
+        key: A PEM file with the certificate's private key, without a password.
+        server_name: The name that the servers' certificates must have; None for the host of the target.
     """
 
     ca: str | os.PathLike[str] | None = None
@@ -54,10 +53,10 @@ class Tls:
         self.context()
 
     def context(self) -> ssl.SSLContext:
-        """What Python's ssl makes of it.
+        """Makes a context of Python's ssl.
 
         Raises:
-            InvalidArgumentError: A file is not what it should be.
+            InvalidArgumentError: A file cannot be used.
         """
         part = "ca"
         try:
@@ -66,7 +65,7 @@ class Tls:
             if self.certificate is not None:
                 context.load_cert_chain(self.certificate, self.key, _no_password)
         except OSError as error:
-            description = f"tls.{part} is of no use: {error}"
+            description = f"tls.{part} cannot be used: {error}"
             raise invalid_argument(FieldViolation(f"tls.{part}", description)) from error
         tls.prepare(context)
         return context
@@ -74,11 +73,11 @@ class Tls:
 
 @dataclass(frozen=True)
 class Security:
-    """What all connections of a client have in common.
+    """The security options of a client.
 
     Attributes:
-        tls: For TCP; None for connections in the clear.
-        token: What the server knows the client by.
+        tls: The options of TLS on TCP; None for no TLS.
+        token: What identifies the client to the server, if anything.
     """
 
     tls: Tls | None = None
@@ -86,25 +85,25 @@ class Security:
 
 
 class Access:
-    """How one server of a client is reached."""
+    """The credentials for one server: TLS and the token."""
 
     def __init__(self, security: Security, target: str, name: str | None = None) -> None:
         """Reads nothing yet.
 
         Args:
-            security: Of the client.
+            security: The client's options.
             target: The server's address.
-            name: The host's name that the address was found by, where the target does not have it.
+            name: The host name that the address was resolved from; None if the target has it.
         """
         self._tls = None if target.startswith(_LOCAL_SCHEMES) else security.tls
         self._token = security.token
         self._target = target
-        place = host_and_port(target)
+        address = host_and_port_of(target)
         self._expected = name if self._tls is None else self._tls.server_name or name
-        self._server_hostname = self._expected or (place[0] if place else "")
+        self._server_hostname = self._expected or (address[0] if address else "")
 
     def channel(self, options: list[ChannelOption]) -> grpc.Channel:
-        """A channel of grpcio with these options."""
+        """Makes a channel of grpcio with these options."""
         own = self._tls
         if own is None:
             return grpc.insecure_channel(self._target, options)
@@ -117,10 +116,10 @@ class Access:
         return grpc.secure_channel(self._target, credentials, [*override, *options])
 
     def secured(self, sock: socket.socket) -> socket.socket:
-        """A connection to the server's own TCP port, with TLS where there is to be some.
+        """Returns a connection to the server's TCP port, encrypted if the client uses TLS.
 
         Raises:
-            OSError: The server is not who it should be, or wants another client.
+            OSError: The handshake failed: a certificate was refused, by the client or by the server.
         """
         return sock if self._tls is None else self._context.wrap_socket(sock, server_hostname=self._server_hostname)
 
@@ -130,14 +129,14 @@ class Access:
         return self._tls.context()
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What every call says of the client."""
+        """Returns the metadata that identifies the client in every call."""
         return () if self._token is None else (("authorization", self.authorization()),)
 
     def authorization(self) -> str:
-        """The value of the header that has the token; empty where there is none.
+        """Returns the value of the ``authorization`` header; empty without a token.
 
         Raises:
-            InvalidArgumentError: The token cannot be read, or cannot be in a header.
+            InvalidArgumentError: The token cannot be read, or has characters that a header cannot.
         """
         if self._token is None:
             return ""
@@ -151,11 +150,11 @@ class Access:
 
 
 OPEN = Access(Security(), "")
-"""In the clear, and without a token."""
+"""Without TLS and token."""
 
 
 def check_security(targets: list[str], tls: Tls | bool, token: Token | None, insecure: bool) -> Security:
-    """The arguments of a client, if they go together."""
+    """Returns the security options of a client if they are valid together."""
     if not isinstance(tls, Tls | bool):
         raise TypeError(f"tls must be a bool or a bngrad.Tls, not {type(tls).__name__}")
     if token is not None and not isinstance(token, str | os.PathLike) and not callable(token):
@@ -170,7 +169,7 @@ def check_security(targets: list[str], tls: Tls | bool, token: Token | None, ins
 
 
 def _checked(token: str) -> str:
-    """The token, if a header can have it; it is told to nobody, also not in an error."""
+    """Returns the token if a header can have it; errors do not show it."""
     if not isinstance(token, str) or not token or not token.isascii() or not token.isprintable() or " " in token:
         description = "token must be printable ASCII without blanks, and not empty"
         raise invalid_argument(FieldViolation("token", description))
@@ -180,12 +179,12 @@ def _checked(token: str) -> str:
 def _read(field: str, path: str | os.PathLike[str]) -> bytes:
     try:
         return Path(path).read_bytes()
-    except (OSError, ValueError) as error:  # a ValueError is for what no path can have
+    except (OSError, ValueError) as error:  # ValueError for a path with NUL
         raise invalid_argument(FieldViolation(field, f"{field} must be a file that can be read: {error}")) from error
 
 
 def _system_authorities() -> bytes | None:
-    """The authorities that the system trusts; None, for grpcio's own, where they are in no one file."""
+    """Returns the authorities that the system trusts; None, for grpcio's own, if they are not in one file."""
     path = ssl.get_default_verify_paths().cafile
     return None if path is None else Path(path).read_bytes()
 
@@ -195,11 +194,11 @@ def _no_password() -> str:
 
 
 def _is_local(target: str) -> bool:
-    """Whether what is sent to a target stays on this host."""
-    place = host_and_port(target)
-    if place is None:
+    """Returns whether a target is on this host."""
+    address = host_and_port_of(target)
+    if address is None:
         return target.startswith(_LOCAL_SCHEMES)
     try:
-        return ipaddress.ip_address(place[0]).is_loopback
+        return ipaddress.ip_address(address[0]).is_loopback
     except ValueError:
-        return place[0] == "localhost"
+        return address[0] == "localhost"

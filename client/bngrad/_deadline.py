@@ -1,9 +1,12 @@
-"""When a call must have ended."""
+"""When a call must have ended, and how another thread ends it earlier."""
 
 from __future__ import annotations
 
 import math
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 _LONGEST_TIMEOUT_S = 10 * 365 * 86400.0
@@ -24,17 +27,60 @@ class Deadline:
 
     @classmethod
     def after(cls, timeout: float) -> Deadline:
-        """The deadline of a call that begins now."""
+        """Returns the deadline of a call that starts now."""
         endless = timeout > _LONGEST_TIMEOUT_S or math.isinf(timeout)
         return cls(timeout, None if endless else time.monotonic() + timeout)
 
-    def rest_s(self) -> float | None:
-        """The seconds that are left, at least a moment; None for no limit."""
+    def remaining_s(self) -> float | None:
+        """Returns the seconds that are left, at least 1 ms; None for no limit."""
         return None if self.at is None else max(self.at - time.monotonic(), 1e-3)
 
     def allows(self, seconds: float) -> bool:
-        """Whether it is further away than that."""
+        """Returns whether the deadline is more than this many seconds away."""
         return self.at is None or time.monotonic() + seconds < self.at
 
 
 ENDLESS = Deadline(math.inf, None)
+
+
+class Cancellation:
+    """Lets one thread end a call that runs in another.
+
+    Attributes:
+        only_by_close: Whether only the client's own `close` cancels.
+        cancelled: Whether `cancel` was called.
+    """
+
+    def __init__(self, *, only_by_close: bool = False) -> None:
+        self.only_by_close = only_by_close
+        self.cancelled = False
+        self._mutex = threading.Lock()
+        self._callback: Callable[[], object] | None = None
+
+    def cancel(self) -> None:
+        """Ends the call; may be called from any thread."""
+        with self._mutex:
+            self.cancelled = True
+            # Within the mutex, so that the callback cannot run after its block has ended.
+            if self._callback is not None:
+                self._callback()
+
+    @contextmanager
+    def calls(self, callback: Callable[[], object]) -> Iterator[None]:
+        """Has `cancel` call back during the block; calls back at once if it was cancelled before."""
+        with self._mutex:
+            self._callback = callback
+            cancelled = self.cancelled
+        if cancelled:
+            callback()
+        try:
+            yield
+        finally:
+            with self._mutex:
+                self._callback = None
+
+    def sleep(self, seconds: float) -> None:
+        """Waits for this long, or until `cancel` is called."""
+        woken = threading.Event()
+        with self.calls(woken.set):
+            woken.wait(min(seconds, threading.TIMEOUT_MAX))

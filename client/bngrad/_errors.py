@@ -33,15 +33,15 @@ class BngradError(Exception):
 
 
 class ClientClosedError(BngradError, RuntimeError):
-    """The client was closed, before the call or during it; or it is of the process that this one was forked from."""
+    """The client was closed, before or during the call; or it was inherited from a parent process by a fork."""
 
 
 class DeadlineExceededError(BngradError, TimeoutError):
-    """The answer did not come within the timeout."""
+    """No answer came within the timeout."""
 
 
 class InternalError(BngradError):
-    """The server failed, or its answer makes no sense."""
+    """The server failed, or its answer is malformed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +58,10 @@ class FieldViolation:
 
 
 class InvalidArgumentError(BngradError, ValueError):
-    """The request breaks the op's contract; sending it again is no use.
+    """The request breaks the op's contract; sending it again does not help.
 
     Attributes:
-        violations: Everything that is wrong with it, where that is known field by field.
+        violations: What is wrong with each argument, if the server or the client says so.
     """
 
     violations: tuple[FieldViolation, ...]
@@ -72,11 +72,11 @@ class InvalidArgumentError(BngradError, ValueError):
 
 
 class ResourceExhaustedError(BngradError):
-    """The request asks for more than the server has, ever or at the moment.
+    """The request needs more than the server has, now or ever.
 
     Attributes:
-        retry_delay_s: The seconds after which the server may have it, as the server says; None where the request asks
-            for more than the server can ever have, such as more memory than its arena.
+        retry_delay_s: The seconds after which the server expects to have it; None if the request needs more than the
+            server can ever have, such as more memory than its arena.
     """
 
     retry_delay_s: float | None
@@ -87,23 +87,23 @@ class ResourceExhaustedError(BngradError):
 
 
 class UnauthenticatedError(BngradError, PermissionError):
-    """The server does not know the client: its token is missing, wrong or no longer good."""
+    """The server does not accept the client's token: it is missing, wrong or expired."""
 
 
 class UnavailableError(BngradError, ConnectionError):
-    """Nobody answers at the target, or the server is stopping. Every call may safely be sent again."""
+    """No server answers at the target, or the server is stopping. Every call may safely be sent again."""
 
 
 class NotSharedError(UnavailableError):
-    """The server shares no memory with this client, and will not when it is asked again."""
+    """The server shares no memory with this client, and will not if asked again."""
 
 
 class UnimplementedError(BngradError, NotImplementedError):
-    """What answers at the target does not know the call: another service, or an older bngrad."""
+    """The server at the target does not know the call: it is another service, or an older bngrad."""
 
 
 _CLASSES: dict[grpc.StatusCode, type[BngradError]] = {
-    grpc.StatusCode.CANCELLED: UnavailableError,  # The server gave the call up: it is stopping.
+    grpc.StatusCode.CANCELLED: UnavailableError,  # A stopping server gives calls up.
     grpc.StatusCode.DATA_LOSS: InternalError,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceededError,
     grpc.StatusCode.INTERNAL: InternalError,
@@ -117,12 +117,12 @@ _CLASSES: dict[grpc.StatusCode, type[BngradError]] = {
 
 
 def invalid_argument(*violations: FieldViolation) -> InvalidArgumentError:
-    """The error for violations that the client found itself."""
+    """Makes the error for violations that the client found itself."""
     return InvalidArgumentError("; ".join(violation.description for violation in violations), violations)
 
 
 def is_encodable(text: str) -> bool:
-    """Whether UTF-8 has all of it: no half of a pair of surrogates."""
+    """Returns whether UTF-8 can encode the text: it has no lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -131,28 +131,28 @@ def is_encodable(text: str) -> bool:
 
 
 def from_rpc_error(error: grpc.RpcError, target: str, timeout: float | None) -> BngradError:
-    """What gRPC reported, as an error of the client.
+    """Converts an error of grpcio into one of the client.
 
     Args:
-        error: What a call of a gRPC channel raised.
+        error: The error that a call of a gRPC channel raised.
         target: The address that was called.
-        timeout: The seconds that the call was given; None for no limit.
+        timeout: The timeout of the call in seconds; None for no limit.
     """
-    # What channels raise is a grpc.Call too, which the base class that they promise does not tell.
+    # Channels raise errors that are also a grpc.Call, which their type does not say.
     assert isinstance(error, grpc.Call)
     payloads = [value for key, value in error.trailing_metadata() or () if key == _STATUS_DETAILS_KEY]
     return from_status(error.code(), error.details() or "no details", b"".join(payloads), target, timeout)
 
 
 def from_status(code: grpc.StatusCode, message: str, details: bytes, target: str, timeout: float | None) -> BngradError:
-    """A status as an error of the client; the same for every transport.
+    """Converts a status into an error of the client; the same for every transport.
 
     Args:
         code: The status.
-        message: What the server, or gRPC, says of it.
-        details: The serialised ``google.rpc.Status``, where there is one.
+        message: The message of the status.
+        details: The serialised ``google.rpc.Status``; empty for none.
         target: The address that was called.
-        timeout: The seconds that the call was given; None for no limit.
+        timeout: The timeout of the call in seconds; None for no limit.
     """
     cls = _CLASSES.get(code, BngradError)
     if cls is InvalidArgumentError:
@@ -170,7 +170,7 @@ def from_status(code: grpc.StatusCode, message: str, details: bytes, target: str
 
 
 def _retry_delay_s(details: bytes) -> float | None:
-    """The server's hint in a status's details."""
+    """Returns the server's hint in the details of a status."""
     info = _detail(details, error_details_pb2.RetryInfo)
     if not info.HasField("retry_delay"):
         return None
@@ -178,7 +178,7 @@ def _retry_delay_s(details: bytes) -> float | None:
 
 
 def _detail(details: bytes, kind: Callable[[], Any]) -> Any:
-    """The message of a kind in a status's details; an empty one where there is none, or no ``google.rpc.Status``."""
+    """Returns the message of a kind in the details of a status; an empty one if there is none."""
     status, found = status_pb2.Status(), kind()
     try:
         status.MergeFromString(details)

@@ -1,4 +1,4 @@
-"""Threads for the calls of an event loop."""
+"""Threads that make the blocking calls of the asynchronous client."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ Result = TypeVar("Result")
 _Queue: TypeAlias = SimpleQueue[Callable[[], None] | None]
 
 
-class DaemonThreads(Executor):
-    """Does as ``ThreadPoolExecutor``, but a Python that ends does not wait for what they do."""
+class DaemonExecutor(Executor):
+    """A ``ThreadPoolExecutor`` of daemon threads: the interpreter does not wait for them at exit."""
 
-    def __init__(self, most: int, name: str) -> None:
-        """Begins no thread yet.
+    def __init__(self, max_workers: int, thread_name: str) -> None:
+        """Starts no thread yet.
 
         Args:
-            most: How many there may be.
-            name: What they are called.
+            max_workers: The most threads.
+            thread_name: The name of each thread.
         """
-        self._most = most
-        self._name = name
+        self._max_workers = max_workers
+        self._thread_name = thread_name
         self._count = 0
         self._idle = threading.Semaphore(0)
         self._queue: _Queue = SimpleQueue()
         self._mutex = threading.Lock()
-        self._end = weakref.finalize(self, self._queue.put, None)  # also where nobody shuts it down
+        self._end = weakref.finalize(self, self._queue.put, None)  # also if it is never shut down
 
     def submit(
         self, function: Callable[Arguments, Result], /, *args: Arguments.args, **kwargs: Arguments.kwargs
@@ -39,25 +39,25 @@ class DaemonThreads(Executor):
         """Has a thread call a function.
 
         Raises:
-            RuntimeError: It was shut down, or the system gives no thread.
+            RuntimeError: The executor was shut down, or the system cannot start a thread.
         """
         future: Future[Result] = Future()
         call = partial(function, *args, **kwargs)
         with self._mutex:
             if not self._end.alive:
-                raise RuntimeError("the threads were shut down")
-            if not self._idle.acquire(blocking=False) and self._count < self._most:
-                self._begin_thread()
+                raise RuntimeError("the executor was shut down")
+            if not self._idle.acquire(blocking=False) and self._count < self._max_workers:
+                self._start_thread()
             self._queue.put(partial(_run, future, call))
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Has the threads end, without waiting, once they have done all that was submitted."""
+        """Ends the threads once all submitted calls are done; does not wait for that."""
         with self._mutex:
             self._end()
 
-    def _begin_thread(self) -> None:
-        thread = threading.Thread(target=_work, args=(self._queue, self._idle), name=self._name, daemon=True)
+    def _start_thread(self) -> None:
+        thread = threading.Thread(target=_work, args=(self._queue, self._idle), name=self._thread_name, daemon=True)
         try:
             thread.start()
         except RuntimeError:
@@ -74,7 +74,7 @@ def _run(future: Future[Result], call: Callable[[], Result]) -> None:
         result = call()
     except BaseException as error:
         future.set_exception(error)
-        del future  # it has the error, whose frames would have it, until garbage is collected
+        del future  # breaks the cycle of the future, its error and this frame
     else:
         future.set_result(result)
 
@@ -82,6 +82,6 @@ def _run(future: Future[Result], call: Callable[[], Result]) -> None:
 def _work(queue: _Queue, idle: threading.Semaphore) -> None:
     while (run := queue.get()) is not None:
         run()
-        del run  # what it has is not to last until there is more to do
+        del run  # frees its arguments before the next wait
         idle.release()
     queue.put(None)  # for the other threads

@@ -1,4 +1,4 @@
-"""What the calls return."""
+"""The results of calls."""
 
 from __future__ import annotations
 
@@ -76,14 +76,14 @@ class FusedBatchNormGradGrad(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A device that a server computes on.
+    """A device of a server.
 
     Attributes:
         name: Such as "cpu" or "cuda:0".
-        description: What it is, in its maker's words.
-        state: What its worker does: "starting" or "ready"; "unspecified" where this client does not know the word.
-        restarts: How often its worker had to be started again after it died.
-        memory_bytes: The size of its own memory; 0 for a CPU.
+        description: The name that its maker gives it.
+        state: The state of its worker: "starting" or "ready"; "unspecified" if this client does not know the state.
+        restarts: How often its worker died and was started again.
+        memory_bytes: The size of the device's own memory; 0 for a CPU.
     """
 
     name: str
@@ -95,19 +95,19 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """What a server is.
+    """What a server says of itself.
 
     Attributes:
-        version: The version of bngrad that it runs.
-        devices: What it computes on.
+        version: Its version of bngrad.
+        devices: The devices that it computes on.
         ops: The names of the ops that it computes.
-        max_message_bytes: The largest request or answer that it takes or gives.
-        arena_bytes: Its memory for the tensors of all requests in flight.
-        requests: The requests in it at the moment.
+        max_message_bytes: The size of the largest gRPC message that it takes or sends.
+        arena_bytes: The size of its memory for the tensors of all requests in flight.
+        requests: How many requests are in flight.
         batch_sizes: How many batches it has computed; at index k, those of 2**k to 2**(k + 1) - 1 requests.
         stream_port: The TCP port of its endpoint for large tensors; 0 for none.
-        local_directory: Where clients on its host find it and its shared memory; empty for nowhere.
-        device_remark: Why it does not compute on some or all GPUs of its machine; empty where nothing is to be said.
+        local_directory: The directory of its Unix sockets for calls and shared memory on its host; empty for none.
+        device_remark: Why it does not use some or all GPUs of its machine; empty if it uses all, or there are none.
     """
 
     version: str

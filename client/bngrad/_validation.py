@@ -1,16 +1,18 @@
-"""What both clients take to reach a server."""
+"""Checks the arguments that both clients take."""
 
 from __future__ import annotations
 
 import numbers
 import operator
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, SupportsIndex, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from bngrad._errors import FieldViolation, invalid_argument
+from bngrad._errors import FieldViolation, invalid_argument, is_encodable
+from bngrad_wire.addresses import MAX_PORT, host_and_port, unix_path
 
 ChannelOption: TypeAlias = tuple[str, Any]
 Transport: TypeAlias = Literal["auto", "unary", "stream", "shared"]
@@ -21,23 +23,64 @@ DEFAULT_TIMEOUT_S = 60.0
 _DEFAULT_OPTIONS: dict[str, Any] = {
     "grpc.max_send_message_length": -1,
     "grpc.max_receive_message_length": -1,
-    # A proxy for the web, from the environment, would be asked for localhost too.
+    # An HTTP proxy from the environment would be used for localhost too.
     "grpc.enable_http_proxy": 0,
-    # A server that comes back gets its calls soon; grpcio itself would wait for up to two minutes.
+    # grpcio itself would wait for up to two minutes before it connects to a server that is back.
     "grpc.initial_reconnect_backoff_ms": 100,
     "grpc.max_reconnect_backoff_ms": 1000,
-    # What grpcio understands as the longest that connecting may take.
+    # Also grpcio's time limit for connecting.
     "grpc.min_reconnect_backoff_ms": 5000,
 }
 
+_DNS_SCHEME = re.compile("^dns:(///)?")
+_SCHEMES = ("dns", "google-c2p", "ipv4", "ipv6", "unix", "unix-abstract", "vsock", "xds")
+"""gRPC's own; it takes any other for a host, and adds a port of its own."""
+_LONGEST_PATH_NBYTES = 107
+
+
+def check_targets(target: str | Sequence[str]) -> list[str]:
+    """Returns the targets, each once, if all are valid."""
+    targets = [target] if isinstance(target, str) else target
+    if isinstance(targets, bytes) or not isinstance(targets, Sequence):
+        raise TypeError(f"target must be a str, not {target!r}, or a sequence of such")
+    for each in targets:
+        if not isinstance(each, str):
+            raise TypeError(f"target must be a str, not {each!r}")
+        if not _is_target(each):
+            description = f'target must be "HOST:PORT" or "unix:PATH", not {each!r}'
+            raise invalid_argument(FieldViolation("target", description))
+        path = unix_path(each)
+        if path is not None and len(path.encode()) > _LONGEST_PATH_NBYTES:
+            description = f"target must have a path of at most {_LONGEST_PATH_NBYTES} bytes, not {each!r}"
+            raise invalid_argument(FieldViolation("target", description))
+    if not targets:
+        raise invalid_argument(FieldViolation("target", "target must name a server, not none"))
+    return list(dict.fromkeys(targets))
+
+
+def _is_target(target: str) -> bool:
+    """Returns whether gRPC understands it as it is meant, not as some other host, port or path."""
+    if "\0" in target or not is_encodable(target):
+        return False
+    address = host_and_port_of(target)
+    if address is not None:
+        return 0 < address[1] <= MAX_PORT
+    scheme, _, rest = target.partition(":")
+    return scheme in _SCHEMES and rest.strip("/") != ""
+
+
+def host_and_port_of(target: str) -> tuple[str, int] | None:
+    """Returns the host, without brackets, and the port of ``HOST:PORT`` or ``dns:HOST:PORT``; None for others."""
+    return host_and_port(target) or host_and_port(_DNS_SCHEME.sub("", target))
+
 
 def channel_options(options: Iterable[ChannelOption]) -> list[ChannelOption]:
-    """The options of a channel: ours, then the caller's, of which the last of a name counts."""
+    """Returns the options of a channel: our defaults, then the caller's; the last of a name counts."""
     return list({**_DEFAULT_OPTIONS, **dict(options)}.items())
 
 
 def check_transport(transport: Transport) -> Transport:
-    """The transport, if it is one."""
+    """Returns the transport if it is one."""
     if transport not in TRANSPORTS:
         names = ", ".join(map(repr, TRANSPORTS[:-1]))
         description = f"transport must be {names} or {TRANSPORTS[-1]!r}, not {transport!r}"
@@ -46,14 +89,14 @@ def check_transport(transport: Transport) -> Transport:
 
 
 def check_retries(retries: bool) -> bool:
-    """The switch, if it is one."""
+    """Returns the argument if it is a bool."""
     if not isinstance(retries, bool):
         raise TypeError(f"retries must be a bool, not {retries!r}")
     return retries
 
 
 def check_options(options: Iterable[ChannelOption]) -> list[ChannelOption]:
-    """The channel arguments, if they are pairs; their values are grpcio's to judge."""
+    """Returns the channel arguments if they are pairs; grpcio checks their values."""
     pairs = list(options) if isinstance(options, Iterable) else [options]
     if not all(isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs):
         raise TypeError(f'options must be pairs such as ("grpc.keepalive_time_ms", 30_000), not {options!r}')
@@ -61,7 +104,7 @@ def check_options(options: Iterable[ChannelOption]) -> list[ChannelOption]:
 
 
 def check_timeout(timeout: float) -> float:
-    """The timeout, if it is one."""
+    """Returns the timeout in seconds if it is a positive number."""
     if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real):
         raise TypeError(f"timeout must be a number of seconds, not {timeout!r}")
     try:
@@ -69,13 +112,13 @@ def check_timeout(timeout: float) -> float:
     except OverflowError as error:
         description = "timeout must be a number of seconds that a float can be, or math.inf for no limit"
         raise invalid_argument(FieldViolation("timeout", description)) from error
-    if not seconds > 0:  # NaN is not either.
+    if not seconds > 0:  # also refuses NaN
         raise invalid_argument(FieldViolation("timeout", f"timeout must be positive, not {timeout}"))
     return seconds
 
 
 def check_shape(shape: SupportsIndex | Sequence[SupportsIndex]) -> tuple[int, ...]:
-    """The lengths of the dimensions, of which a single one may stand alone."""
+    """Returns the lengths of the dimensions; a single one may be given as an int."""
     dimensions = shape if isinstance(shape, Sequence) else (shape,)
     try:
         lengths = tuple(map(operator.index, dimensions))
@@ -89,7 +132,7 @@ def check_shape(shape: SupportsIndex | Sequence[SupportsIndex]) -> tuple[int, ..
 
 
 def check_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
-    """The dtype, if memory that others write can hold such elements."""
+    """Returns the dtype if it has no Python objects, which shared memory cannot hold."""
     try:
         made = np.dtype(dtype)
     except (TypeError, ValueError, SyntaxError) as error:

@@ -14,10 +14,11 @@ import pytest
 from tests.integration.conftest import TIMEOUT_S, Transport
 
 import bngrad
-from bngrad import _ops, aio
-from bngrad._cancellation import Cancellation
-from bngrad._deadline import Deadline
-from bngrad._requests.request import Call
+from bngrad import aio
+from bngrad._deadline import Cancellation, Deadline
+from bngrad._requests import ops
+from bngrad._requests.attributes import TensorFlowAttributes
+from bngrad._requests.request import PreparedRequest
 from bngrad_cli.embedded import EmbeddedServer
 
 MOMENTS = 16
@@ -49,7 +50,7 @@ def test_what_a_cancelled_call_was_to_write_is_the_callers_again(
                     await task
                 except asyncio.CancelledError:
                     out[...] = UNTOUCHED
-                    while client._caller._running:
+                    while client._calls._running:
                         await asyncio.sleep(0)
                     assert (out == UNTOUCHED).all()
             await client.fused_batch_norm_grad_v2(*tensors, out=out)
@@ -64,20 +65,21 @@ def test_a_call_that_is_cancelled_at_any_step_costs_its_client_no_way_to_the_ser
 ) -> None:
     """From the first call's question for the endpoints on."""
     x, stats = np.random.default_rng(0).normal(size=(4, 32, 32, 32)).astype(np.float32), np.ones(32, np.float32)
-    call = _ops.fused_batch_norm_grad_v2(x, x, stats, stats, stats, 1e-4, "NHWC", True, "variance")
+    attributes = TensorFlowAttributes(1e-4, "NHWC", True, "variance", 0)
+    request = ops.V2.prepare((x, x, stats, stats, stats), attributes, None)
     steps, was_cancelled = 0, True
     while was_cancelled:
         with bngrad.Client(server.target, transport=transport, timeout=TIMEOUT_S) as client:
-            was_cancelled = cancelled_after(steps, client, call)
+            was_cancelled = cancelled_after(steps, client, request)
             answer = client.fused_batch_norm_grad_v2(x, x, stats, stats, stats)
             assert all(map(np.array_equal, answer[:3], client.fused_batch_norm_grad_v2(x, x, stats, stats, stats)[:3]))
-            (connector,) = (each.connector for each in client._caller._servers._servers.values())
-            assert not connector._discovery._blocked
+            (upstream,) = client._calls._load_balancer._servers.values()
+            assert not upstream.selector._discovery._blocked
         steps += STEPS
     assert steps > 100 * STEPS
 
 
-def cancelled_after(steps: int, client: bngrad.Client, call: Call[bngrad.FusedBatchNormGradV2]) -> bool:
+def cancelled_after(steps: int, client: bngrad.Client, request: PreparedRequest[bngrad.FusedBatchNormGradV2]) -> bool:
     """Whether a call was cancelled by another thread, after so many calls of functions, before it ended."""
     cancellation, left = Cancellation(), steps
 
@@ -94,7 +96,7 @@ def cancelled_after(steps: int, client: bngrad.Client, call: Call[bngrad.FusedBa
     sys.setprofile(profile)
     try:
         with suppress(bngrad.UnavailableError):
-            client._caller.run(call, Deadline.after(TIMEOUT_S), cancellation)
+            client._calls.run(request, Deadline.after(TIMEOUT_S), cancellation)
     finally:
         sys.setprofile(None)
     return left < 0

@@ -113,11 +113,11 @@ def test_ctrl_c_ends_a_call_and_spares_the_client(
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Python swallows some
 def test_ctrl_c_between_any_two_steps_spares_the_client(server: EmbeddedServer) -> None:
-    """With memory in doubt when a call begins, for it to settle."""
+    """With memory in quarantine when a call starts, for it to release."""
     x, stats = np.random.default_rng(0).normal(size=(2, 3, 3, 4)).astype(np.float32), np.ones(4, np.float32)
     with bngrad.Client(server.target, transport="shared") as client:
         expected = client.fused_batch_norm_grad_v2(x, x, stats, stats, stats).x_backprop
-        doubts = client._caller._doubts
+        quarantine = client._calls._quarantine
         for steps in range(10_000):
             with pytest.raises(bngrad.DeadlineExceededError):
                 client.fused_batch_norm_grad_v2(x, x, stats, stats, stats, timeout=1e-6)
@@ -125,7 +125,7 @@ def test_ctrl_c_between_any_two_steps_spares_the_client(server: EmbeddedServer) 
             interrupted = interrupted_after(steps, client, x, x, stats, stats, stats)
             answer = client.fused_batch_norm_grad_v2(x, x, stats, stats, stats)
             np.testing.assert_array_equal(answer.x_backprop, expected)
-            wait_until(lambda: doubts.settle([]) is None and not doubts._doubtful)
+            wait_until(lambda: quarantine.release([]) is None and not quarantine._entries)
             if not interrupted:
                 break
         assert steps > 100

@@ -1,1 +1,1 @@
-"""Chooses the server of each call, and repeats calls that failed."""
+"""Choosing the server of each call, and repeating calls that failed."""

@@ -1,4 +1,4 @@
-"""The servers of a client, and which of them gets the next call."""
+"""Chooses the server of each call, among those of a client."""
 
 from __future__ import annotations
 
@@ -12,28 +12,27 @@ import grpc
 
 from bngrad._balancing.resolver import Resolver
 from bngrad._balancing.retry import delay_s
-from bngrad._cancellation import Cancellation
-from bngrad._deadline import Deadline
+from bngrad._deadline import Cancellation, Deadline
 from bngrad._errors import BngradError, DeadlineExceededError, NotSharedError, UnavailableError, from_status
-from bngrad._transports.selector import Connector
+from bngrad._transports.selector import TransportSelector
 
 _PROBE_TIMEOUT_S = 5.0
 
 
-class Server:
-    """One server, as far as the choice goes.
+class Upstream:
+    """One server of a client, as the load balancer sees it.
 
     Attributes:
-        connector: Makes its calls.
+        selector: Makes the calls to it.
         in_flight: How many calls it has.
-        is_up: Whether it gets calls; one that is down gets them only where all are.
-        strikes: How often it was set aside since it last answered a call.
-        is_probed: Whether a thread waits for it to come up.
-        retired: Whether it is a server of the client no more.
+        is_up: Whether it gets calls; a server that is down gets them only if all are.
+        strikes: How often it was marked down since it last answered a call.
+        is_probed: Whether a thread probes it until it is up.
+        retired: Set once it is no longer a server of the client.
     """
 
-    def __init__(self, connector: Connector) -> None:
-        self.connector = connector
+    def __init__(self, selector: TransportSelector) -> None:
+        self.selector = selector
         self.in_flight = 0
         self.is_up = True
         self.strikes = 0
@@ -41,45 +40,45 @@ class Server:
         self.retired = threading.Event()
 
 
-class Servers:
-    """Spreads calls over servers: the next one goes to whoever has the fewest.
+class LoadBalancer:
+    """Spreads calls over servers: the next call goes to the server with the fewest in flight.
 
-    A server that is not available is set aside, and asked ever less often, by a thread of its own rather than by
-    somebody's call, until it answers and has a worker that is ready.
+    A server that is not available is marked down. A thread then probes it, with growing pauses, until it answers and
+    has a worker that is ready; no call has to try it.
     """
 
-    def __init__(self, targets: Sequence[str], connect: Callable[[str, str | None], Connector]) -> None:
+    def __init__(self, targets: Sequence[str], connect: Callable[[str, str | None], TransportSelector]) -> None:
         """Connects to nothing yet.
 
         Args:
-            targets: The addresses, and names that may stand for several.
-            connect: Makes a connector to an address, given the host's name that it was found by, if any.
+            targets: Addresses, and names that may stand for several addresses.
+            connect: Makes the selector for an address and the host name that it was resolved from, if any.
         """
         self._targets = targets
         self._connect = connect
         self._mutex = threading.Lock()
-        self._servers: dict[str, Server] = {}
+        self._servers: dict[str, Upstream] = {}
         self._closed = False
         self._was_reached = False
         self._resolver = Resolver(targets)
         if not self._resolver.has_names:
-            self._resolver.ask(self._use)
+            self._resolver.resolve(self._use)
             self._resolver.first.result()
 
     @property
     def was_reached(self) -> bool:
-        """Whether any server was ever there."""
-        return self._was_reached or any(server.connector.has_answered for server in list(self._servers.values()))
+        """Whether any server has ever answered."""
+        return self._was_reached or any(server.selector.has_answered for server in list(self._servers.values()))
 
     def prepare(self, deadline: Deadline, cancellation: Cancellation) -> None:
-        """Waits until it is known which servers there are."""
+        """Waits until the names are resolved for the first time."""
         if self._servers:
             return
-        self._resolver.ask(self._use)
-        first, known = self._resolver.first, threading.Event()
-        first.add_done_callback(lambda _: known.set())
-        with cancellation.calls(known.set):
-            known.wait(deadline.rest_s())
+        self._resolver.resolve(self._use)
+        first, resolved = self._resolver.first, threading.Event()
+        first.add_done_callback(lambda _: resolved.set())
+        with cancellation.calls(resolved.set):
+            resolved.wait(deadline.remaining_s())
         if cancellation.cancelled or self._closed:
             raise UnavailableError("the call was cancelled")
         if first.done():
@@ -88,46 +87,46 @@ class Servers:
             reason, code = "its name is still being looked up", grpc.StatusCode.DEADLINE_EXCEEDED
             raise from_status(code, reason, b"", ", ".join(self._targets), deadline.timeout)
 
-    def take(self, waiting: Container[object] = (), *, in_order: bool = False) -> Server | None:
-        """The server that gets the next call, until it is given back; None if all are waited for.
+    def acquire(self, excluded: Container[object] = (), *, in_order: bool = False) -> Upstream | None:
+        """Returns the server for the next call, until `release`; None if all that could be used are excluded.
 
         Args:
-            waiting: Servers that are not to be taken.
-            in_order: Whether to take the first that is up, whatever it has to do.
+            excluded: Servers that must not be used yet.
+            in_order: Whether to use the first server that is up, however many calls it has.
         """
         with self._mutex:
             servers = self._servers.values()
-            able = [each for each in servers if each.is_up] or servers
-            able = [each for each in able if each not in waiting]
-            if not able:
+            usable = [each for each in servers if each.is_up] or servers
+            usable = [each for each in usable if each not in excluded]
+            if not usable:
                 return None
-            # Among equals a random one, or all clients would begin with the same.
-            chosen = able[0] if in_order or len(able) == 1 else min(able, key=_burden)
+            # A random one among equals, or all clients would start with the same.
+            chosen = usable[0] if in_order or len(usable) == 1 else min(usable, key=_load)
             chosen.in_flight += 1
             return chosen
 
-    def give_back(self, server: Server) -> None:
-        """Ends what `take` began."""
+    def release(self, server: Upstream) -> None:
+        """Ends the use that `acquire` began."""
         with self._mutex:
             server.in_flight -= 1
             is_over = server.in_flight == 0 and server.retired.is_set()
         if is_over:
-            server.connector.close()
+            server.selector.close()
 
-    def answered(self, server: Server) -> None:
-        """Takes note that a server has answered."""
+    def answered(self, server: Upstream) -> None:
+        """Records that a server has answered a call."""
         server.is_up = True
         server.strikes = 0
         self._was_reached = True
 
-    def failed(self, server: Server, error: BngradError) -> None:
-        """Takes note of what a call ended with."""
-        if isinstance(error, NotSharedError):  # which may be known without asking
+    def failed(self, server: Upstream, error: BngradError) -> None:
+        """Records that a call failed; marks the server down if it is not available."""
+        if isinstance(error, NotSharedError):  # the client may know this without asking the server
             return
         if not isinstance(error, UnavailableError | DeadlineExceededError):
             self._was_reached = True
             return
-        self._resolver.ask(self._use)
+        self._resolver.resolve(self._use)
         with self._mutex:
             if not server.is_up or len(self._servers) == 1 or self._closed:
                 return
@@ -136,19 +135,22 @@ class Servers:
             needs_probe = not server.is_probed
             server.is_probed = True
         if needs_probe:
-            threading.Thread(target=_probe, args=(weakref.ref(self), server), name="bngrad-probe", daemon=True).start()
+            thread = threading.Thread(
+                target=_probe_until_up, args=(weakref.ref(self), server), name="bngrad-probe", daemon=True
+            )
+            thread.start()
 
     def close(self) -> None:
-        """Closes every connector."""
+        """Closes the connections to every server."""
         with self._mutex:
             self._closed = True
             servers = list(self._servers.values())
         for server in servers:
             server.retired.set()
-            server.connector.close()
+            server.selector.close()
 
     def _use(self, targets: list[str]) -> None:
-        """Has calls go to these servers from now on; what the others have in flight may end."""
+        """Sends calls to these servers from now on; the calls that others have in flight finish."""
         with self._mutex:
             if self._closed:
                 return
@@ -156,7 +158,7 @@ class Servers:
             self._servers = {
                 target: before[target]
                 if target in before
-                else Server(self._connect(target, self._resolver.name_behind(target)))
+                else Upstream(self._connect(target, self._resolver.hostname_of(target)))
                 for target in targets
             }
             gone = [server for target, server in before.items() if target not in self._servers]
@@ -164,20 +166,20 @@ class Servers:
                 server.retired.set()
             idle = [server for server in gone if server.in_flight == 0]
         for server in idle:
-            server.connector.close()
+            server.selector.close()
 
-    def probe(self, server: Server) -> bool:
-        """Asks a server that was set aside, and says whether it is up."""
+    def probe(self, server: Upstream) -> bool:
+        """Asks a server that is marked down for its state, and returns whether it is up."""
         with self._mutex:
-            if server.is_up:  # A call was quicker.
+            if server.is_up:  # a call was answered meanwhile
                 server.is_probed = False
                 return True
         try:
             deadline = Deadline.after(_PROBE_TIMEOUT_S)
-            devices = server.connector.server_info(deadline, Cancellation(only_by_close=True)).devices
+            devices = server.selector.server_info(deadline, Cancellation(only_by_close=True)).devices
         except (UnavailableError, DeadlineExceededError):
             return False
-        except Exception:  # It answers; or the client was closed; or there is no token, which a call is to tell.
+        except Exception:  # The server answered; or the next call will raise the same, such as for a missing token.
             devices = ()
         if devices and not any(device.state == "ready" for device in devices):
             return False
@@ -187,19 +189,19 @@ class Servers:
         return True
 
 
-def _probe(servers: weakref.ref[Servers], server: Server) -> None:
-    """Asks a server that was set aside until it is up, or the client has gone, be it that nobody closed it."""
+def _probe_until_up(load_balancer: weakref.ref[LoadBalancer], server: Upstream) -> None:
+    """Probes a server that is marked down until it is up or the client has gone, even if it was never closed."""
     for failures in itertools.count(server.strikes):
         if server.retired.wait(delay_s(failures)):
             return
-        theirs = servers()
-        if theirs is None:
-            server.connector.close()
+        alive = load_balancer()
+        if alive is None:
+            server.selector.close()
             return
-        if theirs.probe(server):
+        if alive.probe(server):
             return
-        del theirs
+        del alive
 
 
-def _burden(server: Server) -> tuple[int, float]:
-    return server.in_flight, random.random()  # noqa: S311 - nobody gains by guessing it
+def _load(server: Upstream) -> tuple[int, float]:
+    return server.in_flight, random.random()  # noqa: S311 - not a secret

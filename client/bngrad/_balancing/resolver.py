@@ -1,81 +1,41 @@
-"""The addresses of servers, and the names that stand for several."""
+"""Resolves targets into the addresses of servers."""
 
 from __future__ import annotations
 
 import ipaddress
-import re
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from bngrad._errors import FieldViolation, invalid_argument, is_encodable
+from bngrad._validation import host_and_port_of
+from bngrad_wire.addresses import format_host_port
 
-_HOST_AND_PORT = re.compile(r"(?:dns:(?:///)?)?(\[[^\]\s]+\]|[^:/\[\]\s]+):([0-9]{1,9})")
-_SCHEMES = ("dns", "google-c2p", "ipv4", "ipv6", "unix", "unix-abstract", "vsock", "xds")
-"""Of gRPC's own targets; what has another one it takes for a host, and adds a port of its own."""
-_LONGEST_PATH_NBYTES = 107
 _BETWEEN_LOOKUPS_S = 30.0
 
 
-def check_targets(target: str | Sequence[str]) -> list[str]:
-    """The targets, if they look like some; each once."""
-    targets = [target] if isinstance(target, str) else target
-    if isinstance(targets, bytes) or not isinstance(targets, Sequence):
-        raise TypeError(f"target must be a str, not {target!r}, or a sequence of such")
-    for each in targets:
-        if not isinstance(each, str):
-            raise TypeError(f"target must be a str, not {each!r}")
-        if not _is_target(each):
-            description = f'target must be "HOST:PORT" or "unix:PATH", not {each!r}'
-            raise invalid_argument(FieldViolation("target", description))
-        if each.startswith("unix:") and len(each[5:].removeprefix("//").encode()) > _LONGEST_PATH_NBYTES:
-            description = f"target must have a path of at most {_LONGEST_PATH_NBYTES} bytes, not {each!r}"
-            raise invalid_argument(FieldViolation("target", description))
-    if not targets:
-        raise invalid_argument(FieldViolation("target", "target must name a server, not none"))
-    return list(dict.fromkeys(targets))
-
-
-def _is_target(target: str) -> bool:
-    """Whether gRPC takes it as it is meant, and not for some other host, port or path."""
-    if "\0" in target or not is_encodable(target):
-        return False
-    place = host_and_port(target)
-    if place is not None:
-        return 0 < place[1] < 2**16
-    scheme, _, rest = target.partition(":")
-    return scheme in _SCHEMES and rest.strip("/") != ""
-
-
-def host_and_port(target: str) -> tuple[str, int] | None:
-    """The host, without brackets, and the port of a target that has them."""
-    match = _HOST_AND_PORT.fullmatch(target)
-    return None if match is None else (match[1].strip("[]"), int(match[2]))
-
-
-def name_of(target: str) -> tuple[str, int] | None:
-    """The host's name and the port of a target that may stand for several addresses."""
-    place = host_and_port(target)
-    if place is None:
+def hostname_and_port_of(target: str) -> tuple[str, int] | None:
+    """Returns the host name and port of a target; None if it names no host, or an IP address."""
+    host_and_port = host_and_port_of(target)
+    if host_and_port is None:
         return None
     try:
-        ipaddress.ip_address(place[0].partition("%")[0])
+        ipaddress.ip_address(host_and_port[0].partition("%")[0])
     except ValueError:
-        return place
+        return host_and_port
     return None
 
 
 def lookup(target: str) -> list[str]:
-    """The targets that a target stands for: itself, unless it is a name of several addresses.
+    """Returns the targets that a target stands for: itself, unless it is a name with several addresses.
 
-    Only the kind of addresses that the system prefers counts, since most hosts with two kinds have one of each.
+    Only addresses of the family that the system prefers count, since most hosts with both have one address of each.
 
     Raises:
-        OSError: The name is not known, or nobody can be asked.
+        OSError: The name is unknown, or no name server answers.
     """
-    name = name_of(target)
+    name = hostname_and_port_of(target)
     if name is None:
         return [target]
     host, port = name
@@ -83,68 +43,68 @@ def lookup(target: str) -> list[str]:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except UnicodeError as error:
         raise OSError(f"{host!r} is no name of a host: {error}") from error
-    family = found[0][0]
-    addresses = dict.fromkeys(str(place[0]) for kind, *_, place in found if kind == family)
+    preferred = found[0][0]
+    addresses = dict.fromkeys(str(address[0]) for family, *_, address in found if family == preferred)
     if len(addresses) == 1:
         return [target]
-    return [f"[{address}]:{port}" if family == socket.AF_INET6 else f"{address}:{port}" for address in addresses]
+    return [format_host_port(address, port) for address in addresses]
 
 
 class Resolver:
-    """Keeps what targets stand for; names are looked up in a thread, since nothing can end a lookup.
+    """Knows what a client's targets stand for; looks names up in a thread, since a lookup cannot be interrupted.
 
     Attributes:
-        has_names: Whether there is anything to look up.
-        first: Ends with the first lookup.
+        has_names: Whether any target is a name to be looked up.
+        first: Done once the first lookup is.
     """
 
     def __init__(self, targets: Sequence[str]) -> None:
         """Looks nothing up yet.
 
         Args:
-            targets: What may stand for several addresses each.
+            targets: The client's targets.
         """
-        self._stands_for = {target: [target] for target in targets}
-        self.has_names = any(name_of(target) for target in targets)
+        self._resolved = {target: [target] for target in targets}
+        self.has_names = any(hostname_and_port_of(target) for target in targets)
         self._mutex = threading.Lock()
-        self._asked_at: float | None = None
+        self._started_at: float | None = None
         self.first: Future[None] = Future()
 
-    def ask(self, use: Callable[[list[str]], None]) -> None:
-        """Begins a lookup, unless there is nothing to look up or there was one a moment ago.
+    def resolve(self, use: Callable[[list[str]], None]) -> None:
+        """Starts a lookup, unless there are no names or the last lookup was less than 30 s ago.
 
         Args:
-            use: Is told what the targets stand for.
+            use: Called with the addresses, in the order of the targets.
         """
         with self._mutex:
             now = time.monotonic()
-            if self._asked_at is not None and (not self.has_names or now < self._asked_at + _BETWEEN_LOOKUPS_S):
+            if self._started_at is not None and (not self.has_names or now < self._started_at + _BETWEEN_LOOKUPS_S):
                 return
-            self._asked_at = now
+            self._started_at = now
         if self.has_names:
             threading.Thread(target=self._look_up, args=(use,), name="bngrad-lookup", daemon=True).start()
         else:
-            self._tell(use)
+            self._report(use)
 
-    def name_behind(self, address: str) -> str | None:
-        """The host's name that an address was found by; None for one that was given as it is."""
-        for target, addresses in self._stands_for.items():
+    def hostname_of(self, address: str) -> str | None:
+        """Returns the host name that an address was resolved from; None for an address that is a target itself."""
+        for target, addresses in self._resolved.items():
             if address in addresses:
-                name = name_of(target)
+                name = hostname_and_port_of(target)
                 return None if name is None or address == target else name[0]
         return None
 
     def _look_up(self, use: Callable[[list[str]], None]) -> None:
-        for target in self._stands_for:
+        for target in self._resolved:
             try:
-                self._stands_for[target] = lookup(target)
-            except OSError:  # What was known of it stays; an unknown name is reported by the call itself.
+                self._resolved[target] = lookup(target)
+            except OSError:  # Keep the addresses known so far; the call itself reports an unknown name.
                 continue
-        self._tell(use)
+        self._report(use)
 
-    def _tell(self, use: Callable[[list[str]], None]) -> None:
+    def _report(self, use: Callable[[list[str]], None]) -> None:
         try:
-            use(list(dict.fromkeys(each for several in self._stands_for.values() for each in several)))
+            use(list(dict.fromkeys(address for addresses in self._resolved.values() for address in addresses)))
         except Exception as error:
             if self.first.done():
                 raise

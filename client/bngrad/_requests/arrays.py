@@ -1,4 +1,4 @@
-"""Other people's tensors as NumPy arrays, without a copy where their memory allows."""
+"""Converts tensors of other libraries to NumPy arrays, without a copy where possible."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from bngrad._errors import FieldViolation, InvalidArgumentError, invalid_argumen
 from bngrad._results import Array
 
 _HOST_DEVICE_TYPES = frozenset({1, 3, 11, 13})
-"""DLPack's numbers of what the CPU can read: its own memory, and CUDA's and ROCm's pinned and managed memory."""
+"""DLPack's device types that the CPU can read: its own memory, and the pinned and managed memory of CUDA and ROCm."""
 
 
 def as_arrays(tensors: Mapping[str, Any]) -> dict[str, Array]:
-    """The arrays of several arguments.
+    """Converts several arguments.
 
     Raises:
         InvalidArgumentError: Names every argument that is not an array in the CPU's memory.
@@ -35,7 +35,7 @@ def as_arrays(tensors: Mapping[str, Any]) -> dict[str, Array]:
 
 
 def as_array(field: str, value: Any) -> Array:
-    """A view of a tensor where one can be had, else a copy.
+    """Returns a view of a tensor if possible, else a copy.
 
     Args:
         field: The argument's name, for errors.
@@ -55,7 +55,7 @@ def as_array(field: str, value: Any) -> Array:
         device = _foreign_device(value)
         if device is None:
             return _from_host(value)
-    except Exception as error:  # Whatever foreign code raises, the caller has to know which argument it was.
+    except Exception as error:  # Other libraries may raise anything; say which argument it was.
         description = f"{field} must be an array, but converting the {_type_name(value)} failed: {error}"
         raise invalid_argument(FieldViolation(field, description)) from error
     description = f"{field} must be in the CPU's memory, but the {_type_name(value)} is on {device}: copy it first"
@@ -63,31 +63,31 @@ def as_array(field: str, value: Any) -> Array:
 
 
 def _foreign_device(value: Any) -> str | None:
-    """Where a tensor is, if the CPU cannot read it there."""
+    """Returns the device of a tensor if the CPU cannot read its memory."""
     if _is_torch(value):
         return None if value.device.type == "cpu" else f"device {value.device}"
     if hasattr(value, "__dlpack_device__"):
         kind, number = value.__dlpack_device__()
         return None if int(kind) in _HOST_DEVICE_TYPES else f"device {number} of DLPack type {int(kind)}"
-    # Numba's device arrays speak no DLPack, and would be copied from the GPU without a word.
+    # Numba's device arrays have no DLPack, and NumPy would silently copy them from the GPU.
     return "a CUDA device" if hasattr(value, "__cuda_array_interface__") else None
 
 
 def _from_host(value: Any) -> Array:
     if _is_torch(value):
         return _from_torch(value)
-    # TensorFlow's and JAX's own conversion knows bfloat16, which NumPy's reading of DLPack does not.
+    # Prefer __array__ of TensorFlow and JAX: it knows bfloat16, which np.from_dlpack does not.
     if hasattr(value, "__dlpack__") and not hasattr(value, "__array__"):
         return np.from_dlpack(value)
     array = np.asarray(value)
-    # float64 and int64 are what NumPy makes of Python's own numbers; nobody asked for them.
+    # NumPy makes float64 and int64 of Python's numbers; TensorFlow makes float32.
     if isinstance(value, list | tuple) and array.dtype in (np.float64, np.int64):
         return array.astype(np.float32)
     return array
 
 
 def _from_torch(tensor: Any) -> Array:
-    """A view; NumPy can read neither tensors that require a gradient nor bfloat16."""
+    """Returns a view; NumPy reads neither tensors that require a gradient nor bfloat16."""
     torch = sys.modules["torch"]
     plain = tensor.detach().resolve_neg()
     if plain.dtype == torch.bfloat16:
@@ -96,7 +96,7 @@ def _from_torch(tensor: Any) -> Array:
 
 
 def _is_torch(value: Any) -> bool:
-    """Whether it is a tensor of PyTorch, which is not imported for that: who has a tensor has imported it."""
+    """Returns whether it is a tensor of PyTorch; does not import PyTorch, since a caller with a tensor has."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, getattr(torch, "Tensor", ()))
 

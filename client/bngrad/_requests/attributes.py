@@ -1,11 +1,11 @@
-"""The arguments of the ops that are no tensors: checked, as the protocol has them."""
+"""The arguments of the ops that are not tensors, checked and in the form that the protocol has them."""
 
 from __future__ import annotations
 
 import math
 import numbers
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,39 +19,54 @@ _RESERVE_SPACE_2_KINDS: Mapping[str, pb.ReserveSpace2Kind] = {
 }
 
 
-def tensorflow_attributes(
-    epsilon: float, data_format: str, is_training: bool, reserve_space_2_kind: str, priority: int
-) -> dict[str, Any]:
-    """The attributes of TensorFlow's ops.
+class TensorFlowAttributes(NamedTuple):
+    """The attributes of TensorFlow's ops, as they were given."""
 
-    Raises:
-        TypeError: One has the wrong type.
-        InvalidArgumentError: One has a value that the protocol cannot express.
-    """
-    if not isinstance(is_training, bool | np.bool_):
-        raise TypeError(f"is_training must be a bool, not {is_training!r}")
-    return {
-        "epsilon": _epsilon(epsilon),
-        "data_format": _data_format(data_format),
-        "is_training": bool(is_training),
-        "reserve_space_2_kind": _reserve_space_2_kind(reserve_space_2_kind),
-        **_priority(priority),
-    }
+    epsilon: float
+    data_format: str
+    is_training: bool
+    reserve_space_2_kind: str
+    priority: int
+
+    def checked(self) -> dict[str, Any]:
+        """Returns the fields of the request.
+
+        Raises:
+            TypeError: One has the wrong type.
+            InvalidArgumentError: One has a value that the protocol cannot express.
+        """
+        if not isinstance(self.is_training, bool | np.bool_):
+            raise TypeError(f"is_training must be a bool, not {self.is_training!r}")
+        return {
+            "epsilon": _epsilon(self.epsilon),
+            "data_format": _data_format(self.data_format),
+            "is_training": bool(self.is_training),
+            "reserve_space_2_kind": _reserve_space_2_kind(self.reserve_space_2_kind),
+            **_priority(self.priority),
+        }
 
 
-def onednn_attributes(epsilon: float, data_format: str, priority: int) -> dict[str, Any]:
-    """The attributes of oneDNN's op; see `tensorflow_attributes`."""
-    return {"epsilon": _epsilon(epsilon), "data_format": _data_format(data_format), **_priority(priority)}
+class OneDnnAttributes(NamedTuple):
+    """The attributes of oneDNN's op, as they were given."""
+
+    epsilon: float
+    data_format: str
+    priority: int
+
+    def checked(self) -> dict[str, Any]:
+        """Returns the fields of the request; see `TensorFlowAttributes.checked`."""
+        epsilon, data_format = _epsilon(self.epsilon), _data_format(self.data_format)
+        return {"epsilon": epsilon, "data_format": data_format, **_priority(self.priority)}
 
 
 def _epsilon(epsilon: float) -> float:
-    """Rounds epsilon to float32, which is what the attribute is; protobuf would silently make 1e39 infinite."""
+    """Rounds epsilon to float32, the type of the attribute; protobuf would silently turn 1e39 into infinity."""
     if isinstance(epsilon, bool) or not isinstance(epsilon, numbers.Real):
         raise TypeError(f"epsilon must be a number, not {epsilon!r}")
     try:
         with np.errstate(over="ignore"):
             rounded = float(np.float32(float(epsilon)))
-    except OverflowError:  # An int that is too large for a float may be too long to print.
+    except OverflowError:  # An int too large for a float may also be too long to print.
         rounded = epsilon = math.inf
     if not math.isfinite(rounded):
         raise invalid_argument(FieldViolation("epsilon", f"epsilon must be finite in float32, not {epsilon}"))
@@ -78,7 +93,7 @@ def _reserve_space_2_kind(kind: str) -> pb.ReserveSpace2Kind:
 
 
 def _priority(priority: int) -> dict[str, int]:
-    """The attribute, which is sent only where it says something."""
+    """Returns the attribute; nothing for 0, the default."""
     if isinstance(priority, bool) or not isinstance(priority, numbers.Integral):
         raise TypeError(f"priority must be an int, not {priority!r}")
     if abs(priority) > MAX_PRIORITY:

@@ -1,4 +1,4 @@
-"""Arrays into request messages and out of response messages; nothing else in the client touches protobuf."""
+"""Encodes arrays in request messages, and decodes those of response messages."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _DTYPES: dict[pb.DataType, np.dtype[Any]] = {
 _DATA_TYPES = {dtype: data_type for data_type, dtype in _DTYPES.items()}
 
 
-def straightened(tensors: Mapping[str, Array]) -> dict[str, Array]:
-    """The arrays as the protocol has them, in C order and little-endian; those that are so already are not copied.
+def to_wire_layout(tensors: Mapping[str, Array]) -> dict[str, Array]:
+    """Returns the arrays in C order and little-endian, as the protocol has them; copies only those that are not.
 
     Raises:
-        InvalidArgumentError: The protocol cannot express a dtype.
+        InvalidArgumentError: The protocol does not have the dtype.
     """
     straight = {}
     violations = []
@@ -39,7 +39,7 @@ def straightened(tensors: Mapping[str, Array]) -> dict[str, Array]:
         if dtype in _DATA_TYPES and array.flags.c_contiguous:
             straight[field] = array
         elif (little_endian := dtype.newbyteorder("<") if dtype.kind == "f" else dtype) in _DATA_TYPES:
-            # Not ascontiguousarray, which gives a scalar a dimension.
+            # Not ascontiguousarray, which adds a dimension to a scalar.
             straight[field] = array.astype(little_endian, order="C", copy=False)
         else:
             description = f"{field} must have dtype {_expected_dtypes(field)}, not {dtype.name}"
@@ -50,43 +50,43 @@ def straightened(tensors: Mapping[str, Array]) -> dict[str, Array]:
 
 
 def data_of(array: Array) -> Buffer:
-    """The elements of an array in C order, as bytes, without a copy."""
+    """Returns the elements of an array in C order as bytes, without a copy."""
     return array.reshape(-1).view(np.uint8).data if array.size else b""
 
 
 def view_of(array: Array) -> memoryview:
-    """The elements of an array in C order, as bytes, to be read and, if it is writeable, written."""
-    return memoryview(data_of(np.asarray(array)))  # a np.matrix, say, has no one dimension
+    """Returns the elements of an array in C order as bytes, writeable if the array is."""
+    return memoryview(data_of(np.asarray(array)))  # a subclass such as np.matrix cannot have one dimension
 
 
 def tensor_pieces(number: int, array: Array) -> tuple[Buffer, Buffer]:
-    """A tensor field with its elements."""
+    """Returns the pieces of a tensor field with its elements."""
     return _prefix(number, array.dtype, array.shape, array.nbytes), data_of(array)
 
 
 @functools.lru_cache(maxsize=1024)
 def header_piece(number: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
-    """A tensor field without elements."""
+    """Returns a tensor field without elements."""
     return messages.tensor_prefix(number, pb.Tensor(dtype=_DATA_TYPES[dtype], shape=shape), 0)
 
 
 @functools.lru_cache(maxsize=1024)
 def located_piece(number: int, dtype: np.dtype[Any], shape: tuple[int, ...], key: bytes, offset: int) -> bytes:
-    """A tensor field whose elements are in a region."""
+    """Returns a tensor field whose elements are in a region of shared memory."""
     location = pb.Location(region_key=key, offset=offset)
     return messages.tensor_prefix(number, pb.Tensor(dtype=_DATA_TYPES[dtype], shape=shape, location=location), 0)
 
 
 @functools.lru_cache(maxsize=1024)
 def location_piece(number: int, key: bytes, offset: int) -> bytes:
-    """A field that is the location of an output."""
+    """Returns a field with the location of an output."""
     location = pb.Location(region_key=key, offset=offset).SerializeToString()
     return messages.field_prefix(number, len(location)) + location
 
 
 @functools.lru_cache(maxsize=1024)
 def attributes_piece(message_type: Callable[..., Message], attributes: tuple[tuple[str, Any], ...]) -> bytes:
-    """The fields that are no tensors."""
+    """Returns the fields that are not tensors."""
     return message_type(**dict(attributes)).SerializeToString()
 
 
@@ -103,7 +103,7 @@ class ResponseReader:
 
         Args:
             message_type: The class of the responses.
-            large: How many of its tensors, from the first, have more dimensions than one.
+            large: How many of its first tensors have the shape of x.
         """
         self._name = message_type.DESCRIPTOR.name
         self._fields = [field.name for field in message_type.DESCRIPTOR.fields]
@@ -112,15 +112,15 @@ class ResponseReader:
         self._checked = functools.lru_cache(maxsize=1024)(self._check)
 
     def read(self, data: bytes, large: Sequence[Array | None], *, apart: bool) -> dict[str, Array]:
-        """The tensors of an answer by the names of its fields: new arrays that own their memory.
+        """Returns the tensors of a response by the names of its fields.
 
         Args:
             data: The message.
-            large: Where to put the elements of the large tensors; a new array where None.
-            apart: Whether they came apart from the message, and are there already.
+            large: Where to put the elements of the large tensors; a new array for None.
+            apart: Whether these came apart from the message, and are in place already.
 
         Raises:
-            InternalError: The answer is malformed.
+            InternalError: The response is malformed.
         """
         try:
             layout = self._decoder.decode(data)
@@ -144,7 +144,7 @@ class ResponseReader:
     def _check(
         self, layout: messages.Layout[Any], apart: bool
     ) -> list[tuple[str, np.dtype[Any], tuple[int, ...], int]]:
-        """What each tensor is and where its elements begin."""
+        """Returns name, dtype, shape and the start of the elements of each tensor."""
         if missing := [field for field in self._fields if field not in layout.tensors]:
             raise InternalError(f"the server's answer has no {', '.join(missing)}")
         checked = []
@@ -163,10 +163,10 @@ class ResponseReader:
 
 
 def read_server_info(data: bytes) -> tuple[ServerInfo, pb.Endpoints]:
-    """What a server says of itself, and where else it can be reached.
+    """Decodes a server's description of itself, and its endpoints beside grpcio's.
 
     Raises:
-        InternalError: The answer is malformed.
+        InternalError: The response is malformed.
     """
     try:
         message = pb.ServerInfoResponse.FromString(data)

@@ -1,16 +1,18 @@
-"""A call of an op without its transport: its request as messages, and its answer as a result."""
+"""Requests that are ready to be sent by any transport, and the reading of their responses."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 from google.protobuf.message import Message
 
 from bngrad._errors import FieldViolation, invalid_argument
 from bngrad._requests import codec
+from bngrad._requests.arrays import as_arrays
+from bngrad._requests.attributes import OneDnnAttributes, TensorFlowAttributes
 from bngrad._results import Array
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_wire.limits import MAX_PROTOBUF_NBYTES
@@ -20,59 +22,111 @@ SERVICE = pb.DESCRIPTOR.services_by_name["BatchNormGradService"].full_name
 SERVER_INFO_METHOD = f"/{SERVICE}/ServerInfo"
 EXCHANGE_METHOD = f"/{SERVICE}/Exchange"
 
+_OPTIONAL = ("reserve_space_3", "gamma")
+
+Attributes: TypeAlias = TensorFlowAttributes | OneDnnAttributes
 Result = TypeVar("Result")
 
 
-class Op:
-    """How an op's messages look.
+class OpSchema(Generic[Result]):
+    """The messages of an op.
 
     Attributes:
         method: The path of the gRPC method.
-        message: Makes its request's message.
-        large: The fields of the tensors of more dimensions than one, in the order of their numbers.
-        number: The number of its request and its response in an exchange.
-        fields: The numbers of the request's fields.
-        location_numbers: The numbers of the fields that say where the outputs go that have more dimensions than one;
-            they are the first of the response, in this order.
-        responses: Reads its response.
-    """
-
-    def __init__(
-        self, name: str, request_type: type[Message], response_type: type[Message], *, large: tuple[str, ...]
-    ) -> None:
-        self.method = f"/{SERVICE}/{name}"
-        self.message: Callable[..., Message] = request_type
-        self.large = large
-        parts = pb.ExchangeRequest.DESCRIPTOR.fields
-        self.number = next(part.number for part in parts if part.message_type is request_type.DESCRIPTOR)
-        self.fields = {field.name: field.number for field in request_type.DESCRIPTOR.fields}
-        self.location_numbers = [number for field, number in self.fields.items() if field.endswith("_location")]
-        self.responses = codec.ResponseReader(response_type, len(self.location_numbers))
-
-
-@dataclass(frozen=True, slots=True)
-class Call(Generic[Result]):
-    """A call that any transport can make.
-
-    Attributes:
-        op: How its messages look.
-        large: The tensors of more dimensions than one, by the names of their fields, in the fields' order.
-        small: The other tensors, alike.
-        rest: The fields that are no tensors, and the tensors that go without elements.
-        out: Where the caller wants each output of the shape of x; None where it does not care.
+        number: The field number of the request, and of the response, in the messages of an exchange.
+        tensors: The names of the request's tensors, in the order of their field numbers.
+        large: Those of them that have the shape of x.
+        fields: The field numbers of the request, by name.
+        location_numbers: The numbers of the fields that say where the outputs of the shape of x go; these outputs are
+            the response's first fields, in the same order.
+        response: Reads the response.
         result: Makes the result from the response's tensors.
     """
 
-    op: Op
+    def __init__(
+        self,
+        name: str,
+        request_type: type[Message],
+        response_type: type[Message],
+        result: Callable[..., Result],
+        *,
+        large: tuple[str, ...],
+    ) -> None:
+        descriptor = request_type.DESCRIPTOR
+        parts = pb.ExchangeRequest.DESCRIPTOR.fields
+        self.method = f"/{SERVICE}/{name}"
+        self.number = next(part.number for part in parts if part.message_type is descriptor)
+        self.tensors = [field.name for field in descriptor.fields if field.message_type is pb.Tensor.DESCRIPTOR]
+        self.large = large
+        self.fields = {field.name: field.number for field in descriptor.fields}
+        self.location_numbers = [number for field, number in self.fields.items() if field.endswith("_location")]
+        self.response = codec.ResponseReader(response_type, len(self.location_numbers))
+        self.result = result
+        self._request_type: Callable[..., Message] = request_type
+
+    def prepare(self, tensors: Sequence[Any], attributes: Attributes, out: Any) -> PreparedRequest[Result]:
+        """Checks and converts the arguments of a call.
+
+        Args:
+            tensors: One for each of the op's `tensors`; None for an optional one that is left out.
+            attributes: The arguments that are not tensors.
+            out: Where the caller wants the outputs of the shape of x: an array or None, or a pair of these for an op
+                with two such outputs.
+
+        Raises:
+            TypeError: An argument has the wrong type.
+            InvalidArgumentError: An argument has a value that the protocol cannot express.
+        """
+        checked = attributes.checked()
+        named = zip(self.tensors, tensors, strict=True)
+        given = {field: value for field, value in named if value is not None or field not in _OPTIONAL}
+        small = codec.to_wire_layout(as_arrays(given))
+        # The op ignores the elements of reserve_space_3, so they are not sent.
+        ignored = small.pop("reserve_space_3", None)
+        header = (
+            b"" if ignored is None else codec.header_piece(self.fields["reserve_space_3"], ignored.dtype, ignored.shape)
+        )
+        large = {field: small.pop(field) for field in self.large}
+        others = {**large, **small}
+        outputs = self._outputs(out)
+        for name, output in outputs.items():
+            if output is not None:
+                _check_out(name, output, others)
+                others[name] = output
+        rest = codec.attributes_piece(self._request_type, tuple(checked.items())) + header
+        return PreparedRequest(self, large, small, rest, tuple(outputs.values()))
+
+    def _outputs(self, out: Any) -> dict[str, Array | None]:
+        """Returns where each output of the shape of x goes, by the name that errors give it."""
+        if len(self.location_numbers) == 1:
+            return {"out": out}
+        if out is not None and (not isinstance(out, tuple | list) or len(out) != 2):
+            raise TypeError(f"out must be a pair of arrays, not {type(out).__name__}")
+        first, second = out or (None, None)
+        return {"out[0]": first, "out[1]": second}
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest(Generic[Result]):
+    """A request whose arguments were checked and converted.
+
+    Attributes:
+        op: The op's messages.
+        large: The tensors of the shape of x by the names of their fields, in the order of these.
+        small: The other tensors, likewise.
+        rest: The serialised fields that are not tensors, and the tensors that are sent without elements.
+        out: Where the caller wants each output of the shape of x; None for a new array.
+    """
+
+    op: OpSchema[Result]
     large: dict[str, Array]
     small: dict[str, Array]
     rest: bytes
     out: tuple[Array | None, ...]
-    result: Callable[..., Result]
 
     @property
     def arrays(self) -> list[Array]:
-        """The large tensors, and where outputs go if the caller said so."""
+        """The large tensors, and the caller's arrays for outputs."""
         return [*self.large.values(), *(out for out in self.out if out is not None)]
 
     @property
@@ -91,7 +145,7 @@ class Call(Generic[Result]):
         return next(iter(self.large.values())).shape
 
     def small_pieces(self) -> list[Buffer]:
-        """All of the request but the large tensors."""
+        """Returns the pieces of the message without the large tensors."""
         pieces: list[Buffer] = []
         for field, array in self.small.items():
             pieces += codec.tensor_pieces(self.op.fields[field], array)
@@ -99,10 +153,10 @@ class Call(Generic[Result]):
         return pieces
 
     def pieces(self) -> list[Buffer]:
-        """The whole request as one message.
+        """Returns the pieces of the whole message.
 
         Raises:
-            InvalidArgumentError: The tensors are too large for a message.
+            InvalidArgumentError: The tensors are too large for one message.
         """
         pieces = self.small_pieces()
         for field, array in self.large.items():
@@ -115,42 +169,37 @@ class Call(Generic[Result]):
         return pieces
 
     def header_pieces(self) -> list[Buffer]:
-        """The request of an exchange, whose large tensors follow in chunks."""
+        """Returns the pieces of the message that starts an exchange; the large tensors follow it in chunks."""
         headers = [
             codec.header_piece(self.op.fields[field], array.dtype, array.shape) for field, array in self.large.items()
         ]
         return [*headers, *self.small_pieces()]
 
-    @property
-    def request(self) -> bytes:
-        """The whole request as one message, in one piece."""
-        return b"".join(self.pieces())
-
     def read(self, response: bytes, outputs: Sequence[Array | None] = (), *, apart: bool = False) -> Result:
-        """The result.
+        """Makes the result from the response.
 
         Args:
-            response: The message that came back.
-            outputs: Where to put each output of the shape of x; a new array where None, or where there are none.
-            apart: Whether these came apart from the message, and are there already.
+            response: The response's message.
+            outputs: Where to put each output of the shape of x; a new array for None or where none is given.
+            apart: Whether these outputs came apart from the message, and are in place already.
 
         Raises:
             InternalError: The response is malformed.
         """
-        return self.result(**self.op.responses.read(response, outputs, apart=apart))
+        return self.op.result(**self.op.response.read(response, outputs, apart=apart))
 
 
-def check_out(name: str, out: Any, others: Mapping[str, Array]) -> None:
-    """Refuses an array that an output of the shape of x cannot be put into.
+def _check_out(name: str, out: Any, others: Mapping[str, Array]) -> None:
+    """Checks an array that an output of the shape of x is to be put into.
 
     Args:
-        name: What the caller knows the argument as.
+        name: The name of the argument, for errors.
         out: The argument.
-        others: The arrays that it must not overlap; the first of them is like it.
+        others: The arrays that it must not overlap; it must have the dtype and shape of the first.
 
     Raises:
         TypeError: It is no NumPy array.
-        InvalidArgumentError: It is of another kind, read-only, or overlaps another one.
+        InvalidArgumentError: It has another dtype or shape, is read-only, or overlaps another array.
     """
     if not isinstance(out, np.ndarray):
         raise TypeError(f"{name} must be a NumPy array, not {type(out).__name__}")

@@ -1,18 +1,14 @@
-"""Leases of shared memory, which a server on this host gives on a Unix socket."""
+"""Leases regions of shared memory from a server on this host, by the protocol of `bngrad_wire.leases`."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
-import struct
 
-from bngrad._cancellation import Cancellation
-from bngrad._deadline import Deadline
+from bngrad._deadline import Cancellation, Deadline
+from bngrad_wire import leases
 
 _LEASE_TIMEOUT_S = 5.0
-_KEY_NBYTES = 16
-_SIZE = struct.Struct("<Q")
-_LARGEST_NBYTES = 2**64 - 1
 
 
 class LeaseError(Exception):
@@ -20,7 +16,7 @@ class LeaseError(Exception):
 
 
 class LeaseEndedError(LeaseError):
-    """A lease has ended, perhaps before it began; new memory may get one."""
+    """A lease has ended, perhaps before it began; new memory may be leased."""
 
 
 class LeaseLateError(LeaseError):
@@ -28,48 +24,48 @@ class LeaseLateError(LeaseError):
 
 
 class UnreachableError(LeaseError):
-    """Nobody leases memory where the server said so: it has ended, and another one may have begun."""
+    """No server answers at the path that was given for leases: it has ended, and another may have started."""
 
 
-def leased(
+def lease_region(
     path: str, nbytes: int, authorization: str, deadline: Deadline, cancellation: Cancellation
 ) -> tuple[socket.socket, bytes, int]:
     """Leases a region of a server on this host.
 
     Args:
-        path: The socket where it leases regions.
+        path: The Unix socket where the server leases regions.
         nbytes: The size of the region.
-        authorization: Who asks, where the server wants to know.
+        authorization: What identifies the client; empty for nothing.
         deadline: When to give up.
-        cancellation: Where to hear that the caller has.
+        cancellation: Lets another thread end the wait.
 
     Returns:
         The connection that keeps the lease, the region's key, its file descriptor.
 
     Raises:
-        LeaseError: The server leases no memory.
-        LeaseEndedError: It would not now.
-        LeaseLateError: It has not until the deadline.
-        UnreachableError: It does not answer.
+        LeaseError: The server refuses.
+        LeaseEndedError: The server closed the connection without an answer.
+        LeaseLateError: The deadline passed.
+        UnreachableError: The server does not answer.
     """
     try:
         lease = socket.socket(socket.AF_UNIX)
     except OSError as error:
         raise LeaseError(f"there is no socket to ask for memory by: {error}") from error
     try:
-        with cancellation.calls(lambda: _shut_down(lease)):
-            lease.settimeout(_patience_s(deadline))
+        with cancellation.calls(lambda: shut_down(lease)):
+            lease.settimeout(_timeout_s(deadline))
             lease.connect(path)
             if cancellation.cancelled:  # perhaps before there was a connection to shut down
                 raise LeaseEndedError("the call was cancelled")
-            lease.sendall(_SIZE.pack(min(nbytes, _LARGEST_NBYTES)) + authorization.encode())
-            lease.settimeout(_patience_s(deadline))
+            lease.sendall(leases.pack_request(nbytes, authorization))
+            lease.settimeout(_timeout_s(deadline))
             answer, fds, flags, _ = socket.recv_fds(lease, 1024, 1)
         if flags & socket.MSG_CTRUNC:
-            raise LeaseError("there is no file descriptor left for its memory")
+            raise LeaseError("this process has no file descriptor left for the server's memory")
         if answer == b"":
-            raise LeaseEndedError("the server ended the lease without a word: it stops, or has no file left for it")
-        if len(fds) != 1 or len(answer) != _KEY_NBYTES:
+            raise LeaseEndedError("the server closed the lease without an answer: it stops, or has no file left for it")
+        if len(fds) != 1 or len(answer) != leases.KEY_NBYTES:
             raise LeaseError(answer.decode(errors="replace"))
     except OSError as error:
         lease.close()
@@ -79,15 +75,16 @@ def leased(
     except LeaseError:
         lease.close()
         raise
-    lease.setblocking(False)  # from now on it is only looked at
+    lease.setblocking(False)  # from now on it is only polled
     return lease, answer, fds[0]
 
 
-def _patience_s(deadline: Deadline) -> float:
-    rest_s = deadline.rest_s()
-    return _LEASE_TIMEOUT_S if rest_s is None else min(rest_s, _LEASE_TIMEOUT_S)
-
-
-def _shut_down(lease: socket.socket) -> None:
+def shut_down(sock: socket.socket) -> None:
+    """Ends both directions of a connection, also if a forked child holds the socket too."""
     with contextlib.suppress(OSError):
-        lease.shutdown(socket.SHUT_RDWR)
+        sock.shutdown(socket.SHUT_RDWR)
+
+
+def _timeout_s(deadline: Deadline) -> float:
+    remaining_s = deadline.remaining_s()
+    return _LEASE_TIMEOUT_S if remaining_s is None else min(remaining_s, _LEASE_TIMEOUT_S)

@@ -1,7 +1,7 @@
-"""Memory for tensors, pooled and reused: the client's own, or regions that a server on this host shares.
+"""Pooled memory for tensors: the client's own, or regions that a server on this host leases.
 
-Fresh pages cost several times more than the copy into them. A block comes back when the last array in it has gone, and
-serves the next array of about its size.
+Fresh pages cost several times more than the copy into them. A block returns to the pool when the last array in it has
+gone, and serves the next array of about its size.
 """
 
 from __future__ import annotations
@@ -20,28 +20,25 @@ from typing import Any
 
 import numpy as np
 
-from bngrad._cancellation import Cancellation
 from bngrad._credentials import OPEN, Access
-from bngrad._deadline import ENDLESS, Deadline
+from bngrad._deadline import ENDLESS, Cancellation, Deadline
 from bngrad._results import Array
-from bngrad._shared_memory.lease import LeaseError, LeaseLateError, UnreachableError, leased
+from bngrad._shared_memory.lease import LeaseError, LeaseLateError, UnreachableError, lease_region, shut_down
+from bngrad_wire.leases import ALIGNMENT, IN_USE, IS_IN_USE
 from bngrad_wire.limits import REGION_NBYTES
 
-ALIGNMENT = 64
-"""Every array begins at a multiple of this in its region, in bytes."""
 _ANSWER_TIMEOUT_S = 0.25
-_IS_IN_USE = b"?"
 _GONE = "the server has gone, or the client was closed"
 
 
-class Region:
-    """A mapped piece of memory, of which blocks are cut off one after the other.
+class MappedRegion:
+    """A region of memory that is mapped into this process; blocks are cut off it one after the other.
 
     Attributes:
-        key: What the server calls it; empty for the client's own memory.
-        address: Where it begins, in this process.
+        key: The server's name for it; empty for the client's own memory.
+        address: Where it begins in this process.
         nbytes: Its size.
-        used: How much was cut off.
+        used: How many bytes were cut off.
         blocks: How many blocks are in use.
     """
 
@@ -51,11 +48,11 @@ class Region:
         self.blocks = 0
         self.key = b""
         self._socket: socket.socket | None = None
-        self._is_silent = False
+        self._answer_is_due = False
         self._mutex = threading.Lock()
         self._holders = 1
         if lease is None:
-            # Private, lest a forked child writes into our arrays.
+            # Private, so that a forked child cannot write into our arrays.
             self.memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         else:
             self._socket, self.key, fd = lease
@@ -71,7 +68,7 @@ class Region:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
 
     def offset_of(self, array: Array) -> int | None:
-        """Where an array in C order begins in the region, in bytes; None if it is elsewhere."""
+        """Returns where an array in C order begins in the region, in bytes; None if it is elsewhere."""
         offset: int = array.ctypes.data - self.address
         return offset if 0 <= offset <= self.nbytes - array.nbytes else None
 
@@ -88,52 +85,50 @@ class Region:
             return False
 
     def is_in_use(self) -> bool:
-        """Whether the server may still read or write it for some request; one call at a time."""
+        """Asks whether a request at the server still names the region; one caller at a time."""
         if self._socket is None:
             return False
         try:
-            if self._is_silent:  # The answer that is late must not be taken for the one to a later question.
+            if self._answer_is_due:  # The late answer must not be taken for the next one.
                 self._socket.setblocking(False)
                 if self._socket.recv(1) == b"":
                     return False
             self._socket.settimeout(_ANSWER_TIMEOUT_S)
-            self._is_silent = True
-            self._socket.sendall(_IS_IN_USE)
+            self._answer_is_due = True
+            self._socket.sendall(IS_IN_USE)
             answer = self._socket.recv(1)
-            self._is_silent = False
-            return answer == b"\x01"
+            self._answer_is_due = False
+            return answer == IN_USE
         except (BlockingIOError, TimeoutError):
             return True
         except OSError:
             return False  # The server has gone.
-        except BaseException:  # Ctrl-C: nobody knows now whether there will be an answer, so the lease ends.
-            with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)
+        except BaseException:  # Ctrl-C: an answer may or may not come, so end the lease.
+            shut_down(self._socket)
             raise
         finally:
             self._socket.setblocking(False)
 
     def hold(self) -> None:
-        """Keeps the lease until there was one more `close`."""
+        """Keeps the lease until `close` is called once more."""
         with self._mutex:
             self._holders += 1
 
     def close(self) -> None:
-        """Ends the lease, unless somebody holds it; arrays keep the memory itself."""
+        """Ends the lease once each `hold` was followed by a `close`; arrays keep the memory itself."""
         with self._mutex:
             self._holders -= 1
             if self._holders <= 0 and self._socket is not None:
-                with contextlib.suppress(OSError):
-                    self._socket.shutdown(socket.SHUT_RDWR)  # a forked child may hold the socket too
+                shut_down(self._socket)
                 self._socket.close()
                 self._socket = None
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """A piece of a region, in bytes."""
+class PoolBlock:
+    """A block of a region, in bytes."""
 
-    region: Region
+    region: MappedRegion
     offset: int
     nbytes: int
 
@@ -142,8 +137,8 @@ class Pool:
     """Blocks of memory for arrays.
 
     Args:
-        path: The socket where a server leases regions; None for memory of the client's own.
-        access: How the server is reached.
+        path: The Unix socket where a server leases regions; None for the client's own memory.
+        access: The credentials for the server.
     """
 
     def __init__(self, path: str | None, access: Access = OPEN) -> None:
@@ -151,10 +146,10 @@ class Pool:
         self._access = access
         self._mutex = threading.Lock()
         self._growing = threading.Lock()
-        self._regions: list[Region] = []
-        self._free: dict[int, list[Block]] = {}
-        # What the garbage collector gives back, at any moment and in any thread, so without a lock.
-        self._returned: deque[Block] = deque()
+        self._regions: list[MappedRegion] = []
+        self._free: dict[int, list[PoolBlock]] = {}
+        # Finalizers append here, at any moment and in any thread, so without a lock.
+        self._returned: deque[PoolBlock] = deque()
         self._closed = False
 
     def empty(
@@ -164,11 +159,11 @@ class Pool:
         deadline: Deadline = ENDLESS,
         cancellation: Cancellation | None = None,
     ) -> Array:
-        """A new array.
+        """Makes an array, whose elements are undefined.
 
         Raises:
             LeaseError: The server does not lease the memory for it.
-            MemoryError: The client's own memory is not enough.
+            MemoryError: This host has not enough memory.
         """
         nbytes = math.prod(shape) * dtype.itemsize
         block = self._take(_size_class(nbytes), deadline, cancellation or Cancellation())
@@ -177,12 +172,12 @@ class Pool:
         return np.ndarray(shape, dtype, owner.data)
 
     def locate(self, array: Array) -> tuple[bytes, int] | None:
-        """The key of the region that holds an array in C order, and where it begins there; None if none does."""
+        """Returns the key of the region that holds an array in C order, and the array's offset; None if none does."""
         place = self._place(array)
         return None if place is None else (place[0].key, place[1])
 
-    def hold(self, array: Array) -> Region | None:
-        """The region that holds an array, whose lease then lasts until there was one more `Region.close`."""
+    def hold(self, array: Array) -> MappedRegion | None:
+        """Returns the region that holds an array; its lease lasts until `MappedRegion.close` is called once more."""
         with self._mutex:
             place = self._place(array)
             if place is None:
@@ -190,15 +185,15 @@ class Pool:
             place[0].hold()
             return place[0]
 
-    def _place(self, array: Array) -> tuple[Region, int] | None:
-        for region in tuple(self._regions):  # which other threads change
+    def _place(self, array: Array) -> tuple[MappedRegion, int] | None:
+        for region in tuple(self._regions):  # a copy, since other threads change it
             offset = region.offset_of(array)
             if offset is not None and offset % ALIGNMENT == 0:
                 return region, offset
         return None
 
     def check(self) -> bool:
-        """Forgets regions that the server has forgotten, and says whether there were any."""
+        """Removes regions that the server no longer knows, and returns whether there were any."""
         with self._mutex:
             dead = [region for region in self._regions if not region.is_alive]
             for region in dead:
@@ -206,29 +201,29 @@ class Pool:
         return bool(dead)
 
     def close(self) -> None:
-        """Ends every lease; arrays stay usable, as ordinary ones."""
+        """Ends every lease; arrays remain usable."""
         with self._mutex:
             self._closed = True
             for region in list(self._regions):
                 self._forget(region)
 
-    def _take(self, nbytes: int, deadline: Deadline, cancellation: Cancellation) -> Block:
-        block = self._present(nbytes)
+    def _take(self, nbytes: int, deadline: Deadline, cancellation: Cancellation) -> PoolBlock:
+        block = self._find(nbytes)
         if block is not None:
             return block
-        # One thread at a time, or each would lease a region; without the mutex, since the server may take its time.
-        rest_s = deadline.rest_s()
-        if not self._growing.acquire(timeout=-1 if rest_s is None else rest_s):
+        # One thread at a time, or each would lease a region; not under the mutex, since the server may be slow.
+        remaining_s = deadline.remaining_s()
+        if not self._growing.acquire(timeout=-1 if remaining_s is None else remaining_s):
             raise LeaseLateError("another call still waits for memory")
         try:
-            while (block := self._present(nbytes)) is None:
+            while (block := self._find(nbytes)) is None:
                 self._grow(max(nbytes, REGION_NBYTES), deadline, cancellation)
             return block
         finally:
             self._growing.release()
 
-    def _present(self, nbytes: int) -> Block | None:
-        """A block of the regions that there are."""
+    def _find(self, nbytes: int) -> PoolBlock | None:
+        """Returns a block of the existing regions."""
         with self._mutex:
             self._collect()
             block = self._reuse(nbytes) or self._cut(nbytes)
@@ -243,26 +238,26 @@ class Pool:
             if block.region in self._regions:
                 self._free.setdefault(block.nbytes, []).append(block)
 
-    def _reuse(self, nbytes: int) -> Block | None:
+    def _reuse(self, nbytes: int) -> PoolBlock | None:
         free = self._free.get(nbytes)
         return free.pop() if free else None
 
-    def _cut(self, nbytes: int) -> Block | None:
-        """A new block of any region that has room, or has no more arrays and so can begin anew."""
+    def _cut(self, nbytes: int) -> PoolBlock | None:
+        """Returns a new block of a region that has room, or that has no arrays left and can start again."""
         for region in self._regions:
             if region.used + nbytes > region.nbytes and region.blocks == 0 and nbytes <= region.nbytes:
                 self._drop_free_blocks(region)
                 region.used = 0
             if region.used + nbytes <= region.nbytes:
                 region.used += nbytes
-                return Block(region, region.used - nbytes, nbytes)
+                return PoolBlock(region, region.used - nbytes, nbytes)
         return None
 
     def _grow(self, nbytes: int, deadline: Deadline, cancellation: Cancellation) -> None:
         """Adds a region."""
         with self._mutex:
             for region in [region for region in self._regions if region.blocks == 0]:
-                self._forget(region)  # too small, so another one of its kind would not help either
+                self._forget(region)  # too small: the new region must be larger
         region = self._new_region(nbytes, deadline, cancellation)
         with self._mutex:
             if not self._closed:
@@ -271,26 +266,26 @@ class Pool:
         region.close()
         raise UnreachableError(_GONE)
 
-    def _new_region(self, nbytes: int, deadline: Deadline, cancellation: Cancellation) -> Region:
+    def _new_region(self, nbytes: int, deadline: Deadline, cancellation: Cancellation) -> MappedRegion:
         if self._closed:
             raise UnreachableError(_GONE)
         if self._path is None:
             try:
-                return Region(nbytes, None)
+                return MappedRegion(nbytes, None)
             except (OSError, OverflowError) as error:
                 raise MemoryError(f"no {nbytes} bytes for an array: {error}") from error
-        lease = leased(self._path, nbytes, self._access.authorization(), deadline, cancellation)
+        lease = lease_region(self._path, nbytes, self._access.authorization(), deadline, cancellation)
         try:
-            return Region(nbytes, lease)
+            return MappedRegion(nbytes, lease)
         except OSError as error:
-            raise LeaseError(f"what it leased cannot be mapped: {error}") from error
+            raise LeaseError(f"the leased memory cannot be mapped: {error}") from error
 
-    def _forget(self, region: Region) -> None:
+    def _forget(self, region: MappedRegion) -> None:
         self._drop_free_blocks(region)
         self._regions.remove(region)
         region.close()
 
-    def _drop_free_blocks(self, region: Region) -> None:
+    def _drop_free_blocks(self, region: MappedRegion) -> None:
         for nbytes, blocks in list(self._free.items()):
             kept = [block for block in blocks if block.region is not region]
             if kept:
@@ -300,6 +295,6 @@ class Pool:
 
 
 def _size_class(nbytes: int) -> int:
-    """The size of a block for so many bytes: few sizes, so that blocks fit again, and at most an eighth too much."""
+    """Rounds up to the size of a block: there are few sizes, so that blocks are reused, and at most 1/8 is wasted."""
     step = max(ALIGNMENT, 1 << max(nbytes.bit_length() - 4, 0))
     return max(step, -(-nbytes // step) * step)

@@ -1,72 +1,135 @@
-"""Shared memory that a server may still write, though nobody waits for the answer any more."""
+"""Shared memory that a server may still write after its call has failed."""
 
 from __future__ import annotations
 
+import select
+import socket
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
 
-from bngrad._cancellation import Cancellation
-from bngrad._deadline import Deadline
+from bngrad._deadline import Cancellation, Deadline
 from bngrad._results import Array
-from bngrad._shared_memory.farewell import Farewell
-from bngrad._shared_memory.pool import Region
+from bngrad._shared_memory.pool import MappedRegion
+from bngrad_wire.http2 import frames
 
 _FIRST_POLL_S = 0.001
 _LONGEST_POLL_S = 0.1
+_PING = frames.frame(frames.PING, 0, 0, bytes(8))
 
 
-class _Doubt(NamedTuple):
-    result: Array
-    region: Region
-    farewell: Farewell
+class AbandonedCall:
+    """Keeps the Unix socket of a call that the client gave up, until the server has closed its end.
+
+    A slow server may not have read the call yet, and would start it later. Once it has closed its end, it has either
+    started the call or never will.
+    """
+
+    def __init__(self) -> None:
+        self._socket: socket.socket | None = None
+
+    def abandon(self, sock: socket.socket) -> None:
+        """Takes over the call's connection, and makes the server close its end."""
+        with suppress(OSError):
+            sock.setblocking(False)
+            if _is_read_shut_down(sock):
+                sock.send(_PING)  # the server's PING ACK fails, so it sees the disconnect
+            else:
+                sock.shutdown(socket.SHUT_WR)
+        if sock.fileno() >= 0:  # else it was closed because the server broke the protocol
+            self._socket = sock
+
+    def is_over(self) -> bool:
+        """Returns whether the server has closed its end, or there is no connection left."""
+        if self._socket is not None:
+            poll = select.poll()
+            poll.register(self._socket, 0)  # POLLHUP is always reported: both directions have ended
+            if not poll.poll(0):
+                return False
+            self.close()
+        return True
+
+    def close(self) -> None:
+        """Closes the connection without waiting for the server."""
+        sock, self._socket = self._socket, None  # first, since Ctrl-C may come between any two steps
+        if sock is not None:
+            sock.close()
 
 
-class Doubts:
-    """Keeps the results of calls that failed from meeting other tensors, until the server has done with them."""
+def stop_reading(sock: socket.socket) -> None:
+    """Ends the wait for an answer on a Unix socket, from any thread; `AbandonedCall.abandon` tells the server."""
+    with suppress(OSError):
+        sock.shutdown(socket.SHUT_RD)
+
+
+def _is_read_shut_down(sock: socket.socket) -> bool:
+    poll = select.poll()
+    poll.register(sock, select.POLLRDHUP)
+    return any(events & select.POLLRDHUP for _, events in poll.poll(0))
+
+
+class _Entry(NamedTuple):
+    output: Array
+    region: MappedRegion
+    call: AbandonedCall
+
+    def release(self) -> None:
+        self.region.close()
+        self.call.close()
+
+
+class Quarantine:
+    """Quarantines output buffers of failed calls until no worker can write to them."""
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
-        self._doubtful: list[_Doubt] = []
+        self._entries: list[_Entry] = []
         self._closed = False
 
-    def add(self, result: Array, region: Region, farewell: Farewell) -> None:
-        """Keeps a result, the lease of its region, which the caller holds and hands over, and the end of its call."""
-        doubt = _Doubt(result, region, farewell)
+    def add(self, output: Array, region: MappedRegion, call: AbandonedCall) -> None:
+        """Quarantines an output.
+
+        Args:
+            output: The array that the server may still write.
+            region: Its region, which the caller has held; the quarantine releases it.
+            call: The call that failed.
+        """
+        entry = _Entry(output, region, call)
         with self._mutex:
             if self._closed:
-                _give_up(doubt)
+                entry.release()
             else:
-                self._doubtful.append(doubt)
+                self._entries.append(entry)
 
-    def settle(self, arrays: Sequence[Array]) -> Array | None:
-        """Lets go what servers have done with.
+    def release(self, arrays: Sequence[Array]) -> Array | None:
+        """Releases the outputs that servers have finished with.
 
         Returns:
-            The first of the arrays whose memory is still in doubt.
+            The first of the arrays that shares memory with an output still in quarantine.
         """
-        if not self._doubtful:
+        if not self._entries:
             return None
         with self._mutex:
-            heard: list[_Doubt] = []
-            unheard: list[_Doubt] = []
-            for doubt in self._doubtful:
-                (heard if doubt.farewell.is_heard() else unheard).append(doubt)
-            # Only now: a call that a server has not begun yet does not use its region yet either.
-            in_use = {region: region.is_in_use() for region in {doubt.region for doubt in heard}}
-            for doubt in heard:
-                if not in_use[doubt.region]:
-                    doubt.region.close()
-            self._doubtful = unheard + [doubt for doubt in heard if in_use[doubt.region]]
-            doubtful = [doubt.result for doubt in self._doubtful]
-        return next((array for array in arrays for other in doubtful if np.may_share_memory(array, other)), None)
+            over: list[_Entry] = []
+            pending: list[_Entry] = []
+            for entry in self._entries:
+                (over if entry.call.is_over() else pending).append(entry)
+            # Only after that: the region of a call that the server has not started is not in use yet.
+            in_use = {region: region.is_in_use() for region in {entry.region for entry in over}}
+            for entry in over:
+                if not in_use[entry.region]:
+                    entry.region.close()
+            self._entries = pending + [entry for entry in over if in_use[entry.region]]
+            outputs = [entry.output for entry in self._entries]
+        return next((array for array in arrays for output in outputs if np.may_share_memory(array, output)), None)
 
     def wait(self, arrays: Sequence[Array], deadline: Deadline, cancellation: Cancellation) -> bool:
-        """Waits until no array is in doubt, and says whether that came about in time."""
+        """Waits until none of the arrays is in quarantine, and returns whether that came in time."""
         poll_s = _FIRST_POLL_S
-        while self.settle(arrays) is not None:
+        while self.release(arrays) is not None:
             if cancellation.cancelled or not deadline.allows(poll_s):
                 return False
             cancellation.sleep(poll_s)
@@ -74,14 +137,9 @@ class Doubts:
         return True
 
     def close(self) -> None:
-        """Gives the leases up; the memory itself stays as long as its arrays."""
+        """Ends the leases; arrays keep the memory itself."""
         with self._mutex:
             self._closed = True
-            for doubt in self._doubtful:
-                _give_up(doubt)
-            self._doubtful = []
-
-
-def _give_up(doubt: _Doubt) -> None:
-    doubt.region.close()
-    doubt.farewell.close()
+            for entry in self._entries:
+                entry.release()
+            self._entries = []

@@ -1,1 +1,1 @@
-"""The transports of a call: shared memory, HTTP/2 on sockets of our own, grpcio."""
+"""The transports of a call: shared memory, our own HTTP/2, grpcio."""

@@ -1,4 +1,4 @@
-"""The ways to a server beside grpcio: asked for at the first call, and again when one is lost."""
+"""Finds a server's endpoints beside grpcio's: asks for them at the first call, and again when one is lost."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import grpc
 
-from bngrad._balancing.resolver import host_and_port
-from bngrad._cancellation import Cancellation
 from bngrad._credentials import Access
-from bngrad._deadline import Deadline
+from bngrad._deadline import Cancellation, Deadline
 from bngrad._errors import (
     BngradError,
     ClientClosedError,
@@ -26,182 +24,184 @@ from bngrad._errors import (
     from_status,
 )
 from bngrad._shared_memory.pool import Pool
-from bngrad._transports.http2 import DirectEndpoint
+from bngrad._transports.http2 import Http2Transport
+from bngrad._validation import host_and_port_of
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
+from bngrad_wire import leases
+from bngrad_wire.addresses import MAX_PORT
 
 _BLOCKED_S = 10.0
-"""How long an endpoint that cannot be reached is left alone; twice as long if it then still cannot, and so on."""
+"""How long an unreachable address is not tried; doubled each time that it is still unreachable afterwards."""
 _LONGEST_BLOCKED_S = 300.0
 
-
+Address: TypeAlias = tuple[str, int] | str
 Ask: TypeAlias = Callable[[Deadline, Cancellation], pb.Endpoints]
 
 
 @dataclass(frozen=True, slots=True)
-class Ways:
-    """The ways to a server beside grpcio.
+class Endpoints:
+    """A server's endpoints beside grpcio's.
 
     Attributes:
-        local: The endpoint on this host.
-        shared: The memory shared with it.
-        remote: The endpoint on the server's TCP port.
-        is_here: Whether the server is on this host, also if its endpoint there cannot be reached for now.
+        unix: The Unix socket for calls, if the server is on this host.
+        pool: The memory shared with that server.
+        tcp: The TCP port for large tensors.
+        is_local: Whether the server is on this host, even if its Unix socket cannot be reached now.
         stale_at: When to ask the server for its endpoints again, on the monotonic clock.
     """
 
-    local: DirectEndpoint | None = None
-    shared: Pool | None = None
-    remote: DirectEndpoint | None = None
-    is_here: bool = False
+    unix: Http2Transport | None = None
+    pool: Pool | None = None
+    tcp: Http2Transport | None = None
+    is_local: bool = False
     stale_at: float = math.inf
 
     @property
     def is_stale(self) -> bool:
+        """Whether to ask the server for its endpoints again."""
         return time.monotonic() >= self.stale_at
 
-    def without(self, endpoint: DirectEndpoint) -> Ways:
-        """The other ways, and the question for more at the next call."""
-        if endpoint is self.remote:
-            return replace(self, remote=None, stale_at=0.0)
-        return replace(self, local=None, shared=None, stale_at=0.0)
+    def without(self, transport: Http2Transport) -> Endpoints:
+        """Returns the other endpoints, which are stale at once."""
+        if transport is self.tcp:
+            return replace(self, tcp=None, stale_at=0.0)
+        return replace(self, unix=None, pool=None, stale_at=0.0)
 
-    def close(self, but: Ways | None = None) -> None:
-        """Closes all that are not among others."""
-        kept = () if but is None else (but.local, but.shared, but.remote)
-        for each in (self.local, self.shared, self.remote):
+    def close(self, but: Endpoints | None = None) -> None:
+        """Closes all but those that others hold too."""
+        kept = () if but is None else (but.unix, but.pool, but.tcp)
+        for each in (self.unix, self.pool, self.tcp):
             if each is not None and each not in kept:
                 each.close()
 
 
-class Discovery:
-    """Knows the ways to one server."""
+class EndpointDiscovery:
+    """Knows the endpoints of one server."""
 
     def __init__(self, target: str, access: Access) -> None:
         """Asks nothing yet.
 
         Args:
             target: The server's address.
-            access: How the server is reached.
+            access: The credentials for the server.
         """
         self._access = access
         self._target = target
         self._mutex = threading.Lock()
         self._discovering = threading.Lock()
-        self._ways: Ways | None = None
-        self._blocked: dict[Any, tuple[float, float]] = {}
+        self._current: Endpoints | None = None
+        self._blocked: dict[Address, tuple[float, float]] = {}
         self._closed = False
 
-    def ways(self, ask: Ask, deadline: Deadline, cancellation: Cancellation) -> Ways:
-        """The ways that there are now; asks the server where that is not known.
+    def endpoints(self, ask: Ask, deadline: Deadline, cancellation: Cancellation) -> Endpoints:
+        """Returns the endpoints; asks the server for them if they are unknown or stale.
 
         Args:
-            ask: Asks the server for its endpoints.
+            ask: Asks the server.
             deadline: When to give up.
-            cancellation: Where to hear that the caller has.
+            cancellation: Lets another thread end the wait.
 
         Raises:
             BngradError: The server does not answer, or the client was closed.
         """
-        ways = self._ways
-        if ways is not None and not ways.is_stale:
-            return ways
-        rest_s = deadline.rest_s()
-        if not self._discovering.acquire(timeout=-1 if rest_s is None else rest_s):
+        current = self._current
+        if current is not None and not current.is_stale:
+            return current
+        remaining_s = deadline.remaining_s()
+        if not self._discovering.acquire(timeout=-1 if remaining_s is None else remaining_s):
             reason = "another call still waits for the server's endpoints"
             code = grpc.StatusCode.DEADLINE_EXCEEDED
             raise from_status(code, reason, b"", self._target, deadline.timeout)
         try:
-            ways = self._ways
-            while ways is None or ways.is_stale:
-                ways = self._discover(ways or Ways(), lambda: ask(deadline, cancellation))
-            return ways
+            current = self._current
+            while current is None or current.is_stale:
+                current = self._discover(current or Endpoints(), lambda: ask(deadline, cancellation))
+            return current
         finally:
             self._discovering.release()
 
-    def _discover(self, before: Ways, ask: Callable[[], pb.Endpoints]) -> Ways | None:
-        """Asks the server for its endpoints; gives what is there instead if a way was lost meanwhile."""
+    def _discover(self, before: Endpoints, ask: Callable[[], pb.Endpoints]) -> Endpoints | None:
+        """Asks the server for its endpoints; returns the current ones instead if one was lost meanwhile."""
         blocked = set(self._blocked)
-        ways = self._ways_to(_endpoints(ask), before)
+        found = self._connect(_advertised(ask), before)
         if set(self._blocked) - blocked:
-            # The server may have gone since it answered, and another one may have begun.
-            ways = self._ways_to(_endpoints(ask), before)
+            # The server may have ended since it answered, and another one may have started.
+            found = self._connect(_advertised(ask), before)
         with self._mutex:
-            is_closed, present = self._closed, self._ways
-            is_current = not is_closed and (present is None or present is before)
-            if is_current:
-                self._ways = ways
+            is_closed, current = self._closed, self._current
+            is_unchanged = not is_closed and (current is None or current is before)
+            if is_unchanged:
+                self._current = found
         if is_closed:
-            ways.close()
-            raise ClientClosedError("was closed during the call")
-        if not is_current:
-            ways.close(but=before)
-            return present
-        before.close(but=ways)
-        return ways
+            found.close()
+            raise ClientClosedError("the client was closed during the call")
+        if not is_unchanged:
+            found.close(but=before)
+            return current
+        before.close(but=found)
+        return found
 
-    def _ways_to(self, endpoints: pb.Endpoints, before: Ways) -> Ways:
-        """The ways to the endpoints, except those that are left alone for now; those that there were before stay."""
-        local, shared, remote = before.local, before.shared, before.remote
+    def _connect(self, advertised: pb.Endpoints, before: Endpoints) -> Endpoints:
+        """Returns the advertised endpoints that are not blocked; keeps those of before that are still the same."""
+        unix, pool, tcp = before.unix, before.pool, before.tcp
         stale_at = math.inf
-        directory = endpoints.local_directory
-        path = f"{directory}/calls"
-        if local is None or local.address != path:
-            local = shared = None
+        directory = advertised.local_directory
+        path = f"{directory}/{leases.CALLS}"
+        if unix is None or unix.address != path:
+            unix = pool = None
             if directory and not self._is_blocked(path):
-                local, shared = (
-                    DirectEndpoint(path, self._target, self._access),
-                    Pool(f"{directory}/regions", self._access),
-                )
-                if not local.is_there():
-                    self._block(local)
-                    local = shared = None
-            if directory and local is None:
+                unix = Http2Transport(path, self._target, self._access)
+                pool = Pool(f"{directory}/{leases.REGIONS}", self._access)
+                if not unix.is_reachable():
+                    self._block(unix)
+                    unix = pool = None
+            if directory and unix is None:
                 stale_at = self._blocked[path][0]
-        place = host_and_port(self._target)
-        address = ("" if place is None else place[0], endpoints.stream_port)
-        if remote is None or remote.address != address:
-            remote = None
-            if place is not None and 0 < endpoints.stream_port < 2**16:
+        host_and_port = host_and_port_of(self._target)
+        address = ("" if host_and_port is None else host_and_port[0], advertised.stream_port)
+        if tcp is None or tcp.address != address:
+            tcp = None
+            if host_and_port is not None and 0 < advertised.stream_port <= MAX_PORT:
                 if self._is_blocked(address):
                     stale_at = min(stale_at, self._blocked[address][0])
                 else:
-                    remote = DirectEndpoint(address, self._target, self._access)
-        return Ways(local, shared, remote, bool(directory) and os.path.exists(path), stale_at)
+                    tcp = Http2Transport(address, self._target, self._access)
+        return Endpoints(unix, pool, tcp, bool(directory) and os.path.exists(path), stale_at)
 
-    def lose(self, ways: Ways, endpoint: DirectEndpoint) -> None:
-        """Leaves an endpoint alone for a while, and asks the server for its endpoints again."""
-        self._block(endpoint)
-        rest = ways.without(endpoint)
+    def lose(self, endpoints: Endpoints, transport: Http2Transport) -> None:
+        """Blocks the address of an endpoint that was lost, and has the server asked for its endpoints again."""
+        self._block(transport)
+        rest = endpoints.without(transport)
         with self._mutex:
-            if self._ways is not ways:
+            if self._current is not endpoints:
                 return
-            self._ways = rest
-        ways.close(but=rest)
+            self._current = rest
+        endpoints.close(but=rest)
 
     def close(self) -> None:
-        """Closes every way."""
+        """Closes every endpoint."""
         with self._mutex:
             self._closed = True
-            ways, self._ways = self._ways, None
-        if ways is not None:
-            ways.close()
+            current, self._current = self._current, None
+        if current is not None:
+            current.close()
 
-    def _block(self, endpoint: DirectEndpoint) -> None:
+    def _block(self, transport: Http2Transport) -> None:
         now = time.monotonic()
-        until, seconds = self._blocked.get(endpoint.address, (-math.inf, 0.0))
+        until, seconds = self._blocked.get(transport.address, (-math.inf, 0.0))
         if now >= until:
             in_a_row = now < until + seconds
             seconds = min(2 * seconds, _LONGEST_BLOCKED_S) if in_a_row else _BLOCKED_S
-            self._blocked[endpoint.address] = (now + seconds, seconds)
+            self._blocked[transport.address] = (now + seconds, seconds)
 
-    def _is_blocked(self, address: Any) -> bool:
+    def _is_blocked(self, address: Address) -> bool:
         return address in self._blocked and self._blocked[address][0] > time.monotonic()
 
 
-def _endpoints(ask: Callable[[], pb.Endpoints]) -> pb.Endpoints:
+def _advertised(ask: Callable[[], pb.Endpoints]) -> pb.Endpoints:
     try:
         return ask()
     except (UnavailableError, DeadlineExceededError, UnauthenticatedError, InvalidArgumentError):
         raise
     except BngradError:
-        return pb.Endpoints()  # an older server, or something else that answers calls
+        return pb.Endpoints()  # an older server, or another service

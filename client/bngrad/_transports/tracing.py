@@ -1,4 +1,4 @@
-"""Where a program that uses OpenTelemetry is in its trace, for the server to go on with."""
+"""Propagates OpenTelemetry's trace context to the server."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 
 def trace_context() -> tuple[tuple[str, str], ...]:
-    """The metadata by which the present span travels along; none in a program that has no use for it."""
+    """Returns the metadata that carries the current span; none in a program that does not use OpenTelemetry."""
     propagate = sys.modules.get("opentelemetry.propagate")
     if propagate is None:
         return ()

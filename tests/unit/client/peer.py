@@ -79,3 +79,21 @@ def peer(answer: Answer, address: str = "127.0.0.1:0") -> Iterator[str]:
             yield address if address.startswith("unix:") else f"127.0.0.1:{port}"
         finally:
             server.stop(None).wait()
+
+
+def info(method: str, request: bytes, context: grpc.ServicerContext) -> bytes:
+    return pb.ServerInfoResponse(version="1.2.3").SerializeToString()
+
+
+def echo(method: str, request: bytes, context: grpc.ServicerContext) -> bytes:
+    """Answers an op with its own inputs."""
+    if method == "ServerInfo":
+        return info(method, request, context)
+    sent = pb.FusedBatchNormGradV2Request.FromString(request)
+    return pb.FusedBatchNormGradV2Response(
+        x_backprop=sent.x,
+        scale_backprop=sent.scale,
+        offset_backprop=sent.reserve_space_1,
+        reserve_space_3=sent.reserve_space_2,
+        reserve_space_4=sent.reserve_space_2,
+    ).SerializeToString()

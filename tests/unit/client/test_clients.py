@@ -13,31 +13,20 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import grpc
 import numpy as np
 import pytest
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
-from tests.unit.client.peer import peer
+from tests.unit.client.calls import SECONDS, ClientClass, inputs, use
+from tests.unit.client.peer import echo, info, peer
 
 import bngrad
 import bngrad.aio
 from bngrad._validation import Transport
-from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_wire.http2 import frames
-
-ClientClass: TypeAlias = type[bngrad.Client] | type[bngrad.aio.Client]
-
-SECONDS = 30.0
-"""What a test waits for something that comes at once."""
-
-
-@pytest.fixture(params=[bngrad.Client, bngrad.aio.Client], ids=["blocking", "asynchronous"])
-def client_class(request: pytest.FixtureRequest) -> ClientClass:
-    chosen: ClientClass = request.param
-    return chosen
 
 
 def ask(
@@ -54,19 +43,6 @@ def ask(
     return answer
 
 
-def use(made: bngrad.Client | bngrad.aio.Client, what: Callable[[Any], Any]) -> Any:
-    """Makes a call by a client, which was made outside of any event loop, and closes it."""
-    if isinstance(made, bngrad.Client):
-        with made as client:
-            return what(client)
-
-    async def run() -> Any:
-        async with made as client:
-            return await what(client)
-
-    return asyncio.run(run())
-
-
 def remaining(client_class: ClientClass, *, timeout: float | None = None, client_timeout: float = 60) -> float:
     """The seconds that the peer sees that a call may take."""
     seconds: list[float] = []
@@ -78,29 +54,6 @@ def remaining(client_class: ClientClass, *, timeout: float | None = None, client
     with peer(note) as target:
         ask(client_class, target, timeout=timeout, client_timeout=client_timeout)
     return seconds[0]
-
-
-def info(method: str, request: bytes, context: grpc.ServicerContext) -> bytes:
-    return pb.ServerInfoResponse(version="1.2.3").SerializeToString()
-
-
-def echo(method: str, request: bytes, context: grpc.ServicerContext) -> bytes:
-    """Answers an op with its own inputs."""
-    if method == "ServerInfo":
-        return info(method, request, context)
-    sent = pb.FusedBatchNormGradV2Request.FromString(request)
-    return pb.FusedBatchNormGradV2Response(
-        x_backprop=sent.x,
-        scale_backprop=sent.scale,
-        offset_backprop=sent.reserve_space_1,
-        reserve_space_3=sent.reserve_space_2,
-        reserve_space_4=sent.reserve_space_2,
-    ).SerializeToString()
-
-
-def inputs(number: int, shape: tuple[int, ...] = (2, 3, 3, 4)) -> tuple[Any, ...]:
-    x, stats = np.full(shape, number, np.float32), np.full(shape[-1], -number, np.float32)
-    return x, x, stats, stats, stats
 
 
 class Held:

@@ -17,9 +17,8 @@ from google.rpc import error_details_pb2, status_pb2
 from tests.unit.client.endpoints import SECONDS, CallAnswer, Endpoint, endpoint, message_of
 
 import bngrad
-from bngrad._cancellation import Cancellation
-from bngrad._deadline import Deadline
-from bngrad._transports.http2 import DirectEndpoint, NotConnectedError
+from bngrad._deadline import Cancellation, Deadline
+from bngrad._transports.http2 import Http2Transport, NotConnectedError
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_wire import http2, messages
 from bngrad_wire.http2 import ServerCall
@@ -29,12 +28,12 @@ TARGET = "server:1"
 NUMBER = 2
 
 
-def unary(client: DirectEndpoint, seconds: float = SECONDS, cancellation: Cancellation | None = None) -> bytes:
+def unary(client: Http2Transport, seconds: float = SECONDS, cancellation: Cancellation | None = None) -> bytes:
     return client.unary("/service/Echo", [b"ab", b"c"], Deadline.after(seconds), cancellation or Cancellation())
 
 
 def exchange(
-    client: DirectEndpoint, seconds: float = SECONDS, cancellation: Cancellation | None = None, nbytes: int = 5
+    client: Http2Transport, seconds: float = SECONDS, cancellation: Cancellation | None = None, nbytes: int = 5
 ) -> tuple[bytes, bytes]:
     """Sends two tensors, and gives the answer without the large tensor, and that."""
     target = bytearray(nbytes)
@@ -47,7 +46,7 @@ def exchange(
 
 
 def call_either(
-    client: DirectEndpoint, kind: str, seconds: float = SECONDS, cancel: Cancellation | None = None
+    client: Http2Transport, kind: str, seconds: float = SECONDS, cancel: Cancellation | None = None
 ) -> None:
     (unary if kind == "unary" else exchange)(client, seconds, cancel)
 
@@ -86,8 +85,8 @@ HEADER = messages.field_prefix(NUMBER, 4) + b"head"
 
 
 @contextmanager
-def connected(answer: CallAnswer, path: str | None = None) -> Iterator[tuple[DirectEndpoint, Endpoint]]:
-    with endpoint(answer, path) as peer, closing(DirectEndpoint(peer.address, TARGET)) as client:
+def connected(answer: CallAnswer, path: str | None = None) -> Iterator[tuple[Http2Transport, Endpoint]]:
+    with endpoint(answer, path) as peer, closing(Http2Transport(peer.address, TARGET)) as client:
         yield client, peer
 
 
@@ -100,7 +99,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 @pytest.mark.parametrize("family", ["tcp", "unix"])
 def test_calls_and_exchanges_bring_their_answers_on_one_connection(family: str, tmp_path: Path) -> None:
     with connected(echo, f"{tmp_path}/socket" if family == "unix" else None) as (client, peer):
-        assert client.is_there()
+        assert client.is_reachable()
         for nbytes in (0, 1, 5, 70_000, 3_000_000):
             assert unary(client) == b"abc"
             assert exchange(client, nbytes=nbytes) == (b"head", b"x" * nbytes)
@@ -117,7 +116,7 @@ def test_an_answer_may_come_in_chunks_of_any_sizes(chunks: list[int]) -> None:
 def test_an_answer_may_have_several_large_tensors_each_in_chunks_of_its_own() -> None:
     targets = [bytearray(3), bytearray(0), bytearray(2)]
 
-    def ask(client: DirectEndpoint) -> bytes:
+    def ask(client: Http2Transport) -> bytes:
         views = [memoryview(target) for target in targets]
         return client.exchange("/service/Exchange", NUMBER, [], [], views, Deadline.after(SECONDS), Cancellation())
 
@@ -125,7 +124,7 @@ def test_an_answer_may_have_several_large_tensors_each_in_chunks_of_its_own() ->
         assert ask(client) == b"head"
         assert b"".join(targets) == b"abcde"
     too_long = connected(replies(HEADER, chunk(b"abcd"), chunk(b"e")))
-    with too_long as (client, _), pytest.raises(bngrad.InternalError, match="1 bytes too many"):
+    with too_long as (client, _), pytest.raises(bngrad.InternalError, match="a chunk has 1 bytes more than its tensor"):
         ask(client)
 
 
@@ -144,7 +143,7 @@ def test_threads_get_their_own_answers_and_share_connections() -> None:
     ("messages", "complaint"),
     [
         ([], "answered with nothing"),
-        ([b"", b""], "more than was asked for"),
+        ([b"", b""], "sent more messages than the response has"),
         ([bytes(2**26 + 1)], "answered with 67108865 bytes"),
     ],
     ids=["nothing", "two", "too-long"],
@@ -158,18 +157,18 @@ def test_a_malformed_answer_to_a_call_is_an_internal_error(messages: list[bytes]
     ("messages", "complaint"),
     [
         ([], "answered with nothing"),
-        ([b""], "did not answer an exchange with the response of its op"),
-        ([b"\xff\xff"], "did not answer an exchange with the response of its op"),
-        ([chunk(b"zzzzz")], "did not answer an exchange with the response of its op"),
-        ([messages.field_prefix(NUMBER + 1, 0)], "did not answer an exchange with the response of its op"),
-        ([HEADER], "something else than the chunks"),
-        ([HEADER, chunk(b"zzzz")], "something else than the chunks"),
-        ([HEADER, HEADER], "something else than the chunks"),
-        ([HEADER, b""], "something else than the chunks"),
-        ([HEADER, chunk(b"zzzzz") + b"z"], "something else than the chunks"),
-        ([HEADER, chunk(b"zzzzzz")], "1 bytes too many"),
-        ([HEADER, chunk(b"zzz"), chunk(bytes(100_000))], "99998 bytes too many"),
-        ([HEADER, chunk(b"zzzzz"), chunk(b"z")], "more than was asked for"),
+        ([b""], "did not send the response of the op"),
+        ([b"\xff\xff"], "did not send the response of the op"),
+        ([chunk(b"zzzzz")], "did not send the response of the op"),
+        ([messages.field_prefix(NUMBER + 1, 0)], "did not send the response of the op"),
+        ([HEADER], "5 bytes of chunks are missing"),
+        ([HEADER, chunk(b"zzzz")], "1 bytes of chunks are missing"),
+        ([HEADER, HEADER], "a chunk must be the only field of its message"),
+        ([HEADER, b""], "a chunk must be the only field of its message"),
+        ([HEADER, chunk(b"zzzzz") + b"z"], "a chunk must be the only field of its message"),
+        ([HEADER, chunk(b"zzzzzz")], "a chunk has 1 bytes more than its tensor"),
+        ([HEADER, chunk(b"zzz"), chunk(bytes(100_000))], "a chunk has 99998 bytes more than its tensor"),
+        ([HEADER, chunk(b"zzzzz"), chunk(b"z")], "sent more messages than the response has"),
     ],
 )
 def test_a_malformed_answer_to_an_exchange_is_an_internal_error(messages: list[bytes], complaint: str) -> None:
@@ -250,8 +249,8 @@ def test_nobody_at_the_address_is_not_connected(kind: str, tmp_path: Path) -> No
     with socket.socket() as bound:  # nobody else gets its port, and nobody listens there
         bound.bind(("127.0.0.1", 0))
         for address in (bound.getsockname(), f"{tmp_path}/socket", "/" + "x" * 200):
-            client = DirectEndpoint(address, TARGET)
-            assert not client.is_there()
+            client = Http2Transport(address, TARGET)
+            assert not client.is_reachable()
             with pytest.raises(NotConnectedError):
                 call_either(client, kind)
 
@@ -277,7 +276,7 @@ def test_a_peer_that_speaks_no_http2_is_not_connected(kind: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=talk, args=[listener])
         thread.start()
-        with closing(DirectEndpoint(listener.getsockname(), TARGET)) as client, pytest.raises(NotConnectedError):
+        with closing(Http2Transport(listener.getsockname(), TARGET)) as client, pytest.raises(NotConnectedError):
             call_either(client, kind)
         thread.join(SECONDS)
 

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 import bngrad
-from bngrad import _ops
-from bngrad._requests import codec
-from bngrad._requests.request import Call
+from bngrad._requests import codec, ops
+from bngrad._requests.attributes import OneDnnAttributes, TensorFlowAttributes
+from bngrad._requests.request import PreparedRequest
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -24,18 +24,36 @@ STATS = np.arange(5, dtype=np.float32)
 EMPTY = pb.Tensor(dtype=pb.DATA_TYPE_FLOAT32, shape=[0])
 
 
-def v3(x: Any = X, rs3: Any = None, out: Any = None, **changes: Any) -> Call[bngrad.FusedBatchNormGradV3]:
-    attributes: dict[str, Any] = {
-        "epsilon": 1e-4,
-        "data_format": "NHWC",
-        "is_training": True,
-        "reserve_space_2_kind": "variance",
-    }
-    return _ops.fused_batch_norm_grad_v3(X, x, STATS, STATS, STATS, rs3, **attributes | changes, out=out)
+def tensorflow_attributes(
+    epsilon: Any = 1e-4,
+    data_format: Any = "NHWC",
+    is_training: Any = True,
+    reserve_space_2_kind: Any = "variance",
+    priority: Any = 0,
+) -> TensorFlowAttributes:
+    return TensorFlowAttributes(epsilon, data_format, is_training, reserve_space_2_kind, priority)
+
+
+def v3(x: Any = X, rs3: Any = None, out: Any = None, **attributes: Any) -> PreparedRequest[bngrad.FusedBatchNormGradV3]:
+    return ops.V3.prepare((X, x, STATS, STATS, STATS, rs3), tensorflow_attributes(**attributes), out)
+
+
+def v2(tensors: Any, out: Any = None, **attributes: Any) -> PreparedRequest[bngrad.FusedBatchNormGradV2]:
+    return ops.V2.prepare(tensors, tensorflow_attributes(**attributes), out)
+
+
+def onednn(
+    tensors: Any, epsilon: Any = 1e-4, data_format: Any = "NXC", priority: Any = 0
+) -> PreparedRequest[bngrad.BatchNormTrainingBackprop]:
+    return ops.TRAINING_BACKPROP.prepare(tensors, OneDnnAttributes(epsilon, data_format, priority), None)
+
+
+def message(request: PreparedRequest[Any]) -> bytes:
+    return b"".join(request.pieces())
 
 
 def v3_message(**arguments: Any) -> pb.FusedBatchNormGradV3Request:
-    return pb.FusedBatchNormGradV3Request.FromString(v3(**arguments).request)
+    return pb.FusedBatchNormGradV3Request.FromString(message(v3(**arguments)))
 
 
 def tensor(array: Any, data_type: pb.DataType = pb.DATA_TYPE_FLOAT32) -> pb.Tensor:
@@ -54,9 +72,9 @@ def answer_v3(**changes: pb.Tensor | None) -> bytes:
 
 
 def test_the_v3_request_holds_every_argument() -> None:
-    call = v3(X + 1, epsilon=0.5, data_format="NCHW", is_training=False, reserve_space_2_kind="inverse_std")
-    assert call.op.method == "/bngrad.v1.BatchNormGradService/FusedBatchNormGradV3"
-    assert pb.FusedBatchNormGradV3Request.FromString(call.request) == pb.FusedBatchNormGradV3Request(
+    request = v3(X + 1, epsilon=0.5, data_format="NCHW", is_training=False, reserve_space_2_kind="inverse_std")
+    assert request.op.method == "/bngrad.v1.BatchNormGradService/FusedBatchNormGradV3"
+    assert pb.FusedBatchNormGradV3Request.FromString(message(request)) == pb.FusedBatchNormGradV3Request(
         y_backprop=tensor(X),
         x=tensor(X + 1),
         scale=tensor(STATS),
@@ -70,9 +88,9 @@ def test_the_v3_request_holds_every_argument() -> None:
 
 
 def test_the_v2_request_holds_every_argument() -> None:
-    call = _ops.fused_batch_norm_grad_v2(X, X, STATS, STATS + 1, STATS + 2, 0.5, "NHWC", True, "variance")
-    assert call.op.method == "/bngrad.v1.BatchNormGradService/FusedBatchNormGradV2"
-    assert pb.FusedBatchNormGradV2Request.FromString(call.request) == pb.FusedBatchNormGradV2Request(
+    request = v2((X, X, STATS, STATS + 1, STATS + 2), epsilon=0.5)
+    assert request.op.method == "/bngrad.v1.BatchNormGradService/FusedBatchNormGradV2"
+    assert pb.FusedBatchNormGradV2Request.FromString(message(request)) == pb.FusedBatchNormGradV2Request(
         y_backprop=tensor(X),
         x=tensor(X),
         scale=tensor(STATS),
@@ -87,9 +105,9 @@ def test_the_v2_request_holds_every_argument() -> None:
 
 @pytest.mark.parametrize("gamma", [None, STATS + 2])
 def test_the_onednn_request_holds_every_argument(gamma: Any) -> None:
-    call = _ops.batch_norm_training_backprop(X, X + 1, STATS, STATS + 1, gamma, 0.5, "NCX")
-    assert call.op.method == "/bngrad.v1.BatchNormGradService/BatchNormTrainingBackprop"
-    assert pb.BatchNormTrainingBackpropRequest.FromString(call.request) == pb.BatchNormTrainingBackpropRequest(
+    request = onednn((X, X + 1, STATS, STATS + 1, gamma), 0.5, "NCX")
+    assert request.op.method == "/bngrad.v1.BatchNormGradService/BatchNormTrainingBackprop"
+    assert pb.BatchNormTrainingBackpropRequest.FromString(message(request)) == pb.BatchNormTrainingBackpropRequest(
         input_forward=tensor(X),
         output_delta=tensor(X + 1),
         mean=tensor(STATS),
@@ -135,11 +153,9 @@ def test_scalars_and_empty_tensors_keep_their_shape(shape: tuple[int, ...]) -> N
 
 
 def test_what_the_protocol_cannot_express_is_refused_field_by_field() -> None:
+    tensors = X.astype(np.float64), X.astype(int), STATS.astype(complex), STATS, STATS, STATS > 1
     with pytest.raises(bngrad.InvalidArgumentError) as refused:
-        _ops.fused_batch_norm_grad_v3(
-            X.astype(np.float64), X.astype(int), STATS.astype(complex), STATS, STATS, STATS > 1,
-            1e-4, "NHWC", True, "variance",
-        )  # fmt: skip
+        ops.V3.prepare(tensors, tensorflow_attributes(), None)
     assert refused.value.violations == (
         bngrad.FieldViolation("y_backprop", "y_backprop must have dtype float16, bfloat16 or float32, not float64"),
         bngrad.FieldViolation("x", "x must have dtype float16, bfloat16 or float32, not int64"),
@@ -153,42 +169,43 @@ def test_what_the_protocol_cannot_express_is_refused_field_by_field() -> None:
 def test_a_none_is_no_tensor(field: str) -> None:
     tensors: dict[str, Any] = {"y_backprop": X, "x": X, "scale": STATS, "reserve_space_1": STATS}
     tensors |= {"reserve_space_2": STATS, field: None}
-    tensors |= {"epsilon": 1e-4, "data_format": "NHWC", "is_training": True, "reserve_space_2_kind": "variance"}
     with pytest.raises(bngrad.InvalidArgumentError, match=rf"^{field} must have dtype .*, not object"):
-        _ops.fused_batch_norm_grad_v2(**tensors)
+        v2(tuple(tensors.values()))
 
 
 def test_more_than_a_message_holds_is_refused_before_it_is_copied() -> None:
-    gibibyte = np.empty((2**14, 2**7, 2**7, 1), np.float32)  # pages that nobody touches take no memory
-    call = _ops.batch_norm_training_backprop(gibibyte, gibibyte, STATS, STATS, None, 1e-4, "NXC")
+    gibibyte = np.empty((2**14, 2**7, 2**7, 1), np.float32)  # untouched pages take no memory
+    request = onednn((gibibyte, gibibyte, STATS, STATS, None))
     with pytest.raises(bngrad.InvalidArgumentError, match="at most 2147483647 bytes as one message, not 2147483") as no:
-        call.pieces()
+        request.pieces()
     assert [violation.field for violation in no.value.violations] == ["input_forward"]
-    assert sum(map(len, call.header_pieces())) < 1000
+    assert sum(map(len, request.header_pieces())) < 1000
 
 
 def test_the_header_of_an_exchange_is_the_request_without_the_elements_of_the_large_tensors() -> None:
-    call = v3(X + 1, rs3=STATS)
-    expected = pb.FusedBatchNormGradV3Request.FromString(call.request)
+    request = v3(X + 1, rs3=STATS)
+    expected = pb.FusedBatchNormGradV3Request.FromString(message(request))
     expected.y_backprop.ClearField("data")
     expected.x.ClearField("data")
-    assert pb.FusedBatchNormGradV3Request.FromString(b"".join(call.header_pieces())) == expected
-    assert list(call.large) == ["y_backprop", "x"]
-    assert (call.nbytes, call.dtype, call.shape) == (X.nbytes, X.dtype, X.shape)
+    assert pb.FusedBatchNormGradV3Request.FromString(b"".join(request.header_pieces())) == expected
+    assert list(request.large) == ["y_backprop", "x"]
+    assert (request.nbytes, request.dtype, request.shape) == (X.nbytes, X.dtype, X.shape)
 
 
 def test_arrays_that_are_as_the_protocol_has_them_are_not_copied() -> None:
-    call = v3()
-    assert np.shares_memory(call.large["x"], X)
-    assert any(np.shares_memory(np.frombuffer(piece, np.uint8), X) for piece in call.pieces() if len(piece) == X.nbytes)
+    request = v3()
+    assert np.shares_memory(request.large["x"], X)
+    assert any(
+        np.shares_memory(np.frombuffer(piece, np.uint8), X) for piece in request.pieces() if len(piece) == X.nbytes
+    )
 
 
 @pytest.mark.parametrize("make", [np.empty_like, lambda like: np.empty((*like.shape[:-1], 10), like.dtype)[..., ::2]])
 def test_out_may_be_any_writeable_array_like_x(make: Callable[[Any], Any]) -> None:
     out = make(X)
-    call = v3(out=out)
-    assert call.out[0] is out
-    assert call.request == v3().request
+    request = v3(out=out)
+    assert request.out[0] is out
+    assert message(request) == message(v3())
 
 
 @pytest.mark.parametrize(
@@ -218,22 +235,18 @@ def test_an_out_over_x_alone_is_refused_too() -> None:
 def test_an_out_over_a_small_argument_is_refused_too() -> None:
     out = np.empty_like(X)
     with pytest.raises(bngrad.InvalidArgumentError, match=r"^out must not overlap scale$"):
-        _ops.fused_batch_norm_grad_v2(
-            X, X + 1, out.reshape(-1)[: STATS.size], STATS, STATS, 1e-4, "NHWC", True, "variance", out=out
-        )
+        v2((X, X + 1, out.reshape(-1)[: STATS.size], STATS, STATS), out)
 
 
-def grad_grad(**changes: Any) -> Call[bngrad.FusedBatchNormGradGrad]:
-    tensors = {"grad_x_backprop": X, "grad_scale_backprop": STATS, "grad_offset_backprop": STATS + 1}
-    tensors |= {"y_backprop": X + 1, "x": X + 2, "scale": STATS + 2, "reserve_space_1": STATS + 3}
-    tensors |= {"reserve_space_2": STATS + 4}
-    attributes = {"epsilon": 0.5, "data_format": "NHWC", "is_training": False, "reserve_space_2_kind": "inverse_std"}
-    return _ops.fused_batch_norm_grad_grad(**{**tensors, **attributes, **changes})
+def grad_grad(out: Any = None, priority: int = 0) -> PreparedRequest[bngrad.FusedBatchNormGradGrad]:
+    tensors = X, STATS, STATS + 1, X + 1, X + 2, STATS + 2, STATS + 3, STATS + 4
+    attributes = TensorFlowAttributes(0.5, "NHWC", False, "inverse_std", priority)
+    return ops.GRAD_GRAD.prepare(tensors, attributes, out)
 
 
 def test_the_second_order_says_all_that_it_was_given() -> None:
-    call = grad_grad(priority=-3)
-    assert pb.FusedBatchNormGradGradRequest.FromString(call.request) == pb.FusedBatchNormGradGradRequest(
+    request = grad_grad(priority=-3)
+    assert pb.FusedBatchNormGradGradRequest.FromString(message(request)) == pb.FusedBatchNormGradGradRequest(
         grad_x_backprop=tensor(X),
         grad_scale_backprop=tensor(STATS),
         grad_offset_backprop=tensor(STATS + 1),
@@ -248,8 +261,8 @@ def test_the_second_order_says_all_that_it_was_given() -> None:
         reserve_space_2_kind=pb.RESERVE_SPACE2_KIND_INVERSE_STD,
         priority=-3,
     )
-    assert list(call.large) == ["grad_x_backprop", "y_backprop", "x"]
-    assert call.out == (None, None)
+    assert list(request.large) == ["grad_x_backprop", "y_backprop", "x"]
+    assert request.out == (None, None)
 
 
 def test_the_second_order_puts_two_outputs_where_they_are_wanted() -> None:
@@ -331,11 +344,11 @@ def test_an_unknown_reserve_space_2_kind_is_refused() -> None:
 
 @pytest.mark.parametrize("priority", [-8, -1, 1, 8, np.int64(3)])
 def test_a_priority_is_sent(priority: int) -> None:
-    v2 = _ops.fused_batch_norm_grad_v2(X, X, STATS, STATS, STATS, 0.5, "NHWC", True, "variance", priority)
-    onednn = _ops.batch_norm_training_backprop(X, X, STATS, STATS, None, 0.5, "NXC", priority)
+    second_version = v2((X, X, STATS, STATS, STATS), priority=priority)
+    training_backprop = onednn((X, X, STATS, STATS, None), priority=priority)
     assert v3_message(priority=priority).priority == priority
-    assert pb.FusedBatchNormGradV2Request.FromString(v2.request).priority == priority
-    assert pb.BatchNormTrainingBackpropRequest.FromString(onednn.request).priority == priority
+    assert pb.FusedBatchNormGradV2Request.FromString(message(second_version)).priority == priority
+    assert pb.BatchNormTrainingBackpropRequest.FromString(message(training_backprop)).priority == priority
 
 
 def test_no_priority_is_not_sent() -> None:

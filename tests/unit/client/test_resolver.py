@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 import bngrad
-from bngrad._balancing.resolver import Resolver, check_targets, host_and_port, lookup
+from bngrad._balancing.resolver import Resolver, lookup
+from bngrad._validation import check_targets, host_and_port_of
 
 SECONDS = 30.0
 
@@ -63,7 +64,7 @@ def test_targets_name_servers(target: Any) -> None:
     ],
 )
 def test_host_and_port(target: str, place: tuple[str, int] | None) -> None:
-    assert host_and_port(target) == place
+    assert host_and_port_of(target) == place
 
 
 @pytest.mark.parametrize("target", ["localhost:1", "dns:///localhost:1", "127.0.0.1:1", "[::1]:1", "unix:/a", "a"])
@@ -117,17 +118,17 @@ def test_names_are_asked_for_again_but_not_all_the_time(monkeypatch: pytest.Monk
         while len(told) < number and time.monotonic() < until:
             time.sleep(0.001)
 
-    resolver.ask(told.append)
+    resolver.resolve(told.append)
     resolver.first.result(SECONDS)
     addresses[:] = ["10.0.0.3", "10.0.0.2"]
-    resolver.ask(told.append)
+    resolver.resolve(told.append)
     time.sleep(0.05)
     assert told == [["10.0.0.1:7", "10.0.0.2:7", "unix:/a"]]
     monkeypatch.setattr("bngrad._balancing.resolver._BETWEEN_LOOKUPS_S", 0.0)
-    resolver.ask(told.append)
+    resolver.resolve(told.append)
     wait(2)
     addresses.clear()  # what was known stays
-    resolver.ask(told.append)
+    resolver.resolve(told.append)
     wait(3)
     assert told[1:] == [["10.0.0.3:7", "10.0.0.2:7", "unix:/a"]] * 2
 
@@ -136,7 +137,7 @@ def test_addresses_are_told_at_once_and_only_once() -> None:
     told: list[list[str]] = []
     resolver = Resolver(["127.0.0.1:1", "unix:/a"])
     for _ in range(3):
-        resolver.ask(told.append)
+        resolver.resolve(told.append)
     assert told == [["127.0.0.1:1", "unix:/a"]]
 
 
@@ -144,6 +145,6 @@ def test_an_unknown_name_stands_for_itself() -> None:
     told: list[list[str]] = []
     unknown = f"{'x' * 64}:1"  # to every host: no name server need be asked, which may take longer than SECONDS
     resolver = Resolver([unknown])
-    resolver.ask(told.append)
+    resolver.resolve(told.append)
     resolver.first.result(SECONDS)
     assert told == [[unknown]]

@@ -11,10 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bngrad._balancing import retry
-from bngrad._balancing.retry import Attempts, Budget, delay_s
-from bngrad._cancellation import Cancellation
-from bngrad._deadline import Deadline
+from bngrad._balancing.retry import Attempts, RetryBudget, delay_s
+from bngrad._deadline import Cancellation, Deadline
 from bngrad._errors import (
     BngradError,
     DeadlineExceededError,
@@ -134,7 +132,7 @@ def test_cancelling_ends_the_wait() -> None:
 
 
 def test_a_budget_ends_in_an_outage_and_comes_back_with_answers() -> None:
-    budget = Budget()
+    budget = RetryBudget()
     failures = 0
     while budget.allows:
         budget.failed(1)
@@ -150,17 +148,17 @@ def test_a_budget_ends_in_an_outage_and_comes_back_with_answers() -> None:
 
 @given(st.lists(st.integers(0, 64), max_size=300))
 def test_a_budget_stays_within_its_bounds(steps: list[int]) -> None:
-    budget = Budget()
+    budget = RetryBudget()
     for callers in steps:
         if callers:
             budget.failed(callers)
         else:
             budget.succeeded()
-        assert 0 <= budget._left <= retry.Budget.tokens
+        assert 0 <= budget._left <= RetryBudget.tokens
 
 
 def test_many_callers_share_what_a_failure_costs() -> None:
-    budget = Budget()
+    budget = RetryBudget()
     for _ in range(29 * 64):
         budget.failed(64)
     assert budget.allows

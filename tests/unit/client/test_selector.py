@@ -9,60 +9,30 @@ import itertools
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
 import pytest
-from tests.unit.client.endpoints import SECONDS, Server, server
+from tests.unit.client.calls import (
+    LARGE,
+    MEDIUM,
+    SECONDS,
+    SMALL,
+    is_shared,
+    located,
+    right,
+    shared_pool,
+    tensor,
+)
+from tests.unit.client.endpoints import Server, server
 
 import bngrad
 from bngrad._errors import NotSharedError
-from bngrad._shared_memory.pool import Pool
 from bngrad._transports import endpoints
 from bngrad._validation import Transport
-
-SMALL, MEDIUM, LARGE = (1, 2, 2, 4), (4, 32, 32, 8), (8, 64, 64, 16)
-"""Shapes: far below what is shared, just at it, beyond what grpcio sends as one message."""
-
-
-@pytest.fixture
-def served() -> Iterator[Server]:
-    with server() as made:
-        yield made
-
-
-def right(client: bngrad.Client, x: Any, server: Server, **options: Any) -> Any:
-    """Makes a call, which is answered with x, and gives the gradient."""
-    y_backprop, stats = client.empty(x.shape, x.dtype), np.arange(x.shape[-1], dtype=np.float32)
-    y_backprop = y_backprop if is_shared(client, x) else np.zeros_like(x)
-    result = client.fused_batch_norm_grad_v2(y_backprop, x, stats, stats, stats, **options)
-    np.testing.assert_array_equal(result.x_backprop, x)
-    np.testing.assert_array_equal(result.scale_backprop, stats)
-    return result.x_backprop
-
-
-def pool(client: bngrad.Client) -> Pool | None:
-    (server,) = client._caller._servers._servers.values()
-    ways = server.connector._discovery._ways
-    return None if ways is None else ways.shared
-
-
-def is_shared(client: bngrad.Client, array: Any) -> bool:
-    shared = pool(client)
-    return shared is not None and shared.locate(array) is not None
-
-
-def tensor(shape: tuple[int, ...], dtype: Any = np.float32) -> Any:
-    return np.resize(np.arange(999), shape).astype(dtype)
-
-
-def located(client: bngrad.Client, shape: tuple[int, ...]) -> Any:
-    array = client.empty(shape)
-    array[...] = tensor(shape)
-    return array
 
 
 @pytest.mark.parametrize(
@@ -114,7 +84,7 @@ def test_calls_with_large_shared_arrays_copy_nothing(served: Server) -> None:
         x, out = located(client, LARGE), client.empty(LARGE)
         assert is_shared(client, x)
         before = len(served.ways)
-        shared = pool(client)
+        shared = shared_pool(client)
         assert shared is not None
         used = shared._regions[0].used
         assert right(client, x, served, out=out) is out
@@ -238,13 +208,13 @@ def test_an_endpoint_that_stays_away_is_tried_ever_less_often(served: Server, mo
 def test_losing_the_tcp_port_keeps_the_shared_memory(served: Server) -> None:
     with bngrad.Client(served.target, transport="stream") as client:
         right(client, tensor(SMALL), served)
-        shared = pool(client)
+        shared = shared_pool(client)
         assert shared is not None
         array = shared.empty((1,), np.dtype(np.float32))
         served.tcp.close()
         right(client, tensor(SMALL), served)
         right(client, tensor(SMALL), served)
-        assert pool(client) is shared
+        assert shared_pool(client) is shared
         assert is_shared(client, array)
     assert served.ways == ["tcp", "local", "local"]
 
@@ -285,7 +255,7 @@ def test_a_server_that_goes_once_it_has_answered_is_asked_again(served: Server) 
 def test_shared_memory_that_another_call_found_lost_is_unavailable_rather_than_not_shared(served: Server) -> None:
     with bngrad.Client(served.target, transport="shared", retries=False) as client:
         right(client, tensor(SMALL), served)
-        shared = pool(client)
+        shared = shared_pool(client)
         assert shared is not None
         shared.close()
         with pytest.raises(bngrad.UnavailableError) as raised:
@@ -306,7 +276,7 @@ def test_leases_that_ended_are_made_anew(served: Server) -> None:
     with bngrad.Client(served.target) as client:
         x = located(client, LARGE)
         right(client, x, served)
-        shared = pool(client)
+        shared = shared_pool(client)
         assert shared is not None
         lease = shared._regions[0]._socket
         assert lease is not None

@@ -21,15 +21,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from bngrad._cancellation import Cancellation
-from bngrad._deadline import Deadline
+from bngrad._deadline import Cancellation, Deadline
 from bngrad._shared_memory import lease as lease_module
-from bngrad._shared_memory.farewell import Farewell
 from bngrad._shared_memory.lease import LeaseError, LeaseLateError
-from bngrad._shared_memory.pool import ALIGNMENT, Pool
-from bngrad._shared_memory.quarantine import Doubts
+from bngrad._shared_memory.pool import Pool
+from bngrad._shared_memory.quarantine import AbandonedCall, Quarantine
 from bngrad_server.memory.leases import LeaseServer
 from bngrad_server.memory.regions import Regions
+from bngrad_wire.leases import ALIGNMENT
 
 MIB = 2**20
 REGION_NBYTES = 64 * MIB
@@ -237,12 +236,12 @@ def test_closing_leaves_arrays_as_they_are_and_makes_no_new_ones(pool: Pool) -> 
     assert (array == 6).all()
 
 
-def test_doubtful_memory_of_ones_own_is_settled_at_once(pool: Pool) -> None:
+def test_memory_that_no_server_uses_leaves_quarantine_at_once(pool: Pool) -> None:
     array = filled(pool, 1000, 5)
-    region, doubts = pool.hold(array), Doubts()
+    region, quarantine = pool.hold(array), Quarantine()
     assert region is not None
-    doubts.add(array, region, Farewell())
-    assert doubts.settle([array]) is None
+    quarantine.add(array, region, AbandonedCall())
+    assert quarantine.release([array]) is None
 
 
 def test_what_a_forked_child_writes_stays_its_own() -> None:

@@ -21,20 +21,15 @@ import numpy as np
 import pytest
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
+from tests.unit.client.calls import LARGE, SECONDS, SMALL, ClientClass, inputs, is_shared, located, right, tensor, use
 from tests.unit.client.endpoints import Server, server
-from tests.unit.client.peer import peer
-from tests.unit.client.test_clients import ClientClass, client_class, echo, info, inputs, use
-from tests.unit.client.test_selector import LARGE, SMALL, is_shared, located, right, tensor
+from tests.unit.client.peer import echo, info, peer
 
 import bngrad
 import bngrad.aio
 from bngrad._validation import Transport
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_wire.http2 import RpcError
-
-__all__ = ["client_class"]
-
-SECONDS = 30.0
 
 
 def full(hint_s: float | None) -> bytes:
@@ -394,12 +389,6 @@ def test_a_server_that_comes_back_gets_calls_once_a_worker_is_ready() -> None:
         assert not calls_until(lambda: len(flaky[0].times) > 1, 0.5)
         state[0] = pb.WORKER_STATE_READY
         assert calls_until(lambda: len(flaky[0].times) > 1, SECONDS)
-
-
-@pytest.fixture
-def served() -> Iterator[Server]:
-    with server() as made:
-        yield made
 
 
 @pytest.mark.parametrize(

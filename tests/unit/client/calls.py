@@ -1,0 +1,77 @@
+"""Calls of either client, and what tests look up in a client."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import numpy as np
+from tests.unit.client.endpoints import SECONDS, Server
+
+import bngrad
+import bngrad.aio
+from bngrad._shared_memory.pool import Pool
+from bngrad._transports.selector import TransportSelector
+
+__all__ = ["SECONDS"]
+
+ClientClass: TypeAlias = type[bngrad.Client] | type[bngrad.aio.Client]
+
+SMALL, MEDIUM, LARGE = (1, 2, 2, 4), (4, 32, 32, 8), (8, 64, 64, 16)
+"""Shapes far below the size from which memory is shared, just above it, and too large for one message of grpcio."""
+
+
+def use(made: bngrad.Client | bngrad.aio.Client, what: Callable[[Any], Any]) -> Any:
+    """Makes a call by a client that was made outside of any event loop, and closes the client."""
+    if isinstance(made, bngrad.Client):
+        with made as client:
+            return what(client)
+
+    async def run() -> Any:
+        async with made as client:
+            return await what(client)
+
+    return asyncio.run(run())
+
+
+def inputs(number: int, shape: tuple[int, ...] = (2, 3, 3, 4)) -> tuple[Any, ...]:
+    x, stats = np.full(shape, number, np.float32), np.full(shape[-1], -number, np.float32)
+    return x, x, stats, stats, stats
+
+
+def right(client: bngrad.Client, x: Any, server: Server, **options: Any) -> Any:
+    """Makes a call, which the server answers with x; checks and returns the gradient."""
+    y_backprop, stats = client.empty(x.shape, x.dtype), np.arange(x.shape[-1], dtype=np.float32)
+    y_backprop = y_backprop if is_shared(client, x) else np.zeros_like(x)
+    result = client.fused_batch_norm_grad_v2(y_backprop, x, stats, stats, stats, **options)
+    np.testing.assert_array_equal(result.x_backprop, x)
+    np.testing.assert_array_equal(result.scale_backprop, stats)
+    return result.x_backprop
+
+
+def selector_of(client: bngrad.Client) -> TransportSelector:
+    """Returns the transport selector of a client with one server."""
+    (server,) = client._calls._load_balancer._servers.values()
+    return server.selector
+
+
+def shared_pool(client: bngrad.Client) -> Pool | None:
+    """Returns the memory that a client shares with its one server."""
+    endpoints = selector_of(client)._discovery._current
+    return None if endpoints is None else endpoints.pool
+
+
+def is_shared(client: bngrad.Client, array: Any) -> bool:
+    shared = shared_pool(client)
+    return shared is not None and shared.locate(array) is not None
+
+
+def tensor(shape: tuple[int, ...], dtype: Any = np.float32) -> Any:
+    return np.resize(np.arange(999), shape).astype(dtype)
+
+
+def located(client: bngrad.Client, shape: tuple[int, ...]) -> Any:
+    array = client.empty(shape)
+    array[...] = tensor(shape)
+    return array
