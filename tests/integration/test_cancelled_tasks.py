@@ -85,7 +85,7 @@ def cancelled_after(steps: int, client: bngrad.Client, request: PreparedRequest[
 
     def profile(frame: FrameType, event: str, argument: object) -> None:
         nonlocal left
-        if frame.f_globals["__name__"].partition(".")[0] in ("bngrad", "bngrad_protos", "socket"):
+        if frame.f_globals["__name__"].partition(".")[0] in ("bngrad", "bngrad_protos", "bngrad_wire", "socket"):
             left -= 1
             if left < 0:
                 sys.setprofile(None)

@@ -21,7 +21,7 @@ SHAPES = [(2, 2, 2, 4), (4, 32, 32, 32)]
 TIMES = 2
 STOPPED_S = 0.05
 """How long calls last that a stopped worker has."""
-OURS = {"bngrad", "bngrad_protos", "mmap", "numpy"}
+OURS = {"bngrad", "bngrad_protos", "bngrad_wire", "mmap", "numpy"}
 """Modules of types whose objects must not wait for the collector; those of asyncio's own loops do."""
 Servicer: TypeAlias = Callable[[str, Transport, tuple[int, ...], Callable[[bool], None]], None]
 

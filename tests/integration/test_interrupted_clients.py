@@ -139,7 +139,7 @@ def interrupted_after(steps: int, client: bngrad.Client, *tensors: Any) -> bool:
         nonlocal left
         # Where Python itself looks for signals.
         module = frame.f_globals["__name__"].partition(".")[0]
-        if event in ("call", "c_return") and module in ("bngrad", "bngrad_protos", "socket"):
+        if event in ("call", "c_return") and module in ("bngrad", "bngrad_protos", "bngrad_wire", "socket"):
             left -= 1
             if left < 0:
                 sys.setprofile(None)

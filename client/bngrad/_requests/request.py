@@ -86,7 +86,7 @@ class OpSchema(Generic[Result]):
         header = (
             b"" if ignored is None else codec.header_piece(self.fields["reserve_space_3"], ignored.dtype, ignored.shape)
         )
-        large = {field: small.pop(field) for field in self.large}
+        large = dict(zip(self.large, map(small.pop, self.large), strict=True))
         others = {**large, **small}
         outputs = self._outputs(out)
         for name, output in outputs.items():

@@ -31,7 +31,7 @@ _ANSWER_TIMEOUT_S = 0.25
 _GONE = "the server has gone, or the client was closed"
 
 
-class MappedRegion:
+class PoolRegion:
     """A region of memory that is mapped into this process; blocks are cut off it one after the other.
 
     Attributes:
@@ -128,7 +128,7 @@ class MappedRegion:
 class PoolBlock:
     """A block of a region, in bytes."""
 
-    region: MappedRegion
+    region: PoolRegion
     offset: int
     nbytes: int
 
@@ -146,7 +146,7 @@ class Pool:
         self._access = access
         self._mutex = threading.Lock()
         self._growing = threading.Lock()
-        self._regions: list[MappedRegion] = []
+        self._regions: list[PoolRegion] = []
         self._free: dict[int, list[PoolBlock]] = {}
         # Finalizers append here, at any moment and in any thread, so without a lock.
         self._returned: deque[PoolBlock] = deque()
@@ -176,8 +176,8 @@ class Pool:
         place = self._place(array)
         return None if place is None else (place[0].key, place[1])
 
-    def hold(self, array: Array) -> MappedRegion | None:
-        """Returns the region that holds an array; its lease lasts until `MappedRegion.close` is called once more."""
+    def hold(self, array: Array) -> PoolRegion | None:
+        """Returns the region that holds an array; its lease lasts until `PoolRegion.close` is called once more."""
         with self._mutex:
             place = self._place(array)
             if place is None:
@@ -185,7 +185,7 @@ class Pool:
             place[0].hold()
             return place[0]
 
-    def _place(self, array: Array) -> tuple[MappedRegion, int] | None:
+    def _place(self, array: Array) -> tuple[PoolRegion, int] | None:
         for region in tuple(self._regions):  # a copy, since other threads change it
             offset = region.offset_of(array)
             if offset is not None and offset % ALIGNMENT == 0:
@@ -266,26 +266,26 @@ class Pool:
         region.close()
         raise UnreachableError(_GONE)
 
-    def _new_region(self, nbytes: int, deadline: Deadline, cancellation: Cancellation) -> MappedRegion:
+    def _new_region(self, nbytes: int, deadline: Deadline, cancellation: Cancellation) -> PoolRegion:
         if self._closed:
             raise UnreachableError(_GONE)
         if self._path is None:
             try:
-                return MappedRegion(nbytes, None)
+                return PoolRegion(nbytes, None)
             except (OSError, OverflowError) as error:
                 raise MemoryError(f"no {nbytes} bytes for an array: {error}") from error
         lease = lease_region(self._path, nbytes, self._access.authorization(), deadline, cancellation)
         try:
-            return MappedRegion(nbytes, lease)
+            return PoolRegion(nbytes, lease)
         except OSError as error:
             raise LeaseError(f"the leased memory cannot be mapped: {error}") from error
 
-    def _forget(self, region: MappedRegion) -> None:
+    def _forget(self, region: PoolRegion) -> None:
         self._drop_free_blocks(region)
         self._regions.remove(region)
         region.close()
 
-    def _drop_free_blocks(self, region: MappedRegion) -> None:
+    def _drop_free_blocks(self, region: PoolRegion) -> None:
         for nbytes, blocks in list(self._free.items()):
             kept = [block for block in blocks if block.region is not region]
             if kept:

@@ -13,7 +13,7 @@ import numpy as np
 
 from bngrad._deadline import Cancellation, Deadline
 from bngrad._results import Array
-from bngrad._shared_memory.pool import MappedRegion
+from bngrad._shared_memory.pool import PoolRegion
 from bngrad_wire.http2 import frames
 
 _FIRST_POLL_S = 0.001
@@ -73,7 +73,7 @@ def _is_read_shut_down(sock: socket.socket) -> bool:
 
 class _Entry(NamedTuple):
     output: Array
-    region: MappedRegion
+    region: PoolRegion
     call: AbandonedCall
 
     def release(self) -> None:
@@ -89,7 +89,7 @@ class Quarantine:
         self._entries: list[_Entry] = []
         self._closed = False
 
-    def add(self, output: Array, region: MappedRegion, call: AbandonedCall) -> None:
+    def add(self, output: Array, region: PoolRegion, call: AbandonedCall) -> None:
         """Quarantines an output.
 
         Args:

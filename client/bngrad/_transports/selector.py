@@ -16,7 +16,7 @@ from bngrad._requests import codec
 from bngrad._requests.request import EXCHANGE_METHOD, SERVER_INFO_METHOD, PreparedRequest
 from bngrad._results import Array, ServerInfo
 from bngrad._shared_memory.lease import LeaseEndedError, LeaseError, LeaseLateError, UnreachableError
-from bngrad._shared_memory.pool import MappedRegion, Pool
+from bngrad._shared_memory.pool import Pool, PoolRegion
 from bngrad._shared_memory.quarantine import AbandonedCall, Quarantine
 from bngrad._transports.endpoints import EndpointDiscovery, Endpoints
 from bngrad._transports.grpcio import GrpcioTransport
@@ -265,9 +265,9 @@ def _location(pool: Pool, array: Array) -> tuple[bytes, int]:
     return location
 
 
-def _hold(pool: Pool, results: Sequence[Array]) -> list[MappedRegion]:
+def _hold(pool: Pool, results: Sequence[Array]) -> list[PoolRegion]:
     """Returns the regions of the results, whose leases last until `_release`."""
-    regions: list[MappedRegion] = []
+    regions: list[PoolRegion] = []
     for result in results:
         region = pool.hold(result)
         if region is None:
@@ -277,7 +277,7 @@ def _hold(pool: Pool, results: Sequence[Array]) -> list[MappedRegion]:
     return regions
 
 
-def _release(regions: Sequence[MappedRegion]) -> None:
+def _release(regions: Sequence[PoolRegion]) -> None:
     for region in regions:
         region.close()
 
