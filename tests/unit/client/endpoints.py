@@ -19,7 +19,7 @@ from bngrad_server.memory.regions import Regions
 from bngrad_wire.http2 import RpcError, ServerCall, ServerConnection
 
 SECONDS = 30.0
-"""What a test waits for something that comes at once."""
+"""How long a test waits for what should come at once."""
 
 CallAnswer: TypeAlias = Callable[[ServerCall], None]
 
@@ -73,7 +73,7 @@ class Endpoint:
                 sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Ends every connection, and takes no more."""
+        """Ends every connection, and accepts no more."""
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -84,7 +84,7 @@ class Endpoint:
 
 @contextmanager
 def endpoint(answer: CallAnswer, path: str | None = None) -> Iterator[Endpoint]:
-    """Serves for the length of the block, on a TCP port or a Unix socket."""
+    """Serves during the block, on a TCP port or a Unix socket."""
     if path is None:
         listener = socket.create_server(("127.0.0.1", 0))
     else:
@@ -104,7 +104,7 @@ def message_of(call: ServerCall) -> bytes | None:
 
 
 def answer_by(answer: Callable[[str, bytes], bytes]) -> CallAnswer:
-    """Answers calls and exchanges alike, from the method's name and the request."""
+    """Answers calls and exchanges, given the method's name and the request."""
 
     def answer_call(call: ServerCall) -> None:
         method = call.path.rpartition("/")[2]
@@ -120,11 +120,11 @@ def answer_by(answer: Callable[[str, bytes], bytes]) -> CallAnswer:
 
 
 class Server:
-    """A server with every way to it, which answers FusedBatchNormGradV2 with its x.
+    """A server with every endpoint, which answers FusedBatchNormGradV2 with its x.
 
     Attributes:
         target: Its address for grpcio.
-        ways: Which way each call came: "grpc", "tcp", "local" or "shared".
+        ways: The way that each call came: "grpc", "tcp", "local" or "shared".
         tcp: The endpoint on a TCP port.
         local: The endpoint on this host.
         regions: The shared memory.
@@ -188,7 +188,7 @@ class Server:
 
 @contextmanager
 def server(max_shared_nbytes: int = 2**30) -> Iterator[Server]:
-    """Serves on every way for the length of the block."""
+    """Serves on every endpoint during the block."""
     made = Server(max_shared_nbytes)
     made.sockets.start()
     try:

@@ -28,13 +28,13 @@ class _Handlers(grpc.GenericRpcHandler):
         return grpc.unary_unary_rpc_method_handler(lambda request, context: self._answer(method, request, context))
 
     def _exchange(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        """Answers an exchange as the op itself would be."""
+        """Answers an exchange like the op itself."""
         method, request = joined(messages)
         yield from split(method, self._answer(method, request, context))
 
 
 def joined(messages: Iterator[bytes]) -> tuple[str, bytes]:
-    """The op that the messages of an exchange ask for, and the request that they make up."""
+    """Returns the op and the request that the messages of an exchange make up."""
     first = pb.ExchangeRequest.FromString(next(messages))
     part = first.WhichOneof("part")
     assert part not in (None, "chunk")
@@ -49,12 +49,12 @@ def joined(messages: Iterator[bytes]) -> tuple[str, bytes]:
 
 
 def nbytes_of(tensor: pb.Tensor) -> int:
-    """The size of a tensor's elements."""
+    """Returns the size of a tensor's elements."""
     return math.prod(tensor.shape) * (4 if tensor.dtype == pb.DATA_TYPE_FLOAT32 else 2)
 
 
 def split(method: str, response: bytes, chunk_nbytes: int = 2**20) -> Iterator[bytes]:
-    """The messages of an exchange that make up a response."""
+    """Returns the messages of an exchange that make up a response."""
     fields = pb.ExchangeResponse.DESCRIPTOR.fields
     part = next(field.name for field in fields if field.message_type and field.message_type.name == f"{method}Response")
     first = pb.ExchangeResponse()
@@ -69,7 +69,7 @@ def split(method: str, response: bytes, chunk_nbytes: int = 2**20) -> Iterator[b
 
 @contextmanager
 def peer(answer: Answer, address: str = "127.0.0.1:0") -> Iterator[str]:
-    """Serves for the length of the block, and gives the target."""
+    """Serves during the block, and gives the target."""
     options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
     with ThreadPoolExecutor(8) as threads:
         server = grpc.server(threads, handlers=[_Handlers(answer)], options=options)

@@ -100,13 +100,13 @@ def test_numpy_arrays_keep_their_dtype() -> None:
     ],
     ids=["dlpack", "torch", "sparse", "ragged", "masked"],
 )
-def test_what_cannot_be_read_is_named(value: Any, complaint: str) -> None:
+def test_an_unreadable_argument_is_named(value: Any, complaint: str) -> None:
     with pytest.raises(bngrad.InvalidArgumentError, match=f"reserve_space_1 {complaint}") as refused:
         as_array("reserve_space_1", value)
     assert [violation.field for violation in refused.value.violations] == ["reserve_space_1"]
 
 
-def test_device_arrays_that_would_be_copied_quietly_are_refused() -> None:
+def test_device_arrays_that_would_be_copied_silently_are_refused() -> None:
     class NumbaLike(WithArrayAlone):
         __cuda_array_interface__: ClassVar[dict[str, Any]] = {}
 

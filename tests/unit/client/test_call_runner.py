@@ -1,4 +1,4 @@
-"""Calls that fail and are made again, by both clients, against peers over real sockets."""
+"""Retries, load balancing and closing, by both clients, against peers over real sockets."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from bngrad_wire.http2 import RpcError
 
 
 def full(hint_s: float | None) -> bytes:
-    """The details of a refusal for now, with a hint of when to come back, or for good without."""
+    """Returns the details of RESOURCE_EXHAUSTED: temporary with a hint of when to retry, permanent without."""
     status = status_pb2.Status(code=8, message="full")
     if hint_s is not None:
         detail = any_pb2.Any()
@@ -50,10 +50,10 @@ def exhausted(context: grpc.ServicerContext, hint_s: float | None) -> bytes:
 
 
 class Flaky:
-    """Answers ops with their own inputs, but the first ones with errors.
+    """Answers the first calls with errors, and the others with their own inputs.
 
     Attributes:
-        errors: What calls end with, in turn: a status, or the seconds after which to come back.
+        errors: The errors of the first calls, in turn: a status, or the hint of when to retry, in seconds.
         times: When calls came, on the monotonic clock.
     """
 
@@ -74,7 +74,7 @@ class Flaky:
 
 
 def call(client_class: ClientClass, target: Any, timeout: float = SECONDS, **options: Any) -> Any:
-    """Makes one call by a client of its own, and checks the answer."""
+    """Makes one call by a new client, and checks the answer."""
     arrays = inputs(3)
     made = client_class(target, **options)
     results = use(made, lambda client: client.fused_batch_norm_grad_v2(*arrays, timeout=timeout))
@@ -82,7 +82,7 @@ def call(client_class: ClientClass, target: Any, timeout: float = SECONDS, **opt
 
 
 def reached_call(client: Any, arrays: Any) -> Any:
-    """A call of either client to a server that has answered it before."""
+    """Makes a call by either client to a server that has answered it before."""
     if isinstance(client, bngrad.Client):
         client.server_info()
         return client.fused_batch_norm_grad_v2(*arrays)
@@ -99,7 +99,7 @@ UNAVAILABLE, CANCELLED = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED
 
 @pytest.mark.parametrize("transport", ["auto", "unary", "stream"])
 @pytest.mark.parametrize("errors", [[UNAVAILABLE], [CANCELLED], [0.1], [0.0, UNAVAILABLE, 0.1, UNAVAILABLE]])
-def test_a_call_is_made_again_until_it_is_answered(
+def test_a_failed_call_is_repeated_until_it_is_answered(
     client_class: ClientClass, transport: Transport, errors: list[Any]
 ) -> None:
     flaky, arrays = Flaky(*errors), inputs(3)
@@ -122,7 +122,7 @@ def test_a_call_is_made_again_until_it_is_answered(
         (-1.0, bngrad.ResourceExhaustedError),
     ],
 )
-def test_what_would_fail_again_is_not_repeated(
+def test_errors_that_would_recur_are_not_repeated(
     client_class: ClientClass, code: grpc.StatusCode | float, error: type[bngrad.BngradError]
 ) -> None:
     flaky = Flaky(code)
@@ -137,7 +137,7 @@ def test_what_would_fail_again_is_not_repeated(
 @pytest.mark.parametrize(
     ("code", "error"), [(UNAVAILABLE, bngrad.UnavailableError), (0.25, bngrad.ResourceExhaustedError)]
 )
-def test_repeating_can_be_turned_off(client_class: ClientClass, code: Any, error: type[bngrad.BngradError]) -> None:
+def test_retries_can_be_turned_off(client_class: ClientClass, code: Any, error: type[bngrad.BngradError]) -> None:
     flaky = Flaky(code)
     with peer(flaky) as target, pytest.raises(error) as raised:
         call(client_class, target, retries=False)
@@ -147,12 +147,12 @@ def test_repeating_can_be_turned_off(client_class: ClientClass, code: Any, error
 
 
 @pytest.mark.parametrize("retries", [None, 1, "no"])
-def test_the_switch_is_a_bool(client_class: ClientClass, retries: Any) -> None:
+def test_retries_must_be_a_bool(client_class: ClientClass, retries: Any) -> None:
     with pytest.raises(TypeError, match="retries must be a bool, not "):
         client_class("localhost:1", retries=retries)
 
 
-def test_a_wait_beyond_the_deadline_is_not_begun(client_class: ClientClass) -> None:
+def test_a_retry_beyond_the_deadline_is_not_waited_for(client_class: ClientClass) -> None:
     flaky = Flaky(60.0)
     begin = time.monotonic()
     with peer(flaky) as target, pytest.raises(bngrad.ResourceExhaustedError) as raised:
@@ -161,7 +161,7 @@ def test_a_wait_beyond_the_deadline_is_not_begun(client_class: ClientClass) -> N
     assert raised.value.retry_delay_s == 60
 
 
-def test_the_last_error_tells_how_often_and_how_long(client_class: ClientClass) -> None:
+def test_the_last_error_gives_the_number_and_duration_of_the_attempts(client_class: ClientClass) -> None:
     begin = time.monotonic()
     with peer(Flaky(0.1, 0.1, 60.0)) as target, pytest.raises(bngrad.ResourceExhaustedError) as full:
         call(client_class, target)
@@ -176,14 +176,14 @@ def test_the_last_error_tells_how_often_and_how_long(client_class: ClientClass) 
     assert isinstance(broken.value.__cause__, grpc.RpcError)
 
 
-def test_without_a_deadline_a_server_that_stays_away_is_given_up(client_class: ClientClass) -> None:
+def test_without_a_deadline_an_unavailable_server_is_tried_five_times(client_class: ClientClass) -> None:
     flaky = Flaky(*[UNAVAILABLE] * 9)
     with peer(flaky) as target, pytest.raises(bngrad.UnavailableError, match=r"\(5 attempts in "):
         call(client_class, target, timeout=math.inf)
     assert len(flaky.times) == 5
 
 
-def test_an_address_where_nobody_ever_was_is_given_up_at_once(client_class: ClientClass) -> None:
+def test_an_address_that_has_never_answered_is_not_tried_again(client_class: ClientClass) -> None:
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         target = f"127.0.0.1:{bound.getsockname()[1]}"
@@ -194,7 +194,7 @@ def test_an_address_where_nobody_ever_was_is_given_up_at_once(client_class: Clie
             assert time.monotonic() - begin < SECONDS / 2
 
 
-def test_an_array_of_ones_own_memory_makes_no_address_right(client_class: ClientClass) -> None:
+def test_an_array_in_own_memory_does_not_count_as_an_answer(client_class: ClientClass) -> None:
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         made = client_class(f"127.0.0.1:{bound.getsockname()[1]}", transport="unary")
@@ -215,18 +215,18 @@ def test_an_array_of_ones_own_memory_makes_no_address_right(client_class: Client
 
 
 @pytest.mark.parametrize("options", [{"grpc.keepalive_time_ms": 1}, ("grpc.keepalive_time_ms", 1), [(1, 2)], None])
-def test_options_that_are_no_pairs_are_named(client_class: ClientClass, options: Any) -> None:
+def test_options_must_be_pairs(client_class: ClientClass, options: Any) -> None:
     with pytest.raises(TypeError, match=r"options must be pairs such as .*, not "):
         client_class("localhost:1", options=options)
 
 
 @pytest.mark.parametrize("target", ["localhost:1", "127.0.0.1:1"])
-def test_wrong_options_are_an_error_and_no_wait(client_class: ClientClass, target: str) -> None:
+def test_wrong_options_are_an_error_at_once(client_class: ClientClass, target: str) -> None:
     with pytest.raises(TypeError):
         use(client_class(target, options=[("grpc.keepalive_time_ms", object())]), lambda client: client.server_info())
 
 
-def test_closing_ends_a_wait() -> None:
+def test_closing_ends_the_wait_for_a_retry() -> None:
     flaky = Flaky(40.0)
     with peer(flaky) as target, ThreadPoolExecutor(1) as threads, bngrad.Client(target) as client:
         waiting = threads.submit(client.fused_batch_norm_grad_v2, *inputs(1))
@@ -236,7 +236,7 @@ def test_closing_ends_a_wait() -> None:
             waiting.result(SECONDS)
 
 
-async def test_closing_and_cancelling_end_an_asynchronous_wait() -> None:
+async def test_closing_and_cancelling_end_an_asynchronous_wait_for_a_retry() -> None:
     flaky = Flaky(40.0, 40.0)
     with peer(flaky) as target:
         client = bngrad.aio.Client(target)
@@ -251,7 +251,7 @@ async def test_closing_and_cancelling_end_an_asynchronous_wait() -> None:
 
 
 def wait_for(flaky: Flaky, calls: int = 1) -> None:
-    """Waits until so many calls have come, and a moment longer, for their answers to arrive."""
+    """Waits until this many calls have come, and a moment longer, for their answers to arrive."""
     until = time.monotonic() + SECONDS
     while len(flaky.times) < calls and time.monotonic() < until:
         time.sleep(0.01)
@@ -284,7 +284,7 @@ def test_calls_are_spread_over_servers(client_class: ClientClass) -> None:
     assert min(len(each.times) for each in flaky) >= 10
 
 
-def test_the_next_call_goes_to_whoever_has_the_fewest() -> None:
+def test_the_next_call_goes_to_the_server_with_the_fewest_calls() -> None:
     released, ways = threading.Event(), Counter[str]()
 
     def slow(method: str, request: bytes, context: grpc.ServicerContext) -> bytes:
@@ -308,10 +308,10 @@ def test_the_next_call_goes_to_whoever_has_the_fewest() -> None:
 
 
 @pytest.mark.parametrize("error", [UNAVAILABLE, 25.0])
-def test_a_call_that_a_server_turns_away_goes_to_another_one_at_once(client_class: ClientClass, error: Any) -> None:
+def test_a_refused_call_goes_to_another_server_at_once(client_class: ClientClass, error: Any) -> None:
     flaky = [Flaky(*[error] * 50), Flaky()]
     with peers(*flaky) as targets:
-        for calls in range(1, 51):  # chance says which is asked first
+        for calls in range(1, 51):  # the first server is chosen at random
             begin = time.monotonic()
             call(client_class, targets)
             assert time.monotonic() - begin < 10
@@ -321,7 +321,7 @@ def test_a_call_that_a_server_turns_away_goes_to_another_one_at_once(client_clas
     assert flaky[0].times
 
 
-def test_a_call_that_every_server_turns_away_waits_for_the_shortest_hint(client_class: ClientClass) -> None:
+def test_a_call_that_every_server_refuses_waits_for_the_shortest_hint(client_class: ClientClass) -> None:
     flaky = [Flaky(25.0), Flaky(0.3)]
     with peers(*flaky) as targets:
         call(client_class, targets)
@@ -329,14 +329,14 @@ def test_a_call_that_every_server_turns_away_waits_for_the_shortest_hint(client_
     assert flaky[1].times[1] - flaky[1].times[0] >= 0.3
 
 
-def test_servers_where_nobody_is_do_not_keep_calls_from_the_others(client_class: ClientClass) -> None:
+def test_calls_go_to_the_servers_that_are_up(client_class: ClientClass) -> None:
     with socket.socket() as bound, peer(echo) as target:
         bound.bind(("127.0.0.1", 0))
         for _ in range(4):
             call(client_class, [f"127.0.0.1:{bound.getsockname()[1]}", target])
 
 
-def test_servers_that_are_all_missing_are_given_up_at_once(client_class: ClientClass) -> None:
+def test_addresses_that_have_all_never_answered_are_not_tried_again(client_class: ClientClass) -> None:
     with socket.socket() as bound, socket.socket() as other:
         for each in (bound, other):
             each.bind(("127.0.0.1", 0))
@@ -346,7 +346,7 @@ def test_servers_that_are_all_missing_are_given_up_at_once(client_class: ClientC
         assert time.monotonic() - begin < SECONDS / 2
 
 
-def test_a_server_that_lets_a_deadline_pass_gets_no_calls_until_it_answers() -> None:
+def test_a_server_that_exceeds_a_deadline_gets_no_calls_until_it_answers() -> None:
     stands_still = threading.Event()
     stands_still.set()
     released = threading.Event()
@@ -370,7 +370,7 @@ def test_a_server_that_lets_a_deadline_pass_gets_no_calls_until_it_answers() -> 
     assert len(flaky.times) == 39
 
 
-def test_a_server_that_comes_back_gets_calls_once_a_worker_is_ready() -> None:
+def test_a_server_that_is_up_again_gets_calls_once_a_worker_is_ready() -> None:
     state, flaky = [pb.WORKER_STATE_STARTING], [Flaky(UNAVAILABLE), Flaky()]
 
     def starting(method: str, request: bytes, context: grpc.ServicerContext) -> bytes:
@@ -400,7 +400,7 @@ def test_a_server_that_comes_back_gets_calls_once_a_worker_is_ready() -> None:
     [[RpcError(8, "full", full(0.1))], [RpcError(14, "stopping")], [RpcError(14, "stopping")] * 3],
     ids=["full", "stopping", "stopping-thrice"],
 )
-def test_a_call_is_made_again_on_every_way(
+def test_a_failed_call_is_repeated_on_every_transport(
     served: Server, transport: Transport, shape: tuple[int, ...], way: str, errors: list[RpcError]
 ) -> None:
     left, times = list(errors), []
@@ -419,8 +419,8 @@ def test_a_call_is_made_again_on_every_way(
     assert times[-1] - times[0] >= (0.1 if errors[0].code == 8 else 0)
 
 
-def test_a_repeated_call_waits_for_what_the_attempt_before_it_may_write(served: Server) -> None:
-    """Its connection is cut while the server is at work, which then writes to the caller's array."""
+def test_a_repeated_call_waits_until_the_attempt_before_it_cannot_write(served: Server) -> None:
+    """The connection is cut while the server computes; it then writes to the caller's array."""
     arrived, released = threading.Event(), threading.Event()
 
     def cut(way: str) -> None:
@@ -444,11 +444,11 @@ def test_a_repeated_call_waits_for_what_the_attempt_before_it_may_write(served: 
         assert len(served.ways) == 2
 
 
-def test_an_array_in_doubt_is_waited_for_at_other_servers_too(served: Server) -> None:
+def test_an_array_in_quarantine_is_waited_for_at_other_servers_too(served: Server) -> None:
     arrived, released = threading.Event(), threading.Event()
 
     def hold(way: str) -> None:
-        if way == "shared":  # a busy machine may be too late for it, and the call then goes another way
+        if way == "shared":  # on a busy machine the call may come by another transport
             arrived.set()
             released.wait(SECONDS)
 
@@ -492,7 +492,7 @@ def test_a_call_that_failed_keeps_no_tensors(transport: Transport, errors: list[
             gc.enable()
 
 
-def test_a_token_that_cannot_be_had_for_a_moment_costs_no_server() -> None:
+def test_a_token_function_that_fails_in_a_probe_costs_no_server() -> None:
     failed = threading.Event()
 
     def token() -> str:
@@ -510,7 +510,7 @@ def test_a_token_that_cannot_be_had_for_a_moment_costs_no_server() -> None:
     assert len(first.times) >= 3
 
 
-def test_probes_end_with_a_client_that_nobody_closed() -> None:
+def test_probes_end_with_a_client_that_was_never_closed() -> None:
     with socket.socket() as bound, peer(echo) as target:
         bound.bind(("127.0.0.1", 0))
         client = bngrad.Client([f"127.0.0.1:{bound.getsockname()[1]}", target])

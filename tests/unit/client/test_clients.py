@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import inspect
 import math
 import socket
 import subprocess
@@ -26,6 +27,7 @@ from tests.unit.client.peer import echo, info, peer
 import bngrad
 import bngrad.aio
 from bngrad._validation import Transport
+from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_wire.http2 import frames
 
 
@@ -37,14 +39,14 @@ def ask(
     client_timeout: float = 60,
     options: Sequence[tuple[str, Any]] = (),
 ) -> bngrad.ServerInfo:
-    """Asks for the server's info by a client of its own."""
+    """Asks for the server's info by a new client."""
     made = client_class(target, timeout=client_timeout, options=options)
     answer: bngrad.ServerInfo = use(made, lambda client: client.server_info(timeout=timeout))
     return answer
 
 
 def remaining(client_class: ClientClass, *, timeout: float | None = None, client_timeout: float = 60) -> float:
-    """The seconds that the peer sees that a call may take."""
+    """Returns the remaining seconds that the peer sees for a call."""
     seconds: list[float] = []
 
     def note(method: str, request: bytes, context: grpc.ServicerContext) -> bytes:
@@ -57,11 +59,11 @@ def remaining(client_class: ClientClass, *, timeout: float | None = None, client
 
 
 class Held:
-    """Holds every call until the block ends, which has to be inside its peer's: that waits for its calls.
+    """Holds every call until the block ends. Put it inside the peer's block, which waits for its calls.
 
     Attributes:
         arrived: A call is held.
-        ended: A call that was held is over, for its client too.
+        ended: A held call has ended, also for its client.
     """
 
     def __init__(self) -> None:
@@ -81,7 +83,7 @@ class Held:
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:0", "unix:"])
-def test_a_call_brings_the_answer(client_class: ClientClass, address: str, tmp_path: Path) -> None:
+def test_a_call_returns_the_answer(client_class: ClientClass, address: str, tmp_path: Path) -> None:
     with peer(info, f"unix:{tmp_path}/socket" if address == "unix:" else address) as target:
         assert ask(client_class, target).version == "1.2.3"
 
@@ -98,7 +100,7 @@ def test_a_call_brings_the_answer(client_class: ClientClass, address: str, tmp_p
     ids=["small", "small-strided-out", "none-out", "large", "large-out"],
 )
 @pytest.mark.parametrize("transport", ["auto", "unary", "stream"])
-def test_every_transport_brings_tensors_of_any_size_both_ways(
+def test_every_transport_carries_tensors_of_any_size_both_ways(
     client_class: ClientClass, transport: Transport, shape: tuple[int, ...], make_out: Callable[[Any], Any]
 ) -> None:
     arrays = inputs(3, shape)
@@ -111,8 +113,44 @@ def test_every_transport_brings_tensors_of_any_size_both_ways(
     assert all(array.flags.writeable for array in results)
 
 
+REQUEST_TYPES: dict[str, Any] = {
+    "fused_batch_norm_grad_v3": pb.FusedBatchNormGradV3Request,
+    "fused_batch_norm_grad_v2": pb.FusedBatchNormGradV2Request,
+    "batch_norm_training_backprop": pb.BatchNormTrainingBackpropRequest,
+    "fused_batch_norm_grad_grad": pb.FusedBatchNormGradGradRequest,
+}
+
+
+@pytest.mark.parametrize("method", REQUEST_TYPES)
+def test_every_argument_goes_into_the_field_of_its_name(client_class: ClientClass, method: str) -> None:
+    fields = REQUEST_TYPES[method].DESCRIPTOR.fields
+    names = [field.name for field in fields if field.message_type is pb.Tensor.DESCRIPTOR]
+    tensors = {name: np.full((1, 1, 1, 3), number, np.float32) for number, name in enumerate(names)}
+    attributes: dict[str, Any] = {"epsilon": 0.25, "data_format": "NCX", "priority": -3}
+    if "is_training" in inspect.signature(getattr(client_class, method)).parameters:
+        attributes |= {"is_training": False, "reserve_space_2_kind": "inverse_std"}
+    requests: list[Any] = []
+
+    def refuse_all(op: str, request: bytes, context: grpc.ServicerContext) -> bytes:
+        requests.append(REQUEST_TYPES[method].FromString(request))
+        return context.abort(grpc.StatusCode.INTERNAL, "for a test")
+
+    with peer(refuse_all) as target:
+        made = client_class(target, transport="unary")
+        with pytest.raises(bngrad.InternalError, match="for a test"):
+            use(made, lambda client: getattr(client, method)(**tensors, **attributes))
+    (request,) = requests
+    for name, array in tensors.items():
+        sent = getattr(request, name)
+        assert sent.data == (b"" if name == "reserve_space_3" else array.tobytes())
+        assert list(sent.shape) == [1, 1, 1, 3]
+    attributes["reserve_space_2_kind"] = pb.RESERVE_SPACE2_KIND_INVERSE_STD
+    assert all(getattr(request, name) == value for name, value in attributes.items() if hasattr(request, name))
+    assert set(tensors) | set(attributes) >= {field.name for field in fields if not field.name.endswith("_location")}
+
+
 def refuse(method: str, request: bytes, context: grpc.ServicerContext) -> bytes:
-    """Refuses an op with all that bngrad says when it does."""
+    """Refuses an op with all the details that bngrad gives."""
     if method == "ServerInfo":
         return info(method, request, context)
     violation = error_details_pb2.BadRequest.FieldViolation(field="x", description="x is wrong")
@@ -174,7 +212,7 @@ def test_empty_makes_an_array_where_nothing_is_shared(client_class: ClientClass,
     array[...] = 3  # after the client was closed
 
 
-def test_a_call_does_not_wait_beyond_its_timeout_for_what_another_one_asked() -> None:
+def test_a_call_waits_no_longer_than_its_timeout_for_the_discovery_by_another() -> None:
     held = Held()
     with peer(held) as target, held, bngrad.Client(target) as client, ThreadPoolExecutor(1) as threads:
         first = threads.submit(client.fused_batch_norm_grad_v2, *inputs(1), timeout=SECONDS)
@@ -186,20 +224,20 @@ def test_a_call_does_not_wait_beyond_its_timeout_for_what_another_one_asked() ->
             first.result(SECONDS)
 
 
-def test_a_proxy_in_the_environment_is_not_asked(client_class: ClientClass, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proxy_in_the_environment_is_not_used(client_class: ClientClass, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     with peer(info) as target:
         assert ask(client_class, target).version == "1.2.3"
 
 
-def test_the_callers_channel_options_prevail(client_class: ClientClass) -> None:
+def test_the_callers_channel_options_override_the_defaults(client_class: ClientClass) -> None:
     options = [("grpc.max_receive_message_length", 1)]
     with peer(info) as target, pytest.raises(bngrad.ResourceExhaustedError, match="answered RESOURCE_EXHAUSTED"):
         ask(client_class, target, options=options)
 
 
-def test_nobody_at_a_port(client_class: ClientClass) -> None:
-    with socket.socket() as bound:  # nobody else gets its port, and nobody listens there
+def test_a_port_without_a_server_is_unavailable(client_class: ClientClass) -> None:
+    with socket.socket() as bound:  # reserves the port without listening
         bound.bind(("127.0.0.1", 0))
         target = f"127.0.0.1:{bound.getsockname()[1]}"
         with pytest.raises(bngrad.UnavailableError) as refused:
@@ -208,7 +246,7 @@ def test_nobody_at_a_port(client_class: ClientClass) -> None:
     assert str(refused.value).endswith("Is `bngrad serve` running there?")
 
 
-def test_nobody_at_a_unix_socket(client_class: ClientClass, tmp_path: Path) -> None:
+def test_a_unix_socket_without_a_server_is_unavailable(client_class: ClientClass, tmp_path: Path) -> None:
     with pytest.raises(bngrad.UnavailableError, match="No such file or directory"):
         ask(client_class, f"unix:{tmp_path}/socket")
 
@@ -226,7 +264,7 @@ def test_a_lost_connection_is_opened_again(tmp_path: Path) -> None:
     [({}, 60), ({"client_timeout": 300}, 300), ({"client_timeout": 300, "timeout": 100}, 100)],
     ids=["default", "client", "call"],
 )
-def test_the_clients_timeout_counts_unless_the_call_has_its_own(
+def test_the_clients_timeout_applies_unless_the_call_has_its_own(
     client_class: ClientClass, settings: dict[str, Any], seconds: float
 ) -> None:
     assert remaining(client_class, **settings) == pytest.approx(seconds, abs=SECONDS)
@@ -240,7 +278,7 @@ def test_an_endless_timeout_is_no_deadline(client_class: ClientClass, timeout: f
 def test_no_answer_within_the_timeout(client_class: ClientClass) -> None:
     held = Held()
     with peer(held) as target, held:
-        for timeout in (0.2, 2, 20):  # the machine may be too busy for the call to get there in time
+        for timeout in (0.2, 2, 20):  # on a busy machine the call may not arrive in time
             message = f"{target} did not answer within the timeout of {timeout} s"
             with pytest.raises(bngrad.DeadlineExceededError, match=message):
                 ask(client_class, target, timeout=timeout)
@@ -273,14 +311,14 @@ def test_a_timeout_must_be_a_number(client_class: ClientClass, timeout: Any) -> 
 
 
 @pytest.mark.parametrize("target", ["", "http://localhost:50051", "https://localhost:50051", "grpc://localhost:50051"])
-def test_a_target_is_no_url(client_class: ClientClass, target: str) -> None:
+def test_a_target_must_not_be_a_url(client_class: ClientClass, target: str) -> None:
     with pytest.raises(bngrad.InvalidArgumentError, match='must be "HOST:PORT" or "unix:PATH", not ') as refused:
         client_class(target)
     assert refused.value.violations[0].field == "target"
 
 
 @pytest.mark.parametrize("target", [None, 50051, b"localhost:50051"])
-def test_a_target_is_a_str(client_class: ClientClass, target: Any) -> None:
+def test_a_target_must_be_a_str(client_class: ClientClass, target: Any) -> None:
     with pytest.raises(TypeError, match="target must be a str, not "):
         client_class(target)
 
@@ -363,7 +401,7 @@ async def test_tasks_that_share_a_client_get_their_own_answers() -> None:
                 assert all(map(np.array_equal, results, inputs(number)[1:]))
 
 
-def test_a_forked_child_is_refused_and_spoils_nothing(client_class: ClientClass) -> None:
+def test_a_client_inherited_by_a_fork_refuses_calls_and_harms_nothing(client_class: ClientClass) -> None:
     program = """
         import asyncio, os, signal, sys
         import bngrad
@@ -409,8 +447,8 @@ async def test_a_call_that_waits_for_a_thread_keeps_its_timeout() -> None:
                 await late
 
 
-async def test_a_token_is_asked_for_in_the_context_of_the_task() -> None:
-    name: contextvars.ContextVar[str] = contextvars.ContextVar("name", default="nobody")
+async def test_a_token_function_is_called_in_the_context_of_the_task() -> None:
+    name: contextvars.ContextVar[str] = contextvars.ContextVar("name", default="none")
     seen: list[Any] = []
 
     def note(method: str, request: bytes, context: grpc.ServicerContext) -> bytes:
@@ -424,7 +462,7 @@ async def test_a_token_is_asked_for_in_the_context_of_the_task() -> None:
     assert seen == ["Bearer alice"]
 
 
-def test_a_message_that_nobody_takes_keeps_its_deadline() -> None:
+def test_a_message_that_the_server_does_not_read_keeps_its_deadline() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         target = f"127.0.0.1:{silent.getsockname()[1]}"
 
@@ -454,7 +492,7 @@ def test_a_message_that_nobody_takes_keeps_its_deadline() -> None:
         ({"shape": 2**60}, MemoryError, "no [0-9]+ bytes for an array"),
     ],
 )
-def test_what_no_array_can_be_is_named(
+def test_impossible_shapes_and_dtypes_are_refused(
     client_class: ClientClass, arguments: Any, error: type[Exception], complaint: str
 ) -> None:
     with peer(info) as target, pytest.raises(error, match=complaint):

@@ -1,4 +1,4 @@
-"""What clients take for TLS and tokens, and what they refuse."""
+"""The TLS and token arguments of clients."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from bngrad._credentials import Access, Security, check_security
 
 REMOTE = ["10.0.0.1:1", "host.example:1", "dns:///host.example:1", "ipv4:10.0.0.1:1", "[2001:db8::1]:1", "0.0.0.0:1"]
 LOCAL = ["127.0.0.1:1", "localhost:1", "[::1]:1", "unix:/a", "unix-abstract:a", "dns:localhost:1"]
-TOKEN = "bngrad_secret"  # noqa: S105 - of nobody
+TOKEN = "bngrad_secret"  # noqa: S105 - used nowhere else
 
 
 @pytest.mark.parametrize("target", REMOTE)
-def test_a_token_is_not_sent_to_other_hosts_in_the_clear(target: str) -> None:
+def test_a_token_is_not_sent_to_other_hosts_unencrypted(target: str) -> None:
     for client in (bngrad.Client, aio.Client):
         with pytest.raises(bngrad.InvalidArgumentError, match="the token would travel unencrypted to") as refused:
             client(["localhost:1", target], token=TOKEN)
@@ -28,18 +28,18 @@ def test_a_token_is_not_sent_to_other_hosts_in_the_clear(target: str) -> None:
 
 
 @pytest.mark.parametrize("target", REMOTE)
-def test_unless_it_is_told_to_or_there_is_tls(target: str) -> None:
+def test_a_token_is_sent_to_other_hosts_with_tls_or_insecure(target: str) -> None:
     bngrad.Client(target, token=TOKEN, insecure=True).close()
     bngrad.Client(target, token=TOKEN, tls=True).close()
 
 
 @pytest.mark.parametrize("target", LOCAL)
-def test_on_this_host_it_may_be_in_the_clear(target: str) -> None:
+def test_a_token_may_be_sent_unencrypted_on_this_host(target: str) -> None:
     bngrad.Client(target, token=TOKEN).close()
 
 
 @pytest.mark.parametrize("token", ["", "two words", "line\nbreak", "é", "nul\0"])
-def test_a_token_is_what_a_header_can_have(token: str, tmp_path: Path) -> None:
+def test_a_token_must_fit_in_a_header(token: str, tmp_path: Path) -> None:
     with pytest.raises(bngrad.InvalidArgumentError, match="token must be printable ASCII without blanks") as refused:
         bngrad.Client("localhost:1", token=token)
     assert not token or token not in str(refused.value)
@@ -59,12 +59,12 @@ def test_a_token_is_what_a_header_can_have(token: str, tmp_path: Path) -> None:
         ({"tls": None}, "tls must be a bool or a bngrad.Tls, not NoneType"),
     ],
 )
-def test_other_types_are_refused(arguments: dict[str, Any], message: str) -> None:
+def test_arguments_of_other_types_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         bngrad.Client("localhost:1", **arguments)
 
 
-def test_a_token_comes_from_a_text_a_file_or_a_function(tmp_path: Path) -> None:
+def test_a_token_comes_from_a_string_a_file_or_a_function(tmp_path: Path) -> None:
     path = tmp_path / "token"
     path.write_text(f"{TOKEN}\n")
     for token in (TOKEN, path, lambda: TOKEN):
@@ -78,13 +78,13 @@ def test_a_token_comes_from_a_text_a_file_or_a_function(tmp_path: Path) -> None:
     assert Access(Security(), "a:1").metadata() == ()
 
 
-def test_nothing_shows_it() -> None:
+def test_no_repr_shows_the_token() -> None:
     assert TOKEN not in repr(Security(token=TOKEN))
     with bngrad.Client("localhost:1", token=TOKEN) as client:
         assert TOKEN not in repr(client)
 
 
-def test_files_that_are_of_no_use_are_named(tmp_path: Path) -> None:
+def test_unusable_files_are_named(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     pair, other = authority.issue("alice@work.example"), authority.issue("bob@work.example")
     nonsense = tmp_path / "nonsense"

@@ -1,4 +1,4 @@
-"""The public surface."""
+"""The public names, and the signatures of the clients' methods."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_both_clients_have_the_same_methods_with_the_same_arguments() -> None:
     }
 
 
-def test_what_is_ours_alone_goes_by_its_name_only() -> None:
+def test_arguments_that_the_ops_do_not_have_are_keyword_only() -> None:
     def named_only(function: Callable[..., Any]) -> dict[str, Any]:
         parameters = inspect.signature(function).parameters.values()
         return {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}

@@ -1,4 +1,4 @@
-"""Calls on a server's own endpoint, over real sockets."""
+"""Calls by the client's own HTTP/2, over real sockets."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def unary(client: Http2Transport, seconds: float = SECONDS, cancellation: Cancel
 def exchange(
     client: Http2Transport, seconds: float = SECONDS, cancellation: Cancellation | None = None, nbytes: int = 5
 ) -> tuple[bytes, bytes]:
-    """Sends two tensors, and gives the answer without the large tensor, and that."""
+    """Sends two tensors; returns the response without its large tensor, and that tensor."""
     target = bytearray(nbytes)
     tensors = [memoryview(b"x" * nbytes), memoryview(b"y" * nbytes)]
     answer = client.exchange(
@@ -65,7 +65,7 @@ def echo(call: ServerCall) -> None:
 
 
 def replies(*messages: bytes) -> CallAnswer:
-    """Answers whatever is asked with these messages."""
+    """Answers every call with these messages."""
 
     def answer(call: ServerCall) -> None:
         while message_of(call) is not None:
@@ -97,7 +97,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.parametrize("family", ["tcp", "unix"])
-def test_calls_and_exchanges_bring_their_answers_on_one_connection(family: str, tmp_path: Path) -> None:
+def test_calls_and_exchanges_share_one_connection(family: str, tmp_path: Path) -> None:
     with connected(echo, f"{tmp_path}/socket" if family == "unix" else None) as (client, peer):
         assert client.is_reachable()
         for nbytes in (0, 1, 5, 70_000, 3_000_000):
@@ -107,13 +107,13 @@ def test_calls_and_exchanges_bring_their_answers_on_one_connection(family: str, 
 
 
 @pytest.mark.parametrize("chunks", [[5], [1, 4], [0, 3, 0, 2], [1, 1, 1, 1, 1]])
-def test_an_answer_may_come_in_chunks_of_any_sizes(chunks: list[int]) -> None:
+def test_a_response_may_come_in_chunks_of_any_size(chunks: list[int]) -> None:
     with connected(replies(HEADER, *(chunk(b"z" * nbytes) for nbytes in chunks))) as (client, _):
         assert exchange(client) == (b"head", b"zzzzz")
         assert exchange(client) == (b"head", b"zzzzz")
 
 
-def test_an_answer_may_have_several_large_tensors_each_in_chunks_of_its_own() -> None:
+def test_a_response_may_have_several_large_tensors_each_in_its_own_chunks() -> None:
     targets = [bytearray(3), bytearray(0), bytearray(2)]
 
     def ask(client: Http2Transport) -> bytes:
@@ -245,8 +245,8 @@ def test_a_connection_that_went_stale_is_replaced(kind: str) -> None:
         assert peer.connections == 2
 
 
-def test_nobody_at_the_address_is_not_connected(kind: str, tmp_path: Path) -> None:
-    with socket.socket() as bound:  # nobody else gets its port, and nobody listens there
+def test_an_address_without_a_server_is_not_connected(kind: str, tmp_path: Path) -> None:
+    with socket.socket() as bound:  # reserves the port without listening
         bound.bind(("127.0.0.1", 0))
         for address in (bound.getsockname(), f"{tmp_path}/socket", "/" + "x" * 200):
             client = Http2Transport(address, TARGET)
@@ -256,7 +256,7 @@ def test_nobody_at_the_address_is_not_connected(kind: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("kind", "after"), [("unary", 0), ("unary", 1), ("exchange", 0), ("exchange", 2)])
-def test_a_connection_that_is_lost_in_a_call_is_not_connected(kind: str, after: int) -> None:
+def test_a_connection_lost_during_a_call_is_not_connected(kind: str, after: int) -> None:
     def answer(call: ServerCall) -> None:
         for message in [HEADER, chunk(b"zz")][:after]:
             call.send_message(message)
@@ -281,10 +281,10 @@ def test_a_peer_that_speaks_no_http2_is_not_connected(kind: str) -> None:
         thread.join(SECONDS)
 
 
-def test_a_peer_that_stands_still_exceeds_the_deadline_and_knew_it(kind: str) -> None:
+def test_a_stalled_peer_exceeds_the_deadline_that_it_was_told(kind: str) -> None:
     given: list[float | None] = []
     gone = threading.Event()
-    timeouts = (1, 10)  # on a busy machine the first may pass before the call is there
+    timeouts = (1, 10)  # on a busy machine the first may pass before the call arrives
 
     def stand_still(call: ServerCall) -> None:
         given.append(call.timeout_s)
@@ -307,7 +307,7 @@ def test_a_peer_that_stands_still_exceeds_the_deadline_and_knew_it(kind: str) ->
     assert 0 < given[0] <= timeout
 
 
-def test_no_limit_is_no_deadline(kind: str) -> None:
+def test_an_infinite_timeout_is_sent_as_none(kind: str) -> None:
     given: list[float | None] = []
 
     def note(call: ServerCall) -> None:
@@ -344,7 +344,7 @@ def test_a_cancellation_from_another_thread_ends_a_call_that_waits(kind: str) ->
             call_either(client, kind, SECONDS, cancellation)
 
 
-def test_a_cancellation_that_comes_too_late_hurts_no_other_call(kind: str) -> None:
+def test_a_late_cancellation_does_not_affect_other_calls(kind: str) -> None:
     cancellation = Cancellation()
     with connected(echo) as (client, peer):
         call_either(client, kind, cancel=cancellation)
@@ -353,7 +353,7 @@ def test_a_cancellation_that_comes_too_late_hurts_no_other_call(kind: str) -> No
         assert peer.connections == 1
 
 
-def test_cancelling_while_calls_end_hurts_no_other_call() -> None:
+def test_cancelling_while_calls_end_does_not_affect_other_calls() -> None:
     with connected(echo) as (client, _), ThreadPoolExecutor(4) as threads:
 
         def try_cancelled(number: int) -> None:

@@ -1,4 +1,4 @@
-"""Arguments to messages, and messages to results, without a connection."""
+"""Conversion of arguments to messages, and of messages to results, without a connection."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_scalars_and_empty_tensors_keep_their_shape(shape: tuple[int, ...]) -> N
     assert v3_message(x=array).x == tensor(array)
 
 
-def test_what_the_protocol_cannot_express_is_refused_field_by_field() -> None:
+def test_dtypes_that_the_protocol_does_not_have_are_refused_field_by_field() -> None:
     tensors = X.astype(np.float64), X.astype(int), STATS.astype(complex), STATS, STATS, STATS > 1
     with pytest.raises(bngrad.InvalidArgumentError) as refused:
         ops.V3.prepare(tensors, tensorflow_attributes(), None)
@@ -166,14 +166,14 @@ def test_what_the_protocol_cannot_express_is_refused_field_by_field() -> None:
 
 
 @pytest.mark.parametrize("field", ["y_backprop", "x", "scale", "reserve_space_1", "reserve_space_2"])
-def test_a_none_is_no_tensor(field: str) -> None:
+def test_none_is_refused_for_a_required_tensor(field: str) -> None:
     tensors: dict[str, Any] = {"y_backprop": X, "x": X, "scale": STATS, "reserve_space_1": STATS}
     tensors |= {"reserve_space_2": STATS, field: None}
     with pytest.raises(bngrad.InvalidArgumentError, match=rf"^{field} must have dtype .*, not object"):
         v2(tuple(tensors.values()))
 
 
-def test_more_than_a_message_holds_is_refused_before_it_is_copied() -> None:
+def test_a_request_too_large_for_a_message_is_refused_before_it_is_copied() -> None:
     gibibyte = np.empty((2**14, 2**7, 2**7, 1), np.float32)  # untouched pages take no memory
     request = onednn((gibibyte, gibibyte, STATS, STATS, None))
     with pytest.raises(bngrad.InvalidArgumentError, match="at most 2147483647 bytes as one message, not 2147483") as no:
@@ -192,7 +192,7 @@ def test_the_header_of_an_exchange_is_the_request_without_the_elements_of_the_la
     assert (request.nbytes, request.dtype, request.shape) == (X.nbytes, X.dtype, X.shape)
 
 
-def test_arrays_that_are_as_the_protocol_has_them_are_not_copied() -> None:
+def test_arrays_in_the_layout_of_the_protocol_are_not_copied() -> None:
     request = v3()
     assert np.shares_memory(request.large["x"], X)
     assert any(
@@ -201,7 +201,7 @@ def test_arrays_that_are_as_the_protocol_has_them_are_not_copied() -> None:
 
 
 @pytest.mark.parametrize("make", [np.empty_like, lambda like: np.empty((*like.shape[:-1], 10), like.dtype)[..., ::2]])
-def test_out_may_be_any_writeable_array_like_x(make: Callable[[Any], Any]) -> None:
+def test_out_may_be_any_writeable_array_of_the_dtype_and_shape_of_x(make: Callable[[Any], Any]) -> None:
     out = make(X)
     request = v3(out=out)
     assert request.out[0] is out
@@ -244,7 +244,7 @@ def grad_grad(out: Any = None, priority: int = 0) -> PreparedRequest[bngrad.Fuse
     return ops.GRAD_GRAD.prepare(tensors, attributes, out)
 
 
-def test_the_second_order_says_all_that_it_was_given() -> None:
+def test_the_second_order_request_holds_every_argument() -> None:
     request = grad_grad(priority=-3)
     assert pb.FusedBatchNormGradGradRequest.FromString(message(request)) == pb.FusedBatchNormGradGradRequest(
         grad_x_backprop=tensor(X),
@@ -265,7 +265,7 @@ def test_the_second_order_says_all_that_it_was_given() -> None:
     assert request.out == (None, None)
 
 
-def test_the_second_order_puts_two_outputs_where_they_are_wanted() -> None:
+def test_the_second_order_puts_two_outputs_where_the_caller_wants_them() -> None:
     first, second = np.empty_like(X), np.empty_like(X)
     pairs: list[Any] = [(first, second), [None, second], (first, None)]
     for pair in pairs:
@@ -317,7 +317,7 @@ def test_is_training_must_be_a_bool(value: Any) -> None:
         v3(is_training=value)
 
 
-def test_numpys_bools_are_bools() -> None:
+def test_is_training_may_be_a_numpy_bool() -> None:
     assert v3_message(is_training=np.True_).is_training
     assert not v3_message(is_training=np.False_).is_training
 
@@ -418,13 +418,13 @@ def test_a_malformed_answer_is_an_internal_error(answer: bytes, complaint: str) 
 
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("other", [X[:1], X.astype(np.float16)], ids=["shape", "dtype"])
-def test_an_answer_that_does_not_fit_where_it_goes_is_an_internal_error(other: Any, apart: bool) -> None:
+def test_an_answer_that_does_not_fit_its_buffer_is_an_internal_error(other: Any, apart: bool) -> None:
     data_type = pb.DATA_TYPE_FLOAT16 if other.dtype == np.float16 else pb.DATA_TYPE_FLOAT32
     with pytest.raises(bngrad.InternalError, match=r"the server's x_backprop has "):
         v3().read(answer_v3(x_backprop=tensor(other, data_type)), [np.empty_like(X)], apart=apart)
 
 
-def test_server_info_is_read_word_for_word() -> None:
+def test_every_field_of_server_info_is_read() -> None:
     endpoints = pb.Endpoints(stream_port=7, local_directory="/there")
     answer = pb.ServerInfoResponse(
         version="1.2.3",

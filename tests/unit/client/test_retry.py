@@ -1,4 +1,4 @@
-"""When a call is made again: the waits, the budget, the end."""
+"""Retries: the waits, the budget, the end."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def attempts(timeout: float = 60) -> Attempts:
 
 
 @given(st.integers(1, 10**9), st.none() | st.floats(0, 1e6))
-def test_a_wait_is_bounded_and_never_short_of_the_hint(failures: int, hint_s: float | None) -> None:
+def test_a_wait_is_bounded_and_never_shorter_than_the_hint(failures: int, hint_s: float | None) -> None:
     delay = delay_s(failures, hint_s)
     assert (hint_s or 0) <= delay <= max(0.05 * 2 ** min(failures - 1, 6), (hint_s or 0) * 1.25)
     assert delay <= max(2, (hint_s or 0) * 1.25)
@@ -58,7 +58,7 @@ def test_no_wait_passes_the_deadline(failures: int, hint_s: float | None, timeou
 
 
 class Waits(Cancellation):
-    """Takes note of how long a wait would be."""
+    """Records how long a wait would be."""
 
     seconds = 0.0
 
@@ -78,7 +78,7 @@ class Waits(Cancellation):
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_errors_that_stay_are_raised_at_once(error: BngradError) -> None:
+def test_permanent_errors_are_raised_at_once(error: BngradError) -> None:
     with pytest.raises(type(error)) as raised:
         attempts().failed("a", error)
     assert raised.value is error
@@ -100,7 +100,7 @@ def test_a_server_that_shares_nothing_is_not_tried_again() -> None:
         made.wait(False, Cancellation())
 
 
-def test_without_a_deadline_a_server_that_is_gone_is_tried_five_times_and_a_full_one_for_ever() -> None:
+def test_without_a_deadline_an_unavailable_server_is_tried_five_times_and_a_full_one_forever() -> None:
     made, full, waits = attempts(math.inf), attempts(math.inf), Waits()
     for _ in range(4):
         made.failed("a", UnavailableError("gone"))
@@ -114,7 +114,7 @@ def test_without_a_deadline_a_server_that_is_gone_is_tried_five_times_and_a_full
     assert waits.seconds >= 9
 
 
-def test_an_error_tells_of_the_attempts_before_it() -> None:
+def test_an_error_says_how_many_attempts_came_before() -> None:
     made = attempts()
     made.failed("a", UnavailableError("gone"))
     with pytest.raises(InternalError, match=r"^broken \(2 attempts in \d+\.\d s, before this one: gone\)$"):
@@ -131,7 +131,7 @@ def test_cancelling_ends_the_wait() -> None:
     assert time.monotonic() - begin < 30
 
 
-def test_a_budget_ends_in_an_outage_and_comes_back_with_answers() -> None:
+def test_a_budget_is_used_up_in_an_outage_and_refilled_by_answers() -> None:
     budget = RetryBudget()
     failures = 0
     while budget.allows:
@@ -157,7 +157,7 @@ def test_a_budget_stays_within_its_bounds(steps: list[int]) -> None:
         assert 0 <= budget._left <= RetryBudget.tokens
 
 
-def test_many_callers_share_what_a_failure_costs() -> None:
+def test_calls_in_flight_share_the_cost_of_a_failure() -> None:
     budget = RetryBudget()
     for _ in range(29 * 64):
         budget.failed(64)

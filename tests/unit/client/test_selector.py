@@ -1,4 +1,4 @@
-"""The way that a call takes, by a client of a server in this process that has every way."""
+"""The choice of a transport, with a server in this process that has every endpoint."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ from bngrad._validation import Transport
         ("unary", (), LARGE, "grpc"),
     ],
 )
-def test_a_call_takes_the_best_way_that_there_is(
+def test_a_call_takes_the_fastest_transport_available(
     served: Server, transport: Transport, without: tuple[str, ...], shape: tuple[int, ...], way: str
 ) -> None:
     for missing in without:
@@ -70,7 +70,7 @@ def test_a_call_takes_the_best_way_that_there_is(
 
 
 @pytest.mark.parametrize("transport", ["auto", "stream", "shared", "unary"])
-def test_out_gets_the_gradient_on_every_way(served: Server, transport: Transport) -> None:
+def test_out_gets_the_gradient_on_every_transport(served: Server, transport: Transport) -> None:
     orders: list[Literal["C", "F"]] = ["C", "F"]
     with bngrad.Client(served.target, transport=transport) as client:
         for shape, dtype, order in itertools.product([SMALL, LARGE, (0, 2, 2, 4)], [np.float16, np.float32], orders):
@@ -101,7 +101,7 @@ def test_results_in_shared_memory_outlive_their_client(served: Server) -> None:
         assert result.flags.writeable
 
 
-def test_threads_on_every_way_get_their_own_answers(served: Server) -> None:
+def test_threads_get_their_own_answers_on_every_transport(served: Server) -> None:
     with bngrad.Client(served.target) as client, ThreadPoolExecutor(8) as threads:
 
         def is_right(number: int) -> bool:
@@ -127,7 +127,7 @@ def test_threads_on_every_way_get_their_own_answers(served: Server) -> None:
     ],
 )
 @pytest.mark.parametrize("when", ["before", "between"])
-def test_endpoints_that_cannot_be_reached_are_left_alone_and_calls_succeed(
+def test_calls_succeed_without_endpoints_that_cannot_be_reached(
     served: Server, transport: Transport, shape: tuple[int, ...], lost: list[str], way: str, when: str
 ) -> None:
     with bngrad.Client(served.target, transport=transport) as client:
@@ -139,7 +139,7 @@ def test_endpoints_that_cannot_be_reached_are_left_alone_and_calls_succeed(
         for _ in range(3):
             right(client, tensor(shape), served)
     assert served.ways == [way] * 3
-    # At first, after each loss, and once more where the endpoint on this host is not there from the start.
+    # At first, after each loss, and once more if the Unix socket cannot be reached from the start.
     assert served.infos <= 1 + len(lost) + (when == "before")
 
 
@@ -153,7 +153,7 @@ def test_endpoints_that_cannot_be_reached_are_left_alone_and_calls_succeed(
         ("stream", LARGE, ["tcp", "local"], "grpc"),
     ],
 )
-def test_an_endpoint_that_dies_in_a_call_is_replaced_within_the_call(
+def test_a_call_whose_endpoint_fails_is_made_on_another(
     served: Server, transport: Transport, shape: tuple[int, ...], dies: list[str], then: str
 ) -> None:
     def die(way: str) -> None:
@@ -187,7 +187,7 @@ def test_an_endpoint_is_tried_again_after_a_while(served: Server, monkeypatch: p
     assert served.ways[-1] == "tcp"
 
 
-def test_an_endpoint_that_stays_away_is_tried_ever_less_often(served: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_endpoint_is_tried_less_and_less_often(served: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(endpoints, "time", SimpleNamespace(monotonic=lambda: now))
     with socket.socket() as bound, bngrad.Client(served.target, transport="stream") as client:
@@ -219,7 +219,7 @@ def test_losing_the_tcp_port_keeps_the_shared_memory(served: Server) -> None:
     assert served.ways == ["tcp", "local", "local"]
 
 
-def test_a_server_that_leases_no_more_memory_gets_calls_by_the_local_endpoint() -> None:
+def test_a_server_that_leases_no_memory_gets_calls_on_its_unix_socket() -> None:
     with server(max_shared_nbytes=0) as served, bngrad.Client(served.target) as client:
         right(client, tensor(LARGE), served)
         assert client.empty(SMALL).shape == SMALL
@@ -230,7 +230,7 @@ def test_a_server_that_leases_no_more_memory_gets_calls_by_the_local_endpoint() 
                     make()
 
 
-def test_shared_alone_says_so_where_nothing_is_shared(served: Server) -> None:
+def test_transport_shared_says_that_no_memory_is_shared(served: Server) -> None:
     served.endpoints.ClearField("local_directory")
     x = tensor(SMALL)
     with (
@@ -240,7 +240,7 @@ def test_shared_alone_says_so_where_nothing_is_shared(served: Server) -> None:
         client.fused_batch_norm_grad_v2(x, x, x[0, 0, 0], x[0, 0, 0], x[0, 0, 0])
 
 
-def test_a_server_that_goes_once_it_has_answered_is_asked_again(served: Server) -> None:
+def test_a_server_whose_endpoints_have_gone_is_asked_again(served: Server) -> None:
     directory = served.endpoints.local_directory
 
     def tell() -> None:
@@ -272,7 +272,7 @@ def test_a_server_on_this_host_that_does_not_answer_is_unavailable_rather_than_n
             assert not isinstance(raised.value, NotSharedError)
 
 
-def test_leases_that_ended_are_made_anew(served: Server) -> None:
+def test_leases_that_ended_are_renewed(served: Server) -> None:
     with bngrad.Client(served.target) as client:
         x = located(client, LARGE)
         right(client, x, served)
@@ -292,7 +292,7 @@ def test_leases_that_ended_are_made_anew(served: Server) -> None:
 
 @pytest.mark.parametrize("ends", ["timeout", "close"])
 @pytest.mark.parametrize(("transport", "shape"), [("shared", LARGE), ("auto", SMALL), ("stream", LARGE)])
-def test_calls_that_stand_still_end(served: Server, transport: Transport, shape: tuple[int, ...], ends: str) -> None:
+def test_stalled_calls_end(served: Server, transport: Transport, shape: tuple[int, ...], ends: str) -> None:
     arrived, released = threading.Event(), threading.Event()
 
     def hold(way: str) -> None:
@@ -302,7 +302,9 @@ def test_calls_that_stand_still_end(served: Server, transport: Transport, shape:
     with bngrad.Client(served.target, transport=transport) as client, ThreadPoolExecutor(1) as threads:
         right(client, tensor(shape), served)
         served.on_call = hold
-        for timeout in (1.0, 10.0) if ends == "timeout" else (SECONDS,):  # on a busy machine it may come too late
+        for timeout in (
+            (1.0, 10.0) if ends == "timeout" else (SECONDS,)
+        ):  # on a busy machine the call may arrive too late
             call = threads.submit(right, client, tensor(shape), served, timeout=timeout)
             if ends == "close":
                 assert arrived.wait(SECONDS)
@@ -319,10 +321,8 @@ def test_calls_that_stand_still_end(served: Server, transport: Transport, shape:
 
 @pytest.mark.parametrize("ends", ["timeout", "cancellation"])
 @pytest.mark.parametrize("moment", ["on_arrival", "on_call"])
-async def test_what_is_written_after_its_call_has_ended_meets_nothing_else(
-    served: Server, moment: str, ends: str
-) -> None:
-    """Whether the server has begun the call then, or has not even looked at it."""
+async def test_a_late_write_of_a_failed_call_reaches_no_other_array(served: Server, moment: str, ends: str) -> None:
+    """Both if the server has started the call by then, and if it has not read it."""
     held, released = threading.Event(), threading.Event()
 
     def hold(way: str) -> None:
@@ -349,9 +349,9 @@ async def test_what_is_written_after_its_call_has_ended_meets_nothing_else(
         await ask()
         setattr(served, moment, hold)
         await ask_in_vain(1)
-        if not held.is_set():  # the machine was too busy for the call to get there in time
+        if not held.is_set():  # on a busy machine the call may not arrive in time
             await ask_in_vain(SECONDS)
-        for _ in range(10):  # which finds out what memory may be used again
+        for _ in range(10):  # releases what may leave quarantine
             await ask()
         gc.collect()
         arrays = [await client.empty(MEDIUM) for _ in range(10)]
@@ -362,12 +362,12 @@ async def test_what_is_written_after_its_call_has_ended_meets_nothing_else(
         until = time.monotonic() + SECONDS
         while len(served.ways) == before and time.monotonic() < until:
             await asyncio.sleep(0.01)
-        served.local.close()  # waits for what is written
+        served.local.close()  # waits for the write
         assert len(served.ways) == before + 1
         assert all((array == -1).all() for array in arrays)
 
 
-def test_a_call_that_times_out_disturbs_no_other_call(served: Server) -> None:
+def test_a_call_that_times_out_does_not_affect_other_calls(served: Server) -> None:
     def hold(way: str) -> None:
         time.sleep(0.02)
 
@@ -376,7 +376,7 @@ def test_a_call_that_times_out_disturbs_no_other_call(served: Server) -> None:
         served.on_call = hold
 
         def time_out(number: int) -> None:
-            with contextlib.suppress(bngrad.DeadlineExceededError):  # a busy machine may be late to notice
+            with contextlib.suppress(bngrad.DeadlineExceededError):  # on a busy machine the deadline may pass unnoticed
                 right(client, tensor(MEDIUM), served, timeout=0.01)
 
         done = [threads.submit(time_out, number) for number in range(20)]
@@ -387,7 +387,7 @@ def test_a_call_that_times_out_disturbs_no_other_call(served: Server) -> None:
     assert set(served.ways) == {"shared"}
 
 
-async def test_a_task_that_is_cancelled_ends_its_call_and_loses_no_endpoint(served: Server) -> None:
+async def test_a_cancelled_task_ends_its_call_and_loses_no_endpoint(served: Server) -> None:
     arrived, released = threading.Event(), threading.Event()
 
     def hold(way: str) -> None:
@@ -422,9 +422,7 @@ async def test_a_task_that_is_cancelled_ends_its_call_and_loses_no_endpoint(serv
     ],
 )
 @pytest.mark.parametrize("transport", ["auto", "stream"])
-def test_endpoints_that_make_no_sense_are_not_used(
-    served: Server, transport: Transport, change: Callable[[Any], None]
-) -> None:
+def test_malformed_endpoints_are_not_used(served: Server, transport: Transport, change: Callable[[Any], None]) -> None:
     change(served.endpoints)
     with bngrad.Client(served.target, transport=transport) as client:
         right(client, tensor(LARGE), served)

@@ -41,14 +41,14 @@ class LeasesInThread:
 
     Attributes:
         regions: The regions.
-        begun: The numbers of those that were leased.
-        ended: Is set once a region has gone.
+        leased: The numbers of those that were leased.
+        ended: Set once a region was given back.
     """
 
     def __init__(self, max_nbytes: int) -> None:
-        self.begun: list[int] = []
+        self.leased: list[int] = []
         self.ended = threading.Event()
-        self.regions = Regions(max_nbytes, lambda number, region: self.begun.append(number), self._end)
+        self.regions = Regions(max_nbytes, lambda number, region: self.leased.append(number), self._end)
         self._sockets = LeaseServer(self.regions, None)
         self._is_open = True
         self.path = str(self._sockets.directory / "regions")
@@ -113,7 +113,7 @@ def test_arrays_have_their_shape_and_dtype_and_are_aligned(shape: tuple[int, ...
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_arrays_that_are_alive_never_share_a_byte_whatever_threads_do(pool: Pool, seed: int) -> None:
+def test_live_arrays_of_many_threads_never_overlap(pool: Pool, seed: int) -> None:
     def work(number: int) -> None:
         rng = random.Random(f"{seed} {number}")
         alive: list[tuple[Any, int]] = []
@@ -139,7 +139,7 @@ def test_arrays_that_are_alive_never_share_a_byte_whatever_threads_do(pool: Pool
     assert len(pool._regions) == 1
 
 
-def test_a_block_is_used_again_once_the_array_and_all_its_views_have_gone(pool: Pool) -> None:
+def test_a_block_is_reused_once_the_array_and_all_its_views_have_gone(pool: Pool) -> None:
     array = pool.empty((1000,), BYTE)
     at = address(array)
     view = np.asarray(array.data[10:20])
@@ -150,7 +150,7 @@ def test_a_block_is_used_again_once_the_array_and_all_its_views_have_gone(pool: 
     assert address(other) != at
 
 
-def test_a_block_whose_array_is_in_a_cycle_comes_back_with_the_garbage(pool: Pool) -> None:
+def test_a_block_whose_array_is_in_a_cycle_is_returned_by_the_garbage_collector(pool: Pool) -> None:
     array = pool.empty((1000,), BYTE)
     at, cycle = address(array), [array]
     cycle.append(cycle)  # type: ignore[arg-type]
@@ -172,7 +172,7 @@ def test_steady_traffic_takes_no_new_memory(pool: Pool) -> None:
     assert len(pool._regions) == 1
 
 
-def test_a_region_without_arrays_begins_anew_for_other_sizes(pool: Pool) -> None:
+def test_a_region_without_arrays_is_reused_for_other_sizes(pool: Pool) -> None:
     for nbytes in [30 * MIB, 20 * MIB, 60 * MIB, 33 * MIB, 64 * MIB, 8 * MIB]:
         arrays = [filled(pool, nbytes, value) for value in range(REGION_NBYTES // nbytes)]
         assert all((array[:: 2**12] == value).all() for value, array in enumerate(arrays))
@@ -180,7 +180,7 @@ def test_a_region_without_arrays_begins_anew_for_other_sizes(pool: Pool) -> None
         del arrays
 
 
-def test_a_region_with_an_array_left_does_not_begin_anew(pool: Pool) -> None:
+def test_a_region_with_an_array_left_is_not_reused(pool: Pool) -> None:
     kept = filled(pool, 1000, 1)
     for nbytes in (50 * MIB, 55 * MIB, 60 * MIB):
         filled(pool, nbytes, 2)
@@ -188,7 +188,7 @@ def test_a_region_with_an_array_left_does_not_begin_anew(pool: Pool) -> None:
     assert pool.locate(kept) is not None
 
 
-def test_an_array_larger_than_a_region_gets_one_of_its_size_in_place_of_those_that_are_too_small(pool: Pool) -> None:
+def test_an_array_larger_than_a_region_replaces_it_with_one_of_its_size(pool: Pool) -> None:
     first = pool.empty((10,), BYTE)
     del first
     array = pool.empty((REGION_NBYTES + 1,), BYTE)
@@ -221,7 +221,7 @@ def test_only_leased_regions_have_a_key() -> None:
             assert (len(place[0]), place[1], len(array)) == (length, 0, 1)
 
 
-def test_closing_leaves_arrays_as_they_are_and_makes_no_new_ones(pool: Pool) -> None:
+def test_closing_keeps_arrays_and_makes_no_new_ones(pool: Pool) -> None:
     array, gone = filled(pool, 1000, 5), filled(pool, 3000, 6)
     pool.close()
     pool.close()
@@ -244,7 +244,7 @@ def test_memory_that_no_server_uses_leaves_quarantine_at_once(pool: Pool) -> Non
     assert quarantine.release([array]) is None
 
 
-def test_what_a_forked_child_writes_stays_its_own() -> None:
+def test_the_writes_of_a_forked_child_do_not_reach_its_parent() -> None:
     code = """if True:
         import os, numpy, bngrad._shared_memory.pool
         array = bngrad._shared_memory.pool.Pool(None).empty((1000,), numpy.dtype("u1"))
@@ -278,14 +278,14 @@ def test_a_lease_ends_with_its_pool() -> None:
         assert (array == 1).all()
 
 
-def test_a_pool_whose_server_lives_forgets_nothing_and_waits_for_nothing(pool: Pool) -> None:
+def test_checking_the_leases_of_a_live_server_removes_nothing_and_does_not_wait(pool: Pool) -> None:
     array = filled(pool, 100, 1)
-    for _ in range(1000):  # as many waits would be noticed
+    for _ in range(1000):  # with a wait in each this would take long
         assert not pool.check()
     assert pool.locate(array) is not None
 
 
-def test_a_dead_servers_regions_are_forgotten_and_its_arrays_stay() -> None:
+def test_a_dead_servers_regions_are_removed_and_its_arrays_remain() -> None:
     with lease_server() as server, pool_of(server.path) as pool:
         array = filled(pool, 100, 1)
         server.close()
@@ -307,18 +307,18 @@ def test_a_refusal_is_a_lease_error_in_the_servers_words() -> None:
         for _ in range(3):
             with pytest.raises(LeaseError, match="a region of 67108864 bytes is more than is left of the 104857600 b"):
                 pool.empty((10 * MIB,), BYTE)
-        assert len(server.begun) == 1
+        assert len(server.leased) == 1
         assert (kept[:: 2**12] == 1).all()
         del kept
         assert pool.locate(pool.empty((10 * MIB,), BYTE)) is not None
 
 
-def test_nobody_at_the_path_is_a_lease_error(tmp_path: Path) -> None:
+def test_a_path_without_a_server_is_a_lease_error(tmp_path: Path) -> None:
     with pool_of(str(tmp_path / "regions")) as pool, pytest.raises(LeaseError, match="No such file or directory"):
         pool.empty((1,), BYTE)
 
 
-def test_a_server_that_leases_nothing_in_time_keeps_nobody_longer(
+def test_a_server_that_does_not_answer_delays_no_call_beyond_its_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lease_module, "_LEASE_TIMEOUT_S", 2 * SECONDS)
@@ -330,7 +330,7 @@ def test_a_server_that_leases_nothing_in_time_keeps_nobody_longer(
         begin = time.monotonic()
         with pytest.raises(LeaseLateError):
             pool.empty((1,), BYTE, Deadline.after(0.1))
-        assert time.monotonic() - begin < SECONDS  # not as long as a lease may take
+        assert time.monotonic() - begin < SECONDS  # less than the timeout of a lease
         cancellation = Cancellation()
         waiting = threads.submit(pool.empty, (1,), BYTE, Deadline.after(SECONDS), cancellation)
         for _ in range(2):
