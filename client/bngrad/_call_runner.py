@@ -13,7 +13,7 @@ import numpy as np
 from bngrad import _validation
 from bngrad._balancing.load_balancer import LoadBalancer
 from bngrad._balancing.retry import Attempts, RetryBudget
-from bngrad._credentials import Access, Tls, Token, check_security
+from bngrad._credentials import Credentials, Tls, Token, check_security
 from bngrad._deadline import Cancellation, Deadline
 from bngrad._errors import BngradError, ClientClosedError, NotSharedError, UnavailableError
 from bngrad._requests.request import PreparedRequest
@@ -71,7 +71,7 @@ class CallRunner:
         self._load_balancer = LoadBalancer(
             targets,
             lambda address, hostname: TransportSelector(
-                address, transport, channel_options, quarantine, Access(security, address, hostname)
+                address, transport, channel_options, quarantine, Credentials(security, address, hostname)
             ),
         )
         self._retry_budget = RetryBudget()

@@ -84,7 +84,7 @@ class Security:
     token: Token | None = field(default=None, repr=False)
 
 
-class Access:
+class Credentials:
     """The credentials for one server: TLS and the token."""
 
     def __init__(self, security: Security, target: str, name: str | None = None) -> None:
@@ -149,8 +149,8 @@ class Access:
         return f"Bearer {_checked(token)}"
 
 
-OPEN = Access(Security(), "")
-"""Without TLS and token."""
+NO_CREDENTIALS = Credentials(Security(), "")
+"""Neither TLS nor a token."""
 
 
 def check_security(targets: list[str], tls: Tls | bool, token: Token | None, insecure: bool) -> Security:

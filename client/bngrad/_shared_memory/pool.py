@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from bngrad._credentials import OPEN, Access
+from bngrad._credentials import NO_CREDENTIALS, Credentials
 from bngrad._deadline import ENDLESS, Cancellation, Deadline
 from bngrad._results import Array
 from bngrad._shared_memory.lease import LeaseError, LeaseLateError, UnreachableError, lease_region, shut_down
@@ -138,12 +138,12 @@ class Pool:
 
     Args:
         path: The Unix socket where a server leases regions; None for the client's own memory.
-        access: The credentials for the server.
+        credentials: What identifies the client to the server, and TLS.
     """
 
-    def __init__(self, path: str | None, access: Access = OPEN) -> None:
+    def __init__(self, path: str | None, credentials: Credentials = NO_CREDENTIALS) -> None:
         self._path = path
-        self._access = access
+        self._credentials = credentials
         self._mutex = threading.Lock()
         self._growing = threading.Lock()
         self._regions: list[PoolRegion] = []
@@ -274,7 +274,7 @@ class Pool:
                 return PoolRegion(nbytes, None)
             except (OSError, OverflowError) as error:
                 raise MemoryError(f"no {nbytes} bytes for an array: {error}") from error
-        lease = lease_region(self._path, nbytes, self._access.authorization(), deadline, cancellation)
+        lease = lease_region(self._path, nbytes, self._credentials.authorization(), deadline, cancellation)
         try:
             return PoolRegion(nbytes, lease)
         except OSError as error:

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import grpc
 
-from bngrad._credentials import Access
+from bngrad._credentials import Credentials
 from bngrad._deadline import Cancellation, Deadline
 from bngrad._errors import (
     BngradError,
@@ -78,14 +78,14 @@ class Endpoints:
 class EndpointDiscovery:
     """Knows the endpoints of one server."""
 
-    def __init__(self, target: str, access: Access) -> None:
+    def __init__(self, target: str, credentials: Credentials) -> None:
         """Asks nothing yet.
 
         Args:
             target: The server's address.
-            access: The credentials for the server.
+            credentials: What identifies the client to the server, and TLS.
         """
-        self._access = access
+        self._credentials = credentials
         self._target = target
         self._mutex = threading.Lock()
         self._discovering = threading.Lock()
@@ -150,8 +150,8 @@ class EndpointDiscovery:
         if unix is None or unix.address != path:
             unix = pool = None
             if directory and not self._is_blocked(path):
-                unix = Http2Transport(path, self._target, self._access)
-                pool = Pool(f"{directory}/{leases.REGIONS}", self._access)
+                unix = Http2Transport(path, self._target, self._credentials)
+                pool = Pool(f"{directory}/{leases.REGIONS}", self._credentials)
                 if not unix.is_reachable():
                     self._block(unix)
                     unix = pool = None
@@ -165,7 +165,7 @@ class EndpointDiscovery:
                 if self._is_blocked(address):
                     stale_at = min(stale_at, self._blocked[address][0])
                 else:
-                    tcp = Http2Transport(address, self._target, self._access)
+                    tcp = Http2Transport(address, self._target, self._credentials)
         return Endpoints(unix, pool, tcp, bool(directory) and os.path.exists(path), stale_at)
 
     def lose(self, endpoints: Endpoints, transport: Http2Transport) -> None:

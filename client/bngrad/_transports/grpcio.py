@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import grpc
 
-from bngrad._credentials import Access
+from bngrad._credentials import Credentials
 from bngrad._deadline import Cancellation, Deadline
 from bngrad._errors import InternalError, UnavailableError, from_rpc_error, from_status
 from bngrad._transports.tracing import trace_context
@@ -26,10 +26,10 @@ class GrpcioTransport:
     unary_below_nbytes = 2**20
     """Tensors of at least this size are better exchanged in chunks."""
 
-    def __init__(self, channel: grpc.Channel, target: str, access: Access) -> None:
+    def __init__(self, channel: grpc.Channel, target: str, credentials: Credentials) -> None:
         self._channel = channel
         self._target = target
-        self._access = access
+        self._credentials = credentials
         self._unary: dict[str, grpc.UnaryUnaryMultiCallable[bytes, bytes]] = {}
 
     def unary(self, method: str, pieces: list[Buffer], deadline: Deadline, cancellation: Cancellation) -> bytes:
@@ -41,7 +41,7 @@ class GrpcioTransport:
         callable_ = self._unary.get(method)
         if callable_ is None:
             callable_ = self._unary[method] = self._channel.unary_unary(method)
-        metadata = self._access.metadata() + trace_context()
+        metadata = self._credentials.metadata() + trace_context()
         try:
             message, remaining_s = b"".join(pieces), deadline.remaining_s()
             # Closing the channel ends such a call; a future costs a thread hop.
@@ -74,7 +74,7 @@ class GrpcioTransport:
     ) -> bytes:
         """See `bngrad._transports.http2.Http2Transport.exchange`."""
         exchange: grpc.StreamStreamMultiCallable[bytes, bytes] = self._channel.stream_stream(method)
-        metadata = self._access.metadata() + trace_context()
+        metadata = self._credentials.metadata() + trace_context()
         try:
             requests = _requests(number, header, tensors)
             responses = exchange(requests, timeout=deadline.remaining_s(), metadata=metadata)

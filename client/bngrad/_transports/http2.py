@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import grpc
 
-from bngrad._credentials import OPEN, Access
+from bngrad._credentials import NO_CREDENTIALS, Credentials
 from bngrad._deadline import Cancellation, Deadline
 from bngrad._errors import InternalError, from_status
 from bngrad._shared_memory.quarantine import AbandonedCall, stop_reading
@@ -43,17 +43,17 @@ class Http2Transport:
     unary_below_nbytes = 256 * 1024
     """Tensors of at least this size are better exchanged in chunks."""
 
-    def __init__(self, address: tuple[str, int] | str, target: str, access: Access = OPEN) -> None:
+    def __init__(self, address: tuple[str, int] | str, target: str, credentials: Credentials = NO_CREDENTIALS) -> None:
         """Connects to nothing yet.
 
         Args:
             address: Host and port, or the path of a Unix socket.
             target: The server's name in errors.
-            access: The credentials for the server.
+            credentials: What identifies the client to the server, and TLS.
         """
         self.address = address
         self._target = target
-        self._access = access
+        self._credentials = credentials
         self._idle: list[tuple[http2.ClientConnection, socket.socket]] = []
         self._mutex = threading.Lock()
         self._closed = False
@@ -152,7 +152,7 @@ class Http2Transport:
         self, method: str, deadline: Deadline, cancellation: Cancellation, abandoned: AbandonedCall | None = None
     ) -> Iterator[tuple[http2.ClientCall, socket.socket]]:
         """Gives a call and its socket, whose timeout must be set again before each long wait."""
-        metadata = self._access.metadata() + trace_context()
+        metadata = self._credentials.metadata() + trace_context()
         connection, sock = self._connection(deadline)
         end = _reset if abandoned is None else stop_reading
         try:
@@ -188,7 +188,7 @@ class Http2Transport:
         # Half of what is left, so that another transport may still make the call.
         timeout_s = _CONNECT_TIMEOUT_S if remaining_s is None else min(remaining_s / 2, _CONNECT_TIMEOUT_S)
         try:
-            sock = _connected(self.address, timeout_s, self._access)
+            sock = _connected(self.address, timeout_s, self._credentials)
         except OSError as error:
             raise NotConnectedError(f"{self.address}: {error}") from error
         try:
@@ -228,9 +228,9 @@ def _announced(timeout_s: float | None) -> float | None:
     return math.ceil(timeout_s) if timeout_s is not None and timeout_s >= _LONG_TIMEOUT_S else timeout_s
 
 
-def _connected(address: tuple[str, int] | str, timeout_s: float, access: Access) -> socket.socket:
+def _connected(address: tuple[str, int] | str, timeout_s: float, credentials: Credentials) -> socket.socket:
     if isinstance(address, tuple):
-        return access.secured(socket.create_connection(address, timeout_s))
+        return credentials.secured(socket.create_connection(address, timeout_s))
     sock = socket.socket(socket.AF_UNIX)
     try:
         sock.settimeout(timeout_s)

@@ -9,7 +9,7 @@ import grpc
 import numpy as np
 
 from bngrad import _validation
-from bngrad._credentials import Access
+from bngrad._credentials import Credentials
 from bngrad._deadline import Cancellation, Deadline
 from bngrad._errors import BngradError, InvalidArgumentError, NotSharedError, UnavailableError, from_status
 from bngrad._requests import codec
@@ -45,7 +45,7 @@ class TransportSelector:
         transport: Transport,
         options: Iterable[_validation.ChannelOption],
         quarantine: Quarantine,
-        access: Access,
+        credentials: Credentials,
     ) -> None:
         """Connects to nothing yet.
 
@@ -54,16 +54,16 @@ class TransportSelector:
             transport: The client's choice; "auto" for the fastest that there is.
             options: gRPC channel arguments.
             quarantine: The outputs of failed calls, of this server or another one.
-            access: The credentials for the server.
+            credentials: What identifies the client to the server, and TLS.
         """
         self.has_answered = False
         self._target = target
         self._preference = transport
-        self._channel = access.channel(_validation.channel_options(options))
-        self._grpcio = GrpcioTransport(self._channel, target, access)
+        self._channel = credentials.channel(_validation.channel_options(options))
+        self._grpcio = GrpcioTransport(self._channel, target, credentials)
         self._own_memory = Pool(None)
         self._quarantine = quarantine
-        self._discovery = EndpointDiscovery(target, access)
+        self._discovery = EndpointDiscovery(target, credentials)
 
     def run(self, request: PreparedRequest[Result], deadline: Deadline, cancellation: Cancellation) -> Result:
         """Makes a call, without retries.

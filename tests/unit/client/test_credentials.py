@@ -11,7 +11,7 @@ from tests.security.authority import Authority
 
 import bngrad
 from bngrad import aio
-from bngrad._credentials import Access, Security, check_security
+from bngrad._credentials import Credentials, Security, check_security
 
 REMOTE = ["10.0.0.1:1", "host.example:1", "dns:///host.example:1", "ipv4:10.0.0.1:1", "[2001:db8::1]:1", "0.0.0.0:1"]
 LOCAL = ["127.0.0.1:1", "localhost:1", "[::1]:1", "unix:/a", "unix-abstract:a", "dns:localhost:1"]
@@ -68,14 +68,14 @@ def test_a_token_comes_from_a_string_a_file_or_a_function(tmp_path: Path) -> Non
     path = tmp_path / "token"
     path.write_text(f"{TOKEN}\n")
     for token in (TOKEN, path, lambda: TOKEN):
-        assert Access(check_security(["a:1"], True, token, False), "unix:/a").authorization() == f"Bearer {TOKEN}"
-    access = Access(Security(token=path), "unix:/a")
+        assert Credentials(check_security(["a:1"], True, token, False), "unix:/a").authorization() == f"Bearer {TOKEN}"
+    credentials = Credentials(Security(token=path), "unix:/a")
     path.write_text("another")
-    assert access.metadata() == (("authorization", "Bearer another"),)
+    assert credentials.metadata() == (("authorization", "Bearer another"),)
     path.unlink()
     with pytest.raises(bngrad.InvalidArgumentError, match="token must be a file that can be read"):
-        access.metadata()
-    assert Access(Security(), "a:1").metadata() == ()
+        credentials.metadata()
+    assert Credentials(Security(), "a:1").metadata() == ()
 
 
 def test_no_repr_shows_the_token() -> None:
