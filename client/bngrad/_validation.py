@@ -42,7 +42,7 @@ def check_targets(target: str | Sequence[str]) -> list[str]:
     """Returns the targets, each once, if all are valid."""
     targets = [target] if isinstance(target, str) else target
     if isinstance(targets, bytes) or not isinstance(targets, Sequence):
-        raise TypeError(f"target must be a str, not {target!r}, or a sequence of such")
+        raise TypeError(f"target must be a str, not {target!r}, or a sequence of str")
     for each in targets:
         if not isinstance(each, str):
             raise TypeError(f"target must be a str, not {each!r}")
@@ -123,7 +123,7 @@ def check_shape(shape: SupportsIndex | Sequence[SupportsIndex]) -> tuple[int, ..
     try:
         lengths = tuple(map(operator.index, dimensions))
     except TypeError as error:
-        raise TypeError(f"shape must be an int or a sequence of such, not {shape!r}") from error
+        raise TypeError(f"shape must be an int or a sequence of int, not {shape!r}") from error
     if max(map(abs, lengths), default=0) >= 2**63:  # and may be too long to print
         raise invalid_argument(FieldViolation("shape", "shape must have lengths below 2**63, not above"))
     if min(lengths, default=0) < 0:

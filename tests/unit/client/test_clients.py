@@ -486,7 +486,7 @@ def test_a_message_that_the_server_does_not_read_keeps_its_deadline() -> None:
         ({"shape": (2, -1)}, bngrad.InvalidArgumentError, "shape must have no negative lengths"),
         ({"shape": (0, 10**5000)}, bngrad.InvalidArgumentError, "shape must have lengths below 2"),
         ({"shape": 2, "dtype": "\ud800"}, TypeError, "dtype must be one of NumPy's, not "),
-        ({"shape": 1.5}, TypeError, "shape must be an int or a sequence of such, not 1.5"),
+        ({"shape": 1.5}, TypeError, "shape must be an int or a sequence of int, not 1.5"),
         ({"shape": 2, "dtype": "nonsense"}, TypeError, "dtype must be one of NumPy's, not 'nonsense'"),
         ({"shape": 2, "dtype": object}, bngrad.InvalidArgumentError, "dtype must be one without Python objects"),
         ({"shape": 2**60}, MemoryError, "no [0-9]+ bytes for an array"),
