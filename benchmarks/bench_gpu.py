@@ -33,7 +33,7 @@ from benchmarks.gpu.timing import ROUNDS, launches_each, sets_of, time_of
 
 from bngrad_kernels.cuda.backend import CudaBackend
 from bngrad_kernels.cuda.device import CupyDevice
-from bngrad_kernels.cuda.kernel_selection import Engine, choose, is_read_from_cache
+from bngrad_kernels.cuda.kernel_selection import KernelKind, choose_kernel, is_read_from_cache
 from bngrad_kernels.cuda.plan import cut
 from bngrad_kernels.problem import Problem
 
@@ -94,7 +94,7 @@ def _measurements(
     """What is measured, and how."""
     if part == "layers":
         print(f"{'microseconds, median':44}{'bngrad':>9}{'pytorch':>9}{'cudnn':>9}{'floor':>9}{'GB/s':>7}"
-              f"{'of copy':>8}{'/floor':>8}{'/peer':>7}  engine")  # fmt: skip
+              f"{'of copy':>8}{'/floor':>8}{'/peer':>7}  kernel")  # fmt: skip
         for case in all_cases(batches):
             yield str(case), partial(_layer, device, case, copy)
     elif part == "second_order":
@@ -169,7 +169,7 @@ def _layer(device: CupyDevice, case: Case, copy: float) -> list[Row]:
 
     best = min(seconds[name] for name in _PEERS if name in seconds)
     row: Row = {
-        "case": str(case), "engine": _engine(device, case),
+        "case": str(case), "kernel": _kernel_kind(device, case),
         "layout": case.layout, "dtype": case.dtype, "batch": case.batch, "chw": case.chw,
         "is_training": case.is_training, "tensor_nbytes": case.tensor_nbytes, "seconds": seconds,
         "floor_seconds": floor, "to_floor": seconds["bngrad"] / floor, "to_best_peer": seconds["bngrad"] / best,
@@ -200,15 +200,15 @@ def _second_order(device: CupyDevice, case: Case, copy: float) -> list[Row]:
              **_complaint(map(complaint, sets, resident))}]  # fmt: skip
 
 
-def _engine(device: CupyDevice, case: Case) -> str:
-    """The engine, and where a streamed one should find y_backprop and x when it needs them again."""
+def _kernel_kind(device: CupyDevice, case: Case) -> str:
+    """The kind of kernel and, if streamed, where it should find y_backprop and x when it reads them again."""
     planned = cut(case.spec)
-    engine = choose(planned, case.spec.channels, device.traits, is_training=case.is_training)
-    if engine is not Engine.STREAMED:
-        return str(engine.value)
+    kind = choose_kernel(planned, case.spec.channels, device.traits, is_training=case.is_training)
+    if kind is not KernelKind.STREAMED:
+        return str(kind.value)
     group_nbytes = 2 * planned.rows * planned.inner * planned.group_channels * case.spec.dtype.itemsize
     is_cached = is_read_from_cache(group_nbytes, device.traits.cache_nbytes)
-    return f"{engine.value}, {'cache' if is_cached else 'memory'}"
+    return f"{kind.value}, {'cache' if is_cached else 'memory'}"
 
 
 def _copy_bandwidth() -> float:
@@ -276,7 +276,7 @@ def _line(row: Row) -> str:
                     for name in ("bngrad", *_PEERS))  # fmt: skip
     rate = 3 * row["tensor_nbytes"] / row["seconds"]["bngrad"] / 1e9
     return (f"{row['case']:44}{cells}{1e6 * row['floor_seconds']:9.1f}{rate:7.0f}{1 / row['to_floor']:8.0%}"
-            f"{row['to_floor']:8.2f}{row['to_best_peer']:7.2f}  {row['engine']} {row.get('wrong', '')}")  # fmt: skip
+            f"{row['to_floor']:8.2f}{row['to_best_peer']:7.2f}  {row['kernel']} {row.get('wrong', '')}")  # fmt: skip
 
 
 def _summary(rows: list[Row]) -> str:

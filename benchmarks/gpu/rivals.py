@@ -11,7 +11,7 @@ import torch
 from benchmarks.gpu.cases import Case, Tensors
 
 from bngrad_kernels.cuda.copy_plan import Launch
-from bngrad_kernels.cuda.descriptors import DESCRIPTOR, Piece, template, tickets
+from bngrad_kernels.cuda.descriptors import DESCRIPTOR, Piece, schedule_tiles, template
 from bngrad_kernels.cuda.device import CupyDevice
 from bngrad_kernels.cuda.plan import THREADS
 from bngrad_kernels.problem import Problem
@@ -34,12 +34,12 @@ class Resident:
         nothing = np.empty(0)
         problem = Problem(spec, *[nothing] * 8)
         made = template(Piece(problem, 0, spec.channels), device.traits)
-        table = tickets([made] * len(batch), range(len(batch)), device.traits.cache_nbytes)
+        table = schedule_tiles([made] * len(batch), range(len(batch)), device.traits.cache_nbytes)
         scratch = -(-(made.partials_nbytes + made.coefficients_nbytes) // _ALIGNMENT) * _ALIGNMENT
         counters = (1 + 2 * made.groups * len(batch)) * _COUNTER_NBYTES
         self._scratch = torch.empty(scratch * len(batch), dtype=torch.uint8, device="cuda")
         self._counters = torch.zeros(launches * counters, dtype=torch.uint8, device="cuda")
-        self._tickets = torch.from_numpy(table.view(np.uint8).copy()).cuda()
+        self._work_tiles = torch.from_numpy(table.view(np.uint8).copy()).cuda()
         records = np.frombuffer(bytearray(made.descriptor * len(batch) * launches), DESCRIPTOR)
         records = records.reshape(launches, len(batch))
         for i, each in enumerate(batch):
@@ -52,7 +52,7 @@ class Resident:
             records["ready"][:, i] = records["arrived"][:, i] + made.groups * _COUNTER_NBYTES
         self._descriptors = torch.from_numpy(records.view(np.uint8).reshape(-1).copy()).cuda()
         self._records_nbytes, self._counters_nbytes = records[0].nbytes, counters
-        self._launch = Launch(made.kernel, self._tickets.data_ptr(), len(table), 0, made.kept_nbytes)
+        self._launch = Launch(made.kernel, self._work_tiles.data_ptr(), len(table), 0, made.resident_nbytes)
         self._kernel = device.kernel(made.kernel.symbol)
         self._next = 0
 
@@ -60,11 +60,11 @@ class Resident:
         number, self._next = self._next, self._next + 1
         arguments = (
             np.uint64(self._descriptors.data_ptr() + number * self._records_nbytes),
-            np.uint64(self._launch.tickets),
-            np.uint32(self._launch.length),
+            np.uint64(self._launch.work_tiles),
+            np.uint32(self._launch.tile_count),
             np.uint64(self._counters.data_ptr() + number * self._counters_nbytes),
         )
-        blocks = min(self._launch.length, self._device.blocks)
+        blocks = min(self._launch.tile_count, self._device.blocks)
         with cupy.cuda.Stream.null:  # PyTorch's default stream as well
             self._kernel((blocks,), (THREADS,), arguments, shared_mem=self._launch.shared_nbytes)
 

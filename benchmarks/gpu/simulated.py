@@ -134,7 +134,7 @@ def run(simulator: Path, kind: str, number: int) -> None:
         tensors = [ctypes.c_uint64(allocate(device, number)) for _ in range(3)]
         device.run("three", device.blocks, 512, *tensors, ctypes.c_uint32(number // 16))
         return
-    plan._ENOUGH_STRIPS //= PART
+    plan._ENOUGH_TILES //= PART
     kernel_selection._MOST_AHEAD_NBYTES //= PART
     backend = CudaBackend(device, chunk_nbytes=1 << 20)
     backend.warm_up()

@@ -1,1 +1,1 @@
-"""The op itself: its specification, a float64 reference, and the back ends that compute it. Knows no gRPC."""
+"""The ops: validation, a float64 reference, and the backends that compute them. Independent of gRPC."""

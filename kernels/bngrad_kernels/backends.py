@@ -1,19 +1,19 @@
-"""The back ends by the name of their device."""
+"""Finds devices and creates their backends."""
 
 from __future__ import annotations
 
 import importlib.util
 from typing import NamedTuple
 
-from bngrad_kernels.problem import Backend
+from bngrad_kernels.backend import Backend
 
 
 class Devices(NamedTuple):
     """Devices to compute on.
 
     Attributes:
-        names: One for each worker, what `create` takes.
-        remark: A sentence on why some or all GPUs are not among them, where nobody named the devices.
+        names: Device names for `create`, one for each worker.
+        remark: A sentence on why some or all GPUs are not used; None if the devices were named or all are used.
     """
 
     names: list[str]
@@ -21,13 +21,13 @@ class Devices(NamedTuple):
 
 
 def devices(wanted: str = "auto") -> Devices:
-    """The devices that a name stands for.
+    """Returns the devices that a setting stands for.
 
     Args:
-        wanted: ``"auto"`` for every usable GPU, or the CPU where there is none; or names of devices, with commas.
+        wanted: ``"auto"`` for every usable GPU, or the CPU if there is none; otherwise comma-separated device names.
 
     Raises:
-        ValueError: There is no such name, or a device is named twice.
+        ValueError: A name is invalid, or a device is named twice.
     """
     if wanted != "auto":
         names = [name.strip() for name in wanted.split(",")]
@@ -45,15 +45,15 @@ def devices(wanted: str = "auto") -> Devices:
 
 
 def create(device: str, *, threads: int | None = None) -> Backend:
-    """The back end for a device.
+    """Creates the backend of a device.
 
     Args:
-        device: ``"cpu"``, or ``"cuda:N"`` for the GPU of that number.
-        threads: How many threads the CPU uses; every core that this process may use where None.
+        device: ``"cpu"``, or ``"cuda:N"`` for the GPU with that number.
+        threads: How many threads the CPU uses; None for one per core that this process may use.
 
     Raises:
-        ValueError: There is no such name.
-        DeviceUnavailableError: The GPU is not there or too old, or software is missing; says so in one sentence.
+        ValueError: The name is invalid.
+        DeviceUnavailableError: The GPU is missing or too old, or software is missing; the message says which.
     """
     _check(device)
     if device == "cpu":

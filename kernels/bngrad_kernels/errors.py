@@ -1,11 +1,11 @@
-"""What may be wrong with a device, as opposed to a request."""
+"""Errors of a device, as opposed to those of a request."""
 
 from __future__ import annotations
 
 
 class DeviceUnavailableError(RuntimeError):
-    """A device that is not there, or cannot be used as things are; the message is one sentence that says why."""
+    """The device is missing or cannot be used; the message is one sentence that says why."""
 
 
 class DeviceFailedError(RuntimeError):
-    """A device that this process cannot use any more: it has to end. What it held may be computed by another."""
+    """This process can no longer use the device and has to end. Another process may compute its requests."""

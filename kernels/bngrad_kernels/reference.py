@@ -1,4 +1,4 @@
-"""The oracle: the gradients in NumPy float64, written as the formulae stand in the literature."""
+"""The reference: the gradients in NumPy float64, written as the formulae in the literature."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from bngrad_kernels.spec import ReserveSpace2Kind, Spec
 Float64Array = npt.NDArray[np.float64]
 
 
-class Gradients(NamedTuple):
-    """The gradients, in float64: x_backprop of x's shape, the other two of shape (C,)."""
+class ReferenceGradients(NamedTuple):
+    """The gradients in float64: x_backprop of the shape of x, the other two of shape (C,)."""
 
     x_backprop: Float64Array
     scale_backprop: Float64Array
@@ -23,8 +23,8 @@ class Gradients(NamedTuple):
 
 def fused_batch_norm_grad(
     spec: Spec, y_backprop: Array, x: Array, scale: Array | None, reserve_space_1: Array, reserve_space_2: Array
-) -> Gradients:
-    """The gradients of fused batch normalisation, from inputs of any float dtype.
+) -> ReferenceGradients:
+    """Computes the gradients of fused batch normalisation, from inputs of any float dtype.
 
     Ioffe and Szegedy, "Batch Normalization" (2015), section 3, with the mean and the variance used as given.
     """
@@ -42,11 +42,11 @@ def fused_batch_norm_grad(
         centred = dy - sum_dy / m - xc * rstd**2 * (sum_dy_xc / m)
     with np.errstate(invalid="ignore"):
         scale_backprop = rstd * sum_dy_xc if dy.size else sum_dy
-        return Gradients(gamma * rstd * centred, scale_backprop.reshape(-1), sum_dy.reshape(-1))
+        return ReferenceGradients(gamma * rstd * centred, scale_backprop.reshape(-1), sum_dy.reshape(-1))
 
 
-class GradGrads(NamedTuple):
-    """The gradients of the gradients, in float64: the first two of x's shape, grad_scale of shape (C,)."""
+class ReferenceGradGrads(NamedTuple):
+    """The second-order gradients in float64: the first two of the shape of x, grad_scale of shape (C,)."""
 
     grad_y_backprop: Float64Array
     grad_x: Float64Array
@@ -63,12 +63,12 @@ def fused_batch_norm_grad_grad(
     scale: Array,
     reserve_space_1: Array,
     reserve_space_2: Array,
-) -> GradGrads:
-    """The gradients of `fused_batch_norm_grad`, in training with the mean and the variance of x itself.
+) -> ReferenceGradGrads:
+    """Computes the gradients of `fused_batch_norm_grad`; in training, mean and variance are functions of x.
 
-    In training x_backprop is ``scale * rstd * P(y_backprop)`` with ``P(v) = v - mean(v) - xh * mean(v * xh)``, and P
-    is symmetric: the gradient of y_backprop is that of x_backprop through the same P. That of x follows from
-    ``d xh = rstd * P(d x)`` and ``d rstd = -rstd**2 * mean(xh * d x)``. Outputs are zeros over nothing.
+    In training x_backprop is ``scale * rstd * P(y_backprop)`` with ``P(v) = v - mean(v) - xh * mean(v * xh)``. P is
+    symmetric, so the gradient of y_backprop is that of x_backprop through the same P. The gradient of x follows from
+    ``d xh = rstd * P(d x)`` and ``d rstd = -rstd**2 * mean(xh * d x)``. Without elements, grad_scale is zeros.
     """
     axes = tuple(axis for axis in range(len(spec.shape)) if axis != spec.channel_axis)
     dy, dx_grad = y_backprop.astype(np.float64), grad_x_backprop.astype(np.float64)
@@ -79,13 +79,13 @@ def fused_batch_norm_grad_grad(
         return np.asarray(values.mean(axes, keepdims=True))
 
     if not dy.size:
-        return GradGrads(dy, dy, np.zeros(spec.channels))
+        return ReferenceGradGrads(dy, dy, np.zeros(spec.channels))
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         if not spec.is_training:
             rstd = per_channel(spec, rstd_of(spec, reserve_space_2))
             xh = (x.astype(np.float64) - per_channel(spec, reserve_space_1)) * rstd
             grad_scale = rstd * (dx_grad * dy).sum(axes, keepdims=True)
-            return GradGrads(gamma * rstd * dx_grad + a * xh + b, a * rstd * dy, grad_scale.reshape(-1))
+            return ReferenceGradGrads(gamma * rstd * dx_grad + a * xh + b, a * rstd * dy, grad_scale.reshape(-1))
 
         xc = x.astype(np.float64) - mean(x.astype(np.float64))
         rstd = 1 / np.sqrt(mean(xc**2) + spec.epsilon)
@@ -95,7 +95,7 @@ def fused_batch_norm_grad_grad(
             return values - mean(values) - xh * mean(values * xh)
 
         p_dy, p_dx_grad = project(dy), project(dx_grad)
-        return GradGrads(
+        return ReferenceGradGrads(
             gamma * rstd * p_dx_grad + a * xh + b,
             a * rstd * p_dy
             - gamma * rstd**2 * (xh * mean(dx_grad * p_dy) + mean(dx_grad * xh) * p_dy + mean(dy * xh) * p_dx_grad),
@@ -104,7 +104,7 @@ def fused_batch_norm_grad_grad(
 
 
 def rstd_of(spec: Spec, reserve_space_2: Array) -> Float64Array:
-    """The inverse standard deviation, shape (C,), by what reserve_space_2 holds."""
+    """The inverse standard deviation, shape (C,), from whatever kind reserve_space_2 holds."""
     values = reserve_space_2.astype(np.float64)
     if spec.reserve_space_2_kind is ReserveSpace2Kind.INVERSE_STD:
         return values
@@ -113,7 +113,7 @@ def rstd_of(spec: Spec, reserve_space_2: Array) -> Float64Array:
 
 
 def per_channel(spec: Spec, values: Array) -> Float64Array:
-    """Shapes (C,) for broadcasting against x."""
+    """Reshapes (C,) so that it broadcasts against x."""
     shape = [1] * len(spec.shape)
     shape[spec.channel_axis] = spec.channels
     return values.astype(np.float64).reshape(shape)

@@ -1,4 +1,4 @@
-"""What back ends compute: the terms that every op's request is put in, whichever op it came from."""
+"""The spec: what a backend has to compute, in the same terms for every op."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ReserveSpace2Kind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """What is known of a tensor before its elements are looked at.
+    """A tensor's dtype, shape and size, without its elements.
 
     Attributes:
         dtype: The element type.
@@ -47,17 +47,17 @@ class TensorHeader:
 
 @dataclass(frozen=True, slots=True)
 class FieldViolation:
-    """One thing wrong with a request: the field, and what it has and should have."""
+    """One invalid field of a request, with its value and what is expected."""
 
     field: str
     description: str
 
 
 class InvalidArgumentError(ValueError):
-    """A request that no back end may see.
+    """An invalid request, which must not reach a backend.
 
     Attributes:
-        violations: Everything that is wrong with it, at least one.
+        violations: All invalid fields, at least one.
     """
 
     def __init__(self, violations: tuple[FieldViolation, ...]) -> None:
@@ -67,17 +67,17 @@ class InvalidArgumentError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """A valid problem, whichever op it came from.
+    """What to compute, valid and independent of the op that asked for it.
 
     Attributes:
         dtype: The element type of x and of every tensor of its shape: float16, bfloat16 or float32.
-        shape: The shape of x, of its gradients and of theirs.
+        shape: The shape of x and of every tensor of its shape.
         channel_axis: The dimension of ``shape`` that holds the C channels.
         stats_dtype: The element type of the 1-D tensors: float32, or bfloat16 beside a bfloat16 x.
-        epsilon: What is added to the variance; rounded to float32, which is the attribute's type.
+        epsilon: Added to the variance; rounded to float32, the type of the op's attribute.
         is_training: Whether the mean and the variance depend on x.
         reserve_space_2_kind: What reserve_space_2 holds.
-        order: 1 for the gradients of batch normalisation, 2 for the gradients of these.
+        order: 1 for the gradients of batch normalisation, 2 for the gradients of those gradients.
     """
 
     dtype: np.dtype[Any]
@@ -104,7 +104,7 @@ class Spec:
 
     @property
     def inner(self) -> int:
-        """The number of elements behind the channel axis; 1 where channels come last."""
+        """The number of elements after the channel axis; 1 if channels come last."""
         return math.prod(self.shape[self.channel_axis + 1 :])
 
     @property
@@ -124,6 +124,6 @@ class Spec:
 
 
 def float32(value: float) -> float:
-    """The value rounded to float32, which is what the attribute epsilon is."""
+    """The value rounded to float32, the type of the attribute epsilon."""
     with np.errstate(over="ignore"):
         return float(np.float32(value))

@@ -1,4 +1,4 @@
-"""How far results are from the float64 reference, and how far they may be."""
+"""The errors of results against the float64 reference, and the bounds on these errors."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _SUM_BOUND = 1e-6
 
 
 class Errors(NamedTuple):
-    """The largest errors of a result, or the bounds of them.
+    """The largest errors of a result, or the bounds on them.
 
     Attributes:
         x_backprop: Relative to the largest modulus in x_backprop.
-        scale_backprop: Relative to the sum of the moduli of the terms, the worst channel.
-        offset_backprop: Alike.
+        scale_backprop: Relative to the sum of the moduli of the terms, in the worst channel.
+        offset_backprop: The same.
     """
 
     x_backprop: float
@@ -31,18 +31,18 @@ class Errors(NamedTuple):
 
 
 def bounds(spec: Spec) -> Errors:
-    """What is allowed: the float32 computation's error, and one rounding where the result is of a narrower type."""
+    """The bounds: the error of the computation in float32, plus one rounding if the result has a narrower type."""
     sums = _SUM_BOUND + _rounding(spec.stats_dtype)
     return Errors(_X_BACKPROP_BOUND + _rounding(spec.dtype), sums, sums)
 
 
 def errors(spec: Spec, inputs: tuple[Array, ...], outputs: tuple[Array, ...]) -> Errors:
-    """The errors of a result.
+    """Computes the errors of a result.
 
     Args:
         spec: What was computed.
         inputs: y_backprop, x, scale, reserve_space_1, reserve_space_2.
-        outputs: x_backprop, scale_backprop, offset_backprop, and whatever follows them.
+        outputs: x_backprop, scale_backprop, offset_backprop; further ones are ignored.
     """
     y_backprop, x, scale, reserve_space_1, reserve_space_2 = inputs
     exact = reference.fused_batch_norm_grad(spec, y_backprop, x, scale, reserve_space_1, reserve_space_2)
@@ -58,21 +58,21 @@ def errors(spec: Spec, inputs: tuple[Array, ...], outputs: tuple[Array, ...]) ->
 
 
 class GradGradErrors(NamedTuple):
-    """The largest errors of a result of the second order, or the bounds of them; all relative to the terms' moduli.
+    """The largest errors of a second-order result, or the bounds on them, all relative to the moduli of the terms.
 
-    The terms are those that the elements are computed from::
+    The elements are computed from these terms::
 
         grad_y_backprop: scale * rstd * (u - mean(u)), (a - scale * rstd * mean(u * xh)) * xh, b
         grad_x:          c1 * (dy - mean(dy)), c2 * (u - mean(u)), c3 * xh
         grad_scale:      rstd * u * dy, and its projections
 
-    with u, a and b the gradients of x_backprop, scale_backprop and offset_backprop, the mean's modulus counted as well
-    as the difference's, and none of the means in inference.
+    where u, a and b are the gradients of x_backprop, scale_backprop and offset_backprop. The modulus of each mean
+    counts as well as that of the difference. In inference there are no means.
 
     Attributes:
-        grad_y_backprop: Relative to the sum of the moduli of the element's own terms, the worst element.
-        grad_x: Alike.
-        grad_scale: Relative to the sum of the moduli of the terms, the worst channel.
+        grad_y_backprop: Relative to the sum of the moduli of the element's own terms, in the worst element.
+        grad_x: The same.
+        grad_scale: Relative to the sum of the moduli of the terms, in the worst channel.
     """
 
     grad_y_backprop: float
@@ -81,13 +81,13 @@ class GradGradErrors(NamedTuple):
 
 
 def grad_grad_bounds(spec: Spec) -> GradGradErrors:
-    """What is allowed of the second order: a float32 rounding for each operation, and one to a narrower type.
+    """The bounds of the second order: a float32 rounding for each operation, plus one to a narrower type.
 
-    Every coefficient is one rounding of a float64. ``xh = ((x - mean) - rest) * rstd`` has four: each subtraction's,
-    the coefficient's and the product's. A term of xh then gets the rounding of its own coefficient and of up to three
-    operations, a term of u or dy fewer: at most eight, 2**-24 each. grad_scale is float64 up to its one rounding; so
-    are the sums, whose errors stay below 2**-30 of their terms for up to 2**30 elements a channel, as a pivot is at
-    most 32 standard deviations from the mean.
+    Each coefficient is a float64, rounded once. ``xh = ((x - mean) - rest) * rstd`` has four roundings: of the two
+    subtractions, the coefficient and the product. A term of xh adds those of its own coefficient and of at most three
+    operations; a term of u or dy has fewer. That is at most eight roundings of 2**-24. grad_scale is float64 until its
+    one rounding, and so are the sums. Their errors stay below 2**-30 of their terms for up to 2**30 elements per
+    channel, since a pivot is at most 32 standard deviations from the mean.
     """
     half_ulp = float(np.finfo(np.float32).eps) / 2
     tensors = 8.1 * half_ulp + _rounding(spec.dtype)
@@ -95,7 +95,7 @@ def grad_grad_bounds(spec: Spec) -> GradGradErrors:
 
 
 def grad_grad_errors(spec: Spec, inputs: tuple[Array, ...], outputs: tuple[Array, ...]) -> GradGradErrors:
-    """The errors of a result of the second order.
+    """Computes the errors of a second-order result.
 
     Args:
         spec: What was computed.
@@ -103,7 +103,7 @@ def grad_grad_errors(spec: Spec, inputs: tuple[Array, ...], outputs: tuple[Array
         outputs: grad_y_backprop, grad_x, grad_scale.
     """
     exact = reference.fused_batch_norm_grad_grad(spec, *inputs)
-    # The narrowest numbers of a dtype have fewer bits; float32's are too small to matter.
+    # Subnormal numbers have fewer bits; those of float32 are too small to matter.
     lost = 0.0 if spec.dtype == FLOAT32 else float(ml_dtypes.finfo(spec.dtype).smallest_subnormal) / 2  # type: ignore[no-untyped-call]
     worst = []
     for got, right, moduli in zip(outputs, exact, _grad_grad_moduli(spec, *inputs), strict=True):
@@ -159,5 +159,5 @@ def _worst(got: Array, exact: npt.NDArray[np.float64], scale: npt.ArrayLike) -> 
 
 
 def _rounding(dtype: np.dtype[np.generic]) -> float:
-    """The relative error of rounding to a dtype; none for float32, whose rounding is in the bounds already."""
+    """The relative error of rounding to a dtype; 0 for float32, whose rounding the bounds already include."""
     return 0.0 if dtype == FLOAT32 else float(ml_dtypes.finfo(dtype).eps) / 2  # type: ignore[no-untyped-call]

@@ -1,8 +1,8 @@
-"""The ops by name, and the one place that validates requests.
+"""Validates requests: turns the inputs and attributes of each op into a `Spec`, or says what is wrong with them.
 
 Three ops share one computation: TensorFlow's ``FusedBatchNormGradV3`` and ``FusedBatchNormGradV2``, and oneDNN
 Graph's ``BatchNormTrainingBackprop``. A fourth is the gradient of TensorFlow's two. Each ``*_spec`` function takes the
-headers of one op's inputs and its attributes, and returns the `Spec` that all back ends understand.
+headers of one op's inputs and its attributes, and returns the `Spec` that all backends understand.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from bngrad_kernels.spec import (
 
 @dataclass(frozen=True, slots=True)
 class DataFormat:
-    """Where a tensor's channels are, and the ranks that go with it."""
+    """Where a tensor's channels are, and its possible ranks."""
 
     channels_last: bool
     ranks: tuple[int, ...]
@@ -186,7 +186,7 @@ def _tensorflow_spec(
 
 
 class _Checker:
-    """Collects violations. Begins with TensorFlow's own words where it has a message, since users match on them."""
+    """Collects violations. A description begins with TensorFlow's own message if it has one: users match on it."""
 
     def __init__(self) -> None:
         self._violations: list[FieldViolation] = []
@@ -203,7 +203,7 @@ class _Checker:
         data_formats: Mapping[str, DataFormat],
         **others: TensorHeader,
     ) -> int:
-        """Checks x, the others of its shape and the data format; returns the channel axis (0 where it is unknown)."""
+        """Checks x, the other tensors of its shape and the data format. Returns the channel axis, 0 if unknown."""
         self.dtype(x_name, x, TENSOR_DTYPES)
         self.payload(x_name, x)
         for name, header in others.items():
@@ -228,7 +228,7 @@ class _Checker:
     def stats(
         self, x_name: str, x: TensorHeader, axis: int, dtypes: tuple[np.dtype[Any], ...], **stats: TensorHeader
     ) -> None:
-        """Checks 1-D tensors of one element a channel; ``axis`` 0 means that x has no known channels."""
+        """Checks 1-D tensors with one element per channel; ``axis`` is 0 if the channel axis of x is unknown."""
         for name, header in stats.items():
             self.dtype(name, header, dtypes)
             self.payload(name, header)
@@ -251,7 +251,7 @@ class _Checker:
             self._add(name, f"{name} must have no negative dimension, not shape {header.shape}")
             return
         nbytes = math.prod(header.shape) * header.dtype.itemsize
-        # An empty tensor's other dimensions count too: NumPy cannot describe it otherwise.
+        # Zeros count as ones: NumPy cannot represent an empty tensor whose other dimensions overflow.
         if math.prod(max(length, 1) for length in header.shape) * header.dtype.itemsize >= 2**63:
             self._add(name, f"{name} must have fewer than 2**63 bytes, not shape {header.shape}")
         elif nbytes != header.nbytes:

@@ -100,7 +100,7 @@ def test_a_hundred_runs_give_the_same_bits_of_the_second_order(backend: CudaBack
 def test_a_problem_cut_into_many_pieces_has_the_bits_of_the_whole(backend: CudaBackend, shape: tuple[int, ...]) -> None:
     whole, cut = problem(Spec(FLOAT16, shape, 1)), problem(Spec(FLOAT16, shape, 1))
     backend.run([whole])
-    pieces = CudaBackend(gpu(DEVICE), lane_nbytes=1 << 22, chunk_nbytes=1 << 23)
+    pieces = CudaBackend(gpu(DEVICE), stream_nbytes=1 << 22, chunk_nbytes=1 << 23)
     pieces.warm_up()
     pieces.run([cut])
     assert bits(whole) == bits(cut)
@@ -139,9 +139,9 @@ def test_what_does_not_fit_the_device_is_refused_and_the_next_batch_is_computed(
     one = np.ones(1, np.float32)
     spec = Spec(FLOAT16, tensor.shape, 1)
     made = Problem(spec, tensor, tensor, one, one, one, tensor, one.copy(), one.copy())
-    lane = backend._device.lane()
+    stream = backend._device.stream()
     with pytest.raises(MemoryError, match="the GPU has no"):
-        lane.reserve(3 * made.tensor_nbytes)
+        stream.reserve(3 * made.tensor_nbytes)
     after = problem(Spec(FLOAT32, (100, 64), 1))
     backend.run([after])
     assert_right(after)

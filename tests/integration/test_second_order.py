@@ -16,7 +16,8 @@ import bngrad
 import bngrad.aio
 from bngrad_cli.embedded import EmbeddedServer
 from bngrad_kernels import backends, tolerances
-from bngrad_kernels.problem import Array, Backend, GradGradProblem
+from bngrad_kernels.backend import Backend
+from bngrad_kernels.problem import Array, GradGradProblem
 from bngrad_kernels.spec import BFLOAT16, FLOAT16, FLOAT32, Spec
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_protos.v1 import batch_norm_grad_pb2_grpc as pb_grpc

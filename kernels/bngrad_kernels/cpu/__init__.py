@@ -1,4 +1,4 @@
-"""The CPU back end."""
+"""The CPU backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CUDA back end."""
+"""The CUDA backend."""
 
 from __future__ import annotations
 

@@ -1,22 +1,23 @@
-// The kernels, one for each order, element type, mode and access: a whole batch of such problems in one launch.
+// One kernel for each order, element type, mode and access. A launch computes a whole batch of problems of its kind.
 #include "first_order.cuh"
 #include "tile_scheduler.cuh"
 #include "resident.cuh"
 #include "second_order.cuh"
 #include "streamed.cuh"
 
-#define BNGRAD_KERNEL(blocks, name, ...)                                                                             \
-    extern "C" __global__ void __launch_bounds__(bngrad::kThreads, blocks)                                           \
-        name(const bngrad::Descriptor *descriptors, const bngrad::Ticket *tickets, unsigned count, unsigned *drawn) { \
-        __shared__ bngrad::Shared shared;                                                                            \
-        bngrad::run<__VA_ARGS__>(descriptors, bngrad::Queue(tickets, count, drawn), shared);                          \
+#define BNGRAD_KERNEL(blocks, name, ...)                                                                           \
+    extern "C" __global__ void __launch_bounds__(bngrad::kThreads, blocks)                                         \
+        name(const bngrad::Descriptor *descriptors, const bngrad::WorkTile *work_tiles, unsigned tile_count,       \
+             unsigned *tile_counter) {                                                                             \
+        __shared__ bngrad::Shared shared;                                                                          \
+        bngrad::run<__VA_ARGS__>(descriptors, bngrad::TileScheduler(work_tiles, tile_count, tile_counter), shared); \
     }
 
 #define BNGRAD_STREAMED(blocks, name, ...)                                     \
     BNGRAD_KERNEL(blocks, name##_vectors, bngrad::Streamed<__VA_ARGS__, true>) \
     BNGRAD_KERNEL(blocks, name##_elements, bngrad::Streamed<__VA_ARGS__, false>)
 
-// The numbers say how many blocks a processor holds, hence how many registers there are.
+// The numbers are the blocks that a multiprocessor has to hold at a time, which limits the registers.
 #define BNGRAD_KERNELS(dtype, Element)                                                                               \
     BNGRAD_KERNEL(2, first_##dtype##_training_resident, bngrad::Resident<bngrad::FirstOrder<bngrad::Element, true>>) \
     BNGRAD_STREAMED(2, first_##dtype##_training, bngrad::FirstOrder<bngrad::Element, true>)                          \

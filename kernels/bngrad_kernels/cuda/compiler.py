@@ -1,7 +1,7 @@
-"""Compiles the kernels with NVRTC, and keeps what it made.
+"""Compiles the kernels with NVRTC and caches the machine code.
 
-CuPy's own way to compile would add ``-ftz=true``, which makes subnormal numbers zeros. The kernels are compiled to
-machine code for one architecture, so that a driver has nothing left to do and needs no compiler of its own.
+CuPy's own compilation would add ``-ftz=true``, which flushes subnormal numbers to zero. The kernels are compiled to
+machine code for one architecture, so that the driver needs no compiler of its own.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from bngrad_kernels.errors import DeviceUnavailableError
 
 SOURCES = Path(__file__).parent
 _MAIN = "batch_norm_grad.cu"
-# Every operation is rounded by itself: no contraction, no flushing of subnormals, IEEE division and square root.
+# Every operation is rounded separately: no contraction, no flushing of subnormals, IEEE division and square root.
 _OPTIONS = ("-std=c++17", "-fmad=false", "-ftz=false", "-prec-div=true", "-prec-sqrt=true")
 
 
 class Compiled(NamedTuple):
-    """Machine code, the PTX that it was made from, and what the compiler said of it."""
+    """Machine code, its PTX, and the compiler's log."""
 
     cubin: bytes
     ptx: str
@@ -34,10 +34,10 @@ def architecture(capability: tuple[int, int], supported: Sequence[int]) -> int:
 
     Args:
         capability: The device's compute capability.
-        supported: What the compiler knows.
+        supported: The architectures that the compiler supports.
 
     Raises:
-        DeviceUnavailableError: The device is older than 7.0, or the compiler knows nothing that runs on it.
+        DeviceUnavailableError: The device is older than 7.0, or the compiler supports no architecture that runs on it.
     """
     major, minor = capability
     if major < 7:
@@ -61,7 +61,7 @@ def compiler_version() -> tuple[int, int]:
 
     try:
         major, minor = nvrtc.getVersion()
-    except Exception as error:  # pathfinder and CuPy have an error of their own each
+    except Exception as error:  # pathfinder and CuPy raise different errors
         raise DeviceUnavailableError(
             "NVRTC, the CUDA compiler, is not installed: pip install 'bngrad[cuda12]' or 'bngrad[cuda13]' brings it"
         ) from error
@@ -69,14 +69,14 @@ def compiler_version() -> tuple[int, int]:
 
 
 def supported_architectures() -> tuple[int, ...]:
-    """The architectures that NVRTC knows."""
+    """The architectures that NVRTC supports."""
     from cupy.cuda import nvrtc  # noqa: PLC0415
 
     return tuple(nvrtc.getSupportedArchs())
 
 
 def compile_kernels(arch: int, *options: str) -> Compiled:
-    """Compiles all kernels for an architecture, some ten seconds' work. Needs no GPU.
+    """Compiles all kernels for an architecture, which takes about ten seconds. Needs no GPU.
 
     Raises:
         RuntimeError: The source does not compile; the message is the compiler's.
@@ -98,7 +98,7 @@ def compile_source(source: str, name: str, arch: int, *options: str) -> Compiled
             nvrtc.compileProgram(program, (f"-arch=sm_{arch}", f"-I{SOURCES}", *_OPTIONS, *options))
         except nvrtc.NVRTCError as error:
             raise RuntimeError(nvrtc.getProgramLog(program)) from error
-        # CuPy takes the last byte off, as off a string: the file would end amid a header.
+        # CuPy drops the last byte, as if it ended a string; the file would be truncated within a header.
         code = nvrtc.getCUBIN(program) + b"\0"
         return Compiled(code, bytes(nvrtc.getPTX(program)).decode(), nvrtc.getProgramLog(program))
     finally:
@@ -106,7 +106,7 @@ def compile_source(source: str, name: str, arch: int, *options: str) -> Compiled
 
 
 def cubin(arch: int) -> Path:
-    """The file with the machine code for an architecture, compiled now if it is not in the cache."""
+    """Returns the file with the machine code for an architecture; compiles it if it is not in the cache."""
     major, minor = compiler_version()
     path = _folder() / f"sm_{arch}-nvrtc-{major}.{minor}.cubin"
     if not path.exists():
@@ -114,12 +114,12 @@ def cubin(arch: int) -> Path:
         code = compile_kernels(arch).cubin
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             file.write(code)
-        Path(file.name).replace(path)  # at once, whoever else does the same
+        Path(file.name).replace(path)  # atomically, as other processes may do the same
     return path
 
 
 def fingerprint() -> str:
-    """What tells these very sources and options from others."""
+    """A digest of the sources and options."""
     digest = hashlib.sha256(" ".join(_OPTIONS).encode())
     for source in sorted(SOURCES.glob("*.cu*")):
         digest.update(source.read_bytes())
@@ -127,13 +127,13 @@ def fingerprint() -> str:
 
 
 def _folder() -> Path:
-    """The cache folder of these very sources; that of a container's image may be there to be read only."""
+    """The cache folder of these sources; that of a container image may be read-only."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return base / "bngrad" / f"cuda-{fingerprint()}"
 
 
 def _writable(folder: Path) -> Path:
-    """The folder, or one of this process alone, since what lies in there is run."""
+    """Returns the folder if it is writable, otherwise a new private one: its contents are executed."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

@@ -1,8 +1,8 @@
-"""A chunk: pieces of problems that are on the device together, and how they get there and back.
+"""Plans the copies and launches of a chunk: of pieces of problems that are on the device together.
 
-A chunk's memory on the device is one block. It begins with what is copied there in one go: counters, descriptors,
-tickets and the inputs of small pieces, which are gathered first. The outputs of small pieces lie together as well.
-Everything else is copied by itself, between the device and where it is.
+A chunk's device memory is one block. It begins with everything that is uploaded in a single copy: counters,
+descriptors, work tiles and the inputs of small pieces, which are first gathered on the host. The outputs of small
+pieces are adjacent too. Every large array is copied on its own, directly between the device and the problem's array.
 """
 
 from __future__ import annotations
@@ -14,66 +14,66 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from bngrad_kernels.cuda.descriptors import DESCRIPTOR, Kernel, Piece, Template, template, tickets
-from bngrad_kernels.cuda.kernel_selection import Engine, Traits
+from bngrad_kernels.cuda.descriptors import DESCRIPTOR, KernelVariant, Piece, Template, schedule_tiles, template
+from bngrad_kernels.cuda.kernel_selection import KernelKind, Traits
 from bngrad_kernels.cuda.plan import cut
 from bngrad_kernels.problem import AnyProblem, Array
 
 _ALIGNMENT = 256
 _GATHER_BELOW_NBYTES = 256 << 10
-"""Smaller arrays are gathered into one copy: a copy of its own costs as much as moving that many bytes once more."""
+"""Smaller arrays are gathered into one copy: a separate copy costs as much as copying that many bytes once more."""
 _LONG_RUN_NBYTES = 4096
-"""Runs shorter than this are copied slowly: rather all of a tensor at once than a part of every row."""
+"""Shorter runs are copied slowly: better all of a tensor at once than a part of every row."""
 _COUNTER_NBYTES = 4
 
 
-class Move(NamedTuple):
-    """Bytes of an array, in rows, and their place on the device, without gaps."""
+class Copy(NamedTuple):
+    """A copy between rows of bytes on the host and contiguous bytes at an offset on the device."""
 
     rows: Array
     offset: int
 
 
 Arrays: TypeAlias = list[tuple[str, Array]]
-"""Bytes of arrays, in rows, by the names of what points to them."""
+"""Rows of bytes of arrays, by the names of their pointers in the descriptor."""
 
 
 class Launch(NamedTuple):
-    """A launch.
+    """A kernel launch. Offsets are in bytes from the start of the chunk's device memory.
 
     Attributes:
-        kernel: What is launched.
-        tickets: Where its table of tickets is.
-        length: How many tickets there are.
-        drawn: Where the counter of those drawn is.
-        shared_nbytes: The shared memory of a block whose size the launch decides.
+        kernel: The kernel to launch.
+        work_tiles: The offset of its work tiles.
+        tile_count: How many work tiles there are.
+        tile_counter: The offset of the tile scheduler's counter.
+        shared_nbytes: The dynamic shared memory of a block.
     """
 
-    kernel: Kernel
-    tickets: int
-    length: int
-    drawn: int
+    kernel: KernelVariant
+    work_tiles: int
+    tile_count: int
+    tile_counter: int
     shared_nbytes: int
 
 
-class Chunk:
-    """Where everything is, in bytes from the start of a chunk's memory on the device.
+class CopyPlan:
+    """The layout of a chunk's device memory, with its copies and launches. Offsets are from the start of the memory.
 
     Attributes:
-        descriptors: Where the descriptors are.
-        uploaded: How many bytes, from the start, are copied to the device in one go: what `write_upload` writes.
-        copied_in: What is copied to the device by itself.
-        launches: What is launched, in this order.
-        copied_out: What is copied from the device by itself.
-        downloaded: Start and size of what is copied from the device in one go, for `read_download`.
-        nbytes: The size of the block.
+        descriptors: The offset of the descriptors.
+        uploaded: How many bytes, from the start, are uploaded in a single copy; `write_upload` writes them.
+        copied_in: The separate copies to the device.
+        launches: The launches, in order.
+        copied_out: The separate copies from the device.
+        downloaded: Offset and size of what is downloaded in a single copy; `read_download` reads it.
+        nbytes: The size of the device memory.
     """
 
     def __init__(self, pieces: Sequence[Piece], traits: Traits) -> None:
         parts = [_part(piece, traits) for piece in pieces]
         self._templates = _in_few_launches(pieces, [part.template for part in parts], traits)
         self._records = np.frombuffer(bytearray(b"".join(each.descriptor for each in self._templates)), DESCRIPTOR)
-        # Of what descriptors point to; 0 is nothing.
+        # What descriptors point to; 0 stands for null.
         self._offsets: dict[str, list[int]] = collections.defaultdict(lambda: [0] * len(parts))
         self.nbytes = 0
         self._place_tables(traits.cache_nbytes)
@@ -87,11 +87,11 @@ class Chunk:
         self._place_scratch()
 
     def write_upload(self, upload: Array, address: int) -> None:
-        """Writes what is copied to the device in one go.
+        """Writes what is uploaded in a single copy.
 
         Args:
-            upload: Where to, at least ``uploaded`` bytes.
-            address: Where the chunk's memory on the device starts.
+            upload: The host memory to write to, at least ``uploaded`` bytes.
+            address: The start of the chunk's device memory.
         """
         upload[: self._counters_end] = 0
         records = self._records
@@ -104,7 +104,7 @@ class Chunk:
             upload[offset : offset + rows.size].reshape(rows.shape)[...] = rows
 
     def read_download(self, download: Array) -> None:
-        """Writes the outputs of small pieces, from what was copied from the device in one go."""
+        """Writes the outputs of small pieces, from what was downloaded in a single copy."""
         start, _ = self.downloaded
         for rows, offset in self._scattered:
             rows[...] = download[offset - start :][: rows.size].reshape(rows.shape)
@@ -117,8 +117,8 @@ class Chunk:
     def _place_tables(self, cache_nbytes: int) -> None:
         kernels = list(dict.fromkeys(each.kernel for each in self._templates))
         groups = [each.groups for each in self._templates]
-        # Nothing that a descriptor points to is at 0, which stands for nothing.
-        drawn = self._take(max(1, len(kernels)) * _COUNTER_NBYTES)
+        # These come first, so that nothing a descriptor points to has offset 0, which stands for null.
+        tile_counter = self._take(max(1, len(kernels)) * _COUNTER_NBYTES)
         counters = self._take(2 * sum(groups) * _COUNTER_NBYTES)
         before = list(itertools.accumulate(groups, initial=0))
         self._offsets["arrived"] = [counters + _COUNTER_NBYTES * each for each in before[:-1]]
@@ -128,31 +128,31 @@ class Chunk:
         self._tables: list[tuple[int, Array]] = []
         self.launches: list[Launch] = []
         for number, kernel in enumerate(kernels):
-            its = [i for i, each in enumerate(self._templates) if each.kernel == kernel]
-            table = tickets([self._templates[i] for i in its], its, cache_nbytes)
+            indices = [i for i, each in enumerate(self._templates) if each.kernel == kernel]
+            table = schedule_tiles([self._templates[i] for i in indices], indices, cache_nbytes)
             at = self._take(table.nbytes)
             self._tables.append((at, table))
-            kept = max(self._templates[i].kept_nbytes for i in its)
-            self.launches.append(Launch(kernel, at, len(table), drawn + number * _COUNTER_NBYTES, kept))
+            kept = max(self._templates[i].resident_nbytes for i in indices)
+            self.launches.append(Launch(kernel, at, len(table), tile_counter + number * _COUNTER_NBYTES, kept))
 
-    def _place(self, arrays: Sequence[Arrays]) -> tuple[list[Move], list[tuple[int, str, Array]]]:
-        """Places what is small, and returns it, and what is large."""
-        moves, large = [], []
-        for i, its in enumerate(arrays):
-            for name, rows in its:
+    def _place(self, arrays: Sequence[Arrays]) -> tuple[list[Copy], list[tuple[int, str, Array]]]:
+        """Places small arrays next to each other. Returns their copies, and the large arrays."""
+        copies, large = [], []
+        for i, own in enumerate(arrays):
+            for name, rows in own:
                 if rows.size < _GATHER_BELOW_NBYTES:
-                    moves.append(Move(rows, self._take(rows.size)))
-                    self._offsets[name][i] = moves[-1].offset
+                    copies.append(Copy(rows, self._take(rows.size)))
+                    self._offsets[name][i] = copies[-1].offset
                 else:
                     large.append((i, name, rows))
-        return moves, large
+        return copies, large
 
-    def _place_alone(self, large: Sequence[tuple[int, str, Array]]) -> list[Move]:
-        moves = []
+    def _place_alone(self, large: Sequence[tuple[int, str, Array]]) -> list[Copy]:
+        copies = []
         for i, name, rows in large:
-            moves.append(Move(rows, self._take(rows.size)))
-            self._offsets[name][i] = moves[-1].offset
-        return moves
+            copies.append(Copy(rows, self._take(rows.size)))
+            self._offsets[name][i] = copies[-1].offset
+        return copies
 
     def _place_scratch(self) -> None:
         for i, each in enumerate(self._templates):
@@ -161,19 +161,19 @@ class Chunk:
 
 
 def _in_few_launches(pieces: Sequence[Piece], templates: list[Template], traits: Traits) -> list[Template]:
-    """Streams what could be resident where others of its kind have to be streamed: one launch is better than two."""
+    """Streams pieces that could be resident if others of their kind must be streamed: one launch is better than two."""
     kernels = {each.kernel for each in templates}
     without = traits._replace(shared_nbytes=0)
     return [
         template(piece, without)
-        if each.kernel.engine is Engine.RESIDENT and each.kernel._replace(engine=Engine.STREAMED) in kernels
+        if each.kernel.kind is KernelKind.RESIDENT and each.kernel._replace(kind=KernelKind.STREAMED) in kernels
         else each
         for piece, each in zip(pieces, templates, strict=True)
     ]
 
 
 class _Part(NamedTuple):
-    """What is known of a piece on a device, wherever it is placed."""
+    """The data of a piece on a device that does not depend on its place in a chunk."""
 
     traits: Traits
     template: Template
@@ -182,7 +182,7 @@ class _Part(NamedTuple):
 
 
 def _part(piece: Piece, traits: Traits) -> _Part:
-    """Looked up where the problem has been here before, as it was then."""
+    """Returns the data of a piece, kept with the problem if the piece is all of it."""
     problem = piece.problem
     known = problem.prepared
     is_all = piece.channels == problem.channel_count
@@ -203,14 +203,14 @@ def _outputs(piece: Piece) -> Arrays:
 
 
 def _arrays(piece: Piece, large: Sequence[str], small: Sequence[str]) -> Arrays:
-    """A piece's bytes of a problem's arrays; one that is not given has none."""
+    """The bytes of a problem's arrays that belong to a piece; absent arrays are left out."""
     tensors = [(name, _tensor_rows(piece, getattr(piece.problem, name))) for name in large]
     vectors = [(name, getattr(piece.problem, name)) for name in small]
     return tensors + [(name, _stats_row(piece, vector)) for name, vector in vectors if vector is not None]
 
 
 def _tensor_rows(piece: Piece, tensor: Array) -> Array:
-    """A piece's bytes of a tensor: one row for each index before the channel axis, or one row if it has no gaps."""
+    """A piece's bytes of a tensor: one row per index before the channel axis, or a single row if there are no gaps."""
     spec = piece.problem.spec
     flat = tensor.reshape(-1).view(np.uint8)
     if piece.channels == spec.channels:
@@ -224,21 +224,21 @@ def _stats_row(piece: Piece, stats: Array) -> Array:
     return stats[piece.first : piece.last].view(np.uint8).reshape(1, -1)
 
 
-def divide(
-    problems: Sequence[AnyProblem], piece_nbytes: int, chunk_nbytes: int, lane_nbytes: int
+def split_into_chunks(
+    problems: Sequence[AnyProblem], piece_nbytes: int, chunk_nbytes: int, stream_nbytes: int
 ) -> Iterator[list[Piece]]:
-    """Shares problems out to chunks.
+    """Cuts problems into pieces and groups these into chunks.
 
     Args:
-        problems: Of any kind.
-        piece_nbytes: Larger problems are cut into ranges of channels of about this size, if these are in long runs.
+        problems: Problems of any kind.
+        piece_nbytes: Larger problems are cut into ranges of channels of about this size, if these form long runs.
         chunk_nbytes: A chunk is closed before it gets larger than this.
-        lane_nbytes: Larger problems are cut in any case, if they have several channels.
+        stream_nbytes: Larger problems are cut in any case, if they have several channels.
     """
     chunk: list[Piece] = []
     size = 0
     for problem in problems:
-        for piece in _pieces(problem, min(piece_nbytes, lane_nbytes), lane_nbytes):
+        for piece in _pieces(problem, min(piece_nbytes, stream_nbytes), stream_nbytes):
             nbytes = piece.channels * _channel_nbytes(problem)
             if chunk and size + nbytes > chunk_nbytes:
                 yield chunk
@@ -260,7 +260,7 @@ def _pieces(problem: AnyProblem, wanted_nbytes: int, most_nbytes: int) -> Iterat
 
 
 def _channels_in(problem: AnyProblem, nbytes: int) -> int:
-    """How many channels so many bytes hold, in whole groups or at least in whole vectors where possible."""
+    """How many channels fit ``nbytes``, in whole groups or at least whole vectors if possible."""
     channels = max(1, nbytes // max(1, _channel_nbytes(problem)))
     planned = cut(problem.spec)
     unit = next((unit for unit in (planned.group_channels, planned.lanes) if channels >= unit), 1)
@@ -268,7 +268,7 @@ def _channels_in(problem: AnyProblem, nbytes: int) -> int:
 
 
 def _channel_nbytes(problem: AnyProblem) -> int:
-    """What a channel takes on the device, but for the tables."""
+    """The device memory of a channel, without descriptors, work tiles and scratch memory."""
     spec = problem.spec
     tensors, vectors = problem.large_inputs + problem.large_outputs, problem.small_inputs + problem.small_outputs
     return len(tensors) * spec.elements_per_channel * spec.dtype.itemsize + len(vectors) * spec.stats_dtype.itemsize

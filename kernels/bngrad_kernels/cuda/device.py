@@ -1,4 +1,4 @@
-"""A GPU, by way of CuPy: memory, copies, launches. Nothing in here computes."""
+"""A GPU through CuPy: memory, copies, launches."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from typing import Any
 import numpy as np
 
 from bngrad_kernels.cuda import compiler
-from bngrad_kernels.cuda.copy_plan import Launch, Move
+from bngrad_kernels.cuda.copy_plan import Copy, Launch
 from bngrad_kernels.cuda.descriptors import every_kernel
-from bngrad_kernels.cuda.kernel_selection import Engine, Traits, most_kept_nbytes
+from bngrad_kernels.cuda.kernel_selection import KernelKind, Traits, most_resident_nbytes
 from bngrad_kernels.cuda.plan import THREADS
 from bngrad_kernels.errors import DeviceUnavailableError
 from bngrad_kernels.problem import Array
 
 BLOCKS_PER_PROCESSOR = 2
-"""What most kernels' registers are limited for in batch_norm_grad.cu; where a processor holds fewer, the others start
-when nothing is left to do."""
+"""batch_norm_grad.cu limits the registers of most kernels for this. If a multiprocessor holds fewer blocks, the rest
+start once all work tiles are handed out, and end at once."""
 
 _PORTABLE = 1  # cudaHostRegisterPortable
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 _LARGEST_PITCH = (1 << 31) - 1
-"""How far apart the rows may be that one call copies; see cudaDevAttrMaxPitch."""
+"""The maximum distance of rows that one call copies; see cudaDevAttrMaxPitch."""
 
 
 def count() -> int:
-    """How many GPUs there are.
+    """Returns the number of GPUs, at least 1.
 
     Raises:
-        DeviceUnavailableError: None, and why.
+        DeviceUnavailableError: There is none; the message says why.
     """
     try:
         from cupy.cuda import runtime  # noqa: PLC0415 - optional
@@ -50,20 +50,20 @@ class CupyDevice:
 
     Attributes:
         description: Its name, memory, compute capability, and the versions of driver and CuPy.
-        errors: What CUDA raises when the process has to end.
-        blocks: How many blocks a launch has at most.
-        traits: What the choice of engines depends on.
+        errors: The exceptions of CUDA after which the process has to end.
+        blocks: The maximum number of blocks of a launch.
+        traits: The properties that the choice of kernels depends on.
         memory_nbytes: The size of its memory.
     """
 
     def __init__(self, ordinal: int) -> None:
-        """Finds a GPU.
+        """Opens a GPU.
 
         Args:
             ordinal: Its number, from 0.
 
         Raises:
-            DeviceUnavailableError: It is not there or too old, or CuPy, NVRTC or the driver is missing.
+            DeviceUnavailableError: It does not exist or is too old, or CuPy, NVRTC or the driver is missing.
         """
         found = count()
         if ordinal >= found:
@@ -95,7 +95,7 @@ class CupyDevice:
             f"compute capability {capability[0]}.{capability[1]}, driver {version // 1000}.{version % 1000 // 10}, "
             f"CuPy {cupy.__version__}"
         )
-        self._most_kept_nbytes = most_kept_nbytes(self.traits)
+        self._most_resident_nbytes = most_resident_nbytes(self.traits)
         self._kernels: dict[str, Any] = {}
 
     def use(self) -> None:
@@ -103,21 +103,21 @@ class CupyDevice:
         self._runtime.setDevice(self.ordinal)
 
     def warm_up(self) -> None:
-        """Compiles the kernels or takes them from the disk cache, and loads them, which later could wait for others."""
+        """Compiles the kernels or takes them from the disk cache, and loads them; later, loading could block."""
         self.use()
         module = self._cupy.RawModule(path=str(compiler.cubin(self._arch)))
         for each in every_kernel():
             kernel = self._kernels[each.symbol] = module.get_function(each.symbol)
-            if each.engine is Engine.RESIDENT:
-                kernel.max_dynamic_shared_size_bytes = self._most_kept_nbytes
+            if each.kind is KernelKind.RESIDENT:
+                kernel.max_dynamic_shared_size_bytes = self._most_resident_nbytes
 
     def kernel(self, symbol: str) -> Any:
         """A loaded kernel."""
         return self._kernels[symbol]
 
-    def lane(self) -> CupyLane:
-        """A new lane."""
-        return CupyLane(self)
+    def stream(self) -> CupyStream:
+        """Creates a stream."""
+        return CupyStream(self)
 
     def register(self, memory: Array) -> None:
         """Page-locks memory of the host."""
@@ -130,8 +130,8 @@ class CupyDevice:
         self._runtime.hostUnregister(memory.ctypes.data)
 
 
-class CupyLane:
-    """A stream, with a block of device memory and one of page-locked host memory.
+class CupyStream:
+    """A CUDA stream with a block of device memory and one of page-locked host memory.
 
     Attributes:
         nbytes: The size of the block of device memory.
@@ -142,18 +142,18 @@ class CupyLane:
         device.use()
         self._cupy, self._runtime = device._cupy, device._runtime
         self._stream = self._cupy.cuda.Stream(non_blocking=True)
-        self._memory: Any = None  # freed with the lane
+        self._memory: Any = None  # freed with the stream
         self.nbytes = 0
         self._staging = np.empty(0, np.uint8)
 
     @property
     def address(self) -> int:
-        """Where the block of device memory starts."""
+        """The start of its device memory."""
         address: int = self._memory.ptr
         return address
 
     def reserve(self, nbytes: int) -> None:
-        """Sees to it that the block of device memory has that many bytes; it may move."""
+        """Grows its device memory to at least ``nbytes``; the address may change."""
         self._device.use()
         if nbytes <= self.nbytes:
             return
@@ -167,37 +167,37 @@ class CupyLane:
         self.nbytes = nbytes
 
     def staging(self, nbytes: int) -> Array:
-        """Page-locked memory, the same as before unless it was too small."""
+        """Returns page-locked memory: the same as before, unless that is too small."""
         if nbytes > self._staging.nbytes:
             size = 1 << (nbytes - 1).bit_length()
             self._staging = np.frombuffer(self._cupy.cuda.alloc_pinned_memory(size), np.uint8, size)
         return self._staging[:nbytes]
 
-    def copy_in(self, move: Move) -> None:
+    def copy_in(self, copy: Copy) -> None:
         """Copies to the device."""
-        self._copy(move, self._runtime.memcpyHostToDevice)
+        self._copy(copy, self._runtime.memcpyHostToDevice)
 
-    def copy_out(self, move: Move) -> None:
+    def copy_out(self, copy: Copy) -> None:
         """Copies from the device."""
-        self._copy(move, self._runtime.memcpyDeviceToHost)
+        self._copy(copy, self._runtime.memcpyDeviceToHost)
 
     def launch(self, launch: Launch, descriptors: int) -> None:
-        """Runs a kernel on as many blocks as the GPU holds at a time."""
-        addresses = (self.address + offset for offset in (descriptors, launch.tickets, launch.drawn))
-        table, tickets, drawn = map(np.uint64, addresses)
-        blocks = min(launch.length, self._device.blocks)
+        """Launches a kernel on as many blocks as the GPU holds at a time."""
+        addresses = (self.address + offset for offset in (descriptors, launch.work_tiles, launch.tile_counter))
+        table, work_tiles, tile_counter = map(np.uint64, addresses)
+        blocks = min(launch.tile_count, self._device.blocks)
         with self._stream:
             kernel = self._device.kernel(launch.kernel.symbol)
-            arguments = table, tickets, np.uint32(launch.length), drawn
+            arguments = table, work_tiles, np.uint32(launch.tile_count), tile_counter
             kernel((blocks,), (THREADS,), arguments, shared_mem=launch.shared_nbytes)
 
     def wait(self) -> None:
-        """Returns when all that was asked for is done."""
+        """Waits until all its work is done."""
         self._stream.synchronize()
 
-    def _copy(self, move: Move, kind: int) -> None:
-        rows, width = move.rows.shape
-        there, here, pitch = self.address + move.offset, move.rows.ctypes.data, move.rows.strides[0]
+    def _copy(self, copy: Copy, kind: int) -> None:
+        rows, width = copy.rows.shape
+        there, here, pitch = self.address + copy.offset, copy.rows.ctypes.data, copy.rows.strides[0]
         to_device = kind == self._runtime.memcpyHostToDevice
         places = ((there, width), (here, pitch)) if to_device else ((here, pitch), (there, width))
         (target, target_pitch), (source, source_pitch) = places

@@ -1,5 +1,5 @@
-// The element types: how 16 bytes of them become floats and back. Widening is exact, narrowing rounds to nearest even.
-// The types are our own, so that the compiler needs no headers beside these.
+// The element types: conversion of 16 bytes of elements to floats and back. Widening is exact, narrowing rounds to
+// nearest even. CUDA's own types are not used, so that the compiler needs no headers but these.
 #pragma once
 
 #include "primitives.cuh"
@@ -27,7 +27,7 @@ struct Float32 {
     static __device__ __forceinline__ Bits narrow(float value) { return __float_as_uint(value); }
 };
 
-// What the types of 16 bits share; Pair widens and narrows two elements at a time.
+// The common part of the 16-bit types; Pair widens and narrows two elements at a time.
 template <typename Pair>
 struct Narrow {
     using Bits = unsigned short;

@@ -5,7 +5,7 @@
 
 namespace bngrad {
 
-// Vectors of each tensor asked for before the first is used, as many as the registers hold: writing takes more.
+// How many vectors of each tensor are loaded before the first is used. The registers limit this; writing needs more.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 750
 constexpr int kSumBatch = 2, kApplyBatchLanes = 8;
 #else
@@ -38,23 +38,23 @@ struct FirstOrder {
         float mean[kLanes], gain[kLanes];
         float sum_dy[kLanes], sum_dy_xc[kLanes];
 
-        __device__ __forceinline__ Summing(const Descriptor &d, const Walk<T, vectorised> &walk, int64 first_channel,
-                                           const Shared &shared) {
+        __device__ __forceinline__ Summing(const Descriptor &d, const TileIterator<T, vectorised> &iterator,
+                                           int64 first_channel, const Shared &shared) {
 #pragma unroll
             for (int lane = 0; lane < kLanes; ++lane) {
-                const int channel = walk.channel(d, lane);
+                const int channel = iterator.channel(d, lane);
                 mean[lane] = is_training ? load_mean(d, first_channel + channel) : shared.stats[0][channel];
                 if (!is_training) gain[lane] = shared.stats[1][channel];
             }
         }
 
-        __device__ __forceinline__ void begin_tile() {
+        __device__ __forceinline__ void begin_segment() {
 #pragma unroll
             for (int lane = 0; lane < kLanes; ++lane) sum_dy[lane] = sum_dy_xc[lane] = 0;
         }
 
-        __device__ __forceinline__ void take(const Descriptor &d, const Walk<T, vectorised> &walk, const Place &at,
-                                             const uint4 *packs) {
+        __device__ __forceinline__ void add(const Descriptor &d, const TileIterator<T, vectorised> &iterator,
+                                            const Position &at, const uint4 *packs) {
             float dy[kLanes], x[kLanes];
             T::unpack(packs[0], dy);
             T::unpack(packs[1], x);
@@ -66,7 +66,7 @@ struct FirstOrder {
                 }
                 if (!is_training) dy[lane] = __fmul_rn(gain[lane], dy[lane]);
             }
-            if (!is_training) walk.store(d.x_backprop, at, dy);
+            if (!is_training) iterator.store(d.x_backprop, at, dy);
         }
 
         __device__ __forceinline__ float get(int sum, int lane) const { return sum ? sum_dy_xc[lane] : sum_dy[lane]; }
@@ -91,17 +91,17 @@ struct FirstOrder {
         static constexpr int kLanes = T::kLanes, kBatch = vectorised ? kApplyBatchLanes / kLanes : 1;
         float gain[kLanes], mean_dy[kLanes], slope[kLanes], mean[kLanes];
 
-        __device__ __forceinline__ Applying(const Descriptor &d, const Walk<T, vectorised> &walk,
+        __device__ __forceinline__ Applying(const Descriptor &d, const TileIterator<T, vectorised> &iterator,
                                             const float4 *coefficients) {
 #pragma unroll
             for (int lane = 0; lane < kLanes; ++lane) {
-                const float4 c = __ldcg(coefficients + walk.channel(d, lane));
+                const float4 c = __ldcg(coefficients + iterator.channel(d, lane));
                 gain[lane] = c.x, mean_dy[lane] = c.y, slope[lane] = c.z, mean[lane] = c.w;
             }
         }
 
-        __device__ __forceinline__ void write(const Descriptor &d, const Walk<T, vectorised> &walk, const Place &at,
-                                              const uint4 *packs) const {
+        __device__ __forceinline__ void write(const Descriptor &d, const TileIterator<T, vectorised> &iterator,
+                                              const Position &at, const uint4 *packs) const {
             float dy[kLanes], xc[kLanes];
             T::unpack(packs[0], dy);
             T::unpack(packs[1], xc);
@@ -111,7 +111,7 @@ struct FirstOrder {
                 xc[lane] = __fsub_rn(xc[lane], mean[lane]);
                 dy[lane] = __fmul_rn(gain[lane], __fmaf_rn(-slope[lane], xc[lane], centred));
             }
-            walk.store(d.x_backprop, at, dy);
+            iterator.store(d.x_backprop, at, dy);
         }
     };
 };

@@ -1,10 +1,10 @@
-// The two passes over a strip, and what is done between them, of either order of gradients.
+// The two passes over a tile, and the step between them, for both orders of gradients.
 //
-// An order says what is done with an Element and with a channel's sums. It reads kInputs tensors, and has kSums sums and
-// four times kQuads coefficients of each channel. In inference `load_stats` computes what its only pass has to know of a
-// channel; in training every thread loads that, so that the pass begins at once. `Summing` takes vectors to chains, a
-// tile at a time, and in inference writes the outputs too; `finish` writes a channel's 1-D outputs and its coefficients;
-// from these `Applying` writes vectors of outputs.
+// An Order defines the arithmetic. It reads kInputs tensors, and has kSums sums and 4 * kQuads coefficients per
+// channel. In inference `load_stats` computes what the only pass needs of a channel; in training each thread loads
+// that itself, so that the pass starts at once. `Summing` adds vectors to a thread's chains, one segment at a time,
+// and in inference also writes the outputs. `finish` writes a channel's 1-D outputs and its coefficients. `Applying`
+// writes vectors of outputs from these coefficients.
 #pragma once
 
 #include "descriptor.cuh"
@@ -42,61 +42,62 @@ struct Inputs {
     const void *of[count];
 };
 
-// Where a resident group's vectors are kept in shared memory: one place for each slot, one input behind the other.
-struct Kept {
-    int slot, slots;  // the thread's next one, and how many there are
+// A resident group's vectors in shared memory: one for each slot, one input after the other.
+struct ResidentVectors {
+    int slot, slots;  // the thread's next slot, and the number of slots
 
-    __device__ __forceinline__ Kept(const Descriptor &d, int64 strip)
-        : slot(int(strip * d.tiles * d.chain * d.sweep + threadIdx.x)), slots(int(d.rows * d.vectors)) {}
+    __device__ __forceinline__ ResidentVectors(const Descriptor &d, int64 tile)
+        : slot(int(tile * d.segments * d.chain * d.sweep + threadIdx.x)), slots(int(d.rows * d.vectors)) {}
 
-    __device__ __forceinline__ uint4 &place(int input) const { return dynamic_shared()[input * slots + slot]; }
+    __device__ __forceinline__ uint4 &vector(int input) const { return dynamic_shared()[input * slots + slot]; }
 };
 
-// Where a pass has its vectors from, and whether it leaves them in shared memory.
-enum class Source { kMemory, kMemoryToKeep, kKept };
+// Where a pass reads its vectors, and whether it copies them to shared memory.
+enum class Source { kMemory, kMemoryToShared, kShared };
 
-// Takes steps of a walk: use(place, packs) gets a vector of each input. Those of `batch` steps are asked for before the
-// first is used.
-template <Source source, Access access, int batch, int count, typename AnyWalk, typename Use>
-__device__ __forceinline__ void take_steps(const Descriptor &d, AnyWalk &walk, const Inputs<count> &inputs, Kept &kept,
-                                           int steps, const Use &use) {
+// Calls use(position, packs) for each step of an iterator, with a vector of each input. The vectors of `batch` steps
+// are loaded before the first is used.
+template <Source source, Access access, int batch, int count, typename Iterator, typename Use>
+__device__ __forceinline__ void for_each_step(const Descriptor &d, Iterator &iterator, const Inputs<count> &inputs,
+                                              ResidentVectors &resident, int steps, const Use &use) {
 #pragma unroll 1
     for (int step = 0; step < steps; step += batch) {
-        Place places[batch];
+        Position positions[batch];
         uint4 packs[batch][count];
 #pragma unroll
         for (int i = 0; i < batch; ++i) {
             if (step + i < steps) {
-                places[i] = walk.place();
+                positions[i] = iterator.position();
 #pragma unroll
                 for (int k = 0; k < count; ++k) {
-                    packs[i][k] = source == Source::kKept ? kept.place(k)
-                                                          : walk.template load<access>(inputs.of[k], places[i]);
+                    packs[i][k] = source == Source::kShared
+                                      ? resident.vector(k)
+                                      : iterator.template load<access>(inputs.of[k], positions[i]);
                 }
-                if (source == Source::kKept) kept.slot += int(d.sweep);
-                walk.advance(d);
+                if (source == Source::kShared) resident.slot += int(d.sweep);
+                iterator.advance(d);
             }
         }
 #pragma unroll
         for (int i = 0; i < batch; ++i) {
             if (step + i < steps) {
-                use(places[i], packs[i]);
-                if (source == Source::kMemoryToKeep) {
+                use(positions[i], packs[i]);
+                if (source == Source::kMemoryToShared) {
 #pragma unroll
-                    for (int k = 0; k < count; ++k) kept.place(k) = packs[i][k];
-                    kept.slot += int(d.sweep);
+                    for (int k = 0; k < count; ++k) resident.vector(k) = packs[i][k];
+                    resident.slot += int(d.sweep);
                 }
             }
         }
     }
 }
 
-// Sums a strip, and leaves its sums in the partials.
+// Sums a tile and writes its sums to the partials.
 template <typename Order, bool vectorised, bool is_resident>
-__device__ __forceinline__ void sum_strip(const Descriptor &d, int64 group, int64 strip, Shared &shared) {
+__device__ __forceinline__ void sum_tile(const Descriptor &d, int64 group, int64 tile, Shared &shared) {
     using T = typename Order::Element;
     using Summing = typename Order::template Summing<vectorised>;
-    constexpr Source kSource = is_resident ? Source::kMemoryToKeep : Source::kMemory;
+    constexpr Source kSource = is_resident ? Source::kMemoryToShared : Source::kMemory;
     constexpr Access kAccess = Order::kIsTraining && !is_resident ? Access::kKeep : Access::kLastUse;
     const int64 first_channel = group * d.group_channels;
     if constexpr (!Order::kIsTraining) {
@@ -106,47 +107,47 @@ __device__ __forceinline__ void sum_strip(const Descriptor &d, int64 group, int6
         __syncthreads();
     }
 
-    Walk<T, vectorised> walk(d, group, strip);
-    Summing summing(d, walk, first_channel, shared);
-    Kept kept(d, strip);
-    double *const partials = partials_of<Order::kSums>(d, group, strip, 0);
-    int left = walk.steps;
+    TileIterator<T, vectorised> iterator(d, group, tile);
+    Summing summing(d, iterator, first_channel, shared);
+    ResidentVectors resident(d, tile);
+    double *const partials = partials_of<Order::kSums>(d, group, tile, 0);
+    int left = iterator.steps;
 #pragma unroll 1
-    for (int tile = 0; tile < int(d.tiles); ++tile) {
+    for (int segment = 0; segment < int(d.segments); ++segment) {
         const int steps = min(left, int(d.chain));
         left -= steps;
-        summing.begin_tile();
-        take_steps<kSource, kAccess, Summing::kBatch>(
-            d, walk, Order::inputs(d), kept, steps,
-            [&](const Place &at, const uint4 *packs) { summing.take(d, walk, at, packs); });
+        summing.begin_segment();
+        for_each_step<kSource, kAccess, Summing::kBatch>(
+            d, iterator, Order::inputs(d), resident, steps,
+            [&](const Position &at, const uint4 *packs) { summing.add(d, iterator, at, packs); });
         if (d.group_channels == 1) {
-            sum_channel<Order::kSums, T::kLanes>(summing, tile, partials, shared);
+            sum_channel<Order::kSums, T::kLanes>(summing, segment, partials, shared);
         } else {
-            sum_channels<Order::kSums, T::kLanes, vectorised>(d, summing, tile, partials, shared);
+            sum_channels<Order::kSums, T::kLanes, vectorised>(d, summing, segment, partials, shared);
         }
     }
 }
 
-// Adds up a group whose strips are all summed: writes its 1-D outputs and its coefficients.
+// Finishes a group whose tiles are all summed: writes its 1-D outputs and its coefficients.
 template <typename Order>
 __device__ __forceinline__ void finish_group(const Descriptor &d, int64 group) {
-    const Sums<Order::kSums> sum = sum_strips<Order::kSums>(d, group);
+    const Sums<Order::kSums> sum = sum_tiles<Order::kSums>(d, group);
     const int64 within = threadIdx.x / d.parts, channel = group * d.group_channels + within;
     if (threadIdx.x % d.parts || within >= d.group_channels || channel >= d.channels) return;
     Order::finish(d, channel, sum, d.coefficients + (group * d.group_channels + within) * Order::kQuads);
 }
 
-// Writes the outputs of a strip, whose group is finished, from memory or from what is kept of it.
+// Writes the outputs of a tile whose group is finished, with the inputs from memory or, if resident, shared memory.
 template <typename Order, bool vectorised, bool is_resident>
-__device__ __forceinline__ void apply_strip(const Descriptor &d, int64 group, int64 strip) {
+__device__ __forceinline__ void apply_tile(const Descriptor &d, int64 group, int64 tile) {
     using Applying = typename Order::template Applying<vectorised>;
-    constexpr Source kSource = is_resident ? Source::kKept : Source::kMemory;
-    Walk<typename Order::Element, vectorised> walk(d, group, strip);
-    const Applying applying(d, walk, d.coefficients + group * d.group_channels * Order::kQuads);
-    Kept kept(d, strip);
-    take_steps<kSource, Access::kLastUse, is_resident ? 1 : Applying::kBatch>(
-        d, walk, Order::inputs(d), kept, walk.steps,
-        [&](const Place &at, const uint4 *packs) { applying.write(d, walk, at, packs); });
+    constexpr Source kSource = is_resident ? Source::kShared : Source::kMemory;
+    TileIterator<typename Order::Element, vectorised> iterator(d, group, tile);
+    const Applying applying(d, iterator, d.coefficients + group * d.group_channels * Order::kQuads);
+    ResidentVectors resident(d, tile);
+    for_each_step<kSource, Access::kLastUse, is_resident ? 1 : Applying::kBatch>(
+        d, iterator, Order::inputs(d), resident, iterator.steps,
+        [&](const Position &at, const uint4 *packs) { applying.write(d, iterator, at, packs); });
 }
 
 }  // namespace bngrad

@@ -1,12 +1,12 @@
-// What the hardware does and C++ does not say. The tests run all other files on a CPU, with BNGRAD_ON_CPU defined and
-// functions of their own in place of the PTX.
+// Hardware operations that C++ does not express. The tests compile all other files for a CPU: they define BNGRAD_ON_CPU
+// and bring their own versions of the PTX functions.
 #pragma once
 
 namespace bngrad {
 
 #ifndef BNGRAD_ON_CPU
 
-// The shared memory whose size a launch decides.
+// Shared memory whose size is set at launch.
 __device__ __forceinline__ uint4 *dynamic_shared() {
     extern __shared__ uint4 memory[];
     return memory;
@@ -22,8 +22,8 @@ __device__ __forceinline__ void store_release(unsigned *address, unsigned value)
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
-// Gives what was there before. Orders what its thread's block did before a barrier against what others do behind one,
-// once they have found the sum.
+// Returns the previous value. Orders a block's accesses before its preceding barrier against the accesses that another
+// block makes behind a barrier after it has read the sum.
 __device__ __forceinline__ unsigned add_acq_rel(unsigned *address, unsigned value) {
     unsigned before;
     asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(address), "r"(value) : "memory");
@@ -44,13 +44,13 @@ __device__ __forceinline__ unsigned short float_to_half(float value) {
 
 #endif
 
-// To nearest even; every NaN becomes 0x7fff, as the instruction below has it.
+// Rounds to nearest even; every NaN becomes 0x7fff, as in the instruction below.
 __device__ __forceinline__ unsigned round_to_bfloat16(float value) {
     const unsigned bits = __float_as_uint(value);
     return value != value ? 0x7fffu : (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
 }
 
-// Two rounded to bfloat16, the first one in the lower half.
+// Rounds two floats to bfloat16, the first into the lower half.
 __device__ __forceinline__ unsigned floats_to_bfloat16s(float low, float high) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
     unsigned word;

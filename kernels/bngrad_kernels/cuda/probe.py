@@ -1,7 +1,7 @@
-"""Which GPUs can be used; run as a process of its own, since a broken driver may take its caller down.
+"""Finds the usable GPUs, in a separate process, since a broken driver may crash it.
 
-``python -m bngrad_kernels.cuda.probe`` prints a JSON object: ``usable``, the names of the GPUs, and ``reasons``, a
-sentence for each that is not, or one for all.
+``python -m bngrad_kernels.cuda.probe`` prints a JSON object: ``usable``, the names of the usable GPUs, and ``reasons``,
+a sentence for each unusable one, or a single sentence for all.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _TIMEOUT = 120  # seconds; the first contact with several GPUs takes a few
 
 @functools.cache
 def usable() -> tuple[list[str], list[str]]:
-    """The names of the usable GPUs, and why the others are not, as another process finds them; asked once."""
+    """Returns the names of the usable GPUs, and why the others are not usable. Runs the probe once and caches it."""
     command = [sys.executable, "-m", "bngrad_kernels.cuda.probe"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT)  # noqa: S603
@@ -32,8 +32,8 @@ def usable() -> tuple[list[str], list[str]]:
 
 
 def main() -> None:
-    """Prints what `usable` reads."""
-    from bngrad_kernels.cuda.device import CupyDevice, count  # noqa: PLC0415 - may crash; only in here
+    """Prints the JSON object that `usable` reads."""
+    from bngrad_kernels.cuda.device import CupyDevice, count  # noqa: PLC0415 - may crash, so only in this process
 
     names: list[str] = []
     reasons: list[str] = []

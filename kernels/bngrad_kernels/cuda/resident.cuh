@@ -1,5 +1,5 @@
-// The resident engine: a ticket is a whole group of channels (kReside), which one block keeps in its shared memory
-// between the passes. It adds up what the streamed engine adds up, in the same order.
+// The resident kernel: a work tile is a whole group of channels (kReside), which one block keeps in its shared memory
+// between the two passes. It adds up the same terms as the streamed kernel, in the same order.
 #pragma once
 
 #include "passes.cuh"
@@ -9,18 +9,18 @@ namespace bngrad {
 
 template <typename Order>
 struct Resident {
-    static __device__ __forceinline__ void work(const Descriptor &d, const Ticket &ticket, Queue &queue,
-                                                Shared &shared) {
+    static __device__ __forceinline__ void compute(const Descriptor &d, const WorkTile &work_tile,
+                                                   TileScheduler &scheduler, Shared &shared) {
 #pragma unroll 1
-        for (int strip = 0; strip < int(d.strips); ++strip) {
-            sum_strip<Order, true, true>(d, ticket.group, strip, shared);
+        for (int tile = 0; tile < int(d.tiles); ++tile) {
+            sum_tile<Order, true, true>(d, work_tile.group, tile, shared);
         }
-        queue.draw_ahead();
+        scheduler.fetch_next();
         __syncthreads();
-        finish_group<Order>(d, ticket.group);
+        finish_group<Order>(d, work_tile.group);
         __syncthreads();
 #pragma unroll 1
-        for (int strip = 0; strip < int(d.strips); ++strip) apply_strip<Order, true, true>(d, ticket.group, strip);
+        for (int tile = 0; tile < int(d.tiles); ++tile) apply_tile<Order, true, true>(d, work_tile.group, tile);
     }
 };
 

@@ -1,7 +1,7 @@
 // The second order: the gradients of the first order's outputs by y_backprop, x and scale.
 //
-// With u = grad_x_backprop, a = grad_scale_backprop, b = grad_offset_backprop and xh = (x - mean) * rstd, each output is
-// a sum of dy, u, xh and 1, each times a coefficient of the channel.
+// With u = grad_x_backprop, a = grad_scale_backprop, b = grad_offset_backprop and xh = (x - mean) * rstd, each output
+// is a sum of dy, u, xh and 1, each times a coefficient of the channel.
 #pragma once
 
 #include "passes.cuh"
@@ -11,15 +11,15 @@ namespace bngrad {
 template <typename T, bool is_training>
 struct SecondOrder;
 
-// In training the mean and the variance are x's own. One pass gets them together with all other sums, since it takes x
-// from a pivot, the channel's first element. That is at most sqrt(M) standard deviations from the mean of M elements,
-// which float64 has room for; all additions are in float64 therefore.
+// In training the mean and the variance are x's own. One pass computes them together with all other sums, as it
+// subtracts a pivot from x: the channel's first element. A pivot is at most sqrt(M) standard deviations from the mean
+// of M elements. float64 has room for that, so all additions are float64.
 template <typename T>
 struct SecondOrder<T, true> {
     using Element = T;
     static constexpr bool kIsTraining = true;
     static constexpr int kSums = 7, kQuads = 3, kInputs = 3;
-    enum Sum { kU, kDy, kX, kUDy, kUX, kDyX, kXX };  // of u, dy, x from its pivot, and their products
+    enum Sum { kU, kDy, kX, kUDy, kUX, kDyX, kXX };  // of u, dy, x - pivot, and their products
 
     static __device__ __forceinline__ Inputs<kInputs> inputs(const Descriptor &d) {
         return {{d.grad_x_backprop, d.y_backprop, d.x}};
@@ -36,21 +36,23 @@ struct SecondOrder<T, true> {
         double pivot[kLanes];
         double u[kLanes], dy[kLanes], x[kLanes], u_dy[kLanes], u_x[kLanes], dy_x[kLanes], x_x[kLanes];
 
-        __device__ __forceinline__ Summing(const Descriptor &d, const Walk<T, vectorised> &walk, int64 first_channel,
-                                           const Shared &) {
+        __device__ __forceinline__ Summing(const Descriptor &d, const TileIterator<T, vectorised> &iterator,
+                                           int64 first_channel, const Shared &) {
 #pragma unroll
-            for (int lane = 0; lane < kLanes; ++lane) pivot[lane] = load_pivot(d, first_channel + walk.channel(d, lane));
+            for (int lane = 0; lane < kLanes; ++lane) {
+                pivot[lane] = load_pivot(d, first_channel + iterator.channel(d, lane));
+            }
         }
 
-        __device__ __forceinline__ void begin_tile() {
+        __device__ __forceinline__ void begin_segment() {
 #pragma unroll
             for (int lane = 0; lane < kLanes; ++lane) {
                 u[lane] = dy[lane] = x[lane] = u_dy[lane] = u_x[lane] = dy_x[lane] = x_x[lane] = 0;
             }
         }
 
-        __device__ __forceinline__ void take(const Descriptor &, const Walk<T, vectorised> &, const Place &at,
-                                             const uint4 *packs) {
+        __device__ __forceinline__ void add(const Descriptor &, const TileIterator<T, vectorised> &, const Position &at,
+                                            const uint4 *packs) {
             float values[kInputs][kLanes];
 #pragma unroll
             for (int i = 0; i < kInputs; ++i) T::unpack(packs[i], values[i]);
@@ -83,8 +85,9 @@ struct SecondOrder<T, true> {
         }
     };
 
-    // The formulae of reference.py, with the terms of each tensor gathered. The coefficients: mean, rstd; of u, xh and 1
-    // in grad_y_backprop; of dy, u, xh and 1 in grad_x. What rounding the mean to float32 leaves is in those of 1.
+    // The formulae of reference.py, with the terms of each tensor collected. The coefficients are: mean; rstd; those of
+    // u, xh and 1 in grad_y_backprop; those of dy, u, xh and 1 in grad_x. The error of rounding the mean to float32 is
+    // corrected in the coefficients of 1.
     static __device__ __forceinline__ void finish(const Descriptor &d, int64 channel, const Sums<kSums> &sum,
                                                   float4 *coefficients) {
         const double m = double(d.rows) * double(d.inner);
@@ -118,11 +121,11 @@ struct SecondOrder<T, true> {
         float mean[kLanes], rstd[kLanes], y_by_u[kLanes], y_by_xh[kLanes], y_by_1[kLanes];
         float x_by_dy[kLanes], x_by_u[kLanes], x_by_xh[kLanes], x_by_1[kLanes];
 
-        __device__ __forceinline__ Applying(const Descriptor &d, const Walk<T, vectorised> &walk,
+        __device__ __forceinline__ Applying(const Descriptor &d, const TileIterator<T, vectorised> &iterator,
                                             const float4 *coefficients) {
 #pragma unroll
             for (int lane = 0; lane < kLanes; ++lane) {
-                const float4 *const its = coefficients + walk.channel(d, lane) * kQuads;
+                const float4 *const its = coefficients + iterator.channel(d, lane) * kQuads;
                 const float4 first = __ldcg(its), second = __ldcg(its + 1), third = __ldcg(its + 2);
                 mean[lane] = first.x, rstd[lane] = first.y, y_by_u[lane] = first.z, y_by_xh[lane] = first.w;
                 y_by_1[lane] = second.x, x_by_dy[lane] = second.y, x_by_u[lane] = second.z, x_by_xh[lane] = second.w;
@@ -130,8 +133,8 @@ struct SecondOrder<T, true> {
             }
         }
 
-        __device__ __forceinline__ void write(const Descriptor &d, const Walk<T, vectorised> &walk, const Place &at,
-                                              const uint4 *packs) const {
+        __device__ __forceinline__ void write(const Descriptor &d, const TileIterator<T, vectorised> &iterator,
+                                              const Position &at, const uint4 *packs) const {
             float u[kLanes], dy[kLanes], x[kLanes];
             T::unpack(packs[0], u);
             T::unpack(packs[1], dy);
@@ -143,13 +146,13 @@ struct SecondOrder<T, true> {
                 u[lane] = __fmaf_rn(y_by_u[lane], u[lane], __fmaf_rn(y_by_xh[lane], xh, y_by_1[lane]));
                 dy[lane] = __fmaf_rn(x_by_dy[lane], dy[lane], by_x);
             }
-            walk.store(d.grad_y_backprop, at, u);
-            walk.store(d.grad_x, at, dy);
+            iterator.store(d.grad_y_backprop, at, u);
+            iterator.store(d.grad_x, at, dy);
         }
     };
 };
 
-// In inference the mean and the variance are given, and one pass does it all.
+// In inference the mean and the variance are given, and one pass computes everything.
 template <typename T>
 struct SecondOrder<T, false> {
     using Element = T;
@@ -160,7 +163,7 @@ struct SecondOrder<T, false> {
         return SecondOrder<T, true>::inputs(d);
     }
 
-    // stats: the mean; the coefficients of u, xc = x - mean, which is also that of dy in grad_x, and 1.
+    // stats: the mean; the coefficients of u, of xc = x - mean (also that of dy in grad_x), and of 1.
     static __device__ __forceinline__ void load_stats(const Descriptor &d, int64 channel, Shared &shared) {
         const double rstd = load_rstd(d, channel);
         shared.stats[0][threadIdx.x] = float(load_stat(d, d.reserve_space_1, channel));
@@ -175,23 +178,23 @@ struct SecondOrder<T, false> {
         float mean[kLanes], by_u[kLanes], by_xc[kLanes], by_1[kLanes];
         double u_dy[kLanes];
 
-        __device__ __forceinline__ Summing(const Descriptor &d, const Walk<T, vectorised> &walk, int64,
+        __device__ __forceinline__ Summing(const Descriptor &d, const TileIterator<T, vectorised> &iterator, int64,
                                            const Shared &shared) {
 #pragma unroll
             for (int lane = 0; lane < kLanes; ++lane) {
-                const int channel = walk.channel(d, lane);
+                const int channel = iterator.channel(d, lane);
                 mean[lane] = shared.stats[0][channel], by_u[lane] = shared.stats[1][channel];
                 by_xc[lane] = shared.stats[2][channel], by_1[lane] = shared.stats[3][channel];
             }
         }
 
-        __device__ __forceinline__ void begin_tile() {
+        __device__ __forceinline__ void begin_segment() {
 #pragma unroll
             for (int lane = 0; lane < kLanes; ++lane) u_dy[lane] = 0;
         }
 
-        __device__ __forceinline__ void take(const Descriptor &d, const Walk<T, vectorised> &walk, const Place &at,
-                                             const uint4 *packs) {
+        __device__ __forceinline__ void add(const Descriptor &d, const TileIterator<T, vectorised> &iterator,
+                                            const Position &at, const uint4 *packs) {
             float u[kLanes], dy[kLanes], x[kLanes];
             T::unpack(packs[0], u);
             T::unpack(packs[1], dy);
@@ -203,8 +206,8 @@ struct SecondOrder<T, false> {
                 u[lane] = __fmaf_rn(by_u[lane], u[lane], __fmaf_rn(by_xc[lane], xc, by_1[lane]));
                 dy[lane] = __fmul_rn(by_xc[lane], dy[lane]);
             }
-            walk.store(d.grad_y_backprop, at, u);
-            walk.store(d.grad_x, at, dy);
+            iterator.store(d.grad_y_backprop, at, u);
+            iterator.store(d.grad_x, at, dy);
         }
 
         __device__ __forceinline__ double get(int, int lane) const { return u_dy[lane]; }

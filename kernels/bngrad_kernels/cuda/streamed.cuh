@@ -1,10 +1,10 @@
-// The streamed engine: blocks draw tickets and do their work, in the order of the tickets.
+// The streamed kernel: blocks take work tiles from the tile scheduler, in its order.
 //
-// A ticket is one strip of one group of channels: to sum it (kSum), to write its outputs from the group's sums
-// (kApply), or both in one pass where the outputs do not depend on the sums (kInfer). The block that sums the last
-// strip of a group adds up the group. A block that is to write waits for that, which ends: it waits for tickets drawn
-// before its own, each of which some block holds, and summing waits for nothing. So any number of blocks will do, and
-// they need not be on the GPU at the same time.
+// A work tile is one tile of one group of channels, and what to do with it: sum it (kSum), write its outputs from the
+// group's sums (kApply), or both in one pass where the outputs do not depend on the sums (kInfer). The block that sums
+// the last tile of a group finishes the group. A block with a kApply tile waits for that. The wait always ends: it is
+// for work tiles that were handed out earlier, so running blocks hold them, and summing waits for nothing. So the
+// kernel completes with any number of blocks, and these need not all be on the GPU at the same time.
 #pragma once
 
 #include "passes.cuh"
@@ -12,12 +12,12 @@
 
 namespace bngrad {
 
-// Leaves a strip's sums to others; the last block to do so for a group finishes it. One thread's word stands for what the
-// whole block has written or will read, since it comes behind the one barrier and before the next.
+// Publishes a tile's sums; the block that publishes the last tile of a group finishes the group. One thread's
+// release-acquire stands for the whole block, since it lies between two barriers.
 template <typename Order>
-__device__ __forceinline__ void leave_strip(const Descriptor &d, int64 group, Shared &shared) {
+__device__ __forceinline__ void publish_tile(const Descriptor &d, int64 group, Shared &shared) {
     __syncthreads();
-    if (threadIdx.x == 0) shared.is_last = add_acq_rel(d.arrived + group, 1u) == unsigned(d.strips - 1);
+    if (threadIdx.x == 0) shared.is_last = add_acq_rel(d.arrived + group, 1u) == unsigned(d.tiles - 1);
     __syncthreads();
     if (!shared.is_last) return;
     finish_group<Order>(d, group);
@@ -34,19 +34,19 @@ __device__ __forceinline__ void wait_for_group(const Descriptor &d, int64 group)
 
 template <typename Order, bool vectorised>
 struct Streamed {
-    static __device__ __forceinline__ void work(const Descriptor &d, const Ticket &ticket, Queue &queue,
-                                                Shared &shared) {
+    static __device__ __forceinline__ void compute(const Descriptor &d, const WorkTile &work_tile,
+                                                   TileScheduler &scheduler, Shared &shared) {
         if constexpr (Order::kIsTraining) {
-            if (ticket.phase == kApply) {
-                wait_for_group(d, ticket.group);
-                queue.draw_ahead();
-                apply_strip<Order, vectorised, false>(d, ticket.group, ticket.strip);
+            if (work_tile.phase == kApply) {
+                wait_for_group(d, work_tile.group);
+                scheduler.fetch_next();
+                apply_tile<Order, vectorised, false>(d, work_tile.group, work_tile.tile);
                 return;
             }
         }
-        queue.draw_ahead();
-        sum_strip<Order, vectorised, false>(d, ticket.group, ticket.strip, shared);
-        leave_strip<Order>(d, ticket.group, shared);
+        scheduler.fetch_next();
+        sum_tile<Order, vectorised, false>(d, work_tile.group, work_tile.tile, shared);
+        publish_tile<Order>(d, work_tile.group, shared);
     }
 };
 

@@ -1,7 +1,7 @@
-// Adding up. Chains of at most d.chain terms are float32 or float64, as the order of gradients has it; everything from
-// there on is added in float64, in an order that the plan alone decides: the lanes and threads of a tile by a fixed tree,
-// the tiles of a strip one after the other, the strips of a group by a fixed tree again. Several sums are taken together:
-// `chains.get(sum, lane)` is what a thread has of one in a lane.
+// Summation. A thread's chains of at most d.chain terms are float32 in the first order and float64 in the second. All
+// further additions are float64, in an order that the plan alone decides: the lanes and threads of a segment by a fixed
+// tree, the segments of a tile one after the other, the tiles of a group by a fixed tree. Several sums are computed
+// together; `chains.get(sum, lane)` is a thread's part of one sum in one lane.
 #pragma once
 
 #include "descriptor.cuh"
@@ -18,8 +18,8 @@ struct Shared {
     };
     float stats[kMaxStats][kMaxGroupChannels];  // of each channel, see passes.cuh
     Descriptor descriptor;                      // of the problem that the block works on
-    unsigned ticket;
-    unsigned is_last;
+    unsigned tile_index;
+    unsigned is_last;  // whether the block published the last tile of a group
 };
 
 // The sum over each aligned run of `parts` threads, a power of two up to 32, in each thread of the run.
@@ -29,19 +29,19 @@ __device__ __forceinline__ double sum_over_parts(double value, int parts) {
     return value;
 }
 
-// Where the sums of a strip are left.
+// The address of a tile's sums.
 template <int sums>
-__device__ __forceinline__ double *partials_of(const Descriptor &d, int64 group, int64 strip, int64 channel) {
-    return d.partials + ((group * d.strips + strip) * d.group_channels + channel) * sums;
+__device__ __forceinline__ double *partials_of(const Descriptor &d, int64 group, int64 tile, int64 channel) {
+    return d.partials + ((group * d.tiles + tile) * d.group_channels + channel) * sums;
 }
 
-__device__ __forceinline__ void add_tile(double *partial, int tile, double sum) {
-    *partial = tile ? *partial + sum : sum;
+__device__ __forceinline__ void add_segment(double *partial, int segment, double sum) {
+    *partial = segment ? *partial + sum : sum;
 }
 
-// Adds the sums of a tile of one channel to the partials.
+// Adds the sums of a segment of one channel to the partials.
 template <int sums, int lanes, typename Chains>
-__device__ __forceinline__ void sum_channel(const Chains &chains, int tile, double *partials, Shared &shared) {
+__device__ __forceinline__ void sum_channel(const Chains &chains, int segment, double *partials, Shared &shared) {
 #pragma unroll
     for (int i = 0; i < sums; ++i) {
         double sum = 0;
@@ -55,16 +55,16 @@ __device__ __forceinline__ void sum_channel(const Chains &chains, int tile, doub
         double sum = 0;
 #pragma unroll
         for (int warp = 0; warp < kWarps; ++warp) sum += shared.warps[warp][threadIdx.x];
-        add_tile(partials + threadIdx.x, tile, sum);
+        add_segment(partials + threadIdx.x, segment, sum);
     }
     __syncthreads();
 }
 
-// Adds the sums of a tile of several channels to the partials, those of channel i from the threads from i * parts on. A
-// channel's terms are taken row by row, whichever lanes hold them.
+// Adds the sums of a segment of several channels to the partials. The `parts` threads from i * parts on add up channel
+// i. A channel's terms are taken row by row, in whichever lanes they are.
 template <int sums, int lanes, bool vectorised, typename Chains>
-__device__ __forceinline__ void sum_channels(const Descriptor &d, const Chains &chains, int tile, double *partials,
-                                             Shared &shared) {
+__device__ __forceinline__ void sum_channels(const Descriptor &d, const Chains &chains, int segment,
+                                             double *partials, Shared &shared) {
     using Number = decltype(chains.get(0, 0));
     constexpr int kAtOnce = sizeof(double) / sizeof(Number), kSize = lanes * kThreads;
     static_assert(sums % kAtOnce == 0);
@@ -102,27 +102,29 @@ __device__ __forceinline__ void sum_channels(const Descriptor &d, const Chains &
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
             sum[i] = sum_over_parts(sum[i], parts);
-            if (part == 0 && channel < d.group_channels) add_tile(partials + channel * sums + first + i, tile, sum[i]);
+            if (part == 0 && channel < d.group_channels) {
+                add_segment(partials + channel * sums + first + i, segment, sum[i]);
+            }
         }
         __syncthreads();
     }
 }
 
-// The sums of a group's channel over its strips.
+// The sums of a channel over all tiles of its group.
 template <int sums>
 struct Sums {
     double of[sums];
 };
 
-// Those of channel i are in the threads from i * parts on.
+// Channel i's sums end up in the `parts` threads from i * parts on.
 template <int sums>
-__device__ __forceinline__ Sums<sums> sum_strips(const Descriptor &d, int64 group) {
+__device__ __forceinline__ Sums<sums> sum_tiles(const Descriptor &d, int64 group) {
     const int parts = int(d.parts), channel = threadIdx.x / parts;
     Sums<sums> sum = {};
     if (channel < d.group_channels) {
 #pragma unroll 1
-        for (int64 strip = threadIdx.x % parts; strip < d.strips; strip += parts) {
-            const double *const partials = partials_of<sums>(d, group, strip, channel);
+        for (int64 tile = threadIdx.x % parts; tile < d.tiles; tile += parts) {
+            const double *const partials = partials_of<sums>(d, group, tile, channel);
 #pragma unroll
             for (int i = 0; i < sums; ++i) sum.of[i] += __ldcg(partials + i);
         }

@@ -1,11 +1,11 @@
-// How the threads of a block go through a strip of a group.
+// The tile iterator: how the threads of a block go through a tile of a group.
 //
-// A row of a group is group_channels * inner elements in a run, cut into `vectors` of kLanes elements. The vectors of
-// all rows, one row after the other, are the group's slots. `sweep` threads take a slot each and move on by `sweep`
-// slots a step. A sweep is a multiple of `vectors`, so that each lane of a thread stays in one column, unless the group
-// is one channel, where columns do not matter.
+// A row of a group is group_channels * inner contiguous elements, cut into `vectors` vectors of kLanes elements. The
+// vectors of all rows, row after row, are the group's slots. In each step `sweep` threads take one slot each, then
+// move on by `sweep` slots. A sweep is a multiple of `vectors`, so that each lane of a thread stays in one column; a
+// group of one channel needs no such rule.
 //
-// Where 16 bytes may be loaded at once, a vector is kLanes neighbours. Elsewhere its lanes lie `vectors` elements
+// Where 16 bytes can be loaded at once, a vector is kLanes neighbours. Elsewhere its lanes are `vectors` elements
 // apart, so that neighbouring threads still load neighbouring elements.
 #pragma once
 
@@ -14,34 +14,34 @@
 
 namespace bngrad {
 
-enum class Access { kKeep, kLastUse };  // whether the caches should keep what is read
+enum class Access { kKeep, kLastUse };  // whether the caches should keep the data
 
 template <Access access, typename Word>
 __device__ __forceinline__ Word read(const Word *address) {
     return access == Access::kKeep ? __ldg(address) : __ldcs(address);
 }
 
-// Where a thread is.
-struct Place {
-    int64 index;     // of the element of the first lane
-    unsigned lanes;  // a bit for each lane that is an element of the group
+// A thread's position in a tensor.
+struct Position {
+    int64 index;     // the element of the first lane
+    unsigned lanes;  // a bit for each lane that holds an element of the group
 };
 
 template <typename T, bool vectorised>
-struct Walk {
+struct TileIterator {
     static constexpr int kLanes = T::kLanes;
     static constexpr int kStride = vectorised ? kLanes : 1;  // elements between the first lanes of two vectors
     using Bits = typename T::Bits;
 
-    int64 index, vector;  // of the first lane: its element, and its vector in the row
+    int64 index, vector;  // the first lane's element, and its vector in the row
     int64 vectors, columns;
     int64 index_step;
     int steps, vector_step;
 
-    __device__ __forceinline__ Walk(const Descriptor &d, int64 group, int64 strip) {
+    __device__ __forceinline__ TileIterator(const Descriptor &d, int64 group, int64 tile) {
         const int64 row_length = d.channels * d.inner, first_channel = group * d.group_channels;
-        const int64 slots = d.rows * d.vectors, length = d.tiles * d.chain * d.sweep;
-        const int64 first = strip * length + threadIdx.x, end = min(slots, (strip + 1) * length);
+        const int64 slots = d.rows * d.vectors, length = d.segments * d.chain * d.sweep;
+        const int64 first = tile * length + threadIdx.x, end = min(slots, (tile + 1) * length);
         const int64 row = first / d.vectors, row_step = d.sweep / d.vectors;
         vectors = d.vectors;
         columns = min(d.group_channels, d.channels - first_channel) * d.inner;  // the last group may be narrower
@@ -57,8 +57,8 @@ struct Walk {
         return vectorised ? vector * kLanes + lane : vector + lane * vectors;
     }
 
-    __device__ __forceinline__ Place place() const {
-        unsigned lanes = 1;  // a vector in one piece is all in the group, or its thread takes no part
+    __device__ __forceinline__ Position position() const {
+        unsigned lanes = 1;  // a vectorised load lies wholly in the group, or its thread is idle
         if constexpr (!vectorised) {
 #pragma unroll
             for (int lane = 1; lane < kLanes; ++lane) lanes |= unsigned(column(lane) < columns) << lane;
@@ -69,14 +69,14 @@ struct Walk {
     __device__ __forceinline__ void advance(const Descriptor &d) {
         vector += vector_step;
         index += index_step;
-        if (vector >= vectors) {  // on to the next row
+        if (vector >= vectors) {  // the next row
             vector -= vectors;
             index += d.row_gap;
         }
     }
 
     template <Access access>
-    __device__ __forceinline__ uint4 load(const void *tensor, const Place &at) const {
+    __device__ __forceinline__ uint4 load(const void *tensor, const Position &at) const {
         const Bits *elements = static_cast<const Bits *>(tensor) + at.index;
         if constexpr (vectorised) {
             return read<access>(reinterpret_cast<const uint4 *>(elements));
@@ -90,7 +90,7 @@ struct Walk {
         }
     }
 
-    __device__ __forceinline__ void store(void *tensor, const Place &at, const float *values) const {
+    __device__ __forceinline__ void store(void *tensor, const Position &at, const float *values) const {
         Bits *elements = static_cast<Bits *>(tensor) + at.index;
         if constexpr (vectorised) {
             __stcs(reinterpret_cast<uint4 *>(elements), T::pack(values));
@@ -102,7 +102,7 @@ struct Walk {
         }
     }
 
-    // The channel of a lane within the group; 0 where the lane is none of the group's.
+    // The channel of a lane within the group; 0 if the lane holds no element of the group.
     __device__ __forceinline__ int channel(const Descriptor &d, int lane) const {
         return d.group_channels > 1 && column(lane) < columns ? int(column(lane)) / int(d.inner) : 0;
     }

@@ -1,4 +1,4 @@
-// How a block comes by its work: it draws tickets until none is left.
+// The tile scheduler: hands out work tiles to blocks until none is left.
 #pragma once
 
 #include "descriptor.cuh"
@@ -6,38 +6,40 @@
 
 namespace bngrad {
 
-// A block's end of the queue of tickets. The next one is drawn while the one before is worked on, as the number takes a
-// while to come; but only once that has all that it waits for, so that nobody keeps what others may need.
-class Queue {
+// One block's side of the scheduler. The index of the next work tile is fetched while the current one is computed,
+// since the atomic takes a while. It is fetched only once the current work tile waits for nothing more: otherwise a
+// waiting block could hold a work tile that others wait for.
+class TileScheduler {
    public:
-    __device__ __forceinline__ Queue(const Ticket *__restrict__ tickets, unsigned count, unsigned *drawn)
-        : tickets_(tickets), count_(count), drawn_(drawn) {
-        draw_ahead();
+    __device__ __forceinline__ TileScheduler(const WorkTile *__restrict__ work_tiles, unsigned tile_count,
+                                             unsigned *tile_counter)
+        : work_tiles_(work_tiles), tile_count_(tile_count), tile_counter_(tile_counter) {
+        fetch_next();
     }
 
-    // Asks for the number of the next ticket.
-    __device__ __forceinline__ void draw_ahead() {
-        if (threadIdx.x == 0) next_ = atomicAdd(drawn_, 1u);
+    // Starts to fetch the index of the next work tile.
+    __device__ __forceinline__ void fetch_next() {
+        if (threadIdx.x == 0) next_ = atomicAdd(tile_counter_, 1u);
     }
 
-    // Gives the next ticket, whose number has been asked for, to all threads; false where there is none.
-    __device__ __forceinline__ bool take(Ticket &ticket, Shared &shared) const {
+    // Gives all threads the work tile whose index was fetched; returns false if there is none.
+    __device__ __forceinline__ bool next(WorkTile &work_tile, Shared &shared) const {
         __syncthreads();
-        if (threadIdx.x == 0) shared.ticket = next_;
+        if (threadIdx.x == 0) shared.tile_index = next_;
         __syncthreads();
-        if (shared.ticket >= count_) return false;
-        ticket = tickets_[shared.ticket];
+        if (shared.tile_index >= tile_count_) return false;
+        work_tile = work_tiles_[shared.tile_index];
         return true;
     }
 
    private:
-    const Ticket *tickets_;
-    unsigned count_;
-    unsigned *drawn_;
+    const WorkTile *work_tiles_;
+    unsigned tile_count_;
+    unsigned *tile_counter_;
     unsigned next_ = 0;  // in thread 0
 };
 
-// To shared memory, which streams of data do not push it out of as they do of a cache.
+// Copies a descriptor to shared memory, where streaming tensors cannot evict it as they would from a cache.
 __device__ __forceinline__ void copy_descriptor(const Descriptor &from, Descriptor &to) {
     constexpr int kWords = sizeof(Descriptor) / sizeof(int64);
     static_assert(sizeof(Descriptor) % sizeof(int64) == 0 && kWords <= kThreads);
@@ -47,16 +49,17 @@ __device__ __forceinline__ void copy_descriptor(const Descriptor &from, Descript
     __syncthreads();
 }
 
-// Works until no ticket is left. Engines draw ahead, once for each ticket.
-template <typename Engine>
-__device__ __forceinline__ void run(const Descriptor *__restrict__ descriptors, Queue queue, Shared &shared) {
-    Ticket ticket;
-    for (int described = -1; queue.take(ticket, shared);) {
-        if (ticket.descriptor != described) {
-            copy_descriptor(descriptors[ticket.descriptor], shared.descriptor);
-            described = ticket.descriptor;
+// Computes work tiles until none is left. Kernel::compute calls fetch_next once for each work tile.
+template <typename Kernel>
+__device__ __forceinline__ void run(const Descriptor *__restrict__ descriptors, TileScheduler scheduler,
+                                    Shared &shared) {
+    WorkTile work_tile;
+    for (int described = -1; scheduler.next(work_tile, shared);) {
+        if (work_tile.descriptor != described) {
+            copy_descriptor(descriptors[work_tile.descriptor], shared.descriptor);
+            described = work_tile.descriptor;
         }
-        Engine::work(shared.descriptor, ticket, queue, shared);
+        Kernel::compute(shared.descriptor, work_tile, scheduler, shared);
     }
 }
 

@@ -22,8 +22,9 @@ import time
 from collections.abc import Iterator
 
 from bngrad_kernels import backends
+from bngrad_kernels.backend import Backend
 from bngrad_kernels.errors import DeviceFailedError, DeviceUnavailableError
-from bngrad_kernels.problem import AnyProblem, Backend
+from bngrad_kernels.problem import AnyProblem
 from bngrad_kernels.spec import Spec
 from bngrad_server.memory.arena import map_arena
 from bngrad_server.runtime.processes import die_with_parent, ignore_stop_signals

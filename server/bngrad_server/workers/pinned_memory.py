@@ -9,8 +9,8 @@ from collections import Counter
 
 import numpy as np
 
+from bngrad_kernels.backend import Backend
 from bngrad_kernels.errors import DeviceFailedError
-from bngrad_kernels.problem import Backend
 from bngrad_server.workers.ipc import ARENA
 
 logger = logging.getLogger(__name__)

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from bngrad_kernels.cuda.backend import Lane
+from bngrad_kernels.cuda.backend import CudaStream
 from bngrad_kernels.cuda.compiler import compile_kernels
-from bngrad_kernels.cuda.copy_plan import Launch, Move
+from bngrad_kernels.cuda.copy_plan import Copy, Launch
 from bngrad_kernels.cuda.device import BLOCKS_PER_PROCESSOR
 from bngrad_kernels.cuda.kernel_selection import Traits
 from bngrad_kernels.cuda.plan import THREADS
@@ -86,8 +86,8 @@ class SimulatedDevice:
         assert self.library.cuLaunchKernel(kernel, blocks, 1, 1, threads, 1, 1, shared, None, places, None) == 0
         self.library.cudaDeviceSynchronize()
 
-    def lane(self) -> Lane:
-        return _Lane(self)
+    def stream(self) -> CudaStream:
+        return SimulatedStream(self)
 
     def register(self, memory: Array) -> None:
         pass
@@ -96,7 +96,7 @@ class SimulatedDevice:
         pass
 
 
-class _Lane:
+class SimulatedStream:
     """Does at once what it is asked for."""
 
     def __init__(self, device: SimulatedDevice) -> None:
@@ -113,27 +113,27 @@ class _Lane:
         self._staging = np.full(nbytes, 0xFF, np.uint8)
         return self._staging
 
-    def copy_in(self, move: Move) -> None:
-        self._copy(move, np.ascontiguousarray(move.rows), _TO_DEVICE)
+    def copy_in(self, copy: Copy) -> None:
+        self._copy(copy, np.ascontiguousarray(copy.rows), _TO_DEVICE)
 
-    def copy_out(self, move: Move) -> None:
-        rows = np.empty(move.rows.shape, np.uint8)
-        self._copy(move, rows, _TO_HOST)
-        move.rows[...] = rows
+    def copy_out(self, copy: Copy) -> None:
+        rows = np.empty(copy.rows.shape, np.uint8)
+        self._copy(copy, rows, _TO_HOST)
+        copy.rows[...] = rows
 
     def launch(self, launch: Launch, descriptors: int) -> None:
-        table, tickets, drawn = (
-            ctypes.c_uint64(self.address + offset) for offset in (descriptors, launch.tickets, launch.drawn)
+        table, work_tiles, tile_counter = (
+            ctypes.c_uint64(self.address + offset) for offset in (descriptors, launch.work_tiles, launch.tile_counter)
         )
-        blocks = min(launch.length, self._device.blocks)
-        arguments = table, tickets, ctypes.c_uint32(launch.length), drawn
+        blocks = min(launch.tile_count, self._device.blocks)
+        arguments = table, work_tiles, ctypes.c_uint32(launch.tile_count), tile_counter
         self._device.run(launch.kernel.symbol, blocks, THREADS, *arguments, shared=launch.shared_nbytes)
 
     def wait(self) -> None:
         pass
 
-    def _copy(self, move: Move, rows: Array, kind: int) -> None:
-        there, here = ctypes.c_void_p(self.address + move.offset), ctypes.c_void_p(rows.ctypes.data)
+    def _copy(self, copy: Copy, rows: Array, kind: int) -> None:
+        there, here = ctypes.c_void_p(self.address + copy.offset), ctypes.c_void_p(rows.ctypes.data)
         target, source = (there, here) if kind == _TO_DEVICE else (here, there)
         if rows.nbytes:
             assert self._device.library.cudaMemcpy(target, source, ctypes.c_size_t(rows.nbytes), kind) == 0

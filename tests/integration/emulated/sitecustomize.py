@@ -16,7 +16,7 @@ from typing import Any
 from tests.unit.kernels.cuda.devices import EmulatedDevice
 
 from bngrad_kernels.cuda import device, probe
-from bngrad_kernels.cuda.backend import Lane
+from bngrad_kernels.cuda.backend import CudaStream
 from bngrad_kernels.cuda.copy_plan import Launch
 from bngrad_kernels.problem import Array
 
@@ -41,9 +41,9 @@ class Gpu(EmulatedDevice):
         super().__init__(kernels=ctypes.CDLL(KERNELS))
         self.description = f"emulated GPU {ordinal}"
 
-    def lane(self) -> Lane:
-        lane: Any = super().lane()
-        launch = lane.launch
+    def stream(self) -> CudaStream:
+        stream: Any = super().stream()
+        launch = stream.launch
 
         def launch_with_incidents(what: Launch, descriptors: int) -> None:
             if POISON.exists():
@@ -55,8 +55,8 @@ class Gpu(EmulatedDevice):
                 os.kill(os.getpid(), signal.SIGKILL)
             launch(what, descriptors)
 
-        lane.launch = launch_with_incidents
-        made: Lane = lane
+        stream.launch = launch_with_incidents
+        made: CudaStream = stream
         return made
 
     def register(self, memory: Array) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from bngrad_kernels import tolerances
-from bngrad_kernels.problem import Array, Backend, GradGradProblem
+from bngrad_kernels.backend import Backend
+from bngrad_kernels.problem import Array, GradGradProblem
 from bngrad_kernels.spec import FLOAT32, ReserveSpace2Kind, Spec
 
 

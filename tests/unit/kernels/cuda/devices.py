@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 import bngrad_kernels.cuda
-from bngrad_kernels.cuda.backend import CudaBackend, Lane
-from bngrad_kernels.cuda.copy_plan import Launch, Move
+from bngrad_kernels.cuda.backend import CudaBackend, CudaStream
+from bngrad_kernels.cuda.copy_plan import Copy, Launch
 from bngrad_kernels.cuda.device import CupyDevice
 from bngrad_kernels.cuda.kernel_selection import Traits
 from bngrad_kernels.problem import Array
@@ -75,8 +75,8 @@ class EmulatedDevice:
     def warm_up(self) -> None:
         pass
 
-    def lane(self) -> Lane:
-        return _Lane(self._kernels, self._blocks, self._os_threads)
+    def stream(self) -> CudaStream:
+        return EmulatedStream(self._kernels, self._blocks, self._os_threads)
 
     def register(self, memory: Array) -> None:
         pass
@@ -85,7 +85,7 @@ class EmulatedDevice:
         pass
 
 
-class _Lane:
+class EmulatedStream:
     """Does at once what it is asked for."""
 
     def __init__(self, kernels: ctypes.CDLL | None, blocks: int, os_threads: int) -> None:
@@ -106,19 +106,19 @@ class _Lane:
         self._staging = np.full(nbytes, 0xFF, np.uint8)
         return self._staging
 
-    def copy_in(self, move: Move) -> None:
-        self._memory[move.offset :][: move.rows.size].reshape(move.rows.shape)[...] = move.rows
+    def copy_in(self, copy: Copy) -> None:
+        self._memory[copy.offset :][: copy.rows.size].reshape(copy.rows.shape)[...] = copy.rows
 
-    def copy_out(self, move: Move) -> None:
-        move.rows[...] = self._memory[move.offset :][: move.rows.size].reshape(move.rows.shape)
+    def copy_out(self, copy: Copy) -> None:
+        copy.rows[...] = self._memory[copy.offset :][: copy.rows.size].reshape(copy.rows.shape)
 
     def launch(self, launch: Launch, descriptors: int) -> None:
         kernels = self._kernels or library()
         kernels.launch_kernel(
             kernels[launch.kernel.symbol],
-            *(ctypes.c_void_p(self.address + offset) for offset in (descriptors, launch.tickets)),
-            ctypes.c_uint(launch.length),
-            ctypes.c_void_p(self.address + launch.drawn),
+            *(ctypes.c_void_p(self.address + offset) for offset in (descriptors, launch.work_tiles)),
+            ctypes.c_uint(launch.tile_count),
+            ctypes.c_void_p(self.address + launch.tile_counter),
             ctypes.c_size_t(launch.shared_nbytes),
             self._blocks,
             self._os_threads,

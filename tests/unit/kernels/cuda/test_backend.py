@@ -1,4 +1,4 @@
-"""The CUDA back end around the kernels: chunks, lanes, threads, failures."""
+"""The CUDA backend around the kernels: chunks, streams, threads, failures."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 from tests.unit.kernels.cuda.devices import EmulatedDevice
 from tests.unit.kernels.problems import assert_right, bits, outputs, problem
 
-from bngrad_kernels.cuda.backend import LANES, CudaBackend, Lane
-from bngrad_kernels.cuda.copy_plan import Launch, Move, divide
-from bngrad_kernels.cuda.kernel_selection import Engine
+from bngrad_kernels.cuda.backend import STREAMS, CudaBackend, CudaStream
+from bngrad_kernels.cuda.copy_plan import Copy, Launch, split_into_chunks
+from bngrad_kernels.cuda.kernel_selection import KernelKind
 from bngrad_kernels.errors import DeviceFailedError, DeviceUnavailableError
 from bngrad_kernels.problem import Problem
 from bngrad_kernels.spec import BFLOAT16, FLOAT16, FLOAT32, Spec
@@ -21,58 +21,58 @@ MANY = [Spec(dtype, (n, 24, 30), 1, is_training=n % 3 > 0) for n, dtype in enume
 
 
 class Recorder(EmulatedDevice):
-    """Writes down what its lanes are asked for, and fails when told to."""
+    """Writes down what its streams are asked for, and fails when told to."""
 
     errors = (ArithmeticError,)
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[str, int]] = []
-        self.engines: list[Engine] = []
+        self.kinds: list[KernelKind] = []
         self.failure: Exception | None = None
-        self.busy: list[RecordedLane] = []
-        self.opened: list[RecordedLane] = []
+        self.busy: list[RecordedStream] = []
+        self.opened: list[RecordedStream] = []
 
-    def lane(self) -> Lane:
-        lane = RecordedLane(self, super().lane())
-        self.opened.append(lane)
-        return lane
+    def stream(self) -> CudaStream:
+        stream = RecordedStream(self, super().stream())
+        self.opened.append(stream)
+        return stream
 
 
-class RecordedLane:
-    def __init__(self, device: Recorder, lane: Lane) -> None:
-        self._device, self._lane = device, lane
-        self.reserve, self.staging = lane.reserve, lane.staging
+class RecordedStream:
+    def __init__(self, device: Recorder, stream: CudaStream) -> None:
+        self._device, self._stream = device, stream
+        self.reserve, self.staging = stream.reserve, stream.staging
 
     @property
     def address(self) -> int:
-        return self._lane.address
+        return self._stream.address
 
     @property
     def nbytes(self) -> int:
-        return self._lane.nbytes
+        return self._stream.nbytes
 
-    def copy_in(self, move: Move) -> None:
-        self._record("in", move.rows.size)
+    def copy_in(self, copy: Copy) -> None:
+        self._record("in", copy.rows.size)
         if self not in self._device.busy:
             self._device.busy.append(self)
-        self._lane.copy_in(move)
+        self._stream.copy_in(copy)
 
-    def copy_out(self, move: Move) -> None:
-        self._record("out", move.rows.size)
-        self._lane.copy_out(move)
+    def copy_out(self, copy: Copy) -> None:
+        self._record("out", copy.rows.size)
+        self._stream.copy_out(copy)
 
     def launch(self, launch: Launch, descriptors: int) -> None:
-        self._record("launch", launch.length)
-        self._device.engines.append(launch.kernel.engine)
+        self._record("launch", launch.tile_count)
+        self._device.kinds.append(launch.kernel.kind)
         if self._device.failure:
             raise self._device.failure
-        self._lane.launch(launch, descriptors)
+        self._stream.launch(launch, descriptors)
 
     def wait(self) -> None:
         if isinstance(self._device.failure, ArithmeticError):
             raise self._device.failure  # a broken context fails whatever it is asked
-        self._lane.wait()
+        self._stream.wait()
         if self in self._device.busy:
             self._device.busy.remove(self)
 
@@ -103,11 +103,12 @@ def test_small_and_large_problems_of_a_kind_take_one_launch(device: Recorder) ->
     batch = [problem(Spec(FLOAT32, (rows, 64), 1)) for rows in (10, 20_000, 300)]
     for alone in batch:
         backend(device).run([alone])
-    engines = device.engines[:]
+    kinds = device.kinds[:]
     expected = [bits(made) for made in batch]
-    device.engines.clear()
+    device.kinds.clear()
     backend(device).run(batch)
-    assert (engines, device.engines) == ([Engine.RESIDENT, Engine.STREAMED, Engine.STREAMED], [Engine.STREAMED])
+    assert kinds == [KernelKind.RESIDENT, KernelKind.STREAMED, KernelKind.STREAMED]
+    assert device.kinds == [KernelKind.STREAMED]
     assert [bits(made) for made in batch] == expected
 
 
@@ -128,10 +129,10 @@ def test_problems_of_several_kernels_share_the_copies(device: Recorder) -> None:
         assert_right(made)
 
 
-def test_chunks_take_turns_on_the_lanes(device: Recorder) -> None:
+def test_chunks_take_turns_on_the_streams(device: Recorder) -> None:
     batch = [problem(spec) for spec in MANY]
     backend(device, chunk_nbytes=100_000).run(batch)
-    assert len(device.opened) == LANES
+    assert len(device.opened) == STREAMS
     assert not device.busy
     for made in batch:
         assert_right(made)
@@ -150,13 +151,13 @@ def test_batches_of_several_threads_do_not_meet(device: Recorder) -> None:
             assert_right(made)
 
 
-def test_the_memory_in_use_is_that_of_all_lanes_and_grows_with_what_does_not_fit() -> None:
+def test_the_memory_in_use_is_that_of_all_streams_and_grows_with_what_does_not_fit() -> None:
     backend = CudaBackend(EmulatedDevice(), chunk_nbytes=1000)
     assert backend.used_nbytes == 0
     backend.warm_up()
-    assert backend.used_nbytes == 1000 * LANES
+    assert backend.used_nbytes == 1000 * STREAMS
     backend.run([problem(Spec(FLOAT32, (4, 24, 30), 1))])
-    assert backend.used_nbytes > 1000 * LANES
+    assert backend.used_nbytes > 1000 * STREAMS
 
 
 def test_what_was_prepared_for_one_device_is_not_used_on_another() -> None:
@@ -165,13 +166,13 @@ def test_what_was_prepared_for_one_device_is_not_used_on_another() -> None:
     second.traits = second.traits._replace(shared_nbytes=0)
     for device in (first, second, first):
         backend(device).run([made])
-    assert (first.engines, second.engines) == ([Engine.RESIDENT] * 2, [Engine.STREAMED])
+    assert (first.kinds, second.kinds) == ([KernelKind.RESIDENT] * 2, [KernelKind.STREAMED])
 
 
 def test_a_failed_device_is_told_from_a_failed_batch(device: Recorder) -> None:
     shared = backend(device, chunk_nbytes=100_000)
     device.failure = ArithmeticError("an illegal address")
-    for _ in range(LANES + 1):  # a failure keeps no lane
+    for _ in range(STREAMS + 1):  # a failure keeps no stream
         with pytest.raises(DeviceFailedError, match="an illegal address"):
             shared.run([problem(spec) for spec in MANY])
     device.busy.clear()
@@ -197,14 +198,14 @@ class Unusable(Recorder):
         if not self._is_full:
             raise ArithmeticError("no kernel image is available")
 
-    def lane(self) -> Lane:
-        lane: Any = super().lane()
+    def stream(self) -> CudaStream:
+        stream: Any = super().stream()
 
         def reserve(nbytes: int) -> None:
             raise MemoryError(f"no {nbytes} bytes left")
 
-        lane.reserve = reserve
-        made: Lane = lane
+        stream.reserve = reserve
+        made: CudaStream = stream
         return made
 
 
@@ -215,12 +216,12 @@ def test_a_device_that_cannot_be_warmed_up_says_why() -> None:
         backend(Unusable(is_full=True))
 
 
-def test_a_batch_that_cannot_be_prepared_keeps_no_lane(device: Recorder) -> None:
+def test_a_batch_that_cannot_be_prepared_keeps_no_stream(device: Recorder) -> None:
     shared = backend(device)
     broken = problem(Spec(FLOAT32, (10, 64), 1))
     broken.x, broken.channels = broken.x[:1], range(8)
-    for _ in range(LANES + 1):
-        assert shared._lanes.qsize() == LANES
+    for _ in range(STREAMS + 1):
+        assert shared.free_streams == STREAMS
         with pytest.raises(ValueError, match="reshape"):
             shared.run([broken])
     made = problem(Spec(FLOAT32, (10, 64), 1))
@@ -228,15 +229,15 @@ def test_a_batch_that_cannot_be_prepared_keeps_no_lane(device: Recorder) -> None
     assert_right(made)
 
 
-def ranges_of(spec: Spec, piece_nbytes: int, lane_nbytes: int) -> list[tuple[int, int]]:
+def ranges_of(spec: Spec, piece_nbytes: int, stream_nbytes: int) -> list[tuple[int, int]]:
     tensor, stats = np.empty(spec.shape, spec.dtype), np.empty(spec.channels, np.float32)
     whole = Problem.allocate(spec, tensor, tensor, None, stats, stats)
-    chunks = divide([whole], piece_nbytes, 1 << 40, lane_nbytes)
+    chunks = split_into_chunks([whole], piece_nbytes, 1 << 40, stream_nbytes)
     return [(piece.first, piece.last) for chunk in chunks for piece in chunk]
 
 
 @pytest.mark.parametrize(
-    ("shape", "lane_nbytes", "width"),
+    ("shape", "stream_nbytes", "width"),
     [
         ((1000, 256), 1 << 30, 256),  # as it is
         ((1000, 256), 100 * 12_020, 96),  # whole groups of 32 channels
@@ -245,11 +246,11 @@ def ranges_of(spec: Spec, piece_nbytes: int, lane_nbytes: int) -> list[tuple[int
         ((1000, 256), 1, 1),  # a channel at least
     ],
 )
-def test_what_does_not_fit_a_lane_is_cut_into_ranges_of_channels(
-    shape: tuple[int, int], lane_nbytes: int, width: int
+def test_what_does_not_fit_a_stream_is_cut_into_ranges_of_channels(
+    shape: tuple[int, int], stream_nbytes: int, width: int
 ) -> None:
     expected = [(first, min(first + width, 256)) for first in range(0, 256, width)]
-    assert ranges_of(Spec(FLOAT32, shape, 1), 1 << 30, lane_nbytes) == expected
+    assert ranges_of(Spec(FLOAT32, shape, 1), 1 << 30, stream_nbytes) == expected
 
 
 @pytest.mark.parametrize(
@@ -262,7 +263,7 @@ def test_what_does_not_fit_a_lane_is_cut_into_ranges_of_channels(
     ],
     ids=str,
 )
-def test_what_is_large_is_cut_for_the_lanes_to_overlap_if_that_leaves_long_runs(
+def test_what_is_large_is_cut_for_the_streams_to_overlap_if_that_leaves_long_runs(
     shape: tuple[int, ...], widths: list[int]
 ) -> None:
     ranges = ranges_of(Spec(FLOAT32, shape, 1), 4_000_000, 1 << 30)
@@ -271,13 +272,13 @@ def test_what_is_large_is_cut_for_the_lanes_to_overlap_if_that_leaves_long_runs(
 
 def test_chunks_are_closed_before_they_get_too_large() -> None:
     batch = [problem(Spec(FLOAT32, (10, 10), 1)) for _ in range(10)]  # 1400 bytes each
-    chunks = list(divide(batch, 1 << 20, 4300, 1 << 20))
+    chunks = list(split_into_chunks(batch, 1 << 20, 4300, 1 << 20))
     assert [len(chunk) for chunk in chunks] == [3, 3, 3, 1]
     assert [piece.problem for chunk in chunks for piece in chunk] == batch
 
 
 def test_pieces_of_one_problem_do_not_touch_each_others_outputs() -> None:
-    shared = CudaBackend(EmulatedDevice(), lane_nbytes=1, chunk_nbytes=1)
+    shared = CudaBackend(EmulatedDevice(), stream_nbytes=1, chunk_nbytes=1)
     shared.warm_up()
     whole, cut = (problem(Spec(BFLOAT16, (5, 13, 3), 1, stats_dtype=BFLOAT16)) for _ in range(2))
     backend(Recorder()).run([whole])

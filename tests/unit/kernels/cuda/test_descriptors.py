@@ -8,17 +8,17 @@ from tests.unit.kernels.cuda.devices import library
 from bngrad_kernels.cuda.descriptors import (
     APPLY,
     DESCRIPTOR,
+    DESCRIPTOR_INDEX,
     GROUP,
     INFER,
     PHASE,
-    PIECE,
     RESIDE,
-    STRIP,
     SUM,
-    TICKET,
+    TILE,
+    WORK_TILE,
     Piece,
+    schedule_tiles,
     template,
-    tickets,
 )
 from bngrad_kernels.cuda.kernel_selection import Traits
 from bngrad_kernels.problem import Array, Problem
@@ -39,25 +39,25 @@ def whole(spec: Spec) -> Piece:
 
 def drawn(*specs: Spec) -> Array:
     templates = [template(whole(spec), TRAITS) for spec in specs]
-    return tickets(templates, range(len(specs)), TRAITS.cache_nbytes)
+    return schedule_tiles(templates, range(len(specs)), TRAITS.cache_nbytes)
 
 
 def test_the_structures_are_as_large_as_the_compilers() -> None:
     assert library().descriptor_nbytes() == DESCRIPTOR.itemsize
-    assert library().ticket_nbytes() == 4 * len(TICKET)
+    assert library().work_tile_nbytes() == 4 * len(WORK_TILE)
 
 
 def test_every_strip_is_summed_once_and_applied_once_behind_all_sums_of_its_group() -> None:
     summed: dict[tuple[int, int], set[int]] = {}
     applied: dict[tuple[int, int], set[int]] = {}
-    strips = [template(whole(spec), TRAITS).cut.strips for spec in SPECS]
-    for ticket in drawn(*SPECS):
-        descriptor, group, strip = int(ticket[PIECE]), int(ticket[GROUP]), int(ticket[STRIP])
-        done = {SUM: summed, APPLY: applied}[int(ticket[PHASE])].setdefault((descriptor, group), set())
-        assert strip not in done
-        done.add(strip)
-        if ticket[PHASE] == APPLY:
-            assert summed[descriptor, group] == set(range(strips[descriptor]))
+    tiles = [template(whole(spec), TRAITS).cut.tiles for spec in SPECS]
+    for work_tile in drawn(*SPECS):
+        descriptor, group, tile = int(work_tile[DESCRIPTOR_INDEX]), int(work_tile[GROUP]), int(work_tile[TILE])
+        done = {SUM: summed, APPLY: applied}[int(work_tile[PHASE])].setdefault((descriptor, group), set())
+        assert tile not in done
+        done.add(tile)
+        if work_tile[PHASE] == APPLY:
+            assert summed[descriptor, group] == set(range(tiles[descriptor]))
     groups = {(i, group) for i, spec in enumerate(SPECS)
               for group in range(template(whole(spec), TRAITS).groups)}  # fmt: skip
     assert summed.keys() == groups
@@ -68,23 +68,23 @@ def test_every_strip_is_summed_once_and_applied_once_behind_all_sums_of_its_grou
 def test_a_group_is_applied_soon_after_it_is_summed_and_backwards() -> None:
     spec = Spec(FLOAT16, (100_352, 256), 1)
     table = drawn(spec)
-    strips = template(whole(spec), TRAITS).cut.strips
+    tiles = template(whole(spec), TRAITS).cut.tiles
     first = table[table[:, GROUP] == 0]
-    assert first[:, STRIP].tolist() == [*range(strips), *reversed(range(strips))]
-    between = np.flatnonzero(table[:, GROUP] == 0)[strips] - strips
-    assert 0 < between < strips  # others sum meanwhile, less than another group
+    assert first[:, TILE].tolist() == [*range(tiles), *reversed(range(tiles))]
+    between = np.flatnonzero(table[:, GROUP] == 0)[tiles] - tiles
+    assert 0 < between < tiles  # others sum meanwhile, less than another group
 
 
 def test_inference_takes_one_pass() -> None:
     table = drawn(Spec(FLOAT32, (1000, 64), 1, is_training=False))
     assert set(table[:, PHASE]) == {INFER}
-    assert len(set(itertools.zip_longest(table[:, GROUP], table[:, STRIP]))) == len(table)
+    assert len(set(itertools.zip_longest(table[:, GROUP], table[:, TILE]))) == len(table)
 
 
 def test_a_resident_group_is_one_ticket() -> None:
     spec = Spec(FLOAT32, (49, 256), 1)
     made = template(whole(spec), TRAITS._replace(shared_nbytes=227 << 10))
     assert made.kernel.symbol == "first_float32_training_resident"
-    assert made.tickets[:, GROUP].tolist() == list(range(made.groups))
-    assert set(made.tickets[:, PHASE]) == {RESIDE}
-    assert made.kept_nbytes == 2 * 49 * made.cut.group_channels * 4
+    assert made.work_tiles[:, GROUP].tolist() == list(range(made.groups))
+    assert set(made.work_tiles[:, PHASE]) == {RESIDE}
+    assert made.resident_nbytes == 2 * 49 * made.cut.group_channels * 4

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from bngrad_kernels.cuda.kernel_selection import Engine, Traits, choose, is_read_from_cache, lookahead
+from bngrad_kernels.cuda.kernel_selection import KernelKind, Traits, choose_kernel, is_read_from_cache, lookahead
 from bngrad_kernels.cuda.plan import cut
 from bngrad_kernels.spec import BFLOAT16, FLOAT32, Spec
 
@@ -18,9 +18,9 @@ GPUS = {  # multiprocessors, shared memory a block may have, second-level cache
 def way(traits: Traits, spec: Spec) -> str:
     """What the table in engines.py calls engine and second read, in short."""
     planned = cut(spec)
-    engine = choose(planned, spec.channels, traits, is_training=spec.is_training)
-    if engine is not Engine.STREAMED:
-        return str(engine.value)
+    kind = choose_kernel(planned, spec.channels, traits, is_training=spec.is_training)
+    if kind is not KernelKind.STREAMED:
+        return str(kind.value)
     group_nbytes = 2 * planned.rows * planned.inner * planned.group_channels * spec.dtype.itemsize
     return "cache" if is_read_from_cache(group_nbytes, traits.cache_nbytes) else "memory"
 

@@ -34,10 +34,10 @@ def test_every_cut_is_one_that_the_kernels_can_do(outer: int, channels: int, inn
     assert planned.parts in {1, 2, 4, 8, 16, 32}
     assert planned.parts * planned.group_channels <= THREADS
     assert 4 <= planned.chain <= 32
-    assert 1 <= planned.strips <= 256
-    slots, strip = planned.rows * planned.vectors, planned.tiles * planned.chain * planned.sweep
-    assert planned.strips * strip >= slots
-    assert (planned.strips - 1) * strip < max(slots, 1)
+    assert 1 <= planned.tiles <= 256
+    slots, tile = planned.rows * planned.vectors, planned.segments * planned.chain * planned.sweep
+    assert planned.tiles * tile >= slots
+    assert (planned.tiles - 1) * tile < max(slots, 1)
 
 
 def test_the_cut_does_not_depend_on_how_a_shape_is_written() -> None:
@@ -61,7 +61,7 @@ def test_the_layers_of_resnet50_are_read_in_whole_vectors_and_long_runs_by_busy_
     assert planned.is_vectorised(channels)
     assert planned.group_channels * planned.inner * dtype.itemsize >= 64
     assert planned.sweep >= 0.9 * THREADS
-    assert planned.groups(channels) * planned.strips >= 64  # there is work for many processors
+    assert planned.groups(channels) * planned.tiles >= 64  # there is work for many processors
     if not channels_last:
         assert group_nbytes(spec, planned) <= 28 << 20  # the second time, it is read from the cache
 

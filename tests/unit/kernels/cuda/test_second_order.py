@@ -101,7 +101,7 @@ def test_a_range_of_channels_has_the_bits_that_it_has_in_the_whole(
         spec = second(shape, dtype, is_training=is_training)
         whole, cut = problem(spec), problem(spec)
         GPU.run([whole])
-        backend(lane_nbytes=channels_each * (5 * spec.elements_per_channel * dtype.itemsize + 24)).run([cut])
+        backend(stream_nbytes=channels_each * (5 * spec.elements_per_channel * dtype.itemsize + 24)).run([cut])
         assert bits(whole) == bits(cut), spec
 
 

@@ -1,9 +1,9 @@
 // As much of CUDA as the kernels use, for a CPU.
 //
-// A block runs on one OS thread, its CUDA threads as fibers that take turns at barriers; several OS threads run several
-// blocks. Compiled for ThreadSanitizer, each CUDA thread is a thread to it, and nothing but barriers, and atomic
-// operations that acquire or release, orders what these do: it sees every access that the kernels leave without an order,
-// in the shared memory of a block and in the memory of the device.
+// A block runs on one OS thread, its CUDA threads as fibers that take turns at barriers; several OS threads run
+// several blocks. Compiled for ThreadSanitizer, each CUDA thread is a thread to it, and nothing but barriers, and
+// atomic operations that acquire or release, orders what these do: it sees every access that the kernels leave without
+// an order, in the shared memory of a block and in the memory of the device.
 //
 // Barriers are exact: a __syncthreads that some thread of the block does not reach, or a shuffle that some thread of
 // the warp does not take part in, ends the process. What a CPU cannot show: anything of speed.

@@ -4,11 +4,12 @@
 #include "batch_norm_grad.cu"
 
 extern "C" void launch_kernel(decltype(&first_float32_training_vectors) kernel, const bngrad::Descriptor *descriptors,
-                              const bngrad::Ticket *tickets, unsigned count, unsigned *drawn, std::size_t shared_nbytes,
-                              int blocks, int os_threads) {
-    launch(blocks, bngrad::kThreads, shared_nbytes, os_threads, [=] { kernel(descriptors, tickets, count, drawn); });
+                              const bngrad::WorkTile *work_tiles, unsigned tile_count, unsigned *tile_counter,
+                              std::size_t shared_nbytes, int blocks, int os_threads) {
+    launch(blocks, bngrad::kThreads, shared_nbytes, os_threads,
+           [=] { kernel(descriptors, work_tiles, tile_count, tile_counter); });
 }
 
-// So that the layouts of tables.py can be compared with the compiler's.
+// For comparing the layouts of descriptors.py with the compiler's.
 extern "C" std::size_t descriptor_nbytes() { return sizeof(bngrad::Descriptor); }
-extern "C" std::size_t ticket_nbytes() { return sizeof(bngrad::Ticket); }
+extern "C" std::size_t work_tile_nbytes() { return sizeof(bngrad::WorkTile); }

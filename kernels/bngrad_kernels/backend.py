@@ -1,0 +1,37 @@
+"""The interface of a backend: what computes problems on one device. `cpu` and `cuda` implement it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from bngrad_kernels.problem import AnyProblem, Array
+
+
+class Backend(Protocol):
+    """Computes problems on one device. `bngrad_kernels.backends` creates one by the name of its device."""
+
+    description: str
+    """The device, in its vendor's words."""
+    memory_nbytes: int
+    """The size of the device's own memory; 0 if it computes in the host's."""
+
+    @property
+    def used_nbytes(self) -> int:
+        """How much of the device's own memory the backend has allocated. Thread-safe."""
+
+    def register(self, memory: Array) -> None:
+        """Prepares host memory that problems will use, so that the device reaches it as fast as possible."""
+
+    def unregister(self, memory: Array) -> None:
+        """Undoes `register`. Must be called before the memory is freed."""
+
+    def warm_up(self) -> None:
+        """Compiles every kernel, or loads it from the disk cache, so that no request waits for that."""
+
+    def run(self, problems: Sequence[AnyProblem]) -> None:
+        """Writes the outputs of every problem. The bits depend on each problem alone, not on the rest of the batch.
+
+        Raises:
+            DeviceFailedError: This process can no longer use the device.
+        """
