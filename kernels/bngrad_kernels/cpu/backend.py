@@ -1,4 +1,4 @@
-"""The CPU back end: Numba kernels on a pool of threads."""
+"""The CPU backend: Numba kernels on a pool of threads."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import numba
 import numpy as np
 
+from bngrad_kernels.backend import Backend
 from bngrad_kernels.cpu import cache, driver
 from bngrad_kernels.cpu.plan import RECORD, plan
 from bngrad_kernels.cpu.simd import TAGS
@@ -20,35 +21,35 @@ from bngrad_kernels.problem import AnyProblem, Array, GradGradProblem, Problem
 from bngrad_kernels.spec import TENSOR_DTYPES, Spec
 
 _ALONE_BELOW_NBYTES = 1 << 17
-"""Tensors below this size are cheaper on one thread than the launch of the others."""
+"""Smaller tensors are computed by one thread: starting the others would cost more."""
 
 _RECORD_NAMES = {"reserve_space_1": "mean"}
 _NO_SCALE = np.empty(0, np.float32)
 
 
-class CpuBackend:
+class CpuBackend(Backend):
     """Computes problems on the CPU.
 
     Attributes:
         description: The processor, and how many threads are used.
-        memory_nbytes: 0, since it has none of its own.
-        used_nbytes: Alike.
+        memory_nbytes: 0, since a CPU has no memory of its own.
+        used_nbytes: 0 likewise.
     """
 
     memory_nbytes = used_nbytes = 0
 
     def __init__(self, threads: int | None = None) -> None:
-        """Makes a back end.
+        """Creates a backend.
 
         Args:
-            threads: How many threads it uses; every core that this process may use where None.
+            threads: How many threads it uses; None for one per core that this process may use.
         """
         self._threads = min(threads or len(os.sched_getaffinity(0)), numba.config.NUMBA_NUM_THREADS)
         self._local = threading.local()
         self.description = f"{_processor()}, {self._threads} threads"
 
     def register(self, memory: Array) -> None:
-        """Does nothing: all of the host's memory is the CPU's own."""
+        """Does nothing: the CPU reaches all host memory directly."""
 
     def unregister(self, memory: Array) -> None:
         """Does nothing."""
@@ -62,7 +63,7 @@ class CpuBackend:
                 self._run_split(Problem.allocate(Spec(dtype, x.shape, 1), x, x, stats, stats, stats))
 
     def run(self, problems: Sequence[AnyProblem]) -> None:
-        """Writes the outputs of every problem; large ones are split, small ones shared out to the threads."""
+        """Writes the outputs of every problem: all threads share a large one, each takes small ones on its own."""
         small: list[AnyProblem] = []
         for problem in problems:
             if problem.channel_count == 0:
@@ -71,11 +72,11 @@ class CpuBackend:
                 small.append(problem)
             else:
                 self._run_split(problem)
-        for _, alike in itertools.groupby(sorted(small, key=_kind), key=_kind):
-            self._run_small(list(alike))
+        for _, group in itertools.groupby(sorted(small, key=_dtype_number), key=_dtype_number):
+            self._run_small(list(group))
 
     def _run_small(self, problems: list[AnyProblem]) -> None:
-        """Has each thread compute one problem at a time, in turns."""
+        """Computes problems of one dtype, each on a single thread."""
         nbytes = sum(problem.tensor_nbytes for problem in problems)
         threads = 1 if len(problems) == 1 or nbytes < _ALONE_BELOW_NBYTES else self._threads
         prepared = [problem.prepared or _prepare(problem) for problem in problems]
@@ -86,7 +87,7 @@ class CpuBackend:
         self._run(problems[0], records, threads)
 
     def _run_split(self, problem: AnyProblem) -> None:
-        """Has all threads compute a problem together."""
+        """Computes a problem with all threads."""
         geometry, slot_nbytes, record = plan(problem.spec, problem.channels)
         by_group = geometry.tiles < self._threads or geometry.groups >= 4 * self._threads
         records = np.frombuffer(bytearray(record), RECORD)
@@ -101,7 +102,7 @@ class CpuBackend:
         driver.run(TAGS[problem.spec.dtype], records, threads)
 
     def _workspace(self, nbytes: int) -> int:
-        """The address of scratch memory, kept by each calling thread for its next problem."""
+        """Returns the address of scratch memory, which each calling thread keeps for its next problem."""
         if getattr(self._local, "nbytes", -1) < nbytes:
             self._local.nbytes = 2 * nbytes
             self._local.memory = np.empty(2 * nbytes + 64, np.uint8)
@@ -111,7 +112,7 @@ class CpuBackend:
 
 
 def _prepare(problem: AnyProblem) -> tuple[bytes, int]:
-    """The record of a small problem, but for its workspace, and the size of that."""
+    """Returns the record of a small problem without its workspace, and the size of the workspace."""
     planned = plan(problem.spec, problem.channels)
     records = np.frombuffer(bytearray(planned.record), RECORD)
     _place(records, 0, problem, True, 0)
@@ -133,7 +134,7 @@ def _place(records: Array, i: int, problem: AnyProblem, by_group: bool, workspac
 
 
 def _place_second_order(record: Any, problem: GradGradProblem, by_group: bool, workspace: int) -> None:
-    """As `driver.place`. It takes longer, but less than one more function would take to compile."""
+    """As `driver.place`, but in Python: slower, but compiling another function would cost more."""
     record["by_group"], record["workspace"] = by_group, workspace
     for name in (*problem.large_inputs, *problem.small_inputs, *problem.large_outputs, *problem.small_outputs):
         record[_RECORD_NAMES.get(name, name)] = getattr(problem, name).__array_interface__["data"][0]
@@ -141,7 +142,7 @@ def _place_second_order(record: Any, problem: GradGradProblem, by_group: bool, w
         record["streams"] = 0
 
 
-def _kind(problem: AnyProblem) -> int:
+def _dtype_number(problem: AnyProblem) -> int:
     return problem.spec.dtype.num
 
 

@@ -1,7 +1,7 @@
-"""Where Numba keeps what it compiled.
+"""The folder in which Numba caches compiled kernels.
 
-Numba's disk cache notices changes of the module that a function stands in, not of the modules that it calls. So the
-folder is named by a hash of every source of this package, and of the processor, for which alone it can be full.
+Numba's disk cache notices changes in a function's own module, but not in the modules that the function calls. So the
+folder's name contains a hash of all sources of this package and of the processor that they are compiled for.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def compiled(*signatures: Any, **options: Any) -> Callable[[Callable[..., Any]],
 
 
 internal = numba.njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
-"""Decorates what only compiled functions call, without the ways in for others."""
+"""Decorates functions that only compiled functions call: leaves out the entry points for Python and C."""
 
 
 @functools.cache
 def folder() -> Path:
-    """The cache folder of these very sources and this processor; the user's ``NUMBA_CACHE_DIR`` wins."""
+    """The cache folder of these sources and this processor; ``NUMBA_CACHE_DIR`` takes precedence."""
     if config.CACHE_DIR:
         return Path(config.CACHE_DIR)
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -52,18 +52,19 @@ def folder() -> Path:
 
 @contextmanager
 def filling() -> Iterator[None]:
-    """Has one process at a time fill the cache: the others load what it has compiled. A full one keeps nobody waiting.
+    """Lets one process fill the cache while others wait; once it is full, they load from it without waiting.
 
-    The lock is the process's: should it die, the next one goes on.
+    If the process that holds the lock dies, the next one continues.
     """
     full = folder() / "full"
-    if full.exists():
-        yield
-        return
-    with (folder() / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-    full.touch()
+    if not full.exists():
+        with (folder() / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not full.exists():  # no other process has filled it in the meantime
+                yield
+                full.touch()
+                return
+    yield
 
 
 def _is_writable(path: Path) -> bool:
@@ -76,10 +77,10 @@ def _is_writable(path: Path) -> bool:
 
 
 def _copy_of(path: Path) -> Path:
-    """A folder among the temporary files, with what a container's image may have in the one that cannot be written."""
+    """Returns a private temporary copy of a read-only cache folder, such as that of a container image."""
     parent = Path(tempfile.gettempdir()) / f"bngrad-{os.getuid()}"
     parent.mkdir(mode=0o700, exist_ok=True)
-    if parent.stat().st_uid != os.getuid():  # what lies in there is run
+    if parent.stat().st_uid != os.getuid():  # its contents are executed
         raise PermissionError(f"{parent}, for compiled kernels, belongs to another user; set XDG_CACHE_HOME")
     copy = parent / path.name
     if not copy.exists():
@@ -88,7 +89,7 @@ def _copy_of(path: Path) -> Path:
             shutil.copytree(path, draft, dirs_exist_ok=True)
         try:
             draft.rename(copy)
-        except OSError:  # another worker was faster
+        except OSError:  # another process was faster
             shutil.rmtree(draft)
     return copy
 

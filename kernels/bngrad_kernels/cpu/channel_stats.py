@@ -1,7 +1,7 @@
-"""What both kernels do for a whole group of channels: before the sums, and between the sums and x_backprop.
+"""The per-channel step of both kernels: before the sums, and between the sums and x_backprop.
 
-A slot of the workspace holds one group's tables: the mean and the coefficients of each column in float32, the sums of
-each column and each tile's part of them in float64.
+A slot of the workspace holds the tables of one group of channels: the mean and the coefficients of each column in
+float32, the sums of each column and each tile's part of them in float64.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from bngrad_kernels.cpu.cache import internal
 from bngrad_kernels.cpu.plan import LANES
 from bngrad_kernels.cpu.simd import add, load64, load_scalar, out_of_line, store64, store_scalar
 
-MEAN, GAIN, SHIFT, SLOPE = map(np.int64, range(4))  # a plain int would be a type of its own to Numba
+MEAN, GAIN, SHIFT, SLOPE = map(np.int64, range(4))  # Numba would give a plain int another type
 """The tables: ``x_backprop = gain * ((y_backprop - shift) - (x - mean) * slope)``."""
 
 _TOTAL = np.int64(0)
@@ -44,19 +44,19 @@ def table(p: Any, slot: int, which: int) -> int:
 
 @internal
 def sums_of(p: Any, slot: int, part: int) -> int:
-    """The address of the rows of sums; part 0 is the total, tile t has part t + 1."""
+    """The address of the rows of sums; part 0 is the total, part t + 1 is that of tile t."""
     return p.workspace + slot * p.slot_nbytes + p.tables * p.padded * 4 + part * p.sums * p.padded * 8
 
 
 @internal
 def chains_of(p: Any, slot: int, t: int) -> int:
-    """The address of the two rows of float32 in which tile t adds up what goes into its sums."""
+    """The address of the two rows of float32 in which tile t accumulates before it adds to its sums."""
     return sums_of(p, slot, p.tiles + 1) + t * 2 * p.padded * 4
 
 
 @internal
 def begin(p: Any, g: int, slot: int) -> None:
-    """Fills the tables that the first pass needs."""
+    """Fills the tables for the first pass."""
     first = first_channel(p, g)
     for i in range(channels(p, g)):
         c = first + i
@@ -67,7 +67,7 @@ def begin(p: Any, g: int, slot: int) -> None:
 
 @internal
 def finish(p: Any, g: int, slot: int) -> None:
-    """Adds up the tiles, writes scale_backprop and offset_backprop, fills the coefficients."""
+    """Adds up the tiles' sums, writes scale_backprop and offset_backprop, fills the coefficients."""
     add_tiles(p, slot)
     first = first_channel(p, g)
     m = float(p.outer * p.inner)
@@ -76,7 +76,7 @@ def finish(p: Any, g: int, slot: int) -> None:
         sum_dy = add_columns(p, sums_of(p, slot, _TOTAL), i)
         sum_dy_xc = add_columns(p, sums_of(p, slot, _TOTAL) + p.padded * 8, i)
         rstd = rstd_of(p, c)
-        write_stat(p, p.scale_backprop, c, rstd * sum_dy_xc if m else 0.0)  # whatever rstd is
+        write_stat(p, p.scale_backprop, c, rstd * sum_dy_xc if m else 0.0)  # 0 even if rstd is not finite
         write_stat(p, p.offset_backprop, c, sum_dy)
         if p.is_training:
             fill(p, slot, GAIN, i, scale_of(p, c) * rstd)
@@ -86,7 +86,7 @@ def finish(p: Any, g: int, slot: int) -> None:
 
 @internal
 def add_tiles(p: Any, slot: int) -> None:
-    """Adds up the sums of the tiles, in their order."""
+    """Adds up the sums of the tiles, in the order of the tiles."""
     into = sums_of(p, slot, _TOTAL)
     for column in range(0, p.sums * p.padded, LANES):
         total = load64(sums_of(p, slot, _TOTAL + 1), column)
@@ -97,7 +97,7 @@ def add_tiles(p: Any, slot: int) -> None:
 
 @internal
 def add_columns(p: Any, sums: int, i: int) -> float:
-    """A sum of the group's i-th channel, from a row of sums."""
+    """Returns a sum of the group's i-th channel, from a row of sums."""
     if p.fold * p.span == 1:
         return float(load_scalar(_F64, sums, i))
     return _add_several_columns(p, sums, i)
@@ -116,7 +116,7 @@ def _add_several_columns(p: Any, sums: int, i: int) -> float:
 
 @internal
 def fill(p: Any, slot: int, which: int, i: int, value: float) -> None:
-    """Sets a table at every column of the group's i-th channel; in all lanes where a group is one channel's planes."""
+    """Sets a table at every column of the group's i-th channel; in the planes kernel, in all lanes."""
     into = table(p, slot, which)
     span = LANES if p.is_planes else p.span
     if p.fold * span == 1:
@@ -153,12 +153,12 @@ def write_stat(p: Any, address: int, c: int, value: float) -> None:
 
 @internal
 def scale_of(p: Any, c: int) -> float:
-    """The scale of a channel; ones where there is none."""
+    """The scale of a channel; 1 if the problem has no scale."""
     return stat(p, p.scale, c) if p.scale else 1.0
 
 
 @internal
 def rstd_of(p: Any, c: int) -> float:
-    """What reserve_space_2 says of a channel, as the inverse standard deviation."""
+    """The inverse standard deviation of a channel, from reserve_space_2."""
     value = stat(p, p.reserve_space_2, c)
     return value if p.is_inverse_std else 1.0 / math.sqrt(value + p.epsilon)

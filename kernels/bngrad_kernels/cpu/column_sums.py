@@ -1,7 +1,7 @@
 """The columns kernel: sums down the columns of a matrix, see `plan`.
 
-Memory is read in the order it lies in, as no core has enough misses in flight for anything else: two rows at a time,
-whose sums go to a row of float32 in the first-level cache, and from there to float64 once a band.
+Memory is read in address order, since a core cannot have enough cache misses in flight for any other. Two rows are read
+at a time; their sums go to a row of float32 in the first-level cache, and from there to float64 once per band.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from bngrad_kernels.cpu.simd import (
 )  # fmt: skip
 
 _BAND = 16
-"""Rows whose sums are in float32: 8 additions of pairs, hence an error below 11 * 2**-24 of the sum of moduli."""
+"""Rows that are summed in float32: 8 additions of pairs, hence an error below 11 * 2**-24 of the sum of moduli."""
 _F32 = np.float32(0)
 
 
 @njit(error_model="numpy")
 def sums(tag: Any, p: Any, g: int, t: int, slot: int) -> None:
-    """Sums a tile; in inference also writes its x_backprop."""
+    """Sums a tile; in inference, also writes its x_backprop."""
     into, chains = sums_of(p, slot, t + 1), chains_of(p, slot, t)
     for column in range(0, 2 * p.padded, LANES):
         store64(into, column, zero64())
@@ -79,37 +79,37 @@ def apply(tag: Any, p: Any, g: int, t: int, slot: int) -> None:
 
 @njit(error_model="numpy")
 def first_row(p: Any, t: int) -> int:
-    """The row with which a tile begins."""
+    """The first row of a tile."""
     return t * p.rows // p.tiles
 
 
 @njit(error_model="numpy")
 def whole_rows(p: Any) -> int:
-    """How many rows are as long as the others."""
+    """The number of full rows; the last row may be shorter."""
     return p.rows if p.last_fold == p.fold else p.rows - 1
 
 
 @njit(error_model="numpy")
 def runs_of(p: Any, fold: int) -> int:
-    """The runs in a row of so many folds."""
+    """The number of runs in a row of ``fold`` folds."""
     return min(p.runs, fold)
 
 
 @njit(error_model="numpy")
 def run_columns(p: Any, g: int, fold: int) -> int:
-    """The columns of each run in a row of so many folds."""
+    """The columns of each run in a row of ``fold`` folds."""
     return fold // max(runs_of(p, fold), 1) * channels(p, g) * p.span
 
 
 @njit(error_model="numpy")
 def index_of(p: Any, g: int, row: int) -> int:
-    """Where a group's part of a row begins."""
+    """The index at which a group's part of a row begins."""
     return row * p.columns + first_channel(p, g) * p.span
 
 
 @njit(error_model="numpy")
 def _gap(p: Any) -> int:
-    """How much further a run is from the next one in memory than in the tables."""
+    """The distance of two runs in memory less their distance in the tables."""
     return p.channels * p.span - p.pitch
 
 
@@ -117,7 +117,7 @@ def _gap(p: Any) -> int:
 def _sum_band(
     tag: Any, p: Any, g: int, slot: int, t: int, row: int, rows: int, runs: int, first: int, columns: int
 ) -> None:
-    """Sums some columns of each run, the same in each."""
+    """Sums a range of columns of each run over a band of rows."""
     chains = chains_of(p, slot, t)
     for pair in range(row, row + rows - 1, 2):
         _sum_pair(tag, p, slot, chains, index_of(p, g, pair), runs, first, columns)
@@ -207,7 +207,7 @@ def _sum_tail(tag: Any, p: Any, slot: int, chains: int, index: int, column: int,
 
 @njit(error_model="numpy")
 def _centred_head(tag: Any, p: Any, slot: int, index: int, column: int, count: int) -> Any:
-    """The first elements of x less their mean; the lanes that are not there have to be 0 whatever the mean is."""
+    """The first elements of x less their mean; the other lanes have to be 0, even if the mean is not finite."""
     return keep_head(sub(load_head(tag, p.x, index + column, count), load(_F32, table(p, slot, MEAN), column)), count)
 
 

@@ -1,4 +1,4 @@
-"""Shares out the work to threads."""
+"""The compiled entry points: `place` completes a record, `run` computes problems on a number of threads."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from numba import from_dtype, prange, types
 from bngrad_kernels.cpu import channel_stats, column_sums, plane_sums
 from bngrad_kernels.cpu.cache import compiled, internal
 from bngrad_kernels.cpu.plan import RECORD
-from bngrad_kernels.cpu.second_order import channel_stats as groups_2
-from bngrad_kernels.cpu.second_order import column_sums as columns_2
-from bngrad_kernels.cpu.second_order import plane_sums as planes_2
+from bngrad_kernels.cpu.second_order import channel_stats as channel_stats_2
+from bngrad_kernels.cpu.second_order import column_sums as column_sums_2
+from bngrad_kernels.cpu.second_order import plane_sums as plane_sums_2
 from bngrad_kernels.cpu.simd import fence, out_of_line
 
 _begin_first, _finish_first = channel_stats.begin, channel_stats.finish
 _columns_sums, _columns_apply = column_sums.sums, column_sums.apply
 _planes_sums, _planes_apply = plane_sums.sums, plane_sums.apply
-_begin_second, _finish_second = groups_2.begin, groups_2.finish
-_columns_sums_second, _columns_apply_second = columns_2.sums, columns_2.apply
-_planes_sums_second, _planes_apply_second = planes_2.sums, planes_2.apply
+_begin_second, _finish_second = channel_stats_2.begin, channel_stats_2.finish
+_columns_sums_second, _columns_apply_second = column_sums_2.sums, column_sums_2.apply
+_planes_sums_second, _planes_apply_second = plane_sums_2.sums, plane_sums_2.apply
 
 _NOTHING, _PROBLEMS, _GROUPS, _SUMS, _APPLY = (np.int64(work) for work in range(5))
 
@@ -34,7 +34,7 @@ def place(
     records: Any, i: int, by_group: int, workspace: int, y_backprop: Any, x: Any, x_backprop: Any,
     scale: Any, mean: Any, reserve_space_2: Any, scale_backprop: Any, offset_backprop: Any,
 ) -> None:  # fmt: skip
-    """Completes a record: where the arrays are, which takes Python ten times as long. An empty scale is none."""
+    """Writes the arrays' addresses to a record; Python would take ten times as long. An empty scale stands for None."""
     record = records[i]
     record.by_group, record.workspace = by_group, workspace
     record.y_backprop, record.x = y_backprop.ctypes.data, x.ctypes.data
@@ -50,7 +50,7 @@ def place(
 def run(tag: Any, records: Any, threads: int) -> None:
     """Computes problems of one element type: a single one with all threads, several with one thread each.
 
-    There is one parallel loop, since each of them compiles all kernels anew.
+    There is only one parallel loop, since Numba compiles all kernels again for each of them.
     """
     p = records[0]
     one_by_one = threads == 1 or len(records) > 1
@@ -74,7 +74,7 @@ def run(tag: Any, records: Any, threads: int) -> None:
 
 @internal
 def _share(tag: Any, records: Any, g: int, work: int, thread: int, threads: int) -> None:
-    """What one thread does of the problems, or of the first one's groups, or of the tiles of its group ``g``."""
+    """Does one thread's share of the problems, of the first problem's groups, or of the tiles of its group ``g``."""
     if work == _PROBLEMS:
         for i in range(thread, len(records), threads):
             for group in range(records[i].groups):
@@ -112,7 +112,7 @@ def _begin(tag: Any, p: Any, g: int, slot: int) -> None:
 
 @internal
 def _finish(p: Any, g: int, slot: int, may_repeat: int) -> bool:
-    """What comes after the sums; true where they have to be taken once more."""
+    """Finishes a group's sums; returns true if they have to be taken again."""
     out_of_line()
     if p.order == 1:
         _finish_first(p, g, slot)
@@ -123,7 +123,7 @@ def _finish(p: Any, g: int, slot: int, may_repeat: int) -> bool:
 
 @internal
 def _tiles(tag: Any, p: Any, g: int, first: int, last: int, slot: int, work: int) -> None:
-    """Sums tiles in their order, or writes their outputs in the other one: what was read last is still in the cache."""
+    """Sums tiles in order, or writes their outputs in reverse order: what was read last is still in the cache."""
     out_of_line()
     for i in range(last - first):
         _tile(tag, p, g, first + i if work == _SUMS else last - 1 - i, slot, work)

@@ -22,7 +22,7 @@ I1X16 = ir.VectorType(I1, LANES)
 I32X16 = ir.VectorType(I32, LANES)
 
 MEMORY_TYPES = {types.float64: F64, types.float32: F32, types.int16: F16, types.uint16: I16}
-"""What lies in memory under a tag; bfloat16 is handled as integers, for CPUs without instructions for it."""
+"""The type in memory of each tag's elements; bfloat16 is an integer, for CPUs without bfloat16 instructions."""
 
 
 def itemsize(element: Any) -> int:
@@ -31,7 +31,7 @@ def itemsize(element: Any) -> int:
 
 
 def pointer(builder: Any, element: Any, address: Any, index: Any) -> Any:
-    """The place of an element."""
+    """The pointer to an element."""
     return builder.gep(builder.inttoptr(address, element.as_pointer()), [index])
 
 
@@ -43,7 +43,7 @@ def splat(builder: Any, value: Any, lanes: int) -> Any:
 
 
 def slice_lanes(builder: Any, vector: Any, start: int, count: int) -> Any:
-    """Some neighbouring lanes."""
+    """``count`` lanes from ``start`` on."""
     lanes = ir.Constant(ir.VectorType(I32, count), list(range(start, start + count)))
     return builder.shuffle_vector(vector, vector, lanes)
 
@@ -55,9 +55,9 @@ def join(builder: Any, low: Any, high: Any) -> Any:
 
 
 def as_integers(builder: Any, halves: Any, address: Any) -> Any:
-    """The bits of float16 lanes, by an operation on integers, as LLVM streams no floats of 16 bits.
+    """The bits of float16 lanes as integers, since LLVM has no non-temporal stores of 16-bit floats.
 
-    It changes nothing, as the first bit of any address is 0; but LLVM does not know.
+    The xor changes nothing, as the highest bit of any address is 0, but LLVM cannot know that and optimise it away.
     """
     integers = ir.VectorType(I16, 2 * LANES)
     nothing = splat(builder, builder.trunc(builder.lshr(address, I64(63)), I16), 2 * LANES)
@@ -65,7 +65,7 @@ def as_integers(builder: Any, halves: Any, address: Any) -> Any:
 
 
 def head_mask(builder: Any, count: Any) -> Any:
-    """True in the first ``count`` lanes; all where there are more than 16, none where it is negative."""
+    """True in the first ``count`` lanes; in all if it is above 16, in none if it is negative."""
     full = builder.icmp_signed(">", count, I64(LANES))
     clipped = builder.trunc(builder.select(full, I64(LANES), count), I32)
     lanes = ir.Constant(I32X16, list(range(LANES)))
@@ -73,7 +73,7 @@ def head_mask(builder: Any, count: Any) -> Any:
 
 
 def masked_load(builder: Any, place: Any, element: Any, mask: Any) -> Any:
-    """Reads the lanes of a mask, zeros elsewhere."""
+    """Reads the lanes that are set in a mask; the others are zero."""
     vector = ir.VectorType(element, LANES)
     arguments = [vector.as_pointer(), I32, I1X16, vector]
     name = f"llvm.masked.load.v{LANES}{_suffix(element)}.p0"
@@ -83,7 +83,7 @@ def masked_load(builder: Any, place: Any, element: Any, mask: Any) -> Any:
 
 
 def masked_store(builder: Any, value: Any, place: Any, mask: Any) -> None:
-    """Writes the lanes of a mask."""
+    """Writes the lanes that are set in a mask."""
     arguments = [value.type, value.type.as_pointer(), I32, I1X16]
     name = f"llvm.masked.store.v{LANES}{_suffix(value.type.element)}.p0"
     function = _declare(builder, name, ir.VoidType(), arguments)
@@ -91,7 +91,7 @@ def masked_store(builder: Any, value: Any, place: Any, mask: Any) -> None:
 
 
 def prefetch(builder: Any, place: Any) -> None:
-    """Asks for the cache line of a place, to read it."""
+    """Prefetches the cache line at a pointer, for reading."""
     byte = ir.IntType(8).as_pointer()
     function = _declare(builder, "llvm.prefetch.p0", ir.VoidType(), [byte, I32, I32, I32])
     builder.call(function, [builder.bitcast(place, byte), I32(0), I32(3), I32(1)])
@@ -105,7 +105,7 @@ def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
 
 
 def widen(builder: Any, vector: Any) -> Any:
-    """The lanes of what was loaded in float32."""
+    """Loaded lanes as float32."""
     if vector.type.element == F32:
         return vector
     if vector.type.element == F16:
@@ -115,10 +115,10 @@ def widen(builder: Any, vector: Any) -> Any:
 
 
 def narrow(builder: Any, vector: Any, element: Any) -> Any:
-    """The lanes rounded to nearest even to what is stored.
+    """Lanes rounded to nearest even, to the type that is stored.
 
-    A NaN has to have zeros in its lower half, where that is cut off. So it has if it comes from 16-bit numbers, from
-    an invalid operation, or from `quiet`.
+    For bfloat16 the lower half of a NaN has to be zeros, as it is cut off. It is if the NaN comes from 16-bit numbers,
+    from an invalid operation, or from `quiet`.
     """
     if element == F32:
         return vector
@@ -128,7 +128,7 @@ def narrow(builder: Any, vector: Any, element: Any) -> Any:
 
 
 def widen_scalar(builder: Any, value: Any) -> Any:
-    """One loaded element in float32, float64 where it is one."""
+    """A loaded element as float32; a float64 stays one."""
     if value.type == F16:
         return builder.fpext(value, F32)
     if value.type == I16:
@@ -146,16 +146,16 @@ def narrow_scalar(builder: Any, value: Any, element: Any) -> Any:
 
 
 def _round_to_odd(builder: Any, value: Any) -> Any:
-    """A float32 that rounds to a bfloat16 as the float64 itself would.
+    """A float32 that rounds to the same bfloat16 as the float64 itself.
 
-    Rounding to nearest twice can meet a tie that the first rounding made. Rounding to odd keeps the information that
-    something was cut off in the last bit.
+    Rounding to nearest twice can go wrong at a tie that the first rounding created. Rounding to odd records in the last
+    bit that something was cut off.
     """
     nearest = builder.fptrunc(value, F32)
     back = builder.fpext(nearest, F64)
     bits = builder.bitcast(nearest, I32)
     magnitude, back_magnitude = (builder.and_(builder.bitcast(v, I64), I64(2**63 - 1)) for v in (value, back))
-    # One step towards zero where nearest is further out than the value, then the last bit set: the neighbour is odd.
+    # One step towards zero if the nearest is further from zero than the value; then set the last bit to make it odd.
     away = builder.icmp_unsigned(">", back_magnitude, magnitude)
     towards_zero = builder.sub(bits, builder.zext(away, I32))
     inexact = builder.and_(
@@ -166,13 +166,13 @@ def _round_to_odd(builder: Any, value: Any) -> Any:
 
 
 def quiet(builder: Any, value: Any) -> Any:
-    """A float64, with the common NaN in place of any NaN."""
+    """A float64 in which any NaN is replaced by the default NaN."""
     is_nan = builder.fcmp_unordered("uno", value, value)
     return builder.select(is_nan, ir.Constant(F64, float("nan")), value)
 
 
 def _upper_halves(builder: Any, value: Any, integer: Any) -> Any:
-    """The upper halves of float32, rounded to nearest even."""
+    """The upper halves of float32 values, rounded to nearest even."""
 
     def constant(number: int) -> Any:
         return ir.Constant(integer, [number] * LANES if integer == I32X16 else number)

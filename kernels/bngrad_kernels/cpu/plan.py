@@ -1,19 +1,19 @@
-"""How a problem is cut into tiles, and the record that tells the kernels.
+"""Cuts a problem into tiles, and writes the record that describes it to the kernels.
 
-Both kernels share one shape of work. The channels are cut into groups; a group is independent of every other. The
-elements of a group are cut into tiles, whose sums are added in the order of the tiles. Tiles and the order of
-additions within them follow from the shape alone, hence so do the bits; which thread takes which tile does not
-matter. The width of a group does not touch the bits either: no sum runs over more than one channel.
+Both kernels divide the work in the same way. The channels are cut into independent groups. The elements of a group are
+cut into tiles, whose sums are added in the order of the tiles. The tiles, and the order of additions within them,
+follow from the shape alone, and so do the bits; it does not matter which thread computes which tile. The width of a
+group does not affect the bits either, since no sum runs over more than one channel.
 
-The columns kernel sees a matrix of ``rows`` x ``columns`` and sums down the columns. It takes channels-last tensors
-and planes too small to fill vectors: there, each element of a plane is a column, and the columns of a channel are
-added at the end. Where a row is short, ``fold`` consecutive rows count as one, so that its vectors are full. All
-channels-last channels are one group.
+The columns kernel treats the tensor as a matrix of ``rows`` x ``columns`` and sums down the columns. It computes
+channels-last tensors, and planes too small to fill vectors: there each element of a plane is a column, and the columns
+of a channel are added up at the end. Short rows are folded: ``fold`` consecutive rows count as one, so that its vectors
+are full. Channels-last tensors have a single group.
 
-The planes kernel sums along the planes of channels-first tensors, one channel a group.
+The planes kernel sums along the planes of channels-first tensors, with one channel per group.
 
-A part of the channels is computed in the tiles and the order of the whole, hence to the same bits. What it leaves out
-splits each folded row into ``fold`` runs of columns.
+A part of the channels is computed in the tiles and the order of the whole, hence with the same bits. The channels that
+are left out split each folded row into ``fold`` runs of columns.
 """
 
 from __future__ import annotations
@@ -28,54 +28,54 @@ from bngrad_kernels.spec import BFLOAT16, ReserveSpace2Kind, Spec
 
 LANES = 16
 LINE = 2 * LANES
-"""Elements that fill whole cache lines whatever their type."""
+"""This many elements fill whole cache lines, whatever their type."""
 
 _SHORT = 512
-"""A row of the columns kernel has at least so many columns, where the tensor has."""
+"""The columns kernel folds rows shorter than this, if the tensor is long enough."""
 _GROUP_CHANNELS = 32
-"""The channels of a group of small planes, for the second-level cache; a multiple of 32 keeps stores aligned."""
+"""The channels of a group of small planes, chosen for the second-level cache; a multiple of 32 keeps stores aligned."""
 _PLANES_FROM = 128
-"""Planes of at least so many elements are summed along, smaller ones are columns."""
+"""Planes of at least this many elements go to the planes kernel, smaller ones to the columns kernel."""
 _COLUMNS_TILE, _PLANES_TILE = 1 << 16, 1 << 14
-"""The fewest elements of a tile, save for tensors that are smaller."""
+"""The minimum number of elements of a tile, unless the tensor is smaller."""
 _TILE_ROWS = 64
-"""The fewest rows of a tile in the columns kernel, as each tile has its own sums of every column."""
+"""The minimum number of rows of a tile in the columns kernel, as each tile has its own sums of every column."""
 _MAX_TILES = 64
 _STREAM_FROM_NBYTES = {4: 3 << 20, 2: 12 << 20}
-"""By the size of an element, the size of tensors from which on outputs are written past the caches: about where whoever
-reads them next loses what the kernel gains."""
+"""By element size: the outputs of tensors of at least this size bypass the caches (non-temporal stores). At about this
+size the next reader loses what the kernel gains."""
 _STREAM_PLANES_FROM = 512
-"""As shorter planes lose more at their ends, which do not fill cache lines."""
+"""Planes of at least this many elements are streamed; shorter ones lose more at their ends, which do not fill lines."""
 _LINE_NBYTES = 64
-"""The size of a cache line; a streamed one should be written as a whole."""
+"""The size of a cache line; streaming should write whole lines."""
 BLOCK = 1024
-"""Columns that the columns kernel takes at once: their tables fill half of a first-level cache."""
+"""Columns that the columns kernel computes at once: their tables fill half of a first-level cache."""
 _AHEAD = 1024
-"""Elements between what the columns kernel reads and what it asks for, at least; whole pairs of rows beyond a block."""
+"""The minimum prefetch distance of the columns kernel, in elements; whole pairs of rows if they exceed a block."""
 
 
 class Geometry(NamedTuple):
-    """The cut of a tensor: what decides the bits is from its shape alone, not from the channels to compute.
+    """The cut of a tensor. Everything that affects the bits follows from the shape, not from the channels to compute.
 
     Attributes:
         outer: See `Spec.outer`; so are channels and inner.
         first: The first channel to compute.
-        stop: The channel behind the last one to compute.
-        is_planes: Which kernel.
-        rows: Rows of the matrix, the last one perhaps shorter; in the planes kernel, outer.
+        stop: The channel after the last one to compute.
+        is_planes: Whether the planes kernel computes it.
+        rows: Rows of the matrix, of which the last may be shorter; in the planes kernel, outer.
         columns: The length of a row.
-        fold: How often each channel begins in a row.
-        last_fold: How often it does in the last row.
+        fold: How many rows of the tensor form a row of the matrix.
+        last_fold: How many form the last row.
         span: How many neighbouring columns belong to one channel.
         groups: How many groups there are.
-        group_channels: The channels of a group; the last one may have fewer.
-        runs: In how many runs of neighbouring columns a group's part of a row lies: 1 or ``fold``.
-        pitch: In the tables of a group, the columns from one beginning of a channel to the next.
-        padded: The columns of those tables, where each run is rounded up to full vectors.
-        ahead: How far ahead the columns kernel asks for memory, in elements.
+        group_channels: The channels of a group; the last group may have fewer.
+        runs: How many runs of neighbouring columns form a group's part of a row: 1 or ``fold``.
+        pitch: In the tables of a group, the distance of a channel's beginnings, in columns.
+        padded: The columns of those tables, with each run rounded up to full vectors.
+        ahead: The prefetch distance of the columns kernel, in elements.
         tiles: The tiles of a group; in the planes kernel, outer_tiles * inner_tiles.
-        outer_tiles: Into how many runs the planes are cut.
-        inner_tiles: Into how many runs each plane is cut.
+        outer_tiles: The number of runs that the planes are cut into.
+        inner_tiles: The number of runs that each plane is cut into.
     """
 
     outer: int
@@ -101,12 +101,12 @@ class Geometry(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """What a slot of the workspace holds, in rows as long as a group is wide.
+    """The contents of a slot of the workspace, in rows as long as a group is wide.
 
     Attributes:
         tables: Rows of float32: coefficients.
         sums: Rows of float64: sums, of the group and of each tile.
-        chains: Rows of float32 for each tile, in which sums begin.
+        chains: Rows of float32 for each tile, in which it accumulates first.
     """
 
     tables: int
@@ -114,7 +114,7 @@ class Slot(NamedTuple):
     chains: int
 
     def nbytes(self, cut: Geometry) -> int:
-        """Its size, in bytes."""
+        """The size of the slot, in bytes."""
         return cut.padded * (4 * self.tables + 8 * self.sums * (cut.tiles + 1) + 4 * self.chains * cut.tiles)
 
 
@@ -133,11 +133,11 @@ RECORD = np.dtype(
     ]
     + [("epsilon", np.float64)]
 )  # fmt: skip
-"""What a kernel knows of a problem: addresses, flags, geometry."""
+"""The description of a problem for the kernels: addresses, flags, geometry."""
 
 
 class Plan(NamedTuple):
-    """How a problem is computed, whoever computes it.
+    """How a problem is computed, independent of the threads that compute it.
 
     Attributes:
         geometry: The cut.
@@ -152,10 +152,10 @@ class Plan(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def plan(spec: Spec, part: range | None = None) -> Plan:
-    """The plan of a problem, or of a part of its channels.
+    """Returns the plan of a problem, or of a part of its channels.
 
     Raises:
-        ValueError: There are no such channels.
+        ValueError: The channels are not contiguous or out of range.
     """
     part = range(spec.channels) if part is None else part
     if not (0 <= part.start <= part.stop <= spec.channels and part.step == 1):
@@ -179,9 +179,9 @@ def plan(spec: Spec, part: range | None = None) -> Plan:
 
 
 def _is_worth_streaming(spec: Spec, cut: Geometry) -> bool:
-    """Whether outputs that begin with a cache line are better written past the caches.
+    """Whether outputs that are aligned to a cache line should bypass the caches.
 
-    They are large then, and planes are long, or a part's columns of a row lie in lines that it shares with no other.
+    They should if the tensor is large, and its planes are long or the part shares no cache line of a row with another.
     """
     itemsize = spec.dtype.itemsize
     if spec.tensor_nbytes < _STREAM_FROM_NBYTES[itemsize]:
@@ -205,7 +205,7 @@ def _columns(outer: int, channels: int, inner: int, part: range) -> Geometry:
     width = channels * inner
     fold = min(_fold(width), outer)
     rows = -(-outer // max(fold, 1))
-    # The tiles are those of the whole, whose groups may be wider than those of the part.
+    # The tiles are those of the whole tensor, whose groups may be wider than those of the part.
     widest = channels if inner == 1 or fold > 1 else min(channels, _GROUP_CHANNELS)
     group = min(widest, len(part))
     runs = fold if fold > 1 and len(part) < channels else 1
@@ -266,5 +266,5 @@ def _padded(width: int) -> int:
 
 
 def _power_of_two(wanted: int) -> int:
-    """The largest power of two that is not above ``wanted`` nor `_MAX_TILES`; at least 1."""
+    """The largest power of two up to both ``wanted`` and `_MAX_TILES`; at least 1."""
     return 1 << max(0, min(wanted, _MAX_TILES).bit_length() - 1)

@@ -29,9 +29,9 @@ from bngrad_kernels.cpu.simd import (
 )  # fmt: skip
 
 QUAD = 4 * LANES
-"""Elements of one step: a vector for each of four accumulators."""
+"""Elements of a step: a vector for each of four accumulators."""
 _STEPS = 4
-"""Steps before the accumulators go into float64: a chain of 4 additions, and 2 to join the accumulators."""
+"""Steps before the accumulators are added in float64: a chain of 4 additions, plus 2 to join the accumulators."""
 
 _F32 = np.float32(0)
 _F64 = np.float64(0)
@@ -39,7 +39,7 @@ _F64 = np.float64(0)
 
 @njit(error_model="numpy")
 def sums(tag: Any, p: Any, g: int, t: int, slot: int) -> None:
-    """Sums a tile; in inference also writes its x_backprop."""
+    """Sums a tile; in inference, also writes its x_backprop."""
     c = first_channel(p, g)
     first, last, start, stop = bounds(p, t)
     mean, gain = _coefficient(p, slot, MEAN), _coefficient(p, slot, GAIN)
@@ -93,7 +93,7 @@ def _apply_some(tag: Any, p: Any, index: int, count: int, mean: Any, gain: Any, 
 
 @njit(error_model="numpy")
 def first_line(index: int) -> int:
-    """The first element from ``index`` on that begins a cache line, in a tensor that does."""
+    """The first element from ``index`` on that begins a cache line, in an aligned tensor."""
     return index + -index % LINE
 
 
@@ -116,7 +116,7 @@ def _coefficient(p: Any, slot: int, which: int) -> Any:
 
 @njit(error_model="numpy")
 def _sum_block(tag: Any, p: Any, index: int, count: int, mean: Any) -> Any:
-    """The sums over at most 4 steps, one a lane."""
+    """The sums over at most 4 steps, one per lane."""
     dy0 = dy1 = dy2 = dy3 = zero()
     dy_xc0 = dy_xc1 = dy_xc2 = dy_xc3 = zero()
     y_backprop, x = p.y_backprop, p.x
@@ -130,7 +130,7 @@ def _sum_block(tag: Any, p: Any, index: int, count: int, mean: Any) -> Any:
         dy_xc3 = fma(g3, sub(load(tag, x, index + 48), mean), dy_xc3)
         index += QUAD
         count -= QUAD
-    # What is left goes round the accumulators, the longest chain is still 5.
+    # The remaining vectors rotate through the accumulators, so that the longest chain is 5.
     while count > 0:
         dy0, dy1, dy2, dy3 = dy1, dy2, dy3, add(dy0, load_head(tag, y_backprop, index, count))
         xc = keep_head(sub(load_head(tag, x, index, count), mean), count)

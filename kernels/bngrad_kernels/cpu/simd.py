@@ -1,8 +1,8 @@
 """Vectors of 16 floats for Numba, with one lane structure on every CPU.
 
-LLVM cuts an explicit ``<16 x float>`` into the registers that a CPU has, and without fast-math flags it may neither
-reorder nor fuse anything; so the bits do not depend on the CPU. Memory is named by address, since payloads may be
-read-only and need not be aligned; the type of a tag tells what lies there, see `TAGS`.
+LLVM splits an explicit ``<16 x float>`` into the registers of the CPU, and without fast-math flags it may neither
+reorder nor fuse operations; so the bits do not depend on the CPU. Memory is given by address, since payloads may be
+read-only and unaligned; the type of a tag gives the element type, see `TAGS`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from bngrad_kernels.cpu.plan import LANES
 from bngrad_kernels.spec import BFLOAT16, FLOAT16, FLOAT32
 
 TAGS = {FLOAT32: np.float32(0), FLOAT16: np.int16(0), BFLOAT16: np.uint16(0)}
-"""A scalar for each element type: Numba specialises on its type, as it has no 16-bit floats on a CPU."""
+"""A scalar for each element type. Numba specialises on the scalar's type, since it has no 16-bit floats on a CPU."""
 
 
 class _VectorType(types.Type):  # type: ignore[misc]  # numba ships no types.
@@ -51,7 +51,7 @@ def load(typingctx: Any, tag: Any, address: Any, index: Any) -> Any:
 
 @intrinsic
 def load_head(typingctx: Any, tag: Any, address: Any, index: Any, count: Any) -> Any:
-    """The first ``count`` of the 16 elements from ``index`` on, and zeros; reads nothing behind them."""
+    """The first ``count`` of the 16 elements from ``index`` on, then zeros; reads nothing beyond them."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         element = llvm.MEMORY_TYPES[tag]
@@ -78,9 +78,9 @@ def store(typingctx: Any, tag: Any, address: Any, index: Any, value: Any) -> Any
 
 @intrinsic
 def stream(typingctx: Any, tag: Any, address: Any, index: Any, low: Any, high: Any) -> Any:
-    """As `store` of 16 elements and another 16, past the caches. The place must begin a cache line.
+    """Stores two vectors of 16 elements, bypassing the caches. The address must begin a cache line.
 
-    Half a line of 16-bit elements would be written through the caches: LLVM merges narrowing and storing.
+    Half a line of 16-bit elements would go through the caches, as LLVM merges narrowing and storing.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -102,7 +102,7 @@ def stream(typingctx: Any, tag: Any, address: Any, index: Any, low: Any, high: A
 
 @intrinsic
 def store_head(typingctx: Any, tag: Any, address: Any, index: Any, value: Any, count: Any) -> Any:
-    """Writes the first ``count`` of 16 elements from ``index`` on, and nothing behind them."""
+    """Writes the first ``count`` of 16 elements from ``index`` on, and nothing beyond them."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         element = llvm.MEMORY_TYPES[tag]
@@ -116,7 +116,7 @@ def store_head(typingctx: Any, tag: Any, address: Any, index: Any, value: Any, c
 
 @intrinsic
 def prefetch(typingctx: Any, tag: Any, address: Any, index: Any) -> Any:
-    """Asks for the cache lines of 32 elements that begin one; any address is allowed."""
+    """Prefetches the cache lines of 32 elements that begin one; any address is allowed."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         element = llvm.MEMORY_TYPES[tag]
@@ -190,7 +190,7 @@ def fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
 
 @intrinsic
 def keep_head(typingctx: Any, value: Any, count: Any) -> Any:
-    """The first ``count`` lanes, and zeros whatever the others hold."""
+    """The first ``count`` lanes; the others become zero, even if they are not finite."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         zeros = ir.Constant(llvm.F32X16, [0.0] * LANES)
@@ -274,7 +274,7 @@ def store_scalar(typingctx: Any, tag: Any, address: Any, index: Any, value: Any)
 
 @intrinsic
 def fence(typingctx: Any) -> Any:
-    """Has streamed stores be seen before any later one: nothing else orders them."""
+    """Orders streamed stores before all later stores; nothing else does."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.fence("seq_cst")
@@ -285,7 +285,7 @@ def fence(typingctx: Any) -> Any:
 
 @intrinsic
 def out_of_line(typingctx: Any) -> Any:
-    """Keeps the function that says so out of its callers, each of which would compile it once more."""
+    """Prevents inlining of the calling function, which each of its own callers would compile again."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         builder.function.attributes.add("noinline")

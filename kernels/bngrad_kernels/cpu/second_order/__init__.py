@@ -1,1 +1,1 @@
-"""The second order on the CPU: what `bngrad_kernels.cpu` does for the first, on the same tiles and groups."""
+"""The second order on the CPU, in the same tiles and groups as the first order."""

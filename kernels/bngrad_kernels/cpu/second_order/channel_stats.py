@@ -1,9 +1,9 @@
-"""What both kernels of the second order do for a whole group of channels: before the sums, and after them.
+"""The per-channel step of both second-order kernels: before the sums, and after them.
 
-In training the mean and the variance are x's own. One pass gets them together with the sums that need them, since it
-takes x from a pivot: ``k``, the channel's first element. With ``d`` the mean of ``x - k``, the variance is the mean of
-``(x - k)**2`` less ``d**2``, and likewise for the other sums. All of that is float64, so a pivot some standard
-deviations from the mean costs nothing. Where it is further away, the sums are taken once more, from the mean itself.
+In training the mean and the variance are x's own. One pass computes them together with the sums that need them, as it
+subtracts a pivot ``k`` from x: the channel's first element. With ``d`` the mean of ``x - k``, the variance is the mean
+of ``(x - k)**2`` less ``d**2``, and the other sums are similar. All of that is float64, so a pivot a few standard
+deviations from the mean does no harm. If it is further away, the sums are taken again, with the mean as the pivot.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from bngrad_kernels.cpu.simd import load_scalar
     grad_y_backprop = dy_by_grad_dx * (u - grad_dx_mean) + dy_by_xh * xh + dy_offset
     grad_x          = x_by_dy * (dy - dy_mean) + x_by_grad_dx * (u - grad_dx_mean) + x_by_xh * xh
 
-In inference they are the same without the means, and grad_x has but its first term. Before the sums are there, MEAN
+In inference they are the same without the means, and grad_x has only its first term. Until the sums are finished, MEAN
 holds the pivot."""
 
 SUM_U, SUM_DY, SUM_XK, SUM_U_DY, SUM_U_XK, SUM_DY_XK, SUM_XK_XK = map(np.int64, range(7))
 """The rows of sums, of ``u``, ``dy``, ``xk = x - pivot`` and their products."""
 
 _FAR = 2.0**10
-"""A pivot is far from the mean where the square of its distance is so many variances."""
+"""A pivot is far from the mean if the square of its distance is above this many variances."""
 
 _TOTAL = np.int64(0)
 _F32 = np.float32(0)
@@ -52,7 +52,7 @@ _F32 = np.float32(0)
 
 @internal
 def begin(tag: Any, p: Any, g: int, slot: int) -> None:
-    """Fills the tables that the first pass needs: the pivots, or all there are in inference."""
+    """Fills the tables for the first pass: the pivots, or in inference all tables that are used."""
     for i in range(channels(p, g)):
         c = first_channel(p, g) + i
         if not p.is_training:
@@ -69,9 +69,9 @@ def begin(tag: Any, p: Any, g: int, slot: int) -> None:
 
 @internal
 def finish(p: Any, g: int, slot: int, may_repeat: int) -> bool:
-    """Adds up the tiles, writes grad_scale, fills the tables; or moves pivots, and tells that the sums are to repeat.
+    """Adds up the tiles' sums, writes grad_scale, fills the tables; or moves pivots and returns true to sum again.
 
-    Only pivots that are far from their means are moved: a channel's bits follow from its own elements alone.
+    Only pivots that are far from their means are moved, so that a channel's bits follow from its own elements alone.
     """
     add_tiles(p, slot)
     if p.is_training and may_repeat and _move_pivots(p, g, slot):
@@ -102,13 +102,13 @@ def _move_pivots(p: Any, g: int, slot: int) -> bool:
 
 @internal
 def _finish_channel(p: Any, g: int, slot: int, i: int) -> None:
-    """The formulae of `bngrad_kernels.reference`, with the terms of each tensor gathered."""
+    """The formulae of `bngrad_kernels.reference`, with the terms of each tensor collected."""
     c = first_channel(p, g) + i
     m = float(p.outer * p.inner)
     scale, a = scale_of(p, c), stat(p, p.grad_scale_backprop, c)
     distance = _sum(p, slot, SUM_XK, i) / m
     variance = _sum(p, slot, SUM_XK_XK, i) / m - distance * distance
-    if variance < 0.0:  # noqa: PLR1730 - by rounding; NaN has to stay
+    if variance < 0.0:  # noqa: PLR1730 - from rounding; NaN has to remain
         variance = 0.0
     rstd = 1.0 / math.sqrt(variance + p.epsilon)
     mean = _pivot(p, slot, i) + distance

@@ -15,31 +15,31 @@ from bngrad_kernels.cpu.second_order.elements import coefficients, read_terms, s
 from bngrad_kernels.cpu.simd import add, fma, load, load64, prefetch, store64, zero64
 
 _BAND = 16
-"""Rows taken at once."""
+"""Rows computed at once."""
 _BLOCK = 512
-"""Columns taken at once: their sums stay in the first-level cache."""
+"""Columns computed at once: their sums stay in the first-level cache."""
 
 _F32 = np.float32(0)
 
 
 @internal
 def sums(tag: Any, p: Any, g: int, t: int, slot: int) -> None:
-    """Sums a tile; in inference also writes its outputs."""
+    """Sums a tile; in inference, also writes its outputs."""
     into = sums_of(p, slot, t + 1)
     for column in range(0, p.sums * p.padded, LANES):
         store64(into, column, zero64())
-    _walk(tag, p, g, t, slot, np.int64(1), 1 - p.is_training)
+    _for_each_row(tag, p, g, t, slot, np.int64(1), 1 - p.is_training)
 
 
 @internal
 def apply(tag: Any, p: Any, g: int, t: int, slot: int) -> None:
     """Writes the outputs of a tile."""
-    _walk(tag, p, g, t, slot, np.int64(0), np.int64(1))
+    _for_each_row(tag, p, g, t, slot, np.int64(0), np.int64(1))
 
 
 @internal
-def _walk(tag: Any, p: Any, g: int, t: int, slot: int, summing: int, writing: int) -> None:
-    """Takes a tile band by band, block by block."""
+def _for_each_row(tag: Any, p: Any, g: int, t: int, slot: int, summing: int, writing: int) -> None:
+    """Goes through a tile band by band, block by block."""
     start, stop, whole = first_row(p, t), first_row(p, t + 1), whole_rows(p)
     for band in range(start, stop, _BAND):
         for first in range(0, run_columns(p, g, p.fold), _BLOCK):
@@ -56,7 +56,7 @@ def _walk(tag: Any, p: Any, g: int, t: int, slot: int, summing: int, writing: in
 
 @internal
 def _write_columns(tag: Any, p: Any, slot: int, index: int, shift: int, first: int, end: int) -> None:
-    """Writes some columns of a run, which begins at ``index`` in memory and at ``shift`` in the tables."""
+    """Writes a range of columns of a run, which begins at ``index`` in memory and at ``shift`` in the tables."""
     column = first
     while p.streams and column + LINE <= end:
         low, high = coefficients(p, slot, shift + column), coefficients(p, slot, shift + column + LANES)

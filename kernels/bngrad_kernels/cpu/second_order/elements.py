@@ -1,4 +1,4 @@
-"""What both kernels of the second order do with up to 16 elements."""
+"""The arithmetic of both second-order kernels on up to 16 elements."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _F32 = np.float32(0)
 
 @internal
 def read_terms(tag: Any, p: Any, index: int, count: int, pivot: Any) -> Any:
-    """``grad_x_backprop``, ``y_backprop`` and ``x - pivot`` in float64, zeros behind the first ``count``."""
+    """``grad_x_backprop``, ``y_backprop`` and ``x - pivot`` in float64; zeros after the first ``count``."""
     u, dy = _read(tag, p.grad_x_backprop, index, count), _read(tag, p.y_backprop, index, count)
     x = _read(tag, p.x, index, count)
     k = pivot if count >= LANES else keep_head(pivot, count)
@@ -49,7 +49,7 @@ def read_terms(tag: Any, p: Any, index: int, count: int, pivot: Any) -> Any:
 
 @internal
 def coefficients(p: Any, slot: int, column: int) -> Any:
-    """What the tables say of 16 columns, in the tables' order."""
+    """The coefficients of 16 columns, in the order of the tables."""
     return (
         _coefficient(p, slot, MEAN, column),
         _coefficient(p, slot, MEAN_REST, column),
@@ -67,7 +67,7 @@ def coefficients(p: Any, slot: int, column: int) -> Any:
 
 @internal
 def write_outputs(tag: Any, p: Any, index: int, count: int, tables: Any) -> None:
-    """Writes the outputs of at most ``count`` elements from ``index`` on, by their `coefficients`."""
+    """Writes the outputs of at most ``count`` elements from ``index`` on, from their `coefficients`."""
     grad_y_backprop, grad_x = _outputs(tag, p, index, count, tables)
     _write(tag, p.grad_y_backprop, index, grad_y_backprop, count)
     _write(tag, p.grad_x, index, grad_x, count)
@@ -75,7 +75,7 @@ def write_outputs(tag: Any, p: Any, index: int, count: int, tables: Any) -> None
 
 @internal
 def stream_outputs(tag: Any, p: Any, index: int, low: Any, high: Any) -> None:
-    """Writes the outputs of 32 elements, which begin a cache line, by the `coefficients` of each half."""
+    """Writes the outputs of 32 elements that begin a cache line, from the `coefficients` of each half."""
     low_grad_y_backprop, low_grad_x = _outputs(tag, p, index, LANES, low)
     high_grad_y_backprop, high_grad_x = _outputs(tag, p, index + LANES, LANES, high)
     stream(tag, p.grad_y_backprop, index, low_grad_y_backprop, high_grad_y_backprop)
@@ -103,7 +103,7 @@ def _coefficient(p: Any, slot: int, which: int, column: int) -> Any:
 
 @internal
 def _read(tag: Any, address: int, index: int, count: int) -> Any:
-    """The elements from ``index`` on, at most ``count`` of them, then zeros."""
+    """At most ``count`` elements from ``index`` on, then zeros."""
     if count >= LANES:
         return load(tag, address, index)
     return load_head(tag, address, index, count)

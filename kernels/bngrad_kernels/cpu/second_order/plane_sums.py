@@ -20,7 +20,7 @@ _F64 = np.float64(0)
 
 @internal
 def sums(tag: Any, p: Any, g: int, t: int, slot: int) -> None:
-    """Sums a tile; in inference also writes its outputs."""
+    """Sums a tile; in inference, also writes its outputs."""
     c = first_channel(p, g)
     first, last, start, stop = bounds(p, t)
     pivot = load(_F32, table(p, slot, MEAN), 0)
