@@ -76,7 +76,8 @@ gpu-test: gpu-test-kernels gpu-test-sanitizer gpu-test-server  ## On a machine w
 
 gpu-test-kernels:  ## There: the kernels' tests on it, its bits against a CPU's, a hundred runs
 	$(GPU_PYTHON) -c "import cupy, ml_dtypes, numpy, pytest"
-	$(GPU_PYTEST) tests/gpu/test_gpu.py tests/unit/kernels/cuda/test_kernels.py tests/unit/kernels/cuda/test_second_order.py
+	$(GPU_PYTEST) tests/gpu/test_gpu.py tests/kernels/test_accuracy.py tests/kernels/test_bits.py \
+		tests/kernels/cuda/test_kernels.py
 
 gpu-test-sanitizer:  ## There: a little of everything under compute-sanitizer's memcheck, racecheck and synccheck
 	$(GPU_PYTEST) tests/gpu/test_sanitizer.py

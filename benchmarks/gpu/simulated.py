@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.gpu.simulator.device import SimulatedDevice, allocate, configure
-from tests.unit.kernels.problems import problem
+from tests.kernels.problems import first_order_problem
 
 from bngrad_kernels.cuda import kernel_selection, plan
 from bngrad_kernels.cuda.backend import CudaBackend
@@ -138,7 +138,7 @@ def run(simulator: Path, kind: str, number: int) -> None:
     kernel_selection._MOST_AHEAD_NBYTES //= PART
     backend = CudaBackend(device, chunk_nbytes=1 << 20)
     backend.warm_up()
-    backend.run([problem(CASES[number])])
+    backend.run([first_order_problem(CASES[number])])
 
 
 if __name__ == "__main__":

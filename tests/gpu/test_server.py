@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from tests.unit.kernels.problems import DTYPES
+from tests.kernels.problems import DTYPES
 
 import bngrad
 from bngrad_cli.embedded import EmbeddedServer

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 from tests.gpu.simulator.device import SimulatedDevice, configure
-from tests.unit.kernels import second_order
-from tests.unit.kernels.cuda.devices import EmulatedDevice
-from tests.unit.kernels.problems import DTYPES, assert_right, bits, problem
+from tests.kernels.cuda.devices import EmulatedDevice
+from tests.kernels.problems import DTYPES, assert_right, bits, first_order_problem, second_order_problem, spec_of
 
 from bngrad_kernels.cuda.backend import CudaBackend
 from bngrad_kernels.cuda.kernel_selection import Traits
@@ -54,7 +53,7 @@ def backends(tmp_path_factory: pytest.TempPathFactory) -> tuple[CudaBackend, Cud
 def test_the_first_order_is_right_and_has_the_bits_of_a_cpu(
     backends: tuple[CudaBackend, CudaBackend], shape: tuple[int, ...], dtype: Any, is_training: bool
 ) -> None:
-    on_gpu, on_cpu = (problem(Spec(dtype, shape, 1, is_training=is_training)) for _ in backends)
+    on_gpu, on_cpu = (first_order_problem(Spec(dtype, shape, 1, is_training=is_training)) for _ in backends)
     for backend, made in zip(backends, (on_gpu, on_cpu), strict=True):
         backend.run([made])
     assert_right(on_gpu)
@@ -67,16 +66,16 @@ def test_the_first_order_is_right_and_has_the_bits_of_a_cpu(
 def test_the_second_order_has_the_bits_of_a_cpu(
     backends: tuple[CudaBackend, CudaBackend], shape: tuple[int, ...], dtype: Any, is_training: bool
 ) -> None:
-    spec = second_order.second(shape, dtype, is_training=is_training)
-    on_gpu, on_cpu = (second_order.problem(spec) for _ in backends)
+    spec = spec_of(2, shape, dtype, is_training=is_training)
+    on_gpu, on_cpu = (second_order_problem(spec) for _ in backends)
     for backend, made in zip(backends, (on_gpu, on_cpu), strict=True):
         backend.run([made])
-    assert second_order.bits(on_gpu) == second_order.bits(on_cpu)
+    assert bits(on_gpu) == bits(on_cpu)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_batch_has_the_bits_of_its_requests_alone(backends: tuple[CudaBackend, CudaBackend], dtype: Any) -> None:
-    on_gpu, on_cpu = ([problem(Spec(dtype, shape, 1)) for shape in SHAPES] for _ in backends)
+    on_gpu, on_cpu = ([first_order_problem(Spec(dtype, shape, 1)) for shape in SHAPES] for _ in backends)
     backends[0].run(on_gpu)
     for made in on_cpu:
         backends[1].run([made])

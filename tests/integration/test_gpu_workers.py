@@ -20,7 +20,7 @@ from tests.integration.conftest import Transport, regions_of, wait_until, worker
 from tests.integration.problems import assert_gradients, assert_same_bits, random_inputs
 from tests.integration.test_second_order import arguments, inputs_of, spec_of
 from tests.integration.test_second_order import assert_within_bounds as assert_second_order
-from tests.unit.kernels.cuda.devices import EmulatedDevice, compile_shared, require_gxx
+from tests.kernels.cuda.devices import EmulatedDevice, compile_shared, require_gxx
 
 import bngrad
 from bngrad_cli.embedded import EmbeddedServer

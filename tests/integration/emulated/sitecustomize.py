@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.unit.kernels.cuda.devices import EmulatedDevice
+from tests.kernels.cuda.devices import EmulatedDevice
 
 from bngrad_kernels.cuda import device, probe
 from bngrad_kernels.cuda.backend import CudaStream

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.unit.kernels.cuda.devices import SOURCES, compile_shared, require_gxx
+from tests.kernels.cuda.devices import SOURCES, compile_shared, require_gxx
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 RACE = 66
 
 
@@ -21,7 +21,7 @@ def watched(folder: Path) -> subprocess.CompletedProcess[str]:
     where = ["g++", "-print-file-name=libtsan.so"]
     sanitizer = subprocess.run(where, capture_output=True, text=True, check=True)
     environment = os.environ | {"LD_PRELOAD": sanitizer.stdout.strip(), "TSAN_OPTIONS": f"exitcode={RACE}"}
-    command = [sys.executable, "-m", "tests.unit.kernels.cuda.races", str(library)]
+    command = [sys.executable, "-m", "tests.kernels.cuda.races", str(library)]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=900)
 
 

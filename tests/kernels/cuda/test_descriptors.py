@@ -3,7 +3,7 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-from tests.unit.kernels.cuda.devices import library
+from tests.kernels.cuda.devices import library
 
 from bngrad_kernels.cuda.descriptors import (
     APPLY,

@@ -1,24 +1,23 @@
-"""Outputs that are written past the caches: the same bits in the same places as through them."""
+"""Outputs written with non-temporal stores: the same bits in the same places as with ordinary ones."""
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numba
 import numpy as np
 import pytest
-from tests.unit.kernels import second_order
-from tests.unit.kernels.problems import DTYPES, problem
-from tests.unit.kernels.test_channel_parts import SHAPES as SHAPES_OF_PARTS
-from tests.unit.kernels.test_channel_parts import assert_parts_are_the_whole
+from tests.kernels.cpu.parts import SHAPES as SHAPES_OF_PARTS
+from tests.kernels.cpu.parts import assert_parts_are_the_whole
+from tests.kernels.problems import DTYPES, ORDERS, random_problem, spec_of
 
 from bngrad_kernels import backends
 from bngrad_kernels.cpu import plan, simd
 from bngrad_kernels.cpu.plan import LANES, LINE, RECORD
-from bngrad_kernels.problem import AnyProblem, Array, GradGradProblem
+from bngrad_kernels.problem import Array
 from bngrad_kernels.spec import Spec
 
 TWO_THREADS = backends.create("cpu", threads=2)
@@ -27,7 +26,7 @@ SHAPES = [
     *[(3, 5, 512), (3, 5, 513), (4, 3, 1055), (9, 2, 4097), (1, 2, 40_007)],  # planes that begin anywhere
 ]
 SHIFTS = [0, 64, 4]
-"""In bytes; the last one leaves no cache line where a streamed one would be."""
+"""In bytes; the last one leaves the output unaligned to cache lines, so that it cannot be streamed."""
 
 
 @contextmanager
@@ -41,20 +40,20 @@ def streaming_from(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> Iterator[Non
 
 @pytest.mark.parametrize("shift", SHIFTS)
 @pytest.mark.parametrize("is_training", [True, False], ids=["training", "inference"])
-@pytest.mark.parametrize("make", [problem, second_order.problem], ids=["first order", "second order"])
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_streamed_outputs_have_the_bits_of_others_and_nothing_beside_them_is_written(
     monkeypatch: pytest.MonkeyPatch,
     shape: tuple[int, ...],
     dtype: Any,
-    make: Callable[[Spec], AnyProblem],
+    order: int,
     is_training: bool,
     shift: int,
 ) -> None:
-    spec = Spec(dtype, shape, 1, is_training=is_training, order=1 if make is problem else 2)
-    made, streamed = make(spec), make(spec)
-    names = ("x_backprop",) if make is problem else GradGradProblem.large_outputs
+    spec = spec_of(order, shape, dtype, is_training=is_training)
+    made, streamed = random_problem(spec), random_problem(spec)
+    names = made.large_outputs
     with streaming_from(monkeypatch, 2**62):
         TWO_THREADS.run([made])
     written = [getattr(made, name) for name in names]
@@ -84,7 +83,7 @@ def test_streamed_parts_have_the_bits_of_the_whole_and_touch_nothing_else(
 
 
 def place(array: Array, shift: int) -> tuple[Array, Array]:
-    """Memory for an array of that kind, ``shift`` bytes behind where a second cache line begins; and all around it."""
+    """An array of the same kind, ``shift`` bytes after the start of a second cache line; and the memory around it."""
     memory = np.full(array.nbytes + 512, 0xAB, np.uint8)
     start = -memory.ctypes.data % 128 + 128 + shift
     return memory[start:][: array.nbytes].view(array.dtype).reshape(array.shape), memory
@@ -92,7 +91,7 @@ def place(array: Array, shift: int) -> tuple[Array, Array]:
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="looks for an instruction of x86")
 @pytest.mark.parametrize("tag", simd.TAGS.values(), ids=lambda tag: str(tag.dtype))
-def test_every_type_has_an_instruction_that_passes_the_caches(tag: Any) -> None:
+def test_every_type_has_a_non_temporal_store(tag: Any) -> None:
     def scale(tag: Any, source: int, target: int, count: int) -> None:
         gain = simd.load(np.float32(0), source, count)
         for i in range(0, count, LINE):

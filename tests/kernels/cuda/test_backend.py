@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.unit.kernels.cuda.devices import EmulatedDevice
-from tests.unit.kernels.problems import assert_right, bits, outputs, problem
+from tests.kernels.cuda.devices import EmulatedDevice
+from tests.kernels.problems import assert_right, bits, first_order_problem, outputs
 
 from bngrad_kernels.cuda.backend import STREAMS, CudaBackend, CudaStream
 from bngrad_kernels.cuda.copy_plan import Copy, Launch, split_into_chunks
@@ -92,7 +92,7 @@ def backend(device: Recorder, **sizes: int) -> CudaBackend:
 
 
 def test_a_batch_of_small_problems_takes_one_copy_in_one_launch_and_one_copy_out(device: Recorder) -> None:
-    batch = [problem(Spec(FLOAT32, (4, size, size, 24), 3), seed=size) for size in range(1, 9)]
+    batch = [first_order_problem(Spec(FLOAT32, (4, size, size, 24), 3), seed=size) for size in range(1, 9)]
     backend(device).run(batch)
     assert [call for call, _ in device.calls] == ["in", "launch", "out"]
     for made in batch:
@@ -100,7 +100,7 @@ def test_a_batch_of_small_problems_takes_one_copy_in_one_launch_and_one_copy_out
 
 
 def test_small_and_large_problems_of_a_kind_take_one_launch(device: Recorder) -> None:
-    batch = [problem(Spec(FLOAT32, (rows, 64), 1)) for rows in (10, 20_000, 300)]
+    batch = [first_order_problem(Spec(FLOAT32, (rows, 64), 1)) for rows in (10, 20_000, 300)]
     for alone in batch:
         backend(device).run([alone])
     kinds = device.kinds[:]
@@ -113,7 +113,7 @@ def test_small_and_large_problems_of_a_kind_take_one_launch(device: Recorder) ->
 
 
 def test_large_tensors_are_copied_from_and_to_where_they_are(device: Recorder) -> None:
-    made = problem(Spec(FLOAT32, (100, 1000), 1))
+    made = first_order_problem(Spec(FLOAT32, (100, 1000), 1))
     backend(device).run([made])
     assert [call for call, _ in device.calls] == ["in", "in", "in", "launch", "out", "out"]
     assert [number for _, number in device.calls].count(made.x.nbytes) == 3
@@ -122,7 +122,7 @@ def test_large_tensors_are_copied_from_and_to_where_they_are(device: Recorder) -
 
 def test_problems_of_several_kernels_share_the_copies(device: Recorder) -> None:
     specs = [Spec(dtype, (4, 8), 1, is_training=mode) for dtype in (FLOAT32, FLOAT16) for mode in (True, False)]
-    batch = [problem(spec) for spec in [*specs, *specs]]
+    batch = [first_order_problem(spec) for spec in [*specs, *specs]]
     backend(device).run(batch)
     assert [call for call, _ in device.calls] == ["in", *["launch"] * 4, "out"]
     for made in batch:
@@ -130,7 +130,7 @@ def test_problems_of_several_kernels_share_the_copies(device: Recorder) -> None:
 
 
 def test_chunks_take_turns_on_the_streams(device: Recorder) -> None:
-    batch = [problem(spec) for spec in MANY]
+    batch = [first_order_problem(spec) for spec in MANY]
     backend(device, chunk_nbytes=100_000).run(batch)
     assert len(device.opened) == STREAMS
     assert not device.busy
@@ -140,7 +140,7 @@ def test_chunks_take_turns_on_the_streams(device: Recorder) -> None:
 
 def test_batches_of_several_threads_do_not_meet(device: Recorder) -> None:
     shared = backend(device, chunk_nbytes=100_000)
-    batches = [[problem(spec, seed) for spec in MANY] for seed in range(6)]
+    batches = [[first_order_problem(spec, seed) for spec in MANY] for seed in range(6)]
     threads = [threading.Thread(target=shared.run, args=(batch,)) for batch in batches]
     for thread in threads:
         thread.start()
@@ -156,12 +156,12 @@ def test_the_memory_in_use_is_that_of_all_streams_and_grows_with_what_does_not_f
     assert backend.used_nbytes == 0
     backend.warm_up()
     assert backend.used_nbytes == 1000 * STREAMS
-    backend.run([problem(Spec(FLOAT32, (4, 24, 30), 1))])
+    backend.run([first_order_problem(Spec(FLOAT32, (4, 24, 30), 1))])
     assert backend.used_nbytes > 1000 * STREAMS
 
 
 def test_what_was_prepared_for_one_device_is_not_used_on_another() -> None:
-    made = problem(Spec(FLOAT32, (10, 64), 1))
+    made = first_order_problem(Spec(FLOAT32, (10, 64), 1))
     first, second = Recorder(), Recorder()
     second.traits = second.traits._replace(shared_nbytes=0)
     for device in (first, second, first):
@@ -174,14 +174,14 @@ def test_a_failed_device_is_told_from_a_failed_batch(device: Recorder) -> None:
     device.failure = ArithmeticError("an illegal address")
     for _ in range(STREAMS + 1):  # a failure keeps no stream
         with pytest.raises(DeviceFailedError, match="an illegal address"):
-            shared.run([problem(spec) for spec in MANY])
+            shared.run([first_order_problem(spec) for spec in MANY])
     device.busy.clear()
     device.failure = MemoryError("no bytes left")
     with pytest.raises(MemoryError, match="no bytes left"):
-        shared.run([problem(spec) for spec in MANY])
+        shared.run([first_order_problem(spec) for spec in MANY])
     assert not device.busy  # nothing is written any more
     device.failure = None
-    again = [problem(spec) for spec in MANY]
+    again = [first_order_problem(spec) for spec in MANY]
     shared.run(again)
     for made in again:
         assert_right(made)
@@ -218,13 +218,13 @@ def test_a_device_that_cannot_be_warmed_up_says_why() -> None:
 
 def test_a_batch_that_cannot_be_prepared_keeps_no_stream(device: Recorder) -> None:
     shared = backend(device)
-    broken = problem(Spec(FLOAT32, (10, 64), 1))
+    broken = first_order_problem(Spec(FLOAT32, (10, 64), 1))
     broken.x, broken.channels = broken.x[:1], range(8)
     for _ in range(STREAMS + 1):
         assert shared.free_streams == STREAMS
         with pytest.raises(ValueError, match="reshape"):
             shared.run([broken])
-    made = problem(Spec(FLOAT32, (10, 64), 1))
+    made = first_order_problem(Spec(FLOAT32, (10, 64), 1))
     shared.run([made])
     assert_right(made)
 
@@ -271,7 +271,7 @@ def test_what_is_large_is_cut_for_the_streams_to_overlap_if_that_leaves_long_run
 
 
 def test_chunks_are_closed_before_they_get_too_large() -> None:
-    batch = [problem(Spec(FLOAT32, (10, 10), 1)) for _ in range(10)]  # 1400 bytes each
+    batch = [first_order_problem(Spec(FLOAT32, (10, 10), 1)) for _ in range(10)]  # 1400 bytes each
     chunks = list(split_into_chunks(batch, 1 << 20, 4300, 1 << 20))
     assert [len(chunk) for chunk in chunks] == [3, 3, 3, 1]
     assert [piece.problem for chunk in chunks for piece in chunk] == batch
@@ -280,7 +280,7 @@ def test_chunks_are_closed_before_they_get_too_large() -> None:
 def test_pieces_of_one_problem_do_not_touch_each_others_outputs() -> None:
     shared = CudaBackend(EmulatedDevice(), stream_nbytes=1, chunk_nbytes=1)
     shared.warm_up()
-    whole, cut = (problem(Spec(BFLOAT16, (5, 13, 3), 1, stats_dtype=BFLOAT16)) for _ in range(2))
+    whole, cut = (first_order_problem(Spec(BFLOAT16, (5, 13, 3), 1, stats_dtype=BFLOAT16)) for _ in range(2))
     backend(Recorder()).run([whole])
     shared.run([cut])
     assert bits(whole) == bits(cut)

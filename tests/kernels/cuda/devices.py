@@ -1,7 +1,7 @@
-"""What the CUDA back end is tested on.
+"""The devices that the CUDA backend is tested on.
 
 By default that is a CPU: the kernels' own source, compiled by g++, behind the interface of a GPU. With
-``BNGRAD_TEST_DEVICE=cuda:0`` it is a GPU, and every test of the kernels is one of the GPU.
+``BNGRAD_TEST_DEVICE=cuda:0`` it is that GPU.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from bngrad_kernels.cuda.device import CupyDevice
 from bngrad_kernels.cuda.kernel_selection import Traits
 from bngrad_kernels.problem import Array
 
+TEST_DEVICE = os.environ.get("BNGRAD_TEST_DEVICE", "cpu")
 HERE = Path(__file__).parent / "emulator"
 SOURCES = Path(bngrad_kernels.cuda.__file__).parent
 _ALIGNMENT = 256
@@ -41,7 +42,7 @@ def require_gxx() -> None:
 
 
 def compile_shared(out: Path, *options: str, sources: Path = SOURCES) -> Path:
-    """Compiles the kernels and what stands in for CUDA."""
+    """Compiles the kernels and the emulator of CUDA."""
     command = [
         "g++", "-std=c++20", "-march=native", "-ffp-contract=off", "-Wno-unknown-pragmas", "-shared", "-fPIC",
         "-pthread", f"-I{sources}", f"-I{HERE}", *options, str(HERE / "kernels.cpp"), "-o", str(out),
@@ -59,9 +60,9 @@ def library() -> ctypes.CDLL:
 
 
 class EmulatedDevice:
-    """Runs kernels with a number of blocks, several of them at a time."""
+    """Emulates a GPU on a CPU: runs several blocks of a kernel at a time."""
 
-    description = "a CPU that stands in for a GPU"
+    description = "emulated GPU"
     errors: tuple[type[Exception], ...] = ()
     memory_nbytes = 8 << 30
 
@@ -86,7 +87,7 @@ class EmulatedDevice:
 
 
 class EmulatedStream:
-    """Does at once what it is asked for."""
+    """A stream that does all its work at once."""
 
     def __init__(self, kernels: ctypes.CDLL | None, blocks: int, os_threads: int) -> None:
         self._kernels, self._blocks, self._os_threads = kernels, blocks, os_threads
@@ -96,7 +97,7 @@ class EmulatedStream:
         self.nbytes = 0
 
     def reserve(self, nbytes: int) -> None:
-        whole = np.full(nbytes + _ALIGNMENT, 0xFF, np.uint8)  # what nobody wrote is NaN
+        whole = np.full(nbytes + _ALIGNMENT, 0xFF, np.uint8)  # memory that was not written is NaN
         start = -whole.ctypes.data % _ALIGNMENT
         self._memory = whole[start : start + nbytes]
         self.address = self._memory.ctypes.data
@@ -128,17 +129,19 @@ class EmulatedStream:
         pass
 
 
-def backend(blocks: int | None = None, os_threads: int = 2, *, is_streamed: bool = False, **sizes: int) -> CudaBackend:
-    """A back end.
+def cuda_backend(
+    blocks: int | None = None, os_threads: int = 2, *, is_streamed: bool = False, **sizes: int
+) -> CudaBackend:
+    """Creates a CUDA backend on the GPU that is tested, or on an emulated one.
 
     Args:
-        blocks: How many blocks run at a time; as many as the device thinks right where None.
-        os_threads: How many threads run them, on a CPU.
-        is_streamed: Whether the resident engine is left out.
+        blocks: How many blocks run at a time; None for the device's own choice.
+        os_threads: How many threads run the blocks of an emulated GPU.
+        is_streamed: Whether no kernel may be resident.
         sizes: See `CudaBackend`.
     """
-    name = os.environ.get("BNGRAD_TEST_DEVICE", "cpu")
-    device: CupyDevice | EmulatedDevice = EmulatedDevice(blocks or 5, os_threads) if name == "cpu" else gpu(name)
+    emulated = TEST_DEVICE == "cpu"
+    device: CupyDevice | EmulatedDevice = EmulatedDevice(blocks or 5, os_threads) if emulated else gpu()
     if isinstance(device, CupyDevice) and blocks:
         device.blocks = blocks
     if is_streamed:
@@ -148,5 +151,6 @@ def backend(blocks: int | None = None, os_threads: int = 2, *, is_streamed: bool
     return made
 
 
-def gpu(name: str) -> CupyDevice:
-    return CupyDevice(int(name.removeprefix("cuda:")))
+def gpu() -> CupyDevice:
+    """The GPU that is tested."""
+    return CupyDevice(int(TEST_DEVICE.removeprefix("cuda:")))

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.kernels.problems import DTYPES
+from tests.kernels.problems import DTYPES
 
 from bngrad_kernels.cuda.plan import THREADS, VECTOR_NBYTES, Cut, cut
 from bngrad_kernels.spec import Spec

@@ -1,12 +1,12 @@
-"""``python -m tests.unit.kernels.cuda.races LIBRARY`` runs kernels that were compiled to be watched for races."""
+"""``python -m tests.kernels.cuda.races LIBRARY`` runs kernels that were compiled for ThreadSanitizer."""
 
 from __future__ import annotations
 
 import ctypes
 import sys
 
-from tests.unit.kernels import problems, second_order
-from tests.unit.kernels.cuda.devices import TRAITS, EmulatedDevice
+from tests.kernels.cuda.devices import TRAITS, EmulatedDevice
+from tests.kernels.problems import assert_right, random_problem
 
 from bngrad_kernels.cuda.backend import CudaBackend
 from bngrad_kernels.spec import FLOAT32, Spec
@@ -26,14 +26,9 @@ def main() -> None:
         traits = TRAITS._replace(shared_nbytes=shared_nbytes)
         backend = CudaBackend(EmulatedDevice(blocks=4, os_threads=3, kernels=kernels, traits=traits))
         backend.warm_up()
-        if spec.order == 1:
-            made = problems.problem(spec)
-            backend.run([made])
-            problems.assert_right(made)
-        else:
-            second = second_order.problem(spec)
-            backend.run([second])
-            second_order.assert_right(second)
+        problem = random_problem(spec)
+        backend.run([problem])
+        assert_right(problem)
 
 
 if __name__ == "__main__":
