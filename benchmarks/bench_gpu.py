@@ -1,12 +1,11 @@
 """GPU time of bngrad's kernels against PyTorch's and cuDNN's batch-norm backward, on ResNet-50's layers.
 
-All compute on the same tensors, which are on the device, in the same run. A round is a few calls in a row between two
-CUDA events, each on other tensors, enough of them for the second-level cache to hold none of the next; the time is the
-median of the rounds' means. The GPU starts on a round when all of it has been asked for, so that the host's time, which
-for small tensors is longer than the GPU's, counts for nobody. It does count, as it should, where small requests in one
-launch are compared with a launch each. Then the second order, whole batches from host memory to host memory, and the
-same through a server. Every row is in the JSON file as soon as it is known, and what
-fails leaves the others alone.
+All compute on the same tensors in device memory, in the same run. A round is a few consecutive calls between two CUDA
+events. Each call uses other tensors, enough of them that the second-level cache holds nothing of the next; the time is
+the median of the rounds' means. The GPU starts a round once all its calls are enqueued, so that the host's time, which
+exceeds the GPU's for small tensors, does not count. It does count where small requests in one launch are compared with
+one launch each. Then follow the second order, whole batches from host memory to host memory, and the same through a
+server. Every row is written to the JSON file at once; a case that fails does not affect the others.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ PARTS = ("grouped", "layers", "second_order", "host_to_host", "through_server")
 _ROUND_SECONDS = 0.002
 _MOST_CALLS = 64
 _LONGEST_S = 120
-"""For a case; most take a second."""
+"""The limit for a case; most take a second."""
 _PEERS = ("pytorch", "cudnn")
 _SMALL = Case("NCHW", "float32", 32, (64, 7, 7), True)
 _LARGE = Case("NHWC", "bfloat16", 32, (256, 56, 56), True)
@@ -54,7 +53,7 @@ Row = dict[str, Any]
 def main() -> None:
     options = _options()
     if "through_server" in options.parts:
-        _through_server()  # what it takes is there, or this ends before the rest has been measured
+        _through_server()  # fails now if a package is missing, not after the rest has been measured
     device = CupyDevice(options.ordinal)
     torch.cuda.set_device(options.ordinal)
     device.warm_up()
@@ -65,7 +64,7 @@ def main() -> None:
     for part in options.parts:
         rows = document[part] = []
         for case, measure in _measurements(part, device, copy, tuple(options.batches)):
-            faulthandler.dump_traceback_later(_LONGEST_S, exit=True)  # a kernel that never ends is not to cost more
+            faulthandler.dump_traceback_later(_LONGEST_S, exit=True)  # limits the cost of a kernel that never ends
             rows += _measured(case, measure)
             _write(options.json, document)
             torch.cuda.empty_cache()
@@ -91,7 +90,7 @@ def _options() -> argparse.Namespace:
 def _measurements(
     part: str, device: CupyDevice, copy: float, batches: tuple[int, ...]
 ) -> Iterator[tuple[str, Callable[[], list[Row]]]]:
-    """What is measured, and how."""
+    """Prints what is measured, and how."""
     if part == "layers":
         print(f"{'microseconds, median':44}{'bngrad':>9}{'pytorch':>9}{'cudnn':>9}{'floor':>9}{'GB/s':>7}"
               f"{'of copy':>8}{'/floor':>8}{'/peer':>7}  kernel")  # fmt: skip
@@ -112,7 +111,7 @@ def _measurements(
 
 
 def _measured(case: str, measure: Callable[[], list[Row]]) -> list[Row]:
-    """The rows of a case, or one that says why there are none: the other cases may still be measured."""
+    """The rows of a case, or one with the error, so that the other cases are still measured."""
     try:
         return measure()
     except Exception as error:
@@ -121,7 +120,7 @@ def _measured(case: str, measure: Callable[[], list[Row]]) -> list[Row]:
 
 
 def _through_server() -> ModuleType:
-    """Imported only where it is asked for: it takes all of bngrad[server]."""
+    """Imports the part through a server only on demand, as it needs all of bngrad[server]."""
     from benchmarks.gpu import through_server  # noqa: PLC0415
 
     import bngrad_cli.commands.serve  # noqa: F401, PLC0415
@@ -131,7 +130,7 @@ def _through_server() -> ModuleType:
 
 
 def _write(path: Path, document: Row) -> None:
-    """At once, since this process may be ended at any time."""
+    """Writes the file at once, since this process may be ended at any time."""
     beside = path.with_suffix(".part")
     beside.write_text(json.dumps(document, indent=1) + "\n")
     beside.replace(path)
@@ -142,7 +141,7 @@ def _calls(sets: int, floor: float) -> int:
 
 
 def _complaint(complaints: Iterator[str | None]) -> Row:
-    """What is wrong with the first result that is wrong, if one is."""
+    """What is wrong with the first wrong result, if any."""
     first = next(filter(None, complaints), None)
     return {} if first is None else {"wrong": first}
 
@@ -212,13 +211,13 @@ def _kernel_kind(device: CupyDevice, case: Case) -> str:
 
 
 def _copy_bandwidth() -> float:
-    """Bytes a second, read and written, of a device-to-device copy."""
+    """The bytes per second, read and written, of a device-to-device copy."""
     source, target = (torch.empty(1 << 30, dtype=torch.uint8, device="cuda") for _ in range(2))
     return 2 * source.nbytes / time_of([lambda: target.copy_(source)], 4)
 
 
 def _grouped(device: CupyDevice, count: int) -> list[Row]:
-    """So many small requests in one launch, against PyTorch's launch by launch, both as fast as they are asked for."""
+    """Many small requests in one launch, against PyTorch's launch by launch, including the host's time."""
     rounds = [[tensors(_SMALL) for _ in range(count)] for _ in range(sets_of(_SMALL) // count + 2)]
     launches = launches_each(len(rounds), len(rounds))
     resident = [rivals.Resident(device, _SMALL.spec, [each.by_name() for each in batch], launches) for batch in rounds]

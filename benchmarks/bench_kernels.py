@@ -1,7 +1,7 @@
 """CPU kernel time of bngrad against TensorFlow, PyTorch and oneDNN, on the batch-norm layers of ResNet-50.
 
-All rivals compute the same numbers with the same number of threads, in turns, each in a process of its own. The
-caches are as warm as the tensors' size lets them be: a turn is one untimed call and then timed ones.
+All rivals compute the same numbers with the same number of threads, in turns, each in its own process. The caches are
+as warm as the tensors' size allows: a turn is one untimed call followed by timed ones.
 """
 
 from __future__ import annotations

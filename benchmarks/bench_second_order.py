@@ -1,7 +1,7 @@
 """CPU time of the second order against PyTorch's double backward, on the batch-norm layers of ResNet-50.
 
-Both compute the same numbers with the same number of threads, in turns. PyTorch's graph of the first order is there
-already: only its gradient is timed.
+Both compute the same numbers with the same number of threads, in turns. PyTorch's graph of the first order is built
+before: only its gradient is timed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is timed on a GPU: the batch-norm layers of ResNet-50, and tensors for them."""
+"""The cases that are timed on a GPU: the batch-norm layers of ResNet-50, and tensors for them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def all_cases(batches: tuple[int, ...] = BATCHES) -> list[Case]:
 
 
 class Tensors(NamedTuple):
-    """Inputs and outputs on the device, in PyTorch's logical order (N, C, H, W), whatever lies in memory."""
+    """Inputs and outputs on the device, in PyTorch's logical order (N, C, H, W), with any memory layout."""
 
     y_backprop: torch.Tensor
     x: torch.Tensor
@@ -64,7 +64,7 @@ class Tensors(NamedTuple):
     offset_backprop: torch.Tensor
 
     def by_name(self) -> dict[str, torch.Tensor]:
-        """By the names that kernels know them by."""
+        """By their names in a kernel's descriptor."""
         others = {"mean": "reserve_space_1", "variance": "reserve_space_2"}
         return {others.get(name, name): tensor for name, tensor in self._asdict().items()}
 
@@ -95,7 +95,7 @@ def poison(made: Tensors) -> None:
 
 
 def wrong(case: Case, made: Tensors) -> str | None:
-    """What is wrong with the outputs, by float64 on the device."""
+    """What is wrong with the outputs, compared with float64 on the device; None if they are right."""
     axes = (0, 2, 3)
     dy, xc = made.y_backprop.double(), made.x.double() - made.mean.double().view(1, -1, 1, 1)
     rstd = 1 / torch.sqrt(made.variance.double() + case.spec.epsilon)

@@ -1,4 +1,4 @@
-"""What the numbers of a run on a GPU depend on."""
+"""The device, versions and sources that the numbers of a GPU run depend on."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def describe(device: CupyDevice, commit: str | None) -> dict[str, Any]:
 
 
 def _output(command: list[str]) -> str:
-    """What a command writes; nothing where it is not there or fails."""
+    """The output of a command; empty if it is missing or fails."""
     if shutil.which(command[0]) is None:
         return ""
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()

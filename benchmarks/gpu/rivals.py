@@ -1,4 +1,4 @@
-"""Who computes the gradient on a GPU: bngrad's kernels, PyTorch's own, cuDNN's by way of PyTorch."""
+"""The rivals on a GPU: bngrad's kernels, PyTorch's own, and cuDNN's through PyTorch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _COUNTER_NBYTES, _ALIGNMENT = 4, 256
 
 
 class Resident:
-    """One launch of bngrad's kernel over tensors that are on the device already.
+    """One launch of bngrad's kernel over tensors in device memory.
 
     The tables are written once. A launch counts tickets and strips in memory that must be zero, and in the service
     arrives so with the tables; here each launch has a copy of its own, so that nothing but the kernel is timed.
@@ -84,7 +84,7 @@ def pytorch(case: Case, made: Tensors) -> Callable[[], Any]:
 
 
 def cudnn(case: Case, made: Tensors) -> Callable[[], Any] | None:
-    """cuDNN's, which has none for inference and wants what its own forward pass left."""
+    """cuDNN's kernel: it has none for inference, and needs the reserve of its own forward pass."""
     if not case.is_training:
         return None
     forward, backward = torch.ops.aten.cudnn_batch_norm, torch.ops.aten.cudnn_batch_norm_backward

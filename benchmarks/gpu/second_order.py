@@ -1,4 +1,4 @@
-"""The second order on a GPU: what is computed, by PyTorch too, and what is asked of the result."""
+"""The second order on a GPU: its tensors, PyTorch's double backward, and a check of the results."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def spec_of(case: Case) -> Spec:
 
 
 def tensors(case: Case) -> Named:
-    """Random inputs, and outputs full of NaN, by the names that kernels know them by."""
+    """Random inputs, and outputs full of NaN, by their names in a kernel's descriptor."""
     first = first_order_tensors(case).by_name()
     large, vector = first["x"], first["scale"]
     made = {name: first[name] for name in (*_INPUTS, "reserve_space_1", "reserve_space_2")}
@@ -51,7 +51,7 @@ def poison(made: Named) -> None:
 
 
 def pytorch(case: Case, made: Named) -> Callable[[], tuple[torch.Tensor, ...]]:
-    """PyTorch's double backward; its graph of the first order is there already."""
+    """PyTorch's double backward, with the graph of the first order built before."""
     dy, x, scale = (made[name].detach().requires_grad_() for name in _INPUTS)
     offset = torch.zeros_like(scale).requires_grad_()
     y = torch.nn.functional.batch_norm(x, None, None, scale, offset, training=case.is_training, eps=EPSILON)
@@ -61,7 +61,7 @@ def pytorch(case: Case, made: Named) -> Callable[[], tuple[torch.Tensor, ...]]:
 
 
 def wrong(case: Case, made: Named) -> str | None:
-    """What is wrong with the outputs, by float64 on the device."""
+    """What is wrong with the outputs, compared with float64 on the device; None if they are right."""
     doubles = {name: made[name].double() for name in (*_INPUTS, *_GRADIENTS)}
     exact = pytorch(case, doubles)()
     rounding = {"float32": 0.0, "float16": 2**-11, "bfloat16": 2**-8}[case.dtype]

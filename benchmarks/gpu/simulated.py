@@ -1,9 +1,8 @@
 """``python -m benchmarks.gpu.simulated FOLDER``: kernels on an eighth of an H200 that GPGPU-Sim simulates.
 
-FOLDER is where tests/gpu/simulator/build.sh has put the simulator. Cycles are compared with those of a kernel that
-reads two tensors and writes one, and does nothing else. What is simulated is PTX, instruction by instruction, not what
-ptxas makes of it: so the ratios are of use between versions of the kernels, and the list of what is waited for is; they
-are no forecast.
+FOLDER is where tests/gpu/simulator/build.sh has put the simulator. Cycles are compared with those of a kernel that only
+reads two tensors and writes one. The simulator executes PTX, instruction by instruction, not the machine code of ptxas:
+the ratios and the list of waits serve to compare versions of the kernels; they are no forecast.
 """
 
 from __future__ import annotations
@@ -79,11 +78,11 @@ extern "C" __global__ void __launch_bounds__(512, 2) three(const uint4 *a, const
 
 
 class Launch(NamedTuple):
-    """What the simulator says of one."""
+    """The simulator's figures for one launch."""
 
     cycles: int
     read_nbytes: int  # from memory
-    waits: list[str]  # the instructions that were waited for most, the longest first
+    waits: list[str]  # the instructions that took the longest, the longest first
 
 
 def main(simulator: Path) -> None:
@@ -102,7 +101,7 @@ def main(simulator: Path) -> None:
 
 
 def simulated(simulator: Path, kind: str, number: int) -> Launch:
-    """Has a process of its own do what `run` does."""
+    """Calls `run` in a separate process."""
     with tempfile.TemporaryDirectory() as folder:
         configure(Path(folder), simulator, SETTINGS)
         command = [sys.executable, "-m", "benchmarks.gpu.simulated", str(simulator), kind, str(number)]
@@ -127,7 +126,7 @@ def _waits(folder: Path) -> Iterator[str]:
 
 
 def run(simulator: Path, kind: str, number: int) -> None:
-    """Runs the kernel that moves three tensors of a size, or a case, on a GPU in the working directory."""
+    """Runs a case, or the kernel of three tensors, in a process whose directory has the simulator's configuration."""
     device = SimulatedDevice(simulator, TRAITS, ARCH)
     if kind == "three":
         device.load(compile_source(THREE_TENSORS, "three.cu", ARCH).ptx)

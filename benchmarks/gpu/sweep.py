@@ -1,4 +1,4 @@
-"""``python -m benchmarks.gpu.sweep``: what the constants of plan and engines are worth on this GPU.
+"""``python -m benchmarks.gpu.sweep``: other values of the constants of plan and kernel_selection on this GPU.
 
 One constant at a time takes other values while all others stay as they are. Times are in microseconds, medians, over
 tensors that the second-level cache does not hold. Those of plan.py decide the bits: change them between releases only.

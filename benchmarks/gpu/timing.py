@@ -1,4 +1,4 @@
-"""How long the GPU takes over something."""
+"""Measures GPU time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CYCLES_PER_SECOND = 2e9
 
 
 def sets_of(case: Case) -> int:
-    """So many tensors that the second-level cache holds nothing of one when its turn comes."""
+    """The number of sets of tensors at which the second-level cache holds nothing of a set when its turn comes."""
     cache = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
     return max(2, math.ceil(cache / case.tensor_nbytes) + 1)
 
@@ -53,5 +53,5 @@ def time_of(runs: Sequence[Callable[[], Any]], calls: int, *, has_head_start: bo
 
 
 def launches_each(runs: int, calls: int) -> int:
-    """How often `time_of` calls each of so many runs at most, and once more to look at the result."""
+    """The maximum number of times that `time_of` calls each run, plus one to check the result."""
     return math.ceil((_WARM_UPS + ROUNDS) * calls / runs) + 1

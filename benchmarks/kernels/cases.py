@@ -1,4 +1,4 @@
-"""What is timed: the batch-norm layers of ResNet-50, and their inputs."""
+"""The cases that are timed: the batch-norm layers of ResNet-50, and their inputs."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ MOST_CORES = 0.85
 
 @dataclass
 class Row:
-    """What was measured of one case.
+    """The measurements of one case.
 
     Attributes:
         milliseconds: The median time of each rival that computes the case.
@@ -53,7 +53,7 @@ class Row:
 
     @property
     def subject(self) -> str | None:
-        """Whose speed the last columns give: bngrad's, or the best peer's where bngrad is left out."""
+        """The rival of the last columns: bngrad, or the best peer if bngrad is left out."""
         return BNGRAD if BNGRAD in self.milliseconds else self.best_peer
 
     def as_json(self) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def summary(rows: list[Row], names: list[str], threads: int) -> str:
 
 
 def machine(versions: dict[str, str], threads: int) -> dict[str, Any]:
-    """What the numbers depend on."""
+    """The machine and the versions that the numbers depend on."""
     root = Path(__file__).parent
     git = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
     models = [text for text in Path("/proc/cpuinfo").read_text().splitlines() if text.startswith("model name")]

@@ -1,4 +1,4 @@
-"""Other libraries that compute the gradients of fused batch norm: what to be faster than, and what to agree with."""
+"""Other libraries that compute the gradients of fused batch norm: rivals of the benchmarks, oracles of the tests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class UnsupportedError(Exception):
 
 
 class Kernel(Protocol):
-    """A peer's computation of one problem, with everything done that need not be done each time."""
+    """A peer's computation of one problem, with all one-time work done."""
 
     def run(self) -> None:
         """Computes the gradients, into the problem's own outputs where the peer takes preallocated ones."""

@@ -19,7 +19,7 @@ from bngrad_kernels.spec import BFLOAT16, FLOAT16, FLOAT32, Spec
 FORMATS = {(4, 3): "NHWC", (4, 1): "NCHW", (5, 4): "NDHWC", (5, 1): "NCDHW"}
 SHAPES = [((4, 5, 6, 7), 3), ((4, 7, 5, 6), 1), ((2, 33, 17, 3), 3), ((2, 3, 4, 5, 6), 4), ((2, 6, 3, 4, 5), 1),
           ((8, 3, 24, 24), 1), ((64, 8, 8, 48), 3)]  # fmt: skip
-BACK_END = backends.create("cpu")
+BACKEND = backends.create("cpu")
 
 
 def random_inputs(spec: Spec, seed: int = 0, mean: float = 1) -> tuple[Array, ...]:
@@ -36,7 +36,7 @@ def random_inputs(spec: Spec, seed: int = 0, mean: float = 1) -> tuple[Array, ..
 
 def by_bngrad(spec: Spec, inputs: tuple[Array, ...]) -> tuple[Array, ...]:
     problem = GradGradProblem.allocate(spec, *inputs)
-    BACK_END.run([problem])
+    BACKEND.run([problem])
     return problem.grad_y_backprop, problem.grad_x, problem.grad_scale
 
 

@@ -1,4 +1,4 @@
-"""oneDNN Graph's op ``BatchNormTrainingBackprop``, compiled as a partition of its own."""
+"""oneDNN Graph's op ``BatchNormTrainingBackprop``, compiled as a separate partition."""
 
 from __future__ import annotations
 

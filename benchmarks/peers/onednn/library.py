@@ -1,4 +1,4 @@
-"""oneDNN's C API, as much of it as batch norm needs, through ctypes."""
+"""The part of oneDNN's C API that batch norm needs, through ctypes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""GPGPU-Sim as a device of the CUDA back end: it runs the PTX that NVRTC makes, cycle by cycle, without a GPU.
+"""GPGPU-Sim as a device of the CUDA backend: it runs NVRTC's PTX, cycle by cycle, without a GPU.
 
-One device a process, whose working directory it takes: the simulator reads its configuration there, and writes there.
+A process can have one device. The simulator reads its configuration from the working directory, and writes there.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ def configure(folder: Path, simulator: Path, settings: Mapping[str, object]) -> 
 
 
 class SimulatedDevice:
-    """A GPU that GPGPU-Sim simulates, as the configuration in the working directory has it."""
+    """A GPU simulated by GPGPU-Sim with the configuration in the working directory."""
 
     description = "GPGPU-Sim"
     errors: tuple[type[Exception], ...] = ()
     memory_nbytes = 1 << 30
 
     def __init__(self, simulator: Path, traits: Traits, arch: int = 70) -> None:
-        """Names a device.
+        """Creates a device.
 
         Args:
             simulator: Where build.sh has put the simulator.
-            traits: What the choice of engines depends on; the configuration has to say the same.
-            arch: What the kernels are compiled for. The simulator does not know all that newer ones have: from 80 on
-                those of bfloat16 are left out.
+            traits: What the choice of kernels depends on; the configuration has to agree with it.
+            arch: The architecture to compile for. The simulator lacks some newer instructions: from 80 on, the
+                bfloat16 kernels are left out.
         """
         self.traits = traits
         self.blocks = BLOCKS_PER_PROCESSOR * traits.processors
@@ -97,7 +97,7 @@ class SimulatedDevice:
 
 
 class SimulatedStream:
-    """Does at once what it is asked for."""
+    """A stream that does all its work at once."""
 
     def __init__(self, device: SimulatedDevice) -> None:
         self._device = device
@@ -159,7 +159,7 @@ def known_to_simulator(ptx: str) -> str:
         (r"ld\.acquire\.gpu\.global", "ld.volatile.global"),
         (r"st\.release\.gpu\.global", "membar.gl;\n\tst.volatile.global"),
         (r"atom\.acq_rel\.gpu\.global", "membar.gl;\n\tatom.global"),
-        (r"(shfl\.sync\.\S+\s+%r\d+)\|%p\d+", r"\1"),  # nobody asks whether the lane was there
+        (r"(shfl\.sync\.\S+\s+%r\d+)\|%p\d+", r"\1"),  # the predicate is not used
         (r"nanosleep\.u32\s+\S+;", ""),
         (r"\.extern \.shared .*\[\];", ""),
     ):

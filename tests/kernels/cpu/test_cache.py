@@ -41,9 +41,7 @@ def image_brings_a_kernel(monkeypatch: pytest.MonkeyPatch) -> Path:
     return image
 
 
-def test_what_an_image_brings_is_copied_from_where_nothing_can_be_written(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_read_only_cache_of_an_image_is_copied(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     image = image_brings_a_kernel(monkeypatch)
     for _ in range(2):  # as a second worker does
         cache.folder.cache_clear()
@@ -92,9 +90,9 @@ def test_a_cache_that_could_not_be_filled_is_not_full() -> None:
     assert (cache.folder() / "full").exists()
 
 
-def test_nothing_is_run_that_another_user_may_have_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_folder_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "tmp" / "bngrad-4711").mkdir()
     monkeypatch.setattr(os, "getuid", lambda: 4711)
-    monkeypatch.setenv("XDG_CACHE_HOME", "/proc")  # where nobody can make a folder
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc")  # where no folder can be made
     with pytest.raises(PermissionError, match="bngrad-4711, for compiled kernels, belongs to another user"):
         cache.folder()

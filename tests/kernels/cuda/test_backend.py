@@ -21,7 +21,7 @@ MANY = [Spec(dtype, (n, 24, 30), 1, is_training=n % 3 > 0) for n, dtype in enume
 
 
 class Recorder(EmulatedDevice):
-    """Writes down what its streams are asked for, and fails when told to."""
+    """Records the calls of its streams, and fails on request."""
 
     errors = (ArithmeticError,)
 
@@ -71,7 +71,7 @@ class RecordedStream:
 
     def wait(self) -> None:
         if isinstance(self._device.failure, ArithmeticError):
-            raise self._device.failure  # a broken context fails whatever it is asked
+            raise self._device.failure  # in a broken context every call fails
         self._stream.wait()
         if self in self._device.busy:
             self._device.busy.remove(self)
@@ -179,7 +179,7 @@ def test_a_failed_device_is_told_from_a_failed_batch(device: Recorder) -> None:
     device.failure = MemoryError("no bytes left")
     with pytest.raises(MemoryError, match="no bytes left"):
         shared.run([first_order_problem(spec) for spec in MANY])
-    assert not device.busy  # nothing is written any more
+    assert not device.busy  # nothing is written after the failure
     device.failure = None
     again = [first_order_problem(spec) for spec in MANY]
     shared.run(again)
@@ -188,7 +188,7 @@ def test_a_failed_device_is_told_from_a_failed_batch(device: Recorder) -> None:
 
 
 class Unusable(Recorder):
-    """Fails as it is warmed up."""
+    """Fails while it is warmed up."""
 
     def __init__(self, *, is_full: bool) -> None:
         super().__init__()

@@ -32,7 +32,7 @@ SPECS = [
 
 
 def whole(spec: Spec) -> Piece:
-    """A piece whose numbers do not matter."""
+    """A whole problem with uninitialised arrays."""
     tensor, stats = np.empty(spec.shape, spec.dtype), np.empty(spec.channels, np.float32)
     return Piece(Problem.allocate(spec, tensor, tensor, None, stats, stats), 0, spec.channels)
 
@@ -47,7 +47,7 @@ def test_the_structures_are_as_large_as_the_compilers() -> None:
     assert library().work_tile_nbytes() == 4 * len(WORK_TILE)
 
 
-def test_every_strip_is_summed_once_and_applied_once_behind_all_sums_of_its_group() -> None:
+def test_every_tile_is_summed_once_and_applied_once_after_all_sums_of_its_group() -> None:
     summed: dict[tuple[int, int], set[int]] = {}
     applied: dict[tuple[int, int], set[int]] = {}
     tiles = [template(whole(spec), TRAITS).cut.tiles for spec in SPECS]
@@ -72,7 +72,7 @@ def test_a_group_is_applied_soon_after_it_is_summed_and_backwards() -> None:
     first = table[table[:, GROUP] == 0]
     assert first[:, TILE].tolist() == [*range(tiles), *reversed(range(tiles))]
     between = np.flatnonzero(table[:, GROUP] == 0)[tiles] - tiles
-    assert 0 < between < tiles  # others sum meanwhile, less than another group
+    assert 0 < between < tiles  # other groups are summed meanwhile, but less than one whole group
 
 
 def test_inference_takes_one_pass() -> None:
@@ -81,7 +81,7 @@ def test_inference_takes_one_pass() -> None:
     assert len(set(itertools.zip_longest(table[:, GROUP], table[:, TILE]))) == len(table)
 
 
-def test_a_resident_group_is_one_ticket() -> None:
+def test_a_resident_group_is_one_work_tile() -> None:
     spec = Spec(FLOAT32, (49, 256), 1)
     made = template(whole(spec), TRAITS._replace(shared_nbytes=227 << 10))
     assert made.kernel.symbol == "first_float32_training_resident"

@@ -1,4 +1,4 @@
-"""What of CuPy a GPU is driven by, as far as it can be called where there is no driver."""
+"""The functions of CuPy that the CUDA device calls, as far as they can be called without a driver."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CALLS: list[tuple[Any, tuple[int, ...]]] = [
 
 
 def require_no_driver() -> None:
-    """Skips the calling test where the calls would do something."""
+    """Skips the calling test if there is a driver, where the calls would have effects."""
     try:
         runtime.getDeviceCount()
     except runtime.CUDARuntimeError:
@@ -36,4 +36,4 @@ def test_cupy_takes_what_it_is_called_with(function: Any, arguments: tuple[int, 
     with pytest.raises(runtime.CUDARuntimeError, match=r"cudaErrorInsufficientDriver|cudaErrorNoDevice") as raised:
         function(*arguments)
     assert raised.value.status in (35, 100)  # what a lane looks at for lack of memory
-    assert not issubclass(driver.CUDADriverError, runtime.CUDARuntimeError)  # so both are named as a device's errors
+    assert not issubclass(driver.CUDADriverError, runtime.CUDARuntimeError)  # so a device's errors have to name both

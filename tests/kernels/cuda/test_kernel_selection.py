@@ -16,7 +16,7 @@ GPUS = {  # multiprocessors, shared memory a block may have, second-level cache
 
 
 def way(traits: Traits, spec: Spec) -> str:
-    """What the table in engines.py calls engine and second read, in short."""
+    """The kernel and the second read of the table in kernel_selection.py, in short."""
     planned = cut(spec)
     kind = choose_kernel(planned, spec.channels, traits, is_training=spec.is_training)
     if kind is not KernelKind.STREAMED:

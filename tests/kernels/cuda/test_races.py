@@ -1,4 +1,4 @@
-"""Accesses to memory that nothing orders, within a block or between blocks, found by ThreadSanitizer."""
+"""Data races within a block or between blocks, found by ThreadSanitizer."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def test_the_kernels_have_no_races(sources: Path) -> None:
     ("source", "right", "wrong"),
     [
         ("sums.cuh", "    __syncthreads();\n", ""),  # between writing shared memory and reading it
-        ("streamed.cuh", "add_acq_rel(", "atomicAdd("),  # word that a strip's sums are there
+        ("streamed.cuh", "add_acq_rel(", "atomicAdd("),  # publishes a tile's sums
         ("streamed.cuh", "            wait_for_group(d, ticket.group);\n", ""),
     ],
     ids=["barrier", "order", "wait"],
 )
-def test_what_is_missing_would_be_seen(sources: Path, source: str, right: str, wrong: str) -> None:
+def test_a_missing_synchronisation_is_found(sources: Path, source: str, right: str, wrong: str) -> None:
     text = (sources / source).read_text()
     assert right in text
     (sources / source).write_text(text.replace(right, wrong, 1))
