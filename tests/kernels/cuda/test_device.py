@@ -35,5 +35,5 @@ def test_cupy_takes_what_it_is_called_with(function: Any, arguments: tuple[int, 
     require_no_driver()
     with pytest.raises(runtime.CUDARuntimeError, match=r"cudaErrorInsufficientDriver|cudaErrorNoDevice") as raised:
         function(*arguments)
-    assert raised.value.status in (35, 100)  # what a lane looks at for lack of memory
+    assert raised.value.status in (35, 100)  # the attribute by which a stream recognises a lack of memory
     assert not issubclass(driver.CUDADriverError, runtime.CUDARuntimeError)  # so a device's errors have to name both

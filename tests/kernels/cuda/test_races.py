@@ -46,7 +46,7 @@ def test_the_kernels_have_no_races(sources: Path) -> None:
     [
         ("sums.cuh", "    __syncthreads();\n", ""),  # between writing shared memory and reading it
         ("streamed.cuh", "add_acq_rel(", "atomicAdd("),  # publishes a tile's sums
-        ("streamed.cuh", "            wait_for_group(d, ticket.group);\n", ""),
+        ("streamed.cuh", "                wait_for_group(d, work_tile.group);\n", ""),
     ],
     ids=["barrier", "order", "wait"],
 )
