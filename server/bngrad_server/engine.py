@@ -87,9 +87,9 @@ class Engine:
         """
         give_up = time.monotonic() + self._max_wait_s
         if caller.deadline is not None and caller.deadline <= give_up:
-            return self.arena.allocate(nbytes, caller.deadline, caller.is_gone)
+            return self.arena.allocate(nbytes, caller.deadline, caller.is_cancelled)
         try:
-            return self.arena.allocate(nbytes, give_up, caller.is_gone)
+            return self.arena.allocate(nbytes, give_up, caller.is_cancelled)
         except TimeoutError as error:
             raise OverloadedError(str(error), self._max_wait_s) from error
 

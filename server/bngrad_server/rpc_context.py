@@ -1,4 +1,4 @@
-"""Who waits for an answer."""
+"""What the server knows of a call beside its request."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from dataclasses import dataclass
 
 
 def _no_check() -> None:
-    """For servers that let everybody in."""
+    """The check of a server without tokens."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RpcContext:
-    """Whoever made a call, and how long it waits.
+    """The client, deadline and metadata of a call.
 
     Attributes:
-        client: Whom it belongs to: clients share the server evenly. The owner of its token; else whom its certificate
-            names; else the host of a TCP connection, the process behind a Unix socket.
-        deadline: When it gives up, on the monotonic clock; None means never.
-        is_gone: Tells whether it has given up already.
-        hang_up: Ends its call, from any thread.
-        metadata: What came with the call.
-        check: Raises where it may call no longer; for calls that go on for long.
+        client: The client that the call belongs to; clients share the server evenly. The owner of the call's token,
+            else the name in the client's certificate, else the host of a TCP connection, the process of a Unix socket.
+        deadline: The call's deadline on the monotonic clock; None for none.
+        is_cancelled: Returns whether the client has cancelled the call or is gone.
+        abort: Ends the call from any thread; on the HTTP/2 port, by closing its connection.
+        metadata: The call's metadata.
+        check: Raises UnauthenticatedError if the call's token is no longer valid; for calls that go on for long.
     """
 
     client: str
     deadline: float | None
-    is_gone: Callable[[], bool]
-    hang_up: Callable[[], None]
+    is_cancelled: Callable[[], bool]
+    abort: Callable[[], None]
     metadata: Mapping[str, str]
     check: Callable[[], object] = _no_check

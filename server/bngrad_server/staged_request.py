@@ -179,7 +179,7 @@ class StagedRequest:
             client=caller.client,
             priority=request.priority,
             deadline=caller.deadline,
-            is_abandoned=caller.is_gone,
+            is_abandoned=caller.is_cancelled,
         )
 
     def _stats(self, index: int) -> memoryview:

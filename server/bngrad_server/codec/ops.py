@@ -18,6 +18,9 @@ from bngrad_kernels.validation import (
 )
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 
+TRANSPORTS = ("unary", "stream", "shared")
+"""How the elements of a request travel: in its message, in chunks of an exchange, or in shared memory."""
+
 _RESERVE_SPACE_2_KINDS = {
     pb.RESERVE_SPACE2_KIND_UNSPECIFIED: ReserveSpace2Kind.VARIANCE,
     pb.RESERVE_SPACE2_KIND_VARIANCE: ReserveSpace2Kind.VARIANCE,

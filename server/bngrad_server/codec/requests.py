@@ -21,9 +21,8 @@ from bngrad_kernels.spec import (
     TensorHeader,
 )
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
-from bngrad_server.codec.ops import OPS, Op
+from bngrad_server.codec.ops import OPS, TRANSPORTS, Op
 from bngrad_server.scheduling.job import KernelKey
-from bngrad_server.telemetry.metrics import TRANSPORTS
 from bngrad_server.workers.ipc import Sizes, problem_type
 from bngrad_wire import messages
 from bngrad_wire.limits import MAX_PRIORITY
@@ -49,7 +48,7 @@ class Request:
 
     Attributes:
         op: What its messages look like.
-        transport: How its elements come, see `bngrad_server.telemetry.metrics.TRANSPORTS`.
+        transport: How its elements come, see `bngrad_server.codec.ops.TRANSPORTS`.
         series: The number of the two, see `bngrad_server.telemetry.metrics.Metrics.answered`.
         spec: What to compute.
         sizes: What its tensors take.
@@ -79,7 +78,7 @@ class Request:
     tensors_nbytes: int
 
 
-class Reader:
+class RequestReader:
     """Reads the requests of one op.
 
     Args:

@@ -63,4 +63,4 @@ class TransferWatchdog:
                     del self._overdue_at[caller]
             for caller in late:
                 logger.info("hanging up on %s: its transfer takes too long", caller.client)
-                caller.hang_up()
+                caller.abort()

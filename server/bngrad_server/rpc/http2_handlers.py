@@ -41,7 +41,7 @@ class Answers:
         self._sock = sock
         self._client = client
 
-    def caller(self, call: http2.ServerCall, is_gone: Callable[[], bool]) -> RpcContext:
+    def caller(self, call: http2.ServerCall, is_cancelled: Callable[[], bool]) -> RpcContext:
         """Who made a call: to be asked before anything is done for it.
 
         Raises:
@@ -50,9 +50,9 @@ class Answers:
         deadline = None if call.timeout_s is None else time.monotonic() + call.timeout_s
         guard = self._calls.guard
         if not guard.requires_token:
-            return RpcContext(self._client, deadline, is_gone, lambda: hang_up(self._sock), call.metadata)
+            return RpcContext(self._client, deadline, is_cancelled, lambda: hang_up(self._sock), call.metadata)
         check = partial(guard.authenticate, call.metadata.get("authorization"), self._client)
-        return RpcContext(check(), deadline, is_gone, lambda: hang_up(self._sock), call.metadata, check)
+        return RpcContext(check(), deadline, is_cancelled, lambda: hang_up(self._sock), call.metadata, check)
 
     def flush(self, http: http2.ServerConnection) -> None:
         """Sends what the socket did not take at once, to a client that may not take for ever."""
@@ -112,7 +112,7 @@ class Answers:
     def answer_message(self, call: http2.ServerCall, data: bytes, caller: RpcContext) -> None:
         """Answers a unary call whose message has been read, in the thread that has the connection from now on."""
         try:
-            with self._calls.answer(UNARY[call.path], data, replace(caller, is_gone=_is_gone(call))) as pieces:
+            with self._calls.answer(UNARY[call.path], data, replace(caller, is_cancelled=_is_gone(call))) as pieces:
                 call.send_message(*pieces, more=True)
                 call.end()
         except Exception as error:

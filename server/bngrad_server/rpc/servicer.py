@@ -12,7 +12,7 @@ import grpc
 from bngrad_kernels.spec import FieldViolation, InvalidArgumentError
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.codec.ops import OPS
-from bngrad_server.codec.requests import Reader
+from bngrad_server.codec.requests import RequestReader
 from bngrad_server.engine import Engine
 from bngrad_server.errors import code_of
 from bngrad_server.rpc_context import RpcContext
@@ -71,8 +71,8 @@ class Servicer:
         self.observer = engine.observer
         self._engine = engine
         self._max_message_bytes = max_message_bytes
-        self._readers = {op.name: Reader(op, chunked=False) for op in OPS}
-        self._chunked_readers = {op.exchange_number: Reader(op, chunked=True) for op in OPS}
+        self._readers = {op.name: RequestReader(op, chunked=False) for op in OPS}
+        self._chunked_readers = {op.exchange_number: RequestReader(op, chunked=True) for op in OPS}
         self.endpoints = pb.Endpoints()
 
     @contextmanager
@@ -80,7 +80,7 @@ class Servicer:
         """Computes an op, and lends the pieces of its response until the block ends.
 
         Raises:
-            Exception: See `bngrad_server.codec.requests.Reader.read` and `bngrad_server.engine`.
+            Exception: See `bngrad_server.codec.requests.RequestReader.read` and `bngrad_server.engine`.
         """
         with self._staged(self._readers[op_name], data, caller) as staged:
             staged.copy_from(data)
@@ -154,12 +154,14 @@ class Servicer:
                 self.observer.metrics.refused_call(code.name)
             raise
 
-    def _staged(self, reader: Reader, data: bytes, caller: RpcContext) -> StagedRequest:
+    def _staged(self, reader: RequestReader, data: bytes, caller: RpcContext) -> StagedRequest:
         staged = self._stage(reader, data, caller)
         assert staged is not None
         return staged
 
-    def _stage(self, reader: Reader, data: bytes, caller: RpcContext, *, may_wait: bool = True) -> StagedRequest | None:
+    def _stage(
+        self, reader: RequestReader, data: bytes, caller: RpcContext, *, may_wait: bool = True
+    ) -> StagedRequest | None:
         """Reads a request and lends memory for it; see `bngrad_server.engine.Engine.stage`."""
         received_at = time.monotonic()
         request = None

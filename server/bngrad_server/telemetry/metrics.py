@@ -15,9 +15,10 @@ import grpc
 import numpy as np
 import numpy.typing as npt
 
+from bngrad_server.codec.ops import TRANSPORTS
+
 STAGES = ("decode", "wait", "copy", "compute", "encode")
 """The stages of a request, which add up to its whole time."""
-TRANSPORTS = ("unary", "stream", "shared")
 REFUSALS = ("INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "UNAUTHENTICATED", "UNIMPLEMENTED")
 """The status codes of calls that end before their op is known."""
 REASONS = ("full", "handshake", "protocol")

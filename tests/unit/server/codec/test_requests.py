@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError, Message
 from bngrad_kernels.spec import BFLOAT16, FLOAT16, FLOAT32, InvalidArgumentError, ReserveSpace2Kind, Spec
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.codec.ops import OPS, Op
-from bngrad_server.codec.requests import Reader
+from bngrad_server.codec.requests import RequestReader
 from bngrad_server.workers.ipc import problem_type
 
 V3, V2, ONEDNN, GRAD_GRAD = OPS
@@ -54,7 +54,7 @@ def request_of(op: Op, *, chunked: bool = False) -> Any:
 
 def violations(op: Op, request: Message, *, chunked: bool) -> list[tuple[str, str]]:
     with pytest.raises(InvalidArgumentError) as caught:
-        Reader(op, chunked=chunked).read(request.SerializeToString())
+        RequestReader(op, chunked=chunked).read(request.SerializeToString())
     return [(violation.field, violation.description) for violation in caught.value.violations]
 
 
@@ -69,7 +69,7 @@ located_anywhere = pytest.mark.parametrize(
 @all_ops
 def test_elements_are_found_where_they_lie_in_the_message(op: Op) -> None:
     data = request_of(op).SerializeToString()
-    request = Reader(op, chunked=False).read(data)
+    request = RequestReader(op, chunked=False).read(data)
     assert [data[source] for source in request.large_inputs if isinstance(source, slice)] == [
         bytes([65 + i]) * NBYTES for i in range(len(op.large_inputs))
     ]
@@ -84,7 +84,7 @@ def test_elements_are_found_where_they_lie_in_the_message(op: Op) -> None:
 
 @all_ops
 def test_the_fields_are_the_messages_own_in_the_order_of_the_problems(op: Op) -> None:
-    request = Reader(op, chunked=False).read(request_of(op).SerializeToString())
+    request = RequestReader(op, chunked=False).read(request_of(op).SerializeToString())
     problem = problem_type(request.spec)
     fields = [field.name for field in op.request_type.DESCRIPTOR.fields]
     assert {*op.large_inputs, *op.small_inputs, *op.locations} <= {*fields}
@@ -100,7 +100,7 @@ def test_the_fields_are_the_messages_own_in_the_order_of_the_problems(op: Op) ->
 
 @all_ops
 def test_a_chunked_request_has_its_large_elements_to_come(op: Op) -> None:
-    request = Reader(op, chunked=True).read(request_of(op, chunked=True).SerializeToString())
+    request = RequestReader(op, chunked=True).read(request_of(op, chunked=True).SerializeToString())
     assert set(request.large_inputs) == {None}
     assert request.spec == Spec(FLOAT32, SHAPE, 3, epsilon=1e-3, order=request.spec.order)
     assert request.chunk_order == ((1, 0) if op is ONEDNN else tuple(range(len(op.large_inputs))))
@@ -114,7 +114,7 @@ def test_each_large_tensor_may_have_a_location_instead(op: Op, located: str) -> 
     else:
         getattr(message, located).ClearField("data")
         getattr(message, located).location.CopyFrom(LOCATION)
-    request = Reader(op, chunked=False).read(message.SerializeToString())
+    request = RequestReader(op, chunked=False).read(message.SerializeToString())
     sources = dict(zip(op.large_inputs + op.locations, request.large_inputs + request.locations, strict=True))
     assert [name for name, source in sources.items() if isinstance(source, pb.Location)] == [located]
     assert sources[located] == LOCATION
@@ -128,7 +128,7 @@ def test_each_large_tensor_may_have_a_location_instead(op: Op, located: str) -> 
 @all_ops
 @both_ways
 def test_the_pieces_of_the_response_are_a_message(op: Op, chunked: bool) -> None:
-    request = Reader(op, chunked=chunked).read(request_of(op, chunked=chunked).SerializeToString())
+    request = RequestReader(op, chunked=chunked).read(request_of(op, chunked=chunked).SerializeToString())
     spec, problem = request.spec, problem_type(request.spec)
     large = [b"" if chunked else bytes([65 + i]) * spec.tensor_nbytes for i in range(len(problem.large_outputs))]
     small = [bytes([97 + i]) * spec.stats_nbytes for i in range(len(problem.small_outputs))]
@@ -257,7 +257,7 @@ def test_attributes_that_are_left_out_have_the_ops_defaults(op: Op, changes: dic
     for name in {"epsilon", *changes}:
         message.ClearField(name)
     message.MergeFrom(op.request_type(**changes))
-    request = Reader(op, chunked=False).read(message.SerializeToString())
+    request = RequestReader(op, chunked=False).read(message.SerializeToString())
     assert request.spec == spec
     assert request.kernel_key == (spec.dtype, spec.inner == 1, spec.is_training, spec.order)
     assert (None in request.small_inputs) == ("gamma" in changes and changes["gamma"] is None)
@@ -266,11 +266,11 @@ def test_attributes_that_are_left_out_have_the_ops_defaults(op: Op, changes: dic
 @all_ops
 def test_what_is_no_message_is_refused_by_the_ops_name(op: Op) -> None:
     with pytest.raises(DecodeError, match=f"the request is no {op.name}Request: "):
-        Reader(op, chunked=False).read(b"\x0a\xff")
+        RequestReader(op, chunked=False).read(b"\x0a\xff")
 
 
 def test_requests_that_differ_in_their_elements_alone_are_validated_once() -> None:
-    reader, message = Reader(V3, chunked=False), request_of(V3)
+    reader, message = RequestReader(V3, chunked=False), request_of(V3)
     first = reader.read(message.SerializeToString())
     message.x.data = message.x.data[::-1].replace(b"x", b"z")
     assert reader.read(message.SerializeToString()) is first

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from bngrad_server.codec.ops import TRANSPORTS
 from bngrad_server.monitor.history import quantile
-from bngrad_server.telemetry.metrics import FIRST_BUCKET_S, STAGES, TRANSPORTS, Metrics, Timestamps
+from bngrad_server.telemetry.metrics import FIRST_BUCKET_S, STAGES, Metrics, Timestamps
 
 BUCKETS = 26
 
