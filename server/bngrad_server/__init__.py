@@ -1,1 +1,1 @@
-"""The server: transport, staging, batching and the pool of worker processes."""
+"""The server: ports, admission, memory, batching and the pool of worker processes."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 
-def _no_check() -> None:
+def no_check() -> None:
     """The check of a server without tokens."""
 
 
@@ -29,4 +29,4 @@ class RpcContext:
     is_cancelled: Callable[[], bool]
     abort: Callable[[], None]
     metadata: Mapping[str, str]
-    check: Callable[[], object] = _no_check
+    check: Callable[[], object] = no_check

@@ -1,4 +1,4 @@
-"""A server's life: start the workers, listen, serve until told to stop, drain, end."""
+"""A server's life: listen, start the workers, serve until told to stop, drain, stop."""
 
 from __future__ import annotations
 
@@ -10,152 +10,97 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import grpc
-from grpc_channelz.v1 import channelz
-from grpc_health.v1 import health, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
-
-from bngrad_server.config import MAX_CALLS, ServerConfig
+from bngrad_server.config import ServerConfig
 from bngrad_server.engine import Engine
 from bngrad_server.errors import ListenError, TracingError
 from bngrad_server.memory.leases import LeaseServer
 from bngrad_server.monitor.status import engine_status
 from bngrad_server.monitor.supervisor import MonitorSupervisor
-from bngrad_server.rpc.grpcio_port import Service, UnknownMethodHandler
+from bngrad_server.rpc.grpcio_port import GrpcioPort
 from bngrad_server.rpc.health import Health
 from bngrad_server.rpc.http2_port import Http2Port
-from bngrad_server.rpc.rpc_limiter import RpcLimiter
 from bngrad_server.rpc.servicer import SERVICE, Servicer
-from bngrad_server.runtime.executors import HandlerExecutor
 from bngrad_server.runtime.janitor import Janitor
-from bngrad_server.runtime.listening import check_address, max_connections, raise_descriptor_limit, socket_path
+from bngrad_server.runtime.listening import raise_descriptor_limit
 from bngrad_server.runtime.malloc import use_one_heap
 from bngrad_server.runtime.signals import on_stop_signals
 from bngrad_server.security import setup
 from bngrad_server.telemetry.observer import Observer
 from bngrad_wire import __version__
+from bngrad_wire.addresses import host_and_port, unix_path
 
 if TYPE_CHECKING:
     from bngrad_server.telemetry.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
-_OTHER_THREADS = 512
-"""For what is no op: health, reflection, what the server is. Who watches health has one for as long as that."""
-_FREE_THREADS = 16
-"""How many of them never wait for a client."""
-_MAX_UNSEEN_CALLS = 8192
-_HANDSHAKE_TIMEOUT_MS = 10_000
-_NO_COMPRESSION = 1
-"""The bit of "identity"."""
-_MAX_AGE_MS = 60_000
-"""How long a connection on grpcio's port lasts whose client has shown a certificate, which may be revoked meanwhile."""
-
 
 class Server:
-    """A server that is starting or serving.
+    """A server, from its first listening socket to its last worker.
 
     Attributes:
-        addresses: Where it listens, with the ports that were found free.
+        addresses: The addresses that it listens on, with the ports that were chosen for port 0.
+        engine: Its engine.
     """
 
     def __init__(self, config: ServerConfig) -> None:
-        """Listens, with health NOT_SERVING.
+        """Listens; health checks report NOT_SERVING.
 
         Raises:
-            ListenError: An address is taken, malformed or not ours.
+            ListenError: An address is taken, malformed, or may not be used.
             TracingError: Spans cannot be exported.
         """
         self._config = config
         self._started_at = time.time()
         self._stopping = False
         self._health = Health(("", SERVICE.full_name))
-        self._health_mutex = threading.Lock()
         self._tracing = _tracing() if config.traces else None
         observer = Observer(self._tracing)
-        self._certificates, guard = setup.set_up(config, observer.metrics)
+        certificates, authenticator = setup.set_up(config, observer.metrics)
         self.engine = Engine(config, self._update_health, observer)
-        self._grpc_server = grpc.server(
-            HandlerExecutor(_OTHER_THREADS, "handler"),
-            options=[
-                ("grpc.max_receive_message_length", config.max_message_bytes),
-                ("grpc.max_send_message_length", config.max_message_bytes),
-                ("grpc.max_concurrent_streams", MAX_CALLS),  # a stream whose client does not read holds its answer
-                # A cancelled call would count until its thread has noticed: where all of a client's time out at once,
-                # its next ones would be refused. What they can take is bounded by `service` itself.
-                ("grpc.http.overload_protection", 0),
-                # Of the calls that have come and were not looked at yet, some are cancelled where there are more.
-                ("grpc.server.max_pending_requests", _MAX_UNSEEN_CALLS),
-                ("grpc.server.max_pending_requests_hard_limit", _MAX_UNSEEN_CALLS),
-                # A client that stands still, with its answer half read, does not answer a ping.
-                ("grpc.keepalive_time_ms", int(1e3 * config.transfer_timeout_s)),
-                ("grpc.http2.ping_timeout_ms", int(1e3 * config.transfer_timeout_s)),
-                ("grpc.keepalive_permit_without_calls", 1),
-                ("grpc.http2.max_pings_without_data", 0),
-                ("grpc.so_reuseport", 0),  # a second server on the same port is a mistake, not a load balancer
-                ("grpc.server_handshake_timeout_ms", _HANDSHAKE_TIMEOUT_MS),
-                ("grpc.max_allowed_incoming_connections", max_connections(len(config.listen))),
-                # Tensors do not get smaller; and a message's size is limited before it is unpacked, not afterwards.
-                ("grpc.compression_enabled_algorithms_bitset", _NO_COMPRESSION),
-                *([("grpc.max_connection_age_ms", _MAX_AGE_MS)] if config.tls_client_ca else []),
-            ],
-            interceptors=[
-                *guard.interceptors(open_health=config.open_health),
-                RpcLimiter(_OTHER_THREADS - _FREE_THREADS),
-                *([] if self._tracing is None else [self._tracing.interceptor()]),
-            ],
-        )
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc_server)
-        self._calls = Servicer(self.engine, config.max_message_bytes, guard)
-        self._grpc_server.add_generic_rpc_handlers((Service(self._calls),))
-        if config.reflection:
-            reflection.enable_server_reflection(
-                (SERVICE.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc_server
-            )
-        if config.channelz:
-            channelz.add_channelz_servicer(self._grpc_server)
-        self._grpc_server.add_generic_rpc_handlers((UnknownMethodHandler(observer.metrics),))
-        self.addresses = [self._listen(address) for address in config.listen]
-        self._endpoint = Http2Port(self._calls, self._certificates)
-        self._calls.endpoints.stream_port = self._listen_for_streams()
-        self._local = self._listen_locally()
+        self._servicer = Servicer(self.engine, config.max_message_bytes, authenticator)
+        self._grpcio_port = GrpcioPort(config, self._servicer, self._health, certificates)
+        self.addresses = [self._grpcio_port.listen(address) for address in config.listen]
+        self._http2_port = Http2Port(self._servicer, certificates)
+        self._servicer.endpoints.stream_port = self._listen_for_streams()
+        self._lease_server = self._listen_for_leases()
         self._monitor = self._listen_for_http()
-        self._janitor = Janitor(self._left_behind())
+        self._janitor = Janitor(self._files())
 
     @property
     def http_address(self) -> str:
-        """Where HTTP is served; "none" for nowhere."""
+        """The address of the status pages; "none" if there are none."""
         return "none" if self._monitor is None else self._monitor.address
 
     @property
     def endpoints(self) -> tuple[str, str]:
-        """The port for large tensors and the directory for clients on this host, or "none"."""
-        given = self._calls.endpoints
+        """The HTTP/2 port and the directory for clients on this host, each "none" if there is none."""
+        given = self._servicer.endpoints
         return f"port {given.stream_port}" if given.stream_port else "none", given.local_directory or "none"
 
     def start(self) -> None:
-        """Accepts connections, and returns once every worker is ready.
+        """Starts to accept connections, and returns when every worker is ready.
 
         Raises:
             WorkerStartError: A worker could not start.
         """
         if self._monitor is not None:
             self._monitor.start()
-        self._grpc_server.start()
-        self._endpoint.start()
-        if self._local is not None:
-            self._local.start()
+        self._grpcio_port.start()
+        self._http2_port.start()
+        if self._lease_server is not None:
+            self._lease_server.start()
         self.engine.pool.start()
 
     def stop(self, drain_timeout_s: float) -> None:
-        """Refuses new requests, lets those in flight end in time, then ends the workers."""
+        """Refuses new requests, waits for the running ones until the timeout, then ends the workers."""
         self._stopping = True
         self._health.close()
-        stopped = self._grpc_server.stop(drain_timeout_s)
-        self._endpoint.stop(drain_timeout_s)
+        stopped = self._grpcio_port.stop(drain_timeout_s)
+        self._http2_port.stop(drain_timeout_s)
         stopped.wait()
-        if self._local is not None:
-            self._local.close()
+        if self._lease_server is not None:
+            self._lease_server.close()
         if self._monitor is not None:
             self._monitor.close()
         self.engine.close()
@@ -164,7 +109,7 @@ class Server:
         self._janitor.close()
 
     def status(self) -> dict[str, Any]:
-        """What is shown over HTTP; times are in seconds since 1970, see also `bngrad_server.monitor.status`."""
+        """Returns what the status pages show; times are in seconds since 1970, see `bngrad_server.monitor.status`."""
         return {
             "version": __version__,
             "time": time.time(),
@@ -172,44 +117,24 @@ class Server:
             "ready": self.engine.pool.is_ready and not self._stopping,
             "stopping": self._stopping,
             "addresses": self.addresses,
-            "connections": self._endpoint.connections,
+            "connections": self._http2_port.connections,
             **engine_status(self.engine),
         }
 
-    def _left_behind(self) -> list[Path]:
-        """What stays in the file system if this process is killed."""
-        sockets = [path for address in self.addresses if (path := socket_path(address)) is not None]
-        return [path for path in sockets if path.exists()] + ([self._local.directory] if self._local else [])
-
-    def _listen(self, address: str) -> str:
-        check_address(address)
-        path = socket_path(address)
-        umask = os.umask(0o177) if path else None  # from its first moment the socket is for nobody else
-        try:
-            if path or self._certificates is None:
-                port = self._grpc_server.add_insecure_port(address)
-            else:
-                port = self._grpc_server.add_secure_port(address, self._certificates.credentials())
-        except RuntimeError as error:
-            raise ListenError(f"cannot listen on {address}") from error
-        finally:
-            if umask is not None:
-                os.umask(umask)
-        if path is None:
-            return f"{address.rpartition(':')[0]}:{port}"
-        path.chmod(int(self._config.socket_mode, 8))
-        return address
+    def _files(self) -> list[Path]:
+        """Returns the sockets and directories that would remain if this process were killed."""
+        sockets = [Path(path) for address in self.addresses if (path := unix_path(address)) is not None]
+        directories = [self._lease_server.directory] if self._lease_server else []
+        return [path for path in sockets if path.exists()] + directories
 
     def _listen_for_streams(self) -> int:
-        """The port of the endpoint for large tensors; 0 where the server listens on no TCP address."""
-        hosts = [
-            address.rpartition(":")[0].strip("[]") for address in self.addresses if not address.startswith("unix:")
-        ]
+        """Listens on the HTTP/2 port, and returns it; returns 0, and does not, if no address is a TCP address."""
+        hosts = [place[0] for address in self.addresses if (place := host_and_port(address)) is not None]
         if not hosts:
             return 0
         port = self._config.stream_port
         try:
-            return self._endpoint.listen_on_port(hosts[0], port)
+            return self._http2_port.listen_on_port(hosts[0], port)
         except OSError as error:
             raise ListenError(f"cannot listen on port {port} of {hosts[0]} for streams: {error.strerror}") from error
 
@@ -222,24 +147,23 @@ class Server:
         except OSError as error:
             raise ListenError(f"cannot listen on {address} for HTTP: {error.strerror}") from error
 
-    def _listen_locally(self) -> LeaseServer | None:
-        """The sockets for clients on this host; None where nothing is to be shared."""
+    def _listen_for_leases(self) -> LeaseServer | None:
+        """Listens on the sockets for clients on this host; None if no memory is to be shared."""
         if self._config.shared_bytes == 0:
             return None
         try:
-            sockets = LeaseServer(self.engine.regions, self._config.shared_group, self._calls.guard)
+            lease_server = LeaseServer(self.engine.regions, self._config.shared_group, self._servicer.authenticator)
         except LookupError as error:
             raise ListenError(f"cannot share memory with clients on this host: {error}") from error
         except OSError as error:
             logger.warning("no memory is shared with clients on this host: %s", error)
             return None
-        self._endpoint.listen_on_socket(sockets.calls)
-        self._calls.endpoints.local_directory = str(sockets.directory)
-        return sockets
+        self._http2_port.listen_on_socket(lease_server.calls)
+        self._servicer.endpoints.local_directory = str(lease_server.directory)
+        return lease_server
 
     def _update_health(self) -> None:
-        with self._health_mutex:  # or one keeper would say what was so before another one's worker was ready, or died
-            self._health.set(serving=self.engine.pool.is_ready)
+        self._health.update(lambda: self.engine.pool.is_ready)
 
 
 def _tracing() -> Tracing:
@@ -251,10 +175,10 @@ def _tracing() -> Tracing:
 
 
 def serve(config: ServerConfig) -> None:
-    """Serves until SIGTERM or SIGINT, then drains; a second signal ends the process at once, as does one at the start.
+    """Serves until SIGTERM or SIGINT, then drains. A second signal, or one before the server is ready, exits at once.
 
     Raises:
-        ListenError: An address is taken, malformed or not ours.
+        ListenError: An address is taken, malformed, or may not be used.
         WorkerStartError: A worker could not start.
         TracingError: Spans cannot be exported.
     """
@@ -271,7 +195,7 @@ def serve(config: ServerConfig) -> None:
     server = Server(config)
     try:
         server.start()
-        gc.freeze()  # what is there now stays, and need not be looked at again: that would hold up a call by 9 ms
+        gc.freeze()  # these objects stay: collections that traverse them would delay calls by 9 ms
         ready.set()
         print(f"bngrad {__version__} ready on {', '.join(server.addresses)}: {_devices(server)}", flush=True)
         logger.info("large tensors: %s; clients on this host: %s; HTTP: %s", *server.endpoints, server.http_address)

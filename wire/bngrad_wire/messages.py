@@ -232,6 +232,7 @@ class WholeMessages:
 
     def receive_message(self) -> int | None:
         """See `MessageSource`."""
+        self._rest = memoryview(b"")  # or the message before would take memory while this one is waited for
         message = self._receive()
         if message is None:
             return None

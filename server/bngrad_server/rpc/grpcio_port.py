@@ -1,74 +1,190 @@
-"""The service on grpcio: what every gRPC client can call."""
+"""The grpcio port: the service for every gRPC client, with health, reflection and channelz beside it."""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError
+from grpc_channelz.v1 import channelz
+from grpc_health.v1 import health as grpc_health
+from grpc_health.v1 import health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
-from bngrad_server.config import MAX_CALLS
-from bngrad_server.errors import OverloadedError, grpc_status
-from bngrad_server.rpc.servicer import SERVICE, UNARY_OPS, Servicer, chunk_of, exchange_error
-from bngrad_server.rpc_context import RpcContext
+from bngrad_server.config import MAX_CALLS, ServerConfig
+from bngrad_server.errors import ListenError, OverloadedError, grpc_status
+from bngrad_server.rpc.health import Health
+from bngrad_server.rpc.rpc_limiter import RpcLimiter
+from bngrad_server.rpc.servicer import EXCHANGE_PATH, SERVER_INFO_PATH, SERVICE, UNARY_OPS, ExchangeSource, Servicer
+from bngrad_server.rpc_context import RpcContext, no_check
 from bngrad_server.runtime.executors import HandlerExecutor, InlineExecutor
-from bngrad_server.security.auth import Authenticator, authorization_header
-from bngrad_server.security.certificates import client_of_context
-from bngrad_server.staged_request import copy
+from bngrad_server.runtime.listening import check_address, max_connections
+from bngrad_server.security.auth import Authenticator, authenticated_client, authorization_header
+from bngrad_server.security.certificates import Certificates, client_of_context
 from bngrad_server.telemetry.metrics import Metrics
+from bngrad_wire.addresses import format_host_port, host_and_port, unix_path
+from bngrad_wire.limits import MAX_PROTOBUF_NBYTES
+from bngrad_wire.messages import WholeMessages
 
 Behavior = TypeVar("Behavior", bound=Callable[..., Any])
 
+_OTHER_THREADS = 512
+"""For calls other than ops: health, reflection, channelz, ServerInfo. A client that watches health occupies one."""
+_FREE_THREADS = 16
+"""How many of them never wait for a client."""
+_MAX_PENDING_CALLS = 8192
+_HANDSHAKE_TIMEOUT_MS = 10_000
+_NO_COMPRESSION = 1
+"""The bit of "identity"."""
+_MAX_AGE_MS = 60_000
+"""How long a connection lasts whose client has shown a certificate, since the certificate may be revoked."""
 _CHUNK_NBYTES = 2**20
 """grpcio is fastest with chunks of about this size: smaller ones cost calls, larger ones the cache."""
 _MAX_WAITING = 1024
-"""Calls on grpcio's port that wait for a thread: so many unary ones, and so many exchanges."""
+"""The most unary ops that wait for a thread, and the most exchanges."""
 _RETRY_S = 1.0
-_GONE_S = 3.0
-"""How much later than that nothing more comes from a client grpcio may tell that it has gone."""
+_CANCELLATION_TIMEOUT_S = 3.0
+"""How much later than the end of a client's messages grpcio may report that the call was cancelled."""
 
 
-class Service(grpc.GenericRpcHandler):
-    """The service's handlers; messages pass as bytes, since generated code would copy their tensors.
+class GrpcioPort:
+    """A `grpc.server` with everything that it serves."""
 
-    The ops have threads of their own, so that others, among them health, are answered however many ops wait. What
-    waits for a thread has not been received yet, so it takes next to no memory.
+    def __init__(
+        self, config: ServerConfig, servicer: Servicer, health: Health, certificates: Certificates | None
+    ) -> None:
+        """Listens nowhere yet.
+
+        Args:
+            config: The server's settings.
+            servicer: Answers the ops.
+            health: Answers health checks.
+            certificates: For TLS on TCP addresses; None for no TLS.
+        """
+        self._config = config
+        self._certificates = certificates
+        observer = servicer.observer
+        self._server = grpc.server(
+            HandlerExecutor(_OTHER_THREADS, "grpcio-other"),
+            options=_options(config),
+            interceptors=[
+                *servicer.authenticator.interceptors(open_health=config.open_health),
+                RpcLimiter(_OTHER_THREADS - _FREE_THREADS),
+                *([] if observer.tracing is None else [observer.tracing.interceptor()]),
+            ],
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(health, self._server)
+        self._server.add_generic_rpc_handlers((OpHandlers(servicer),))
+        if config.reflection:
+            names = (SERVICE.full_name, grpc_health.SERVICE_NAME, reflection.SERVICE_NAME)
+            reflection.enable_server_reflection(names, self._server)
+        if config.channelz:
+            channelz.add_channelz_servicer(self._server)
+        self._server.add_generic_rpc_handlers((_UnknownMethodHandler(observer.metrics),))
+
+    def listen(self, address: str) -> str:
+        """Listens on ``HOST:PORT`` or ``unix:PATH``; returns the address, with the port that was chosen for port 0.
+
+        Raises:
+            ListenError: The address is taken, malformed, or may not be used.
+        """
+        check_address(address)
+        path = unix_path(address)
+        umask = os.umask(0o177) if path else None  # from its first moment, only this user can connect to the socket
+        try:
+            if path or self._certificates is None:
+                port = self._server.add_insecure_port(address)
+            else:
+                port = self._server.add_secure_port(address, self._certificates.credentials())
+        except RuntimeError as error:
+            raise ListenError(f"cannot listen on {address}") from error
+        finally:
+            if umask is not None:
+                os.umask(umask)
+        if path is not None:
+            Path(path).chmod(int(self._config.socket_mode, 8))
+        place = host_and_port(address)
+        return address if place is None else format_host_port(place[0], port)
+
+    def start(self) -> None:
+        """Starts to accept connections."""
+        self._server.start()
+
+    def stop(self, drain_timeout_s: float) -> threading.Event:
+        """Refuses new calls; returns an event that is set once the running ones end, or at the timeout."""
+        return self._server.stop(drain_timeout_s)
+
+
+def _options(config: ServerConfig) -> list[tuple[str, Any]]:
+    transfer_timeout_ms = int(1e3 * config.transfer_timeout_s)
+    options = [
+        ("grpc.max_receive_message_length", config.max_message_bytes),
+        ("grpc.max_send_message_length", config.max_message_bytes),
+        ("grpc.max_concurrent_streams", MAX_CALLS),  # a stream whose client does not read holds its response
+        # A cancelled call would count until its thread has noticed: if all calls of a client time out at once, its
+        # next ones would be refused. `OpHandlers` and `RpcLimiter` bound what calls can occupy.
+        ("grpc.http.overload_protection", 0),
+        # If more calls are pending, which no handler has seen yet, grpcio cancels some of them.
+        ("grpc.server.max_pending_requests", _MAX_PENDING_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING_CALLS),
+        # A client that stops reading amid its response does not answer a ping.
+        ("grpc.keepalive_time_ms", transfer_timeout_ms),
+        ("grpc.http2.ping_timeout_ms", transfer_timeout_ms),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.so_reuseport", 0),  # a second server on the same port is a mistake, not a load balancer
+        ("grpc.server_handshake_timeout_ms", _HANDSHAKE_TIMEOUT_MS),
+        ("grpc.max_allowed_incoming_connections", max_connections(len(config.listen))),
+        # Tensors do not get smaller; and grpcio limits a message's size before it decompresses it, not afterwards.
+        ("grpc.compression_enabled_algorithms_bitset", _NO_COMPRESSION),
+    ]
+    if config.tls_client_ca:
+        options.append(("grpc.max_connection_age_ms", _MAX_AGE_MS))
+    return options
+
+
+class OpHandlers(grpc.GenericRpcHandler):
+    """The handlers of the service; messages pass as bytes, since generated code would copy their tensors.
+
+    The ops have threads of their own, so that other calls, health checks among them, are answered however many ops
+    wait. A call that waits for a thread takes next to no memory, since its message has not been received.
     """
 
-    def __init__(self, calls: Servicer) -> None:
-        """Answers these calls."""
-        self._metrics = calls.observer.metrics
-        unary, stream = (HandlerExecutor(MAX_CALLS, name) for name in ("unary", "stream"))
-        path = f"/{SERVICE.full_name}/"
-        self._threads = {**{path + name: unary for name in UNARY_OPS}, f"{path}Exchange": stream}
+    def __init__(self, servicer: Servicer) -> None:
+        """Handles the servicer's calls."""
+        self._metrics = servicer.observer.metrics
+        unary, exchange = (HandlerExecutor(MAX_CALLS, name) for name in ("grpcio-unary", "grpcio-exchange"))
+        self._executors = {**dict.fromkeys(UNARY_OPS, unary), EXCHANGE_PATH: exchange}
         self._handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
             # On the wire, such a call is a unary one; but its message is received when the handler asks for it.
-            path + name: grpc.stream_unary_rpc_method_handler(_run_in(unary, _unary(calls, name)))
-            for name in UNARY_OPS
+            path: grpc.stream_unary_rpc_method_handler(_run_in(unary, _unary(servicer, name)))
+            for path, name in UNARY_OPS.items()
         }
-        self._handlers[f"{path}Exchange"] = grpc.stream_stream_rpc_method_handler(_run_in(stream, _exchange(calls)))
-        self._handlers[f"{path}ServerInfo"] = grpc.unary_unary_rpc_method_handler(lambda *_: calls.server_info())
+        self._handlers[EXCHANGE_PATH] = grpc.stream_stream_rpc_method_handler(_run_in(exchange, _exchange(servicer)))
+        self._handlers[SERVER_INFO_PATH] = grpc.unary_unary_rpc_method_handler(lambda *_: servicer.server_info())
         self._refusal: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(
             _run_in(InlineExecutor(), _refuse)
         )
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes] | None:
         """See `grpc.GenericRpcHandler`."""
-        threads = self._threads.get(handler_call_details.method)
-        if threads is not None and threads.queue_size >= _MAX_WAITING:
+        executor = self._executors.get(handler_call_details.method)
+        if executor is not None and executor.queue_size >= _MAX_WAITING:
             self._metrics.refused_call(grpc.StatusCode.RESOURCE_EXHAUSTED.name)
             return self._refusal
         return self._handlers.get(handler_call_details.method)
 
 
-class UnknownMethodHandler(grpc.GenericRpcHandler):
-    """Serves nothing, and counts what comes to it: calls that no handler before it knows."""
+class _UnknownMethodHandler(grpc.GenericRpcHandler):
+    """Counts the calls that no handler before it knows."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -78,8 +194,8 @@ class UnknownMethodHandler(grpc.GenericRpcHandler):
         self._metrics.refused_call(grpc.StatusCode.UNIMPLEMENTED.name)
 
 
-def _run_in(threads: ThreadPoolExecutor, behavior: Behavior) -> Behavior:
-    behavior.experimental_thread_pool = threads  # type: ignore[attr-defined]
+def _run_in(executor: ThreadPoolExecutor, behavior: Behavior) -> Behavior:
+    behavior.experimental_thread_pool = executor  # type: ignore[attr-defined]
     return behavior
 
 
@@ -87,97 +203,88 @@ def _refuse(requests: Iterator[bytes], context: grpc.ServicerContext) -> NoRetur
     _abort(context, OverloadedError(f"{_MAX_WAITING} calls wait for a thread", _RETRY_S))
 
 
-def _unary(calls: Servicer, name: str) -> Callable[[Iterator[bytes], grpc.ServicerContext], bytes]:
-    def answer(requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+def _unary(servicer: Servicer, op_name: str) -> Callable[[Iterator[bytes], grpc.ServicerContext], bytes]:
+    def handle(requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         try:
-            caller = _caller(context, calls.guard)
-            request = _message(calls, name, caller, _Source(requests, context))
-            with calls.answer(name, request, caller) as pieces:
+            rpc = _rpc_context(context, servicer.authenticator)
+            data = _receive_request(servicer, op_name, rpc, partial(_receive_required, requests, context))
+            with servicer.unary(op_name, data, rpc) as pieces:
                 return b"".join(pieces)
         except Exception as error:
             _abort(context, error)
 
-    return answer
+    return handle
 
 
-def _message(calls: Servicer, name: str, caller: RpcContext, source: _Source) -> bytes:
+def _receive_request(servicer: Servicer, op_name: str, rpc: RpcContext, receive: Callable[[], bytes | None]) -> bytes:
     """Receives the message of a unary call."""
     began = time.monotonic()
     try:
-        with calls.watched(caller):
-            message = source.receive()
+        with servicer.transfers.watched(0, rpc):
+            message = receive()
             if message is None:
-                source.check_not_gone()
                 raise DecodeError("the call has no request")
         return message
     except Exception as error:
-        calls.observer.failed(name, "unary", caller, error, began)
+        servicer.observer.failed(op_name, "unary", rpc, error, began)
         raise
 
 
-def _exchange(calls: Servicer) -> Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[bytes]]:
-    def answer(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+def _exchange(servicer: Servicer) -> Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[bytes]]:
+    def handle(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        source = ExchangeSource(
+            WholeMessages(partial(_receive, requests)),
+            WholeMessages(partial(_receive_required, requests, context)),
+            _CHUNK_NBYTES,
+            MAX_PROTOBUF_NBYTES,
+        )
         try:
-            for pieces in calls.exchange(_Source(requests, context), _caller(context, calls.guard)):
+            for pieces in servicer.exchange(source, _rpc_context(context, servicer.authenticator)):
                 yield b"".join(pieces)
         except Exception as error:
             _abort(context, error)
 
-    return answer
+    return handle
 
 
-class _Source:
-    """The client's side of an exchange on grpcio."""
+def _receive(messages: Iterator[bytes]) -> bytes | None:
+    """Receives a client's next message; None if there is none.
 
-    chunk_nbytes = _CHUNK_NBYTES
+    Raises:
+        CancelledError: The call was cancelled, or its deadline has passed.
+    """
+    try:
+        return next(messages, None)
+    except grpc.RpcError as error:
+        # The call's frames refer to the error, and its traceback to them: this circle would keep the stream, of which
+        # a connection has a limited number, until garbage is collected.
+        error.__traceback__ = None
+    raise CancelledError
 
-    def __init__(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> None:
-        self._messages = messages
-        self._context = context
 
-    def receive(self) -> bytes | None:
-        try:
-            return next(self._messages, None)
-        except grpc.RpcError as error:  # the client has gone, or its deadline has passed
-            # What the call holds keeps the error: the two would stay until garbage is collected, and so would the
-            # stream, of which a connection has so many at most.
-            error.__traceback__ = None
-        raise CancelledError
-
-    def receive_into(self, target: memoryview) -> None:
-        start = 0
-        while start < len(target):
-            message = self.receive()
-            if message is None:
-                self.check_not_gone()
-                raise exchange_error(f"{len(target) - start} bytes of chunks are missing")
-            chunk = chunk_of(message)
-            end = start + len(chunk)
-            if end > len(target):
-                raise exchange_error(f"a chunk has {end - len(target)} bytes more than its tensor")
-            copy(target[start:end], chunk)
-            start = end
-
-    def check_not_gone(self) -> None:
-        """Raises where nothing more came because the client has gone, or its deadline has passed."""
-        gone = threading.Event()
-        if not self._context.add_callback(gone.set) or gone.wait(_GONE_S):
+def _receive_required(messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes | None:
+    """Receives a message that the call needs; raises CancelledError also if there is none since it was cancelled."""
+    message = _receive(messages)
+    if message is None:
+        cancelled = threading.Event()
+        if not context.add_callback(cancelled.set) or cancelled.wait(_CANCELLATION_TIMEOUT_S):
             raise CancelledError
+    return message
 
 
-def _caller(context: grpc.ServicerContext, guard: Authenticator) -> RpcContext:
-    """Who waits, and how long; gRPC tells "for ever" as centuries, which no lock can wait for."""
+def _rpc_context(context: grpc.ServicerContext, authenticator: Authenticator) -> RpcContext:
     rest_s = context.time_remaining()
-    endless = rest_s is None or rest_s > threading.TIMEOUT_MAX
+    endless = rest_s is None or rest_s > threading.TIMEOUT_MAX  # grpcio reports no deadline as one in centuries
     deadline = None if endless else time.monotonic() + rest_s
-    host = _host(context.peer())
     metadata = {key: value for key, value in context.invocation_metadata() if isinstance(value, str)}
-    check = partial(
-        guard.authenticate,
-        authorization_header(context.invocation_metadata()) if guard.requires_token else None,
-        client_of_context(context, host) if guard.requires_certificate else host,
-    )
-    return RpcContext(check(), deadline, lambda: not context.is_active(), lambda: _cancel(context), metadata, check)
+    check: Callable[[], object] = no_check
+    if authenticator.requires_token:  # the interceptor has checked it
+        client = authenticated_client.get()
+        check = partial(authenticator.authenticate, authorization_header(context.invocation_metadata()), client)
+    else:
+        host = _host(context.peer())
+        client = client_of_context(context, host) if authenticator.requires_certificate else host
+    return RpcContext(client, deadline, lambda: not context.is_active(), lambda: _cancel(context), metadata, check)
 
 
 def _cancel(context: grpc.ServicerContext) -> None:
@@ -185,7 +292,7 @@ def _cancel(context: grpc.ServicerContext) -> None:
 
 
 def _host(peer: str) -> str:
-    """The host of a peer such as ``ipv4:127.0.0.1:50051`` or ``ipv6:%5B::1%5D:50051``."""
+    """Returns the host of a peer such as ``ipv4:127.0.0.1:50051`` or ``ipv6:%5B::1%5D:50051``."""
     family, _, address = peer.partition(":")
     return address.rpartition(":")[0].removeprefix("%5B").removesuffix("%5D") if family != "unix" else peer
 

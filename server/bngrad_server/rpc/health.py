@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import grpc
 from grpc_health.v1 import health_pb2 as pb
@@ -11,30 +11,33 @@ from grpc_health.v1 import health_pb2_grpc
 
 
 class Health(health_pb2_grpc.HealthServicer):
-    """Says whether some services serve; at first they do not.
+    """Reports whether services are serving; at first they are not.
 
-    In grpcio's own servicer, a client that watches, and does not take what it is told, stops all others.
+    It replaces grpcio's own servicer, in which a watching client that does not read blocks all other clients.
     """
 
     def __init__(self, services: tuple[str, ...]) -> None:
-        """Speaks for these services; one without a name stands for the server."""
+        """Reports on these services; an empty name stands for the server."""
         self._services = services
         self._is_serving = False
-        self._is_over = False
+        self._is_closed = False
         self._watchers: set[threading.Event] = set()
         self._mutex = threading.Lock()
 
-    def set(self, *, serving: bool) -> None:
-        """Says from now on whether they serve."""
+    def update(self, is_serving: Callable[[], bool]) -> None:
+        """Asks whether the services are serving, and reports that from now on.
+
+        It asks under a lock: of two threads at once, the one that asked first must not report last.
+        """
         with self._mutex:
-            self._is_serving = serving and not self._is_over
-            for news in self._watchers:
-                news.set()
+            self._is_serving = is_serving() and not self._is_closed
+            for changed in self._watchers:
+                changed.set()
 
     def close(self) -> None:
-        """Says for good that they do not serve, and ends the calls of those who watch."""
-        self._is_over = True
-        self.set(serving=False)
+        """Reports for good that the services are not serving, and ends the watching calls."""
+        self._is_closed = True
+        self.update(lambda: False)
 
     def Check(  # noqa: N802 - the protocol's name
         self, request: pb.HealthCheckRequest, context: grpc.ServicerContext
@@ -42,39 +45,39 @@ class Health(health_pb2_grpc.HealthServicer):
         """See health.proto."""
         if request.service not in self._services:
             context.abort(grpc.StatusCode.NOT_FOUND, f"there is no service {request.service!r}")
-        return _answer(is_serving=self._is_serving)
+        return _response(is_serving=self._is_serving)
 
     def Watch(  # noqa: N802 - the protocol's name
         self, request: pb.HealthCheckRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.HealthCheckResponse]:
         """See health.proto."""
-        news = threading.Event()
+        changed = threading.Event()
         with self._mutex:
-            self._watchers.add(news)
+            self._watchers.add(changed)
         try:
-            yield from self._news(request.service, context, news)
+            yield from self._changes(request.service, context, changed)
         finally:
             with self._mutex:
-                self._watchers.discard(news)
+                self._watchers.discard(changed)
 
-    def _news(
-        self, service: str, context: grpc.ServicerContext, news: threading.Event
+    def _changes(
+        self, service: str, context: grpc.ServicerContext, changed: threading.Event
     ) -> Iterator[pb.HealthCheckResponse]:
-        context.add_callback(news.set)
+        context.add_callback(changed.set)
         if service not in self._services:
             yield pb.HealthCheckResponse(status=pb.HealthCheckResponse.SERVICE_UNKNOWN)
-        said = None
+        reported = None
         while context.is_active():
-            is_over, is_serving = self._is_over, self._is_serving
-            if is_serving is not said and service in self._services:
-                said = is_serving
-                yield _answer(is_serving=is_serving)
-            if is_over:
+            is_closed, is_serving = self._is_closed, self._is_serving
+            if is_serving is not reported and service in self._services:
+                reported = is_serving
+                yield _response(is_serving=is_serving)
+            if is_closed:
                 return
-            news.wait()
-            news.clear()
+            changed.wait()
+            changed.clear()
 
 
-def _answer(*, is_serving: bool) -> pb.HealthCheckResponse:
+def _response(*, is_serving: bool) -> pb.HealthCheckResponse:
     status = pb.HealthCheckResponse
     return pb.HealthCheckResponse(status=status.SERVING if is_serving else status.NOT_SERVING)

@@ -1,4 +1,8 @@
-"""The connections of an endpoint, as the poller's thread sees them."""
+"""The connections of the HTTP/2 port, on its event loop.
+
+A small unary call is served inline: the event loop reads it, submits it, and sends the response once a worker has
+computed it. Whatever may wait is handled by a thread, to which the event loop lends the connection meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -9,108 +13,128 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError
 from functools import partial
 
-from bngrad_server.rpc.http2_handlers import UNARY, Answers, hang_up, refuse
-from bngrad_server.rpc.inline_calls import InlineCall
-from bngrad_server.rpc.servicer import Servicer
+from bngrad_server.rpc.http2_handlers import Http2Handler, abort, refuse
+from bngrad_server.rpc.servicer import UNARY_OPS, Servicer
+from bngrad_server.rpc_context import RpcContext
 from bngrad_server.runtime.event_loop import EventLoop
 from bngrad_server.runtime.executors import OnDemandExecutor
+from bngrad_server.staged_request import StagedRequest
 from bngrad_wire import http2
 
 logger = logging.getLogger(__name__)
 
 _MAX_CONNECTIONS = 512
-"""For more, the one that was idle longest is closed, of those that never made a call if there are such; where none is
-idle, the new one, whose client falls back to grpcio."""
+"""For one more, the connection that was idle longest is closed, first of all one that never made a call. If none is
+idle, the new one is closed; its client falls back to grpcio."""
 _WEIGHT_OF_RESET = 100
+"""A call that was reset before it began counts as this many idle frames: a client rarely has a reason for it."""
 _STALL_TIMEOUT_S = 60.0
-"""How long a peer may stand still in the middle of a frame or a call."""
+"""How long a client may pause in the middle of a frame or a call."""
+_MAX_INLINE_RESPONSE_NBYTES = 64 * 1024
+
+
+class _InlineCall:
+    """A unary call without a thread.
+
+    Attributes:
+        call: The call.
+        rpc: Its context.
+        staged: Its staged request, once it has been submitted.
+        is_abandoned: Whether the call has ended before its request.
+    """
+
+    __slots__ = ("call", "is_abandoned", "rpc", "staged")
+    staged: StagedRequest
+
+    def __init__(self, call: http2.ServerCall, rpc: RpcContext) -> None:
+        self.call = call
+        self.rpc = rpc
+        self.is_abandoned = False
 
 
 class _Connection:
-    """A connection.
+    """A connection: idle, or with an inline call, or lent to a thread.
 
     Attributes:
-        fd: Its file descriptor.
-        http: What is spoken on it.
-        answers: Answers its calls, in a thread.
-        small_call: Its running call, if it has no thread.
-        is_watched: Whether the poller watches it: nobody else uses it.
-        is_outdated: Whether it is to end with the call that it has.
+        sock: Its socket.
+        fd: The socket's descriptor.
+        http: The HTTP/2 connection.
+        handler: Handles its calls in threads.
+        inline_call: Its running call, if it has no thread.
+        is_watched: Whether the event loop reads from it; then no thread uses it.
+        is_outdated: Whether it is to be closed after the call that it has.
     """
 
-    def __init__(self, sock: socket.socket, client: str, calls: Servicer) -> None:
+    def __init__(self, sock: socket.socket, client: str, servicer: Servicer) -> None:
         self.sock = sock
         self.fd = sock.fileno()
         self.http = http2.ServerConnection(sock)
-        self.answers = Answers(calls, sock, client)
-        self.small_call: InlineCall | None = None
+        self.handler = Http2Handler(servicer, sock, client)
+        self.inline_call: _InlineCall | None = None
         self.is_watched = False
         self.is_outdated = False
 
 
-class Connections:
-    """Serves small calls at once, and hands all others to threads.
-
-    A connection is idle, or has a small call, or is lent to a thread. But for `add` and `threads`, all is for the
-    poller's thread.
+class Http2Connections:
+    """All connections of the port. Its methods, except `__len__`, are for the event loop's thread.
 
     Attributes:
-        ended: Is set once it is draining and no connection is left.
-        threads: The threads.
+        drained: Is set once `drain` was called and no connection is left.
+        threads: The threads of calls that may wait.
     """
 
-    def __init__(self, calls: Servicer, event_loop: EventLoop) -> None:
-        self.ended = threading.Event()
-        self.threads = OnDemandExecutor("call")
-        self._calls = calls
-        self._metrics = calls.observer.metrics
+    def __init__(self, servicer: Servicer, event_loop: EventLoop) -> None:
+        self.drained = threading.Event()
+        self.threads = OnDemandExecutor("http2-call")
+        self._servicer = servicer
+        self._metrics = servicer.observer.metrics
         self._event_loop = event_loop
         self._all: set[_Connection] = set()
-        self._idle: dict[_Connection, None] = {}  # the longest first
-        self._with_small_call: set[_Connection] = set()
+        self._idle: dict[_Connection, None] = {}  # the one that was idle longest comes first
+        self._with_inline_call: set[_Connection] = set()
         self._draining = False
-        event_loop.on_tick = self._check_patience
+        event_loop.on_tick = self._check_deadlines
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Returns the number of connections."""
         return len(self._all)
 
     def add(self, sock: socket.socket, client: str) -> None:
-        """Takes a new connection."""
-        if self._draining or not self._has_room():
+        """Adds an accepted connection of a client, see `RpcContext.client`; closes it if there is no room."""
+        if self._draining or not self._make_room():
             sock.close()
             return
         try:
             http2.set_timeout(sock, _STALL_TIMEOUT_S)
-            connection = _Connection(sock, client, self._calls)
+            connection = _Connection(sock, client, self._servicer)
         except OSError:
             sock.close()
             return
         self._all.add(connection)
-        self._take_back(connection, is_sound=True)
+        self._return_from_thread(connection, is_usable=True)
 
     def drain(self) -> None:
-        """Takes no more calls; connections end with the call that they have."""
+        """Accepts no more calls; closes each connection after the call that it has."""
         self._draining = True
         for connection in list(self._idle):
             self._close(connection)
         if not self._all:
-            self.ended.set()
+            self.drained.set()
 
     def renew(self) -> None:
-        """Ends TLS connections, with the calls that they have, so that their clients show their certificates again."""
+        """Closes TLS connections after the calls that they have, so that clients show their certificates again."""
         for connection in list(self._all):
             connection.is_outdated = isinstance(connection.sock, http2.TlsSocket)
             if connection.is_outdated and connection in self._idle:
                 self._close(connection)
 
-    def hang_up(self) -> None:
-        """Ends every connection."""
+    def abort(self) -> None:
+        """Ends every connection at once."""
         for connection in self._all:
-            hang_up(connection.sock)
+            abort(connection.sock)
 
-    def _has_room(self) -> bool:
-        """Whether there is room for a connection, be it by closing one that is idle."""
+    def _make_room(self) -> bool:
+        """Returns whether there is room for a connection, after closing an idle one if there was none."""
         if len(self._all) < _MAX_CONNECTIONS:
             return True
         self._metrics.refused_connection("full")
@@ -119,164 +143,172 @@ class Connections:
             self._close(next(never_called, next(iter(self._idle))))
         return len(self._all) < _MAX_CONNECTIONS
 
-    def _rest(self, connection: _Connection) -> None:
-        """Has a connection wait for its next call."""
+    def _await_call(self, connection: _Connection) -> None:
+        """Waits for the next call of a connection."""
         if connection.http.outbound:  # more than the socket took at once
-            self._lend(connection, partial(connection.answers.flush, connection.http))
+            self._lend(connection, partial(connection.handler.flush, connection.http))
         elif self._draining or connection.is_outdated:
             self._close(connection)
         else:
             self._idle[connection] = None
             self._watch(connection)
             if connection.http.has_pending_input:
-                self._event_loop.call_soon(partial(self._hear, connection))
+                self._event_loop.call_soon(partial(self._on_readable, connection))
 
     def _watch(self, connection: _Connection) -> None:
         if not connection.is_watched:
             connection.is_watched = True
-            self._event_loop.add_reader(connection.fd, partial(self._hear, connection))
+            self._event_loop.add_reader(connection.fd, partial(self._on_readable, connection))
 
-    def _forget(self, connection: _Connection) -> None:
+    def _unwatch(self, connection: _Connection) -> None:
         if connection.is_watched:
             connection.is_watched = False
             self._event_loop.remove_reader(connection.fd)
 
-    def _hear(self, connection: _Connection) -> None:
-        """Acts on what a client has sent."""
-        if not connection.is_watched:  # any longer
+    def _on_readable(self, connection: _Connection) -> None:
+        if not connection.is_watched:  # it was lent or closed meanwhile
             return
         http = connection.http
         try:
             call = http.accept_nonblocking()
-            if connection.small_call is not None:
-                self._hear_beside(connection, connection.small_call)
+            if connection.inline_call is not None:
+                self._on_readable_amid_call(connection, connection.inline_call)
             elif call is not None:
                 del self._idle[connection]
                 self._begin(connection, call)
             elif http.has_pending_input and http.needs_blocking_read:
-                self._lend(connection, partial(connection.answers.answer_begun, http))
+                self._lend(connection, partial(connection.handler.finish_frame, http))
             else:
                 http.flush()
                 if http.outbound:
-                    self._lend(connection, partial(connection.answers.flush, http))
+                    self._lend(connection, partial(connection.handler.flush, http))
         except Exception as error:
             self._fail(connection, error)
 
-    def _hear_beside(self, connection: _Connection, small_call: InlineCall) -> None:
-        if small_call.call.failure is not None:
-            self._forget_call(connection)
-            small_call.abandon(self._calls.batcher)
-            small_call.call.end()
-            self._rest(connection)
+    def _on_readable_amid_call(self, connection: _Connection, inline: _InlineCall) -> None:
+        if inline.call.failure is not None:
+            self._abandon(connection, inline)
+            inline.call.end()
+            self._await_call(connection)
         elif connection.http.has_pending_input:
-            self._forget(connection)  # until the call has ended: there is no room for more, perhaps
+            self._unwatch(connection)  # until the call has ended: there may be no room for more
         else:
             connection.http.flush()
 
     def _begin(self, connection: _Connection, call: http2.ServerCall) -> None:
-        if call.failure is not None:  # it was reset before we saw it: few who mean well do that, and not often
+        """Begins a call: inline if its message has arrived and memory is free, else in a thread."""
+        if call.failure is not None:
             connection.http.count_idle_frame(_WEIGHT_OF_RESET)
             call.end()
-            self._rest(connection)
+            self._await_call(connection)
             return
+        handler = connection.handler
         try:
-            caller = connection.answers.caller(call, lambda: call.failure is not None)
-            if call.path not in UNARY or not call.is_fully_received:
-                self._lend(connection, partial(connection.answers.answer, call))
+            rpc = handler.context(call, lambda: call.failure is not None)
+            if call.path not in UNARY_OPS or not call.is_fully_received:
+                self._lend(connection, partial(handler.handle, call, rpc))
                 return
-            small_call = InlineCall(call, caller)
-            end = partial(self._event_loop.call_soon, partial(self._end, connection, small_call))
-            data = connection.answers.message_of(call, caller)
-            has_begun = small_call.submit(self._calls, data, end)
+            data = handler.receive_request(call, rpc)
+            inline = _InlineCall(call, rpc)
+            on_end = partial(self._event_loop.call_soon, partial(self._finish, connection, inline))
+            staged = self._servicer.submit(UNARY_OPS[call.path], data, rpc, on_end)
         except Exception as error:
-            refuse(call, error)
-            self._rest(connection)
+            self._refuse(connection, call, error)
             return
-        if has_begun:
-            connection.small_call = small_call
-            self._with_small_call.add(connection)
+        if staged is None:
+            self._lend(connection, partial(handler.handle_unary, call, data, rpc))
         else:
-            self._lend(connection, partial(connection.answers.answer_message, call, data, caller))
+            inline.staged = staged
+            connection.inline_call = inline
+            self._with_inline_call.add(connection)
 
-    def _end(self, connection: _Connection, small_call: InlineCall) -> None:
-        """Answers a small call that has been computed, or never will be."""
-        staged = small_call.staged
-        if small_call.is_over:
+    def _finish(self, connection: _Connection, inline: _InlineCall) -> None:
+        """Answers an inline call whose request has ended."""
+        staged = inline.staged
+        if inline.is_abandoned:
             staged.close()
             return
         self._forget_call(connection)
-        reason = None
         try:
-            try:
-                was_sent = small_call.send()
-            except Exception as error:
-                reason, was_sent = error, True
-                refuse(small_call.call, error)
+            was_sent = _send_response(inline)
         except Exception as error:
             staged.close(error)
-            self._fail(connection, error)
+            self._refuse(connection, inline.call, error)
             return
         if was_sent:
-            staged.close(reason)
-            self._rest(connection)
-        elif not self._lend(connection, partial(connection.answers.send, small_call.call, staged, small_call.caller)):
+            staged.close()
+            self._await_call(connection)
+        elif not self._lend(connection, partial(connection.handler.send_response, inline.call, staged, inline.rpc)):
             staged.close()
 
-    def _forget_call(self, connection: _Connection) -> None:
-        connection.small_call = None
-        self._with_small_call.remove(connection)
+    def _refuse(self, connection: _Connection, call: http2.ServerCall, error: Exception) -> None:
+        try:
+            refuse(call, error)
+            self._await_call(connection)
+        except Exception as broken:
+            self._fail(connection, broken)
 
-    def _check_patience(self) -> None:
-        """Answers calls whose deadline has passed."""
-        for connection in list(self._with_small_call):
-            small_call = connection.small_call
-            assert small_call is not None
+    def _check_deadlines(self) -> None:
+        """Refuses inline calls whose deadline has passed while a worker computes them."""
+        for connection in list(self._with_inline_call):
+            inline = connection.inline_call
+            assert inline is not None
+            assert inline.staged.job is not None
             try:
-                small_call.check_patience(self._calls.batcher)
+                self._servicer.batcher.check_patience(inline.staged.job)
             except (TimeoutError, CancelledError) as error:
+                inline.is_abandoned = True
+                inline.staged.close(error)
                 self._forget_call(connection)
-                try:
-                    refuse(small_call.call, error)
-                    self._rest(connection)
-                except Exception as broken:
-                    self._fail(connection, broken)
+                self._refuse(connection, inline.call, error)
+
+    def _abandon(self, connection: _Connection, inline: _InlineCall) -> None:
+        """Gives an inline call up, whose client is gone; a request that is being computed runs to its end."""
+        self._forget_call(connection)
+        inline.is_abandoned = True
+        assert inline.staged.job is not None
+        if self._servicer.batcher.leave(inline.staged.job, CancelledError()):
+            inline.staged.close()
+
+    def _forget_call(self, connection: _Connection) -> None:
+        connection.inline_call = None
+        self._with_inline_call.remove(connection)
 
     def _lend(self, connection: _Connection, action: Callable[[], None]) -> bool:
-        """Lends a connection to a thread, for something that may wait; closes it if there is none, and says so."""
+        """Lends a connection to a thread, for an action that may wait; closes it and returns False if there is none."""
         self._idle.pop(connection, None)
-        self._forget(connection)
+        self._unwatch(connection)
         connection.http.blocking = True
         try:
-            self.threads.submit(partial(self._act, connection, action))
-        except RuntimeError as error:  # of the system, which has no more
+            self.threads.submit(partial(self._run_in_thread, connection, action))
+        except RuntimeError as error:  # the system has no more threads
             self._fail(connection, error)
             return False
         return True
 
-    def _act(self, connection: _Connection, action: Callable[[], None]) -> None:
-        """Runs in a thread."""
-        is_sound = False
+    def _run_in_thread(self, connection: _Connection, action: Callable[[], None]) -> None:
+        is_usable = False
         try:
             action()
-            is_sound = True
+            is_usable = True
         except Exception as error:
-            self._note(error)
+            self._log_failure(error)
         finally:
-            self._event_loop.call_soon(partial(self._take_back, connection, is_sound=is_sound))
+            self._event_loop.call_soon(partial(self._return_from_thread, connection, is_usable=is_usable))
 
-    def _take_back(self, connection: _Connection, *, is_sound: bool) -> None:
-        if is_sound:
+    def _return_from_thread(self, connection: _Connection, *, is_usable: bool) -> None:
+        if is_usable:
             connection.http.blocking = False
-            self._rest(connection)
+            self._await_call(connection)
         else:
             self._close(connection)
 
     def _fail(self, connection: _Connection, error: Exception) -> None:
-        self._note(error)
+        self._log_failure(error)
         self._close(connection)
 
-    def _note(self, error: Exception) -> None:
-        """Takes note of why a connection ends."""
+    def _log_failure(self, error: Exception) -> None:
+        """Logs why a connection ends, and counts a client's breach of the protocol."""
         if isinstance(error, http2.ProtocolError):
             self._metrics.refused_connection("protocol")
         if isinstance(error, (ConnectionError, TimeoutError)):
@@ -285,12 +317,27 @@ class Connections:
             logger.error("a connection failed", exc_info=error)
 
     def _close(self, connection: _Connection) -> None:
-        self._forget(connection)
-        if (small_call := connection.small_call) is not None:
-            self._forget_call(connection)
-            small_call.abandon(self._calls.batcher)
+        self._unwatch(connection)
+        if connection.inline_call is not None:
+            self._abandon(connection, connection.inline_call)
         connection.http.close()
         self._idle.pop(connection, None)
         self._all.discard(connection)
         if self._draining and not self._all:
-            self.ended.set()
+            self.drained.set()
+
+
+def _send_response(inline: _InlineCall) -> bool:
+    """Sends the response of a computed call; returns False, and sends nothing, if the client may have to be waited for.
+
+    Raises:
+        Exception: Why the request could not be computed, or the response not be sent.
+    """
+    inline.staged.check()
+    pieces = inline.staged.response()
+    nbytes = sum(map(len, pieces))
+    if nbytes > _MAX_INLINE_RESPONSE_NBYTES or not inline.call.has_window_for(nbytes):
+        return False
+    inline.call.send_message(*pieces, more=True)
+    inline.call.end()
+    return True

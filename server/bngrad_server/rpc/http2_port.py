@@ -1,8 +1,8 @@
-"""The endpoint for large tensors and for clients on this host: the same calls as on grpcio, at a fraction of the cost.
+"""The HTTP/2 port: the same calls as on grpcio at a fraction of the cost, for the SDK and for large tensors.
 
-It speaks gRPC by `bngrad_wire.http2`, whose bytes go from the socket into the arena and back without a copy between.
-One thread watches all connections, answers the small calls and leads the workers for them: for a call of 4 KB, handing
-anything to another thread would cost more than all else. See `bngrad_server.rpc.http2_connections`.
+It speaks gRPC by `bngrad_wire.http2`, which moves bytes between the socket and the arena without a copy. One thread
+runs the event loop: it reads from all connections, answers small calls and dispatches their batches to the workers,
+since for a call of 4 KB a hop to another thread costs more than everything else together.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from bngrad_server.rpc.handshakes import Handshakes
-from bngrad_server.rpc.http2_connections import Connections
+from bngrad_server.rpc.http2_connections import Http2Connections
 from bngrad_server.rpc.servicer import Servicer
 from bngrad_server.runtime.event_loop import EventLoop
 from bngrad_server.scheduling.dispatch import Dispatcher
@@ -30,31 +30,31 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 class Http2Port:
-    """Listens on sockets of its own."""
+    """Accepts connections on a TCP port, a Unix socket, or both."""
 
-    def __init__(self, calls: Servicer, certificates: Certificates | None = None) -> None:
-        """Listens to nobody yet.
+    def __init__(self, servicer: Servicer, certificates: Certificates | None = None) -> None:
+        """Listens nowhere yet.
 
         Args:
-            calls: What to answer.
-            certificates: For TLS on TCP ports; None for no TLS.
+            servicer: Answers the calls.
+            certificates: For TLS on the TCP port; None for no TLS.
         """
         self._listeners: list[socket.socket] = []
         self._stopping = threading.Event()
-        self._event_loop = EventLoop("poller")
-        self._connections = Connections(calls, self._event_loop)
-        Dispatcher(self._event_loop, calls.batcher)
+        self._event_loop = EventLoop("http2-loop")
+        self._connections = Http2Connections(servicer, self._event_loop)
+        Dispatcher(self._event_loop, servicer.batcher)
         self._handshakes = None
         if certificates is not None:
             renew = partial(self._event_loop.call_soon, self._connections.renew)
-            count_failure = partial(calls.observer.metrics.refused_connection, "handshake")
+            count_failure = partial(servicer.observer.metrics.refused_connection, "handshake")
             self._handshakes = Handshakes(certificates, self._add, renew, count_failure)
 
     def listen_on_port(self, host: str, port: int) -> int:
-        """Listens on a TCP port, and returns it.
+        """Listens on a TCP port, and returns it; 0 chooses a free one.
 
         Raises:
-            OSError: It is taken, or not ours.
+            OSError: The port is taken, or may not be used.
         """
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
         dualstack = host == "::" and socket.has_dualstack_ipv6()
@@ -64,24 +64,24 @@ class Http2Port:
         return bound
 
     def listen_on_socket(self, listener: socket.socket) -> None:
-        """Listens on a socket that is bound already."""
+        """Listens on a socket that is bound and listening."""
         self._listeners.append(listener)
 
     def start(self) -> None:
-        """Accepts connections."""
+        """Starts to accept connections."""
         self._event_loop.start()
         if self._handshakes is not None:
             self._handshakes.start()
         for listener in self._listeners:
-            threading.Thread(target=self._accept, args=(listener,), name="endpoint", daemon=True).start()
+            threading.Thread(target=self._accept, args=(listener,), name="http2-accept", daemon=True).start()
 
     @property
     def connections(self) -> int:
-        """How many connections there are."""
+        """The number of connections."""
         return len(self._connections)
 
     def stop(self, drain_timeout_s: float) -> None:
-        """Takes no more calls, and lets those in flight end in time."""
+        """Accepts no more connections and calls, and waits for the running calls until the timeout."""
         self._stopping.set()
         for listener in self._listeners:
             with contextlib.suppress(OSError):
@@ -92,11 +92,11 @@ class Http2Port:
         if not self._event_loop.is_alive:
             return
         self._event_loop.call_soon(self._connections.drain)
-        if not self._connections.ended.wait(drain_timeout_s):
-            self._event_loop.call_soon(self._connections.hang_up)
-            self._connections.ended.wait(_END_TIMEOUT_S)
+        if not self._connections.drained.wait(drain_timeout_s):
+            self._event_loop.call_soon(self._connections.abort)
+            self._connections.drained.wait(_END_TIMEOUT_S)
         self._event_loop.stop(_END_TIMEOUT_S)
-        if self._connections.ended.is_set():
+        if self._connections.drained.is_set():
             self._connections.threads.shutdown()
 
     def _accept(self, listener: socket.socket) -> None:
@@ -107,7 +107,7 @@ class Http2Port:
                 if self._stopping.is_set():
                     return
                 logger.warning("cannot accept a connection: %s", error)
-                time.sleep(0.1)  # out of file descriptors, mostly
+                time.sleep(0.1)  # mostly, there are no file descriptors left
                 continue
             client = _client_of(connection, address)
             if self._handshakes is not None and connection.family != socket.AF_UNIX:
@@ -120,7 +120,7 @@ class Http2Port:
 
 
 def _client_of(sock: socket.socket, address: Any) -> str:
-    """Whom a connection belongs to: see `bngrad_server.rpc_context.RpcContext.client`."""
+    """Returns the client of a connection, see `RpcContext.client`."""
     if sock.family != socket.AF_UNIX:
         return str(address[0])
     pid, _, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))

@@ -1,16 +1,16 @@
-"""The calls of ``bngrad.v1.BatchNormGradService`` without their transport, as the .proto file documents them."""
+"""The calls of ``bngrad.v1.BatchNormGradService``, as the .proto file documents them, for both ports."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import grpc
 
-from bngrad_kernels.spec import FieldViolation, InvalidArgumentError
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
+from bngrad_server.codec import exchange
 from bngrad_server.codec.ops import OPS
 from bngrad_server.codec.requests import RequestReader
 from bngrad_server.engine import Engine
@@ -20,83 +20,84 @@ from bngrad_server.security.auth import ALLOW_ALL, Authenticator
 from bngrad_server.staged_request import StagedRequest
 from bngrad_server.workers.pool import WorkerState
 from bngrad_wire import __version__, messages
-from bngrad_wire.messages import Buffer
+from bngrad_wire.messages import Buffer, MessageSource
 
 SERVICE = pb.DESCRIPTOR.services_by_name["BatchNormGradService"]
-UNARY_OPS = tuple(op.name for op in OPS)
-_OP_NUMBERS = frozenset(op.exchange_number for op in OPS)
-_NO_REQUEST = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED}
-"""How an exchange ends that goes on with no request: with garbage, a stray chunk or a compressed message."""
-_CHUNK = pb.ExchangeRequest.CHUNK_FIELD_NUMBER
-"""The number of a chunk in both messages of an exchange."""
+_PREFIX = f"/{SERVICE.full_name}/"
+UNARY_OPS = {_PREFIX + op.name: op.name for op in OPS}
+"""The paths of the unary calls, and the names of their ops."""
+EXCHANGE_PATH = f"{_PREFIX}Exchange"
+SERVER_INFO_PATH = f"{_PREFIX}ServerInfo"
 
+_REFUSED = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED}
+"""How a call ends whose message is malformed, out of order or compressed, so that its op is not known."""
 _WORKER_STATES = {
     WorkerState.STARTING: pb.WORKER_STATE_STARTING,
     WorkerState.READY: pb.WORKER_STATE_READY,
 }
 
 
-class ExchangeSource(Protocol):
-    """A client's side of an exchange, over whatever transport.
+@dataclass(frozen=True, slots=True)
+class ExchangeSource:
+    """What a port receives of an exchange.
 
     Attributes:
-        chunk_nbytes: How large the chunks of the answer should be.
+        requests: The messages, read where a request may follow or the exchange may end.
+        chunks: The same messages, read where a chunk must follow.
+        chunk_nbytes: The size of the chunks of responses.
+        max_message_nbytes: The largest message to read whole.
     """
 
+    requests: MessageSource
+    chunks: MessageSource
     chunk_nbytes: int
-
-    def receive(self) -> bytes | None:
-        """The next message whole; None where there is no further one."""
-
-    def receive_into(self, target: memoryview) -> None:
-        """Fills the target from the next chunks.
-
-        Raises:
-            InvalidArgumentError: They do not fit, or are none.
-        """
+    max_message_nbytes: int
 
 
 class Servicer:
-    """Answers from an engine.
+    """Answers calls with the engine.
 
     Attributes:
-        batcher: The engine's.
-        guard: Says who may call; asked by whoever takes calls.
-        observer: Told by whoever takes calls of those that do not get as far as the engine.
+        batcher: The engine's batcher.
+        transfers: The engine's watchdog, which aborts calls whose client sends or receives too slowly.
+        observer: Counts and logs requests; the ports report the calls that fail before they reach the engine.
+        authenticator: Tells which client a call belongs to; the ports ask it.
+        endpoints: Where clients find the HTTP/2 port and shared memory, as ServerInfo reports it.
     """
 
-    def __init__(self, engine: Engine, max_message_bytes: int, guard: Authenticator = ALLOW_ALL) -> None:
+    def __init__(self, engine: Engine, max_message_bytes: int, authenticator: Authenticator = ALLOW_ALL) -> None:
         self.batcher = engine.batcher
-        self.guard = guard
+        self.transfers = engine.transfers
         self.observer = engine.observer
+        self.authenticator = authenticator
+        self.endpoints = pb.Endpoints()
         self._engine = engine
         self._max_message_bytes = max_message_bytes
         self._readers = {op.name: RequestReader(op, chunked=False) for op in OPS}
         self._chunked_readers = {op.exchange_number: RequestReader(op, chunked=True) for op in OPS}
-        self.endpoints = pb.Endpoints()
 
     @contextmanager
-    def answer(self, op_name: str, data: bytes, caller: RpcContext) -> Iterator[list[Buffer]]:
-        """Computes an op, and lends the pieces of its response until the block ends.
+    def unary(self, op_name: str, data: bytes, rpc: RpcContext) -> Iterator[list[Buffer]]:
+        """Computes an op and lends the response, in pieces, until the block ends.
 
         Raises:
             Exception: See `bngrad_server.codec.requests.RequestReader.read` and `bngrad_server.engine`.
         """
-        with self._staged(self._readers[op_name], data, caller) as staged:
+        with self._stage(self._readers[op_name], data, rpc) as staged:
             staged.copy_from(data)
             staged.compute()
-            with self._engine.transfer(_nbytes(staged.large_outputs), caller):
+            with self._engine.transfer(_nbytes(staged.large_outputs), rpc):
                 yield staged.response()
 
-    def submit(self, op_name: str, data: bytes, caller: RpcContext, on_end: Callable[[], None]) -> StagedRequest | None:
-        """Begins what `answer` does, without waiting; gives None, and has begun nothing, where that cannot be.
+    def submit(self, op_name: str, data: bytes, rpc: RpcContext, on_end: Callable[[], None]) -> StagedRequest | None:
+        """Begins to compute an op without waiting; returns None, and begins nothing, if no memory is free.
 
-        The caller looks at the outcome with `StagedRequest.check` when ``on_end`` was called, and closes what it got.
+        After ``on_end`` was called, the port asks `StagedRequest.check` for the outcome, and closes the staged request.
 
         Raises:
-            Exception: See `answer`.
+            Exception: See `unary`.
         """
-        staged = self._stage(self._readers[op_name], data, caller, may_wait=False)
+        staged = self._try_to_stage(self._readers[op_name], data, rpc, may_wait=False)
         if staged is not None:
             try:
                 staged.copy_from(data)
@@ -107,75 +108,79 @@ class Servicer:
         return staged
 
     @contextmanager
-    def lent(self, staged: StagedRequest, caller: RpcContext) -> Iterator[list[Buffer]]:
-        """Lends the pieces of a response until the block ends, and then closes it; the caller may not take for ever."""
-        with staged, self._engine.transfer(_nbytes(staged.large_outputs), caller):
+    def response(self, staged: StagedRequest, rpc: RpcContext) -> Iterator[list[Buffer]]:
+        """Lends the response of a submitted request, in pieces, until the block ends, and then closes the request.
+
+        A client that takes too long to receive it is cut off.
+        """
+        with staged, self._engine.transfer(_nbytes(staged.large_outputs), rpc):
             yield staged.response()
 
-    def exchange(self, source: ExchangeSource, caller: RpcContext) -> Iterator[list[Buffer]]:
+    def exchange(self, source: ExchangeSource, rpc: RpcContext) -> Iterator[list[Buffer]]:
         """Answers the requests of an exchange until it ends.
 
         Yields:
-            Each message to send, in pieces, which must be used before the next one is asked for.
+            Each message to send, in pieces, which are valid until the next one is asked for.
 
         Raises:
-            Exception: See `answer`; the exchange is then over.
+            Exception: See `unary`; the exchange is then over.
         """
-        while (begun := self._next_request(source, caller)) is not None:
-            number, data = begun
-            with self._staged(self._chunked_readers[number], data, caller) as staged:
-                request = staged.request
+        while (received := self._next_request(source, rpc)) is not None:
+            number, data = received
+            with self._stage(self._chunked_readers[number], data, rpc) as staged:
                 staged.copy_from(data)
-                with self._engine.transfer(_nbytes(staged.large_inputs), caller):
-                    for i in request.chunk_order:
-                        source.receive_into(_there(staged.large_inputs[i]))
+                with self._engine.transfer(_nbytes(staged.large_inputs), rpc):
+                    for i in staged.request.chunk_order:
+                        target = _in_arena(staged.large_inputs[i])
+                        exchange.receive_chunks(source.chunks, target, source.max_message_nbytes)
                 staged.compute()
                 pieces = staged.response()
-                with self._engine.transfer(_nbytes(staged.large_outputs), caller):
+                with self._engine.transfer(_nbytes(staged.large_outputs), rpc):
                     yield [messages.field_prefix(number, sum(map(len, pieces))), *pieces]
                     for output in staged.large_outputs:
-                        yield from messages.chunks(_CHUNK, _there(output), source.chunk_nbytes)
+                        yield from messages.chunks(exchange.CHUNK, _in_arena(output), source.chunk_nbytes)
 
-    def watched(self, caller: RpcContext, nbytes: int = 0) -> AbstractContextManager[None]:
-        """Hangs up on a caller that takes too long to send or receive, for what is known of the size."""
-        return self._engine.transfers.watched(nbytes, caller)
-
-    def _next_request(self, source: ExchangeSource, caller: RpcContext) -> tuple[int, bytes] | None:
-        """The next request of an exchange, see `_request_of`; None where there is no further one."""
+    def _next_request(self, source: ExchangeSource, rpc: RpcContext) -> tuple[int, bytes] | None:
+        """Receives the next request of an exchange, see `exchange.request_of`; None at the end of the exchange."""
         try:
-            with self.watched(caller):  # also the wait for it: whoever stands still has a thread, of few
-                message = source.receive()
-            if message is None:
-                return None
-            caller.check()
-            return _request_of(message)
+            with self.transfers.watched(0, rpc):  # the wait for it, too, since it occupies a thread
+                nbytes = source.requests.receive_message()
+                if nbytes is None:
+                    return None
+                if nbytes > source.max_message_nbytes:
+                    limit = f"at most {source.max_message_nbytes} bytes beside its chunks"
+                    raise exchange.part_error(f"a request must have {limit}, not {nbytes}")
+                with self.transfers.watched(nbytes, rpc):
+                    message = source.requests.read(nbytes)
+            rpc.check()
+            return exchange.request_of(message)
         except Exception as error:
-            if (code := code_of(error)) in _NO_REQUEST:
+            if (code := code_of(error)) in _REFUSED:
                 self.observer.metrics.refused_call(code.name)
             raise
 
-    def _staged(self, reader: RequestReader, data: bytes, caller: RpcContext) -> StagedRequest:
-        staged = self._stage(reader, data, caller)
+    def _stage(self, reader: RequestReader, data: bytes, rpc: RpcContext) -> StagedRequest:
+        staged = self._try_to_stage(reader, data, rpc, may_wait=True)
         assert staged is not None
         return staged
 
-    def _stage(
-        self, reader: RequestReader, data: bytes, caller: RpcContext, *, may_wait: bool = True
+    def _try_to_stage(
+        self, reader: RequestReader, data: bytes, rpc: RpcContext, *, may_wait: bool
     ) -> StagedRequest | None:
-        """Reads a request and lends memory for it; see `bngrad_server.engine.Engine.stage`."""
+        """Reads a request and takes memory for it; see `bngrad_server.engine.Engine.stage`."""
         received_at = time.monotonic()
         request = None
         try:
-            self._engine.admission.check(caller.client, caller.deadline)  # to read costs more than to refuse
+            self._engine.admission.check(rpc.client, rpc.deadline)  # to read the request costs more than to refuse it
             request = reader.read(data)
-            return self._engine.stage(request, caller, received_at, may_wait=may_wait)
+            return self._engine.stage(request, rpc, received_at, may_wait=may_wait)
         except BaseException as error:
             transport = reader.transport_of(data) if request is None else request.transport
-            self.observer.failed(reader.op.name, transport, caller, error, received_at)
+            self.observer.failed(reader.op.name, transport, rpc, error, received_at)
             raise
 
     def server_info(self) -> bytes:
-        """The response of ServerInfo."""
+        """Returns the serialised response of ServerInfo."""
         devices = [
             pb.Device(
                 name=status.name,
@@ -191,7 +196,7 @@ class Servicer:
             version=__version__,
             devices=devices,
             limits=limits,
-            ops=UNARY_OPS,
+            ops=UNARY_OPS.values(),
             endpoints=self.endpoints,
             requests=self._engine.admission.requests,
             batch_sizes=self._engine.batcher.counts.sizes,
@@ -199,42 +204,8 @@ class Servicer:
         ).SerializeToString()
 
 
-def chunk_of(message: bytes) -> memoryview:
-    """The content of a message that must be a chunk.
-
-    Raises:
-        InvalidArgumentError: It is something else.
-        DecodeError: It is not even a message.
-    """
-    field = messages.only_field(message, len(message))
-    if field is not None and field[0] == _CHUNK:
-        return memoryview(message)[field[1] :]
-    parsed = pb.ExchangeRequest.FromString(message)
-    if parsed.WhichOneof("part") != "chunk":
-        raise exchange_error(f"a chunk must follow, not {parsed.WhichOneof('part') or 'nothing'}")
-    return memoryview(parsed.chunk)
-
-
-def exchange_error(description: str) -> InvalidArgumentError:
-    """The error for messages that come in the wrong order or have the wrong size."""
-    return InvalidArgumentError((FieldViolation("part", description),))
-
-
-def _request_of(message: bytes) -> tuple[int, bytes]:
-    """Which op a message asks for, by the number of its field, and the op's own message."""
-    field = messages.only_field(message, len(message))
-    if field is not None and field[0] in _OP_NUMBERS:
-        return field[0], message[field[1] :]
-    parsed = pb.ExchangeRequest.FromString(message)
-    part = parsed.WhichOneof("part")
-    if part in (None, "chunk"):
-        raise exchange_error(f"a request must come first, not {part or 'nothing'}")
-    assert part is not None
-    return parsed.DESCRIPTOR.fields_by_name[part].number, getattr(parsed, part).SerializeToString()
-
-
-def _there(view: memoryview | None) -> memoryview:
-    """The memory of a tensor that is not in a region, as none is of an exchange."""
+def _in_arena(view: memoryview | None) -> memoryview:
+    """Returns the view: every large tensor of an exchange lies in the arena, none in a shared region."""
     assert view is not None
     return view
 

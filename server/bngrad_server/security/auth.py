@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import grpc
@@ -14,6 +15,9 @@ from bngrad_server.security.tokens import Tokens
 
 _HEADER = "authorization"
 _HEALTH = f"/{health.SERVICE_NAME}/"
+
+authenticated_client: ContextVar[str] = ContextVar("authenticated_client")
+"""The owner of the token of a call on grpcio; set by the interceptor for the call's handler."""
 
 
 class Authenticator:
@@ -81,7 +85,8 @@ class _Interceptor(grpc.ServerInterceptor):
         if self._open_health and handler_call_details.method.startswith(_HEALTH):
             return continuation(handler_call_details)
         try:
-            self._authenticator.authenticate(authorization_header(handler_call_details.invocation_metadata), "")
+            header = authorization_header(handler_call_details.invocation_metadata)
+            authenticated_client.set(self._authenticator.authenticate(header, ""))
         except UnauthenticatedError:
             return self._refusal
         return continuation(handler_call_details)

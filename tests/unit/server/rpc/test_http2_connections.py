@@ -26,8 +26,8 @@ from bngrad_wire.limits import MAX_PROTOBUF_NBYTES, REGION_NBYTES
 
 PATH = "/bngrad.v1.BatchNormGradService/FusedBatchNormGradV3"
 REQUEST = request_of(inputs()).SerializeToString()
-_OF_ENDPOINTS = ("poller", "call", "endpoint")
-"""What the names of an endpoint's threads begin with."""
+_THREAD_PREFIX = "http2-"
+"""What the names of the port's threads begin with."""
 
 
 class Service:
@@ -336,7 +336,7 @@ def test_draining_answers_what_has_begun_and_leaves_no_thread(service: Service) 
         check_answered(call)
     stopping.join(TIMEOUT_S)
     wait_until(lambda: set(threading.enumerate()) < before)
-    wait_until(lambda: not [each for each in threading.enumerate() if each.name.startswith(_OF_ENDPOINTS)])
+    wait_until(lambda: not [each for each in threading.enumerate() if each.name.startswith(_THREAD_PREFIX)])
 
 
 def test_what_does_not_end_in_time_is_cut_off(service: Service) -> None:

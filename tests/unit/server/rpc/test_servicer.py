@@ -29,7 +29,7 @@ from bngrad_kernels.problem import GradGradProblem
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.config import ServerConfig
 from bngrad_server.engine import Engine
-from bngrad_server.rpc.grpcio_port import Service
+from bngrad_server.rpc.grpcio_port import OpHandlers
 from bngrad_server.rpc.http2_port import Http2Port
 from bngrad_server.rpc.servicer import UNARY_OPS, Servicer
 from bngrad_wire.limits import MAX_PROTOBUF_NBYTES, REGION_NBYTES
@@ -66,9 +66,9 @@ class Peer:
 
 
 @contextmanager
-def on_grpcio(calls: Servicer, path: Path) -> Iterator[None]:
+def on_grpcio(servicer: Servicer, path: Path) -> Iterator[None]:
     with ThreadPoolExecutor(8) as threads:
-        server = grpc.server(threads, handlers=[Service(calls)])
+        server = grpc.server(threads, handlers=[OpHandlers(servicer)])
         server.add_insecure_port(f"unix:{path}")
         server.start()
         try:
@@ -78,11 +78,11 @@ def on_grpcio(calls: Servicer, path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def on_endpoint(calls: Servicer, path: Path) -> Iterator[None]:
+def on_endpoint(servicer: Servicer, path: Path) -> Iterator[None]:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(path))
     listener.listen()
-    endpoint = Http2Port(calls)
+    endpoint = Http2Port(servicer)
     endpoint.listen_on_socket(listener)
     endpoint.start()
     try:
@@ -258,7 +258,7 @@ def test_what_is_no_message_ends_the_exchange(peer: Peer, messages: list[bytes])
     wait_until(lambda: peer.is_at_rest)
 
 
-@pytest.mark.parametrize("op", UNARY_OPS)
+@pytest.mark.parametrize("op", UNARY_OPS.values())
 def test_a_request_without_anything_is_refused(peer: Peer, op: str) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         peer.unary(op, b"")

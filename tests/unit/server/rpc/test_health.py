@@ -1,0 +1,47 @@
+"""The health service: what it reports when workers come and go at the same moment."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, cast
+
+from grpc_health.v1 import health_pb2 as pb
+
+from bngrad_server.rpc.health import Health
+
+TIMEOUT_S = 20.0
+
+
+def reported(health: Health) -> pb.HealthCheckResponse.ServingStatus:
+    return health.Check(pb.HealthCheckRequest(), cast(Any, None)).status
+
+
+def test_health_does_not_fall_back_to_what_it_was_before_a_worker_was_ready() -> None:
+    health = Health(("",))
+    asked, may_answer = threading.Event(), threading.Event()
+
+    def not_yet() -> bool:
+        asked.set()
+        assert may_answer.wait(TIMEOUT_S)
+        return False
+
+    slow = threading.Thread(target=health.update, args=(not_yet,))
+    slow.start()
+    assert asked.wait(TIMEOUT_S)
+    quick = threading.Thread(target=health.update, args=(lambda: True,))
+    quick.start()
+    quick.join(0.2)  # it would end within that, did it not wait for the slow one
+    may_answer.set()
+    slow.join()
+    quick.join()
+    assert reported(health) == pb.HealthCheckResponse.SERVING
+
+
+def test_a_closed_server_never_serves_again() -> None:
+    health = Health(("",))
+    assert reported(health) == pb.HealthCheckResponse.NOT_SERVING
+    health.update(lambda: True)
+    assert reported(health) == pb.HealthCheckResponse.SERVING
+    health.close()
+    health.update(lambda: True)
+    assert reported(health) == pb.HealthCheckResponse.NOT_SERVING
