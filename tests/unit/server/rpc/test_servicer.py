@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import mmap
-import socket
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
+from tests.unit.server.rpc.peers import ARENA_NBYTES, Peer
 from tests.unit.server.workers.additions import (
     NBYTES,
     TIMEOUT_S,
-    Adder,
     check_answer,
     inputs,
     request_of,
@@ -28,81 +24,7 @@ from tests.unit.server.workers.additions import (
 from bngrad_kernels.problem import GradGradProblem
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.config import ServerConfig
-from bngrad_server.engine import Engine
-from bngrad_server.rpc.grpcio_port import OpHandlers
-from bngrad_server.rpc.http2_port import Http2Port
-from bngrad_server.rpc.servicer import UNARY_OPS, Servicer
-from bngrad_wire.limits import MAX_PROTOBUF_NBYTES, REGION_NBYTES
-
-ARENA_NBYTES = 16 * 2**20
-
-identity: Callable[[bytes], bytes] = bytes
-
-
-class Peer:
-    """An engine behind one of the transports, and a gRPC client of it."""
-
-    def __init__(self, engine: Engine, channel: grpc.Channel) -> None:
-        self.engine = engine
-        self.channel = channel
-        self.worker = Adder(engine)
-
-    def unary(self, name: str, request: bytes, timeout: float = TIMEOUT_S) -> bytes:
-        call = self.channel.unary_unary(f"/bngrad.v1.BatchNormGradService/{name}", identity, identity)
-        answer: bytes = call(request, timeout=timeout)
-        return answer
-
-    def exchange(self, *requests: bytes, timeout: float = TIMEOUT_S) -> list[pb.ExchangeResponse]:
-        call = self.channel.stream_stream("/bngrad.v1.BatchNormGradService/Exchange", identity, identity)
-        return [pb.ExchangeResponse.FromString(answer) for answer in call(iter(requests), timeout=timeout)]
-
-    @property
-    def is_at_rest(self) -> bool:
-        """Whether all memory has come back."""
-        engine = self.engine
-        return engine.arena.free_bytes == engine.arena.nbytes and not any(
-            region.holds for region in engine.regions._by_key.values()
-        )
-
-
-@contextmanager
-def on_grpcio(servicer: Servicer, path: Path) -> Iterator[None]:
-    with ThreadPoolExecutor(8) as threads:
-        server = grpc.server(threads, handlers=[OpHandlers(servicer)])
-        server.add_insecure_port(f"unix:{path}")
-        server.start()
-        try:
-            yield
-        finally:
-            server.stop(None).wait()
-
-
-@contextmanager
-def on_endpoint(servicer: Servicer, path: Path) -> Iterator[None]:
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(str(path))
-    listener.listen()
-    endpoint = Http2Port(servicer)
-    endpoint.listen_on_socket(listener)
-    endpoint.start()
-    try:
-        yield
-    finally:
-        endpoint.stop(0)
-
-
-@pytest.fixture(params=[on_grpcio, on_endpoint], ids=["grpcio", "endpoint"])
-def peer(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Peer]:
-    engine = Engine(ServerConfig(arena_bytes=ARENA_NBYTES, shared_bytes=REGION_NBYTES), lambda: None)
-    path = tmp_path / "calls"
-    with request.param(Servicer(engine, MAX_PROTOBUF_NBYTES), path):
-        with grpc.insecure_channel(f"unix:{path}") as channel:
-            peer = Peer(engine, channel)
-            engine.batcher.offer(peer.worker)
-            yield peer
-        wait_until(lambda: peer.is_at_rest)
-    engine.close()
-    peer.worker.close()
+from bngrad_server.rpc.servicer import UNARY_OPS
 
 
 def chunk(data: bytes) -> bytes:
@@ -376,7 +298,7 @@ def test_an_unknown_method_is_unimplemented(peer: Peer) -> None:
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-@pytest.mark.parametrize("peer", [on_grpcio], indirect=True, ids=["grpcio"])
+@pytest.mark.parametrize("peer", ["grpcio"], indirect=True)
 def test_where_too_many_calls_wait_for_a_thread_further_ones_are_told_when_to_come_again(
     peer: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
