@@ -30,19 +30,19 @@ _RESERVE_SPACE_2_KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """How an op's messages name what the ops share.
+    """An op: its messages, and the names of their fields.
 
     Attributes:
         name: The name of its call.
         request_type: The class of its request.
-        response_type: The class of its response; the outputs come first, as the problem has them.
+        response_type: The class of its response, whose first fields are the outputs, in the problem's order.
         spec: Validates the headers and attributes of a request.
         attributes: Reads the attributes that a message has.
-        large_inputs: The fields of the inputs of the shape of x, in the order of the problem's own.
-        small_inputs: Alike, of the 1-D inputs.
-        locations: The fields that say where the outputs of the shape of x go.
+        large_inputs: The fields of the inputs of the shape of x, in the problem's order.
+        small_inputs: The fields of the 1-D inputs, in the problem's order.
+        locations: The fields that hold the locations of the outputs of the shape of x.
         optional: The inputs that may be left out.
-        ignored: The inputs whose elements nobody reads.
+        ignored: The inputs whose elements are not used.
     """
 
     name: str
@@ -58,13 +58,13 @@ class Op:
 
     @property
     def exchange_number(self) -> int:
-        """The number of its request and its response in an exchange."""
+        """The field number of its request and its response in the messages of an exchange."""
         parts = pb.ExchangeRequest.DESCRIPTOR.fields
         return next(part.number for part in parts if part.message_type is self.request_type.DESCRIPTOR)
 
 
 def _attributes(message: Message, *names: str) -> dict[str, Any]:
-    """The attributes that a message has; the op's defaults, which the spec functions know, are left out."""
+    """Returns the attributes that a message has; the spec functions know the defaults of the others."""
     return {name: getattr(message, name) for name in names if message.HasField(name)}
 
 

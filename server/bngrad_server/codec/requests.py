@@ -1,4 +1,4 @@
-"""Between the protocol's messages and the engine: what a request means, and how its response is laid out."""
+"""Reads and validates requests, and lays out their responses."""
 
 from __future__ import annotations
 
@@ -35,30 +35,31 @@ _DTYPES: dict[pb.DataType, np.dtype[Any]] = {
 _DATA_TYPES = {dtype: data_type for data_type, dtype in _DTYPES.items()}
 
 _MAX_RANK = 32
-"""Far more than any op takes. The size of a shape of thousands of dimensions would take minutes to multiply out."""
+"""Far more than any op takes. To multiply out a shape of thousands of dimensions would take minutes."""
 _EMPTY = pb.Tensor(dtype=pb.DATA_TYPE_FLOAT32, shape=[0])
 
 Source: TypeAlias = slice | pb.Location | None
-"""Where a tensor's elements are: in the message, in a shared region, or still to come in chunks."""
+"""Where a tensor's elements are: in the message, in a shared region, or (None) in chunks that follow."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Request:
-    """A valid request without its elements; one stands for all that differ in their elements alone.
+    """A valid request without its elements; requests that differ only in their elements share one.
 
     Attributes:
-        op: What its messages look like.
-        transport: How its elements come, see `bngrad_server.codec.ops.TRANSPORTS`.
-        series: The number of the two, see `bngrad_server.telemetry.metrics.Metrics.answered`.
+        op: The op.
+        transport: How its elements travel, see `bngrad_server.codec.ops.TRANSPORTS`.
+        series: The index of op and transport, see `bngrad_server.telemetry.metrics.Metrics.answered`.
         spec: What to compute.
-        sizes: What its tensors take.
-        kernel_key: See `bngrad_server.scheduling.job.Job`; alike priority.
-        large_inputs: Where the elements of the inputs of the shape of x are, as the op lists them.
-        small_inputs: Alike, of the 1-D inputs; None counts as ones.
-        locations: Where the outputs of the shape of x are to be put; None for those that are to be sent.
-        chunked: Whether the large inputs come, and the large outputs go, apart from the messages.
-        chunk_order: The large inputs, by their places in the list, in the order of their field numbers.
-        response: What comes before each output in the response, and after them all.
+        sizes: The sizes of its tensors in memory.
+        kernel_key: See `bngrad_server.scheduling.job.Job`.
+        priority: See `bngrad_server.scheduling.job.Job`.
+        large_inputs: Where the elements of the inputs of the shape of x are, in the op's order.
+        small_inputs: Where the elements of the 1-D inputs are, in the op's order; None stands for ones.
+        locations: Where to write the outputs of the shape of x, in the op's order; None for those to be sent.
+        chunked: Whether the elements of the large tensors travel in chunks, apart from request and response.
+        chunk_order: The indexes of the large inputs, in the order of their field numbers.
+        response: The bytes of the response before each output, and those after the last one.
         tensors_nbytes: The size of all tensors of the shape of x.
     """
 
@@ -83,7 +84,7 @@ class RequestReader:
 
     Args:
         op: The op.
-        chunked: Whether the elements of the inputs of the shape of x come apart from the message.
+        chunked: Whether the elements of the inputs of the shape of x come in chunks, apart from the message.
     """
 
     def __init__(self, op: Op, *, chunked: bool) -> None:
@@ -97,11 +98,11 @@ class RequestReader:
         self._chunk_order = tuple(sorted(range(len(numbers)), key=numbers.__getitem__))
 
     def read(self, data: bytes) -> Request:
-        """Validates a message.
+        """Decodes and validates a message.
 
         Raises:
-            DecodeError: It is no message of the op's.
-            InvalidArgumentError: Names every field that does not meet the op's contract.
+            DecodeError: The message is malformed.
+            InvalidArgumentError: The request is invalid; names every field that is wrong.
         """
         try:
             layout = self._decoder.decode(data)
@@ -110,7 +111,7 @@ class RequestReader:
         return self._validated(layout) if layout.is_small else self._validate(layout)
 
     def transport_of(self, data: bytes) -> str:
-        """How the elements of a request come that was not read, or is not valid."""
+        """Returns how the elements travel of a request that was not read, or is invalid."""
         try:
             layout = self._decoder.decode(data)
         except DecodeError:
@@ -144,7 +145,7 @@ class RequestReader:
         )
 
     def _headers(self, tensors: Mapping[str, messages.TensorSpan]) -> dict[str, TensorHeader]:
-        """What is known of the inputs; one that is optional is left out where the message has none."""
+        """Returns the headers of the inputs that the message has."""
         op = self.op
         violations = []
         headers = {}
@@ -177,7 +178,7 @@ class RequestReader:
     def _header(self, name: str, span: messages.TensorSpan) -> TensorHeader:
         dtype, shape, nbytes = _DTYPES[span.header.dtype], tuple(span.header.shape), span.nbytes
         if span.header.HasField("location") or (self._chunked and name in self.op.large_inputs):
-            nbytes = math.prod(shape) * dtype.itemsize  # of which the message has none
+            nbytes = math.prod(shape) * dtype.itemsize  # the message has none of them
         return TensorHeader(dtype, shape, nbytes)
 
     def _source(self, span: messages.TensorSpan) -> Source:
@@ -215,7 +216,7 @@ def _response_pieces(op: Op, spec: Spec, locations: tuple[pb.Location | None, ..
 
 
 def _data_type_name(data_type: pb.DataType) -> str:
-    """The name of a data type, or the number of one that this version does not know."""
+    """Returns the name of a data type, or its number if this version does not know it."""
     return pb.DataType.Name(data_type) if data_type in pb.DataType.values() else str(data_type)
 
 

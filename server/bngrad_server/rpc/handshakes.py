@@ -1,6 +1,6 @@
-"""TLS handshakes of the server's own endpoint, apart from the thread that serves calls.
+"""TLS handshakes of the HTTP/2 port, on an event loop of their own, so that they do not delay calls.
 
-A client that stands still amid its handshake takes a descriptor and no thread; of too many the oldest is closed.
+A client that stops amid its handshake occupies a descriptor and no thread; if there are too many, the oldest is closed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Taker = Callable[[socket.socket, str], None]
 
 
 class Handshakes:
-    """The thread for them. But for `begin` and what starts and stops it, all is done by that."""
+    """The event loop for handshakes. `start`, `stop` and `begin` are for any thread."""
 
     def __init__(
         self,
@@ -34,13 +34,13 @@ class Handshakes:
         on_new_authorities: Callable[[], None],
         on_failure: Callable[[], None],
     ) -> None:
-        """Begins nothing yet.
+        """Starts no thread yet.
 
         Args:
-            certificates: What to show and what to ask for.
-            done: Takes connections whose handshake is done, and whom they belong to; called by this thread.
-            on_new_authorities: Called when other clients than before are accepted.
-            on_failure: Called for each handshake that comes to nothing.
+            certificates: The server's certificate, and the authorities of its clients' ones.
+            done: Called on the event loop with each connection whose handshake is done, and its client.
+            on_new_authorities: Called when the authorities of clients' certificates have changed.
+            on_failure: Called for each handshake that fails.
         """
         self._certificates = certificates
         self._done = done
@@ -48,36 +48,36 @@ class Handshakes:
         self._on_failure = on_failure
         self._client_ca = certificates.client_ca
         self._event_loop = EventLoop("handshakes")
-        self._event_loop.on_tick = self._look
-        self._running: dict[ssl.SSLSocket, tuple[str, float]] = {}  # the oldest first
+        self._event_loop.on_tick = self._on_tick
+        self._running: dict[ssl.SSLSocket, tuple[str, float]] = {}  # oldest first
 
     def start(self) -> None:
         """Starts the thread."""
         self._event_loop.start()
 
     def stop(self) -> None:
-        """Ends it, and what has not become a connection."""
+        """Ends the thread and the handshakes under way."""
         if self._event_loop.is_alive:
             self._event_loop.call_soon(self._close_all)
             self._event_loop.stop(_END_TIMEOUT_S)
 
     def begin(self, sock: socket.socket, client: str) -> None:
-        """Begins a handshake on an accepted socket, from any thread."""
+        """Begins a handshake on an accepted socket."""
         self._event_loop.call_soon(partial(self._begin, sock, client))
 
     def _begin(self, plain: socket.socket, client: str) -> None:
         if len(self._running) >= _MAX_HANDSHAKES:
-            self._give_up(next(iter(self._running)))
+            self._fail(next(iter(self._running)))
         try:
             plain.setblocking(False)
             sock = self._certificates.context.wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
-        except OSError:  # it has gone already
+        except OSError:  # the client is gone already
             plain.close()
             return
         self._running[sock] = client, time.monotonic() + _TIMEOUT_S
-        self._event_loop.add_reader(sock.fileno(), partial(self._go_on, sock))
+        self._event_loop.add_reader(sock.fileno(), partial(self._continue, sock))
 
-    def _go_on(self, sock: ssl.SSLSocket) -> None:
+    def _continue(self, sock: ssl.SSLSocket) -> None:
         if sock not in self._running:
             return
         try:
@@ -86,25 +86,25 @@ class Handshakes:
             return
         except (OSError, ValueError) as error:
             logger.debug("a handshake with %s failed: %s", self._running[sock][0], error)
-            self._give_up(sock)
+            self._fail(sock)
             return
         client, _ = self._running.pop(sock)
         self._event_loop.remove_reader(sock.fileno())
         self._done(sock, client_of_socket(sock, client))
 
-    def _look(self) -> None:
-        """Ends what takes too long, and looks whether the authorities have changed."""
+    def _on_tick(self) -> None:
+        """Closes handshakes that take too long, and checks whether the authorities have changed."""
         now = time.monotonic()
         for sock, (_, until) in list(self._running.items()):
             if until > now:
                 break
-            self._give_up(sock)
+            self._fail(sock)
         client_ca = self._certificates.client_ca
         if client_ca != self._client_ca:
             self._client_ca = client_ca
             self._on_new_authorities()
 
-    def _give_up(self, sock: ssl.SSLSocket) -> None:
+    def _fail(self, sock: ssl.SSLSocket) -> None:
         self._on_failure()
         self._close(sock)
 

@@ -1,4 +1,4 @@
-"""Calls that are no ops: of health, of reflection, of what the server is."""
+"""Limits the calls other than ops: health, reflection, channelz, ServerInfo."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ import grpc
 
 
 class RpcLimiter(grpc.ServerInterceptor):
-    """Has no such call wait for a thread, though their threads may have to wait for clients that do nothing.
+    """Keeps threads free for such calls, even if clients occupy threads and do nothing.
 
-    grpcio gives a thread to each call before its message is there, and to each that has answers to come, until it ends.
-    Where more than so many may have to wait, the first one is ended of the connection that has most of them.
+    grpcio gives a call a thread before its message has arrived, and lets a call that streams its responses keep one
+    until it ends. If more than a number of calls may wait for their clients, the oldest call of the connection that has
+    most of them is cancelled.
     """
 
-    def __init__(self, most: int) -> None:
-        """Takes calls.
+    def __init__(self, max_waiting: int) -> None:
+        """Limits no call yet.
 
         Args:
-            most: How many may wait: fewer than there are threads.
+            max_waiting: The most calls that may wait for their clients; less than the number of threads.
         """
-        self._most = most
-        self._waiting: dict[str, list[grpc.ServicerContext]] = {}  # by connection, the first one first
+        self._max_waiting = max_waiting
+        self._waiting: dict[str, list[grpc.ServicerContext]] = {}  # by connection, oldest first
         self._count = 0
         self._mutex = threading.Lock()
 
@@ -34,37 +35,37 @@ class RpcLimiter(grpc.ServerInterceptor):
         if handler is None:
             return None
         behavior = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
-        if hasattr(behavior, "experimental_thread_pool"):  # it has threads of its own
+        if hasattr(behavior, "experimental_thread_pool"):  # an op, which has threads of its own
             return handler
-        read = _stream_of if handler.request_streaming else _only_one_of
+        read = _receive_all if handler.request_streaming else _receive_one
 
-        def answer(messages: Iterator[Any], context: grpc.ServicerContext) -> Any:
+        def handle(messages: Iterator[Any], context: grpc.ServicerContext) -> Any:
             with self._waits(context):
                 request = read(messages, context)
             return behavior(request, context)
 
-        def answers(messages: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
+        def handle_streaming(messages: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
             with self._waits(context):
                 yield from behavior(read(messages, context), context)
 
-        # On the wire such calls are the same; but their message is received when it is asked for.
+        # On the wire, such calls are the same; but their message is received when the handler asks for it.
         serialization = handler.request_deserializer, handler.response_serializer
         if handler.response_streaming:
-            return grpc.stream_stream_rpc_method_handler(answers, *serialization)
-        return grpc.stream_unary_rpc_method_handler(answer, *serialization)
+            return grpc.stream_stream_rpc_method_handler(handle_streaming, *serialization)
+        return grpc.stream_unary_rpc_method_handler(handle, *serialization)
 
     @contextmanager
     def _waits(self, context: grpc.ServicerContext) -> Iterator[None]:
-        peer, one_too_many = context.peer(), None
+        peer, oldest = context.peer(), None
         with self._mutex:
             self._waiting.setdefault(peer, []).append(context)
             self._count += 1
-            if self._count > self._most:
+            if self._count > self._max_waiting:
                 crowded = max(self._waiting, key=lambda peer: len(self._waiting[peer]))
-                one_too_many = self._waiting[crowded][0]
-                self._remove(crowded, one_too_many)
-        if one_too_many is not None:
-            one_too_many.cancel()
+                oldest = self._waiting[crowded][0]
+                self._remove(crowded, oldest)
+        if oldest is not None:
+            oldest.cancel()
         try:
             yield
         finally:
@@ -80,22 +81,22 @@ class RpcLimiter(grpc.ServerInterceptor):
                 del self._waiting[peer]
 
 
-def _only_one_of(messages: Iterator[Any], context: grpc.ServicerContext) -> Any:
-    message = _next(messages, context)
+def _receive_one(messages: Iterator[Any], context: grpc.ServicerContext) -> Any:
+    message = _receive(messages, context)
     if message is None:
         context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call has no request")
     return message
 
 
-def _stream_of(messages: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
-    while (message := _next(messages, context)) is not None:
+def _receive_all(messages: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
+    while (message := _receive(messages, context)) is not None:
         yield message
 
 
-def _next(messages: Iterator[Any], context: grpc.ServicerContext) -> Any:
-    """The next message; None where there is no further one."""
+def _receive(messages: Iterator[Any], context: grpc.ServicerContext) -> Any:
+    """Receives the next message; None if there is none."""
     try:
         return next(messages, None)
     except grpc.RpcError as error:
         error.__traceback__ = None  # see `bngrad_server.rpc.grpcio_port`
-    return context.abort(grpc.StatusCode.CANCELLED, "the client has gone, or has not sent its message")
+    return context.abort(grpc.StatusCode.CANCELLED, "the client is gone, or has not sent its message")
