@@ -1,4 +1,4 @@
-"""The endpoint's connections: real sockets, and many of them, against one poller."""
+"""The connections of the HTTP/2 port: many real sockets against one event loop."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ _THREAD_PREFIX = "http2-"
 
 
 class Service:
-    """An endpoint, and clients of it that are sockets alone."""
+    """An HTTP/2 port, and its clients, which are plain sockets."""
 
     def __init__(self, directory: Path) -> None:
         config = ServerConfig(arena_bytes=2**20, shared_bytes=REGION_NBYTES, max_requests=64)
         self.engine = Engine(config, lambda: None)
-        self.endpoint = Http2Port(Servicer(self.engine, MAX_PROTOBUF_NBYTES))
+        self.port = Http2Port(Servicer(self.engine, MAX_PROTOBUF_NBYTES))
         self.worker = Adder(self.engine)
         self._path = str(directory / "calls")
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(self._path)
         listener.listen(1024)
-        self.endpoint.listen_on_socket(listener)
-        self.endpoint.start()
+        self.port.listen_on_socket(listener)
+        self.port.start()
         self._opened: list[socket.socket | http2.ClientConnection] = []
         self.engine.batcher.offer(self.worker)
 
@@ -71,7 +71,7 @@ class Service:
         self.worker.may_run.set()
         for each in self._opened:
             each.close()
-        self.endpoint.stop(0)
+        self.port.stop(0)
         wait_until(lambda: self.is_at_rest)
         self.engine.close()
         self.worker.close()
@@ -144,7 +144,7 @@ def test_a_connection_serves_call_after_call(service: Service) -> None:
 
 
 @pytest.mark.parametrize("sent", [0, 5, 24, 30, 33, 60, 200, 1000, -1])
-def test_a_client_that_stops_in_the_middle_is_waited_for_and_holds_nobody_up(service: Service, sent: int) -> None:
+def test_a_client_that_pauses_amid_a_call_does_not_delay_others(service: Service, sent: int) -> None:
     near, far = socket.socketpair()
     with near, far:
         connection = http2.ClientConnection(near, "here")
@@ -170,7 +170,7 @@ def relay(source: socket.socket, target: socket.socket) -> None:
 
 
 @pytest.mark.parametrize("how", ["closes", "resets"])
-def test_a_client_that_goes_while_its_call_waits_or_runs_leaves_nothing(service: Service, how: str) -> None:
+def test_a_client_that_disconnects_or_resets_leaves_no_memory_or_request_behind(service: Service, how: str) -> None:
     running, (waiting, other) = busy(service, 2)
     for call in (waiting, running):
         if how == "closes":
@@ -240,7 +240,7 @@ def test_a_large_answer_to_a_small_call_comes_whole(service: Service) -> None:
     service.engine.regions.end(region)
 
 
-def test_a_client_that_does_not_read_holds_nobody_up_and_gets_its_answers(service: Service) -> None:
+def test_a_client_that_does_not_read_delays_no_other_and_gets_its_answers(service: Service) -> None:
     slow, n_calls = service.connect(), 0
     while service.engine.admission.entered == n_calls:  # until the answers have filled the socket
         slow.close_stream(ask(slow))
@@ -256,7 +256,7 @@ def test_a_client_that_does_not_read_holds_nobody_up_and_gets_its_answers(servic
     check_works(service)
 
 
-def test_calls_by_the_thousand_beside_one_end_their_connection(service: Service) -> None:
+def test_thousands_of_refused_calls_end_their_connection(service: Service) -> None:
     block = encode([(":method", "POST"), (":path", PATH), ("content-type", "application/grpc")])
     calls = [frames.frame(frames.HEADERS, frames.END_HEADERS, stream, block) for stream in range(1, 20_001, 2)]
     sock, told = service.socket(), bytearray()
@@ -274,22 +274,20 @@ def test_calls_by_the_thousand_beside_one_end_their_connection(service: Service)
     check_works(service)
 
 
-def test_a_client_that_asks_for_answers_and_takes_them_byte_by_byte_is_hung_up_on(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_that_reads_byte_by_byte_is_cut_off(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service.engine.transfers, "_timeout_s", 1.0)
     slow = service.socket()
     slow.sendall(frames.PREFACE + frames.settings({}))
-    wait_until(lambda: len(service.endpoint._connections) == 1)
-    (connection,) = service.endpoint._connections._all
+    wait_until(lambda: len(service.port._connections) == 1)
+    (connection,) = service.port._connections._all
     connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # so the system's least
     slow.sendall(frames.frame(frames.PING, 0, 0, bytes(8)) * 1000)
     wait_until(lambda: not connection.is_watched)
-    wait_until(lambda: slow.recv(1) == b"" or len(service.endpoint._connections) == 0)
+    wait_until(lambda: slow.recv(1) == b"" or len(service.port._connections) == 0)
     check_works(service)
 
 
-def test_what_is_no_http2_closes_its_own_connection_alone(service: Service) -> None:
+def test_a_client_that_does_not_speak_http2_loses_only_its_own_connection(service: Service) -> None:
     other, sock = service.connect(), service.socket()
     sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
     while sock.recv(2**16):
@@ -319,7 +317,7 @@ def test_the_connection_that_was_idle_longest_makes_room(service: Service, monke
     assert service.engine.observer.metrics.status()["refused_connections"]["full"] == 1
 
 
-def test_draining_answers_what_has_begun_and_leaves_no_thread(service: Service) -> None:
+def test_draining_answers_running_calls_and_leaves_no_thread(service: Service) -> None:
     before = set(threading.enumerate())
     idle, *others = (service.connect() for _ in range(4))
     for connection in (idle, *others):
@@ -327,7 +325,7 @@ def test_draining_answers_what_has_begun_and_leaves_no_thread(service: Service) 
     service.worker.may_run.clear()
     calls = [ask(connection) for connection in others]
     wait_until(lambda: service.engine.admission.requests == 3)
-    stopping = threading.Thread(target=service.endpoint.stop, args=(TIMEOUT_S,))
+    stopping = threading.Thread(target=service.port.stop, args=(TIMEOUT_S,))
     stopping.start()
     wait_until(lambda: not idle.usable)
     assert stopping.is_alive()
@@ -339,9 +337,9 @@ def test_draining_answers_what_has_begun_and_leaves_no_thread(service: Service) 
     wait_until(lambda: not [each for each in threading.enumerate() if each.name.startswith(_THREAD_PREFIX)])
 
 
-def test_what_does_not_end_in_time_is_cut_off(service: Service) -> None:
+def test_calls_that_outlast_the_drain_timeout_are_cut_off(service: Service) -> None:
     running, waiting = busy(service, 1)
-    service.endpoint.stop(0.1)
+    service.port.stop(0.1)
     for call in (running, *waiting):
         with pytest.raises(http2.PeerGoneError):
             call.receive_message()

@@ -1,4 +1,4 @@
-"""The calls on both transports, with a worker that is a thread's function in place of a process."""
+"""The calls of the service on both ports, with a thread in place of a worker process."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_no_two_outputs_of_the_second_order_may_overlap(peer: Peer) -> None:
 UNKNOWN_FIELD = b"\x98\x06\x01"
 
 
-def test_messages_with_fields_beside_are_understood(peer: Peer) -> None:
+def test_messages_with_unknown_fields_are_understood(peer: Peer) -> None:
     arrays = inputs()
     first = pb.ExchangeRequest(fused_batch_norm_grad_v3=request_of(arrays, chunked=True)).SerializeToString()
     chunks = [chunk(arrays[name].tobytes()) for name in ("y_backprop", "x")]
@@ -173,7 +173,7 @@ def test_messages_out_of_order_or_of_the_wrong_size_end_the_exchange(
 
 
 @pytest.mark.parametrize("messages", [[b"\x02\x00"], [b"\xff"], [b"\x0a\x02\x0a\xff"], [BEGIN, b"\x22\xff"]])
-def test_what_is_no_message_ends_the_exchange(peer: Peer, messages: list[bytes]) -> None:
+def test_a_malformed_message_ends_the_exchange(peer: Peer, messages: list[bytes]) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         peer.exchange(*messages)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -198,7 +198,7 @@ def test_a_request_beyond_the_arena_is_refused(peer: Peer) -> None:
 
 
 @pytest.mark.parametrize("n_requests", [1, 2], ids=["the first runs", "the second waits"])
-def test_memory_comes_back_when_a_client_loses_patience(peer: Peer, n_requests: int) -> None:
+def test_memory_comes_back_after_a_deadline(peer: Peer, n_requests: int) -> None:
     test_a_whole_request_is_answered(peer)  # connects
     peer.worker.may_run.clear()
     request = request_of(inputs()).SerializeToString()
@@ -299,7 +299,7 @@ def test_an_unknown_method_is_unimplemented(peer: Peer) -> None:
 
 
 @pytest.mark.parametrize("peer", ["grpcio"], indirect=True)
-def test_where_too_many_calls_wait_for_a_thread_further_ones_are_told_when_to_come_again(
+def test_calls_beyond_those_that_may_wait_for_a_thread_are_told_when_to_retry(
     peer: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("bngrad_server.rpc.grpcio_port._MAX_WAITING", 0)
