@@ -1,10 +1,11 @@
-"""From a valid request to its results: admission, memory, queue and workers behind calls that know no gRPC."""
+"""From a valid request to its results: admission, memory, queue and workers, without gRPC."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError
 from contextlib import contextmanager
 
 from bngrad_kernels import backends
@@ -18,6 +19,7 @@ from bngrad_server.rpc_context import RpcContext
 from bngrad_server.runtime.malloc import MemoryTrimmer
 from bngrad_server.scheduling.admission import Admission
 from bngrad_server.scheduling.batcher import Batcher
+from bngrad_server.scheduling.dispatch import run
 from bngrad_server.staged_request import StagedRequest
 from bngrad_server.telemetry.observer import Observer
 from bngrad_server.workers.pool import WorkerPool
@@ -29,7 +31,7 @@ class Engine:
     """All that a request passes on its way: admission, memory, queue, workers.
 
     Attributes:
-        device_remark: Why some or all GPUs are not used, where nobody named the devices; empty otherwise.
+        device_remark: Why some or all GPUs are not used, where the settings name no device; empty otherwise.
     """
 
     def __init__(self, config: ServerConfig, on_change: Callable[[], None], observer: Observer | None = None) -> None:
@@ -47,69 +49,111 @@ class Engine:
         self.regions = Regions(config.shared_bytes, self.pool.map, self.pool.unmap)
         self.transfers = TransferWatchdog(config.transfer_timeout_s)
         self.observer = observer or Observer()
-        self._trimmer = MemoryTrimmer(self.admission)
+        self._trimmer = MemoryTrimmer(lambda: self.admission.entered, lambda: self.admission.requests)
         self._max_wait_s = config.max_wait_s
 
     def stage(
-        self, request: Request, caller: RpcContext, received_at: float, *, may_wait: bool = True
+        self, request: Request, rpc: RpcContext, received_at: float, *, may_wait: bool = True
     ) -> StagedRequest | None:
-        """Lends memory for a request until `StagedRequest.close`; gives None where there is none and nothing may wait.
+        """Admits a request and takes memory for it, until `StagedRequest.close`.
 
         Args:
             request: The request.
-            caller: Who made it.
-            received_at: When its message was there, on the monotonic clock.
-            may_wait: Whether to wait for memory.
+            rpc: The call that it came with.
+            received_at: When its message had arrived, on the monotonic clock.
+            may_wait: Whether to wait for memory; otherwise the result is None where there is none.
 
         Raises:
-            OverloadedError: There is too much to do already.
-            InvalidArgumentError: The request names shared memory that is not there, or overlaps.
+            OverloadedError: The server is full.
+            InvalidArgumentError: The request names shared memory that does not exist, or tensors overlap there.
             ArenaTooSmallError: The request is larger than the arena.
             TimeoutError: No memory became free in time.
-            CancelledError: The caller gave up.
+            CancelledError: The client cancelled the call.
         """
-        self.admission.enter(caller.client, request.tensors_nbytes, caller.deadline)
-        staged = StagedRequest(self, request, caller, received_at)
+        self.admission.enter(rpc.client, request.tensors_nbytes, rpc.deadline)
+        staged = StagedRequest(request, rpc, received_at, self.arena, self.regions, self._close)
         try:
-            if staged.take_memory(may_wait=may_wait):
+            nbytes = staged.hold_regions()
+            block = self._allocate(nbytes, rpc) if may_wait else self.arena.allocate_at_once(nbytes)
+            if block is not None:
+                staged.place(block)
                 return staged
         except BaseException:
-            staged.give_back()
+            self._release(staged)
             raise
-        staged.give_back()
+        self._release(staged)
         return None
 
-    def allocate(self, nbytes: int, caller: RpcContext) -> Block:
-        """Takes a block of the arena for a caller.
+    def compute(self, staged: StagedRequest) -> None:
+        """Has a worker write the outputs, and waits for it.
 
         Raises:
-            Exception: See `stage`.
+            TimeoutError: It took too long.
+            CancelledError: The client cancelled the call, or the server is stopping.
+            ComputeError: No worker could compute it.
         """
-        give_up = time.monotonic() + self._max_wait_s
-        if caller.deadline is not None and caller.deadline <= give_up:
-            return self.arena.allocate(nbytes, caller.deadline, caller.is_cancelled)
-        try:
-            return self.arena.allocate(nbytes, give_up, caller.is_cancelled)
-        except TimeoutError as error:
-            raise OverloadedError(str(error), self._max_wait_s) from error
+        run(self.batcher, staged.new_job())
+        staged.check()
+
+    def submit(self, staged: StagedRequest, on_end: Callable[[], None]) -> None:
+        """Has a worker write the outputs, and does not wait; see `bngrad_server.scheduling.batcher.Batcher.submit`.
+
+        `StagedRequest.check` tells the outcome.
+
+        Raises:
+            CancelledError: The server is stopping.
+        """
+        self.batcher.submit(staged.new_job(on_end))
 
     @contextmanager
-    def transfer(self, nbytes: int, caller: RpcContext) -> Iterator[None]:
-        """Bounds the time that so many bytes of a staged request take to or from its caller."""
-        with self.transfers.watched(nbytes, caller), self.admission.transfer():
+    def transfer(self, nbytes: int, rpc: RpcContext) -> Iterator[None]:
+        """Limits the time that the transfer of a staged request's bytes to or from its client takes."""
+        with self.transfers.watched(nbytes, rpc), self.admission.transfer():
             yield
 
     def close(self) -> None:
-        """Ends the workers and gives up the arena."""
+        """Ends the workers and closes the arena."""
         self.batcher.close()
         self.pool.close()
         self.transfers.close()
         self._trimmer.close()
         self.arena.close()
 
+    def _allocate(self, nbytes: int, rpc: RpcContext) -> Block:
+        """Takes a block of the arena, and waits for it; see `stage`."""
+        deadline = time.monotonic() + self._max_wait_s
+        if rpc.deadline is not None and rpc.deadline <= deadline:
+            return self.arena.allocate(nbytes, rpc.deadline, rpc.is_cancelled)
+        try:
+            return self.arena.allocate(nbytes, deadline, rpc.is_cancelled)
+        except TimeoutError as error:
+            raise OverloadedError(str(error), self._max_wait_s) from error
+
+    def _close(self, staged: StagedRequest, error: BaseException | None) -> None:
+        """Releases a staged request, and has the observer count it."""
+        self._release(staged)
+        request, rpc, job = staged.request, staged.rpc, staged.job
+        if error is not None or not staged.is_computed or job is None:
+            reason = error or CancelledError()
+            self.observer.failed(request.op.name, request.transport, rpc, reason, staged.received_at)
+            return
+        staged_at = (staged.received_at, staged.decoded_at, staged.placed_at)
+        moments = (*staged_at, job.arrival, job.started_at, job.ended_at, time.monotonic())
+        self.observer.metrics.answered(request.series, request.tensors_nbytes, moments)
+        if self.observer.tracing is not None:
+            self.observer.tracing.answered(request, rpc, moments)
+
+    def _release(self, staged: StagedRequest) -> None:
+        """Ends the admission of a request, and releases its memory once no worker touches it."""
+        if staged.job is None:
+            staged.release()
+        else:
+            self.batcher.when_untouched(staged.job, staged.release)
+        self.admission.leave(staged.rpc.client, staged.request.tensors_nbytes, computed=staged.is_computed)
+
 
 def _arena_nbytes(config: ServerConfig, devices: Sequence[str]) -> int:
-    """The arena's size; where nobody has named it, no more than a GPU's worker may page-lock."""
+    """The arena's size; unless the settings name it, no more than a GPU's worker may page-lock."""
     if "arena_bytes" in config.model_fields_set or "cpu" in devices:
         return config.arena_bytes
     return min(config.arena_bytes, config.pinned_bytes) or config.arena_bytes

@@ -22,8 +22,8 @@ from bngrad_kernels.spec import (
 )
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.codec.ops import OPS, TRANSPORTS, Op
+from bngrad_server.memory.layout import Sizes, problem_type
 from bngrad_server.scheduling.job import KernelKey
-from bngrad_server.workers.ipc import Sizes, problem_type
 from bngrad_wire import messages
 from bngrad_wire.limits import MAX_PRIORITY
 

@@ -1,12 +1,11 @@
 """Shared memory for the tensors of all requests in flight, pooled and reused.
 
 Fresh pages cost several times more than the copy into them, so blocks are handed out lowest address first: memory that
-was touched once serves the next request.
+was touched once is used for the next request.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 import threading
 import time
@@ -16,11 +15,11 @@ from concurrent.futures import CancelledError
 from dataclasses import dataclass
 
 from bngrad_server.errors import ArenaTooSmallError
+from bngrad_server.memory.layout import ALIGNMENT, aligned
+from bngrad_server.memory.mapping import map_file
 
-ALIGNMENT = 256
-"""Every block begins at a multiple of this, in bytes."""
-_LOOK_UP_S = 0.2
-"""How often who waits for memory looks whether its client is still there."""
+_CHECK_INTERVAL_S = 0.2
+"""How often a thread that waits for memory checks whether its client is still there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +31,7 @@ class Block:
 
 
 class Arena:
-    """One anonymous shared-memory file, mapped here and by every worker; it vanishes with the last process.
+    """One anonymous shared-memory file, mapped here and by every worker; it is freed with the last process.
 
     Attributes:
         fd: The file descriptor to pass to a worker.
@@ -44,25 +43,25 @@ class Arena:
         self.nbytes = _round_up(nbytes)
         self.fd = os.memfd_create("bngrad-arena")
         os.ftruncate(self.fd, self.nbytes)
-        self.view = memoryview(map_arena(self.fd, self.nbytes))
+        self.view = memoryview(map_file(self.fd, self.nbytes))
         self._free = [Block(0, self.nbytes)]  # by offset, no two adjacent
         self._changed = threading.Condition()
         self._waiting: deque[object] = deque()
 
     def allocate(
-        self, nbytes: int, deadline: float | None = None, is_over: Callable[[], bool] = lambda: False
+        self, nbytes: int, deadline: float | None = None, is_cancelled: Callable[[], bool] = lambda: False
     ) -> Block:
         """Takes a block, waiting for memory where none is free; first come, first served.
 
         Args:
             nbytes: Its size.
-            deadline: When the caller gives up, on the monotonic clock; None means never.
-            is_over: Tells whether it has given up already.
+            deadline: When to give up, on the monotonic clock; None means never.
+            is_cancelled: Tells whether to give up at once.
 
         Raises:
             ArenaTooSmallError: The arena could never hold it.
             TimeoutError: No memory became free in time.
-            CancelledError: The caller gave up.
+            CancelledError: ``is_cancelled`` returned True.
         """
         nbytes = self._checked(nbytes)
         with self._changed:
@@ -72,10 +71,12 @@ class Arena:
             self._waiting.append(ticket)
             try:
                 while self._waiting[0] is not ticket or not self._fits(nbytes):
-                    rest_s = _LOOK_UP_S if deadline is None else min(_LOOK_UP_S, deadline - time.monotonic())
+                    rest_s = _CHECK_INTERVAL_S
+                    if deadline is not None:
+                        rest_s = min(rest_s, deadline - time.monotonic())
                     if rest_s <= 0:
                         raise TimeoutError(f"no {nbytes} bytes of staging memory became free in time")
-                    if is_over():
+                    if is_cancelled():
                         raise CancelledError
                     self._changed.wait(rest_s)
                 return self._take(nbytes)
@@ -84,7 +85,7 @@ class Arena:
                 self._changed.notify_all()
 
     def allocate_at_once(self, nbytes: int) -> Block | None:
-        """Takes a block without waiting; gives None where none is free, or others wait for one.
+        """Takes a block without waiting; returns None if none is free, or if others wait for one.
 
         Raises:
             ArenaTooSmallError: The arena could never hold it.
@@ -94,7 +95,7 @@ class Arena:
             return self._take(nbytes) if not self._waiting and self._fits(nbytes) else None
 
     def free(self, block: Block) -> None:
-        """Gives a block back, once."""
+        """Returns a block to the arena; to be called once for each block."""
         with self._changed:
             self._free.append(block)
             self._free.sort(key=lambda free: free.offset)
@@ -103,12 +104,12 @@ class Arena:
 
     @property
     def free_bytes(self) -> int:
-        """How much is not in use."""
+        """How many bytes are not in use."""
         with self._changed:
             return sum(block.nbytes for block in self._free)
 
     def close(self) -> None:
-        """Gives up the file; the memory goes once nobody maps it."""
+        """Closes the file; the memory is freed once no process maps it."""
         os.close(self.fd)
 
     def _checked(self, nbytes: int) -> int:
@@ -129,13 +130,6 @@ class Arena:
         return Block(block.offset, nbytes)
 
 
-def map_arena(fd: int, nbytes: int) -> mmap.mmap:
-    """Maps an arena's file, with huge pages where the system offers them."""
-    buffer = mmap.mmap(fd, nbytes)
-    buffer.madvise(mmap.MADV_HUGEPAGE)
-    return buffer
-
-
 def _merged(blocks: list[Block]) -> list[Block]:
     merged = blocks[:1]
     for block in blocks[1:]:
@@ -148,5 +142,5 @@ def _merged(blocks: list[Block]) -> list[Block]:
 
 
 def _round_up(nbytes: int) -> int:
-    """The next multiple of ALIGNMENT; at least one, so that every block has its own address."""
-    return max(ALIGNMENT, -(-nbytes // ALIGNMENT) * ALIGNMENT)
+    """The next multiple of ALIGNMENT, but not 0, so that every block has its own address."""
+    return max(ALIGNMENT, aligned(nbytes))

@@ -1,11 +1,4 @@
-"""What clients on this host find in shared memory's file system: a directory with two sockets.
-
-``calls`` takes the same calls as every endpoint. ``regions`` leases memory: a client connects, sends a size as 8 bytes,
-little-endian, followed at once by the value of its ``authorization`` header if it has a token, and gets the region's
-key, 16 bytes, with the descriptor of its file; or a sentence why not. The lease ends with the connection. Meanwhile the
-client may ask by a question mark whether any request still names the region, and is told so by one byte, 1 or 0: what a
-request that timed out was to write may still be written.
-"""
+"""Leases regions of shared memory to clients on this host, by the protocol of `bngrad_wire.leases`."""
 
 from __future__ import annotations
 
@@ -16,7 +9,6 @@ import secrets
 import selectors
 import shutil
 import socket
-import struct
 import threading
 import time
 from pathlib import Path
@@ -25,36 +17,34 @@ from bngrad_server.errors import RegionsFullError, UnauthenticatedError
 from bngrad_server.memory.regions import Region, Regions
 from bngrad_server.runtime.listening import has_listener
 from bngrad_server.security.auth import ALLOW_ALL, Authenticator
+from bngrad_wire.leases import CALLS, IN_USE, IS_IN_USE, MAX_REQUEST_NBYTES, NOT_IN_USE, REGIONS, unpack_request
 
 logger = logging.getLogger(__name__)
 
-PARENT = Path("/dev/shm")  # noqa: S108 - what is made in here is for its owner alone
+PARENT = Path("/dev/shm")  # noqa: S108 - what is made here is for its owner alone
 _PREFIX = "bngrad-"
-_SIZE = struct.Struct("<Q")
-IS_IN_USE = b"?"
 _SCHEME = "Bearer "
-_LONGEST_AUTHORIZATION = 4096
-_MAX_WITHOUT_LEASE = 256
-"""Connections; for more, the first of them is closed."""
+MAX_WITHOUT_LEASE = 256
+"""The most connections without a lease; for a further one, the oldest of them is closed."""
 _SO_PASSRIGHTS = 83
-"""Of Linux from 6.16 on; Python has no name for it."""
+"""Linux has it from 6.16 on; Python has no name for it."""
 
 
 class LeaseServer:
-    """The directory, until `close`.
+    """A directory in shared memory's file system with two sockets: for calls, and for leases.
 
     Attributes:
         directory: Its path.
         calls: The listening socket for calls.
     """
 
-    def __init__(self, regions: Regions, group: str | None, guard: Authenticator = ALLOW_ALL) -> None:
+    def __init__(self, regions: Regions, group: str | None, authenticator: Authenticator = ALLOW_ALL) -> None:
         """Makes the directory, for this user alone, or for a group too.
 
         Args:
-            regions: What to lease from.
+            regions: Makes the regions.
             group: The name of the group.
-            guard: Says who may lease.
+            authenticator: Authenticates the clients.
 
         Raises:
             LookupError: There is no such group.
@@ -62,7 +52,7 @@ class LeaseServer:
         """
         _remove_leftovers()
         self.directory = PARENT / f"{_PREFIX}{secrets.token_hex(16)}"
-        # Renamed once it is complete: another server that starts meanwhile would take it for a leftover.
+        # It is renamed once it is complete: another server that starts meanwhile would remove it as a leftover.
         draft = self.directory.with_name(f".{self.directory.name}")
         draft.mkdir(mode=0o700)
         with contextlib.ExitStack() as on_failure:
@@ -70,29 +60,29 @@ class LeaseServer:
             if group is not None:
                 shutil.chown(draft, group=group)
                 draft.chmod(0o750)
-            self.calls = on_failure.enter_context(_listen(draft / "calls", group))
-            leases = on_failure.enter_context(_listen(draft / "regions", group))
+            self.calls = on_failure.enter_context(_listen(draft / CALLS, group))
+            leases = on_failure.enter_context(_listen(draft / REGIONS, group))
             draft.rename(self.directory)
             on_failure.pop_all()
-        self._leases = _Leases(regions, leases, guard)
+        self._lease_loop = _LeaseLoop(regions, leases, authenticator)
 
     def start(self) -> None:
-        """Leases regions from now on."""
-        self._leases.start()
+        """Begins to lease regions."""
+        self._lease_loop.start()
 
     def close(self) -> None:
         """Ends every lease and removes the directory."""
-        self._leases.close()
+        self._lease_loop.close()
         self.calls.close()
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
-class _Leases:
+class _LeaseLoop:
     """The thread that leases regions, each for the life of a connection."""
 
-    def __init__(self, regions: Regions, listener: socket.socket, guard: Authenticator) -> None:
+    def __init__(self, regions: Regions, listener: socket.socket, authenticator: Authenticator) -> None:
         self._regions = regions
-        self._guard = guard
+        self._authenticator = authenticator
         self._listener = listener
         self._selector = selectors.DefaultSelector()
         self._leases: dict[socket.socket, Region | None] = {}
@@ -121,9 +111,9 @@ class _Leases:
                 try:
                     if key.fileobj is self._listener:
                         self._accept()
-                    elif key.fileobj in self._leases:  # still
+                    elif key.fileobj in self._leases:  # not if it was closed by an event before
                         assert isinstance(key.fileobj, socket.socket)
-                        self._hear(key.fileobj)
+                        self._receive(key.fileobj)
                 except OSError as error:
                     logger.warning("a lease failed: %s", error)
                     if key.fileobj is self._listener:
@@ -133,26 +123,25 @@ class _Leases:
         client, _ = self._listener.accept()
         client.setblocking(False)
         without_lease = [other for other, region in self._leases.items() if region is None]
-        if len(without_lease) >= _MAX_WITHOUT_LEASE:
+        if len(without_lease) >= MAX_WITHOUT_LEASE:
             self._end(without_lease[0])
         self._leases[client] = None
         self._selector.register(client, selectors.EVENT_READ)
 
-    def _hear(self, client: socket.socket) -> None:
-        """Leases a region to a client that asks for the first time, and ends with one that says anything unknown."""
+    def _receive(self, client: socket.socket) -> None:
+        """Leases a region, or answers whether it is in use; closes the connection of a client that breaks the rules."""
         leased = self._leases[client]
         try:
-            message = client.recv(_SIZE.size + _LONGEST_AUTHORIZATION)
+            message = client.recv(MAX_REQUEST_NBYTES)
             if message == IS_IN_USE and leased is not None:
-                client.send(bytes([leased.holds > 0]))
+                client.send(IN_USE if leased.holds > 0 else NOT_IN_USE)
                 return
-            size, authorization = message[: _SIZE.size], message[_SIZE.size :].decode(errors="replace")
-            (nbytes,) = _SIZE.unpack(size) if len(size) == _SIZE.size else (0,)
-            is_odd = authorization != "" and not authorization.startswith(_SCHEME)
-            if nbytes == 0 or leased is not None or is_odd:
+            nbytes, authorization = unpack_request(message)
+            is_malformed = authorization != "" and not authorization.startswith(_SCHEME)
+            if nbytes == 0 or leased is not None or is_malformed:
                 self._end(client)
                 return
-            self._guard.authenticate(authorization, "")
+            self._authenticator.authenticate(authorization, "")
             region = self._regions.lease(nbytes)
         except (RegionsFullError, UnauthenticatedError) as error:
             client.send(str(error).encode())
@@ -174,7 +163,7 @@ class _Leases:
 
 def _listen(path: Path, group: str | None) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX)
-    with contextlib.suppress(OSError):  # older systems take descriptors, and to close one may take its owner's time
+    with contextlib.suppress(OSError):  # on older systems clients may send descriptors, which can be slow to close
         listener.setsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS, 0)
     listener.bind(str(path))
     path.chmod(0o600)
@@ -189,5 +178,5 @@ def _remove_leftovers() -> None:
     """Removes the directories of servers of this user that were killed."""
     for directory in PARENT.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
-            if directory.stat().st_uid == os.getuid() and not has_listener(directory / "regions"):
+            if directory.stat().st_uid == os.getuid() and not has_listener(directory / REGIONS):
                 shutil.rmtree(directory)

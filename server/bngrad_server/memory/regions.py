@@ -1,8 +1,8 @@
 """Memory that clients on this host share with the workers.
 
-A region is an anonymous file, sealed against shrinking, so that no client can pull memory from under a worker. It is
-leased for the life of a connection to a Unix socket, over which its descriptor travels: when the client ends, however
-it ends, so does the lease. A region goes once its lease has ended and no job names it any more.
+A region is an anonymous file, sealed against shrinking, so that no client can take memory away while a worker uses it.
+It is leased for the life of a connection to a Unix socket, over which its descriptor is sent: when the client ends, in
+whatever way, so does the lease. A region is freed once its lease has ended and no request names it.
 """
 
 from __future__ import annotations
@@ -12,32 +12,31 @@ import os
 import resource
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from bngrad_kernels.spec import FieldViolation, InvalidArgumentError
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.errors import RegionsFullError
-from bngrad_server.workers.ipc import Place
-from bngrad_server.workers.slot import MappedRegion
+from bngrad_server.memory.layout import Place
+from bngrad_wire.leases import ALIGNMENT, KEY_NBYTES
 
-ALIGNMENT = 64
-"""Tensors in a region begin at multiples of this, in bytes."""
 _MAX_REGIONS = 1024
-"""Of few descriptors, a quarter: each takes two, with its connection."""
+_DESCRIPTOR_FRACTION = 8
+"""At most one region for this many descriptors that the process may have; each takes two, with its connection."""
 
 
 @dataclass(eq=False, slots=True)
 class Region:
-    """A leased region.
+    """A region that is leased, or that requests still name.
 
     Attributes:
-        number: Its name among the workers.
-        key: Its name for the one client that leases it: 16 random bytes.
+        number: The number by which tasks name it.
+        key: Random bytes by which the one client that leases it names it.
         fd: Its file descriptor.
         nbytes: Its size.
         holds: How many requests name it.
-        leased: Whether its client is still there.
+        leased: Whether its lease lasts.
     """
 
     number: int
@@ -49,37 +48,36 @@ class Region:
 
 
 class Regions:
-    """All regions, by their keys."""
+    """All regions."""
 
-    def __init__(
-        self, max_nbytes: int, on_begin: Callable[[int, MappedRegion], None], on_end: Callable[[int], None]
-    ) -> None:
-        """There are none yet.
+    def __init__(self, max_nbytes: int, on_begin: Callable[[Region], None], on_end: Callable[[Region], None]) -> None:
+        """Begins with no region.
 
         Args:
-            max_nbytes: What all of them may take together.
-            on_begin: Called with the number of a new region.
-            on_end: Called with the number of a region that nobody names any more.
+            max_nbytes: The most bytes of all regions together.
+            on_begin: Called with each new region.
+            on_end: Called with each region that is neither leased nor named by requests, before its file is closed.
         """
         self._max_nbytes = max_nbytes
         self._on_begin = on_begin
         self._on_end = on_end
         self._mutex = threading.Lock()
-        self._by_key: dict[bytes, Region] = {}
-        self._most = min(_MAX_REGIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8)
+        self._by_key: dict[bytes, Region] = {}  # those that are leased
+        self._all: dict[int, Region] = {}
+        self._max_leases = min(_MAX_REGIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _DESCRIPTOR_FRACTION)
         self._last_number = 0
         self._nbytes = 0
 
     def lease(self, nbytes: int) -> Region:
-        """Makes a region.
+        """Makes a region, and leases it until `end`.
 
         Raises:
-            RegionsFullError: It would be too much, or one too many.
-            OSError: The system has no file for it.
+            RegionsFullError: There would be too many bytes, or too many regions.
+            OSError: The system cannot make its file.
         """
         with self._mutex:
-            if len(self._by_key) >= self._most:
-                raise RegionsFullError(f"no more than {self._most} regions are leased at once")
+            if len(self._by_key) >= self._max_leases:
+                raise RegionsFullError(f"no more than {self._max_leases} regions are leased at once")
             if self._nbytes + nbytes > self._max_nbytes:
                 raise RegionsFullError(
                     f"a region of {nbytes} bytes is more than is left of the {self._max_nbytes} bytes to share"
@@ -88,26 +86,31 @@ class Regions:
             self._nbytes += nbytes
             self._last_number += 1
             number = self._last_number
-        region = Region(number, secrets.token_bytes(16), fd, nbytes)
-        self._on_begin(number, MappedRegion(region.fd, nbytes))
+        region = Region(number, secrets.token_bytes(KEY_NBYTES), fd, nbytes)
+        self._on_begin(region)
         with self._mutex:
-            self._by_key[region.key] = region
+            self._by_key[region.key] = self._all[number] = region
         return region
 
     def end(self, region: Region) -> None:
-        """Ends a lease."""
+        """Ends a lease, and frees the region unless requests name it."""
         with self._mutex:
             region.leased = False
             del self._by_key[region.key]
             is_last = region.holds == 0
         if is_last:
-            self._drop(region)
+            self._free(region)
 
     def hold(self, field: str, location: pb.Location, nbytes: int) -> tuple[Region, Place]:
-        """Finds a place in a region, which stays until it is released.
+        """Finds a place in a region, which stays until `release`.
+
+        Args:
+            field: The field of the request that names the place.
+            location: The place.
+            nbytes: The size of the tensor there.
 
         Raises:
-            InvalidArgumentError: There is no such place; it names the field.
+            InvalidArgumentError: There is no such place.
         """
         with self._mutex:
             region = self._by_key.get(location.region_key)
@@ -123,26 +126,32 @@ class Regions:
         raise InvalidArgumentError((FieldViolation(field, f"the location of {field} {problem}"),))
 
     def release(self, region: Region) -> None:
-        """Takes back one `hold`."""
+        """Undoes one `hold`, and frees the region if that was the last and its lease has ended."""
         with self._mutex:
             region.holds -= 1
             is_last = region.holds == 0 and not region.leased
         if is_last:
-            self._drop(region)
+            self._free(region)
 
     def __len__(self) -> int:
         """How many are leased."""
         return len(self._by_key)
 
+    def __iter__(self) -> Iterator[Region]:
+        """All regions, also those that are no longer leased and that requests still name."""
+        with self._mutex:
+            return iter(list(self._all.values()))
+
     @property
     def nbytes(self) -> int:
-        """What all regions take together."""
+        """The size of all regions together."""
         return self._nbytes
 
-    def _drop(self, region: Region) -> None:
-        self._on_end(region.number)
+    def _free(self, region: Region) -> None:
+        self._on_end(region)
         os.close(region.fd)
         with self._mutex:
+            del self._all[region.number]
             self._nbytes -= region.nbytes
 
 

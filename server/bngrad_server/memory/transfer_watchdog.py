@@ -1,4 +1,4 @@
-"""Uploads and downloads: one that takes too long is cut off, since it holds memory that others wait for."""
+"""Limits the time of uploads and downloads, since they hold memory that other requests wait for."""
 
 from __future__ import annotations
 
@@ -14,53 +14,53 @@ logger = logging.getLogger(__name__)
 
 _SLOWEST_BYTES_PER_S = 1 << 17
 """A megabit a second."""
-_LOOK_S = 0.25
+_CHECK_INTERVAL_S = 0.25
 _GRACE_S = 1.0
-"""For callers whose deadline has passed: one that lives ends its call itself, and is to learn why it ended."""
+"""Beyond the deadline of a call, so that a client that is still there ends the call itself, and knows why."""
 
 
 class TransferWatchdog:
-    """The transfers that are under way, and the thread that looks after them."""
+    """The transfers in progress, and the thread that aborts the calls of those that take too long."""
 
     def __init__(self, timeout_s: float) -> None:
-        """Makes it with no transfer.
+        """Begins with no transfer.
 
         Args:
-            timeout_s: How long one may take, in seconds, beside what its bytes take at a megabit a second.
+            timeout_s: How long a transfer may take in seconds, in addition to its bytes at a megabit a second.
         """
         self._timeout_s = timeout_s
         self._overdue_at: dict[RpcContext, float] = {}
         self._mutex = threading.Lock()
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="transfers", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="transfer-watchdog", daemon=True)
         self._thread.start()
 
     @contextmanager
-    def watched(self, nbytes: int, caller: RpcContext) -> Iterator[None]:
-        """Hangs up on a caller whose transfer of so many bytes takes longer than it may, or than the caller waits."""
+    def watched(self, nbytes: int, rpc: RpcContext) -> Iterator[None]:
+        """Aborts a call if the block, which transfers this many bytes, exceeds its time or the call's deadline."""
         overdue_at = time.monotonic() + self._timeout_s + nbytes / _SLOWEST_BYTES_PER_S
-        if caller.deadline is not None:
-            overdue_at = min(overdue_at, caller.deadline + _GRACE_S)
+        if rpc.deadline is not None:
+            overdue_at = min(overdue_at, rpc.deadline + _GRACE_S)
         with self._mutex:
-            self._overdue_at[caller] = overdue_at
+            self._overdue_at[rpc] = overdue_at
         try:
             yield
         finally:
             with self._mutex:
-                self._overdue_at.pop(caller, None)
+                self._overdue_at.pop(rpc, None)
 
     def close(self) -> None:
-        """Looks after none any longer."""
+        """Ends the thread."""
         self._closing.set()
         self._thread.join()
 
-    def _look(self) -> None:
-        while not self._closing.wait(_LOOK_S):
+    def _run(self) -> None:
+        while not self._closing.wait(_CHECK_INTERVAL_S):
             now = time.monotonic()
             with self._mutex:
-                late = [caller for caller, overdue_at in self._overdue_at.items() if overdue_at <= now]
-                for caller in late:
-                    del self._overdue_at[caller]
-            for caller in late:
-                logger.info("hanging up on %s: its transfer takes too long", caller.client)
-                caller.abort()
+                late = [rpc for rpc, overdue_at in self._overdue_at.items() if overdue_at <= now]
+                for rpc in late:
+                    del self._overdue_at[rpc]
+            for rpc in late:
+                logger.info("closing the connection of %s: its transfer takes too long", rpc.client)
+                rpc.abort()

@@ -255,7 +255,7 @@ class Http2Connections:
             assert inline is not None
             assert inline.staged.job is not None
             try:
-                self._servicer.batcher.check_patience(inline.staged.job)
+                self._servicer.batcher.expire(inline.staged.job)
             except (TimeoutError, CancelledError) as error:
                 inline.is_abandoned = True
                 inline.staged.close(error)

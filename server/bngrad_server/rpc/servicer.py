@@ -18,7 +18,7 @@ from bngrad_server.errors import code_of
 from bngrad_server.rpc_context import RpcContext
 from bngrad_server.security.auth import ALLOW_ALL, Authenticator
 from bngrad_server.staged_request import StagedRequest
-from bngrad_server.workers.pool import WorkerState
+from bngrad_server.workers.supervisor import WorkerState
 from bngrad_wire import __version__, messages
 from bngrad_wire.messages import Buffer, MessageSource
 
@@ -85,7 +85,7 @@ class Servicer:
         """
         with self._stage(self._readers[op_name], data, rpc) as staged:
             staged.copy_from(data)
-            staged.compute()
+            self._engine.compute(staged)
             with self._engine.transfer(_nbytes(staged.large_outputs), rpc):
                 yield staged.response()
 
@@ -101,7 +101,7 @@ class Servicer:
         if staged is not None:
             try:
                 staged.copy_from(data)
-                staged.submit(on_end)
+                self._engine.submit(staged, on_end)
             except BaseException as error:
                 staged.close(error)
                 raise
@@ -133,7 +133,7 @@ class Servicer:
                     for i in staged.request.chunk_order:
                         target = _in_arena(staged.large_inputs[i])
                         exchange.receive_chunks(source.chunks, target, source.max_message_nbytes)
-                staged.compute()
+                self._engine.compute(staged)
                 pieces = staged.response()
                 with self._engine.transfer(_nbytes(staged.large_outputs), rpc):
                     yield [messages.field_prefix(number, sum(map(len, pieces))), *pieces]

@@ -8,8 +8,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import threading
-
-from bngrad_server.scheduling.admission import Admission
+from collections.abc import Callable
 
 _LOOK_S = 2.0
 _TRIMS = 2
@@ -28,11 +27,17 @@ def use_one_heap() -> None:
 
 
 class MemoryTrimmer:
-    """The thread that does so whenever requests have been in and none is any longer."""
+    """The thread that calls malloc_trim once the server is idle after requests."""
 
-    def __init__(self, admission: Admission) -> None:
-        """Begins to look after the requests that were let in."""
-        self._admission = admission
+    def __init__(self, requests_so_far: Callable[[], int], requests_now: Callable[[], int]) -> None:
+        """Starts the thread.
+
+        Args:
+            requests_so_far: Returns how many requests were admitted since the start.
+            requests_now: Returns how many of them are in the server now.
+        """
+        self._requests_so_far = requests_so_far
+        self._requests_now = requests_now
         self._trim = getattr(_LIBC, "malloc_trim", None)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="trimmer", daemon=True)
@@ -46,9 +51,9 @@ class MemoryTrimmer:
     def _run(self) -> None:
         entered = left = 0
         while self._trim is not None and not self._closing.wait(_LOOK_S):
-            if self._admission.entered != entered:
-                entered, left = self._admission.entered, _TRIMS
-            if self._admission.requests == 0 and left:
+            if (now_entered := self._requests_so_far()) != entered:
+                entered, left = now_entered, _TRIMS
+            if self._requests_now() == 0 and left:
                 left -= 1
                 gc.collect()  # a call that failed refers to itself, and may hold a large message
                 self._trim(0)

@@ -1,4 +1,4 @@
-"""Who may come in: as much work as the server can do soon, shared evenly by the clients that are in."""
+"""Admission control: limits the work in the server to what it can do in time, shared evenly among clients."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from bngrad_server.errors import OverloadedError
 
 _ALWAYS_REQUESTS = 16
-"""So few requests are let in whatever the estimates say."""
+"""Up to this many requests are admitted whatever the estimates say."""
 _BUSY_REQUESTS = 8
-"""With so many, beside those that wait for their clients, the server does as much as it can."""
+"""With this many requests, apart from those that wait for their clients, the server works at its full rate."""
 _WORK_OF_ANY_REQUEST = 1 << 18
-"""What a request costs beside its bytes, in bytes."""
+"""What a request costs in addition to its bytes, in bytes."""
 _WINDOW_S = 0.5
 _WINDOWS = 8
 _SHORTEST_RETRY_S, _LONGEST_RETRY_S = 0.02, 5.0
@@ -24,28 +24,28 @@ _CLIENT_RETRY_S = 0.05
 
 
 class Admission:
-    """Keeps count of the requests that are in, and of how fast they leave.
+    """Counts the requests that are admitted, and measures how fast they leave.
 
-    How long a newcomer would wait is the work that is in, divided by the greatest rate at which work was lately done
-    while there was enough of it. The server is full when that is more than the newcomer may wait, or when too many
-    requests are in. A full server still lets in who has less than an even share, up to twice the requests, so that
-    nobody is kept out by somebody else's crowd.
+    A new request is expected to wait for the admitted work divided by the highest rate at which work was lately done
+    while the server was busy. The server is full when that is longer than the request may wait, or when too many
+    requests are admitted. A full server still admits the requests of a client that has less than an even share, up to
+    twice the number of requests, so that no client is kept out by the requests of another.
 
     Attributes:
-        requests: How many requests are in.
-        entered: How many have been let in so far.
+        requests: How many requests are admitted now.
+        entered: How many have been admitted so far.
     """
 
     def __init__(
         self, max_requests: int, max_wait_s: float, max_client_requests: int = 0, max_client_bytes: int = 0
     ) -> None:
-        """Nobody is in.
+        """Begins with no request.
 
         Args:
             max_requests: How many requests make the server full.
             max_wait_s: How long a request may have to wait, in seconds.
-            max_client_requests: The most requests of one client; 0 is no limit.
-            max_client_bytes: The most bytes of the tensors of one client that has several requests in; 0 is no limit.
+            max_client_requests: The most requests of one client; 0 means no limit.
+            max_client_bytes: The most bytes of the tensors of one client with several requests; 0 means no limit.
         """
         self._limits_clients = max_client_requests > 0 or max_client_bytes > 0
         self._max_client_requests = max_client_requests or math.inf
@@ -66,10 +66,10 @@ class Admission:
         self._was_busy = False  # all through the window
 
     def enter(self, client: str, nbytes: int, deadline: float | None) -> None:
-        """Lets a request in, until `leave`.
+        """Admits a request, until `leave`.
 
         Args:
-            client: Who asks.
+            client: The client that sent it.
             nbytes: The size of its tensors.
             deadline: When it must be answered, on the monotonic clock; None means any time.
 
@@ -86,7 +86,7 @@ class Admission:
             self._work_of[client] += work
 
     def check(self, client: str, deadline: float | None) -> None:
-        """Refuses whom `enter` would refuse whatever the size, which costs less than to find out the size.
+        """Rejects a request that `enter` would reject whatever its size; this is cheaper than to find out the size.
 
         Raises:
             OverloadedError: The server is full.
@@ -95,7 +95,7 @@ class Admission:
             self._check(client, _WORK_OF_ANY_REQUEST, deadline)
 
     def leave(self, client: str, nbytes: int, *, computed: bool) -> None:
-        """Lets a request out; one that was not computed says nothing of how fast work is done."""
+        """Ends the admission of a request; the work of one that was not computed is not counted in the rate."""
         work = nbytes + _WORK_OF_ANY_REQUEST
         with self._mutex:
             self.requests -= 1
@@ -109,7 +109,7 @@ class Admission:
 
     @contextmanager
     def transfer(self) -> Iterator[None]:
-        """Has a request that is in count as one that waits for its client, which says nothing of the server."""
+        """Counts an admitted request as one that waits for its client rather than for the server."""
         with self._mutex:
             self._transfers += 1
             self._was_busy &= self._is_busy
@@ -130,7 +130,7 @@ class Admission:
             return
         max_wait_s = self._max_wait_s
         if deadline is not None:
-            # What is let in has to make it, also if the estimate was too good.
+            # Half, so that an admitted request meets its deadline even if the estimate was too low.
             max_wait_s = max(min(max_wait_s, (deadline - time.monotonic()) / 2), _SHORTEST_RETRY_S)
         total = self._fullness(self.requests + 1, self._work + work, max_wait_s)
         if total <= 1:
@@ -140,23 +140,23 @@ class Admission:
         if own * clients <= 1 and self.requests < 2 * self._max_requests:
             return
         excess_s = (total - 1) / total * self._wait_s(self._work + work)
-        # In round figures, since a refusal that was made before is cheaper.
+        # Rounded, so that equal errors recur: their serialised statuses are cached.
         retry_delay_s = round(min(max(excess_s, _SHORTEST_RETRY_S), _LONGEST_RETRY_S), 2)
         is_many = self.requests >= self._max_requests
         load = f"{self._max_requests} requests" if is_many else f"about {self._wait_s(self._work):.1f} s of work"
         raise OverloadedError(f"the server is full: {load}", retry_delay_s)
 
     def _check_client(self, client: str, work: int) -> None:
-        """Refuses a client that has as much in as one may have; a request of its own is always let in alone."""
+        """Rejects a client that has reached its limits; its only request is always admitted."""
         requests = self._requests_of[client]
         if requests >= self._max_client_requests:
             raise OverloadedError(
-                f"this client has {requests} requests in already, the most that it may", _CLIENT_RETRY_S
+                f"this client has {requests} requests in progress already, the most that it may", _CLIENT_RETRY_S
             )
         nbytes = self._work_of[client] + work - (requests + 1) * _WORK_OF_ANY_REQUEST
         if requests and nbytes > self._max_client_bytes:
             limit = f"the {self._max_client_bytes} bytes that it may have"
-            raise OverloadedError(f"this client's requests have more than {limit} in at once", _CLIENT_RETRY_S)
+            raise OverloadedError(f"this client's requests would have more than {limit} in progress", _CLIENT_RETRY_S)
 
     def _fullness(self, requests: int, work: int, max_wait_s: float) -> float:
         return max(requests / self._max_requests, self._wait_s(work) / max_wait_s)
@@ -165,7 +165,7 @@ class Admission:
         return work / self._rate if self._rate else 0.0
 
     def _measure(self, work: int) -> None:
-        """Notes work that was done, and at the end of a window how fast it was."""
+        """Counts work that was done, and computes the rate at the end of a window."""
         self._window_work += work
         now = time.monotonic()
         if now - self._window_start < _WINDOW_S:

@@ -1,48 +1,15 @@
-"""Workers, and how several of them compute together."""
+"""A batch of jobs, which one worker computes or several together, and the counters of batches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol, TypeAlias
 
 from bngrad_server.errors import WorkerDiedError
-from bngrad_server.scheduling.job import Job
+from bngrad_server.scheduling.job import Job, Part, Run, Worker
 
-Part: TypeAlias = tuple[Job, range]
-"""A job, and which of its channels to compute."""
-
-
-class Run(Protocol):
-    """A batch that a worker computes, led by one thread at a time."""
-
-    def fileno(self) -> int:
-        """The file descriptor that is readable once `finish` need not wait."""
-
-    def finish(self) -> list[str | None] | None:
-        """Waits until all is computed, and says for each part why it failed, if any did.
-
-        Raises:
-            WorkerDiedError: The process ended.
-        """
-
-
-class Worker(Protocol):
-    """What computes batches."""
-
-    @property
-    def slots(self) -> int:
-        """How many batches it computes at once."""
-
-    def begin(self, parts: Sequence[Part]) -> Run:
-        """Begins to compute parts of jobs of one kernel key, while fewer batches than it has seats are begun.
-
-        Raises:
-            WorkerDiedError: The process ended.
-        """
-
-    def kill(self) -> None:
-        """Ends the process at once."""
+_SIZES = 16
+_NBYTES = 41
 
 
 class Batch:
@@ -50,8 +17,8 @@ class Batch:
 
     Attributes:
         jobs: The jobs.
-        busy: What is not finished yet, and whose it is.
-        failures: Why jobs failed, by their place in the batch.
+        busy: The runs that are not finished yet, with their workers.
+        failures: Why jobs failed, by their index in the batch.
         dead: The workers that died meanwhile.
         is_suspect: Whether one of them may have died of it.
     """
@@ -77,9 +44,9 @@ class Batch:
                     self.busy[worker.begin(parts)] = worker
 
     def finish(self, run: Run) -> None:
-        """Waits for a worker. Once nothing is busy, nothing touches a job any longer.
+        """Waits for a worker. Once no run is busy, no worker touches the jobs' memory.
 
-        Whatever it raises, as no worker should, every worker is killed then.
+        An unexpected exception kills every worker of the batch.
         """
         worker = self.busy.pop(run)
         with self._killing_on_failure(), self._noting_death(worker):
@@ -93,7 +60,7 @@ class Batch:
         except BaseException:
             self.dead, self.is_suspect = list(self._shares), True
             for worker in self._shares:
-                worker.kill()  # nobody may lead it any more: its keeper starts another
+                worker.kill()  # its state is unknown: its supervisor starts another one
             raise
 
     @contextmanager
@@ -103,4 +70,30 @@ class Batch:
         except WorkerDiedError as death:
             self.dead.append(worker)
             self.is_suspect |= death.saw_batch
-            worker.kill()  # it may have hung up without having died
+            worker.kill()  # it may have closed its socket without having died
+
+
+class BatchCounts:
+    """Counters, from the start of the server; guarded by the batcher's mutex.
+
+    Attributes:
+        sizes: How many batches were taken; at index k, those of 2**k to 2**(k + 1) - 1 jobs.
+        nbytes: How many batches were taken; at index k, those of 2**k to 2**(k + 1) - 1 bytes, at index 0 also those
+            without any.
+        jobs: How many jobs they had.
+        jobs_nbytes: How many bytes they had.
+        reruns: How many jobs had to wait again since their worker died.
+        quarantined: How many were given up since several workers had died of them.
+    """
+
+    def __init__(self) -> None:
+        self.sizes = [0] * _SIZES
+        self.nbytes = [0] * _NBYTES
+        self.jobs = self.jobs_nbytes = self.reruns = self.quarantined = 0
+
+    def add(self, jobs: int, nbytes: int) -> None:
+        """Counts a batch that was taken."""
+        self.sizes[min(jobs.bit_length(), _SIZES) - 1] += 1
+        self.nbytes[min(max(nbytes.bit_length(), 1), _NBYTES) - 1] += 1
+        self.jobs += jobs
+        self.jobs_nbytes += nbytes

@@ -1,7 +1,7 @@
-"""Between requests and workers: whoever is free takes the next batch.
+"""Brings waiting jobs and free slots of workers together.
 
-What is free is a seat, of which a worker has one for each batch that it computes at a time. Who takes seats and leads
-their workers is in `bngrad_server.scheduling.dispatch`.
+A worker has one slot for each batch that it computes at a time. The threads that take slots and dispatch batches to
+them are in `bngrad_server.scheduling.dispatch`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from concurrent.futures import CancelledError
 from contextlib import contextmanager
 
 from bngrad_server.errors import ComputeError
-from bngrad_server.scheduling.batch import Batch, Worker
-from bngrad_server.scheduling.batch_counts import BatchCounts
+from bngrad_server.scheduling.batch import Batch, BatchCounts
 from bngrad_server.scheduling.fair_queue import FairQueue
-from bngrad_server.scheduling.job import Job, JobState
+from bngrad_server.scheduling.job import Job, JobState, Worker
 from bngrad_server.scheduling.slots import FreeSlots
 
 logger = logging.getLogger(__name__)
@@ -27,12 +26,10 @@ MAX_ATTEMPTS = 2
 
 
 class Batcher:
-    """Brings jobs and workers together.
+    """Holds the jobs that wait and the slots that are free, and changes the state of every job.
 
     Attributes:
         counts: What happened so far.
-        on_work: Is called, from any thread, where a seat is free and a job is next that was submitted. It must not
-            call the batcher.
     """
 
     def __init__(self, max_jobs: int, max_bytes: int, max_delay_s: float = 0.0, *, split: bool = True) -> None:
@@ -40,23 +37,31 @@ class Batcher:
 
         Args:
             max_jobs: The most jobs of a batch.
-            max_bytes: A batch is closed once its jobs have so many bytes.
-            max_delay_s: How long a job may wait for company while a worker is free, in seconds.
-            split: Whether a large job is shared out to the workers that would be idle.
+            max_bytes: A batch is closed once its jobs have this many bytes.
+            max_delay_s: The batch delay: how long a job may wait for its batch to fill while a slot is free.
+            split: Whether a large job is split among the workers that would be idle.
         """
         self.counts = BatchCounts()
-        self.on_work = _do_nothing
         self._max_jobs = max_jobs
         self._max_delay_s = max_delay_s
+        self._on_work = _do_nothing
         self._mutex = threading.Lock()  # guards all that follows, and the state of every job
         self._queue = FairQueue(max_jobs, max_bytes)
         self._free = FreeSlots(split=split)
-        self._expecting: list[Job] = []  # whose threads have a worker, and wait for company
+        self._delayed: list[Job] = []  # whose threads hold slots while their batches fill
         self._callbacks: list[Callable[[], None]] = []
         self._closed = False
 
+    def notify(self, on_work: Callable[[], None]) -> None:
+        """Has ``on_work`` called when a slot is free and a submitted job comes next.
+
+        Args:
+            on_work: Called from any thread; it must not call the batcher.
+        """
+        self._on_work = on_work
+
     def enter(self, job: Job) -> None:
-        """Has a job wait whose thread takes a seat for it, `Job.worker`, if one is free.
+        """Puts a job into the queue that has a thread, and gives it a slot, `Job.worker`, if one is free.
 
         Raises:
             CancelledError: The batcher is closed.
@@ -66,7 +71,7 @@ class Batcher:
             job.worker = self._free.take()
 
     def submit(self, job: Job) -> None:
-        """Has a job wait that has no thread; `Job.on_end` is called when it has ended, unless it is left before.
+        """Puts a job into the queue that has no thread; `Job.on_end` is called when it has ended, unless it was left.
 
         Raises:
             CancelledError: The batcher is closed.
@@ -75,7 +80,7 @@ class Batcher:
             self._put(job)
 
     def begin_batches(self) -> list[Batch]:
-        """Has what waits begun on free seats; each batch goes to `end_batch`, once nothing is busy with it."""
+        """Begins batches on free slots; each goes to `end_batch` once none of its runs is busy."""
         if not self._free or not len(self._queue) or self.rest_of_delay() > 0:
             return []
         batches, begun = [], []
@@ -95,54 +100,55 @@ class Batcher:
                 self.end_batch(batch)
         return begun
 
-    def next_batch(self, worker: Worker, own: Job) -> Batch | None:
-        """The next batch for a seat that a job's thread has; hands it on where there is none, or the job has ended.
+    def next_batch(self, leader: Job) -> Batch | None:
+        """Takes the next batch for the leader's slot; where there is none, or the leader has ended, hands the slot on.
 
         Args:
-            worker: Whose seat it is.
-            own: The job.
+            leader: The job whose thread holds the slot.
         """
         if self._max_delay_s:
-            self._expect_company(own)
+            self._await_delay(leader)
         with self._locked():
-            if own.state is JobState.WAITING and self._free.may_use(worker) and (jobs := self._take_batch()):
+            worker = leader.worker
+            assert worker is not None
+            if leader.state is JobState.WAITING and self._free.may_use(worker) and (jobs := self._take_batch()):
                 return Batch(jobs, self._free.shares(worker, jobs))
-            own.worker = None
+            leader.worker = None
             self._hand_on(worker)
             return None
 
-    def end_batch(self, batch: Batch, kept: Worker | None = None) -> None:
-        """Ends the jobs of a batch, or has them wait again if a worker died; frees the seats.
+    def end_batch(self, batch: Batch, leader: Job | None = None) -> None:
+        """Ends the jobs of a batch, or has them wait again if a worker died; frees the slots.
 
         Args:
             batch: The batch.
-            kept: The worker whose seat a thread keeps for its next batch; None where the poller takes what is free.
-                After a death, nobody keeps any.
+            leader: The job whose thread keeps its slot for the next batch; None where the event loop takes free slots.
+                After a death, no slot is kept.
         """
         if batch.dead:
-            self._rescue(batch)
+            self._rescue(batch, leader)
             return
         with self._locked():
             self._end_all(batch)
-            if kept is None:
+            if leader is None:
                 self._free.add([] if self._closed else batch.alive)
             else:
-                for other in batch.alive:
-                    if other is not kept:
-                        self._hand_on(other)
+                for worker in batch.alive:
+                    if worker is not leader.worker:
+                        self._hand_on(worker)
 
     def offer(self, worker: Worker) -> None:
-        """Puts a seat to use that is free."""
+        """Puts a free slot of a worker to use."""
         with self._mutex:
             self._hand_on(worker)
 
     def withdraw(self, worker: Worker) -> None:
-        """Takes a worker out of use that has died."""
+        """Takes a worker that has died out of use."""
         with self._mutex:
             self._free.forget([worker])
 
     def when_untouched(self, job: Job, callback: Callable[[], None]) -> None:
-        """Calls back once no worker can touch the job's memory any more: now, or when the worker is done with it."""
+        """Calls back once no worker can touch the job's memory: now, or when its worker is done with it."""
         with self._mutex:
             if job.state is JobState.RUNNING:
                 job.on_end = callback
@@ -160,47 +166,46 @@ class Batcher:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Holds the mutex, and calls back afterwards, when others may have it again, for the jobs that ended."""
+        """Holds the mutex; after releasing it, calls back for the jobs that ended."""
         with self._mutex:
             yield
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback()
 
-    def check_patience(self, job: Job) -> None:
-        """Gives a job up that its caller does not want any longer; the worker that has got it runs to its end.
+    def expire(self, job: Job) -> None:
+        """Gives a job up whose request waits no longer; if a worker computes it, the worker runs to its end.
 
         Raises:
-            TimeoutError: The job is left to its worker: its deadline has passed.
-            CancelledError: Alike, since the caller has lost interest.
+            TimeoutError: The job was left to its worker: its deadline has passed.
+            CancelledError: The job was left to its worker: the client has cancelled the request.
         """
         reason = job.reason_to_give_up()
         if reason is not None and self.leave(job, reason):
             raise reason
 
     def leave(self, job: Job, reason: Exception) -> bool:
-        """Ends a job that waits, and says whether a worker has got it instead, which nobody waits for any longer."""
+        """Ends a job that waits; returns whether a worker computes it instead, and no request waits for it."""
         with self._locked():
             if job.state is JobState.WAITING:
                 self._queue.remove(job)
                 self._end(job, reason)
-            # Meanwhile it may have been handed a worker, which somebody else has to lead.
             worker, job.worker = job.worker, None
-            if worker is not None:
+            if worker is not None:  # a slot that was handed to it meanwhile
                 self._hand_on(worker)
             if job.state is JobState.RUNNING:
-                job.is_left = True  # should the worker die, nobody wants it run again
+                job.is_left = True  # it is not run again if the worker dies
                 job.on_end = _do_nothing  # until `when_untouched`
             return job.state is JobState.RUNNING
 
-    def _expect_company(self, own: Job) -> None:
-        """Waits until the first job has waited long enough, or there is a full batch."""
+    def _await_delay(self, leader: Job) -> None:
+        """Waits until the first job has waited for the batch delay, or there is a full batch."""
         with self._mutex:
-            self._expecting.append(own)
-        while own.state is JobState.WAITING and (rest_s := self.rest_of_delay()) > 0:
-            own.sleep(rest_s)
+            self._delayed.append(leader)
+        while leader.state is JobState.WAITING and (rest_s := self.rest_of_delay()) > 0:
+            leader.sleep(rest_s)
         with self._mutex:
-            self._expecting.remove(own)
+            self._delayed.remove(leader)
 
     def waiting(self) -> tuple[int, int]:
         """How many jobs wait, and the size of their tensors in bytes."""
@@ -208,7 +213,7 @@ class Batcher:
             return len(self._queue), sum(job.nbytes for job in self._queue.jobs)
 
     def rest_of_delay(self) -> float:
-        """For how long the first job may still wait for company, in seconds."""
+        """For how long the first job may still wait for its batch to fill, in seconds."""
         if not self._max_delay_s:
             return 0.0
         with self._mutex:
@@ -217,10 +222,7 @@ class Batcher:
             return self._queue.jobs[0].arrival + self._max_delay_s - time.monotonic()
 
     def _hand_on(self, worker: Worker) -> None:
-        """Has the first job that waits take a seat: its thread, or the one that submitted it.
-
-        The mutex is held.
-        """
+        """Promotes the first waiting job without a slot, unless the event loop comes first; the mutex is held."""
         if self._free.may_use(worker):
             for job in self._queue.jobs:
                 if job.on_end is not None:
@@ -232,16 +234,18 @@ class Batcher:
         if not self._closed:
             self._free.add([worker])
             if len(self._queue):
-                self.on_work()
+                self._on_work()
 
     def _hand_all_on(self) -> None:
-        """Deals the free seats out once more, since it has changed who may take which; the mutex is held."""
+        """Deals the free slots out anew, since other jobs may take them now; the mutex is held."""
         for worker in self._free.take_all():
             self._hand_on(worker)
 
-    def _rescue(self, batch: Batch) -> None:
-        """Has wait again what a dead worker held, save for jobs that have cost too many workers."""
+    def _rescue(self, batch: Batch, leader: Job | None) -> None:
+        """Has the jobs of a batch wait again of which a worker died, except those that have cost too many workers."""
         with self._locked():
+            if leader is not None:
+                leader.worker = None
             self._free.forget(batch.dead)
             self._free.add(batch.alive)
             for job in batch.jobs:
@@ -263,7 +267,7 @@ class Batcher:
             self._hand_all_on()
 
     def _take_batch(self) -> list[Job]:
-        """The next jobs that somebody wants; none if there are no such; the mutex is held."""
+        """Takes the next jobs whose requests still wait; none if there are none; the mutex is held."""
         batch: list[Job] = []
         while not batch and len(self._queue):
             for job in self._queue.take():
@@ -288,8 +292,8 @@ class Batcher:
             job.state = JobState.ENDED
             raise CancelledError
         self._queue.put(job)
-        if self._expecting and len(self._queue) >= self._max_jobs:
-            for leader in self._expecting:
+        if self._delayed and len(self._queue) >= self._max_jobs:
+            for leader in self._delayed:
                 leader.wake()
 
     def _end_all(self, batch: Batch) -> None:
@@ -308,7 +312,7 @@ class Batcher:
             job.wake()
         else:
             self._callbacks.append(job.on_end)
-            job.on_end = None  # what it refers to refers to the job: such circles would keep the collector busy
+            job.on_end = None  # breaks a reference cycle, which would keep the garbage collector busy
 
 
 def _do_nothing() -> None:

@@ -1,11 +1,11 @@
-"""Leading workers: taking batches for them, and waiting for their answers.
+"""Leader/followers: the request thread that gets a free slot dispatches the batch, then promotes the next waiter.
 
-There is no thread between the requests' threads and the workers. The thread of a request that finds a seat free, or is
-handed one, leads its worker: takes a batch, waits for the worker, wakes the other threads of the batch, and once its
-own request is done hands the seat on. A thread hop costs more than a small gradient.
+There is no thread between the requests' threads and the workers, since a thread hop costs more than a small gradient.
+The request thread that holds a slot takes a batch, waits for the worker, and wakes the other threads of the batch. Once
+its own request has ended, it hands the slot on.
 
-Small requests have no thread each. One thread, a poller's, submits them all and leads workers whose seats are free,
-without ever waiting for one.
+Small requests have no thread each. The thread of one event loop submits them all, and dispatches batches to slots that
+are free, without ever waiting for a worker.
 """
 
 from __future__ import annotations
@@ -16,77 +16,71 @@ import time
 from concurrent.futures import CancelledError
 
 from bngrad_server.runtime.event_loop import EventLoop
-from bngrad_server.scheduling.batch import Batch, Run, Worker
+from bngrad_server.scheduling.batch import Batch
 from bngrad_server.scheduling.batcher import Batcher
-from bngrad_server.scheduling.job import Job
+from bngrad_server.scheduling.job import Job, Run
 
 logger = logging.getLogger(__name__)
 
-_LOOK_UP_S = 0.2
-"""How often a waiting thread looks whether its client is still there."""
+_CHECK_INTERVAL_S = 0.2
+"""How often a waiting thread checks whether its client is still there."""
 
 
 def run(batcher: Batcher, job: Job) -> None:
-    """Has a worker compute a job, and returns when that is done.
+    """Has a worker compute a job, and returns when it has ended; `Job.check` then tells how.
 
     Raises:
-        TimeoutError: Its deadline passed.
-        CancelledError: The caller has lost interest, or the batcher is closed.
-        ComputeError: No worker could compute it.
+        TimeoutError: Its deadline passed while a worker computes it.
+        CancelledError: The client cancelled the request while a worker computes it, or the batcher is closed.
     """
     batcher.enter(job)
-    while True:
+    while job.worker is not None or not job.has_ended:
         if job.worker is not None:
-            _lead(batcher, job.worker, job)
-        if job.has_ended:
-            break
-        rest_s = _LOOK_UP_S if job.deadline is None else min(_LOOK_UP_S, job.deadline - time.monotonic())
-        job.sleep(rest_s)
-        if job.worker is None and not job.has_ended:
-            batcher.check_patience(job)
-    if job.worker is not None:
-        batcher.offer(job.worker)
-    job.check()
+            _lead(batcher, job)
+        else:
+            rest_s = _CHECK_INTERVAL_S
+            if job.deadline is not None:
+                rest_s = min(rest_s, job.deadline - time.monotonic())
+            job.sleep(rest_s)
+            if job.worker is None and not job.has_ended:
+                batcher.expire(job)
 
 
-def _lead(batcher: Batcher, worker: Worker, own: Job) -> None:
-    """Has the worker compute until the thread's own job has ended or nothing waits; then gives the seat on."""
-    while (batch := batcher.next_batch(worker, own)) is not None:
-        try:
-            batch.begin()
-            while batch.busy:
-                batch.finish(next(iter(batch.busy)))
-        except BaseException:
-            own.worker = None
-            batcher.end_batch(batch)
-            batcher.leave(own, CancelledError())
-            raise
-        if batch.dead:
-            own.worker = None
-            batcher.end_batch(batch)
-            return
-        batcher.end_batch(batch, kept=worker)
+def _lead(batcher: Batcher, leader: Job) -> None:
+    """Dispatches a batch to the leader's slot and waits for it; where there is none, the slot is handed on."""
+    batch = batcher.next_batch(leader)
+    if batch is None:
+        return
+    try:
+        batch.begin()
+        while batch.busy:
+            batch.finish(next(iter(batch.busy)))
+    except BaseException:
+        batcher.end_batch(batch, leader)
+        batcher.leave(leader, CancelledError())
+        raise
+    batcher.end_batch(batch, leader)
 
 
 class Dispatcher:
-    """Has workers compute what was submitted; all on the poller's thread.
+    """Dispatches the jobs that were submitted, on the thread of an event loop.
 
-    What came in with one round of the poller's events is one batch.
+    The jobs that are submitted in one round of the loop's events are one batch.
     """
 
     def __init__(self, event_loop: EventLoop, batcher: Batcher) -> None:
-        """Leads from when the poller is started."""
+        """Dispatches once the event loop is started."""
         self._event_loop = event_loop
         self._batcher = batcher
-        self._under_way = 0
-        event_loop.after_events = self._begin
-        event_loop.can_stop = lambda: not self._under_way
-        batcher.on_work = lambda: event_loop.call_soon(_look)
+        self._batches = 0  # that workers compute
+        event_loop.after_events = self._begin_batches
+        event_loop.can_stop = lambda: not self._batches
+        batcher.notify(lambda: event_loop.call_soon(_do_nothing))
 
-    def _begin(self) -> float:
-        """Has workers begin, and says when to look again."""
+    def _begin_batches(self) -> float:
+        """Has workers begin batches; returns when to look again, on the monotonic clock."""
         for batch in self._batcher.begin_batches():
-            self._under_way += 1
+            self._batches += 1
             for run in batch.busy:
                 self._event_loop.add_priority_reader(run.fileno(), functools.partial(self._finish, batch, run))
             if not batch.busy:
@@ -99,14 +93,14 @@ class Dispatcher:
         try:
             batch.finish(run)
         except Exception:
-            logger.exception("a worker failed as no worker should")
+            logger.exception("unexpected error from a worker")
         if not batch.busy:
             self._end(batch)
 
     def _end(self, batch: Batch) -> None:
-        self._under_way -= 1
+        self._batches -= 1
         self._batcher.end_batch(batch)
 
 
-def _look() -> None:
-    """Nothing: the poller looks for work after whatever it does."""
+def _do_nothing() -> None:
+    """The event loop looks for work after every action."""

@@ -1,8 +1,8 @@
-"""The seats of workers that are free, and which of them may be taken.
+"""The free slots of workers, and which of them may be taken.
 
-A worker computes as many batches at once as it has seats. When it dies, all of them are lost, and any of their jobs may
-be to blame. These suspects must not take others along, nor be blamed for others, when they run again. So until the last
-of them has ended, no worker computes more than one batch at a time.
+A worker computes as many batches at once as it has slots. When it dies, all of them are lost, and any of their jobs may
+be the cause. These suspects must not take other jobs along, nor be blamed for other jobs, when they run again. So until
+the last of them has ended, no worker computes more than one batch at a time.
 """
 
 from __future__ import annotations
@@ -10,25 +10,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from bngrad_kernels.problem import channel_cuts
-from bngrad_server.scheduling.batch import Part, Worker
-from bngrad_server.scheduling.job import Job
+from bngrad_server.scheduling.job import Job, Part, Worker
 
 _SPLIT_FROM_NBYTES = 1 << 21
 """Smaller jobs are not worth two workers."""
 
 
 class FreeSlots:
-    """Seats, each as the worker whose it is; guarded by the batcher's mutex.
+    """Free slots, each represented by its worker; guarded by the batcher's mutex.
 
     Attributes:
         suspects: The jobs that have cost a worker, until they have ended.
     """
 
     def __init__(self, *, split: bool) -> None:
-        """There are none yet.
+        """Has no slot yet.
 
         Args:
-            split: Whether a large job is shared out to the workers that would be idle.
+            split: Whether a large job is split among the workers that would be idle.
         """
         self.suspects: set[Job] = set()
         self._split = split
@@ -41,35 +40,35 @@ class FreeSlots:
         return iter(self._workers)
 
     def add(self, workers: Iterable[Worker]) -> None:
-        """Notes seats that have become free."""
+        """Adds slots that have become free, one for each worker."""
         self._workers += workers
 
     def forget(self, dead: Iterable[Worker]) -> None:
-        """Takes away all seats of workers that have died."""
+        """Removes all slots of workers that have died."""
         gone = set(dead)
         self._workers = [worker for worker in self._workers if worker not in gone]
 
     def take_all(self) -> list[Worker]:
-        """Takes all of them, to be dealt out anew."""
+        """Takes all slots, to be dealt out anew."""
         workers, self._workers = self._workers, []
         return workers
 
     def take(self) -> Worker | None:
-        """Takes a seat, if one may be taken: of a worker that computes nothing, if there is such a one."""
+        """Takes a slot, if one may be taken, preferably of an idle worker."""
         worker = self._take_idle()
         if worker is None and self._workers and not self.suspects:
             worker = self._workers.pop()
         return worker
 
     def may_use(self, worker: Worker) -> bool:
-        """Whether a batch may begin on a seat that was taken."""
+        """Whether a batch may begin on a slot that was taken."""
         return not self.suspects or self._workers.count(worker) == worker.slots - 1
 
     def shares(self, worker: Worker, jobs: list[Job]) -> dict[Worker, list[Part]]:
-        """What each worker gets of a batch: a large job is split among those that would be idle, whose seats it takes.
+        """Divides a batch: a large job is split among idle workers, whose slots this takes.
 
         Args:
-            worker: Whose seat was taken.
+            worker: The worker of which a slot was taken.
             jobs: The batch.
         """
         job = jobs[0]
@@ -82,7 +81,7 @@ class FreeSlots:
         return {worker: [(job, range(job.spec.channels)) for job in jobs]}
 
     def _take_idle(self) -> Worker | None:
-        """Takes a seat of a worker all of whose seats are free."""
+        """Takes a slot of a worker all of whose slots are free."""
         for i in reversed(range(len(self._workers))):
             worker = self._workers[i]
             if self._workers.count(worker) == worker.slots:

@@ -1,90 +1,81 @@
-"""Where a request's tensors lie in shared memory; the front process and the workers agree on it here."""
+"""What the front process and a worker send each other: the kinds of packets, and what is in them.
+
+Every message is one packet. On the sockets of its slots, the front process sends packets whose first byte is a
+`Message`; the worker answers only RUN. On the socket of its heartbeat, the worker sends packets whose first byte is a
+`Status`, and the front process sends nothing.
+"""
 
 from __future__ import annotations
 
+import enum
 import itertools
 import mmap
+import pickle
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from bngrad_kernels.problem import AnyProblem, Array, GradGradProblem, Problem
+from bngrad_kernels.problem import AnyProblem, Array
 from bngrad_kernels.spec import Spec
-from bngrad_server.memory.arena import ALIGNMENT
+from bngrad_server.memory.layout import ARENA, PROBLEM_TYPES, Task, aligned, problem_type
 
-ARENA = 0
-"""The number of the arena; regions that are shared with clients have the numbers from 1 on."""
+MAX_PACKET_NBYTES = 128 * 1024
+MAX_FDS = 250
+"""Linux takes at most 253 descriptors with a packet."""
 
-_PROBLEM_TYPES: dict[int, type[Problem] | type[GradGradProblem]] = {1: Problem, 2: GradGradProblem}
+
+class Message(bytes, enum.Enum):
+    """The kinds of packets from the front process."""
+
+    SPEC = b"S"
+    """A pickled pair: the number by which tasks name a spec, the spec."""
+    REGIONS = b"M"
+    """Pickled `RegionChange`s, with the file descriptors of the regions to map, at most MAX_FDS."""
+    RUN = b"R"
+    """Packed tasks; the answer is OK, or else pickled failures: a string or None for each task."""
+
+
+class Status(bytes, enum.Enum):
+    """The kinds of packets by which a worker shows that it is alive."""
+
+    READY = b"R"
+    """It takes batches; a pickled pair follows: the device's description, and the size of its own memory."""
+    HEARTBEAT = b"."
+    """How much of the device's own memory is taken follows, as text."""
+    FAILED = b"F"
+    """Its device cannot be used, and it ends; a sentence follows that says why."""
+
+
+OK = b"K"
+"""The answer to a batch without failures."""
+
+RegionChange: TypeAlias = tuple[int, int | None]
+"""The number of a region, and its size in bytes where the worker is to map it, None where it is to unmap it."""
+
 _SPEC_NUMBER = struct.Struct("<I")
-
-
-def problem_type(spec: Spec) -> type[Problem] | type[GradGradProblem]:
-    """The class of a spec's problems, which lists their tensors."""
-    return _PROBLEM_TYPES[spec.order]
-
-
-_LARGE = {order: problem.large_inputs + problem.large_outputs for order, problem in _PROBLEM_TYPES.items()}
+_LARGE = {order: problem.large_inputs + problem.large_outputs for order, problem in PROBLEM_TYPES.items()}
 _FORMATS = {len(names): struct.Struct(f"<I?q{2 * len(names)}q2q") for names in _LARGE.values()}
-"""Packed tasks, by how many tensors of the shape of x they have."""
+"""Packed tasks, by the number of their tensors of the shape of x."""
 
 
-class Place(NamedTuple):
-    """A place in shared memory: the number of the mapped memory, and where it begins there, in bytes."""
-
-    memory: int
-    offset: int
+def pickled(content: Any, kind: bytes = b"") -> bytes:
+    """A packet of a kind with pickled content."""
+    return kind + pickle.dumps(content)
 
 
-class Task(NamedTuple):
-    """What a worker is told of a staged problem: what to compute, and where it lies.
-
-    Attributes:
-        has_scale: Whether scale is given, rather than ones.
-        stats_offset: Where the block of the 1-D tensors begins in the arena: inputs, then outputs.
-        places: Where the tensors of the shape of x lie: inputs, then outputs.
-    """
-
-    has_scale: bool
-    stats_offset: int
-    places: tuple[Place, ...]
-
-    def pack(self, spec_number: int, channels: range) -> bytes:
-        """The task as bytes, with the number by which the worker knows its spec, and the channels to compute."""
-        has_scale, stats_offset, places = self
-        numbers = itertools.chain.from_iterable(places)
-        pack = _FORMATS[len(places)].pack
-        return pack(spec_number, has_scale, stats_offset, *numbers, channels.start, channels.stop)
+def unpickled(content: bytes | memoryview) -> Any:
+    """The content of a packet, without the byte that says its kind."""
+    return pickle.loads(content)  # noqa: S301 - both ends are our own
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """What a request takes in the arena, in bytes: the 1-D tensors, then tensors of the shape of x.
-
-    Attributes:
-        stats: Each 1-D tensor.
-        stats_stride: From one of them to the next.
-        all_stats: All of them.
-        tensor: Each tensor of the shape of x.
-        tensor_stride: From one of them to the next.
-    """
-
-    stats: int
-    stats_stride: int
-    all_stats: int
-    tensor: int
-    tensor_stride: int
-
-    @classmethod
-    def of(cls, spec: Spec) -> Sizes:
-        """The sizes for a spec."""
-        problem = problem_type(spec)
-        stride = _aligned(spec.stats_nbytes)
-        count = len(problem.small_inputs) + len(problem.small_outputs)
-        return cls(spec.stats_nbytes, stride, count * stride, spec.tensor_nbytes, _aligned(spec.tensor_nbytes))
+def pack_task(task: Task, spec_number: int, channels: range) -> bytes:
+    """Packs a task, with the number by which the worker knows its spec, and the channels to compute."""
+    has_scale, stats_offset, places = task
+    numbers = itertools.chain.from_iterable(places)
+    pack = _FORMATS[len(places)].pack
+    return pack(spec_number, has_scale, stats_offset, *numbers, channels.start, channels.stop)
 
 
 def split_batch(packed: memoryview, specs: Mapping[int, Spec]) -> list[bytes]:
@@ -99,7 +90,7 @@ def unpack_problem(packed: bytes, specs: Mapping[int, Spec], memories: Mapping[i
     spec = specs[_SPEC_NUMBER.unpack_from(packed)[0]]
     problem, large = problem_type(spec), _LARGE[spec.order]
     _, has_scale, stats_offset, *places, first, last = _FORMATS[len(large)].unpack(packed)
-    stride = _aligned(spec.stats_nbytes)
+    stride = aligned(spec.stats_nbytes)
     arrays: dict[str, Array | None] = {}
     for i, name in enumerate(large):
         memory, offset = places[2 * i : 2 * i + 2]
@@ -115,7 +106,3 @@ def unpack_problem(packed: bytes, specs: Mapping[int, Spec], memories: Mapping[i
 
 def _view(buffer: mmap.mmap, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     return np.ndarray(shape, dtype, buffer, offset)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -1,4 +1,4 @@
-"""The memory that a worker maps: the arena, and what is shared with clients."""
+"""The memory that a worker maps: the arena, and the regions that are shared with clients."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import numpy as np
 
 from bngrad_kernels.backend import Backend
 from bngrad_kernels.errors import DeviceFailedError
-from bngrad_server.workers.ipc import ARENA
+from bngrad_server.memory.layout import ARENA
 
 logger = logging.getLogger(__name__)
 
 
 class PinnedMemory:
-    """Mapped memory by its numbers; that which a GPU's worker may page-lock is.
+    """Mapped memory by its numbers; a GPU's worker page-locks what it may of it.
 
-    The seats of a worker share it: each adds what the front process tells it of, and removes it when its problems name
-    it no longer; it is mapped as long as a seat has it. Each is page-locked whole or not at all: CUDA refuses a copy
-    that is half in memory that it has locked.
+    The slots of a worker share it: each adds what the front process tells it of, and removes it when its problems no
+    longer name it. Memory stays mapped while a slot uses it. Each piece is page-locked whole or not at all: CUDA
+    refuses a copy of which only a part is in memory that it has locked.
 
     Attributes:
         mapped: The memory.
@@ -32,32 +32,33 @@ class PinnedMemory:
 
         Args:
             arena: The arena.
-            backend: Whose copies are to be fast.
-            pinned_nbytes: How much may be page-locked.
+            backend: The backend that copies from and to the memory.
+            pinned_nbytes: How many bytes may be page-locked.
         """
         self.mapped: dict[int, mmap.mmap] = {}
         self._backend = backend
         self._left_nbytes = pinned_nbytes if backend.memory_nbytes else 0
         self._registered: set[int] = set()
-        self._slots: Counter[int] = Counter()  # which have it
+        self._users: Counter[int] = Counter()
+        """How many slots use each piece of memory."""
         self._mutex = threading.Lock()
         self.add(ARENA, arena)
 
     def add(self, number: int, memory: mmap.mmap) -> None:
-        """Takes memory into use, for one seat more."""
+        """Adds memory for one more slot."""
         with self._mutex:
-            self._slots[number] += 1
-            if self._slots[number] == 1:
+            self._users[number] += 1
+            if self._users[number] == 1:
                 self.mapped[number] = memory
                 self._register(number, memory)
 
     def remove(self, number: int) -> None:
-        """Gives memory up, which no problem of a seat names any longer."""
+        """Removes memory for one slot, none of whose problems names it."""
         with self._mutex:
-            self._slots[number] -= 1
-            if self._slots[number]:
+            self._users[number] -= 1
+            if self._users[number]:
                 return
-            del self._slots[number]
+            del self._users[number]
             memory = self.mapped.pop(number)
             if number in self._registered:
                 self._registered.remove(number)
@@ -65,7 +66,7 @@ class PinnedMemory:
                 self._backend.unregister(np.frombuffer(memory, np.uint8))
 
     def _register(self, number: int, memory: mmap.mmap) -> None:
-        """Page-locks memory, or says why not."""
+        """Page-locks memory, or logs why it cannot be."""
         if not self._backend.memory_nbytes:
             return
         name = "the arena" if number == ARENA else f"region {number}"

@@ -143,7 +143,7 @@ class Server:
         self.on_arrival: Callable[[str], None] = lambda way: None
         self.on_call: Callable[[str], None] = lambda way: None
         self.on_info: Callable[[], None] = lambda: None
-        self.regions = Regions(max_shared_nbytes, lambda number, region: None, lambda number: None)
+        self.regions = Regions(max_shared_nbytes, lambda region: None, lambda region: None)
         self.sockets = LeaseServer(self.regions, None)
         self.endpoints = pb.Endpoints(local_directory=str(self.sockets.directory))
 

@@ -27,7 +27,7 @@ from bngrad._shared_memory.lease import LeaseError, LeaseLateError
 from bngrad._shared_memory.pool import Pool
 from bngrad._shared_memory.quarantine import AbandonedCall, Quarantine
 from bngrad_server.memory.leases import LeaseServer
-from bngrad_server.memory.regions import Regions
+from bngrad_server.memory.regions import Region, Regions
 from bngrad_wire.leases import ALIGNMENT
 
 MIB = 2**20
@@ -48,13 +48,13 @@ class LeasesInThread:
     def __init__(self, max_nbytes: int) -> None:
         self.leased: list[int] = []
         self.ended = threading.Event()
-        self.regions = Regions(max_nbytes, lambda number, region: self.leased.append(number), self._end)
+        self.regions = Regions(max_nbytes, lambda region: self.leased.append(region.number), self._end)
         self._sockets = LeaseServer(self.regions, None)
         self._is_open = True
         self.path = str(self._sockets.directory / "regions")
         self._sockets.start()
 
-    def _end(self, number: int) -> None:
+    def _end(self, region: Region) -> None:
         self.ended.set()
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from bngrad_kernels.spec import BFLOAT16, FLOAT16, FLOAT32, InvalidArgumentError
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.codec.ops import OPS, Op
 from bngrad_server.codec.requests import RequestReader
-from bngrad_server.workers.ipc import problem_type
+from bngrad_server.memory.layout import problem_type
 
 V3, V2, ONEDNN, GRAD_GRAD = OPS
 FLOAT = pb.DATA_TYPE_FLOAT32

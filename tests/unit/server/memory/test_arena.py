@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bngrad_server.errors import ArenaTooSmallError
-from bngrad_server.memory.arena import ALIGNMENT, Arena, Block, map_arena
+from bngrad_server.memory.arena import Arena, Block
+from bngrad_server.memory.layout import ALIGNMENT
+from bngrad_server.memory.mapping import map_file
 
 
 @given(st.data())
@@ -76,7 +78,7 @@ def test_waiting_requests_get_memory_in_the_order_in_which_they_came() -> None:
 
 
 @pytest.mark.parametrize(
-    ("patience_s", "is_over", "error"),
+    ("timeout_s", "is_cancelled", "error"),
     [
         (0.05, False, TimeoutError),
         (-1.0, False, TimeoutError),
@@ -85,14 +87,14 @@ def test_waiting_requests_get_memory_in_the_order_in_which_they_came() -> None:
     ],
 )
 def test_waiting_for_memory_ends_with_the_callers_patience_and_leaves_no_trace(
-    patience_s: float | None, is_over: bool, error: type[Exception]
+    timeout_s: float | None, is_cancelled: bool, error: type[Exception]
 ) -> None:
     arena = Arena(2 * ALIGNMENT)
     held = arena.allocate(ALIGNMENT + 1)
-    deadline = None if patience_s is None else time.monotonic() + patience_s
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
     with pytest.raises(error):
-        arena.allocate(1, deadline, lambda: is_over)
-    assert is_over or (deadline is not None and time.monotonic() >= deadline)
+        arena.allocate(1, deadline, lambda: is_cancelled)
+    assert is_cancelled or (deadline is not None and time.monotonic() >= deadline)
     arena.free(held)
     assert arena.allocate(arena.nbytes, deadline=0) == held
 
@@ -123,12 +125,12 @@ def test_a_caller_that_gives_up_lets_the_next_one_in() -> None:
     assert taken.is_set()
 
 
-def test_no_patience_suffices_where_memory_is_free() -> None:
-    assert Arena(ALIGNMENT).allocate(1, deadline=0, is_over=lambda: True) == Block(0, ALIGNMENT)
+def test_no_timeout_suffices_where_memory_is_free() -> None:
+    assert Arena(ALIGNMENT).allocate(1, deadline=0, is_cancelled=lambda: True) == Block(0, ALIGNMENT)
 
 
-def test_the_memory_is_shared_with_whoever_maps_the_file() -> None:
+def test_a_process_that_maps_the_file_shares_the_memory() -> None:
     arena = Arena(ALIGNMENT)
-    theirs = map_arena(arena.fd, arena.nbytes)
+    theirs = map_file(arena.fd, arena.nbytes)
     arena.view[:16] = np.full(4, 7, np.float32).tobytes()
     assert np.ndarray(4, np.float32, theirs).tolist() == [7] * 4

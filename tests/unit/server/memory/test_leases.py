@@ -19,6 +19,7 @@ import pytest
 from bngrad_server.memory import leases
 from bngrad_server.memory.leases import PARENT, LeaseServer
 from bngrad_server.memory.regions import Regions
+from bngrad_wire.leases import IS_IN_USE, NOT_IN_USE
 
 NBYTES = 4096
 TIMEOUT_S = 20.0
@@ -26,7 +27,7 @@ TIMEOUT_S = 20.0
 
 @pytest.fixture
 def regions() -> Regions:
-    return Regions(4 * NBYTES, lambda number, region: None, lambda number: None)
+    return Regions(4 * NBYTES, lambda region: None, lambda region: None)
 
 
 @contextmanager
@@ -191,19 +192,19 @@ def test_of_connections_without_a_lease_the_first_are_closed_and_leases_last(soc
         _, (fd,) = ask(leasing, NBYTES)
         os.close(fd)
         first = stack.enter_context(connect(sockets))
-        for _ in range(leases._MAX_WITHOUT_LEASE):
+        for _ in range(leases.MAX_WITHOUT_LEASE):
             last = stack.enter_context(connect(sockets))
         assert first.recv(1) == b""
         _, (fd,) = ask(last, NBYTES)
         os.close(fd)
-        leasing.send(leases.IS_IN_USE)
-        assert leasing.recv(1) == b"\0"
+        leasing.send(IS_IN_USE)
+        assert leasing.recv(1) == NOT_IN_USE
 
 
 def test_regions_are_no_more_than_descriptors_allow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bngrad_server.memory.regions._MAX_REGIONS", 2)
     with contextlib.ExitStack() as stack:
-        regions = Regions(4 * NBYTES, lambda number, region: None, lambda number: None)
+        regions = Regions(4 * NBYTES, lambda region: None, lambda region: None)
         sockets = stack.enter_context(serving(regions))
         clients = [stack.enter_context(connect(sockets)) for _ in range(3)]
         for client in clients[:2]:

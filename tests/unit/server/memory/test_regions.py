@@ -12,25 +12,25 @@ from tests.integration.conftest import regions_of
 from bngrad_kernels.spec import InvalidArgumentError
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.errors import RegionsFullError
-from bngrad_server.memory.regions import ALIGNMENT, Region, Regions
-from bngrad_server.workers.ipc import Place
-from bngrad_server.workers.slot import MappedRegion
+from bngrad_server.memory.layout import Place
+from bngrad_server.memory.regions import Region, Regions
+from bngrad_wire.leases import ALIGNMENT
 
 NBYTES = 4096
 
 
 class Workers:
-    """What the workers were told: the regions that they map."""
+    """The regions that the workers were told to map."""
 
     def __init__(self) -> None:
-        self.mapped: dict[int, MappedRegion] = {}
+        self.mapped: dict[int, Region] = {}
 
-    def map(self, number: int, region: MappedRegion) -> None:
-        assert number not in self.mapped
-        self.mapped[number] = region
+    def map(self, region: Region) -> None:
+        assert region.number not in self.mapped
+        self.mapped[region.number] = region
 
-    def unmap(self, number: int) -> None:
-        os.fstat(self.mapped.pop(number).fd)  # is still open
+    def unmap(self, region: Region) -> None:
+        os.fstat(self.mapped.pop(region.number).fd)  # is still open
 
 
 @pytest.fixture
@@ -51,7 +51,9 @@ def location(region: Region, offset: int = 0) -> pb.Location:
 
 def test_a_lease_is_memory_that_the_workers_map(regions: Regions, workers: Workers) -> None:
     leases = [regions.lease(NBYTES), regions.lease(2 * NBYTES)]
-    assert workers.mapped == {region.number: MappedRegion(region.fd, region.nbytes) for region in leases}
+    assert workers.mapped == {region.number: region for region in leases}
+    assert list(regions) == leases
+    assert [region.nbytes for region in leases] == [NBYTES, 2 * NBYTES]
     assert [os.fstat(region.fd).st_size for region in leases] == [NBYTES, 2 * NBYTES]
     assert 0 not in workers.mapped  # the arena's number
     assert len({region.key for region in leases}) == 2
@@ -114,10 +116,12 @@ def test_a_region_goes_when_its_lease_has_ended_and_no_request_names_it(
     steps = [regions.end, regions.release, regions.release]
     for step in steps if ends_first else steps[::-1]:
         assert region.number in workers.mapped
+        assert list(regions) == [region]
         assert regions.nbytes == NBYTES
         os.fstat(region.fd)
         step(region)
     assert not workers.mapped
+    assert list(regions) == []
     assert regions.nbytes == 0
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(region.fd)

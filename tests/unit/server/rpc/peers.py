@@ -50,9 +50,7 @@ class Peer:
     def is_at_rest(self) -> bool:
         """Whether all memory has come back."""
         engine = self.engine
-        return engine.arena.free_bytes == engine.arena.nbytes and not any(
-            region.holds for region in engine.regions._by_key.values()
-        )
+        return engine.arena.free_bytes == engine.arena.nbytes and not any(region.holds for region in engine.regions)
 
 
 @contextmanager

@@ -180,10 +180,10 @@ def test_a_client_may_have_so_many_requests_and_no_more() -> None:
     gate = Admission(256, 5.0, max_client_requests=2)
     for _ in range(2):
         gate.enter("greedy", MB, None)
-    with pytest.raises(OverloadedError, match="has 2 requests in already") as refused:
+    with pytest.raises(OverloadedError, match="has 2 requests in progress already") as refused:
         gate.enter("greedy", 0, None)
     assert 0 < refused.value.retry_delay_s < 1
-    with pytest.raises(OverloadedError, match="has 2 requests in already"):
+    with pytest.raises(OverloadedError, match="has 2 requests in progress already"):
         gate.check("greedy", None)
     gate.enter("modest", MB, None)
     gate.leave("greedy", MB, computed=True)

@@ -16,14 +16,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import pytest
-from tests.unit.server.scheduling.workers import TIMEOUT_S, GatedWorker, Requests, job, large_job, wait_until
+from tests.unit.server.scheduling.workers import (
+    TIMEOUT_S,
+    GatedWorker,
+    Requests,
+    job,
+    large_job,
+    run_and_check,
+    wait_until,
+)
 
 from bngrad_server.errors import ComputeError, WorkerDiedError
 from bngrad_server.runtime.event_loop import EventLoop
-from bngrad_server.scheduling.batch import Part, Worker
 from bngrad_server.scheduling.batcher import MAX_ATTEMPTS, Batcher
-from bngrad_server.scheduling.dispatch import Dispatcher, run
-from bngrad_server.scheduling.job import Job, JobState
+from bngrad_server.scheduling.dispatch import Dispatcher
+from bngrad_server.scheduling.job import Job, JobState, Part, Worker
 
 
 @pytest.fixture
@@ -172,7 +179,7 @@ def test_a_thread_that_leads_a_worker_is_not_handed_another(requests: Requests) 
 
     def run_slow() -> None:
         owner.set_result(threading.get_ident())
-        run(requests.batcher, slow)
+        run_and_check(requests.batcher, slow)
 
     thread = threading.Thread(target=run_slow)
     thread.start()
@@ -301,7 +308,7 @@ def test_closing_ends_every_job_that_no_worker_has(requests: Requests, worker: G
     with pytest.raises(CancelledError):
         waiting.result(TIMEOUT_S)
     with pytest.raises(CancelledError):
-        run(requests.batcher, job())
+        run_and_check(requests.batcher, job())
     if dies:
         outcome.set_exception(WorkerDiedError("killed"))
         with pytest.raises(CancelledError):
@@ -454,7 +461,7 @@ def test_every_job_ends_once_and_no_worker_is_lost(  # noqa: PLR0915 - a world o
             error: Exception | None = None
             try:
                 if number % 2:
-                    run(batcher, only)
+                    run_and_check(batcher, only)
                 else:
                     submit_and_wait(only)
             except (TimeoutError, CancelledError, ComputeError) as caught:
@@ -469,7 +476,7 @@ def test_every_job_ends_once_and_no_worker_is_lost(  # noqa: PLR0915 - a world o
         batcher.submit(only)
         event_loop.call_soon(lambda: None)
         while not has_ended.wait(0.0005):
-            batcher.check_patience(only)
+            batcher.expire(only)
         if only.error is not None:
             raise only.error
 

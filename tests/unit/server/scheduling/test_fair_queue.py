@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bngrad_kernels.spec import BFLOAT16, FLOAT32, Spec
+from bngrad_server.memory.layout import Place, Task
 from bngrad_server.scheduling.fair_queue import FairQueue
 from bngrad_server.scheduling.job import Job, KernelKey
-from bngrad_server.workers.ipc import Place, Task
 
 MB = 10**6
 SPEC = Spec(FLOAT32, (2, 3, 3, 4), channel_axis=3)

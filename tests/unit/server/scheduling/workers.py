@@ -10,11 +10,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from bngrad_kernels.spec import BFLOAT16, FLOAT32, Spec
 from bngrad_server.errors import WorkerDiedError
-from bngrad_server.scheduling.batch import Part
+from bngrad_server.memory.layout import Place, Task
 from bngrad_server.scheduling.batcher import Batcher
 from bngrad_server.scheduling.dispatch import run
-from bngrad_server.scheduling.job import Job, JobState, KernelKey
-from bngrad_server.workers.ipc import Place, Task
+from bngrad_server.scheduling.job import Job, JobState, KernelKey, Part
 
 TIMEOUT_S = 20.0
 SPEC = Spec(FLOAT32, (2, 3, 3, 4), channel_axis=3)
@@ -104,6 +103,11 @@ class GatedWorker:
         return not self._begun
 
 
+def run_and_check(batcher: Batcher, job: Job) -> None:
+    run(batcher, job)
+    job.check()
+
+
 class Requests:
     """Runs jobs in threads, in the order in which they are given."""
 
@@ -114,7 +118,7 @@ class Requests:
     def run(self, *jobs: Job) -> list[Future[None]]:
         futures = []
         for each in jobs:
-            futures.append(self._threads.submit(run, self.batcher, each))
+            futures.append(self._threads.submit(run_and_check, self.batcher, each))
             wait_until(functools.partial(self._has_begun, each))
         return futures
 

@@ -16,8 +16,9 @@ from bngrad_kernels.problem import GradGradProblem
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.engine import Engine
 from bngrad_server.errors import WorkerDiedError
-from bngrad_server.scheduling.batch import Part
-from bngrad_server.workers.ipc import ARENA, unpack_problem
+from bngrad_server.memory.layout import ARENA
+from bngrad_server.scheduling.job import Part
+from bngrad_server.workers.ipc import pack_task, unpack_problem
 
 TIMEOUT_S = 20.0
 SHAPE, CHANNELS = (2, 5, 7, 3), 3
@@ -70,9 +71,9 @@ class Adder:
             arena = self._engine.arena.view.obj
             assert isinstance(arena, mmap.mmap)
             memories = {ARENA: arena}
-            for number, region in self._engine.pool._regions.items():
-                memories[number] = mmap.mmap(region.fd, region.nbytes)
-            problem = unpack_problem(job.task.pack(0, channels), {0: job.spec}, memories)
+            for region in self._engine.regions:
+                memories[region.number] = mmap.mmap(region.fd, region.nbytes)
+            problem = unpack_problem(pack_task(job.task, 0, channels), {0: job.spec}, memories)
             if isinstance(problem, GradGradProblem):
                 problem.grad_y_backprop[...] = problem.grad_x_backprop + problem.y_backprop
                 problem.grad_x[...] = problem.grad_x_backprop - problem.x

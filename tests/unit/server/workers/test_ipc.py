@@ -9,8 +9,8 @@ import pytest
 
 from bngrad_kernels.problem import AnyProblem
 from bngrad_kernels.spec import BFLOAT16, FLOAT16, FLOAT32, Spec
-from bngrad_server.memory.arena import ALIGNMENT
-from bngrad_server.workers.ipc import ARENA, Place, Sizes, Task, problem_type, split_batch, unpack_problem
+from bngrad_server.memory.layout import ALIGNMENT, ARENA, Place, Sizes, Task, problem_type
+from bngrad_server.workers.ipc import pack_task, split_batch, unpack_problem
 
 SPEC = Spec(FLOAT32, (2, 3, 5, 7), 3)
 REGION = 5
@@ -54,7 +54,7 @@ def test_the_arrays_of_a_block_are_aligned_disjoint_and_where_they_are_said_to_b
     assert sizes.all_stats == small * sizes.stats_stride
     arena = mmap.mmap(-1, offset + nbytes + ALIGNMENT)
     task = Task(True, offset, tuple(Place(ARENA, tensors + i * stride) for i in range(large)))
-    problem = unpack_problem(task.pack(7, range(spec.channels)), {7: spec}, {ARENA: arena})
+    problem = unpack_problem(pack_task(task, 7, range(spec.channels)), {7: spec}, {ARENA: arena})
     assert problem.spec is spec
     assert type(problem) is problem_type(spec)
     offsets = [*(offset + i * sizes.stats_stride for i in range(small)), *(tensors + i * stride for i in range(large))]
@@ -82,7 +82,7 @@ def test_each_tensor_may_lie_in_memory_of_its_own(order: int, index: int) -> Non
     places = [Place(ARENA, sizes.all_stats + i * sizes.tensor_stride) for i in range(large)]
     places[index] = Place(REGION, 4096)
     memories = {ARENA: arena, REGION: region, REGION + 1: arena}
-    problem = unpack_problem(Task(True, 0, tuple(places)).pack(0, range(spec.channels)), {0: spec}, memories)
+    problem = unpack_problem(pack_task(Task(True, 0, tuple(places)), 0, range(spec.channels)), {0: spec}, memories)
     for i, array in enumerate(arrays_of(problem)[small:]):
         expected = address(region) + 4096 if i == index else address(arena) + places[i].offset
         assert array.ctypes.data == expected
@@ -95,10 +95,12 @@ def test_a_batch_is_split_into_its_tasks_each_with_its_own_spec(order: int) -> N
     arena = mmap.mmap(-1, 65536)
     places = (Place(ARENA, 0),) * counts(specs[3])[1]
     kinds = [(has_scale, number) for has_scale in (True, False) for number in specs]
-    batch = [Task(has_scale, 0, places).pack(number, range(specs[number].channels)) for has_scale, number in kinds]
+    batch = [
+        pack_task(Task(has_scale, 0, places), number, range(specs[number].channels)) for has_scale, number in kinds
+    ]
     assert split_batch(memoryview(b"".join(batch)), specs) == batch
     for packed, (has_scale, number) in zip(batch, kinds, strict=True):
         problem = unpack_problem(packed, specs, {ARENA: arena})
         assert (problem.scale is not None, problem.spec) == (has_scale, specs[number])
-    largest = Task(True, 2**40, (Place(2**62, 2**40),) * len(places)).pack(3, range(2**62, 2**63 - 1))
+    largest = pack_task(Task(True, 2**40, (Place(2**62, 2**40),) * len(places)), 3, range(2**62, 2**63 - 1))
     assert len(largest) == len(batch[0])

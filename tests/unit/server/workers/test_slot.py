@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -17,9 +16,9 @@ from tests.unit.server.scheduling.workers import SPEC, job
 
 from bngrad_kernels.spec import FLOAT32, Spec
 from bngrad_server.errors import WorkerDiedError
-from bngrad_server.workers.ipc import split_batch
-from bngrad_server.workers.main import MAX_FDS, MAX_PACKET_NBYTES, OK, Message
-from bngrad_server.workers.slot import BusyTime, MappedRegion, WorkerSlot
+from bngrad_server.memory.regions import Region
+from bngrad_server.workers.ipc import MAX_FDS, MAX_PACKET_NBYTES, OK, Message, split_batch, unpickled
+from bngrad_server.workers.slot import BusyTime, WorkerSlot
 from bngrad_wire.http2 import set_timeout
 
 REGION_FD = os.memfd_create("region")
@@ -40,8 +39,12 @@ def begin(slot: WorkerSlot) -> None:
     slot.begin([(job(), range(SPEC.channels))])
 
 
+def region(number: int) -> Region:
+    return Region(number, b"", REGION_FD, 1)
+
+
 def map_region(slot: WorkerSlot, number: int = 1) -> None:
-    slot.map(number, MappedRegion(REGION_FD, 1))
+    slot.map(region(number))
 
 
 @pytest.mark.parametrize(
@@ -75,7 +78,7 @@ def test_who_was_hung_up_on_is_heard_until_it_has_ended(slot: WorkerSlot, packet
         slot.theirs.recv(MAX_PACKET_NBYTES)
     with ThreadPoolExecutor() as threads:
         end = threads.submit(slot.finish)
-        slot.hang_up()
+        slot.shut_down()
         with pytest.raises(FutureTimeoutError):
             end.result(0.1)
         slot.theirs.close()
@@ -96,8 +99,8 @@ def test_a_busy_worker_hears_of_regions_after_its_batch(slot: WorkerSlot) -> Non
     begin(slot)
     map_region(slot, 2)
     map_region(slot, 3)
-    slot.unmap(2)
-    slot.unmap(1)
+    slot.unmap(region(2))
+    slot.unmap(region(1))
     assert [kind for kind, _ in heard(slot)] == [Message.REGIONS, Message.SPEC, Message.RUN]
     slot.theirs.send(OK)
     assert slot.finish() is None
@@ -107,10 +110,10 @@ def test_a_busy_worker_hears_of_regions_after_its_batch(slot: WorkerSlot) -> Non
 def test_nobody_waits_to_tell_a_worker_of_regions_that_reads_nothing(slot: WorkerSlot) -> None:
     for number in range(1000):  # far more than a socket has room for
         map_region(slot, number)
-    slot.unmap(0)
-    slot.unmap(999)
+    slot.unmap(region(0))
+    slot.unmap(region(999))
     heard_of = [change for _, changes in heard(slot) for change in changes]
-    slot.catch_up()
+    slot.flush_pending()
     heard_of += [change for _, changes in heard(slot) for change in changes]
     assert heard_of == [*((number, 1) for number in range(999)), (0, None)]
 
@@ -137,7 +140,7 @@ def test_numbers_of_specs_that_are_used_again_mean_one_spec_in_a_batch(
         assert slot.take()
         slot.begin([(job(spec=spec), range(spec.channels)) for spec in batch])
         while (packet := slot.theirs.recv(MAX_PACKET_NBYTES))[:1] == Message.SPEC:
-            number, known[number] = pickle.loads(packet[1:])  # noqa: S301 - from our own slot
+            number, known[number] = unpickled(packet[1:])
         tasks = split_batch(memoryview(packet)[1:], known)
         assert [known[int.from_bytes(task[:4], "little")] for task in tasks] == batch
         slot.theirs.send(OK)
@@ -151,7 +154,7 @@ def heard(slot: WorkerSlot) -> list[tuple[bytes, Any]]:
     with contextlib.suppress(BlockingIOError):
         while True:
             packet, fds, _, _ = socket.recv_fds(slot.theirs, MAX_PACKET_NBYTES, MAX_FDS)
-            changes = pickle.loads(packet[1:]) if packet[:1] == Message.REGIONS else []  # noqa: S301
+            changes = unpickled(packet[1:]) if packet[:1] == Message.REGIONS else []
             assert len(fds) == sum(nbytes is not None for _, nbytes in changes)
             packets.append((packet[:1], changes))
             for fd in fds:
