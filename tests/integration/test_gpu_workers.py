@@ -1,4 +1,4 @@
-"""Servers with GPU workers. Where there is no GPU, a CPU runs the kernels' own source in the workers instead."""
+"""Servers with GPU workers; without a GPU, a CPU runs the source of the CUDA kernels in the workers."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ ARENA = ("--arena-bytes", "64MiB")
 SPEC = Spec(FLOAT32, (4, 9, 9, 48), 3)
 INPUTS = random_inputs(SPEC)
 SLOW = random_inputs(Spec(FLOAT16, (4, 9, 9, 48), 3))
-"""What waits at the gate."""
+"""The request that waits at the gate."""
 DEADLY = random_inputs(Spec(BFLOAT16, (4, 9, 9, 48), 3))
-"""What kills its worker, if it is told to."""
+"""The request that kills its worker, while a file says so."""
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def gpus(kernels: Path) -> Iterator[None]:
-    """Has servers that are started from here find GPUs."""
+    """Makes servers that the tests start find GPUs."""
     path = [str(Path(__file__).parent / "emulated"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(path))
@@ -69,7 +69,7 @@ def by_the_kernels(kernels: Path, made: AnyProblem) -> tuple[Array, ...]:
     return tuple(getattr(made, name) for name in made.large_outputs + made.small_outputs)
 
 
-def test_auto_is_every_usable_gpu_and_says_what_is_wrong_with_the_others(server: EmbeddedServer) -> None:
+def test_auto_uses_every_usable_gpu_and_says_why_not_the_others(server: EmbeddedServer) -> None:
     with bngrad.Client(server.target) as client:
         info = client.server_info()
     assert [(each.name, each.description, each.state, each.memory_bytes) for each in info.devices] == [
@@ -123,7 +123,7 @@ def test_a_device_that_fails_ends_its_worker_and_its_work_is_run_again(kernels: 
 
 
 class Gate:
-    """Holds requests up in their workers, on one GPU, until it is opened."""
+    """Blocks requests in the workers of one GPU until it is opened."""
 
     def __init__(self, server: EmbeddedServer, client: bngrad.Client) -> None:
         self._server = server
@@ -132,19 +132,19 @@ class Gate:
         self.held = 0
 
     def hold(self) -> Future[Any]:
-        """Sends a request, and returns once it is held in the worker."""
+        """Sends a request, and returns once it is blocked in the worker."""
         answer = self._threads.submit(self._client.fused_batch_norm_grad_v2, *SLOW)
         self.wait_until_held()
         return answer
 
     def wait_until_held(self) -> None:
-        """Returns once one more is held, by the worker that there is now."""
+        """Returns once one more request is blocked, in the worker that runs now."""
         self.held += 1
         wait_until(lambda: self._server.stderr().count("waits at the gate") == self.held)
         assert f"worker {worker_pid(self._server)} waits at the gate" in self._server.stderr().splitlines()
 
     def send(self, *inputs: Any) -> Future[Any]:
-        """Sends a request that is not held."""
+        """Sends a request that is not blocked."""
         return self._threads.submit(self._client.fused_batch_norm_grad_v2, *inputs)
 
 
@@ -162,7 +162,7 @@ def test_a_gpu_computes_two_batches_at_once_and_answers_the_one_that_is_done_fir
         slow, fast = (client.fused_batch_norm_grad_v2(*inputs) for inputs in (SLOW, INPUTS))
         with gate(kernels, server, client) as closed:
             answer = closed.hold()
-            with bngrad.Client(server.target, transport="shared") as other:  # whose memory both slots have to learn of
+            with bngrad.Client(server.target, transport="shared") as other:  # whose memory both slots must map
                 for _ in range(3):
                     assert_same_bits(other.fused_batch_norm_grad_v2(*INPUTS), fast)
             assert not answer.done()
@@ -173,7 +173,7 @@ def test_a_gpu_computes_two_batches_at_once_and_answers_the_one_that_is_done_fir
         assert client.server_info().devices[0].restarts == 0
 
 
-def test_memory_that_a_client_shared_is_mapped_until_every_slot_has_forgotten_it(kernels: Path) -> None:
+def test_memory_that_a_client_shared_is_mapped_until_every_slot_has_removed_it(kernels: Path) -> None:
     with EmbeddedServer(device="cuda:0", options=ARENA) as server, bngrad.Client(server.target) as client:
         worker = worker_pid(server)
         with (
@@ -184,7 +184,7 @@ def test_memory_that_a_client_shared_is_mapped_until_every_slot_has_forgotten_it
             answer = closed.hold()
             other.close()
             wait_until(lambda: not regions_of(server.process.pid))
-            assert regions_of(worker)  # the slot that is held hears of that only now
+            assert regions_of(worker)  # the slot that is blocked is told of it only later
         answer.result(60)
         wait_until(lambda: not regions_of(worker))
         assert [server.stderr().count(word) for word in ("page-locked", "page-unlocked")] == [2, 1]  # and the arena
@@ -252,7 +252,7 @@ def test_the_arena_and_shared_regions_are_page_locked_as_long_as_they_are_mapped
         assert_gradients(SPEC, INPUTS, outputs)
 
 
-def test_an_arena_whose_size_nobody_names_can_be_page_locked() -> None:
+def test_an_arena_of_the_default_size_can_be_page_locked() -> None:
     with EmbeddedServer(device="cuda:0", options=("--pinned-bytes", "32MiB")) as server:
         wait_until(lambda: f"page-locked {2**25} bytes" in server.stderr())
         with bngrad.Client(server.target) as client:
@@ -266,7 +266,7 @@ def test_an_arena_whose_size_nobody_names_can_be_page_locked() -> None:
         ((), True, "out of memory"),
     ],
 )
-def test_what_cannot_be_page_locked_is_said_and_used_nonetheless(
+def test_memory_that_cannot_be_page_locked_is_logged_and_used_nonetheless(
     kernels: Path, options: tuple[str, ...], refuses: bool, words: str
 ) -> None:
     if refuses:
@@ -283,14 +283,14 @@ def test_what_cannot_be_page_locked_is_said_and_used_nonetheless(
 
 @pytest.mark.skipif(backends.devices().names != ["cpu"], reason="there is a GPU")
 class TestWithoutAGpu:
-    """What a server says where CUDA finds nothing."""
+    """What a server says without a GPU."""
 
     @pytest.fixture(autouse=True)
     def as_it_is(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("EMULATED_KERNELS")
         monkeypatch.setenv("PYTHONPATH", os.environ["PYTHONPATH"].partition(os.pathsep)[2])
 
-    def test_a_server_that_was_told_to_use_one_does_not_start_and_says_why(self) -> None:
+    def test_a_server_with_a_gpu_in_its_settings_does_not_start_and_says_why(self) -> None:
         command = [sys.executable, "-m", "bngrad_cli", "serve", "--device", "cuda:0", "--listen", "127.0.0.1:0"]
         ended = subprocess.run(command, capture_output=True, text=True)
         assert (ended.returncode, ended.stdout) == (1, "")

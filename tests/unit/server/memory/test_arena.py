@@ -41,7 +41,7 @@ def test_blocks_are_aligned_disjoint_and_all_memory_comes_back(data: st.DataObje
     arena.close()
 
 
-def test_memory_that_was_touched_is_handed_out_again_first() -> None:
+def test_memory_that_was_touched_is_handed_out_first() -> None:
     arena = Arena(16 * ALIGNMENT)
     first = arena.allocate(ALIGNMENT)
     arena.allocate(ALIGNMENT)
@@ -86,7 +86,7 @@ def test_waiting_requests_get_memory_in_the_order_in_which_they_came() -> None:
         (None, True, CancelledError),
     ],
 )
-def test_waiting_for_memory_ends_with_the_callers_patience_and_leaves_no_trace(
+def test_waiting_for_memory_ends_at_the_deadline_or_when_cancelled_and_leaves_no_trace(
     timeout_s: float | None, is_cancelled: bool, error: type[Exception]
 ) -> None:
     arena = Arena(2 * ALIGNMENT)
@@ -99,7 +99,7 @@ def test_waiting_for_memory_ends_with_the_callers_patience_and_leaves_no_trace(
     assert arena.allocate(arena.nbytes, deadline=0) == held
 
 
-def test_a_caller_that_gives_up_lets_the_next_one_in() -> None:
+def test_a_caller_that_gives_up_makes_way_for_the_next_one() -> None:
     arena = Arena(2 * ALIGNMENT)
     arena.allocate(ALIGNMENT)
     gone, taken = threading.Event(), threading.Event()

@@ -1,4 +1,4 @@
-"""The local sockets in shared memory's file system, with real clients."""
+"""The sockets for leases in shared memory's file system, with real clients."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def sockets(regions: Regions) -> Iterator[LeaseServer]:
 
 def connect(sockets: LeaseServer) -> socket.socket:
     client = socket.socket(socket.AF_UNIX)
-    client.connect(str(sockets.directory / "regions"))  # with a timeout it would not wait for its turn
+    client.connect(str(sockets.directory / "regions"))  # without a timeout, so that it waits if the queue is full
     client.settimeout(TIMEOUT_S)
     return client
 
 
 def ask(client: socket.socket, nbytes: int) -> tuple[bytes, list[int]]:
-    """What is answered to a client that asks for a region: the message and the descriptors."""
+    """Asks for a region, and returns the answer: the message and the descriptors."""
     client.send(struct.pack("<Q", nbytes))
     answer, fds, _, _ = socket.recv_fds(client, 1024, 4)
     return answer, fds
@@ -127,7 +127,9 @@ def test_a_refusal_says_why_and_ends_the_connection(regions: Regions, sockets: L
 @pytest.mark.parametrize(
     "message", [b"", b"\x00\x10\x00\x00", bytes(8), struct.pack("<Q", NBYTES) + b"!"], ids=["", "half", "zero", "more"]
 )
-def test_a_client_that_says_anything_else_is_left(regions: Regions, sockets: LeaseServer, message: bytes) -> None:
+def test_the_connection_of_a_client_that_sends_anything_else_is_closed(
+    regions: Regions, sockets: LeaseServer, message: bytes
+) -> None:
     with connect(sockets) as client:
         client.send(message) if message else client.shutdown(socket.SHUT_WR)
         fds: list[int] = []
@@ -141,7 +143,7 @@ def test_a_client_that_says_anything_else_is_left(regions: Regions, sockets: Lea
     wait_until(lambda: regions.nbytes == 0)
 
 
-def test_a_client_that_says_nothing_holds_up_nobody(regions: Regions, sockets: LeaseServer) -> None:
+def test_a_client_that_sends_nothing_delays_no_other(regions: Regions, sockets: LeaseServer) -> None:
     with connect(sockets), connect(sockets) as client:
         _, (fd,) = ask(client, NBYTES)
         os.close(fd)
@@ -186,7 +188,7 @@ def test_the_directory_of_a_dead_server_is_removed_and_that_of_a_living_one_left
             os.close(fd)
 
 
-def test_of_connections_without_a_lease_the_first_are_closed_and_leases_last(sockets: LeaseServer) -> None:
+def test_too_many_connections_without_a_lease_close_the_oldest_and_no_lease(sockets: LeaseServer) -> None:
     with contextlib.ExitStack() as stack:
         leasing = stack.enter_context(connect(sockets))
         _, (fd,) = ask(leasing, NBYTES)
@@ -221,7 +223,7 @@ def test_regions_are_no_more_than_descriptors_allow(monkeypatch: pytest.MonkeyPa
     tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) < (6, 16), reason="Linux can refuse them from 6.16 on"
 )
 @pytest.mark.parametrize("name", ["calls", "regions"])
-def test_no_descriptors_are_taken_since_to_close_one_may_take_its_owners_time(sockets: LeaseServer, name: str) -> None:
+def test_clients_cannot_send_descriptors_which_can_be_slow_to_close(sockets: LeaseServer, name: str) -> None:
     with socket.socket(socket.AF_UNIX) as client:
         client.connect(str(sockets.directory / name))
         with pytest.raises(PermissionError):

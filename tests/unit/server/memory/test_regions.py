@@ -107,7 +107,7 @@ def test_a_place_that_is_not_there_is_refused(
 
 
 @pytest.mark.parametrize("ends_first", [True, False])
-def test_a_region_goes_when_its_lease_has_ended_and_no_request_names_it(
+def test_a_region_is_freed_when_its_lease_has_ended_and_no_request_names_it(
     regions: Regions, workers: Workers, ends_first: bool
 ) -> None:
     region = regions.lease(NBYTES)
@@ -155,7 +155,7 @@ def test_leases_beyond_the_limit_are_refused_until_others_end(regions: Regions, 
 
 
 @pytest.mark.parametrize("limit", [resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE])
-def test_a_region_that_cannot_be_made_takes_nothing(regions: Regions, workers: Workers, limit: int) -> None:
+def test_a_region_that_cannot_be_made_leaves_nothing(regions: Regions, workers: Workers, limit: int) -> None:
     before = regions_of(os.getpid())  # other tests may have left some to the garbage collector
     soft, hard = resource.getrlimit(limit)
     resource.setrlimit(limit, (3, hard))  # beyond the standard streams; or that many bytes

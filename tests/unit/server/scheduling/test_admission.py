@@ -1,4 +1,4 @@
-"""Admission, by a clock that the tests set."""
+"""Admission control, with a clock that the tests set."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def work_at(gate: Admission, clock: Clock, nbytes_per_s: float, seconds: float) -> None:
-    """Has requests come and go, ten at a time, at a rate of bytes; each counts for some more than its bytes."""
+    """Has requests enter and leave, ten at a time, at a rate of bytes; each counts for more than its bytes."""
     nbytes = 8 * MB - 2**18
     for _ in range(10):
         gate.enter("worker", nbytes, None)
@@ -46,7 +46,7 @@ def work_at(gate: Admission, clock: Clock, nbytes_per_s: float, seconds: float) 
 
 
 def crowd(gate: Admission, client: str, nbytes: int, deadline: float | None = None) -> int:
-    """How many requests are let in before one is not."""
+    """How many requests are admitted before one is rejected."""
     for count in range(10_000):
         try:
             gate.enter(client, nbytes, deadline)
@@ -65,20 +65,20 @@ def test_work_is_limited_to_what_was_lately_done_within_the_longest_wait(clock: 
     assert crowd(gate, "a", MB - 2**18) == 128
 
 
-def test_who_has_little_time_is_let_in_only_where_the_wait_is_shorter(clock: Clock) -> None:
+def test_a_request_with_little_time_is_admitted_only_if_the_wait_is_shorter(clock: Clock) -> None:
     gate = Admission(max_requests=10_000, max_wait_s=2)
     work_at(gate, clock, 64 * MB, seconds=3)
     assert crowd(gate, "a", MB - 2**18, clock.now + 1) == 32
     gate.enter("a", MB, None)
 
 
-def test_a_few_requests_are_always_let_in(clock: Clock) -> None:
+def test_a_few_requests_are_always_admitted(clock: Clock) -> None:
     gate = Admission(max_requests=10_000, max_wait_s=0.1)
     work_at(gate, clock, MB, seconds=30)
     assert crowd(gate, "a", 100 * MB) == ALWAYS
 
 
-def test_a_crowd_of_one_client_keeps_nobody_else_out(clock: Clock) -> None:
+def test_the_requests_of_one_client_keep_no_other_client_out(clock: Clock) -> None:
     gate = Admission(max_requests=100, max_wait_s=5)
     assert crowd(gate, "greedy", 0) == 100
     assert crowd(gate, "b", 0) == 50
@@ -93,7 +93,7 @@ def test_a_server_is_never_more_than_twice_full() -> None:
     assert gate.requests == 200
 
 
-def test_the_hint_tells_when_there_is_room_again(clock: Clock) -> None:
+def test_the_retry_delay_is_the_time_until_there_is_room(clock: Clock) -> None:
     gate = Admission(max_requests=10_000, max_wait_s=2)
     work_at(gate, clock, 64 * MB, seconds=3)
     crowd(gate, "a", MB - 2**18)
@@ -102,7 +102,7 @@ def test_the_hint_tells_when_there_is_room_again(clock: Clock) -> None:
     assert refused.value.retry_delay_s == pytest.approx(0.5)
 
 
-def test_what_was_not_computed_says_nothing_of_the_speed(clock: Clock) -> None:
+def test_requests_that_were_not_computed_do_not_count_in_the_rate(clock: Clock) -> None:
     gate = Admission(max_requests=10_000, max_wait_s=2)
     work_at(gate, clock, 64 * MB, seconds=3)
     for _ in range(100):
@@ -112,7 +112,7 @@ def test_what_was_not_computed_says_nothing_of_the_speed(clock: Clock) -> None:
     assert crowd(gate, "a", MB - 2**18) == 128
 
 
-def test_a_server_that_was_never_busy_knows_nothing_of_its_speed(clock: Clock) -> None:
+def test_a_server_that_was_never_busy_has_no_rate(clock: Clock) -> None:
     gate = Admission(max_requests=100, max_wait_s=2)
     for _ in range(100):
         gate.enter("a", MB, None)
@@ -121,7 +121,7 @@ def test_a_server_that_was_never_busy_knows_nothing_of_its_speed(clock: Clock) -
     assert crowd(gate, "a", 100 * MB) == 100
 
 
-def test_who_stands_still_keeps_nobody_else_out(clock: Clock) -> None:
+def test_a_client_that_stalls_keeps_no_other_client_out(clock: Clock) -> None:
     gate = Admission(max_requests=100, max_wait_s=1)
     for _ in range(50):
         gate.enter("slow", 100 * MB, None)
@@ -133,7 +133,7 @@ def test_who_stands_still_keeps_nobody_else_out(clock: Clock) -> None:
             gate.leave("quick", MB, computed=True)
 
 
-def test_transfers_that_stand_still_say_nothing_of_the_speed(clock: Clock) -> None:
+def test_transfers_that_stall_do_not_count_in_the_rate(clock: Clock) -> None:
     gate = Admission(max_requests=100, max_wait_s=1)
     with ExitStack() as standing:
         for _ in range(50):
@@ -146,7 +146,7 @@ def test_transfers_that_stand_still_say_nothing_of_the_speed(clock: Clock) -> No
         assert crowd(gate, "rare", 100 * MB) == 50
 
 
-def test_a_server_that_becomes_slow_lets_less_in(clock: Clock) -> None:
+def test_a_server_that_becomes_slow_admits_less(clock: Clock) -> None:
     gate = Admission(max_requests=10_000, max_wait_s=2)
     work_at(gate, clock, 64 * MB, seconds=3)
     full = crowd(gate, "a", MB)
@@ -159,7 +159,7 @@ def test_a_server_that_becomes_slow_lets_less_in(clock: Clock) -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 50 * MB)), max_size=200))
-def test_nothing_is_left_once_all_are_out(requests: list[tuple[str, int]]) -> None:
+def test_nothing_is_counted_once_all_have_left(requests: list[tuple[str, int]]) -> None:
     gate = Admission(max_requests=20, max_wait_s=5)
     inside = Counter[tuple[str, int]]()
     for client, nbytes in requests:
@@ -176,7 +176,7 @@ def test_nothing_is_left_once_all_are_out(requests: list[tuple[str, int]]) -> No
     assert gate._work == 0
 
 
-def test_a_client_may_have_so_many_requests_and_no_more() -> None:
+def test_the_requests_of_a_client_are_limited() -> None:
     gate = Admission(256, 5.0, max_client_requests=2)
     for _ in range(2):
         gate.enter("greedy", MB, None)
@@ -190,7 +190,7 @@ def test_a_client_may_have_so_many_requests_and_no_more() -> None:
     gate.enter("greedy", MB, None)
 
 
-def test_a_client_may_have_so_many_bytes_or_one_request() -> None:
+def test_the_bytes_of_a_client_are_limited_unless_it_has_one_request() -> None:
     gate = Admission(256, 5.0, max_client_bytes=10 * MB)
     gate.enter("greedy", 4 * MB, None)
     gate.enter("greedy", 6 * MB, None)

@@ -1,4 +1,4 @@
-"""The batcher with threads of its own and workers that are functions."""
+"""The batcher, with threads as requests and objects as workers."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_jobs_of_a_dead_worker_come_first_and_run_alone(requests: Requests, work
     _, outcome = worker.next_batch()
     futures += requests.run(fresh)
     outcome.set_exception(WorkerDiedError("killed"))
-    wait_until(lambda: len(requests.batcher._queue) == 3)
+    wait_until(lambda: requests.batcher.waiting()[0] == 3)
     successor = GatedWorker()
     requests.batcher.offer(successor)
     assert [successor.compute() for _ in range(3)] == [[lost[0]], [lost[1]], [fresh]]
@@ -125,13 +125,13 @@ def test_a_job_is_not_blamed_for_deaths_of_workers_that_never_read_it(requests: 
         requests.batcher.offer(worker)
         _, outcome = worker.next_batch()
         outcome.set_exception(WorkerDiedError("was dead", saw_batch=False))
-        wait_until(lambda: len(requests.batcher._queue) == 1)
+        wait_until(lambda: requests.batcher.waiting()[0] == 1)
     beside = GatedWorker(slots=2)
     for _ in range(beside.slots):
         requests.batcher.offer(beside)
     _, outcome = beside.next_batch()
     (second,) = requests.run(job())
-    beside.compute()  # the first one is no suspect, so that it has company
+    beside.compute()  # beside the first one, which is no suspect
     outcome.set_result([None])
     for each in (future, second):
         each.result(TIMEOUT_S)
@@ -164,11 +164,11 @@ def test_an_idle_worker_takes_over_from_a_dead_one(requests: Requests, worker: G
     future.result(TIMEOUT_S)
 
 
-def test_a_thread_that_leads_a_worker_is_not_handed_another(requests: Requests) -> None:
+def test_a_thread_that_holds_a_slot_is_not_handed_another(requests: Requests) -> None:
     holding, held, asked = threading.Event(), threading.Event(), itertools.count()
 
     def holds_its_own_thread() -> bool:
-        """Holds once the job waits; before, it is asked as well."""
+        """Blocks once the job waits; it is called before as well."""
         if threading.get_ident() == owner.result(TIMEOUT_S) and next(asked) and not holding.is_set():
             held.set()
             holding.wait(TIMEOUT_S)
@@ -271,7 +271,7 @@ def test_a_running_job_is_left_at_once_and_untouched_when_its_worker_is_done(
     assert successor.is_untouched
 
 
-def test_a_worker_that_fails_as_no_worker_should_takes_no_job_with_it(requests: Requests, worker: GatedWorker) -> None:
+def test_an_unexpected_error_of_a_worker_ends_its_leader_alone(requests: Requests, worker: GatedWorker) -> None:
     leader, rider = job(), job()
     leading, riding = requests.run(leader, rider)
     requests.batcher.offer(worker)
@@ -322,7 +322,7 @@ def test_closing_ends_every_job_that_no_worker_has(requests: Requests, worker: G
 
 @dataclass
 class World:
-    """What random workers share: what they touch at this time, and what should not have been.
+    """What random workers share: the memory that they touch now, and the rules that were broken.
 
     Attributes:
         kills: Tells whether a worker dies of a batch.
@@ -331,12 +331,12 @@ class World:
     random: random.Random
     kills: Callable[[list[Job]], bool]
     touched: set[int] = field(default_factory=set)
-    mischief: list[str] = field(default_factory=list)
+    violations: list[str] = field(default_factory=list)
     mutex: threading.Lock = field(default_factory=threading.Lock)
 
 
 class RandomWorker:
-    """Takes its time, and dies now and then."""
+    """Takes a random time over its batches, and sometimes dies."""
 
     def __init__(self, world: World, slots: int) -> None:
         self.slots = slots
@@ -350,12 +350,12 @@ class RandomWorker:
         with world.mutex:
             self.batches.append(batch)
             if len({each.kernel_key for each in batch}) != 1:
-                world.mischief.append("jobs of two kernels are in a batch")
+                world.violations.append("jobs of two kernels are in a batch")
             if len(self.batches) > self.slots:
-                world.mischief.append("a worker has more batches than slots")
+                world.violations.append("a worker has more batches than slots")
             jobs = list(itertools.chain(*self.batches))
             if len(jobs) > 1 and any(each.attempts > 1 for each in jobs):
-                world.mischief.append("a job that has cost a worker has company")
+                world.violations.append("a job that has cost a worker runs beside others")
         return RandomRun(self, batch)
 
     def kill(self) -> None:
@@ -380,7 +380,7 @@ class RandomRun:
         ids = {id(each) for each in self._batch}
         with world.mutex:
             if ids & world.touched:
-                world.mischief.append("two workers touch the memory of a job")
+                world.violations.append("two workers touch the memory of a job")
             world.touched |= ids
             duration_s = world.random.choice((0, 0, 0.0005, 0.002))
         time.sleep(duration_s)
@@ -408,7 +408,7 @@ def is_poison(nbytes: int) -> bool:
 @pytest.mark.parametrize("poisoned", [False, True], ids=["deaths by chance", "deaths by poison"])
 @pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("n_workers", range(1, 4))
-def test_every_job_ends_once_and_no_worker_is_lost(  # noqa: PLR0915 - a world of its own
+def test_every_job_ends_once_and_no_worker_is_lost(  # noqa: PLR0915 - one scenario
     n_workers: int, slots: int, poisoned: bool
 ) -> None:
     random_ = random.Random(n_workers)
@@ -416,7 +416,7 @@ def test_every_job_ends_once_and_no_worker_is_lost(  # noqa: PLR0915 - a world o
         random_, lambda batch: any(is_poison(each.nbytes) for each in batch) if poisoned else random_.random() < 0.1
     )
     batcher = Batcher(max_jobs=4, max_bytes=1000)
-    event_loop = EventLoop("poller")
+    event_loop = EventLoop("event-loop")
     Dispatcher(event_loop, batcher)
     event_loop.start()
     untouched = set[int]()
@@ -424,7 +424,7 @@ def test_every_job_ends_once_and_no_worker_is_lost(  # noqa: PLR0915 - a world o
     numbers, stopping = itertools.count(), threading.Event()
     began = time.monotonic()
 
-    def keep() -> None:
+    def supervise() -> None:
         while not stopping.is_set():
             worker = RandomWorker(world, slots)
             for _ in range(slots):
@@ -445,18 +445,18 @@ def test_every_job_ends_once_and_no_worker_is_lost(  # noqa: PLR0915 - a world o
     def request() -> None:
         while not is_enough() and time.monotonic() < began + TIMEOUT_S:
             with world.mutex:
-                number, key, patience_s = next(numbers), random_.randrange(2), random_.choice((None, 0, 0.001, 0.003))
+                number, key, timeout_s = next(numbers), random_.randrange(2), random_.choice((None, 0, 0.001, 0.003))
             begin = time.monotonic()
             nbytes = 1 + number % 300
             if poisoned and is_poison(nbytes):
-                patience_s = None  # so that some are surely given up
-            gone_at = begin + 0.001 if number % 5 == 0 and patience_s is not None else float("inf")
+                timeout_s = None  # so that some are surely given up
+            gone_at = begin + 0.001 if number % 5 == 0 and timeout_s is not None else float("inf")
             only = job(
                 key,
                 nbytes,
                 functools.partial(is_past, gone_at),
                 client=str(number % 3),
-                deadline=None if patience_s is None else begin + patience_s,
+                deadline=None if timeout_s is None else begin + timeout_s,
             )
             error: Exception | None = None
             try:
@@ -486,18 +486,18 @@ def test_every_job_ends_once_and_no_worker_is_lost(  # noqa: PLR0915 - a world o
         untouched.add(number)
 
     with ThreadPoolExecutor(24 + n_workers) as threads:
-        keepers = [threads.submit(keep) for _ in range(n_workers)]
+        supervisors = [threads.submit(supervise) for _ in range(n_workers)]
         for future in [threads.submit(request) for _ in range(24)]:
             future.result(2 * TIMEOUT_S)
         wait_until(lambda: sum(is_alive(worker) for worker in list(batcher._free)) == n_workers * slots)
         stopping.set()
-        for keeper in keepers:
-            keeper.result(TIMEOUT_S)
+        for supervisor in supervisors:
+            supervisor.result(TIMEOUT_S)
     event_loop.stop(TIMEOUT_S)
     assert not event_loop.is_alive
-    assert not len(batcher._queue)
+    assert batcher.waiting() == (0, 0)
     assert not world.touched
-    assert not world.mischief
+    assert not world.violations
     assert set(ended) == untouched == set(range(next(numbers)))
     assert all(only.has_ended for only, _ in ended.values())
     assert outcomes()[type(None)] > 100
@@ -518,8 +518,8 @@ def is_alive(worker: Worker) -> bool:
 
 
 @pytest.fixture
-def crew(requests: Requests) -> list[GatedWorker]:
-    """Three workers that wait for something to do."""
+def idle_workers(requests: Requests) -> list[GatedWorker]:
+    """Three workers whose slots are free."""
     workers = [GatedWorker() for _ in range(3)]
     for each in workers:
         requests.batcher.offer(each)
@@ -527,27 +527,27 @@ def crew(requests: Requests) -> list[GatedWorker]:
 
 
 def test_a_large_job_is_split_by_channels_among_the_workers_that_are_idle(
-    requests: Requests, crew: list[GatedWorker]
+    requests: Requests, idle_workers: list[GatedWorker]
 ) -> None:
     large, small = large_job(), job()
     (future,) = requests.run(large)
-    batches = [worker.next_batch() for worker in crew]
+    batches = [worker.next_batch() for worker in idle_workers]
     assert [batch for batch, _ in batches] == [[large]] * 3
-    assert sorted(c for worker in crew for channels in worker.parts for c in channels) == list(range(64))
+    assert sorted(c for worker in idle_workers for channels in worker.parts for c in channels) == list(range(64))
     (waiting,) = requests.run(small)
     for _, outcome in batches:
         assert not future.done()
         outcome.set_result([None])
     future.result(TIMEOUT_S)
-    wait_until(lambda: any(not worker.is_untouched for worker in crew))
-    next(worker for worker in crew if not worker.is_untouched).compute()
+    wait_until(lambda: any(not worker.is_untouched for worker in idle_workers))
+    next(worker for worker in idle_workers if not worker.is_untouched).compute()
     waiting.result(TIMEOUT_S)
     wait_until(lambda: len(requests.batcher._free) == 3)
 
 
-def test_a_part_that_fails_fails_its_job(requests: Requests, crew: list[GatedWorker]) -> None:
+def test_a_part_that_fails_fails_its_job(requests: Requests, idle_workers: list[GatedWorker]) -> None:
     (future,) = requests.run(large_job())
-    for worker, failure in zip(crew, [None, "MemoryError", None], strict=True):
+    for worker, failure in zip(idle_workers, [None, "MemoryError", None], strict=True):
         _, outcome = worker.next_batch()
         outcome.set_result([failure])
     with pytest.raises(ComputeError, match="MemoryError"):
@@ -557,27 +557,27 @@ def test_a_part_that_fails_fails_its_job(requests: Requests, crew: list[GatedWor
 
 @pytest.mark.parametrize("dead", range(3))
 def test_a_job_of_which_one_worker_died_runs_alone_once_the_others_are_done(
-    requests: Requests, crew: list[GatedWorker], dead: int
+    requests: Requests, idle_workers: list[GatedWorker], dead: int
 ) -> None:
     large = large_job()
     (future,) = requests.run(large)
-    outcomes = [worker.next_batch()[1] for worker in crew]
+    outcomes = [worker.next_batch()[1] for worker in idle_workers]
     outcomes[dead].set_exception(WorkerDiedError("killed"))
     for outcome in outcomes:
         if outcome is not outcomes[dead]:
             assert large.state is JobState.RUNNING
             outcome.set_result([None])
-    wait_until(lambda: any(not worker.is_untouched for worker in crew))
-    survivor = next(worker for worker in crew if not worker.is_untouched)
-    assert survivor is not crew[dead]
+    wait_until(lambda: any(not worker.is_untouched for worker in idle_workers))
+    survivor = next(worker for worker in idle_workers if not worker.is_untouched)
+    assert survivor is not idle_workers[dead]
     assert survivor.compute() == [large]
     assert survivor.parts == [range(64)]
     future.result(TIMEOUT_S)
-    assert crew[dead].killed
-    wait_until(lambda: set(requests.batcher._free) == set(crew) - {crew[dead]})
+    assert idle_workers[dead].killed
+    wait_until(lambda: set(requests.batcher._free) == set(idle_workers) - {idle_workers[dead]})
 
 
-def test_a_job_waits_for_company_no_longer_than_it_may(worker: GatedWorker) -> None:
+def test_a_job_waits_for_others_no_longer_than_the_batch_delay(worker: GatedWorker) -> None:
     requests = Requests(Batcher(max_jobs=3, max_bytes=4000, max_delay_s=1.5))
     first = [job(), job()]
     futures = requests.run(*first)
@@ -589,7 +589,7 @@ def test_a_job_waits_for_company_no_longer_than_it_may(worker: GatedWorker) -> N
         future.result(TIMEOUT_S)
 
 
-def test_a_full_batch_waits_for_no_further_company(worker: GatedWorker) -> None:
+def test_a_full_batch_does_not_wait_for_the_batch_delay(worker: GatedWorker) -> None:
     requests = Requests(Batcher(max_jobs=3, max_bytes=4000, max_delay_s=TIMEOUT_S))
     requests.batcher.offer(worker)
     jobs = [job(), job(), job()]

@@ -47,10 +47,8 @@ CASES = {
     "one kernel a batch": Case([job(key=key) for key in (0, 1, 0, 1)], [[0, 2], [1, 3]]),
     "limited in jobs": Case([job() for _ in range(12)], [[*range(10)], [10, 11]]),
     "full once its bytes suffice": Case([job(nbytes=125) for _ in range(9)], [[*range(8)], [8]]),
-    "a large one travels alone": Case([job("a", 126), job("b", 125), job("c", 125)], [[1, 2], [0]]),
-    "a large one keeps small ones apart no longer than its turn": Case(
-        [job("a", 126), job("b", 127), job("a", 5)], [[0], [1], [2]]
-    ),
+    "a large one is computed alone": Case([job("a", 126), job("b", 125), job("c", 125)], [[1, 2], [0]]),
+    "a large one ends a batch of small ones": Case([job("a", 126), job("b", 127), job("a", 5)], [[0], [1], [2]]),
     "first come first": Case([job(nbytes=500) for _ in range(3)], [[0], [1], [2]]),
     "a small one before a large one": Case([job(nbytes=5 * MB), job(nbytes=MB)], [[1], [0]]),
     "but not before one as small": Case([job(nbytes=2 * MB), job(nbytes=MB)], [[0], [1]]),
@@ -99,7 +97,7 @@ def test_a_job_has_its_turn_whatever_keeps_coming(others: list[tuple[str, int, i
         if own in batch:
             break
         work += sum(each.nbytes + 2**18 for each in batch)
-        # At most so many clients wait as there are rounds: more come than are taken.
+        # At most one client waits for each round so far: more jobs come than are taken.
         assert work < 64 * (nbytes + 40 * MB + 16 * 2**24) * len(others)
 
 

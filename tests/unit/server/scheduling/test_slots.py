@@ -88,7 +88,7 @@ def test_all_batches_of_a_dead_worker_run_again_one_at_a_time(requests: Requests
     fresh_outcome = begun[-1][2]
     for _, _, outcome in begun[:2]:
         worker.die_with(outcome)
-    wait_until(lambda: len(requests.batcher._queue) == 2)
+    wait_until(lambda: requests.batcher.waiting()[0] == 2)
     assert successor.is_untouched, "a batch runs beside one that was not done when the other worker died"
     fresh_outcome.set_result([None])
     for each in lost:
@@ -165,7 +165,7 @@ def test_a_job_that_cost_a_worker_and_is_given_up_holds_no_slot_back(requests: R
     successor = offer(requests)
     held, _, held_outcome = begin(requests, job(1), successor)
     worker.die_with(outcome)
-    wait_until(lambda: len(requests.batcher._queue) == 1)
+    wait_until(lambda: requests.batcher.waiting()[0] == 1)
     (next_,) = requests.run(job(2))
     assert successor.is_untouched
     gone.append(True)

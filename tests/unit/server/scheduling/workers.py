@@ -1,4 +1,4 @@
-"""Workers that compute when they are told to, and jobs for them."""
+"""Workers that compute when a test tells them to, and jobs for them."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ def large_job() -> Job:
 
 
 class GatedRun:
-    """A batch whose outcome is set on the future."""
+    """A batch; a test sets its outcome on the future."""
 
     def __init__(self) -> None:
         self.outcome = Future[list[str | None]]()
 
     def fileno(self) -> int:
-        raise AssertionError("whoever leads it waits for it")
+        raise AssertionError("the leader waits for it")
 
     def finish(self) -> list[str | None]:
         return self.outcome.result(TIMEOUT_S)
 
 
 class GatedWorker:
-    """Computes a batch once it is told to: what it is handed waits in `begun`, its outcome is set on the future."""
+    """Computes a batch once it is told to: `next_batch` returns its jobs, and the future to set the outcome on."""
 
     def __init__(self, slots: int = 1) -> None:
         self.slots = slots
@@ -95,7 +95,7 @@ class GatedWorker:
         return batch
 
     def die_with(self, outcome: Future[list[str | None]]) -> None:
-        """Dies, as is noticed at the slot of a batch."""
+        """Dies, which the leader of one batch notices."""
         outcome.set_exception(WorkerDiedError("killed"))
 
     @property

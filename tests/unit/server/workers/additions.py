@@ -26,7 +26,7 @@ NBYTES = 2 * 5 * 7 * 3 * 4
 
 
 class Adder:
-    """Writes sums of tensors, and of statistics, as they came: enough to see that each has come to its place."""
+    """Writes sums of tensors and of statistics: enough to see that each is in its place."""
 
     def __init__(self, engine: Engine) -> None:
         self.may_run = threading.Event()
@@ -53,7 +53,7 @@ class Adder:
         self.die()
 
     def die(self) -> None:
-        """Hangs up, whatever it is at."""
+        """Closes its socket, whatever it computes."""
         self._has_died = True
         with suppress(OSError):
             self._far.shutdown(socket.SHUT_RDWR)

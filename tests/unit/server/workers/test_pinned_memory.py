@@ -14,7 +14,7 @@ ARENA, PINNED_NBYTES = 1 << 16, 1 << 20
 
 
 class Device:
-    """Notes the sizes of what is page-locked."""
+    """Records the sizes of the memory that is page-locked."""
 
     description = "notes"
     memory_nbytes = 1 << 30
@@ -43,14 +43,14 @@ def region() -> mmap.mmap:
 @pytest.mark.parametrize(
     ("steps", "is_mapped"),
     [
-        pytest.param("++-", True, id="while a slot has it"),
-        pytest.param("++--", False, id="until the last has forgotten it"),
-        pytest.param("+-", False, id="before the other has learned of it"),
-        pytest.param("+-+", True, id="once the other has learned of it afterwards"),
-        pytest.param("+-+-", False, id="and has forgotten it, too"),
+        pytest.param("++-", True, id="while a slot uses it"),
+        pytest.param("++--", False, id="until the last has removed it"),
+        pytest.param("+-", False, id="before the other has added it"),
+        pytest.param("+-+", True, id="once the other has added it afterwards"),
+        pytest.param("+-+-", False, id="and has removed it, too"),
     ],
 )
-def test_memory_is_mapped_and_page_locked_as_long_as_a_slot_has_it(steps: str, is_mapped: bool) -> None:
+def test_memory_is_mapped_and_page_locked_while_a_slot_uses_it(steps: str, is_mapped: bool) -> None:
     device = Device()
     memories = PinnedMemory(mmap.mmap(-1, ARENA), device, PINNED_NBYTES)
     for step in steps:

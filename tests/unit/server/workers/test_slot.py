@@ -1,4 +1,4 @@
-"""Seats: whose fault a worker's end is, what they tell of regions and when, and whose time counts."""
+"""Slots: whether a batch is blamed for a worker's death, when changes of regions are sent, and busy time."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from bngrad_wire.http2 import set_timeout
 
 REGION_FD = os.memfd_create("region")
 SPEC_AND_BATCH = 2
-"""How many packets a slot sends that has not heard of the layout yet."""
+"""How many packets a slot sends with the first batch of a spec."""
 
 
 @pytest.fixture
 def slot() -> Iterator[WorkerSlot]:
     slot = WorkerSlot(BusyTime())
-    set_timeout(slot._socket, 10.0)  # rather than that a test hangs
+    set_timeout(slot._socket, 10.0)  # so that no test hangs
     with slot.theirs, contextlib.closing(slot._socket):
         yield slot
 
@@ -58,7 +58,7 @@ def map_region(slot: WorkerSlot, number: int = 1) -> None:
         pytest.param([begin, map_region], SPEC_AND_BATCH, True, id="a region was to be mapped after, the batch read"),
     ],
 )
-def test_a_batch_is_not_blamed_for_the_end_of_who_never_read_it(
+def test_a_batch_is_not_blamed_for_the_death_of_a_worker_that_never_read_it(
     slot: WorkerSlot, tell: list[Callable[[WorkerSlot], None]], packets_read: int, saw_batch: bool
 ) -> None:
     for each in tell:
@@ -72,7 +72,9 @@ def test_a_batch_is_not_blamed_for_the_end_of_who_never_read_it(
 
 
 @pytest.mark.parametrize(("packets_read", "saw_batch"), [(0, False), (SPEC_AND_BATCH, True)])
-def test_who_was_hung_up_on_is_heard_until_it_has_ended(slot: WorkerSlot, packets_read: int, saw_batch: bool) -> None:
+def test_a_worker_that_is_shut_down_can_answer_until_it_has_ended(
+    slot: WorkerSlot, packets_read: int, saw_batch: bool
+) -> None:
     begin(slot)
     for _ in range(packets_read):
         slot.theirs.recv(MAX_PACKET_NBYTES)
@@ -87,50 +89,50 @@ def test_who_was_hung_up_on_is_heard_until_it_has_ended(slot: WorkerSlot, packet
     assert raised.value.saw_batch is saw_batch
 
 
-def test_a_batch_is_not_blamed_for_who_ended_before_it_came(slot: WorkerSlot) -> None:
+def test_a_batch_is_not_blamed_for_a_worker_that_died_before(slot: WorkerSlot) -> None:
     slot.theirs.close()
     with pytest.raises(WorkerDiedError) as raised:
         begin(slot)
     assert not raised.value.saw_batch
 
 
-def test_a_busy_worker_hears_of_regions_after_its_batch(slot: WorkerSlot) -> None:
+def test_a_busy_worker_is_told_of_regions_after_its_batch(slot: WorkerSlot) -> None:
     map_region(slot, 1)
     begin(slot)
     map_region(slot, 2)
     map_region(slot, 3)
     slot.unmap(region(2))
     slot.unmap(region(1))
-    assert [kind for kind, _ in heard(slot)] == [Message.REGIONS, Message.SPEC, Message.RUN]
+    assert [kind for kind, _ in received(slot)] == [Message.REGIONS, Message.SPEC, Message.RUN]
     slot.theirs.send(OK)
     assert slot.finish() is None
-    assert heard(slot) == [(Message.REGIONS, [(3, 1), (1, None)])]
+    assert received(slot) == [(Message.REGIONS, [(3, 1), (1, None)])]
 
 
-def test_nobody_waits_to_tell_a_worker_of_regions_that_reads_nothing(slot: WorkerSlot) -> None:
+def test_a_worker_that_reads_nothing_is_told_of_regions_without_waiting(slot: WorkerSlot) -> None:
     for number in range(1000):  # far more than a socket has room for
         map_region(slot, number)
     slot.unmap(region(0))
     slot.unmap(region(999))
-    heard_of = [change for _, changes in heard(slot) for change in changes]
+    received_changes = [change for _, changes in received(slot) for change in changes]
     slot.flush_pending()
-    heard_of += [change for _, changes in heard(slot) for change in changes]
-    assert heard_of == [*((number, 1) for number in range(999)), (0, None)]
+    received_changes += [change for _, changes in received(slot) for change in changes]
+    assert received_changes == [*((number, 1) for number in range(999)), (0, None)]
 
 
-def test_a_worker_hears_of_every_region_before_its_next_batch(slot: WorkerSlot) -> None:
+def test_a_worker_is_told_of_every_region_before_its_next_batch(slot: WorkerSlot) -> None:
     for number in range(1000):
         map_region(slot, number)
     with ThreadPoolExecutor() as threads:
         begun = threads.submit(begin, slot)
         packets: list[tuple[bytes, Any]] = []
         while not packets or packets[-1][0] != Message.RUN:
-            packets += heard(slot)
+            packets += received(slot)
         begun.result(10)
     assert sum(len(changes) for kind, changes in packets if kind == Message.REGIONS) == 1000
 
 
-def test_numbers_of_specs_that_are_used_again_mean_one_spec_in_a_batch(
+def test_a_number_means_one_spec_in_a_batch_even_when_numbers_are_reused(
     slot: WorkerSlot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("bngrad_server.workers.slot._MAX_SPECS", 4)
@@ -147,8 +149,8 @@ def test_numbers_of_specs_that_are_used_again_mean_one_spec_in_a_batch(
         slot.finish()
 
 
-def heard(slot: WorkerSlot) -> list[tuple[bytes, Any]]:
-    """The kinds of the packets that it was sent, and what they say of regions."""
+def received(slot: WorkerSlot) -> list[tuple[bytes, Any]]:
+    """The kinds of the packets that the worker was sent, and their changes of regions."""
     slot.theirs.setblocking(False)
     packets = []
     with contextlib.suppress(BlockingIOError):
@@ -162,7 +164,7 @@ def heard(slot: WorkerSlot) -> list[tuple[bytes, Any]]:
     return packets
 
 
-def test_the_time_in_which_several_are_busy_counts_once() -> None:
+def test_the_time_in_which_several_slots_are_busy_counts_once() -> None:
     busy_time, begin = BusyTime(), time.monotonic()
     for _ in range(3):
         busy_time.begin()
