@@ -138,10 +138,10 @@ class Engine:
             self.observer.failed(request.op.name, request.transport, rpc, reason, staged.received_at)
             return
         staged_at = (staged.received_at, staged.decoded_at, staged.placed_at)
-        moments = (*staged_at, job.arrival, job.started_at, job.ended_at, time.monotonic())
-        self.observer.metrics.answered(request.series, request.tensors_nbytes, moments)
+        timestamps = (*staged_at, job.arrival, job.started_at, job.ended_at, time.monotonic())
+        self.observer.metrics.answered(request.series, request.tensors_nbytes, timestamps)
         if self.observer.tracing is not None:
-            self.observer.tracing.answered(request, rpc, moments)
+            self.observer.tracing.answered(request, rpc, timestamps)
 
     def _release(self, staged: StagedRequest) -> None:
         """Ends the admission of a request, and releases its memory once no worker touches it."""

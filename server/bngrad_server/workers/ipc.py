@@ -2,7 +2,7 @@
 
 Every message is one packet. On the sockets of its slots, the front process sends packets whose first byte is a
 `Message`; the worker answers only RUN. On the socket of its heartbeat, the worker sends packets whose first byte is a
-`Status`, and the front process sends nothing.
+`Report`, and the front process sends nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Message(bytes, enum.Enum):
     """Packed tasks; the answer is OK, or else pickled failures: a string or None for each task."""
 
 
-class Status(bytes, enum.Enum):
+class Report(bytes, enum.Enum):
     """The kinds of packets by which a worker shows that it is alive."""
 
     READY = b"R"

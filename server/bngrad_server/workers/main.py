@@ -32,7 +32,7 @@ from bngrad_server.workers.ipc import (
     OK,
     Message,
     RegionChange,
-    Status,
+    Report,
     pickled,
     split_batch,
     unpack_problem,
@@ -65,7 +65,7 @@ def main() -> None:
         backend.warm_up()
         running.append(backend)
         memory = PinnedMemory(arena, backend, pinned_nbytes)
-        heartbeat.send(pickled((backend.description, backend.memory_nbytes), Status.READY))
+        heartbeat.send(pickled((backend.description, backend.memory_nbytes), Report.READY))
         first, *others = (_SlotLoop(sock, backend, memory) for sock in sockets)
         for loop in others:
             threading.Thread(target=_serve, args=(loop, heartbeat, device), name="slot").start()
@@ -87,7 +87,7 @@ def _ending_process(heartbeat: socket.socket, device: str) -> Iterator[None]:
     except (DeviceUnavailableError, DeviceFailedError) as error:
         logger.error("%s: %s", device, error)
         with contextlib.suppress(ConnectionError):
-            heartbeat.send(Status.FAILED + str(error).encode()[: MAX_PACKET_NBYTES - 1])
+            heartbeat.send(Report.FAILED + str(error).encode()[: MAX_PACKET_NBYTES - 1])
         logging.shutdown()
         os._exit(1)  # a normal exit would call into a device that has failed
     except BaseException:
@@ -100,7 +100,7 @@ def _send_heartbeats(heartbeat: socket.socket, heartbeat_s: float, running: list
     """Sends heartbeats until the front process ends; `running` is empty while the backend is made."""
     with contextlib.suppress(ConnectionError):
         while True:
-            heartbeat.send(Status.HEARTBEAT + b"%d" % sum(backend.used_nbytes for backend in running))
+            heartbeat.send(Report.HEARTBEAT + b"%d" % sum(backend.used_nbytes for backend in running))
             time.sleep(heartbeat_s)
 
 

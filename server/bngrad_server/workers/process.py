@@ -60,8 +60,8 @@ class WorkerProcess:
                 env={"OMP_WAIT_POLICY": "passive", **os.environ},
             )
 
-    def receive_status(self, timeout_s: float) -> bytes | None:
-        """Receives the next `Status` packet; empty once the process has ended, None if none came in time."""
+    def receive_report(self, timeout_s: float) -> bytes | None:
+        """Receives the next `Report` packet; empty once the process has ended, None if none came in time."""
         self._heartbeat.settimeout(timeout_s)
         try:
             return self._heartbeat.recv(MAX_PACKET_NBYTES)

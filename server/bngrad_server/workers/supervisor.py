@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from bngrad_server.errors import WorkerDiedError, WorkerStartError
 from bngrad_server.memory.regions import Region
 from bngrad_server.scheduling.batcher import Batcher
-from bngrad_server.workers.ipc import Status, unpickled
+from bngrad_server.workers.ipc import Report, unpickled
 from bngrad_server.workers.process import WorkerProcess
 
 logger = logging.getLogger(__name__)
@@ -193,7 +193,7 @@ class Supervisor:
         while True:
             is_starting = not has_begun or (self._ready_since is None and self._name.startswith("cuda"))
             timeout_s = max(self._timeout_s, _START_TIMEOUT_S) if is_starting else self._timeout_s
-            packet = worker.receive_status(timeout_s / 2)
+            packet = worker.receive_report(timeout_s / 2)
             has_begun |= packet is not None
             if packet == b"":
                 return f": {self._failure}" if self._failure else ""
@@ -212,11 +212,11 @@ class Supervisor:
 
     def _handle(self, packet: bytes, worker: WorkerProcess) -> None:
         kind, content = packet[:1], packet[1:]
-        if kind == Status.READY:
+        if kind == Report.READY:
             self._put_to_use(worker, *unpickled(content))
-        elif kind == Status.HEARTBEAT:
+        elif kind == Report.HEARTBEAT:
             self._memory_used_bytes = int(content)
-        elif kind == Status.FAILED:
+        elif kind == Report.FAILED:
             self._failure = content.decode(errors="replace")
 
     def _put_to_use(self, worker: WorkerProcess, description: str, memory_bytes: int) -> None:

@@ -125,7 +125,7 @@ def test_a_caller_that_gives_up_makes_way_for_the_next_one() -> None:
     assert taken.is_set()
 
 
-def test_no_timeout_suffices_where_memory_is_free() -> None:
+def test_free_memory_is_taken_even_after_the_deadline() -> None:
     assert Arena(ALIGNMENT).allocate(1, deadline=0, is_cancelled=lambda: True) == Block(0, ALIGNMENT)
 
 
