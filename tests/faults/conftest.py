@@ -6,27 +6,27 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.faults import mix
+from tests.faults import workload
+from tests.faults.harness import Harness, warm_up
 from tests.faults.load import Load
-from tests.faults.scene import Scene, warm_up
-from tests.faults.service import Service
-from tests.faults.surroundings import shiftable_clock
+from tests.faults.machine_faults import shiftable_clock
+from tests.faults.server import RestartableServer
 
 
 @pytest.fixture(scope="session")
 def problems(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the callers ask for, with the answers of a server that has nothing else to do."""
     path = tmp_path_factory.mktemp("faults") / "problems"
-    with Service() as service:
-        mix.save(mix.answered_alone(service.target), path)
+    with RestartableServer() as service:
+        workload.save(workload.answered_alone(service.target), path)
     return path
 
 
 @pytest.fixture(scope="session")
-def scene(problems: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+def scene(problems: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
     """A server that is warm, and its callers."""
     clock, environment = shiftable_clock(tmp_path_factory.mktemp("clock"))
-    with Service(environment=environment) as service, Load(service, problems) as load:
-        scene = Scene(service, load, clock)
+    with RestartableServer(environment=environment) as service, Load(service, problems) as load:
+        scene = Harness(service, load, clock)
         warm_up(scene)
         yield scene

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.faults.service import Service
-from tests.integration.conftest import wait_until
+from tests.faults.server import RestartableServer
+from tests.servers import wait_until
 
 THREADS = 2
 PATIENCE_S = (60.0, 60.0)
@@ -58,8 +58,8 @@ class Tally:
         ]
 
 
-class Caller:
-    """A process that runs `tests.faults.caller`; it is paused at first.
+class LoadProcess:
+    """A process that runs `tests.faults.load_process`; it is paused at first.
 
     Attributes:
         name: What it is called in complaints.
@@ -69,7 +69,7 @@ class Caller:
 
     def __init__(
         self,
-        service: Service,
+        service: RestartableServer,
         target: str,
         kind: str,
         problems: Path,
@@ -84,14 +84,14 @@ class Caller:
             service: Whom it calls.
             target: By which of its addresses.
             kind: A transport, or "aio".
-            problems: What it asks for; see `tests.faults.mix.save`.
+            problems: What it asks for; see `tests.faults.workload.save`.
             threads: How many requests it has in flight.
             timeouts_s: The shortest and the longest.
             seed: Of its choices.
         """
         self.name = f"{kind} by {target.partition(':')[0]}"
         arguments = [target, kind, threads, seed, problems, *timeouts_s]
-        command = [sys.executable, "-m", "tests.faults.caller", *map(str, arguments)]
+        command = [sys.executable, "-m", "tests.faults.load_process", *map(str, arguments)]
         self.process = subprocess.Popen(
             [*service.inside(), *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -153,7 +153,7 @@ class Caller:
 class Load:
     """A caller for every transport, over TCP and over the Unix socket, for the length of a ``with`` block."""
 
-    def __init__(self, service: Service, problems: Path, seed: int = 0) -> None:
+    def __init__(self, service: RestartableServer, problems: Path, seed: int = 0) -> None:
         self.problems = problems
         ways = [
             (service.target, "auto"),
@@ -162,7 +162,7 @@ class Load:
             (service.unix_target, "shared"),
             (service.unix_target, "aio"),
         ]
-        self._callers = [Caller(service, target, kind, problems, seed=seed) for target, kind in ways]
+        self._callers = [LoadProcess(service, target, kind, problems, seed=seed) for target, kind in ways]
 
     def __enter__(self) -> Load:
         return self
@@ -188,9 +188,9 @@ class Load:
     def wait_for_answers(self) -> None:
         """Returns once every thread of every caller has got an answer to what it is asking for now, or asks later."""
         begin = time.monotonic()
-        before: dict[Caller, list[int]] = {}
+        before: dict[LoadProcess, list[int]] = {}
 
-        def is_answered(caller: Caller) -> bool:
+        def is_answered(caller: LoadProcess) -> bool:
             counted_at, answers = caller.counted
             if counted_at < begin:  # answers from before now may be missing in it
                 return False

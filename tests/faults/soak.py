@@ -17,12 +17,12 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
-from tests.faults import mix, usage
+from tests.faults import resource_usage, workload
+from tests.faults.catalog import FAULTS, FULL
+from tests.faults.harness import Fault, Harness, InvariantError, endure, warm_up
 from tests.faults.load import Load, Tally
-from tests.faults.scene import BrokenPromiseError, Fault, Scene, endure, warm_up
-from tests.faults.service import Service
-from tests.faults.surroundings import shiftable_clock
-from tests.faults.table import FAULTS, FULL
+from tests.faults.machine_faults import shiftable_clock
+from tests.faults.server import RestartableServer
 
 _SECONDS = (2.0, 8.0)
 _SHARE_AT_ONCE = 0.3
@@ -54,7 +54,7 @@ def main(minutes: float, seed: int | None) -> None:
     sys.exit(any(row.broken for row in rows.values()))
 
 
-def soak(scenes: dict[bool, Scene], seconds: float, rng: Random, progress: Progress) -> dict[str, Row]:
+def soak(scenes: dict[bool, Harness], seconds: float, rng: Random, progress: Progress) -> dict[str, Row]:
     """Has every fault of the table once in a random order, and so on until the time is over.
 
     Args:
@@ -67,7 +67,7 @@ def soak(scenes: dict[bool, Scene], seconds: float, rng: Random, progress: Progr
     task = progress.add_task("", total=seconds, requests=0)
     begin = time.monotonic()
     waiting: list[Fault] = []
-    at_first = usage.measure(scenes[False].service)
+    at_first = resource_usage.measure(scenes[False].service)
     while (elapsed := time.monotonic() - begin) < seconds:
         waiting = waiting or rng.sample([*FAULTS, FULL], len(FAULTS) + 1)
         faults = _company(waiting.pop(), rng)
@@ -78,13 +78,13 @@ def soak(scenes: dict[bool, Scene], seconds: float, rng: Random, progress: Progr
         row.times += 1
         try:
             row.tally.add(endure(scenes[faults == [FULL]], faults, rng.uniform(*_SECONDS), rng))
-        except BrokenPromiseError as error:
+        except InvariantError as error:
             row.tally.add(error.tally)
             row.broken.append(str(error))
             progress.console.print(f"[red]{name}[/red]: {error}", markup=True, highlight=False)
     progress.update(task, completed=seconds)
     try:
-        usage.wait_until_back(scenes[False].service, at_first)
+        resource_usage.wait_until_back(scenes[False].service, at_first)
     except AssertionError as error:
         rows["all in all"].broken.append(str(error))
     return rows
@@ -99,20 +99,20 @@ def _company(first: Fault, rng: Random) -> list[Fault]:
 
 
 @contextmanager
-def _scenes() -> Iterator[dict[bool, Scene]]:
+def _scenes() -> Iterator[dict[bool, Harness]]:
     with tempfile.TemporaryDirectory(prefix="bngrad-soak-") as name:
         directory = Path(name)
         problems = directory / "problems"
         clock, environment = shiftable_clock(directory)
-        with Service() as service:
-            mix.save(mix.answered_alone(service.target), problems)
+        with RestartableServer() as service:
+            workload.save(workload.answered_alone(service.target), problems)
         with (
-            Service(environment=environment) as service,
-            Service(shm="256k") as confined,
+            RestartableServer(environment=environment) as service,
+            RestartableServer(shm="256k") as confined,
             Load(service, problems) as load,
             Load(confined, problems) as confined_load,
         ):
-            scenes = {False: Scene(service, load, clock), True: Scene(confined, confined_load, clock)}
+            scenes = {False: Harness(service, load, clock), True: Harness(confined, confined_load, clock)}
             for scene in scenes.values():
                 warm_up(scene)
             yield scenes

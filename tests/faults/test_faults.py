@@ -9,29 +9,29 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from tests.faults import mix
+from tests.faults import workload
+from tests.faults.catalog import FAULTS, FULL
+from tests.faults.harness import Fault, Harness, endure
 from tests.faults.load import Load
-from tests.faults.scene import Fault, Scene, endure
-from tests.faults.service import Service
-from tests.faults.surroundings import HOUR_S, set_clock, shiftable_clock
-from tests.faults.table import FAULTS, FULL
+from tests.faults.machine_faults import HOUR_S, set_clock, shiftable_clock
+from tests.faults.server import RestartableServer
 
 SECONDS = 2.0
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_under_every_fault_all_requests_are_answered_right_and_nothing_is_left(scene: Scene, fault: Fault) -> None:
+def test_under_every_fault_all_requests_are_answered_right_and_nothing_is_left(scene: Harness, fault: Fault) -> None:
     endure(scene, [fault], SECONDS, Random(fault.name))
 
 
 def test_a_server_whose_dev_shm_fills_up_goes_on(problems: Path, tmp_path: Path) -> None:
-    with Service(shm="256k") as service, Load(service, problems) as load:
-        endure(Scene(service, load, tmp_path), [FULL], SECONDS, Random(0))
+    with RestartableServer(shm="256k") as service, Load(service, problems) as load:
+        endure(Harness(service, load, tmp_path), [FULL], SECONDS, Random(0))
 
 
 def test_a_server_that_finds_dev_shm_full_serves_without_it(problems: Path) -> None:
     """No file can be made there, so there is no way to share memory; "auto" does without."""
-    with Service(shm="4k,nr_inodes=1") as service:
+    with RestartableServer(shm="4k,nr_inodes=1") as service:
         assert list(service.addresses()) == ["grpcio TCP", "grpcio Unix", "TCP"]
         assert_same_answers(service, problems)
 
@@ -52,6 +52,6 @@ def test_the_clock_of_a_process_can_be_set(tmp_path: Path) -> None:
     assert 0 < soon - steady < soon_after - steady < 30
 
 
-def assert_same_answers(service: Service, problems: Path) -> None:
-    for problem, again in zip(mix.load(problems), mix.answered_alone(service.target), strict=True):
+def assert_same_answers(service: RestartableServer, problems: Path) -> None:
+    for problem, again in zip(workload.load(problems), workload.answered_alone(service.target), strict=True):
         assert problem.is_answered_by(again.outputs)

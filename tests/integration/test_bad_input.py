@@ -8,9 +8,8 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from google.rpc import error_details_pb2
-from grpc_status import rpc_status
-from tests.integration.conftest import DEVICE
+from tests.integration.status_details import violations
+from tests.servers import DEVICE
 
 import bngrad
 from bngrad_cli.embedded import EmbeddedServer
@@ -33,16 +32,6 @@ INPUTS: dict[str, Any] = {
 def stub(server: EmbeddedServer) -> Iterator[pb_grpc.BatchNormGradServiceStub]:
     with grpc.insecure_channel(server.target) as channel:
         yield pb_grpc.BatchNormGradServiceStub(channel)
-
-
-def violations(error: Any) -> dict[str, str]:
-    """The field violations in the details of a refusal."""
-    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-    status = rpc_status.from_call(error)
-    assert status is not None
-    bad_request = error_details_pb2.BadRequest()
-    assert status.details[0].Unpack(bad_request)
-    return {violation.field: violation.description for violation in bad_request.field_violations}
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from types import FrameType
 
 import numpy as np
 import pytest
-from tests.integration.conftest import TIMEOUT_S, Transport
+from tests.servers import TIMEOUT_S, Transport
 
 import bngrad
 from bngrad import aio

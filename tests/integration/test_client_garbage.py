@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
-from tests.integration.conftest import DEVICE, ONE_WORKER, TRANSPORTS, Transport, worker_pid
+from tests.servers import DEVICE, ONE_WORKER, TRANSPORTS, Transport, worker_pid
 
 import bngrad
 from bngrad import aio

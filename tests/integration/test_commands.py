@@ -21,11 +21,14 @@ import grpc
 import pytest
 import trustme
 from grpc_health.v1 import health, health_pb2_grpc
-from tests.integration.conftest import (
+from tests.servers import (
+    BNGRAD,
     ONE_WORKER,
     TIMEOUT_S,
     Transport,
-    gate_of_workers,
+    hold_new_workers,
+    interruptible,
+    run_bngrad,
     starting_server,
     wait_until,
 )
@@ -36,18 +39,12 @@ from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_protos.v1 import batch_norm_grad_pb2_grpc as pb_grpc
 from bngrad_wire import __version__
 
-COMMAND = (sys.executable, "-m", "bngrad_cli")
 STEPS = ["health", "server", "unary", "stream", "shared", "latency"]
-
-
-def run(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, **(environment or {})}
-    return subprocess.run([*COMMAND, *arguments], env=environment, capture_output=True, text=True, timeout=300)
 
 
 def test_check_waits_for_a_server_that_is_started_meanwhile(tmp_path: Path) -> None:
     target = f"unix:{tmp_path}/socket"
-    arguments = [*COMMAND, "check", "--quick", "--wait", "300", target]  # the first server compiles for minutes
+    arguments = [*BNGRAD, "check", "--quick", "--wait", "300", target]  # the first server compiles for minutes
     with (
         subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as check,
         EmbeddedServer(target, options=ONE_WORKER),
@@ -57,20 +54,20 @@ def test_check_waits_for_a_server_that_is_started_meanwhile(tmp_path: Path) -> N
 
 
 def test_check_waits_no_longer_than_it_may() -> None:
-    ended = run("check", "--quick", "--wait", "0.5", "unix:/nowhere.sock")
+    ended = run_bngrad("check", "--quick", "--wait", "0.5", "unix:/nowhere.sock")
     assert (ended.returncode, ended.stdout) == (1, "")
     assert "unix:/nowhere.sock cannot be reached: No such file or directory" in ended.stderr
 
 
 def test_a_good_server_passes_every_check(target: str) -> None:
-    ended = run("check", target, "--timeout", str(TIMEOUT_S))
+    ended = run_bngrad("check", target, "--timeout", str(TIMEOUT_S))
     assert (ended.returncode, ended.stderr) == (0, "")
     lines = [line.split() for line in ended.stdout.splitlines()]
     assert [(mark, name) for mark, name, *_ in lines] == [("✓", step) for step in STEPS]
 
 
 def test_a_quiet_check_of_a_good_server_says_nothing(server: EmbeddedServer) -> None:
-    ended = run("check", "--quiet", "--timeout", str(TIMEOUT_S), server.target)
+    ended = run_bngrad("check", "--quiet", "--timeout", str(TIMEOUT_S), server.target)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 
@@ -88,7 +85,7 @@ def test_a_quick_check_asks_for_the_health_and_imports_little(server: EmbeddedSe
 
 def test_memory_that_is_not_shared_is_no_fault() -> None:
     with EmbeddedServer(options=(*ONE_WORKER, "--shared-bytes", "0")) as server:
-        ended = run("check", server.target, "--timeout", str(TIMEOUT_S))
+        ended = run_bngrad("check", server.target, "--timeout", str(TIMEOUT_S))
     assert (ended.returncode, ended.stderr) == (0, "")
     assert "- shared" in ended.stdout
 
@@ -97,10 +94,10 @@ def test_a_server_without_a_worker_that_is_ready_fails_the_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     address = f"unix:{tmp_path}/bngrad.sock"
-    with starting_server(address, gate_of_workers(tmp_path, monkeypatch)):
+    with starting_server(address, hold_new_workers(tmp_path, monkeypatch)):
         wait_until(Path(tmp_path, "bngrad.sock").exists)
-        ended = run("check", address, "--timeout", str(TIMEOUT_S))
-        said = json.loads(run("info", address, "--json", "--timeout", str(TIMEOUT_S)).stdout)
+        ended = run_bngrad("check", address, "--timeout", str(TIMEOUT_S))
+        said = json.loads(run_bngrad("info", address, "--json", "--timeout", str(TIMEOUT_S)).stdout)
     assert (ended.returncode, ended.stdout) == (1, "")
     assert ended.stderr.startswith(f"✗ health   {address} is NOT_SERVING: no worker is ready.")
     assert (said["health"], said["devices"][0]["state"]) == ("NOT_SERVING", "starting")
@@ -166,7 +163,7 @@ def grpc_server(*, of_bngrad: bool, tls: bool = False) -> Iterator[str]:
 
 def test_a_server_that_computes_wrongly_fails_the_check() -> None:
     with grpc_server(of_bngrad=True) as address:
-        ended = run("check", address, "--timeout", str(TIMEOUT_S))
+        ended = run_bngrad("check", address, "--timeout", str(TIMEOUT_S))
     assert ended.returncode == 1
     assert [line.split()[1] for line in ended.stdout.splitlines()] == ["health", "server"]
     assert ended.stderr.startswith("✗ unary    a wrong answer to V3 NHWC float32 over unary")
@@ -225,7 +222,7 @@ def web_server() -> Iterator[str]:
 )
 def test_what_is_no_server_of_bngrad_is_told(peer: Callable[[], Any], complaint: str, timeout_s: float) -> None:
     with peer() as address:
-        ended = run("check", address, "--timeout", str(timeout_s))
+        ended = run_bngrad("check", address, "--timeout", str(timeout_s))
     assert (ended.returncode, ended.stdout) == (1, "")
     assert ended.stderr.startswith("✗ health   " + complaint.format(address))
     assert ended.stderr.count("\n") == 1
@@ -243,7 +240,7 @@ def test_what_is_no_server_of_bngrad_is_told(peer: Callable[[], Any], complaint:
     ],
 )
 def test_a_wrong_target_is_told_without_a_traceback(command: str, target: str, complaint: str, code: int) -> None:
-    ended = run(command, target)
+    ended = run_bngrad(command, target)
     assert (ended.returncode, ended.stdout) == (code, "")
     assert complaint in ended.stderr
     assert "Traceback" not in ended.stderr
@@ -257,14 +254,14 @@ def test_a_hint_says_why_tls_does_not_work(
 ) -> None:
     file = tmp_path / "ca.pem"
     file.write_bytes(trustme.CA().cert_pem.bytes() if is_authority else b"something else")
-    ended = run("check", "--tls-ca", str(file), "--timeout", str(TIMEOUT_S), server.target)
+    ended = run_bngrad("check", "--tls-ca", str(file), "--timeout", str(TIMEOUT_S), server.target)
     assert (ended.returncode, ended.stderr.count("\n")) == (1, 1)
     assert hint in ended.stderr
 
 
 def test_info_says_what_the_server_is(server: EmbeddedServer, target: str) -> None:
-    text = run("info", target, "--timeout", str(TIMEOUT_S)).stdout
-    said = json.loads(run("info", target, "--json", "--timeout", str(TIMEOUT_S)).stdout)
+    text = run_bngrad("info", target, "--timeout", str(TIMEOUT_S)).stdout
+    said = json.loads(run_bngrad("info", target, "--json", "--timeout", str(TIMEOUT_S)).stdout)
     with bngrad.Client(target) as client:
         info = client.server_info()
     assert text.startswith(f"bngrad {__version__} on {target}: SERVING\n")
@@ -279,7 +276,7 @@ def test_info_says_what_the_server_is(server: EmbeddedServer, target: str) -> No
 
 def test_bench_prints_a_line_for_each_layer_and_way(target: str) -> None:
     arguments = ("bench", target, "--seconds", "0.05", "--layer", "tiny", "--layer", "conv4-3x3", "--dtype", "float16")
-    ended = run(*arguments)
+    ended = run_bngrad(*arguments)
     assert (ended.returncode, ended.stderr) == (0, "")
     ways = re.findall(r"(\w+)(?: +[0-9.]+){5} *$", ended.stdout, re.MULTILINE)
     assert ways == 2 * ["auto", "shared", "stream", "unary"]
@@ -288,7 +285,7 @@ def test_bench_prints_a_line_for_each_layer_and_way(target: str) -> None:
 @pytest.mark.parametrize("transport", ["auto", "shared", "stream", "unary"])
 def test_bench_in_json_has_percentiles_and_rates(server: EmbeddedServer, transport: Transport) -> None:
     arguments = ("--seconds", "0.2", "--layer", "tiny", "--transport", transport, "--concurrency", "3", "--json")
-    ended = run("bench", server.target, *arguments)
+    ended = run_bngrad("bench", server.target, *arguments)
     assert (ended.returncode, ended.stderr) == (0, "")
     said = json.loads(ended.stdout)
     (measurement,) = said["measurements"]
@@ -303,7 +300,7 @@ def test_bench_in_json_has_percentiles_and_rates(server: EmbeddedServer, transpo
 
 def test_bench_goes_on_where_a_request_is_too_large_for_a_way() -> None:
     with EmbeddedServer(options=(*ONE_WORKER, "--max-message-bytes", "4MiB", "--shared-bytes", "0")) as server:
-        ended = run("bench", server.target, "--seconds", "0.01", "--layer", "conv5-1x1", "--json")
+        ended = run_bngrad("bench", server.target, "--seconds", "0.01", "--layer", "conv5-1x1", "--json")
     assert ended.returncode == 0, ended.stderr
     errors = {each["transport"]: each["error"] for each in json.loads(ended.stdout)["measurements"]}
     assert errors["auto"] is errors["stream"] is None
@@ -312,14 +309,14 @@ def test_bench_goes_on_where_a_request_is_too_large_for_a_way() -> None:
 
 
 def test_bench_that_is_interrupted_prints_what_it_has(server: EmbeddedServer) -> None:
-    arguments = (*COMMAND, "bench", server.target, "--seconds", "600", "--layer", "tiny", "--json")
+    arguments = (*BNGRAD, "bench", server.target, "--seconds", "600", "--layer", "tiny", "--json")
     with bngrad.Client(server.target) as client:
 
         def computed() -> int:
             return sum(client.server_info().batch_sizes)
 
         before = computed()
-        with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        with interruptible(arguments, stderr=subprocess.PIPE) as process:
             wait_until(lambda: computed() > before + 20)
             process.send_signal(signal.SIGINT)
             output, errors = process.communicate(timeout=TIMEOUT_S)
@@ -330,7 +327,7 @@ def test_bench_that_is_interrupted_prints_what_it_has(server: EmbeddedServer) ->
 
 
 def test_bench_stops_where_the_server_goes(own_server: EmbeddedServer) -> None:
-    arguments = (*COMMAND, "bench", own_server.target, "--seconds", "600", "--layer", "tiny", "--timeout", "3")
+    arguments = (*BNGRAD, "bench", own_server.target, "--seconds", "600", "--layer", "tiny", "--timeout", "3")
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         with bngrad.Client(own_server.target) as client:
             wait_until(lambda: sum(client.server_info().batch_sizes) > 20)
@@ -370,11 +367,11 @@ def test_bash_completes(tmp_path: Path, line: str, expected: set[str]) -> None:
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
 def test_other_shells_get_a_script_that_asks_bngrad(shell: str) -> None:
-    assert "_BNGRAD_COMPLETE" in run("completion", shell).stdout
+    assert "_BNGRAD_COMPLETE" in run_bngrad("completion", shell).stdout
     words = {"zsh": "bngrad se", "fish": "bngrad"}[shell]
     asked = {
         "_BNGRAD_COMPLETE": f"{shell}_complete",
         "COMP_WORDS": words,
         "COMP_CWORD": {"zsh": "1", "fish": "se"}[shell],
     }
-    assert "serve" in run(environment=asked).stdout
+    assert "serve" in run_bngrad(environment=asked).stdout

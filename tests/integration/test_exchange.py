@@ -12,9 +12,9 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from tests.integration.conftest import DEVICE, SMALL_ARENA, TIMEOUT_S, endpoints_of, targets_of
 from tests.integration.problems import Case, Inputs, assert_same_bits, random_inputs
-from tests.integration.test_bad_input import violations
+from tests.integration.status_details import violations
+from tests.servers import DEVICE, SMALL_ARENA, TIMEOUT_S, endpoints_of, targets_of
 
 import bngrad
 from bngrad_cli.embedded import EmbeddedServer

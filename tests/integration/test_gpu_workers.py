@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.integration.conftest import Transport, regions_of, wait_until, worker_pid
 from tests.integration.problems import assert_gradients, assert_same_bits, random_inputs
-from tests.integration.test_second_order import arguments, inputs_of, spec_of
-from tests.integration.test_second_order import assert_within_bounds as assert_second_order
+from tests.integration.second_order import arguments, inputs_of, spec_of
+from tests.integration.second_order import assert_within_bounds as assert_second_order
 from tests.kernels.cuda.devices import EmulatedDevice, compile_shared, require_gxx
+from tests.servers import Transport, regions_of, wait_until, worker_pid
 
 import bngrad
 from bngrad_cli.embedded import EmbeddedServer

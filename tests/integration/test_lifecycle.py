@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
-from tests.integration.conftest import (
+from tests.servers import (
     ONE_WORKER,
     TIMEOUT_S,
     endpoints_of,
-    gate_of_workers,
+    hold_new_workers,
     is_running,
     run_at_start,
     starting_server,
@@ -48,7 +48,7 @@ def call(client: bngrad.Client, timeout: float = TIMEOUT_S) -> None:
 
 @pytest.fixture
 def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    return gate_of_workers(tmp_path, monkeypatch)
+    return hold_new_workers(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("service", ["", SERVICE])

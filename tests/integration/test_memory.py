@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from tests.integration.conftest import ONE_WORKER, TRANSPORTS, Transport, worker_pid
 from tests.integration.problems import Case, random_inputs
+from tests.servers import ONE_WORKER, TRANSPORTS, Transport, worker_pid
 
 import bngrad
 from bngrad_cli.embedded import EmbeddedServer

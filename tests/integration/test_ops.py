@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.integration.conftest import TRANSPORTS
 from tests.integration.problems import Inputs, assert_gradients, assert_same_bits, random_inputs
+from tests.servers import TRANSPORTS
 
 import bngrad
 import bngrad.aio

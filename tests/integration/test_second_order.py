@@ -9,13 +9,14 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from tests.integration.conftest import DEVICE, ONE_WORKER, Transport, targets_of
-from tests.integration.test_bad_input import violations
+from tests.integration.second_order import CASES, arguments, assert_within_bounds, inputs_of, spec_of
+from tests.integration.status_details import violations
+from tests.servers import DEVICE, ONE_WORKER, Transport, targets_of
 
 import bngrad
 import bngrad.aio
 from bngrad_cli.embedded import EmbeddedServer
-from bngrad_kernels import backends, tolerances
+from bngrad_kernels import backends
 from bngrad_kernels.backend import Backend
 from bngrad_kernels.problem import Array, GradGradProblem
 from bngrad_kernels.spec import BFLOAT16, FLOAT16, FLOAT32, Spec
@@ -24,14 +25,6 @@ from bngrad_protos.v1 import batch_norm_grad_pb2_grpc as pb_grpc
 
 DTYPES = [FLOAT16, BFLOAT16, FLOAT32]
 NAMES = GradGradProblem.large_inputs + GradGradProblem.small_inputs
-CASES = {
-    "NHWC": (4, 5, 6, 7),
-    "NCHW": (4, 7, 9, 9),
-    "NDHWC": (2, 3, 9, 9, 7),
-    "NCDHW": (2, 7, 0, 5, 6),
-    "NHWC large": (16, 33, 33, 24),
-    "NCHW large": (8, 96, 40, 40),  # 4.7 MiB, which is split among workers
-}
 
 
 @functools.cache
@@ -39,25 +32,6 @@ def backend() -> Backend:
     made = backends.create(DEVICE)
     made.warm_up()
     return made
-
-
-def spec_of(case: str, dtype: Any = FLOAT32, *, is_training: bool = True) -> Spec:
-    shape = CASES[case]
-    axis = len(shape) - 1 if case.split(maxsplit=1)[0].endswith("C") else 1
-    return Spec(dtype, shape, axis, epsilon=0.01, is_training=is_training, order=2)
-
-
-def arguments(case: str) -> dict[str, Any]:
-    return {"data_format": case.split(maxsplit=1)[0], "epsilon": 0.01}
-
-
-@functools.cache
-def inputs_of(spec: Spec) -> dict[str, Any]:
-    rng = np.random.default_rng(len(spec.shape))
-    arrays = {name: rng.normal(0.5, 1, spec.shape).astype(spec.dtype) for name in GradGradProblem.large_inputs}
-    return arrays | {
-        name: rng.uniform(0.5, 2, spec.channels).astype(np.float32) for name in GradGradProblem.small_inputs
-    }
 
 
 @functools.cache
@@ -71,13 +45,6 @@ def assert_same_bits(spec: Spec, outputs: tuple[Array, ...]) -> None:
     for ours, theirs in zip(outputs, expected(spec), strict=True):
         assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
         assert ours.tobytes() == theirs.tobytes()
-
-
-def assert_within_bounds(spec: Spec, outputs: tuple[Array, ...]) -> None:
-    names = ("grad_x_backprop", "grad_scale_backprop", "grad_offset_backprop", "y_backprop", "x", "scale",
-             "reserve_space_1", "reserve_space_2")  # fmt: skip
-    errors = tolerances.grad_grad_errors(spec, tuple(inputs_of(spec)[name] for name in names), outputs)
-    assert all(error <= bound for error, bound in zip(errors, tolerances.grad_grad_bounds(spec), strict=True)), errors
 
 
 @pytest.mark.parametrize("is_training", [True, False])

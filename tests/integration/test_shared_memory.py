@@ -21,21 +21,21 @@ import grpc
 import numpy as np
 import psutil
 import pytest
-from tests.integration.conftest import (
+from tests.integration.problems import Case, Inputs, assert_same_bits, random_inputs
+from tests.integration.status_details import violations
+from tests.servers import (
     DEVICE,
     ONE_WORKER,
     Transport,
     endpoints_of,
     free_port,
     is_running,
-    process,
+    python,
     regions_of,
     wait_until,
     worker_pid,
     worker_pids,
 )
-from tests.integration.problems import Case, Inputs, assert_same_bits, random_inputs
-from tests.integration.test_bad_input import violations
 
 import bngrad
 from bngrad_cli.embedded import EmbeddedServer
@@ -105,7 +105,7 @@ def test_the_memory_of_a_client_that_is_killed_amid_calls_goes_with_it(own_serve
     with bngrad.Client(own_server.target, transport="stream") as client:
         expected = CASE.run(client, INPUTS)
         before = shared_bytes_of(own_server)
-        with process(VICTIM, own_server.target) as victim:
+        with python(VICTIM, own_server.target) as victim:
             assert all(regions_of(pid) for pid in processes)
             assert shared_bytes_of(own_server) > before + 50 * 2**20
             victim.kill()
@@ -117,7 +117,7 @@ def test_the_memory_of_a_client_that_is_killed_amid_calls_goes_with_it(own_serve
 
 
 def test_a_client_that_is_closed_gives_its_memory_back_though_a_forked_child_lives(own_server: EmbeddedServer) -> None:
-    with process(FORKED, own_server.target):
+    with python(FORKED, own_server.target):
         wait_until(lambda: not regions_of(own_server.process.pid))
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.integration.conftest import Transport
 from tests.integration.problems import Case, Inputs, assert_same_bits, random_inputs
+from tests.servers import Transport
 
 import bngrad
 import bngrad.aio

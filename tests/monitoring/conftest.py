@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from tests.integration.conftest import Transport, wait_until
+from tests.servers import Transport, wait_until
 
 import bngrad
 from bngrad_cli.embedded import EmbeddedServer

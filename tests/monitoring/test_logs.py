@@ -16,8 +16,8 @@ import grpc
 import numpy as np
 import pytest
 from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
-from tests.integration.conftest import ONE_WORKER, TIMEOUT_S, endpoints_of, targets_of, wait_until, workers_of
 from tests.monitoring.conftest import HTTP, call, http_of, status_of
+from tests.servers import ONE_WORKER, TIMEOUT_S, endpoints_of, targets_of, wait_until, workers_of
 
 import bngrad
 from bngrad_cli.embedded import EmbeddedServer

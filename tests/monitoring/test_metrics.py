@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from tests.integration.conftest import wait_until, workers_of
 from tests.monitoring.conftest import HTTP, call, get, http_of, samples, status_of, tool
+from tests.servers import wait_until, workers_of
 
 import bngrad
 from bngrad_cli.embedded import EmbeddedServer

@@ -18,8 +18,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry import propagate, trace
 from opentelemetry.sdk.trace import TracerProvider
-from tests.integration.conftest import TIMEOUT_S, Transport, endpoints_of, wait_until, workers_of
 from tests.monitoring.conftest import call
+from tests.servers import TIMEOUT_S, Transport, endpoints_of, wait_until, workers_of
 
 import bngrad
 from bngrad_cli.embedded import EmbeddedServer

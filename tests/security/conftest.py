@@ -11,8 +11,8 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from tests.integration.conftest import ONE_WORKER
 from tests.security.authority import HOSTS, Authority, Pair
+from tests.servers import ONE_WORKER
 
 import bngrad
 from bngrad_cli.embedded import EmbeddedServer

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.integration.conftest import TRANSPORTS, Transport, wait_until
 from tests.security.authority import HOSTS, Authority, Pair
 from tests.security.conftest import Guarded, ask
+from tests.servers import TRANSPORTS, Transport, wait_until
 
 import bngrad
 from bngrad_wire.http2 import frames

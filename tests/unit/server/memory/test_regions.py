@@ -7,7 +7,7 @@ import resource
 from collections.abc import Iterator
 
 import pytest
-from tests.integration.conftest import regions_of
+from tests.servers import regions_of
 
 from bngrad_kernels.spec import InvalidArgumentError
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb

@@ -8,8 +8,8 @@ import ssl
 from pathlib import Path
 
 import pytest
-from tests.integration.conftest import wait_until
 from tests.security.authority import HOSTS, Authority, Pair
+from tests.servers import wait_until
 
 from bngrad_server.security.certificates import CertificatePaths, Certificates, client_of_socket
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.integration.conftest import wait_until
+from tests.servers import wait_until
 
 from bngrad_server.security.tokens import Tokens
 from bngrad_wire.tokens import new_token

@@ -11,10 +11,10 @@ from typing import Any
 
 import grpc
 import pytest
-from tests.faults.peers import path_of, request
-from tests.integration.conftest import wait_until
 from tests.monitoring.conftest import HTTP, http_of, samples
+from tests.raw_http2 import path_of, request
 from tests.security.conftest import Guarded
+from tests.servers import wait_until
 
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 

@@ -16,16 +16,16 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.integration.conftest import (
+from tests.monitoring.conftest import HTTP, call, get, http_of, status_of
+from tests.servers import (
     ONE_WORKER,
     children_of,
     free_port,
-    gate_of_workers,
+    hold_new_workers,
     is_running,
     wait_until,
     worker_pid,
 )
-from tests.monitoring.conftest import HTTP, call, get, http_of, status_of
 
 import bngrad
 from bngrad_cli.embedded import EmbeddedServer, ServerStartError
@@ -53,7 +53,7 @@ def test_a_server_that_serves_is_alive_and_ready(http: str) -> None:
 
 
 def test_without_a_worker_a_server_is_alive_but_not_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = gate_of_workers(tmp_path, monkeypatch)
+    gate = hold_new_workers(tmp_path, monkeypatch)
     with EmbeddedServer(options=(*HTTP, *ONE_WORKER)) as server:
         http = http_of(server)
         gate.touch()

@@ -12,9 +12,9 @@ from contextlib import ExitStack, closing
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from tests.faults.peers import HELLO, Peer, data, headers, path_of, prefixed, request
-from tests.integration.conftest import TIMEOUT_S, process, targets_of, wait_until
 from tests.integration.problems import Case, assert_gradients, random_inputs
+from tests.raw_http2 import PREFACE, RawConnection, data, headers, path_of, prefixed, request
+from tests.servers import TIMEOUT_S, python, targets_of, wait_until
 
 import bngrad
 from bngrad_cli.embedded import EmbeddedServer
@@ -120,7 +120,7 @@ def test_the_memory_of_a_client_that_ends_amid_an_upload_is_free_at_once(
     client: bngrad.Client, upload_target: str, number: signal.Signals
 ) -> None:
     for _ in range(2):
-        with process(UPLOAD, upload_target, 0) as uploading:
+        with python(UPLOAD, upload_target, 0) as uploading:
             wait_until_staged(client)
             uploading.send_signal(number)
             ends_at_once(client)
@@ -131,7 +131,7 @@ def test_a_stalled_upload_keeps_nobody_waiting(
 ) -> None:
     inputs = random_inputs(SMALL.spec())
     with (
-        process(UPLOAD, upload_target, 0),
+        python(UPLOAD, upload_target, 0),
         grpc.insecure_channel(small_server.target) as channel,
         bngrad.Client(small_server.target) as small,
     ):
@@ -151,8 +151,8 @@ def test_uploads_that_stand_still_do_not_make_a_server_seem_slow() -> None:
     message = prefixed(pb.ExchangeRequest(fused_batch_norm_grad_v2=begun).SerializeToString())
     with EmbeddedServer() as server, ExitStack() as standing:
         for _ in range(40):
-            peer = standing.enter_context(Peer(targets_of(server.target)["tcp"]))
-            assert peer.send(HELLO + headers("Exchange") + data(message))
+            peer = standing.enter_context(RawConnection(targets_of(server.target)["tcp"]))
+            assert peer.send(PREFACE + headers("Exchange") + data(message))
         with bngrad.Client(server.target, transport="shared", retries=False) as client:
             wait_until(lambda: client.server_info().requests == 40)
             for _ in range(5):
@@ -163,13 +163,13 @@ def test_uploads_that_stand_still_do_not_make_a_server_seem_slow() -> None:
 
 def test_the_deadline_of_a_stalled_upload_ends_it(client: bngrad.Client, upload_target: str) -> None:
     """The server keeps it: the client is stopped, so that it cannot cancel anything."""
-    with process(UPLOAD, upload_target, TO_GET_THERE_S) as uploading:
+    with python(UPLOAD, upload_target, TO_GET_THERE_S) as uploading:
         os.kill(uploading.pid, signal.SIGSTOP)
         ends_at_once(client)
 
 
 def test_a_client_learns_that_the_deadline_of_its_upload_has_passed(client: bngrad.Client, upload_target: str) -> None:
-    with process(UPLOAD.replace("next(", "call = (") + REPORT, upload_target, TO_GET_THERE_S) as uploading:
+    with python(UPLOAD.replace("next(", "call = (") + REPORT, upload_target, TO_GET_THERE_S) as uploading:
         assert uploading.communicate(timeout=TIMEOUT_S)[0] == "DEADLINE_EXCEEDED\n"
     ends_at_once(client)
 
@@ -188,7 +188,7 @@ def test_the_time_that_a_small_upload_takes_counts(server: EmbeddedServer) -> No
 
 
 def test_the_memory_of_calls_that_a_client_closes_amid_their_answers_is_free_at_once(server: EmbeddedServer) -> None:
-    with process(CLOSE, server.target), bngrad.Client(server.target) as client:
+    with python(CLOSE, server.target), bngrad.Client(server.target) as client:
         wait_until(lambda: client.server_info().requests == 0, AT_ONCE_S)
 
 

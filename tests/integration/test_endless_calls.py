@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import grpc
 import pytest
-from tests.faults.peers import HELLO, Peer, data, headers, path_of, prefixed, request
-from tests.integration.conftest import ONE_WORKER, TIMEOUT_S, targets_of
+from tests.raw_http2 import PREFACE, RawConnection, data, headers, path_of, prefixed, request
+from tests.servers import ONE_WORKER, TIMEOUT_S, targets_of
 
 from bngrad_cli.embedded import EmbeddedServer
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
@@ -41,12 +41,12 @@ def test_others_are_served_beside_a_call_whose_client_goes_on_sending(call: Call
         targets = targets_of(server.target)
         is_over = threading.Event()
 
-        def flood(peer: Peer) -> None:
-            peer.send(HELLO + call())
+        def flood(peer: RawConnection) -> None:
+            peer.send(PREFACE + call())
             while not is_over.is_set() and peer.send(CREDIT):
                 pass
 
-        with Peer(targets["tcp"]) as peer:
+        with RawConnection(targets["tcp"]) as peer:
             flooder = threading.Thread(target=flood, args=(peer,))
             flooder.start()
             try:

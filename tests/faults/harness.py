@@ -9,22 +9,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from tests.faults import usage
+from tests.faults import resource_usage
 from tests.faults.load import Load, Tally
-from tests.faults.service import Service
+from tests.faults.server import RestartableServer
 
 
 @dataclass(frozen=True)
-class Scene:
+class Harness:
     """A server, the load on it, and the file by which its clock is set.
 
     Attributes:
         service: The server.
         load: Who calls it; running whenever a fault is injected.
-        clock: See `tests.faults.surroundings.set_clock`.
+        clock: See `tests.faults.machine_faults.set_clock`.
     """
 
-    service: Service
+    service: RestartableServer
     load: Load
     clock: Path
 
@@ -49,7 +49,7 @@ class Fault:
         kills_workers: What it says; a request that two workers die of is given up.
     """
 
-    inject: Callable[[Scene, float, Random], None]
+    inject: Callable[[Harness, float, Random], None]
     allowed: frozenset[str] = frozenset()
     mixes: bool = True
     kills_workers: bool = False
@@ -59,7 +59,7 @@ class Fault:
         return self.inject.__name__
 
 
-class BrokenPromiseError(AssertionError):
+class InvariantError(AssertionError):
     """The server did not do under a fault what it should.
 
     Attributes:
@@ -71,7 +71,7 @@ class BrokenPromiseError(AssertionError):
         self.tally = tally
 
 
-def endure(scene: Scene, faults: list[Fault], seconds: float, rng: Random) -> Tally:
+def endure(scene: Harness, faults: list[Fault], seconds: float, rng: Random) -> Tally:
     """Injects faults under load, all at once, and holds the server to its promises.
 
     Raises:
@@ -79,7 +79,7 @@ def endure(scene: Scene, faults: list[Fault], seconds: float, rng: Random) -> Ta
             traceback in the log, or something that is left of memory, descriptors, processes or shared memory.
     """
     service, load = scene.service, scene.load
-    before, logged = usage.measure(service), len(service.log())
+    before, logged = resource_usage.measure(service), len(service.log())
     tally = Tally()
     try:
         with load.running(tally):
@@ -88,11 +88,11 @@ def endure(scene: Scene, faults: list[Fault], seconds: float, rng: Random) -> Ta
             load.wait_for_answers()
         assert not (breaches := tally.breaches(_allowed(faults))), breaches
         assert not (tracebacks := service.tracebacks(logged)), tracebacks
-        usage.wait_until_back(service, before)
+        resource_usage.wait_until_back(service, before)
     except Exception as error:
         service.restart()  # the next fault finds a server that is well
         warm_up(scene)
-        raise BrokenPromiseError(str(error), tally) from error
+        raise InvariantError(str(error), tally) from error
     return tally
 
 
@@ -102,14 +102,14 @@ def _allowed(faults: list[Fault]) -> frozenset[str]:
     return allowed | {"InternalError"} if sum(fault.kills_workers for fault in faults) > 1 else allowed
 
 
-def _inject(scene: Scene, faults: list[Fault], seconds: float, rng: Random) -> None:
+def _inject(scene: Harness, faults: list[Fault], seconds: float, rng: Random) -> None:
     with ThreadPoolExecutor(len(faults)) as threads:
         injected = [threads.submit(fault.inject, scene, seconds, Random(rng.random())) for fault in faults]
     for future in injected:
         future.result()
 
 
-def warm_up(scene: Scene, seconds: float = 2.0) -> None:
+def warm_up(scene: Harness, seconds: float = 2.0) -> None:
     """Has a server touch the memory that it will go on using."""
     with scene.load.running(Tally()):
         for _ in scene.rounds(seconds):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.integration.test_commands import run
 from tests.security.conftest import Guarded
+from tests.servers import run_bngrad
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def known(guarded: Guarded, tmp_path: Path) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("command", [("check",), ("check", "--quick"), ("info",)], ids=" ".join)
 def test_a_known_user_is_answered(guarded: Guarded, known: tuple[str, ...], command: tuple[str, ...]) -> None:
-    ended = run(*command, *known, guarded.server.target)
+    ended = run_bngrad(*command, *known, guarded.server.target)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert guarded.token not in ended.stdout
 
@@ -34,7 +34,7 @@ def test_a_known_user_is_answered(guarded: Guarded, known: tuple[str, ...], comm
     ],
 )
 def test_others_are_told_what_is_missing(guarded: Guarded, known: tuple[str, ...], options: int, message: str) -> None:
-    ended = run("check", "--timeout", "60", *known[:options], guarded.server.target)
+    ended = run_bngrad("check", "--timeout", "60", *known[:options], guarded.server.target)
     assert ended.returncode == 1
     assert message in ended.stderr
     assert "Traceback" not in ended.stderr
@@ -43,19 +43,19 @@ def test_others_are_told_what_is_missing(guarded: Guarded, known: tuple[str, ...
 def test_a_token_that_is_not_good_is_named(guarded: Guarded, known: tuple[str, ...], tmp_path: Path) -> None:
     wrong = tmp_path / "wrong"
     wrong.write_text("wrong\n")
-    ended = run("check", *known[:6], "--token-file", str(wrong), "--timeout", "60", guarded.server.target)
+    ended = run_bngrad("check", *known[:6], "--token-file", str(wrong), "--timeout", "60", guarded.server.target)
     assert ended.returncode == 1
     assert f"answered UNAUTHENTICATED: a valid token is needed; that of {wrong} is not" in ended.stderr
 
 
 def test_a_token_is_not_sent_to_other_hosts_in_the_clear(known: tuple[str, ...]) -> None:
     for arguments in (("check", "--quick"), ("info",)):
-        ended = run(*arguments, *known[6:8], "192.0.2.1:1", "--timeout", "0.1")
+        ended = run_bngrad(*arguments, *known[6:8], "192.0.2.1:1", "--timeout", "0.1")
         assert ended.returncode == 1
         assert "the token would travel unencrypted to 192.0.2.1:1" in ended.stderr
 
 
 def test_a_certificate_needs_its_key(known: tuple[str, ...]) -> None:
-    ended = run("info", *known[2:4])
+    ended = run_bngrad("info", *known[2:4])
     assert ended.returncode == 2
     assert "--tls-certificate and --tls-key need each other" in ended.stderr

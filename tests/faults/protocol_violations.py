@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 import grpc
-from tests.faults.peers import HELLO, TIMEOUT_S, data, headers, path_of, prefixed, request
+from tests.raw_http2 import PREFACE, TIMEOUT_S, data, headers, path_of, prefixed, request
 
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_wire.http2 import frames
@@ -90,17 +90,17 @@ def messages() -> dict[str, list[Unary | pb.ExchangeRequest | bytes]]:
 
 def conversations() -> dict[str, bytes]:
     """What no client of HTTP/2 says."""
-    call, opening = headers("FusedBatchNormGradV2"), HELLO + headers("FusedBatchNormGradV2")
+    call, opening = headers("FusedBatchNormGradV2"), PREFACE + headers("FusedBatchNormGradV2")
     longest = frames.LARGEST_FRAME_SIZE
     return {
         "HTTP/1": b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
         "TLS": bytes.fromhex("16030100c8010000c40303") + bytes(190),
         "zeros": bytes(2**16),
-        "half a greeting": HELLO[:12],
+        "half a greeting": PREFACE[:12],
         "no SETTINGS": frames.PREFACE + call,
         "a message of 4 GiB": opening + data(b"\0\xff\xff\xff\xff" + bytes(100)),
-        "a message of 4 GiB in an exchange": HELLO + headers("Exchange") + data(b"\0\xff\xff\xff\xff" + bytes(100)),
-        "a chunk of 4 GiB": HELLO
+        "a message of 4 GiB in an exchange": PREFACE + headers("Exchange") + data(b"\0\xff\xff\xff\xff" + bytes(100)),
+        "a chunk of 4 GiB": PREFACE
         + headers("Exchange")
         + data(prefixed(pb.ExchangeRequest(fused_batch_norm_grad_v2=request(_NBYTES, whole=False)).SerializeToString()))
         + data(b"\0\xff\xff\xff\xff\x22\xfa\xff\xff\xff\x0f" + bytes(100)),
@@ -110,21 +110,21 @@ def conversations() -> dict[str, bytes]:
         "a frame longer than allowed": opening + frames.frame_header(longest, frames.DATA, 0, 1) + bytes(1000),
         "a frame that is cut off": opening + frames.frame_header(2**14, frames.DATA, 0, 1) + bytes(1000),
         "padding longer than the frame": opening + frames.frame(frames.DATA, frames.PADDED, 1, b"\xff" + bytes(8)),
-        "data of a stream that is not there": HELLO + data(bytes(100), 7),
-        "headers of stream 0": HELLO + headers("FusedBatchNormGradV2", 0),
-        "headers that end nowhere": HELLO + frames.frame(frames.HEADERS, 0, 1, b"") + _continuations(5000),
-        "a mebibyte of metadata": HELLO + headers("FusedBatchNormGradV2", 1, [("x-huge", "x" * 2**20)]),
-        "ten thousand headers": HELLO + headers("FusedBatchNormGradV2", 1, [("x-many", "x")] * 10_000),
-        "no path": HELLO + frames.frame(frames.HEADERS, frames.END_HEADERS, 1, b""),
-        "garbage for headers": HELLO + frames.frame(frames.HEADERS, frames.END_HEADERS, 1, b"\xff" * 100),
-        "an unknown method": HELLO + headers("Nothing") + data(prefixed(b""), end=True),
-        "a timeout without a unit": HELLO + headers("FusedBatchNormGradV2", 1, [("grpc-timeout", "10")]),
-        "a timeout of ages": HELLO + headers("FusedBatchNormGradV2", 1, [("grpc-timeout", "99999999H")]),
-        "a content length that lies": HELLO + headers("Exchange", 1, [("content-length", "9")]) + data(bytes(100)),
-        "a window past its end": HELLO + frames.window_update(0, 2**31 - 1) * 2,
-        "a window update by 0": HELLO + frames.window_update(0, 0),
-        "a flood of SETTINGS": HELLO + frames.settings({1: 0}) * 20_000,
-        "a flood of PING": HELLO + frames.frame(frames.PING, 0, 0, bytes(8)) * 20_000,
+        "data of a stream that is not there": PREFACE + data(bytes(100), 7),
+        "headers of stream 0": PREFACE + headers("FusedBatchNormGradV2", 0),
+        "headers that end nowhere": PREFACE + frames.frame(frames.HEADERS, 0, 1, b"") + _continuations(5000),
+        "a mebibyte of metadata": PREFACE + headers("FusedBatchNormGradV2", 1, [("x-huge", "x" * 2**20)]),
+        "ten thousand headers": PREFACE + headers("FusedBatchNormGradV2", 1, [("x-many", "x")] * 10_000),
+        "no path": PREFACE + frames.frame(frames.HEADERS, frames.END_HEADERS, 1, b""),
+        "garbage for headers": PREFACE + frames.frame(frames.HEADERS, frames.END_HEADERS, 1, b"\xff" * 100),
+        "an unknown method": PREFACE + headers("Nothing") + data(prefixed(b""), end=True),
+        "a timeout without a unit": PREFACE + headers("FusedBatchNormGradV2", 1, [("grpc-timeout", "10")]),
+        "a timeout of ages": PREFACE + headers("FusedBatchNormGradV2", 1, [("grpc-timeout", "99999999H")]),
+        "a content length that lies": PREFACE + headers("Exchange", 1, [("content-length", "9")]) + data(bytes(100)),
+        "a window past its end": PREFACE + frames.window_update(0, 2**31 - 1) * 2,
+        "a window update by 0": PREFACE + frames.window_update(0, 0),
+        "a flood of SETTINGS": PREFACE + frames.settings({1: 0}) * 20_000,
+        "a flood of PING": PREFACE + frames.frame(frames.PING, 0, 0, bytes(8)) * 20_000,
         "a flood of resets of one stream": opening + frames.rst_stream(1, ErrorCode.CANCEL) * 20_000,
         "a flood of empty DATA": opening + data(b"") * 20_000,
     }

@@ -14,8 +14,8 @@ from typing import Any
 
 import grpc
 import pytest
-from tests.faults.peers import path_of, request
-from tests.integration.conftest import ONE_WORKER, TIMEOUT_S, run_at_start, targets_of, wait_until, worker_pid
+from tests.raw_http2 import path_of, request
+from tests.servers import ONE_WORKER, TIMEOUT_S, run_at_start, targets_of, wait_until, worker_pid
 
 from bngrad_cli.embedded import EmbeddedServer
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from tests.faults.service import Service
-from tests.integration.conftest import descriptors_of, wait_until
+from tests.faults.server import RestartableServer
+from tests.servers import descriptors_of, wait_until
 
 from bngrad_server.config import MAX_CALLS
 
@@ -59,7 +59,7 @@ few descriptors of its own pollers; the pools of handlers make their threads on 
 mix's largest requests, of 38 MiB each, would not go unseen."""
 
 
-def measure(service: Service) -> Usage:
+def measure(service: RestartableServer) -> Usage:
     """Measures a service that nobody calls."""
     workers = [_of(pid) for pid in service.workers()]
     return Usage(
@@ -76,7 +76,7 @@ def measure(service: Service) -> Usage:
     )
 
 
-def wait_until_back(service: Service, before: Usage) -> None:
+def wait_until_back(service: RestartableServer, before: Usage) -> None:
     """Returns once a service takes no more than before; what nobody uses any longer may be given back in a moment.
 
     Raises:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from tests.integration.conftest import wait_until
 from tests.monitoring.conftest import HTTP, call_in_every_way, get, http_of, status_of, tool
+from tests.servers import wait_until
 
 from bngrad_cli.embedded import EmbeddedServer
 from bngrad_cli.main import main as command_line

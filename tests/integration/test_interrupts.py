@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.integration.conftest import (
+from tests.servers import (
     DEVICE,
     ONE_WORKER,
     TIMEOUT_S,
     TRANSPORTS,
     Transport,
-    process,
+    python,
     regions_of,
     wait_until,
     worker_pid,
@@ -92,7 +92,7 @@ def stopped_worker(server: EmbeddedServer) -> Iterator[int]:
 def test_a_program_ends_without_waiting_for_calls(
     server: EmbeddedServer, stopped_worker: int, code: str, transport: Transport
 ) -> None:
-    with process(BEGIN + code, server.target, transport) as running:
+    with python(BEGIN + code, server.target, transport) as running:
         assert running.communicate(timeout=TIMEOUT_S)[0] == ""
         assert running.returncode == 3
     os.kill(stopped_worker, signal.SIGCONT)
@@ -103,7 +103,7 @@ def test_a_program_ends_without_waiting_for_calls(
 def test_ctrl_c_ends_a_call_and_spares_the_client(
     server: EmbeddedServer, stopped_worker: int, transport: Transport
 ) -> None:
-    with process(BEGIN + CTRL_C, server.target, transport) as running:
+    with python(BEGIN + CTRL_C, server.target, transport) as running:
         running.send_signal(signal.SIGINT)
         assert running.stdout is not None
         assert running.stdout.readline() == "interrupted\n"

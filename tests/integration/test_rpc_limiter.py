@@ -11,8 +11,8 @@ from pathlib import Path
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from tests.faults.peers import HELLO, Peer, data, headers, path_of, prefixed, request
-from tests.integration.conftest import ONE_WORKER, TIMEOUT_S, gate_of_workers, wait_until, worker_pid
+from tests.raw_http2 import PREFACE, RawConnection, data, headers, path_of, prefixed, request
+from tests.servers import ONE_WORKER, TIMEOUT_S, hold_new_workers, wait_until, worker_pid
 
 from bngrad_cli.embedded import EmbeddedServer
 from bngrad_server.config import MAX_CALLS
@@ -24,7 +24,7 @@ REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 OP = request(256).SerializeToString()
 CONNECTIONS = 32
 """With MAX_CALLS each: more calls of any kind than may wait."""
-PATIENT = ("--transfer-timeout", "600")
+PATIENT_SUPERVISOR = ("--transfer-timeout", "600")
 """What stands still would be ended sooner or later."""
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -33,19 +33,19 @@ READS_NOTHING = frames.PREFACE + frames.settings({frames.INITIAL_WINDOW_SIZE: 0}
 
 @pytest.fixture(scope="module", params=[(), ("--traces",)], ids=["", "traces"])
 def server(request: pytest.FixtureRequest) -> Iterator[EmbeddedServer]:
-    with EmbeddedServer(options=(*ONE_WORKER, *PATIENT, *request.param)) as server:
+    with EmbeddedServer(options=(*ONE_WORKER, *PATIENT_SUPERVISOR, *request.param)) as server:
         yield server
         assert server.stop() == 0
 
 
 @contextmanager
 def flood(
-    server: EmbeddedServer, path: str, begun: bytes, hello: bytes = HELLO, connections: int = CONNECTIONS
+    server: EmbeddedServer, path: str, begun: bytes, hello: bytes = PREFACE, connections: int = CONNECTIONS
 ) -> Iterator[None]:
     """Calls that all begin alike, and go on no further."""
     calls = [headers(path, stream) + (data(begun, stream) if begun else b"") for stream in range(1, 2 * MAX_CALLS, 2)]
     with ExitStack() as stack:
-        peers = [stack.enter_context(Peer(server.target)) for _ in range(connections)]
+        peers = [stack.enter_context(RawConnection(server.target)) for _ in range(connections)]
         for peer in peers:
             assert peer.send(hello + b"".join(calls))
         yield
@@ -57,7 +57,7 @@ def status_of(channel: grpc.Channel) -> int:
     return int(answer.status)
 
 
-@pytest.mark.parametrize("hello", [HELLO, READS_NOTHING], ids=["", "reads nothing"])
+@pytest.mark.parametrize("hello", [PREFACE, READS_NOTHING], ids=["", "reads nothing"])
 @pytest.mark.parametrize("begun", [b"", prefixed(b"")], ids=["no message", "message"])
 @pytest.mark.parametrize(
     "path", [f"{HEALTH}Check", WATCH, REFLECTION, "/grpc.channelz.v1.Channelz/GetServers", path_of("ServerInfo")]
@@ -83,7 +83,7 @@ def test_health_is_told_in_a_flood_of_ops_and_ops_are_answered_once_it_is_over(
 def test_who_watches_health_is_told_each_change_and_the_end_however_many_others_take_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate = gate_of_workers(tmp_path, monkeypatch)
+    gate = hold_new_workers(tmp_path, monkeypatch)
     with EmbeddedServer(options=ONE_WORKER) as server, grpc.insecure_channel(server.target) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch  # type: ignore[attr-defined]
         with flood(server, WATCH, prefixed(b""), READS_NOTHING, connections=4):

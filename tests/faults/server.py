@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 
 import psutil
-from tests.integration.conftest import endpoints_of, free_port, is_running, wait_until, workers_of
+from tests.servers import endpoints_of, free_port, is_running, wait_until, workers_of
 
 import bngrad
 
@@ -31,7 +31,7 @@ _MARK = "BNGRAD_TEST_SERVICE"
 _OWN_SHARED_MEMORY = 'mount -t tmpfs -o size="$0" bngrad-test /dev/shm && exec "$@"'
 
 
-class Service:
+class RestartableServer:
     """Runs ``bngrad serve`` on a TCP port and a Unix socket for the length of a ``with`` block.
 
     Attributes:
@@ -71,7 +71,7 @@ class Service:
             unshare = ["unshare", "--mount", *([] if os.getuid() == 0 else ["--map-root-user"])]
             self._command = [*unshare, "sh", "-c", _OWN_SHARED_MEMORY, shm, *self._command]
 
-    def __enter__(self) -> Service:
+    def __enter__(self) -> RestartableServer:
         self.start()
         return self
 

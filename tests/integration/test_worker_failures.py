@@ -13,21 +13,21 @@ import grpc
 import numpy as np
 import psutil
 import pytest
-from tests.faults.peers import path_of, request
-from tests.integration.conftest import (
+from tests.integration.problems import assert_gradients, random_inputs
+from tests.raw_http2 import path_of, request
+from tests.servers import (
     ONE_WORKER,
-    PATIENT,
+    PATIENT_SUPERVISOR,
     TIMEOUT_S,
     Transport,
     descriptors_of,
-    gate_of_workers,
+    hold_new_workers,
     is_running,
     run_at_start,
     wait_until,
     worker_pid,
     worker_pids,
 )
-from tests.integration.problems import assert_gradients, random_inputs
 
 import bngrad
 from bngrad_cli.embedded import EmbeddedServer
@@ -52,7 +52,7 @@ def test_a_request_survives_the_worker_that_held_it(own_server: EmbeddedServer) 
 
 def test_a_request_is_not_given_up_for_workers_that_die_before_they_have_read_it() -> None:
     with (
-        EmbeddedServer(options=("--workers", "3", "--threads", "1", *PATIENT)) as server,
+        EmbeddedServer(options=("--workers", "3", "--threads", "1", *PATIENT_SUPERVISOR)) as server,
         bngrad.Client(server.target) as client,
         ThreadPoolExecutor() as threads,
     ):
@@ -123,7 +123,7 @@ def test_an_idle_worker_that_dies_is_replaced_before_anyone_asks(own_server: Emb
 def test_a_request_that_kills_two_workers_is_given_up_and_the_server_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate = gate_of_workers(tmp_path, monkeypatch)
+    gate = hold_new_workers(tmp_path, monkeypatch)
     with (
         EmbeddedServer(options=ONE_WORKER) as server,
         bngrad.Client(server.target) as client,

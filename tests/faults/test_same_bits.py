@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.faults.service import Service
-from tests.integration.conftest import TRANSPORTS, Transport
+from tests.faults.server import RestartableServer
 from tests.integration.problems import Case, Inputs, assert_same_bits, random_inputs
+from tests.servers import TRANSPORTS, Transport
 
 import bngrad
 from bngrad_kernels.spec import TENSOR_DTYPES
@@ -69,18 +69,18 @@ asked = st.builds(
 def alone() -> Iterator[bngrad.Client]:
     """A client of a server with one worker of one thread, which gets one request at a time."""
     options = ("--workers", "1", "--threads", "1", "--max-batch-jobs", "1")
-    with Service(options=options) as service, bngrad.Client(service.target, transport="unary") as client:
+    with RestartableServer(options=options) as service, bngrad.Client(service.target, transport="unary") as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def service() -> Iterator[Service]:
-    with Service() as service:
+def service() -> Iterator[RestartableServer]:
+    with RestartableServer() as service:
         yield service
 
 
 @pytest.fixture(scope="module")
-def clients(service: Service) -> Iterator[dict[Transport, bngrad.Client]]:
+def clients(service: RestartableServer) -> Iterator[dict[Transport, bngrad.Client]]:
     with ExitStack() as stack:
         yield {each: stack.enter_context(bngrad.Client(service.target, transport=each)) for each in TRANSPORTS}
 
@@ -89,7 +89,7 @@ def clients(service: Service) -> Iterator[dict[Transport, bngrad.Client]]:
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_a_request_has_the_bits_that_it_has_alone(
     alone: bngrad.Client,
-    service: Service,
+    service: RestartableServer,
     clients: dict[Transport, bngrad.Client],
     company: list[Asked],
     at_once: int,

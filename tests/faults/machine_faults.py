@@ -14,8 +14,8 @@ from pathlib import Path
 from random import Random
 
 import psutil
-from tests.faults.peers import Peer
-from tests.faults.scene import Scene
+from tests.faults.harness import Harness
+from tests.raw_http2 import RawConnection
 
 HOUR_S = 3600.0
 _SPARE_DESCRIPTORS = 16
@@ -34,7 +34,7 @@ with open("/dev/shm/filler", "wb", buffering=0) as file:
 """
 
 
-def exhaust_descriptors(scene: Scene, seconds: float, rng: Random) -> None:
+def exhaust_descriptors(scene: Harness, seconds: float, rng: Random) -> None:
     """Lets the front process open a few files only, takes them all, kills a worker meanwhile, and lets go."""
     service = scene.service
     front, addresses = service.process.pid, list(service.addresses().values())
@@ -45,7 +45,7 @@ def exhaust_descriptors(scene: Scene, seconds: float, rng: Random) -> None:
         with ExitStack() as stack:
             for number in range(4 * _SPARE_DESCRIPTORS):
                 with suppress(OSError):
-                    stack.enter_context(Peer(addresses[number % len(addresses)]))
+                    stack.enter_context(RawConnection(addresses[number % len(addresses)]))
             os.kill(rng.choice(service.workers()), signal.SIGKILL)
             time.sleep(seconds)
         service.wait_until_whole()
@@ -54,7 +54,7 @@ def exhaust_descriptors(scene: Scene, seconds: float, rng: Random) -> None:
         resource.prlimit(front, resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def jump_in_time(scene: Scene, seconds: float, rng: Random) -> None:
+def jump_in_time(scene: Harness, seconds: float, rng: Random) -> None:
     """Sets the wall clock of the server's processes an hour forth and back, again and again."""
     try:
         for _ in scene.rounds(seconds):
@@ -65,7 +65,7 @@ def jump_in_time(scene: Scene, seconds: float, rng: Random) -> None:
         set_clock(scene.clock, 0.0)
 
 
-def fill_shared_memory(scene: Scene, seconds: float, rng: Random) -> None:
+def fill_shared_memory(scene: Harness, seconds: float, rng: Random) -> None:
     """Fills /dev/shm, which the server and its callers have for themselves, to the last byte."""
     assert scene.service.inside(), "the machine's own /dev/shm is not to be filled"
     command = [*scene.service.inside(), sys.executable, "-c", _FILL]

@@ -1,10 +1,11 @@
-"""A client process that asks for one request after the other, and checks every bit of every answer.
+"""A client process that sends requests one after the other and checks every bit of every answer.
 
-Run as ``python -m tests.faults.caller TARGET KIND THREADS SEED PROBLEMS SHORTEST_S LONGEST_S``. KIND is a transport of
-the client, or "aio" for the client of asyncio; timeouts are drawn between the last two. It obeys the lines of its
-stdin: on "run" its threads share a new client and begin, on "pause" they end and the client is closed. It writes JSON,
-a line at a time: while it runs, a list of when, on the monotonic clock, and of how many answers each thread had got by
-then; after a pause, the whole tally, which is a dict.
+Run as ``python -m tests.faults.load_process TARGET KIND THREADS SEED PROBLEMS SHORTEST_S LONGEST_S``. KIND is a
+transport of the client, or "aio" for the asyncio client; each call's timeout is drawn between the last two.
+
+It obeys the lines of its stdin: on "run" its threads share a new client and begin, on "pause" they end and the client
+is closed. It writes JSON lines: while it runs, a list of the monotonic time and of how many answers each thread had got
+by then; after a pause, the whole tally, a dict.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
-from tests.faults import mix
+from tests.faults import workload
 
 import bngrad
 
@@ -33,7 +34,7 @@ _BREATH_S = 0.05
 def main() -> None:
     """Obeys stdin until it ends."""
     target, kind, threads, seed, problems, shortest_s, longest_s = sys.argv[1:]
-    caller = _Caller(mix.load(Path(problems)), (float(shortest_s), float(longest_s)))
+    caller = _Caller(workload.load(Path(problems)), (float(shortest_s), float(longest_s)))
     _write("ready")
     for command in sys.stdin:
         if command == "run\n":
@@ -50,7 +51,7 @@ def _write(what: Any) -> None:
 class _Caller:
     """The threads of this process and what became of their requests."""
 
-    def __init__(self, problems: list[mix.Problem], timeouts_s: tuple[float, float]) -> None:
+    def __init__(self, problems: list[workload.Problem], timeouts_s: tuple[float, float]) -> None:
         self._problems = problems
         self._weights = [problem.request.weight for problem in problems]
         self._longest_s = timeouts_s[1]
@@ -101,7 +102,7 @@ class _Caller:
             elif outcome not in ("wrong", "DeadlineExceededError"):
                 time.sleep(_BREATH_S)
 
-    def _outcome(self, problem: mix.Problem, timeout_s: float) -> tuple[str, str]:
+    def _outcome(self, problem: workload.Problem, timeout_s: float) -> tuple[str, str]:
         """What became of a request, in a word, and how it was told."""
         try:
             outputs = self._client.run(problem, timeout_s)
@@ -124,7 +125,7 @@ class _Client:
     def __init__(self, target: str, transport: Any) -> None:
         self._client = bngrad.Client(target, transport=transport)
 
-    def run(self, problem: mix.Problem, timeout_s: float) -> tuple[Any, ...]:
+    def run(self, problem: workload.Problem, timeout_s: float) -> tuple[Any, ...]:
         outputs: tuple[Any, ...] = problem.request.case.run(self._client, problem.inputs, timeout=timeout_s)
         return outputs
 
@@ -140,7 +141,7 @@ class _AsyncClient:
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self._client = bngrad.aio.Client(target)
 
-    def run(self, problem: mix.Problem, timeout_s: float) -> tuple[Any, ...]:
+    def run(self, problem: workload.Problem, timeout_s: float) -> tuple[Any, ...]:
         call = problem.request.case.run(self._client, problem.inputs, timeout=timeout_s)
         outputs: tuple[Any, ...] = asyncio.run_coroutine_threadsafe(call, self._loop).result()
         return outputs

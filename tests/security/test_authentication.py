@@ -10,9 +10,9 @@ from contextlib import ExitStack
 
 import grpc
 import pytest
-from tests.faults.peers import path_of, request
-from tests.integration.conftest import TRANSPORTS, Transport, wait_until
+from tests.raw_http2 import path_of, request
 from tests.security.conftest import DOORS, Guarded, ask
+from tests.servers import TRANSPORTS, Transport, wait_until
 
 import bngrad
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb

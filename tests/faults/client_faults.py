@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from random import Random
 
-from tests.faults import lies
-from tests.faults.peers import HELLO, Peer, data, headers, unary_upload, upload, whole_call
-from tests.faults.scene import Scene
-from tests.faults.service import TRANSFER_TIMEOUT_S
+from tests.faults import protocol_violations
+from tests.faults.harness import Harness
+from tests.faults.server import TRANSFER_TIMEOUT_S
+from tests.raw_http2 import PREFACE, RawConnection, data, headers, unary_upload, upload, whole_call
 
 from bngrad_wire.http2 import frames
 from bngrad_wire.http2.errors import ErrorCode
@@ -29,32 +29,32 @@ _SMALL = 4096
 _CLOSED_WINDOW = frames.PREFACE + frames.settings({frames.INITIAL_WINDOW_SIZE: 0})
 
 
-def write_slowly(scene: Scene, seconds: float, rng: Random) -> None:
+def write_slowly(scene: Harness, seconds: float, rng: Random) -> None:
     """Begins many uploads and sends a byte now and then, in the midst of a frame or as a frame of its own."""
     frame = frames.frame_header(2**14, frames.DATA, 0, 1)
 
-    def begin(peer: Peer, number: int) -> Callable[[], bool]:
+    def begin(peer: RawConnection, number: int) -> Callable[[], bool]:
         peer.send((upload() if number % 4 < 2 else unary_upload()) + (frame if number % 2 else b""))
         return lambda: peer.send(b"\0" if number % 2 else data(b"\0"))
 
     _drip(scene, seconds, begin)
 
 
-def read_slowly(scene: Scene, seconds: float, rng: Random) -> None:
+def read_slowly(scene: Harness, seconds: float, rng: Random) -> None:
     """Asks for much and takes nothing of the answers, or a byte now and then."""
 
-    def begin(peer: Peer, number: int) -> Callable[[], bool]:
+    def begin(peer: RawConnection, number: int) -> Callable[[], bool]:
         peer.send(whole_call(_SMALL, _CLOSED_WINDOW))
         return lambda: peer.send(frames.window_update(1, 1)) if number % 2 else True
 
     _drip(scene, seconds, begin)
 
 
-def _drip(scene: Scene, seconds: float, begin: Callable[[Peer, int], Callable[[], bool]]) -> None:
+def _drip(scene: Harness, seconds: float, begin: Callable[[RawConnection, int], Callable[[], bool]]) -> None:
     """Has many peers begin something, and go on with it byte by byte until all are cut off; others must be served."""
     addresses = [address for name, address in scene.service.addresses().items() if name != "regions"]
     with ExitStack() as stack:
-        peers = [stack.enter_context(Peer(address)) for address in addresses for _ in range(_SLOW)]
+        peers = [stack.enter_context(RawConnection(address)) for address in addresses for _ in range(_SLOW)]
         steps = {peer: begin(peer, number) for number, peer in enumerate(peers)}
         deadline = time.monotonic() + max(seconds, _CUT_OFF_S)
         while peers and time.monotonic() < deadline:
@@ -64,7 +64,7 @@ def _drip(scene: Scene, seconds: float, begin: Callable[[Peer, int], Callable[[]
         scene.load.wait_for_answers()
 
 
-def break_off(scene: Scene, seconds: float, rng: Random) -> None:
+def break_off(scene: Harness, seconds: float, rng: Random) -> None:
     """Half-closes, shuts down and resets calls and connections, amid uploads and answers."""
     addresses = [address for name, address in scene.service.addresses().items() if name != "regions"]
     for _ in scene.rounds(seconds):
@@ -76,61 +76,61 @@ def break_off(scene: Scene, seconds: float, rng: Random) -> None:
             _reset_amid_answer,
             _flood,
         ):
-            with Peer(rng.choice(addresses)) as peer:
+            with RawConnection(rng.choice(addresses)) as peer:
                 trick(peer)
     scene.load.wait_for_answers()
 
 
-def _half_close_the_call(peer: Peer) -> None:
+def _half_close_the_call(peer: RawConnection) -> None:
     peer.send(upload() + data(b"", end=True))
     assert peer.is_closed_by_server()
 
 
-def _stop_writing(peer: Peer) -> None:
+def _stop_writing(peer: RawConnection) -> None:
     peer.send(upload())
     assert peer.is_closed_by_server()
 
 
-def _stop_reading(peer: Peer) -> None:
+def _stop_reading(peer: RawConnection) -> None:
     peer.send(upload())
     peer.sock.shutdown(0)
     peer.send(data(bytes(2**14)))
 
 
-def _reset_amid_upload(peer: Peer) -> None:
+def _reset_amid_upload(peer: RawConnection) -> None:
     peer.send(upload())
     peer.reset()
 
 
-def _reset_amid_answer(peer: Peer) -> None:
+def _reset_amid_answer(peer: RawConnection) -> None:
     peer.send(whole_call(_SMALL, _CLOSED_WINDOW))
     time.sleep(_DRIP_S)
     peer.reset()
 
 
-def _flood(peer: Peer) -> None:
+def _flood(peer: RawConnection) -> None:
     """Opens calls and resets them at once."""
     calls = (
         headers("FusedBatchNormGradV2", stream) + frames.rst_stream(stream, ErrorCode.CANCEL)
         for stream in range(1, 2 * _RESETS, 2)
     )
-    peer.send(HELLO + b"".join(calls))
+    peer.send(PREFACE + b"".join(calls))
     assert peer.is_closed_by_server()
 
 
-def come_in_crowds(scene: Scene, seconds: float, rng: Random) -> None:
+def come_in_crowds(scene: Harness, seconds: float, rng: Random) -> None:
     """Opens a thousand connections to each address, says nothing or half a greeting on them, and keeps them."""
     addresses = scene.service.addresses()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    greetings = [b"", HELLO[:12], HELLO, HELLO + headers("FusedBatchNormGradV2"), None]
+    greetings = [b"", PREFACE[:12], PREFACE, PREFACE + headers("FusedBatchNormGradV2"), None]
     try:
         with ExitStack() as stack:
             for address in addresses.values():
                 for number in range(_CROWD):
                     with suppress(OSError):  # the server may have had enough of them
                         greeting = greetings[number % len(greetings)]
-                        peer = stack.enter_context(Peer(address))
+                        peer = stack.enter_context(RawConnection(address))
                         if greeting is None:
                             peer.sock.close()
                         else:
@@ -141,14 +141,14 @@ def come_in_crowds(scene: Scene, seconds: float, rng: Random) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def lie(scene: Scene, seconds: float, rng: Random) -> None:
+def lie(scene: Harness, seconds: float, rng: Random) -> None:
     """Sends everything that must be refused, and then valid calls with bytes changed, dropped and repeated."""
     addresses = scene.service.addresses()
     regions = addresses.pop("regions", None)
     with ThreadPoolExecutor() as threads:
         list(threads.map(_lie_to, addresses.values()))
     for _ in scene.rounds(seconds):
-        said = lies.changed(rng.choice([upload(), whole_call(_SMALL)]), rng)
+        said = protocol_violations.changed(rng.choice([upload(), whole_call(_SMALL)]), rng)
         _must_end(rng.choice(list(addresses.values())), said, said.hex())
     for size in (0, 1, 2**63, 2**64 - 1) if regions is not None else ():
         assert regions is not None
@@ -157,14 +157,14 @@ def lie(scene: Scene, seconds: float, rng: Random) -> None:
 
 
 def _lie_to(address: str) -> None:
-    for what, messages in lies.messages().items():
-        code = lies.refusal(address, *messages)
-        assert code in lies.REFUSALS, f"{what} by {address}: {code}"
-    for what, said in lies.conversations().items():
+    for what, messages in protocol_violations.messages().items():
+        code = protocol_violations.refusal(address, *messages)
+        assert code in protocol_violations.REFUSALS, f"{what} by {address}: {code}"
+    for what, said in protocol_violations.conversations().items():
         _must_end(address, said, f"{what} by {address}")
 
 
 def _must_end(address: str, said: bytes, what: str) -> None:
-    with Peer(address) as peer:
+    with RawConnection(address) as peer:
         peer.send(said)
         assert peer.is_closed_by_server(), what

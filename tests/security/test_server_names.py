@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.integration.conftest import free_port
 from tests.security.conftest import Guarded, ask
+from tests.servers import free_port
 
 import bngrad
 

@@ -16,9 +16,9 @@ import grpc
 import psutil
 import pytest
 from benchmarks.hostile.scans import SCANS
-from tests.faults.peers import path_of, request
-from tests.integration.conftest import wait_until
+from tests.raw_http2 import path_of, request
 from tests.security.conftest import DOORS, Guarded, ask
+from tests.servers import wait_until
 
 import bngrad
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb

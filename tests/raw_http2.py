@@ -13,13 +13,13 @@ from bngrad_server.rpc.servicer import SERVICE
 from bngrad_wire.http2 import frames
 from bngrad_wire.http2.header_block import encode
 
-HELLO = frames.PREFACE + frames.settings({})
+PREFACE = frames.PREFACE + frames.settings({})
 NBYTES = 2**18
 """Of a tensor that is uploaded in chunks."""
 TIMEOUT_S = 30.0
 
 
-class Peer:
+class RawConnection:
     """A connection to one of a server's addresses.
 
     Attributes:
@@ -48,7 +48,7 @@ class Peer:
             host, _, port = address.rpartition(":")
             self.sock = socket.create_connection((host, int(port)), TIMEOUT_S)
 
-    def __enter__(self) -> Peer:
+    def __enter__(self) -> RawConnection:
         return self
 
     def __exit__(
@@ -149,15 +149,15 @@ def upload() -> bytes:
     header = pb.ExchangeRequest(fused_batch_norm_grad_v2=request(NBYTES, whole=False))
     chunk = pb.ExchangeRequest(chunk=bytes(NBYTES))
     begun = prefixed(header.SerializeToString()) + prefixed(chunk.SerializeToString())[:1000]
-    return HELLO + headers("Exchange") + data(begun)
+    return PREFACE + headers("Exchange") + data(begun)
 
 
 def unary_upload() -> bytes:
     """Alike of a unary call, up to within its message."""
-    return HELLO + headers("FusedBatchNormGradV2") + data(prefixed(request(NBYTES).SerializeToString())[:1000])
+    return PREFACE + headers("FusedBatchNormGradV2") + data(prefixed(request(NBYTES).SerializeToString())[:1000])
 
 
-def whole_call(nbytes: int, hello: bytes = HELLO) -> bytes:
+def whole_call(nbytes: int, hello: bytes = PREFACE) -> bytes:
     """Everything that a unary call sends."""
     message = prefixed(request(nbytes).SerializeToString())
     return hello + headers("FusedBatchNormGradV2") + data(message, end=True)

@@ -9,9 +9,9 @@ from contextlib import ExitStack
 from random import Random
 
 import psutil
-from tests.faults.load import Caller
-from tests.faults.scene import Scene
-from tests.integration.conftest import is_running, wait_until
+from tests.faults.harness import Harness
+from tests.faults.load import LoadProcess
+from tests.servers import is_running, wait_until
 
 import bngrad
 
@@ -27,7 +27,7 @@ _TOO_LATE = frozenset({"DeadlineExceededError", "ResourceExhaustedError", "Unava
 """What calls end with that cannot be answered in time. Who was refused calls again only while the deadline allows."""
 
 
-def kill_workers(scene: Scene, seconds: float, rng: Random) -> None:
+def kill_workers(scene: Harness, seconds: float, rng: Random) -> None:
     """Kills one worker after the other; each request that one held is answered by another, so none meets two kills."""
     for _ in scene.rounds(seconds):
         os.kill(rng.choice(scene.service.workers()), signal.SIGKILL)
@@ -35,7 +35,7 @@ def kill_workers(scene: Scene, seconds: float, rng: Random) -> None:
         scene.service.wait_until_whole()
 
 
-def kill_all_workers(scene: Scene, seconds: float, rng: Random) -> None:
+def kill_all_workers(scene: Harness, seconds: float, rng: Random) -> None:
     """Kills all workers at once: for a while there is nobody to compute, and then there is again.
 
     The front is stopped meanwhile, lest it give a request of the first one to the next, to meet its second death there.
@@ -53,7 +53,7 @@ def kill_all_workers(scene: Scene, seconds: float, rng: Random) -> None:
         scene.service.wait_until_whole()
 
 
-def freeze_a_worker(scene: Scene, seconds: float, rng: Random) -> None:
+def freeze_a_worker(scene: Harness, seconds: float, rng: Random) -> None:
     """Stops a worker for good: it must be found, killed and replaced, and its requests be answered by another."""
     victim = rng.choice(scene.service.workers())
     os.kill(victim, signal.SIGSTOP)
@@ -61,7 +61,7 @@ def freeze_a_worker(scene: Scene, seconds: float, rng: Random) -> None:
     wait_until(lambda: not is_running(victim), _FROZEN_TIMEOUT_S)
 
 
-def freeze_a_worker_for_a_moment(scene: Scene, seconds: float, rng: Random) -> None:
+def freeze_a_worker_for_a_moment(scene: Harness, seconds: float, rng: Random) -> None:
     """Stops a worker and lets it go on before anyone need worry: it must be left alive."""
     workers = scene.service.workers()
     for _ in scene.rounds(seconds):
@@ -73,13 +73,13 @@ def freeze_a_worker_for_a_moment(scene: Scene, seconds: float, rng: Random) -> N
     assert scene.service.workers() == workers
 
 
-def kill_clients(scene: Scene, seconds: float, rng: Random) -> None:
+def kill_clients(scene: Harness, seconds: float, rng: Random) -> None:
     """Kills client processes amid their calls, of every transport."""
     service = scene.service
     for _ in scene.rounds(seconds):
         with ExitStack() as stack:
             victims = [
-                Caller(service, target, kind, scene.load.problems, seed=rng.randrange(2**32))
+                LoadProcess(service, target, kind, scene.load.problems, seed=rng.randrange(2**32))
                 for target, kind in zip((service.target, service.unix_target) * 3, _TRANSPORTS, strict=False)
             ]
             for victim in victims:
@@ -91,12 +91,12 @@ def kill_clients(scene: Scene, seconds: float, rng: Random) -> None:
                 victim.process.kill()
 
 
-def storm_of_deadlines(scene: Scene, seconds: float, rng: Random) -> None:
+def storm_of_deadlines(scene: Harness, seconds: float, rng: Random) -> None:
     """Asks for much with timeouts of 0.1 ms to 20 ms: each call is answered right, ends in time, or is refused."""
     service, seed = scene.service, rng.randrange(2**32)
     ways = ((service.target, "auto"), (service.unix_target, "unary"), (service.target, "stream"))
     storm = [
-        Caller(service, *way, scene.load.problems, threads=_STORM_THREADS, timeouts_s=_SHORT_S, seed=seed)
+        LoadProcess(service, *way, scene.load.problems, threads=_STORM_THREADS, timeouts_s=_SHORT_S, seed=seed)
         for way in ways
     ]
     try:
@@ -115,7 +115,7 @@ def storm_of_deadlines(scene: Scene, seconds: float, rng: Random) -> None:
             caller.close()
 
 
-def kill_the_front(scene: Scene, seconds: float, rng: Random) -> None:
+def kill_the_front(scene: Harness, seconds: float, rng: Random) -> None:
     """Kills the front process: nothing of the server is left, and another can start in its place at once."""
     service = scene.service
     for _ in scene.rounds(seconds):
@@ -128,7 +128,7 @@ def kill_the_front(scene: Scene, seconds: float, rng: Random) -> None:
         scene.load.wait_for_answers()
 
 
-def stop_the_server(scene: Scene, seconds: float, rng: Random) -> None:
+def stop_the_server(scene: Harness, seconds: float, rng: Random) -> None:
     """Tells the server to stop: it ends what it has begun, and exits with 0; its successor is found by all clients."""
     service = scene.service
     for _ in scene.rounds(seconds):
@@ -141,7 +141,7 @@ def stop_the_server(scene: Scene, seconds: float, rng: Random) -> None:
         scene.load.wait_for_answers()
 
 
-def stop_the_server_at_once(scene: Scene, seconds: float, rng: Random) -> None:
+def stop_the_server_at_once(scene: Harness, seconds: float, rng: Random) -> None:
     """Tells the server twice to stop, while a frozen worker keeps it from draining: it ends without waiting."""
     service = scene.service
     for pid in service.workers():

@@ -15,7 +15,8 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.integration.conftest import (
+from tests.integration.problems import Inputs, assert_gradients, assert_same_bits, random_inputs
+from tests.servers import (
     ONE_WORKER,
     TIMEOUT_S,
     TRANSPORTS,
@@ -25,7 +26,6 @@ from tests.integration.conftest import (
     wait_until,
     worker_pid,
 )
-from tests.integration.problems import Inputs, assert_gradients, assert_same_bits, random_inputs
 
 import bngrad
 from bngrad._balancing import resolver

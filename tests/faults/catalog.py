@@ -1,0 +1,30 @@
+"""Every fault that a server with its clients must endure."""
+
+from __future__ import annotations
+
+from tests.faults import client_faults, machine_faults, process_faults
+from tests.faults.harness import Fault
+
+_GONE = frozenset({"UnavailableError"})
+_SHORT_OF_EVERYTHING = frozenset({"UnavailableError", "ResourceExhaustedError"})
+
+FAULTS = [
+    Fault(process_faults.kill_workers, kills_workers=True),
+    Fault(process_faults.kill_all_workers, kills_workers=True),
+    Fault(process_faults.freeze_a_worker, kills_workers=True, mixes=False),
+    Fault(process_faults.freeze_a_worker_for_a_moment, mixes=False),
+    Fault(process_faults.kill_clients),
+    Fault(process_faults.storm_of_deadlines),
+    Fault(client_faults.write_slowly),
+    Fault(client_faults.read_slowly),
+    Fault(client_faults.break_off),
+    Fault(client_faults.come_in_crowds, mixes=False),
+    Fault(client_faults.lie),
+    Fault(machine_faults.jump_in_time),
+    Fault(machine_faults.exhaust_descriptors, allowed=_SHORT_OF_EVERYTHING, mixes=False),
+    Fault(process_faults.kill_the_front, allowed=_GONE, mixes=False),
+    Fault(process_faults.stop_the_server, allowed=_GONE, mixes=False),
+    Fault(process_faults.stop_the_server_at_once, allowed=_GONE, mixes=False),
+]
+FULL = Fault(machine_faults.fill_shared_memory, mixes=False)
+"""For a server that has /dev/shm for itself."""

@@ -1,0 +1,19 @@
+"""Reads the details of an error's status."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+
+def violations(error: Any) -> dict[str, str]:
+    """The field violations in the details of a refusal."""
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    status = rpc_status.from_call(error)
+    assert status is not None
+    bad_request = error_details_pb2.BadRequest()
+    assert status.details[0].Unpack(bad_request)
+    return {violation.field: violation.description for violation in bad_request.field_violations}
