@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from random import Random
 
+import grpc
 from tests.faults import protocol_violations
 from tests.faults.harness import Harness
 from tests.faults.server import TRANSFER_TIMEOUT_S
@@ -159,7 +160,8 @@ def lie(scene: Harness, seconds: float, rng: Random) -> None:
 def _lie_to(address: str) -> None:
     for what, messages in protocol_violations.messages().items():
         code = protocol_violations.refusal(address, *messages)
-        assert code in protocol_violations.REFUSALS, f"{what} by {address}: {code}"
+        is_too_slow = what in protocol_violations.INCOMPLETE and code is grpc.StatusCode.CANCELLED
+        assert code in protocol_violations.REFUSALS or is_too_slow, f"{what} by {address}: {code}"
     for what, said in protocol_violations.conversations().items():
         _must_end(address, said, f"{what} by {address}")
 

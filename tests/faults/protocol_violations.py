@@ -14,6 +14,12 @@ from bngrad_wire.http2 import frames
 from bngrad_wire.http2.errors import ErrorCode
 
 REFUSALS = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED}
+INCOMPLETE = {"no chunks", "one chunk too few", "half a chunk too few"}
+"""Messages after which the server waits, on grpcio's port for 3 s, to tell a short upload from a client that has gone.
+
+It counts that wait as upload. On a busy machine it therefore exceeds the test server's ``--transfer-timeout``, which is
+also 3 s, and the call is ended as one that takes too long: CANCELLED.
+"""
 Unary = pb.FusedBatchNormGradV2Request
 _NBYTES = 2**12
 
