@@ -61,6 +61,7 @@ def test_torchs_lazily_negated_tensors_are_negated() -> None:
     np.testing.assert_array_equal(as_array("x", imaginary), -np.ones(3))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_tensorflows_tensors_and_variables_keep_dtype_and_values(dtype: str) -> None:

@@ -346,6 +346,7 @@ def test_addresses_that_have_all_never_answered_are_not_tried_again(client_class
         assert time.monotonic() - begin < SECONDS / 2
 
 
+@pytest.mark.slow
 def test_a_server_that_exceeds_a_deadline_gets_no_calls_until_it_answers() -> None:
     stands_still = threading.Event()
     stands_still.set()

@@ -53,6 +53,7 @@ def test_arguments_that_the_ops_do_not_have_are_keyword_only() -> None:
     assert named_only(bngrad.Client.batch_norm_training_backprop) == onednn | of_calls
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("version", ["V3", "V2"])
 def test_arguments_and_results_are_those_of_tensorflows_op(version: str) -> None:

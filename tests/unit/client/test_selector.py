@@ -303,7 +303,7 @@ def test_stalled_calls_end(served: Server, transport: Transport, shape: tuple[in
         right(client, tensor(shape), served)
         served.on_call = hold
         for timeout in (
-            (1.0, 10.0) if ends == "timeout" else (SECONDS,)
+            (0.3, 10.0) if ends == "timeout" else (SECONDS,)
         ):  # on a busy machine the call may arrive too late
             call = threads.submit(right, client, tensor(shape), served, timeout=timeout)
             if ends == "close":
@@ -348,7 +348,7 @@ async def test_a_late_write_of_a_failed_call_reaches_no_other_array(served: Serv
 
         await ask()
         setattr(served, moment, hold)
-        await ask_in_vain(1)
+        await ask_in_vain(0.3)
         if not held.is_set():  # on a busy machine the call may not arrive in time
             await ask_in_vain(SECONDS)
         for _ in range(10):  # releases what may leave quarantine

@@ -188,6 +188,7 @@ def test_a_client_that_disconnects_or_resets_leaves_no_memory_or_request_behind(
         check_answered(ask(waiting._connection))
 
 
+@pytest.mark.slow
 def test_a_deadline_ends_calls_that_wait_or_run(service: Service) -> None:
     service.worker.may_run.clear()
     calls = [ask(service.connect(), timeout_s=5.0)]

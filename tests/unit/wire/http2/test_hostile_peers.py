@@ -260,6 +260,7 @@ def test_any_bytes_of_a_server_end_the_call_with_a_result_or_a_named_error(data:
     assert found in {*EXPECTED, RpcError}
 
 
+@pytest.mark.slow
 @given(st.integers(0, len(FROM_CLIENT) - 1), st.binary(min_size=1, max_size=4))
 @settings(deadline=None, max_examples=300)
 def test_a_damaged_stream_ends_in_order_or_with_a_named_error(start: int, damage: bytes) -> None:
