@@ -1,7 +1,7 @@
-"""What bad clients cost a well-behaved one: its p99 under each scan against its p99 when it is quiet.
+"""Measures what hostile clients cost a well-behaved one: its p99 under each attack against its p99 without.
 
-The server has TLS and tokens. Every scan goes at grpcio's port and at the server's own at once, as fast as it can, with
-the lowest priority: a real one would have a machine of its own.
+The server has TLS and tokens. Every attack hits grpcio's port and the server's own at once, as fast as it can, with the
+lowest CPU priority: a real attacker would have its own machine.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _QUIET = "quiet"
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_hostile", description=__doc__)
     parser.add_argument("--scans", nargs="+", choices=list(SCANS), default=list(SCANS))
-    parser.add_argument("--seconds", type=float, default=5, help="of each turn of a scan")
-    parser.add_argument("--turns", type=int, default=3, help="of each scan; all of them count together")
+    parser.add_argument("--seconds", type=float, default=5, help="of each turn of an attack")
+    parser.add_argument("--turns", type=int, default=3, help="of each attack; all turns count together")
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the numbers and the machine's facts")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory, _server(Path(directory)) as (server, token, ca, ports):
@@ -77,38 +77,38 @@ def _server(directory: Path) -> Iterator[tuple[EmbeddedServer, str, Path, list[i
 def _measure(
     options: argparse.Namespace, server: EmbeddedServer, token: str, ca: Path, ports: list[int]
 ) -> dict[str, Any]:
-    """Has the scans take turns, a quiet time among them; all turns of one count together."""
+    """Runs the attacks in turns, with a quiet turn among them; all turns of one count together."""
     front = psutil.Process(server.process.pid)
-    heard: dict[str, dict[str, Any]] = {}
+    measured: dict[str, dict[str, Any]] = {}
     most: dict[str, tuple[int, int]] = {}
     with contextlib.ExitStack() as stack:
         clients = {
             door: stack.enter_context(_client(server.target, token, ca, how)) for door, how in _TRANSPORTS.items()
         }
-        _ask(clients, 1.0)
+        _measure_clients(clients, 1.0)
         for turn in range(options.turns):
             for name in (_QUIET, *options.scans):
                 print(f"\rturn {turn + 1} of {options.turns}: {name:12}", end="", file=sys.stderr, flush=True)
                 with contextlib.nullcontext() if name == _QUIET else _scan(name, token, ca, ports):
                     time.sleep(_SETTLE_S)
-                    _add(heard.setdefault(name, {}), _ask(clients, options.seconds))
+                    _add(measured.setdefault(name, {}), _measure_clients(clients, options.seconds))
                     usage = front.memory_info().rss, front.num_fds()
                     most[name] = max(usage, most.get(name, usage))
                 time.sleep(_SETTLE_S)
     print("\r" + " " * 40 + "\r", end="", file=sys.stderr)
-    return _results(heard, most)
+    return _results(measured, most)
 
 
 def _add(so_far: dict[str, Any], doors: dict[str, Any]) -> None:
-    for door, heard in doors.items():
+    for door, measured in doors.items():
         total = so_far.setdefault(door, {"latencies": [], "errors": []})
-        for kind, values in heard.items():
+        for kind, values in measured.items():
             total[kind] += values
 
 
-def _results(heard: dict[str, dict[str, Any]], most: dict[str, tuple[int, int]]) -> dict[str, Any]:
-    """The figures, which it prints."""
-    figures = {name: {door: _figures(each) for door, each in doors.items()} for name, doors in heard.items()}
+def _results(measured: dict[str, dict[str, Any]], most: dict[str, tuple[int, int]]) -> dict[str, Any]:
+    """Prints the figures and returns them."""
+    figures = {name: {door: _figures(each) for door, each in doors.items()} for name, doors in measured.items()}
     quiet = figures.pop(_QUIET)
     print(f"{'':12}" + "".join(f"{door:>8} p50      p99  ratio errors" for door in quiet) + "   memory   descriptors")
     print(f"{_QUIET:12}" + "".join(_row(each) for each in quiet.values()))
@@ -143,29 +143,29 @@ def _scan(name: str, token: str, ca: Path, ports: list[int]) -> Iterator[None]:
             time.sleep(_SETTLE_S)
             yield
             if process.poll() is not None:
-                sys.exit(f"the scan {name} ended with {process.returncode}")
+                sys.exit(f"the attack {name} ended with {process.returncode}")
         finally:
             process.kill()
 
 
-def _ask(clients: dict[str, subprocess.Popen[str]], seconds: float) -> dict[str, dict[str, Any]]:
-    """Has the clients call for so long, all at once, and tells what they heard."""
+def _measure_clients(clients: dict[str, subprocess.Popen[str]], seconds: float) -> dict[str, dict[str, Any]]:
+    """Makes all clients call for this long at once, and returns their measurements."""
     for client in clients.values():
         assert client.stdin is not None
         client.stdin.write(f"{seconds}\n")
         client.stdin.flush()
-    heard = {}
+    measured = {}
     for door, client in clients.items():
         assert client.stdout is not None
-        heard[door] = json.loads(client.stdout.readline())
-    return heard
+        measured[door] = json.loads(client.stdout.readline())
+    return measured
 
 
-def _figures(heard: dict[str, Any]) -> dict[str, Any]:
-    cuts = statistics.quantiles(heard["latencies"], n=100)
+def _figures(measured: dict[str, Any]) -> dict[str, Any]:
+    cuts = statistics.quantiles(measured["latencies"], n=100)
     return {
-        "calls": len(heard["latencies"]), "p50_s": cuts[49], "p99_s": cuts[98],
-        "errors": len(heard["errors"]), "first_error": next(iter(heard["errors"]), None),
+        "calls": len(measured["latencies"]), "p50_s": cuts[49], "p99_s": cuts[98],
+        "errors": len(measured["errors"]), "first_error": next(iter(measured["errors"]), None),
     }  # fmt: skip
 
 

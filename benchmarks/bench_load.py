@@ -1,8 +1,8 @@
-"""A server under load: goodput and latency up to and far past saturation, a storm, killed workers, batching.
+"""Measures a server under load: goodput and latency below and far above saturation, a storm, killed workers, batching.
 
-Requests arrive at random at a set rate (a Poisson process), whatever becomes of those before, from processes of their
-own; latency counts from the moment at which a request was due. Answers are compared to the bit. Where there are several
-cores, server and generator have their own, so that a heavier load does not take the server's.
+Separate processes send requests at the random times of a Poisson process, independent of earlier answers. Latency
+counts from the time at which a request was due. Answers are compared bit for bit. With several cores, server and
+generator get separate ones, so that a heavier load does not slow the server.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _STORM_MULTIPLE = 3.0
 _SATURATION_CALLERS, _KILLS_CALLERS, _BATCHING_CALLERS = 16, 32, 64
 _KILL_EVERY_S = 2.0
 _KILL_TURNS, _BATCHING_TURNS = 2, 5
-_PATIENT_S = 60.0
+_LONG_TIMEOUT_S = 60.0
 _PROBES = 15
 _PACKAGES = ("grpcio", "protobuf", "numpy", "numba")
 
 
 def main() -> None:
     options = _options()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # So that servers are ended.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # So that with blocks end the servers.
     results = Results(options.timeout)
     progress = Progress()
     start = time.monotonic()
@@ -72,20 +72,22 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=3, help="of the sweep's loads; the middle one counts")
     parser.add_argument("--storm-seconds", type=float, default=60)
     parser.add_argument("--multiples", nargs="+", type=float, default=list(_MULTIPLES), help="of the saturation")
-    parser.add_argument("--timeout", type=float, default=2, help="seconds that a request may take from when it is due")
+    parser.add_argument("--timeout", type=float, default=2, help="seconds from when a request is due to its answer")
     parser.add_argument("--callers", type=int, default=448, help="the most requests in flight in an open loop")
     parser.add_argument("--kill-requests", type=int, default=20_000, help="of each turn of the kills")
     parser.add_argument(
         "--transport", choices=[LEAN, "auto", "shared", "stream", "unary"], default=LEAN,
-        help="lean: what bngrad.Client does on the server's host, in one thread and without its comforts, so that the "
-        "generator keeps up; all others: bngrad.Client itself, in a thread for each caller",
+        help="lean: the same calls as bngrad.Client on the server's host, in one thread and without its conveniences, "
+        "so that the generator keeps up; others: bngrad.Client itself, in a thread for each caller",
     )  # fmt: skip
-    parser.add_argument("--server", metavar="TARGET", help="a server that runs, for the sweep and the storm")
+    parser.add_argument("--server", metavar="TARGET", help="a running server, for the sweep and the storm")
     parser.add_argument("--serve", default="", metavar="OPTIONS", help="further options of bngrad serve")
-    parser.add_argument("--server-cores", type=int, default=max(1, len(cores) // 2), help="all others call")
+    parser.add_argument(
+        "--server-cores", type=int, default=max(1, len(cores) // 2), help="the others are the generator's"
+    )
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the numbers and the machine's facts")
     parser.add_argument("--plot", type=Path, metavar="PATH", help="also draw a PNG")
-    parser.add_argument("--page", type=Path, metavar="PATH", help="also put the tables between the marks of a page")
+    parser.add_argument("--page", type=Path, metavar="PATH", help="also write the tables between the marks of a page")
     options = parser.parse_args()
     options.all_cores = tuple(cores)
     options.own_cores = tuple(cores[: options.server_cores])
@@ -95,7 +97,7 @@ def _options() -> argparse.Namespace:
 
 
 def _load(options: argparse.Namespace, results: Results, progress: Progress) -> None:
-    """Saturation, the loads around it, and the storm."""
+    """Measures saturation, the loads around it, and the storm."""
     with contextlib.ExitStack() as stack:
         if options.server:
             served = Server(options.server, None)
@@ -120,11 +122,11 @@ def _load(options: argparse.Namespace, results: Results, progress: Progress) -> 
                 lambda: callers.closed_loop(_SATURATION_CALLERS, options.timeout, seconds=options.seconds),
             )  # fmt: skip
 
-        # Memory is touched for the first time: the system's work rather than the server's.
+        # The first load touches memory for the first time, which measures the system rather than the server.
         most = saturate().goodput
         offer(_STORM_MULTIPLE * most, _STORM_MULTIPLE, options.seconds, "warm-up")
         for _ in range(options.turns if "sweep" in options.parts else 1):
-            time.sleep(options.timeout)  # What nobody waits for any more must not meet the next load.
+            time.sleep(options.timeout)  # Requests that have timed out must not meet the next load.
             results.saturation.append(saturate())
             most = measure.middle(results.saturation).goodput
             for multiple in options.multiples if "sweep" in options.parts else ():
@@ -138,7 +140,7 @@ def _load(options: argparse.Namespace, results: Results, progress: Progress) -> 
 
 
 def _kills(options: argparse.Namespace, results: Results, progress: Progress) -> None:
-    """The same requests with and without kills, in turns; the server has all cores, and as many workers."""
+    """Sends the same requests with and without kills, in turns; the server has all cores, and a worker on each."""
     kills = results.kills = Kills()
     with (
         server.running(options.all_cores, options.serve) as served,
@@ -149,7 +151,7 @@ def _kills(options: argparse.Namespace, results: Results, progress: Progress) ->
         def turn(title: str) -> Step:
             return _measured(
                 title, None, served, callers, progress, 0,
-                lambda: callers.closed_loop(_KILLS_CALLERS, _PATIENT_S, count=options.kill_requests),
+                lambda: callers.closed_loop(_KILLS_CALLERS, _LONG_TIMEOUT_S, count=options.kill_requests),
             )  # fmt: skip
 
         for _ in range(_KILL_TURNS):
@@ -161,7 +163,7 @@ def _kills(options: argparse.Namespace, results: Results, progress: Progress) ->
 
 
 def _batching(options: argparse.Namespace, results: Results, progress: Progress) -> None:
-    """Tiny requests to two servers in turns: one as it is, one whose batches hold one request."""
+    """Sends tiny requests to two servers in turns: one with usual batches, one with a request in each."""
     variants = {targets.BATCHED: options.serve, targets.ALONE: (*options.serve, "--max-batch-jobs", "1")}
     with contextlib.ExitStack() as stack:
         pairs = {}
@@ -177,7 +179,7 @@ def _batching(options: argparse.Namespace, results: Results, progress: Progress)
         for _, (name, (served, callers)) in itertools.product(range(_BATCHING_TURNS), pairs.items()):
             step = _measured(
                 name, None, served, callers, progress, seconds,
-                lambda callers=callers: callers.closed_loop(_BATCHING_CALLERS, _PATIENT_S, seconds=seconds),  # type: ignore[misc]
+                lambda callers=callers: callers.closed_loop(_BATCHING_CALLERS, _LONG_TIMEOUT_S, seconds=seconds),  # type: ignore[misc]
             )  # fmt: skip
             results.batching[name].append(step)
 
@@ -208,7 +210,7 @@ def _measured(
     seconds: float,
     load: Callable[[], Run],
 ) -> Step:
-    """Runs a load, and prints its line of the table."""
+    """Runs a load and prints its line of the table."""
     sizes, cpu, start = served.batch_sizes(), served.cpu_seconds(), time.monotonic()
     with progress.of(title, seconds):
         run = load()
@@ -229,10 +231,10 @@ def _measured(
 
 
 def _probes(callers: Fleet, options: argparse.Namespace) -> list[float]:
-    """Single requests, each after a pause, in milliseconds; the first one at once."""
+    """Times single requests with pauses between them, in milliseconds."""
     milliseconds = []
     for _ in range(_PROBES):
-        milliseconds.append(1e3 * callers.probe(_PATIENT_S))
+        milliseconds.append(1e3 * callers.probe(_LONG_TIMEOUT_S))
         time.sleep(0.1)
     return milliseconds
 

@@ -1,7 +1,7 @@
-"""Round trips of bngrad against a plain protobuf service, a bare gRPC echo, Arrow Flight and the kernel in process.
+"""Compares round trips of bngrad with plain protobuf, a bare gRPC echo, Arrow Flight and the kernel in process.
 
-Every server is a process of its own; all that compute do so with the same kernel on the same number of threads, and
-their answers are compared bit for bit. Contestants take turns. A request sends y_backprop and x, and gets x_backprop.
+Every server is a separate process. All that compute use the same kernel on the same number of threads, and their
+answers are compared bit for bit. Contestants take turns. A request sends y_backprop and x, and gets x_backprop.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PACKAGES = ("grpcio", "protobuf", "pyarrow", "numpy", "numba")
 
 def main() -> None:
     options = _options()
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # So that servers are ended.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # So that with blocks end the servers.
     start = time.monotonic()
     measured = Results()
     kernel = Kernel(options.threads)
@@ -60,7 +60,7 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_transport", description=__doc__)
-    default = [name for name in CONTESTANTS if name != "bngrad"]  # Which is bngrad-auto.
+    default = [name for name in CONTESTANTS if name != "bngrad"]  # The same as bngrad-auto.
     parser.add_argument("--contestants", nargs="+", choices=list(CONTESTANTS), default=default)
     parser.add_argument("--networks", nargs="+", choices=list(NETWORKS), default=list(NETWORKS))
     parser.add_argument("--sizes", nargs="+", type=inputs.size, default=list(map(inputs.size, _SIZES)))

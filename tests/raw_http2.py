@@ -1,4 +1,4 @@
-"""Connections in raw bytes, for what no client library would do."""
+"""A client that sends raw bytes, for what no client library does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bngrad_wire.http2.header_block import encode
 
 PREFACE = frames.PREFACE + frames.settings({})
 NBYTES = 2**18
-"""Of a tensor that is uploaded in chunks."""
+"""The size of a tensor that is uploaded in chunks."""
 TIMEOUT_S = 30.0
 
 
@@ -33,9 +33,9 @@ class RawConnection:
             address: ``HOST:PORT`` or ``unix:PATH``.
 
         Raises:
-            OSError: Nobody listens there, or too many wait already.
+            OSError: Nothing listens there, or its backlog is full.
         """
-        self._heard = bytearray()
+        self._received = bytearray()
         if address.startswith("unix:"):
             self.sock = socket.socket(socket.AF_UNIX)
             self.sock.settimeout(TIMEOUT_S)
@@ -64,12 +64,12 @@ class RawConnection:
             return False
         return True
 
-    def is_told_the_end(self) -> bool:
+    def has_ended_call(self) -> bool:
         """Whether the server has reset or answered the first call, or closed the connection; does not wait."""
         self.sock.settimeout(0)
         try:
             while said := self.sock.recv(2**16):
-                self._heard += said
+                self._received += said
         except BlockingIOError:
             return any(kind == frames.RST_STREAM or self._ends(kind, flags) for kind, flags in self._frames())
         except OSError:
@@ -79,10 +79,10 @@ class RawConnection:
         return True
 
     def _frames(self) -> Iterator[tuple[int, int]]:
-        """Kinds and flags of what the server has said about the first call."""
+        """Yields kind and flags of the frames received for the first call."""
         offset = 0
-        while offset + frames.HEADER_NBYTES <= len(self._heard):
-            length, kind, flags, stream_id = frames.parse_header(self._heard, offset)
+        while offset + frames.HEADER_NBYTES <= len(self._received):
+            length, kind, flags, stream_id = frames.parse_header(self._received, offset)
             offset += frames.HEADER_NBYTES + length
             if stream_id == 1:
                 yield kind, flags
@@ -92,12 +92,12 @@ class RawConnection:
         return kind in (frames.HEADERS, frames.DATA) and bool(flags & frames.END_STREAM)
 
     def reset(self) -> None:
-        """Closes the connection with a TCP RST, where it is one of TCP."""
+        """Closes the connection, over TCP with an RST."""
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.sock.close()
 
     def is_closed_by_server(self) -> bool:
-        """Whether the server closes the connection in time; what it says before is thrown away."""
+        """Whether the server closes the connection in time; discards what it sends before."""
         with suppress(OSError):  # it may have closed already
             self.sock.shutdown(socket.SHUT_WR)
         try:
@@ -111,12 +111,12 @@ class RawConnection:
 
 
 def path_of(method: str) -> str:
-    """The path of one of the service's methods."""
+    """Returns the path of one of the service's methods."""
     return f"/{SERVICE.full_name}/{method}"
 
 
 def headers(method: str, stream_id: int = 1, extra: Sequence[tuple[str, str]] = ()) -> bytes:
-    """The frames that open a call, of one of the service's methods or of a path."""
+    """Returns the frames that open a call of a method, or of a path."""
     path = method if method.startswith("/") else path_of(method)
     pseudo = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "localhost")]
     block = encode([*pseudo, ("content-type", "application/grpc"), ("te", "trailers"), *extra])
@@ -124,17 +124,17 @@ def headers(method: str, stream_id: int = 1, extra: Sequence[tuple[str, str]] = 
 
 
 def data(payload: bytes, stream_id: int = 1, *, end: bool = False) -> bytes:
-    """A frame of a message's bytes; at most 16 KiB of them."""
+    """Returns a DATA frame; the payload may have 16 KiB."""
     return frames.frame(frames.DATA, frames.END_STREAM if end else 0, stream_id, payload)
 
 
 def prefixed(message: bytes) -> bytes:
-    """A message as gRPC has it, with its length in front."""
+    """Returns a message with gRPC's length prefix."""
     return b"\0" + struct.pack(">I", len(message)) + message
 
 
 def request(nbytes: int = 0, *, whole: bool = True) -> pb.FusedBatchNormGradV2Request:
-    """A request whose large tensors have so many bytes; without those bytes where it is not whole."""
+    """Returns a request whose large tensors have ``nbytes`` bytes; without the bytes unless ``whole``."""
     tensor = pb.Tensor(dtype=pb.DATA_TYPE_FLOAT32, shape=(nbytes // 256, 1, 1, 64))
     if whole:
         tensor.data = bytes(nbytes)
@@ -145,7 +145,7 @@ def request(nbytes: int = 0, *, whole: bool = True) -> pb.FusedBatchNormGradV2Re
 
 
 def upload() -> bytes:
-    """The first bytes of an upload, up to within a chunk."""
+    """Returns the start of an exchange, up to the middle of a chunk."""
     header = pb.ExchangeRequest(fused_batch_norm_grad_v2=request(NBYTES, whole=False))
     chunk = pb.ExchangeRequest(chunk=bytes(NBYTES))
     begun = prefixed(header.SerializeToString()) + prefixed(chunk.SerializeToString())[:1000]
@@ -153,11 +153,11 @@ def upload() -> bytes:
 
 
 def unary_upload() -> bytes:
-    """Alike of a unary call, up to within its message."""
+    """Returns the start of a unary call, up to the middle of its message."""
     return PREFACE + headers("FusedBatchNormGradV2") + data(prefixed(request(NBYTES).SerializeToString())[:1000])
 
 
 def whole_call(nbytes: int, hello: bytes = PREFACE) -> bytes:
-    """Everything that a unary call sends."""
+    """Returns all bytes of a unary call."""
     message = prefixed(request(nbytes).SerializeToString())
     return hello + headers("FusedBatchNormGradV2") + data(message, end=True)

@@ -1,4 +1,4 @@
-"""Helpers for real servers in processes of their own, and for the processes of their clients."""
+"""Helpers for tests that run servers and clients as processes."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_protos.v1 import batch_norm_grad_pb2_grpc as pb_grpc
 
 DEVICE = os.environ.get("BNGRAD_TEST_DEVICE", "cpu")
-"""What the common server computes on; `make gpu-test` has it be a GPU."""
+"""The device of the shared server; `make gpu-test` sets a GPU."""
 TIMEOUT_S = 60.0
 SMALL_ARENA = () if DEVICE == "cpu" else ("--arena-bytes", "1GiB")
-"""A GPU's worker page-locks the arena when it starts."""
+"""Limits the arena with a GPU, whose worker page-locks it at the start."""
 PATIENT_SUPERVISOR = ("--worker-timeout", "60", *SMALL_ARENA)
-"""For tests that stop workers, which nobody is to replace meanwhile, however busy the machine is."""
+"""Options for tests that stop workers: the supervisor must not replace them meanwhile."""
 ONE_WORKER = ("--workers", "1", *PATIENT_SUPERVISOR)
-"""For tests that stop the worker, or watch it."""
+"""Options for tests that stop or watch the only worker."""
 BNGRAD = (sys.executable, "-m", "bngrad_cli")
 """The command line."""
 Transport = Literal["auto", "unary", "stream", "shared"]
@@ -37,10 +37,9 @@ TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 
 
 def free_port(*hosts: str) -> int:
-    """A TCP port for servers that are started again on it, on these addresses or 127.0.0.1.
+    """Returns a TCP port that stays free while a server restarts on it, on these addresses or 127.0.0.1.
 
-    It is below those that the system gives to outgoing connections and to whoever asks for any, and not of those that
-    another process of the same tests chooses from, so that nobody gets it while the server is away.
+    It is below the system's ephemeral ports, and in a range that no other process of the same test run uses.
     """
     above = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
@@ -54,7 +53,7 @@ def free_port(*hosts: str) -> int:
 
 
 def hold_new_workers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A path: while there is a file, new workers of servers that the test starts from now on wait before all else."""
+    """Returns the path of a file: while it exists, workers of servers started from now on wait before they begin."""
     gate = folder / "gate"
     waits = f"while os.path.exists({str(gate)!r}):\n        time.sleep(0.01)"
     code = f"import os, sys, time\nif 'bngrad_server.workers.main' in sys.orig_argv:\n    {waits}\n"
@@ -63,7 +62,7 @@ def hold_new_workers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run_at_start(code: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has every Python that the test starts from now on begin with this."""
+    """Makes every Python process that the test starts from now on run this code first."""
     with (folder / "sitecustomize.py").open("a") as file:
         file.write(code)
     path = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -72,7 +71,7 @@ def run_at_start(code: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 @contextmanager
 def starting_server(address: str, gate: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A server whose worker waits at its gate, see `hold_new_workers`."""
+    """Runs a server whose worker does not begin while the gate exists, see `hold_new_workers`."""
     gate.touch()
     command = [*BNGRAD, "serve", *ONE_WORKER, "--listen", address]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
@@ -82,16 +81,16 @@ def starting_server(address: str, gate: Path) -> Iterator[subprocess.Popen[bytes
     finally:
         process.terminate()
         process.communicate()
-        gate.unlink(missing_ok=True)  # a worker at the gate has not asked yet to be killed with its server
+        gate.unlink(missing_ok=True)  # a held worker has not yet asked to be killed with its server
 
 
 def workers_of(front: int) -> list[psutil.Process]:
-    """The running workers of a server's front process."""
+    """Returns the running workers of a server's front process."""
     return children_of(front, "bngrad_server.workers.main")
 
 
 def children_of(front: int, module: str) -> list[psutil.Process]:
-    """The running processes of a module that a server's front process has started."""
+    """Returns the running children of a front process that run this module."""
     return [child for child in psutil.Process(front).children() if is_running(child.pid) and _runs(child, module)]
 
 
@@ -103,12 +102,12 @@ def _runs(process: psutil.Process, module: str) -> bool:
 
 
 def worker_pids(server: EmbeddedServer) -> list[int]:
-    """The process ids of a server's running workers."""
+    """Returns the process ids of a server's running workers."""
     return [worker.pid for worker in workers_of(server.process.pid)]
 
 
 def worker_pid(server: EmbeddedServer) -> int:
-    """The process id of a server's only worker."""
+    """Returns the process id of a server's only worker."""
     (pid,) = worker_pids(server)
     return pid
 
@@ -128,13 +127,13 @@ def is_running(pid: int) -> bool:
 
 
 def endpoints_of(target: str) -> pb.Endpoints:
-    """The ways to a server beside the one that is named."""
+    """Asks a server for its other addresses."""
     with grpc.insecure_channel(target) as channel:
         return pb_grpc.BatchNormGradServiceStub(channel).ServerInfo(pb.ServerInfoRequest()).endpoints
 
 
 def targets_of(target: str) -> dict[str, str]:
-    """Where else a server takes calls: grpcio's port, its own on TCP, its own on this host."""
+    """Returns every address for calls: grpcio's port, the server's own TCP port, and its local socket."""
     endpoints = endpoints_of(target)
     host = target.rpartition(":")[0]
     return {
@@ -175,13 +174,13 @@ def python(code: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
 
 
 def regions_of(pid: int) -> int:
-    """How many descriptors and mappings of memory that is shared with clients a process has."""
+    """Counts a process's descriptors and mappings of memory shared with clients."""
     mappings = Path(f"/proc/{pid}/maps").read_text().splitlines()
     return sum("bngrad-region" in each for each in [*descriptors_of(pid).values(), *mappings])
 
 
 def descriptors_of(pid: int) -> dict[Path, str]:
-    """The descriptors of a process, and what each stands for; those that are closed meanwhile are left out."""
+    """Returns the open descriptors of a process and their targets."""
     found = {}
     for path in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(FileNotFoundError):

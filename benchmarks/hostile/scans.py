@@ -1,7 +1,7 @@
-"""Bad clients, each of which goes on as fast as it can until it is killed.
+"""Hostile clients, each of which attacks as fast as it can until it is killed.
 
-Run as ``python -m benchmarks.hostile.scans NAME HOST TOKEN CA PORT...``. They have the lowest priority, since real ones
-would have a machine of their own.
+Run as ``python -m benchmarks.hostile.scans NAME HOST TOKEN CA PORT...``. They have the lowest CPU priority, since real
+ones would have their own machine.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ _HALF_OPEN = 10_000
 _DRIPPING = 500
 _DRIP_S = 0.1
 _METADATA_BYTES = 2**30
-_HELLO = frames.PREFACE + frames.settings({})
+_PREFACE = frames.PREFACE + frames.settings({})
 _GZIP_ZEROS_BYTES = 2**30
 
 
 @dataclass(frozen=True)
 class Victim:
-    """Where a server is, and what it takes to get past its door."""
+    """A server's address, and the credentials for it."""
 
-    place: tuple[str, int]
+    address: tuple[str, int]
     token: str
     ca: str
 
     def plain(self) -> socket.socket:
-        return socket.create_connection(self.place, _TIMEOUT_S)
+        return socket.create_connection(self.address, _TIMEOUT_S)
 
     def secure(self) -> ssl.SSLSocket:
         context = ssl.create_default_context(cafile=self.ca)
         context.set_alpn_protocols(["h2"])
-        return context.wrap_socket(self.plain(), server_hostname=self.place[0])
+        return context.wrap_socket(self.plain(), server_hostname=self.address[0])
 
 
 def wrong_tls(victim: Victim) -> None:
-    """Comes without TLS, with one that is too old, and for somebody else."""
+    """Connects without TLS, with an outdated version, and without the server's authority."""
     old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     old.check_hostname, old.verify_mode = False, ssl.CERT_NONE
     old.set_ciphers("ALL:@SECLEVEL=0")
@@ -65,31 +65,31 @@ def wrong_tls(victim: Victim) -> None:
             if how is not None:
                 how.wrap_socket(sock, server_hostname="elsewhere.example").close()
             else:
-                sock.sendall(_HELLO)
+                sock.sendall(_PREFACE)
                 sock.recv(2**16)
 
 
 def wrong_token(victim: Victim) -> None:
-    """Asks with tokens that nobody has."""
+    """Makes calls with random tokens."""
     while True:
         with suppress(OSError), victim.secure() as sock:
-            sock.sendall(_HELLO)
+            sock.sendall(_PREFACE)
             for stream in range(1, 2**20, 2):
                 sock.sendall(_headers(stream, f"Bearer {secrets.token_hex()}") + _data(stream, bytes(5000)))
-                _hear_end(sock, stream)
+                _receive_end(sock, stream)
 
 
 def garbage(victim: Victim) -> None:
-    """Says whatever comes to its mind, also within TLS."""
+    """Sends random bytes, also within TLS."""
     for connect in itertools.cycle((victim.plain, victim.secure)):
         with suppress(OSError), connect() as sock:
-            sock.sendall(secrets.choice((b"", _HELLO)) + secrets.token_bytes(2**14))
+            sock.sendall(secrets.choice((b"", _PREFACE)) + secrets.token_bytes(2**14))
             while sock.recv(2**16):
                 pass
 
 
 def half_open(victim: Victim) -> None:
-    """Opens thousands of connections and says nothing, or half a greeting; those that are closed it opens again."""
+    """Opens thousands of connections and sends nothing or part of a TLS handshake; reopens those that are closed."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     held: list[socket.socket] = []
     for number in itertools.count():
@@ -104,13 +104,13 @@ def half_open(victim: Victim) -> None:
 
 
 def metadata(victim: Victim) -> None:
-    """Sends a gigabyte of metadata in one call, on as many connections as it takes."""
+    """Sends a gigabyte of metadata, on as many connections as that needs."""
     block = encode([(f"x-{number}", "x" * 4000) for number in range(4)])[: frames.MIN_FRAME_SIZE]
     more = frames.frame(frames.CONTINUATION, 0, 1, block) * 16
     sent = 0
     while True:
         with suppress(OSError), victim.secure() as sock:
-            sock.sendall(_HELLO + frames.frame(frames.HEADERS, 0, 1, block))
+            sock.sendall(_PREFACE + frames.frame(frames.HEADERS, 0, 1, block))
             while sent < _METADATA_BYTES:
                 sock.sendall(more)
                 sent += len(more)
@@ -119,30 +119,30 @@ def metadata(victim: Victim) -> None:
 
 
 def bombs(victim: Victim) -> None:
-    """Sends messages of a megabyte that would be a gigabyte, with a token that is good."""
+    """Sends compressed messages of a megabyte that expand to a gigabyte, with a valid token."""
     packer = zlib.compressobj(9, wbits=31)
     packed = b"".join(packer.compress(bytes(2**20)) for _ in range(_GZIP_ZEROS_BYTES // 2**20)) + packer.flush()
     message = b"\1" + len(packed).to_bytes(4, "big") + packed
     while True:
         with suppress(OSError), victim.secure() as sock:
-            sock.sendall(_HELLO + _headers(1, f"Bearer {victim.token}", [("grpc-encoding", "gzip")]))
+            sock.sendall(_PREFACE + _headers(1, f"Bearer {victim.token}", [("grpc-encoding", "gzip")]))
             for start in range(0, len(message), frames.MIN_FRAME_SIZE):
                 sock.sendall(frames.frame(frames.DATA, 0, 1, message[start : start + frames.MIN_FRAME_SIZE]))
-            _hear_end(sock, 1)
+            _receive_end(sock, 1)
 
 
 def resets(victim: Victim) -> None:
     """Opens calls without a token and resets them at once, without waiting for anything."""
     while True:
         with suppress(OSError), victim.secure() as sock:
-            sock.sendall(_HELLO)
+            sock.sendall(_PREFACE)
             for stream in range(1, 2**20, 2):
                 sock.sendall(_headers(stream, "") + frames.rst_stream(stream, ErrorCode.CANCEL))
 
 
 def slow_loris(victim: Victim) -> None:
     """Sends the headers of hundreds of calls byte by byte."""
-    said = _HELLO + _headers(1, f"Bearer {victim.token}")
+    said = _PREFACE + _headers(1, f"Bearer {victim.token}")
     held: list[tuple[ssl.SSLSocket, int]] = []
     while True:
         while len(held) < _DRIPPING // 2:
@@ -176,19 +176,19 @@ def _data(stream: int, payload: bytes) -> bytes:
     return frames.frame(frames.DATA, frames.END_STREAM, stream, b"\0" + len(payload).to_bytes(4, "big") + payload)
 
 
-def _hear_end(sock: socket.socket, stream: int) -> None:
-    """Returns once a call has ended; raises OSError when the connection has."""
-    heard = b""
+def _receive_end(sock: socket.socket, stream: int) -> None:
+    """Waits for the end of a call; raises OSError if the connection ends."""
+    received = b""
     while True:
         said = sock.recv(2**16)
         if not said:
             raise ConnectionError("the server has closed the connection")
-        heard += said
-        while len(heard) >= frames.HEADER_NBYTES:
-            length, kind, flags, of = frames.parse_header(heard, 0)
-            if len(heard) < frames.HEADER_NBYTES + length:
+        received += said
+        while len(received) >= frames.HEADER_NBYTES:
+            length, kind, flags, of = frames.parse_header(received, 0)
+            if len(received) < frames.HEADER_NBYTES + length:
                 break
-            heard = heard[frames.HEADER_NBYTES + length :]
+            received = received[frames.HEADER_NBYTES + length :]
             if of == stream and (kind == frames.RST_STREAM or (kind == frames.HEADERS and flags & frames.END_STREAM)):
                 return
 

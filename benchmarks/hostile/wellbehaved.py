@@ -1,7 +1,7 @@
-"""The well-behaved client: asks for small gradients at a leisurely pace, and prints how long each took.
+"""The well-behaved client: requests small gradients at a slow rate, and prints the latencies.
 
 Run as ``python -m benchmarks.hostile.wellbehaved TARGET TOKEN CA TRANSPORT``; for each line that it reads, a number of
-seconds, it prints the latencies of so long a time, in seconds, and the errors, as JSON.
+seconds, it calls for that long and prints latencies in seconds, and errors, as JSON.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a request may end, and whether its answer is right to the bit."""
+"""The outcomes of requests, and bit-exact checks of answers."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from benchmarks.kernels import cases
 from bngrad_kernels.problem import Array, Problem
 
 _SAMPLE = 64
-"""Elements that every check looks at; of each ``_WHOLE_EVERY``-th answer it looks at all of them."""
+"""The number of elements that a check compares; every ``_WHOLE_EVERY``-th answer is compared whole."""
 _WHOLE_EVERY = 64
 
 
 class WrongAnswerError(Exception):
-    """The server computed something wrong while it had nothing else to do."""
+    """An idle server gave a wrong answer."""
 
 
 class Status(enum.IntEnum):
-    """How a request ended."""
+    """The outcome of a request."""
 
     OK = 0
     WRONG = 1
@@ -35,7 +35,7 @@ def check_quiet_answer(what: str, problem: Problem, gradients: tuple[Array, Arra
     """Compares with the float64 reference.
 
     Raises:
-        WrongAnswerError: The answer is far from it.
+        WrongAnswerError: The answer is out of bounds.
     """
     fault = cases.wrong(problem, gradients)
     if fault is not None:
@@ -43,7 +43,7 @@ def check_quiet_answer(what: str, problem: Problem, gradients: tuple[Array, Arra
 
 
 class Expected:
-    """A tensor that every answer to a kind of request must hold."""
+    """The tensor expected in every answer to a kind of request."""
 
     def __init__(self, array: Array) -> None:
         self._bits = _bits(array).copy()
@@ -52,7 +52,7 @@ class Expected:
         self._checks = itertools.count(1)
 
     def is_in(self, array: Array) -> bool:
-        """Compares bits, and spoils those that it looked at: the memory serves again, and must be written again."""
+        """Compares bits, and overwrites those compared, since the memory is reused and must be written again."""
         stride = 1 if next(self._checks) % _WHOLE_EVERY == 0 else self._stride
         seen = _bits(array)[::stride]
         right = np.array_equal(seen, self._bits[::stride])

@@ -1,4 +1,4 @@
-"""The processes of the load generator, led from the benchmark's own."""
+"""The processes of the load generator, controlled from the benchmark's own."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from benchmarks.load.generator import Outcome, Plan, Setup
 from benchmarks.load.schedule import arrivals
 
 _HEAD_START_S = 0.2
-"""Between a plan and its first request, so that all processes have it by then."""
+"""The time between sending a plan and its first request, so that all processes have it by then."""
 _MANY = 100_000
 _LOOK_UP_S = 0.5
 
 
 class FleetError(Exception):
-    """A process of the generator could not begin, or ended."""
+    """A process of the generator did not start, or ended."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What came of a load.
+    """The outcome of a load.
 
     Attributes:
         start: When it began, on the monotonic clock.
-        seconds: How long it lasted: as long as was asked for, or until the last request was answered.
+        seconds: Its duration: as requested, or until the last answer.
         callers: The most requests in flight.
-        outcome: Of every process.
+        outcome: The combined outcome of all processes.
     """
 
     start: float
@@ -57,7 +57,7 @@ class Fleet:
         self._on_wait = on_wait
 
     def closed_loop(self, callers: int, timeout: float, *, seconds: float = math.inf, count: int = _MANY) -> Run:
-        """Callers that each call again as soon as they are answered, for so long or so often.
+        """Runs callers that each send the next request when they have an answer, for a time or a count.
 
         Raises:
             FleetError: A process ended.

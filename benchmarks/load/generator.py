@@ -1,7 +1,7 @@
-"""One process of the load generator: does as a plan says, and tells what came of each request.
+"""One process of the load generator: carries out plans, and reports the outcome of each request.
 
-In an open loop the times are fixed in advance, whatever the server does, and latency counts from them: a request that
-left late, since none of the callers was free, has waited all the same.
+In an open loop the times are fixed in advance, and latency counts from them: a request that was sent late because no
+caller was free includes its wait.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Setup:
     """What a process calls, and how.
 
     Attributes:
-        callers: The most requests that it will ever have in flight.
+        callers: The maximum of requests in flight.
         cores: The cores that it may run on.
     """
 
@@ -45,12 +45,12 @@ class Setup:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a process calls from now on.
+    """The requests that a process makes next.
 
     Attributes:
-        items: The kinds of the requests, in their order.
+        items: The kinds of the requests, in order.
         due: When to send each, on the monotonic clock, which all processes share; None for a closed loop, in which
-            each caller sends the next one as soon as it is free.
+            each caller sends the next one when it is free.
         start: When a closed loop begins.
         until: When it ends, if not before with the last request.
         callers: The most requests in flight; no more than in the setup.
@@ -67,12 +67,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a plan.
+    """The outcome of a plan.
 
     Attributes:
-        rows: Of every request.
-        cpu_seconds: What the process used meanwhile.
-        errors: Examples of what was neither OK nor refused nor too late.
+        rows: One for each request.
+        cpu_seconds: The CPU time that the process used.
+        errors: Examples of other errors than refusals and timeouts.
     """
 
     rows: list[Row]
@@ -81,7 +81,7 @@ class Outcome:
 
 
 class Generator(Protocol):
-    """What carries plans out."""
+    """Carries out plans."""
 
     def run(self, plan: Plan) -> Outcome:
         """Returns when the last request has ended."""
@@ -98,8 +98,8 @@ def _connected(setup: Setup) -> AbstractContextManager[Generator]:
 
 
 def main(pipe: Connection, setup: Setup) -> None:
-    """The process: answers each plan with its outcome until the pipe is closed. Says why where it cannot begin."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the benchmark's, which then closes the pipe.
+    """The process: answers each plan with its outcome until the pipe is closed. Sends the reason if it cannot start."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The benchmark handles Ctrl-C, and then closes the pipe.
     os.sched_setaffinity(0, setup.cores)
     with contextlib.ExitStack() as stack:
         try:

@@ -1,6 +1,6 @@
-"""The calls that the client makes to a server on its host, at a third of the client's cost: one thread, ready messages.
+"""The client's calls to a server on the same host, at a third of its cost: one thread, prepared messages.
 
-What is left out is what the client does for its user: converting arrays, taking turns among threads, falling back.
+It leaves out what the client does for its users: converting arrays, sharing between threads, falling back.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from bngrad_wire import http2
 _METHOD = "/bngrad.v1.BatchNormGradService/FusedBatchNormGradV2"
 _QUIET_TIMEOUT_S = 120.0
 _GRACE_S = 1.0
-"""How much longer than its timeout a call is waited for: the server knows the timeout and should say that it passed."""
+"""How long to wait after a call's timeout for the server's DEADLINE_EXCEEDED."""
 _QUARANTINE_S = 2.0
-"""How long memory rests that a worker may still write, after a call that failed."""
-_CALLER_PATIENCE_S = 0.1
-"""A request for which no connection becomes free for so long is not sent: the server has as many as it takes."""
+"""How long memory is quarantined after a failed call, since a worker may still write to it."""
+_CONNECTION_TIMEOUT_S = 0.1
+"""A request is not sent if no connection becomes free for this long; there are as many as the server accepts."""
 _LONGEST_SLEEP_S = 0.1
 _STATUSES = {0: Status.OK, 4: Status.DEADLINE_EXCEEDED, 8: Status.RESOURCE_EXHAUSTED, 14: Status.UNAVAILABLE}
 
 
 @contextlib.contextmanager
 def connect(setup: Setup) -> Iterator[Loop]:
-    """A connection, with its requests made and their answers known.
+    """Connects, makes each kind of request once, and keeps the answers.
 
     Raises:
         OSError: The server is not on this host, or not there.
-        WrongAnswerError: It gave a wrong answer.
+        WrongAnswerError: An answer is wrong.
     """
     directory = _directory(setup.target)
     if not Path(directory, "calls").is_socket():
@@ -64,7 +64,7 @@ def _directory(target: str) -> str:
         try:
             return stub.ServerInfo(pb.ServerInfoRequest(), timeout=_QUIET_TIMEOUT_S).endpoints.local_directory
         except grpc.RpcError as error:
-            call = cast("grpc.Call", error)  # Which the base class that channels promise does not tell.
+            call = cast("grpc.Call", error)  # The declared base class lacks the details.
             raise ConnectionError(f"{target}: {call.details()}") from error
 
 
@@ -81,11 +81,11 @@ class Loop:
         self._rows: list[Row] = []
 
     def learn(self) -> None:
-        """Asks for each kind of request once, and keeps the answer as the one to expect.
+        """Makes each kind of request once, and keeps its answer as the expected one.
 
         Raises:
-            OSError: There was none.
-            WrongAnswerError: It is wrong.
+            OSError: A request failed.
+            WrongAnswerError: The answer is wrong.
         """
         for number, request in enumerate(self._requests):
             plan = Plan(np.array([number]), None, 0, math.inf, 1, _QUIET_TIMEOUT_S)
@@ -119,7 +119,7 @@ class Loop:
             while coming and coming[0][1] <= now:
                 item, due = coming[0]
                 waited = due <= none_idle_at
-                if now >= due + min(plan.timeout, _CALLER_PATIENCE_S):
+                if now >= due + min(plan.timeout, _CONNECTION_TIMEOUT_S):
                     self._rows.append((item, due, now, now, int(Status.NOT_SENT), waited))
                 elif self._idle:
                     self._send(item, due, plan.timeout, waited=waited)
@@ -175,7 +175,7 @@ class Loop:
         request = self._requests[caller.item]
         if status is Status.OK:
             status = Status.OK if request.is_right(caller.result, answer) else Status.WRONG
-        # What was refused was never staged; of all else, a worker may still be writing the answer.
+        # A refused request was never staged; for all others, a worker may still write the answer.
         if status in (Status.OK, Status.WRONG, Status.RESOURCE_EXHAUSTED):
             request.free.append(caller.result)
         else:
@@ -200,12 +200,12 @@ class _Caller:
         self.item, self.due, self.deadline, self.waited = item, due, deadline, waited
         self.sent = now = time.monotonic()
         self.give_up_at = deadline + _GRACE_S
-        self.result = request.room(now)
+        self.result = request.output(now)
         self._call = self._connection.call(_METHOD, timeout_s=deadline - now)
         self._call.send_message(request.message, self.result.field, end=True)
 
     def receive(self) -> bytes | None:
-        """The answer, if it is all there."""
+        """Returns the answer if it is complete."""
         self._connection.handle_available_frames()
         if not self._call.ended:
             return None

@@ -1,4 +1,4 @@
-"""What a load amounted to: goodput, latencies, counts."""
+"""The figures of a load: goodput, latencies, counts."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ Counts = np.ndarray[Any, np.dtype[np.int64]]
 
 PERCENTILES = (50, 90, 99, 99.9)
 LATE_S = 0.01
-"""A request that leaves later than this was held up by the generator."""
+"""A request sent later than this after it was due counts as late."""
 _WARM_UP_S = 1.0
 _WARM_UP_SHARE = 0.25
 
 
 @dataclass(frozen=True)
 class Step:
-    """The figures of one load. The first second counts for nothing but the counts.
+    """The figures of one load. Only the counts include the first second.
 
     Attributes:
-        title: What it was.
-        multiple: Of the saturation that was offered; None for a closed loop.
+        title: Its name.
+        multiple: The offered load as a multiple of saturation; None for a closed loop.
         offered: Requests per second that arrived.
-        seconds: How long they did.
+        seconds: The duration of the arrivals.
         goodput: Right answers within the timeout, per second in which requests arrived.
         megabytes: What these requests and answers hold, in MB per second.
         percentiles: Of their latency in milliseconds, from when they were due, in the order of `PERCENTILES`.
         counts: Requests by how they ended.
-        late: The share of requests sent more than 10 ms after they were due, though a caller was free then: the
+        late: The share of requests sent more than 10 ms after they were due although a caller was free: the
             generator was too slow.
-        no_caller: The share of those sent so late, or never, since no caller was free when they were due: the server
-            owed all of them an answer.
-        in_flight: The most requests at once.
-        server_cores: CPU seconds of the server per second; None where somebody else started it.
-        generator_cores: Alike, of the generator.
+        no_caller: The share sent late or never because no caller was free when they were due: all waited for the
+            server.
+        in_flight: The maximum of requests in flight.
+        server_cores: CPU seconds of the server per second; None if the benchmark did not start it.
+        generator_cores: CPU seconds of the generator per second.
         goodput_each_second: From the first second on.
-        batch_sizes: Batches of 2**k to 2**(k+1)-1 requests; None where the server does not say.
-        errors: Examples of what was neither OK nor refused nor too late.
+        batch_sizes: Batches of 2**k to 2**(k+1)-1 requests; None if the server does not report them.
+        errors: Examples of other errors than refusals and timeouts.
     """
 
     title: str
@@ -64,7 +64,7 @@ class Step:
 
 
 def step(title: str, multiple: float | None, run: Run, items: tuple[Item, ...], **others: Any) -> Step:
-    """Sums a run up; ``others`` are what it does not know of itself."""
+    """Computes a run's figures; ``others`` are those that the run does not hold."""
     item, due, sent, done, status, waited = np.array(run.outcome.rows).T
     warm = run.start + min(_WARM_UP_S, _WARM_UP_SHARE * run.seconds)
     end = run.start + run.seconds
@@ -95,10 +95,10 @@ def step(title: str, multiple: float | None, run: Run, items: tuple[Item, ...], 
 
 
 def middle(turns: list[Step]) -> Step:
-    """The turn of median goodput of a load that had several; of an even number the lower one."""
+    """Returns the turn with the median goodput; the lower one of an even number."""
     return sorted(turns, key=lambda step: step.goodput)[(len(turns) - 1) // 2]
 
 
 def in_flight(moments: Floats, starts: Floats, ends: Floats) -> Counts:
-    """How many intervals each moment is in; an interval holds its start, but not its end."""
+    """Counts the half-open intervals that contain each moment."""
     return np.searchsorted(np.sort(starts), moments, "right") - np.searchsorted(np.sort(ends), moments, "right")

@@ -1,4 +1,4 @@
-"""Requests as messages that are ready to be sent, and their answers.
+"""Requests as prepared messages, and checks of their answers.
 
 Tensors from 64 KB on lie in shared memory, as with ``transport="auto"``; smaller ones travel in the message.
 """
@@ -21,16 +21,16 @@ _SHARED_FROM_NBYTES = 64 * 1024
 _DTYPES = {"float32": pb.DATA_TYPE_FLOAT32, "bfloat16": pb.DATA_TYPE_BFLOAT16}
 
 
-class Room:
-    """Memory for x_backprop, and the field that tells the server of it."""
+class Output:
+    """Memory for x_backprop, and the request field with its location."""
 
     def __init__(self, pool: Pool, item: Item) -> None:
         self.array = pool.empty(item.spec.shape, item.spec.dtype)
         self.field = pb.FusedBatchNormGradV2Request(x_backprop_location=_location(pool, self.array)).SerializeToString()
 
 
-class Nowhere:
-    """Where the answer holds x_backprop itself."""
+class NoOutput:
+    """No memory: the answer holds x_backprop."""
 
     field = b""
 
@@ -39,9 +39,9 @@ class Request:
     """One kind of request: its message, and memory for its answers.
 
     Attributes:
-        message: All but the place of x_backprop.
+        message: The request without the location of x_backprop.
         free: Memory for answers.
-        resting: Memory that may be used again from some moment on.
+        resting: Quarantined memory, with the time from which it is free.
     """
 
     def __init__(self, pool: Pool, item: Item, seed: int) -> None:
@@ -49,7 +49,9 @@ class Request:
         self._pool = pool
         self._problem = problem = mix.problem(item, seed)
         self._is_shared = item.spec.tensor_nbytes >= _SHARED_FROM_NBYTES
-        self._inputs = [self._placed(array) for array in (problem.y_backprop, problem.x)]  # Kept, since placed.
+        self._inputs = [
+            self._placed(array) for array in (problem.y_backprop, problem.x)
+        ]  # Kept alive, since messages refer to them.
         y_backprop, x = (self._tensor(array) for array in self._inputs)
         self.message = pb.FusedBatchNormGradV2Request(
             y_backprop=y_backprop,
@@ -60,30 +62,30 @@ class Request:
             epsilon=item.spec.epsilon,
             data_format=item.data_format,
         ).SerializeToString()
-        self.free: list[Room | Nowhere] = []
-        self.resting: deque[tuple[float, Room | Nowhere]] = deque()
-        self._last: tuple[Room | Nowhere, bytes] | None = None
+        self.free: list[Output | NoOutput] = []
+        self.resting: deque[tuple[float, Output | NoOutput]] = deque()
+        self._last: tuple[Output | NoOutput, bytes] | None = None
         self._answer: bytes | None = None
         self._x_backprop: Expected | None = None
 
-    def room(self, now: float) -> Room | Nowhere:
+    def output(self, now: float) -> Output | NoOutput:
         while self.resting and self.resting[0][0] <= now:
             self.free.append(self.resting.popleft()[1])
         if self.free:
             return self.free.pop()
-        return Room(self._pool, self.item) if self._is_shared else Nowhere()
+        return Output(self._pool, self.item) if self._is_shared else NoOutput()
 
-    def is_right(self, result: Room | Nowhere, answer: bytes) -> bool:
+    def is_right(self, result: Output | NoOutput, answer: bytes) -> bool:
         if self._answer is None:
             self._last = result, answer
             return True
         right = answer.endswith(self._answer)
-        if self._x_backprop is not None and isinstance(result, Room):
+        if self._x_backprop is not None and isinstance(result, Output):
             right = self._x_backprop.is_in(result.array) and right
         return right
 
     def learn(self) -> None:
-        """Keeps the last answer as the one to expect.
+        """Keeps the last answer as the expected one.
 
         Raises:
             WrongAnswerError: It is wrong.
@@ -93,14 +95,14 @@ class Request:
         message = pb.FusedBatchNormGradV2Response.FromString(answer)
         spec = self.item.spec
         x_backprop = np.frombuffer(message.x_backprop.data, spec.dtype)
-        if isinstance(result, Room):
+        if isinstance(result, Output):
             x_backprop = result.array
             self._x_backprop = Expected(x_backprop)
         elif x_backprop.size != math.prod(spec.shape):
             raise WrongAnswerError(f"{self.item}: x_backprop has {x_backprop.size} elements")
         sums = (np.frombuffer(tensor.data, np.float32) for tensor in (message.scale_backprop, message.offset_backprop))
         check_quiet_answer(str(self.item), self._problem, (x_backprop.reshape(spec.shape), *sums))  # type: ignore[arg-type]
-        # Before all else it tells where x_backprop lies.
+        # The answer begins with the location of x_backprop, which varies.
         start = pb.FusedBatchNormGradV2Response(x_backprop=message.x_backprop).SerializeToString()
         self._answer = answer.removeprefix(start) if self._is_shared else answer
 

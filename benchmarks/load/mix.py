@@ -1,4 +1,4 @@
-"""What is asked for: the batch-norm layers of ResNet-50 as often as it has them, and some tiny requests."""
+"""The mix of requests: the batch-norm layers of ResNet-50, as often as it has them, and some tiny ones."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ BATCH = 2
 LAYERS = dict(zip(cases.RESNET50, (1, 6, 4, 8, 5, 12, 7, 6, 4), strict=True))
 """(C, H, W) of ResNet-50's 53 batch-norm layers, and how many there are of each."""
 VARIANTS = tuple((dtype, layout) for dtype in (FLOAT32, BFLOAT16) for layout in cases.LAYOUTS)
-"""Every layer is asked for equally often in each."""
+"""Every layer is requested equally often in each."""
 SMALL = Spec(FLOAT32, (1, 4, 4, 64), 3)
 """A request with tensors of 4 KB."""
 SMALL_COUNT = 24
-"""So many of them beside the 4 x 53 layers: a tenth of all requests."""
+"""Their number beside the 4 x 53 layers: a tenth of all requests."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Item:
     """A kind of request.
 
     Attributes:
-        spec: What to compute.
-        count: How many of them are in a deck, in which every kind is as often as it should be.
+        spec: The computation.
+        count: Their number in a deck, which holds every kind in proportion.
     """
 
     spec: Spec
@@ -38,7 +38,7 @@ class Item:
 
     @property
     def nbytes(self) -> int:
-        """What the request and its answer move: y_backprop, x and x_backprop."""
+        """The bytes of a request and its answer: y_backprop, x and x_backprop."""
         return 3 * self.spec.tensor_nbytes
 
     @property
@@ -66,14 +66,14 @@ TINY = (Item(SMALL, 1),)
 
 
 def problem(item: Item, seed: int) -> Problem:
-    """The inputs of a kind of request: normal numbers, other ones for each seed."""
+    """Returns the inputs of a kind of request: normally distributed numbers by seed."""
     shape = item.spec.shape
     rng = np.random.default_rng(seed)
     return cases.problem(item.spec, *(rng.standard_normal(shape, np.float32) for _ in range(2)))
 
 
 def deal(items: tuple[Item, ...], count: int, rng: np.random.Generator) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Indices of so many requests: shuffled decks, so that every stretch of them costs about the same."""
+    """Returns ``count`` indices of items from shuffled decks, so that every stretch costs about the same."""
     deck = np.repeat(np.arange(len(items)), [item.count for item in items])
     decks = [rng.permutation(deck) for _ in range(-(-count // len(deck)))]
     return np.concatenate(decks)[:count] if decks else deck[:0]
@@ -81,5 +81,5 @@ def deal(items: tuple[Item, ...], count: int, rng: np.random.Generator) -> np.nd
 
 @functools.cache
 def mean_nbytes(items: tuple[Item, ...]) -> float:
-    """What a request moves on average."""
+    """Returns the mean bytes of a request and its answer."""
     return sum(item.count * item.nbytes for item in items) / sum(item.count for item in items)

@@ -13,9 +13,9 @@ from matplotlib.ticker import FuncFormatter
 
 
 def draw(results: Results, path: Path, title: str) -> None:
-    """Writes a PNG; the panel of batch sizes is left out where the server does not tell them."""
+    """Writes a PNG; without the panel of batch sizes if the server does not report them."""
     mpl.use("Agg")
-    from matplotlib import pyplot as plt  # noqa: PLC0415 - the back end is chosen first
+    from matplotlib import pyplot as plt  # noqa: PLC0415 - the backend is chosen first
 
     steps = results.steps
     batches = [step for step in steps if step.batch_sizes and sum(step.batch_sizes)]

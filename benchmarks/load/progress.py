@@ -1,4 +1,4 @@
-"""A line on the terminal that says what is being done, and for how long yet."""
+"""A line on the terminal with the current step and its remaining time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _CLEAR_LINE = "\r\x1b[K"
 
 
 class Progress:
-    """Shown on stderr, where that is a terminal."""
+    """Shows progress on stderr if that is a terminal."""
 
     def __init__(self) -> None:
         self._what = ""
@@ -21,7 +21,7 @@ class Progress:
 
     @contextlib.contextmanager
     def of(self, what: str, seconds: float = 0) -> Iterator[None]:
-        """What is done in the block, and how long it should take; 0 if nobody knows."""
+        """Shows a step during the block; ``seconds`` is its expected duration, 0 if unknown."""
         self._what, self._seconds, self._start = what, seconds, time.monotonic()
         self.show()
         try:
@@ -30,7 +30,7 @@ class Progress:
             self._say("")
 
     def show(self) -> None:
-        """Brings the line up to date."""
+        """Updates the line."""
         of = f" of {self._seconds:.0f}" if self._seconds else ""
         self._say(f"{self._what}: {time.monotonic() - self._start:.0f}{of} s")
 

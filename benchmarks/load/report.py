@@ -1,4 +1,4 @@
-"""The tables, for a terminal and for a page alike."""
+"""The tables, for a terminal and for a page."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def header() -> str:
 
 
 def row(step: Step) -> str:
-    """One line of the table of loads."""
+    """Returns one line of the table of loads."""
     percentiles = [f"{value:.1f}" for value in step.percentiles] or ["-"] * len(PERCENTILES)
     server = "-" if step.server_cores is None else f"{step.server_cores:.2f}"
     cells = [
@@ -44,7 +44,7 @@ def verdict_table(verdicts: Sequence[Verdict]) -> str:
 
 
 def batch_table(steps: Iterable[Step]) -> str:
-    """The share of batches of each size; empty where the server does not say."""
+    """The share of batches of each size; empty if the server does not report them."""
     known = [(step.title, step.batch_sizes) for step in steps if step.batch_sizes and sum(step.batch_sizes)]
     if not known:
         return ""
@@ -58,7 +58,7 @@ def batch_table(steps: Iterable[Step]) -> str:
 
 
 def summary(results: Results, verdicts: Sequence[Verdict]) -> str:
-    """All tables but the one that was printed line by line while it was measured."""
+    """Returns all tables except the one that was printed during the measurement."""
     parts = []
     if results.storm is not None:
         quiet = results.storm.quiet
@@ -79,7 +79,7 @@ def summary(results: Results, verdicts: Sequence[Verdict]) -> str:
 
 
 def write_into(page: Path, results: Results, verdicts: Sequence[Verdict], note: str) -> None:
-    """Puts the tables between two marks of a page, in place of what is there.
+    """Replaces the text between two marks of a page by the tables.
 
     Raises:
         ValueError: The page lacks the marks.

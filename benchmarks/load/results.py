@@ -1,4 +1,4 @@
-"""All that one run of the benchmark measured."""
+"""The measurements of one run of the benchmark."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Storm:
 
 @dataclass
 class Kills:
-    """The same requests with and without workers being killed, in turns.
+    """The same requests with and without killed workers, in turns.
 
     Attributes:
         undisturbed: The turns without.
         disturbed: The turns with.
-        killed: How many workers died.
+        killed: The number of workers killed.
     """
 
     undisturbed: list[Step] = field(default_factory=list)
@@ -41,19 +41,19 @@ class Kills:
     killed: int = 0
 
     def count(self, *names: str) -> int:
-        """The requests of the disturbed turns that ended in one of some ways; in any without names."""
+        """Counts the requests of the disturbed turns with these outcomes; all without names."""
         return sum(n for step in self.disturbed for name, n in step.counts.items() if not names or name in names)
 
 
 @dataclass
 class Results:
-    """What was measured; None or empty where a part was left out.
+    """All measurements; None or empty for parts that were left out.
 
     Attributes:
-        timeout: Of every request under load, in seconds.
+        timeout: The timeout of every request under load, in seconds.
         saturation: The turns of the closed loop.
-        turns: Those of the open loops, in the order in which they were.
-        memory: Of the server, from before the first step until after the storm.
+        turns: The turns of the open loops, in order.
+        memory: The server's memory, from before the first step until after the storm.
         batching: Requests per second of each turn with batches of the usual size, and with batches of one.
     """
 

@@ -20,21 +20,21 @@ from benchmarks.load.mix import Item
 
 import bngrad
 
-# What the server refuses is to count as refused.
+# Refused requests must be counted as refused.
 _NO_RETRIES = {"retries": False} if "retries" in inspect.signature(bngrad.Client).parameters else {}
 _SWITCH_INTERVAL_S = 1e-3
-"""A caller that checks a large answer must not hold those up that are due."""
+"""A thread that checks a large answer must not delay others."""
 _QUIET_TIMEOUT_S = 120.0
 _REMEMBERED_ERRORS = 5
 
 
 @contextlib.contextmanager
 def connect(setup: Setup) -> Iterator[Threads]:
-    """A client, with its requests made and their answers known.
+    """Connects, makes each kind of request once, and keeps the answers.
 
     Raises:
-        bngrad.BngradError: The server gave no answer.
-        WrongAnswerError: It gave a wrong one.
+        bngrad.BngradError: A request failed.
+        WrongAnswerError: An answer is wrong.
     """
     options: dict[str, Any] = {"transport": setup.transport, **_NO_RETRIES}
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
@@ -43,7 +43,7 @@ def connect(setup: Setup) -> Iterator[Threads]:
 
 
 class Threads:
-    """As many threads as a plan has callers."""
+    """Carries out plans with a thread for each caller."""
 
     def __init__(self, requests: list[_Request]) -> None:
         self._requests = requests
@@ -83,7 +83,7 @@ class Threads:
 
 
 class _Turns:
-    """Hands the requests of a plan out: the caller whose turn it is waits until the next one is due."""
+    """Distributes a plan's requests: one caller at a time waits until the next one is due."""
 
     def __init__(self, plan: Plan) -> None:
         self._items = plan.items.tolist()
@@ -93,7 +93,7 @@ class _Turns:
         self._turn = threading.Lock()
 
     def next(self) -> tuple[int, float, bool] | None:
-        """The item, when it is due, and whether the caller was still busy then, as were all before it."""
+        """Returns the item, its due time, and whether no caller was free then."""
         came = time.monotonic()
         with self._turn:
             number = self._next
@@ -110,7 +110,7 @@ class _Turns:
 
 
 class _Request:
-    """One kind of request, with its inputs in memory that client and server share where they share any."""
+    """One kind of request, with its inputs in shared memory if there is any."""
 
     def __init__(self, client: bngrad.Client, item: Item, seed: int) -> None:
         problem = mix.problem(item, seed)

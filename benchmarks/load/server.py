@@ -1,4 +1,4 @@
-"""The server under load: started on cores of its own, watched, and robbed of its workers."""
+"""The server under load: started on its own cores, its memory sampled, its workers killed."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ Older servers have none."""
 
 @dataclass(frozen=True)
 class Server:
-    """A server that runs.
+    """A running server.
 
     Attributes:
         target: Its address.
-        front: Its front process; None where somebody else started it.
+        front: Its front process; None if the benchmark did not start it.
     """
 
     target: str
@@ -52,7 +52,7 @@ class Server:
         return workers
 
     def cpu_seconds(self) -> float:
-        """What its processes have used so far, the dead ones included."""
+        """Returns the CPU time of its processes, dead ones included."""
         if self.front is None:
             return 0.0
         reaped = self.front.cpu_times()
@@ -69,12 +69,12 @@ class Server:
             return stub.ServerInfo(pb.ServerInfoRequest(), timeout=_ASK_TIMEOUT_S)
 
     def batch_sizes(self) -> list[int] | None:
-        """How many batches of 2**k to 2**(k+1)-1 requests were computed so far; None where the server does not say."""
+        """Returns the number of batches of 2**k to 2**(k+1)-1 requests so far; None if not reported."""
         sizes = getattr(self.info(), _BATCH_SIZES, None)
         return None if sizes is None else list(sizes)
 
     def wait_until_ready(self) -> None:
-        """Returns once every worker takes requests."""
+        """Waits until every worker is ready."""
         while any(device.state != pb.WORKER_STATE_READY for device in self.info().devices):
             time.sleep(0.05)
 
@@ -84,11 +84,11 @@ def running(cores: tuple[int, ...], options: tuple[str, ...]) -> Iterator[Server
     """Runs a server on some cores for the length of the block.
 
     Raises:
-        bngrad_cli.embedded.ServerStartError: It did not come up.
+        bngrad_cli.embedded.ServerStartError: It did not start.
     """
     own = os.sched_getaffinity(0)
     embedded = EmbeddedServer(options=options)
-    os.sched_setaffinity(0, cores)  # Which its processes inherit, and by which it counts its threads.
+    os.sched_setaffinity(0, cores)  # Its processes inherit this, and derive their number of threads from it.
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(embedded)
@@ -104,7 +104,7 @@ class Memory:
     Attributes:
         seconds: When, on the monotonic clock.
         front: Of the front process, shared pages included.
-        workers: Of all workers together, alike: pages that several processes map count for each of them.
+        workers: Of all workers together; pages that several processes map count for each of them.
         private: Of all processes together, without pages that could be shared.
     """
 
@@ -129,7 +129,7 @@ class Memory:
 
 @contextlib.contextmanager
 def watched(server: Server) -> Iterator[Memory]:
-    """Notes the server's memory twice a second."""
+    """Samples the server's memory twice a second."""
     memory = Memory()
     with _repeated(_WATCH_EVERY_S, lambda: memory.note(server)):
         yield memory
@@ -137,7 +137,7 @@ def watched(server: Server) -> Iterator[Memory]:
 
 @contextlib.contextmanager
 def robbed(server: Server, every_s: float) -> Iterator[list[float]]:
-    """Kills a random worker now and then; gives the times at which one died."""
+    """Kills a random worker every ``every_s`` seconds; gives the times of the kills."""
     kills: list[float] = []
 
     def kill() -> None:

@@ -1,4 +1,4 @@
-"""What a server should hold under load."""
+"""The bounds that a server should keep under load."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from benchmarks.load.server import Memory
 BATCHED, ALONE = "batched", "one request a batch"
 _P99 = PERCENTILES.index(99)
 _SETTLED_S = 10.0
-"""Memory that a storm has not taken by then, it should never take."""
+"""The time after which memory should no longer grow during a storm."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A figure beside its bound."""
+    """A figure and its bound."""
 
     target: str
     figure: float
@@ -28,7 +28,7 @@ class Verdict:
 
 
 def verdicts(results: Results) -> list[Verdict]:
-    """Of all that was measured."""
+    """Returns a verdict on every target that was measured."""
     return [*_goodput(results), *_storm(results), *_kills(results), *_batching(results), *_honesty(results)]
 
 
@@ -82,7 +82,7 @@ def _storm(results: Results) -> Iterator[Verdict]:
 
 
 def _growth(memory: Memory, storm: Storm) -> float:
-    """Of the median of the last ten seconds to that of the second ten."""
+    """Returns the median of the last ten seconds over that of the second ten."""
     since = np.array(memory.seconds) - storm.start
     total = np.add(memory.front, memory.workers)
     early = total[(since >= _SETTLED_S) & (since < 2 * _SETTLED_S)]

@@ -99,7 +99,7 @@ def _send(writer: Any, schema: Any, tensors: list[Array], vectors: tuple[Array, 
 
 
 def _receive(reader: Any, staging: list[Array]) -> tuple[list[Array], Any]:
-    """What `_send` sent: tensors of the staging's size, in it unless they came in one batch."""
+    """Receives what `_send` sent: tensors of the staging's size, copied there unless they came in one batch."""
     chunk = reader.read_chunk()
     metadata = chunk.app_metadata
     received, elements = chunk.data.num_rows, staging[0].size

@@ -1,4 +1,4 @@
-"""Who takes part: by name, which server it needs and how it connects."""
+"""The contestants by name, with the server that each needs and how it connects."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Contestant:
     """One line of the plot.
 
     Attributes:
-        title: What it is.
-        server: The kind of server that it needs; "" where none.
+        title: Its name in the plot.
+        server: The kind of server that it needs; "" if none.
         connect: Connects to that server's address.
     """
 

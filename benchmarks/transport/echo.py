@@ -22,7 +22,7 @@ def _zeros(nbytes: int) -> bytes:
 
 
 def _answer(request: bytes, context: grpc.ServicerContext) -> bytes:
-    """Of two tensors sent, the size of one."""
+    """Returns as many bytes as one of the two tensors sent."""
     return _zeros(len(request) // 2)
 
 
@@ -31,7 +31,7 @@ def start(address: str, threads: int) -> tuple[str, object]:
     server = grpc.server(futures.ThreadPoolExecutor(_HANDLER_THREADS), options=CHANNEL_OPTIONS)
     method: grpc.RpcMethodHandler[bytes, bytes] = grpc.unary_unary_rpc_method_handler(
         _answer
-    )  # None as serializer leaves bytes as they are.
+    )  # Without a serializer, messages are bytes.
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, {_METHOD: method}),))
     port = server.add_insecure_port(address)
     server.start()

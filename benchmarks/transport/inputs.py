@@ -1,4 +1,4 @@
-"""What is sent: NHWC float32 tensors of an exact size. KB and MB are 2**10 and 2**20 bytes."""
+"""The inputs: NHWC float32 tensors of an exact size. KB and MB are 2**10 and 2**20 bytes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _IMAGE_SIDE = 64
 
 
 def size(text: str) -> int:
-    """The bytes of one tensor: of "4KB", "1MB" and the like.
+    """Parses the size of one tensor: "4KB", "1MB" and so on.
 
     Raises:
-        ValueError: The text is something else, or no whole number of pixels of 64 channels.
+        ValueError: The text is not a size, or not a multiple of a pixel of 64 channels.
     """
     match = re.fullmatch(r"(\d+)\s*([KM])B?", text.upper())
     if match is None:
@@ -37,7 +37,7 @@ def label(nbytes: int) -> str:
 
 
 def problem(nbytes: int) -> Problem:
-    """A problem with tensors of a size, filled with normal numbers."""
+    """Returns a problem with tensors of this size and normally distributed numbers."""
     spec = Spec(FLOAT32, _shape(nbytes), 3)
     return cases.problem(spec, *np.random.default_rng(nbytes).standard_normal((2, *spec.shape), np.float32))
 

@@ -13,7 +13,7 @@ from bngrad_kernels.problem import Problem
 
 
 class Kernel:
-    """The CPU back end, warm. One thread enters at a time: each problem may take all cores."""
+    """The CPU backend, warm. It runs one problem at a time, which may use all cores."""
 
     def __init__(self, threads: int) -> None:
         self._backend = backends.create("cpu", threads=threads)
@@ -31,7 +31,7 @@ def gradients(problem: Problem) -> Gradients:
 
 
 def inputs_of(problem: Problem) -> Problem:
-    """A problem with the same inputs and outputs of its own."""
+    """Returns a problem with the same inputs and new outputs."""
     return Problem.allocate(
         problem.spec, problem.y_backprop, problem.x, problem.scale, problem.reserve_space_1, problem.reserve_space_2
     )

@@ -15,7 +15,7 @@ _QUICK_SECONDS = 0.05
 
 
 class WrongAnswerError(Exception):
-    """A contestant's bits are not the kernel's."""
+    """A contestant's answer differs from the kernel's."""
 
 
 def check(name: str, answer: Gradients | None, expected: Gradients) -> None:
@@ -30,7 +30,7 @@ def check(name: str, answer: Gradients | None, expected: Gradients) -> None:
 
 
 def latencies(calls: Mapping[str, Call], seconds: float, rounds: int) -> dict[str, list[float]]:
-    """The time of each call, in seconds; each contestant calls for so many seconds in all, and at least thrice."""
+    """Returns the time of each call in seconds; each contestant calls for ``seconds`` in all, at least three times."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for names in _turns(calls, rounds):
         for name in names:
@@ -42,7 +42,7 @@ def latencies(calls: Mapping[str, Call], seconds: float, rounds: int) -> dict[st
 
 
 def _turns(calls: Mapping[str, object], rounds: int) -> Iterator[list[str]]:
-    """The order of each round: another contestant begins each time."""
+    """Yields the order of each round, which begins with another contestant each time."""
     names = list(calls)
     for number in range(rounds):
         first = number % len(names)
@@ -50,7 +50,7 @@ def _turns(calls: Mapping[str, object], rounds: int) -> Iterator[list[str]]:
 
 
 def _turn(call: Call, seconds: float, *, warm_up: bool) -> list[float]:
-    """One untimed call where that costs little, so that idle threads wake and others' fall asleep; then timed ones.
+    """Makes an untimed call if that is cheap, so that the contestant's threads are awake; then timed ones.
 
     Freeing an answer is not timed.
     """
@@ -67,7 +67,7 @@ def _turn(call: Call, seconds: float, *, warm_up: bool) -> list[float]:
 
 
 def rates(calls: Mapping[str, list[Call]], seconds: float, rounds: int) -> dict[str, float]:
-    """Requests per second of each contestant, called by as many threads as it has calls: the median of the rounds."""
+    """Returns each contestant's requests per second, with a thread for each of its calls: the median of the rounds."""
     measured: dict[str, list[float]] = {name: [] for name in calls}
     for names in _turns(calls, rounds):
         for name in names:

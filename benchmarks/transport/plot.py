@@ -12,13 +12,13 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 
 _OURS, _FLOOR = "bngrad", "kernel"
 _LABEL_STEP = 1.5
-"""Sizes that are nearer to each other would have their labels overlap."""
+"""The least ratio between labelled sizes; labels of closer ones would overlap."""
 
 
 def draw(results: Results, path: Path) -> None:
     """Writes a PNG with a panel for each network."""
     mpl.use("Agg")
-    from matplotlib import pyplot as plt  # noqa: PLC0415 - the back end is chosen first
+    from matplotlib import pyplot as plt  # noqa: PLC0415 - the backend is chosen first
 
     cells = [cell for cell in results.cells if cell.gigabytes_per_second is not None]
     networks = list(dict.fromkeys(cell.network for cell in cells))

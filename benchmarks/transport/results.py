@@ -1,4 +1,4 @@
-"""What was measured, and how it is printed."""
+"""The measurements, and how they are printed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Cell:
 
     Attributes:
         nbytes: The size of each of the three tensors.
-        calls: How many calls the figures are of.
+        calls: The number of calls measured.
     """
 
     network: str
@@ -37,7 +37,7 @@ class Cell:
 
     @property
     def gigabytes_per_second(self) -> float | None:
-        """Of all three tensors; None for an empty call."""
+        """The throughput of all three tensors; None for an empty call."""
         return None if self.contestant == EMPTY else 3 * self.nbytes / self.p50 / 1e6
 
     def as_json(self) -> dict[str, Any]:
@@ -49,7 +49,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Rate:
-    """Requests per second of one contestant with so many callers."""
+    """Requests per second of one contestant with this many callers."""
 
     network: str
     callers: int

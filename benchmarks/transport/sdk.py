@@ -1,4 +1,4 @@
-"""bngrad itself, through the public client of its SDK."""
+"""bngrad itself, through the SDK's public client."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bngrad_kernels.problem import Problem
 
 @contextlib.contextmanager
 def connect(target: str, *, in_region: bool = False, **arguments: Any) -> Iterator[Prepare]:
-    """A client with these arguments; the tensors may live in the region that it shares with the server."""
+    """Connects a client with these arguments; ``in_region`` places the tensors in shared memory."""
     client: Any
     with bngrad.Client(target, **arguments) as client:
 

@@ -1,6 +1,6 @@
-"""The rivals' servers, each in a process of its own: ``python -m benchmarks.transport.servers KIND ADDRESS``.
+"""The other contestants' servers, each in its own process: ``python -m benchmarks.transport.servers KIND ADDRESS``.
 
-A server prints ``ready on ADDRESS``, and ends when its stdin closes: when the benchmark is gone, however that came.
+A server prints ``ready on ADDRESS``, and ends when its stdin closes, so also when the benchmark is killed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("address", help="HOST:PORT, with port 0 for a free one, or unix:PATH")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of the kernel")
     options = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the benchmark's, which then closes stdin.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The benchmark handles Ctrl-C, and then closes stdin.
     module = importlib.import_module(f"benchmarks.transport.{_MODULES[options.kind]}")
     address, server = module.start(options.address, options.threads)
     assert server is not None
@@ -43,7 +43,7 @@ def running(kind: str, address: str, threads: int) -> Iterator[str]:
     """Runs a server for the length of the block, and gives the address that clients take.
 
     Raises:
-        ServerStartError: It did not come up; it said why on stderr.
+        ServerStartError: It did not start; its stderr says why.
     """
     process = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.transport.servers", kind, address, "--threads", str(threads)],

@@ -1,4 +1,4 @@
-"""What bngrad's transports should reach, over either network."""
+"""The targets of bngrad's transports, over either network."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.transport.inputs import KB, MB, label
 from benchmarks.transport.results import Results
 
 RATE_NBYTES = 4 * KB
-"""The tensors of the measurement of requests per second."""
+"""The size of a tensor when measuring requests per second."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Target:
     callers: int = 1
 
     def ratio(self, results: Results, network: str) -> float | None:
-        """None where one of the two was not measured."""
+        """Returns the ratio; None if one of the two was not measured."""
         names = self.subject, self.other
         if self.quantity == "requests/s":
             subject, other = (results.rate(network, self.callers, name) for name in names)
@@ -67,7 +67,7 @@ TARGETS = (
 
 
 def verdicts(results: Results, networks: list[str]) -> list[dict[str, Any]]:
-    """Each target over each network: the ratio, and whether it is met, or None for both."""
+    """Returns each target over each network with its ratio and whether it is met; both None if not measured."""
     rows = []
     for network in networks:
         for target in TARGETS:

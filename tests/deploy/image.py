@@ -1,4 +1,4 @@
-"""Builds the images of the containers, and runs the CPU server's as a careful operator would.
+"""Builds the container images, and runs the CPU image hardened, as documented.
 
 Needs root, buildah, podman and runc, and debootstrap where no base image is named; no engine runs in the background.
 Run it as ``make image-test``. With ``--engine docker``, a Docker Engine that runs does all but make the base.
@@ -40,7 +40,7 @@ CAREFUL = [
 
 
 def run(*command: object, timeout_s: float = 3600) -> str:
-    """What a command prints; all it said is shown should it fail."""
+    """Runs a command and returns its output; shows all of it on failure."""
     finished = subprocess.run([*map(str, command)], cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
     if finished.returncode != 0:
         raise SystemExit(f"{' '.join(map(str, command))}\n{finished.stdout}{finished.stderr}")
@@ -49,12 +49,12 @@ def run(*command: object, timeout_s: float = 3600) -> str:
 
 @dataclass(frozen=True)
 class Engine:
-    """What runs containers.
+    """A container engine.
 
     Attributes:
-        command: How it is called.
-        builder: How what builds images for it is called.
-        options: Of each container, that it may run on this machine.
+        command: The command that runs it.
+        builder: The command that builds images for it.
+        options: Options that each container needs on this machine.
     """
 
     command: tuple[str, ...]
@@ -80,7 +80,7 @@ ENGINES = {"podman": PODMAN, "docker": DOCKER}
 
 
 def make_base() -> None:
-    """A small Debian with Python and this host's authorities, under the name BASE."""
+    """Builds BASE: a small Debian with Python and this host's certificate authorities."""
     with tempfile.TemporaryDirectory() as folder:
         system = Path(folder) / "system"
         run("debootstrap", "--variant=minbase", "--include=ca-certificates,python3,python3-venv", "bookworm", system)
@@ -102,7 +102,7 @@ def build(engine: Engine, dockerfile: str, tag: str, base: str | None) -> None:
 
 @contextmanager
 def container(engine: Engine, *options: str) -> Iterator[tuple[str, str]]:
-    """A server in a container, and its address; both end with the block."""
+    """Runs a server in a container during the block, and gives its address."""
     began = time.monotonic()
     settings = ["--env=BNGRAD_LISTEN=127.0.0.1:0,unix:/tmp/bngrad.sock", "--env=BNGRAD_STREAM_PORT=0",
                 "--env=BNGRAD_HTTP=127.0.0.1:0"]  # fmt: skip
@@ -121,7 +121,7 @@ def container(engine: Engine, *options: str) -> Iterator[tuple[str, str]]:
 
 
 def look_inside(engine: Engine, name: str) -> None:
-    """The server is nobody, and its files are nobody's to change."""
+    """Checks that the server runs as nobody and cannot write to its files."""
     assert engine("exec", name, "id", "-u") == "10001"
     assert "Read-only" in engine("exec", name, "sh", "-c", "touch /opt/bngrad/x 2>&1 || true")
     compilers = engine("exec", name, "sh", "-c", "command -v cc gcc g++ clang || true")
@@ -132,7 +132,7 @@ def look_inside(engine: Engine, name: str) -> None:
 
 
 def check(engine: Engine, name: str, target: str) -> None:
-    """The health check of the image, and a user's check from outside."""
+    """Runs the image's health check, and `bngrad check` from outside."""
     health = json.loads(engine("image", "inspect", "--format={{json .Config.Healthcheck.Test}}", f"{IMAGE}:cpu"))
     engine("exec", name, *health[1:])
     print(run(sys.executable, "-m", "bngrad_cli", "check", target))
@@ -151,7 +151,7 @@ with bngrad.Client("{target}", transport="shared") as client:
 
 
 def share_memory(engine: Engine, name: str, target: str) -> None:
-    """Memory is shared with another container, and more of it than /dev/shm may hold."""
+    """Shares memory with another container, more than /dev/shm may hold."""
     command = ["--entrypoint=python", f"{IMAGE}:cpu", "-c", SHARE.format(target=target)]
     shared = engine("run", "--rm", *engine.options, *CAREFUL, f"--ipc=container:{name}", *command)
     shm = engine("exec", name, "sh", "-c", "df -h /dev/shm | tail -1").split()[1]
@@ -159,7 +159,7 @@ def share_memory(engine: Engine, name: str, target: str) -> None:
 
 
 def stop_under_load(engine: Engine, name: str, target: str) -> None:
-    """SIGTERM lets the call that is in flight end, and then the server ends well."""
+    """SIGTERM lets the call in flight end; then the server exits with 0."""
     x = np.ones((64, 56, 56, 256), np.float32)
     channels = np.ones(256, np.float32)
     answers = []
@@ -181,7 +181,7 @@ def stop_under_load(engine: Engine, name: str, target: str) -> None:
 
 
 def come_back(engine: Engine) -> None:
-    """An engine that runs in the background sees health, and starts a server again that was killed."""
+    """A background engine reads the health, and restarts a killed server."""
     address = "--env=BNGRAD_LISTEN=127.0.0.1:50051,unix:/tmp/bngrad.sock"
     with container(engine, address, "--health-interval=1s", "--restart=unless-stopped") as (name, target):
         while (health := engine("inspect", "--format={{.State.Health.Status}}", name)) == "starting":

@@ -1,4 +1,4 @@
-"""Runs what the README's section on deployment ends with, by podman-compose: TLS, tokens, metrics in Prometheus.
+"""Runs the deployment with TLS, tokens and Prometheus by podman-compose.
 
 Needs root, podman with runc, networks in which containers know each other's names (netavark with aardvark-dns), the
 images that `tests.deploy.image` leaves, and the ports 9090, 9464, 50051 and 50052 of this host. Prometheus is Debian's,
@@ -74,7 +74,7 @@ def prepare(directory: Path) -> tuple[Path, Path]:
 
 @contextmanager
 def stack(engine: Engine, docker: Path) -> Iterator[None]:
-    """Server and Prometheus, until the block ends."""
+    """Runs server and Prometheus during the block."""
     files = [argument for name in FILES for argument in ("--file", docker / name)]
     compose: list[object] = ["docker", "compose", PROJECT, *files]
     up = ["up", "--detach", "--no-build"]
@@ -96,13 +96,13 @@ def get(url: str) -> Any:
 
 
 def wait_for(what: str, look: Callable[[], bool]) -> None:
-    """Returns once it is there."""
+    """Waits until it answers."""
     deadline = time.monotonic() + TIMEOUT_S
     while True:
         try:
             if look():
                 return
-        except (OSError, ValueError):  # nobody answers yet
+        except (OSError, ValueError):  # not listening yet
             pass
         if time.monotonic() > deadline:
             raise SystemExit(f"{what}: not within {TIMEOUT_S} s")

@@ -1,4 +1,4 @@
-"""What describes containers and clusters is well-formed, and agrees with the server and with itself."""
+"""Compose files and Kubernetes manifests are valid and agree with the server."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NAME = {"app.kubernetes.io/name": "bngrad"}
 
 
 def rendered(overlay: str) -> dict[str, Any]:
-    """The resources of an overlay by their kinds, as kubectl would send them to a cluster."""
+    """Returns the resources of an overlay by kind, as kubectl would send them."""
     if shutil.which("kubectl") is None:
         pytest.skip("overlays are rendered by kubectl, which is not here")
     command = ["kubectl", "kustomize", str(DOCKER / "kubernetes" / overlay)]
@@ -35,7 +35,7 @@ def rendered(overlay: str) -> dict[str, Any]:
 
 
 def base() -> dict[str, Any]:
-    """The resources of the base, as they are written."""
+    """Returns the resources of the base, unchanged."""
     folder = DOCKER / "kubernetes" / "base"
     names = yaml.safe_load((folder / "kustomization.yaml").read_text())["resources"]
     return {each["kind"]: each for each in (yaml.safe_load((folder / name).read_text()) for name in names)}
@@ -53,7 +53,7 @@ def test_compose_files_follow_the_schema_of_compose() -> None:
 
 
 @pytest.mark.parametrize("path", COMPOSE, ids=lambda path: path.name)
-def test_a_compose_file_mounts_what_is_there(path: Path) -> None:
+def test_a_compose_file_mounts_existing_files(path: Path) -> None:
     for name, service in yaml.safe_load(path.read_text())["services"].items():
         for volume in service.get("volumes", ()):
             source = volume.split(":")[0]
@@ -67,14 +67,14 @@ def test_every_resource_follows_the_schema_of_kubernetes() -> None:
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_every_overlay_follows_it_too(overlay: str) -> None:
+def test_every_overlay_follows_the_schema_of_kubernetes(overlay: str) -> None:
     resources = rendered(overlay)
     assert len(resources) == len(base())
     for resource in resources.values():
         kubernetes_validate.validate(resource, kubernetes_validate.latest_version(), strict=True)
 
 
-def test_an_overlay_gives_a_gpu_and_another_one_takes_secrets() -> None:
+def test_one_overlay_adds_a_gpu_and_another_one_secrets() -> None:
     assert server(rendered("gpu"))["resources"]["limits"]["nvidia.com/gpu"] == 1
     secure = server(rendered("secure"))
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):  # those of gRPC speak no TLS
@@ -82,7 +82,7 @@ def test_an_overlay_gives_a_gpu_and_another_one_takes_secrets() -> None:
         assert "grpc" not in secure[probe]
 
 
-def test_everything_in_the_cluster_means_the_servers_pods() -> None:
+def test_every_selector_matches_the_servers_pods() -> None:
     resources = base()
     pod = resources["Deployment"]["spec"]["template"]
     assert pod["metadata"]["labels"] == NAME
@@ -95,7 +95,7 @@ def test_everything_in_the_cluster_means_the_servers_pods() -> None:
     assert {port["targetPort"] for port in resources["Service"]["spec"]["ports"]} == ports
 
 
-def test_a_pod_is_left_the_time_to_drain() -> None:
+def test_a_pod_has_time_to_drain() -> None:
     resources = base()
     variables = {each["name"]: each["value"] for each in server(resources)["env"]}
     wait_s = int(server(resources)["lifecycle"]["preStop"]["exec"]["command"][1])
@@ -106,14 +106,14 @@ def test_a_pod_is_left_the_time_to_drain() -> None:
 
 
 def settings_used() -> Iterator[tuple[str, str]]:
-    """The settings that files name, each with the file's name."""
+    """Returns the settings that files name, each with the file's name."""
     for path in (*DOCKERFILES, *DOCKER.rglob("*.yaml")):
         text = re.sub(r"#.*", "", path.read_text())
         for name in re.findall(r"\bBNGRAD_\w+", text):
             yield name, path.name
 
 
-def test_every_setting_that_a_file_names_is_one() -> None:
+def test_every_setting_in_a_file_exists() -> None:
     used = list(settings_used())
     assert used
     for name, path in used:

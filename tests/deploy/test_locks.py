@@ -1,4 +1,4 @@
-"""The locked versions are those of pyproject.toml, the same in every lock, and say nothing of where they came from."""
+"""The locks satisfy pyproject.toml, agree with each other, and name no package index."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOCKS = ("server", "cuda12", "dev", "build")
 
 
 def locked(lock: str) -> dict[str, set[str]]:
-    """The versions of each package; there may be several, for several versions of Python."""
+    """Returns the versions of each package, which may differ by Python version."""
     versions: dict[str, set[str]] = {}
     for name, version in re.findall(r"^([\w.-]+)==(\S+)", (ROOT / f"requirements/{lock}.txt").read_text(), re.M):
         versions.setdefault(canonicalize_name(name), set()).add(version)
@@ -28,7 +28,7 @@ def locked(lock: str) -> dict[str, set[str]]:
 
 
 def required(extra: str) -> list[Requirement]:
-    """What an extra needs directly, and the extras that it includes."""
+    """Returns the direct requirements of an extra, and the extras it includes."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     requirements = [Requirement(text) for text in project["optional-dependencies"][extra]]
     included = [each for one in requirements if one.name == "bngrad" for name in one.extras for each in required(name)]
@@ -37,7 +37,7 @@ def required(extra: str) -> list[Requirement]:
 
 
 @pytest.mark.parametrize("extra", ["server", "cuda12", "dev"])
-def test_what_is_needed_is_locked(extra: str) -> None:
+def test_every_requirement_is_locked(extra: str) -> None:
     versions = locked(extra)
     for requirement in required(extra):
         found = versions.get(canonicalize_name(requirement.name), set())
@@ -47,14 +47,14 @@ def test_what_is_needed_is_locked(extra: str) -> None:
 
 
 @pytest.mark.parametrize("lock", ["server", "cuda12"])
-def test_images_have_the_versions_that_are_tested(lock: str) -> None:
+def test_images_have_the_tested_versions(lock: str) -> None:
     tested = locked("dev")
     for name, versions in locked(lock).items():
         assert versions <= tested[name], name
 
 
 @pytest.mark.parametrize("lock", ["server", "cuda12", "build"])
-def test_what_goes_into_an_image_is_known_by_its_hash(lock: str) -> None:
+def test_packages_of_images_are_locked_by_hash(lock: str) -> None:
     text = (ROOT / f"requirements/{lock}.txt").read_text()
     entries = re.split(r"\n(?=\S)", text.strip())
     assert len(entries) == len(re.findall(r"^\S+==", text, re.M))
@@ -62,5 +62,5 @@ def test_what_goes_into_an_image_is_known_by_its_hash(lock: str) -> None:
 
 
 @pytest.mark.parametrize("lock", LOCKS)
-def test_a_lock_names_no_place(lock: str) -> None:
+def test_a_lock_names_no_package_index(lock: str) -> None:
     assert not re.search(r"https?:|file:|index-url|find-links", (ROOT / f"requirements/{lock}.txt").read_text())

@@ -1,4 +1,4 @@
-"""Every fault that a server with its clients must endure."""
+"""Every fault that a server must survive."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ FAULTS = [
     Fault(process_faults.kill_workers, kills_workers=True),
     Fault(process_faults.kill_all_workers, kills_workers=True),
     Fault(process_faults.freeze_a_worker, kills_workers=True, mixes=False),
-    Fault(process_faults.freeze_a_worker_for_a_moment, mixes=False),
+    Fault(process_faults.freeze_a_worker_briefly, mixes=False),
     Fault(process_faults.kill_clients),
     Fault(process_faults.storm_of_deadlines),
     Fault(client_faults.write_slowly),
     Fault(client_faults.read_slowly),
-    Fault(client_faults.break_off),
-    Fault(client_faults.come_in_crowds, mixes=False),
-    Fault(client_faults.lie),
-    Fault(machine_faults.jump_in_time),
+    Fault(client_faults.disconnect),
+    Fault(client_faults.open_many_connections, mixes=False),
+    Fault(client_faults.send_malformed_requests),
+    Fault(machine_faults.set_the_clock),
     Fault(machine_faults.exhaust_descriptors, allowed=_SHORT_OF_EVERYTHING, mixes=False),
-    Fault(process_faults.kill_the_front, allowed=_GONE, mixes=False),
+    Fault(process_faults.kill_the_front_process, allowed=_GONE, mixes=False),
     Fault(process_faults.stop_the_server, allowed=_GONE, mixes=False),
     Fault(process_faults.stop_the_server_at_once, allowed=_GONE, mixes=False),
 ]

@@ -1,4 +1,4 @@
-"""Clients that stand still, break off, come in crowds, and lie."""
+"""Clients that stall, disconnect, open thousands of connections, and send malformed requests."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from bngrad_wire.http2 import frames
 from bngrad_wire.http2.errors import ErrorCode
 
 _SLOW = 40
-"""Slow clients at each address: at two of them together, more than grpcio has handlers."""
+"""Slow clients at each address; grpcio's two addresses together get more than it has handlers."""
 _CROWD = 1000
 _DRIP_S = 0.05
 _RESETS = 500
 _CUT_OFF_S = 6 * (TRANSFER_TIMEOUT_S + 4.0)
-"""The largest transfer has half a mebibyte, which takes 4 s at the slowest; grpcio has threads for some at a time."""
+"""The largest transfer, half a mebibyte, may take 4 s longer; grpcio has threads for only some at a time."""
 _SMALL = 4096
 _CLOSED_WINDOW = frames.PREFACE + frames.settings({frames.INITIAL_WINDOW_SIZE: 0})
 
 
 def write_slowly(scene: Harness, seconds: float, rng: Random) -> None:
-    """Begins many uploads and sends a byte now and then, in the midst of a frame or as a frame of its own."""
+    """Begins many uploads and sends them byte by byte, within a frame or as separate frames."""
     frame = frames.frame_header(2**14, frames.DATA, 0, 1)
 
     def begin(peer: RawConnection, number: int) -> Callable[[], bool]:
@@ -42,7 +42,7 @@ def write_slowly(scene: Harness, seconds: float, rng: Random) -> None:
 
 
 def read_slowly(scene: Harness, seconds: float, rng: Random) -> None:
-    """Asks for much and takes nothing of the answers, or a byte now and then."""
+    """Makes many calls and reads their answers byte by byte, or not at all."""
 
     def begin(peer: RawConnection, number: int) -> Callable[[], bool]:
         peer.send(whole_call(_SMALL, _CLOSED_WINDOW))
@@ -52,7 +52,7 @@ def read_slowly(scene: Harness, seconds: float, rng: Random) -> None:
 
 
 def _drip(scene: Harness, seconds: float, begin: Callable[[RawConnection, int], Callable[[], bool]]) -> None:
-    """Has many peers begin something, and go on with it byte by byte until all are cut off; others must be served."""
+    """Lets many clients begin a call and go on byte by byte until all are cut off; others must be served."""
     addresses = [address for name, address in scene.service.addresses().items() if name != "regions"]
     with ExitStack() as stack:
         peers = [stack.enter_context(RawConnection(address)) for address in addresses for _ in range(_SLOW)]
@@ -60,21 +60,21 @@ def _drip(scene: Harness, seconds: float, begin: Callable[[RawConnection, int], 
         deadline = time.monotonic() + max(seconds, _CUT_OFF_S)
         while peers and time.monotonic() < deadline:
             time.sleep(_DRIP_S)
-            peers = [peer for peer in peers if steps[peer]() and not peer.is_told_the_end()]
+            peers = [peer for peer in peers if steps[peer]() and not peer.has_ended_call()]
         assert not peers, f"{len(peers)} were not cut off"
         scene.load.wait_for_answers()
 
 
-def break_off(scene: Harness, seconds: float, rng: Random) -> None:
-    """Half-closes, shuts down and resets calls and connections, amid uploads and answers."""
+def disconnect(scene: Harness, seconds: float, rng: Random) -> None:
+    """Half-closes, shuts down and resets calls and connections during uploads and answers."""
     addresses = [address for name, address in scene.service.addresses().items() if name != "regions"]
     for _ in scene.rounds(seconds):
         for trick in (
             _half_close_the_call,
             _stop_writing,
             _stop_reading,
-            _reset_amid_upload,
-            _reset_amid_answer,
+            _reset_during_upload,
+            _reset_during_answer,
             _flood,
         ):
             with RawConnection(rng.choice(addresses)) as peer:
@@ -98,12 +98,12 @@ def _stop_reading(peer: RawConnection) -> None:
     peer.send(data(bytes(2**14)))
 
 
-def _reset_amid_upload(peer: RawConnection) -> None:
+def _reset_during_upload(peer: RawConnection) -> None:
     peer.send(upload())
     peer.reset()
 
 
-def _reset_amid_answer(peer: RawConnection) -> None:
+def _reset_during_answer(peer: RawConnection) -> None:
     peer.send(whole_call(_SMALL, _CLOSED_WINDOW))
     time.sleep(_DRIP_S)
     peer.reset()
@@ -119,8 +119,8 @@ def _flood(peer: RawConnection) -> None:
     assert peer.is_closed_by_server()
 
 
-def come_in_crowds(scene: Harness, seconds: float, rng: Random) -> None:
-    """Opens a thousand connections to each address, says nothing or half a greeting on them, and keeps them."""
+def open_many_connections(scene: Harness, seconds: float, rng: Random) -> None:
+    """Opens a thousand connections to each address, and sends nothing or part of a handshake on them."""
     addresses = scene.service.addresses()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -129,7 +129,7 @@ def come_in_crowds(scene: Harness, seconds: float, rng: Random) -> None:
         with ExitStack() as stack:
             for address in addresses.values():
                 for number in range(_CROWD):
-                    with suppress(OSError):  # the server may have had enough of them
+                    with suppress(OSError):  # the server may refuse more of them
                         greeting = greetings[number % len(greetings)]
                         peer = stack.enter_context(RawConnection(address))
                         if greeting is None:
@@ -142,12 +142,12 @@ def come_in_crowds(scene: Harness, seconds: float, rng: Random) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def lie(scene: Harness, seconds: float, rng: Random) -> None:
-    """Sends everything that must be refused, and then valid calls with bytes changed, dropped and repeated."""
+def send_malformed_requests(scene: Harness, seconds: float, rng: Random) -> None:
+    """Sends every malformed request, and then valid calls with bytes changed, dropped and repeated."""
     addresses = scene.service.addresses()
     regions = addresses.pop("regions", None)
     with ThreadPoolExecutor() as threads:
-        list(threads.map(_lie_to, addresses.values()))
+        list(threads.map(_violate, addresses.values()))
     for _ in scene.rounds(seconds):
         said = protocol_violations.changed(rng.choice([upload(), whole_call(_SMALL)]), rng)
         _must_end(rng.choice(list(addresses.values())), said, said.hex())
@@ -157,7 +157,7 @@ def lie(scene: Harness, seconds: float, rng: Random) -> None:
     scene.load.wait_for_answers()
 
 
-def _lie_to(address: str) -> None:
+def _violate(address: str) -> None:
     for what, messages in protocol_violations.messages().items():
         code = protocol_violations.refusal(address, *messages)
         is_too_slow = what in protocol_violations.INCOMPLETE and code is grpc.StatusCode.CANCELLED

@@ -1,4 +1,4 @@
-"""One server and one load for all faults."""
+"""A server and a load that all faults share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.faults.server import RestartableServer
 
 @pytest.fixture(scope="session")
 def problems(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the callers ask for, with the answers of a server that has nothing else to do."""
+    """The load's requests, with the answers of an idle server."""
     path = tmp_path_factory.mktemp("faults") / "problems"
     with RestartableServer() as service:
         workload.save(workload.answered_alone(service.target), path)
@@ -24,7 +24,7 @@ def problems(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def scene(problems: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
-    """A server that is warm, and its callers."""
+    """A warm server, and the load on it."""
     clock, environment = shiftable_clock(tmp_path_factory.mktemp("clock"))
     with RestartableServer(environment=environment) as service, Load(service, problems) as load:
         scene = Harness(service, load, clock)

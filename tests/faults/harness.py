@@ -1,4 +1,4 @@
-"""Where a fault happens, and what must hold meanwhile and afterwards."""
+"""Injects faults into a server under load, and checks its guarantees."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests.faults.server import RestartableServer
 
 @dataclass(frozen=True)
 class Harness:
-    """A server, the load on it, and the file by which its clock is set.
+    """A server, the load on it, and the file that sets its clock.
 
     Attributes:
         service: The server.
-        load: Who calls it; running whenever a fault is injected.
+        load: The load, which runs while a fault is injected.
         clock: See `tests.faults.machine_faults.set_clock`.
     """
 
@@ -29,7 +29,7 @@ class Harness:
     clock: Path
 
     def rounds(self, seconds: float) -> Iterator[int]:
-        """Counts rounds until the time is over; at least one."""
+        """Yields 0, 1, ... until the time is over, at least once."""
         deadline = time.monotonic() + seconds
         number = 0
         while number == 0 or time.monotonic() < deadline:
@@ -39,14 +39,14 @@ class Harness:
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that goes wrong.
+    """A fault to inject.
 
     Attributes:
-        inject: Makes it happen for so many seconds, while the load is running, and returns when all can be well again;
-            raises AssertionError if the server does not do what it should meanwhile.
-        allowed: The errors, by class, that callers may get instead of answers, though none may be lost.
-        mixes: Others may happen at the same time.
-        kills_workers: What it says; a request that two workers die of is given up.
+        inject: Makes it happen for this many seconds under load, and returns once the server can recover;
+            raises AssertionError if the server misbehaves meanwhile.
+        allowed: The names of error classes that calls may end with.
+        mixes: Other faults may be injected at the same time.
+        kills_workers: It kills workers; a request that loses two of them fails.
     """
 
     inject: Callable[[Harness, float, Random], None]
@@ -59,11 +59,11 @@ class Fault:
         return self.inject.__name__
 
 
-class InvariantError(AssertionError):
-    """The server did not do under a fault what it should.
+class BrokenGuaranteeError(AssertionError):
+    """The server broke a guarantee under a fault.
 
     Attributes:
-        tally: What became of the requests.
+        tally: The outcomes of the requests.
     """
 
     def __init__(self, what: str, tally: Tally) -> None:
@@ -72,11 +72,11 @@ class InvariantError(AssertionError):
 
 
 def endure(scene: Harness, faults: list[Fault], seconds: float, rng: Random) -> Tally:
-    """Injects faults under load, all at once, and holds the server to its promises.
+    """Injects faults under load, all at once, and checks the server's guarantees.
 
     Raises:
-        BrokenPromiseError: A wrong answer, a lost request, an error that is not allowed, somebody who was held up, a
-            traceback in the log, or something that is left of memory, descriptors, processes or shared memory.
+        BrokenGuaranteeError: A wrong answer, a lost request, an error that is not allowed, a blocked client, a
+            traceback in the log, or a leak of memory, descriptors, processes or shared memory.
     """
     service, load = scene.service, scene.load
     before, logged = resource_usage.measure(service), len(service.log())
@@ -90,14 +90,14 @@ def endure(scene: Harness, faults: list[Fault], seconds: float, rng: Random) -> 
         assert not (tracebacks := service.tracebacks(logged)), tracebacks
         resource_usage.wait_until_back(service, before)
     except Exception as error:
-        service.restart()  # the next fault finds a server that is well
+        service.restart()  # so that the next fault begins with a healthy server
         warm_up(scene)
-        raise InvariantError(str(error), tally) from error
+        raise BrokenGuaranteeError(str(error), tally) from error
     return tally
 
 
 def _allowed(faults: list[Fault]) -> frozenset[str]:
-    """The errors that may be; with two that kill workers at once, a request may have been in both its hands."""
+    """Returns the allowed errors; two faults that kill workers may hit the same request."""
     allowed = frozenset[str]().union(*(fault.allowed for fault in faults))
     return allowed | {"InternalError"} if sum(fault.kills_workers for fault in faults) > 1 else allowed
 
@@ -110,7 +110,7 @@ def _inject(scene: Harness, faults: list[Fault], seconds: float, rng: Random) ->
 
 
 def warm_up(scene: Harness, seconds: float = 2.0) -> None:
-    """Has a server touch the memory that it will go on using."""
+    """Makes a server touch the memory that it will keep using."""
     with scene.load.running(Tally()):
         for _ in scene.rounds(seconds):
             scene.load.wait_for_answers()

@@ -1,4 +1,4 @@
-"""Mixed load from client processes with several threads each, and the tally of what became of every request."""
+"""Mixed load from client processes with several threads each, and the tally of outcomes."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from tests.faults.server import RestartableServer
 from tests.servers import wait_until
 
 THREADS = 2
-PATIENCE_S = (60.0, 60.0)
-"""The timeouts of callers who wait for their answers; a busy machine may need half of it to start a server again."""
+TIMEOUTS_S = (60.0, 60.0)
+"""The shortest and longest timeout of calls; a busy machine may need half of it to restart a server."""
 _PROGRESS_TIMEOUT_S = 90.0
-"""A caller who gets no answer for so long is being held up."""
+"""A thread without an answer for this long counts as blocked."""
 
 
 @dataclass
 class Tally:
-    """What became of requests.
+    """The outcomes of requests.
 
     Attributes:
         counts: How many were "answered" with the right bits, "wrong", "lost" (no answer and no status within timeout
@@ -50,7 +50,7 @@ class Tally:
         self.examples = {**other.examples, **self.examples}
 
     def breaches(self, allowed: frozenset[str]) -> list[str]:
-        """What must not have happened, given the errors that may have."""
+        """Returns the outcomes other than answers and allowed errors."""
         return [
             f"{count} {name}: {self.examples.get(name, '')}"
             for name, count in self.counts.items()
@@ -59,12 +59,12 @@ class Tally:
 
 
 class LoadProcess:
-    """A process that runs `tests.faults.load_process`; it is paused at first.
+    """A process that runs `tests.faults.load_process`, paused at first.
 
     Attributes:
-        name: What it is called in complaints.
-        process: It.
-        counted: When, on the monotonic clock, each of its threads had got how many right answers in this run.
+        name: Its name in messages.
+        process: The process.
+        counted: A monotonic time, and the number of right answers of each thread by then in this run.
     """
 
     def __init__(
@@ -75,19 +75,19 @@ class LoadProcess:
         problems: Path,
         *,
         threads: int = THREADS,
-        timeouts_s: tuple[float, float] = PATIENCE_S,
+        timeouts_s: tuple[float, float] = TIMEOUTS_S,
         seed: int = 0,
     ) -> None:
         """Returns before the process is ready.
 
         Args:
-            service: Whom it calls.
-            target: By which of its addresses.
+            service: The server.
+            target: The address to call.
             kind: A transport, or "aio".
-            problems: What it asks for; see `tests.faults.workload.save`.
-            threads: How many requests it has in flight.
+            problems: The requests; see `tests.faults.workload.save`.
+            threads: The number of requests in flight.
             timeouts_s: The shortest and the longest.
-            seed: Of its choices.
+            seed: The seed of its choices.
         """
         self.name = f"{kind} by {target.partition(':')[0]}"
         arguments = [target, kind, threads, seed, problems, *timeouts_s]
@@ -103,25 +103,25 @@ class LoadProcess:
         self._reader.start()
 
     def run(self) -> None:
-        """Lets it make requests, as soon as it is ready."""
+        """Starts requests once the process is ready."""
         self.counted = (0.0, [0] * self._threads)
         self._tally = None
         self._paused.clear()
         self._tell("run")
 
     def begin_pause(self) -> None:
-        """Has it end its calls and close its client."""
+        """Makes it end its calls and close its client."""
         self._tell("pause")
 
     def finish_pause(self) -> Tally:
-        """What became of its requests."""
-        assert self._paused.wait(sum(PATIENCE_S)), f"{self.name} does not end"
+        """Returns the outcomes of its requests."""
+        assert self._paused.wait(sum(TIMEOUTS_S)), f"{self.name} does not end"
         assert self._tally is not None, f"{self.name} ended"
         return self._tally
 
     @property
     def answers(self) -> list[int]:
-        """How many right answers each of its threads has got in this run, at least."""
+        """A lower bound of the right answers of each thread in this run."""
         return self.counted[1]
 
     def close(self) -> None:
@@ -151,7 +151,7 @@ class LoadProcess:
 
 
 class Load:
-    """A caller for every transport, over TCP and over the Unix socket, for the length of a ``with`` block."""
+    """A process for every transport, over TCP and the Unix socket, for the length of a ``with`` block."""
 
     def __init__(self, service: RestartableServer, problems: Path, seed: int = 0) -> None:
         self.problems = problems
@@ -173,7 +173,7 @@ class Load:
 
     @contextmanager
     def running(self, tally: Tally) -> Iterator[None]:
-        """Load during the block, from when everybody has had an answer; the tally is complete after the block."""
+        """Runs the load; the block begins once every thread has an answer, and the tally is complete after it."""
         for caller in self._callers:
             caller.run()
         try:
@@ -186,7 +186,7 @@ class Load:
                 tally.add(caller.finish_pause())
 
     def wait_for_answers(self) -> None:
-        """Returns once every thread of every caller has got an answer to what it is asking for now, or asks later."""
+        """Waits until every thread has got an answer to the request in flight now, or to a later one."""
         begin = time.monotonic()
         before: dict[LoadProcess, list[int]] = {}
 

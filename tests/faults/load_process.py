@@ -26,9 +26,9 @@ from tests.faults import workload
 import bngrad
 
 GRACE_S = 15.0
-"""How long after its timeout a call may still end."""
+"""How long after its timeout a call may end before it counts as lost."""
 _REPORT_S = 0.05
-_BREATH_S = 0.05
+_PAUSE_S = 0.05
 
 
 def main() -> None:
@@ -49,7 +49,7 @@ def _write(what: Any) -> None:
 
 
 class _Caller:
-    """The threads of this process and what became of their requests."""
+    """The threads of this process, and the outcomes of their requests."""
 
     def __init__(self, problems: list[workload.Problem], timeouts_s: tuple[float, float]) -> None:
         self._problems = problems
@@ -80,7 +80,7 @@ class _Caller:
             if thread.is_alive():
                 self._count("lost", "a call did not end")
         self._client.close()
-        self._reporting.join()  # lest it write amid the tally, or after it
+        self._reporting.join()  # so that its lines do not mix with the tally
         return {"counts": self._tally, "examples": self._examples}
 
     def _report(self) -> None:
@@ -100,10 +100,10 @@ class _Caller:
             if outcome == "answered":
                 self._answers[index] += 1
             elif outcome not in ("wrong", "DeadlineExceededError"):
-                time.sleep(_BREATH_S)
+                time.sleep(_PAUSE_S)
 
     def _outcome(self, problem: workload.Problem, timeout_s: float) -> tuple[str, str]:
-        """What became of a request, in a word, and how it was told."""
+        """Returns the outcome of a request, in one word, and its message."""
         try:
             outputs = self._client.run(problem, timeout_s)
         except bngrad.BngradError as error:

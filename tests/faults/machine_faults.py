@@ -1,4 +1,4 @@
-"""A machine that has run out of something, or whose clock is set."""
+"""A machine that has run out of a resource, or whose clock is changed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ with open("/dev/shm/filler", "wb", buffering=0) as file:
 
 
 def exhaust_descriptors(scene: Harness, seconds: float, rng: Random) -> None:
-    """Lets the front process open a few files only, takes them all, kills a worker meanwhile, and lets go."""
+    """Limits the front process's descriptors, takes them all, kills a worker meanwhile, and releases them."""
     service = scene.service
     front, addresses = service.process.pid, list(service.addresses().values())
     soft, hard = resource.prlimit(front, resource.RLIMIT_NOFILE)
@@ -54,8 +54,8 @@ def exhaust_descriptors(scene: Harness, seconds: float, rng: Random) -> None:
         resource.prlimit(front, resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def jump_in_time(scene: Harness, seconds: float, rng: Random) -> None:
-    """Sets the wall clock of the server's processes an hour forth and back, again and again."""
+def set_the_clock(scene: Harness, seconds: float, rng: Random) -> None:
+    """Sets the wall clock of the server's processes an hour forward and back, repeatedly."""
     try:
         for _ in scene.rounds(seconds):
             for shift_s in (HOUR_S, -HOUR_S, 0.0):
@@ -66,7 +66,7 @@ def jump_in_time(scene: Harness, seconds: float, rng: Random) -> None:
 
 
 def fill_shared_memory(scene: Harness, seconds: float, rng: Random) -> None:
-    """Fills /dev/shm, which the server and its callers have for themselves, to the last byte."""
+    """Fills the server's private /dev/shm to the last byte."""
     assert scene.service.inside(), "the machine's own /dev/shm is not to be filled"
     command = [*scene.service.inside(), sys.executable, "-c", _FILL]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as filler:
@@ -77,10 +77,10 @@ def fill_shared_memory(scene: Harness, seconds: float, rng: Random) -> None:
 
 
 def shiftable_clock(directory: Path) -> tuple[Path, dict[str, str]]:
-    """Prepares a wall clock that can be set.
+    """Builds a wall clock that tests can set.
 
     Returns:
-        The file by which to set it, and the environment of the processes that are to go by it.
+        The file that sets it, and the environment of processes that use it.
     """
     library, clock = directory / "clock.so", directory / "clock"
     command = [os.environ.get("CC", "cc"), "-shared", "-fPIC", "-O2", "-o", str(library), str(_CLOCK_SOURCE)]
@@ -90,6 +90,6 @@ def shiftable_clock(directory: Path) -> tuple[Path, dict[str, str]]:
 
 
 def set_clock(clock: Path, shift_s: float) -> None:
-    """Has the processes that go by it believe that it is so many seconds later than it is."""
+    """Shifts the wall clock of the processes that use it by this many seconds."""
     with clock.open("r+b" if clock.exists() else "wb") as file:
         file.write(struct.pack("d", shift_s))

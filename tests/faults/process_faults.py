@@ -1,4 +1,4 @@
-"""Processes that are killed, frozen and told to stop: workers, clients, the server's front."""
+"""Processes that are killed, frozen and stopped: workers, clients, the front process."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from tests.servers import is_running, wait_until
 import bngrad
 
 _FROZEN_TIMEOUT_S = 30.0
-"""How soon a worker that does not answer must have been replaced."""
+"""The time within which a frozen worker must be replaced."""
 _GONE_TIMEOUT_S = 20.0
-"""How soon nothing may be left of a server whose front process was killed, or told twice to stop; draining may last
-longer."""
+"""The time within which a server must be gone after its front process was killed or got two signals; draining may
+take longer."""
 _TRANSPORTS = ("auto", "unary", "stream", "shared", "aio")
 _STORM_THREADS = 16
 _SHORT_S = (0.0001, 0.02)
 _TOO_LATE = frozenset({"DeadlineExceededError", "ResourceExhaustedError", "UnavailableError"})
-"""What calls end with that cannot be answered in time. Who was refused calls again only while the deadline allows."""
+"""The errors of calls that cannot be answered in time; refused calls are retried only before their deadline."""
 
 
 def kill_workers(scene: Harness, seconds: float, rng: Random) -> None:
-    """Kills one worker after the other; each request that one held is answered by another, so none meets two kills."""
+    """Kills one worker after the other, waiting in between, so that no request meets two kills."""
     for _ in scene.rounds(seconds):
         os.kill(rng.choice(scene.service.workers()), signal.SIGKILL)
         scene.load.wait_for_answers()
@@ -36,9 +36,9 @@ def kill_workers(scene: Harness, seconds: float, rng: Random) -> None:
 
 
 def kill_all_workers(scene: Harness, seconds: float, rng: Random) -> None:
-    """Kills all workers at once: for a while there is nobody to compute, and then there is again.
+    """Kills all workers at once, so that none is left for a while.
 
-    The front is stopped meanwhile, lest it give a request of the first one to the next, to meet its second death there.
+    The front process is stopped meanwhile: otherwise it might pass a dead worker's request on to the next one killed.
     """
     for _ in scene.rounds(seconds):
         workers, front = scene.service.workers(), psutil.Process(scene.service.process.pid)
@@ -54,15 +54,15 @@ def kill_all_workers(scene: Harness, seconds: float, rng: Random) -> None:
 
 
 def freeze_a_worker(scene: Harness, seconds: float, rng: Random) -> None:
-    """Stops a worker for good: it must be found, killed and replaced, and its requests be answered by another."""
+    """Stops a worker for good: it must be detected, killed and replaced, and its requests answered by another."""
     victim = rng.choice(scene.service.workers())
     os.kill(victim, signal.SIGSTOP)
     scene.load.wait_for_answers()
     wait_until(lambda: not is_running(victim), _FROZEN_TIMEOUT_S)
 
 
-def freeze_a_worker_for_a_moment(scene: Harness, seconds: float, rng: Random) -> None:
-    """Stops a worker and lets it go on before anyone need worry: it must be left alive."""
+def freeze_a_worker_briefly(scene: Harness, seconds: float, rng: Random) -> None:
+    """Stops a worker for a moment: it must be left alive."""
     workers = scene.service.workers()
     for _ in scene.rounds(seconds):
         victim = rng.choice(workers)
@@ -74,7 +74,7 @@ def freeze_a_worker_for_a_moment(scene: Harness, seconds: float, rng: Random) ->
 
 
 def kill_clients(scene: Harness, seconds: float, rng: Random) -> None:
-    """Kills client processes amid their calls, of every transport."""
+    """Kills client processes of every transport during their calls."""
     service = scene.service
     for _ in scene.rounds(seconds):
         with ExitStack() as stack:
@@ -92,7 +92,7 @@ def kill_clients(scene: Harness, seconds: float, rng: Random) -> None:
 
 
 def storm_of_deadlines(scene: Harness, seconds: float, rng: Random) -> None:
-    """Asks for much with timeouts of 0.1 ms to 20 ms: each call is answered right, ends in time, or is refused."""
+    """Makes many calls with timeouts of 0.1 ms to 20 ms: each is answered right, times out, or is refused."""
     service, seed = scene.service, rng.randrange(2**32)
     ways = ((service.target, "auto"), (service.unix_target, "unary"), (service.target, "stream"))
     storm = [
@@ -115,8 +115,8 @@ def storm_of_deadlines(scene: Harness, seconds: float, rng: Random) -> None:
             caller.close()
 
 
-def kill_the_front(scene: Harness, seconds: float, rng: Random) -> None:
-    """Kills the front process: nothing of the server is left, and another can start in its place at once."""
+def kill_the_front_process(scene: Harness, seconds: float, rng: Random) -> None:
+    """Kills the front process: nothing of the server must be left, and another can start on its addresses at once."""
     service = scene.service
     for _ in scene.rounds(seconds):
         files = service.files()
@@ -129,7 +129,7 @@ def kill_the_front(scene: Harness, seconds: float, rng: Random) -> None:
 
 
 def stop_the_server(scene: Harness, seconds: float, rng: Random) -> None:
-    """Tells the server to stop: it ends what it has begun, and exits with 0; its successor is found by all clients."""
+    """Sends SIGTERM: the server finishes its requests and exits with 0; all clients find its successor."""
     service = scene.service
     for _ in scene.rounds(seconds):
         files = service.files()
@@ -142,7 +142,7 @@ def stop_the_server(scene: Harness, seconds: float, rng: Random) -> None:
 
 
 def stop_the_server_at_once(scene: Harness, seconds: float, rng: Random) -> None:
-    """Tells the server twice to stop, while a frozen worker keeps it from draining: it ends without waiting."""
+    """Sends SIGTERM twice while frozen workers keep the server from draining: it ends without waiting."""
     service = scene.service
     for pid in service.workers():
         os.kill(pid, signal.SIGSTOP)
@@ -150,7 +150,7 @@ def stop_the_server_at_once(scene: Harness, seconds: float, rng: Random) -> None
         wait_until(lambda: client.server_info().requests > 0)
     logged = len(service.log())
     service.process.terminate()
-    wait_until(lambda: "draining" in service.log()[logged:])  # of two signals at once only one would be heard
+    wait_until(lambda: "draining" in service.log()[logged:])  # two signals at once might be merged
     service.process.terminate()
     assert service.process.wait(_GONE_TIMEOUT_S) == 128 + signal.SIGTERM
     wait_until(lambda: not service.pids(), _GONE_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""Requests whose sizes, shapes and lengths do not hold, and bytes that are no requests at all."""
+"""Requests with wrong sizes, shapes and lengths, and bytes that violate HTTP/2."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NBYTES = 2**12
 
 
 def refusal(address: str, *messages: Unary | pb.ExchangeRequest | bytes) -> grpc.StatusCode | None:
-    """The status that a server answers with; None where it answers as if all were well."""
+    """Returns the error status of a call; None if it succeeds."""
     is_unary = isinstance(messages[0], Unary)
     with grpc.insecure_channel(address) as channel:
         serialized = [message if isinstance(message, bytes) else message.SerializeToString() for message in messages]
@@ -44,7 +44,7 @@ def refusal(address: str, *messages: Unary | pb.ExchangeRequest | bytes) -> grpc
 
 
 def messages() -> dict[str, list[Unary | pb.ExchangeRequest | bytes]]:
-    """What each must be refused, as the messages of a call."""
+    """Returns the messages of calls that must be refused, by description."""
     valid, header = request(_NBYTES), request(_NBYTES, whole=False)
     chunk = pb.ExchangeRequest(chunk=bytes(_NBYTES))
     begun = pb.ExchangeRequest(fused_batch_norm_grad_v2=header)
@@ -95,14 +95,14 @@ def messages() -> dict[str, list[Unary | pb.ExchangeRequest | bytes]]:
 
 
 def conversations() -> dict[str, bytes]:
-    """What no client of HTTP/2 says."""
+    """Returns bytes that no correct HTTP/2 client sends, by description."""
     call, opening = headers("FusedBatchNormGradV2"), PREFACE + headers("FusedBatchNormGradV2")
     longest = frames.LARGEST_FRAME_SIZE
     return {
         "HTTP/1": b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
         "TLS": bytes.fromhex("16030100c8010000c40303") + bytes(190),
         "zeros": bytes(2**16),
-        "half a greeting": PREFACE[:12],
+        "half a preface": PREFACE[:12],
         "no SETTINGS": frames.PREFACE + call,
         "a message of 4 GiB": opening + data(b"\0\xff\xff\xff\xff" + bytes(100)),
         "a message of 4 GiB in an exchange": PREFACE + headers("Exchange") + data(b"\0\xff\xff\xff\xff" + bytes(100)),
@@ -137,7 +137,7 @@ def conversations() -> dict[str, bytes]:
 
 
 def changed(said: bytes, rng: Random) -> bytes:
-    """A conversation with some bytes changed, dropped or repeated."""
+    """Returns a conversation with some bytes changed, dropped or repeated."""
     result = bytearray(said)
     for _ in range(rng.randint(1, 4)):
         start = rng.randrange(len(result))

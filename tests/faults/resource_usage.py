@@ -1,4 +1,4 @@
-"""What a service takes of the machine: memory, descriptors, threads, processes, shared memory."""
+"""The resources of a server: memory, descriptors, threads, processes, shared memory."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _RETURN_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class ProcessUsage:
-    """What one process takes.
+    """The resources of one process.
 
     Attributes:
-        memory: Its private memory in bytes: neither files nor what it shares.
-        descriptors: How many file descriptors it has open.
-        threads: How many threads it has.
-        memfds: How many anonymous files it holds or maps: the arena and the regions of clients.
+        memory: Its private anonymous memory in bytes.
+        descriptors: The number of open file descriptors.
+        threads: The number of threads.
+        memfds: The number of anonymous files it holds or maps: the arena and the regions of clients.
     """
 
     memory: int
@@ -36,14 +36,14 @@ class ProcessUsage:
 
 @dataclass(frozen=True)
 class Usage:
-    """What a service takes, without clients.
+    """The resources of a server without clients.
 
     Attributes:
         front: Its front process.
-        workers: Of its workers, the most of everything.
-        processes: How many processes it has.
-        shared: Bytes of shared memory that its front process has touched: the arena's, mostly, which stay.
-        files: What lies in its part of /dev/shm.
+        workers: The maximum of each over its workers.
+        processes: The number of processes.
+        shared: Bytes of shared memory that its front process has touched, mostly the arena's.
+        files: The files in its part of /dev/shm.
     """
 
     front: ProcessUsage
@@ -54,13 +54,13 @@ class Usage:
 
 
 ALLOWANCE = ProcessUsage(memory=64 * MIB, descriptors=4, threads=2 * MAX_CALLS + 16, memfds=0)
-"""What may be left: malloc keeps freed blocks of less than 1 MiB in several heaps, which vary by 40 MiB; gRPC keeps a
-few descriptors of its own pollers; the pools of handlers make their threads on demand, and keep them. A handful of the
-mix's largest requests, of 38 MiB each, would not go unseen."""
+"""The growth allowed: malloc keeps freed blocks below 1 MiB in several heaps, which vary by 40 MiB; gRPC keeps a few
+descriptors for polling; the thread pools start their threads on demand and keep them. A leak of two of the workload's
+largest requests, 38 MiB each, would be seen."""
 
 
 def measure(service: RestartableServer) -> Usage:
-    """Measures a service that nobody calls."""
+    """Measures an idle server."""
     workers = [_of(pid) for pid in service.workers()]
     return Usage(
         _of(service.process.pid),
@@ -77,10 +77,10 @@ def measure(service: RestartableServer) -> Usage:
 
 
 def wait_until_back(service: RestartableServer, before: Usage) -> None:
-    """Returns once a service takes no more than before; what nobody uses any longer may be given back in a moment.
+    """Waits until a server has released what it took since ``before``.
 
     Raises:
-        AssertionError: It does not come back; the message names what is left.
+        AssertionError: It does not; the message names what is left.
     """
     try:
         wait_until(lambda: not _growth(before, measure(service)), _RETURN_TIMEOUT_S, poll_s=0.2)
@@ -89,7 +89,7 @@ def wait_until_back(service: RestartableServer, before: Usage) -> None:
 
 
 def _growth(before: Usage, now: Usage) -> list[str]:
-    """What there is more of than is allowed, and processes or files that are not as before."""
+    """Returns what has grown by more than is allowed, and processes or files that have changed."""
     grown = []
     for whose in ("front", "workers"):
         for what, allowance in vars(ALLOWANCE).items():
@@ -120,6 +120,6 @@ def _memfds(pid: int) -> int:
             inodes.add(line.split()[4])
     for path, what in descriptors_of(pid).items():
         if "/memfd:" in what:
-            with suppress(FileNotFoundError):  # it was closed meanwhile
+            with suppress(FileNotFoundError):  # closed meanwhile
                 inodes.add(str(path.stat().st_ino))
     return len(inodes)

@@ -1,4 +1,4 @@
-"""A server that is there to be hurt: its processes can be killed and started again at the same addresses."""
+"""A server whose processes can be killed, and restarted on the same addresses."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class RestartableServer:
 
     Attributes:
         target: Its TCP address, the same after every start.
-        unix_target: Its Unix socket, alike.
-        process: The front process that was started last.
+        unix_target: Its Unix socket, likewise.
+        process: The current front process.
     """
 
     process: subprocess.Popen[str]
@@ -53,9 +53,9 @@ class RestartableServer:
         """Nothing runs before the block begins.
 
         Args:
-            options: Of ``bngrad serve``.
-            environment: Variables for its processes, beside those of this one.
-            shm: If given, the processes see a /dev/shm of their own, of this size: "64k", for example.
+            options: Options of ``bngrad serve``.
+            environment: Further environment variables of its processes.
+            shm: If given, the processes get a private /dev/shm of this size: "64k", for example.
         """
         self._directory = Path(tempfile.mkdtemp(prefix="bngrad-faults-"))
         self._log = self._directory / "log"
@@ -99,32 +99,32 @@ class RestartableServer:
         self.process.stdout.close()
 
     def restart(self) -> None:
-        """Starts it again, whatever is left of it."""
+        """Kills what is left of it, and starts it again."""
         self._kill()
         self.start()
 
     def log(self) -> str:
-        """What its processes have written to stderr."""
+        """Returns what its processes have written to stderr."""
         return self._log.read_text()
 
     def tracebacks(self, start: int) -> list[str]:
-        """What the log, from a position on, has of exceptions; those that it should have are none.
+        """Returns the tracebacks in the log from a position on, except for expected ones.
 
-        These are grpcio's complaints about headers of others, and that the system has no more descriptors.
+        Expected are grpcio's errors about invalid headers, and exhausted file descriptors.
         """
         records = re.split("\n(?=[^\n]*\nTraceback)", "\n" + self.log()[start:])[1:]
         return [record for record in records if not re.search("Invalid encoding on b|Too many open files", record)]
 
     def workers(self) -> list[int]:
-        """The process ids of the workers."""
+        """Returns the process ids of the workers."""
         return [worker.pid for worker in workers_of(self.process.pid)]
 
     def pids(self) -> list[int]:
-        """Every process of this service that runs, whether its front process does or not."""
+        """Returns the process ids of all its running processes, also without the front process."""
         return [process.pid for process in psutil.process_iter() if self._is_ours(process)]
 
     def addresses(self) -> dict[str, str]:
-        """Every address that takes calls, by a name for it; those on this host as this process can reach them."""
+        """Returns every address by name; local sockets by a path that this process can reach."""
         endpoints = endpoints_of(self.target)
         addresses = {
             "grpcio TCP": self.target,
@@ -137,19 +137,19 @@ class RestartableServer:
         return addresses
 
     def files(self) -> list[Path]:
-        """What it has made in the file system for its clients."""
+        """Returns the files that it has made for its clients."""
         directory = endpoints_of(self.target).local_directory
         return [self._directory / "bngrad.sock", *([Path(directory)] if directory else [])]
 
     def inside(self) -> list[str]:
-        """What a command is to begin with that shall see what the server sees of the file system."""
+        """Returns the prefix of a command that runs in the server's mount namespace."""
         if not self._has_own_shm:
             return []
         command = ["nsenter", "--target", str(self.process.pid), "--mount", f"--wd={Path.cwd()}"]
         return command if os.getuid() == 0 else [*command, "--user", "--preserve-credentials"]
 
     def wait_until_whole(self) -> None:
-        """Returns once every worker is there and ready."""
+        """Waits until every worker is ready."""
         with bngrad.Client(self.target) as client:
             wait_until(lambda: all(device.state == "ready" for device in client.server_info().devices))
         wait_until(lambda: len(self.workers()) == WORKERS)

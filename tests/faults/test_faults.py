@@ -1,4 +1,4 @@
-"""Each fault for a moment; `make soak` has them for longer, and several at once."""
+"""Each fault for two seconds; `make soak` injects them for longer, and several at once."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ SECONDS = 2.0
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_under_every_fault_all_requests_are_answered_right_and_nothing_is_left(scene: Harness, fault: Fault) -> None:
+def test_under_every_fault_all_requests_are_answered_and_nothing_leaks(scene: Harness, fault: Fault) -> None:
     endure(scene, [fault], SECONDS, Random(fault.name))
 
 
-def test_a_server_whose_dev_shm_fills_up_goes_on(problems: Path, tmp_path: Path) -> None:
+def test_a_server_goes_on_when_dev_shm_fills_up(problems: Path, tmp_path: Path) -> None:
     with RestartableServer(shm="256k") as service, Load(service, problems) as load:
         endure(Harness(service, load, tmp_path), [FULL], SECONDS, Random(0))
 
 
-def test_a_server_that_finds_dev_shm_full_serves_without_it(problems: Path) -> None:
-    """No file can be made there, so there is no way to share memory; "auto" does without."""
+def test_a_server_starts_without_shared_memory_when_dev_shm_is_full(problems: Path) -> None:
+    """No file can be created there, so memory cannot be shared; "auto" does without."""
     with RestartableServer(shm="4k,nr_inodes=1") as service:
         assert list(service.addresses()) == ["grpcio TCP", "grpcio Unix", "TCP"]
         assert_same_answers(service, problems)
@@ -46,10 +46,10 @@ def test_the_clock_of_a_process_can_be_set(tmp_path: Path) -> None:
             [sys.executable, "-c", code], env={**os.environ, **environment}, stdout=subprocess.PIPE, check=True
         )
         times.append([float(word) for word in ran.stdout.split()])
-    (wall, steady), (later, soon), (earlier, soon_after) = times
+    (wall, steady), (later, second), (earlier, third) = times
     assert later - wall == pytest.approx(HOUR_S, abs=30)
     assert earlier - wall == pytest.approx(-HOUR_S, abs=30)
-    assert 0 < soon - steady < soon_after - steady < 30
+    assert 0 < second - steady < third - steady < 30
 
 
 def assert_same_answers(service: RestartableServer, problems: Path) -> None:

@@ -1,4 +1,4 @@
-"""The same request has the same bits: alone or in any company, on any worker, over any transport, after restarts."""
+"""A request gets the same bits alone and in any batch, on any worker, over any transport, after restarts."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ LARGE = [
     Case("v3", "NCHW", (16, 256, 28, 28)),
     Case("v2", "NHWC", (64, 56, 56, 8)),
 ]
-"""Enough for a server to divide them between its workers."""
+"""Large enough to be split among workers."""
 
 
-class Asked(NamedTuple):
-    """A request, and the way that it takes."""
+class Call(NamedTuple):
+    """A request, and the transport that it takes."""
 
     case: Case
     dtype: np.dtype[Any]
@@ -45,7 +45,7 @@ class Asked(NamedTuple):
     def inputs(self) -> Inputs:
         return random_inputs(self.case.spec(self.dtype), self.seed)
 
-    def ask(self, clients: dict[Transport, bngrad.Client]) -> tuple[Any, ...]:
+    def run(self, clients: dict[Transport, bngrad.Client]) -> tuple[Any, ...]:
         outputs: tuple[Any, ...] = self.case.run(clients[self.transport], self.inputs())
         return outputs
 
@@ -56,8 +56,8 @@ def small_cases(draw: st.DrawFn) -> Case:
     return Case(op, data_format, tuple(draw(st.lists(st.integers(1, 20), min_size=rank, max_size=rank))))
 
 
-asked = st.builds(
-    Asked,
+calls = st.builds(
+    Call,
     st.one_of(*[small_cases()] * 9, st.sampled_from(LARGE)),
     st.sampled_from(TENSOR_DTYPES),
     st.integers(0, 99),
@@ -67,7 +67,7 @@ asked = st.builds(
 
 @pytest.fixture(scope="module")
 def alone() -> Iterator[bngrad.Client]:
-    """A client of a server with one worker of one thread, which gets one request at a time."""
+    """A client of a server with one worker of one thread, which computes one request at a time."""
     options = ("--workers", "1", "--threads", "1", "--max-batch-jobs", "1")
     with RestartableServer(options=options) as service, bngrad.Client(service.target, transport="unary") as client:
         yield client
@@ -85,20 +85,20 @@ def clients(service: RestartableServer) -> Iterator[dict[Transport, bngrad.Clien
         yield {each: stack.enter_context(bngrad.Client(service.target, transport=each)) for each in TRANSPORTS}
 
 
-@given(st.lists(asked, min_size=1, max_size=MOST_AT_ONCE), st.integers(1, MOST_AT_ONCE), st.sampled_from([None, 0, 1]))
+@given(st.lists(calls, min_size=1, max_size=MOST_AT_ONCE), st.integers(1, MOST_AT_ONCE), st.sampled_from([None, 0, 1]))
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_a_request_has_the_bits_that_it_has_alone(
+def test_a_request_gets_the_same_bits_as_alone(
     alone: bngrad.Client,
     service: RestartableServer,
     clients: dict[Transport, bngrad.Client],
-    company: list[Asked],
+    batch: list[Call],
     at_once: int,
     victim: int | None,
 ) -> None:
-    expected = [each.case.run(alone, each.inputs()) for each in company]
+    expected = [each.case.run(alone, each.inputs()) for each in batch]
     service.wait_until_whole()
     with ThreadPoolExecutor(at_once) as threads:
-        answers = [threads.submit(each.ask, clients) for each in company]
+        answers = [threads.submit(each.run, clients) for each in batch]
         if victim is not None:
             os.kill(service.workers()[victim], signal.SIGKILL)
         for answer, outputs in zip(answers, expected, strict=True):

@@ -1,4 +1,4 @@
-"""What the callers ask for: requests of every op, layout and dtype, small and large, with the answers to them."""
+"""The load's requests: every op, layout and dtype, small and large, with the answers to them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bngrad_kernels.spec import BFLOAT16, FLOAT16, FLOAT32
 
 
 class Request(NamedTuple):
-    """One row of the mix: what is asked for, and how many times as often as the rarest."""
+    """One kind of request, and its frequency relative to the rarest."""
 
     case: Case
     dtype: np.dtype[Any]
@@ -40,14 +40,14 @@ MIX = [
 
 
 class Problem(NamedTuple):
-    """A request with its inputs, and the outputs that it got alone."""
+    """A request with its inputs, and its outputs when computed alone."""
 
     request: Request
     inputs: Inputs
     outputs: tuple[Any, ...]
 
     def is_answered_by(self, outputs: tuple[Any, ...]) -> bool:
-        """Whether these are the same bits, in the same shapes and dtypes."""
+        """Whether these outputs have the same bits, shapes and dtypes."""
         pairs = list(zip(outputs, self.outputs, strict=True))
         return all(
             (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
@@ -57,7 +57,7 @@ class Problem(NamedTuple):
 
 
 def answered_alone(target: str) -> list[Problem]:
-    """Asks for everything in the mix, one request at a time, of a server that nobody else calls."""
+    """Makes every request of the mix, one at a time, on an idle server."""
     with bngrad.Client(target, transport="unary") as client:
         problems = []
         for seed, request in enumerate(MIX):
@@ -67,12 +67,12 @@ def answered_alone(target: str) -> list[Problem]:
 
 
 def save(problems: list[Problem], path: Path) -> None:
-    """Writes what other processes are to ask for."""
+    """Writes the requests for other processes."""
     path.write_bytes(pickle.dumps(problems, pickle.HIGHEST_PROTOCOL))
 
 
 def load(path: Path) -> list[Problem]:
-    """Reads what `save` wrote."""
+    """Reads the file that `save` wrote."""
     problems: list[Problem] = pickle.loads(path.read_bytes())  # noqa: S301 - our own
     return problems
 

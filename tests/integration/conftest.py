@@ -19,7 +19,7 @@ def socket_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def server(socket_path: Path) -> Iterator[EmbeddedServer]:
-    """One server for all tests that leave it as it was, on TCP and on a Unix socket."""
+    """A server on TCP and on a Unix socket, shared by all tests that leave it unchanged."""
     with EmbeddedServer(device=DEVICE, options=("--listen", f"unix:{socket_path}", *PATIENT_SUPERVISOR)) as server:
         yield server
 
@@ -37,13 +37,13 @@ def transport(request: pytest.FixtureRequest) -> Transport:
 
 @pytest.fixture(scope="session")
 def client(target: str, transport: Transport) -> Iterator[bngrad.Client]:
-    """A client for every way to the server."""
+    """A client for each address and transport."""
     with bngrad.Client(target, transport=transport) as client:
         yield client
 
 
 @pytest.fixture
 def own_server() -> Iterator[EmbeddedServer]:
-    """A server that the test may hurt, with one worker."""
+    """A server with one worker, which the test may damage."""
     with EmbeddedServer(f"127.0.0.1:{free_port()}", device=DEVICE, options=ONE_WORKER) as server:
         yield server

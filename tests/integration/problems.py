@@ -1,4 +1,4 @@
-"""Random inputs of the ops, and the float64 answers to them."""
+"""Random inputs of the ops, and checks of their gradients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bngrad_kernels.spec import FLOAT32, ReserveSpace2Kind, Spec
 
 
 class Inputs(NamedTuple):
-    """What the ops of TensorFlow take, in their order."""
+    """The arguments of TensorFlow's ops, in their order."""
 
     y_backprop: Array
     x: Array
@@ -47,7 +47,7 @@ def assert_gradients(spec: Spec, inputs: Inputs, outputs: tuple[Any, ...]) -> No
 
 
 class Case(NamedTuple):
-    """An op on tensors of a shape; ``run`` gives its outputs by any client, as an awaitable by an asynchronous one."""
+    """An op on tensors of a shape; ``run`` returns its outputs, or an awaitable with an asynchronous client."""
 
     op: str
     data_format: str

@@ -1,4 +1,4 @@
-"""Cases of the second-order op, and the bounds of its answers."""
+"""Cases of the second-order op, and the bounds of its errors."""
 
 from __future__ import annotations
 

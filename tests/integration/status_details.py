@@ -10,7 +10,7 @@ from grpc_status import rpc_status
 
 
 def violations(error: Any) -> dict[str, str]:
-    """The field violations in the details of a refusal."""
+    """Returns the field violations in the details of an INVALID_ARGUMENT error."""
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     status = rpc_status.from_call(error)
     assert status is not None

@@ -1,4 +1,4 @@
-"""What a server tells senders of bad messages, whatever client they use."""
+"""Errors that a server returns for invalid requests, to any client."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_absent_attributes_mean_the_ops_defaults(stub: pb_grpc.BatchNormGradServ
 
 
 @pytest.mark.parametrize("garbage", [b"\xff" * 100, b"\x0a\xff\xff\xff\xff\x0f", b"\x0a"])
-def test_garbage_is_refused_and_harms_nobody(server: EmbeddedServer, garbage: bytes) -> None:
+def test_garbage_is_refused_and_other_calls_go_on(server: EmbeddedServer, garbage: bytes) -> None:
     with grpc.insecure_channel(server.target) as channel:
         call: Any = channel.unary_unary("/bngrad.v1.BatchNormGradService/FusedBatchNormGradV3")
         with pytest.raises(grpc.RpcError):
@@ -117,7 +117,7 @@ def test_garbage_is_refused_and_harms_nobody(server: EmbeddedServer, garbage: by
         pb_grpc.BatchNormGradServiceStub(channel).FusedBatchNormGradV3(pb.FusedBatchNormGradV3Request(**INPUTS))
 
 
-def test_the_client_hands_violations_on(client: bngrad.Client) -> None:
+def test_the_client_raises_violations(client: bngrad.Client) -> None:
     tensor, stats = np.zeros((2, 3, 3, 4), np.float32), np.zeros(4, np.float32)
     inputs: list[Any] = [tensor, tensor, stats[:3], stats, stats[:2]]
     with pytest.raises(bngrad.InvalidArgumentError) as refused:
@@ -127,8 +127,8 @@ def test_the_client_hands_violations_on(client: bngrad.Client) -> None:
 
 
 @pytest.mark.parametrize("value", ["NHWC" * 10_000, "\U0001f600" * 1000])
-def test_a_refusal_quotes_no_more_than_clients_take(client: bngrad.Client, value: str) -> None:
-    """Their connections would end otherwise, and the calls be made again."""
+def test_an_error_message_fits_into_the_trailers_that_clients_accept(client: bngrad.Client, value: str) -> None:
+    """Larger trailers would end their connections, and the calls would be retried."""
     tensor, stats = np.zeros((2, 3, 3, 4), np.float32), np.zeros(4, np.float32)
     with pytest.raises(bngrad.InvalidArgumentError, match=r"must be one of NHWC, NCHW, not '.+") as refused:
         client.fused_batch_norm_grad_v2(tensor, tensor, stats[:3], stats[:3], stats[:3], data_format=value)
@@ -136,7 +136,7 @@ def test_a_refusal_quotes_no_more_than_clients_take(client: bngrad.Client, value
     assert violation.description.endswith("...")
 
 
-def test_long_shapes_are_quoted_in_part(stub: pb_grpc.BatchNormGradServiceStub) -> None:
+def test_long_shapes_are_shortened_in_messages(stub: pb_grpc.BatchNormGradServiceStub) -> None:
     tensors: dict[str, Any] = {
         name: pb.Tensor(dtype=pb.DATA_TYPE_FLOAT32, shape=[2**62 + i] * 32, data=bytes(4))
         for i, name in enumerate(INPUTS)

@@ -1,4 +1,4 @@
-"""Calls that are cancelled at any moment."""
+"""Asynchronous calls that are cancelled at any moment."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ UNTOUCHED = -1.0
 
 
 @pytest.mark.parametrize("is_contiguous", [True, False], ids=["contiguous", "strided"])
-def test_what_a_cancelled_call_was_to_write_is_the_callers_again(
+def test_a_cancelled_call_no_longer_writes_its_output(
     server: EmbeddedServer, transport: Transport, is_contiguous: bool
 ) -> None:
     x = np.random.default_rng(0).normal(size=SHAPE).astype(np.float32)
@@ -60,10 +60,10 @@ def test_what_a_cancelled_call_was_to_write_is_the_callers_again(
 
 
 @pytest.mark.parametrize("transport", ["stream", "shared"])
-def test_a_call_that_is_cancelled_at_any_step_costs_its_client_no_way_to_the_server(
+def test_a_call_that_is_cancelled_at_any_step_leaves_every_transport_usable(
     server: EmbeddedServer, transport: Transport
 ) -> None:
-    """From the first call's question for the endpoints on."""
+    """Includes the request for the endpoints before the first call."""
     x, stats = np.random.default_rng(0).normal(size=(4, 32, 32, 32)).astype(np.float32), np.ones(32, np.float32)
     attributes = TensorFlowAttributes(1e-4, "NHWC", True, "variance", 0)
     request = ops.V2.prepare((x, x, stats, stats, stats), attributes, None)

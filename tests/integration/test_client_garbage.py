@@ -1,4 +1,4 @@
-"""A client's calls, and clients themselves, leave nothing behind for the garbage collector to find."""
+"""Clients and their calls leave no reference cycles for the garbage collector."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def tensors(shape: tuple[int, ...], wrong: int = 0) -> tuple[Any, ...]:
 
 
 def sync_calls(target: str, transport: Transport, shape: tuple[int, ...], stop: Callable[[bool], None]) -> None:
-    """Calls that are answered, refused or late, of a client that is closed, or of one that reaches nobody."""
+    """Calls that are answered, refused or time out, with a closed client and with one that reaches no server."""
     client = bngrad.Client(target, transport=transport)
     client.fused_batch_norm_grad_v2(*tensors(shape))
     with pytest.raises(bngrad.InvalidArgumentError):
@@ -57,7 +57,7 @@ def sync_calls(target: str, transport: Transport, shape: tuple[int, ...], stop: 
 
 
 def aio_calls(target: str, transport: Transport, shape: tuple[int, ...], stop: Callable[[bool], None]) -> None:
-    """Tasks that are cancelled before their call and amid it, beside others."""
+    """Tasks that are cancelled before and during their call, and others that are not."""
 
     async def calls() -> None:
         async with aio.Client(target, transport=transport) as client:

@@ -1,4 +1,4 @@
-"""The commands of operators and users, as processes, against real servers and against what is none."""
+"""The command line as processes, against real servers and against other programs."""
 
 from __future__ import annotations
 
@@ -42,9 +42,16 @@ from bngrad_wire import __version__
 STEPS = ["health", "server", "unary", "stream", "shared", "latency"]
 
 
-def test_check_waits_for_a_server_that_is_started_meanwhile(tmp_path: Path) -> None:
+def test_check_waits_for_a_server_that_starts_later(tmp_path: Path) -> None:
     target = f"unix:{tmp_path}/socket"
-    arguments = [*BNGRAD, "check", "--quick", "--wait", "300", target]  # the first server compiles for minutes
+    arguments = [
+        *BNGRAD,
+        "check",
+        "--quick",
+        "--wait",
+        "300",
+        target,
+    ]  # a server with an empty kernel cache compiles for minutes
     with (
         subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as check,
         EmbeddedServer(target, options=ONE_WORKER),
@@ -53,7 +60,7 @@ def test_check_waits_for_a_server_that_is_started_meanwhile(tmp_path: Path) -> N
     assert (check.returncode, said) == (0, f"✓ health   {target} is SERVING\n")
 
 
-def test_check_waits_no_longer_than_it_may() -> None:
+def test_check_stops_waiting_after_its_limit() -> None:
     ended = run_bngrad("check", "--quick", "--wait", "0.5", "unix:/nowhere.sock")
     assert (ended.returncode, ended.stdout) == (1, "")
     assert "unix:/nowhere.sock cannot be reached: No such file or directory" in ended.stderr
@@ -66,12 +73,12 @@ def test_a_good_server_passes_every_check(target: str) -> None:
     assert [(mark, name) for mark, name, *_ in lines] == [("✓", step) for step in STEPS]
 
 
-def test_a_quiet_check_of_a_good_server_says_nothing(server: EmbeddedServer) -> None:
+def test_a_quiet_check_of_a_good_server_prints_nothing(server: EmbeddedServer) -> None:
     ended = run_bngrad("check", "--quiet", "--timeout", str(TIMEOUT_S), server.target)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 
-def test_a_quick_check_asks_for_the_health_and_imports_little(server: EmbeddedServer) -> None:
+def test_a_quick_check_only_asks_for_the_health_and_imports_little(server: EmbeddedServer) -> None:
     code = f"""
         import sys
         from bngrad_cli.main import main
@@ -83,16 +90,14 @@ def test_a_quick_check_asks_for_the_health_and_imports_little(server: EmbeddedSe
     assert said == f"✓ health   {server.target} is SERVING\n"
 
 
-def test_memory_that_is_not_shared_is_no_fault() -> None:
+def test_a_server_without_shared_memory_passes_the_check() -> None:
     with EmbeddedServer(options=(*ONE_WORKER, "--shared-bytes", "0")) as server:
         ended = run_bngrad("check", server.target, "--timeout", str(TIMEOUT_S))
     assert (ended.returncode, ended.stderr) == (0, "")
     assert "- shared" in ended.stdout
 
 
-def test_a_server_without_a_worker_that_is_ready_fails_the_check(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_without_a_ready_worker_fails_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     address = f"unix:{tmp_path}/bngrad.sock"
     with starting_server(address, hold_new_workers(tmp_path, monkeypatch)):
         wait_until(Path(tmp_path, "bngrad.sock").exists)
@@ -103,7 +108,7 @@ def test_a_server_without_a_worker_that_is_ready_fails_the_check(
     assert (said["health"], said["devices"][0]["state"]) == ("NOT_SERVING", "starting")
 
 
-class Liar(pb_grpc.BatchNormGradServiceServicer):
+class WrongServicer(pb_grpc.BatchNormGradServiceServicer):
     """Answers every call with zeros."""
 
     def ServerInfo(self, request: Any, context: Any) -> pb.ServerInfoResponse:  # noqa: N802
@@ -147,7 +152,7 @@ def grpc_server(*, of_bngrad: bool, tls: bool = False) -> Iterator[str]:
     server = grpc.server(futures.ThreadPoolExecutor(4))
     if of_bngrad:
         health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), server)
-        pb_grpc.add_BatchNormGradServiceServicer_to_server(Liar(), server)
+        pb_grpc.add_BatchNormGradServiceServicer_to_server(WrongServicer(), server)
     if tls:
         issued = trustme.CA().issue_cert("127.0.0.1")
         pair = (issued.private_key_pem.bytes(), issued.cert_chain_pems[0].bytes())
@@ -171,7 +176,7 @@ def test_a_server_that_computes_wrongly_fails_the_check() -> None:
 
 @contextmanager
 def listener(answer: Callable[[socket.socket], None]) -> Iterator[str]:
-    """Something that accepts connections, and does as it likes with them."""
+    """Accepts TCP connections and passes each to ``answer``."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
         def serve() -> None:
@@ -197,7 +202,7 @@ def listener(answer: Callable[[socket.socket], None]) -> Iterator[str]:
 
 class WebPage(BaseHTTPRequestHandler):
     def log_message(self, *_: Any) -> None:
-        """Says nothing."""
+        """Logs nothing."""
 
 
 @contextmanager
@@ -220,7 +225,9 @@ def web_server() -> Iterator[str]:
         (web_server, "{} is no gRPC server: ", TIMEOUT_S),
     ],
 )
-def test_what_is_no_server_of_bngrad_is_told(peer: Callable[[], Any], complaint: str, timeout_s: float) -> None:
+def test_check_says_why_another_program_is_no_bngrad_server(
+    peer: Callable[[], Any], complaint: str, timeout_s: float
+) -> None:
     with peer() as address:
         ended = run_bngrad("check", address, "--timeout", str(timeout_s))
     assert (ended.returncode, ended.stdout) == (1, "")
@@ -239,7 +246,7 @@ def test_what_is_no_server_of_bngrad_is_told(peer: Callable[[], Any], complaint:
         ("http://localhost:1", "it should be HOST:PORT or unix:PATH", 2),
     ],
 )
-def test_a_wrong_target_is_told_without_a_traceback(command: str, target: str, complaint: str, code: int) -> None:
+def test_a_wrong_target_is_reported_without_a_traceback(command: str, target: str, complaint: str, code: int) -> None:
     ended = run_bngrad(command, target)
     assert (ended.returncode, ended.stdout) == (code, "")
     assert complaint in ended.stderr
@@ -259,7 +266,7 @@ def test_a_hint_says_why_tls_does_not_work(
     assert hint in ended.stderr
 
 
-def test_info_says_what_the_server_is(server: EmbeddedServer, target: str) -> None:
+def test_info_describes_the_server(server: EmbeddedServer, target: str) -> None:
     text = run_bngrad("info", target, "--timeout", str(TIMEOUT_S)).stdout
     said = json.loads(run_bngrad("info", target, "--json", "--timeout", str(TIMEOUT_S)).stdout)
     with bngrad.Client(target) as client:
@@ -274,7 +281,7 @@ def test_info_says_what_the_server_is(server: EmbeddedServer, target: str) -> No
         assert f"ready, restarted {device.restarts} times: {device.description}\n" in text
 
 
-def test_bench_prints_a_line_for_each_layer_and_way(target: str) -> None:
+def test_bench_prints_a_line_for_each_layer_and_transport(target: str) -> None:
     arguments = ("bench", target, "--seconds", "0.05", "--layer", "tiny", "--layer", "conv4-3x3", "--dtype", "float16")
     ended = run_bngrad(*arguments)
     assert (ended.returncode, ended.stderr) == (0, "")
@@ -298,7 +305,7 @@ def test_bench_in_json_has_percentiles_and_rates(server: EmbeddedServer, transpo
     )
 
 
-def test_bench_goes_on_where_a_request_is_too_large_for_a_way() -> None:
+def test_bench_goes_on_when_a_request_is_too_large_for_a_transport() -> None:
     with EmbeddedServer(options=(*ONE_WORKER, "--max-message-bytes", "4MiB", "--shared-bytes", "0")) as server:
         ended = run_bngrad("bench", server.target, "--seconds", "0.01", "--layer", "conv5-1x1", "--json")
     assert ended.returncode == 0, ended.stderr
@@ -326,7 +333,7 @@ def test_bench_that_is_interrupted_prints_what_it_has(server: EmbeddedServer) ->
     assert measurement["error"] is None
 
 
-def test_bench_stops_where_the_server_goes(own_server: EmbeddedServer) -> None:
+def test_bench_stops_when_the_server_dies(own_server: EmbeddedServer) -> None:
     arguments = (*BNGRAD, "bench", own_server.target, "--seconds", "600", "--layer", "tiny", "--timeout", "3")
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         with bngrad.Client(own_server.target) as client:

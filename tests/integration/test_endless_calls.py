@@ -1,4 +1,4 @@
-"""A client that sends without end keeps nobody else from the server."""
+"""A client that never stops sending does not block others."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def exchange() -> bytes:
 
 
 @pytest.mark.parametrize("call", [unknown_media_type, whole_but_not_ended, exchange])
-def test_others_are_served_beside_a_call_whose_client_goes_on_sending(call: Callable[[], bytes]) -> None:
-    """Whoever asks a connection whether its client has gone must not go on as long as there is something to read."""
+def test_others_are_served_while_a_client_never_stops_sending(call: Callable[[], bytes]) -> None:
+    """The check for a disconnect must not read for as long as there is data."""
     with EmbeddedServer(options=(*ONE_WORKER, "--drain-timeout", "1")) as server:
         targets = targets_of(server.target)
         is_over = threading.Event()

@@ -1,4 +1,4 @@
-"""The stock generated client's exchanges, on every port; and what is sent there that is none."""
+"""Exchanges by the stock generated client on every port, and bytes that are no exchange."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def header(case: Case = CASE, inputs: Inputs = INPUTS, **changes: Any) -> pb.Exc
 
 
 def chunks(data: bytes, *sizes: int) -> Iterator[pb.ExchangeRequest]:
-    """The data in chunks of these sizes, the rest in one more."""
+    """Splits data into chunks of these sizes, with the rest in one more."""
     for size in (*sizes, len(data)):
         if data:
             yield pb.ExchangeRequest(chunk=data[:size])
@@ -90,7 +90,7 @@ def stub(request: pytest.FixtureRequest, server: EmbeddedServer) -> Iterator[Any
 
 @pytest.fixture(scope="module")
 def other(server: EmbeddedServer) -> Iterator[Callable[[], None]]:
-    """Checks that everybody else is served as ever."""
+    """Checks that other clients are still served."""
     with bngrad.Client(server.target) as client, bngrad.Client(server.target, transport="stream") as streaming:
         expected = CASE.run(client, INPUTS)
 
@@ -126,7 +126,7 @@ def test_an_exchange_that_ends_before_it_began_is_no_error(stub: Any) -> None:
 
 @pytest.mark.parametrize("size", [1, 7, 30])
 def test_fields_of_a_later_version_and_split_fields_are_read_as_protobuf_does(stub: Any, size: int) -> None:
-    """A message twice in a oneof is merged; its last bytes are of a field that nobody knows yet."""
+    """Protobuf merges a message that comes twice in a oneof; the last bytes belong to an unknown field."""
     whole = header().fused_batch_norm_grad_v3
     first, second = pb.ExchangeRequest(), pb.ExchangeRequest()
     first.fused_batch_norm_grad_v3.y_backprop.CopyFrom(whole.y_backprop)
@@ -188,7 +188,7 @@ def test_what_is_out_of_order_or_of_the_wrong_size_is_refused_with_a_violation(
 
 @pytest.mark.parametrize("target", ["grpcio", "tcp", "local"])
 @pytest.mark.parametrize("messages", [[b"\xff" * 100], [header().SerializeToString(), b"\x22\xff\xff\xff\xff\x0f"]])
-def test_messages_that_are_none_are_refused(
+def test_invalid_messages_are_refused(
     server: EmbeddedServer, other: Callable[[], None], target: str, messages: list[bytes]
 ) -> None:
     with grpc.insecure_channel(targets_of(server.target)[target]) as channel:
@@ -218,7 +218,7 @@ def test_messages_that_are_none_are_refused(
     ],
     ids=range(12),
 )
-def test_garbage_on_a_socket_harms_nobody(
+def test_garbage_on_a_socket_does_not_harm_other_clients(
     server: EmbeddedServer, other: Callable[[], None], where: str, garbage: bytes
 ) -> None:
     endpoints = endpoints_of(server.target)
@@ -257,8 +257,8 @@ def test_a_call_that_its_client_resets_leaves_the_connection_to_others(server: E
 
 
 @pytest.mark.parametrize("door", ["grpcio", "tcp", "local"])
-def test_exchanges_that_stand_still_keep_nobody_waiting_for_ever(door: str) -> None:
-    """On grpcio's port each takes one of the threads that there are; on the others, a connection."""
+def test_stalled_exchanges_do_not_block_others_for_ever(door: str) -> None:
+    """On grpcio's port each occupies a thread of the pool; on the others, a connection."""
     still = threading.Event()
 
     def nothing() -> Iterator[pb.ExchangeRequest]:
@@ -269,7 +269,7 @@ def test_exchanges_that_stand_still_keep_nobody_waiting_for_ever(door: str) -> N
     with EmbeddedServer(device=DEVICE, options=options) as server, ExitStack() as stack:
         stack.callback(still.set)
         target = targets_of(server.target)[door]
-        own = [("grpc.use_local_subchannel_pool", 1)]  # or they would share a connection
+        own = [("grpc.use_local_subchannel_pool", 1)]  # gives each channel its own connection
         channels = [stack.enter_context(grpc.insecure_channel(target, own)) for _ in range(MAX_CALLS + 1)]
         *stubs, stub = map(pb_grpc.BatchNormGradServiceStub, channels)
         begun = stubs[0].Exchange(message for source in (request(CASE), nothing()) for message in source)

@@ -78,7 +78,7 @@ def server() -> Iterator[EmbeddedServer]:
 
 @pytest.fixture
 def stopped_worker(server: EmbeddedServer) -> Iterator[int]:
-    """The server's only worker, which computes nothing until it is told to go on."""
+    """The server's only worker, stopped by SIGSTOP."""
     worker = worker_pid(server)
     os.kill(worker, signal.SIGSTOP)
     try:
@@ -100,7 +100,7 @@ def test_a_program_ends_without_waiting_for_calls(
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_ctrl_c_ends_a_call_and_spares_the_client(
+def test_ctrl_c_ends_a_call_and_the_client_stays_usable(
     server: EmbeddedServer, stopped_worker: int, transport: Transport
 ) -> None:
     with python(BEGIN + CTRL_C, server.target, transport) as running:
@@ -132,12 +132,12 @@ def test_ctrl_c_between_any_two_steps_spares_the_client(server: EmbeddedServer) 
 
 
 def interrupted_after(steps: int, client: bngrad.Client, *tensors: Any) -> bool:
-    """Whether Ctrl-C, after so many calls of functions, came before the end of a call of an op."""
+    """Raises KeyboardInterrupt after ``steps`` function calls; returns whether the op had not ended by then."""
     left = steps
 
     def profile(frame: FrameType, event: str, argument: object) -> None:
         nonlocal left
-        # Where Python itself looks for signals.
+        # The places where Python itself looks for signals.
         module = frame.f_globals["__name__"].partition(".")[0]
         if event in ("call", "c_return") and module in ("bngrad", "bngrad_protos", "bngrad_wire", "socket"):
             left -= 1

@@ -1,4 +1,4 @@
-"""From start to end: readiness, reflection, draining, signals, what is left behind."""
+"""The life of a server: readiness, reflection, draining, signals, cleaning up."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def test_requests_that_arrive_before_the_worker_is_warm_wait_for_it(tmp_path: Pa
         answer.result()
 
 
-def test_a_worker_may_take_longer_to_show_life_at_first_than_later(gate: Path) -> None:
-    """As Python does where the processor has much else to do."""
+def test_a_starting_worker_has_longer_until_its_first_sign_of_life(gate: Path) -> None:
+    """Delays the start as a busy machine does."""
     gate.touch()
     opening = threading.Timer(ServerConfig().worker_timeout_s + 1, gate.unlink)
     opening.start()
@@ -91,7 +91,7 @@ def test_a_worker_may_take_longer_to_show_life_at_first_than_later(gate: Path) -
         assert client.server_info().devices[0].restarts == 0
 
 
-def test_a_worker_that_is_starting_again_holds_up_no_end(gate: Path) -> None:
+def test_a_restarting_worker_does_not_delay_the_end(gate: Path) -> None:
     with EmbeddedServer(options=ONE_WORKER) as server:
         gate.touch()
         victim = worker_pid(server)
@@ -114,7 +114,7 @@ signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 """
 
 
-def test_signals_are_acted_upon_whatever_the_main_thread_waits_for(
+def test_signals_are_handled_while_the_main_thread_waits(
     tmp_path: Path, gate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_at_start(SIGNALS_COME_AS_THE_MAIN_THREAD_BEGINS_TO_WAIT, tmp_path, monkeypatch)
@@ -131,7 +131,7 @@ def test_reflection_lists_the_services(server: EmbeddedServer) -> None:
     assert {SERVICE, "grpc.health.v1.Health"} <= set(services)
 
 
-def test_server_info_says_what_the_server_is(client: bngrad.Client) -> None:
+def test_server_info_describes_the_server(client: bngrad.Client) -> None:
     info = client.server_info()
     assert info.version == __version__
     assert [device.name for device in info.devices] == [f"cpu:{i}" for i in range(ServerConfig().workers)]
@@ -159,7 +159,7 @@ def test_a_signal_lets_requests_in_flight_end_and_the_server_exits_0(
 
 
 def call_in_flight(client: bngrad.Client, worker: int, threads: ThreadPoolExecutor) -> Future[None]:
-    """Stops the only worker and makes a call, which has come to the server when this returns."""
+    """Stops the only worker and makes a call; returns once the server has received it."""
     os.kill(worker, signal.SIGSTOP)
     answer = threads.submit(call, client)
     wait_until(lambda: client.server_info().requests == 1)
@@ -186,7 +186,7 @@ def test_a_second_signal_ends_the_server_at_once(own_server: EmbeddedServer) -> 
         assert time.monotonic() - begin < ServerConfig().drain_timeout_s / 2
         with pytest.raises(bngrad.BngradError):
             answer.result()
-    wait_until(lambda: not is_running(worker))  # though it is stopped
+    wait_until(lambda: not is_running(worker))  # although it is stopped
 
 
 def test_a_killed_front_leaves_no_worker_and_no_shared_memory_behind(own_server: EmbeddedServer) -> None:
@@ -199,7 +199,7 @@ def test_a_killed_front_leaves_no_worker_and_no_shared_memory_behind(own_server:
     wait_until(lambda: not directory.exists())
 
 
-def test_a_server_can_listen_again_where_one_has_just_ended(own_server: EmbeddedServer) -> None:
+def test_a_server_can_listen_where_one_has_just_ended(own_server: EmbeddedServer) -> None:
     target = own_server.target
     with bngrad.Client(target) as client:
         call(client)
@@ -227,7 +227,7 @@ def test_a_second_server_does_not_take_a_socket_away(server: EmbeddedServer, soc
 
 
 def test_a_wrong_address_is_named() -> None:
-    reasons = "Name or service not known|Temporary failure in name resolution"  # as the name server may be, or not
+    reasons = "Name or service not known|Temporary failure in name resolution"  # depends on the name server
     with (
         pytest.raises(ServerStartError, match=rf"Error: cannot listen on nowhere\.invalid:1: ({reasons})"),
         EmbeddedServer("nowhere.invalid:1"),
@@ -235,7 +235,7 @@ def test_a_wrong_address_is_named() -> None:
         pass
 
 
-def test_an_address_that_cannot_be_had_is_told_in_one_line(tmp_path: Path) -> None:
+def test_an_unusable_address_is_reported_in_one_line(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         complaints = {

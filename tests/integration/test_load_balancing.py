@@ -1,4 +1,4 @@
-"""Servers that go and come back under load: no request is lost, and each server gets its share again."""
+"""Servers that stop and restart under load: no request is lost, and load is spread again."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SMALL, LARGE = Spec(FLOAT32, (2, 5, 5, 3), 3), Spec(FLOAT32, (16, 28, 28, 32), 3
 
 
 class Restarted:
-    """A server that can be killed, and started again where it was."""
+    """A server that can be killed and restarted on the same address."""
 
     def __init__(self, listen: str) -> None:
         self._server = EmbeddedServer(listen, options=ONE_WORKER).__enter__()
@@ -60,7 +60,7 @@ class Restarted:
         self._server.__exit__(None, None, None)
 
     def cpu_s(self) -> float:
-        """The processor time that its worker has used."""
+        """The CPU time of its worker."""
         times = psutil.Process(worker_pid(self._server)).cpu_times()
         return float(times.user + times.system)
 
@@ -76,11 +76,11 @@ def restarted(*listens: str) -> Iterator[list[Restarted]]:
 
 
 class Load:
-    """Callers that send the same requests over and over, and compare the bits of every answer.
+    """Threads that repeat the same requests and compare the bits of every answer.
 
     Attributes:
-        answers: How many came.
-        errors: What calls ended with instead.
+        answers: The number of answers.
+        errors: The errors of other calls.
     """
 
     def __init__(self, client: bngrad.Client, inputs: list[Inputs], callers: int = 8) -> None:
@@ -104,7 +104,7 @@ class Load:
                 self.answers += 1
 
     def wait(self, answers: int) -> None:
-        """Waits for so many more answers."""
+        """Waits for ``count`` more answers."""
         goal = self.answers + answers
         wait_until(lambda: self.answers >= goal or bool(self.errors))
         assert not self.errors
@@ -122,12 +122,12 @@ INPUTS = [random_inputs(SMALL, 1), random_inputs(LARGE, 2)]
 
 
 def somewhere() -> str:
-    """A TCP address for a server that comes and goes."""
+    """A free TCP address for a server that is restarted on it."""
     return f"127.0.0.1:{free_port()}"
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_call_outlives_a_restart_of_the_only_server(transport: Transport) -> None:
+def test_a_call_survives_a_restart_of_the_only_server(transport: Transport) -> None:
     with restarted(somewhere()) as (server,), bngrad.Client(server.target, transport=transport) as client:
         with Load(client, INPUTS, callers=4) as load:
             load.wait(20)
@@ -140,7 +140,7 @@ def test_a_call_outlives_a_restart_of_the_only_server(transport: Transport) -> N
         assert server.pid == before
 
 
-def test_a_call_outlives_a_restart_on_a_unix_socket(tmp_path: Path) -> None:
+def test_a_call_survives_a_restart_on_a_unix_socket(tmp_path: Path) -> None:
     with (
         restarted(f"unix:{tmp_path}/bngrad.sock") as (server,),
         bngrad.Client(server.target) as client,
@@ -152,7 +152,7 @@ def test_a_call_outlives_a_restart_on_a_unix_socket(tmp_path: Path) -> None:
         load.wait(20)
 
 
-def test_a_result_in_shared_memory_outlives_its_server() -> None:
+def test_a_result_in_shared_memory_survives_its_server() -> None:
     with restarted(somewhere()) as (server,), bngrad.Client(server.target) as client:
         y_backprop, x, out = (client.empty(LARGE.shape) for _ in range(3))
         y_backprop[...], x[...] = INPUTS[1][:2]
@@ -168,12 +168,12 @@ def test_a_result_in_shared_memory_outlives_its_server() -> None:
         assert answer.result().x_backprop is out
 
 
-def test_a_server_that_never_comes_back_costs_no_more_than_the_timeout() -> None:
+def test_a_call_to_a_server_that_stays_away_ends_at_its_timeout() -> None:
     with restarted(somewhere()) as (server,), bngrad.Client(server.target) as client:
         client.fused_batch_norm_grad_v2(*INPUTS[0])
         server.kill()
         begin = time.monotonic()
-        # The deadline may pass within an attempt, or there is none since the next one would come too late.
+        # The deadline passes during an attempt, or the next attempt would come after it.
         errors = bngrad.UnavailableError, bngrad.DeadlineExceededError
         with pytest.raises(errors, match=r"\(\d+ attempts in \d+\.\d s"):
             client.fused_batch_norm_grad_v2(*INPUTS[0], timeout=5)
@@ -195,7 +195,7 @@ def test_no_request_is_lost_when_a_server_goes_and_comes_back(tmp_path: Path, tr
             load.wait(50)
 
 
-def test_a_server_that_is_stopped_in_order_hands_its_calls_to_the_other() -> None:
+def test_calls_of_a_draining_server_go_to_the_other() -> None:
     with restarted(somewhere(), somewhere()) as servers:
         targets = [server.target for server in servers]
         with bngrad.Client(targets) as client, Load(client, INPUTS) as load:
@@ -227,7 +227,7 @@ def test_arrays_of_one_servers_memory_are_copied_for_the_other() -> None:
 
 
 def test_a_name_of_several_addresses_stands_for_several_servers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The name server alone is not real."""
+    """Only the name server is simulated."""
     monkeypatch.setattr(resolver, "_BETWEEN_LOOKUPS_S", 0.0)
     listens = ["127.0.0.1", "127.0.0.2", "127.0.0.3"]
     port, addresses = free_port(*listens), listens[:2]

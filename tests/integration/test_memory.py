@@ -25,17 +25,17 @@ ARENA_NBYTES = 16 * MIB
 
 @pytest.fixture
 def memory_server() -> Iterator[EmbeddedServer]:
-    """One with room for a few requests only, so that it has touched all of its memory soon."""
+    """A server with room for a few requests, which touches all of its memory early."""
     options = (*ONE_WORKER, "--arena-bytes", str(ARENA_NBYTES), "--shared-bytes", str(300 * MIB))
     with EmbeddedServer(options=options) as server:
         yield server
 
 
 def test_ten_thousand_requests_leave_memory_and_descriptors_as_they_were(memory_server: EmbeddedServer) -> None:
-    """Large ones are fewer, for the test's time's sake; each size comes by each transport.
+    """Sends each size by each transport, large requests less often to save time.
 
-    The least of some rounds counts: gRPC holds up to 8 MiB more at one moment than at another. A server that kept the
-    tensors of every twentieth request would still take more.
+    Compares the minimum of several rounds, since what gRPC holds varies by up to 8 MiB. A server that kept the tensors
+    of every twentieth request would still exceed the bound.
     """
     sizes = [1024] * 12 + [4096] * 12 + [16384] * 6 + [65536] * 2 + [262144]
     cases = [Case("v2", "NHWC", (elements // 64, 1, 1, 64)) for elements in sizes]
@@ -68,7 +68,7 @@ def test_ten_thousand_requests_leave_memory_and_descriptors_as_they_were(memory_
 def test_a_large_exchange_takes_little_more_memory_than_its_tensors(
     tmp_path: Path, transport: Transport, is_tcp: bool
 ) -> None:
-    """Pages that front and worker share count once: the less of what either has mapped of them."""
+    """Counts pages that front and worker share once: the smaller of what either has mapped."""
     shape = (128, 64, 64, 64)  # 128 MiB a tensor
     stats = np.ones(64, np.float32)
     tensor = np.ones(shape, np.float32)
@@ -88,6 +88,6 @@ def test_a_large_exchange_takes_little_more_memory_than_its_tensors(
 
 
 def status(pid: int, field: str) -> int:
-    """What the system says of a process's memory, in bytes."""
+    """Reads a field of a process's memory status, in bytes."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))

@@ -1,4 +1,4 @@
-"""The three ops, by the client, through a server process, over TCP and over a Unix socket, by every transport."""
+"""The three first-order ops by the client, over TCP and a Unix socket, by every transport."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls that are no ops, and clients that leave them standing by the thousand: health is told all the same."""
+"""Health is answered while thousands of calls other than ops are left open."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ WATCH = f"{HEALTH}Watch"
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 OP = request(256).SerializeToString()
 CONNECTIONS = 32
-"""With MAX_CALLS each: more calls of any kind than may wait."""
+"""Connections with MAX_CALLS calls each: more of any kind than may wait."""
 PATIENT_SUPERVISOR = ("--transfer-timeout", "600")
-"""What stands still would be ended sooner or later."""
+"""Longer than any test, so that no stalled call is ended."""
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 READS_NOTHING = frames.PREFACE + frames.settings({frames.INITIAL_WINDOW_SIZE: 0})
@@ -42,7 +42,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[EmbeddedServer]:
 def flood(
     server: EmbeddedServer, path: str, begun: bytes, hello: bytes = PREFACE, connections: int = CONNECTIONS
 ) -> Iterator[None]:
-    """Calls that all begin alike, and go on no further."""
+    """Calls that all send the same first bytes and then stall."""
     calls = [headers(path, stream) + (data(begun, stream) if begun else b"") for stream in range(1, 2 * MAX_CALLS, 2)]
     with ExitStack() as stack:
         peers = [stack.enter_context(RawConnection(server.target)) for _ in range(connections)]
@@ -62,7 +62,7 @@ def status_of(channel: grpc.Channel) -> int:
 @pytest.mark.parametrize(
     "path", [f"{HEALTH}Check", WATCH, REFLECTION, "/grpc.channelz.v1.Channelz/GetServers", path_of("ServerInfo")]
 )
-def test_health_is_told_however_many_other_calls_stand_still(
+def test_health_is_answered_while_many_other_calls_stall(
     server: EmbeddedServer, path: str, begun: bytes, hello: bytes
 ) -> None:
     with grpc.insecure_channel(server.target) as channel, flood(server, path, begun, hello):
@@ -70,9 +70,7 @@ def test_health_is_told_however_many_other_calls_stand_still(
 
 
 @pytest.mark.parametrize("method", ["FusedBatchNormGradV2", "Exchange"])
-def test_health_is_told_in_a_flood_of_ops_and_ops_are_answered_once_it_is_over(
-    server: EmbeddedServer, method: str
-) -> None:
+def test_health_is_answered_during_a_flood_of_ops_and_ops_after_it(server: EmbeddedServer, method: str) -> None:
     with grpc.insecure_channel(server.target) as channel:
         with flood(server, path_of(method), b""):
             assert status_of(channel) == SERVING
@@ -80,7 +78,7 @@ def test_health_is_told_in_a_flood_of_ops_and_ops_are_answered_once_it_is_over(
         wait_until(lambda: op.future(OP, timeout=TIMEOUT_S).exception() is None)
 
 
-def test_who_watches_health_is_told_each_change_and_the_end_however_many_others_take_nothing(
+def test_a_watcher_of_health_gets_each_change_while_others_read_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = hold_new_workers(tmp_path, monkeypatch)

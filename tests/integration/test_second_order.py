@@ -1,4 +1,4 @@
-"""The second order through a server process, over every way there is: the bits of the kernel in this process."""
+"""The second-order op through a server, over every transport: the bits of the kernel in this process."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ OUTS: dict[str, Callable[[bngrad.Client, tuple[int, ...]], tuple[Array | None, A
 
 @pytest.mark.parametrize("out_kind", OUTS)
 @pytest.mark.parametrize("case", ["NHWC", "NHWC large"])
-def test_outputs_go_where_they_are_wanted(client: bngrad.Client, case: str, out_kind: str) -> None:
+def test_outputs_are_written_to_the_arrays_given(client: bngrad.Client, case: str, out_kind: str) -> None:
     spec = spec_of(case)
     arrays = dict(inputs_of(spec))
     for name in ("grad_x_backprop", "x"):
@@ -90,7 +90,7 @@ def test_outputs_go_where_they_are_wanted(client: bngrad.Client, case: str, out_
 
 
 def test_the_gradients_are_those_of_the_first_orders_outputs(client: bngrad.Client) -> None:
-    """Finite differences, in the direction of the gradients' own inputs, of first orders that the server computes."""
+    """Compares with finite differences of first-order gradients that the server computes."""
     spec = spec_of("NHWC", is_training=False)
     arrays = inputs_of(spec)
     outputs = client.fused_batch_norm_grad_grad(**arrays, **arguments("NHWC"), is_training=False)
@@ -109,7 +109,7 @@ def test_the_gradients_are_those_of_the_first_orders_outputs(client: bngrad.Clie
     for i, gradient in enumerate(outputs):
         direction = rng.choice([-0.5, 0.5], points[i].shape).astype(np.float32)
         moved = [[point + sign * direction if i == j else point for j, point in enumerate(points)] for sign in (1, -1)]
-        # The loss is linear in each of them, so the step may be large.
+        # The loss is linear in each of them, so a large step is exact.
         difference = (loss(*moved[0]) - loss(*moved[1])) / 2
         slope = float((gradient.astype(np.float64) * direction).sum())
         assert abs(difference - slope) <= 1e-4 * float(np.abs(gradient * direction).sum())
@@ -164,7 +164,7 @@ def test_bad_input_is_named_by_its_field(
     assert words in violation.description
 
 
-def test_both_orders_share_a_worker_and_none_changes_the_others_bits() -> None:
+def test_both_orders_share_a_worker_without_changing_each_others_bits() -> None:
     spec = spec_of("NHWC")
     arrays = inputs_of(spec)
     first: Any = [arrays[name] for name in ("y_backprop", "x", "scale", "reserve_space_1", "reserve_space_2")]

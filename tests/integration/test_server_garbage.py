@@ -1,4 +1,4 @@
-"""Calls leave nothing behind, however they end, for the garbage collector to find: it comes when it likes."""
+"""Calls leave no reference cycles in the server, however they end."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Call = Callable[[grpc.Channel, Iterator[bytes]], Any]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
-    """A server that collects garbage, and says how much there was, only when it gets SIGUSR1."""
+    """A server that collects garbage only at SIGUSR1, and prints how much there was."""
     with pytest.MonkeyPatch.context() as patch:
         run_at_start(NO_COLLECTOR, tmp_path_factory.mktemp("site"), patch)
         with EmbeddedServer(options=ONE_WORKER) as server:
@@ -54,7 +54,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]
 @pytest.fixture(params=["grpcio", "tcp", "local"])
 def channels(request: pytest.FixtureRequest, server: EmbeddedServer) -> Iterator[list[grpc.Channel]]:
     target = targets_of(server.target)[request.param]
-    own = [("grpc.use_local_subchannel_pool", 1)]  # or they would share a connection
+    own = [("grpc.use_local_subchannel_pool", 1)]  # gives each channel its own connection
     with contextlib.ExitStack() as stack:
         channels = [stack.enter_context(grpc.insecure_channel(target, own)) for _ in range(CONNECTIONS)]
         for channel in channels:
@@ -63,7 +63,7 @@ def channels(request: pytest.FixtureRequest, server: EmbeddedServer) -> Iterator
 
 
 def garbage(server: EmbeddedServer) -> int:
-    """How many objects are collected now."""
+    """Makes the server collect, and returns the number of objects."""
     before = counts(server)
     server.process.send_signal(signal.SIGUSR1)
     wait_until(lambda: len(counts(server)) > len(before))
@@ -126,6 +126,6 @@ def test_calls_that_are_cancelled_refused_or_answered_leave_no_garbage(
     finally:
         os.kill(worker, signal.SIGCONT)
         cancelled.set()
-    for channel in channels:  # when they are answered, the ones before are over
+    for channel in channels:  # once they are answered, earlier calls have ended
         unary(MESSAGE, channel, nothing()).result(TIMEOUT_S)
     assert garbage(server) < ROUNDS * CONNECTIONS

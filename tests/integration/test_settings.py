@@ -1,4 +1,4 @@
-"""Settings reach a real server, from wherever they are given."""
+"""Settings from file, environment and flags reach a real server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import bngrad
 COMMAND = (sys.executable, "-m", "bngrad_cli", "serve")
 
 
-def test_a_server_runs_with_what_the_file_the_environment_and_flags_say(tmp_path: Path) -> None:
+def test_a_server_uses_settings_of_file_environment_and_flags(tmp_path: Path) -> None:
     file, socket = tmp_path / "bngrad.toml", tmp_path / "bngrad.sock"
     file.write_text('workers = 3\narena_bytes = "32MiB"\nmax_message_bytes = "4MiB"\n')
     environment = {**os.environ, "BNGRAD_CONFIG": str(file), "BNGRAD_WORKERS": "1", "BNGRAD_LISTEN": f"unix:{socket}"}

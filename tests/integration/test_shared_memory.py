@@ -1,4 +1,4 @@
-"""Memory that client and server share: whoever dies, nothing leaks, nobody else is hurt, and calls go on."""
+"""Memory that client and server share: when either dies, nothing leaks and other calls go on."""
 
 from __future__ import annotations
 
@@ -95,12 +95,12 @@ def shared_inputs(client: bngrad.Client) -> Inputs:
 
 
 def shared_bytes_of(server: EmbeddedServer) -> int:
-    """The shared memory that both of a server's processes map."""
+    """The bytes of shared memory that both of a server's processes map."""
     processes = (server.process.pid, worker_pid(server))
     return max(psutil.Process(pid).memory_info().shared for pid in processes)
 
 
-def test_the_memory_of_a_client_that_is_killed_amid_calls_goes_with_it(own_server: EmbeddedServer) -> None:
+def test_the_memory_of_a_client_that_is_killed_during_calls_is_freed(own_server: EmbeddedServer) -> None:
     processes = own_server.process.pid, worker_pid(own_server)
     with bngrad.Client(own_server.target, transport="stream") as client:
         expected = CASE.run(client, INPUTS)
@@ -116,12 +116,12 @@ def test_the_memory_of_a_client_that_is_killed_amid_calls_goes_with_it(own_serve
     assert not [name for name in os.listdir("/dev/shm") if "region" in name or "arena" in name]
 
 
-def test_a_client_that_is_closed_gives_its_memory_back_though_a_forked_child_lives(own_server: EmbeddedServer) -> None:
+def test_closing_a_client_frees_its_memory_despite_a_forked_child(own_server: EmbeddedServer) -> None:
     with python(FORKED, own_server.target):
         wait_until(lambda: not regions_of(own_server.process.pid))
 
 
-def test_a_client_that_is_closed_leaves_its_arrays_usable(own_server: EmbeddedServer) -> None:
+def test_arrays_stay_usable_after_their_client_is_closed(own_server: EmbeddedServer) -> None:
     with bngrad.Client(own_server.target, transport="shared") as client:
         inputs = shared_inputs(client)
         outputs = CASE.run(client, inputs)
@@ -136,9 +136,9 @@ def test_a_client_that_is_closed_leaves_its_arrays_usable(own_server: EmbeddedSe
 
 
 @pytest.mark.parametrize("transport", ["auto", "stream", "shared"])
-def test_a_client_outlives_its_killed_server_and_finds_the_next_one(transport: Transport) -> None:
-    with bngrad.Client("127.0.0.1:1", transport=transport) as nobody, pytest.raises(bngrad.UnavailableError):
-        CASE.run(nobody, INPUTS)
+def test_a_client_survives_its_killed_server_and_finds_the_next_one(transport: Transport) -> None:
+    with bngrad.Client("127.0.0.1:1", transport=transport) as client, pytest.raises(bngrad.UnavailableError):
+        CASE.run(client, INPUTS)
     with (
         EmbeddedServer(f"127.0.0.1:{free_port()}", device=DEVICE, options=ONE_WORKER) as killed,
         bngrad.Client(killed.target, transport=transport, retries=False) as client,
@@ -172,7 +172,7 @@ def test_a_client_outlives_its_killed_server_and_finds_the_next_one(transport: T
 
 
 @pytest.mark.parametrize("transport", ["auto", "shared"])
-def test_arrays_are_made_in_the_memory_of_a_server_that_was_started_again(transport: Transport) -> None:
+def test_new_arrays_lie_in_the_memory_of_a_restarted_server(transport: Transport) -> None:
     with (
         EmbeddedServer(f"127.0.0.1:{free_port()}", device=DEVICE, options=ONE_WORKER) as killed,
         bngrad.Client(killed.target, transport=transport) as client,
@@ -190,7 +190,7 @@ def test_arrays_are_made_in_the_memory_of_a_server_that_was_started_again(transp
             wait_until(is_shared, poll_s=0.2)
 
 
-def test_a_worker_that_is_killed_amid_a_call_on_shared_memory_is_replaced(
+def test_a_worker_that_is_killed_during_a_call_on_shared_memory_is_replaced(
     own_server: EmbeddedServer, expected: tuple[Any, ...]
 ) -> None:
     with bngrad.Client(own_server.target, transport="shared") as client, ThreadPoolExecutor() as threads:
@@ -208,7 +208,7 @@ def test_a_worker_that_is_killed_amid_a_call_on_shared_memory_is_replaced(
 
 
 @pytest.mark.parametrize("shared_bytes", [0, REGION_NBYTES])
-def test_where_too_little_memory_is_shared_auto_does_without_and_shared_says_why(
+def test_with_too_little_shared_memory_auto_does_without_and_shared_fails(
     shared_bytes: int, expected: tuple[Any, ...]
 ) -> None:
     why = f"left of the {shared_bytes} bytes to share" if shared_bytes else "it is not on this host, or shares none"
@@ -228,7 +228,7 @@ def test_where_too_little_memory_is_shared_auto_does_without_and_shared_says_why
         assert_same_bits(CASE.run(greedy, INPUTS, taken), expected)
 
 
-def test_a_server_that_has_no_place_for_sockets_shares_no_memory_and_says_why(expected: tuple[Any, ...]) -> None:
+def test_a_server_without_a_place_for_sockets_shares_no_memory_and_logs_why(expected: tuple[Any, ...]) -> None:
     unshare = ["unshare", "--mount", *([] if os.getuid() == 0 else ["--map-root-user"])]
     read_only = ["sh", "-c", 'mount -t tmpfs -o ro bngrad-test /dev/shm && exec "$@"', "sh"]
     serve = [sys.executable, "-m", "bngrad_cli", "serve", "--device", DEVICE, "--listen", "127.0.0.1:0", *ONE_WORKER]
@@ -248,7 +248,7 @@ def test_a_server_that_has_no_place_for_sockets_shares_no_memory_and_says_why(ex
     assert "Traceback" not in log
 
 
-def test_a_server_without_a_file_for_memory_is_unavailable_until_it_has_one(
+def test_a_server_that_cannot_create_memory_is_unavailable_until_it_can(
     own_server: EmbeddedServer, expected: tuple[Any, ...]
 ) -> None:
     front, limit = own_server.process.pid, resource.RLIMIT_FSIZE
@@ -269,7 +269,7 @@ def test_a_server_without_a_file_for_memory_is_unavailable_until_it_has_one(
         assert_same_bits(waiting.result(), expected)
 
 
-def test_memory_that_one_client_gives_back_serves_the_next(expected: tuple[Any, ...]) -> None:
+def test_memory_of_a_closed_client_is_reused(expected: tuple[Any, ...]) -> None:
     with EmbeddedServer(device=DEVICE, options=(*ONE_WORKER, "--shared-bytes", str(100 * 2**20))) as server:
         for _ in range(5):  # each leases 64 MiB
             with bngrad.Client(server.target, transport="shared") as client:
@@ -278,7 +278,7 @@ def test_memory_that_one_client_gives_back_serves_the_next(expected: tuple[Any, 
 
 
 class Lease:
-    """A region leased by hand: what a client could send that is not ours."""
+    """A region leased without the SDK, as another client could."""
 
     def __init__(self, target: str, nbytes: int) -> None:
         self.socket = socket.socket(socket.AF_UNIX)
@@ -288,7 +288,7 @@ class Lease:
         self.memory = mmap.mmap(self.fd, nbytes)
 
     def request(self, **places: tuple[bytes, int]) -> pb.FusedBatchNormGradV2Request:
-        """A request whose tensors lie in regions: keys and offsets by field."""
+        """A request whose tensors lie in regions, given by key and offset for each field."""
         locations = {field: pb.Location(region_key=key, offset=offset) for field, (key, offset) in places.items()}
         message = pb.FusedBatchNormGradV2Request(x_backprop_location=locations.get("x_backprop_location"))
         for field, array in zip(INPUTS._fields, INPUTS, strict=True):
@@ -333,7 +333,7 @@ def stub(server: EmbeddedServer) -> Iterator[Any]:
         ({"scale": ("key", 0)}, "scale", "scale must not have a location"),
     ],
 )
-def test_a_place_that_is_not_the_callers_is_refused(
+def test_a_location_outside_the_callers_regions_is_refused(
     lease: Lease, stub: Any, places: dict[str, tuple[Any, int]], field: str, description: str
 ) -> None:
     mine = {name: (lease.key if key == "key" else key, offset) for name, (key, offset) in places.items()}
@@ -344,7 +344,7 @@ def test_a_place_that_is_not_the_callers_is_refused(
     assert description in told
 
 
-def test_the_end_of_a_lease_ends_its_key(lease: Lease, stub: Any) -> None:
+def test_a_key_is_invalid_after_its_lease(lease: Lease, stub: Any) -> None:
     message = lease.request(x=(lease.key, 0))
     stub.FusedBatchNormGradV2(message)
     lease.socket.close()
@@ -359,7 +359,7 @@ def test_the_end_of_a_lease_ends_its_key(lease: Lease, stub: Any) -> None:
     wait_until(is_refused)
 
 
-def test_no_client_can_pull_the_memory_from_under_a_worker(
+def test_a_client_cannot_unmap_memory_that_a_worker_uses(
     lease: Lease, stub: Any, server: EmbeddedServer, expected: tuple[Any, ...]
 ) -> None:
     for nbytes in (0, 5 * NBYTES):
@@ -391,7 +391,7 @@ def test_no_client_can_pull_the_memory_from_under_a_worker(
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-def test_another_user_reaches_neither_socket(server: EmbeddedServer) -> None:
+def test_another_user_cannot_connect_to_either_socket(server: EmbeddedServer) -> None:
     code = """if True:
         import os, socket, sys
         os.setgroups([]), os.setgid(65534), os.setuid(65534)

@@ -1,4 +1,4 @@
-"""Clients that vanish, stall or run out of time amid a transfer: their memory is free at once, nobody waits."""
+"""Clients that die, stall or time out during a transfer: their memory is freed at once."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ CASE = Case("v2", "NHWC", (32, 28, 28, 64))
 INPUTS = random_inputs(CASE.spec())
 SMALL = Case("v2", "NHWC", (2, 5, 5, 3))
 AT_ONCE_S = 20.0
-"""Much less than what an upload may take before it is cut off: half a minute, and a second for each 128 KiB."""
+"""Much less than the limit for an upload: half a minute, and a second for each 128 KiB."""
 TO_GET_THERE_S = 6.0
-"""A deadline that has not passed before an upload has begun, be it on a busy machine."""
+"""A deadline that does not pass before an upload has begun, even on a busy machine."""
 ARENA_NBYTES = 4 * CASE.spec().tensor_nbytes  # for one request, not for two
 UPLOAD = """
 import sys, threading
@@ -69,7 +69,7 @@ for moment in range(10):
     for thread in threads:
         thread.start()
     threading.Event().wait(0.05 * moment)
-    ctypes.PyDLL(None).usleep(50_000)  # with Python's lock: nobody reads answers, and the sockets fill up
+    ctypes.PyDLL(None).usleep(50_000)  # holds the GIL: no thread reads answers, and the sockets fill up
     client.close()
     for thread in threads:
         thread.join()
@@ -90,20 +90,20 @@ def upload_target(request: pytest.FixtureRequest, small_server: EmbeddedServer) 
 
 
 def ends_at_once(client: bngrad.Client) -> None:
-    """Asserts that a request that needs the arena whole is served."""
+    """Asserts that a request that needs the whole arena is served."""
     assert_gradients(CASE.spec(), INPUTS, CASE.run(client, INPUTS))
 
 
 @pytest.fixture
 def client(small_server: EmbeddedServer) -> Iterator[bngrad.Client]:
-    """One whose tensors are staged in the arena, as the uploads are; it has not the patience to see one cut off."""
+    """A client whose tensors are staged in the arena, with a timeout below the limit for uploads."""
     with bngrad.Client(small_server.target, transport="stream", timeout=AT_ONCE_S) as client:
         ends_at_once(client)
         yield client
 
 
 def wait_until_staged(client: bngrad.Client) -> None:
-    """Waits until the upload has taken its memory, so that there is none for another large request."""
+    """Waits until the upload has taken its memory and a second large request finds none."""
 
     def is_staged() -> bool:
         try:
@@ -116,7 +116,7 @@ def wait_until_staged(client: bngrad.Client) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_the_memory_of_a_client_that_ends_amid_an_upload_is_free_at_once(
+def test_the_memory_of_a_client_that_dies_during_an_upload_is_freed_at_once(
     client: bngrad.Client, upload_target: str, number: signal.Signals
 ) -> None:
     for _ in range(2):
@@ -126,7 +126,7 @@ def test_the_memory_of_a_client_that_ends_amid_an_upload_is_free_at_once(
             ends_at_once(client)
 
 
-def test_a_stalled_upload_keeps_nobody_waiting(
+def test_a_stalled_upload_does_not_block_others(
     small_server: EmbeddedServer, client: bngrad.Client, upload_target: str
 ) -> None:
     inputs = random_inputs(SMALL.spec())
@@ -146,7 +146,7 @@ def test_a_stalled_upload_keeps_nobody_waiting(
             assert time.monotonic() - begin < AT_ONCE_S
 
 
-def test_uploads_that_stand_still_do_not_make_a_server_seem_slow() -> None:
+def test_stalled_uploads_do_not_lower_the_estimated_rate() -> None:
     inputs, begun = random_inputs(SMALL.spec()), request(2**20, whole=False)
     message = prefixed(pb.ExchangeRequest(fused_batch_norm_grad_v2=begun).SerializeToString())
     with EmbeddedServer() as server, ExitStack() as standing:
@@ -162,7 +162,7 @@ def test_uploads_that_stand_still_do_not_make_a_server_seem_slow() -> None:
 
 
 def test_the_deadline_of_a_stalled_upload_ends_it(client: bngrad.Client, upload_target: str) -> None:
-    """The server keeps it: the client is stopped, so that it cannot cancel anything."""
+    """The server enforces it: the client is stopped and cannot cancel."""
     with python(UPLOAD, upload_target, TO_GET_THERE_S) as uploading:
         os.kill(uploading.pid, signal.SIGSTOP)
         ends_at_once(client)
@@ -174,7 +174,7 @@ def test_a_client_learns_that_the_deadline_of_its_upload_has_passed(client: bngr
     ends_at_once(client)
 
 
-def test_the_time_that_a_small_upload_takes_counts(server: EmbeddedServer) -> None:
+def test_the_deadline_includes_the_time_of_a_small_upload(server: EmbeddedServer) -> None:
     host, _, port = targets_of(server.target)["tcp"].rpartition(":")
     with closing(http2.ClientConnection(socket.create_connection((host, int(port)), TIMEOUT_S), "here")) as connection:
         call = connection.call(path_of("FusedBatchNormGradV2"), timeout_s=0.2)
@@ -187,7 +187,7 @@ def test_the_time_that_a_small_upload_takes_counts(server: EmbeddedServer) -> No
     assert raised.value.code == grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
 
 
-def test_the_memory_of_calls_that_a_client_closes_amid_their_answers_is_free_at_once(server: EmbeddedServer) -> None:
+def test_the_memory_of_calls_closed_during_their_answers_is_freed_at_once(server: EmbeddedServer) -> None:
     with python(CLOSE, server.target), bngrad.Client(server.target) as client:
         wait_until(lambda: client.server_info().requests == 0, AT_ONCE_S)
 

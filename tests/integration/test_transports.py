@@ -1,4 +1,4 @@
-"""Every way to the server gives the same bits, whatever the arrays are like and wherever they lie."""
+"""Every transport gives the same bits, whatever the layout and place of the arrays."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ SIZES = [Case("v2", "NHWC", shape) for shape in [(2, 9, 9, 7), (4, 33, 33, 7), (
 
 @pytest.fixture(scope="module")
 def unary(server: EmbeddedServer) -> Iterator[bngrad.Client]:
-    """What the others are held against: one message of grpcio each way."""
+    """The reference for the others: one grpcio message each way."""
     with bngrad.Client(server.target, transport="unary") as client:
         yield client
 
@@ -130,7 +130,7 @@ def test_arrays_may_lie_anywhere_in_any_layout(
 async def test_the_event_loop_never_waits_for_a_tensor(
     server: EmbeddedServer, transport: Transport, input_kind: str
 ) -> None:
-    """In some run no gap is long: a busy machine delays many of them, what blocks the loop delays all."""
+    """At least one run has no long gap: a busy machine delays some runs, blocking code delays all."""
     shape = (128, 64, 64, 64)  # 128 MiB
     stats = np.ones(64, np.float32)
     longest_gaps_s: list[float] = []

@@ -1,4 +1,4 @@
-"""Workers that die, clients that lose patience: nobody loses a request, nothing leaks."""
+"""Workers that die and deadlines that pass: no request is lost, nothing leaks."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ def test_a_request_is_not_given_up_for_workers_that_die_before_they_have_read_it
         answer = threads.submit(client.fused_batch_norm_grad_v2, *INPUTS)
         with pytest.raises(FutureTimeoutError):
             answer.result(0.5)
-        for worker in workers:  # the request goes from one to the next
+        for worker in workers:  # the request moves from one to the next
             os.kill(worker, signal.SIGKILL)
             time.sleep(0.05)
         assert_gradients(SPEC, INPUTS, answer.result(60))
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether every thread stands still: until it does, one may still read what it waits for."""
+    """Whether every thread is blocked; until then one may still read what the test has sent."""
     threads = Path(f"/proc/{pid}/task").iterdir()
     return all((thread / "stat").read_text().rpartition(")")[2].split()[0] == "T" for thread in threads)
 
@@ -88,7 +88,7 @@ threading.Thread(target=obey, daemon=True).start()
 
 
 @pytest.mark.parametrize("transport", ["stream", "unary"])
-def test_a_server_for_which_there_are_no_more_threads_answers_with_those_it_has(
+def test_a_server_that_cannot_start_threads_answers_with_those_it_has(
     transport: Transport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_at_start(NO_MORE_THREADS, tmp_path, monkeypatch)
@@ -100,7 +100,7 @@ def test_a_server_for_which_there_are_no_more_threads_answers_with_those_it_has(
         client.fused_batch_norm_grad_v2(*INPUTS)
         server.process.send_signal(signal.SIGUSR1)
         wait_until(lambda: "obeyed SIGUSR1" in server.stderr())
-        os.kill(worker_pid(server), signal.SIGSTOP)  # lest the first call is over before the second one comes
+        os.kill(worker_pid(server), signal.SIGSTOP)  # keeps the first call running until the second one comes
         answers = [threads.submit(client.fused_batch_norm_grad_v2, *INPUTS, timeout=60) for _ in range(16)]
         wait_until(lambda: "can't start new thread" in server.stderr())
         os.kill(worker_pid(server), signal.SIGCONT)
@@ -112,7 +112,7 @@ def test_a_server_for_which_there_are_no_more_threads_answers_with_those_it_has(
         assert server.stop() == 0
 
 
-def test_an_idle_worker_that_dies_is_replaced_before_anyone_asks(own_server: EmbeddedServer) -> None:
+def test_an_idle_worker_that_dies_is_replaced_before_the_next_request(own_server: EmbeddedServer) -> None:
     with bngrad.Client(own_server.target) as client:
         os.kill(worker_pid(own_server), signal.SIGKILL)
         wait_until(lambda: client.server_info().devices[0].restarts == 1)
@@ -136,12 +136,12 @@ def test_a_request_that_kills_two_workers_is_given_up_and_the_server_goes_on(
         wait_until(lambda: sum(client.server_info().batch_sizes) == 1)  # the front process has written all of it
         assert not answer.done()
         gate.touch()
-        os.truncate(arena, 0)  # who reads the staged request now dies of SIGBUS
+        os.truncate(arena, 0)  # a worker that reads the staged request now dies of SIGBUS
         os.kill(worker, signal.SIGCONT)
         wait_until(lambda: worker_pids(server) not in ([], [worker]))
         os.truncate(arena, nbytes)
         worker = worker_pid(server)
-        server.process.send_signal(signal.SIGSTOP)  # lest the new one has computed it before it can be killed by it
+        server.process.send_signal(signal.SIGSTOP)  # keeps the new worker from computing it before it can die of it
         gate.unlink()
         wait_until(lambda: has_mapped_the_arena(worker))
         os.truncate(arena, 0)
@@ -161,7 +161,7 @@ def has_mapped_the_arena(worker: int) -> bool:
     return any("bngrad-arena" in mapped.path for mapped in psutil.Process(worker).memory_maps())
 
 
-def test_clients_whose_calls_all_end_at_once_may_make_as_many_again_at_once(own_server: EmbeddedServer) -> None:
+def test_after_all_calls_end_at_once_as_many_are_accepted_again(own_server: EmbeddedServer) -> None:
     worker = worker_pid(own_server)
     message = request(4096).SerializeToString()
     with grpc.insecure_channel(own_server.target) as channel:

@@ -1,4 +1,4 @@
-"""One real server, on TCP and on a Unix socket."""
+"""A real server on TCP and on a Unix socket."""
 
 from __future__ import annotations
 

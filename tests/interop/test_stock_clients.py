@@ -1,4 +1,4 @@
-"""The clients of stock gRPC and generated code among the examples, built and run as a user builds and runs them."""
+"""The examples that use stock gRPC and generated code, built and run as a user does."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ JAVASCRIPT_PACKAGES = "nodejs npm"
 
 
 def run(*command: object, exit_code: int = 0) -> str:
-    """What a command prints, should it end with the exit code."""
+    """Runs a command, checks its exit code, and returns its output."""
     finished = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=TIMEOUT_S)
     output = finished.stdout + finished.stderr
     assert finished.returncode == exit_code, output

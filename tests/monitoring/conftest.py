@@ -1,4 +1,4 @@
-"""Real servers with an HTTP port, and what looks at them."""
+"""Real servers with an HTTP port, and helpers that read it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Answer(NamedTuple):
 
 
 def get(url: str, *, timeout: float = 30, **headers: str) -> Answer:
-    """What a URL answers, whatever its status."""
+    """Fetches a URL, whatever its status."""
     request = urllib.request.Request(url, headers=headers)  # noqa: S310 - our own server's
     try:
         with urllib.request.urlopen(request, timeout=timeout) as answer:  # noqa: S310
@@ -41,7 +41,7 @@ def get(url: str, *, timeout: float = 30, **headers: str) -> Answer:
 
 
 def http_of(server: EmbeddedServer) -> str:
-    """The URL of a server's HTTP port, which its log tells."""
+    """Returns the URL of a server's HTTP port, from its log."""
 
     def addresses() -> list[str]:
         return re.findall(r"HTTP: (\S+:\d+)", server.stderr())
@@ -56,7 +56,7 @@ def status_of(http: str) -> dict[str, Any]:
 
 
 def samples(http: str) -> dict[tuple[str, tuple[str, ...]], float]:
-    """Every sample by its name and its labels' values, in the order of the labels' names."""
+    """Returns every sample by its name and label values, ordered by label name."""
     text = get(f"{http}/metrics").text
     return {
         (sample.name, tuple(value for _, value in sorted(sample.labels.items()))): sample.value
@@ -69,8 +69,8 @@ def call(client: bngrad.Client, **attributes: Any) -> None:
     client.fused_batch_norm_grad_v2(TENSOR, TENSOR, STATS, STATS, STATS, **attributes)
 
 
-def call_in_every_way(server: EmbeddedServer) -> None:
-    """Makes three good calls and a bad one over each transport."""
+def call_by_every_transport(server: EmbeddedServer) -> None:
+    """Makes three valid calls and an invalid one over each transport."""
     transports: tuple[Transport, ...] = ("unary", "stream", "shared")
     for transport in transports:
         with bngrad.Client(server.target, transport=transport) as client:
@@ -81,7 +81,7 @@ def call_in_every_way(server: EmbeddedServer) -> None:
 
 
 def tool(name: str) -> str:
-    """The path of a program of Debian's; the test is skipped without it, unless it must be there."""
+    """Returns the path of a program; skips the test if it is missing, unless BNGRAD_REQUIRE_MONITORING is set."""
     path = shutil.which(name)
     if path is None and not os.environ.get("BNGRAD_REQUIRE_MONITORING"):
         pytest.skip(f"{name} is not installed")
@@ -91,9 +91,9 @@ def tool(name: str) -> str:
 
 @pytest.fixture(scope="session")
 def watched() -> Iterator[EmbeddedServer]:
-    """A server with an HTTP port, for tests that leave it as it was, to which every kind of call was made."""
+    """A server with an HTTP port that has had every kind of call, for tests that leave it unchanged."""
     with EmbeddedServer(options=HTTP) as server:
-        call_in_every_way(server)
+        call_by_every_transport(server)
         http = http_of(server)
         wait_until(lambda: sum(row[-1] for row in status_of(http)["server"]["requests"]) == 12)
         yield server

@@ -1,4 +1,4 @@
-"""An OTLP receiver: prints its port, and then a line of JSON for each span that it is sent."""
+"""An OTLP receiver: prints its port, and then a line of JSON for each span it receives."""
 
 from __future__ import annotations
 

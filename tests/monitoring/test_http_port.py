@@ -1,4 +1,4 @@
-"""The HTTP port: health, readiness, and what anybody may do to it without anyone else noticing."""
+"""The HTTP port: health, readiness, and clients that misuse it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def http_process(server: EmbeddedServer) -> psutil.Process:
     return process
 
 
-def test_a_server_that_serves_is_alive_and_ready(http: str) -> None:
+def test_a_serving_server_is_alive_and_ready(http: str) -> None:
     assert get(f"{http}/healthz")[::2] == (200, "ok\n")
     assert get(f"{http}/readyz")[::2] == (200, "ok\n")
 
@@ -65,7 +65,7 @@ def test_without_a_worker_a_server_is_alive_but_not_ready(tmp_path: Path, monkey
         wait_until(lambda: get(f"{http}/readyz").status == 200)
 
 
-def test_a_server_that_drains_is_not_ready_and_ends_with_its_http_process() -> None:
+def test_a_draining_server_is_not_ready_and_ends_with_its_http_process() -> None:
     with EmbeddedServer(options=(*HTTP, *ONE_WORKER)) as server, bngrad.Client(server.target) as client:
         http, monitor, worker = http_of(server), http_process(server), worker_pid(server)
         call(client)
@@ -106,7 +106,7 @@ def test_an_http_process_that_dies_is_replaced(harassed: EmbeddedServer) -> None
     victim = http_process(harassed)
     victim.kill()
     wait_until(lambda: not is_running(victim.pid))
-    assert get(f"{http}/healthz").status == 200  # as soon as there is a new one, on the same port
+    assert get(f"{http}/healthz").status == 200  # the new process listens on the same port
 
 
 def test_a_front_process_that_does_not_answer_is_not_alive(harassed: EmbeddedServer) -> None:
@@ -115,7 +115,7 @@ def test_a_front_process_that_does_not_answer_is_not_alive(harassed: EmbeddedSer
     harassed.process.send_signal(signal.SIGSTOP)
     try:
         wait_until(lambda: get(f"{http}/healthz").status == 503)
-        with ThreadPoolExecutor(4) as threads:  # nobody waits for another's answer first
+        with ThreadPoolExecutor(4) as threads:  # no client waits for another one's answer
             asked = [threads.submit(get, f"{http}/healthz") for _ in range(4)]
             assert [each.result().status for each in asked] == [503] * 4
     finally:
@@ -132,7 +132,7 @@ def test_a_taken_port_is_named(http: str) -> None:
         pass
 
 
-def test_an_address_that_is_none_is_named() -> None:
+def test_an_invalid_address_is_named() -> None:
     command = [sys.executable, "-m", "bngrad_cli", "serve", "--http", "unix:/tmp/x"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 2
@@ -174,7 +174,7 @@ def _send(sock: socket.socket, data: bytes) -> None:
 
 def _receive(sock: socket.socket) -> bytes:
     answer = b""
-    with contextlib.suppress(ConnectionResetError):  # what was not read of a request too large
+    with contextlib.suppress(ConnectionResetError):  # the unread rest of a request that is too large
         while part := sock.recv(65536):
             answer += part
     return answer
@@ -194,7 +194,7 @@ def _deaf(sock: socket.socket) -> None:
 
 
 @pytest.mark.parametrize("behave", [_silent, _trickling, _deaf])
-def test_many_clients_that_keep_their_connections_keep_nobody_out(
+def test_many_idle_connections_do_not_keep_others_out(
     harassed: EmbeddedServer, behave: Callable[[socket.socket], None]
 ) -> None:
     http, monitor = http_of(harassed), http_process(harassed)
@@ -210,7 +210,7 @@ def test_many_clients_that_keep_their_connections_keep_nobody_out(
     assert http_process(harassed).pid == monitor.pid
 
 
-def test_a_client_that_sends_a_byte_now_and_then_is_cut_off(http: str) -> None:
+def test_a_client_that_sends_byte_by_byte_is_cut_off(http: str) -> None:
     with socket.create_connection(address_of(http), 30) as sock:
         sock.settimeout(0.2)
         sock.sendall(b"GET / HTTP/1.1\r\n")

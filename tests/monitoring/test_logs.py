@@ -1,4 +1,4 @@
-"""The log of a real server: its forms, request ids, and what is left out in a storm. And channelz."""
+"""The log of a real server: formats, request ids, rate limits. And channelz."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_protos.v1 import batch_norm_grad_pb2_grpc as pb_grpc
 
 MARK = 0.1234567
-"""In every tensor; must be in no log."""
+"""A value in every tensor that no log may contain."""
 
 
 @pytest.fixture(scope="module")
@@ -42,14 +42,14 @@ def send_wrong_request(target: str, *metadata: tuple[str, str]) -> None:
 
 
 def failures(server: EmbeddedServer) -> list[dict[str, Any]]:
-    """The lines about requests that were not answered."""
+    """The lines about failed requests."""
     whole, _, _ = server.stderr().rpartition("\n")
     lines = map(json.loads, whole.splitlines())
     return [line for line in lines if line["logger"] == "bngrad_server.telemetry.observer"]
 
 
 @pytest.mark.parametrize("way", ["grpcio", "own endpoint"])
-def test_a_request_that_fails_is_logged_with_the_id_that_its_client_gave_it(server: EmbeddedServer, way: str) -> None:
+def test_a_failed_request_is_logged_with_the_id_of_its_client(server: EmbeddedServer, way: str) -> None:
     endpoint = f"127.0.0.1:{endpoints_of(server.target).stream_port}"
     name = way.replace(" ", "-")
     send_wrong_request(server.target if way == "grpcio" else endpoint, ("x-request-id", name))
@@ -61,7 +61,7 @@ def test_a_request_that_fails_is_logged_with_the_id_that_its_client_gave_it(serv
     assert str(MARK) not in server.stderr()
 
 
-def test_an_id_that_would_spoil_the_log_is_replaced(server: EmbeddedServer) -> None:
+def test_an_id_with_control_characters_is_replaced(server: EmbeddedServer) -> None:
     before = len(failures(server))
     send_wrong_request(server.target, ("x-request-id", "a b=c"))
     wait_until(lambda: len(failures(server)) > before)
@@ -82,7 +82,7 @@ def test_in_a_storm_of_errors_only_some_are_logged_and_the_others_are_counted(se
         with pytest.raises(bngrad.InvalidArgumentError):
             call(client, epsilon=-1.0)
 
-    wait_until(lambda: ended() == len(failures(server)))  # what the HTTP process knows is up to 0.2 s old
+    wait_until(lambda: ended() == len(failures(server)))  # the HTTP process's data is up to 0.2 s old
     before = ended()
     with ThreadPoolExecutor(8) as threads, bngrad.Client(server.target) as client:
         list(threads.map(fail, [client] * count))
@@ -92,9 +92,7 @@ def test_in_a_storm_of_errors_only_some_are_logged_and_the_others_are_counted(se
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-def test_channelz_answers_where_it_was_asked_for(
-    server: EmbeddedServer, watched: EmbeddedServer, is_there: bool
-) -> None:
+def test_channelz_answers_if_it_is_enabled(server: EmbeddedServer, watched: EmbeddedServer, is_there: bool) -> None:
     with grpc.insecure_channel(server.target if is_there else watched.target) as channel:
         get_servers = channelz_pb2_grpc.ChannelzStub(channel).GetServers
         if is_there:
@@ -104,7 +102,7 @@ def test_channelz_answers_where_it_was_asked_for(
                 get_servers(channelz_pb2.GetServersRequest())
 
 
-def test_what_a_library_warns_of_is_a_line_of_the_log_too() -> None:
+def test_warnings_of_libraries_are_logged() -> None:
     code = "from bngrad_server.telemetry import logs; logs.set_up('json', 'info'); "
     code += "import warnings; warnings.warn('odd\\nthings')"
     finished = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, check=True)
@@ -113,15 +111,15 @@ def test_what_a_library_warns_of_is_a_line_of_the_log_too() -> None:
     assert "odd\nthings" in line["message"]
 
 
-def test_workers_log_in_the_same_form_and_a_level_silences_the_rest() -> None:
+def test_workers_log_in_the_same_format_and_at_the_same_level() -> None:
     with EmbeddedServer(options=("--log-format", "json", "--log-level", "error")) as server:
         workers_of(server.process.pid)[0].kill()
         wait_until(lambda: "was killed by SIGKILL" in server.stderr())
         assert [json.loads(line)["level"] for line in server.stderr().splitlines()] == ["error"]
 
 
-def test_a_log_that_nobody_reads_holds_nobody_up() -> None:
-    """As of ``bngrad serve 2>&1 | sleep 1000`` once the pipe is full: here it is from the first line on."""
+def test_a_log_that_is_not_read_does_not_block_requests() -> None:
+    """Like ``bngrad serve 2>&1 | sleep 1000`` once the pipe is full; here it is full from the first line on."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     with suppress(BlockingIOError):
@@ -150,7 +148,7 @@ def test_a_log_that_nobody_reads_holds_nobody_up() -> None:
         assert not log.read().strip(b"x")
 
 
-def test_lines_that_find_no_room_are_counted_and_those_that_do_are_written() -> None:
+def test_lines_without_room_are_counted_and_the_others_written() -> None:
     code = """
 import logging, os, sys, time
 from bngrad_server.telemetry import logs

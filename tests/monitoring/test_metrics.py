@@ -1,4 +1,4 @@
-"""/metrics as Prometheus reads it, and what names its metrics: alerts, the dashboard of Grafana, the documentation."""
+"""/metrics as Prometheus reads it, and the files that name metrics: alerts, Grafana's dashboard, the documentation."""
 
 from __future__ import annotations
 
@@ -47,35 +47,35 @@ def busy_s(http: str) -> float:
     return seconds
 
 
-def test_what_died_and_was_run_again_is_counted() -> None:
+def test_dead_workers_and_rerun_jobs_are_counted() -> None:
     with EmbeddedServer(options=(*HTTP, "--workers", "1")) as server, bngrad.Client(server.target) as client:
         http = http_of(server)
         call(client)
-        wait_until(lambda: busy_s(http) > 0)  # what the HTTP process knows is up to 0.2 s old
+        wait_until(lambda: busy_s(http) > 0)  # the HTTP process's data is up to 0.2 s old
         busy = busy_s(http)
         workers_of(server.process.pid)[0].kill()
         call(client)
         wait_until(lambda: samples(http)["bngrad_workers_ready", ()] == 1)
         answered = ("bngrad_requests_total", ("OK", "FusedBatchNormGradV2", "unary"))
-        wait_until(lambda: samples(http)[answered] == 2)  # which is counted after the answer was sent
+        wait_until(lambda: samples(http)[answered] == 2)  # counted after the answer was sent
         found = samples(http)
         assert found["bngrad_worker_restarts_total", ("cpu",)] == 1
         assert found["bngrad_device_busy_seconds_total", ("cpu",)] > busy > 0
 
 
-def test_the_metrics_of_the_front_process_are_its_own(watched: EmbeddedServer, http: str) -> None:
+def test_process_metrics_are_those_of_the_front_process(watched: EmbeddedServer, http: str) -> None:
     front = psutil.Process(watched.process.pid)
     assert samples(http)["process_start_time_seconds", ()] == pytest.approx(front.create_time(), abs=5)
     wait_until(lambda: abs(samples(http)["process_open_fds", ()] - front.num_fds()) <= 4)
 
 
-def test_scrapers_may_ask_for_openmetrics(http: str) -> None:
+def test_openmetrics_is_served_on_request(http: str) -> None:
     answer = get(f"{http}/metrics", accept="application/openmetrics-text; version=1.0.0")
     assert answer.headers["content-type"].startswith("application/openmetrics-text")
     assert answer.text.endswith("# EOF\n")
 
 
-def test_promtool_has_no_complaint(http: str) -> None:
+def test_promtool_accepts_our_metrics(http: str) -> None:
     metrics = get(f"{http}/metrics").text
     checked = subprocess.run([tool("promtool"), "check", "metrics"], input=metrics, capture_output=True, text=True)
     assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
@@ -104,7 +104,7 @@ def grafana_queries() -> Iterator[str]:
         yield variable["query"]["query"]
 
 
-def test_alerts_and_dashboard_name_only_metrics_that_there_are(http: str) -> None:
+def test_alerts_and_dashboard_name_only_existing_metrics(http: str) -> None:
     there = {name for name, _ in samples(http)}
     alerts = names_in((MONITORING / "alerts.yml").read_text())
     assert len(alerts) > 5
@@ -126,7 +126,7 @@ def test_the_documentation_names_every_metric_and_no_other(http: str) -> None:
 
 @pytest.fixture(scope="module")
 def prometheus(http: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A real Prometheus with our configuration, but for the address of the server; gives its URL."""
+    """The URL of a real Prometheus with our configuration, except for the server's address."""
     directory = tmp_path_factory.mktemp("prometheus")
     config = (MONITORING / "prometheus.yml").read_text()
     config = config.replace("server:9464", http.removeprefix("http://")).replace("10s", "1s")
@@ -169,7 +169,7 @@ def test_a_real_prometheus_scrapes_the_server(prometheus: str) -> None:
         'up{job="bngrad"}': 1,
         'sum(bngrad_requests_total{code="OK"})': 9,
         f"0 < {slowest} < bool 60": 1,
-    }.items():  # none is there after a scrape that took too long, until the next one
+    }.items():  # a scrape that took too long leaves none until the next one
         wait_until(partial(is_answered_by, prometheus, expression, expected))
 
 

@@ -1,4 +1,4 @@
-"""What never becomes a request is counted too: calls that are refused, and connections."""
+"""Counters of calls and connections that are refused before they become requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.servers import wait_until
 
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 
-TCP_DOORS = ("grpcio TCP", "own TCP")
+TCP_LISTENERS = ("grpcio TCP", "own TCP")
 OP = "FusedBatchNormGradV2"
 MESSAGE = request(4096).SerializeToString()
 
@@ -32,7 +32,7 @@ def asking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
 
 @contextlib.contextmanager
 def counted(guarded: Guarded, name: str, *labels: str) -> Iterator[None]:
-    """Expects one more of what is done within the block."""
+    """Expects the counter to grow by one during the block."""
     http = http_of(guarded.server)
     before = samples(http).get((name, labels), 0)
     yield
@@ -40,10 +40,10 @@ def counted(guarded: Guarded, name: str, *labels: str) -> Iterator[None]:
     assert samples(http)[name, labels] == before + 1
 
 
-def call(guarded: Guarded, door: str, method: str, message: bytes, **options: Any) -> grpc.StatusCode:
-    """The status code of a call, which is alice's unless it has other metadata."""
+def call(guarded: Guarded, listener: str, method: str, message: bytes, **options: Any) -> grpc.StatusCode:
+    """Makes a call, as alice unless other metadata are given, and returns its status code."""
     options.setdefault("metadata", (("authorization", f"Bearer {guarded.token}"),))
-    with guarded.channel(door) as channel:
+    with guarded.channel(listener) as channel:
         unary: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(path_of(method))
         future = unary.future(message, timeout=60, **options)
         future.exception()
@@ -61,12 +61,12 @@ def call(guarded: Guarded, door: str, method: str, message: bytes, **options: An
     ],
     ids=["no token", "no token, no such method", "no such method", "garbage", "a stray chunk"],
 )
-@pytest.mark.parametrize("door", TCP_DOORS)
+@pytest.mark.parametrize("listener", TCP_LISTENERS)
 def test_refused_calls_are_counted_by_status(
-    asking: Guarded, door: str, method: str, message: bytes, options: dict[str, Any], code: grpc.StatusCode
+    asking: Guarded, listener: str, method: str, message: bytes, options: dict[str, Any], code: grpc.StatusCode
 ) -> None:
     with counted(asking, "bngrad_refused_calls_total", code.name):
-        assert call(asking, door, method, message, **options) == code
+        assert call(asking, listener, method, message, **options) == code
 
 
 @pytest.mark.parametrize(
@@ -84,18 +84,18 @@ def test_requests_that_cannot_be_read_are_counted_by_their_op(
         assert call(asking, "own TCP", OP, message, **options).name == code
 
 
-@pytest.mark.parametrize("door", TCP_DOORS)
-def test_a_client_that_goes_before_its_message_is_there_is_counted(asking: Guarded, door: str) -> None:
+@pytest.mark.parametrize("listener", TCP_LISTENERS)
+def test_a_client_that_disconnects_before_its_message_is_counted(asking: Guarded, listener: str) -> None:
     gone = threading.Event()
 
     def nothing() -> Iterator[bytes]:
         gone.wait(60)
         yield MESSAGE
 
-    with counted(asking, "bngrad_requests_total", "CANCELLED", OP, "unary"), asking.channel(door) as channel:
+    with counted(asking, "bngrad_requests_total", "CANCELLED", OP, "unary"), asking.channel(listener) as channel:
         method: grpc.StreamUnaryMultiCallable[bytes, bytes] = channel.stream_unary(path_of(OP))
         metadata = (("authorization", f"Bearer {asking.token}"),)
-        grpc.channel_ready_future(channel).result(60)  # or its time might be over before it gets there
+        grpc.channel_ready_future(channel).result(60)  # otherwise the deadline might pass before the call arrives
         with pytest.raises(grpc.RpcError):
             method(nothing(), metadata=metadata, timeout=5)
         gone.set()

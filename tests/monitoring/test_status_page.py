@@ -1,4 +1,4 @@
-"""The page, in a real browser, and the same in a terminal."""
+"""The status page in a real browser, and `bngrad top` in a terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from tests.monitoring.conftest import HTTP, call_in_every_way, get, http_of, status_of, tool
+from tests.monitoring.conftest import HTTP, call_by_every_transport, get, http_of, status_of, tool
 from tests.servers import wait_until
 
 from bngrad_cli.embedded import EmbeddedServer
@@ -23,16 +23,16 @@ from bngrad_server.telemetry.metrics import STAGES
 
 @pytest.fixture(scope="module")
 def busy() -> Iterator[str]:
-    """The URL of a server to which every kind of call is made all the time: the last minute alone is shown."""
+    """The URL of a server under a steady mix of calls, since only the last minute is shown."""
     with EmbeddedServer(options=HTTP) as server, ThreadPoolExecutor(1) as threads:
         http, stopping = http_of(server), threading.Event()
 
         def work() -> None:
             while not stopping.wait(0.5):
-                call_in_every_way(server)
+                call_by_every_transport(server)
 
         working = threads.submit(work)
-        wait_until(lambda: (status_of(http)["recent"] or {"answered": 0})["answered"] >= 9)  # of every kind
+        wait_until(lambda: (status_of(http)["recent"] or {"answered": 0})["answered"] >= 9)  # every kind of call
         yield http
         stopping.set()
         working.result()
@@ -40,7 +40,7 @@ def busy() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def page(busy: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What the page has become a few seconds after it was opened in Chromium."""
+    """The page's DOM a few seconds after Chromium has opened it."""
     options = ("--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000", "--dump-dom")
     profile = f"--user-data-dir={tmp_path_factory.mktemp('chromium')}"
     command = [tool("chromium"), *options, profile, f"{busy}/"]
@@ -65,14 +65,14 @@ def test_the_page_shows_what_the_server_does(page: str, words: str) -> None:
     assert words in plain
 
 
-def test_the_page_needs_nothing_from_elsewhere(http: str) -> None:
+def test_the_page_loads_nothing_from_other_hosts(http: str) -> None:
     answer = get(f"{http}/")
     without_namespace = answer.text.replace("http://www.w3.org/2000/svg", "")
     assert "//" not in re.sub(r"\s//.*", "", without_namespace)
     assert "default-src 'none'" in answer.headers["content-security-policy"]
 
 
-def test_what_clients_send_is_shown_as_text_and_never_as_markup(http: str) -> None:
+def test_data_of_clients_is_shown_as_text_and_never_as_markup(http: str) -> None:
     page = get(f"{http}/").text
     assert "innerHTML" not in page
     assert "insertAdjacentHTML" not in page
@@ -90,19 +90,19 @@ def test_top_shows_the_same_in_a_terminal(busy: str) -> None:
     assert "…" not in result.output
 
 
-def test_top_gives_scripts_json(http: str) -> None:
+def test_top_prints_json_for_scripts(http: str) -> None:
     result = CliRunner().invoke(command_line, ["top", http.removeprefix("http://"), "--json"])
     assert json.loads(result.output)["server"]["requests"] == status_of(http)["server"]["requests"]
 
 
-def test_top_says_what_is_wrong_where_nobody_answers(tmp_path: Path) -> None:
+def test_top_explains_an_address_that_does_not_answer(tmp_path: Path) -> None:
     result = CliRunner().invoke(command_line, ["top", "127.0.0.1:1", "--once"])
     assert result.exit_code == 1
     assert "cannot read http://127.0.0.1:1/status.json: " in result.output
     assert "start the server with --http HOST:PORT" in result.output
 
 
-def test_top_says_what_is_wrong_where_something_else_answers() -> None:
+def test_top_explains_an_answer_of_another_program() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=_answer_in_binary, args=(listener,)).start()
         result = CliRunner().invoke(command_line, ["top", f"127.0.0.1:{listener.getsockname()[1]}", "--once"])

@@ -1,4 +1,4 @@
-"""Spans as a real OTLP receiver, in a process of its own, gets them."""
+"""Spans as a real OTLP receiver, in its own process, gets them."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def traced(receiver: Receiver) -> Iterator[EmbeddedServer]:
 
 
 def stub_call(target: str, *, chunked: bool, epsilon: float = 1e-4) -> None:
-    """A call of a stock client, which says where it is in its trace."""
+    """Makes a call with a stock client, which sends its trace context."""
     carrier: dict[str, str] = {}
     propagate.inject(carrier)
 
@@ -114,7 +114,7 @@ CALLS: dict[str, Callable[[str], None]] = {
 
 
 def spans_of(receiver: Receiver, span: trace.Span, count: int) -> list[dict[str, Any]]:
-    """The server's spans of a trace, once so many are there."""
+    """Waits for ``count`` of the server's spans of a trace and returns them."""
     trace_id = f"{span.get_span_context().trace_id:032x}"
 
     def spans() -> list[dict[str, Any]]:
@@ -138,7 +138,7 @@ def test_a_request_continues_the_trace_of_its_client(receiver: Receiver, traced:
     stages = sorted((span for span in spans if span is not root), key=lambda span: (span["start"], span["end"]))
     assert {span["name"] for span in stages} == STAGES
     assert all(span["parent"] == root["id"] for span in stages)
-    clock_ns = 1_000_000  # how far apart two readings of the clocks may be
+    clock_ns = 1_000_000  # the difference allowed between two clocks
     assert root["start"] - clock_ns <= stages[0]["start"] <= stages[-1]["end"] <= root["end"] + clock_ns
 
 
@@ -151,7 +151,7 @@ def test_a_request_that_fails_has_a_span_with_its_status(receiver: Receiver, tra
         assert (span["kind"], span["status"], span["code"]) == (SERVER, ERROR, 3)
 
 
-def test_health_is_answered_however_many_traced_calls_wait() -> None:
+def test_health_is_answered_while_many_traced_calls_wait() -> None:
     options = ("--traces", "--workers", "1", "--worker-timeout", "600")
     with EmbeddedServer(options=options) as server, grpc.insecure_channel(server.target) as channel:
         (worker,) = workers_of(server.process.pid)
@@ -169,7 +169,7 @@ def test_health_is_answered_however_many_traced_calls_wait() -> None:
                 each.result()
 
 
-def test_a_receiver_that_is_gone_disturbs_nobody() -> None:
+def test_an_unreachable_receiver_does_not_disturb_calls() -> None:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
         with EmbeddedServer(options=("--traces",)) as server:

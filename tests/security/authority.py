@@ -1,4 +1,4 @@
-"""Certificates for tests, from authorities that are made for them."""
+"""Certificates for tests, from authorities made for them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Authority:
         self._ca.cert_pem.write_to_path(self.path)
 
     def issue(self, *names: str, common_name: str | None = None, expired: bool = False) -> Pair:
-        """A certificate for names of hosts, or of a client."""
+        """Issues a certificate for host names or for a client."""
         yesterday = datetime.now(timezone.utc) - timedelta(days=1)
         issued = self._ca.issue_cert(*names, common_name=common_name, not_after=yesterday if expired else None)
         stem = f"{self._name}-{common_name or names[0]}{'-expired' if expired else ''}"

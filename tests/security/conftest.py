@@ -1,4 +1,4 @@
-"""A server that asks for a certificate and a token at every door, and those who may call it."""
+"""A server that requires a certificate and a token on every address, and its client, alice."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_protos.v1 import batch_norm_grad_pb2_grpc as pb_grpc
 from bngrad_wire.tokens import new_token
 
-DOORS = ("grpcio TCP", "grpcio Unix", "own TCP", "own Unix")
+LISTENERS = ("grpcio TCP", "grpcio Unix", "own TCP", "own Unix")
 _ARRAY = np.ones((2, 3, 3, 4), np.float32)
 _STATS = np.ones(4, np.float32)
 
 
 def ask(client: bngrad.Client) -> None:
-    """Makes a call that a client who may is answered."""
+    """Makes a call that an authorised client gets answered."""
     client.fused_batch_norm_grad_v2(_ARRAY, _ARRAY, _STATS, _STATS, _STATS, timeout=60)
 
 
 class Guarded:
-    """The files of such a server, and the server."""
+    """A server with its certificates, keys and tokens."""
 
     def __init__(self, directory: Path, *, client_ca: bool = True, options: tuple[str, ...] = ()) -> None:
         self.directory = directory
@@ -61,38 +61,38 @@ class Guarded:
             yield self
 
     def show(self, pair: Pair) -> None:
-        """Has the server show a certificate from now on."""
+        """Replaces the server's certificate."""
         _replace(self.live.key, pair.key.read_bytes())
         _replace(self.live.certificate, pair.certificate.read_bytes())
 
     def accept(self, authority: Authority) -> None:
-        """Has the server accept clients of an authority, and no others."""
+        """Makes the server accept clients of this authority only."""
         _replace(self.client_ca, authority.path.read_bytes())
 
     def know(self, *lines: str) -> None:
-        """Has the server know these tokens, and no others."""
+        """Makes the server accept these tokens only."""
         _replace(self.tokens, "".join(f"{line}\n" for line in lines).encode())
 
     @property
     def tls(self) -> bngrad.Tls:
-        """What alice takes to reach the server."""
+        """Alice's certificate and the server's authority."""
         return bngrad.Tls(self.authority.path, self.alice.certificate, self.alice.key)
 
     def client(self, target: str | None = None, **arguments: Any) -> bngrad.Client:
-        """A client: alice's, but for what is said of it."""
+        """Returns a client of alice, except for the arguments given."""
         return bngrad.Client(target or self.server.target, **{"tls": self.tls, "token": self.token, **arguments})
 
-    def port(self, door: str) -> tuple[str, int]:
-        """The host and port of a TCP door."""
+    def port(self, listener: str) -> tuple[str, int]:
+        """Returns host and port of a TCP address."""
         host, _, port = self.server.target.rpartition(":")
-        return host, int(port) if door == "grpcio TCP" else self.endpoints.stream_port
+        return host, int(port) if listener == "grpcio TCP" else self.endpoints.stream_port
 
-    def channel(self, door: str) -> grpc.Channel:
-        """A stock channel to a door, with alice's certificate where it is of TCP."""
-        if door.endswith("Unix"):
-            target = self.unix_target if door == "grpcio Unix" else f"unix:{self.endpoints.local_directory}/calls"
+    def channel(self, listener: str) -> grpc.Channel:
+        """Returns a stock channel to an address, with alice's certificate over TCP."""
+        if listener.endswith("Unix"):
+            target = self.unix_target if listener == "grpcio Unix" else f"unix:{self.endpoints.local_directory}/calls"
             return grpc.insecure_channel(target, [("grpc.use_local_subchannel_pool", 1)])  # a connection of its own
-        host, port = self.port(door)
+        host, port = self.port(listener)
         return grpc.secure_channel(f"{host}:{port}", self.credentials)
 
     @property
@@ -106,7 +106,7 @@ class Guarded:
         return self.info().endpoints
 
     def info(self) -> pb.ServerInfoResponse:
-        """What the server says of itself to alice."""
+        """Returns the answer to alice's ServerInfo."""
         metadata = (("authorization", f"Bearer {self.token}"),)
         with grpc.secure_channel(self.server.target, self.credentials) as channel:
             stub = pb_grpc.BatchNormGradServiceStub(channel)
@@ -115,7 +115,7 @@ class Guarded:
 
 @pytest.fixture(scope="session")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
-    """One server for all tests that leave it and its files as they were."""
+    """A server shared by all tests that leave it and its files unchanged."""
     with Guarded(tmp_path_factory.mktemp("guarded")).running() as guarded:
         yield guarded
 

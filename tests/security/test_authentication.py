@@ -1,4 +1,4 @@
-"""Who may call is answered, at every door; who may not learns nothing and gets nothing."""
+"""Authorised clients are answered on every address; others learn nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import ExitStack
 import grpc
 import pytest
 from tests.raw_http2 import path_of, request
-from tests.security.conftest import DOORS, Guarded, ask
+from tests.security.conftest import LISTENERS, Guarded, ask
 from tests.servers import TRANSPORTS, Transport, wait_until
 
 import bngrad
@@ -42,7 +42,7 @@ def test_a_known_client_is_answered(guarded: Guarded, transport: Transport, over
         assert client.server_info().devices
 
 
-async def test_so_is_one_that_awaits(guarded: Guarded) -> None:
+async def test_a_known_asynchronous_client_is_answered(guarded: Guarded) -> None:
     async with bngrad.aio.Client(guarded.server.target, tls=guarded.tls, token=guarded.token) as client:
         assert (await client.server_info()).devices
 
@@ -60,12 +60,12 @@ async def test_so_is_one_that_awaits(guarded: Guarded) -> None:
     ],
     ids=kept,
 )
-@pytest.mark.parametrize("door", DOORS)
-def test_strangers_learn_nothing(guarded: Guarded, door: str, metadata: list[tuple[str, str]]) -> None:
-    """Every method, whether there is such a one or not, and whatever it is sent, has the same answer."""
+@pytest.mark.parametrize("listener", LISTENERS)
+def test_unauthenticated_calls_learn_nothing(guarded: Guarded, listener: str, metadata: list[tuple[str, str]]) -> None:
+    """Every method gives the same answer, existing or not, whatever is sent."""
     sent = tuple((name, value.replace("{}", guarded.token)) for name, value in metadata)
     said: set[object] = set()
-    with guarded.channel(door) as channel:
+    with guarded.channel(listener) as channel:
         for method in _METHODS:
             for message in (b"", b"garbage", request(4096).SerializeToString()):
                 call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(method)
@@ -79,9 +79,9 @@ def test_strangers_learn_nothing(guarded: Guarded, door: str, metadata: list[tup
     assert said == {(grpc.StatusCode.UNAUTHENTICATED, "a valid token is needed", (), ())}
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_a_stranger_is_refused_before_it_has_sent_anything(guarded: Guarded, door: str) -> None:
-    with guarded.channel(door) as channel:
+@pytest.mark.parametrize("listener", LISTENERS)
+def test_an_unauthenticated_call_is_refused_before_its_message(guarded: Guarded, listener: str) -> None:
+    with guarded.channel(listener) as channel:
         for method in _METHODS:
             call: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(method)
             responses = call(iter(lambda: b"x" * 1000, None), timeout=60)
@@ -93,7 +93,7 @@ def test_a_stranger_is_refused_before_it_has_sent_anything(guarded: Guarded, doo
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("token", [None, "wrong"])
-def test_the_client_says_so(guarded: Guarded, transport: Transport, token: str | None) -> None:
+def test_the_sdk_raises_unauthenticated(guarded: Guarded, transport: Transport, token: str | None) -> None:
     for target in (guarded.server.target, guarded.unix_target):
         with (
             guarded.client(target, token=token, transport=transport) as client,
@@ -105,7 +105,7 @@ def test_the_client_says_so(guarded: Guarded, transport: Transport, token: str |
 
 
 @pytest.mark.parametrize("authorization", ["", "Bearer wrong", "Bearer " + "x" * 5000])
-def test_a_stranger_gets_no_shared_memory(guarded: Guarded, authorization: str) -> None:
+def test_an_unauthenticated_client_gets_no_shared_memory(guarded: Guarded, authorization: str) -> None:
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(60)
         sock.connect(f"{guarded.endpoints.local_directory}/regions")
@@ -115,7 +115,7 @@ def test_a_stranger_gets_no_shared_memory(guarded: Guarded, authorization: str) 
     assert message in (b"a valid token is needed", b"")
 
 
-def test_a_call_that_goes_on_ends_with_its_token(own_guarded: Guarded) -> None:
+def test_an_exchange_ends_when_its_token_is_revoked(own_guarded: Guarded) -> None:
     guarded = own_guarded
     metadata = (("authorization", f"Bearer {guarded.token}"),)
     part = pb.ExchangeRequest(fused_batch_norm_grad_v2=request(0)).SerializeToString()
@@ -128,8 +128,8 @@ def test_a_call_that_goes_on_ends_with_its_token(own_guarded: Guarded) -> None:
 
     with ExitStack() as stack:
         running = []
-        for door in DOORS:
-            channel = stack.enter_context(guarded.channel(door))
+        for listener in LISTENERS:
+            channel = stack.enter_context(guarded.channel(listener))
             call: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(path_of("Exchange"))
             running.append(call(requests(), metadata=metadata, timeout=60))
             assert next(running[-1])
@@ -152,7 +152,7 @@ def is_known(guarded: Guarded) -> bool:
         return True
 
 
-def test_nobody_is_told_the_token(guarded: Guarded) -> None:
+def test_tokens_appear_in_no_error_log_or_repr(guarded: Guarded) -> None:
     with guarded.client() as client:
         ask(client)
         assert guarded.token not in repr(client)
@@ -160,5 +160,5 @@ def test_nobody_is_told_the_token(guarded: Guarded) -> None:
     assert guarded.token not in guarded.server.stderr()
 
 
-def test_the_owner_alone_may_use_the_socket(guarded: Guarded) -> None:
+def test_only_the_owner_may_use_the_socket(guarded: Guarded) -> None:
     assert guarded.socket.stat().st_mode & 0o777 == 0o600

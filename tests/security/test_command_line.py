@@ -1,4 +1,4 @@
-"""The commands against a server that asks for a certificate and a token."""
+"""The commands against a server that requires a certificate and a token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.servers import run_bngrad
 
 @pytest.fixture
 def known(guarded: Guarded, tmp_path: Path) -> tuple[str, ...]:
-    """The options by which the server knows alice."""
+    """The options with alice's certificate and token."""
     token = tmp_path / "token"
     token.write_text(f"{guarded.token}\n")
     pair = ("--tls-certificate", str(guarded.alice.certificate), "--tls-key", str(guarded.alice.key))
@@ -33,14 +33,14 @@ def test_a_known_user_is_answered(guarded: Guarded, known: tuple[str, ...], comm
         (0, "speaks TLS, and this command did not: give --tls or --tls-ca"),
     ],
 )
-def test_others_are_told_what_is_missing(guarded: Guarded, known: tuple[str, ...], options: int, message: str) -> None:
+def test_missing_credentials_are_named(guarded: Guarded, known: tuple[str, ...], options: int, message: str) -> None:
     ended = run_bngrad("check", "--timeout", "60", *known[:options], guarded.server.target)
     assert ended.returncode == 1
     assert message in ended.stderr
     assert "Traceback" not in ended.stderr
 
 
-def test_a_token_that_is_not_good_is_named(guarded: Guarded, known: tuple[str, ...], tmp_path: Path) -> None:
+def test_an_invalid_token_is_named(guarded: Guarded, known: tuple[str, ...], tmp_path: Path) -> None:
     wrong = tmp_path / "wrong"
     wrong.write_text("wrong\n")
     ended = run_bngrad("check", *known[:6], "--token-file", str(wrong), "--timeout", "60", guarded.server.target)

@@ -1,4 +1,4 @@
-"""Bad clients of all kinds, while a good one goes on being served."""
+"""Hostile clients of all kinds, while a well-behaved one is served."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import psutil
 import pytest
 from benchmarks.hostile.scans import SCANS
 from tests.raw_http2 import path_of, request
-from tests.security.conftest import DOORS, Guarded, ask
+from tests.security.conftest import LISTENERS, Guarded, ask
 from tests.servers import wait_until
 
 import bngrad
@@ -33,14 +33,14 @@ _CONNECTION_BYTES = 40_000
 
 @pytest.fixture(scope="module")
 def open_to_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
-    """A server that asks for tokens, and for no certificates, so that strangers get as far as they can."""
+    """A server that requires tokens but no client certificates, so that attackers pass the TLS handshake."""
     with Guarded(tmp_path_factory.mktemp("hostile"), client_ca=False).running() as guarded:
         yield guarded
 
 
 @contextmanager
 def scan(name: str, guarded: Guarded) -> Iterator[subprocess.Popen[bytes]]:
-    ports = [str(guarded.port(door)[1]) for door in ("grpcio TCP", "own TCP")]
+    ports = [str(guarded.port(listener)[1]) for listener in ("grpcio TCP", "own TCP")]
     arguments = [name, "127.0.0.1", guarded.token, str(guarded.authority.path), *ports]
     with subprocess.Popen([sys.executable, "-m", "benchmarks.hostile.scans", *arguments], cwd=Path.cwd()) as process:
         try:
@@ -50,7 +50,7 @@ def scan(name: str, guarded: Guarded) -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.mark.parametrize("name", SCANS)
-def test_a_good_client_is_served_beside_bad_ones(open_to_all: Guarded, name: str) -> None:
+def test_a_good_client_is_served_beside_hostile_ones(open_to_all: Guarded, name: str) -> None:
     guarded = open_to_all
     front = psutil.Process(guarded.server.process.pid)
     with guarded.client(transport="unary") as grpcio, guarded.client(transport="stream") as own:
@@ -70,7 +70,7 @@ def test_a_good_client_is_served_beside_bad_ones(open_to_all: Guarded, name: str
 
 
 def test_half_open_connections_take_memory_and_descriptors_up_to_a_limit(open_to_all: Guarded) -> None:
-    """And time from those who are there already; newcomers get in once handshakes have timed out."""
+    """Connected clients are served meanwhile; new ones get in once handshakes have timed out."""
     guarded = open_to_all
     front = psutil.Process(guarded.server.process.pid)
     soft, _ = front.rlimit(psutil.RLIMIT_NOFILE)
@@ -105,7 +105,7 @@ def is_answered(client: bngrad.Client) -> bool:
 
 @contextmanager
 def many_descriptors() -> Iterator[None]:
-    """Lets this process have as many connections as it may, for a while."""
+    """Raises this process's limit of descriptors during the block."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:
@@ -114,11 +114,11 @@ def many_descriptors() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_compressed_messages_are_refused_unread(open_to_all: Guarded, door: str) -> None:
-    """What is a megabyte on its way may be a gigabyte afterwards."""
+@pytest.mark.parametrize("listener", LISTENERS)
+def test_compressed_messages_are_refused_unread(open_to_all: Guarded, listener: str) -> None:
+    """A compressed megabyte may expand to a gigabyte."""
     bomb = gzip.compress(bytes(2**26), 9)
-    with open_to_all.channel(door) as channel:
+    with open_to_all.channel(listener) as channel:
         call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(path_of("FusedBatchNormGradV2"))
         with pytest.raises(grpc.RpcError) as refused:
             call(bomb, metadata=_as(open_to_all.token), compression=grpc.Compression.Gzip, timeout=60)
@@ -126,9 +126,9 @@ def test_compressed_messages_are_refused_unread(open_to_all: Guarded, door: str)
         assert refused.value.code() == grpc.StatusCode.UNIMPLEMENTED
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_a_client_has_no_more_than_its_share(limited: tuple[Guarded, str], door: str) -> None:
-    """A token, not an address, is a client: one that has all it may leaves others alone."""
+@pytest.mark.parametrize("listener", LISTENERS)
+def test_a_client_has_no_more_than_its_share(limited: tuple[Guarded, str], listener: str) -> None:
+    """Shares are counted by token, not by address."""
     guarded, bob = limited
     message = request(4096).SerializeToString()
     begun = pb.ExchangeRequest(fused_batch_norm_grad_v2=request(4096, whole=False)).SerializeToString()
@@ -138,7 +138,7 @@ def test_a_client_has_no_more_than_its_share(limited: tuple[Guarded, str], door:
         yield begun
         go_on.wait(60)
 
-    with guarded.channel(door) as first, guarded.channel(door) as second:
+    with guarded.channel(listener) as first, guarded.channel(listener) as second:
         held = exchange_of(first)(upload(), metadata=_as(guarded.token), timeout=60)
         try:
             wait_until(lambda: guarded.info().requests == 1)
@@ -152,7 +152,7 @@ def test_a_client_has_no_more_than_its_share(limited: tuple[Guarded, str], door:
 
 @pytest.fixture(scope="module")
 def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Guarded, str]]:
-    """A server where each client may have one request at once; and a token beside alice's."""
+    """A server that allows one request at once for each client, and a second client's token."""
     token, line = new_token("bob")
     guarded = Guarded(tmp_path_factory.mktemp("limited"), options=("--max-client-requests", "1"))
     guarded.know(guarded.tokens.read_text().strip(), line)

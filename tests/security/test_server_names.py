@@ -1,4 +1,4 @@
-"""A name that stands for several addresses: each must have the certificate of the name."""
+"""A name with several addresses: each must present the certificate of the name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NAME = "gpu.example"
 
 @pytest.fixture
 def _several_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stands in for a name server."""
+    """Replaces the name server."""
     real = socket.getaddrinfo
 
     def getaddrinfo(host: str, port: Any, *options: Any, **names: Any) -> Any:

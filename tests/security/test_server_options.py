@@ -1,4 +1,4 @@
-"""What a server tells strangers if its operator wants it to, and what it says to the operator."""
+"""Options that relax authentication, and errors for unusable files."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_health_may_be_open_and_reflection_off(tmp_path: Path) -> None:
         (("--tls-certificate", __file__, "--tls-key", __file__), "are not a certificate and its key"),
     ],
 )
-def test_files_that_are_of_no_use_are_named_at_the_start(options: tuple[str, ...], message: str) -> None:
+def test_unusable_files_are_named_at_the_start(options: tuple[str, ...], message: str) -> None:
     with pytest.raises(ServerStartError) as refused:
         EmbeddedServer(options=options).__enter__()
     assert message in str(refused.value)

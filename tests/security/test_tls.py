@@ -1,4 +1,4 @@
-"""TLS on both TCP ports: who is who, and what is refused."""
+"""TLS on both TCP ports: which certificates and versions are accepted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import bngrad
 from bngrad_wire.http2 import frames
 from bngrad_wire.tokens import new_token
 
-TCP_DOORS = ("grpcio TCP", "own TCP")
+TCP_LISTENERS = ("grpcio TCP", "own TCP")
 _HELLO = frames.PREFACE + frames.settings({})
 
 
@@ -32,7 +32,7 @@ def context(authority: Authority, pair: Pair | None = None) -> ssl.SSLContext:
 
 
 def hear(place: tuple[str, int], how: ssl.SSLContext | None, session: ssl.SSLSession | None = None) -> bytes:
-    """What a server says to a greeting of HTTP/2; nothing where it ends the connection, or does not begin it."""
+    """Returns the server's answer to an HTTP/2 preface; empty if it refuses or ends the connection."""
     heard = b""
     with suppress(OSError), socket.create_connection(place, 60) as plain, wrapped(plain, how, session) as sock:
         sock.sendall(_HELLO)
@@ -50,7 +50,7 @@ def is_greeted(heard: bytes) -> bool:
 
 
 def too_old(version: ssl.TLSVersion) -> ssl.SSLContext:
-    """A context that would take nothing newer than this version; it cannot even say so without old ciphers."""
+    """Returns a context limited to this version; old versions need old ciphers."""
     made = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     made.check_hostname, made.verify_mode = False, ssl.CERT_NONE
     made.set_ciphers("ALL:@SECLEVEL=0")
@@ -59,23 +59,23 @@ def too_old(version: ssl.TLSVersion) -> ssl.SSLContext:
     return made
 
 
-@pytest.mark.parametrize("door", TCP_DOORS)
-def test_a_client_with_a_certificate_is_greeted(guarded: Guarded, door: str) -> None:
-    assert is_greeted(hear(guarded.port(door), context(guarded.authority, guarded.alice)))
+@pytest.mark.parametrize("listener", TCP_LISTENERS)
+def test_a_client_with_a_certificate_is_accepted(guarded: Guarded, listener: str) -> None:
+    assert is_greeted(hear(guarded.port(listener), context(guarded.authority, guarded.alice)))
 
 
-@pytest.mark.parametrize("door", TCP_DOORS)
+@pytest.mark.parametrize("listener", TCP_LISTENERS)
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
-def test_so_is_one_of_either_version(guarded: Guarded, door: str, version: ssl.TLSVersion) -> None:
+def test_both_versions_of_tls_are_accepted(guarded: Guarded, listener: str, version: ssl.TLSVersion) -> None:
     how = context(guarded.authority, guarded.alice)
     how.minimum_version = how.maximum_version = version
-    assert is_greeted(hear(guarded.port(door), how))
+    assert is_greeted(hear(guarded.port(listener), how))
 
 
-@pytest.mark.parametrize("door", TCP_DOORS)
+@pytest.mark.parametrize("listener", TCP_LISTENERS)
 @pytest.mark.parametrize("who", ["nobody", "expired", "somebody else's", "self-made", "plain", "TLS 1.0", "TLS 1.1"])
 @pytest.mark.filterwarnings("ignore:ssl.TLSVersion:DeprecationWarning")
-def test_others_are_not(guarded: Guarded, door: str, who: str, tmp_path: Path) -> None:
+def test_other_clients_are_refused(guarded: Guarded, listener: str, who: str, tmp_path: Path) -> None:
     alice, other = "alice@work.example", Authority(tmp_path, "other")
     how: dict[str, Callable[[], ssl.SSLContext | None]] = {
         "nobody": lambda: context(guarded.authority),
@@ -86,14 +86,14 @@ def test_others_are_not(guarded: Guarded, door: str, who: str, tmp_path: Path) -
         "TLS 1.0": lambda: too_old(ssl.TLSVersion.TLSv1),
         "TLS 1.1": lambda: too_old(ssl.TLSVersion.TLSv1_1),
     }
-    assert not is_greeted(hear(guarded.port(door), how[who]()))
+    assert not is_greeted(hear(guarded.port(listener), how[who]()))
 
 
-@pytest.mark.parametrize("door", TCP_DOORS)
-def test_garbage_amid_tls_ends_the_connection_and_has_no_lines_of_grpcios(guarded: Guarded, door: str) -> None:
-    place, how = guarded.port(door), context(guarded.authority, guarded.alice)
+@pytest.mark.parametrize("listener", TCP_LISTENERS)
+def test_garbage_within_tls_ends_the_connection_without_log_lines_of_grpcio(guarded: Guarded, listener: str) -> None:
+    place, how = guarded.port(listener), context(guarded.authority, guarded.alice)
     with socket.create_connection(place, 60) as plain, wrapped(plain, how) as sock:
-        os.write(sock.fileno(), b"\x17\x03\x03\x00\x20" + bytes(32))  # a record that nobody has encrypted
+        os.write(sock.fileno(), b"\x17\x03\x03\x00\x20" + bytes(32))  # a record that is not encrypted
         with suppress(OSError):
             while sock.recv(2**16):
                 pass
@@ -101,14 +101,14 @@ def test_garbage_amid_tls_ends_the_connection_and_has_no_lines_of_grpcios(guarde
 
 
 def refusal(guarded: Guarded, **arguments: Any) -> str:
-    """Why a client cannot reach a server."""
+    """Returns why a client cannot connect."""
     with guarded.client(retries=False, **arguments) as client, pytest.raises(bngrad.UnavailableError) as refused:
         ask(client)
     return str(refused.value)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_the_client_takes_no_other_server(guarded: Guarded, transport: Transport, tmp_path: Path) -> None:
+def test_the_client_accepts_no_other_server(guarded: Guarded, transport: Transport, tmp_path: Path) -> None:
     own = guarded.alice
     unknown = bngrad.Tls(Authority(tmp_path, "unknown").path, own.certificate, own.key)
     assert "CERTIFICATE_VERIFY_FAILED" in refusal(guarded, tls=unknown, transport=transport)
@@ -118,53 +118,53 @@ def test_the_client_takes_no_other_server(guarded: Guarded, transport: Transport
     assert refusal(guarded, tls=False, transport=transport)
 
 
-def wait_until_greeted(guarded: Guarded, door: str, how: ssl.SSLContext, *, greeted: bool = True) -> None:
-    place = guarded.port(door)
+def wait_until_greeted(guarded: Guarded, listener: str, how: ssl.SSLContext, *, greeted: bool = True) -> None:
+    place = guarded.port(listener)
     wait_until(lambda: is_greeted(hear(place, how)) == greeted)
 
 
-def test_an_expired_server_is_refused_and_a_new_certificate_is_shown_without_restart(own_guarded: Guarded) -> None:
+def test_an_expired_certificate_is_refused_and_replaced_without_restart(own_guarded: Guarded) -> None:
     guarded = own_guarded
     how = context(guarded.authority, guarded.alice)
     with guarded.client() as client:
         ask(client)
-        for door in TCP_DOORS:
-            wait_until_greeted(guarded, door, how)
+        for listener in TCP_LISTENERS:
+            wait_until_greeted(guarded, listener, how)
         guarded.show(guarded.authority.issue(*HOSTS, expired=True))
-        for door in TCP_DOORS:
-            wait_until_greeted(guarded, door, how, greeted=False)
+        for listener in TCP_LISTENERS:
+            wait_until_greeted(guarded, listener, how, greeted=False)
         assert "CERTIFICATE_VERIFY_FAILED" in refusal(guarded, transport="stream")
         ask(client)  # on the connection that it has
     guarded.show(guarded.authority.issue(*HOSTS))
-    for door in TCP_DOORS:
-        wait_until_greeted(guarded, door, how)
+    for listener in TCP_LISTENERS:
+        wait_until_greeted(guarded, listener, how)
     with guarded.client() as client:
         ask(client)
 
 
-def test_clients_come_and_go_with_their_authorities(own_guarded: Guarded, tmp_path: Path) -> None:
+def test_the_client_authority_is_replaced_without_restart(own_guarded: Guarded, tmp_path: Path) -> None:
     guarded, other = own_guarded, Authority(tmp_path, "other")
     before = context(guarded.authority, guarded.alice)
     after = context(guarded.authority, other.issue("bob@work.example"))
     before.maximum_version = ssl.TLSVersion.TLSv1_2  # whose sessions are there at once
     sessions = {}
-    for door in TCP_DOORS:
-        with wrapped(socket.create_connection(guarded.port(door), 60), before) as sock:
+    for listener in TCP_LISTENERS:
+        with wrapped(socket.create_connection(guarded.port(listener), 60), before) as sock:
             assert isinstance(sock, ssl.SSLSocket)
-            sessions[door] = sock.session
+            sessions[listener] = sock.session
     with wrapped(socket.create_connection(guarded.port("own TCP"), 60), before) as held:
         held.sendall(_HELLO)
         assert is_greeted(held.recv(2**16))
         guarded.accept(other)
-        for door in TCP_DOORS:
-            wait_until_greeted(guarded, door, after)
-            assert not is_greeted(hear(guarded.port(door), before))
-            assert not is_greeted(hear(guarded.port(door), before, sessions[door]))
+        for listener in TCP_LISTENERS:
+            wait_until_greeted(guarded, listener, after)
+            assert not is_greeted(hear(guarded.port(listener), before))
+            assert not is_greeted(hear(guarded.port(listener), before, sessions[listener]))
         while held.recv(2**16):  # the connection of one who is accepted no more ends
             pass
 
 
-def test_tokens_come_and_go_without_restart(own_guarded: Guarded) -> None:
+def test_tokens_are_replaced_without_restart(own_guarded: Guarded) -> None:
     guarded = own_guarded
     token, line = new_token("bob")
 

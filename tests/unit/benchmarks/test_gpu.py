@@ -1,4 +1,4 @@
-"""What can be known of the GPU's benchmark where there is none."""
+"""The GPU benchmark's parts that need no GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks import bench_gpu
 ROOT = Path(__file__).parents[3]
 
 
-def test_a_case_that_fails_is_told_and_leaves_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failing_case_is_reported_and_the_others_run(capsys: pytest.CaptureFixture[str]) -> None:
     def fail() -> list[bench_gpu.Row]:
         raise RuntimeError("out of memory")
 
@@ -22,7 +22,7 @@ def test_a_case_that_fails_is_told_and_leaves_the_others(capsys: pytest.CaptureF
     assert "in fail" in capsys.readouterr().err
 
 
-def test_installed_packages_of_the_same_names_are_not_taken_for_ours(tmp_path: Path) -> None:
+def test_installed_packages_of_the_same_names_are_not_imported(tmp_path: Path) -> None:
     for name in ("benchmarks", "tests"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").touch()

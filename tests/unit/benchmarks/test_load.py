@@ -1,4 +1,4 @@
-"""The arithmetic of the load generator: when requests arrive, which they are, and what is made of their times."""
+"""The load generator's arithmetic: arrival times, the mix of requests, and the figures made of them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_deck_has_the_53_layers_in_every_variant_and_the_share_of_small_ones()
 
 
 @pytest.mark.parametrize("count", [0, 1, 236, 237])
-def test_as_many_requests_are_dealt_as_were_asked_for(count: int) -> None:
+def test_deal_returns_the_requested_count(count: int) -> None:
     assert len(mix.deal(mix.MIXED, count, rng())) == count
 
 
@@ -68,7 +68,7 @@ def test_latency_counts_from_when_a_request_was_due() -> None:
     assert step.percentiles == pytest.approx([1000] * len(measure.PERCENTILES))
 
 
-def test_goodput_counts_what_was_answered_rightly_between_the_first_second_and_the_end() -> None:
+def test_goodput_counts_right_answers_after_the_first_second() -> None:
     rows = [row(0.2, 0.2, 0.5), row(0.9, 0.9, 1.1), row(5, 5, 5.1), row(9.5, 9.5, 10.5)]
     rows += [row(5, 5, 6, status) for status in Status if status is not Status.OK]
     step = step_of(rows)
@@ -79,7 +79,7 @@ def test_goodput_counts_what_was_answered_rightly_between_the_first_second_and_t
     assert step.goodput_each_second == [1, 1, 0, 0, 0, 1, 0, 0, 0, 0]
 
 
-def test_lateness_is_the_generators_own_only_where_a_caller_was_free() -> None:
+def test_a_late_request_is_the_generators_fault_only_if_a_caller_was_free() -> None:
     step = step_of([row(2, 2, 3), row(2, 2.02, 3), row(2, 2.02, 3, waited=True), row(2, 2.02, 3, waited=True)])
     assert (step.late, step.no_caller) == (0.25, 0.5)
 
@@ -92,14 +92,14 @@ def test_requests_in_flight_are_those_sent_and_not_yet_answered() -> None:
     assert step_of([row(1, 1, 5), row(2, 2, 3), never_sent]).in_flight == 2
 
 
-def test_a_wrong_bit_or_one_that_was_not_written_again_is_found() -> None:
+def test_wrong_and_stale_bits_are_found() -> None:
     right = np.arange(10_000, dtype=np.float32)
     expected = Expected(right)
     answer = right.copy()
     assert expected.is_in(answer)
-    assert not expected.is_in(answer), "nobody wrote it again"
+    assert not expected.is_in(answer), "it was not written again"
     answer = right.copy()
-    answer[5] += 1  # where only a look at all elements finds it
+    answer[5] += 1  # found only by comparing all elements
     assert sum(not expected.is_in(answer.copy()) for _ in range(128)) == 2
 
 
@@ -118,7 +118,7 @@ def test_the_middle_turn_of_a_load_counts() -> None:
     assert [(step.multiple, step.counts["OK"]) for step in Results(2, turns=turns).steps] == [(1, 60), (2, 60)]
 
 
-def test_tables_go_between_the_marks_of_a_page_and_again_in_their_place(tmp_path: Path) -> None:
+def test_tables_replace_those_between_the_marks_of_a_page(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- measured: begin -->\nold\n<!-- measured: end -->\nafter\n")
     results = Results(2, saturation=[step_of([row(2, 2, 3)], multiple=None)])
