@@ -252,7 +252,7 @@ def test_an_unusable_address_is_reported_in_one_line(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_cannot_start_ends_the_server_with_a_reason() -> None:
-    code = "import sys; sys.executable = '/bin/false'; from bngrad_cli import main; main()"
+    code = "import sys; sys.executable = '/bin/false'; from bngrad_cli.main import main; main()"
     serve = [sys.executable, "-c", code, "serve", "--listen", "127.0.0.1:0"]
     ended = subprocess.run(serve, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1
