@@ -80,7 +80,7 @@ def test_a_call_that_is_cancelled_at_any_step_leaves_every_transport_usable(
 
 
 def cancelled_after(steps: int, client: bngrad.Client, request: PreparedRequest[bngrad.FusedBatchNormGradV2]) -> bool:
-    """Whether a call was cancelled by another thread, after so many calls of functions, before it ended."""
+    """Cancels a call from another thread after ``steps`` function calls; returns whether it had not ended by then."""
     cancellation, left = Cancellation(), steps
 
     def profile(frame: FrameType, event: str, argument: object) -> None:

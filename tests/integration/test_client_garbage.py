@@ -20,9 +20,9 @@ from bngrad_cli.embedded import EmbeddedServer
 SHAPES = [(2, 2, 2, 4), (4, 32, 32, 32)]
 TIMES = 2
 STOPPED_S = 0.05
-"""How long calls last that a stopped worker has."""
+"""The timeout of calls while the worker is stopped."""
 OURS = {"bngrad", "bngrad_protos", "bngrad_wire", "mmap", "numpy"}
-"""Modules of types whose objects must not wait for the collector; those of asyncio's own loops do."""
+"""Modules whose objects must not be in cycles; asyncio's own event loops are."""
 Servicer: TypeAlias = Callable[[str, Transport, tuple[int, ...], Callable[[bool], None]], None]
 
 

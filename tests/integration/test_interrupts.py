@@ -111,9 +111,9 @@ def test_ctrl_c_ends_a_call_and_the_client_stays_usable(
         assert running.communicate(timeout=TIMEOUT_S)[0] == "answered\n"
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Python swallows some
-def test_ctrl_c_between_any_two_steps_spares_the_client(server: EmbeddedServer) -> None:
-    """With memory in quarantine when a call starts, for it to release."""
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Python drops some interrupts
+def test_after_ctrl_c_at_any_step_the_client_stays_usable(server: EmbeddedServer) -> None:
+    """Each interrupted call begins with quarantined memory, which it must release."""
     x, stats = np.random.default_rng(0).normal(size=(2, 3, 3, 4)).astype(np.float32), np.ones(4, np.float32)
     with bngrad.Client(server.target, transport="shared") as client:
         expected = client.fused_batch_norm_grad_v2(x, x, stats, stats, stats).x_backprop
