@@ -21,8 +21,8 @@ demo: $(VENV)/server.stamp  ## Starts a CPU server and sends it real gradients
 test: $(VENV)/dev.stamp  ## Runs every test, two files at a time, since many wait rather than compute
 	$(BIN)/pytest --numprocesses 2 --dist loadfile
 
-test-fast: $(VENV)/dev.stamp  ## Runs the unit tests of client, wire, protos, server and command line, but for slow ones
-	$(BIN)/pytest --numprocesses 2 --dist worksteal -m "not slow" \
+test-fast: $(VENV)/dev.stamp  ## Runs the unit tests of client, wire, protos, server and command line, without slow ones; 4 at a time, as they wait
+	$(BIN)/pytest --numprocesses 4 --dist worksteal -m "not slow" \
 		$(addprefix tests/unit/,client wire protos server cli)
 
 test-kernels: $(VENV)/dev.stamp  ## Runs the tests of the CPU and CUDA kernels; the latter are emulated on the CPU

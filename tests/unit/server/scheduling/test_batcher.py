@@ -405,6 +405,7 @@ def is_poison(nbytes: int) -> bool:
     return nbytes % 17 == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("poisoned", [False, True], ids=["deaths by chance", "deaths by poison"])
 @pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("n_workers", range(1, 4))
