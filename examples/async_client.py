@@ -1,4 +1,4 @@
-"""Eight requests in flight at once, from one thread.
+"""Sends eight requests at once, from one thread.
 
 python examples/async_client.py localhost:50051
 """

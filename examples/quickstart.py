@@ -1,7 +1,7 @@
-"""The three ops, one call each.
+"""Calls the three first-order ops once each.
 
-python examples/quickstart.py                  starts a server of its own (needs bngrad[server])
-python examples/quickstart.py localhost:50051  asks the server there
+python examples/quickstart.py                  starts its own server (needs bngrad[server])
+python examples/quickstart.py localhost:50051  uses the server there
 """
 
 from __future__ import annotations

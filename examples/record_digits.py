@@ -1,8 +1,8 @@
 """Records batch-norm gradients of a real training: a small convolutional network learns scikit-learn's digits.
 
-    python examples/record_digits.py server/bngrad_cli/commands/digits.npz
+    python examples/record_digits.py cli/bngrad_cli/commands/digits.npz
 
-The file is what ``bngrad demo`` sends. Its entries are named ``<layer>.<input of the op>``, NCHW and float32; the
+``bngrad demo`` sends this file. Its entries are named ``<layer>.<input of the op>``, NCHW and float32; the
 variance is the biased one of the batch, without ``epsilon``.
 """
 
@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def train() -> dict[str, Any]:
-    """Trains the network, and returns what its batch norms saw in the last step."""
+    """Trains the network; returns the inputs of its batch norms in the last step."""
     digits = load_digits()
     images = torch.tensor(digits.images[:, None] / 16, dtype=torch.float32)
     labels = torch.tensor(digits.target)
@@ -57,7 +57,7 @@ def block(inputs: int, outputs: int) -> list[nn.Module]:
 
 
 def record(network: nn.Sequential, recorded: dict[str, Any]) -> list[Any]:
-    """Has every batch norm of a network write down its inputs, and the gradient of its output."""
+    """Makes every batch norm of a network record its inputs and the gradient of its output."""
 
     def forward(name: str, module: nn.BatchNorm2d, x: torch.Tensor, y: torch.Tensor) -> None:
         keep = recorded.__setitem__

@@ -1,4 +1,4 @@
-"""Gradients without a single copy, on one host: arrays in memory that is shared with the server.
+"""Computes gradients without copying, on one host: the arrays lie in memory shared with the server.
 
 python examples/shared_memory.py localhost:50051
 """
@@ -41,7 +41,7 @@ def main(target: str) -> None:
 
 
 def milliseconds(call: Callable[[], object], times: int = 7) -> float:
-    """The median time of a call."""
+    """Returns the median time of a call."""
     seconds = []
     for _ in range(times):
         start = time.perf_counter()

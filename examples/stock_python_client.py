@@ -1,4 +1,4 @@
-"""FusedBatchNormGradV3 on random tensors with nothing but gRPC and the generated code, as in any other language.
+"""Calls FusedBatchNormGradV3 on random tensors with only gRPC and the generated code, as in any other language.
 
     python examples/stock_python_client.py localhost:50051          sends a small batch
     python examples/stock_python_client.py unix:PATH 2048           sends a batch of 2048 images

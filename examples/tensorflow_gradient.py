@@ -1,4 +1,4 @@
-"""Has a server compute the gradients of TensorFlow's batch norm, in eager code and in graphs.
+"""Lets a server compute the gradients of TensorFlow's batch norm, in eager code and in graphs.
 
 python examples/tensorflow_gradient.py localhost:50051
 """
@@ -17,7 +17,7 @@ import bngrad
 
 
 def install(client: bngrad.Client) -> None:
-    """Puts a client in the place of TensorFlow's gradient ops, which can be differentiated once more."""
+    """Replaces TensorFlow's gradient ops by calls of the client; they can be differentiated once more."""
     gen_nn_ops.fused_batch_norm_grad_v2 = _op(client, client.fused_batch_norm_grad_v2)
     gen_nn_ops.fused_batch_norm_grad_v3 = _op(client, client.fused_batch_norm_grad_v3)
 
@@ -25,7 +25,7 @@ def install(client: bngrad.Client) -> None:
 def _op(client: bngrad.Client, method: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:
     def op(y_backprop: Any, x: Any, scale: Any, *reserves: Any, name: str | None = None, **arguments: Any) -> Any:
         spaces = {key: arguments.pop(key) for key in list(arguments) if key.startswith("reserve_space_")}
-        arguments["data_format"] = tf.compat.as_str(arguments.get("data_format", "NHWC"))  # TensorFlow hands over bytes
+        arguments["data_format"] = tf.compat.as_str(arguments.get("data_format", "NHWC"))  # TensorFlow passes bytes
         reserves = tuple(map(tf.convert_to_tensor, (*reserves, *spaces.values())))
 
         @tf.custom_gradient  # type: ignore[untyped-decorator] # TensorFlow has no types
@@ -48,7 +48,7 @@ def _op(client: bngrad.Client, method: Callable[..., tuple[Any, ...]]) -> Callab
 def _called(
     method: Callable[..., tuple[Any, ...]], tensors: Sequence[Any], arguments: dict[str, Any], like: Sequence[Any]
 ) -> Any:
-    """Calls the client with tensors; the outputs have the dtypes and shapes of others."""
+    """Calls the client with tensors; the outputs have the dtypes and shapes of ``like``."""
 
     def call(*arrays: Any) -> list[Any]:
         try:

@@ -1,4 +1,4 @@
-// FusedBatchNormGradV3 on random tensors, from C++, compared with the formula in double precision.
+// Calls FusedBatchNormGradV3 on random tensors and compares the result with the formula in double precision.
 //
 //   client localhost:50051          sends a small batch
 //   client unix:PATH 2048           sends a batch of 2048 images
@@ -79,7 +79,7 @@ Gradients Expected(const Inputs& in) {
   return out;
 }
 
-// The host must be little-endian, as data is.
+// The host must be little-endian: so is Tensor.data.
 pb::Tensor ToTensor(const Floats& values, const std::vector<int64_t>& shape) {
   pb::Tensor tensor;
   tensor.set_dtype(pb::DATA_TYPE_FLOAT32);

@@ -1,4 +1,4 @@
-// FusedBatchNormGradV3 on random tensors, from Node.js, compared with the formula in double precision.
+// Calls FusedBatchNormGradV3 on random tensors and compares the result with the formula in double precision.
 //
 //   node client.mjs localhost:50051          sends a small batch
 //   node client.mjs unix:PATH 2048           sends a batch of 2048 images
@@ -61,13 +61,13 @@ function expectedGradients({ yBackprop, x, scale, mean, variance }) {
   return { xBackprop, scaleBackprop: sumDyXc.map((value, c) => rstd[c] * value), offsetBackprop: sumDy };
 }
 
-// The host must be little-endian, as data is.
+// The host must be little-endian: so is Tensor.data.
 function toTensor(values, shape) {
   return { dtype: "DATA_TYPE_FLOAT32", shape, data: Buffer.from(values.buffer, values.byteOffset, values.byteLength) };
 }
 
 function matches(name, { shape, data }, expected, tolerance) {
-  const values = new Float32Array(Uint8Array.from(data).buffer); // a copy, because data may lie unaligned
+  const values = new Float32Array(Uint8Array.from(data).buffer); // a copy, because data may be unaligned
   if (values.length !== expected.length) throw new Error(`${name} has a wrong size`);
   const largest = expected.reduce((most, value) => Math.max(most, Math.abs(value)), 0);
   const error = values.reduce((most, value, i) => Math.max(most, Math.abs(value - expected[i])), 0) / largest;
