@@ -46,19 +46,7 @@ class CallRunner:
         insecure: bool,
         options: Iterable[_validation.ChannelOption],
     ) -> None:
-        """Checks the arguments, which are those of `bngrad.Client`; connects to nothing yet.
-
-        Args:
-            kind: The name of the client's class.
-            target: The server's address, or several.
-            timeout: The timeout of calls that are given none, in seconds.
-            transport: How tensors travel.
-            retries: Whether failed calls are repeated.
-            tls: Whether and how TCP connections are encrypted.
-            token: What identifies the client to the server.
-            insecure: Whether the token may be sent without TLS.
-            options: gRPC channel arguments.
-        """
+        """Checks the arguments, which are those of `bngrad.Client` after the class's name; connects to nothing yet."""
         targets = _validation.check_targets(target)
         self.name = f"{kind}({(target if isinstance(target, str) else targets)!r})"
         self._timeout = _validation.check_timeout(timeout)
@@ -86,16 +74,7 @@ class CallRunner:
         return Deadline.after(self._timeout if timeout is None else _validation.check_timeout(timeout))
 
     def run(self, request: PreparedRequest[Result], deadline: Deadline, cancellation: Cancellation) -> Result:
-        """Makes a call.
-
-        Args:
-            request: What to send.
-            deadline: When to give up.
-            cancellation: Lets another thread end the call.
-
-        Raises:
-            BngradError: See `bngrad.Client`.
-        """
+        """Makes a call; raises the errors of `bngrad.Client`."""
         return self._run(lambda server: server.run(request, deadline, cancellation), deadline, cancellation)
 
     def server_info(self, deadline: Deadline, cancellation: Cancellation) -> ServerInfo:

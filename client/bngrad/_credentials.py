@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import ipaddress
 import os
 import socket
 import ssl
@@ -16,6 +15,7 @@ import grpc
 
 from bngrad._errors import FieldViolation, invalid_argument
 from bngrad._validation import ChannelOption, host_and_port_of
+from bngrad_wire.addresses import format_host_port, is_local
 from bngrad_wire.http2 import tls
 
 Token: TypeAlias = str | os.PathLike[str] | Callable[[], str]
@@ -88,13 +88,7 @@ class Credentials:
     """The credentials for one server: TLS and the token."""
 
     def __init__(self, security: Security, target: str, name: str | None = None) -> None:
-        """Reads nothing yet.
-
-        Args:
-            security: The client's options.
-            target: The server's address.
-            name: The host name that the address was resolved from; None if the target has it.
-        """
+        """Reads nothing yet; ``name`` is the host name that the target was resolved from, None if it has the name."""
         self._tls = None if target.startswith(_LOCAL_SCHEMES) else security.tls
         self._token = security.token
         self._target = target
@@ -196,9 +190,4 @@ def _no_password() -> str:
 def _is_local(target: str) -> bool:
     """Returns whether a target is on this host."""
     address = host_and_port_of(target)
-    if address is None:
-        return target.startswith(_LOCAL_SCHEMES)
-    try:
-        return ipaddress.ip_address(address[0]).is_loopback
-    except ValueError:
-        return address[0] == "localhost"
+    return target.startswith(_LOCAL_SCHEMES) if address is None else is_local(format_host_port(*address))

@@ -131,13 +131,7 @@ def is_encodable(text: str) -> bool:
 
 
 def from_rpc_error(error: grpc.RpcError, target: str, timeout: float | None) -> BngradError:
-    """Converts an error of grpcio into one of the client.
-
-    Args:
-        error: The error that a call of a gRPC channel raised.
-        target: The address that was called.
-        timeout: The timeout of the call in seconds; None for no limit.
-    """
+    """Converts the error that a call of a gRPC channel raised; see `from_status`."""
     # Channels raise errors that are also a grpc.Call, which their type does not say.
     assert isinstance(error, grpc.Call)
     payloads = [value for key, value in error.trailing_metadata() or () if key == _STATUS_DETAILS_KEY]

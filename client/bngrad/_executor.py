@@ -19,12 +19,7 @@ class DaemonExecutor(Executor):
     """A ``ThreadPoolExecutor`` of daemon threads: the interpreter does not wait for them at exit."""
 
     def __init__(self, max_workers: int, thread_name: str) -> None:
-        """Starts no thread yet.
-
-        Args:
-            max_workers: The most threads.
-            thread_name: The name of each thread.
-        """
+        """Starts no thread yet."""
         self._max_workers = max_workers
         self._thread_name = thread_name
         self._count = 0

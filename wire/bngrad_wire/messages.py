@@ -7,7 +7,7 @@ wire are exactly protobuf's: https://protobuf.dev/programming-guides/encoding/.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
@@ -136,32 +136,12 @@ class Decoder(Generic[AnyMessage]):
         return Layout(message, tensors, _skeleton(data, elements.values()))
 
 
-def encode(tensors: Sequence[tuple[int, pb.Tensor, Buffer]], others: Message) -> list[Buffer]:
-    """Returns a message in pieces; the given buffers of elements are among them, not copied.
-
-    Args:
-        tensors: For each tensor: the number of its field, the tensor without elements, the elements.
-        others: A message with all other fields.
-    """
-    pieces: list[Buffer] = []
-    for number, header, data in tensors:
-        pieces += (tensor_prefix(number, header, len(data)), data)
-    pieces.append(others.SerializeToString())
-    return pieces
-
-
 def tensor_prefix(number: int, header: pb.Tensor, nbytes: int) -> bytes:
-    """Returns what precedes a tensor's elements: tag and length of the field, header, tag and length of the elements.
-
-    Args:
-        number: The number of the field.
-        header: The tensor without elements.
-        nbytes: The size of the elements.
-    """
+    """Returns what precedes a tensor's elements: tag and length of the field, header, tag and length of these."""
     inner = header.SerializeToString()
     if nbytes:
-        inner += _tag(_DATA_FIELD, _LEN) + _varint(nbytes)
-    return _tag(number, _LEN) + _varint(len(inner) + nbytes) + inner
+        inner += field_prefix(_DATA_FIELD, nbytes)
+    return field_prefix(number, len(inner) + nbytes) + inner
 
 
 def field_prefix(number: int, nbytes: int) -> bytes:
@@ -170,13 +150,7 @@ def field_prefix(number: int, nbytes: int) -> bytes:
 
 
 def chunks(number: int, data: memoryview, chunk_nbytes: int) -> Iterator[list[Buffer]]:
-    """Yields messages, in pieces, each with the next bytes of ``data`` as its only field.
-
-    Args:
-        number: The number of the field.
-        data: What to send; of format "B".
-        chunk_nbytes: The size of each chunk; the last may be smaller.
-    """
+    """Yields messages, in pieces, each with the next bytes of ``data``, of format "B", as its only field."""
     for start in range(0, len(data), chunk_nbytes):
         chunk = data[start : start + chunk_nbytes]
         yield [field_prefix(number, len(chunk)), chunk]
@@ -222,11 +196,7 @@ class WholeMessages:
     """A `MessageSource` whose messages arrive whole, as from grpcio."""
 
     def __init__(self, receive: Callable[[], bytes | None]) -> None:
-        """Reads from a stream.
-
-        Args:
-            receive: Waits for the next message; returns None at the end of the stream.
-        """
+        """Reads from a stream; ``receive`` waits for its next message, and returns None at its end."""
         self._receive = receive
         self._rest = memoryview(b"")
 

@@ -21,9 +21,8 @@ def new_token(name: str) -> tuple[str, str]:
         ValueError: The name has characters that the file cannot hold.
     """
     if _NAME.fullmatch(name) is None:
-        raise ValueError(
-            f"a name must be 1 to 64 letters, digits or . _ @ -, the first a letter or digit, not {name!r}"
-        )
+        expected = "1 to 64 letters, digits or . _ @ -, the first a letter or digit"
+        raise ValueError(f"a name must be {expected}, not {name!r}")
     token = _PREFIX + secrets.token_urlsafe(32)
     return token, f"{name} sha256:{hash_token(token).hex()}"
 

@@ -59,11 +59,7 @@ class Resolver:
     """
 
     def __init__(self, targets: Sequence[str]) -> None:
-        """Looks nothing up yet.
-
-        Args:
-            targets: The client's targets.
-        """
+        """Looks nothing up yet."""
         self._resolved = {target: [target] for target in targets}
         self.has_names = any(hostname_and_port_of(target) for target in targets)
         self._mutex = threading.Lock()

@@ -63,12 +63,7 @@ class RetryBudget:
 
 
 class Attempts:
-    """The attempts of one call, once its first has failed.
-
-    Args:
-        deadline: The deadline of the call.
-        started_at: When the call started, on the monotonic clock.
-    """
+    """The attempts of one call, once its first has failed."""
 
     def __init__(self, deadline: Deadline, started_at: float) -> None:
         self._deadline = deadline
@@ -100,12 +95,7 @@ class Attempts:
         return {server for server, at in self._ready_at.items() if at > now}
 
     def wait(self, is_hopeless: bool, cancellation: Cancellation) -> None:
-        """Waits until a server may be tried again; raises the last error if that would not help.
-
-        Args:
-            is_hopeless: Whether not to wait for an unavailable server.
-            cancellation: Lets another thread end the wait.
-        """
+        """Waits until a server may be tried again; raises the last error if that would not help or ``is_hopeless``."""
         now = time.monotonic()
         seconds = min((at - now for at in self._ready_at.values() if at > now), default=0.0)
         if isinstance(self._last, UnavailableError):

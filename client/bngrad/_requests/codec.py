@@ -61,13 +61,13 @@ def view_of(array: Array) -> memoryview:
 
 def tensor_pieces(number: int, array: Array) -> tuple[Buffer, Buffer]:
     """Returns the pieces of a tensor field with its elements."""
-    return _prefix(number, array.dtype, array.shape, array.nbytes), data_of(array)
+    return header_piece(number, array.dtype, array.shape, array.nbytes), data_of(array)
 
 
 @functools.lru_cache(maxsize=1024)
-def header_piece(number: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
-    """Returns a tensor field without elements."""
-    return messages.tensor_prefix(number, pb.Tensor(dtype=_DATA_TYPES[dtype], shape=shape), 0)
+def header_piece(number: int, dtype: np.dtype[Any], shape: tuple[int, ...], nbytes: int = 0) -> bytes:
+    """Returns a tensor field without elements, or up to its elements of this size."""
+    return messages.tensor_prefix(number, pb.Tensor(dtype=_DATA_TYPES[dtype], shape=shape), nbytes)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -90,21 +90,11 @@ def attributes_piece(message_type: Callable[..., Message], attributes: tuple[tup
     return message_type(**dict(attributes)).SerializeToString()
 
 
-@functools.lru_cache(maxsize=1024)
-def _prefix(number: int, dtype: np.dtype[Any], shape: tuple[int, ...], nbytes: int) -> bytes:
-    return messages.tensor_prefix(number, pb.Tensor(dtype=_DATA_TYPES[dtype], shape=shape), nbytes)
-
-
 class ResponseReader:
     """Reads the responses of an op."""
 
     def __init__(self, message_type: type[Message], large: int) -> None:
-        """Reads none yet.
-
-        Args:
-            message_type: The class of the responses.
-            large: How many of its first tensors have the shape of x.
-        """
+        """Reads none yet; ``large`` is how many of the first tensors have the shape of x."""
         self._name = message_type.DESCRIPTOR.name
         self._fields = [field.name for field in message_type.DESCRIPTOR.fields]
         self._large = large
@@ -152,9 +142,8 @@ class ResponseReader:
             span = layout.tensors[field]
             dtype, shape = _DTYPES.get(span.header.dtype), tuple(span.header.shape)
             if dtype is None:
-                raise InternalError(
-                    f"the server's {field} has the dtype {span.header.dtype}, which this client does not know"
-                )
+                has = f"the dtype {span.header.dtype}, which this client does not know"
+                raise InternalError(f"the server's {field} has {has}")
             expected = 0 if apart and i < self._large else math.prod(shape) * dtype.itemsize
             if min(shape, default=0) < 0 or span.nbytes != expected:
                 raise InternalError(f"the server's {field} has {span.nbytes} bytes for shape {shape} of {dtype.name}")

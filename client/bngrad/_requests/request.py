@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 
 
 class OpSchema(Generic[Result]):
-    """The messages of an op.
+    """The messages of an op, whose result class has the name of its gRPC method.
 
     Attributes:
         method: The path of the gRPC method.
@@ -43,15 +43,9 @@ class OpSchema(Generic[Result]):
         result: Makes the result from the response's tensors.
     """
 
-    def __init__(
-        self,
-        name: str,
-        request_type: type[Message],
-        response_type: type[Message],
-        result: Callable[..., Result],
-        *,
-        large: tuple[str, ...],
-    ) -> None:
+    def __init__(self, result: type[Result], *, large: tuple[str, ...]) -> None:
+        name = result.__name__
+        request_type: type[Message] = getattr(pb, f"{name}Request")
         descriptor = request_type.DESCRIPTOR
         parts = pb.ExchangeRequest.DESCRIPTOR.fields
         self.method = f"/{SERVICE}/{name}"
@@ -60,7 +54,7 @@ class OpSchema(Generic[Result]):
         self.large = large
         self.fields = {field.name: field.number for field in descriptor.fields}
         self.location_numbers = [number for field, number in self.fields.items() if field.endswith("_location")]
-        self.response = codec.ResponseReader(response_type, len(self.location_numbers))
+        self.response = codec.ResponseReader(getattr(pb, f"{name}Response"), len(self.location_numbers))
         self.result = result
         self._request_type: Callable[..., Message] = request_type
 
@@ -83,9 +77,9 @@ class OpSchema(Generic[Result]):
         small = codec.to_wire_layout(as_arrays(given))
         # The op ignores the elements of reserve_space_3, so they are not sent.
         ignored = small.pop("reserve_space_3", None)
-        header = (
-            b"" if ignored is None else codec.header_piece(self.fields["reserve_space_3"], ignored.dtype, ignored.shape)
-        )
+        header = b""
+        if ignored is not None:
+            header = codec.header_piece(self.fields["reserve_space_3"], ignored.dtype, ignored.shape)
         large = dict(zip(self.large, map(small.pop, self.large), strict=True))
         others = {**large, **small}
         outputs = self._outputs(out)
@@ -190,17 +184,7 @@ class PreparedRequest(Generic[Result]):
 
 
 def _check_out(name: str, out: Any, others: Mapping[str, Array]) -> None:
-    """Checks an array that an output of the shape of x is to be put into.
-
-    Args:
-        name: The name of the argument, for errors.
-        out: The argument.
-        others: The arrays that it must not overlap; it must have the dtype and shape of the first.
-
-    Raises:
-        TypeError: It is no NumPy array.
-        InvalidArgumentError: It has another dtype or shape, is read-only, or overlaps another array.
-    """
+    """Checks an array for an output: it must be like the first of the others, be writeable, and overlap none."""
     if not isinstance(out, np.ndarray):
         raise TypeError(f"{name} must be a NumPy array, not {type(out).__name__}")
     like = next(iter(others.values()))

@@ -30,14 +30,7 @@ class UnreachableError(LeaseError):
 def lease_region(
     path: str, nbytes: int, authorization: str, deadline: Deadline, cancellation: Cancellation
 ) -> tuple[socket.socket, bytes, int]:
-    """Leases a region of a server on this host.
-
-    Args:
-        path: The Unix socket where the server leases regions.
-        nbytes: The size of the region.
-        authorization: What identifies the client; empty for nothing.
-        deadline: When to give up.
-        cancellation: Lets another thread end the wait.
+    """Leases a region of a server on this host, at the path of its Unix socket for regions.
 
     Returns:
         The connection that keeps the lease, the region's key, its file descriptor.

@@ -134,12 +134,7 @@ class PoolBlock:
 
 
 class Pool:
-    """Blocks of memory for arrays.
-
-    Args:
-        path: The Unix socket where a server leases regions; None for the client's own memory.
-        credentials: What identifies the client to the server, and TLS.
-    """
+    """Blocks of memory for arrays: the client's own, or of a server that leases regions at a Unix socket's path."""
 
     def __init__(self, path: str | None, credentials: Credentials = NO_CREDENTIALS) -> None:
         self._path = path
@@ -226,7 +221,8 @@ class Pool:
         """Returns a block of the existing regions."""
         with self._mutex:
             self._collect()
-            block = self._reuse(nbytes) or self._cut(nbytes)
+            free = self._free.get(nbytes)
+            block = free.pop() if free else self._cut(nbytes)
             if block is not None:
                 block.region.blocks += 1
             return block
@@ -237,10 +233,6 @@ class Pool:
             block.region.blocks -= 1
             if block.region in self._regions:
                 self._free.setdefault(block.nbytes, []).append(block)
-
-    def _reuse(self, nbytes: int) -> PoolBlock | None:
-        free = self._free.get(nbytes)
-        return free.pop() if free else None
 
     def _cut(self, nbytes: int) -> PoolBlock | None:
         """Returns a new block of a region that has room, or that has no arrays left and can start again."""

@@ -90,13 +90,7 @@ class Quarantine:
         self._closed = False
 
     def add(self, output: Array, region: PoolRegion, call: AbandonedCall) -> None:
-        """Quarantines an output.
-
-        Args:
-            output: The array that the server may still write.
-            region: Its region, which the caller has held; the quarantine releases it.
-            call: The call that failed.
-        """
+        """Quarantines an output of a call that failed; releases its region, which the caller has held."""
         entry = _Entry(output, region, call)
         with self._mutex:
             if self._closed:

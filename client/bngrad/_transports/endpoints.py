@@ -79,12 +79,7 @@ class EndpointDiscovery:
     """Knows the endpoints of one server."""
 
     def __init__(self, target: str, credentials: Credentials) -> None:
-        """Asks nothing yet.
-
-        Args:
-            target: The server's address.
-            credentials: What identifies the client to the server, and TLS.
-        """
+        """Asks nothing yet."""
         self._credentials = credentials
         self._target = target
         self._mutex = threading.Lock()
@@ -95,11 +90,6 @@ class EndpointDiscovery:
 
     def endpoints(self, ask: Ask, deadline: Deadline, cancellation: Cancellation) -> Endpoints:
         """Returns the endpoints; asks the server for them if they are unknown or stale.
-
-        Args:
-            ask: Asks the server.
-            deadline: When to give up.
-            cancellation: Lets another thread end the wait.
 
         Raises:
             BngradError: The server does not answer, or the client was closed.

@@ -44,13 +44,7 @@ class Http2Transport:
     """Tensors of at least this size are better exchanged in chunks."""
 
     def __init__(self, address: tuple[str, int] | str, target: str, credentials: Credentials = NO_CREDENTIALS) -> None:
-        """Connects to nothing yet.
-
-        Args:
-            address: Host and port, or the path of a Unix socket.
-            target: The server's name in errors.
-            credentials: What identifies the client to the server, and TLS.
-        """
+        """Connects to nothing yet; ``target`` is the server's name in errors."""
         self.address = address
         self._target = target
         self._credentials = credentials

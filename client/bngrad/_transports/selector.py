@@ -47,15 +47,7 @@ class TransportSelector:
         quarantine: Quarantine,
         credentials: Credentials,
     ) -> None:
-        """Connects to nothing yet.
-
-        Args:
-            target: The server's address.
-            transport: The client's choice; "auto" for the fastest that there is.
-            options: gRPC channel arguments.
-            quarantine: The outputs of failed calls, of this server or another one.
-            credentials: What identifies the client to the server, and TLS.
-        """
+        """Connects to nothing yet; the quarantine is the client's, so it also has outputs of other servers."""
         self.has_answered = False
         self._target = target
         self._preference = transport
@@ -66,16 +58,7 @@ class TransportSelector:
         self._discovery = EndpointDiscovery(target, credentials)
 
     def run(self, request: PreparedRequest[Result], deadline: Deadline, cancellation: Cancellation) -> Result:
-        """Makes a call, without retries.
-
-        Args:
-            request: What to send.
-            deadline: When to give up.
-            cancellation: Lets another thread end the call.
-
-        Raises:
-            BngradError: See `bngrad.Client`.
-        """
+        """Makes a call, without retries; raises the errors of `bngrad.Client`."""
         self._wait_for_quarantine(request, deadline, cancellation)
         if self._preference == "unary":
             return self._send(request, self._grpcio, deadline, cancellation)

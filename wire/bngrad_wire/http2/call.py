@@ -155,9 +155,8 @@ class BaseCall(Stream):
             self._reject_compressed()
             raise RpcError(Status.UNIMPLEMENTED, "the message is compressed, which is not supported")
         if compressed:
-            self._connection.connection_error(
-                ErrorCode.PROTOCOL_ERROR, f"a message is flagged {compressed}, neither 0 nor 1"
-            )
+            reason = f"a message is flagged {compressed}, neither 0 nor 1"
+            self._connection.connection_error(ErrorCode.PROTOCOL_ERROR, reason)
         self.remaining = size
         return int(size)
 

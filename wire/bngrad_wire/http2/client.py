@@ -137,9 +137,8 @@ class ClientCall(BaseCall):
                 return
             self.failure = error_of_http(http or "missing")
         elif not end:
-            self._connection.connection_error(
-                ErrorCode.PROTOCOL_ERROR, f"the trailers of stream {self.id} do not end it"
-            )
+            reason = f"the trailers of stream {self.id} do not end it"
+            self._connection.connection_error(ErrorCode.PROTOCOL_ERROR, reason)
         else:
             self.failure = header_block.parse_status(headers)
             self._status_seen = True

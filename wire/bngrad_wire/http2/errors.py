@@ -73,7 +73,7 @@ class Status(IntEnum):
     UNAUTHENTICATED = 16
 
 
-_STATUS_OF_RESET = {
+_STATUS_OF_RESET: dict[int, Status] = {
     ErrorCode.REFUSED_STREAM: Status.UNAVAILABLE,
     ErrorCode.CANCEL: Status.CANCELLED,
     ErrorCode.ENHANCE_YOUR_CALM: Status.RESOURCE_EXHAUSTED,
@@ -99,16 +99,10 @@ def error_name(code: int) -> str:
 
 def error_of_reset(code: int) -> RpcError:
     """Maps the code of RST_STREAM to a status (PROTOCOL-HTTP2.md, "Errors")."""
-    status = (
-        _STATUS_OF_RESET.get(ErrorCode(code), Status.INTERNAL)
-        if code <= ErrorCode.HTTP_1_1_REQUIRED
-        else Status.INTERNAL
-    )
-    return RpcError(status, f"the peer reset the call with {error_name(code)}")
+    return RpcError(_STATUS_OF_RESET.get(code, Status.INTERNAL), f"the peer reset the call with {error_name(code)}")
 
 
 def error_of_http(status: str) -> RpcError:
     """Maps an HTTP status that came without a gRPC one (http-grpc-status-mapping.md)."""
-    return RpcError(
-        _STATUS_OF_HTTP.get(status, Status.UNKNOWN), f"the peer answered with HTTP status {status}, not gRPC"
-    )
+    code = _STATUS_OF_HTTP.get(status, Status.UNKNOWN)
+    return RpcError(code, f"the peer answered with HTTP status {status}, not gRPC")

@@ -119,9 +119,8 @@ class ServerConnection(BaseConnection):
         if not self._preface_seen:
             so_far = bytes(io.buffer[io.low : min(io.high, io.low + len(frames.PREFACE))])
             if not frames.PREFACE.startswith(so_far):
-                self.connection_error(
-                    ErrorCode.PROTOCOL_ERROR, f"the client does not begin with the preface of HTTP/2: {so_far!r}"
-                )
+                reason = f"the client does not begin with the preface of HTTP/2: {so_far!r}"
+                self.connection_error(ErrorCode.PROTOCOL_ERROR, reason)
             if so_far == frames.PREFACE:
                 io.low += len(frames.PREFACE)
                 self._preface_seen = True
@@ -137,9 +136,8 @@ class ServerConnection(BaseConnection):
         call = ServerCall(self, stream_id, headers)
         call.ended = end
         self.stream = call
-        if headers.get(":method") != "POST" or not headers.get("content-type", "").startswith(
-            header_block.CONTENT_TYPE
-        ):
+        content_type = headers.get("content-type", "")
+        if headers.get(":method") != "POST" or not content_type.startswith(header_block.CONTENT_TYPE):
             call.end_with(_NOT_GRPC_BLOCK)
         elif not call.path:
             call.end(Status.INTERNAL, "the call has no :path")
