@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import sys
 
-_EXTRAS = {
-    "click": "cli",
-    "rich": "cli",
-    "grpc_channelz": "server",
-    "grpc_health": "server",
-    "grpc_reflection": "server",
-    "grpc_status": "server",
-    "h11": "server",
-    "numba": "server",
-    "prometheus_client": "server",
-    "pydantic": "server",
-    "pydantic_settings": "server",
-}
-"""The modules that a command may lack, and the extra that installs each."""
+_MODULES = {
+    "cli": ("click", "rich"),
+    "server": (
+        "grpc_channelz", "grpc_health", "grpc_reflection", "grpc_status", "h11", "numba", "prometheus_client",
+        "pydantic", "pydantic_settings",
+    ),
+}  # fmt: skip
+"""The modules that a command may lack, by the extra that installs them."""
 
 
 def main() -> None:
@@ -27,9 +21,9 @@ def main() -> None:
 
         command_line.main(prog_name="bngrad")
     except ModuleNotFoundError as error:
-        if error.name not in _EXTRAS:
+        extra = next((extra for extra, modules in _MODULES.items() if error.name in modules), None)
+        if extra is None:
             raise
-        extra = _EXTRAS[error.name]
         sys.exit(f"bngrad: this command needs the module {error.name}: pip install 'bngrad[{extra}]'")
 
 

@@ -49,13 +49,7 @@ def _server(target: Target) -> str:
 
 
 def _round_trips(transport: str, expected: list[Outputs], target: Target) -> str:
-    """Fails unless every result is right, and has the same bits over every transport.
-
-    Args:
-        transport: The argument of `bngrad.Client`.
-        expected: The results over the first transport, whose step fills the list.
-        target: The server.
-    """
+    """Fails unless every result is right, and has the bits ``expected``, which the first transport's step fills in."""
     requests = list(_requests())
     with target.client(transport=transport) as client:
         got = [request.send(client) for request in requests]

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from types import TracebackType
 from typing import IO
 
 from bngrad_server.runtime.processes import end_process
@@ -65,9 +64,7 @@ class EmbeddedServer:
         self.target = ready[1]
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.stop()
         self._stderr.close()
 

@@ -73,16 +73,8 @@ def measure(
 ) -> None:
     """Sends a request again and again from several threads, each after its last call was answered.
 
-    Ctrl-C sets ``stopping`` and closes the client; the calls answered until then count.
-
-    Args:
-        client: Makes the calls.
-        request: The request.
-        measurement: Gets the results.
-        seconds: How long to send.
-        callers: The number of threads.
-        stopping: Ends the measurement early when set.
-        on_tick: Called ten times a second meanwhile.
+    Ctrl-C sets ``stopping`` and closes the client; the calls answered until then count. ``on_tick`` is called ten
+    times a second meanwhile.
     """
     began = time.perf_counter()
     try:

@@ -119,11 +119,7 @@ def _option(name: str, field: FieldInfo) -> Callable[[Command], Command]:
 
 
 def load(config: Path | None, flags: dict[str, Any]) -> tuple[ServerConfig, list[Setting]]:
-    """Returns the settings in effect: flags override the environment, which overrides the file.
-
-    Args:
-        config: The file, if there is one.
-        flags: The values of the flags; None or empty for those not given.
+    """Returns the settings in effect: flags, unless None or empty, override the environment, which overrides the file.
 
     Raises:
         SettingsError: A setting is invalid or unknown, or the file cannot be read.

@@ -85,9 +85,9 @@ def _screen(address: str, status: dict[str, Any]) -> RenderableType:
 
 
 def _head(address: str, server: dict[str, Any]) -> RenderableType:
-    state = (
-        ("ready", "bold green") if server["ready"] else ("stopping" if server["stopping"] else "not ready", "bold red")
-    )
+    state = ("stopping" if server["stopping"] else "not ready", "bold red")
+    if server["ready"]:
+        state = ("ready", "bold green")
     up_s = int(server["time"] - server["started_at"])
     up = f"{up_s // 3600}:{up_s // 60 % 60:02}:{up_s % 60:02}"
     return Text.assemble(("bngrad ", "bold"), server["version"], f" on {address}: ", state, f", up {up}")
@@ -97,13 +97,12 @@ def _numbers(server: dict[str, Any], points: list[dict[str, Any]]) -> Renderable
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for name in ("requests/s", "failed/s", "tensors/s", "median", "99 %", "waiting", "in flight", "arena"):
         table.add_column(name, no_wrap=True, justify="right")
-    last: dict[str, Any] = (
-        points[-1] if points else {"answered": 0.0, "failed": 0.0, "bytes": 0.0, "p50": None, "p99": None}
-    )
+    idle = {"answered": 0.0, "failed": 0.0, "bytes": 0.0, "p50": None, "p99": None}
+    last: dict[str, Any] = points[-1] if points else idle
     table.add_row(
         f"{last['answered']:.0f}",
         Text(f"{last['failed']:.0f}", style="red" if last["failed"] else ""),
-        f"{_size(last['bytes'])}",
+        _size(last["bytes"]),
         _seconds(last["p50"]),
         _seconds(last["p99"]),
         str(server["queue"]["requests"]),
