@@ -88,11 +88,7 @@ class Problem(_Extent):
         reserve_space_2: Array,
     ) -> Problem:
         """A problem with the given inputs and newly allocated outputs."""
-        outputs = (
-            _tensor(spec),
-            np.empty(spec.channels, spec.stats_dtype),
-            np.empty(spec.channels, spec.stats_dtype),
-        )
+        outputs = (_tensor(spec), np.empty(spec.channels, spec.stats_dtype), np.empty(spec.channels, spec.stats_dtype))
         return cls(spec, y_backprop, x, scale, reserve_space_1, reserve_space_2, *outputs)
 
 

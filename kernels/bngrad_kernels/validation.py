@@ -7,6 +7,7 @@ headers of one op's inputs and its attributes, and returns the `Spec` that all b
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -62,11 +63,13 @@ def fused_batch_norm_grad_v3_spec(  # noqa: D417
     data_format: str = "NHWC",
     is_training: bool = True,
     reserve_space_2_kind: ReserveSpace2Kind = ReserveSpace2Kind.VARIANCE,
+    data_formats: Mapping[str, DataFormat] = V3_DATA_FORMATS,
 ) -> Spec:
     """Validates a request for TensorFlow's ``FusedBatchNormGradV3``.
 
     Args:
         reserve_space_3: float32 of any shape. Its contents are ignored, so its payload may be empty.
+        data_formats: The formats that are allowed.
 
     Raises:
         InvalidArgumentError: Names every field that does not meet the op's contract.
@@ -76,33 +79,16 @@ def fused_batch_norm_grad_v3_spec(  # noqa: D417
         check.dtype("reserve_space_3", reserve_space_3, (FLOAT32,))
         if reserve_space_3.nbytes:
             check.payload("reserve_space_3", reserve_space_3)
-    return _tensorflow_spec(
-        check, V3_DATA_FORMATS, y_backprop, x, scale, reserve_space_1, reserve_space_2,
-        epsilon, data_format, is_training, reserve_space_2_kind,
-    )  # fmt: skip
+    axis = check.tensors("x", x, data_format, data_formats, y_backprop=y_backprop)
+    stats = {"scale": scale, "reserve_space_1": reserve_space_1, "reserve_space_2": reserve_space_2}
+    check.stats("x", x, axis, (FLOAT32,), **stats)
+    check.epsilon(epsilon, zero_allowed=True)
+    check.raise_violations()
+    return Spec(x.dtype, x.shape, axis, FLOAT32, epsilon, is_training, reserve_space_2_kind)
 
 
-def fused_batch_norm_grad_v2_spec(
-    y_backprop: TensorHeader,
-    x: TensorHeader,
-    scale: TensorHeader,
-    reserve_space_1: TensorHeader,
-    reserve_space_2: TensorHeader,
-    *,
-    epsilon: float = 1e-4,
-    data_format: str = "NHWC",
-    is_training: bool = True,
-    reserve_space_2_kind: ReserveSpace2Kind = ReserveSpace2Kind.VARIANCE,
-) -> Spec:
-    """Validates a request for TensorFlow's ``FusedBatchNormGradV2``.
-
-    Raises:
-        InvalidArgumentError: Names every field that does not meet the op's contract.
-    """
-    return _tensorflow_spec(
-        _Checker(), V2_DATA_FORMATS, y_backprop, x, scale, reserve_space_1, reserve_space_2,
-        epsilon, data_format, is_training, reserve_space_2_kind,
-    )  # fmt: skip
+fused_batch_norm_grad_v2_spec = functools.partial(fused_batch_norm_grad_v3_spec, data_formats=V2_DATA_FORMATS)
+"""Validates a request for TensorFlow's ``FusedBatchNormGradV2``: as above, but 4-D only and without reserve_space_3."""
 
 
 def batch_norm_training_backprop_spec(
@@ -164,27 +150,6 @@ def fused_batch_norm_grad_grad_spec(
     return Spec(x.dtype, x.shape, axis, FLOAT32, epsilon, is_training, reserve_space_2_kind, order=2)
 
 
-def _tensorflow_spec(
-    check: _Checker,
-    data_formats: Mapping[str, DataFormat],
-    y_backprop: TensorHeader,
-    x: TensorHeader,
-    scale: TensorHeader,
-    reserve_space_1: TensorHeader,
-    reserve_space_2: TensorHeader,
-    epsilon: float,
-    data_format: str,
-    is_training: bool,
-    reserve_space_2_kind: ReserveSpace2Kind,
-) -> Spec:
-    axis = check.tensors("x", x, data_format, data_formats, y_backprop=y_backprop)
-    stats = {"scale": scale, "reserve_space_1": reserve_space_1, "reserve_space_2": reserve_space_2}
-    check.stats("x", x, axis, (FLOAT32,), **stats)
-    check.epsilon(epsilon, zero_allowed=True)
-    check.raise_violations()
-    return Spec(x.dtype, x.shape, axis, FLOAT32, epsilon, is_training, reserve_space_2_kind)
-
-
 class _Checker:
     """Collects violations. A description begins with TensorFlow's own message if it has one: users match on it."""
 
@@ -210,11 +175,8 @@ class _Checker:
             self.dtype(name, header, (x.dtype,))
             self.payload(name, header)
             if x.shape != header.shape:
-                self._add(
-                    name,
-                    f"{x_name} and {name} must have same shape, but {x_name} has shape {x.shape} and {name} has "
-                    f"shape {header.shape}",
-                )
+                has = f"{x_name} has shape {x.shape} and {name} has shape {header.shape}"
+                self._add(name, f"{x_name} and {name} must have same shape, but {has}")
         layout = data_formats.get(data_format)
         if layout is None:
             self._add("data_format", f"data_format must be one of {', '.join(data_formats)}, not {data_format!r}")
@@ -235,11 +197,8 @@ class _Checker:
             if len(header.shape) != 1:
                 self._add(name, f"{name} must be 1-dimensional, not {header.shape}")
             elif axis and header.shape[0] != x.shape[axis]:
-                self._add(
-                    name,
-                    f"{name} must have the same number of elements as the channels of {x_name}, got "
-                    f"{header.shape[0]} and {x.shape[axis]}",
-                )
+                got = f"got {header.shape[0]} and {x.shape[axis]}"
+                self._add(name, f"{name} must have the same number of elements as the channels of {x_name}, {got}")
 
     def dtype(self, name: str, header: TensorHeader, dtypes: tuple[np.dtype[Any], ...]) -> None:
         if header.dtype not in dtypes:
@@ -255,11 +214,8 @@ class _Checker:
         if math.prod(max(length, 1) for length in header.shape) * header.dtype.itemsize >= 2**63:
             self._add(name, f"{name} must have fewer than 2**63 bytes, not shape {header.shape}")
         elif nbytes != header.nbytes:
-            self._add(
-                name,
-                f"{name} must have {nbytes} bytes of data for shape {header.shape} and dtype {header.dtype.name}, "
-                f"not {header.nbytes}",
-            )
+            kind = f"shape {header.shape} and dtype {header.dtype.name}"
+            self._add(name, f"{name} must have {nbytes} bytes of data for {kind}, not {header.nbytes}")
 
     def epsilon(self, epsilon: float, *, zero_allowed: bool) -> None:
         rounded = float32(epsilon)

@@ -59,18 +59,11 @@ class CudaDevice(Protocol):
     """A GPU, or a stand-in for one."""
 
     description: str
-
-    @property
-    def errors(self) -> tuple[type[Exception], ...]:
-        """The exceptions after which this process can no longer use the device."""
-
-    @property
-    def traits(self) -> Traits:
-        """The properties that the choice of kernels depends on."""
-
-    @property
-    def memory_nbytes(self) -> int:
-        """The size of its memory."""
+    errors: tuple[type[Exception], ...]
+    """The exceptions after which this process can no longer use the device."""
+    traits: Traits
+    """The properties that the choice of kernels depends on."""
+    memory_nbytes: int
 
     def warm_up(self) -> None:
         """Compiles or loads the kernels."""

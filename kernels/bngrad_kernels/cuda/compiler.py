@@ -30,11 +30,7 @@ class Compiled(NamedTuple):
 
 
 def architecture(capability: tuple[int, int], supported: Sequence[int]) -> int:
-    """The architecture to compile for, 90 for sm_90.
-
-    Args:
-        capability: The device's compute capability.
-        supported: The architectures that the compiler supports.
+    """The architecture to compile for, 90 for sm_90, among those that the compiler supports.
 
     Raises:
         DeviceUnavailableError: The device is older than 7.0, or the compiler supports no architecture that runs on it.

@@ -87,12 +87,7 @@ class CopyPlan:
         self._place_scratch()
 
     def write_upload(self, upload: Array, address: int) -> None:
-        """Writes what is uploaded in a single copy.
-
-        Args:
-            upload: The host memory to write to, at least ``uploaded`` bytes.
-            address: The start of the chunk's device memory.
-        """
+        """Writes what is uploaded in a single copy; the chunk's device memory starts at ``address``."""
         upload[: self._counters_end] = 0
         records = self._records
         for name, offsets in self._offsets.items():
@@ -188,18 +183,12 @@ def _part(piece: Piece, traits: Traits) -> _Part:
     is_all = piece.channels == problem.channel_count
     if is_all and isinstance(known, _Part) and known.traits == traits:
         return known
-    made = _Part(traits, template(piece, traits), _inputs(piece), _outputs(piece))
+    inputs = _arrays(piece, problem.large_inputs, problem.small_inputs)
+    outputs = _arrays(piece, problem.large_outputs, problem.small_outputs)
+    made = _Part(traits, template(piece, traits), inputs, outputs)
     if is_all:
         problem.prepared = made
     return made
-
-
-def _inputs(piece: Piece) -> Arrays:
-    return _arrays(piece, piece.problem.large_inputs, piece.problem.small_inputs)
-
-
-def _outputs(piece: Piece) -> Arrays:
-    return _arrays(piece, piece.problem.large_outputs, piece.problem.small_outputs)
 
 
 def _arrays(piece: Piece, large: Sequence[str], small: Sequence[str]) -> Arrays:

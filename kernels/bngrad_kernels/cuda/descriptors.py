@@ -161,12 +161,9 @@ def _work_tiles_of(planned: Cut, kind: KernelKind, groups: int, group_nbytes: in
 
 
 def schedule_tiles(templates: Sequence[Template], descriptors: Sequence[int], cache_nbytes: int) -> Array:
-    """Returns the work tiles of one launch in scheduling order, on which no bit depends.
+    """Returns the work tiles of one launch, given the index of each piece's descriptor.
 
-    Args:
-        templates: The templates of the pieces that the launch computes.
-        descriptors: The index of each piece's descriptor.
-        cache_nbytes: The size of the device's second-level cache.
+    They are in scheduling order, on which no bit depends.
     """
     work_tiles = np.concatenate([each.work_tiles for each in templates])
     lengths = [len(each.work_tiles) for each in templates]

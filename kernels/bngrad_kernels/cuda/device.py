@@ -57,10 +57,7 @@ class CupyDevice:
     """
 
     def __init__(self, ordinal: int) -> None:
-        """Opens a GPU.
-
-        Args:
-            ordinal: Its number, from 0.
+        """Opens the GPU of a number, from 0.
 
         Raises:
             DeviceUnavailableError: It does not exist or is too old, or CuPy, NVRTC or the driver is missing.

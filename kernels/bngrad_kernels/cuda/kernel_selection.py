@@ -58,15 +58,7 @@ class KernelKind(enum.Enum):
 
 
 def choose_kernel(planned: Cut, channels: int, traits: Traits, *, is_training: bool, order: int = 1) -> KernelKind:
-    """Chooses the kernel for a range of channels of a problem.
-
-    Args:
-        planned: How the problem is cut.
-        channels: How many of its channels are computed at once.
-        traits: The device.
-        is_training: See `bngrad_kernels.spec.Spec`.
-        order: See `bngrad_kernels.spec.Spec`.
-    """
+    """Chooses the kernel for a problem of which this many channels are computed at once."""
     if not is_training:
         return KernelKind.SINGLE
     if order > 1:
@@ -89,12 +81,7 @@ def resident_nbytes(planned: Cut) -> int:
 
 
 def is_read_from_cache(group_nbytes: int, cache_nbytes: int) -> bool:
-    """Whether a streamed group should still be in the cache when it is read again.
-
-    Args:
-        group_nbytes: The size of its inputs.
-        cache_nbytes: The size of the second-level cache.
-    """
+    """Whether a streamed group, whose inputs have ``group_nbytes``, should still be in the cache when read again."""
     return group_nbytes + lookahead(group_nbytes, cache_nbytes) <= cache_nbytes // 2
 
 

@@ -23,7 +23,7 @@ MANY = [Spec(dtype, (n, 24, 30), 1, is_training=n % 3 > 0) for n, dtype in enume
 class Recorder(EmulatedDevice):
     """Records the calls of its streams, and fails on request."""
 
-    errors = (ArithmeticError,)
+    errors: tuple[type[Exception], ...] = (ArithmeticError,)
 
     def __init__(self) -> None:
         super().__init__()
