@@ -1,20 +1,6 @@
 """The server's own exceptions, and the one table from exceptions to gRPC status codes.
 
-| exception | is counted as | the client gets |
-|---|---|---|
-| `InvalidArgumentError` | INVALID_ARGUMENT | the same, with the violations of its fields |
-| `DecodeError` | INVALID_ARGUMENT | the same |
-| `OverloadedError` | RESOURCE_EXHAUSTED | the same, with the delay after which to retry |
-| `ArenaTooSmallError`, `MessageTooLargeError` | RESOURCE_EXHAUSTED | the same |
-| `TimeoutError` | DEADLINE_EXCEEDED | the same |
-| `UnauthenticatedError` | UNAUTHENTICATED | the same |
-| `ComputeError` | INTERNAL | the same |
-| `CancelledError` | CANCELLED: its client has gone | UNAVAILABLE: a client still there sees a server that stops |
-| `ConnectionError`, `GeneratorExit`, `http2.RpcError` | CANCELLED | as any other, if anything |
-| `http2.RpcError` with UNIMPLEMENTED | UNIMPLEMENTED: the message was compressed | as any other, if anything |
-| any other | INTERNAL | the same, without the exception's text, which is logged |
-
-The class nearest to the exception's own counts.
+The table has the code by which a request is counted, and what makes the status that the client gets.
 """
 
 from __future__ import annotations
@@ -162,6 +148,7 @@ def _tell_failure(code: grpc.StatusCode, error: Exception) -> _Told:
     return _status(grpc.StatusCode.INTERNAL, "the server failed; its log says why")
 
 
+# The class nearest to the exception's own counts.
 _TABLE: dict[type[BaseException], tuple[grpc.StatusCode, _Tell]] = {
     InvalidArgumentError: (grpc.StatusCode.INVALID_ARGUMENT, _tell_violations),
     DecodeError: (grpc.StatusCode.INVALID_ARGUMENT, _tell_text),
@@ -171,7 +158,7 @@ _TABLE: dict[type[BaseException], tuple[grpc.StatusCode, _Tell]] = {
     TimeoutError: (grpc.StatusCode.DEADLINE_EXCEEDED, _tell_text),
     UnauthenticatedError: (grpc.StatusCode.UNAUTHENTICATED, _tell_text),
     ComputeError: (grpc.StatusCode.INTERNAL, _tell_text),
-    CancelledError: (grpc.StatusCode.CANCELLED, _tell_stopping),
+    CancelledError: (grpc.StatusCode.CANCELLED, _tell_stopping),  # the client has gone; one still there can retry
     ConnectionError: (grpc.StatusCode.CANCELLED, _tell_failure),
     GeneratorExit: (grpc.StatusCode.CANCELLED, _tell_failure),
     http2.RpcError: (grpc.StatusCode.CANCELLED, _tell_failure),

@@ -27,6 +27,6 @@ class RpcContext:
     client: str
     deadline: float | None
     is_cancelled: Callable[[], bool]
-    abort: Callable[[], None]
+    abort: Callable[[], object]
     metadata: Mapping[str, str]
     check: Callable[[], object] = no_check

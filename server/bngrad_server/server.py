@@ -197,13 +197,10 @@ def serve(config: ServerConfig) -> None:
         server.start()
         gc.freeze()  # these objects stay: collections that traverse them would delay calls by 9 ms
         ready.set()
-        print(f"bngrad {__version__} ready on {', '.join(server.addresses)}: {_devices(server)}", flush=True)
+        devices = ", ".join(f"{status.name} ({status.description})" for status in server.engine.pool.status())
+        print(f"bngrad {__version__} ready on {', '.join(server.addresses)}: {devices}", flush=True)
         logger.info("large tensors: %s; clients on this host: %s; HTTP: %s", *server.endpoints, server.http_address)
         stopping.wait()
         logger.info("draining")
     finally:
         server.stop(config.drain_timeout_s)
-
-
-def _devices(server: Server) -> str:
-    return ", ".join(f"{status.name} ({status.description})" for status in server.engine.pool.status())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
 
 import numpy as np
 
@@ -108,20 +107,13 @@ class StagedRequest:
         self.placed_at = time.monotonic()
 
     def __enter__(self) -> StagedRequest:
-        """Returns itself."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.close(error)
 
     def close(self, error: BaseException | None = None) -> None:
-        """Has the engine release the memory, once no worker touches it, and count the request.
-
-        Args:
-            error: Why there is no response, if there is none.
-        """
+        """Has the engine release the memory once no worker touches it, and count the request; tells it the error."""
         self._on_close(self, error)
 
     def release(self) -> None:

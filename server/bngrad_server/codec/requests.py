@@ -11,15 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from bngrad_kernels.spec import (
-    BFLOAT16,
-    FLOAT16,
-    FLOAT32,
-    FieldViolation,
-    InvalidArgumentError,
-    Spec,
-    TensorHeader,
-)
+from bngrad_kernels.spec import BFLOAT16, FLOAT16, FLOAT32, FieldViolation, InvalidArgumentError, Spec, TensorHeader
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.codec.ops import OPS, TRANSPORTS, Op
 from bngrad_server.memory.layout import Sizes, problem_type
@@ -204,9 +196,8 @@ def _response_pieces(op: Op, spec: Spec, locations: tuple[pb.Location | None, ..
     pieces = []
     for number, location in enumerate(locations, 1):
         large = pb.Tensor(dtype=_DATA_TYPES[spec.dtype], shape=spec.shape, location=location)
-        pieces.append(
-            messages.tensor_prefix(number, large, 0 if chunked or location is not None else spec.tensor_nbytes)
-        )
+        nbytes = 0 if chunked or location is not None else spec.tensor_nbytes
+        pieces.append(messages.tensor_prefix(number, large, nbytes))
     small = pb.Tensor(dtype=_DATA_TYPES[spec.stats_dtype], shape=(spec.channels,))
     outputs = len(locations) + len(problem_type(spec).small_outputs)
     for number in range(len(locations) + 1, outputs + 1):

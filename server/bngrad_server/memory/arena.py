@@ -65,12 +65,12 @@ class Arena:
         """
         nbytes = self._checked(nbytes)
         with self._changed:
-            if not self._waiting and self._fits(nbytes):
-                return self._take(nbytes)
+            if not self._waiting and (block := self._take(nbytes)) is not None:
+                return block
             ticket = object()
             self._waiting.append(ticket)
             try:
-                while self._waiting[0] is not ticket or not self._fits(nbytes):
+                while self._waiting[0] is not ticket or (block := self._take(nbytes)) is None:
                     rest_s = _CHECK_INTERVAL_S
                     if deadline is not None:
                         rest_s = min(rest_s, deadline - time.monotonic())
@@ -79,7 +79,7 @@ class Arena:
                     if is_cancelled():
                         raise CancelledError
                     self._changed.wait(rest_s)
-                return self._take(nbytes)
+                return block
             finally:
                 self._waiting.remove(ticket)
                 self._changed.notify_all()
@@ -92,7 +92,7 @@ class Arena:
         """
         nbytes = self._checked(nbytes)
         with self._changed:
-            return self._take(nbytes) if not self._waiting and self._fits(nbytes) else None
+            return None if self._waiting else self._take(nbytes)
 
     def free(self, block: Block) -> None:
         """Returns a block to the arena; to be called once for each block."""
@@ -120,14 +120,13 @@ class Arena:
             )
         return nbytes
 
-    def _fits(self, nbytes: int) -> bool:
-        return any(block.nbytes >= nbytes for block in self._free)
-
-    def _take(self, nbytes: int) -> Block:
-        index, block = next((i, block) for i, block in enumerate(self._free) if block.nbytes >= nbytes)
-        rest = Block(block.offset + nbytes, block.nbytes - nbytes)
-        self._free[index : index + 1] = [rest] if rest.nbytes else []
-        return Block(block.offset, nbytes)
+    def _take(self, nbytes: int) -> Block | None:
+        for i, block in enumerate(self._free):
+            if block.nbytes >= nbytes:
+                rest = Block(block.offset + nbytes, block.nbytes - nbytes)
+                self._free[i : i + 1] = [rest] if rest.nbytes else []
+                return Block(block.offset, nbytes)
+        return None
 
 
 def _merged(blocks: list[Block]) -> list[Block]:

@@ -41,11 +41,6 @@ class LeaseServer:
     def __init__(self, regions: Regions, group: str | None, authenticator: Authenticator = ALLOW_ALL) -> None:
         """Makes the directory, for this user alone, or for a group too.
 
-        Args:
-            regions: Makes the regions.
-            group: The name of the group.
-            authenticator: Authenticates the clients.
-
         Raises:
             LookupError: There is no such group.
             OSError: It cannot be made.

@@ -51,13 +51,7 @@ class Regions:
     """All regions."""
 
     def __init__(self, max_nbytes: int, on_begin: Callable[[Region], None], on_end: Callable[[Region], None]) -> None:
-        """Begins with no region.
-
-        Args:
-            max_nbytes: The most bytes of all regions together.
-            on_begin: Called with each new region.
-            on_end: Called with each region that is neither leased nor named by requests, before its file is closed.
-        """
+        """Calls ``on_end`` with each region that is neither leased nor named by requests, before closing its file."""
         self._max_nbytes = max_nbytes
         self._on_begin = on_begin
         self._on_end = on_end

@@ -23,11 +23,7 @@ class TransferWatchdog:
     """The transfers in progress, and the thread that aborts the calls of those that take too long."""
 
     def __init__(self, timeout_s: float) -> None:
-        """Begins with no transfer.
-
-        Args:
-            timeout_s: How long a transfer may take in seconds, in addition to its bytes at a megabit a second.
-        """
+        """Allows a transfer ``timeout_s``, and in addition a second for each megabit."""
         self._timeout_s = timeout_s
         self._overdue_at: dict[RpcContext, float] = {}
         self._mutex = threading.Lock()

@@ -31,11 +31,7 @@ class MonitorSupervisor:
     """
 
     def __init__(self, address: str, status: Callable[[], dict[str, Any]]) -> None:
-        """Listens; requests are answered after `start`.
-
-        Args:
-            address: ``HOST:PORT``; port 0 takes a free one.
-            status: Returns the server's status, from any thread.
+        """Listens on ``HOST:PORT``, where port 0 takes a free one; calls ``status`` in its own thread.
 
         Raises:
             OSError: The address is in use or not of this host.

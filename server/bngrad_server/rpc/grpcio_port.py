@@ -61,14 +61,7 @@ class GrpcioPort:
     def __init__(
         self, config: ServerConfig, servicer: Servicer, health: Health, certificates: Certificates | None
     ) -> None:
-        """Listens nowhere yet.
-
-        Args:
-            config: The server's settings.
-            servicer: Answers the ops.
-            health: Answers health checks.
-            certificates: For TLS on TCP addresses; None for no TLS.
-        """
+        """Listens nowhere yet; TCP addresses will have no TLS without certificates."""
         self._config = config
         self._certificates = certificates
         observer = servicer.observer
@@ -159,7 +152,6 @@ class OpHandlers(grpc.GenericRpcHandler):
     """
 
     def __init__(self, servicer: Servicer) -> None:
-        """Handles the servicer's calls."""
         self._metrics = servicer.observer.metrics
         unary, exchange = (HandlerExecutor(MAX_CALLS, name) for name in ("grpcio-unary", "grpcio-exchange"))
         self._executors = {**dict.fromkeys(UNARY_OPS, unary), EXCHANGE_PATH: exchange}
@@ -284,11 +276,7 @@ def _rpc_context(context: grpc.ServicerContext, authenticator: Authenticator) ->
     else:
         host = _host(context.peer())
         client = client_of_context(context, host) if authenticator.requires_certificate else host
-    return RpcContext(client, deadline, lambda: not context.is_active(), lambda: _cancel(context), metadata, check)
-
-
-def _cancel(context: grpc.ServicerContext) -> None:
-    context.cancel()
+    return RpcContext(client, deadline, lambda: not context.is_active(), context.cancel, metadata, check)
 
 
 def _host(peer: str) -> str:

@@ -34,14 +34,7 @@ class Handshakes:
         on_new_authorities: Callable[[], None],
         on_failure: Callable[[], None],
     ) -> None:
-        """Starts no thread yet.
-
-        Args:
-            certificates: The server's certificate, and the authorities of its clients' ones.
-            done: Called on the event loop with each connection whose handshake is done, and its client.
-            on_new_authorities: Called when the authorities of clients' certificates have changed.
-            on_failure: Called for each handshake that fails.
-        """
+        """Calls back on its event loop: ``done`` with each connection whose handshake is done, and its client."""
         self._certificates = certificates
         self._done = done
         self._on_new_authorities = on_new_authorities

@@ -39,17 +39,13 @@ class Health(health_pb2_grpc.HealthServicer):
         self._is_closed = True
         self.update(lambda: False)
 
-    def Check(  # noqa: N802 - the protocol's name
-        self, request: pb.HealthCheckRequest, context: grpc.ServicerContext
-    ) -> pb.HealthCheckResponse:
+    def Check(self, request: pb.HealthCheckRequest, context: grpc.ServicerContext) -> pb.HealthCheckResponse:  # noqa: N802 - the protocol's name
         """See health.proto."""
         if request.service not in self._services:
             context.abort(grpc.StatusCode.NOT_FOUND, f"there is no service {request.service!r}")
         return _response(is_serving=self._is_serving)
 
-    def Watch(  # noqa: N802 - the protocol's name
-        self, request: pb.HealthCheckRequest, context: grpc.ServicerContext
-    ) -> Iterator[pb.HealthCheckResponse]:
+    def Watch(self, request: pb.HealthCheckRequest, context: grpc.ServicerContext) -> Iterator[pb.HealthCheckResponse]:  # noqa: N802
         """See health.proto."""
         changed = threading.Event()
         with self._mutex:

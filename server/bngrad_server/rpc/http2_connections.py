@@ -96,7 +96,6 @@ class Http2Connections:
         event_loop.on_tick = self._check_deadlines
 
     def __len__(self) -> int:
-        """Returns the number of connections."""
         return len(self._all)
 
     def add(self, sock: socket.socket, client: str) -> None:

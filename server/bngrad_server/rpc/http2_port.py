@@ -33,12 +33,7 @@ class Http2Port:
     """Accepts connections on a TCP port, a Unix socket, or both."""
 
     def __init__(self, servicer: Servicer, certificates: Certificates | None = None) -> None:
-        """Listens nowhere yet.
-
-        Args:
-            servicer: Answers the calls.
-            certificates: For TLS on the TCP port; None for no TLS.
-        """
+        """Listens nowhere yet; the TCP port will have no TLS without certificates."""
         self._listeners: list[socket.socket] = []
         self._stopping = threading.Event()
         self._event_loop = EventLoop("http2-loop")

@@ -19,11 +19,7 @@ class RpcLimiter(grpc.ServerInterceptor):
     """
 
     def __init__(self, max_waiting: int) -> None:
-        """Limits no call yet.
-
-        Args:
-            max_waiting: The most calls that may wait for their clients; less than the number of threads.
-        """
+        """Lets ``max_waiting`` calls wait for their clients, which must be fewer than there are threads."""
         self._max_waiting = max_waiting
         self._waiting: dict[str, list[grpc.ServicerContext]] = {}  # by connection, oldest first
         self._count = 0

@@ -31,10 +31,7 @@ SERVER_INFO_PATH = f"{_PREFIX}ServerInfo"
 
 _REFUSED = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED}
 """How a call ends whose message is malformed, out of order or compressed, so that its op is not known."""
-_WORKER_STATES = {
-    WorkerState.STARTING: pb.WORKER_STATE_STARTING,
-    WorkerState.READY: pb.WORKER_STATE_READY,
-}
+_WORKER_STATES = {WorkerState.STARTING: pb.WORKER_STATE_STARTING, WorkerState.READY: pb.WORKER_STATE_READY}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +90,7 @@ class Servicer:
         """Begins to compute an op without waiting; returns None, and begins nothing, if no memory is free.
 
         After ``on_end`` was called, the port asks `StagedRequest.check` for the outcome, and closes the staged request.
-
-        Raises:
-            Exception: See `unary`.
+        It raises what `unary` raises.
         """
         staged = self._try_to_stage(self._readers[op_name], data, rpc, may_wait=False)
         if staged is not None:

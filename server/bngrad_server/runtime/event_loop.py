@@ -33,7 +33,6 @@ class EventLoop:
     """
 
     def __init__(self, name: str) -> None:
-        """Creates the thread, which `start` starts."""
         self.after_events: Callable[[], float] = lambda: float("inf")
         self.on_tick: Callback = lambda: None
         self.can_stop: Callable[[], bool] = lambda: True
@@ -110,7 +109,10 @@ class EventLoop:
                 for _ in range(len(self._ready)):
                     _call(self._ready.popleft())
                 due = self.after_events()
-        self._close()
+        self._epoll.close()
+        self._priority_epoll.close()
+        waker, self._waker = self._waker, -1
+        os.close(waker)
 
     def _run_priority_readers(self) -> None:
         if self._priority_readers and (events := self._priority_epoll.poll(0)):
@@ -123,12 +125,6 @@ class EventLoop:
 
     def _begin_to_stop(self) -> None:
         self._stopping = True
-
-    def _close(self) -> None:
-        self._epoll.close()
-        self._priority_epoll.close()
-        waker, self._waker = self._waker, -1
-        os.close(waker)
 
 
 def _call(callback: Callback) -> None:

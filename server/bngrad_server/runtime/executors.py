@@ -21,12 +21,7 @@ class HandlerExecutor(futures.ThreadPoolExecutor):
     """
 
     def __init__(self, most: int, name: str) -> None:
-        """Starts one thread.
-
-        Args:
-            most: The most threads.
-            name: The prefix of their names.
-        """
+        """Starts one thread, so that there always is one."""
         super().__init__(most, thread_name_prefix=name)
         self.submit(int)
 
@@ -48,7 +43,6 @@ class InlineExecutor(futures.ThreadPoolExecutor):
     """Runs handlers in the calling thread, so that a refusal neither takes a thread nor waits for one."""
 
     def __init__(self) -> None:
-        """Creates no thread."""
         super().__init__(1)
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> futures.Future[Any]:
@@ -62,7 +56,6 @@ class OnDemandExecutor:
     """Runs actions at once, each in a thread of its own; idle threads are used again, and end after a second."""
 
     def __init__(self, name: str) -> None:
-        """Creates no thread yet."""
         self._name = name
         self._actions: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._idle = threading.Semaphore(0)

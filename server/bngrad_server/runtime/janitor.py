@@ -19,7 +19,6 @@ class Janitor:
     """The process that cleans up after this one has ended."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        """Starts it for these paths."""
         self._process = subprocess.Popen(  # noqa: S603 - our own module
             # Without site-packages, to stay small: the process runs as long as the server.
             [sys.executable, "-I", "-S", __file__, *(f"{_identity(path)}:{path}" for path in paths)],

@@ -31,12 +31,6 @@ def max_connections(addresses: int) -> int:
     return min(_MAX_CONNECTIONS, max(soft - _OTHER_DESCRIPTORS, soft // 2) // addresses)
 
 
-def socket_path(address: str) -> Path | None:
-    """Returns the path of ``unix:PATH``; None for ``HOST:PORT``."""
-    path = unix_path(address)
-    return None if path is None else Path(path)
-
-
 def check_address(address: str) -> None:
     """Checks that the server can listen on an address.
 
@@ -45,8 +39,8 @@ def check_address(address: str) -> None:
     Raises:
         ListenError: It cannot.
     """
-    path = socket_path(address)
-    reason = _port_fault(address) if path is None else _path_fault(path)
+    path = unix_path(address)
+    reason = _port_fault(address) if path is None else _path_fault(Path(path))
     if reason is not None:
         raise ListenError(f"cannot listen on {address}: {reason}")
 

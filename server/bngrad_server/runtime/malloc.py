@@ -30,12 +30,7 @@ class MemoryTrimmer:
     """The thread that calls malloc_trim once the server is idle after requests."""
 
     def __init__(self, requests_so_far: Callable[[], int], requests_now: Callable[[], int]) -> None:
-        """Starts the thread.
-
-        Args:
-            requests_so_far: Returns how many requests were admitted since the start.
-            requests_now: Returns how many of them are in the server now.
-        """
+        """Starts the thread; the arguments return how many requests have come since the start, and are here now."""
         self._requests_so_far = requests_so_far
         self._requests_now = requests_now
         self._trim = getattr(_LIBC, "malloc_trim", None)

@@ -39,14 +39,7 @@ class Admission:
     def __init__(
         self, max_requests: int, max_wait_s: float, max_client_requests: int = 0, max_client_bytes: int = 0
     ) -> None:
-        """Begins with no request.
-
-        Args:
-            max_requests: How many requests make the server full.
-            max_wait_s: How long a request may have to wait, in seconds.
-            max_client_requests: The most requests of one client; 0 means no limit.
-            max_client_bytes: The most bytes of the tensors of one client with several requests; 0 means no limit.
-        """
+        """See `bngrad_server.config.ServerConfig`, whose settings these are."""
         self._limits_clients = max_client_requests > 0 or max_client_bytes > 0
         self._max_client_requests = max_client_requests or math.inf
         self._max_client_bytes = max_client_bytes or math.inf

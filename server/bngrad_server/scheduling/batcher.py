@@ -36,10 +36,10 @@ class Batcher:
         """Has no worker yet.
 
         Args:
-            max_jobs: The most jobs of a batch.
-            max_bytes: A batch is closed once its jobs have this many bytes.
+            max_jobs: See `FairQueue`.
+            max_bytes: See `FairQueue`.
             max_delay_s: The batch delay: how long a job may wait for its batch to fill while a slot is free.
-            split: Whether a large job is split among the workers that would be idle.
+            split: See `FreeSlots`.
         """
         self.counts = BatchCounts()
         self._max_jobs = max_jobs
@@ -53,11 +53,7 @@ class Batcher:
         self._closed = False
 
     def notify(self, on_work: Callable[[], None]) -> None:
-        """Has ``on_work`` called when a slot is free and a submitted job comes next.
-
-        Args:
-            on_work: Called from any thread; it must not call the batcher.
-        """
+        """Calls ``on_work``, which must not call the batcher, when a slot is free and a submitted job comes next."""
         self._on_work = on_work
 
     def enter(self, job: Job) -> None:
@@ -101,11 +97,7 @@ class Batcher:
         return begun
 
     def next_batch(self, leader: Job) -> Batch | None:
-        """Takes the next batch for the leader's slot; where there is none, or the leader has ended, hands the slot on.
-
-        Args:
-            leader: The job whose thread holds the slot.
-        """
+        """Takes the next batch for the leader's slot; if there is none, or the leader has ended, hands the slot on."""
         if self._max_delay_s:
             self._await_delay(leader)
         with self._locked():

@@ -69,13 +69,12 @@ class Dispatcher:
     """
 
     def __init__(self, event_loop: EventLoop, batcher: Batcher) -> None:
-        """Dispatches once the event loop is started."""
         self._event_loop = event_loop
         self._batcher = batcher
         self._batches = 0  # that workers compute
         event_loop.after_events = self._begin_batches
         event_loop.can_stop = lambda: not self._batches
-        batcher.notify(lambda: event_loop.call_soon(_do_nothing))
+        batcher.notify(lambda: event_loop.call_soon(lambda: None))  # it looks for work after every action
 
     def _begin_batches(self) -> float:
         """Has workers begin batches; returns when to look again, on the monotonic clock."""
@@ -100,7 +99,3 @@ class Dispatcher:
     def _end(self, batch: Batch) -> None:
         self._batches -= 1
         self._batcher.end_batch(batch)
-
-
-def _do_nothing() -> None:
-    """The event loop looks for work after every action."""

@@ -44,12 +44,7 @@ class FairQueue:
     """The jobs that wait, by rank; not for several threads at once."""
 
     def __init__(self, max_jobs: int, max_bytes: int) -> None:
-        """Makes an empty queue.
-
-        Args:
-            max_jobs: The most jobs of a batch.
-            max_bytes: A batch is closed once its jobs have this many bytes.
-        """
+        """Closes a batch once it has this many jobs, or its jobs this many bytes."""
         self._max_jobs = max_jobs
         self._max_bytes = max_bytes
         self._jobs: list[Job] = []  # by rank; those of the same rank as they came

@@ -24,11 +24,7 @@ class FreeSlots:
     """
 
     def __init__(self, *, split: bool) -> None:
-        """Has no slot yet.
-
-        Args:
-            split: Whether a large job is split among the workers that would be idle.
-        """
+        """Has no slot yet; ``split`` says whether a large job is split among workers that would be idle."""
         self.suspects: set[Job] = set()
         self._split = split
         self._workers: list[Worker] = []
@@ -65,12 +61,7 @@ class FreeSlots:
         return not self.suspects or self._workers.count(worker) == worker.slots - 1
 
     def shares(self, worker: Worker, jobs: list[Job]) -> dict[Worker, list[Part]]:
-        """Divides a batch: a large job is split among idle workers, whose slots this takes.
-
-        Args:
-            worker: The worker of which a slot was taken.
-            jobs: The batch.
-        """
+        """Divides a batch for a slot that was taken; splits a large job among idle workers, whose slots this takes."""
         job = jobs[0]
         is_fresh = len(jobs) == 1 and job.attempts == 1
         if self._split and self._workers and is_fresh and job.nbytes >= _SPLIT_FROM_NBYTES:

@@ -8,7 +8,6 @@ import secrets
 import threading
 import time
 from collections import deque
-from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -34,29 +33,6 @@ _MAX_MESSAGE = 300
 _REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """A request that failed.
-
-    Attributes:
-        time: When it failed, in seconds since 1970.
-        code: The name of its status code.
-        op: Its op.
-        transport: Its transport.
-        client: Its client, see `bngrad_server.rpc_context.RpcContext`.
-        request_id: Its id, see `request_id_of`.
-        message: The reason.
-    """
-
-    time: float
-    code: str
-    op: str
-    transport: str
-    client: str
-    request_id: str
-    message: str
-
-
 class Observer:
     """Observes the requests since the start; any thread may use it.
 
@@ -69,7 +45,7 @@ class Observer:
         self.tracing = tracing
         self.metrics = Metrics(tuple(op.name for op in OPS))
         self._sampler = Sampler()
-        self._recent: deque[Failure] = deque(maxlen=_RECENT)
+        self._recent: deque[dict[str, Any]] = deque(maxlen=_RECENT)
         self._mutex = threading.Lock()
 
     @property
@@ -78,9 +54,9 @@ class Observer:
         return self._sampler.left_out
 
     def recent_failures(self) -> list[dict[str, Any]]:
-        """Returns the last failures, the latest first, ready for JSON."""
+        """Returns the last failures, the latest first, ready for JSON; times are in seconds since 1970."""
         with self._mutex:
-            return [asdict(failure) for failure in reversed(self._recent)]
+            return list(reversed(self._recent))
 
     def failed(self, op: str, transport: str, context: RpcContext, error: BaseException, received_at: float) -> None:
         """Records a request that failed; of many failures at once, only some are logged and kept."""
@@ -92,14 +68,13 @@ class Observer:
         if left_out is None:
             return
         message = f"{error}"[:_MAX_MESSAGE] or type(error).__name__
-        failure = Failure(time.time(), code.name, op, transport, context.client, request_id_of(context), message)
+        request = {"op": op, "transport": transport, "client": context.client, "request_id": request_id_of(context)}
+        fields: dict[str, Any] = {"code": code.name, **request}
         if code is not grpc.StatusCode.CANCELLED:
             with self._mutex:
-                self._recent.append(failure)
+                self._recent.append({"time": time.time(), **fields, "message": message})
         level = _LEVELS.get(code, logging.WARNING)
         if logger.isEnabledFor(level):
-            fields = asdict(failure)
-            del fields["time"], fields["message"]
             if left_out:
                 fields["left_out"] = left_out
             logger.log(level, "a request was not answered: %s", message, extra={"fields": fields})

@@ -28,13 +28,7 @@ class PinnedMemory:
     """
 
     def __init__(self, arena: mmap.mmap, backend: Backend, pinned_nbytes: int) -> None:
-        """Begins with the arena.
-
-        Args:
-            arena: The arena.
-            backend: The backend that copies from and to the memory.
-            pinned_nbytes: How many bytes may be page-locked.
-        """
+        """Begins with the arena; the backend page-locks at most ``pinned_nbytes``."""
         self.mapped: dict[int, mmap.mmap] = {}
         self._backend = backend
         self._left_nbytes = pinned_nbytes if backend.memory_nbytes else 0

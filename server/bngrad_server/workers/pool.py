@@ -28,15 +28,7 @@ class WorkerPool:
         batcher: Batcher,
         on_change: Callable[[], None],
     ) -> None:
-        """Starts nothing yet.
-
-        Args:
-            config: How many workers a CPU has, and how long one may send no heartbeat.
-            devices: The devices; a GPU has one worker.
-            arena: The arena, which the workers read and write.
-            batcher: The batcher, which has work for them.
-            on_change: Called, from any thread, whenever a worker became ready or died.
-        """
+        """Starts nothing yet; calls ``on_change``, from any thread, whenever a worker became ready or died."""
         timeout_s = config.worker_timeout_s
 
         def start(device: str) -> WorkerProcess:

@@ -32,16 +32,7 @@ class WorkerProcess:
     def __init__(
         self, device: str, threads: int, arena: Arena, pinned_bytes: int, heartbeat_s: float, slots: int
     ) -> None:
-        """Starts the process.
-
-        Args:
-            device: The device that it computes on.
-            threads: How many threads of the CPU it uses.
-            arena: The arena, which it reads and writes.
-            pinned_bytes: How many bytes it may page-lock, on a GPU.
-            heartbeat_s: The time from one heartbeat to the next, in seconds.
-            slots: How many batches it computes at once.
-        """
+        """Starts the process; on a GPU, it may page-lock ``pinned_bytes``."""
         self.slots = slots
         self._busy_time = BusyTime()
         self._slots = [WorkerSlot(self._busy_time) for _ in range(slots)]

@@ -60,11 +60,7 @@ class WorkerSlot:
     """
 
     def __init__(self, busy_time: BusyTime) -> None:
-        """Makes a free slot.
-
-        Args:
-            busy_time: What it shares with the other slots of the process.
-        """
+        """Makes a free slot; all slots of a process share its ``busy_time``."""
         self._socket, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         weakref.finalize(self, self._socket.close)  # not before: a thread may be about to wait for an answer
         self._writable = select.poll()
@@ -113,7 +109,7 @@ class WorkerSlot:
             self._is_busy = False
             self._send_pending()
         self._taken.release()
-        return None if answer == OK else _failures(answer)
+        return None if answer == OK else unpickled(answer)
 
     def map(self, region: Region) -> None:
         """Has the worker map a region, before any later batch."""
@@ -190,8 +186,3 @@ class WorkerSlot:
         if not packet:
             raise WorkerDiedError("closed its socket")
         return packet
-
-
-def _failures(answer: bytes) -> list[str | None]:
-    failures: list[str | None] = unpickled(answer)
-    return failures

@@ -76,7 +76,7 @@ class Supervisor:
             name: The worker's name: its device, with a number where the device has several.
             start_process: Starts a worker process.
             timeout_s: How long a worker may send no heartbeat, in seconds.
-            batcher: The batcher, to which the slots of workers that are ready are offered.
+            batcher: Is offered the slots of workers that are ready.
             on_change: Called, from the supervisor's thread, whenever the worker became ready or died.
         """
         self._name = name
