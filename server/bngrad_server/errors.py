@@ -158,7 +158,7 @@ _TABLE: dict[type[BaseException], tuple[grpc.StatusCode, _Tell]] = {
     TimeoutError: (grpc.StatusCode.DEADLINE_EXCEEDED, _tell_text),
     UnauthenticatedError: (grpc.StatusCode.UNAUTHENTICATED, _tell_text),
     ComputeError: (grpc.StatusCode.INTERNAL, _tell_text),
-    CancelledError: (grpc.StatusCode.CANCELLED, _tell_stopping),  # the client has gone; one still there can retry
+    CancelledError: (grpc.StatusCode.CANCELLED, _tell_stopping),  # if a client is still there, the server stops
     ConnectionError: (grpc.StatusCode.CANCELLED, _tell_failure),
     GeneratorExit: (grpc.StatusCode.CANCELLED, _tell_failure),
     http2.RpcError: (grpc.StatusCode.CANCELLED, _tell_failure),

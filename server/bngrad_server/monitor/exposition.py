@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeAlias
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -14,127 +14,9 @@ from prometheus_client.registry import Collector
 from bngrad_server.monitor.http import Response
 from bngrad_server.telemetry.metrics import FIRST_BUCKET_S
 
-Status = dict[str, Any]
-Rows = Iterable[tuple[list[str], float]]
-"""The values of a metric, each with the values of its labels."""
-
-
-def _one(read: Callable[[Status], float]) -> Callable[[Status], Rows]:
-    return lambda status: [([], float(read(status)))]
-
-
-def _of_devices(read: Callable[[dict[str, Any]], float]) -> Callable[[Status], Rows]:
-    return lambda status: [([device["name"]], float(read(device))) for device in status["devices"]]
-
-
-def _is_ready(device: dict[str, Any]) -> bool:
-    return bool(device["state"] == "ready")
-
-
-_COUNTERS: tuple[tuple[str, str, tuple[str, ...], Callable[[Status], Rows]], ...] = (
-    (
-        *("bngrad_requests", "Requests that ended, by op, transport and gRPC status code."),
-        *(("op", "transport", "code"), lambda status: [(labels, count) for *labels, count in status["requests"]]),
-    ),
-    (
-        *("bngrad_refused_calls", "Calls that ended, by gRPC status code, before it was known what they ask for."),
-        *(("code",), lambda status: [([code], count) for code, count in status["refused_calls"].items()]),
-    ),
-    (
-        *("bngrad_refused_connections", "Connections to the server's own endpoint that were closed on their clients."),
-        *(("reason",), lambda status: [([name], count) for name, count in status["refused_connections"].items()]),
-    ),
-    (
-        *("bngrad_tensor_bytes", "Bytes of the tensors of the shape of x of answered requests, in and out."),
-        *(("transport",), lambda status: [([name], nbytes) for name, nbytes in status["tensor_bytes"].items()]),
-    ),
-    (
-        *("bngrad_request_reruns", "Requests that were computed again since their worker died."),
-        *((), _one(lambda status: status["reruns"])),
-    ),
-    (
-        *("bngrad_quarantined_requests", "Requests that were given up since two workers had died of them."),
-        *((), _one(lambda status: status["quarantined"])),
-    ),
-    (
-        *("bngrad_unlogged_failures", "Failed requests that the log left out, since there were too many at once."),
-        *((), _one(lambda status: status["failures_left_out"])),
-    ),
-    (
-        *("bngrad_worker_restarts", "How often the device's worker was started again."),
-        *(("device",), _of_devices(lambda device: device["restarts"])),
-    ),
-    (
-        *("bngrad_device_busy_seconds", "Seconds in which the device's workers computed; its rate is the utilisation."),
-        *(("device",), _of_devices(lambda device: device["busy_s"])),
-    ),
-)
-_GAUGES: tuple[tuple[str, str, tuple[str, ...], Callable[[Status], Rows]], ...] = (
-    (
-        *("bngrad_build_info", "The version of bngrad, in a label; always 1."),
-        *(("version",), lambda status: [([status["version"]], 1)]),
-    ),
-    (
-        *("bngrad_start_time_seconds", "When the server started, in seconds since 1970."),
-        *((), _one(lambda status: status["started_at"])),
-    ),
-    (
-        *("bngrad_ready", "1 if a worker is ready and the server is not stopping, as /readyz says."),
-        *((), _one(lambda status: status["ready"])),
-    ),
-    (
-        *("bngrad_workers", "Workers that there should be."),
-        *((), _one(lambda status: len(status["devices"]))),
-    ),
-    (
-        *("bngrad_workers_ready", "Workers that take requests."),
-        *((), _one(lambda status: sum(map(_is_ready, status["devices"])))),
-    ),
-    (
-        *("bngrad_requests_in_flight", "Requests in the server, whether received, waiting, computed or sent."),
-        *((), _one(lambda status: status["in_flight"])),
-    ),
-    (
-        *("bngrad_queue_requests", "Requests that wait for a worker."),
-        *((), _one(lambda status: status["queue"]["requests"])),
-    ),
-    (
-        *("bngrad_queue_bytes", "Bytes of the tensors of requests that wait for a worker."),
-        *((), _one(lambda status: status["queue"]["bytes"])),
-    ),
-    (
-        *("bngrad_arena_bytes", "Memory for the tensors of all requests in flight."),
-        *((), _one(lambda status: status["arena"]["bytes"])),
-    ),
-    (
-        *("bngrad_arena_used_bytes", "Memory of the arena that is in use."),
-        *((), _one(lambda status: status["arena"]["used"])),
-    ),
-    (
-        *("bngrad_shared_regions", "Regions of memory that clients on this host share with the workers."),
-        *((), _one(lambda status: status["regions"]["count"])),
-    ),
-    (
-        *("bngrad_shared_region_bytes", "Memory of these regions."),
-        *((), _one(lambda status: status["regions"]["bytes"])),
-    ),
-    (
-        *("bngrad_connections", "Connections to the endpoint for large tensors and for clients on this host."),
-        *((), _one(lambda status: status["connections"])),
-    ),
-    (
-        *("bngrad_device_memory_bytes", "The size of the device's own memory; 0 for a CPU."),
-        *(("device",), _of_devices(lambda device: device["memory_bytes"])),
-    ),
-    (
-        *("bngrad_device_memory_used_bytes", "How much of the device's own memory its worker has taken for tensors."),
-        *(("device",), _of_devices(lambda device: device["memory_used_bytes"])),
-    ),
-    (
-        *("bngrad_worker_memory_bytes", "Memory of the host that the device's worker has in use, with what it shares."),
-        *(("device",), _of_devices(lambda device: device["resident_bytes"])),
-    ),
-)
+Status: TypeAlias = dict[str, Any]
+Value: TypeAlias = float | Mapping[str, float]
+"""The value of a metric, or one for each value of its label."""
 
 
 class Exposition:
@@ -158,20 +40,62 @@ class _Collector(Collector):
     status: Status | None = None
 
     def collect(self) -> Iterator[Metric]:
-        status = self.status
-        if status is None:  # the registry asks when the collector is registered
-            return
-        for name, text, labels, read in _COUNTERS:
-            counter = CounterMetricFamily(name, text, labels=labels)
-            for label_values, value in read(status):
-                counter.add_metric(label_values, value)
-            yield counter
-        for name, text, labels, read in _GAUGES:
-            gauge = GaugeMetricFamily(name, text, labels=labels)
-            for label_values, value in read(status):
-                gauge.add_metric(label_values, value)
-            yield gauge
-        yield from _histograms(status)
+        if self.status is not None:  # as it is when the registry asks at the registration
+            yield from _counters(self.status)
+            yield from _gauges(self.status)
+            yield from _histograms(self.status)
+
+
+def _counters(status: Status) -> Iterator[Metric]:
+    text = "Requests that ended, by op, transport and gRPC status code."
+    requests = CounterMetricFamily("bngrad_requests", text, labels=("op", "transport", "code"))
+    for *labels, count in status["requests"]:
+        requests.add_metric(labels, count)
+    yield requests
+    text = "Calls that ended, by gRPC status code, before it was known what they ask for."
+    yield _counter("bngrad_refused_calls", text, status["refused_calls"], "code")
+    text = "Connections to the server's own endpoint that were closed on their clients."
+    yield _counter("bngrad_refused_connections", text, status["refused_connections"], "reason")
+    text = "Bytes of the tensors of the shape of x of answered requests, in and out."
+    yield _counter("bngrad_tensor_bytes", text, status["tensor_bytes"], "transport")
+    text = "Requests that were computed again since their worker died."
+    yield _counter("bngrad_request_reruns", text, status["reruns"])
+    text = "Requests that were given up since two workers had died of them."
+    yield _counter("bngrad_quarantined_requests", text, status["quarantined"])
+    text = "Failed requests that the log left out, since there were too many at once."
+    yield _counter("bngrad_unlogged_failures", text, status["failures_left_out"])
+    text = "How often the device's worker was started again."
+    yield _counter("bngrad_worker_restarts", text, _by_device(status, "restarts"), "device")
+    text = "Seconds in which the device's workers computed; its rate is the utilisation."
+    yield _counter("bngrad_device_busy_seconds", text, _by_device(status, "busy_s"), "device")
+
+
+def _gauges(status: Status) -> Iterator[Metric]:
+    queue, arena, regions = status["queue"], status["arena"], status["regions"]
+    ready = [device for device in status["devices"] if device["state"] == "ready"]
+    yield _gauge("bngrad_build_info", "The version of bngrad, in a label; always 1.", {status["version"]: 1}, "version")
+    yield _gauge("bngrad_start_time_seconds", "When the server started, in seconds since 1970.", status["started_at"])
+    text = "1 if a worker is ready and the server is not stopping, as /readyz says."
+    yield _gauge("bngrad_ready", text, status["ready"])
+    yield _gauge("bngrad_workers", "Workers that there should be.", len(status["devices"]))
+    yield _gauge("bngrad_workers_ready", "Workers that take requests.", len(ready))
+    text = "Requests in the server, whether received, waiting, computed or sent."
+    yield _gauge("bngrad_requests_in_flight", text, status["in_flight"])
+    yield _gauge("bngrad_queue_requests", "Requests that wait for a worker.", queue["requests"])
+    yield _gauge("bngrad_queue_bytes", "Bytes of the tensors of requests that wait for a worker.", queue["bytes"])
+    yield _gauge("bngrad_arena_bytes", "Memory for the tensors of all requests in flight.", arena["bytes"])
+    yield _gauge("bngrad_arena_used_bytes", "Memory of the arena that is in use.", arena["used"])
+    text = "Regions of memory that clients on this host share with the workers."
+    yield _gauge("bngrad_shared_regions", text, regions["count"])
+    yield _gauge("bngrad_shared_region_bytes", "Memory of these regions.", regions["bytes"])
+    text = "Connections to the endpoint for large tensors and for clients on this host."
+    yield _gauge("bngrad_connections", text, status["connections"])
+    text = "The size of the device's own memory; 0 for a CPU."
+    yield _gauge("bngrad_device_memory_bytes", text, _by_device(status, "memory_bytes"), "device")
+    text = "How much of the device's own memory its worker has taken for tensors."
+    yield _gauge("bngrad_device_memory_used_bytes", text, _by_device(status, "memory_used_bytes"), "device")
+    text = "Memory of the host that the device's worker has in use, with what it shares."
+    yield _gauge("bngrad_worker_memory_bytes", text, _by_device(status, "resident_bytes"), "device")
 
 
 def _histograms(status: Status) -> Iterator[Metric]:
@@ -186,6 +110,27 @@ def _histograms(status: Status) -> Iterator[Metric]:
     nbytes = HistogramMetricFamily("bngrad_batch_bytes", "Bytes of the tensors of a batch.")
     nbytes.add_metric([], _buckets(batches["nbytes"], lambda k: 2.0 ** (k + 1) - 1), batches["bytes"])
     yield nbytes
+
+
+def _by_device(status: Status, key: str) -> dict[str, float]:
+    return {device["name"]: device[key] for device in status["devices"]}
+
+
+def _counter(name: str, text: str, value: Value, *labels: str) -> Metric:
+    return _filled(CounterMetricFamily(name, text, labels=labels), value)
+
+
+def _gauge(name: str, text: str, value: Value, *labels: str) -> Metric:
+    return _filled(GaugeMetricFamily(name, text, labels=labels), value)
+
+
+def _filled(family: CounterMetricFamily | GaugeMetricFamily, value: Value) -> Metric:
+    if isinstance(value, Mapping):
+        for label_value, each in value.items():
+            family.add_metric([label_value], each)
+    else:
+        family.add_metric([], value)
+    return family
 
 
 def _times(name: str, text: str, label: str, of: dict[str, Any]) -> Metric:
