@@ -5,6 +5,7 @@ from __future__ import annotations
 import ssl
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,47 +13,6 @@ import grpc
 
 from bngrad_server.security.reload import ReloadedFiles
 from bngrad_wire.http2 import tls
-
-
-@dataclass(frozen=True, slots=True)
-class CertificatePaths:
-    """The paths of PEM files.
-
-    Attributes:
-        certificate: The server's certificate, followed by the intermediate ones.
-        key: Its private key, without a password.
-        client_ca: The authorities of clients; None where clients need no certificate.
-    """
-
-    certificate: Path
-    key: Path
-    client_ca: Path | None
-
-    def read(self) -> _Loaded:
-        """Reads the files, and checks that they belong together.
-
-        Raises:
-            OSError: A file cannot be read.
-            ValueError: A file has the wrong content.
-        """
-        certificate, key = self.certificate.read_bytes(), self.key.read_bytes()
-        client_ca = None if self.client_ca is None else self.client_ca.read_bytes()
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        tls.prepare(context)
-        # A resumed session would skip the check of the client's certificate.
-        context.options |= ssl.OP_NO_TICKET
-        context.num_tickets = 0
-        try:
-            context.load_cert_chain(self.certificate, self.key, password=_no_password)
-        except ssl.SSLError as error:
-            raise ValueError(f"{self.certificate} and {self.key} are not a certificate and its key: {error}") from error
-        if client_ca is not None:
-            context.verify_mode = ssl.CERT_REQUIRED
-            try:
-                context.load_verify_locations(cadata=client_ca.decode("ascii", "replace"))
-            except ssl.SSLError as error:
-                raise ValueError(f"{self.client_ca} has no certificate of an authority: {error}") from error
-        return _Loaded(certificate, key, client_ca, context)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,17 +33,21 @@ class Certificates:
         requires_client_certificate: Whether clients need a certificate.
     """
 
-    def __init__(self, paths: CertificatePaths) -> None:
-        """Reads the files.
+    def __init__(self, certificate: Path, key: Path, client_ca: Path | None) -> None:
+        """Reads PEM files.
+
+        Args:
+            certificate: The server's certificate, followed by the intermediate ones.
+            key: Its private key, without a password.
+            client_ca: The authorities of clients; None where clients need no certificate.
 
         Raises:
             OSError: A file cannot be read.
             ValueError: A file has the wrong content.
         """
-        self._files = ReloadedFiles(
-            [path for path in (paths.certificate, paths.key, paths.client_ca) if path], paths.read
-        )
-        self.requires_client_certificate = paths.client_ca is not None
+        paths = [path for path in (certificate, key, client_ca) if path]
+        self._files = ReloadedFiles(paths, partial(_read, certificate, key, client_ca))
+        self.requires_client_certificate = client_ca is not None
 
     @property
     def context(self) -> ssl.SSLContext:
@@ -134,6 +98,28 @@ def client_of_context(context: grpc.ServicerContext, default: str) -> str:
 def _client_of(common: Iterable[str], alternative: Iterable[str], default: str) -> str:
     name = next((name for name in (*common, *alternative) if name), None)
     return default if name is None else f"certificate {name}"
+
+
+def _read(certificate_path: Path, key_path: Path, client_ca_path: Path | None) -> _Loaded:
+    """Reads the files, and checks that they belong together."""
+    certificate, key = certificate_path.read_bytes(), key_path.read_bytes()
+    client_ca = None if client_ca_path is None else client_ca_path.read_bytes()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.prepare(context)
+    # A resumed session would skip the check of the client's certificate.
+    context.options |= ssl.OP_NO_TICKET
+    context.num_tickets = 0
+    try:
+        context.load_cert_chain(certificate_path, key_path, password=_no_password)
+    except ssl.SSLError as error:
+        raise ValueError(f"{certificate_path} and {key_path} are not a certificate and its key: {error}") from error
+    if client_ca is not None:
+        context.verify_mode = ssl.CERT_REQUIRED
+        try:
+            context.load_verify_locations(cadata=client_ca.decode("ascii", "replace"))
+        except ssl.SSLError as error:
+            raise ValueError(f"{client_ca_path} has no certificate of an authority: {error}") from error
+    return _Loaded(certificate, key, client_ca, context)
 
 
 def _no_password() -> str:

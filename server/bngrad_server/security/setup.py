@@ -11,7 +11,7 @@ import grpc
 from bngrad_server.config import ServerConfig
 from bngrad_server.errors import ListenError
 from bngrad_server.security.auth import Authenticator
-from bngrad_server.security.certificates import CertificatePaths, Certificates
+from bngrad_server.security.certificates import Certificates
 from bngrad_server.security.tokens import Tokens
 from bngrad_server.telemetry.metrics import Metrics
 from bngrad_wire.addresses import is_local
@@ -27,11 +27,10 @@ def set_up(config: ServerConfig, metrics: Metrics) -> tuple[Certificates | None,
     Raises:
         ListenError: A file cannot be read, or has the wrong content.
     """
-    paths = None
-    if config.tls_certificate is not None and config.tls_key is not None:
-        paths = CertificatePaths(config.tls_certificate, config.tls_key, config.tls_client_ca)
+    certificates = None
     try:
-        certificates = None if paths is None else Certificates(paths)
+        if config.tls_certificate is not None and config.tls_key is not None:
+            certificates = Certificates(config.tls_certificate, config.tls_key, config.tls_client_ca)
         tokens = None if config.token_file is None else Tokens(config.token_file)
     except OSError as error:
         names = ("tls_certificate", "tls_key", "tls_client_ca", "token_file")
@@ -43,7 +42,7 @@ def set_up(config: ServerConfig, metrics: Metrics) -> tuple[Certificates | None,
     authenticator = Authenticator(tokens, requires_certificate=config.tls_client_ca is not None, on_refusal=on_refusal)
     if not config.insecure:
         knows_clients = authenticator.requires_token or authenticator.requires_certificate
-        for warning in exposure_warnings(config.listen, has_tls=paths is not None, knows_clients=knows_clients):
+        for warning in exposure_warnings(config.listen, has_tls=certificates is not None, knows_clients=knows_clients):
             logger.warning("%s", warning)
     return certificates, authenticator
 

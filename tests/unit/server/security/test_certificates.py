@@ -11,7 +11,7 @@ import pytest
 from tests.security.authority import HOSTS, Authority, Pair
 from tests.servers import wait_until
 
-from bngrad_server.security.certificates import CertificatePaths, Certificates, client_of_socket
+from bngrad_server.security.certificates import Certificates, client_of_socket
 
 
 @pytest.fixture
@@ -61,14 +61,14 @@ def test_a_certificate_names_its_client(
     authority: Authority, names: tuple[str, ...], common_name: str | None, client: str
 ) -> None:
     own = authority.issue(*HOSTS)
-    certificates = Certificates(CertificatePaths(own.certificate, own.key, authority.path))
+    certificates = Certificates(own.certificate, own.key, authority.path)
     pair = authority.issue(*names, common_name=common_name)
     assert shake_hands(certificates, authority, pair)[0] == client
 
 
 def test_without_client_authorities_no_certificate_is_asked_for(authority: Authority) -> None:
     own = authority.issue(*HOSTS)
-    certificates = Certificates(CertificatePaths(own.certificate, own.key, None))
+    certificates = Certificates(own.certificate, own.key, None)
     client, shown = shake_hands(certificates, authority, authority.issue("alice@work.example"))
     assert client == "default"
     assert own.certificate.read_text().startswith(shown.strip())
@@ -81,7 +81,7 @@ def test_a_new_certificate_is_shown_once_it_has_its_key(
     live = Pair(tmp_path / "live.pem", tmp_path / "live.key")
     shutil.copy(first.certificate, live.certificate)
     shutil.copy(first.key, live.key)
-    certificates = Certificates(CertificatePaths(live.certificate, live.key, None))
+    certificates = Certificates(live.certificate, live.key, None)
     before = certificates.context
     shutil.copy(second.certificate, live.certificate)
     wait_until(lambda: certificates.context is before and "so the old content stays in use" in caplog.text)
@@ -96,11 +96,11 @@ def test_an_error_names_the_file_with_the_wrong_content(authority: Authority, tm
     nonsense = tmp_path / "nonsense"
     nonsense.write_text("nonsense")
     for paths, message in (
-        (CertificatePaths(own.certificate, other.key, None), f"{other.key} are not a certificate and its key"),
-        (CertificatePaths(nonsense, own.key, None), f"{nonsense} and .* are not a certificate"),
-        (CertificatePaths(own.certificate, own.key, nonsense), f"{nonsense} has no certificate of an authority"),
+        ((own.certificate, other.key, None), f"{other.key} are not a certificate and its key"),
+        ((nonsense, own.key, None), f"{nonsense} and .* are not a certificate"),
+        ((own.certificate, own.key, nonsense), f"{nonsense} has no certificate of an authority"),
     ):
         with pytest.raises(ValueError, match=message):
-            Certificates(paths)
+            Certificates(*paths)
     with pytest.raises(FileNotFoundError):
-        Certificates(CertificatePaths(tmp_path / "nothing", own.key, None))
+        Certificates(tmp_path / "nothing", own.key, None)
