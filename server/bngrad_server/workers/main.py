@@ -26,18 +26,7 @@ from bngrad_kernels.spec import Spec
 from bngrad_server.memory.mapping import map_file
 from bngrad_server.runtime.processes import die_with_parent, ignore_stop_signals
 from bngrad_server.telemetry import logs
-from bngrad_server.workers.ipc import (
-    MAX_FDS,
-    MAX_PACKET_NBYTES,
-    OK,
-    Message,
-    RegionChange,
-    Report,
-    pickled,
-    split_batch,
-    unpack_problem,
-    unpickled,
-)
+from bngrad_server.workers import ipc
 from bngrad_server.workers.pinned_memory import PinnedMemory
 
 logger = logging.getLogger(__name__)
@@ -65,7 +54,7 @@ def main() -> None:
         backend.warm_up()
         running.append(backend)
         memory = PinnedMemory(arena, backend, pinned_nbytes)
-        heartbeat.send(pickled((backend.description, backend.memory_nbytes), Report.READY))
+        heartbeat.send(ipc.pickled((backend.description, backend.memory_nbytes), ipc.Report.READY))
         first, *others = (_SlotLoop(sock, backend, memory) for sock in sockets)
         for loop in others:
             threading.Thread(target=_serve, args=(loop, heartbeat, device), name="slot").start()
@@ -87,7 +76,7 @@ def _ending_process(heartbeat: socket.socket, device: str) -> Iterator[None]:
     except (DeviceUnavailableError, DeviceFailedError) as error:
         logger.error("%s: %s", device, error)
         with contextlib.suppress(ConnectionError):
-            heartbeat.send(Report.FAILED + str(error).encode()[: MAX_PACKET_NBYTES - 1])
+            heartbeat.send(ipc.Report.FAILED + str(error).encode()[: ipc.MAX_PACKET_NBYTES - 1])
         logging.shutdown()
         os._exit(1)  # a normal exit would call into a device that has failed
     except BaseException:
@@ -100,7 +89,7 @@ def _send_heartbeats(heartbeat: socket.socket, heartbeat_s: float, running: list
     """Sends heartbeats until the front process ends; `running` is empty while the backend is made."""
     with contextlib.suppress(ConnectionError):
         while True:
-            heartbeat.send(Report.HEARTBEAT + b"%d" % sum(backend.used_nbytes for backend in running))
+            heartbeat.send(ipc.Report.HEARTBEAT + b"%d" % sum(backend.used_nbytes for backend in running))
             time.sleep(heartbeat_s)
 
 
@@ -116,19 +105,19 @@ class _SlotLoop:
 
     def serve(self) -> None:
         while True:
-            packet, fds, _, _ = socket.recv_fds(self._socket, MAX_PACKET_NBYTES, MAX_FDS)
+            packet, fds, _, _ = socket.recv_fds(self._socket, ipc.MAX_PACKET_NBYTES, ipc.MAX_FDS)
             if not packet:
                 return
             kind, content = packet[:1], memoryview(packet)[1:]
-            if kind == Message.RUN:
+            if kind == ipc.Message.RUN:
                 self._socket.send(self._answer(content))
-            elif kind == Message.SPEC:
+            elif kind == ipc.Message.SPEC:
                 self._problems.clear()
-                number, self._specs[number] = unpickled(content)
+                number, self._specs[number] = ipc.unpickled(content)
             else:
-                self._change_regions(unpickled(content), fds)
+                self._change_regions(ipc.unpickled(content), fds)
 
-    def _change_regions(self, changes: list[RegionChange], fds: list[int]) -> None:
+    def _change_regions(self, changes: list[ipc.RegionChange], fds: list[int]) -> None:
         self._problems.clear()  # their arrays would keep the memory mapped
         for number, nbytes in changes:
             if nbytes is None:
@@ -139,8 +128,8 @@ class _SlotLoop:
                 os.close(fd)
 
     def _answer(self, packed: memoryview) -> bytes:
-        failures = self._run([self._problem(task) for task in split_batch(packed, self._specs)])
-        return pickled(failures) if any(failures) else OK
+        failures = self._run([self._problem(task) for task in ipc.split_batch(packed, self._specs)])
+        return ipc.pickled(failures) if any(failures) else ipc.OK
 
     def _problem(self, packed: bytes) -> AnyProblem:
         """The problem of a task, from the cache: small tasks come again and again at the same places."""
@@ -148,7 +137,7 @@ class _SlotLoop:
         if problem is None:
             if len(self._problems) >= _MAX_CACHED_PROBLEMS:
                 self._problems.clear()
-            problem = self._problems[packed] = unpack_problem(packed, self._specs, self._memory.mapped)
+            problem = self._problems[packed] = ipc.unpack_problem(packed, self._specs, self._memory.mapped)
         return problem
 
     def _run(self, problems: list[AnyProblem]) -> list[str | None]:

@@ -86,15 +86,10 @@ class WorkerProcess:
         slot.begin(parts)
         return slot
 
-    def map(self, region: Region) -> None:
-        """Has the worker map a region, before it sees any later batch."""
+    def change_region(self, number: int, region: Region | None) -> None:
+        """Has the worker map a region, or unmap it if None; see `WorkerSlot.change_region`."""
         for slot in self._slots:
-            slot.map(region)
-
-    def unmap(self, region: Region) -> None:
-        """Has the worker unmap a region, after all earlier batches."""
-        for slot in self._slots:
-            slot.unmap(region)
+            slot.change_region(number, region)
 
     def flush_pending(self) -> None:
         """Sends changes of regions for which its sockets had no room; to be called now and then."""

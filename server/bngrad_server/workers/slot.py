@@ -111,13 +111,18 @@ class WorkerSlot:
         self._taken.release()
         return None if answer == OK else unpickled(answer)
 
-    def map(self, region: Region) -> None:
-        """Has the worker map a region, before any later batch."""
-        self._change(region.number, region)
+    def change_region(self, number: int, region: Region | None) -> None:
+        """Has the worker map a region, or unmap it if None, after all earlier batches and before any later one.
 
-    def unmap(self, region: Region) -> None:
-        """Has the worker unmap a region, after all earlier batches."""
-        self._change(region.number, None)
+        The change is sent at once, or after the batch: what was sent last must show whether a batch was read.
+        """
+        with self._mutex:
+            if region is None and self._pending.get(number) is not None:
+                del self._pending[number]
+                return
+            self._pending[number] = region
+            if not self._is_busy:
+                self._send_pending()
 
     def flush_pending(self) -> None:
         """Sends changes of regions for which the socket had no room; to be called now and then."""
@@ -135,16 +140,6 @@ class WorkerSlot:
         with self._mutex:
             self._is_busy = self._send_pending()
             return self._is_busy
-
-    def _change(self, number: int, region: Region | None) -> None:
-        """Sends a change at once, or after the batch: what was sent last must show whether a batch was read."""
-        with self._mutex:
-            if region is None and self._pending.get(number) is not None:
-                del self._pending[number]
-                return
-            self._pending[number] = region
-            if not self._is_busy:
-                self._send_pending()
 
     def _send_pending(self) -> bool:
         """Sends pending changes without waiting, since the worker may read nothing; False if there was no room."""

@@ -130,14 +130,14 @@ class Supervisor:
         with self._mutex, contextlib.suppress(WorkerDiedError):
             self._regions[region.number] = region
             if self._mapping is not None:
-                self._mapping.map(region)
+                self._mapping.change_region(region.number, region)
 
     def unmap(self, region: Region) -> None:
         """Has the worker unmap a region, which no job names."""
         with self._mutex, contextlib.suppress(WorkerDiedError):
             del self._regions[region.number]
             if self._mapping is not None:
-                self._mapping.unmap(region)
+                self._mapping.change_region(region.number, None)
 
     def begin_to_stop(self) -> None:
         """Tells the worker to end; it is not started again."""
@@ -221,8 +221,8 @@ class Supervisor:
 
     def _put_to_use(self, worker: WorkerProcess, description: str, memory_bytes: int) -> None:
         with self._mutex:
-            for region in self._regions.values():
-                worker.map(region)
+            for number, region in self._regions.items():
+                worker.change_region(number, region)
             self._mapping = worker
         self._description, self._memory_bytes = description, memory_bytes
         self._ready_since = time.monotonic()

@@ -44,7 +44,7 @@ def region(number: int) -> Region:
 
 
 def map_region(slot: WorkerSlot, number: int = 1) -> None:
-    slot.map(region(number))
+    slot.change_region(number, region(number))
 
 
 @pytest.mark.parametrize(
@@ -101,8 +101,8 @@ def test_a_busy_worker_is_told_of_regions_after_its_batch(slot: WorkerSlot) -> N
     begin(slot)
     map_region(slot, 2)
     map_region(slot, 3)
-    slot.unmap(region(2))
-    slot.unmap(region(1))
+    slot.change_region(2, None)
+    slot.change_region(1, None)
     assert [kind for kind, _ in received(slot)] == [Message.REGIONS, Message.SPEC, Message.RUN]
     slot.theirs.send(OK)
     assert slot.finish() is None
@@ -112,8 +112,8 @@ def test_a_busy_worker_is_told_of_regions_after_its_batch(slot: WorkerSlot) -> N
 def test_a_worker_that_reads_nothing_is_told_of_regions_without_waiting(slot: WorkerSlot) -> None:
     for number in range(1000):  # far more than a socket has room for
         map_region(slot, number)
-    slot.unmap(region(0))
-    slot.unmap(region(999))
+    slot.change_region(0, None)
+    slot.change_region(999, None)
     received_changes = [change for _, changes in received(slot) for change in changes]
     slot.flush_pending()
     received_changes += [change for _, changes in received(slot) for change in changes]
