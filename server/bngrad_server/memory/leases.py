@@ -31,7 +31,7 @@ _SO_PASSRIGHTS = 83
 
 
 class LeaseServer:
-    """A directory in shared memory's file system with two sockets: for calls, and for leases.
+    """A directory with two sockets, for calls and for leases, and the thread that leases regions.
 
     Attributes:
         directory: Its path.
@@ -56,47 +56,32 @@ class LeaseServer:
                 shutil.chown(draft, group=group)
                 draft.chmod(0o750)
             self.calls = on_failure.enter_context(_listen(draft / CALLS, group))
-            leases = on_failure.enter_context(_listen(draft / REGIONS, group))
+            self._listener = on_failure.enter_context(_listen(draft / REGIONS, group))
             draft.rename(self.directory)
             on_failure.pop_all()
-        self._lease_loop = _LeaseLoop(regions, leases, authenticator)
-
-    def start(self) -> None:
-        """Begins to lease regions."""
-        self._lease_loop.start()
-
-    def close(self) -> None:
-        """Ends every lease and removes the directory."""
-        self._lease_loop.close()
-        self.calls.close()
-        shutil.rmtree(self.directory, ignore_errors=True)
-
-
-class _LeaseLoop:
-    """The thread that leases regions, each for the life of a connection."""
-
-    def __init__(self, regions: Regions, listener: socket.socket, authenticator: Authenticator) -> None:
         self._regions = regions
         self._authenticator = authenticator
-        self._listener = listener
         self._selector = selectors.DefaultSelector()
         self._leases: dict[socket.socket, Region | None] = {}
         self._wake, self._waker = socket.socketpair()
-        self._selector.register(listener, selectors.EVENT_READ)
+        self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="leases", daemon=True)
 
     def start(self) -> None:
+        """Begins to lease regions, each for the life of a connection."""
         self._thread.start()
 
     def close(self) -> None:
+        """Ends every lease and removes the directory."""
         self._waker.close()
         if self._thread.is_alive():
             self._thread.join()
         for client in list(self._leases):
             self._end(client)
-        for each in (self._listener, self._wake, self._selector):
+        for each in (self._listener, self._wake, self._selector, self.calls):
             each.close()
+        shutil.rmtree(self.directory, ignore_errors=True)
 
     def _run(self) -> None:
         while True:
