@@ -37,6 +37,11 @@ Handler = Callable[[str, Mapping[str, str]], Awaitable[Response]]
 """Handles a GET; gets the path without its query, and the headers by their lower-case names."""
 
 
+def text_response(status: int, text: str, headers: Mapping[str, str] | None = None) -> Response:
+    """Makes a response of plain text."""
+    return Response(status, "text/plain; charset=utf-8", text.encode(), headers or {})
+
+
 class HttpServer:
     """Answers GET and HEAD."""
 
@@ -72,7 +77,7 @@ class HttpServer:
         try:
             response, has_body = await self._response(connection, reader)
         except h11.RemoteProtocolError as error:
-            response, has_body = _text(error.error_status_hint, "the request is not HTTP/1.1\n"), True
+            response, has_body = text_response(error.error_status_hint, "the request is not HTTP/1.1\n"), True
         headers = {
             "content-type": response.media_type,
             "content-length": str(len(response.body)),
@@ -98,11 +103,7 @@ class HttpServer:
         if not isinstance(event, h11.Request):
             raise ConnectionError("the client has gone")
         if event.method not in {b"GET", b"HEAD"}:
-            return _text(405, "only GET and HEAD are answered\n", {"allow": "GET, HEAD"}), True
+            return text_response(405, "only GET and HEAD are answered\n", {"allow": "GET, HEAD"}), True
         path = event.target.decode("ascii").partition("?")[0]
         headers = {name.decode("ascii"): value.decode("latin-1") for name, value in event.headers}
         return await self._handler(path, headers), event.method == b"GET"
-
-
-def _text(status: int, text: str, headers: Mapping[str, str] | None = None) -> Response:
-    return Response(status, "text/plain; charset=utf-8", text.encode(), headers or {})

@@ -8,10 +8,9 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from bngrad_server.monitor.exposition import Exposition
 from bngrad_server.monitor.history import History
-from bngrad_server.monitor.http import Response
+from bngrad_server.monitor.http import Response, text_response
 from bngrad_server.monitor.status_client import StatusClient
 
-_TEXT = "text/plain; charset=utf-8"
 _PAGE_HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -41,25 +40,24 @@ class Pages:
             return self._dashboard
         page = self._pages.get(path)
         if page is None:
-            return Response(404, _TEXT, f"there are / and {', '.join(self._pages)}\n".encode())
+            return text_response(404, f"there are / and {', '.join(self._pages)}\n")
         try:
             return await page(headers)
         except TimeoutError:
-            return Response(503, _TEXT, b"the server's front process does not answer\n")
+            return text_response(503, "the server's front process does not answer\n")
 
     async def _metrics(self, headers: Mapping[str, str]) -> Response:
         return self._exposition.render(await self._front.status(), headers.get("accept", ""))
 
     async def _healthz(self, headers: Mapping[str, str]) -> Response:
         await self._front.status()
-        return Response(200, _TEXT, b"ok\n")
+        return text_response(200, "ok\n")
 
     async def _readyz(self, headers: Mapping[str, str]) -> Response:
         status = await self._front.status()
         if status["ready"]:
-            return Response(200, _TEXT, b"ok\n")
-        reason = b"the server is stopping\n" if status["stopping"] else b"no worker is ready\n"
-        return Response(503, _TEXT, reason)
+            return text_response(200, "ok\n")
+        return text_response(503, "the server is stopping\n" if status["stopping"] else "no worker is ready\n")
 
     async def _status(self, headers: Mapping[str, str]) -> Response:
         status = {"server": await self._front.status(), **self._history.status()}

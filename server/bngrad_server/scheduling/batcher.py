@@ -35,11 +35,8 @@ class Batcher:
     def __init__(self, max_jobs: int, max_bytes: int, max_delay_s: float = 0.0, *, split: bool = True) -> None:
         """Has no worker yet.
 
-        Args:
-            max_jobs: See `FairQueue`.
-            max_bytes: See `FairQueue`.
-            max_delay_s: The batch delay: how long a job may wait for its batch to fill while a slot is free.
-            split: See `FreeSlots`.
+        A job may wait for the batch delay, ``max_delay_s``, for its batch to fill while a slot is free. The other
+        arguments are those of `FairQueue` and `FreeSlots`.
         """
         self.counts = BatchCounts()
         self._max_jobs = max_jobs
