@@ -152,10 +152,7 @@ def _layer(device: CupyDevice, case: Case, copy: float) -> list[Row]:
     calls = _calls(len(sets), floor)
     launches = launches_each(len(sets), calls)
     resident = [rivals.Resident(device, case.spec, [each.by_name()], launches) for each in sets]
-    contestants: dict[str, list[Any]] = {
-        "bngrad": resident,
-        "pytorch": [rivals.pytorch(case, each) for each in sets],
-    }
+    contestants: dict[str, list[Any]] = {"bngrad": resident, "pytorch": [rivals.pytorch(case, each) for each in sets]}
     cudnn = rivals.cudnn(case, sets[0])
     if cudnn is not None:
         contestants["cudnn"] = [cudnn, *(rivals.cudnn(case, each) for each in sets[1:])]

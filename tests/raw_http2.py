@@ -20,21 +20,10 @@ TIMEOUT_S = 30.0
 
 
 class RawConnection:
-    """A connection to one of a server's addresses.
-
-    Attributes:
-        sock: Its socket.
-    """
+    """A connection to one of a server's addresses."""
 
     def __init__(self, address: str) -> None:
-        """Connects.
-
-        Args:
-            address: ``HOST:PORT`` or ``unix:PATH``.
-
-        Raises:
-            OSError: Nothing listens there, or its backlog is full.
-        """
+        """Connects to ``HOST:PORT`` or ``unix:PATH``."""
         self._received = bytearray()
         if address.startswith("unix:"):
             self.sock = socket.socket(socket.AF_UNIX)
@@ -111,7 +100,6 @@ class RawConnection:
 
 
 def path_of(method: str) -> str:
-    """Returns the path of one of the service's methods."""
     return f"/{SERVICE.full_name}/{method}"
 
 

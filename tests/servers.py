@@ -85,7 +85,6 @@ def starting_server(address: str, gate: Path) -> Iterator[subprocess.Popen[bytes
 
 
 def workers_of(front: int) -> list[psutil.Process]:
-    """Returns the running workers of a server's front process."""
     return children_of(front, "bngrad_server.workers.main")
 
 
@@ -102,7 +101,6 @@ def _runs(process: psutil.Process, module: str) -> bool:
 
 
 def worker_pids(server: EmbeddedServer) -> list[int]:
-    """Returns the process ids of a server's running workers."""
     return [worker.pid for worker in workers_of(server.process.pid)]
 
 
@@ -144,7 +142,6 @@ def targets_of(target: str) -> dict[str, str]:
 
 
 def run_bngrad(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Runs a command of the command line to its end."""
     environment = {**os.environ, **(environment or {})}
     return subprocess.run([*BNGRAD, *arguments], env=environment, capture_output=True, text=True)
 

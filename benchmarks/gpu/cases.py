@@ -18,8 +18,6 @@ _TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16":
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table."""
-
     layout: str
     dtype: str
     batch: int
@@ -89,7 +87,6 @@ def tensors(case: Case) -> Tensors:
 
 
 def poison(made: Tensors) -> None:
-    """Makes all outputs NaN."""
     for output in (made.x_backprop, made.scale_backprop, made.offset_backprop):
         output.fill_(float("nan"))
 

@@ -17,12 +17,7 @@ from bngrad_kernels.cuda.device import CupyDevice
 
 
 def describe(device: CupyDevice, commit: str | None) -> dict[str, Any]:
-    """The device, the versions of what runs on it, and which sources ran.
-
-    Args:
-        device: The GPU.
-        commit: Of the sources; what git says where None, and where there is git.
-    """
+    """The device, the versions of what runs on it, and which sources ran: `commit`, or what git says if None."""
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
     smi = ["nvidia-smi", "--query-gpu=name,driver_version,clocks.max.sm,clocks.max.mem,power.limit", "--format=csv"]
     return {

@@ -45,7 +45,6 @@ def tensors(case: Case) -> Named:
 
 
 def poison(made: Named) -> None:
-    """Makes all outputs NaN."""
     for name in _OUTPUTS:
         made[name].fill_(float("nan"))
 

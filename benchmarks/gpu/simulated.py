@@ -86,7 +86,6 @@ class Launch(NamedTuple):
 
 
 def main(simulator: Path) -> None:
-    """Prints a table."""
     print(f"kernels {fingerprint()}, GPGPU-Sim {_commit(simulator / 'sources')}, compiled for sm_{ARCH}", flush=True)
     floors: dict[int, int] = {}
     for number, spec in enumerate(CASES):

@@ -24,13 +24,10 @@ def sets_of(case: Case) -> int:
 
 
 def time_of(runs: Sequence[Callable[[], Any]], calls: int, *, has_head_start: bool = True) -> float:
-    """Seconds a call, by CUDA events around some calls in a row: the median of the rounds.
+    """Seconds a call, by CUDA events around some calls in a row: the median of the rounds, in which the runs take turns.
 
-    Args:
-        runs: What is called, by turns.
-        calls: How many calls a round has.
-        has_head_start: Whether the GPU waits until the round has been asked for, so that only its own time counts and
-            not the host's, which is longer for small tensors.
+    With a head start, the GPU waits until the round has been asked for, so that only its own time counts and not the
+    host's, which is longer for small tensors.
     """
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     seconds: list[float] = []

@@ -29,8 +29,6 @@ _SUM_TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table."""
-
     layout: str
     dtype: str
     chw: tuple[int, int, int]
@@ -83,7 +81,6 @@ def _normal(elements: int) -> Array:
 
 
 def fill(spec: Spec, dy: Array, x: Array) -> None:
-    """Writes the inputs of a case."""
     normal = _normal(int(np.prod(spec.shape)) + 1)
     for array, start in ((dy, 0), (x, 1)):
         array.reshape(-1)[:] = normal[start : start + array.size]

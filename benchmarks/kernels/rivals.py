@@ -36,12 +36,7 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS", 
 
 @dataclass(frozen=True)
 class Turn:
-    """The calls of one turn.
-
-    Attributes:
-        seconds: The time of each call.
-        cpu_seconds: The CPU time of all of them, on all threads.
-    """
+    """The time of each call of one turn, and the CPU time of all of them, on all threads."""
 
     seconds: list[float]
     cpu_seconds: float

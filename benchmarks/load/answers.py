@@ -20,8 +20,6 @@ class WrongAnswerError(Exception):
 
 
 class Status(enum.IntEnum):
-    """The outcome of a request."""
-
     OK = 0
     WRONG = 1
     RESOURCE_EXHAUSTED = 2
@@ -32,11 +30,7 @@ class Status(enum.IntEnum):
 
 
 def check_quiet_answer(what: str, problem: Problem, gradients: tuple[Array, Array, Array]) -> None:
-    """Compares with the float64 reference.
-
-    Raises:
-        WrongAnswerError: The answer is out of bounds.
-    """
+    """Compares with the float64 reference."""
     fault = cases.wrong(problem, gradients)
     if fault is not None:
         raise WrongAnswerError(f"{what}: {fault}")

@@ -44,11 +44,7 @@ class Run:
 
 
 class Fleet:
-    """Processes that share every load between them.
-
-    Attributes:
-        setup: What they call.
-    """
+    """Processes that share every load between them."""
 
     def __init__(self, pipes: list[Connection], setup: Setup, seed: int, on_wait: Callable[[], None]) -> None:
         self.setup = setup
@@ -57,11 +53,7 @@ class Fleet:
         self._on_wait = on_wait
 
     def closed_loop(self, callers: int, timeout: float, *, seconds: float = math.inf, count: int = _MANY) -> Run:
-        """Runs callers that each send the next request when they have an answer, for a time or a count.
-
-        Raises:
-            FleetError: A process ended.
-        """
+        """Runs callers that each send the next request when they have an answer, for a time or a count."""
         items = mix.deal(self.setup.items, count, self._rng)
         start = time.monotonic() + _HEAD_START_S
         plan = Plan(items, None, start, start + seconds, callers, timeout)
@@ -72,11 +64,7 @@ class Fleet:
         return Run(start, min(seconds, max(row[3] for row in outcome.rows) - start), outcome)
 
     def open_loop(self, rate: float, seconds: float, callers: int, timeout: float) -> Run:
-        """Requests that arrive at random, at a rate per second in the mean, whatever becomes of those before.
-
-        Raises:
-            FleetError: A process ended.
-        """
+        """Requests that arrive at random, at a rate per second in the mean, whatever becomes of those before."""
         start = time.monotonic() + _HEAD_START_S
         due = start + arrivals(rate, seconds, self._rng)
         items = mix.deal(self.setup.items, len(due), self._rng)
@@ -88,11 +76,7 @@ class Fleet:
         return Run(start, seconds, outcome)
 
     def probe(self, timeout: float) -> float:
-        """The seconds that a single request of mean size takes; infinity if it failed.
-
-        Raises:
-            FleetError: A process ended.
-        """
+        """The seconds that a single request of mean size takes; infinity if it failed."""
         outcome = self._run([Plan(np.array([_probed(self.setup)]), None, 0, math.inf, 1, timeout)])
         _, due, _, done, status, _ = outcome.rows[0]
         return done - due if status == Status.OK else math.inf
@@ -120,14 +104,7 @@ class Fleet:
 def running(processes: int, setup: Setup, on_wait: Callable[[], None], *, seed: int = 0) -> Iterator[Fleet]:
     """Starts so many processes, each with its client, its inputs and the answers to expect.
 
-    Args:
-        processes: How many.
-        setup: What they call.
-        on_wait: Is called now and then while they work.
-        seed: Of chance.
-
-    Raises:
-        FleetError: The server did not answer them, or not rightly.
+    Calls ``on_wait`` now and then while they work. Raises `FleetError` if the server did not answer them rightly.
     """
     context = multiprocessing.get_context("spawn")
     pipes = []

@@ -29,12 +29,7 @@ Row = tuple[int, float, float, float, int, bool]
 
 @dataclass(frozen=True)
 class Setup:
-    """What a process calls, and how.
-
-    Attributes:
-        callers: The maximum of requests in flight.
-        cores: The cores that it may run on.
-    """
+    """What a process calls, and how: at most ``callers`` requests in flight, on these cores."""
 
     target: str
     transport: str
@@ -67,13 +62,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a plan.
-
-    Attributes:
-        rows: One for each request.
-        cpu_seconds: The CPU time that the process used.
-        errors: Examples of other errors than refusals and timeouts.
-    """
+    """The outcome of a plan: a row for each request, and examples of errors that are no refusals or timeouts."""
 
     rows: list[Row]
     cpu_seconds: float
@@ -81,8 +70,6 @@ class Outcome:
 
 
 class Generator(Protocol):
-    """Carries out plans."""
-
     def run(self, plan: Plan) -> Outcome:
         """Returns when the last request has ended."""
 

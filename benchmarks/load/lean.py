@@ -40,12 +40,7 @@ _STATUSES = {0: Status.OK, 4: Status.DEADLINE_EXCEEDED, 8: Status.RESOURCE_EXHAU
 
 @contextlib.contextmanager
 def connect(setup: Setup) -> Iterator[Loop]:
-    """Connects, makes each kind of request once, and keeps the answers.
-
-    Raises:
-        OSError: The server is not on this host, or not there.
-        WrongAnswerError: An answer is wrong.
-    """
+    """Connects, makes each kind of request once, and keeps the answers."""
     directory = _directory(setup.target)
     if not Path(directory, "calls").is_socket():
         raise FileNotFoundError(f"{setup.target} has no sockets on this host: take another --transport")
@@ -58,7 +53,6 @@ def connect(setup: Setup) -> Iterator[Loop]:
 
 
 def _directory(target: str) -> str:
-    """The server's directory on this host."""
     with grpc.insecure_channel(target) as channel:
         stub = pb_grpc.BatchNormGradServiceStub(channel)
         try:
@@ -81,12 +75,7 @@ class Loop:
         self._rows: list[Row] = []
 
     def learn(self) -> None:
-        """Makes each kind of request once, and keeps its answer as the expected one.
-
-        Raises:
-            OSError: A request failed.
-            WrongAnswerError: The answer is wrong.
-        """
+        """Makes each kind of request once, and keeps its answer as the expected one."""
         for number, request in enumerate(self._requests):
             plan = Plan(np.array([number]), None, 0, math.inf, 1, _QUIET_TIMEOUT_S)
             rows, errors = (outcome := self.run(plan)).rows, outcome.errors
@@ -186,8 +175,6 @@ class Loop:
 
 
 class _Caller:
-    """One connection."""
-
     def __init__(self, path: str) -> None:
         sock = socket.socket(socket.AF_UNIX)
         sock.connect(path)

@@ -85,11 +85,7 @@ class Request:
         return right
 
     def learn(self) -> None:
-        """Keeps the last answer as the expected one.
-
-        Raises:
-            WrongAnswerError: It is wrong.
-        """
+        """Keeps the last answer as the expected one."""
         assert self._last is not None
         result, answer = self._last
         message = pb.FusedBatchNormGradV2Response.FromString(answer)

@@ -26,12 +26,7 @@ SMALL_COUNT = 24
 
 @dataclass(frozen=True)
 class Item:
-    """A kind of request.
-
-    Attributes:
-        spec: The computation.
-        count: Their number in a deck, which holds every kind in proportion.
-    """
+    """A kind of request, and how often it is in a deck, which holds every kind in proportion."""
 
     spec: Spec
     count: int

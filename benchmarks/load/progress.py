@@ -30,7 +30,6 @@ class Progress:
             self._say("")
 
     def show(self) -> None:
-        """Updates the line."""
         of = f" of {self._seconds:.0f}" if self._seconds else ""
         self._say(f"{self._what}: {time.monotonic() - self._start:.0f}{of} s")
 

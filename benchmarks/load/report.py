@@ -27,7 +27,6 @@ def header() -> str:
 
 
 def row(step: Step) -> str:
-    """Returns one line of the table of loads."""
     percentiles = [f"{value:.1f}" for value in step.percentiles] or ["-"] * len(PERCENTILES)
     server = "-" if step.server_cores is None else f"{step.server_cores:.2f}"
     cells = [

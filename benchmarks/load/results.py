@@ -28,13 +28,7 @@ class Storm:
 
 @dataclass
 class Kills:
-    """The same requests with and without killed workers, in turns.
-
-    Attributes:
-        undisturbed: The turns without.
-        disturbed: The turns with.
-        killed: The number of workers killed.
-    """
+    """The same requests with killed workers (disturbed) and without, in turns."""
 
     undisturbed: list[Step] = field(default_factory=list)
     disturbed: list[Step] = field(default_factory=list)

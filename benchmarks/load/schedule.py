@@ -10,16 +10,8 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 
 def arrivals(rate: float, seconds: float, rng: np.random.Generator) -> Floats:
-    """The times of a Poisson process: ``rate`` arrivals per second in the mean, each independent of all others.
+    """Sorted times of a Poisson process, in seconds: ``rate`` arrivals per second in the mean, each independent of others.
 
     Given their number, which is a Poisson variable, the times of such a process are uniform and independent.
-
-    Args:
-        rate: Per second.
-        seconds: How long the process is watched.
-        rng: The source of chance.
-
-    Returns:
-        Sorted seconds from the beginning.
     """
     return np.sort(rng.uniform(0, seconds, rng.poisson(rate * seconds)))

@@ -30,12 +30,7 @@ _REMEMBERED_ERRORS = 5
 
 @contextlib.contextmanager
 def connect(setup: Setup) -> Iterator[Threads]:
-    """Connects, makes each kind of request once, and keeps the answers.
-
-    Raises:
-        bngrad.BngradError: A request failed.
-        WrongAnswerError: An answer is wrong.
-    """
+    """Connects, makes each kind of request once, and keeps the answers."""
     options: dict[str, Any] = {"transport": setup.transport, **_NO_RETRIES}
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     with bngrad.Client(setup.target, **options) as client:

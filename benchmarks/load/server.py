@@ -29,18 +29,12 @@ Older servers have none."""
 
 @dataclass(frozen=True)
 class Server:
-    """A running server.
-
-    Attributes:
-        target: Its address.
-        front: Its front process; None if the benchmark did not start it.
-    """
+    """A running server; ``front`` is its front process, None if the benchmark did not start it."""
 
     target: str
     front: psutil.Process | None
 
     def processes(self) -> list[psutil.Process]:
-        """The front and its workers."""
         return [] if self.front is None else [self.front, *self.front.children(recursive=True)]
 
     def workers(self) -> list[psutil.Process]:
@@ -74,18 +68,13 @@ class Server:
         return None if sizes is None else list(sizes)
 
     def wait_until_ready(self) -> None:
-        """Waits until every worker is ready."""
         while any(device.state != pb.WORKER_STATE_READY for device in self.info().devices):
             time.sleep(0.05)
 
 
 @contextlib.contextmanager
 def running(cores: tuple[int, ...], options: tuple[str, ...]) -> Iterator[Server]:
-    """Runs a server on some cores for the length of the block.
-
-    Raises:
-        bngrad_cli.embedded.ServerStartError: It did not start.
-    """
+    """Runs a server on some cores for the length of the block."""
     own = os.sched_getaffinity(0)
     embedded = EmbeddedServer(options=options)
     os.sched_setaffinity(0, cores)  # Its processes inherit this, and derive their number of threads from it.

@@ -28,7 +28,6 @@ class Verdict:
 
 
 def verdicts(results: Results) -> list[Verdict]:
-    """Returns a verdict on every target that was measured."""
     return [*_goodput(results), *_storm(results), *_kills(results), *_batching(results), *_honesty(results)]
 
 

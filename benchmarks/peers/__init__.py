@@ -41,6 +41,5 @@ def load(name: str) -> Prepare:
 
 
 def version(name: str) -> str:
-    """The version of a peer's library."""
     text: str = importlib.import_module(PEERS[name]).version()
     return text

@@ -24,13 +24,7 @@ _BNGRAD = "bngrad"
 
 @dataclass(frozen=True)
 class Contestant:
-    """One line of the plot.
-
-    Attributes:
-        title: Its name in the plot.
-        server: The kind of server that it needs; "" if none.
-        connect: Connects to that server's address.
-    """
+    """One line of the plot, the kind of server that it needs ("" if none), and how to connect to that."""
 
     title: str
     server: str

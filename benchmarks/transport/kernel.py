@@ -39,8 +39,6 @@ def inputs_of(problem: Problem) -> Problem:
 
 @contextlib.contextmanager
 def connect(kernel: Kernel) -> Iterator[Prepare]:
-    """No connection at all."""
-
     @contextlib.contextmanager
     def prepare(problem: Problem) -> Iterator[Call]:
         own = inputs_of(problem)

@@ -19,11 +19,7 @@ class WrongAnswerError(Exception):
 
 
 def check(name: str, answer: Gradients | None, expected: Gradients) -> None:
-    """Compares bit for bit.
-
-    Raises:
-        WrongAnswerError: They differ.
-    """
+    """Compares bit for bit."""
     for field, got, want in zip(expected._fields, answer or expected, expected, strict=True):
         if got.shape != want.shape or not np.array_equal(got.view(np.uint32), want.view(np.uint32)):
             raise WrongAnswerError(f"{name}: {field} differs from the kernel's")

@@ -15,12 +15,7 @@ _RATIOS_TO = {"grpc-echo": "/echo", "flight": "/flight", "protobuf": "/protobuf"
 
 @dataclass(frozen=True)
 class Cell:
-    """The latency of one contestant at one size over one network, in milliseconds.
-
-    Attributes:
-        nbytes: The size of each of the three tensors.
-        calls: The number of calls measured.
-    """
+    """The latency of one contestant at one size of each of the three tensors over one network, in milliseconds."""
 
     network: str
     nbytes: int
@@ -59,8 +54,6 @@ class Rate:
 
 @dataclass
 class Results:
-    """Everything measured so far."""
-
     cells: list[Cell] = field(default_factory=list)
     rates: list[Rate] = field(default_factory=list)
 

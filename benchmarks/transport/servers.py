@@ -40,11 +40,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def running(kind: str, address: str, threads: int) -> Iterator[str]:
-    """Runs a server for the length of the block, and gives the address that clients take.
-
-    Raises:
-        ServerStartError: It did not start; its stderr says why.
-    """
+    """Runs a server for the length of the block, and gives the address that clients take."""
     process = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.transport.servers", kind, address, "--threads", str(threads)],
         stdin=subprocess.PIPE,

@@ -49,13 +49,7 @@ def run(*command: object, timeout_s: float = 3600) -> str:
 
 @dataclass(frozen=True)
 class Engine:
-    """A container engine.
-
-    Attributes:
-        command: The command that runs it.
-        builder: The command that builds images for it.
-        options: Options that each container needs on this machine.
-    """
+    """A container engine: how to run it, how to build images for it, and what each container needs on this machine."""
 
     command: tuple[str, ...]
     builder: tuple[str, ...]
@@ -71,11 +65,7 @@ PODMAN = Engine(
     # Without limits of its own, podman would raise those of a root that may not do so; its health checks need systemd.
     ("--network=host", "--ulimit=nofile=4096:4096", "--ulimit=nproc=4096:4096", "--no-healthcheck"),
 )
-DOCKER = Engine(
-    ("docker",),
-    ("docker", "build", "--network=host"),
-    ("--network=host", "--tmpfs=/tmp"),
-)
+DOCKER = Engine(("docker",), ("docker", "build", "--network=host"), ("--network=host", "--tmpfs=/tmp"))
 ENGINES = {"podman": PODMAN, "docker": DOCKER}
 
 

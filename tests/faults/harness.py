@@ -16,13 +16,7 @@ from tests.faults.server import RestartableServer
 
 @dataclass(frozen=True)
 class Harness:
-    """A server, the load on it, and the file that sets its clock.
-
-    Attributes:
-        service: The server.
-        load: The load, which runs while a fault is injected.
-        clock: See `tests.faults.machine_faults.set_clock`.
-    """
+    """A server, the load on it, and the file that sets its clock; see `tests.faults.machine_faults.set_clock`."""
 
     service: RestartableServer
     load: Load
@@ -60,11 +54,7 @@ class Fault:
 
 
 class BrokenGuaranteeError(AssertionError):
-    """The server broke a guarantee under a fault.
-
-    Attributes:
-        tally: The outcomes of the requests.
-    """
+    """The server broke a guarantee under a fault."""
 
     def __init__(self, what: str, tally: Tally) -> None:
         super().__init__(what)

@@ -78,17 +78,7 @@ class LoadProcess:
         timeouts_s: tuple[float, float] = TIMEOUTS_S,
         seed: int = 0,
     ) -> None:
-        """Returns before the process is ready.
-
-        Args:
-            service: The server.
-            target: The address to call.
-            kind: A transport, or "aio".
-            problems: The requests; see `tests.faults.workload.save`.
-            threads: The number of requests in flight.
-            timeouts_s: The shortest and the longest.
-            seed: The seed of its choices.
-        """
+        """Returns before the process is ready; ``kind`` is a transport or "aio", ``timeouts_s`` the shortest and the longest."""
         self.name = f"{kind} by {target.partition(':')[0]}"
         arguments = [target, kind, threads, seed, problems, *timeouts_s]
         command = [sys.executable, "-m", "tests.faults.load_process", *map(str, arguments)]

@@ -77,11 +77,7 @@ def fill_shared_memory(scene: Harness, seconds: float, rng: Random) -> None:
 
 
 def shiftable_clock(directory: Path) -> tuple[Path, dict[str, str]]:
-    """Builds a wall clock that tests can set.
-
-    Returns:
-        The file that sets it, and the environment of processes that use it.
-    """
+    """Builds a wall clock that tests can set: the file that sets it, and the environment of processes that use it."""
     library, clock = directory / "clock.so", directory / "clock"
     command = [os.environ.get("CC", "cc"), "-shared", "-fPIC", "-O2", "-o", str(library), str(_CLOCK_SOURCE)]
     subprocess.run(command, check=True)

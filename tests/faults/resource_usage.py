@@ -19,14 +19,7 @@ _RETURN_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class ProcessUsage:
-    """The resources of one process.
-
-    Attributes:
-        memory: Its private anonymous memory in bytes.
-        descriptors: The number of open file descriptors.
-        threads: The number of threads.
-        memfds: The number of anonymous files it holds or maps: the arena and the regions of clients.
-    """
+    """One process: bytes of private anonymous memory, and numbers of descriptors, threads and anonymous files."""
 
     memory: int
     descriptors: int
@@ -60,7 +53,6 @@ largest requests, 38 MiB each, would be seen."""
 
 
 def measure(service: RestartableServer) -> Usage:
-    """Measures an idle server."""
     workers = [_of(pid) for pid in service.workers()]
     return Usage(
         _of(service.process.pid),
@@ -77,11 +69,7 @@ def measure(service: RestartableServer) -> Usage:
 
 
 def wait_until_back(service: RestartableServer, before: Usage) -> None:
-    """Waits until a server has released what it took since ``before``.
-
-    Raises:
-        AssertionError: It does not; the message names what is left.
-    """
+    """Waits until a server has released what it took since ``before``."""
     try:
         wait_until(lambda: not _growth(before, measure(service)), _RETURN_TIMEOUT_S, poll_s=0.2)
     except AssertionError:

@@ -32,13 +32,7 @@ _OWN_SHARED_MEMORY = 'mount -t tmpfs -o size="$0" bngrad-test /dev/shm && exec "
 
 
 class RestartableServer:
-    """Runs ``bngrad serve`` on a TCP port and a Unix socket for the length of a ``with`` block.
-
-    Attributes:
-        target: Its TCP address, the same after every start.
-        unix_target: Its Unix socket, likewise.
-        process: The current front process.
-    """
+    """Runs ``bngrad serve`` on a TCP port and a Unix socket, the same after every start, during a ``with`` block."""
 
     process: subprocess.Popen[str]
     drain_timeout_s = 30.0
@@ -50,13 +44,7 @@ class RestartableServer:
         environment: Mapping[str, str] | None = None,
         shm: str | None = None,
     ) -> None:
-        """Nothing runs before the block begins.
-
-        Args:
-            options: Options of ``bngrad serve``.
-            environment: Further environment variables of its processes.
-            shm: If given, the processes get a private /dev/shm of this size: "64k", for example.
-        """
+        """Nothing runs before the block begins; ``shm`` is the size of a private /dev/shm, such as "64k"."""
         self._directory = Path(tempfile.mkdtemp(prefix="bngrad-faults-"))
         self._log = self._directory / "log"
         self._mark = f"{_MARK}={secrets.token_hex(8)}"
@@ -116,7 +104,6 @@ class RestartableServer:
         return [record for record in records if not re.search("Invalid encoding on b|Too many open files", record)]
 
     def workers(self) -> list[int]:
-        """Returns the process ids of the workers."""
         return [worker.pid for worker in workers_of(self.process.pid)]
 
     def pids(self) -> list[int]:
@@ -149,7 +136,6 @@ class RestartableServer:
         return command if os.getuid() == 0 else [*command, "--user", "--preserve-credentials"]
 
     def wait_until_whole(self) -> None:
-        """Waits until every worker is ready."""
         with bngrad.Client(self.target) as client:
             wait_until(lambda: all(device.state == "ready" for device in client.server_info().devices))
         wait_until(lambda: len(self.workers()) == WORKERS)

@@ -57,11 +57,7 @@ def main(minutes: float, seed: int | None) -> None:
 def soak(harnesses: dict[bool, Harness], seconds: float, rng: Random, progress: Progress) -> dict[str, Row]:
     """Injects every fault once in a random order, and repeats that until the time is over.
 
-    Args:
-        harnesses: The server for most faults, and under True the one with a private /dev/shm.
-        seconds: The duration.
-        rng: The source of all choices.
-        progress: Shows the progress.
+    ``harnesses`` holds the server for most faults, and under True the one with a private /dev/shm.
     """
     rows: dict[str, Row] = defaultdict(Row)
     task = progress.add_task("", total=seconds, requests=0)

@@ -67,12 +67,10 @@ def answered_alone(target: str) -> list[Problem]:
 
 
 def save(problems: list[Problem], path: Path) -> None:
-    """Writes the requests for other processes."""
     path.write_bytes(pickle.dumps(problems, pickle.HIGHEST_PROTOCOL))
 
 
 def load(path: Path) -> list[Problem]:
-    """Reads the file that `save` wrote."""
     problems: list[Problem] = pickle.loads(path.read_bytes())  # noqa: S301 - our own
     return problems
 

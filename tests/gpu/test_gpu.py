@@ -27,10 +27,7 @@ from bngrad_kernels.cuda.backend import CudaBackend
 from bngrad_kernels.problem import Problem
 from bngrad_kernels.spec import FLOAT16, FLOAT32, Spec
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(TEST_DEVICE == "cpu", reason="needs a GPU: make gpu-test runs it"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(TEST_DEVICE == "cpu", reason="needs a GPU: make gpu-test runs it")]
 
 
 @pytest.fixture(scope="module")

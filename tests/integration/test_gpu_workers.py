@@ -176,10 +176,7 @@ def test_a_gpu_computes_two_batches_at_once_and_answers_the_one_that_is_done_fir
 def test_memory_that_a_client_shared_is_mapped_until_every_slot_has_removed_it(kernels: Path) -> None:
     with EmbeddedServer(device="cuda:0", options=ARENA) as server, bngrad.Client(server.target) as client:
         worker = worker_pid(server)
-        with (
-            bngrad.Client(server.target, transport="shared") as other,
-            gate(kernels, server, client) as closed,
-        ):
+        with bngrad.Client(server.target, transport="shared") as other, gate(kernels, server, client) as closed:
             assert_gradients(SPEC, INPUTS, other.fused_batch_norm_grad_v2(*INPUTS))
             answer = closed.hold()
             other.close()
@@ -261,10 +258,7 @@ def test_an_arena_of_the_default_size_can_be_page_locked() -> None:
 
 @pytest.mark.parametrize(
     ("options", "refuses", "words"),
-    [
-        (("--pinned-bytes", "32MiB"), False, f"{2**25} bytes are left of pinned_bytes"),
-        ((), True, "out of memory"),
-    ],
+    [(("--pinned-bytes", "32MiB"), False, f"{2**25} bytes are left of pinned_bytes"), ((), True, "out of memory")],
 )
 def test_memory_that_cannot_be_page_locked_is_logged_and_used_nonetheless(
     kernels: Path, options: tuple[str, ...], refuses: bool, words: str
@@ -283,8 +277,6 @@ def test_memory_that_cannot_be_page_locked_is_logged_and_used_nonetheless(
 
 @pytest.mark.skipif(backends.devices().names != ["cpu"], reason="there is a GPU")
 class TestWithoutAGpu:
-    """What a server says without a GPU."""
-
     @pytest.fixture(autouse=True)
     def as_it_is(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("EMULATED_KERNELS")

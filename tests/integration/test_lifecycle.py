@@ -68,11 +68,7 @@ def test_health_is_not_serving_before_the_worker_is_warm_and_serving_after(
 
 def test_requests_that_arrive_before_the_worker_is_warm_wait_for_it(tmp_path: Path, gate: Path) -> None:
     address = f"unix:{tmp_path}/bngrad.sock"
-    with (
-        starting_server(address, gate),
-        bngrad.Client(address) as client,
-        ThreadPoolExecutor() as threads,
-    ):
+    with starting_server(address, gate), bngrad.Client(address) as client, ThreadPoolExecutor() as threads:
         answer = threads.submit(call, client)
         with pytest.raises(FutureTimeoutError):
             answer.result(0.5)

@@ -16,16 +16,7 @@ from typing import Any
 import psutil
 import pytest
 from tests.integration.problems import Inputs, assert_gradients, assert_same_bits, random_inputs
-from tests.servers import (
-    ONE_WORKER,
-    TIMEOUT_S,
-    TRANSPORTS,
-    Transport,
-    free_port,
-    is_running,
-    wait_until,
-    worker_pid,
-)
+from tests.servers import ONE_WORKER, TIMEOUT_S, TRANSPORTS, Transport, free_port, is_running, wait_until, worker_pid
 
 import bngrad
 from bngrad._balancing import resolver
@@ -76,12 +67,7 @@ def restarted(*listens: str) -> Iterator[list[Restarted]]:
 
 
 class Load:
-    """Threads that repeat the same requests and compare the bits of every answer.
-
-    Attributes:
-        answers: The number of answers.
-        errors: The errors of other calls.
-    """
+    """Threads that repeat the same requests and compare the bits of every answer."""
 
     def __init__(self, client: bngrad.Client, inputs: list[Inputs], callers: int = 8) -> None:
         self.answers = 0
@@ -208,10 +194,7 @@ def test_calls_of_a_draining_server_go_to_the_other() -> None:
 
 
 def test_arrays_of_one_servers_memory_are_copied_for_the_other() -> None:
-    with (
-        restarted(somewhere(), somewhere()) as servers,
-        bngrad.Client([server.target for server in servers]) as client,
-    ):
+    with restarted(somewhere(), somewhere()) as servers, bngrad.Client([server.target for server in servers]) as client:
         y_backprop, x, out = (client.empty(LARGE.shape) for _ in range(3))
         y_backprop[...], x[...] = INPUTS[1][:2]
         idle = [server.cpu_s() for server in servers]

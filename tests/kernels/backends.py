@@ -66,10 +66,7 @@ def on_backends(
 ) -> list[Any]:
     """Parameters for `backend` and the arguments after it: all cases for each backend, one for each that is skipped.
 
-    Args:
-        cases: The cases of every backend.
-        cpu: Those of the CPU backend, if they differ.
-        cuda: Those of the CUDA backend, if they differ.
+    ``cpu`` and ``cuda`` are the cases of these backends, if they differ.
     """
     chosen = {name: [*cases] for name in NAMES}
     if cpu is not None:

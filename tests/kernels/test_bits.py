@@ -66,9 +66,7 @@ def test_a_part_of_the_channels_has_the_bits_of_the_whole_and_leaves_the_others_
 
 @pytest.mark.parametrize("ignored", [np.nan, 1e30])
 @pytest.mark.parametrize(
-    ("backend", "shape"),
-    on_backends(zip([(40, 70, 1), (40, 5, 9), (40, 5, 600)], strict=True)),
-    indirect=["backend"],
+    ("backend", "shape"), on_backends(zip([(40, 70, 1), (40, 5, 9), (40, 5, 600)], strict=True)), indirect=["backend"]
 )
 def test_the_second_order_ignores_the_reserves_in_training(
     backend: Backend, shape: tuple[int, ...], ignored: float

@@ -8,15 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bngrad_kernels.spec import (
-    BFLOAT16,
-    FLOAT16,
-    FLOAT32,
-    InvalidArgumentError,
-    ReserveSpace2Kind,
-    Spec,
-    TensorHeader,
-)
+from bngrad_kernels.spec import BFLOAT16, FLOAT16, FLOAT32, InvalidArgumentError, ReserveSpace2Kind, Spec, TensorHeader
 from bngrad_kernels.validation import (
     batch_norm_training_backprop_spec,
     fused_batch_norm_grad_grad_spec,
@@ -34,11 +26,8 @@ def header(shape: tuple[int, ...], dtype: np.dtype[Any] = FLOAT32, nbytes: int |
 def v3_spec(**changes: Any) -> Spec:
     tensor, stats = header((2, 5, 6, 3)), header((3,))
     arguments = {
-        "y_backprop": tensor,
-        "x": tensor,
-        "scale": stats,
-        "reserve_space_1": stats,
-        "reserve_space_2": stats,
+        **dict.fromkeys(("y_backprop", "x"), tensor),
+        **dict.fromkeys(("scale", "reserve_space_1", "reserve_space_2"), stats),
         "reserve_space_3": header((0,)),
     }
     return fused_batch_norm_grad_v3_spec(**arguments | changes)
@@ -47,11 +36,8 @@ def v3_spec(**changes: Any) -> Spec:
 def onednn_spec(**changes: Any) -> Spec:
     tensor, stats = header((2, 5, 3)), header((3,))
     arguments: dict[str, Any] = {
-        "input_forward": tensor,
-        "output_delta": tensor,
-        "mean": stats,
-        "variance": stats,
-        "gamma": stats,
+        **dict.fromkeys(("input_forward", "output_delta"), tensor),
+        **dict.fromkeys(("mean", "variance", "gamma"), stats),
         "epsilon": 1e-3,
     }
     return batch_norm_training_backprop_spec(**arguments | changes)

@@ -17,15 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.monitoring.conftest import HTTP, call, get, http_of, status_of
-from tests.servers import (
-    ONE_WORKER,
-    children_of,
-    free_port,
-    hold_new_workers,
-    is_running,
-    wait_until,
-    worker_pid,
-)
+from tests.servers import ONE_WORKER, children_of, free_port, hold_new_workers, is_running, wait_until, worker_pid
 
 import bngrad
 from bngrad_cli.embedded import EmbeddedServer, ServerStartError

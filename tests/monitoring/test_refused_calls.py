@@ -71,10 +71,7 @@ def test_refused_calls_are_counted_by_status(
 
 @pytest.mark.parametrize(
     ("message", "options", "code"),
-    [
-        (b"garbage", {}, "INVALID_ARGUMENT"),
-        (MESSAGE, {"compression": grpc.Compression.Gzip}, "UNIMPLEMENTED"),
-    ],
+    [(b"garbage", {}, "INVALID_ARGUMENT"), (MESSAGE, {"compression": grpc.Compression.Gzip}, "UNIMPLEMENTED")],
     ids=["garbage", "compressed"],
 )
 def test_requests_that_cannot_be_read_are_counted_by_their_op(

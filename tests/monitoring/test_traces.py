@@ -31,8 +31,6 @@ STAGES = {"decode", "wait for memory", "copy", "wait for a worker", "compute", "
 
 
 class Receiver:
-    """The receiver's process."""
-
     def __init__(self) -> None:
         self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115 - for as long as the process
         command = [sys.executable, "-m", "tests.monitoring.otlp_receiver"]

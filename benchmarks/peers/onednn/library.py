@@ -54,11 +54,7 @@ class LogicalTensor(Structure):
 
 
 class OneDnnError(Exception):
-    """A call returned something else than success.
-
-    Attributes:
-        status: ``dnnl_status_t``, in words.
-    """
+    """A call returned something else than success."""
 
     def __init__(self, function: str, status: int) -> None:
         self.status = STATUSES[status] if status < len(STATUSES) else str(status)

@@ -46,13 +46,9 @@ class SimulatedDevice:
     memory_nbytes = 1 << 30
 
     def __init__(self, simulator: Path, traits: Traits, arch: int = 70) -> None:
-        """Creates a device.
+        """Creates a device by what build.sh has made; ``traits`` must agree with the simulator's configuration.
 
-        Args:
-            simulator: Where build.sh has put the simulator.
-            traits: What the choice of kernels depends on; the configuration has to agree with it.
-            arch: The architecture to compile for. The simulator lacks some newer instructions: from 80 on, the
-                bfloat16 kernels are left out.
+        The simulator lacks some newer instructions: from ``arch`` 80 on, the bfloat16 kernels are left out.
         """
         self.traits = traits
         self.blocks = BLOCKS_PER_PROCESSOR * traits.processors
@@ -60,11 +56,9 @@ class SimulatedDevice:
         self._arch = arch
 
     def warm_up(self) -> None:
-        """Compiles the kernels and loads them."""
         self.load(compile_kernels(self._arch).ptx)
 
     def load(self, ptx: str) -> None:
-        """Loads PTX."""
         if "CUDA_INSTALL_PATH" not in os.environ:
             os.environ["CUDA_INSTALL_PATH"] = str(self._simulator / "cuda")
         os.environ["GPGPUSIM_ROOT"] = str(self._simulator / "sources")
@@ -140,7 +134,6 @@ class SimulatedStream:
 
 
 def allocate(device: SimulatedDevice, nbytes: int) -> int:
-    """Memory of the device."""
     address = ctypes.c_void_p()
     assert device.library.cudaMalloc(ctypes.byref(address), ctypes.c_size_t(nbytes)) == 0
     assert address.value is not None

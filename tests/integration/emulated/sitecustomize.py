@@ -33,8 +33,6 @@ class CudaError(Exception):
 
 
 class Gpu(EmulatedDevice):
-    """One of the GPUs."""
-
     errors = (CudaError,)
 
     def __init__(self, ordinal: int) -> None:

@@ -21,7 +21,6 @@ SHAPES = [  # (outer, C, inner): folded rows with and without a short last one, 
 
 
 def poisoned_problem(spec: Spec, seed: int = 0) -> Problem:
-    """A problem of random numbers with poisoned outputs."""
     rng = np.random.default_rng(seed)
     tensors = [rng.normal(0.5, 2, spec.shape).astype(spec.dtype) for _ in range(2)]
     stats = [rng.uniform(0.5, 2, spec.channels).astype(spec.stats_dtype) for _ in range(3)]

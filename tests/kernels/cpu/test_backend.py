@@ -24,10 +24,7 @@ from bngrad_kernels import backends
 from bngrad_kernels.spec import FLOAT32, Spec
 
 ONE_THREAD, TWO_THREADS = backends.create("cpu", threads=1), create("cpu")
-LARGE_SHAPES = {
-    1: [(20_000, 64, 1), (64, 64, 3136)],
-    2: [(40_000, 80, 1), (16, 64, 3136), (40, 300, 300)],
-}
+LARGE_SHAPES = {1: [(20_000, 64, 1), (64, 64, 3136)], 2: [(40_000, 80, 1), (16, 64, 3136), (40, 300, 300)]}
 
 
 @settings(max_examples=120, deadline=None)

@@ -44,12 +44,7 @@ def streaming_from(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> Iterator[Non
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_streamed_outputs_have_the_bits_of_others_and_nothing_beside_them_is_written(
-    monkeypatch: pytest.MonkeyPatch,
-    shape: tuple[int, ...],
-    dtype: Any,
-    order: int,
-    is_training: bool,
-    shift: int,
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], dtype: Any, order: int, is_training: bool, shift: int
 ) -> None:
     spec = spec_of(order, shape, dtype, is_training=is_training)
     made, streamed = random_problem(spec), random_problem(spec)

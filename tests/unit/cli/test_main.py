@@ -37,13 +37,7 @@ def test_the_version_is_the_packages() -> None:
     assert CliRunner().invoke(command_line, ["--version"]).output == f"bngrad, version {__version__}\n"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--thread", "1"], "--threads"),
-        (["x"], "unexpected"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "words"), [(["--thread", "1"], "--threads"), (["x"], "unexpected")])
 def test_a_wrong_option_is_named(arguments: list[str], words: str) -> None:
     result = CliRunner().invoke(command_line, ["serve", *arguments])
     assert result.exit_code == 2

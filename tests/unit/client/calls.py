@@ -22,15 +22,15 @@ SMALL, MEDIUM, LARGE = (1, 2, 2, 4), (4, 32, 32, 8), (8, 64, 64, 16)
 """Shapes far below the size from which memory is shared, just above it, and too large for one message of grpcio."""
 
 
-def use(made: bngrad.Client | bngrad.aio.Client, what: Callable[[Any], Any]) -> Any:
-    """Makes a call by a client that was made outside of any event loop, and closes the client."""
+def use(made: bngrad.Client | bngrad.aio.Client, *calls: Callable[[Any], Any]) -> Any:
+    """Makes calls by a client that was made outside of any event loop, and closes it; returns the last answer."""
     if isinstance(made, bngrad.Client):
         with made as client:
-            return what(client)
+            return [call(client) for call in calls][-1]
 
     async def run() -> Any:
         async with made as client:
-            return await what(client)
+            return [await call(client) for call in calls][-1]
 
     return asyncio.run(run())
 

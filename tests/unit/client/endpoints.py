@@ -10,7 +10,7 @@ from contextlib import closing, contextmanager, suppress
 from typing import TypeAlias
 
 import grpc
-from tests.unit.client.peer import joined, nbytes_of, peer, split
+from tests.unit.client.peer import echoed, joined, nbytes_of, peer, split
 
 from bngrad_kernels.spec import InvalidArgumentError
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
@@ -25,12 +25,7 @@ CallAnswer: TypeAlias = Callable[[ServerCall], None]
 
 
 class Endpoint:
-    """Answers the calls of any number of connections.
-
-    Attributes:
-        address: What a client connects to.
-        connections: How many there were.
-    """
+    """Answers the calls of any number of connections."""
 
     def __init__(self, listener: socket.socket, answer: CallAnswer) -> None:
         name = listener.getsockname()
@@ -67,7 +62,6 @@ class Endpoint:
                     call.end(3, str(error))
 
     def cut(self) -> None:
-        """Ends every connection."""
         for sock in self._sockets:
             with suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
@@ -123,11 +117,7 @@ class Server:
     """A server with every endpoint, which answers FusedBatchNormGradV2 with its x.
 
     Attributes:
-        target: Its address for grpcio.
         ways: The way that each call came: "grpc", "tcp", "local" or "shared".
-        tcp: The endpoint on a TCP port.
-        local: The endpoint on this host.
-        regions: The shared memory.
         on_arrival: Called with the way of each call before anything is done for it.
         on_call: Called with the way of each call before it is answered.
         on_info: Called before the endpoints are told.
@@ -173,13 +163,7 @@ class Server:
             sent.x.ClearField("location")
         else:
             self._note(way)
-        return pb.FusedBatchNormGradV2Response(
-            x_backprop=sent.x,
-            scale_backprop=sent.scale,
-            offset_backprop=sent.reserve_space_1,
-            reserve_space_3=sent.reserve_space_2,
-            reserve_space_4=sent.reserve_space_2,
-        ).SerializeToString()
+        return echoed(sent)
 
     def _note(self, way: str) -> None:
         self.on_call(way)
@@ -188,7 +172,6 @@ class Server:
 
 @contextmanager
 def server(max_shared_nbytes: int = 2**30) -> Iterator[Server]:
-    """Serves on every endpoint during the block."""
     made = Server(max_shared_nbytes)
     made.sockets.start()
     try:

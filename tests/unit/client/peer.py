@@ -28,7 +28,6 @@ class _Handlers(grpc.GenericRpcHandler):
         return grpc.unary_unary_rpc_method_handler(lambda request, context: self._answer(method, request, context))
 
     def _exchange(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        """Answers an exchange like the op itself."""
         method, request = joined(messages)
         yield from split(method, self._answer(method, request, context))
 
@@ -49,7 +48,6 @@ def joined(messages: Iterator[bytes]) -> tuple[str, bytes]:
 
 
 def nbytes_of(tensor: pb.Tensor) -> int:
-    """Returns the size of a tensor's elements."""
     return math.prod(tensor.shape) * (4 if tensor.dtype == pb.DATA_TYPE_FLOAT32 else 2)
 
 
@@ -69,7 +67,6 @@ def split(method: str, response: bytes, chunk_nbytes: int = 2**20) -> Iterator[b
 
 @contextmanager
 def peer(answer: Answer, address: str = "127.0.0.1:0") -> Iterator[str]:
-    """Serves during the block, and gives the target."""
     options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
     with ThreadPoolExecutor(8) as threads:
         server = grpc.server(threads, handlers=[_Handlers(answer)], options=options)
@@ -89,7 +86,10 @@ def echo(method: str, request: bytes, context: grpc.ServicerContext) -> bytes:
     """Answers an op with its own inputs."""
     if method == "ServerInfo":
         return info(method, request, context)
-    sent = pb.FusedBatchNormGradV2Request.FromString(request)
+    return echoed(pb.FusedBatchNormGradV2Request.FromString(request))
+
+
+def echoed(sent: pb.FusedBatchNormGradV2Request) -> bytes:
     return pb.FusedBatchNormGradV2Response(
         x_backprop=sent.x,
         scale_backprop=sent.scale,

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
+from tests.servers import wait_until
 from tests.unit.client.calls import LARGE, SECONDS, SMALL, ClientClass, inputs, is_shared, located, right, tensor, use
 from tests.unit.client.endpoints import Server, server
 from tests.unit.client.peer import echo, info, peer
@@ -81,19 +82,6 @@ def call(client_class: ClientClass, target: Any, timeout: float = SECONDS, **opt
     assert all(map(np.array_equal, results, arrays[1:]))
 
 
-def reached_call(client: Any, arrays: Any) -> Any:
-    """Makes a call by either client to a server that has answered it before."""
-    if isinstance(client, bngrad.Client):
-        client.server_info()
-        return client.fused_batch_norm_grad_v2(*arrays)
-
-    async def run() -> Any:
-        await client.server_info()
-        return await client.fused_batch_norm_grad_v2(*arrays)
-
-    return run()
-
-
 UNAVAILABLE, CANCELLED = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED
 
 
@@ -104,8 +92,10 @@ def test_a_failed_call_is_repeated_until_it_is_answered(
 ) -> None:
     flaky, arrays = Flaky(*errors), inputs(3)
     with peer(flaky) as target:
-        client = client_class(target, transport=transport)
-        results = use(client, lambda client: reached_call(client, arrays))
+        made = client_class(target, transport=transport)
+        results = use(
+            made, lambda client: client.server_info(), lambda client: client.fused_batch_norm_grad_v2(*arrays)
+        )
     assert all(map(np.array_equal, results, arrays[1:]))
     assert len(flaky.times) == len(errors) + 1
     for error, first, second in zip(errors, flaky.times, flaky.times[1:], strict=False):
@@ -198,20 +188,8 @@ def test_an_array_in_own_memory_does_not_count_as_an_answer(client_class: Client
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         made = client_class(f"127.0.0.1:{bound.getsockname()[1]}", transport="unary")
-
-        def empty_and_call(client: Any) -> Any:
-            if isinstance(client, bngrad.Client):
-                client.empty(3)
-                return client.server_info()
-
-            async def run() -> Any:
-                await client.empty(3)
-                return await client.server_info()
-
-            return run()
-
         with pytest.raises(bngrad.UnavailableError, match=r"running there\?$"):
-            use(made, empty_and_call)
+            use(made, lambda client: client.empty(3), lambda client: client.server_info())
 
 
 @pytest.mark.parametrize("options", [{"grpc.keepalive_time_ms": 1}, ("grpc.keepalive_time_ms", 1), [(1, 2)], None])
@@ -252,9 +230,7 @@ async def test_closing_and_cancelling_end_an_asynchronous_wait_for_a_retry() -> 
 
 def wait_for(flaky: Flaky, calls: int = 1) -> None:
     """Waits until this many calls have come, and a moment longer, for their answers to arrive."""
-    until = time.monotonic() + SECONDS
-    while len(flaky.times) < calls and time.monotonic() < until:
-        time.sleep(0.01)
+    wait_until(lambda: len(flaky.times) >= calls)
     time.sleep(0.1)
 
 
@@ -268,18 +244,7 @@ def test_calls_are_spread_over_servers(client_class: ClientClass) -> None:
     flaky = [Flaky() for _ in range(3)]
     arrays = inputs(3)
     with peers(*flaky) as targets:
-        made = client_class(targets)
-
-        async def many(client: bngrad.aio.Client) -> None:
-            for _ in range(90):
-                await client.fused_batch_norm_grad_v2(*arrays)
-
-        if isinstance(made, bngrad.Client):
-            for _ in range(90):
-                made.fused_batch_norm_grad_v2(*arrays)
-            made.close()
-        else:
-            use(made, many)
+        use(client_class(targets), *[lambda client: client.fused_batch_norm_grad_v2(*arrays)] * 90)
     assert sum(len(each.times) for each in flaky) == 90
     assert min(len(each.times) for each in flaky) >= 10
 
@@ -299,9 +264,7 @@ def test_the_next_call_goes_to_the_server_with_the_fewest_calls() -> None:
 
     with peers(slow, quick) as targets, bngrad.Client(targets) as client, ThreadPoolExecutor(4) as threads:
         done = [threads.submit(client.fused_batch_norm_grad_v2, *inputs(number)) for number in range(40)]
-        until = time.monotonic() + SECONDS
-        while sum(each.done() for each in done) < 36 and time.monotonic() < until and ways["slow"] < 4:
-            time.sleep(0.01)
+        wait_until(lambda: sum(each.done() for each in done) >= 36 or ways["slow"] >= 4)
         released.set()
         assert all(each.result(SECONDS) for each in done)
     assert ways["quick"] > 4 * ways["slow"]

@@ -59,12 +59,7 @@ def remaining(client_class: ClientClass, *, timeout: float | None = None, client
 
 
 class Held:
-    """Holds every call until the block ends. Put it inside the peer's block, which waits for its calls.
-
-    Attributes:
-        arrived: A call is held.
-        ended: A held call has ended, also for its client.
-    """
+    """Holds every call until the block ends. Put it inside the peer's block, which waits for its calls."""
 
     def __init__(self) -> None:
         self.arrived, self.ended, self._released = threading.Event(), threading.Event(), threading.Event()
@@ -323,22 +318,13 @@ def test_a_target_must_be_a_str(client_class: ClientClass, target: Any) -> None:
         client_class(target)
 
 
-def test_a_closed_client_makes_no_calls() -> None:
+def test_a_closed_client_makes_no_calls(client_class: ClientClass) -> None:
+    name = "bngrad.Client" if client_class is bngrad.Client else "bngrad.aio.Client"
     with peer(info) as target:
-        with bngrad.Client(target) as client:
-            client.server_info()
-        client.close()
-        with pytest.raises(bngrad.ClientClosedError, match=f"bngrad.Client\\('{target}'\\) is closed"):
-            client.server_info()
-
-
-async def test_a_closed_asynchronous_client_makes_no_calls() -> None:
-    with peer(info) as target:
-        async with bngrad.aio.Client(target) as client:
-            await client.server_info()
-        await client.close()
-        with pytest.raises(bngrad.ClientClosedError, match=f"bngrad.aio.Client\\('{target}'\\) is closed"):
-            await client.server_info()
+        made = client_class(target)
+        use(made, lambda client: client.server_info(), lambda client: client.close())
+        with pytest.raises(bngrad.ClientClosedError, match=f"{name}\\('{target}'\\) is closed"):
+            use(made, lambda client: client.server_info())
 
 
 async def test_a_client_that_was_never_used_may_be_closed() -> None:

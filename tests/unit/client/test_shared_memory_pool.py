@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +37,9 @@ SECONDS = 30.0
 
 
 class LeasesInThread:
-    """Leases regions as a server does, without its workers.
+    """Leases regions as a server does, without its workers; sets `ended` once a region was given back."""
 
-    Attributes:
-        regions: The regions.
-        leased: The numbers of those that were leased.
-        ended: Set once a region was given back.
-    """
-
-    def __init__(self, max_nbytes: int) -> None:
+    def __init__(self, max_nbytes: int = 1024 * MIB) -> None:
         self.leased: list[int] = []
         self.ended = threading.Event()
         self.regions = Regions(max_nbytes, lambda region: self.leased.append(region.number), self._end)
@@ -63,32 +57,10 @@ class LeasesInThread:
             self._sockets.close()
 
 
-@contextmanager
-def lease_server(max_nbytes: int = 1024 * MIB) -> Iterator[LeasesInThread]:
-    server = LeasesInThread(max_nbytes)
-    try:
-        yield server
-    finally:
-        server.close()
-
-
-@contextmanager
-def pool_of(path: str | None) -> Iterator[Pool]:
-    pool = Pool(path)
-    try:
-        yield pool
-    finally:
-        pool.close()
-
-
 @pytest.fixture(params=["own", "leased"])
 def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
-    if request.param == "own":
-        with pool_of(None) as pool:
-            yield pool
-    else:
-        with lease_server() as server, pool_of(server.path) as pool:
-            yield pool
+    with closing(LeasesInThread()) as server, closing(Pool(server.path if request.param == "leased" else None)) as pool:
+        yield pool
 
 
 def address(array: Any) -> int:
@@ -105,7 +77,7 @@ def filled(pool: Pool, nbytes: int, value: int) -> Any:
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.int64, np.uint8])
 @pytest.mark.parametrize("shape", [(), (0,), (2, 0, 3), (1,), (3, 5, 7), (1000, 1001)])
 def test_arrays_have_their_shape_and_dtype_and_are_aligned(shape: tuple[int, ...], dtype: Any) -> None:
-    with pool_of(None) as pool:
+    with closing(Pool(None)) as pool:
         array = pool.empty(shape, np.dtype(dtype))
         assert (array.shape, array.dtype) == (shape, dtype)
         assert array.flags.writeable
@@ -209,12 +181,12 @@ def test_arrays_are_located_only_where_a_region_holds_all_of_them(pool: Pool) ->
         assert pool.locate(array) is None
     beyond = np.lib.stride_tricks.as_strided(first, (region.nbytes + 1,))
     assert pool.locate(beyond) is None
-    with pool_of(None) as another:
+    with closing(Pool(None)) as another:
         assert another.locate(first) is None
 
 
 def test_only_leased_regions_have_a_key() -> None:
-    with lease_server() as server, pool_of(None) as own, pool_of(server.path) as leased:
+    with closing(LeasesInThread()) as server, closing(Pool(None)) as own, closing(Pool(server.path)) as leased:
         for pool, length in ((own, 0), (leased, 16)):
             place = pool.locate(array := pool.empty((1,), BYTE))
             assert place is not None
@@ -260,7 +232,7 @@ def test_the_writes_of_a_forked_child_do_not_reach_its_parent() -> None:
 
 
 def test_the_server_sees_what_is_in_a_leased_array() -> None:
-    with lease_server() as server, pool_of(server.path) as pool:
+    with closing(LeasesInThread()) as server, closing(Pool(server.path)) as pool:
         pool.empty((10,), BYTE)
         array = filled(pool, 100, 9)
         place = pool.locate(array)
@@ -270,8 +242,8 @@ def test_the_server_sees_what_is_in_a_leased_array() -> None:
 
 
 def test_a_lease_ends_with_its_pool() -> None:
-    with lease_server() as server:
-        with pool_of(server.path) as pool:
+    with closing(LeasesInThread()) as server:
+        with closing(Pool(server.path)) as pool:
             array = filled(pool, 100, 1)
             assert server.regions.nbytes == REGION_NBYTES
         assert server.ended.wait(SECONDS)
@@ -286,7 +258,7 @@ def test_checking_the_leases_of_a_live_server_removes_nothing_and_does_not_wait(
 
 
 def test_a_dead_servers_regions_are_removed_and_its_arrays_remain() -> None:
-    with lease_server() as server, pool_of(server.path) as pool:
+    with closing(LeasesInThread()) as server, closing(Pool(server.path)) as pool:
         array = filled(pool, 100, 1)
         server.close()
         assert pool.check()
@@ -296,13 +268,13 @@ def test_a_dead_servers_regions_are_removed_and_its_arrays_remain() -> None:
         del array
         with pytest.raises(LeaseError, match="the server leases no memory: "):
             pool.empty((100,), BYTE)
-        with lease_server() as another:
+        with closing(LeasesInThread()) as another:
             pool._path = another.path
             assert pool.locate(filled(pool, 100, 2)) is not None
 
 
 def test_a_refusal_is_a_lease_error_in_the_servers_words() -> None:
-    with lease_server(100 * MIB) as server, pool_of(server.path) as pool:
+    with closing(LeasesInThread(100 * MIB)) as server, closing(Pool(server.path)) as pool:
         kept = filled(pool, 60 * MIB, 1)
         for _ in range(3):
             with pytest.raises(LeaseError, match="a region of 67108864 bytes is more than is left of the 104857600 b"):
@@ -314,7 +286,7 @@ def test_a_refusal_is_a_lease_error_in_the_servers_words() -> None:
 
 
 def test_a_path_without_a_server_is_a_lease_error(tmp_path: Path) -> None:
-    with pool_of(str(tmp_path / "regions")) as pool, pytest.raises(LeaseError, match="No such file or directory"):
+    with closing(Pool(str(tmp_path / "regions"))) as pool, pytest.raises(LeaseError, match="No such file or directory"):
         pool.empty((1,), BYTE)
 
 
@@ -323,7 +295,7 @@ def test_a_server_that_does_not_answer_delays_no_call_beyond_its_deadline(
 ) -> None:
     monkeypatch.setattr(lease_module, "_LEASE_TIMEOUT_S", 2 * SECONDS)
     path = str(tmp_path / "regions")
-    with ExitStack() as stack, pool_of(path) as pool, ThreadPoolExecutor(1) as threads:
+    with ExitStack() as stack, closing(Pool(path)) as pool, ThreadPoolExecutor(1) as threads:
         silent = stack.enter_context(socket.socket(socket.AF_UNIX))
         silent.bind(path)
         silent.listen()
@@ -339,12 +311,12 @@ def test_a_server_that_does_not_answer_delays_no_call_beyond_its_deadline(
         cancellation.cancel()
         with pytest.raises(LeaseError):
             waiting.result(SECONDS)
-        with pool_of(path) as another, pytest.raises(LeaseError, match="was cancelled"):
+        with closing(Pool(path)) as another, pytest.raises(LeaseError, match="was cancelled"):
             another.empty((1,), BYTE, Deadline.after(SECONDS), cancellation)
 
 
 def test_without_file_descriptors_no_memory_is_leased() -> None:
-    with lease_server() as server, pool_of(server.path) as pool:
+    with closing(LeasesInThread()) as server, closing(Pool(server.path)) as pool:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         lowest = os.open("/dev/null", os.O_RDONLY)
         os.close(lowest)

@@ -9,12 +9,12 @@ import re
 import socket
 import stat
 import struct
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tests.unit.server.workers.additions import TIMEOUT_S, wait_until
 
 from bngrad_server.memory import leases
 from bngrad_server.memory.leases import PARENT, LeaseServer
@@ -22,7 +22,6 @@ from bngrad_server.memory.regions import Regions
 from bngrad_wire.leases import IS_IN_USE, NOT_IN_USE
 
 NBYTES = 4096
-TIMEOUT_S = 20.0
 
 
 @pytest.fixture
@@ -32,12 +31,9 @@ def regions() -> Regions:
 
 @contextmanager
 def serving(regions: Regions, group: str | None = None) -> Iterator[LeaseServer]:
-    sockets = LeaseServer(regions, group)
-    sockets.start()
-    try:
+    with contextlib.closing(LeaseServer(regions, group)) as sockets:
+        sockets.start()
         yield sockets
-    finally:
-        sockets.close()
 
 
 @pytest.fixture
@@ -58,13 +54,6 @@ def ask(client: socket.socket, nbytes: int) -> tuple[bytes, list[int]]:
     client.send(struct.pack("<Q", nbytes))
     answer, fds, _, _ = socket.recv_fds(client, 1024, 4)
     return answer, fds
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.001)
 
 
 def mode(path: Path) -> int:

@@ -55,7 +55,6 @@ class Peer:
 
 @contextmanager
 def grpcio_port(config: ServerConfig, servicer: Servicer, path: Path) -> Iterator[None]:
-    """Serves calls on grpcio."""
     port = GrpcioPort(config, servicer, Health(("",)), None)
     port.listen(f"unix:{path}")
     port.start()
@@ -67,7 +66,6 @@ def grpcio_port(config: ServerConfig, servicer: Servicer, path: Path) -> Iterato
 
 @contextmanager
 def http2_port(config: ServerConfig, servicer: Servicer, path: Path) -> Iterator[None]:
-    """Serves calls on the HTTP/2 port."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(path))
     listener.listen()

@@ -11,15 +11,7 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 from tests.unit.server.rpc.peers import ARENA_NBYTES, Peer
-from tests.unit.server.workers.additions import (
-    NBYTES,
-    TIMEOUT_S,
-    check_answer,
-    inputs,
-    request_of,
-    tensor,
-    wait_until,
-)
+from tests.unit.server.workers.additions import NBYTES, TIMEOUT_S, check_answer, inputs, request_of, tensor, wait_until
 
 from bngrad_kernels.problem import GradGradProblem
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb

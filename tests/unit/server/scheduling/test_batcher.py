@@ -322,11 +322,7 @@ def test_closing_ends_every_job_that_no_worker_has(requests: Requests, worker: G
 
 @dataclass
 class World:
-    """What random workers share: the memory that they touch now, and the rules that were broken.
-
-    Attributes:
-        kills: Tells whether a worker dies of a batch.
-    """
+    """What random workers share: memory touched now, broken rules, and `kills`: whether a worker dies of a batch."""
 
     random: random.Random
     kills: Callable[[list[Job]], bool]

@@ -22,14 +22,7 @@ KEYS: list[KernelKey] = [(FLOAT32, True, True, 1), (BFLOAT16, True, True, 1)]
 
 def job(client: str = "a", nbytes: int = 100, key: int = 0, priority: int = 0) -> Job:
     return Job(
-        SPEC,
-        TASK,
-        nbytes,
-        KEYS[key],
-        client=client,
-        priority=priority,
-        deadline=None,
-        is_abandoned=lambda: False,
+        SPEC, TASK, nbytes, KEYS[key], client=client, priority=priority, deadline=None, is_abandoned=lambda: False
     )
 
 

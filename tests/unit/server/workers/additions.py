@@ -59,7 +59,6 @@ class Adder:
             self._far.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Closes its sockets."""
         self._near.close()
         self._far.close()
 

@@ -10,17 +10,7 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
-from tests.unit.wire.http2.peers import (
-    SIZES,
-    TIMEOUT_S,
-    client,
-    echo,
-    in_thread,
-    pair,
-    serve,
-    serve_until_gone,
-    unary,
-)
+from tests.unit.wire.http2.peers import SIZES, TIMEOUT_S, client, echo, in_thread, pair, serve, serve_until_gone, unary
 
 from bngrad_wire.http2 import ClientConnection, PeerGoneError, RpcError, ServerCall, ServerConnection
 

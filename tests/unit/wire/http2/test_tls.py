@@ -75,9 +75,7 @@ def test_messages_come_back_as_they_were(contexts: tuple[ssl.SSLContext, ssl.SSL
             thread.join()
 
 
-def test_what_does_not_fit_the_socket_is_sent_later_and_whole(
-    contexts: tuple[ssl.SSLContext, ssl.SSLContext],
-) -> None:
+def test_what_does_not_fit_the_socket_is_sent_later_and_whole(contexts: tuple[ssl.SSLContext, ssl.SSLContext]) -> None:
     answer = bytes(range(256)) * 8192
     with pair(contexts) as (there, here):
         set_timeout(there, TIMEOUT_S)
