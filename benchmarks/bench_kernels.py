@@ -30,7 +30,8 @@ def main() -> None:
     options = _options()
     start = time.monotonic()
     with contextlib.ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=_memory_directory())))
+        in_memory = "/dev/shm" if Path("/dev/shm").is_dir() else None  # noqa: S108
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=in_memory)))
         tensors = directory / "tensors"
         chosen = [Case(layout, dtype, chw, not options.inference)
                   for layout in options.layout for dtype in options.dtype for chw in options.shapes]  # fmt: skip
@@ -69,10 +70,6 @@ def _options() -> argparse.Namespace:
 def _shape(text: str) -> tuple[int, int, int]:
     channels, height, width = map(int, text.split("x"))
     return channels, height, width
-
-
-def _memory_directory() -> str | None:
-    return "/dev/shm" if Path("/dev/shm").is_dir() else None  # noqa: S108
 
 
 def _start(

@@ -17,7 +17,6 @@ import time
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from benchmarks.kernels import report
 from benchmarks.transport import Prepare, inputs, measure, plot, results, targets
@@ -43,7 +42,7 @@ def main() -> None:
                     cells = _latencies(network, nbytes, prepares, kernel, options)
                     print(results.lines(cells), flush=True)
                     measured.cells += cells
-                print(results.rate_header(), flush=True)
+                print(results.RATE_HEADER, flush=True)
                 for callers in options.callers:
                     rates = _rates(network, callers, prepares, options)
                     print(results.rate_lines(rates), flush=True)
@@ -53,7 +52,8 @@ def main() -> None:
     if options.plot:
         plot.draw(measured, options.plot)
     if options.json:
-        document = {"machine": _machine(options.threads), **measured.as_json(), "targets": verdicts}
+        machine = report.machine({name: metadata.version(name) for name in _PACKAGES}, options.threads)
+        document = {"machine": machine, **measured.as_json(), "targets": verdicts}
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(document, indent=1) + "\n")
 
@@ -100,10 +100,6 @@ def _rates(network: str, callers: int, prepares: Mapping[str, Prepare], options:
         }
         measured = measure.rates(calls, options.seconds, options.rounds)
     return [Rate(network, callers, name, per_second) for name, per_second in measured.items()]
-
-
-def _machine(threads: int) -> dict[str, Any]:
-    return report.machine({name: metadata.version(name) for name in _PACKAGES}, threads)
 
 
 if __name__ == "__main__":

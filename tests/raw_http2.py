@@ -5,8 +5,7 @@ from __future__ import annotations
 import socket
 import struct
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from types import TracebackType
+from contextlib import AbstractContextManager, suppress
 
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.rpc.servicer import SERVICE
@@ -19,7 +18,7 @@ NBYTES = 2**18
 TIMEOUT_S = 30.0
 
 
-class RawConnection:
+class RawConnection(AbstractContextManager["RawConnection"]):
     """A connection to one of a server's addresses."""
 
     def __init__(self, address: str) -> None:
@@ -37,12 +36,7 @@ class RawConnection:
             host, _, port = address.rpartition(":")
             self.sock = socket.create_connection((host, int(port)), TIMEOUT_S)
 
-    def __enter__(self) -> RawConnection:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.sock.close()
 
     def send(self, data: bytes) -> bool:

@@ -110,7 +110,7 @@ def worker_pid(server: EmbeddedServer) -> int:
     return pid
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = TIMEOUT_S, poll_s: float = 0.01) -> None:
+def wait_until(condition: Callable[[], object], timeout_s: float = TIMEOUT_S, poll_s: float = 0.01) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true in time"

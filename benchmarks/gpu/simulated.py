@@ -86,7 +86,9 @@ class Launch(NamedTuple):
 
 
 def main(simulator: Path) -> None:
-    print(f"kernels {fingerprint()}, GPGPU-Sim {_commit(simulator / 'sources')}, compiled for sm_{ARCH}", flush=True)
+    revision = ["git", "-C", str(simulator / "sources"), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(revision, capture_output=True, text=True, check=True).stdout.strip()
+    print(f"kernels {fingerprint()}, GPGPU-Sim {commit}, compiled for sm_{ARCH}", flush=True)
     floors: dict[int, int] = {}
     for number, spec in enumerate(CASES):
         nbytes = spec.tensor_nbytes
@@ -109,11 +111,6 @@ def simulated(simulator: Path, kind: str, number: int) -> Launch:
         cycles, read = (int(re.findall(rf"{name} = (\d+)", done.stdout)[-1])
                         for name in ("gpu_sim_cycle", "total dram reads"))  # fmt: skip
         return Launch(cycles, _READ_NBYTES * read, list(itertools.islice(_waits(Path(folder)), 12)))
-
-
-def _commit(checkout: Path) -> str:
-    command = ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def _waits(folder: Path) -> Iterator[str]:

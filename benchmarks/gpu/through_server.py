@@ -25,7 +25,8 @@ def measure(device: str, case: Case, callers: int) -> list[dict[str, Any]]:
     rows = []
     with EmbeddedServer(device=device, options=_OPTIONS) as server, bngrad.Client(server.target) as client:
         options = {"data_format": case.layout, "is_training": spec.is_training}
-        for kind, empty in _kinds(client).items():
+        kinds: dict[str, Callable[..., Any]] = {"in shared memory": client.empty, "of the client's own": np.empty}
+        for kind, empty in kinds.items():
             sets = [[empty(spec.shape, spec.dtype) for _ in range(3)] for _ in range(callers)]
             for y_backprop, x, x_backprop in sets:
                 y_backprop[...], x[...], x_backprop[...] = 1, 2, np.nan
@@ -44,10 +45,6 @@ def measure(device: str, case: Case, callers: int) -> list[dict[str, Any]]:
                   f"{nbytes / median / 1e9:.1f} GB/s", flush=True)  # fmt: skip
             rows.append({"requests": callers, "case": str(case), "arrays": kind, "seconds": median, "nbytes": nbytes})
     return rows
-
-
-def _kinds(client: bngrad.Client) -> dict[str, Callable[..., Any]]:
-    return {"in shared memory": client.empty, "of the client's own": np.empty}
 
 
 def _time(threads: ThreadPoolExecutor, call: Callable[[list[Any]], None], sets: list[list[Any]]) -> float:

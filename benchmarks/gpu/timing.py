@@ -24,7 +24,7 @@ def sets_of(case: Case) -> int:
 
 
 def time_of(runs: Sequence[Callable[[], Any]], calls: int, *, has_head_start: bool = True) -> float:
-    """Seconds a call, by CUDA events around some calls in a row: the median of the rounds, in which the runs take turns.
+    """Seconds a call, by CUDA events around some calls in a row: the median of the rounds; the runs take turns.
 
     With a head start, the GPU waits until the round has been asked for, so that only its own time counts and not the
     host's, which is longer for small tensors.

@@ -131,28 +131,16 @@ def shared_tensors(path: Path, spec: Any) -> tuple[Array, Array, Array]:
     return tensors[0], tensors[1], tensors[2]
 
 
-class _CopyKernel:
-    """Copies one tensor with all threads, each its half: what memory can do."""
+class _InPlaceKernel:
+    """A computation that writes to the problem's own outputs."""
 
-    def __init__(self, problem: Problem, copy: Callable[[Array, Array], None]) -> None:
+    def __init__(self, problem: Problem, compute: Callable[..., None], *arguments: Any) -> None:
         self._problem = problem
-        self._copy = copy
-        self._arrays = problem.x.reshape(-1).view(np.uint64), problem.x_backprop.reshape(-1).view(np.uint64)
+        self._compute = compute
+        self._arguments = arguments
 
     def run(self) -> None:
-        self._copy(*self._arrays)
-
-    def gradients(self) -> tuple[Array, Array, Array]:
-        return self._problem.x_backprop, self._problem.scale_backprop, self._problem.offset_backprop
-
-
-class _BngradKernel:
-    def __init__(self, problem: Problem, run: Callable[[list[Problem]], None]) -> None:
-        self._problem = problem
-        self._run = run
-
-    def run(self) -> None:
-        self._run([self._problem])
+        self._compute(*self._arguments)
 
     def gradients(self) -> tuple[Array, Array, Array]:
         return self._problem.x_backprop, self._problem.scale_backprop, self._problem.offset_backprop
@@ -162,10 +150,15 @@ def _load(name: str, threads: int) -> tuple[peers.Prepare, str]:
     if name == COPY:
         from benchmarks.kernels.copying import copy  # noqa: PLC0415 - only this rival should import Numba
 
-        return lambda problem: _CopyKernel(problem, copy), ""
+        def prepare(problem: Problem) -> _InPlaceKernel:
+            """Copies one tensor with all threads, each its half: what memory can do."""
+            source, target = (each.reshape(-1).view(np.uint64) for each in (problem.x, problem.x_backprop))
+            return _InPlaceKernel(problem, copy, source, target)
+
+        return prepare, ""
     if name == BNGRAD:
         backend = backends.create("cpu", threads=threads)
-        return lambda problem: _BngradKernel(problem, backend.run), backend.description
+        return lambda problem: _InPlaceKernel(problem, backend.run, [problem]), backend.description
     return peers.load(name), peers.version(name)
 
 

@@ -23,7 +23,8 @@ _COLUMNS = [
 
 
 def header() -> str:
-    return _line(_COLUMNS, _COLUMNS) + "\n" + _rule(_COLUMNS)
+    rule = "|".join("-" * (max(len(c), 6) + 2 if i else _TITLE + 2) for i, c in enumerate(_COLUMNS))
+    return f"{_line(_COLUMNS, _COLUMNS)}\n|{rule}|"
 
 
 def row(step: Step) -> str:
@@ -35,11 +36,6 @@ def row(step: Step) -> str:
         f"{step.late:.1%}", f"{step.no_caller:.1%}", str(step.in_flight), server, f"{step.generator_cores:.2f}",
     ]  # fmt: skip
     return _line(cells, _COLUMNS)
-
-
-def verdict_table(verdicts: Sequence[Verdict]) -> str:
-    rows = [[v.target, f"{v.bound:g}", f"{v.figure:.3g}", "met" if v.met else "**not met**"] for v in verdicts]
-    return _table(["target", "bound", "measured", ""], rows)
 
 
 def batch_table(steps: Iterable[Step]) -> str:
@@ -73,7 +69,8 @@ def summary(results: Results, verdicts: Sequence[Verdict]) -> str:
             f"{totals[0]:.0f} MB at the start, {max(totals):.0f} MB at most, {totals[-1]:.0f} MB at the end."
         )
     parts.append(batch_table([*results.steps, *([results.storm.step] if results.storm else [])]))
-    parts.append(verdict_table(verdicts))
+    rows = [[v.target, f"{v.bound:g}", f"{v.figure:.3g}", "met" if v.met else "**not met**"] for v in verdicts]
+    parts.append(_table(["target", "bound", "measured", ""], rows))
     return "\n\n".join(part for part in parts if part)
 
 
@@ -114,10 +111,6 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def _line(cells: Sequence[str], columns: Sequence[str]) -> str:
     first, *rest = zip(cells, columns, strict=True)
     return "| " + " | ".join([first[0].ljust(_TITLE), *(cell.rjust(max(len(c), 6)) for cell, c in rest)]) + " |"
-
-
-def _rule(columns: Sequence[str]) -> str:
-    return "|" + "|".join("-" * (max(len(c), 6) + 2 if i else _TITLE + 2) for i, c in enumerate(columns)) + "|"
 
 
 _TITLE = 19

@@ -10,7 +10,7 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 
 def arrivals(rate: float, seconds: float, rng: np.random.Generator) -> Floats:
-    """Sorted times of a Poisson process, in seconds: ``rate`` arrivals per second in the mean, each independent of others.
+    """Sorted seconds of a Poisson process: ``rate`` arrivals per second in the mean, each independent of all others.
 
     Given their number, which is a Poisson variable, the times of such a process are uniform and independent.
     """

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 from benchmarks.load.measure import PERCENTILES, Step
@@ -43,28 +44,16 @@ def _loads(results: Results) -> list[Step]:
     return results.steps + ([results.storm.step] if results.storm else [])
 
 
-def _overloads(results: Results) -> list[Step]:
-    return [step for step in _loads(results) if step.multiple is not None and step.multiple > 1]
-
-
 def _goodput(results: Results) -> Iterator[Verdict]:
-    over = _overloads(results)
+    over = [step for step in _loads(results) if step.multiple is not None and step.multiple > 1]
     if not over:
         return
-    quantities: dict[str, Callable[[Step], float]] = {
-        "requests/s": lambda step: step.goodput,
-        "MB/s": lambda step: step.megabytes,
-    }
-    for unit, quantity in quantities.items():
-        most = max(quantity(step) for step in _loads(results))
-        share = min(quantity(step) for step in over) / most if most else 0.0
+    for unit, quantity in (("requests/s", attrgetter("goodput")), ("MB/s", attrgetter("megabytes"))):
+        most = max(map(quantity, _loads(results)))
+        share = min(map(quantity, over)) / most if most else 0.0
         yield _at_least(f"goodput past saturation / its maximum, {unit}", share, 0.9)
-    p99 = max(_p99(step) for step in over) / 1e3
+    p99 = max(step.percentiles[_P99] if step.percentiles else float("inf") for step in over) / 1e3
     yield _at_most("p99 of answered requests past saturation, in seconds", p99, results.timeout / 2)
-
-
-def _p99(step: Step) -> float:
-    return step.percentiles[_P99] if step.percentiles else float("inf")
 
 
 def _storm(results: Results) -> Iterator[Verdict]:

@@ -90,8 +90,7 @@ def _line(cell: Cell, p50: Mapping[str, float]) -> str:
     )
 
 
-def rate_header() -> str:
-    return f"{'callers':>10}  {'contestant':19}{'requests/s':>11}{'/echo':>8}"
+RATE_HEADER = f"{'callers':>10}  {'contestant':19}{'requests/s':>11}{'/echo':>8}"
 
 
 def rate_lines(rates: list[Rate]) -> str:

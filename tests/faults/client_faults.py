@@ -68,15 +68,9 @@ def _drip(scene: Harness, seconds: float, begin: Callable[[RawConnection, int], 
 def disconnect(scene: Harness, seconds: float, rng: Random) -> None:
     """Half-closes, shuts down and resets calls and connections during uploads and answers."""
     addresses = [address for name, address in scene.service.addresses().items() if name != "regions"]
+    tricks = (_half_close_the_call, _stop_writing, _stop_reading, _reset_during_upload, _reset_during_answer, _flood)
     for _ in scene.rounds(seconds):
-        for trick in (
-            _half_close_the_call,
-            _stop_writing,
-            _stop_reading,
-            _reset_during_upload,
-            _reset_during_answer,
-            _flood,
-        ):
+        for trick in tricks:
             with RawConnection(rng.choice(addresses)) as peer:
                 trick(peer)
     scene.load.wait_for_answers()

@@ -9,7 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -78,7 +78,7 @@ class LoadProcess:
         timeouts_s: tuple[float, float] = TIMEOUTS_S,
         seed: int = 0,
     ) -> None:
-        """Returns before the process is ready; ``kind`` is a transport or "aio", ``timeouts_s`` the shortest and the longest."""
+        """Returns before the process is ready; ``kind`` is a transport or "aio", ``timeouts_s`` a range."""
         self.name = f"{kind} by {target.partition(':')[0]}"
         arguments = [target, kind, threads, seed, problems, *timeouts_s]
         command = [sys.executable, "-m", "tests.faults.load_process", *map(str, arguments)]
@@ -140,7 +140,7 @@ class LoadProcess:
         self._paused.set()
 
 
-class Load:
+class Load(AbstractContextManager["Load"]):
     """A process for every transport, over TCP and the Unix socket, for the length of a ``with`` block."""
 
     def __init__(self, service: RestartableServer, problems: Path, seed: int = 0) -> None:
@@ -153,9 +153,6 @@ class Load:
             (service.unix_target, "aio"),
         ]
         self._callers = [LoadProcess(service, target, kind, problems, seed=seed) for target, kind in ways]
-
-    def __enter__(self) -> Load:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         for caller in self._callers:

@@ -96,6 +96,7 @@ def messages() -> dict[str, list[Unary | pb.ExchangeRequest | bytes]]:
 
 def conversations() -> dict[str, bytes]:
     """Returns bytes that no correct HTTP/2 client sends, by description."""
+    continuation = frames.frame(frames.CONTINUATION, 0, 1, b"")
     call, opening = headers("FusedBatchNormGradV2"), PREFACE + headers("FusedBatchNormGradV2")
     longest = frames.LARGEST_FRAME_SIZE
     return {
@@ -118,7 +119,7 @@ def conversations() -> dict[str, bytes]:
         "padding longer than the frame": opening + frames.frame(frames.DATA, frames.PADDED, 1, b"\xff" + bytes(8)),
         "data of a stream that is not there": PREFACE + data(bytes(100), 7),
         "headers of stream 0": PREFACE + headers("FusedBatchNormGradV2", 0),
-        "headers that end nowhere": PREFACE + frames.frame(frames.HEADERS, 0, 1, b"") + _continuations(5000),
+        "headers that end nowhere": PREFACE + frames.frame(frames.HEADERS, 0, 1, b"") + continuation * 5000,
         "a mebibyte of metadata": PREFACE + headers("FusedBatchNormGradV2", 1, [("x-huge", "x" * 2**20)]),
         "ten thousand headers": PREFACE + headers("FusedBatchNormGradV2", 1, [("x-many", "x")] * 10_000),
         "no path": PREFACE + frames.frame(frames.HEADERS, frames.END_HEADERS, 1, b""),
@@ -150,7 +151,3 @@ def changed(said: bytes, rng: Random) -> bytes:
         else:
             result[start:start] = result[start:end]
     return bytes(result)
-
-
-def _continuations(count: int) -> bytes:
-    return frames.frame(frames.CONTINUATION, 0, 1, b"") * count

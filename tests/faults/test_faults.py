@@ -33,7 +33,8 @@ def test_a_server_starts_without_shared_memory_when_dev_shm_is_full(problems: Pa
     """No file can be created there, so memory cannot be shared; "auto" does without."""
     with RestartableServer(shm="4k,nr_inodes=1") as service:
         assert list(service.addresses()) == ["grpcio TCP", "grpcio Unix", "TCP"]
-        assert_same_answers(service, problems)
+        for problem, again in zip(workload.load(problems), workload.answered_alone(service.target), strict=True):
+            assert problem.is_answered_by(again.outputs)
 
 
 def test_the_clock_of_a_process_can_be_set(tmp_path: Path) -> None:
@@ -50,8 +51,3 @@ def test_the_clock_of_a_process_can_be_set(tmp_path: Path) -> None:
     assert later - wall == pytest.approx(HOUR_S, abs=30)
     assert earlier - wall == pytest.approx(-HOUR_S, abs=30)
     assert 0 < second - steady < third - steady < 30
-
-
-def assert_same_answers(service: RestartableServer, problems: Path) -> None:
-    for problem, again in zip(workload.load(problems), workload.answered_alone(service.target), strict=True):
-        assert problem.is_answered_by(again.outputs)

@@ -102,8 +102,7 @@ def test_threads_may_share_the_backend(backend: CudaBackend) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    for made in itertools.chain.from_iterable(batches):
-        assert_right(made)
+    assert_right(*itertools.chain.from_iterable(batches))
 
 
 def test_what_does_not_fit_the_device_is_refused_and_the_next_batch_is_computed(backend: CudaBackend) -> None:

@@ -14,8 +14,7 @@ def main() -> None:
     problems = [random_problem(spec_of(order, shape, dtype, is_training=is_training))
                 for order, dtype, shape, is_training in itertools.product(ORDERS, DTYPES, SHAPES, MODES)]  # fmt: skip
     cuda_backend(blocks=20).run(problems)
-    for problem in problems:
-        assert_right(problem)
+    assert_right(*problems)
 
 
 if __name__ == "__main__":

@@ -20,11 +20,8 @@ TENSOR = pb.Tensor(dtype=pb.DATA_TYPE_FLOAT32, shape=[2, 3, 3, 4], data=bytes(28
 STATS = pb.Tensor(dtype=pb.DATA_TYPE_FLOAT32, shape=[4], data=bytes(16))
 UNKNOWN: Any = 99
 INPUTS: dict[str, Any] = {
-    "y_backprop": TENSOR,
-    "x": TENSOR,
-    "scale": STATS,
-    "reserve_space_1": STATS,
-    "reserve_space_2": STATS,
+    **dict.fromkeys(("y_backprop", "x"), TENSOR),
+    **dict.fromkeys(("scale", "reserve_space_1", "reserve_space_2"), STATS),
 }
 
 

@@ -44,14 +44,8 @@ STEPS = ["health", "server", "unary", "stream", "shared", "latency"]
 
 def test_check_waits_for_a_server_that_starts_later(tmp_path: Path) -> None:
     target = f"unix:{tmp_path}/socket"
-    arguments = [
-        *BNGRAD,
-        "check",
-        "--quick",
-        "--wait",
-        "300",
-        target,
-    ]  # a server with an empty kernel cache compiles for minutes
+    # A server with an empty kernel cache compiles for minutes.
+    arguments = [*BNGRAD, "check", "--quick", "--wait", "300", target]
     with (
         subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as check,
         EmbeddedServer(target, options=ONE_WORKER),
@@ -108,6 +102,10 @@ def test_a_server_without_a_ready_worker_fails_the_check(tmp_path: Path, monkeyp
     assert (said["health"], said["devices"][0]["state"]) == ("NOT_SERVING", "starting")
 
 
+def zeros(like: pb.Tensor) -> pb.Tensor:
+    return pb.Tensor(dtype=like.dtype, shape=like.shape, data=bytes(len(like.data)))
+
+
 class WrongServicer(pb_grpc.BatchNormGradServiceServicer):
     """Answers every call with zeros."""
 
@@ -116,9 +114,7 @@ class WrongServicer(pb_grpc.BatchNormGradServiceServicer):
         return pb.ServerInfoResponse(version=__version__, devices=[device])
 
     def FusedBatchNormGradV3(self, request: Any, context: Any) -> pb.FusedBatchNormGradV3Response:  # noqa: N802
-        x, scale = request.x, request.scale
-        for tensor in (x, scale):
-            tensor.data = bytes(len(tensor.data))
+        x, scale = zeros(request.x), zeros(request.scale)
         empty = pb.Tensor(dtype=pb.DATA_TYPE_FLOAT32, shape=[0])
         return pb.FusedBatchNormGradV3Response(
             x_backprop=x, scale_backprop=scale, offset_backprop=scale, reserve_space_4=empty, reserve_space_5=empty
@@ -132,15 +128,11 @@ class WrongServicer(pb_grpc.BatchNormGradServiceServicer):
         )  # fmt: skip
 
     def BatchNormTrainingBackprop(self, request: Any, context: Any) -> pb.BatchNormTrainingBackpropResponse:  # noqa: N802
-        x, gamma = request.input_forward, request.gamma
-        for tensor in (x, gamma):
-            tensor.data = bytes(len(tensor.data))
+        x, gamma = zeros(request.input_forward), zeros(request.gamma)
         return pb.BatchNormTrainingBackpropResponse(input_delta=x, gamma_delta=gamma, beta_delta=gamma)
 
     def FusedBatchNormGradGrad(self, request: Any, context: Any) -> pb.FusedBatchNormGradGradResponse:  # noqa: N802
-        x, scale = request.x, request.scale
-        for tensor in (x, scale):
-            tensor.data = bytes(len(tensor.data))
+        x, scale = zeros(request.x), zeros(request.scale)
         return pb.FusedBatchNormGradGradResponse(grad_y_backprop=x, grad_x=x, grad_scale=scale)
 
     def Exchange(self, request_iterator: Any, context: Any) -> Any:  # noqa: N802

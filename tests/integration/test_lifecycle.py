@@ -205,18 +205,14 @@ def test_a_server_can_listen_where_one_has_just_ended(own_server: EmbeddedServer
 
 
 def test_a_taken_port_is_named(server: EmbeddedServer) -> None:
-    with (
-        pytest.raises(ServerStartError, match=f"Error: cannot listen on {server.target}: Address already in use"),
-        EmbeddedServer(server.target),
-    ):
+    complaint = f"Error: cannot listen on {server.target}: Address already in use"
+    with pytest.raises(ServerStartError, match=complaint), EmbeddedServer(server.target):
         pass
 
 
 def test_a_second_server_does_not_take_a_socket_away(server: EmbeddedServer, socket_path: Path) -> None:
-    with (
-        pytest.raises(ServerStartError, match=f"Error: cannot listen on unix:{socket_path}: the address is taken"),
-        EmbeddedServer(f"unix:{socket_path}"),
-    ):
+    complaint = f"Error: cannot listen on unix:{socket_path}: the address is taken"
+    with pytest.raises(ServerStartError, match=complaint), EmbeddedServer(f"unix:{socket_path}"):
         pass
     with bngrad.Client(f"unix:{socket_path}") as client:
         call(client)
@@ -224,10 +220,8 @@ def test_a_second_server_does_not_take_a_socket_away(server: EmbeddedServer, soc
 
 def test_a_wrong_address_is_named() -> None:
     reasons = "Name or service not known|Temporary failure in name resolution"  # depends on the name server
-    with (
-        pytest.raises(ServerStartError, match=rf"Error: cannot listen on nowhere\.invalid:1: ({reasons})"),
-        EmbeddedServer("nowhere.invalid:1"),
-    ):
+    complaint = rf"Error: cannot listen on nowhere\.invalid:1: ({reasons})"
+    with pytest.raises(ServerStartError, match=complaint), EmbeddedServer("nowhere.invalid:1"):
         pass
 
 

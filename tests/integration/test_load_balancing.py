@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,7 @@ def restarted(*listens: str) -> Iterator[list[Restarted]]:
         yield servers
 
 
-class Load:
+class Load(AbstractContextManager["Load"]):
     """Threads that repeat the same requests and compare the bits of every answer."""
 
     def __init__(self, client: bngrad.Client, inputs: list[Inputs], callers: int = 8) -> None:
@@ -94,9 +94,6 @@ class Load:
         goal = self.answers + answers
         wait_until(lambda: self.answers >= goal or bool(self.errors))
         assert not self.errors
-
-    def __enter__(self) -> Load:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self._stopping.set()

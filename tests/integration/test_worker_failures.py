@@ -129,7 +129,8 @@ def test_a_request_that_kills_two_workers_is_given_up_and_the_server_goes_on(
         bngrad.Client(server.target) as client,
         ThreadPoolExecutor() as threads,
     ):
-        arena, worker = arena_of(server.process.pid), worker_pid(server)
+        worker = worker_pid(server)
+        arena = next(path for path, what in descriptors_of(server.process.pid).items() if "bngrad-arena" in what)
         nbytes = arena.stat().st_size
         os.kill(worker, signal.SIGSTOP)
         answer = threads.submit(client.fused_batch_norm_grad_v2, *INPUTS)
@@ -143,7 +144,8 @@ def test_a_request_that_kills_two_workers_is_given_up_and_the_server_goes_on(
         worker = worker_pid(server)
         server.process.send_signal(signal.SIGSTOP)  # keeps the new worker from computing it before it can die of it
         gate.unlink()
-        wait_until(lambda: has_mapped_the_arena(worker))
+        process = psutil.Process(worker)
+        wait_until(lambda: any("bngrad-arena" in mapped.path for mapped in process.memory_maps()))
         os.truncate(arena, 0)
         server.process.send_signal(signal.SIGCONT)
         wait_until(lambda: not is_running(worker))
@@ -151,14 +153,6 @@ def test_a_request_that_kills_two_workers_is_given_up_and_the_server_goes_on(
         with pytest.raises(bngrad.InternalError, match="2 workers died while computing this request"):
             answer.result(60)
         assert_gradients(SPEC, INPUTS, client.fused_batch_norm_grad_v2(*INPUTS))
-
-
-def arena_of(front: int) -> Path:
-    return next(path for path, what in descriptors_of(front).items() if "bngrad-arena" in what)
-
-
-def has_mapped_the_arena(worker: int) -> bool:
-    return any("bngrad-arena" in mapped.path for mapped in psutil.Process(worker).memory_maps())
 
 
 def test_after_all_calls_end_at_once_as_many_are_accepted_again(own_server: EmbeddedServer) -> None:

@@ -103,16 +103,17 @@ def bits_of_channels(output: Array, channels: Any) -> bytes:
     return chosen.tobytes()
 
 
-def assert_right(problem: AnyProblem) -> None:
-    """Asserts that the errors of a problem's outputs are within their bounds."""
+def assert_right(*problems: AnyProblem) -> None:
+    """Asserts that the errors of the problems' outputs are within their bounds."""
     errors: tuple[float, ...]
     bounds: tuple[float, ...]
-    if isinstance(problem, GradGradProblem):
-        inputs = tuple(getattr(problem, name) for name in input_names(problem))
-        errors = tolerances.grad_grad_errors(problem.spec, inputs, outputs(problem))
-        bounds = tolerances.grad_grad_bounds(problem.spec)
-    else:
-        scale = np.ones(problem.spec.channels) if problem.scale is None else problem.scale
-        inputs = (problem.y_backprop, problem.x, scale, problem.reserve_space_1, problem.reserve_space_2)
-        errors, bounds = tolerances.errors(problem.spec, inputs, outputs(problem)), tolerances.bounds(problem.spec)
-    assert all(error <= bound for error, bound in zip(errors, bounds, strict=True)), (errors, bounds)
+    for problem in problems:
+        if isinstance(problem, GradGradProblem):
+            inputs = tuple(getattr(problem, name) for name in input_names(problem))
+            errors = tolerances.grad_grad_errors(problem.spec, inputs, outputs(problem))
+            bounds = tolerances.grad_grad_bounds(problem.spec)
+        else:
+            scale = np.ones(problem.spec.channels) if problem.scale is None else problem.scale
+            inputs = (problem.y_backprop, problem.x, scale, problem.reserve_space_1, problem.reserve_space_2)
+            errors, bounds = tolerances.errors(problem.spec, inputs, outputs(problem)), tolerances.bounds(problem.spec)
+        assert all(error <= bound for error, bound in zip(errors, bounds, strict=True)), (errors, bounds)

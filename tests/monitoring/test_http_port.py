@@ -117,10 +117,8 @@ def test_a_front_process_that_does_not_answer_is_not_alive(harassed: EmbeddedSer
 
 def test_a_taken_port_is_named(http: str) -> None:
     address = http.removeprefix("http://")
-    with (
-        pytest.raises(ServerStartError, match=f"Error: cannot listen on {address} for HTTP"),
-        EmbeddedServer(options=("--http", address)),
-    ):
+    complaint = f"Error: cannot listen on {address} for HTTP"
+    with pytest.raises(ServerStartError, match=complaint), EmbeddedServer(options=("--http", address)):
         pass
 
 

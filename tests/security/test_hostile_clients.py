@@ -139,7 +139,8 @@ def test_a_client_has_no_more_than_its_share(limited: tuple[Guarded, str], liste
         go_on.wait(60)
 
     with guarded.channel(listener) as first, guarded.channel(listener) as second:
-        held = exchange_of(first)(upload(), metadata=_as(guarded.token), timeout=60)
+        exchange: grpc.StreamStreamMultiCallable[bytes, bytes] = first.stream_stream(path_of("Exchange"))
+        held = exchange(upload(), metadata=_as(guarded.token), timeout=60)
         try:
             wait_until(lambda: guarded.info().requests == 1)
             assert code_of(second, message, guarded.token) == grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -158,10 +159,6 @@ def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Guarded,
     guarded.know(guarded.tokens.read_text().strip(), line)
     with guarded.running():
         yield guarded, token
-
-
-def exchange_of(channel: grpc.Channel) -> grpc.StreamStreamMultiCallable[bytes, bytes]:
-    return channel.stream_stream(path_of("Exchange"))
 
 
 def code_of(channel: grpc.Channel, message: bytes, token: str) -> grpc.StatusCode:

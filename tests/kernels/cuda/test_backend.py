@@ -95,8 +95,7 @@ def test_a_batch_of_small_problems_takes_one_copy_in_one_launch_and_one_copy_out
     batch = [first_order_problem(Spec(FLOAT32, (4, size, size, 24), 3), seed=size) for size in range(1, 9)]
     backend(device).run(batch)
     assert [call for call, _ in device.calls] == ["in", "launch", "out"]
-    for made in batch:
-        assert_right(made)
+    assert_right(*batch)
 
 
 def test_small_and_large_problems_of_a_kind_take_one_launch(device: Recorder) -> None:
@@ -125,8 +124,7 @@ def test_problems_of_several_kernels_share_the_copies(device: Recorder) -> None:
     batch = [first_order_problem(spec) for spec in [*specs, *specs]]
     backend(device).run(batch)
     assert [call for call, _ in device.calls] == ["in", *["launch"] * 4, "out"]
-    for made in batch:
-        assert_right(made)
+    assert_right(*batch)
 
 
 def test_chunks_take_turns_on_the_streams(device: Recorder) -> None:
@@ -134,8 +132,7 @@ def test_chunks_take_turns_on_the_streams(device: Recorder) -> None:
     backend(device, chunk_nbytes=100_000).run(batch)
     assert len(device.opened) == STREAMS
     assert not device.busy
-    for made in batch:
-        assert_right(made)
+    assert_right(*batch)
 
 
 def test_batches_of_several_threads_do_not_meet(device: Recorder) -> None:
@@ -147,8 +144,7 @@ def test_batches_of_several_threads_do_not_meet(device: Recorder) -> None:
     for thread in threads:
         thread.join()
     for batch in batches:
-        for made in batch:
-            assert_right(made)
+        assert_right(*batch)
 
 
 def test_the_memory_in_use_is_that_of_all_streams_and_grows_with_what_does_not_fit() -> None:
@@ -183,8 +179,7 @@ def test_a_failed_device_is_told_from_a_failed_batch(device: Recorder) -> None:
     device.failure = None
     again = [first_order_problem(spec) for spec in MANY]
     shared.run(again)
-    for made in again:
-        assert_right(made)
+    assert_right(*again)
 
 
 class Unusable(Recorder):

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import pytest
+from tests.servers import wait_until
 
 from bngrad._balancing.resolver import Resolver, lookup
 
@@ -59,11 +60,6 @@ def test_names_are_looked_up_again_but_not_at_every_call(monkeypatch: pytest.Mon
     answers(monkeypatch, addresses)
     resolver = Resolver(["host:7", "unix:/a"])
 
-    def wait(number: int) -> None:
-        until = time.monotonic() + SECONDS
-        while len(told) < number and time.monotonic() < until:
-            time.sleep(0.001)
-
     resolver.resolve(told.append)
     resolver.first.result(SECONDS)
     addresses[:] = ["10.0.0.3", "10.0.0.2"]
@@ -72,10 +68,10 @@ def test_names_are_looked_up_again_but_not_at_every_call(monkeypatch: pytest.Mon
     assert told == [["10.0.0.1:7", "10.0.0.2:7", "unix:/a"]]
     monkeypatch.setattr("bngrad._balancing.resolver._BETWEEN_LOOKUPS_S", 0.0)
     resolver.resolve(told.append)
-    wait(2)
+    wait_until(lambda: len(told) == 2)
     addresses.clear()  # the addresses known so far remain
     resolver.resolve(told.append)
-    wait(3)
+    wait_until(lambda: len(told) == 3)
     assert told[1:] == [["10.0.0.3:7", "10.0.0.2:7", "unix:/a"]] * 2
 
 

@@ -24,8 +24,6 @@ from bngrad._errors import (
     UnimplementedError,
 )
 
-GONE = UnavailableError("gone")
-
 
 def attempts(timeout: float = 60) -> Attempts:
     return Attempts(Deadline.after(timeout), time.monotonic())

@@ -100,9 +100,10 @@ def read_answer(call: http2.ClientCall) -> pb.FusedBatchNormGradV3Response:
     return answer
 
 
-def check_answered(call: http2.ClientCall) -> None:
-    answer = read_answer(call)
-    check_answer(answer, answer.x_backprop.data, inputs())
+def check_answered(*calls: http2.ClientCall) -> None:
+    for call in calls:
+        answer = read_answer(call)
+        check_answer(answer, answer.x_backprop.data, inputs())
 
 
 def check_works(service: Service) -> None:
@@ -132,8 +133,7 @@ def test_calls_that_wait_take_no_threads_and_are_one_batch(service: Service) -> 
     running, waiting = busy(service, 40)
     assert len(set(threading.enumerate()) - before) == 1  # the worker
     service.worker.may_run.set()
-    for call in (running, *waiting):
-        check_answered(call)
+    check_answered(running, *waiting)
     assert service.worker.batches == [1, 40]
 
 
@@ -208,8 +208,7 @@ def test_jobs_of_a_worker_that_died_are_computed_by_the_next(service: Service) -
     service.engine.batcher.withdraw(dead)
     wait_until(lambda: service.waiting == 3)
     service.engine.batcher.offer(service.worker)
-    for call in (running, *waiting):
-        check_answered(call)
+    check_answered(running, *waiting)
     assert service.worker.batches == [1, 2]  # what a worker may have died of comes first, and alone
     dead.may_run.set()
     dead.close()
@@ -311,8 +310,7 @@ def test_refusals_take_no_threads(service: Service) -> None:
 def test_the_connection_that_was_idle_longest_makes_room(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http2_connections, "_MAX_CONNECTIONS", 3)
     first, second, third = (service.connect() for _ in range(3))
-    for connection in (second, third, first):
-        check_answered(ask(connection))
+    check_answered(*map(ask, (second, third, first)))
     check_works(service)
     assert [connection.usable for connection in (first, second, third)] == [True, False, True]
     assert service.engine.observer.metrics.status()["refused_connections"]["full"] == 1
@@ -321,8 +319,7 @@ def test_the_connection_that_was_idle_longest_makes_room(service: Service, monke
 def test_draining_answers_running_calls_and_leaves_no_thread(service: Service) -> None:
     before = set(threading.enumerate())
     idle, *others = (service.connect() for _ in range(4))
-    for connection in (idle, *others):
-        check_answered(ask(connection))
+    check_answered(*map(ask, (idle, *others)))
     service.worker.may_run.clear()
     calls = [ask(connection) for connection in others]
     wait_until(lambda: service.engine.admission.requests == 3)
@@ -331,8 +328,7 @@ def test_draining_answers_running_calls_and_leaves_no_thread(service: Service) -
     wait_until(lambda: not idle.usable)
     assert stopping.is_alive()
     service.worker.may_run.set()
-    for call in calls:
-        check_answered(call)
+    check_answered(*calls)
     stopping.join(TIMEOUT_S)
     wait_until(lambda: set(threading.enumerate()) < before)
     wait_until(lambda: not [each for each in threading.enumerate() if each.name.startswith(_THREAD_PREFIX)])

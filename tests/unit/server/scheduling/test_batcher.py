@@ -23,6 +23,7 @@ from tests.unit.server.scheduling.workers import (
     job,
     large_job,
     run_and_check,
+    wait_for,
     wait_until,
 )
 
@@ -67,8 +68,7 @@ def test_a_batch_is_what_waits_of_the_first_jobs_kernel(
     requests.batcher.offer(worker)
     for batch in batches:
         assert worker.compute() == [jobs[i] for i in batch]
-    for future in futures:
-        future.result(TIMEOUT_S)
+    wait_for(futures)
 
 
 def test_an_idle_worker_begins_at_once(requests: Requests, worker: GatedWorker) -> None:
@@ -98,11 +98,9 @@ def test_jobs_of_a_dead_worker_come_first_and_run_alone(requests: Requests, work
     futures += requests.run(fresh)
     outcome.set_exception(WorkerDiedError("killed"))
     wait_until(lambda: requests.batcher.waiting()[0] == 3)
-    successor = GatedWorker()
-    requests.batcher.offer(successor)
+    successor = requests.offer()
     assert [successor.compute() for _ in range(3)] == [[lost[0]], [lost[1]], [fresh]]
-    for future in futures:
-        future.result(TIMEOUT_S)
+    wait_for(futures)
     assert [each.attempts for each in (*lost, fresh)] == [2, 2, 1]
 
 
@@ -110,8 +108,7 @@ def test_a_job_is_given_up_when_too_many_workers_died_of_it(requests: Requests) 
     only = job()
     (future,) = requests.run(only)
     for _ in range(MAX_ATTEMPTS):
-        worker = GatedWorker()
-        requests.batcher.offer(worker)
+        worker = requests.offer()
         assert worker.die() == [only]
     with pytest.raises(ComputeError, match=f"{MAX_ATTEMPTS} workers died"):
         future.result(TIMEOUT_S)
@@ -121,34 +118,27 @@ def test_a_job_is_not_blamed_for_deaths_of_workers_that_never_read_it(requests: 
     only = job()
     (future,) = requests.run(only)
     for _ in range(2 * MAX_ATTEMPTS):
-        worker = GatedWorker()
-        requests.batcher.offer(worker)
+        worker = requests.offer()
         _, outcome = worker.next_batch()
         outcome.set_exception(WorkerDiedError("was dead", saw_batch=False))
         wait_until(lambda: requests.batcher.waiting()[0] == 1)
-    beside = GatedWorker(slots=2)
-    for _ in range(beside.slots):
-        requests.batcher.offer(beside)
+    beside = requests.offer(slots=2)
     _, outcome = beside.next_batch()
     (second,) = requests.run(job())
     beside.compute()  # beside the first one, which is no suspect
     outcome.set_result([None])
-    for each in (future, second):
-        each.result(TIMEOUT_S)
+    wait_for((future, second))
     assert (only.attempts, requests.batcher.counts.reruns) == (1, 2 * MAX_ATTEMPTS)
 
 
 def test_a_split_job_is_blamed_if_one_of_the_dead_read_it(requests: Requests) -> None:
     only = large_job()
-    workers = [GatedWorker(), GatedWorker()]
-    for worker in workers:
-        requests.batcher.offer(worker)
+    workers = [requests.offer(), requests.offer()]
     (future,) = requests.run(only)
     outcomes = [worker.next_batch()[1] for worker in workers]
     for outcome, saw_batch in zip(outcomes, (True, False), strict=True):
         outcome.set_exception(WorkerDiedError("killed", saw_batch=saw_batch))
-    successor = GatedWorker()
-    requests.batcher.offer(successor)
+    successor = requests.offer()
     assert successor.compute() == [only]
     future.result(TIMEOUT_S)
     assert only.attempts == MAX_ATTEMPTS
@@ -196,8 +186,7 @@ def test_a_thread_that_holds_a_slot_is_not_handed_another(requests: Requests) ->
     outcome.set_result([None])
     holding.set()
     thread.join(TIMEOUT_S)
-    for future in futures:
-        future.result(TIMEOUT_S)
+    wait_for(futures)
     assert set(requests.batcher._free) == set(workers)
 
 
@@ -263,8 +252,7 @@ def test_a_running_job_is_left_at_once_and_untouched_when_its_worker_is_done(
         requests.batcher.when_untouched(rider, untouched.set)
     assert untouched.wait(TIMEOUT_S)
     assert rider.has_ended
-    successor = GatedWorker()
-    requests.batcher.offer(successor)
+    successor = requests.offer()
     if dies:
         assert successor.compute() == [leader]
         leading.result(TIMEOUT_S)
@@ -280,8 +268,7 @@ def test_an_unexpected_error_of_a_worker_ends_its_leader_alone(requests: Request
     with pytest.raises(MemoryError):
         leading.result(TIMEOUT_S)
     assert leader.has_ended
-    successor = GatedWorker()
-    requests.batcher.offer(successor)
+    successor = requests.offer()
     assert successor.compute() == [rider]
     riding.result(TIMEOUT_S)
 
@@ -448,13 +435,8 @@ def test_every_job_ends_once_and_no_worker_is_lost(  # noqa: PLR0915 - one scena
             if poisoned and is_poison(nbytes):
                 timeout_s = None  # so that some are surely given up
             gone_at = begin + 0.001 if number % 5 == 0 and timeout_s is not None else float("inf")
-            only = job(
-                key,
-                nbytes,
-                functools.partial(is_past, gone_at),
-                client=str(number % 3),
-                deadline=None if timeout_s is None else begin + timeout_s,
-            )
+            deadline = None if timeout_s is None else begin + timeout_s
+            only = job(key, nbytes, functools.partial(is_past, gone_at), client=str(number % 3), deadline=deadline)
             error: Exception | None = None
             try:
                 if number % 2:
@@ -517,10 +499,7 @@ def is_alive(worker: Worker) -> bool:
 @pytest.fixture
 def idle_workers(requests: Requests) -> list[GatedWorker]:
     """Three workers whose slots are free."""
-    workers = [GatedWorker() for _ in range(3)]
-    for each in workers:
-        requests.batcher.offer(each)
-    return workers
+    return [requests.offer() for _ in range(3)]
 
 
 def test_a_large_job_is_split_by_channels_among_the_workers_that_are_idle(
@@ -582,8 +561,7 @@ def test_a_job_waits_for_others_no_longer_than_the_batch_delay(worker: GatedWork
     assert worker.compute() == first
     assert time.monotonic() - first[0].arrival >= 1.5
     requests.end()
-    for future in futures:
-        future.result(TIMEOUT_S)
+    wait_for(futures)
 
 
 def test_a_full_batch_does_not_wait_for_the_batch_delay(worker: GatedWorker) -> None:
@@ -593,6 +571,5 @@ def test_a_full_batch_does_not_wait_for_the_batch_delay(worker: GatedWorker) -> 
     with takes_at_most(TIMEOUT_S / 2):
         futures = requests.run(*jobs)
         assert worker.compute() == jobs
-        for future in futures:
-            future.result(TIMEOUT_S)
+        wait_for(futures)
     requests.end()

@@ -23,14 +23,6 @@ def requests() -> Iterator[Requests]:
     requests.end()
 
 
-def offer(requests: Requests, slots: int = 2) -> GatedWorker:
-    """A worker all of whose slots are free."""
-    worker = GatedWorker(slots)
-    for _ in range(slots):
-        requests.batcher.offer(worker)
-    return worker
-
-
 def begin(requests: Requests, only: Job, *workers: GatedWorker) -> tuple[Future[None], GatedWorker, Outcome]:
     """Runs a job that one of the workers must begin at once; returns that one as well."""
     (future,) = requests.run(only)
@@ -42,7 +34,7 @@ def begin(requests: Requests, only: Job, *workers: GatedWorker) -> tuple[Future[
 
 
 def test_a_worker_begins_as_many_batches_as_it_has_slots_and_ends_them_in_any_order(requests: Requests) -> None:
-    worker = offer(requests)
+    worker = requests.offer(slots=2)
     first, _, first_outcome = begin(requests, job(), worker)
     second, _, second_outcome = begin(requests, job(), worker)
     (third,) = requests.run(waiting := job())
@@ -57,7 +49,7 @@ def test_a_worker_begins_as_many_batches_as_it_has_slots_and_ends_them_in_any_or
 
 
 def test_a_worker_that_is_idle_is_preferred_to_one_that_has_a_free_slot(requests: Requests) -> None:
-    workers = [offer(requests), offer(requests)]
+    workers = [requests.offer(slots=2), requests.offer(slots=2)]
     begun = [begin(requests, job(), *workers) for _ in range(4)]
     assert {worker for _, worker, _ in begun[:2]} == {worker for _, worker, _ in begun[2:]} == set(workers)
     for future, _, outcome in begun:
@@ -66,7 +58,7 @@ def test_a_worker_that_is_idle_is_preferred_to_one_that_has_a_free_slot(requests
 
 
 def test_a_large_job_is_split_among_workers_not_among_the_slots_of_one(requests: Requests) -> None:
-    workers = [offer(requests), offer(requests), offer(requests)]
+    workers = [requests.offer(slots=2), requests.offer(slots=2), requests.offer(slots=2)]
     small, busy, outcome = begin(requests, job(), *workers)
     (large,) = requests.run(large_job())
     idle = [worker for worker in workers if worker is not busy]
@@ -80,10 +72,10 @@ def test_a_large_job_is_split_among_workers_not_among_the_slots_of_one(requests:
 
 
 def test_all_batches_of_a_dead_worker_run_again_one_at_a_time(requests: Requests) -> None:
-    worker = offer(requests)
+    worker = requests.offer(slots=2)
     lost = [job(0), job(1)]
     begun = [begin(requests, each, worker) for each in lost]
-    successor = offer(requests)
+    successor = requests.offer(slots=2)
     begun.append(begin(requests, fresh := job(2), successor))
     fresh_outcome = begun[-1][2]
     for _, _, outcome in begun[:2]:
@@ -103,10 +95,10 @@ def test_all_batches_of_a_dead_worker_run_again_one_at_a_time(requests: Requests
 
 
 def test_a_fresh_job_runs_beside_none_that_may_have_cost_a_worker_but_beside_others_again(requests: Requests) -> None:
-    worker = offer(requests)
+    worker = requests.offer(slots=2)
     rerun, _, outcome = begin(requests, job(0), worker)
     worker.die_with(outcome)
-    successor = offer(requests)
+    successor = requests.offer(slots=2)
     _, outcome = successor.next_batch()
     (first,) = requests.run(fresh := job(1))
     assert successor.is_untouched
@@ -125,13 +117,13 @@ def test_a_fresh_job_runs_beside_none_that_may_have_cost_a_worker_but_beside_oth
 def test_the_job_that_kills_is_given_up_and_no_other_that_shared_its_workers(
     requests: Requests, noticed_first: int
 ) -> None:
-    worker = offer(requests)
+    worker = requests.offer(slots=2)
     poison, innocent = job(0), job(1)
     poisonous, _, deadly_outcome = begin(requests, poison, worker)
     fine, _, other_outcome = begin(requests, innocent, worker)
     outcomes = [deadly_outcome, other_outcome]
     worker.die_with(outcomes[noticed_first])
-    successor = offer(requests)
+    successor = requests.offer(slots=2)
     worker.die_with(outcomes[1 - noticed_first])
     for _ in range(2):
         batch, outcome = successor.next_batch()
@@ -140,7 +132,7 @@ def test_the_job_that_kills_is_given_up_and_no_other_that_shared_its_workers(
             outcome.set_result([None])
         else:
             successor.die_with(outcome)
-            successor = offer(requests)
+            successor = requests.offer(slots=2)
     fine.result(TIMEOUT_S)
     with pytest.raises(ComputeError, match="2 workers died"):
         poisonous.result(TIMEOUT_S)
@@ -148,8 +140,8 @@ def test_the_job_that_kills_is_given_up_and_no_other_that_shared_its_workers(
 
 
 def test_the_free_slot_of_a_worker_that_died_at_another_is_not_taken(requests: Requests) -> None:
-    idle = offer(requests, slots=1)
-    worker = offer(requests)
+    idle = requests.offer()
+    worker = requests.offer(slots=2)
     future, _, outcome = begin(requests, only := job(), worker)
     worker.die_with(outcome)
     assert idle.compute() == [only]
@@ -159,10 +151,10 @@ def test_the_free_slot_of_a_worker_that_died_at_another_is_not_taken(requests: R
 
 
 def test_a_job_that_cost_a_worker_and_is_given_up_holds_no_slot_back(requests: Requests) -> None:
-    worker = offer(requests)
+    worker = requests.offer(slots=2)
     gone: list[bool] = []
     given_up, _, outcome = begin(requests, job(0, is_abandoned=lambda: bool(gone)), worker)
-    successor = offer(requests)
+    successor = requests.offer(slots=2)
     held, _, held_outcome = begin(requests, job(1), successor)
     worker.die_with(outcome)
     wait_until(lambda: requests.batcher.waiting()[0] == 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from bngrad_kernels.spec import BFLOAT16, FLOAT32, Spec
@@ -103,6 +103,11 @@ class GatedWorker:
         return not self._begun
 
 
+def wait_for(futures: Iterable[Future[None]]) -> None:
+    for future in futures:
+        future.result(TIMEOUT_S)
+
+
 def run_and_check(batcher: Batcher, job: Job) -> None:
     run(batcher, job)
     job.check()
@@ -121,6 +126,13 @@ class Requests:
             futures.append(self._threads.submit(run_and_check, self.batcher, each))
             wait_until(functools.partial(self._has_begun, each))
         return futures
+
+    def offer(self, slots: int = 1) -> GatedWorker:
+        """Returns a worker all of whose slots are free."""
+        worker = GatedWorker(slots)
+        for _ in range(slots):
+            self.batcher.offer(worker)
+        return worker
 
     def _has_begun(self, job: Job) -> bool:
         return job.state is not JobState.WAITING or job in list(self.batcher._queue.jobs)
