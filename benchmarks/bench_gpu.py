@@ -279,19 +279,15 @@ def _summary(rows: list[Row]) -> str:
     large = [row for row in rows if row["tensor_nbytes"] >= 25e6]
     worst = max(rows, key=lambda row: float(row["to_best_peer"]))
     lines = [
-        f"time / better peer: geometric mean {_geometric_mean([row['to_best_peer'] for row in rows]):.3f}, "
+        f"time / better peer: geometric mean {statistics.geometric_mean(row['to_best_peer'] for row in rows):.3f}, "
         f"worst {worst['to_best_peer']:.2f} ({worst['case']})"
     ]
     if large:
         worst = max(large, key=lambda row: float(row["to_floor"]))
-        mean = _geometric_mean([row["to_floor"] for row in large])
+        mean = statistics.geometric_mean(row["to_floor"] for row in large)
         lines.append(f"time / floor from 25 MB on: geometric mean {mean:.2f}, "
                      f"worst {worst['to_floor']:.2f} ({worst['case']})")  # fmt: skip
     return "\n".join(lines)
-
-
-def _geometric_mean(values: list[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values))
 
 
 if __name__ == "__main__":

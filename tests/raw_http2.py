@@ -19,8 +19,6 @@ TIMEOUT_S = 30.0
 
 
 class RawConnection(AbstractContextManager["RawConnection"]):
-    """A connection to one of a server's addresses."""
-
     def __init__(self, address: str) -> None:
         """Connects to ``HOST:PORT`` or ``unix:PATH``."""
         self._received = bytearray()
@@ -140,6 +138,5 @@ def unary_upload() -> bytes:
 
 
 def whole_call(nbytes: int, hello: bytes = PREFACE) -> bytes:
-    """Returns all bytes of a unary call."""
     message = prefixed(request(nbytes).SerializeToString())
     return hello + headers("FusedBatchNormGradV2") + data(message, end=True)

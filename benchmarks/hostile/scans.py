@@ -71,11 +71,13 @@ def wrong_tls(victim: Victim) -> None:
 
 def wrong_token(victim: Victim) -> None:
     """Makes calls with random tokens."""
+    message = b"\0" + (5000).to_bytes(4, "big") + bytes(5000)
     while True:
         with suppress(OSError), victim.secure() as sock:
             sock.sendall(_PREFACE)
             for stream in range(1, 2**20, 2):
-                sock.sendall(_headers(stream, f"Bearer {secrets.token_hex()}") + _data(stream, bytes(5000)))
+                data = frames.frame(frames.DATA, frames.END_STREAM, stream, message)
+                sock.sendall(_headers(stream, f"Bearer {secrets.token_hex()}") + data)
                 _receive_end(sock, stream)
 
 
@@ -170,10 +172,6 @@ def _headers(stream: int, authorization: str, extra: list[tuple[str, str]] | Non
         ("content-type", "application/grpc"), ("te", "trailers"), ("authorization", authorization), *(extra or ()),
     ])  # fmt: skip
     return b"".join(frames.header_block(stream, block, 0))
-
-
-def _data(stream: int, payload: bytes) -> bytes:
-    return frames.frame(frames.DATA, frames.END_STREAM, stream, b"\0" + len(payload).to_bytes(4, "big") + payload)
 
 
 def _receive_end(sock: socket.socket, stream: int) -> None:

@@ -20,8 +20,6 @@ _SETTLED_S = 10.0
 
 @dataclass(frozen=True)
 class Verdict:
-    """A figure and its bound."""
-
     target: str
     figure: float
     bound: float

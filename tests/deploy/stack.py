@@ -47,11 +47,6 @@ PROJECT = "--project-name=bngrad-test"
 TIMEOUT_S = 120
 
 
-def build_prometheus(engine: Engine, directory: Path) -> None:
-    (directory / "Dockerfile").write_text(DOCKERFILE)
-    run(*engine.builder, "--tag", PROMETHEUS, directory)
-
-
 def prepare(directory: Path) -> tuple[Path, Path]:
     """Makes the folder ``docker`` as an operator has it; gives files for a client: the authority, and its token."""
     docker, secrets = directory / "docker", directory / "docker" / "secrets"
@@ -122,7 +117,8 @@ def main() -> None:
     engine = ENGINES[parser.parse_args().engine]
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
-        build_prometheus(engine, directory)
+        (directory / "Dockerfile").write_text(DOCKERFILE)
+        run(*engine.builder, "--tag", PROMETHEUS, directory)
         ca, token = prepare(directory)
         bngrad = [sys.executable, "-m", "bngrad_cli"]
         target = ["localhost:50051", "--tls-ca", ca, "--token-file", token]

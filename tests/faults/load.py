@@ -104,7 +104,6 @@ class LoadProcess:
         self._tell("pause")
 
     def finish_pause(self) -> Tally:
-        """Returns the outcomes of its requests."""
         assert self._paused.wait(sum(TIMEOUTS_S)), f"{self.name} does not end"
         assert self._tally is not None, f"{self.name} ended"
         return self._tally

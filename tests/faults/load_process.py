@@ -103,7 +103,6 @@ class _Caller:
                 time.sleep(_PAUSE_S)
 
     def _outcome(self, problem: workload.Problem, timeout_s: float) -> tuple[str, str]:
-        """Returns the outcome of a request, in one word, and its message."""
         try:
             outputs = self._client.run(problem, timeout_s)
         except bngrad.BngradError as error:
@@ -120,8 +119,6 @@ class _Caller:
 
 
 class _Client:
-    """The client for threads."""
-
     def __init__(self, target: str, transport: Any) -> None:
         self._client = bngrad.Client(target, transport=transport)
 

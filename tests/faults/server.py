@@ -92,7 +92,6 @@ class RestartableServer:
         self.start()
 
     def log(self) -> str:
-        """Returns what its processes have written to stderr."""
         return self._log.read_text()
 
     def tracebacks(self, start: int) -> list[str]:

@@ -38,14 +38,11 @@ def has_programs(*names: str) -> bool:
     return all(shutil.which(name) for name in names)
 
 
-def has_libraries() -> bool:
-    command = ["pkg-config", "--exists", "grpc++", "protobuf"]
-    return subprocess.run(command).returncode == 0
-
-
 @pytest.fixture(scope="session")
 def cpp(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
-    available = has_programs("g++", "make", "pkg-config", "protoc", "grpc_cpp_plugin") and has_libraries()
+    libraries = ["pkg-config", "--exists", "grpc++", "protobuf"]
+    programs = has_programs("g++", "make", "pkg-config", "protoc", "grpc_cpp_plugin")
+    available = programs and subprocess.run(libraries).returncode == 0
     require(available, "the C++ client", CPP_PACKAGES)
     build = tmp_path_factory.mktemp("cpp")
     run("make", "-C", EXAMPLES / "cpp", "-j4", f"BUILD={build}", "CXXFLAGS=-O0")  # compiles fastest

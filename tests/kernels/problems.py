@@ -88,7 +88,6 @@ def small_outputs(problem: AnyProblem) -> tuple[Array, ...]:
 
 
 def clear_outputs(problem: AnyProblem) -> None:
-    """Fills the outputs with NaN."""
     for output in outputs(problem):
         output.fill(np.nan)
 

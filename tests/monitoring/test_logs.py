@@ -42,7 +42,6 @@ def send_wrong_request(target: str, *metadata: tuple[str, str]) -> None:
 
 
 def failures(server: EmbeddedServer) -> list[dict[str, Any]]:
-    """The lines about failed requests."""
     whole, _, _ = server.stderr().rpartition("\n")
     lines = map(json.loads, whole.splitlines())
     return [line for line in lines if line["logger"] == "bngrad_server.telemetry.observer"]

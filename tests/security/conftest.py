@@ -31,8 +31,6 @@ def ask(client: bngrad.Client) -> None:
 
 
 class Guarded:
-    """A server with its certificates, keys and tokens."""
-
     def __init__(self, directory: Path, *, client_ca: bool = True, options: tuple[str, ...] = ()) -> None:
         self.directory = directory
         self.authority = Authority(directory)

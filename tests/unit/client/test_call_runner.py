@@ -75,7 +75,6 @@ class Flaky:
 
 
 def call(client_class: ClientClass, target: Any, timeout: float = SECONDS, **options: Any) -> Any:
-    """Makes one call by a new client, and checks the answer."""
     arrays = inputs(3)
     made = client_class(target, **options)
     results = use(made, lambda client: client.fused_batch_norm_grad_v2(*arrays, timeout=timeout))

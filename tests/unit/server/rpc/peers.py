@@ -27,8 +27,6 @@ identity: Callable[[bytes], bytes] = bytes
 
 
 class Peer:
-    """An engine behind a port, and a gRPC client of it."""
-
     def __init__(self, engine: Engine, channel: grpc.Channel) -> None:
         self.engine = engine
         self.channel = channel

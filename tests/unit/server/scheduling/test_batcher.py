@@ -346,8 +346,6 @@ class RandomWorker:
 
 
 class RandomRun:
-    """A batch that a random worker computes."""
-
     def __init__(self, worker: RandomWorker, batch: list[Job]) -> None:
         self._worker = worker
         self._batch = batch
@@ -498,7 +496,6 @@ def is_alive(worker: Worker) -> bool:
 
 @pytest.fixture
 def idle_workers(requests: Requests) -> list[GatedWorker]:
-    """Three workers whose slots are free."""
     return [requests.offer() for _ in range(3)]
 
 

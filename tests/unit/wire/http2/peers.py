@@ -171,5 +171,4 @@ def called(data: bytes) -> bytes:
 
 
 def unary_of(channel: grpc.Channel, path: str) -> grpc.UnaryUnaryMultiCallable[bytes, bytes]:
-    """Returns a method of grpcio's client that takes and returns bytes."""
     return channel.unary_unary(path)
