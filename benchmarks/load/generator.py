@@ -43,7 +43,6 @@ class Plan:
     """The requests that a process makes next.
 
     Attributes:
-        items: The kinds of the requests, in order.
         due: When to send each, on the monotonic clock, which all processes share; None for a closed loop, in which
             each caller sends the next one when it is free.
         start: When a closed loop begins.

@@ -25,19 +25,16 @@ class Step:
     """The figures of one load. Only the counts include the first second.
 
     Attributes:
-        title: Its name.
         multiple: The offered load as a multiple of saturation; None for a closed loop.
         offered: Requests per second that arrived.
         seconds: The duration of the arrivals.
         goodput: Right answers within the timeout, per second in which requests arrived.
         megabytes: What these requests and answers hold, in MB per second.
         percentiles: Of their latency in milliseconds, from when they were due, in the order of `PERCENTILES`.
-        counts: Requests by how they ended.
         late: The share of requests sent more than 10 ms after they were due although a caller was free: the
             generator was too slow.
         no_caller: The share sent late or never because no caller was free when they were due: all waited for the
             server.
-        in_flight: The maximum of requests in flight.
         server_cores: CPU seconds of the server per second; None if the benchmark did not start it.
         generator_cores: CPU seconds of the generator per second.
         goodput_each_second: From the first second on.

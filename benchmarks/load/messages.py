@@ -40,7 +40,6 @@ class Request:
 
     Attributes:
         message: The request without the location of x_backprop.
-        free: Memory for answers.
         resting: Quarantined memory, with the time from which it is free.
     """
 

@@ -62,8 +62,6 @@ class LoadProcess:
     """A process that runs `tests.faults.load_process`, paused at first.
 
     Attributes:
-        name: Its name in messages.
-        process: The process.
         counted: A monotonic time, and the number of right answers of each thread by then in this run.
     """
 

@@ -32,9 +32,7 @@ class Usage:
     """The resources of a server without clients.
 
     Attributes:
-        front: Its front process.
         workers: The maximum of each over its workers.
-        processes: The number of processes.
         shared: Bytes of shared memory that its front process has touched, mostly the arena's.
         files: The files in its part of /dev/shm.
     """

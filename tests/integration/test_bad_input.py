@@ -16,8 +16,10 @@ from bngrad_cli.embedded import EmbeddedServer
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_protos.v1 import batch_norm_grad_pb2_grpc as pb_grpc
 
-TENSOR = pb.Tensor(dtype=pb.DATA_TYPE_FLOAT32, shape=[2, 3, 3, 4], data=bytes(288))
-STATS = pb.Tensor(dtype=pb.DATA_TYPE_FLOAT32, shape=[4], data=bytes(16))
+Request = pb.FusedBatchNormGradV3Request
+FLOAT = pb.DATA_TYPE_FLOAT32
+TENSOR = pb.Tensor(dtype=FLOAT, shape=[2, 3, 3, 4], data=bytes(288))
+STATS = pb.Tensor(dtype=FLOAT, shape=[4], data=bytes(16))
 UNKNOWN: Any = 99
 INPUTS: dict[str, Any] = {
     **dict.fromkeys(("y_backprop", "x"), TENSOR),
@@ -34,39 +36,35 @@ def stub(server: EmbeddedServer) -> Iterator[pb_grpc.BatchNormGradServiceStub]:
 @pytest.mark.parametrize(
     ("message", "expected"),
     [
-        (pb.FusedBatchNormGradV3Request(), {name: f"{name} must be given" for name in INPUTS}),
+        (Request(), {name: f"{name} must be given" for name in INPUTS}),
         (
-            pb.FusedBatchNormGradV3Request(**INPUTS | {"x": pb.Tensor(shape=[2, 3, 3, 4], data=bytes(288))}),
+            Request(**INPUTS | {"x": pb.Tensor(shape=[2, 3, 3, 4], data=bytes(288))}),
             {
                 "x": "x must have one of the dtypes DATA_TYPE_FLOAT16, DATA_TYPE_BFLOAT16, DATA_TYPE_FLOAT32, "
                 "not DATA_TYPE_UNSPECIFIED"
             },
         ),
         (
-            pb.FusedBatchNormGradV3Request(**INPUTS | {"x": pb.Tensor(dtype=UNKNOWN)}),
+            Request(**INPUTS | {"x": pb.Tensor(dtype=UNKNOWN)}),
             {"x": "x must have one of the dtypes DATA_TYPE_FLOAT16, DATA_TYPE_BFLOAT16, DATA_TYPE_FLOAT32, not 99"},
         ),
         (
-            pb.FusedBatchNormGradV3Request(**INPUTS, reserve_space_2_kind=UNKNOWN),
+            Request(**INPUTS, reserve_space_2_kind=UNKNOWN),
             {"reserve_space_2_kind": "reserve_space_2_kind must be a known ReserveSpace2Kind, not 99"},
         ),
         (
-            pb.FusedBatchNormGradV3Request(**INPUTS, data_format="NDHWC", epsilon=-1),
+            Request(**INPUTS, data_format="NDHWC", epsilon=-1),
             {
                 "x": "x must be 5-dimensional for data_format NDHWC, not (2, 3, 3, 4)",
                 "epsilon": "epsilon must be finite and not negative in float32, not -1.0",
             },
         ),
         (
-            pb.FusedBatchNormGradV3Request(
-                **INPUTS | {"scale": pb.Tensor(dtype=pb.DATA_TYPE_FLOAT32, shape=[4], data=bytes(15))}
-            ),
+            Request(**INPUTS | {"scale": pb.Tensor(dtype=FLOAT, shape=[4], data=bytes(15))}),
             {"scale": "scale must have 16 bytes of data for shape (4,) and dtype float32, not 15"},
         ),
         (
-            pb.FusedBatchNormGradV3Request(
-                **INPUTS | {"x": pb.Tensor(dtype=pb.DATA_TYPE_FLOAT32, shape=[2**62, 2**62, -1, 4])}
-            ),
+            Request(**INPUTS | {"x": pb.Tensor(dtype=FLOAT, shape=[2**62, 2**62, -1, 4])}),
             {
                 "x": "x must have no negative dimension, not shape (4611686018427387904, 4611686018427387904, -1, 4)",
                 "y_backprop": "x and y_backprop must have same shape, but x has shape (4611686018427387904, "
@@ -91,18 +89,18 @@ def test_the_onednn_op_needs_an_epsilon(stub: pb_grpc.BatchNormGradServiceStub) 
 
 
 def test_the_contents_of_reserve_space_3_are_ignored(stub: pb_grpc.BatchNormGradServiceStub) -> None:
-    expected = stub.FusedBatchNormGradV3(pb.FusedBatchNormGradV3Request(**INPUTS))
+    expected = stub.FusedBatchNormGradV3(Request(**INPUTS))
     for tensor in (
-        pb.Tensor(dtype=pb.DATA_TYPE_FLOAT32, shape=[3], data=b"\xff" * 12),
-        pb.Tensor(dtype=pb.DATA_TYPE_FLOAT32, shape=[1000, 1000]),
-        pb.Tensor(dtype=pb.DATA_TYPE_FLOAT32),
+        pb.Tensor(dtype=FLOAT, shape=[3], data=b"\xff" * 12),
+        pb.Tensor(dtype=FLOAT, shape=[1000, 1000]),
+        pb.Tensor(dtype=FLOAT),
     ):
-        assert stub.FusedBatchNormGradV3(pb.FusedBatchNormGradV3Request(**INPUTS, reserve_space_3=tensor)) == expected
+        assert stub.FusedBatchNormGradV3(Request(**INPUTS, reserve_space_3=tensor)) == expected
 
 
 def test_absent_attributes_mean_the_ops_defaults(stub: pb_grpc.BatchNormGradServiceStub) -> None:
-    explicit = pb.FusedBatchNormGradV3Request(**INPUTS, epsilon=1e-4, data_format="NHWC", is_training=True)
-    assert stub.FusedBatchNormGradV3(pb.FusedBatchNormGradV3Request(**INPUTS)) == stub.FusedBatchNormGradV3(explicit)
+    explicit = Request(**INPUTS, epsilon=1e-4, data_format="NHWC", is_training=True)
+    assert stub.FusedBatchNormGradV3(Request(**INPUTS)) == stub.FusedBatchNormGradV3(explicit)
 
 
 @pytest.mark.parametrize("garbage", [b"\xff" * 100, b"\x0a\xff\xff\xff\xff\x0f", b"\x0a"])
@@ -111,7 +109,7 @@ def test_garbage_is_refused_and_other_calls_go_on(server: EmbeddedServer, garbag
         call: Any = channel.unary_unary("/bngrad.v1.BatchNormGradService/FusedBatchNormGradV3")
         with pytest.raises(grpc.RpcError):
             call(garbage)
-        pb_grpc.BatchNormGradServiceStub(channel).FusedBatchNormGradV3(pb.FusedBatchNormGradV3Request(**INPUTS))
+        pb_grpc.BatchNormGradServiceStub(channel).FusedBatchNormGradV3(Request(**INPUTS))
 
 
 def test_the_client_raises_violations(client: bngrad.Client) -> None:
@@ -135,11 +133,10 @@ def test_an_error_message_fits_into_the_trailers_that_clients_accept(client: bng
 
 def test_long_shapes_are_shortened_in_messages(stub: pb_grpc.BatchNormGradServiceStub) -> None:
     tensors: dict[str, Any] = {
-        name: pb.Tensor(dtype=pb.DATA_TYPE_FLOAT32, shape=[2**62 + i] * 32, data=bytes(4))
-        for i, name in enumerate(INPUTS)
+        name: pb.Tensor(dtype=FLOAT, shape=[2**62 + i] * 32, data=bytes(4)) for i, name in enumerate(INPUTS)
     }
     with pytest.raises(grpc.RpcError) as refused:
-        stub.FusedBatchNormGradV3(pb.FusedBatchNormGradV3Request(**tensors, data_format="NHWC"))
+        stub.FusedBatchNormGradV3(Request(**tensors, data_format="NHWC"))
     assert violations(refused.value).keys() == INPUTS.keys()
 
 

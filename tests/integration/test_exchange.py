@@ -27,6 +27,7 @@ CASES = [Case("v3", "NHWC", (4, 17, 17, 7)), Case("v2", "NCHW", (40, 7, 33, 33))
 CASE = CASES[0]
 INPUTS = random_inputs(CASE.spec())
 Y, X = INPUTS.y_backprop.tobytes(), INPUTS.x.tobytes()
+FLOAT = pb.DATA_TYPE_FLOAT32
 LOCATION = pb.Location(region_key=bytes(16))
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 SETTINGS = b"\0\0\0\4\0\0\0\0\0"
@@ -42,9 +43,7 @@ NAMES = {
 def header(case: Case = CASE, inputs: Inputs = INPUTS, **changes: Any) -> pb.ExchangeRequest:
     part, fields = NAMES[case.op]
     tensors = {
-        field: pb.Tensor(
-            dtype=pb.DATA_TYPE_FLOAT32, shape=array.shape, data=array.tobytes() if array.ndim == 1 else b""
-        )
+        field: pb.Tensor(dtype=FLOAT, shape=array.shape, data=array.tobytes() if array.ndim == 1 else b"")
         for field, array in zip(fields, inputs, strict=True)
     }
     message = pb.ExchangeRequest()
@@ -160,15 +159,11 @@ def test_fields_of_a_later_version_and_split_fields_are_read_as_protobuf_does(st
             "a request must come first, not chunk",
         ),
         (
-            [header(x=pb.Tensor(dtype=pb.DATA_TYPE_FLOAT32, shape=CASE.shape, data=X))],
+            [header(x=pb.Tensor(dtype=FLOAT, shape=CASE.shape, data=X))],
             "x",
             f"x must come in chunks, not with {len(X)} bytes of data",
         ),
-        (
-            [header(x=pb.Tensor(dtype=pb.DATA_TYPE_FLOAT32, shape=CASE.shape, location=LOCATION))],
-            "x",
-            "x must not have a location",
-        ),
+        ([header(x=pb.Tensor(dtype=FLOAT, shape=CASE.shape, location=LOCATION))], "x", "x must not have a location"),
         (
             [header(x_backprop_location=LOCATION)],
             "x_backprop_location",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -17,8 +18,9 @@ from bngrad_wire.http2.errors import ErrorCode
 from bngrad_wire.http2.frames import frame, window_update
 from bngrad_wire.http2.header_block import encode
 
+headers, continuation = partial(frame, frames.HEADERS), partial(frame, frames.CONTINUATION)
 REQUEST = encode([(":method", "POST"), (":scheme", "http"), (":path", "/a/b"), ("content-type", "application/grpc")])
-CALL = frame(frames.HEADERS, frames.END_HEADERS, 1, REQUEST)
+CALL = headers(frames.END_HEADERS, 1, REQUEST)
 MESSAGE = frame(frames.DATA, frames.END_STREAM, 1, b"\0\0\0\0\5hello")
 SETTINGS = frames.settings({})
 RESPONSE = encode([(":status", "200"), ("content-type", "application/grpc")])
@@ -50,34 +52,30 @@ def huge(kind: int, stream_id: int) -> bytes:
         pytest.param(HELLO + frame(frames.DATA, 0, 5, b"1"), "stream 5, which was never opened", id="idle DATA"),
         pytest.param(HELLO + frame(frames.RST_STREAM, 0, 5, bytes(4)), "RST_STREAM on stream 5", id="idle RST_STREAM"),
         pytest.param(HELLO + frame(frames.RST_STREAM, 0, 0, bytes(4)), "type 3 came on stream 0", id="RST_STREAM on 0"),
-        pytest.param(HELLO + frame(frames.HEADERS, END, 2, REQUEST), "HEADERS on stream 2", id="even stream"),
-        pytest.param(HELLO + frame(frames.HEADERS, END, 0, REQUEST), "HEADERS on stream 0", id="stream zero"),
+        pytest.param(HELLO + headers(END, 2, REQUEST), "HEADERS on stream 2", id="even stream"),
+        pytest.param(HELLO + headers(END, 0, REQUEST), "HEADERS on stream 0", id="stream zero"),
         pytest.param(HELLO + frame(frames.PUSH_PROMISE, 4, 1, bytes(4)), "type 5 came where none may", id="push"),
-        pytest.param(HELLO + frame(frames.CONTINUATION, 4, 1, b""), "type 9 came where none may", id="CONTINUATION"),
-        pytest.param(HELLO + frame(frames.HEADERS, 0, 1, REQUEST) + MESSAGE, "inside a header block", id="interrupted"),
-        pytest.param(HELLO + frame(frames.HEADERS, END | 8, 1, b"\xff"), "padding is longer", id="HEADERS padding"),
-        pytest.param(HELLO + frame(frames.HEADERS, END, 1, b"\xff\xff\xff"), "cannot be decoded", id="HPACK garbage"),
-        pytest.param(HELLO + frame(frames.HEADERS, END, 1, b"\xbe"), "cannot be decoded", id="HPACK index"),
+        pytest.param(HELLO + continuation(4, 1, b""), "type 9 came where none may", id="CONTINUATION"),
+        pytest.param(HELLO + headers(0, 1, REQUEST) + MESSAGE, "inside a header block", id="interrupted"),
+        pytest.param(HELLO + headers(END | 8, 1, b"\xff"), "padding is longer", id="HEADERS padding"),
+        pytest.param(HELLO + headers(END, 1, b"\xff\xff\xff"), "cannot be decoded", id="HPACK garbage"),
+        pytest.param(HELLO + headers(END, 1, b"\xbe"), "cannot be decoded", id="HPACK index"),
+        pytest.param(HELLO + headers(END, 1, b"\x00\x02\xff\xff\x00"), "cannot be decoded", id="not UTF-8"),
         pytest.param(
-            HELLO + frame(frames.HEADERS, END, 1, b"\x00\x02\xff\xff\x00"), "cannot be decoded", id="not UTF-8"
-        ),
-        pytest.param(
-            HELLO + frame(frames.HEADERS, END, 1, b"\x40\x01a\x7f\xa1\x1e" + b"x" * 4000 + b"\xbe" * 100),
+            HELLO + headers(END, 1, b"\x40\x01a\x7f\xa1\x1e" + b"x" * 4000 + b"\xbe" * 100),
             "larger than 16384",
             id="HPACK bomb",
         ),
         pytest.param(
-            HELLO + frame(frames.HEADERS, END, 1, encode([("a", "b" * 17000)])),
-            "more than 16384 bytes",
-            id="long header list",
+            HELLO + headers(END, 1, encode([("a", "b" * 17000)])), "more than 16384 bytes", id="long header list"
         ),
         pytest.param(
-            HELLO + frame(frames.HEADERS, 0, 1, b"") + frame(frames.CONTINUATION, 0, 1, bytes(1000)) * 50,
+            HELLO + headers(0, 1, b"") + continuation(0, 1, bytes(1000)) * 50,
             "more than 16384 bytes",
             id="CONTINUATION flood",
         ),
         pytest.param(
-            HELLO + frame(frames.HEADERS, 0, 1, b"") + frame(frames.CONTINUATION, 0, 1, b"") * 5000,
+            HELLO + headers(0, 1, b"") + continuation(0, 1, b"") * 5000,
             "2000 idle frames",
             id="empty CONTINUATION flood",
         ),
@@ -94,7 +92,7 @@ def huge(kind: int, stream_id: int) -> bytes:
         ),
         pytest.param(HELLO + CALL + frame(frames.DATA, 8, 1, b"\x05abc"), "padding is longer", id="DATA padding"),
         pytest.param(HELLO + CALL + frame(frames.DATA, 8, 1, b""), "padding is longer", id="no padding length"),
-        pytest.param(HELLO + CALL + frame(frames.HEADERS, 4, 1, OK), "a second header block", id="second HEADERS"),
+        pytest.param(HELLO + CALL + headers(4, 1, OK), "a second header block", id="second HEADERS"),
         pytest.param(HELLO + CALL + frame(frames.DATA, 1, 1, b"\0\0\0\0\5he"), "ended amid a message", id="truncated"),
         pytest.param(HELLO + CALL + frame(frames.DATA, 1, 1, b"\0\0\0"), "ended amid a message", id="truncated prefix"),
         pytest.param(HELLO + CALL + frame(frames.DATA, 1, 1, b"\7\0\0\0\0"), "a message is flagged 7", id="flag"),
@@ -119,12 +117,10 @@ def test_a_refused_client_is_told_why_with_goaway() -> None:
     ("data", "reason"),
     [
         pytest.param(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 3, "the first frame is of type", id="HTTP/1"),
-        pytest.param(SETTINGS + frame(frames.HEADERS, 4, 3, RESPONSE), "the server opened stream 3", id="wrong stream"),
-        pytest.param(SETTINGS + frame(frames.HEADERS, 4, 2, RESPONSE), "stream 2, which was never", id="pushed stream"),
+        pytest.param(SETTINGS + headers(4, 3, RESPONSE), "the server opened stream 3", id="wrong stream"),
+        pytest.param(SETTINGS + headers(4, 2, RESPONSE), "stream 2, which was never", id="pushed stream"),
         pytest.param(SETTINGS + frame(frames.PUSH_PROMISE, 4, 1, bytes(4)), "came where none may", id="push"),
-        pytest.param(
-            SETTINGS + frame(frames.HEADERS, 4, 1, RESPONSE) * 2, "trailers of stream 1 do not end", id="no end"
-        ),
+        pytest.param(SETTINGS + headers(4, 1, RESPONSE) * 2, "trailers of stream 1 do not end", id="no end"),
     ],
 )
 def test_the_client_says_what_a_server_did_wrong(data: bytes, reason: str) -> None:
@@ -135,12 +131,12 @@ def test_the_client_says_what_a_server_did_wrong(data: bytes, reason: str) -> No
 @pytest.mark.parametrize(
     ("data", "code", "message"),
     [
-        (frame(frames.HEADERS, END, 1, encode([(":status", "404")])), 12, "HTTP status 404"),
-        (frame(frames.HEADERS, 4, 1, encode([(":status", "503")])), 14, "HTTP status 503"),
-        (frame(frames.HEADERS, END, 1, RESPONSE), 2, "without grpc-status"),
-        (frame(frames.HEADERS, END, 1, encode([(":status", "200"), ("grpc-status", "x")])), 2, "status 2"),
-        (frame(frames.HEADERS, 4, 1, RESPONSE) + frame(frames.DATA, 1, 1, b""), 13, "without a status"),
-        (frame(frames.HEADERS, 4, 1, RESPONSE) + frame(frames.DATA, 0, 1, b"\1\0\0\0\0"), 12, "compressed"),
+        (headers(END, 1, encode([(":status", "404")])), 12, "HTTP status 404"),
+        (headers(4, 1, encode([(":status", "503")])), 14, "HTTP status 503"),
+        (headers(END, 1, RESPONSE), 2, "without grpc-status"),
+        (headers(END, 1, encode([(":status", "200"), ("grpc-status", "x")])), 2, "status 2"),
+        (headers(4, 1, RESPONSE) + frame(frames.DATA, 1, 1, b""), 13, "without a status"),
+        (headers(4, 1, RESPONSE) + frame(frames.DATA, 0, 1, b"\1\0\0\0\0"), 12, "compressed"),
         (frames.rst_stream(1, ErrorCode.REFUSED_STREAM), 14, "REFUSED_STREAM"),
         (frames.rst_stream(1, ErrorCode.ENHANCE_YOUR_CALM), 8, "ENHANCE_YOUR_CALM"),
         (frames.rst_stream(1, ErrorCode.NO_ERROR), 13, "NO_ERROR"),
@@ -160,17 +156,17 @@ def test_a_goaway_below_the_call_says_the_peer_has_gone_and_why() -> None:
 
 def test_a_request_that_is_not_grpc_gets_an_http_status() -> None:
     request = encode([(":method", "GET"), (":scheme", "http"), (":path", "/")])
-    answer = answered(HELLO + frame(frames.HEADERS, END, 1, request))
+    answer = answered(HELLO + headers(END, 1, request))
     assert encode([(":status", "415")]) in answer
 
 
 def test_a_malformed_deadline_ends_the_call_as_internal() -> None:
-    answer = answered(HELLO + frame(frames.HEADERS, END, 1, REQUEST + encode([("grpc-timeout", "1x")])))
+    answer = answered(HELLO + headers(END, 1, REQUEST + encode([("grpc-timeout", "1x")])))
     assert encode([("grpc-status", "13")]) in answer
 
 
 def test_a_call_beside_the_running_one_is_refused_and_the_running_one_goes_on() -> None:
-    answer = answered(HELLO + CALL + frame(frames.HEADERS, END, 3, REQUEST) + MESSAGE)
+    answer = answered(HELLO + CALL + headers(END, 3, REQUEST) + MESSAGE)
     assert frames.rst_stream(3, ErrorCode.REFUSED_STREAM) in answer
     assert b"hello" in answer
 
@@ -178,7 +174,7 @@ def test_a_call_beside_the_running_one_is_refused_and_the_running_one_goes_on() 
 def test_a_client_that_keeps_sending_and_opens_no_window_is_reset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http2_call, "MAX_BUFFERED_NBYTES", 50_000)
     message = frame(frames.DATA, 0, 1, b"\0\0\0\x27\x10" + bytes(10_000))
-    next_call = frame(frames.HEADERS, frames.END_HEADERS, 3, REQUEST) + frame(frames.DATA, 1, 3, b"\0\0\0\0\4next")
+    next_call = headers(frames.END_HEADERS, 3, REQUEST) + frame(frames.DATA, 1, 3, b"\0\0\0\0\4next")
     answer = answered(HELLO + frames.settings({4: 100}) + CALL + message * 8 + next_call)
     assert frames.rst_stream(1, ErrorCode.ENHANCE_YOUR_CALM) in answer
     assert b"next" in answer
@@ -186,7 +182,7 @@ def test_a_client_that_keeps_sending_and_opens_no_window_is_reset(monkeypatch: p
 
 def test_frames_of_calls_that_are_over_change_nothing() -> None:
     late = frame(frames.DATA, 0, 1, b"late") + window_update(1, 2**31 - 1) + frames.rst_stream(1, ErrorCode.CANCEL)
-    again = frame(frames.HEADERS, frames.END_HEADERS, 3, REQUEST) + frame(frames.DATA, 1, 3, b"\0\0\0\0\5again")
+    again = headers(frames.END_HEADERS, 3, REQUEST) + frame(frames.DATA, 1, 3, b"\0\0\0\0\5again")
     answer = answered(HELLO + CALL + MESSAGE + late + again)
     assert b"hello" in answer
     assert b"again" in answer
@@ -252,7 +248,7 @@ def test_any_bytes_of_a_client_end_the_connection_in_order_or_with_a_named_error
 @given(BYTES, st.booleans())
 @settings(deadline=None, max_examples=400)
 def test_any_bytes_of_a_server_end_the_call_with_a_result_or_a_named_error(data: bytes, begun: bool) -> None:
-    start = frame(frames.HEADERS, frames.END_HEADERS, 1, RESPONSE) if begun else b""
+    start = headers(frames.END_HEADERS, 1, RESPONSE) if begun else b""
     try:
         found = outcome(called, SETTINGS + start + data)
     except AssertionError:
