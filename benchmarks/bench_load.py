@@ -82,9 +82,7 @@ def _options() -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--server", metavar="TARGET", help="a running server, for the sweep and the storm")
     parser.add_argument("--serve", default="", metavar="OPTIONS", help="further options of bngrad serve")
-    parser.add_argument(
-        "--server-cores", type=int, default=max(1, len(cores) // 2), help="the others are the generator's"
-    )
+    parser.add_argument("--server-cores", type=int, default=max(1, len(cores) // 2), help="the generator has the rest")
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the numbers and the machine's facts")
     parser.add_argument("--plot", type=Path, metavar="PATH", help="also draw a PNG")
     parser.add_argument("--page", type=Path, metavar="PATH", help="also write the tables between the marks of a page")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ class Contestant:
 
 
 def _bngrad(title: str, **arguments: Any) -> Contestant:
-    return Contestant(f"bngrad, {title}", _BNGRAD, functools.partial(sdk.connect, **arguments))
+    return Contestant(f"bngrad, {title}", _BNGRAD, partial(sdk.connect, **arguments))
 
 
 CONTESTANTS: Mapping[str, Contestant] = {
@@ -44,11 +44,9 @@ CONTESTANTS: Mapping[str, Contestant] = {
     "bngrad-unary": _bngrad("unary", transport="unary"),
     "protobuf": Contestant("plain protobuf service", "protobuf", protobuf.connect),
     "grpc-echo": Contestant("bare gRPC echo, no compute", "echo", echo.connect),
-    EMPTY: Contestant("empty gRPC call", "echo", functools.partial(echo.connect, empty=True)),
+    EMPTY: Contestant("empty gRPC call", "echo", partial(echo.connect, empty=True)),
     "flight": Contestant("Arrow Flight", "flight", arrow_flight.connect),
-    "flight-echo": Contestant(
-        "Arrow Flight, no compute", "flight", functools.partial(arrow_flight.connect, compute=False)
-    ),
+    "flight-echo": Contestant("Arrow Flight, no compute", "flight", partial(arrow_flight.connect, compute=False)),
     KERNEL: Contestant("kernel in process", "", in_process.connect),
 }
 

@@ -44,8 +44,6 @@ class Cell:
 
 @dataclass(frozen=True)
 class Rate:
-    """Requests per second of one contestant with this many callers."""
-
     network: str
     callers: int
     contestant: str

@@ -123,9 +123,7 @@ def main() -> None:
         bngrad = [sys.executable, "-m", "bngrad_cli"]
         target = ["localhost:50051", "--tls-ca", ca, "--token-file", token]
         with stack(engine, directory / "docker"):
-            wait_for(
-                "a server that is ready", lambda: bool(get("http://localhost:9464/status.json")["server"]["ready"])
-            )
+            wait_for("a ready server", lambda: bool(get("http://localhost:9464/status.json")["server"]["ready"]))
             print(run(*bngrad, "check", *target))
             wait_for("a target that is up", lambda: query('up{job="bngrad"}') == 1)
             rules = [

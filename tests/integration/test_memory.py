@@ -42,9 +42,7 @@ def test_ten_thousand_requests_leave_memory_and_descriptors_as_they_were(memory_
     problems = [random_inputs(case.spec()) for case in cases]
     processes = [psutil.Process(pid) for pid in (os.getpid(), memory_server.process.pid, worker_pid(memory_server))]
     with ExitStack() as stack:
-        clients = [
-            stack.enter_context(bngrad.Client(memory_server.target, transport=transport)) for transport in TRANSPORTS
-        ]
+        clients = [stack.enter_context(bngrad.Client(memory_server.target, transport=each)) for each in TRANSPORTS]
         threads = stack.enter_context(ThreadPoolExecutor(THREADS))
         all_of_the_arena = Case("v2", "NHWC", (ARENA_NBYTES // 4 // 64 // 3 - 64, 1, 1, 64))
         all_of_the_arena.run(clients[TRANSPORTS.index("stream")], random_inputs(all_of_the_arena.spec()))

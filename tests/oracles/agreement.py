@@ -25,7 +25,6 @@ def asked_of(peer: str, spec: Spec, inputs: Inputs) -> tuple[Array, Array, Array
 
 def asked_of_bngrad(client: bngrad.Client, spec: Spec, inputs: Inputs) -> tuple[Array, ...]:
     """The gradients by the op that takes the shape: V3, or oneDNN's where V3 does not."""
-    y_backprop, x, scale, reserve_space_1, reserve_space_2 = inputs
     if (len(spec.shape), spec.channel_axis) in _FORMATS:
         attributes: dict[str, Any] = {
             "epsilon": spec.epsilon,
@@ -33,9 +32,7 @@ def asked_of_bngrad(client: bngrad.Client, spec: Spec, inputs: Inputs) -> tuple[
             "is_training": spec.is_training,
             "reserve_space_2_kind": spec.reserve_space_2_kind.value,
         }
-        return client.fused_batch_norm_grad_v3(
-            y_backprop, x, scale, reserve_space_1, reserve_space_2, None, **attributes
-        )
+        return client.fused_batch_norm_grad_v3(*inputs, None, **attributes)
     return asked_of_bngrad_as_onednn(client, spec, inputs)
 
 

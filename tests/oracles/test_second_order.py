@@ -64,9 +64,7 @@ def by_pytorch(spec: Spec, inputs: tuple[Array, ...]) -> tuple[Array, ...]:
     for tensor in (dy, x, scale, offset):
         tensor.requires_grad_()
     running = None if spec.is_training else mean, None if spec.is_training else variance
-    y = torch.nn.functional.batch_norm(
-        x, running[0], running[1], scale, offset, training=spec.is_training, eps=spec.epsilon
-    )
+    y = torch.nn.functional.batch_norm(x, *running, scale, offset, training=spec.is_training, eps=spec.epsilon)
     first = torch.autograd.grad(y, (x, scale, offset), dy, create_graph=True)
     grad_dy, grad_x, grad_scale = torch.autograd.grad(first, (dy, x, scale), (u, a, b))
     return (*(to_numpy(each.movedim(1, spec.channel_axis)) for each in (grad_dy, grad_x)), to_numpy(grad_scale))

@@ -104,7 +104,6 @@ class Guarded:
         return self.info().endpoints
 
     def info(self) -> pb.ServerInfoResponse:
-        """Returns the answer to alice's ServerInfo."""
         metadata = (("authorization", f"Bearer {self.token}"),)
         with grpc.secure_channel(self.server.target, self.credentials) as channel:
             stub = pb_grpc.BatchNormGradServiceStub(channel)

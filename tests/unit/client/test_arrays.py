@@ -16,8 +16,6 @@ VALUES = np.array([[1, -2.5], [0.125, 3]], np.float32)
 
 
 class WithDlpackAlone:
-    """A tensor of a library that speaks DLPack and nothing else."""
-
     def __init__(self, array: np.ndarray[Any, Any], device: tuple[int, int] = (1, 0)) -> None:
         self._array = array
         self._device = device

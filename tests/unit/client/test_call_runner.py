@@ -92,10 +92,8 @@ def test_a_failed_call_is_repeated_until_it_is_answered(
     flaky, arrays = Flaky(*errors), inputs(3)
     with peer(flaky) as target:
         made = client_class(target, transport=transport)
-        results = use(
-            made, lambda client: client.server_info(), lambda client: client.fused_batch_norm_grad_v2(*arrays)
-        )
-    assert all(map(np.array_equal, results, arrays[1:]))
+        answer = use(made, lambda client: client.server_info(), lambda client: client.fused_batch_norm_grad_v2(*arrays))
+    assert all(map(np.array_equal, answer, arrays[1:]))
     assert len(flaky.times) == len(errors) + 1
     for error, first, second in zip(errors, flaky.times, flaky.times[1:], strict=False):
         assert second - first >= (0 if isinstance(error, grpc.StatusCode) else error)

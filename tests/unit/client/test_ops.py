@@ -195,9 +195,7 @@ def test_the_header_of_an_exchange_is_the_request_without_the_elements_of_the_la
 def test_arrays_in_the_layout_of_the_protocol_are_not_copied() -> None:
     request = v3()
     assert np.shares_memory(request.large["x"], X)
-    assert any(
-        np.shares_memory(np.frombuffer(piece, np.uint8), X) for piece in request.pieces() if len(piece) == X.nbytes
-    )
+    assert any(np.shares_memory(np.frombuffer(each, np.uint8), X) for each in request.pieces() if len(each) == X.nbytes)
 
 
 @pytest.mark.parametrize("make", [np.empty_like, lambda like: np.empty((*like.shape[:-1], 10), like.dtype)[..., ::2]])

@@ -32,9 +32,7 @@ def answers(monkeypatch: pytest.MonkeyPatch, addresses: list[str]) -> None:
         if not addresses:
             raise socket.gaierror(socket.EAI_AGAIN, "no name server answers")
         families = [socket.AF_INET6 if ":" in each else socket.AF_INET for each in addresses]
-        return [
-            (family, socket.SOCK_STREAM, 6, "", (each, 0)) for family, each in zip(families, addresses, strict=True)
-        ]
+        return [(kind, socket.SOCK_STREAM, 6, "", (each, 0)) for kind, each in zip(families, addresses, strict=True)]
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
 

@@ -18,6 +18,8 @@ from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.config import ServerConfig
 from bngrad_server.rpc.servicer import UNARY_OPS
 
+V3Response = pb.FusedBatchNormGradV3Response
+
 
 def chunk(data: bytes) -> bytes:
     return pb.ExchangeRequest(chunk=data).SerializeToString()
@@ -36,9 +38,7 @@ def violations(error: grpc.RpcError) -> list[str]:
 def test_a_whole_request_is_answered(peer: Peer) -> None:
     for seed in range(3):
         arrays = inputs(seed)
-        answer = pb.FusedBatchNormGradV3Response.FromString(
-            peer.unary("FusedBatchNormGradV3", request_of(arrays).SerializeToString())
-        )
+        answer = V3Response.FromString(peer.unary("FusedBatchNormGradV3", request_of(arrays).SerializeToString()))
         check_answer(answer, answer.x_backprop.data, arrays)
 
 
@@ -227,9 +227,7 @@ def test_tensors_may_lie_in_a_region(peer: Peer, x: int | None, x_backprop: int 
     with mmap.mmap(region.fd, region.nbytes) as memory:
         if x is not None:
             memory[x : x + NBYTES] = arrays["x"].tobytes()
-        answer = pb.FusedBatchNormGradV3Response.FromString(
-            peer.unary("FusedBatchNormGradV3", request.SerializeToString())
-        )
+        answer = V3Response.FromString(peer.unary("FusedBatchNormGradV3", request.SerializeToString()))
         result = answer.x_backprop.data if x_backprop is None else memory[x_backprop : x_backprop + NBYTES]
         check_answer(answer, result, arrays)
         if x_backprop is not None:

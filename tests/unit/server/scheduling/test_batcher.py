@@ -468,8 +468,7 @@ def test_every_job_ends_once_and_no_worker_is_lost(  # noqa: PLR0915 - one scena
             future.result(2 * TIMEOUT_S)
         wait_until(lambda: sum(is_alive(worker) for worker in list(batcher._free)) == n_workers * slots)
         stopping.set()
-        for supervisor in supervisors:
-            supervisor.result(TIMEOUT_S)
+        wait_for(supervisors)
     event_loop.stop(TIMEOUT_S)
     assert not event_loop.is_alive
     assert batcher.waiting() == (0, 0)

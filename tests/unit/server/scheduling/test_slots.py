@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from typing import TypeAlias
 
 import pytest
-from tests.unit.server.scheduling.workers import TIMEOUT_S, GatedWorker, Requests, job, large_job, wait_until
+from tests.unit.server.scheduling.workers import TIMEOUT_S, GatedWorker, Requests, job, large_job, wait_for, wait_until
 
 from bngrad_server.errors import ComputeError
 from bngrad_server.scheduling.batcher import Batcher
@@ -88,8 +88,7 @@ def test_all_batches_of_a_dead_worker_run_again_one_at_a_time(requests: Requests
         assert batch == [each]
         assert successor.is_untouched, "two batches run at a time that may have cost a worker"
         outcome.set_result([None])
-    for future, _, _ in begun:
-        future.result(TIMEOUT_S)
+    wait_for(future for future, _, _ in begun)
     assert [each.attempts for each in (*lost, fresh)] == [2, 2, 1]
     assert worker not in list(requests.batcher._free)
 

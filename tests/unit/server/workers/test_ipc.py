@@ -95,9 +95,7 @@ def test_a_batch_is_split_into_its_tasks_each_with_its_own_spec(order: int) -> N
     arena = mmap.mmap(-1, 65536)
     places = (Place(ARENA, 0),) * counts(specs[3])[1]
     kinds = [(has_scale, number) for has_scale in (True, False) for number in specs]
-    batch = [
-        pack_task(Task(has_scale, 0, places), number, range(specs[number].channels)) for has_scale, number in kinds
-    ]
+    batch = [pack_task(Task(has_scale, 0, places), index, range(specs[index].channels)) for has_scale, index in kinds]
     assert split_batch(memoryview(b"".join(batch)), specs) == batch
     for packed, (has_scale, number) in zip(batch, kinds, strict=True):
         problem = unpack_problem(packed, specs, {ARENA: arena})

@@ -66,9 +66,7 @@ def huge(kind: int, stream_id: int) -> bytes:
             "larger than 16384",
             id="HPACK bomb",
         ),
-        pytest.param(
-            HELLO + headers(END, 1, encode([("a", "b" * 17000)])), "more than 16384 bytes", id="long header list"
-        ),
+        pytest.param(HELLO + headers(END, 1, encode([("a", "b" * 17000)])), "more than 16384 bytes", id="long list"),
         pytest.param(
             HELLO + headers(0, 1, b"") + continuation(0, 1, bytes(1000)) * 50,
             "more than 16384 bytes",
