@@ -29,7 +29,7 @@ from benchmarks.kernels import report
 from bngrad_cli.embedded import EmbeddedServer
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_protos.v1 import batch_norm_grad_pb2_grpc as pb_grpc
-from bngrad_wire.tokens import new_token
+from bngrad_wire.token_format import new_token
 
 TARGET = 3.0
 _TRANSPORTS = {"grpcio": "unary", "own": "stream"}

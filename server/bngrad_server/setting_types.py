@@ -71,6 +71,9 @@ def _is_host_and_port(value: str) -> bool:
 
 
 def _http_address(value: str) -> str:
+    host, _, port = value.rpartition(":")
+    if ":" in host and not host.startswith(("[", "unix:")):  # an IPv6 address without brackets
+        value = f"[{host}]:{port}"
     if not _is_host_and_port(value):
         raise ValueError("it should be HOST:PORT")
     return value

@@ -27,7 +27,7 @@ import yaml
 from tests.deploy.image import BASE, ENGINES, IMAGE, PODMAN, ROOT, Engine, run, say
 from tests.security.authority import HOSTS, Authority
 
-from bngrad_wire.tokens import new_token
+from bngrad_wire.token_format import new_token
 
 PROMETHEUS = "localhost/bngrad-test-prometheus"
 # What the image of the Prometheus project does, with Debian's package.

@@ -18,7 +18,7 @@ import bngrad
 from bngrad_cli.embedded import EmbeddedServer
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_protos.v1 import batch_norm_grad_pb2_grpc as pb_grpc
-from bngrad_wire.tokens import new_token
+from bngrad_wire.token_format import new_token
 
 LISTENERS = ("grpcio TCP", "grpcio Unix", "own TCP", "own Unix")
 _ARRAY = np.ones((2, 3, 3, 4), np.float32)

@@ -22,7 +22,7 @@ from tests.servers import wait_until
 
 import bngrad
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
-from bngrad_wire.tokens import new_token
+from bngrad_wire.token_format import new_token
 
 _MOST_MEMORY = 700 * 2**20
 _SPARE_DESCRIPTORS = 32

@@ -17,7 +17,7 @@ from tests.servers import TRANSPORTS, Transport, wait_until
 
 import bngrad
 from bngrad_wire.http2 import frames
-from bngrad_wire.tokens import new_token
+from bngrad_wire.token_format import new_token
 
 TCP_LISTENERS = ("grpcio TCP", "own TCP")
 _HELLO = frames.PREFACE + frames.settings({})

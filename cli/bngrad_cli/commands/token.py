@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from bngrad_wire.tokens import new_token
+from bngrad_wire.token_format import new_token
 
 
 @click.group()

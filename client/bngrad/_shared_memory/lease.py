@@ -1,4 +1,4 @@
-"""Leases regions of shared memory from a server on this host, by the protocol of `bngrad_wire.leases`."""
+"""Leases regions of shared memory from a server on this host, by the protocol of `bngrad_wire.lease_protocol`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import socket
 
 from bngrad._deadline import Cancellation, Deadline
-from bngrad_wire import leases
+from bngrad_wire import lease_protocol
 
 _LEASE_TIMEOUT_S = 5.0
 
@@ -51,14 +51,14 @@ def lease_region(
             lease.connect(path)
             if cancellation.cancelled:  # perhaps before there was a connection to shut down
                 raise LeaseEndedError("the call was cancelled")
-            lease.sendall(leases.pack_request(nbytes, authorization))
+            lease.sendall(lease_protocol.pack_request(nbytes, authorization))
             lease.settimeout(_timeout_s(deadline))
             answer, fds, flags, _ = socket.recv_fds(lease, 1024, 1)
         if flags & socket.MSG_CTRUNC:
             raise LeaseError("this process has no file descriptor left for the server's memory")
         if answer == b"":
             raise LeaseEndedError("the server closed the lease without an answer: it stops, or has no file left for it")
-        if len(fds) != 1 or len(answer) != leases.KEY_NBYTES:
+        if len(fds) != 1 or len(answer) != lease_protocol.KEY_NBYTES:
             raise LeaseError(answer.decode(errors="replace"))
     except OSError as error:
         lease.close()

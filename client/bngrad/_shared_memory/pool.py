@@ -24,7 +24,7 @@ from bngrad._credentials import NO_CREDENTIALS, Credentials
 from bngrad._deadline import ENDLESS, Cancellation, Deadline
 from bngrad._results import Array
 from bngrad._shared_memory.lease import LeaseError, LeaseLateError, UnreachableError, lease_region, shut_down
-from bngrad_wire.leases import ALIGNMENT, IN_USE, IS_IN_USE
+from bngrad_wire.lease_protocol import ALIGNMENT, IN_USE, IS_IN_USE
 from bngrad_wire.limits import REGION_NBYTES
 
 _ANSWER_TIMEOUT_S = 0.25

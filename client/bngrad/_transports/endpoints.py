@@ -27,7 +27,7 @@ from bngrad._shared_memory.pool import Pool
 from bngrad._transports.http2 import Http2Transport
 from bngrad._validation import host_and_port_of
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
-from bngrad_wire import leases
+from bngrad_wire import lease_protocol
 from bngrad_wire.addresses import MAX_PORT
 
 _BLOCKED_S = 10.0
@@ -136,12 +136,12 @@ class EndpointDiscovery:
         unix, pool, tcp = before.unix, before.pool, before.tcp
         stale_at = math.inf
         directory = advertised.local_directory
-        path = f"{directory}/{leases.CALLS}"
+        path = f"{directory}/{lease_protocol.CALLS}"
         if unix is None or unix.address != path:
             unix = pool = None
             if directory and not self._is_blocked(path):
                 unix = Http2Transport(path, self._target, self._credentials)
-                pool = Pool(f"{directory}/{leases.REGIONS}", self._credentials)
+                pool = Pool(f"{directory}/{lease_protocol.REGIONS}", self._credentials)
                 if not unix.is_reachable():
                     self._block(unix)
                     unix = pool = None

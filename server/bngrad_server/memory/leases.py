@@ -1,4 +1,4 @@
-"""Leases regions of shared memory to clients on this host, by the protocol of `bngrad_wire.leases`."""
+"""Leases regions of shared memory to clients on this host, by the protocol of `bngrad_wire.lease_protocol`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bngrad_server.errors import RegionsFullError, UnauthenticatedError
 from bngrad_server.memory.regions import Region, Regions
 from bngrad_server.runtime.listening import has_listener
 from bngrad_server.security.auth import ALLOW_ALL, Authenticator
-from bngrad_wire.leases import CALLS, IN_USE, IS_IN_USE, MAX_REQUEST_NBYTES, NOT_IN_USE, REGIONS, unpack_request
+from bngrad_wire.lease_protocol import CALLS, IN_USE, IS_IN_USE, MAX_REQUEST_NBYTES, NOT_IN_USE, REGIONS, unpack_request
 
 logger = logging.getLogger(__name__)
 

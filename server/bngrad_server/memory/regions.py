@@ -19,7 +19,7 @@ from bngrad_kernels.spec import FieldViolation, InvalidArgumentError
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.errors import RegionsFullError
 from bngrad_server.memory.layout import Place
-from bngrad_wire.leases import ALIGNMENT, KEY_NBYTES
+from bngrad_wire.lease_protocol import ALIGNMENT, KEY_NBYTES
 
 _MAX_REGIONS = 1024
 _DESCRIPTOR_FRACTION = 8

@@ -6,9 +6,9 @@ import importlib.resources
 import json
 from collections.abc import Awaitable, Callable, Mapping
 
-from bngrad_server.monitor.exposition import Exposition
 from bngrad_server.monitor.history import History
 from bngrad_server.monitor.http import Response, text_response
+from bngrad_server.monitor.prometheus import Exposition
 from bngrad_server.monitor.status_client import StatusClient
 
 _PAGE_HEADERS = {

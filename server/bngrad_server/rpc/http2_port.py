@@ -16,9 +16,9 @@ import time
 from functools import partial
 from typing import Any
 
-from bngrad_server.rpc.handshakes import Handshakes
 from bngrad_server.rpc.http2_connections import Http2Connections
 from bngrad_server.rpc.servicer import Servicer
+from bngrad_server.rpc.tls_handshakes import Handshakes
 from bngrad_server.runtime.event_loop import EventLoop
 from bngrad_server.scheduling.dispatch import Dispatcher
 from bngrad_server.security.certificates import Certificates

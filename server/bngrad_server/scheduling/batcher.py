@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from bngrad_server.errors import ComputeError
 from bngrad_server.scheduling.batch import Batch, BatchCounts
 from bngrad_server.scheduling.fair_queue import FairQueue
+from bngrad_server.scheduling.free_slots import FreeSlots
 from bngrad_server.scheduling.job import Job, JobState, Worker
-from bngrad_server.scheduling.slots import FreeSlots
 
 logger = logging.getLogger(__name__)
 

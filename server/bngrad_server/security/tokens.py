@@ -10,7 +10,7 @@ import hmac
 from pathlib import Path
 
 from bngrad_server.security.reload import ReloadedFiles
-from bngrad_wire.tokens import hash_token, parse_line
+from bngrad_wire.token_format import hash_token, parse_line
 
 _SCHEME = "bearer "
 

@@ -17,7 +17,7 @@ from bngrad_server.memory.regions import Region
 from bngrad_server.runtime.processes import end_process
 from bngrad_server.scheduling.job import Part
 from bngrad_server.workers.ipc import MAX_PACKET_NBYTES
-from bngrad_server.workers.slot import BusyTime, WorkerSlot
+from bngrad_server.workers.worker_slot import BusyTime, WorkerSlot
 
 _EXIT_TIMEOUT_S = 5.0
 

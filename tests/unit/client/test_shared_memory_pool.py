@@ -28,7 +28,7 @@ from bngrad._shared_memory.pool import Pool
 from bngrad._shared_memory.quarantine import AbandonedCall, Quarantine
 from bngrad_server.memory.leases import LeaseServer
 from bngrad_server.memory.regions import Region, Regions
-from bngrad_wire.leases import ALIGNMENT
+from bngrad_wire.lease_protocol import ALIGNMENT
 
 MIB = 2**20
 REGION_NBYTES = 64 * MIB

@@ -92,3 +92,7 @@ def test_the_constructor_does_not_read_the_environment(monkeypatch: pytest.Monke
 def test_settings_are_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
         ServerConfig().max_requests = 7
+
+
+def test_an_ipv6_address_for_http_needs_no_brackets() -> None:
+    assert ServerConfig(http="::1:9464").http == "[::1]:9464"

@@ -19,7 +19,7 @@ from tests.unit.server.workers.additions import TIMEOUT_S, wait_until
 from bngrad_server.memory import leases
 from bngrad_server.memory.leases import PARENT, LeaseServer
 from bngrad_server.memory.regions import Regions
-from bngrad_wire.leases import IS_IN_USE, NOT_IN_USE
+from bngrad_wire.lease_protocol import IS_IN_USE, NOT_IN_USE
 
 NBYTES = 4096
 

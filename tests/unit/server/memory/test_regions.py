@@ -14,7 +14,7 @@ from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.errors import RegionsFullError
 from bngrad_server.memory.layout import Place
 from bngrad_server.memory.regions import Region, Regions
-from bngrad_wire.leases import ALIGNMENT
+from bngrad_wire.lease_protocol import ALIGNMENT
 
 NBYTES = 4096
 

@@ -14,7 +14,7 @@ from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.errors import UnauthenticatedError
 from bngrad_server.security.auth import Authenticator
 from bngrad_server.security.tokens import Tokens
-from bngrad_wire.tokens import new_token
+from bngrad_wire.token_format import new_token
 
 TOKEN, LINE = new_token("alice")
 KNOWN = (("authorization", f"Bearer {TOKEN}"),)

@@ -8,7 +8,7 @@ import pytest
 from tests.servers import wait_until
 
 from bngrad_server.security.tokens import Tokens
-from bngrad_wire.tokens import new_token
+from bngrad_wire.token_format import new_token
 
 
 def replace(path: Path, text: str) -> None:

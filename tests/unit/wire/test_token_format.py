@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bngrad_wire.tokens import hash_token, new_token, parse_line
+from bngrad_wire.token_format import hash_token, new_token, parse_line
 
 
 def test_a_line_has_the_hash_of_its_token() -> None:

@@ -18,7 +18,7 @@ from bngrad_kernels.spec import FLOAT32, Spec
 from bngrad_server.errors import WorkerDiedError
 from bngrad_server.memory.regions import Region
 from bngrad_server.workers.ipc import MAX_FDS, MAX_PACKET_NBYTES, OK, Message, split_batch, unpickled
-from bngrad_server.workers.slot import BusyTime, WorkerSlot
+from bngrad_server.workers.worker_slot import BusyTime, WorkerSlot
 from bngrad_wire.http2 import set_timeout
 
 REGION_FD = os.memfd_create("region")
@@ -135,7 +135,7 @@ def test_a_worker_is_told_of_every_region_before_its_next_batch(slot: WorkerSlot
 def test_a_number_means_one_spec_in_a_batch_even_when_numbers_are_reused(
     slot: WorkerSlot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bngrad_server.workers.slot._MAX_SPECS", 4)
+    monkeypatch.setattr("bngrad_server.workers.worker_slot._MAX_SPECS", 4)
     specs = [Spec(FLOAT32, (2, channels), channel_axis=1) for channels in range(1, 7)]
     known: dict[int, Spec] = {}
     for batch in (specs[:4], [specs[0], specs[4], specs[5]], [specs[1]], specs):
