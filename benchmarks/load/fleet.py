@@ -102,9 +102,9 @@ class Fleet:
 
 @contextlib.contextmanager
 def running(processes: int, setup: Setup, on_wait: Callable[[], None], *, seed: int = 0) -> Iterator[Fleet]:
-    """Starts so many processes, each with its client, its inputs and the answers to expect.
+    """Starts processes, each with its client, its inputs and the answers to expect.
 
-    Calls ``on_wait`` now and then while they work. Raises `FleetError` if the server did not answer them rightly.
+    Calls ``on_wait`` repeatedly while they work. Raises `FleetError` if the server answered wrongly or not at all.
     """
     context = multiprocessing.get_context("spawn")
     pipes = []

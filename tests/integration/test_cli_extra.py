@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 import pytest
+from tests.servers import wait_until
 from tests.unit.cli.extras import SERVER_EXTRA, run_without
 
 from bngrad_cli.embedded import EmbeddedServer
@@ -30,9 +31,9 @@ def server() -> Iterator[EmbeddedServer]:
     ],
 )
 def test_a_command_runs_without_the_servers_packages(server: EmbeddedServer, command: str) -> None:
-    http = re.search(r"HTTP: (\S+)", server.stderr())
-    assert http is not None
-    arguments = command.replace("TARGET", server.target).replace("HTTP", http[1]).split()
+    wait_until(lambda: re.search(r"HTTP: \S+:\d+", server.stderr()))  # logged after the server is ready
+    (http,) = re.findall(r"HTTP: (\S+:\d+)", server.stderr())
+    arguments = command.replace("TARGET", server.target).replace("HTTP", http).split()
     ended = run_without(*SERVER_EXTRA, "bngrad_server", arguments=tuple(arguments))
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout.endswith("\n\n")  # no module of the server was imported
