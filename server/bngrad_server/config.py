@@ -103,7 +103,7 @@ class ServerConfig(BaseSettings):
     shared_group: Annotated[str | None, Metavar("GROUP"), Computed("none")] = None
     """Group of users that may share memory, besides the server's own user."""
     stream_port: Annotated[Port, Computed("0, a free one")] = 0
-    """TCP port of the server's own port for large tensors, on the host of the first TCP address."""
+    """TCP port that takes large tensors, on the host of the first TCP address."""
     max_message_bytes: Annotated[
         Bytes,
         at_least(4 * _MIB, "4MiB", "clients send chunks and small requests in messages of up to that size"),
