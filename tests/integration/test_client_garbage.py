@@ -23,7 +23,7 @@ STOPPED_S = 0.05
 """The timeout of calls while the worker is stopped."""
 OURS = {"bngrad", "bngrad_protos", "bngrad_wire", "mmap", "numpy"}
 """Modules whose objects must not be in cycles; asyncio's own event loops are."""
-Servicer: TypeAlias = Callable[[str, Transport, tuple[int, ...], Callable[[bool], None]], None]
+Calls: TypeAlias = Callable[[str, Transport, tuple[int, ...], Callable[[bool], None]], None]
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def aio_calls(target: str, transport: Transport, shape: tuple[int, ...], stop: C
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("calls", [sync_calls, aio_calls])
 def test_calls_leave_no_garbage_however_they_end(
-    server: EmbeddedServer, calls: Servicer, transport: Transport, shape: tuple[int, ...]
+    server: EmbeddedServer, calls: Calls, transport: Transport, shape: tuple[int, ...]
 ) -> None:
     worker = worker_pid(server)
 
