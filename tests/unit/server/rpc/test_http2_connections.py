@@ -310,7 +310,8 @@ def test_refusals_take_no_threads(service: Service) -> None:
 def test_the_connection_that_was_idle_longest_makes_room(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http2_connections, "_MAX_CONNECTIONS", 3)
     first, second, third = (service.connect() for _ in range(3))
-    check_answered(*map(ask, (second, third, first)))
+    for connection in (second, third, first):
+        check_answered(ask(connection))
     check_works(service)
     assert [connection.usable for connection in (first, second, third)] == [True, False, True]
     assert service.engine.observer.metrics.status()["refused_connections"]["full"] == 1
@@ -319,7 +320,8 @@ def test_the_connection_that_was_idle_longest_makes_room(service: Service, monke
 def test_draining_answers_running_calls_and_leaves_no_thread(service: Service) -> None:
     before = set(threading.enumerate())
     idle, *others = (service.connect() for _ in range(4))
-    check_answered(*map(ask, (idle, *others)))
+    for connection in (idle, *others):
+        check_answered(ask(connection))
     service.worker.may_run.clear()
     calls = [ask(connection) for connection in others]
     wait_until(lambda: service.engine.admission.requests == 3)
