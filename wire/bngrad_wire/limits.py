@@ -4,6 +4,8 @@ from __future__ import annotations
 
 MAX_PROTOBUF_NBYTES = 2**31 - 1
 """The largest message that protobuf can encode, in bytes."""
+MAX_RANK = 32
+"""More dimensions than any tensor has. To multiply out a shape of thousands of dimensions would take seconds."""
 MAX_PRIORITY = 8
 """Priorities are from -MAX_PRIORITY to MAX_PRIORITY."""
 REGION_NBYTES = 64 * 2**20

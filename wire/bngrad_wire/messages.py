@@ -7,38 +7,48 @@ wire are exactly protobuf's: https://protobuf.dev/programming-guides/encoding/.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import Generic, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from google.protobuf.message import DecodeError, Message
 
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
-from bngrad_wire.limits import MAX_PROTOBUF_NBYTES
+from bngrad_wire.fields import (
+    LEN,
+    MAX_CHUNK_FIELDS,
+    MAX_LENGTH_NBYTES,
+    MAX_NBYTES,
+    MAX_TAG_NBYTES,
+    FieldReader,
+    read_varint,
+)
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 AnyMessage = TypeVar("AnyMessage", bound=Message)
+Meaning = TypeVar("Meaning")
 
-_VARINT, _FIXED64, _LEN, _START_GROUP, _END_GROUP, _FIXED32 = range(6)
+_Skeleton: TypeAlias = tuple[tuple[int, int, bytes], ...]
+"""The pieces between the elements of a message: start, end and bytes of each."""
+
 _DATA_FIELD = pb.Tensor.DESCRIPTOR.fields_by_name["data"].number
+PARTS = {field.number: field.name for field in pb.ExchangeRequest.DESCRIPTOR.oneofs_by_name["part"].fields}
+"""The fields of an exchange's messages, of which each has one; the same for requests and responses."""
 
 PREFIX_NBYTES = 6
 """How much of a message `only_field` needs, in bytes."""
-
-_MAX_DEPTH = 100
-"""Protobuf's limit for nested groups."""
-_MAX_FIELD_NUMBER = 2**29 - 1
-_MAX_VARINT = 2**64 - 1
-"""Higher bits of a tenth byte are ignored, as by protobuf."""
+_HEAD_NBYTES = MAX_NBYTES + MAX_TAG_NBYTES + MAX_LENGTH_NBYTES
+"""How much of a message must be seen to find its chunk, if it has other fields too."""
 
 _COPIED_WITH_LOCK_NBYTES = 32 * 1024
 """Larger copies release the interpreter's lock, which has a cost of its own."""
 
 _LAYOUTS_PER_LENGTH = 4
-_MAX_LENGTHS = 256
-_MAX_CACHED_NBYTES = 16 * 1024
+_MAX_LENGTHS = 128
+_MAX_CACHED_NBYTES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,84 +66,95 @@ class TensorSpan:
     nbytes: int
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, slots=True)
 class Layout(Generic[AnyMessage]):
     """A message without the elements of its tensors.
-
-    Messages that differ in their elements alone share a layout, so it may be the key of a cache.
 
     Attributes:
         message: The message, its tensors without elements.
         tensors: The tensors that are present, by field name.
-        skeleton: The pieces between the elements: start, end and bytes of each.
     """
 
     message: AnyMessage
     tensors: Mapping[str, TensorSpan]
-    skeleton: tuple[tuple[int, int, bytes], ...]
-
-    @property
-    def is_small(self) -> bool:
-        """Whether it is small enough to be cached: large ones could exhaust the memory."""
-        return sum(len(piece) for _, _, piece in self.skeleton) <= _MAX_CACHED_NBYTES
-
-    def matches(self, data: bytes) -> bool:
-        """Whether a message of the same length has this layout."""
-        return all(data[start:end] == piece for start, end, piece in self.skeleton)
 
 
-class Decoder(Generic[AnyMessage]):
-    """Parses messages of one type into layouts, with a cache of the last layouts."""
+class Decoder(Generic[AnyMessage, Meaning]):
+    """Reads messages of one type.
 
-    def __init__(self, message_type: type[AnyMessage]) -> None:
+    Messages that differ in their elements alone have the same meaning, so the last meanings are cached. The bounds of
+    `bngrad_wire.fields` hold, for the cache too: no sequence of messages fills it with more than a few megabytes.
+    """
+
+    def __init__(self, message_type: type[AnyMessage], interpret: Callable[[Layout[AnyMessage]], Meaning]) -> None:
+        """Reads none yet; ``interpret`` returns what the messages of a layout mean, or raises an error of its own."""
         self._type = message_type
+        self._interpret = interpret
         self._tensor_fields = {
             field.number: field.name
             for field in message_type.DESCRIPTOR.fields
             if field.message_type is pb.Tensor.DESCRIPTOR
         }
-        self._cache: dict[int, list[Layout[AnyMessage]]] = {}
+        self._cache: dict[int, tuple[tuple[_Skeleton, Meaning], ...]] = {}
+        self._mutex = threading.Lock()
 
-    def decode(self, data: bytes) -> Layout[AnyMessage]:
-        """Returns the layout of a message.
+    def decode(self, data: bytes) -> Meaning:
+        """Returns what a message means.
 
         Raises:
-            DecodeError: Protobuf would reject the message as malformed.
+            DecodeError: Protobuf would reject the message as malformed, or it exceeds the bounds.
         """
-        known = self._cache.get(len(data), ())
-        for layout in known:
-            if layout.matches(data):
-                return layout
-        layout = self._parse(data)
-        if not layout.is_small:
-            return layout
-        if len(self._cache) >= _MAX_LENGTHS:
-            self._cache.clear()
-        self._cache[len(data)] = [layout, *known][:_LAYOUTS_PER_LENGTH]
-        return layout
+        meaning = self.known(data)
+        return self._read(data) if meaning is None else meaning
 
-    def _parse(self, data: bytes) -> Layout[AnyMessage]:
+    def known(self, data: bytes) -> Meaning | None:
+        """Returns what a message means if that is cached, at next to no cost."""
+        for skeleton, meaning in self._cache.get(len(data), ()):
+            for start, end, piece in skeleton:
+                if data[start:end] != piece:
+                    break
+            else:
+                return meaning
+        return None
+
+    def _read(self, data: bytes) -> Meaning:
+        layout, skeleton = self._parse(data)
+        meaning = self._interpret(layout)
+        if sum(len(piece) for _, _, piece in skeleton) <= _MAX_CACHED_NBYTES:
+            with self._mutex:
+                if len(data) not in self._cache and len(self._cache) >= _MAX_LENGTHS:
+                    del self._cache[next(iter(self._cache))]
+                known = self._cache.get(len(data), ())
+                self._cache[len(data)] = ((skeleton, meaning), *known[: _LAYOUTS_PER_LENGTH - 1])
+        return meaning
+
+    def _parse(self, data: bytes) -> tuple[Layout[AnyMessage], _Skeleton]:
         """Splits off the elements, and parses the rest with protobuf, which merges fields that come twice."""
+        reader = FieldReader(data)
         pieces: list[bytes] = []
         elements: dict[str, tuple[int, int]] = {}
-        for number, wire_type, begin, start, end in _fields(data, 0, len(data)):
-            name = self._tensor_fields.get(number) if wire_type == _LEN else None
+        skeleton, seen = [], 0
+        for number, wire_type, begin, start, end in reader.fields(0, len(data)):
+            name = self._tensor_fields.get(number) if wire_type == LEN else None
             if name is None:
-                pieces.append(data[begin:end])
+                pieces.append(reader.take(begin, end))
                 continue
             elements.setdefault(name, (0, 0))
             header = []
-            for inner, inner_type, inner_begin, inner_start, inner_end in _fields(data, start, end):
-                if inner == _DATA_FIELD and inner_type == _LEN:
+            for inner, inner_type, inner_begin, inner_start, inner_end in reader.fields(start, end):
+                if inner == _DATA_FIELD and inner_type == LEN:
                     elements[name] = (inner_start, inner_end)
+                    skeleton.append((seen, inner_start, data[seen:inner_start]))
+                    seen = inner_end
                 else:
-                    header.append(data[inner_begin:inner_end])
+                    header.append(reader.take(inner_begin, inner_end))
             pieces += (field_prefix(number, sum(map(len, header))), *header)
+        skeleton.append((seen, len(data), data[seen:]))
         message = self._type.FromString(b"".join(pieces))
         tensors = {
             name: TensorSpan(getattr(message, name), start, end - start) for name, (start, end) in elements.items()
         }
-        return Layout(message, tensors, _skeleton(data, elements.values()))
+        return Layout(message, tensors), tuple(skeleton)
 
 
 def tensor_prefix(number: int, header: pb.Tensor, nbytes: int) -> bytes:
@@ -146,7 +167,7 @@ def tensor_prefix(number: int, header: pb.Tensor, nbytes: int) -> bytes:
 
 def field_prefix(number: int, nbytes: int) -> bytes:
     """Returns what precedes the content of a length-delimited field: its tag and length."""
-    return _tag(number, _LEN) + _varint(nbytes)
+    return _tag(number, LEN) + _varint(nbytes)
 
 
 def chunks(number: int, data: memoryview, chunk_nbytes: int) -> Iterator[list[Buffer]]:
@@ -166,10 +187,10 @@ def only_field(data: bytes, nbytes: int) -> tuple[int, int] | None:
     Returns:
         None if the message is anything else.
     """
-    if len(data) < 2 or data[0] & 7 != _LEN or not 0x07 < data[0] < 0x80:
+    if len(data) < 2 or data[0] & 7 != LEN or not 0x07 < data[0] < 0x80:
         return None
     try:
-        length, start = _read_varint(data, 1, len(data), 5)
+        length, start = read_varint(data, 1, len(data), 5)
     except DecodeError:
         return None
     return (data[0] >> 3, start) if start + length == nbytes else None
@@ -220,28 +241,17 @@ class WholeMessages:
         copy(buffer, data)
 
 
-def receive_chunks(
-    source: MessageSource,
-    number: int,
-    target: memoryview,
-    *,
-    parse: Callable[[bytes], Buffer] | None = None,
-    max_parsed_nbytes: int = MAX_PROTOBUF_NBYTES,
-) -> None:
+def receive_chunks(source: MessageSource, number: int, target: memoryview) -> None:
     """Fills a buffer with the chunks of the next messages; their bytes are read straight into it.
 
     Args:
         source: The messages.
         number: The number of the field that holds a chunk.
         target: What to fill; of format "B".
-        parse: Returns the chunk of a message that has other fields too, or raises an error of its own; None if such
-            messages are errors.
-        max_parsed_nbytes: The largest message that is read whole, to be parsed.
 
     Raises:
         ChunkError: A chunk is missing or too long, or a message is no chunk.
     """
-    first: Buffer
     start = 0
     while start < len(target):
         nbytes = source.receive_message()
@@ -250,19 +260,48 @@ def receive_chunks(
         head = source.read(min(nbytes, PREFIX_NBYTES))
         field = only_field(head, nbytes)
         if field is not None and field[0] == number:
-            first, chunk_nbytes = head[field[1] :], nbytes - field[1]
-        elif parse is not None and nbytes <= max_parsed_nbytes:
-            first = parse(head + source.read(nbytes - len(head)))
-            chunk_nbytes = len(first)
+            first, chunk_nbytes, rest_nbytes = head[field[1] :], nbytes - field[1], 0
         else:
-            raise ChunkError("a chunk must be the only field of its message")
+            head += source.read(min(nbytes, _HEAD_NBYTES) - len(head))
+            chunk_start, chunk_end = _chunk_in(head, number, nbytes)
+            first, chunk_nbytes, rest_nbytes = head[chunk_start:], chunk_end - chunk_start, nbytes - chunk_end
         end = start + chunk_nbytes
         if end > len(target):
             raise ChunkError(f"a chunk has {end - len(target)} bytes more than its tensor")
+        first, rest = first[:chunk_nbytes], first[chunk_nbytes:]
         copy(target[start : start + len(first)], first)
         if len(first) < chunk_nbytes:
             source.read_into(target[start + len(first) : end])
+        if rest_nbytes:
+            _check_no_part(rest + source.read(rest_nbytes - len(rest)))
         start = end
+
+
+def _chunk_in(head: bytes, number: int, nbytes: int) -> tuple[int, int]:
+    """Returns where the chunk lies in a message with other fields, which begins with ``head``."""
+    reader = FieldReader(head, MAX_CHUNK_FIELDS)
+    try:
+        for field, wire_type, begin, start, end in reader.fields(0, nbytes):
+            if field == number and wire_type == LEN:
+                reader.skip(begin, start)
+                reader.skip(end, nbytes)
+                return start, end
+            if field in PARTS and wire_type == LEN:
+                raise ChunkError(f"a chunk must follow, not {PARTS[field]}")
+            reader.skip(begin, end)
+    except DecodeError as error:
+        raise ChunkError(str(error)) from error
+    raise ChunkError("a chunk must follow, not nothing")
+
+
+def _check_no_part(rest: bytes) -> None:
+    """Checks what follows a chunk in its message."""
+    try:
+        for field, wire_type, *_ in FieldReader(rest, MAX_CHUNK_FIELDS).fields(0, len(rest)):
+            if field in PARTS and wire_type == LEN:
+                raise ChunkError(f"a chunk must be the only part of its message, not beside {PARTS[field]}")
+    except DecodeError as error:
+        raise ChunkError(str(error)) from error
 
 
 def copy(target: memoryview, source: Buffer) -> None:
@@ -271,80 +310,6 @@ def copy(target: memoryview, source: Buffer) -> None:
         target[:] = source
     else:
         np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
-
-
-def _skeleton(data: bytes, elements: Any) -> tuple[tuple[int, int, bytes], ...]:
-    pieces, begin = [], 0
-    for start, end in sorted(elements):
-        pieces.append((begin, start, data[begin:start]))
-        begin = end
-    pieces.append((begin, len(data), data[begin:]))
-    return tuple(pieces)
-
-
-def _fields(data: bytes, position: int, end: int) -> list[tuple[int, int, int, int, int]]:
-    """Returns the fields of a message: number, wire type, start, start of the content, end."""
-    fields = []
-    while position < end:
-        begin = position
-        number, wire_type, position = _read_tag(data, position, end)
-        start, position = _content(data, number, wire_type, position, end)
-        fields.append((number, wire_type, begin, start, position))
-    return fields
-
-
-def _content(data: bytes, number: int, wire_type: int, position: int, end: int, depth: int = 0) -> tuple[int, int]:
-    """Returns start and end of the content of a field whose tag ends at ``position``."""
-    start = position
-    if wire_type == _VARINT:
-        _, position = _read_varint(data, position, end, 10)
-    elif wire_type == _LEN:
-        nbytes, start = _read_varint(data, position, end, 10)
-        position = start + nbytes
-    elif wire_type == _FIXED64:
-        position += 8
-    elif wire_type == _FIXED32:
-        position += 4
-    elif wire_type == _START_GROUP:
-        position = _group_end(data, number, position, end, depth + 1)
-    else:
-        raise DecodeError(f"field {number} has wire type {wire_type} at byte {start}")
-    if position > end:
-        raise DecodeError(
-            f"field {number} ends at byte {position}, after the message that holds it, which ends at {end}"
-        )
-    return start, position
-
-
-def _group_end(data: bytes, group: int, position: int, end: int, depth: int) -> int:
-    if depth > _MAX_DEPTH:
-        raise DecodeError(f"groups are nested more than {_MAX_DEPTH} deep")
-    while True:
-        number, wire_type, position = _read_tag(data, position, end)
-        if wire_type == _END_GROUP:
-            if number != group:
-                raise DecodeError(f"group {group} is ended as group {number}")
-            return position
-        _, position = _content(data, number, wire_type, position, end, depth)
-
-
-def _read_tag(data: bytes, position: int, end: int) -> tuple[int, int, int]:
-    tag, position = _read_varint(data, position, end, 5)
-    number = tag >> 3
-    if not 0 < number <= _MAX_FIELD_NUMBER:
-        raise DecodeError(f"there is no field number {number}")
-    return number, tag & 7, position
-
-
-def _read_varint(data: bytes, position: int, end: int, max_bytes: int) -> tuple[int, int]:
-    value = shift = 0
-    for at in range(position, min(end, position + max_bytes)):
-        byte = data[at]
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value & _MAX_VARINT, at + 1
-        shift += 7
-    raise DecodeError(f"the varint at byte {position} has no end")
 
 
 @functools.lru_cache(maxsize=256)

@@ -30,6 +30,9 @@ class BatchNormGradServiceStub(object):
 
     Bad input ends a call with INVALID_ARGUMENT and a google.rpc.BadRequest in the status details, whose field
     violations name the fields of the request. All calls are pure functions of their request, so retrying is safe.
+
+    A request must have at most 256 fields, with those of its tensors, and at most 64 KiB beside the elements of its
+    tensors. The same holds for each message of Exchange, beside its part.
     """
 
     def __init__(self, channel):
@@ -75,6 +78,9 @@ class BatchNormGradServiceServicer(object):
 
     Bad input ends a call with INVALID_ARGUMENT and a google.rpc.BadRequest in the status details, whose field
     violations name the fields of the request. All calls are pure functions of their request, so retrying is safe.
+
+    A request must have at most 256 fields, with those of its tensors, and at most 64 KiB beside the elements of its
+    tensors. The same holds for each message of Exchange, beside its part.
     """
 
     def FusedBatchNormGradV3(self, request, context):
@@ -167,6 +173,9 @@ class BatchNormGradService(object):
 
     Bad input ends a call with INVALID_ARGUMENT and a google.rpc.BadRequest in the status details, whose field
     violations name the fields of the request. All calls are pure functions of their request, so retrying is safe.
+
+    A request must have at most 256 fields, with those of its tensors, and at most 64 KiB beside the elements of its
+    tensors. The same holds for each message of Exchange, beside its part.
     """
 
     @staticmethod

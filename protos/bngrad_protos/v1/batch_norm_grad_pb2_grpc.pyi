@@ -35,6 +35,9 @@ class BatchNormGradServiceStub:
 
     Bad input ends a call with INVALID_ARGUMENT and a google.rpc.BadRequest in the status details, whose field
     violations name the fields of the request. All calls are pure functions of their request, so retrying is safe.
+
+    A request must have at most 256 fields, with those of its tensors, and at most 64 KiB beside the elements of its
+    tensors. The same holds for each message of Exchange, beside its part.
     """
 
     @_typing.overload
@@ -63,6 +66,9 @@ class BatchNormGradServiceAsyncStub(BatchNormGradServiceStub):
 
     Bad input ends a call with INVALID_ARGUMENT and a google.rpc.BadRequest in the status details, whose field
     violations name the fields of the request. All calls are pure functions of their request, so retrying is safe.
+
+    A request must have at most 256 fields, with those of its tensors, and at most 64 KiB beside the elements of its
+    tensors. The same holds for each message of Exchange, beside its part.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -87,6 +93,9 @@ class BatchNormGradServiceServicer(metaclass=_abc_1.ABCMeta):
 
     Bad input ends a call with INVALID_ARGUMENT and a google.rpc.BadRequest in the status details, whose field
     violations name the fields of the request. All calls are pure functions of their request, so retrying is safe.
+
+    A request must have at most 256 fields, with those of its tensors, and at most 64 KiB beside the elements of its
+    tensors. The same holds for each message of Exchange, beside its part.
     """
 
     @_abc_1.abstractmethod

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import pytest
-from google.protobuf.message import DecodeError
+from tests.hostile_messages import HOSTILE, SIZES, at_little_cost, sized
 from tests.unit.wire.http2.peers import client
 
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_wire.http2 import ServerCall
-from bngrad_wire.messages import Buffer, ChunkError, MessageSource, WholeMessages, chunks, copy, receive_chunks
+from bngrad_wire.messages import ChunkError, MessageSource, WholeMessages, chunks, copy, receive_chunks
 
 NUMBER = pb.ExchangeRequest.CHUNK_FIELD_NUMBER
 DATA = bytes(range(256)) * 1024
 UNKNOWN_FIELD = b"\xf8\x07\x01"
+LONG_FIELD = sized(100, bytes(60_000))
+REQUEST = pb.ExchangeRequest(fused_batch_norm_grad_v3={}).SerializeToString()
 
 Send = Callable[[list[bytes]], MessageSource]
 
@@ -50,13 +53,6 @@ def chunk(data: bytes) -> bytes:
     return pb.ExchangeRequest(chunk=data).SerializeToString()
 
 
-def parse(message: bytes) -> Buffer:
-    parsed = pb.ExchangeRequest.FromString(message)
-    if parsed.WhichOneof("part") != "chunk":
-        raise LookupError("no chunk")
-    return parsed.chunk
-
-
 @pytest.mark.parametrize("chunk_nbytes", [1000, 64 * 1024, 100_000, len(DATA), 2 * len(DATA)])
 def test_chunks_fill_the_target_whatever_their_size(send: Send, chunk_nbytes: int) -> None:
     source = send([b"".join(pieces) for pieces in chunks(NUMBER, memoryview(DATA), chunk_nbytes)])
@@ -82,9 +78,20 @@ def test_each_target_has_chunks_of_its_own(send: Send) -> None:
         ([chunk(b"1234")], "1 bytes of chunks are missing"),
         ([chunk(b"123456")], "a chunk has 1 bytes more than its tensor"),
         ([chunk(b"123"), chunk(bytes(100_000))], "a chunk has 99998 bytes more than its tensor"),
-        ([b""], "a chunk must be the only field of its message"),
-        ([chunk(b"12345") + UNKNOWN_FIELD], "a chunk must be the only field of its message"),
-        ([pb.ExchangeRequest(fused_batch_norm_grad_v3={}).SerializeToString()], "a chunk must be the only field"),
+        ([b""], "a chunk must follow, not nothing"),
+        ([UNKNOWN_FIELD * 10], "a chunk must follow, not nothing"),
+        ([REQUEST], "a chunk must follow, not fused_batch_norm_grad_v3"),
+        ([REQUEST + chunk(b"12345")], "a chunk must follow, not fused_batch_norm_grad_v3"),
+        ([chunk(b"12345") + REQUEST], "the only part of its message, not beside fused_batch_norm_grad_v3"),
+        ([UNKNOWN_FIELD + chunk(b"1") + chunk(b"2345")], "a chunk must be the only part of its message"),
+        ([chunk(b"123456") + UNKNOWN_FIELD], "a chunk has 1 bytes more than its tensor"),
+        ([chunk(b"123") + UNKNOWN_FIELD, chunk(DATA) + UNKNOWN_FIELD], f"a chunk has {len(DATA) - 2} bytes more"),
+        ([UNKNOWN_FIELD * 17 + chunk(b"12345")], "a message must have at most 16 fields"),
+        ([chunk(b"12345") + UNKNOWN_FIELD * 17], "a message must have at most 16 fields"),
+        ([b"\xff"], "the varint at byte 0 has no end"),
+        ([chunk(b"12345") + b"\xff"], "the varint at byte 0 has no end"),
+        ([b"\x22\xff"], "the varint at byte 1 has no end"),
+        ([UNKNOWN_FIELD + b"\x22\x05abcd"], "field 4 ends at byte 10, after the message"),
     ],
 )
 def test_other_messages_are_errors(send: Send, messages: list[bytes], problem: str) -> None:
@@ -93,27 +100,27 @@ def test_other_messages_are_errors(send: Send, messages: list[bytes], problem: s
         receive_chunks(source, NUMBER, memoryview(bytearray(5)))
 
 
-def test_a_message_with_other_fields_is_parsed(send: Send) -> None:
-    large = DATA[3:]
-    source = send([chunk(b"123") + UNKNOWN_FIELD, UNKNOWN_FIELD + chunk(large)])
+@pytest.mark.parametrize("beside", [UNKNOWN_FIELD, UNKNOWN_FIELD * 10, LONG_FIELD], ids=["one", "many", "long"])
+@pytest.mark.parametrize("small", [b"", DATA[:3], DATA[:1000]], ids=len)
+def test_chunks_may_come_beside_other_fields(send: Send, beside: bytes, small: bytes) -> None:
+    large = DATA[len(small) :]
+    source = send([chunk(small) + beside, beside + chunk(large[:-1]) + UNKNOWN_FIELD, chunk(large[-1:]), b"rest"])
     target = bytearray(len(DATA))
-    receive_chunks(source, NUMBER, memoryview(target), parse=parse)
-    assert target == b"123" + large
+    receive_chunks(source, NUMBER, memoryview(target))
+    assert target == DATA
+    assert source.receive_message() == 4
 
 
-@pytest.mark.parametrize(
-    ("message", "error"),
-    [
-        (b"", LookupError),
-        (b"\xff", DecodeError),
-        (chunk(b"123456") + UNKNOWN_FIELD, ChunkError),
-        (chunk(bytes(100)) + UNKNOWN_FIELD, ChunkError),
-    ],
-)
-def test_a_message_that_has_no_fitting_chunk_is_an_error(send: Send, message: bytes, error: type[Exception]) -> None:
-    source = send([message])
-    with pytest.raises(error):
-        receive_chunks(source, NUMBER, memoryview(bytearray(5)), parse=parse, max_parsed_nbytes=100)
+@pytest.mark.parametrize("chunk_first", [True, False])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("content", HOSTILE)
+def test_what_comes_beside_a_chunk_is_bounded(content: str, size: int, chunk_first: bool) -> None:
+    beside = HOSTILE[content](size)
+    message = chunk(b"12345") + beside if chunk_first else beside + chunk(b"12345")
+    source = WholeMessages(iter([message, None]).__next__)
+    with at_little_cost(), suppress(ChunkError):
+        receive_chunks(source, NUMBER, memoryview(bytearray(5)))
+        assert size < SIZES[-1]
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 32 * 1024, 32 * 1024 + 1, 10**6])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, pairwise
+from typing import TypeAlias
 
 import pytest
 from google.protobuf.message import DecodeError
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
-from bngrad_wire import messages
+from bngrad_wire import fields, messages
 
 Request = pb.FusedBatchNormGradV3Request
 TENSOR_FIELDS = [field for field in Request.DESCRIPTOR.fields if field.message_type is pb.Tensor.DESCRIPTOR]
@@ -111,7 +112,11 @@ def parsed(data: bytes) -> Request | None:
         return None
 
 
-def whole(layout: messages.Layout[Request], data: bytes) -> Request:
+Layout: TypeAlias = messages.Layout[Request]
+Decoder: TypeAlias = messages.Decoder[Request, Layout]
+
+
+def whole(layout: Layout, data: bytes) -> Request:
     """Returns the message with its elements."""
     request = Request()
     request.CopyFrom(layout.message)
@@ -124,9 +129,13 @@ def whole(layout: messages.Layout[Request], data: bytes) -> Request:
     return request
 
 
-def decoded(data: bytes, decoder: messages.Decoder[Request] | None = None) -> Request | None:
+def new_decoder(interpret: Callable[[Layout], Layout] = lambda layout: layout) -> Decoder:
+    return messages.Decoder(Request, interpret)
+
+
+def decoded(data: bytes, decoder: Decoder | None = None) -> Request | None:
     try:
-        layout = (decoder or messages.Decoder(Request)).decode(data)
+        layout = (decoder or new_decoder()).decode(data)
     except DecodeError:
         return None
     return whole(layout, data)
@@ -212,7 +221,7 @@ def test_groups_may_be_nested_as_deep_as_in_protobuf(fields: tuple[int, ...], de
 def test_malformed_messages_are_rejected(data: bytes) -> None:
     assert parsed(data) is None
     with pytest.raises(DecodeError):
-        messages.Decoder(Request).decode(data)
+        new_decoder().decode(data)
 
 
 @given(requests, st.integers(0, 10**6))
@@ -225,7 +234,7 @@ def test_a_message_cut_off_is_read_as_protobuf_reads_it(request: Request, end: i
 @settings(max_examples=30)
 @given(st.lists(wire_messages | mutated() | requests.map(lambda request: request.SerializeToString()), max_size=6))
 def test_a_decoder_with_cached_layouts_reads_other_messages_correctly(sequence: list[bytes]) -> None:
-    decoder = messages.Decoder(Request)
+    decoder = new_decoder()
     for data in chain(sequence, sequence):
         assert decoded(data, decoder) == parsed(data)
 
@@ -235,7 +244,7 @@ def tensor_message(shape: list[int], data: bytes, epsilon: float = 1e-3) -> byte
 
 
 def test_messages_that_differ_in_their_elements_alone_share_a_layout() -> None:
-    decoder = messages.Decoder(Request)
+    decoder = new_decoder()
     first, second = (decoder.decode(tensor_message([2, 3], bytes([i]) * 24)) for i in range(2))
     assert first is second
 
@@ -254,30 +263,67 @@ def test_messages_that_differ_in_their_elements_alone_share_a_layout() -> None:
 )
 def test_messages_of_one_length_that_differ_otherwise_are_not_mixed_up(one: bytes, other: bytes) -> None:
     assert len(one) == len(other)
-    decoder = messages.Decoder(Request)
+    decoder = new_decoder()
     for data in (one, other, one, other):
         assert decoded(data, decoder) == parsed(data)
     assert decoder.decode(one) is not decoder.decode(other)
 
 
-def test_the_cache_of_a_decoder_is_bounded() -> None:
-    decoder = messages.Decoder(Request)
-    for n in range(3000):
-        shape, data = [n % 100, 1], bytes(n // 4)
-        layout = decoder.decode(tensor_message(shape, data))
-        assert list(layout.tensors["x"].header.shape) == shape
-        assert layout.tensors["x"].nbytes == len(data)
-    assert sum(map(len, decoder._cache.values())) <= 1024
+def test_a_message_that_means_nothing_is_not_cached() -> None:
+    def refuse(layout: Layout) -> Layout:
+        raise LookupError
+
+    decoder = new_decoder(refuse)
+    for _ in range(2):
+        with pytest.raises(LookupError):
+            decoder.decode(b"")
+    assert decoder.known(b"") is None
+
+
+def test_the_cache_of_a_decoder_is_bounded_and_drops_its_oldest_messages() -> None:
+    decoder = new_decoder()
+    sent = [tensor_message([n % 100, 1], bytes(n // 4)) for n in range(3000)]
+    for data in sent:
+        layout = decoder.decode(data)
+        assert layout.tensors["x"].nbytes == len(Request.FromString(data).x.data)
+        assert decoder.known(data) is layout
+    cached = [decoder.known(data) is not None for data in sent]
+    assert sum(cached) <= 512
+    assert all(cached[-256:])
 
 
 @pytest.mark.parametrize(
-    "data", [sized(100, bytes(2**20)), sized(1, sized(3, bytes(2**20)) * 2)], ids=["unknown field", "elements twice"]
+    ("data", "is_cached"),
+    [(sized(100, bytes(2000)), False), (sized(1, sized(3, bytes(2**20)) * 2), True), (sized(100, bytes(1000)), True)],
+    ids=["a long unknown field", "elements twice", "a short unknown field"],
 )
-def test_a_large_layout_is_not_cached(data: bytes) -> None:
-    decoder = messages.Decoder(Request)
-    assert decoder.decode(data) is not decoder.decode(data)
-    assert not decoder.decode(data).is_small
+def test_only_a_message_with_little_beside_its_elements_is_cached(data: bytes, is_cached: bool) -> None:
+    decoder = new_decoder()
     assert decoded(data, decoder) == parsed(data)
+    assert (decoder.known(data) is not None) == is_cached
+
+
+@pytest.mark.parametrize("unknown", [field(15, VARINT, b"\x01"), sized(15, b""), field(15, FIXED32, bytes(4))])
+@pytest.mark.parametrize("where", [lambda content: content, lambda content: sized(1, content)], ids=["top", "tensor"])
+def test_a_message_has_a_limited_number_of_fields(where: Callable[[bytes], bytes], unknown: bytes) -> None:
+    most = fields.MAX_FIELDS - len(where(b"")) // 2
+    assert decoded(where(unknown * most)) == parsed(where(unknown * most))
+    with pytest.raises(DecodeError, match="a message must have at most 256 fields, with those of its tensors"):
+        new_decoder().decode(where(unknown * (most + 1)))
+
+
+@pytest.mark.parametrize("too_many", [0, 1])
+@pytest.mark.parametrize("others", [[], [sized(15, bytes(500))] * 3], ids=["one field", "several"])
+def test_a_message_has_a_limited_size_beside_its_elements(others: list[bytes], too_many: int) -> None:
+    rest = fields.MAX_NBYTES - sum(map(len, others)) + too_many
+    last = sized(15, bytes(rest - 4))
+    assert len(last) == rest
+    data = sized(1, sized(3, bytes(2**20)) * 3).join([b"", *others, last, b""])
+    if too_many:
+        with pytest.raises(DecodeError, match="a message must have at most 65536 bytes beside the elements of its"):
+            new_decoder().decode(data)
+    else:
+        assert decoded(data) == parsed(data)
 
 
 @given(requests)

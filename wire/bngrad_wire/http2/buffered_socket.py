@@ -46,6 +46,9 @@ class BufferedSocket:
         broken: Why the socket is unusable; None while it is usable.
         deadline: When to give up, on the monotonic clock, a peer that sends or reads a little now and then, so that
             no single wait times out.
+        waits: How many timeouts of the socket in a row make a `TimeoutError`. With several short ones, `interrupt` ends
+            a wait early.
+        moved: How many bytes have been received and sent.
         tls: The socket, if it speaks TLS: it may then hold received data although its descriptor is not readable.
         buffer: Received bytes; those between ``low`` and ``high`` are not consumed yet.
     """
@@ -60,6 +63,8 @@ class BufferedSocket:
         self._poll.register(sock, select.POLLIN)
         self.broken: str | None = None
         self.deadline = math.inf
+        self.waits = 1
+        self.moved = 0
         self.buffer = bytearray(BUFFER_NBYTES)
         self._view = memoryview(self.buffer)
         self.low = self.high = 0
@@ -74,6 +79,15 @@ class BufferedSocket:
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)  # A forked child may hold the socket too.
         self._sock.close()
+
+    def interrupt(self) -> None:
+        """Makes a thread that receives, or will do so, raise TimeoutError; from any thread, until `resume`."""
+        self.deadline = -math.inf
+
+    def resume(self) -> None:
+        """Allows to receive again after `interrupt`."""
+        if self.deadline == -math.inf:
+            self.deadline = math.inf
 
     def check(self) -> None:
         """Raises `PeerGoneError` if the socket is unusable."""
@@ -96,10 +110,19 @@ class BufferedSocket:
         """
         self.check()
         flags = 0 if blocking else socket.MSG_DONTWAIT
+        waits = self.waits if blocking else 1
         try:
-            first = 0
+            first = waited = 0
             while first < len(pieces):
-                sent = self._sock.sendmsg(pieces[first : first + _PIECES_PER_SEND], [], flags)
+                try:
+                    sent = self._sock.sendmsg(pieces[first : first + _PIECES_PER_SEND], [], flags)
+                except (TimeoutError, BlockingIOError):
+                    waited += 1
+                    if waited == waits:
+                        raise
+                    continue
+                waited = 0
+                self.moved += sent
                 while first < len(pieces) and sent >= len(pieces[first]):
                     sent -= len(pieces[first])
                     first += 1
@@ -126,6 +149,8 @@ class BufferedSocket:
         try:
             count = self._sock.recv_into(target, 0, flags)
         except (TimeoutError, BlockingIOError) as error:
+            if not flags and self.waits > 1:
+                return self._receive_late(target)
             raise TimeoutError("receiving timed out") from error
         except OSError as error:
             self.broken = f"receiving failed: {error}"
@@ -133,7 +158,21 @@ class BufferedSocket:
         if not count:
             self.broken = "the peer closed the connection"
             raise PeerGoneError(self.broken)
+        self.moved += count
         return count
+
+    def _receive_late(self, target: memoryview) -> int:
+        """Does as `_receive`, after the first of several waits."""
+        waits, self.waits = self.waits, 1
+        try:
+            for _ in range(waits - 2):
+                with suppress(TimeoutError):
+                    return self._receive(target)
+                if time.monotonic() > self.deadline:
+                    break
+            return self._receive(target)
+        finally:
+            self.waits = waits
 
     def _receive_more(self, flags: int = 0) -> None:
         if self.low == self.high:

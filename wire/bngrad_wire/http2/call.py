@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from io import BytesIO
 from struct import Struct
+from typing import NoReturn
 
 from bngrad_wire.http2 import frames
-from bngrad_wire.http2.connection import BaseConnection, Stream
+from bngrad_wire.http2.connection import BaseConnection
 from bngrad_wire.http2.errors import ErrorCode, RpcError, Status
 from bngrad_wire.http2.frames import Buffer
+from bngrad_wire.http2.stream import Stream
 
 _PREFIX = Struct(">BI")
 _SMALL_NBYTES = 16 * 1024
 """Messages up to this size are copied into one piece; they also fit one frame of any peer."""
+_LARGE_NBYTES = 2**18
 _MAX_OUTBOUND_PIECES = 64
+_PART_NBYTES = 4 * 2**20
+"""Longer messages are sent in frames of at most this size, one after the other, so that their progress can be seen."""
+_READ_NBYTES = 256 * 1024
+"""`BaseCall.read` takes memory in steps of this."""
 MAX_BUFFERED_NBYTES = 64 * 2**20
 """How much of what a peer sends is buffered while this end waits to send."""
 
@@ -89,7 +97,7 @@ class BaseCall(Stream):
         connection = self._connection
         view = memoryview(b"")
         while size:
-            room = min(size, connection.max_frame_size, connection.send_window, self.send_window)
+            room = min(size, _PART_NBYTES, connection.max_frame_size, connection.send_window, self.send_window)
             if room <= 0:
                 connection.flush()
                 if not self._wait_for_window():
@@ -97,7 +105,9 @@ class BaseCall(Stream):
                 continue
             self.send_window -= room
             connection.send_window -= room
+            connection.earn(room)  # The peer opens its window for it.
             size -= room
+            framed = room
             flags = frames.END_STREAM if end and not size else 0
             connection.outbound.append(frames.frame_header(room, frames.DATA, flags, self.id))
             while room:
@@ -106,8 +116,15 @@ class BaseCall(Stream):
                 part, view = view[:room], view[room:]
                 room -= len(part)
                 connection.outbound.append(part)
-            if len(connection.outbound) >= _MAX_OUTBOUND_PIECES:
+            if framed == _PART_NBYTES or len(connection.outbound) >= _MAX_OUTBOUND_PIECES:
                 connection.flush()
+                if connection.max_frame_size == frames.MIN_FRAME_SIZE and not self._may_send_more():
+                    return
+
+    def _may_send_more(self) -> bool:
+        """Sees whether the peer allows larger frames meanwhile, or has ended the call."""
+        self._connection.handle_available_frames()
+        return self._may_send()
 
     def _wait_for_window(self) -> bool:
         connection = self._connection
@@ -137,7 +154,7 @@ class BaseCall(Stream):
             The length in bytes, or None at the end: the client has half-closed, or the server ended the call with OK.
 
         Raises:
-            RpcError: The call failed, or the message is compressed (UNIMPLEMENTED).
+            RpcError: The call failed, the message is compressed (UNIMPLEMENTED), or cut off (INTERNAL).
             PeerGoneError: The connection is gone.
             ProtocolError: The peer broke the protocol.
             TimeoutError: The socket's timeout passed; the call can only be cancelled.
@@ -152,28 +169,40 @@ class BaseCall(Stream):
         self._fill(memoryview(prefix))
         compressed, size = _PREFIX.unpack(prefix)
         if compressed == 1:
-            self._reject_compressed()
+            self._reject_message()
             raise RpcError(Status.UNIMPLEMENTED, "the message is compressed, which is not supported")
         if compressed:
-            reason = f"a message is flagged {compressed}, neither 0 nor 1"
-            self._connection.connection_error(ErrorCode.PROTOCOL_ERROR, reason)
+            self._fail(f"a message is flagged {compressed}, neither 0 nor 1")
         self.remaining = size
+        if size >= _LARGE_NBYTES:
+            self._expect_large_message()
         return int(size)
 
     def read(self, nbytes: int) -> bytes:
-        """Waits for the next ``nbytes`` of the message and returns them; raises as `read_into` does."""
-        data = bytearray(nbytes)
-        self.read_into(memoryview(data))
-        return bytes(data)
+        """Waits for the next ``nbytes`` of the message and returns them; raises as `read_into` does.
+
+        Takes memory as they arrive.
+        """
+        piece = memoryview(bytearray(min(nbytes, _READ_NBYTES)))
+        if nbytes <= _READ_NBYTES:
+            self.read_into(piece)
+            return bytes(piece)
+        whole = BytesIO()
+        while nbytes:
+            self.read_into(piece)
+            whole.write(piece)
+            nbytes -= len(piece)
+            piece = piece[:nbytes]
+        return whole.getvalue()
 
     def read_into(self, buffer: memoryview) -> None:
         """Fills the buffer with the next bytes of the message; large ones go from the socket straight into it.
 
         Raises:
             ValueError: The message has fewer bytes left.
-            RpcError: The call failed before the message was complete.
+            RpcError: The call failed, or ended, before the message was complete.
             PeerGoneError: The connection is gone.
-            ProtocolError: The peer broke the protocol, or ended the call in the middle of the message.
+            ProtocolError: The peer broke the protocol.
             TimeoutError: The socket's timeout passed; the call can only be cancelled.
         """
         if len(buffer) > self.remaining:
@@ -196,7 +225,7 @@ class BaseCall(Stream):
             else:
                 if self.failure is not None:
                     self._finish()
-                connection.connection_error(ErrorCode.PROTOCOL_ERROR, "the call ended amid a message")
+                self._fail("the call ended amid a message")
             filled += count
             connection.acknowledge_received_data(count, self)
 
@@ -210,6 +239,14 @@ class BaseCall(Stream):
             connection.handle_frame()
         return True
 
+    def _expect_large_message(self) -> None:
+        """Is called before a large message is read."""
+
+    def _fail(self, reason: str) -> NoReturn:
+        """Fails this call alone, because the peer broke gRPC's framing of messages."""
+        self._reject_message()
+        raise RpcError(Status.INTERNAL, reason)
+
     def _finish(self) -> None:
         """Handles the end of what the peer sends."""
         self._check()
@@ -218,8 +255,8 @@ class BaseCall(Stream):
         if self.failure is not None:
             raise self.failure.copy()
 
-    def _reject_compressed(self) -> None:
-        """Ends the call before `receive_message` raises for a compressed message."""
+    def _reject_message(self) -> None:
+        """Ends the call before `receive_message` raises for a message that cannot be read."""
 
     def cancelled(self) -> bool:
         """Returns, without waiting, whether the call has failed or the peer has gone.

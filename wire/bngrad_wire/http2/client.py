@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from bngrad_wire.http2 import frames, header_block
+from bngrad_wire.http2.block_decoder import HEADER_LIST_NBYTES, RESPONSE_PSEUDO_HEADERS, HeaderBlock
 from bngrad_wire.http2.call import BaseCall
 from bngrad_wire.http2.connection import BaseConnection
 from bngrad_wire.http2.errors import ErrorCode, PeerGoneError, RpcError, Status, error_of_http
@@ -17,9 +18,11 @@ _SETTINGS = frames.settings(
         frames.ENABLE_PUSH: 0,
         frames.INITIAL_WINDOW_SIZE: frames.MAX_WINDOW,
         frames.MAX_FRAME_SIZE: frames.LARGEST_FRAME_SIZE,
-        frames.MAX_HEADER_LIST_SIZE: header_block.HEADER_LIST_NBYTES,
+        frames.MAX_HEADER_LIST_SIZE: HEADER_LIST_NBYTES,
     }
 )
+_CALL_NBYTES = 4096
+"""What a call earns the server, as if it had sent this much."""
 
 
 class ClientConnection(BaseConnection):
@@ -33,8 +36,10 @@ class ClientConnection(BaseConnection):
         PeerGoneError: The peer has gone already.
     """
 
+    _frames_per_reset = 0
+
     def __init__(self, sock: socket.socket, authority: str) -> None:
-        super().__init__(sock, frames.PREFACE + _SETTINGS)
+        super().__init__(sock, frames.PREFACE + _SETTINGS, RESPONSE_PSEUDO_HEADERS, frames.LARGEST_FRAME_SIZE)
         self._authority = authority
         self._scheme = "https" if isinstance(sock, TlsSocket) else "http"
         self._blocks: dict[str, bytes] = {}
@@ -91,10 +96,11 @@ class ClientConnection(BaseConnection):
         self.last_stream_id = self._next_id
         self._next_id += 2
         self.stream = call
+        self.earn(_CALL_NBYTES)
         self.outbound += frames.header_block(call.id, block, 0)
         return call
 
-    def stream_opened(self, stream_id: int, headers: dict[str, str], end: bool) -> None:
+    def stream_opened(self, stream_id: int, block: HeaderBlock, end: bool) -> None:
         """Fails: push is disabled, so a server must not open streams."""
         self.connection_error(ErrorCode.PROTOCOL_ERROR, f"the server opened stream {stream_id}")
 
@@ -126,10 +132,16 @@ class ClientCall(BaseCall):
             with suppress(ConnectionError, TimeoutError):
                 self._reset(ErrorCode.CANCEL)
 
-    def headers_received(self, headers: dict[str, str], end: bool) -> None:
+    def headers_received(self, block: HeaderBlock, end: bool) -> None:
         """Handles the response's headers or trailers."""
+        headers = block.headers
         http = headers.get(":status")
-        if not end and not self._headers_seen:
+        if block.is_too_large:
+            reason = f"the server sent more than {HEADER_LIST_NBYTES} bytes of metadata"
+            self.failure = RpcError(Status.RESOURCE_EXHAUSTED, reason)
+        elif block.fault:
+            self.failure = RpcError(Status.INTERNAL, f"the response is malformed: {block.fault}")
+        elif not end and not self._headers_seen:
             if http is not None and http.startswith("1"):
                 return
             self._headers_seen = True
@@ -147,6 +159,10 @@ class ClientCall(BaseCall):
     def _may_send(self) -> bool:
         return super()._may_send() and not self.ended
 
+    def _may_send_more(self) -> bool:
+        self._connection.handle_available_frames()
+        return self.failure is None and not self.ended  # Receiving says why, and ends the call.
+
     def _finish(self) -> None:
         if self.failure is None and not self._status_seen:
             self.failure = RpcError(Status.INTERNAL, "the call ended without a status")
@@ -155,5 +171,5 @@ class ClientCall(BaseCall):
         self._connection.close_stream(self)
         super()._finish()
 
-    def _reject_compressed(self) -> None:
+    def _reject_message(self) -> None:
         self.cancel()

@@ -5,24 +5,46 @@ from __future__ import annotations
 import socket
 import time
 from abc import ABC, abstractmethod
-from typing import NoReturn
+from collections.abc import Set as AbstractSet
+from typing import ClassVar, NoReturn
 
 from hpack import HPACKError
 
 from bngrad_wire.http2 import frames
+from bngrad_wire.http2.block_decoder import BlockDecoder, HeaderBlock
 from bngrad_wire.http2.buffered_socket import BUFFER_NBYTES, BufferedSocket
-from bngrad_wire.http2.errors import ErrorCode, PeerGoneError, ProtocolError, RpcError, error_name, error_of_reset
+from bngrad_wire.http2.errors import (
+    ErrorCode,
+    PeerGoneError,
+    ProtocolError,
+    RpcError,
+    Status,
+    error_name,
+    error_of_reset,
+)
 from bngrad_wire.http2.frames import Buffer
-from bngrad_wire.http2.header_block import HEADER_LIST_NBYTES, BlockDecoder
+from bngrad_wire.http2.stream import Stream
 
 WINDOW_UPDATE_NBYTES = 2**28
 """The window of the peer is restored in steps of at least this."""
-_MAX_CONTROL_NBYTES = BUFFER_NBYTES // 2
-"""The longest payload that is accepted of frames other than DATA."""
+_MAX_CONTROL_NBYTES = BUFFER_NBYTES - frames.HEADER_NBYTES
+"""The longest payload that is accepted of frames other than DATA: what the buffer holds."""
+_MAX_BLOCK_NBYTES = BUFFER_NBYTES
+"""The longest header block that is decoded; one that says more than it may then fails its call alone."""
+_MAX_CONTINUATIONS = 32
+_FRAMES_PER_TURN = 64
+"""Frames that `BaseConnection.handle_buffered_frames` handles before others get their turn."""
 _READS_PER_CHECK = 2
 """Reads of the socket by `handle_available_frames`; the second sees the end of a peer that sent something before it."""
-_IDLE_FRAMES_PER_SECOND = 2000
-"""Frames that move no call forward, before the peer is taken to be flooding."""
+_FRAMES_PER_SECOND = 2000
+"""What a peer may send that moves no call forward. A frame costs one, and what it brings earns some back; so may a peer
+save up as much, but no more."""
+_EARNING_SHIFT = 8
+"""DATA of a running call, in either direction, earns a frame for each 256 bytes; a header block costs one for these."""
+_LATE_EARNING_SHIFT = 14
+"""DATA of a closed stream, which may have been on its way, earns a frame for each 16 KiB."""
+_MAX_CLOSED_EARLY = 256
+"""Streams that this end closed first, whose late frames are still expected."""
 _DEFAULT_TABLE_NBYTES = 4096
 _TABLE_SIZE_ZERO = b"\x20"
 """Sets the dynamic table of the encoder, which is never used, to size zero (RFC 7541, section 6.3)."""
@@ -32,33 +54,16 @@ _CONNECTION_FRAMES = {frames.SETTINGS, frames.PING, frames.GOAWAY}
 _STREAM_FRAMES = {frames.PRIORITY, frames.RST_STREAM}
 
 
-class Stream(ABC):
-    """A stream, as its connection sees it.
+class _PartialBlock:
+    """A header block whose last fragment has not arrived yet."""
 
-    Attributes:
-        id: The stream's number.
-        send_window: Bytes that the peer accepts on this stream for now; negative after its SETTINGS shrank it.
-        receive_window: Bytes that the peer may send on this stream for now.
-        unacknowledged: Bytes that were consumed, and not yet added to the peer's window again.
-        receive_buffer: DATA that arrived before it was read.
-        ended: The peer has ended or reset the stream; there may still be data to read.
-        reset: The peer has reset the stream.
-        failure: Why the call failed; None while it has not.
-    """
+    __slots__ = ("continuations", "flags", "fragments", "stream_id")
 
-    def __init__(self, stream_id: int, send_window: int) -> None:
-        self.id = stream_id
-        self.send_window = send_window
-        self.receive_window = frames.MAX_WINDOW
-        self.unacknowledged = 0
-        self.receive_buffer = bytearray()
-        self.ended = False
-        self.reset = False
-        self.failure: RpcError | None = None
-
-    @abstractmethod
-    def headers_received(self, headers: dict[str, str], end: bool) -> None:
-        """Handles a header block of this stream."""
+    def __init__(self, stream_id: int, flags: int, fragment: bytes) -> None:
+        self.stream_id = stream_id
+        self.flags = flags
+        self.fragments = bytearray(fragment)
+        self.continuations = 0
 
 
 class BaseConnection(ABC):
@@ -76,10 +81,17 @@ class BaseConnection(ABC):
         send_window: Bytes that the peer accepts on the connection for now.
         initial_send_window: Bytes that the peer accepts on a new stream.
         max_frame_size: The longest payload that the peer accepts in a frame.
+        max_receive_frame_size: The longest payload that this end accepts in a frame.
         table_size_update: What the next header block to be sent must begin with.
+        frame_budget: How many frames the peer may still send before it is asked how fast they came.
     """
 
-    def __init__(self, sock: socket.socket, opening: bytes) -> None:
+    _frames_per_reset: ClassVar[int]
+    """What it costs the peer to reset a running call, above the frame itself."""
+
+    def __init__(
+        self, sock: socket.socket, opening: bytes, pseudo_headers: AbstractSet[str], max_receive_frame_size: int
+    ) -> None:
         self.io = BufferedSocket(sock)
         self.stream: Stream | None = None
         self.last_stream_id = 0
@@ -91,13 +103,16 @@ class BaseConnection(ABC):
         self.send_window = frames.DEFAULT_WINDOW
         self.initial_send_window = frames.DEFAULT_WINDOW
         self.max_frame_size = frames.MIN_FRAME_SIZE
+        self.max_receive_frame_size = max_receive_frame_size
         self.table_size_update = b""
+        self.frame_budget = _FRAMES_PER_SECOND
+        self._budget_at = time.monotonic()
+        self._closed_early: dict[int, None] = {}
         self._skip_left = 0  # Padding, and data of closed streams.
+        self._partial_block: _PartialBlock | None = None
         self._receive_window = frames.MAX_WINDOW
         self._unacknowledged = 0
-        self._decoder = BlockDecoder()
-        self._idle_frames = 0
-        self._idle_since = 0.0
+        self._decoder = BlockDecoder(pseudo_headers)
         try:
             self.io.send([opening + frames.window_update(0, frames.MAX_WINDOW - frames.DEFAULT_WINDOW)])
         except BaseException:
@@ -105,7 +120,7 @@ class BaseConnection(ABC):
             raise
 
     @abstractmethod
-    def stream_opened(self, stream_id: int, headers: dict[str, str], end: bool) -> None:
+    def stream_opened(self, stream_id: int, block: HeaderBlock, end: bool) -> None:
         """Handles the header block that opens a stream."""
 
     @abstractmethod
@@ -130,6 +145,13 @@ class BaseConnection(ABC):
         self.io.broken = reason
         raise ProtocolError(reason)
 
+    def stream_error(self, stream: Stream, code: ErrorCode, reason: str) -> None:
+        """Resets a stream because the peer broke the protocol on it alone (RFC 9113, section 5.4.2)."""
+        self.send_control(frames.rst_stream(stream.id, code))
+        if stream.failure is None:
+            stream.failure = RpcError(Status.INTERNAL, reason)
+        self._end_by_reset(stream)
+
     def send_control(self, frame: bytes) -> None:
         """Sends a frame that responds to one of the peer's; appends it to `outbound` if not `blocking`."""
         if self.blocking:
@@ -148,10 +170,18 @@ class BaseConnection(ABC):
         """Closes a stream on this side; data that is unread, or arrives later, is discarded."""
         if stream is self.stream:
             self.stream = None
+            if not stream.peer_ended:
+                self.closed_early(stream.id)
             self._skip_left += self.data_left
             unread = self.data_left + len(stream.receive_buffer)
             self.data_left = 0
             self.acknowledge_received_data(unread, None)
+
+    def closed_early(self, stream_id: int) -> None:
+        """Expects late frames of a stream that this end closed before the peer did."""
+        self._closed_early[stream_id] = None
+        if len(self._closed_early) > _MAX_CLOSED_EARLY:
+            del self._closed_early[next(iter(self._closed_early))]
 
     def acknowledge_received_data(self, nbytes: int, stream: Stream | None) -> None:
         """Counts DATA bytes as consumed, and restores the peer's window from time to time (RFC 9113, section 5.2)."""
@@ -200,23 +230,27 @@ class BaseConnection(ABC):
             self.handle_buffered_frames()
 
     def handle_buffered_frames(self) -> None:
-        """Does as `handle_available_frames`, but reads nothing from the socket."""
-        while self._wants_more() and self._handle_next():
-            pass
+        """Does as `handle_available_frames`, but reads nothing from the socket, and handles at most 64 frames."""
+        for _ in range(_FRAMES_PER_TURN):
+            if not (self._wants_more() and self._is_next_ready()):
+                return
+            if not self.data_left:
+                self.handle_frame()
+            self.buffer_data_frame()
+
+    @property
+    def is_amid_frame(self) -> bool:
+        """Whether a frame, or a header block, has begun to arrive and is not whole; a payload to be skipped aside.
+
+        While there is buffered input to handle, this says nothing.
+        """
+        return self.io.high > self.io.low or self._partial_block is not None
 
     def _wants_more(self) -> bool:
         return self.stream is None or (len(self.stream.receive_buffer) < BUFFER_NBYTES and not self.stream.reset)
 
-    def _handle_next(self) -> bool:
-        """Handles the next frame if it has arrived whole; returns whether it had."""
-        if not self._has_whole_frame():
-            return False
-        if not self.data_left:
-            self.handle_frame()
-        self.buffer_data_frame()
-        return True
-
-    def _has_whole_frame(self) -> bool:
+    def _is_next_ready(self) -> bool:
+        """Whether the next frame can be handled without waiting; skips what need not be handled."""
         io = self.io
         buffered = io.high - io.low
         if self.data_left:
@@ -226,21 +260,13 @@ class BaseConnection(ABC):
             buffered = io.high - io.low
         if self._skip_left or buffered < frames.HEADER_NBYTES:
             return False
-        length, kind, flags, _ = frames.parse_header(io.buffer, io.low)
-        if kind == frames.HEADERS and not flags & frames.END_HEADERS:
-            return False
-        return buffered >= frames.HEADER_NBYTES + length
-
-    def _is_short_frame(self) -> bool:
-        """Whether the next frame, of which a part has arrived, fits the buffer and can be handled from there."""
-        io = self.io
-        if self.data_left or self._skip_left or (io.tls is not None and io.tls.pending()):
-            return False
-        if io.high - io.low < frames.HEADER_NBYTES:
-            return True
-        length, kind, flags, _ = frames.parse_header(io.buffer, io.low)
-        is_whole_block = kind != frames.HEADERS or flags & frames.END_HEADERS
-        return bool(is_whole_block and frames.DATA < kind <= frames.CONTINUATION and length <= _MAX_CONTROL_NBYTES)
+        length, kind, _, stream_id = frames.parse_header(io.buffer, io.low)
+        if kind == frames.DATA:
+            is_skipped = self.stream is None or stream_id != self.stream.id or self.stream.ended
+        else:
+            is_skipped = kind > frames.CONTINUATION or length > _MAX_CONTROL_NBYTES
+        # Of what is skipped, the first byte may be the length of its padding.
+        return buffered >= frames.HEADER_NBYTES + (min(length, 1) if is_skipped else length)
 
     def handle_frame(self) -> None:
         """Waits for a frame and handles it; of the active stream's DATA, only the header: see `data_left`.
@@ -258,16 +284,23 @@ class BaseConnection(ABC):
         io.fill_or_end(frames.HEADER_NBYTES)
         length, kind, flags, stream_id = frames.parse_header(io.buffer, io.low)
         io.low += frames.HEADER_NBYTES
+        self.frame_budget -= 1
         try:
-            if not self.settings_received and kind != frames.SETTINGS:
+            if self.frame_budget < 0:
+                self.charge(0)
+            if self._partial_block is not None:
+                self._continue_block(self._partial_block, length, kind, flags, stream_id)
+            elif not self.settings_received and kind != frames.SETTINGS:
                 self.connection_error(ErrorCode.PROTOCOL_ERROR, f"the first frame is of type {kind}, not SETTINGS")
-            if kind == frames.DATA:
+            elif length > self.max_receive_frame_size:
+                reason = f"a frame of type {kind} has {length} bytes; the limit is {self.max_receive_frame_size}"
+                self.connection_error(ErrorCode.FRAME_SIZE_ERROR, reason)
+            elif kind == frames.DATA:
                 self._handle_data(length, flags, stream_id)
             elif kind > frames.CONTINUATION:
-                self.count_idle_frame()
                 self._skip_left = length
             elif length > _MAX_CONTROL_NBYTES:
-                self.connection_error(ErrorCode.FRAME_SIZE_ERROR, f"a frame of type {kind} has {length} bytes")
+                self.connection_error(ErrorCode.ENHANCE_YOUR_CALM, f"a frame of type {kind} has {length} bytes")
             elif kind == frames.HEADERS:
                 self._handle_headers(io.take(length), flags, stream_id)
             else:
@@ -276,19 +309,20 @@ class BaseConnection(ABC):
             io.broken = io.broken or f"handling a frame failed: {error or type(error).__name__}"
             raise
 
-    def count_idle_frame(self, weight: int = 1) -> None:
-        """Counts a frame that moves no call forward; closes the connection of a peer that floods it with such.
-
-        Args:
-            weight: The number of frames that it counts for.
-        """
-        self._idle_frames += weight
-        if self._idle_frames >= _IDLE_FRAMES_PER_SECOND:
+    def charge(self, frame_count: int) -> None:
+        """Takes frames off the peer's budget; closes the connection of a peer that floods it."""
+        self.frame_budget -= frame_count
+        if self.frame_budget < 0:
             now = time.monotonic()
-            if now - self._idle_since < 1:
-                reason = f"{self._idle_frames} idle frames within a second"
+            self.frame_budget += min(int((now - self._budget_at) * _FRAMES_PER_SECOND), _FRAMES_PER_SECOND)
+            self._budget_at = now
+            if self.frame_budget < 0:
+                reason = f"more than {_FRAMES_PER_SECOND} frames within a second moved no call forward"
                 self.connection_error(ErrorCode.ENHANCE_YOUR_CALM, reason)
-            self._idle_frames, self._idle_since = 0, now
+
+    def earn(self, nbytes: int, shift: int = _EARNING_SHIFT) -> None:
+        """Adds to the peer's budget for bytes that moved a call forward."""
+        self.frame_budget = min(self.frame_budget + (nbytes >> shift), _FRAMES_PER_SECOND)
 
     def active_stream(self, stream_id: int, frame_name: str) -> Stream | None:
         """Returns the active stream if it has this number; None for a closed one. Others are an error."""
@@ -299,32 +333,60 @@ class BaseConnection(ABC):
             self.connection_error(ErrorCode.PROTOCOL_ERROR, reason)
         return None
 
+    def _handle_late_frame(self, stream_id: int, kind: int, ended: bool) -> None:
+        """Tolerates DATA and HEADERS on a closed stream if the peer may not have known that it is."""
+        if stream_id in self._closed_early:
+            if ended:
+                del self._closed_early[stream_id]
+        elif kind == frames.HEADERS and stream_id != self.last_stream_id:
+            reason = f"HEADERS on stream {stream_id} after stream {self.last_stream_id}"
+            self.connection_error(ErrorCode.PROTOCOL_ERROR, reason)
+        else:
+            reason = f"a frame of type {kind} came on stream {stream_id} after its end"
+            self.connection_error(ErrorCode.STREAM_CLOSED, reason)
+
     def _handle_data(self, length: int, flags: int, stream_id: int) -> None:
         stream = self.active_stream(stream_id, "DATA")
-        if stream is not None and stream.ended:
-            self.connection_error(ErrorCode.STREAM_CLOSED, f"DATA on stream {stream_id} after its end")
+        if stream is None or stream.peer_ended:
+            self._handle_late_frame(stream_id, frames.DATA, bool(flags & frames.END_STREAM))
         self._receive_window -= length
         if self._receive_window < 0:
             self.connection_error(ErrorCode.FLOW_CONTROL_ERROR, "DATA overruns the connection's window")
         if stream is None:
-            self._skip_left = length
-            self.acknowledge_received_data(length, None)
+            self._discard_data(length, None)
             return
         stream.receive_window -= length
         if stream.receive_window < 0:
             self.connection_error(ErrorCode.FLOW_CONTROL_ERROR, f"DATA overruns the window of stream {stream_id}")
-        if flags & frames.END_STREAM:
-            stream.ended = True
-        elif not length:
-            self.count_idle_frame()
-        self.data_left = length
+        padding = 0
         if flags & frames.PADDED:
-            padding = self.io.take(1)[0] if length else 0
-            if padding >= length:
+            padding = self.io.take(1)[0] + 1 if length else 1
+            if padding > length:
                 self.connection_error(ErrorCode.PROTOCOL_ERROR, "the padding is longer than its DATA frame")
-            self.data_left = length - 1 - padding
-            self._skip_left = padding  # It follows the data, and is skipped before the next frame.
-            self.acknowledge_received_data(1 + padding, stream)
+            self.acknowledge_received_data(padding, stream)
+            length -= padding
+            self._skip_left = padding - 1  # It follows the data, and is skipped before the next frame.
+        stream.peer_ended = bool(flags & frames.END_STREAM)
+        if stream.content_left is not None:
+            self._check_content_length(stream, stream.content_left - length)
+        if stream.ended:
+            self._discard_data(length, stream)
+            stream.progressed()
+        else:
+            stream.ended = stream.peer_ended
+            self.data_left = length
+            self.earn(length)
+
+    def _discard_data(self, length: int, stream: Stream | None) -> None:
+        self._skip_left += length
+        self.acknowledge_received_data(length, stream)
+        self.earn(length, _LATE_EARNING_SHIFT)
+
+    def _check_content_length(self, stream: Stream, left: int) -> None:
+        """Resets a stream whose request is not as long as it said it would be."""
+        stream.content_left = left
+        if left < 0 or (left and stream.peer_ended):
+            self.stream_error(stream, ErrorCode.PROTOCOL_ERROR, "the request is not as long as its content-length says")
 
     def _handle_headers(self, payload: bytes, flags: int, stream_id: int) -> None:
         start, end = 0, len(payload)
@@ -332,38 +394,50 @@ class BaseConnection(ABC):
             start = 1
             end -= payload[0] if payload else 0
         if flags & frames.HAS_PRIORITY:
+            self._check_dependency(stream_id, payload[start : start + 4])
             start += 5
         if start > end:
             self.connection_error(ErrorCode.PROTOCOL_ERROR, "the padding is longer than its HEADERS frame")
-        block = payload[start:end]
-        complete = flags & frames.END_HEADERS
-        while not complete and len(block) <= HEADER_LIST_NBYTES:
-            complete, fragment = self._read_continuation(stream_id)
-            block += fragment
-        if len(block) > HEADER_LIST_NBYTES:
-            reason = f"a header block has more than {HEADER_LIST_NBYTES} bytes"
+        if flags & frames.END_HEADERS:
+            self._handle_block(payload[start:end], flags, stream_id)
+        else:
+            self._partial_block = _PartialBlock(stream_id, flags, payload[start:end])
+
+    def _continue_block(self, block: _PartialBlock, length: int, kind: int, flags: int, stream_id: int) -> None:
+        if kind != frames.CONTINUATION or stream_id != block.stream_id:
+            self.connection_error(ErrorCode.PROTOCOL_ERROR, f"a frame of type {kind} stands inside a header block")
+        block.continuations += 1
+        if len(block.fragments) + length > _MAX_BLOCK_NBYTES or block.continuations > _MAX_CONTINUATIONS:
+            reason = (
+                f"a header block has more than {_MAX_BLOCK_NBYTES} bytes, or {_MAX_CONTINUATIONS} CONTINUATION frames"
+            )
             self.connection_error(ErrorCode.ENHANCE_YOUR_CALM, reason)
+        block.fragments += self.io.take(length)
+        if flags & frames.END_HEADERS:
+            self._partial_block = None
+            self._handle_block(bytes(block.fragments), block.flags, block.stream_id)
+
+    def _handle_block(self, data: bytes, flags: int, stream_id: int) -> None:
+        """Handles a whole header block; the flags are those of its HEADERS frame."""
+        self.charge(len(data) >> _EARNING_SHIFT)
         try:
-            headers = self._decoder.decode(block)
+            block = self._decoder.decode(data)
         except HPACKError as error:
             self.connection_error(ErrorCode.COMPRESSION_ERROR, f"a header block cannot be decoded: {error}")
         ended = bool(flags & frames.END_STREAM)
         if stream_id % 2 and stream_id > self.last_stream_id:
-            self.stream_opened(stream_id, headers, ended)
-        elif (stream := self.active_stream(stream_id, "HEADERS")) is not None:
-            if stream.ended:
-                self.connection_error(ErrorCode.STREAM_CLOSED, f"HEADERS on stream {stream_id} after its end")
-            stream.headers_received(headers, ended)
+            self.stream_opened(stream_id, block, ended)
+            return
+        stream = self.active_stream(stream_id, "HEADERS")
+        if stream is None or stream.peer_ended:
+            self._handle_late_frame(stream_id, frames.HEADERS, ended)
+        else:
+            stream.peer_ended = ended
+            stream.headers_received(block, ended)
 
-    def _read_continuation(self, stream_id: int) -> tuple[int, bytes]:
-        length, kind, flags, continued = frames.parse_header(self.io.take(frames.HEADER_NBYTES), 0)
-        if kind != frames.CONTINUATION or continued != stream_id:
-            self.connection_error(ErrorCode.PROTOCOL_ERROR, f"a frame of type {kind} stands inside a header block")
-        if length > HEADER_LIST_NBYTES:
-            reason = f"a header block has more than {HEADER_LIST_NBYTES} bytes"
-            self.connection_error(ErrorCode.ENHANCE_YOUR_CALM, reason)
-        self.count_idle_frame()
-        return flags & frames.END_HEADERS, self.io.take(length)
+    def _check_dependency(self, stream_id: int, field: bytes) -> None:
+        if len(field) == frames.UINT32.size and frames.UINT32.unpack(field)[0] & frames.MAX_STREAM_ID == stream_id:
+            self.connection_error(ErrorCode.PROTOCOL_ERROR, f"stream {stream_id} depends on itself")
 
     def _handle_control(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
         """Handles a frame other than DATA and HEADERS."""
@@ -374,8 +448,7 @@ class BaseConnection(ABC):
             self.connection_error(ErrorCode.PROTOCOL_ERROR, f"a frame of type {kind} came on stream {stream_id}")
         if kind == frames.WINDOW_UPDATE:
             self._handle_window_update(stream_id, frames.UINT32.unpack(payload)[0] & frames.MAX_WINDOW)
-            return
-        if kind == frames.SETTINGS:
+        elif kind == frames.SETTINGS:
             self._handle_settings(flags, payload)
         elif kind == frames.PING:
             if not flags & frames.ACK:
@@ -384,9 +457,10 @@ class BaseConnection(ABC):
             self._handle_rst_stream(stream_id, frames.UINT32.unpack(payload)[0])
         elif kind == frames.GOAWAY:
             self._handle_goaway(payload)
-        elif kind != frames.PRIORITY:
+        elif kind == frames.PRIORITY:
+            self._check_dependency(stream_id, payload[:4])
+        else:
             self.connection_error(ErrorCode.PROTOCOL_ERROR, f"a frame of type {kind} came where none may")
-        self.count_idle_frame()
 
     def _handle_window_update(self, stream_id: int, increment: int) -> None:
         if not increment:
@@ -400,7 +474,9 @@ class BaseConnection(ABC):
             stream.send_window += increment
             if stream.send_window > frames.MAX_WINDOW:
                 reason = f"WINDOW_UPDATE makes the window of stream {stream_id} too large"
-                self.connection_error(ErrorCode.FLOW_CONTROL_ERROR, reason)
+                self.stream_error(stream, ErrorCode.FLOW_CONTROL_ERROR, reason)
+        if self.stream is not None:
+            self.stream.progressed()
 
     def _handle_settings(self, flags: int, payload: bytes) -> None:
         if flags & frames.ACK:
@@ -430,15 +506,24 @@ class BaseConnection(ABC):
             self.stream.send_window += value - self.initial_send_window
             if self.stream.send_window > frames.MAX_WINDOW:
                 self.connection_error(ErrorCode.FLOW_CONTROL_ERROR, "SETTINGS makes a stream's window too large")
+            self.stream.progressed()
         self.initial_send_window = value
 
     def _handle_rst_stream(self, stream_id: int, code: int) -> None:
         stream = self.active_stream(stream_id, "RST_STREAM")
-        if stream is not None:
-            stream.ended = stream.reset = True
-            stream.failure = stream.failure or error_of_reset(code)
-            self.acknowledge_received_data(len(stream.receive_buffer), None)
-            stream.receive_buffer.clear()
+        if stream is None:
+            self._closed_early.pop(stream_id, None)
+            return
+        self.charge(self._frames_per_reset)
+        stream.peer_ended = True
+        stream.failure = stream.failure or error_of_reset(code)
+        self._end_by_reset(stream)
+
+    def _end_by_reset(self, stream: Stream) -> None:
+        stream.ended = stream.reset = True
+        self.acknowledge_received_data(len(stream.receive_buffer), None)
+        stream.receive_buffer.clear()
+        stream.progressed()
 
     def _handle_goaway(self, payload: bytes) -> None:
         if len(payload) < 8:

@@ -1,4 +1,4 @@
-"""Header blocks (RFC 7541) and the header values of gRPC (PROTOCOL-HTTP2.md)."""
+"""Encodes header blocks (RFC 7541), and the header values of gRPC (PROTOCOL-HTTP2.md)."""
 
 from __future__ import annotations
 
@@ -8,63 +8,17 @@ from binascii import Error as Base64Error
 from collections.abc import Iterable
 from urllib.parse import quote, unquote
 
-from hpack import Decoder, HPACKError
 from hpack.hpack import encode_integer
 
 from bngrad_wire.http2.errors import RpcError, Status, error_of_http
 
-HEADER_LIST_NBYTES = 16 * 1024
 CONTENT_TYPE = "application/grpc"
-
-_TABLE_NBYTES = 4096
-"""The size of the dynamic table, unless SETTINGS change it."""
-_MAX_CACHED_BLOCKS = 64
-_MAX_CACHED_BLOCK_NBYTES = 1024
 
 _SECONDS = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 _TIMEOUT = re.compile(r"([0-9]{1,8})([HMSmun])")
 _LARGEST_TIMEOUT = 99_999_999
 _UNESCAPED = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
 """The characters that grpc-message does not percent-encode: printable ASCII except "%"."""
-
-
-class BlockDecoder:
-    """Decodes the header blocks of one connection, with a cache of short ones."""
-
-    def __init__(self) -> None:
-        self._decoder = Decoder(max_header_list_size=HEADER_LIST_NBYTES)
-        self._cache: dict[bytes, dict[str, str]] = {}
-
-    def decode(self, block: bytes) -> dict[str, str]:
-        """Returns the headers of a block; the values of a repeated name are joined by commas.
-
-        Raises:
-            HPACKError: The block is malformed or holds more than `HEADER_LIST_NBYTES`.
-        """
-        known = self._cache.get(block)
-        if known is not None:
-            return known
-        table = self._decoder.header_table
-        was_empty = not table.dynamic_entries
-        try:
-            pairs = [(str(name), str(value)) for name, value in self._decoder.decode(block)]
-        except (IndexError, ValueError) as error:
-            raise HPACKError(f"malformed header block: {error}") from error
-        headers: dict[str, str] = {}
-        for name, value in pairs:
-            headers[name] = f"{headers[name]},{value}" if name in headers else value
-        # A block that finds the table empty and of full size, and leaves it so, does not depend on the table, so it
-        # always means the same. One that begins with 0x20 would change the table's size.
-        if (
-            was_empty
-            and not table.dynamic_entries
-            and table.maxsize == _TABLE_NBYTES
-            and 0 < len(block) <= _MAX_CACHED_BLOCK_NBYTES
-            and block[0] & 0xE0 != 0x20
-            and len(self._cache) < _MAX_CACHED_BLOCKS
-        ):
-            self._cache[block] = headers
-        return headers
 
 
 def encode(headers: Iterable[tuple[str, str]]) -> bytes:

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 _RECORD_NBYTES = 16 * 1024
+_SEND_NBYTES = 512 * 1024
+"""`TlsSocket.sendmsg` returns after about this much, so that its caller sees a slow peer's progress."""
 ALPN = "h2"
 
 
@@ -31,12 +33,17 @@ class TlsSocket(ssl.SSLSocket):
     def sendmsg(  # type: ignore[override]  # ssl's own raises, whatever it is given
         self, buffers: Iterable[Any], ancdata: Iterable[Any] = (), flags: int = 0
     ) -> int:
-        """Sends pieces one after the other, and returns the count of bytes; the one flag heeded is MSG_DONTWAIT."""
+        """Sends pieces one after the other, and returns the count of bytes; the one flag heeded is MSG_DONTWAIT.
+
+        Like that of a plain socket, it may send a part of them.
+        """
         sent = 0
         try:
             for piece in _pieces(buffers):
                 rest = piece
                 while rest:
+                    if sent >= _SEND_NBYTES:
+                        return sent
                     count = self._nonblocking(self.send, rest) if flags & socket.MSG_DONTWAIT else self.send(rest)
                     sent += count
                     rest = rest[count:]

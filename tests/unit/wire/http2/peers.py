@@ -149,6 +149,20 @@ def answered(data: bytes) -> bytes:
     return bytes(answer)
 
 
+def heard(*steps: tuple[bytes, bytes]) -> bytes:
+    """Returns what the echo server sends to a client that sends bytes, waits for others, and goes on so."""
+    near, far = pair("unix")
+    answer = bytearray()
+    with in_thread(serve_until_gone, far), near:
+        for data, until in steps:
+            with in_thread(near.sendall, data):
+                while until not in answer:
+                    chunk = near.recv(65536)
+                    assert chunk, "the connection ended"
+                    answer += chunk
+    return bytes(answer)
+
+
 def unary(connection: ClientConnection, message: bytes = b"", path: str = "/echo.Echo/echo") -> bytes:
     """Makes a call with one message each way."""
     call = connection.call(path)

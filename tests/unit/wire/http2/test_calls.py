@@ -13,6 +13,7 @@ import pytest
 from tests.unit.wire.http2.peers import SIZES, TIMEOUT_S, client, echo, in_thread, pair, serve, serve_until_gone, unary
 
 from bngrad_wire.http2 import ClientConnection, PeerGoneError, RpcError, ServerCall, ServerConnection
+from bngrad_wire.http2.frames import LARGEST_FRAME_SIZE, MIN_FRAME_SIZE
 
 
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
@@ -78,6 +79,15 @@ def test_a_status_brings_its_message_and_details_and_leaves_the_connection_usabl
             assert (error.value.code, error.value.message) == (3, "naïve 100%\n")
             assert error.value.details == b"\x00details"
             assert connection.usable
+
+
+def test_frames_become_large_amid_the_first_large_message() -> None:
+    with client() as connection:
+        call = connection.call("/echo.Echo/echo")
+        assert connection.max_frame_size == MIN_FRAME_SIZE
+        call.send_message(bytes(64 * 2**20), end=True)
+        assert connection.max_frame_size == LARGEST_FRAME_SIZE
+        assert call.receive_message() == 64 * 2**20
 
 
 def test_a_call_that_its_server_ends_unread_leaves_the_connection_usable() -> None:
