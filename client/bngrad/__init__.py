@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from bngrad import aio
+from bngrad import aio, typing
 from bngrad._client import Client
 from bngrad._credentials import Tls
 from bngrad._errors import (
@@ -19,6 +19,7 @@ from bngrad._errors import (
     FieldViolation,
     InternalError,
     InvalidArgumentError,
+    NotSharedError,
     ResourceExhaustedError,
     UnauthenticatedError,
     UnavailableError,
@@ -47,6 +48,7 @@ __all__ = [
     "FusedBatchNormGradV3",
     "InternalError",
     "InvalidArgumentError",
+    "NotSharedError",
     "ResourceExhaustedError",
     "ServerInfo",
     "Tls",
@@ -55,4 +57,11 @@ __all__ = [
     "UnimplementedError",
     "__version__",
     "aio",
+    "typing",
 ]
+
+# Tracebacks name errors as users import them.
+for _public in list(vars().values()):
+    if isinstance(_public, type) and issubclass(_public, BngradError):
+        _public.__module__ = __name__
+del _public

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, SupportsIndex, TypeVar
+from typing import Any, SupportsIndex, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -20,16 +20,25 @@ from bngrad._requests import ops
 from bngrad._requests.attributes import OneDnnAttributes, TensorFlowAttributes
 from bngrad._requests.request import Attributes, OpSchema
 from bngrad._results import (
-    Array,
     BatchNormTrainingBackprop,
     FusedBatchNormGradGrad,
     FusedBatchNormGradV2,
     FusedBatchNormGradV3,
     ServerInfo,
 )
-from bngrad._validation import Transport
+from bngrad.typing import (
+    Array,
+    DataFormat,
+    DataFormat4D,
+    OneDnnDataFormat,
+    Output,
+    ReserveSpace2Kind,
+    Tensor,
+    Transport,
+)
 
 Result = TypeVar("Result")
+Scalar = TypeVar("Scalar", bound=np.generic)
 
 _THREADS = 64
 """The most calls in flight; further calls wait for one of these to end."""
@@ -47,13 +56,13 @@ class Client:
         self,
         target: str | Sequence[str],
         *,
-        timeout: float = _validation.DEFAULT_TIMEOUT_S,
+        timeout: float = 60.0,
         transport: Transport = "auto",
         retries: bool = True,
         tls: Tls | bool = False,
         token: Token | None = None,
         insecure: bool = False,
-        options: Iterable[_validation.ChannelOption] = (),
+        options: Iterable[tuple[str, Any]] = (),
     ) -> None:
         """Connects to nothing yet, and may be called before there is an event loop.
 
@@ -74,19 +83,19 @@ class Client:
 
     async def fused_batch_norm_grad_v3(
         self,
-        y_backprop: Any,
-        x: Any,
-        scale: Any,
-        reserve_space_1: Any,
-        reserve_space_2: Any,
-        reserve_space_3: Any,
+        y_backprop: Tensor,
+        x: Tensor,
+        scale: Tensor,
+        reserve_space_1: Tensor,
+        reserve_space_2: Tensor,
+        reserve_space_3: Tensor | None,
         epsilon: float = 0.0001,
-        data_format: str = "NHWC",
+        data_format: DataFormat = "NHWC",
         is_training: bool = True,
         name: str | None = None,
         *,
-        reserve_space_2_kind: str = "variance",
-        out: Array | None = None,
+        reserve_space_2_kind: ReserveSpace2Kind = "variance",
+        out: Output | None = None,
         priority: int = 0,
         timeout: float | None = None,
     ) -> FusedBatchNormGradV3:
@@ -97,18 +106,18 @@ class Client:
 
     async def fused_batch_norm_grad_v2(
         self,
-        y_backprop: Any,
-        x: Any,
-        scale: Any,
-        reserve_space_1: Any,
-        reserve_space_2: Any,
+        y_backprop: Tensor,
+        x: Tensor,
+        scale: Tensor,
+        reserve_space_1: Tensor,
+        reserve_space_2: Tensor,
         epsilon: float = 0.0001,
-        data_format: str = "NHWC",
+        data_format: DataFormat4D = "NHWC",
         is_training: bool = True,
         name: str | None = None,
         *,
-        reserve_space_2_kind: str = "variance",
-        out: Array | None = None,
+        reserve_space_2_kind: ReserveSpace2Kind = "variance",
+        out: Output | None = None,
         priority: int = 0,
         timeout: float | None = None,
     ) -> FusedBatchNormGradV2:
@@ -119,15 +128,15 @@ class Client:
 
     async def batch_norm_training_backprop(
         self,
-        input_forward: Any,
-        output_delta: Any,
-        mean: Any,
-        variance: Any,
-        gamma: Any = None,
+        input_forward: Tensor,
+        output_delta: Tensor,
+        mean: Tensor,
+        variance: Tensor,
+        gamma: Tensor | None = None,
         *,
         epsilon: float,
-        data_format: str = "NXC",
-        out: Array | None = None,
+        data_format: OneDnnDataFormat = "NXC",
+        out: Output | None = None,
         priority: int = 0,
         timeout: float | None = None,
     ) -> BatchNormTrainingBackprop:
@@ -138,20 +147,20 @@ class Client:
 
     async def fused_batch_norm_grad_grad(
         self,
-        grad_x_backprop: Any,
-        grad_scale_backprop: Any,
-        grad_offset_backprop: Any,
-        y_backprop: Any,
-        x: Any,
-        scale: Any,
-        reserve_space_1: Any,
-        reserve_space_2: Any,
+        grad_x_backprop: Tensor,
+        grad_scale_backprop: Tensor,
+        grad_offset_backprop: Tensor,
+        y_backprop: Tensor,
+        x: Tensor,
+        scale: Tensor,
+        reserve_space_1: Tensor,
+        reserve_space_2: Tensor,
         epsilon: float = 0.0001,
-        data_format: str = "NHWC",
+        data_format: DataFormat = "NHWC",
         is_training: bool = True,
         *,
-        reserve_space_2_kind: str = "variance",
-        out: tuple[Array | None, Array | None] | None = None,
+        reserve_space_2_kind: ReserveSpace2Kind = "variance",
+        out: tuple[Output | None, Output | None] | None = None,
         priority: int = 0,
         timeout: float | None = None,
     ) -> FusedBatchNormGradGrad:
@@ -166,6 +175,17 @@ class Client:
     async def server_info(self, *, timeout: float | None = None) -> ServerInfo:
         """Asks the server for its version, devices, ops and limits: see `bngrad.Client.server_info`."""
         return await self._in_thread(self._calls.server_info, timeout)
+
+    @overload
+    async def empty(self, shape: SupportsIndex | Sequence[SupportsIndex]) -> npt.NDArray[np.float32]: ...
+
+    @overload
+    async def empty(
+        self, shape: SupportsIndex | Sequence[SupportsIndex], dtype: type[Scalar] | np.dtype[Scalar]
+    ) -> npt.NDArray[Scalar]: ...
+
+    @overload
+    async def empty(self, shape: SupportsIndex | Sequence[SupportsIndex], dtype: npt.DTypeLike) -> Array: ...
 
     async def empty(self, shape: SupportsIndex | Sequence[SupportsIndex], dtype: npt.DTypeLike = np.float32) -> Array:
         """Makes an array in memory shared with the server: see `bngrad.Client.empty`."""

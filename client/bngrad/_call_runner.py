@@ -17,12 +17,12 @@ from bngrad._credentials import Credentials, Tls, Token, check_security
 from bngrad._deadline import Cancellation, Deadline
 from bngrad._errors import BngradError, ClientClosedError, NotSharedError, UnavailableError
 from bngrad._requests.request import PreparedRequest
-from bngrad._results import Array, ServerInfo
+from bngrad._results import ServerInfo
 from bngrad._shared_memory.lease import LeaseError
 from bngrad._shared_memory.pool import Pool
 from bngrad._shared_memory.quarantine import Quarantine
 from bngrad._transports.selector import TransportSelector
-from bngrad._validation import Transport
+from bngrad.typing import Array, Transport
 
 Result = TypeVar("Result")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, SupportsIndex, TypeVar
+from typing import Any, SupportsIndex, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -16,16 +16,25 @@ from bngrad._requests import ops
 from bngrad._requests.attributes import OneDnnAttributes, TensorFlowAttributes
 from bngrad._requests.request import Attributes, OpSchema
 from bngrad._results import (
-    Array,
     BatchNormTrainingBackprop,
     FusedBatchNormGradGrad,
     FusedBatchNormGradV2,
     FusedBatchNormGradV3,
     ServerInfo,
 )
-from bngrad._validation import Transport
+from bngrad.typing import (
+    Array,
+    DataFormat,
+    DataFormat4D,
+    OneDnnDataFormat,
+    Output,
+    ReserveSpace2Kind,
+    Tensor,
+    Transport,
+)
 
 Result = TypeVar("Result")
+Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 class Client:
@@ -36,7 +45,8 @@ class Client:
 
     Tensors may be NumPy arrays of any memory layout and byte order, tensors of PyTorch, TensorFlow or JAX in the
     CPU's memory, anything else with ``__dlpack__`` or ``__array__``, or numbers in (nested) Python sequences, which
-    become float32. Results are new NumPy arrays, which may be written to; bfloat16 is ``ml_dtypes.bfloat16``.
+    become float32. Results are new NumPy arrays, which may be written to; bfloat16 is ``ml_dtypes.bfloat16``. Tensors
+    with the channels second whose memory has them last, as PyTorch's ``channels_last`` does, are sent as they lie.
 
     Every call is a pure function of its request, so the client repeats it, within its timeout, where that may help:
     when the connection was lost or the server is stopping, and when the server is overloaded and says when to retry.
@@ -65,13 +75,13 @@ class Client:
         self,
         target: str | Sequence[str],
         *,
-        timeout: float = _validation.DEFAULT_TIMEOUT_S,
+        timeout: float = 60.0,
         transport: Transport = "auto",
         retries: bool = True,
         tls: Tls | bool = False,
         token: Token | None = None,
         insecure: bool = False,
-        options: Iterable[_validation.ChannelOption] = (),
+        options: Iterable[tuple[str, Any]] = (),
     ) -> None:
         """Connects to nothing yet.
 
@@ -94,19 +104,19 @@ class Client:
 
     def fused_batch_norm_grad_v3(
         self,
-        y_backprop: Any,
-        x: Any,
-        scale: Any,
-        reserve_space_1: Any,
-        reserve_space_2: Any,
-        reserve_space_3: Any,
+        y_backprop: Tensor,
+        x: Tensor,
+        scale: Tensor,
+        reserve_space_1: Tensor,
+        reserve_space_2: Tensor,
+        reserve_space_3: Tensor | None,
         epsilon: float = 0.0001,
-        data_format: str = "NHWC",
+        data_format: DataFormat = "NHWC",
         is_training: bool = True,
         name: str | None = None,
         *,
-        reserve_space_2_kind: str = "variance",
-        out: Array | None = None,
+        reserve_space_2_kind: ReserveSpace2Kind = "variance",
+        out: Output | None = None,
         priority: int = 0,
         timeout: float | None = None,
     ) -> FusedBatchNormGradV3:
@@ -135,7 +145,8 @@ class Client:
             name: Ignored; accepted so that calls of the op need no change.
             reserve_space_2_kind: "variance" for the variance without epsilon, as from TensorFlow on a CPU, or
                 "inverse_std" for rstd itself, as saved by cuDNN and PyTorch in training; epsilon is then unused.
-            out: Where to put x_backprop; a NumPy array of its dtype and shape that overlaps no other argument.
+            out: Where to put x_backprop; a NumPy array or a PyTorch tensor of its dtype and shape that overlaps no
+                other argument.
             priority: From -8 to 8. Requests of higher priority are computed first; it is a head start, so that no
                 other request waits forever.
             timeout: How long the call may take, in seconds; None for the client's own timeout.
@@ -149,18 +160,18 @@ class Client:
 
     def fused_batch_norm_grad_v2(
         self,
-        y_backprop: Any,
-        x: Any,
-        scale: Any,
-        reserve_space_1: Any,
-        reserve_space_2: Any,
+        y_backprop: Tensor,
+        x: Tensor,
+        scale: Tensor,
+        reserve_space_1: Tensor,
+        reserve_space_2: Tensor,
         epsilon: float = 0.0001,
-        data_format: str = "NHWC",
+        data_format: DataFormat4D = "NHWC",
         is_training: bool = True,
         name: str | None = None,
         *,
-        reserve_space_2_kind: str = "variance",
-        out: Array | None = None,
+        reserve_space_2_kind: ReserveSpace2Kind = "variance",
+        out: Output | None = None,
         priority: int = 0,
         timeout: float | None = None,
     ) -> FusedBatchNormGradV2:
@@ -192,15 +203,15 @@ class Client:
 
     def batch_norm_training_backprop(
         self,
-        input_forward: Any,
-        output_delta: Any,
-        mean: Any,
-        variance: Any,
-        gamma: Any = None,
+        input_forward: Tensor,
+        output_delta: Tensor,
+        mean: Tensor,
+        variance: Tensor,
+        gamma: Tensor | None = None,
         *,
         epsilon: float,
-        data_format: str = "NXC",
-        out: Array | None = None,
+        data_format: OneDnnDataFormat = "NXC",
+        out: Output | None = None,
         priority: int = 0,
         timeout: float | None = None,
     ) -> BatchNormTrainingBackprop:
@@ -227,20 +238,20 @@ class Client:
 
     def fused_batch_norm_grad_grad(
         self,
-        grad_x_backprop: Any,
-        grad_scale_backprop: Any,
-        grad_offset_backprop: Any,
-        y_backprop: Any,
-        x: Any,
-        scale: Any,
-        reserve_space_1: Any,
-        reserve_space_2: Any,
+        grad_x_backprop: Tensor,
+        grad_scale_backprop: Tensor,
+        grad_offset_backprop: Tensor,
+        y_backprop: Tensor,
+        x: Tensor,
+        scale: Tensor,
+        reserve_space_1: Tensor,
+        reserve_space_2: Tensor,
         epsilon: float = 0.0001,
-        data_format: str = "NHWC",
+        data_format: DataFormat = "NHWC",
         is_training: bool = True,
         *,
-        reserve_space_2_kind: str = "variance",
-        out: tuple[Array | None, Array | None] | None = None,
+        reserve_space_2_kind: ReserveSpace2Kind = "variance",
+        out: tuple[Output | None, Output | None] | None = None,
         priority: int = 0,
         timeout: float | None = None,
     ) -> FusedBatchNormGradGrad:
@@ -263,8 +274,8 @@ class Client:
             data_format: "NHWC" or "NCHW" for 4-D, "NDHWC" or "NCDHW" for 5-D tensors.
             is_training: Whether mean and variance were computed from x, rather than being constants.
             reserve_space_2_kind: "variance" or "inverse_std", as in `fused_batch_norm_grad_v3`.
-            out: Where to put grad_y_backprop and grad_x: NumPy arrays of the dtype and shape of x that overlap neither
-                each other nor any other argument; None for either that may be a new array.
+            out: Where to put grad_y_backprop and grad_x: NumPy arrays or PyTorch tensors of the dtype and shape of x
+                that overlap neither each other nor any other argument; None for either that may be a new array.
             priority: As in `fused_batch_norm_grad_v3`.
             timeout: How long the call may take, in seconds; None for the client's own timeout.
 
@@ -288,6 +299,17 @@ class Client:
             BngradError: See the class.
         """
         return self._calls.server_info(self._calls.deadline(timeout), Cancellation(only_by_close=True))
+
+    @overload
+    def empty(self, shape: SupportsIndex | Sequence[SupportsIndex]) -> npt.NDArray[np.float32]: ...
+
+    @overload
+    def empty(
+        self, shape: SupportsIndex | Sequence[SupportsIndex], dtype: type[Scalar] | np.dtype[Scalar]
+    ) -> npt.NDArray[Scalar]: ...
+
+    @overload
+    def empty(self, shape: SupportsIndex | Sequence[SupportsIndex], dtype: npt.DTypeLike) -> Array: ...
 
     def empty(self, shape: SupportsIndex | Sequence[SupportsIndex], dtype: npt.DTypeLike = np.float32) -> Array:
         """Makes an array in memory shared with the server if there is any, else in the client's own.

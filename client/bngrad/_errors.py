@@ -8,6 +8,7 @@ BngradError
 ├── ResourceExhaustedError
 ├── UnauthenticatedError       also a PermissionError
 ├── UnavailableError           also a ConnectionError
+│   └── NotSharedError
 └── UnimplementedError         also a NotImplementedError
 
 An argument of the wrong Python type, such as a string for epsilon, is a plain TypeError.
@@ -95,7 +96,7 @@ class UnavailableError(BngradError, ConnectionError):
 
 
 class NotSharedError(UnavailableError):
-    """The server shares no memory with this client, and will not if asked again."""
+    """The server shares no memory with this client, whose transport is "shared"; asking again does not help."""
 
 
 class UnimplementedError(BngradError, NotImplementedError):
@@ -160,7 +161,8 @@ def from_status(code: grpc.StatusCode, message: str, details: bytes, target: str
         return DeadlineExceededError(f"{target} did not answer within the timeout of {timeout} s: {message}")
     if cls is UnimplementedError:
         return UnimplementedError(f"{target} does not know this call of bngrad {__version__}: {message}")
-    return cls(f"{target} answered {code.name}: {message}")
+    hint = "; give the client one by token=" if cls is UnauthenticatedError else ""
+    return cls(f"{target} answered {code.name}: {message}{hint}")
 
 
 def _retry_delay_s(details: bytes) -> float | None:

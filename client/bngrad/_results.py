@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple
 
-import numpy.typing as npt
-
-Array: TypeAlias = npt.NDArray[Any]
+from bngrad.typing import Array
 
 
 class FusedBatchNormGradV3(NamedTuple):

@@ -6,19 +6,17 @@ import numbers
 import operator
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, SupportsIndex, TypeAlias
+from typing import Any, SupportsIndex, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from bngrad._errors import FieldViolation, invalid_argument, is_encodable
+from bngrad.typing import Transport
 from bngrad_wire.addresses import MAX_PORT, host_and_port, unix_path
 
 ChannelOption: TypeAlias = tuple[str, Any]
-Transport: TypeAlias = Literal["auto", "unary", "stream", "shared"]
 TRANSPORTS: tuple[Transport, ...] = ("auto", "unary", "stream", "shared")
-
-DEFAULT_TIMEOUT_S = 60.0
 
 _DEFAULT_OPTIONS: dict[str, Any] = {
     "grpc.max_send_message_length": -1,

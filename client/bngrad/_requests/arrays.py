@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from bngrad._errors import FieldViolation, InvalidArgumentError, invalid_argument
-from bngrad._results import Array
+from bngrad.typing import Array
 
 _HOST_DEVICE_TYPES = frozenset({1, 3, 11, 13})
 """DLPack's device types that the CPU can read: its own memory, and the pinned and managed memory of CUDA and ROCm."""
@@ -45,6 +45,8 @@ def as_array(field: str, value: Any) -> Array:
     Raises:
         InvalidArgumentError: It is none of these, or it is on a device other than the CPU.
     """
+    if value is None:
+        raise invalid_argument(FieldViolation(field, f"{field} must be an array, not None"))
     if isinstance(value, np.ndarray):
         if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
             masked = np.ma.getmaskarray(value).sum()
@@ -60,6 +62,24 @@ def as_array(field: str, value: Any) -> Array:
         raise invalid_argument(FieldViolation(field, description)) from error
     description = f"{field} must be in the CPU's memory, but the {_type_name(value)} is on {device}: copy it first"
     raise invalid_argument(FieldViolation(field, description))
+
+
+def as_output(field: str, value: Any) -> Array | None:
+    """Returns a NumPy array as it is, and a view of a PyTorch tensor; None for None.
+
+    Raises:
+        TypeError: It is none of these.
+        InvalidArgumentError: The tensor cannot be written to as memory of the CPU.
+    """
+    if value is None or isinstance(value, np.ndarray):
+        return value
+    if not _is_torch(value):
+        raise TypeError(f"{field} must be a NumPy array or a PyTorch tensor, not {type(value).__name__}")
+    if value.requires_grad or value.is_neg():
+        has = "requires one" if value.requires_grad else "is"
+        description = f"{field} must neither require a gradient nor be a negated view, but {has}"
+        raise invalid_argument(FieldViolation(field, description))
+    return as_array(field, value)
 
 
 def _foreign_device(value: Any) -> str | None:

@@ -13,9 +13,12 @@ import numpy as np
 from google.protobuf.message import DecodeError, Message
 
 from bngrad._errors import FieldViolation, InternalError, invalid_argument
-from bngrad._results import Array, Device, ServerInfo
+from bngrad._results import Device, ServerInfo
+from bngrad.typing import Array
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_wire import messages
+from bngrad_wire.fields import MAX_NBYTES
+from bngrad_wire.limits import MAX_RANK
 from bngrad_wire.messages import Buffer
 
 _DTYPES: dict[pb.DataType, np.dtype[Any]] = {
@@ -98,8 +101,10 @@ class ResponseReader:
         self._name = message_type.DESCRIPTOR.name
         self._fields = [field.name for field in message_type.DESCRIPTOR.fields]
         self._large = large
-        self._decoder = messages.Decoder(message_type)
-        self._checked = functools.lru_cache(maxsize=1024)(self._check)
+        # By whether the elements of the large tensors come apart from the message.
+        self._decoders = {
+            apart: messages.Decoder(message_type, functools.partial(self._check, apart)) for apart in (False, True)
+        }
 
     def read(self, data: bytes, large: Sequence[Array | None], *, apart: bool) -> dict[str, Array]:
         """Returns the tensors of a response by the names of its fields.
@@ -113,11 +118,11 @@ class ResponseReader:
             InternalError: The response is malformed.
         """
         try:
-            layout = self._decoder.decode(data)
+            tensors = self._decoders[apart].decode(data)
         except DecodeError as error:
             raise InternalError(f"the server's answer is no {self._name}: {error}") from error
         arrays = {}
-        for (field, dtype, shape, start), out in zip_longest(self._checked(layout, apart), large):
+        for (field, dtype, shape, start), out in zip_longest(tensors, large):
             if out is not None and (out.dtype != dtype or out.shape != shape):
                 raise InternalError(f"the server's {field} has shape {shape} of {dtype.name}, not {out.shape}")
             if apart and out is not None:
@@ -132,7 +137,7 @@ class ResponseReader:
         return arrays
 
     def _check(
-        self, layout: messages.Layout[Any], apart: bool
+        self, apart: bool, layout: messages.Layout[Any]
     ) -> list[tuple[str, np.dtype[Any], tuple[int, ...], int]]:
         """Returns name, dtype, shape and the start of the elements of each tensor."""
         if missing := [field for field in self._fields if field not in layout.tensors]:
@@ -144,6 +149,8 @@ class ResponseReader:
             if dtype is None:
                 has = f"the dtype {span.header.dtype}, which this client does not know"
                 raise InternalError(f"the server's {field} has {has}")
+            if len(shape) > MAX_RANK:
+                raise InternalError(f"the server's {field} has {len(shape)} dimensions, more than {MAX_RANK}")
             expected = 0 if apart and i < self._large else math.prod(shape) * dtype.itemsize
             if min(shape, default=0) < 0 or span.nbytes != expected:
                 raise InternalError(f"the server's {field} has {span.nbytes} bytes for shape {shape} of {dtype.name}")
@@ -158,6 +165,8 @@ def read_server_info(data: bytes) -> tuple[ServerInfo, pb.Endpoints]:
         InternalError: The response is malformed.
     """
     try:
+        if len(data) > MAX_NBYTES:
+            raise DecodeError(f"it has {len(data)} bytes, more than {MAX_NBYTES}")
         message = pb.ServerInfoResponse.FromString(data)
     except DecodeError as error:
         raise InternalError(f"the server's answer is no ServerInfoResponse: {error}") from error

@@ -11,9 +11,9 @@ from google.protobuf.message import Message
 
 from bngrad._errors import FieldViolation, invalid_argument
 from bngrad._requests import codec
-from bngrad._requests.arrays import as_arrays
+from bngrad._requests.arrays import as_arrays, as_output
 from bngrad._requests.attributes import OneDnnAttributes, TensorFlowAttributes
-from bngrad._results import Array
+from bngrad.typing import Array
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_wire.limits import MAX_PROTOBUF_NBYTES
 from bngrad_wire.messages import Buffer
@@ -23,6 +23,9 @@ SERVER_INFO_METHOD = f"/{SERVICE}/ServerInfo"
 EXCHANGE_METHOD = f"/{SERVICE}/Exchange"
 
 _OPTIONAL = ("reserve_space_3", "gamma")
+
+_CHANNELS_LAST = {"NCHW": ("NHWC", (4,)), "NCDHW": ("NDHWC", (5,)), "NCX": ("NXC", (3, 4, 5))}
+"""For data formats with the channels second: the one with the channels last, and its numbers of dimensions."""
 
 Attributes: TypeAlias = TensorFlowAttributes | OneDnnAttributes
 Result = TypeVar("Result")
@@ -64,8 +67,8 @@ class OpSchema(Generic[Result]):
         Args:
             tensors: One for each of the op's `tensors`; None for an optional one that is left out.
             attributes: The arguments that are not tensors.
-            out: Where the caller wants the outputs of the shape of x: an array or None, or a pair of these for an op
-                with two such outputs.
+            out: Where the caller wants the outputs of the shape of x: an array, a PyTorch tensor or None, or a pair of
+                these for an op with two such outputs.
 
         Raises:
             TypeError: An argument has the wrong type.
@@ -74,7 +77,9 @@ class OpSchema(Generic[Result]):
         checked = attributes.checked()
         named = zip(self.tensors, tensors, strict=True)
         given = {field: value for field, value in named if value is not None or field not in _OPTIONAL}
-        small = codec.to_wire_layout(as_arrays(given))
+        arrays = as_arrays(given)
+        transposed = self._with_channels_last(checked, arrays)
+        small = codec.to_wire_layout({**arrays, **transposed} if transposed else arrays)
         # The op ignores the elements of reserve_space_3, so they are not sent.
         ignored = small.pop("reserve_space_3", None)
         header = b""
@@ -82,22 +87,37 @@ class OpSchema(Generic[Result]):
             header = codec.header_piece(self.fields["reserve_space_3"], ignored.dtype, ignored.shape)
         large = dict(zip(self.large, map(small.pop, self.large), strict=True))
         others = {**large, **small}
-        outputs = self._outputs(out)
-        for name, output in outputs.items():
+        like = next(iter(large.values()))
+        own = self._outputs(out)
+        for name, output in own.items():
             if output is not None:
-                _check_out(name, output, others)
+                _check_out(name, output, np.moveaxis(like, -1, 1) if transposed else like, others)
                 others[name] = output
         rest = codec.attributes_piece(self._request_type, tuple(checked.items())) + header
-        return PreparedRequest(self, large, small, rest, tuple(outputs.values()))
+        outputs = own_out = tuple(own.values())
+        if transposed:
+            outputs = tuple(output if output is None else np.moveaxis(output, 1, -1) for output in own_out)
+        return PreparedRequest(self, large, small, rest, outputs, own_out if transposed else None)
+
+    def _with_channels_last(self, attributes: dict[str, Any], arrays: Mapping[str, Array]) -> dict[str, Array]:
+        """Returns views with the channels last, and adapts the data format, if the memory has them so; else nothing."""
+        data_format, ranks = _CHANNELS_LAST.get(attributes["data_format"], ("", ()))
+        first = arrays[self.large[0]]
+        if first.ndim not in ranks or first.flags.c_contiguous:
+            return {}
+        views = {field: np.moveaxis(arrays[field], 1, -1) for field in self.large if arrays[field].shape == first.shape}
+        if len(views) < len(self.large) or not all(view.flags.c_contiguous for view in views.values()):
+            return {}
+        attributes["data_format"] = data_format
+        return views
 
     def _outputs(self, out: Any) -> dict[str, Array | None]:
         """Returns where each output of the shape of x goes, by the name that errors give it."""
         if len(self.location_numbers) == 1:
-            return {"out": out}
+            return {"out": as_output("out", out)}
         if out is not None and (not isinstance(out, tuple | list) or len(out) != 2):
             raise TypeError(f"out must be a pair of arrays, not {type(out).__name__}")
-        first, second = out or (None, None)
-        return {"out[0]": first, "out[1]": second}
+        return {f"out[{i}]": as_output(f"out[{i}]", each) for i, each in enumerate(out or (None, None))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +130,7 @@ class PreparedRequest(Generic[Result]):
         small: The other tensors, likewise.
         rest: The serialised fields that are not tensors, and the tensors that are sent without elements.
         out: Where the caller wants each output of the shape of x; None for a new array.
+        own_out: The same with the channels second, as the caller has them; None if ``out`` is what the caller has.
     """
 
     op: OpSchema[Result]
@@ -117,6 +138,7 @@ class PreparedRequest(Generic[Result]):
     small: dict[str, Array]
     rest: bytes
     out: tuple[Array | None, ...]
+    own_out: tuple[Array | None, ...] | None = None
 
     @property
     def arrays(self) -> list[Array]:
@@ -180,14 +202,14 @@ class PreparedRequest(Generic[Result]):
         Raises:
             InternalError: The response is malformed.
         """
-        return self.op.result(**self.op.response.read(response, outputs, apart=apart))
+        tensors = self.op.response.read(response, outputs, apart=apart)
+        for (field, array), own in zip(list(tensors.items()), self.own_out or (), strict=False):
+            tensors[field] = np.moveaxis(array, -1, 1) if own is None else own
+        return self.op.result(**tensors)
 
 
-def _check_out(name: str, out: Any, others: Mapping[str, Array]) -> None:
-    """Checks an array for an output: it must be like the first of the others, be writeable, and overlap none."""
-    if not isinstance(out, np.ndarray):
-        raise TypeError(f"{name} must be a NumPy array, not {type(out).__name__}")
-    like = next(iter(others.values()))
+def _check_out(name: str, out: Array, like: Array, others: Mapping[str, Array]) -> None:
+    """Checks an array for an output: its dtype and shape, that it is writeable, and overlaps none of the others."""
     problem = ""
     if (out.dtype, out.shape) != (like.dtype, like.shape):
         problem = f"must have shape {like.shape} of {like.dtype}, not {out.shape} of {out.dtype}"

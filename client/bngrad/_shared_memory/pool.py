@@ -22,8 +22,8 @@ import numpy as np
 
 from bngrad._credentials import NO_CREDENTIALS, Credentials
 from bngrad._deadline import ENDLESS, Cancellation, Deadline
-from bngrad._results import Array
 from bngrad._shared_memory.lease import LeaseError, LeaseLateError, UnreachableError, lease_region, shut_down
+from bngrad.typing import Array
 from bngrad_wire.lease_protocol import ALIGNMENT, IN_USE, IS_IN_USE
 from bngrad_wire.limits import REGION_NBYTES
 
@@ -275,6 +275,9 @@ class Pool:
     def _forget(self, region: PoolRegion) -> None:
         self._drop_free_blocks(region)
         self._regions.remove(region)
+        if region.blocks == 0:
+            with contextlib.suppress(BufferError):  # the last array is just going
+                region.memory.close()  # before the lease ends, or the server would still count it
         region.close()
 
     def _drop_free_blocks(self, region: PoolRegion) -> None:

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import numpy as np
 
 from bngrad._deadline import Cancellation, Deadline
-from bngrad._results import Array
 from bngrad._shared_memory.pool import PoolRegion
+from bngrad.typing import Array
 from bngrad_wire.http2 import frames
 
 _FIRST_POLL_S = 0.001

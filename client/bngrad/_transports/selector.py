@@ -14,14 +14,14 @@ from bngrad._deadline import Cancellation, Deadline
 from bngrad._errors import BngradError, InvalidArgumentError, NotSharedError, UnavailableError, from_status
 from bngrad._requests import codec
 from bngrad._requests.request import EXCHANGE_METHOD, SERVER_INFO_METHOD, PreparedRequest
-from bngrad._results import Array, ServerInfo
+from bngrad._results import ServerInfo
 from bngrad._shared_memory.lease import LeaseEndedError, LeaseError, LeaseLateError, UnreachableError
 from bngrad._shared_memory.pool import Pool, PoolRegion
 from bngrad._shared_memory.quarantine import AbandonedCall, Quarantine
 from bngrad._transports.endpoints import EndpointDiscovery, Endpoints
 from bngrad._transports.grpcio import GrpcioTransport
 from bngrad._transports.http2 import Http2Transport, NotConnectedError
-from bngrad._validation import Transport
+from bngrad.typing import Array, Transport
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_wire.messages import Buffer
 

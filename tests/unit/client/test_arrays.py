@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import bngrad
-from bngrad._requests.arrays import as_array, as_arrays
+from bngrad._requests.arrays import as_array, as_arrays, as_output
 
 VALUES = np.array([[1, -2.5], [0.125, 3]], np.float32)
 
@@ -118,3 +118,24 @@ def test_every_wrong_argument_is_named_at_once() -> None:
     with pytest.raises(bngrad.InvalidArgumentError) as refused:
         as_arrays({"x": meta, "scale": VALUES, "reserve_space_1": meta})
     assert [violation.field for violation in refused.value.violations] == ["x", "reserve_space_1"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_outputs_are_written_to_torch_tensors(dtype: torch.dtype) -> None:
+    tensor = torch.zeros(2, 3, dtype=dtype)
+    view = as_output("out", tensor)
+    assert view is not None
+    view[:] = 2.5
+    assert tensor.tolist() == [[2.5] * 3] * 2
+
+
+def test_outputs_that_cannot_be_written_are_refused() -> None:
+    for tensor, complaint in [
+        (torch.zeros(3, requires_grad=True), "must neither require a gradient nor be a negated view, but requires one"),
+        (torch.complex(torch.zeros(3), torch.ones(3)).conj().imag, "must neither require .* but is"),
+        (torch.empty(3, device="meta"), "must be in the CPU's memory, but the torch.Tensor is on device meta"),
+    ]:
+        with pytest.raises(bngrad.InvalidArgumentError, match=f"out {complaint}"):
+            as_output("out", tensor)
+    with pytest.raises(TypeError, match="out must be a NumPy array or a PyTorch tensor, not list"):
+        as_output("out", [1.0])

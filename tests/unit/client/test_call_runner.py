@@ -28,7 +28,7 @@ from tests.unit.client.peer import echo, info, peer
 
 import bngrad
 import bngrad.aio
-from bngrad._validation import Transport
+from bngrad.typing import Transport
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_wire.http2 import RpcError
 

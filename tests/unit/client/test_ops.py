@@ -15,7 +15,7 @@ import pytest
 import bngrad
 from bngrad._requests import codec, ops
 from bngrad._requests.attributes import OneDnnAttributes, TensorFlowAttributes
-from bngrad._requests.request import PreparedRequest
+from bngrad._requests.request import OpSchema, PreparedRequest
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -169,7 +169,7 @@ def test_dtypes_that_the_protocol_does_not_have_are_refused_field_by_field() -> 
 def test_none_is_refused_for_a_required_tensor(field: str) -> None:
     tensors: dict[str, Any] = {"y_backprop": X, "x": X, "scale": STATS, "reserve_space_1": STATS}
     tensors |= {"reserve_space_2": STATS, field: None}
-    with pytest.raises(bngrad.InvalidArgumentError, match=rf"^{field} must have dtype .*, not object"):
+    with pytest.raises(bngrad.InvalidArgumentError, match=rf"^{field} must be an array, not None$"):
         v2(tuple(tensors.values()))
 
 
@@ -196,6 +196,69 @@ def test_arrays_in_the_layout_of_the_protocol_are_not_copied() -> None:
     request = v3()
     assert np.shares_memory(request.large["x"], X)
     assert any(np.shares_memory(np.frombuffer(each, np.uint8), X) for each in request.pieces() if len(each) == X.nbytes)
+
+
+@pytest.mark.parametrize(
+    ("op", "data_format", "sent", "shape"),
+    [
+        (ops.V3, "NCHW", "NHWC", (2, 5, 3, 4)),
+        (ops.V3, "NCDHW", "NDHWC", (2, 5, 3, 4, 2)),
+        (ops.V2, "NCHW", "NHWC", (2, 5, 3, 4)),
+        (ops.GRAD_GRAD, "NCHW", "NHWC", (2, 5, 3, 4)),
+        (ops.TRAINING_BACKPROP, "NCX", "NXC", (2, 5, 3)),
+        (ops.TRAINING_BACKPROP, "NCX", "NXC", (2, 5, 3, 4)),
+    ],
+)
+def test_tensors_whose_memory_has_the_channels_last_are_sent_as_they_lie(
+    op: OpSchema[Any], data_format: Any, sent: str, shape: tuple[int, ...]
+) -> None:
+    memory = np.arange(math.prod(shape), dtype=np.float32).reshape(shape[0], *shape[2:], shape[1])
+    x, out = np.moveaxis(memory, -1, 1), np.empty(shape, np.float32)
+    tensors: list[Any] = [x if field in op.large else STATS for field in op.tensors if field != "reserve_space_3"]
+    attributes: Any = tensorflow_attributes(data_format=data_format)
+    if op is ops.V3:
+        tensors.append(None)
+    if op is ops.TRAINING_BACKPROP:
+        attributes = OneDnnAttributes(1e-4, data_format, 0)
+    request = op.prepare(tensors, attributes, (out, None) if op is ops.GRAD_GRAD else out)
+    assert all(each is not x and np.shares_memory(each, memory) for each in request.large.values())
+    assert request.shape == memory.shape
+    assert sent.encode() in request.rest
+    assert request.out[0] is not None
+    assert (request.out[0].shape, np.shares_memory(request.out[0], out)) == (memory.shape, True)
+
+
+def test_results_have_the_channels_where_the_caller_has_them() -> None:
+    x = np.moveaxis(X + 1, -1, 1)
+    tensors = np.moveaxis(X, -1, 1), x, STATS, STATS, STATS
+    small = {"scale_backprop": tensor(STATS), "offset_backprop": tensor(STATS)}
+    empty = {"reserve_space_3": EMPTY, "reserve_space_4": EMPTY}
+    answer = pb.FusedBatchNormGradV2Response(x_backprop=tensor(X), **small, **empty).SerializeToString()
+    result = v2(tensors, data_format="NCHW").read(answer)
+    np.testing.assert_array_equal(result.x_backprop, tensors[0])
+    out = np.empty(x.shape, np.float32)
+    request = v2(tensors, out, data_format="NCHW")
+    assert request.read(answer, request.out).x_backprop is out
+    np.testing.assert_array_equal(out, tensors[0])
+    with pytest.raises(bngrad.InvalidArgumentError, match=r"^out must have shape \(2, 5, 3, 4\) of float32, not"):
+        v2(tensors, np.empty(X.shape, np.float32), data_format="NCHW")
+
+
+@pytest.mark.parametrize(
+    ("y_backprop", "x", "data_format"),
+    [
+        (np.moveaxis(X, -1, 1), np.ascontiguousarray(np.moveaxis(X, -1, 1)), "NCHW"),
+        (np.moveaxis(X, -1, 1)[:, ::2], np.moveaxis(X, -1, 1)[:, ::2], "NCHW"),
+        (np.moveaxis(X, -1, 1), np.moveaxis(X[:1], -1, 1), "NCHW"),
+        (X.transpose(), X.transpose(), "NHWC"),
+        (X[0].transpose(), X[0].transpose(), "NCHW"),
+    ],
+    ids=["mixed", "strided", "shapes", "other format", "rank"],
+)
+def test_tensors_in_any_other_memory_layout_keep_their_data_format(y_backprop: Any, x: Any, data_format: str) -> None:
+    request = v2((y_backprop, x, STATS, STATS, STATS), data_format=data_format)
+    assert data_format.encode() in request.rest
+    assert request.large["x"].shape == x.shape
 
 
 @pytest.mark.parametrize("make", [np.empty_like, lambda like: np.empty((*like.shape[:-1], 10), like.dtype)[..., ::2]])
@@ -295,7 +358,7 @@ def test_epsilon_is_any_real_number_rounded_to_float32(epsilon: Any) -> None:
     [
         (argument, kind, value)
         for argument, kind, values in (
-            ("out", "a NumPy array", [[[1.0]], X.tobytes(), 1.0]),
+            ("out", "a NumPy array or a PyTorch tensor", [[[1.0]], X.tobytes(), 1.0]),
             ("epsilon", "a number", ["0.1", None, True, np.True_, 1j, [0.1], np.array([0.1])]),
             ("is_training", "a bool", [1, 0, None, "True", np.array([True])]),
             ("data_format", "a str", [b"NHWC", None, 4]),

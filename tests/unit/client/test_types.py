@@ -1,0 +1,130 @@
+"""What type checkers say of a program that calls the client."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import typing
+from pathlib import Path
+
+import grpc
+import pytest
+
+import bngrad
+import bngrad.typing
+from bngrad._errors import from_status
+
+ROOT = Path(__file__).parents[3]
+SOURCES = [str(ROOT / folder) for folder in ("client", "wire", "protos")]
+
+PROGRAM = """\
+from __future__ import annotations
+
+import asyncio
+import pathlib
+
+import ml_dtypes
+import numpy as np
+
+import bngrad
+import bngrad.typing
+
+
+def backward(client: bngrad.Client, y_backprop: bngrad.typing.Tensor, x: bngrad.typing.Tensor) -> np.float32:
+    scale, mean = np.ones(4, np.float32), client.empty(4)
+    mean[:] = np.array([1, 2, 3, 4], np.float32)
+    v3 = client.fused_batch_norm_grad_v3(y_backprop, x, scale, mean, [1.0, 2, 3, 4], None, data_format="NCHW")
+    v2 = client.fused_batch_norm_grad_v2(y_backprop, x, (1, 1, 1, 1), mean, scale, reserve_space_2_kind="inverse_std")
+    bfloat16 = client.empty((2, 3), dtype=ml_dtypes.bfloat16)
+    client.batch_norm_training_backprop(bfloat16, bfloat16, mean, scale, epsilon=1e-3, out=bfloat16, timeout=5)
+    return np.float32(v3.x_backprop.sum() + v2[0].sum())
+
+
+async def ask(target: str) -> tuple[str, ...]:
+    try:
+        async with bngrad.aio.Client(target, token=pathlib.Path("token"), tls=bngrad.Tls("ca.pem")) as client:
+            return (await client.server_info()).ops
+    except bngrad.InvalidArgumentError as error:
+        return tuple(violation.field for violation in error.violations)
+
+
+with bngrad.Client(["a:1", "b:2"], timeout=30, transport="stream") as client:
+    x = np.zeros((2, 3, 3, 4), np.float16)
+    print(backward(client, x, x), asyncio.run(ask("a:1")))
+"""
+
+MISTAKES = {
+    "a misspelt data format": ('data_format="NCHW"', 'data_format="NHCW"'),
+    "an unknown kind": ('"inverse_std"', '"rsqrt"'),
+    "a method that is not called": ("x, scale, mean, [", "x, scale, mean.mean, ["),
+    "a missing epsilon": ("epsilon=1e-3, ", ""),
+    "a misspelt result": ("v3.x_backprop.sum", "v3.x_backdrop.sum"),
+    "a file's name for a tensor": ("backward(client, x, x)", 'backward(client, "x.npy", x)'),
+    "a data format of five dimensions for four": ("(1, 1, 1, 1), mean, scale", '[1], mean, scale, 1e-4, "NDHWC"'),
+    "a result that was not awaited": ("(await client.server_info())", "client.server_info()"),
+    "an unknown transport": ('"stream"', '"http"'),
+    "a string for a timeout": ("timeout=30", 'timeout="30 s"'),
+}
+
+
+def by_mypy(path: Path) -> list[int]:
+    """The lines of a program in which mypy --strict finds an error."""
+    (path.parent / "mypy.ini").write_text(f"[mypy]\nstrict = true\nmypy_path = {':'.join(SOURCES)}\n")
+    command = [sys.executable, "-m", "mypy", "--no-error-summary", "--no-pretty", path.name]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=path.parent)
+    assert done.stderr == ""
+    return [int(line) for line in re.findall(rf"^{path.name}:(\d+): error:", done.stdout, flags=re.MULTILINE)]
+
+
+def by_pyright(path: Path) -> list[int]:
+    """The same for pyright's strict mode."""
+    settings = {"typeCheckingMode": "strict", "extraPaths": SOURCES, "reportMissingTypeStubs": False}
+    (path.parent / "pyrightconfig.json").write_text(json.dumps(settings))
+    command = [sys.executable, "-m", "basedpyright", "--outputjson", "--pythonpath", sys.executable, path.name]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=path.parent)
+    errors = json.loads(done.stdout)["generalDiagnostics"]
+    return [error["range"]["start"]["line"] + 1 for error in errors if error["severity"] == "error"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", [by_mypy, by_pyright])
+def test_type_checkers_accept_a_program_and_find_each_mistake(
+    check: typing.Callable[[Path], list[int]], tmp_path: Path
+) -> None:
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    assert check(path) == []
+
+    text = PROGRAM
+    for right, wrong in MISTAKES.values():
+        assert text.count(right) == 1
+        text = text.replace(right, wrong)
+    planted = [
+        number
+        for number, (before, after) in enumerate(zip(PROGRAM.splitlines(), text.splitlines(), strict=True), 1)
+        if before != after
+    ]
+    path.write_text(text)
+    assert sorted(set(check(path))) == planted
+
+
+def test_tracebacks_name_errors_as_users_import_them() -> None:
+    errors = [each for each in vars(bngrad).values() if isinstance(each, type) and issubclass(each, Exception)]
+    assert len(errors) > 5
+    assert {error.__module__ for error in errors} == {"bngrad"}
+
+
+def test_annotations_of_public_names_can_be_read() -> None:
+    classes = [each for each in vars(bngrad).values() if isinstance(each, type)]
+    for cls in [*classes, bngrad.aio.Client]:
+        typing.get_type_hints(cls)
+        for method in vars(cls).values():
+            if callable(method) and hasattr(method, "__annotations__"):
+                typing.get_type_hints(method)
+
+
+def test_a_missing_token_is_answered_with_the_argument_to_give() -> None:
+    error = from_status(grpc.StatusCode.UNAUTHENTICATED, "a valid token is needed", b"", "host:1", 1.0)
+    assert str(error) == "host:1 answered UNAUTHENTICATED: a valid token is needed; give the client one by token="
