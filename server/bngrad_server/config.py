@@ -18,8 +18,10 @@ from bngrad_server.setting_types import (
     Bytes,
     Computed,
     Device,
+    HostNames,
     HttpAddress,
     Metavar,
+    Mode,
     Port,
     Seconds,
     at_least,
@@ -109,8 +111,8 @@ class ServerConfig(BaseSettings):
         at_least(4 * _MIB, "4MiB", "clients send chunks and small requests in messages of up to that size"),
         Computed("so that 64 fill a quarter of the memory"),
     ] = Field(default_factory=default_max_message_bytes, le=MAX_PROTOBUF_NBYTES)
-    """Largest message of a request sent whole. Tensors in chunks or in shared memory are not limited, since they are
-    never held in a message."""
+    """Largest message of a request sent whole; on the server's own port at most 64 MiB. Tensors in chunks or in shared
+    memory are not limited, since they are never held in a message."""
     max_batch_jobs: int = Field(default=64, ge=1)
     """Most requests in a batch. A larger batch makes small requests cheaper, but delays the first of them."""
     max_batch_bytes: Bytes = Field(default=8 * 2**20, ge=1)
@@ -126,7 +128,9 @@ class ServerConfig(BaseSettings):
     transfer_timeout_s: Annotated[
         Seconds, at_least(1, "1 s", "connections whose clients do not answer a ping in that time are closed")
     ] = 30.0
-    """How long an upload or a download may take, plus a second for each 128 KiB, since it holds memory."""
+    """How long a client may keep the server waiting: between two messages on grpcio's port, for the next request of an
+    exchange, and on the server's own port, where every byte is seen, for at most 5 s amid a transfer. Uploads and
+    downloads have to move 128 KiB a second on average, since they hold memory."""
     worker_timeout_s: Annotated[
         Seconds, at_least(1, "1 s", "healthy workers may be silent for a good part of that")
     ] = 5.0
@@ -148,16 +152,20 @@ class ServerConfig(BaseSettings):
     """Whether the network is protected otherwise: no warnings about ports without TLS or tokens."""
     reflection: bool = True
     """Whether gRPC server reflection lists the methods."""
-    socket_mode: Annotated[str, Metavar("MODE")] = Field(default="0600", pattern="^0?[0-7]{3}$")
+    socket_mode: Mode = "0600"
     """Permissions of the Unix sockets to listen on, in octal: users who may write to one may call."""
     max_client_requests: Annotated[int, Computed("0, no limit")] = Field(default=0, ge=0)
     """Most requests in the server at once of one client: the owner of a token, the name in a certificate, else the host
     or the process. Further ones are refused, and the client retries later."""
     max_client_bytes: Annotated[Bytes, Computed("0, no limit")] = Field(default=0, ge=0)
-    """Most bytes of tensors in the server at once of one client that has several requests."""
+    """Most bytes of tensors in the server at once of one client. Further requests are refused, and the client retries
+    later; one that is larger by itself is always refused."""
 
     http: Annotated[HttpAddress | None, Metavar("HOST:PORT"), Computed("none")] = None
     """Address to serve HTTP on: /metrics, /healthz, /readyz, and a dashboard at /. It has neither TLS nor tokens."""
+    http_names: Annotated[HostNames | None, Metavar("NAMES"), Computed("none")] = None
+    """Names, with commas between them, by which the HTTP port may be asked, besides addresses, the machine's own names
+    and those of private networks: names of the public internet, for example behind a proxy."""
     log_format: Literal["console", "json"] = "console"
     """Format of the log on stderr: lines for people, or a JSON object in each line."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"

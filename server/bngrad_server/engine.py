@@ -7,12 +7,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
+from functools import partial
 
 from bngrad_kernels import backends
 from bngrad_server.codec.requests import Request
 from bngrad_server.config import ServerConfig
 from bngrad_server.errors import OverloadedError
-from bngrad_server.memory.arena import Arena, Block
+from bngrad_server.memory.allocator import Allocator, Block
+from bngrad_server.memory.arena import Arena
+from bngrad_server.memory.received_message import ReceivedMessage
 from bngrad_server.memory.regions import Regions
 from bngrad_server.memory.transfer_watchdog import TransferWatchdog
 from bngrad_server.rpc_context import RpcContext
@@ -26,12 +29,19 @@ from bngrad_server.workers.pool import WorkerPool
 
 logger = logging.getLogger(__name__)
 
+_MAX_MESSAGE_NBYTES = 64 * 2**20
+_MESSAGES_FRACTION = 4
+"""Messages that the HTTP/2 port receives whole take memory up to one part in this many of the arena's size."""
+_SMALL_MESSAGES_NBYTES = 4 * 2**20
+"""Beyond that, for small ones."""
+
 
 class Engine:
     """All that a request passes on its way: admission, memory, queue, workers.
 
     Attributes:
         device_remark: Why some or all GPUs are not used, where the settings name no device; empty otherwise.
+        max_message_nbytes: The largest message that the HTTP/2 port receives whole.
     """
 
     def __init__(self, config: ServerConfig, on_change: Callable[[], None], observer: Observer | None = None) -> None:
@@ -47,9 +57,17 @@ class Engine:
         self.batcher = Batcher(config.max_batch_jobs, config.max_batch_bytes, config.max_batch_delay_s, split=split)
         self.pool = WorkerPool(config, names, self.arena, self.batcher, on_change)
         self.regions = Regions(config.shared_bytes, self.pool.map, self.pool.unmap)
-        self.transfers = TransferWatchdog(config.transfer_timeout_s)
+        self.max_message_nbytes = min(config.max_message_bytes, _MAX_MESSAGE_NBYTES)
+        nbytes = max(self.arena.nbytes // _MESSAGES_FRACTION, self.max_message_nbytes)
+        self._messages = Allocator(nbytes, _SMALL_MESSAGES_NBYTES)
+        knows_clients = config.token_file is not None or config.tls_client_ca is not None
+        memories = (self.arena, self._messages)
+        self.transfers = TransferWatchdog(config.transfer_timeout_s, memories, limits_clients=knows_clients)
         self.observer = observer or Observer()
-        self._trimmer = MemoryTrimmer(lambda: self.admission.entered, lambda: self.admission.requests)
+        self._trimmer = MemoryTrimmer(
+            lambda: self.admission.asked + self._messages.taken,
+            lambda: self.admission.requests + self._messages.used_bytes,
+        )
         self._max_wait_s = config.max_wait_s
 
     def stage(
@@ -74,7 +92,8 @@ class Engine:
         staged = StagedRequest(request, rpc, received_at, self.arena, self.regions, self._close)
         try:
             nbytes = staged.hold_regions()
-            block = self._allocate(nbytes, rpc) if may_wait else self.arena.allocate_at_once(nbytes)
+            arena = self.arena
+            block = self._allocate(arena, nbytes, rpc) if may_wait else arena.allocate_at_once(nbytes, rpc.client)
             if block is not None:
                 staged.place(block)
                 return staged
@@ -105,11 +124,58 @@ class Engine:
         """
         self.batcher.submit(staged.new_job(on_end))
 
+    def receive(self, nbytes: int, rpc: RpcContext, read: Callable[[], bytes]) -> ReceivedMessage:
+        """Receives a message once there is room for it; call `ReceivedMessage.release` in the end.
+
+        Args:
+            nbytes: Its size.
+            rpc: The call that it comes with.
+            read: Receives it.
+
+        Raises:
+            OverloadedError: There is no room, or the client sends too slowly.
+            TimeoutError: The deadline has passed.
+            CancelledError: The client cancelled the call.
+        """
+        with self.admission.receiving(rpc.client, nbytes, rpc.deadline):
+            block = self._allocate(self._messages, nbytes, rpc)
+            message = ReceivedMessage(b"", partial(self._messages.free, block))
+            try:
+                with self.transfers.upload(nbytes, rpc, self._messages, block):
+                    message.data = read()
+            except BaseException:
+                message.release()
+                raise
+            return message
+
     @contextmanager
-    def transfer(self, nbytes: int, rpc: RpcContext) -> Iterator[None]:
-        """Limits the time that the transfer of a staged request's bytes to or from its client takes."""
+    def upload(self, staged: StagedRequest) -> Iterator[None]:
+        """Limits the time in which a client sends the large inputs of a staged request."""
+        nbytes = sum(len(view) for view in staged.large_inputs if view is not None)
+        with self.transfers.upload(nbytes, staged.rpc, self.arena, staged.block), self.admission.transfer():
+            yield
+
+    @contextmanager
+    def download(self, staged: StagedRequest) -> Iterator[None]:
+        """Limits the time in which a client receives the response of a staged request."""
+        nbytes = staged.block.nbytes - sum(len(view) for view in staged.large_inputs if view is not None)
+        with self.transfers.download(nbytes, staged.rpc, self.arena, staged.block), self.admission.transfer():
+            yield
+
+    @contextmanager
+    def answer(self, nbytes: int, rpc: RpcContext) -> Iterator[None]:
+        """Limits the time in which a client receives a response that was copied."""
         with self.transfers.watched(nbytes, rpc), self.admission.transfer():
             yield
+
+    def answered(self, staged: StagedRequest) -> None:
+        """Counts a computed request, whose response was copied, as answered, and releases its memory.
+
+        Until it is closed, it is in the server still.
+        """
+        staged.is_counted = True
+        self._release_memory(staged)
+        self._count(staged, None)
 
     def close(self) -> None:
         """Ends the workers and closes the arena."""
@@ -119,19 +185,25 @@ class Engine:
         self._trimmer.close()
         self.arena.close()
 
-    def _allocate(self, nbytes: int, rpc: RpcContext) -> Block:
-        """Takes a block of the arena, and waits for it; see `stage`."""
+    def _allocate(self, memory: Allocator, nbytes: int, rpc: RpcContext) -> Block:
+        """Takes a block of memory, and waits for it; see `stage`."""
         deadline = time.monotonic() + self._max_wait_s
         if rpc.deadline is not None and rpc.deadline <= deadline:
-            return self.arena.allocate(nbytes, rpc.deadline, rpc.is_cancelled)
+            return memory.allocate(nbytes, rpc.client, rpc.deadline, rpc.is_cancelled)
         try:
-            return self.arena.allocate(nbytes, deadline, rpc.is_cancelled)
+            return memory.allocate(nbytes, rpc.client, deadline, rpc.is_cancelled)
         except TimeoutError as error:
             raise OverloadedError(str(error), self._max_wait_s) from error
 
     def _close(self, staged: StagedRequest, error: BaseException | None) -> None:
         """Releases a staged request, and has the observer count it."""
-        self._release(staged)
+        if staged.is_counted:
+            self._leave(staged)
+        else:
+            self._release(staged)
+            self._count(staged, error)
+
+    def _count(self, staged: StagedRequest, error: BaseException | None) -> None:
         request, rpc, job = staged.request, staged.rpc, staged.job
         if error is not None or not staged.is_computed or job is None:
             reason = error or CancelledError()
@@ -144,11 +216,18 @@ class Engine:
             self.observer.tracing.answered(request, rpc, timestamps)
 
     def _release(self, staged: StagedRequest) -> None:
-        """Ends the admission of a request, and releases its memory once no worker touches it."""
+        """Ends the admission of a request, and releases its memory."""
+        self._release_memory(staged)
+        self._leave(staged)
+
+    def _release_memory(self, staged: StagedRequest) -> None:
+        """Releases the memory of a request once no worker touches it."""
         if staged.job is None:
             staged.release()
         else:
             self.batcher.when_untouched(staged.job, staged.release)
+
+    def _leave(self, staged: StagedRequest) -> None:
         self.admission.leave(staged.rpc.client, staged.request.tensors_nbytes, computed=staged.is_computed)
 
 

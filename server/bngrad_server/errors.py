@@ -75,6 +75,10 @@ class ArenaTooSmallError(Exception):
     """A request needs more than the whole arena."""
 
 
+class RequestTooLargeError(Exception):
+    """A request has more bytes than its client may have in the server."""
+
+
 class MessageTooLargeError(Exception):
     """A message exceeds the limit of its transport."""
 
@@ -154,6 +158,7 @@ _TABLE: dict[type[BaseException], tuple[grpc.StatusCode, _Tell]] = {
     DecodeError: (grpc.StatusCode.INVALID_ARGUMENT, _tell_text),
     OverloadedError: (grpc.StatusCode.RESOURCE_EXHAUSTED, _tell_retry_delay),
     ArenaTooSmallError: (grpc.StatusCode.RESOURCE_EXHAUSTED, _tell_text),
+    RequestTooLargeError: (grpc.StatusCode.RESOURCE_EXHAUSTED, _tell_text),
     MessageTooLargeError: (grpc.StatusCode.RESOURCE_EXHAUSTED, _tell_text),
     TimeoutError: (grpc.StatusCode.DEADLINE_EXCEEDED, _tell_text),
     UnauthenticatedError: (grpc.StatusCode.UNAUTHENTICATED, _tell_text),

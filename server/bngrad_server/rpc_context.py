@@ -4,10 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 
 def no_check() -> None:
     """The check of a server without tokens."""
+
+
+class Traffic(Protocol):
+    """How a call, or its connection, makes progress; for any thread.
+
+    Attributes:
+        counts_bytes: Whether `moved` counts bytes as they pass, rather than whole messages.
+    """
+
+    counts_bytes: bool
+
+    @property
+    def moved(self) -> int:
+        """How many bytes have been received and sent so far."""
+
+    def interrupt(self) -> object:
+        """Ends a wait for the client's next bytes, so that the call can be ended with a status."""
+
+    def resume(self) -> object:
+        """Allows to receive again, after `interrupt`."""
+
+
+class MessageTraffic:
+    """Counts messages, as their owner tells; see `Traffic`."""
+
+    counts_bytes = False
+
+    def __init__(self, interrupt: Callable[[], object] = no_check) -> None:
+        self.moved = 0
+        self.interrupt = interrupt
+
+    def resume(self) -> None:
+        """Does nothing: whatever was interrupted has ended."""
+
+
+_NO_TRAFFIC = MessageTraffic()
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -22,6 +59,7 @@ class RpcContext:
         abort: Ends the call from any thread; on the HTTP/2 port, by closing its connection.
         metadata: The call's metadata.
         check: Raises UnauthenticatedError if the call's token is no longer valid; for calls that go on for long.
+        traffic: Its progress.
     """
 
     client: str
@@ -30,3 +68,4 @@ class RpcContext:
     abort: Callable[[], object]
     metadata: Mapping[str, str]
     check: Callable[[], object] = no_check
+    traffic: Traffic = _NO_TRAFFIC

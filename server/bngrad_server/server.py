@@ -143,7 +143,7 @@ class Server:
         if address is None:
             return None
         try:
-            return MonitorSupervisor(address, self.status)
+            return MonitorSupervisor(address, self._config.http_names or "", self.status)
         except OSError as error:
             raise ListenError(f"cannot listen on {address} for HTTP: {error.strerror}") from error
 

@@ -22,11 +22,21 @@ class Computed(str):
     """The words for a default that depends on the machine."""
 
 
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
 def _in_units(units: dict[str, float]) -> BeforeValidator:
     """Converts text such as "30 s" to a number; text without a unit is left to the check for numbers."""
 
     def convert(value: Any) -> Any:
         found = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([A-Za-z]+)", value.strip()) if isinstance(value, str) else None
+        if found is None and isinstance(value, str) and not _is_number(value):
+            raise ValueError(f"it should be a number, perhaps with one of the units {', '.join(units)}")
         if found is None:
             return value
         number, unit = found[1], found[2].lower()
@@ -61,7 +71,13 @@ def _split(value: Any) -> Any:
 
 def _address(value: str) -> str:
     if not (unix_path(value) or _is_host_and_port(value)):
-        raise ValueError("it should be HOST:PORT or unix:PATH")
+        raise ValueError(f"it should be HOST:PORT or unix:PATH, with a port of at most {MAX_PORT}")
+    return value
+
+
+def _mode(value: str) -> str:
+    if not re.fullmatch("0?[0-7]{3}", value):
+        raise ValueError("it should be three octal digits for owner, group and others, such as 0600 or 0660")
     return value
 
 
@@ -75,7 +91,13 @@ def _http_address(value: str) -> str:
     if ":" in host and not host.startswith(("[", "unix:")):  # an IPv6 address without brackets
         value = f"[{host}]:{port}"
     if not _is_host_and_port(value):
-        raise ValueError("it should be HOST:PORT")
+        raise ValueError(f"it should be HOST:PORT, with a port of at most {MAX_PORT}")
+    return value
+
+
+def _host_names(value: str) -> str:
+    if not re.fullmatch(r"[\w.-]+(,[\w.-]+)*", value):
+        raise ValueError("it should be names of hosts without ports, with commas between them")
     return value
 
 
@@ -98,8 +120,10 @@ Bytes = Annotated[int, _in_units({"B": 1, **_POWERS}), Metavar("BYTES")]
 IN_MEMORY = AfterValidator(_check_memory)
 """Refuses sizes beyond the memory of this process."""
 Device = Annotated[str, AfterValidator(_device), Metavar("DEVICE")]
+Mode = Annotated[str, AfterValidator(_mode), Metavar("MODE")]
 Port = Annotated[int, Field(ge=0, le=MAX_PORT), Metavar("PORT")]
 Address = Annotated[str, AfterValidator(_address)]
 HttpAddress = Annotated[str, AfterValidator(_http_address)]
+HostNames = Annotated[str, AfterValidator(_host_names)]
 Addresses = Annotated[tuple[Address, ...], BeforeValidator(_split), Metavar("ADDRESS")]
 """Text may list several, separated by commas."""

@@ -11,7 +11,8 @@ import numpy as np
 from bngrad_kernels.spec import FieldViolation, InvalidArgumentError
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.codec.requests import Request
-from bngrad_server.memory.arena import Arena, Block
+from bngrad_server.memory.allocator import Block
+from bngrad_server.memory.arena import Arena
 from bngrad_server.memory.layout import ARENA, Place, Task
 from bngrad_server.memory.regions import Region, Regions
 from bngrad_server.rpc_context import RpcContext
@@ -36,12 +37,15 @@ class StagedRequest:
         large_inputs: The memory of the inputs of the shape of x, to be filled, as the op lists them; None for each that
             the client has put into a region itself.
         large_outputs: The memory of the outputs of the shape of x, to be read; None where the client reads it itself.
+        block: Its memory, once it is placed.
         job: The job that computes it, once there is one.
         is_computed: Whether the outputs are there.
+        is_counted: Whether the request is counted as answered, and its memory released, before it is closed.
     """
 
     large_inputs: list[memoryview | None]
     large_outputs: list[memoryview | None]
+    block: Block
 
     def __init__(
         self,
@@ -58,10 +62,11 @@ class StagedRequest:
         self.decoded_at = self.placed_at = time.monotonic()
         self.job: Job | None = None
         self.is_computed = False
+        self.is_counted = False
         self._arena = arena
         self._regions = regions
         self._on_close = on_close
-        self._block: Block | None = None
+        self._is_placed = False
         self._held: list[Region] = []
 
     def hold_regions(self) -> int:
@@ -87,7 +92,7 @@ class StagedRequest:
 
     def place(self, block: Block) -> None:
         """Lays the tensors out that lie in no region, in a block of the size that `hold_regions` returned."""
-        sizes, self._block = self.request.sizes, block
+        sizes, self.block, self._is_placed = self.request.sizes, block, True
         self._stats_offset = block.offset
         offset = block.offset + sizes.all_stats
         arena = self._arena.view
@@ -118,8 +123,8 @@ class StagedRequest:
 
     def release(self) -> None:
         """Releases the memory."""
-        if self._block is not None:
-            self._arena.free(self._block)
+        if self._is_placed:
+            self._arena.free(self.block)
         for region in self._held:
             self._regions.release(region)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from google.protobuf.message import DecodeError
+
 from bngrad_kernels.spec import FieldViolation, InvalidArgumentError
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.codec.ops import OPS
 from bngrad_wire import messages
-from bngrad_wire.messages import ChunkError, MessageSource
+from bngrad_wire.fields import LEN, FieldReader
+from bngrad_wire.messages import PARTS, ChunkError, MessageSource
 
 CHUNK = pb.ExchangeRequest.CHUNK_FIELD_NUMBER
 """The number of a chunk's field in requests and responses."""
@@ -23,40 +26,45 @@ def request_of(message: bytes) -> tuple[int, bytes]:
 
     Raises:
         InvalidArgumentError: The message holds no request.
-        DecodeError: It is malformed.
+        DecodeError: It is malformed, or exceeds the bounds of `bngrad_wire.fields`.
     """
     field = messages.only_field(message, len(message))
     if field is not None and field[0] in _OP_NUMBERS:
         return field[0], message[field[1] :]
-    parsed = pb.ExchangeRequest.FromString(message)
-    part = parsed.WhichOneof("part")
-    if part in (None, "chunk"):
-        raise part_error(f"a request must come first, not {part or 'nothing'}")
-    assert part is not None
-    return parsed.DESCRIPTOR.fields_by_name[part].number, getattr(parsed, part).SerializeToString()
+    number, pieces = _part_of(message)
+    if number not in _OP_NUMBERS:
+        raise part_error(f"a request must come first, not {PARTS.get(number, 'nothing')}")
+    return number, b"".join([message[start:end] for start, end in pieces])
 
 
-def receive_chunks(source: MessageSource, target: memoryview, max_message_nbytes: int) -> None:
+def _part_of(message: bytes) -> tuple[int, list[tuple[int, int]]]:
+    """Returns the number of a message's part, 0 for none, and where its pieces lie.
+
+    As protobuf has it, the last part counts, and one that comes again is merged, which is to be read as one.
+    """
+    reader = FieldReader(message)
+    part = 0
+    pieces: list[tuple[int, int]] = []
+    try:
+        for number, wire_type, begin, start, end in reader.fields(0, len(message)):
+            if number not in PARTS or wire_type != LEN:
+                reader.skip(begin, end)
+                continue
+            if number != part:
+                part, pieces = number, []
+            pieces.append((start, end))
+    except DecodeError as error:
+        raise DecodeError(f"the message is no ExchangeRequest: {error}") from error
+    return part, pieces
+
+
+def receive_chunks(source: MessageSource, target: memoryview) -> None:
     """Fills the memory of a tensor from the next messages.
-
-    Args:
-        source: The messages.
-        target: The memory.
-        max_message_nbytes: The largest message to read whole, if it holds more than its chunk.
 
     Raises:
         InvalidArgumentError: A chunk is missing or too long, or a message is no chunk.
-        DecodeError: A message is malformed.
     """
     try:
-        messages.receive_chunks(source, CHUNK, target, parse=_chunk_of, max_parsed_nbytes=max_message_nbytes)
+        messages.receive_chunks(source, CHUNK, target)
     except ChunkError as error:
         raise part_error(str(error)) from error
-
-
-def _chunk_of(message: bytes) -> bytes:
-    parsed = pb.ExchangeRequest.FromString(message)
-    part = parsed.WhichOneof("part")
-    if part != "chunk":
-        raise part_error(f"a chunk must follow, not {part or 'nothing'}")
-    return parsed.chunk

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from bngrad_server.codec.ops import OPS, TRANSPORTS, Op
 from bngrad_server.memory.layout import Sizes, problem_type
 from bngrad_server.scheduling.job import KernelKey
 from bngrad_wire import messages
-from bngrad_wire.limits import MAX_PRIORITY
+from bngrad_wire.limits import MAX_PRIORITY, MAX_RANK
 
 _DTYPES: dict[pb.DataType, np.dtype[Any]] = {
     pb.DATA_TYPE_FLOAT16: FLOAT16,
@@ -26,12 +25,22 @@ _DTYPES: dict[pb.DataType, np.dtype[Any]] = {
 }
 _DATA_TYPES = {dtype: data_type for data_type, dtype in _DTYPES.items()}
 
-_MAX_RANK = 32
-"""Far more than any op takes. To multiply out a shape of thousands of dimensions would take minutes."""
 _EMPTY = pb.Tensor(dtype=pb.DATA_TYPE_FLOAT32, shape=[0])
 
 Source: TypeAlias = slice | pb.Location | None
 """Where a tensor's elements are: in the message, in a shared region, or (None) in chunks that follow."""
+
+
+class InvalidRequestError(InvalidArgumentError):
+    """A request that was read and is invalid.
+
+    Attributes:
+        transport: How its elements travel, see `bngrad_server.codec.ops.TRANSPORTS`.
+    """
+
+    def __init__(self, violations: tuple[FieldViolation, ...], transport: str) -> None:
+        super().__init__(violations)
+        self.transport = transport
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -83,8 +92,7 @@ class RequestReader:
         self.op = op
         self.transport = "stream" if chunked else "unary"
         self._chunked = chunked
-        self._decoder = messages.Decoder(op.request_type)
-        self._validated = functools.lru_cache(maxsize=1024)(self._validate)
+        self._decoder = messages.Decoder(op.request_type, self._validate)
         fields = op.request_type.DESCRIPTOR.fields_by_name
         numbers = [fields[name].number for name in op.large_inputs]
         self._chunk_order = tuple(sorted(range(len(numbers)), key=numbers.__getitem__))
@@ -93,31 +101,33 @@ class RequestReader:
         """Decodes and validates a message.
 
         Raises:
-            DecodeError: The message is malformed.
-            InvalidArgumentError: The request is invalid; names every field that is wrong.
+            DecodeError: The message is malformed, or exceeds the bounds of `bngrad_wire.fields`.
+            InvalidRequestError: The request is invalid; names every field that is wrong.
         """
         try:
-            layout = self._decoder.decode(data)
+            return self._decoder.decode(data)
         except DecodeError as error:
             raise DecodeError(f"the request is no {self.op.request_type.DESCRIPTOR.name}: {error}") from error
-        return self._validated(layout) if layout.is_small else self._validate(layout)
 
     def transport_of(self, data: bytes) -> str:
-        """Returns how the elements travel of a request that was not read, or is invalid."""
-        try:
-            layout = self._decoder.decode(data)
-        except DecodeError:
-            return self.transport
-        is_shared = any(span.header.HasField("location") for span in layout.tensors.values())
-        return "shared" if is_shared or any(map(layout.message.HasField, self.op.locations)) else self.transport
+        """Returns how the elements travel of a request that was not read, as far as that is known."""
+        request = self._decoder.known(data)
+        return self.transport if request is None else request.transport
 
     def _validate(self, layout: messages.Layout[Any]) -> Request:
+        spans, has = layout.tensors.values(), layout.message.HasField
+        is_shared = any(span.header.HasField("location") for span in spans) or any(map(has, self.op.locations))
+        transport = "shared" if is_shared else self.transport
+        try:
+            return self._request(layout, transport)
+        except InvalidArgumentError as error:
+            raise InvalidRequestError(error.violations, transport) from error
+
+    def _request(self, layout: messages.Layout[Any], transport: str) -> Request:
         op, tensors = self.op, layout.tensors
         spec = op.spec(**self._headers(tensors), **op.attributes(layout.message))
         locations = tuple(self._location(name, layout.message) for name in op.locations)
         large_inputs = tuple(self._source(tensors[name]) for name in op.large_inputs)
-        is_shared = any(isinstance(place, pb.Location) for place in (*large_inputs, *locations))
-        transport = "shared" if is_shared else self.transport
         sizes = Sizes.of(spec)
         return Request(
             op,
@@ -158,8 +168,8 @@ class RequestReader:
         if span.header.dtype not in _DTYPES:
             known = ", ".join(map(_data_type_name, _DTYPES))
             return f"{name} must have one of the dtypes {known}, not {_data_type_name(span.header.dtype)}"
-        if len(span.header.shape) > _MAX_RANK:
-            return f"{name} must have at most {_MAX_RANK} dimensions, not {len(span.header.shape)}"
+        if len(span.header.shape) > MAX_RANK:
+            return f"{name} must have at most {MAX_RANK} dimensions, not {len(span.header.shape)}"
         is_large = name in self.op.large_inputs
         if span.header.HasField("location") and (span.nbytes or self._chunked or not is_large):
             return f"{name} must not have a location" + (" beside data" if span.nbytes else "")

@@ -26,6 +26,11 @@ _PREFIX = "bngrad-"
 _SCHEME = "Bearer "
 MAX_WITHOUT_LEASE = 256
 """The most connections without a lease; for a further one, the oldest of them is closed."""
+_CHECK_S = 1.0
+"""How often to look for regions that clients kept after their leases, and keep no longer."""
+_REST = 4
+"""How many times as long as it has computed the thread rests, so that a flood of requests takes a fifth of a core."""
+_LONGEST_REST_S = 0.1
 _SO_PASSRIGHTS = 83
 """Linux has it from 6.16 on; Python has no name for it."""
 
@@ -84,8 +89,14 @@ class LeaseServer:
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def _run(self) -> None:
+        next_check = worked_s = 0.0
         while True:
-            for key, _ in self._selector.select():
+            spent_s, worked_s = time.thread_time() - worked_s, time.thread_time()
+            time.sleep(min(_REST * spent_s, _LONGEST_REST_S))
+            if time.monotonic() >= next_check:
+                self._regions.collect()
+                next_check = time.monotonic() + _CHECK_S
+            for key, _ in self._selector.select(_CHECK_S if self._regions.nbytes else None):
                 if key.fileobj is self._wake:
                     return
                 try:
@@ -131,7 +142,11 @@ class LeaseServer:
             raise
         else:
             self._leases[client] = region
-            socket.send_fds(client, [region.key], [region.fd])
+            fd = region.open_for_client()
+            try:
+                socket.send_fds(client, [region.key], [fd])
+            finally:
+                os.close(fd)
 
     def _end(self, client: socket.socket) -> None:
         self._selector.unregister(client)

@@ -7,10 +7,13 @@ whatever way, so does the lease. A region is freed once its lease has ended and 
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
+import logging
 import os
 import resource
 import secrets
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,6 +24,11 @@ from bngrad_server.errors import RegionsFullError
 from bngrad_server.memory.layout import Place
 from bngrad_wire.lease_protocol import ALIGNMENT, KEY_NBYTES
 
+logger = logging.getLogger(__name__)
+
+_FALLOCATE = ctypes.CDLL(None).fallocate
+_FALLOCATE.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+_FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
 _MAX_REGIONS = 1024
 _DESCRIPTOR_FRACTION = 8
 """At most one region for this many descriptors that the process may have; each takes two, with its connection."""
@@ -28,12 +36,12 @@ _DESCRIPTOR_FRACTION = 8
 
 @dataclass(eq=False, slots=True)
 class Region:
-    """A region that is leased, or that requests still name.
+    """A region that is leased, that requests still name, or that its client has kept.
 
     Attributes:
         number: The number by which tasks name it.
         key: Random bytes by which the one client that leases it names it.
-        fd: Its file descriptor.
+        fd: Its file descriptor, for this process and the workers.
         nbytes: Its size.
         holds: How many requests name it.
         leased: Whether its lease lasts.
@@ -46,19 +54,29 @@ class Region:
     holds: int = 0
     leased: bool = True
 
+    def open_for_client(self) -> int:
+        """Returns another open file of the same memory, so that the kernel can tell the client's use from our own.
+
+        Raises:
+            OSError: No descriptor is left.
+        """
+        return _reopened(self.fd)
+
 
 class Regions:
     """All regions."""
 
     def __init__(self, max_nbytes: int, on_begin: Callable[[Region], None], on_end: Callable[[Region], None]) -> None:
-        """Calls ``on_end`` with each region that is neither leased nor named by requests, before closing its file."""
+        """Calls ``on_end`` with each region that is no longer leased nor named by requests, before closing its file."""
         self._max_nbytes = max_nbytes
         self._on_begin = on_begin
         self._on_end = on_end
         self._mutex = threading.Lock()
         self._by_key: dict[bytes, Region] = {}  # those that are leased
         self._all: dict[int, Region] = {}
-        self._max_leases = min(_MAX_REGIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _DESCRIPTOR_FRACTION)
+        self._kept: list[Region] = []  # those neither leased nor named by requests, until `collect` frees them
+        self._collecting = threading.Lock()
+        self._max_regions = min(_MAX_REGIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _DESCRIPTOR_FRACTION)
         self._last_number = 0
         self._nbytes = 0
 
@@ -69,13 +87,12 @@ class Regions:
             RegionsFullError: There would be too many bytes, or too many regions.
             OSError: The system cannot make its file.
         """
+        if self._reason_to_refuse(nbytes) is not None:
+            self.collect()
         with self._mutex:
-            if len(self._by_key) >= self._max_leases:
-                raise RegionsFullError(f"no more than {self._max_leases} regions are leased at once")
-            if self._nbytes + nbytes > self._max_nbytes:
-                raise RegionsFullError(
-                    f"a region of {nbytes} bytes is more than is left of the {self._max_nbytes} bytes to share"
-                )
+            reason = self._reason_to_refuse(nbytes)
+            if reason is not None:
+                raise RegionsFullError(reason)
             fd = _sealed_file(nbytes)
             self._nbytes += nbytes
             self._last_number += 1
@@ -87,13 +104,14 @@ class Regions:
         return region
 
     def end(self, region: Region) -> None:
-        """Ends a lease, and frees the region unless requests name it."""
+        """Ends a lease, and frees the region unless requests name it or its client keeps it."""
         with self._mutex:
             region.leased = False
             del self._by_key[region.key]
             is_last = region.holds == 0
         if is_last:
-            self._free(region)
+            self._retire(region)
+            self.collect()
 
     def hold(self, field: str, location: pb.Location, nbytes: int) -> tuple[Region, Place]:
         """Finds a place in a region, which stays until `release`.
@@ -120,12 +138,23 @@ class Regions:
         raise InvalidArgumentError((FieldViolation(field, f"the location of {field} {problem}"),))
 
     def release(self, region: Region) -> None:
-        """Undoes one `hold`, and frees the region if that was the last and its lease has ended."""
+        """Undoes one `hold`; if that was the last and its lease has ended, the next `collect` frees the region."""
         with self._mutex:
             region.holds -= 1
             is_last = region.holds == 0 and not region.leased
         if is_last:
-            self._free(region)
+            self._retire(region)
+
+    def collect(self) -> None:
+        """Frees the regions that are neither leased nor named by requests, except those that their clients keep."""
+        with self._collecting:  # which may take long, so without the other lock
+            for region in list(self._kept):
+                if _take_back(region):
+                    os.close(region.fd)
+                    with self._mutex:
+                        self._kept.remove(region)
+                        del self._all[region.number]
+                        self._nbytes -= region.nbytes
 
     def __len__(self) -> int:
         """How many are leased."""
@@ -141,20 +170,57 @@ class Regions:
         """The size of all regions together."""
         return self._nbytes
 
-    def _free(self, region: Region) -> None:
-        self._on_end(region)
-        os.close(region.fd)
+    @property
+    def kept_nbytes(self) -> int:
+        """The size of the regions that clients have kept after their leases."""
         with self._mutex:
-            del self._all[region.number]
-            self._nbytes -= region.nbytes
+            return sum(region.nbytes for region in self._kept)
+
+    def _reason_to_refuse(self, nbytes: int) -> str | None:
+        reason = None
+        if len(self._all) >= self._max_regions:
+            reason = f"no more than {self._max_regions} regions are leased at once"
+        elif self._nbytes + nbytes > self._max_nbytes:
+            reason = f"a region of {nbytes} bytes is more than is left of the {self._max_nbytes} bytes to share"
+        if reason is not None and self._kept:
+            reason += f"; clients still keep the memory of {len(self._kept)} leases that have ended"
+        return reason
+
+    def _retire(self, region: Region) -> None:
+        """Has the workers unmap a region that no request names now; `collect` frees it."""
+        self._on_end(region)
+        with self._mutex:
+            self._kept.append(region)
+
+
+def _take_back(region: Region) -> bool:
+    """Empties a region that only this process and its workers have open or mapped; returns False for another one."""
+    try:
+        # The kernel grants this if no other open file exists, mappings included. Opening it would then raise a signal,
+        # SIGIO unless another one is named, which would end the process; SIGURG is ignored.
+        fcntl.fcntl(region.fd, fcntl.F_SETSIG, signal.SIGURG)
+        fcntl.fcntl(region.fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        logger.warning("memory that clients keep after their leases is not counted: %s", error)
+        return True
+    # A file opened by O_PATH does not count, but would keep the pages.
+    _FALLOCATE(region.fd, _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE, 0, region.nbytes)
+    fcntl.fcntl(region.fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)  # workers may have the file open for a moment
+    return True
 
 
 def _sealed_file(nbytes: int) -> int:
-    fd = os.memfd_create("bngrad-region", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    made = os.memfd_create("bngrad-region", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.ftruncate(fd, nbytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
+        os.fchmod(made, 0o600)  # a client of another user can open it no second time
+        os.ftruncate(made, nbytes)
+        fcntl.fcntl(made, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        return _reopened(made)  # the kernel does not count the first one for leases of files
+    finally:
+        os.close(made)
+
+
+def _reopened(fd: int) -> int:
+    return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)

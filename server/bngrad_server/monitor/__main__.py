@@ -1,4 +1,4 @@
-"""The HTTP process, run as ``python -m bngrad_server.monitor SOCKET_FD LISTENER_FD FRONT_PID``."""
+"""The HTTP process, run as ``python -m bngrad_server.monitor SOCKET_FD LISTENER_FD FRONT_PID HOST_NAMES``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import socket
 import sys
 
 from bngrad_server.monitor.history import History
+from bngrad_server.monitor.host_names import HostNames
 from bngrad_server.monitor.http import HttpServer
 from bngrad_server.monitor.pages import Pages
 from bngrad_server.monitor.status_client import FrontGoneError, StatusClient
@@ -22,7 +23,8 @@ _NICENESS = 5
 
 def main() -> None:
     """Serves until the front process closes the socket."""
-    socket_fd, listener_fd, front_pid = map(int, sys.argv[1:])
+    socket_fd, listener_fd, front_pid = map(int, sys.argv[1:4])
+    host_names = HostNames(sys.argv[4].split(","))
     die_with_parent(front_pid)
     ignore_stop_signals()
     logs.set_up_as_parent()
@@ -32,12 +34,12 @@ def main() -> None:
         socket.socket(fileno=listener_fd) as listener,
         contextlib.suppress(FrontGoneError),
     ):
-        asyncio.run(_serve(StatusClient(front), listener, front_pid))
+        asyncio.run(_serve(StatusClient(front), listener, front_pid, host_names))
 
 
-async def _serve(front: StatusClient, listener: socket.socket, front_pid: int) -> None:
+async def _serve(front: StatusClient, listener: socket.socket, front_pid: int, host_names: HostNames) -> None:
     history = History()
-    http = HttpServer(Pages(front, history, front_pid).answer)
+    http = HttpServer(Pages(front, history, front_pid).answer, host_names.allows)
     await http.start(listener)
     while True:
         with contextlib.suppress(TimeoutError):

@@ -1,7 +1,7 @@
 """An HTTP/1.1 server by h11, with one request per connection, that bad clients cannot block.
 
-A connection has 10 s for everything, and beyond 128 connections the oldest is closed, so every client that sends its
-request and reads its answer gets one.
+A connection has 10 s for everything. Beyond 128 connections the oldest is closed whose request is not there yet, or
+whose answer is not read, so every client that sends its request and reads its answer gets one.
 """
 
 from __future__ import annotations
@@ -21,6 +21,11 @@ _TIMEOUT_S = 10.0
 """Longer than `StatusClient` waits for the front process, so that a client still gets the error."""
 _MAX_CONNECTIONS = 128
 _MAX_HEAD_NBYTES = 16 * 1024
+_MAX_SHOWN = 100
+_WRONG_HOST = (
+    "the Host header is {!r}; it should be an address, localhost, a name of this host or of its private network, "
+    "or one that --http-names gives\n"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +48,13 @@ def text_response(status: int, text: str, headers: Mapping[str, str] | None = No
 
 
 class HttpServer:
-    """Answers GET and HEAD."""
+    """Answers GET and HEAD for hosts that may be asked for, see `bngrad_server.monitor.host_names`."""
 
-    def __init__(self, handler: Handler) -> None:
+    def __init__(self, handler: Handler, allows_host: Callable[[str], bool]) -> None:
         self._handler = handler
-        self._connections: dict[asyncio.Task[None], None] = {}  # in the order of their age
+        self._allows_host = allows_host
+        self._connections: set[asyncio.Task[None]] = set()
+        self._waiting: dict[asyncio.Task[None], None] = {}  # those that wait for their clients, the oldest first
         self._server: asyncio.Server | None = None
 
     async def start(self, listener: socket.socket) -> None:
@@ -57,25 +64,32 @@ class HttpServer:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self._connections[task] = None
+        self._connections.add(task)
+        self._waiting[task] = None
         if len(self._connections) > _MAX_CONNECTIONS:
-            oldest = next(iter(self._connections))
-            del self._connections[oldest]
+            oldest = next(iter(self._waiting))
+            del self._waiting[oldest]
             oldest.cancel()
         try:
-            await asyncio.wait_for(self._exchange(reader, writer), _TIMEOUT_S)
+            await asyncio.wait_for(self._exchange(task, reader, writer), _TIMEOUT_S)
         except (asyncio.TimeoutError, asyncio.CancelledError, ConnectionError, h11.RemoteProtocolError):
             pass
         except Exception:
             logger.exception("a request over HTTP failed")
         finally:
-            self._connections.pop(task, None)
+            self._connections.discard(task)
+            self._waiting.pop(task, None)
             writer.transport.abort()
 
-    async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _exchange(
+        self, task: asyncio.Task[None], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         connection = h11.Connection(h11.SERVER, max_incomplete_event_size=_MAX_HEAD_NBYTES)
         try:
-            response, has_body = await self._response(connection, reader)
+            request = await _receive_request(connection, reader)
+            self._waiting.pop(task, None)
+            response, has_body = await self._response(request)
+            self._waiting[task] = None
         except h11.RemoteProtocolError as error:
             response, has_body = text_response(error.error_status_hint, "the request is not HTTP/1.1\n"), True
         headers = {
@@ -96,14 +110,21 @@ class HttpServer:
         writer.close()
         await writer.wait_closed()
 
-    async def _response(self, connection: h11.Connection, reader: asyncio.StreamReader) -> tuple[Response, bool]:
-        """Returns the response to the next request, and whether to send its body."""
-        while (event := connection.next_event()) is h11.NEED_DATA:
-            connection.receive_data(await reader.read(_MAX_HEAD_NBYTES))
-        if not isinstance(event, h11.Request):
-            raise ConnectionError("the client has gone")
-        if event.method not in {b"GET", b"HEAD"}:
+    async def _response(self, request: h11.Request) -> tuple[Response, bool]:
+        """Returns the response to a request, and whether to send its body."""
+        if request.method not in {b"GET", b"HEAD"}:
             return text_response(405, "only GET and HEAD are answered\n", {"allow": "GET, HEAD"}), True
-        path = event.target.decode("ascii").partition("?")[0]
-        headers = {name.decode("ascii"): value.decode("latin-1") for name, value in event.headers}
-        return await self._handler(path, headers), event.method == b"GET"
+        path = request.target.decode("ascii").partition("?")[0]
+        headers = {name.decode("ascii"): value.decode("latin-1") for name, value in request.headers}
+        host = headers.get("host", "")  # which HTTP/1.0 may leave out; browsers do not
+        if not self._allows_host(host):
+            return text_response(421, _WRONG_HOST.format(host[:_MAX_SHOWN])), True
+        return await self._handler(path, headers), request.method == b"GET"
+
+
+async def _receive_request(connection: h11.Connection, reader: asyncio.StreamReader) -> h11.Request:
+    while (event := connection.next_event()) is h11.NEED_DATA:
+        connection.receive_data(await reader.read(_MAX_HEAD_NBYTES))
+    if not isinstance(event, h11.Request):
+        raise ConnectionError("the client has gone")
+    return event

@@ -87,7 +87,10 @@ def _gauges(status: Status) -> Iterator[Metric]:
     yield _gauge("bngrad_arena_used_bytes", "Memory of the arena that is in use.", arena["used"])
     text = "Regions of memory that clients on this host share with the workers."
     yield _gauge("bngrad_shared_regions", text, regions["count"])
-    yield _gauge("bngrad_shared_region_bytes", "Memory of these regions.", regions["bytes"])
+    text = "Memory of these regions, and of those whose lease has ended and that are not free yet."
+    yield _gauge("bngrad_shared_region_bytes", text, regions["bytes"])
+    text = "Memory of regions whose lease has ended but that clients still keep; part of the same."
+    yield _gauge("bngrad_shared_region_kept_bytes", text, regions["kept"])
     text = "Connections to the endpoint for large tensors and for clients on this host."
     yield _gauge("bngrad_connections", text, status["connections"])
     text = "The size of the device's own memory; 0 for a CPU."

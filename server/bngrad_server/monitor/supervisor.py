@@ -30,8 +30,13 @@ class MonitorSupervisor:
         address: Where the process listens: host and port.
     """
 
-    def __init__(self, address: str, status: Callable[[], dict[str, Any]]) -> None:
+    def __init__(self, address: str, names: str, status: Callable[[], dict[str, Any]]) -> None:
         """Listens on ``HOST:PORT``, where port 0 takes a free one; calls ``status`` in its own thread.
+
+        Args:
+            address: Where to listen.
+            names: Further names by which it may be asked, with commas between them.
+            status: Returns what the pages show.
 
         Raises:
             OSError: The address is in use or not of this host.
@@ -41,6 +46,7 @@ class MonitorSupervisor:
         family = socket.getaddrinfo(*place, type=socket.SOCK_STREAM)[0][0]
         self._listener = socket.create_server(place, family=family, backlog=_BACKLOG)
         self.address = format_host_port(place[0], self._listener.getsockname()[1])
+        self._names = f"{place[0]},{names}"
         self._status = status
         self._closing = threading.Event()
         self._mutex = threading.Lock()
@@ -91,7 +97,7 @@ class MonitorSupervisor:
     def _start_process(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
         fds = (theirs.fileno(), self._listener.fileno())
         return subprocess.Popen(  # noqa: S603 - our own module
-            [sys.executable, "-m", "bngrad_server.monitor", *map(str, fds), str(os.getpid())],
+            [sys.executable, "-m", "bngrad_server.monitor", *map(str, fds), str(os.getpid()), self._names],
             stdin=subprocess.DEVNULL,
             stdout=sys.stderr.fileno(),
             pass_fds=fds,

@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -21,13 +23,16 @@ from grpc_status import rpc_status
 
 from bngrad_server.config import MAX_CALLS, ServerConfig
 from bngrad_server.errors import ListenError, OverloadedError, grpc_status
+from bngrad_server.memory.received_message import ReceivedMessage
+from bngrad_server.rpc.fair_shares import FairShares
 from bngrad_server.rpc.health import Health
 from bngrad_server.rpc.rpc_limiter import RpcLimiter
 from bngrad_server.rpc.servicer import EXCHANGE_PATH, SERVER_INFO_PATH, SERVICE, UNARY_OPS, ExchangeSource, Servicer
-from bngrad_server.rpc_context import RpcContext, no_check
+from bngrad_server.rpc_context import MessageTraffic, RpcContext
 from bngrad_server.runtime.executors import HandlerExecutor, InlineExecutor
 from bngrad_server.runtime.listening import check_address, max_connections
-from bngrad_server.security.auth import Authenticator, authenticated_client, authorization_header
+from bngrad_server.runtime.tcp_throttle import Peer, TcpThrottle
+from bngrad_server.security.auth import Authenticator, authenticated_client
 from bngrad_server.security.certificates import Certificates, client_of_context
 from bngrad_server.telemetry.metrics import Metrics
 from bngrad_wire.addresses import format_host_port, host_and_port, unix_path
@@ -48,9 +53,15 @@ _MAX_AGE_MS = 60_000
 """How long a connection lasts whose client has shown a certificate, since the certificate may be revoked."""
 _CHUNK_NBYTES = 2**20
 """grpcio is fastest with chunks of about this size: smaller ones cost calls, larger ones the cache."""
-_MAX_WAITING = 1024
+OP_THREADS = 512
+"""For unary ops, and as many for exchanges."""
+_MAX_WAITING = OP_THREADS - MAX_CALLS - _FREE_THREADS
+"""How many of them wait for a place."""
+_MAX_QUEUE = 1024
 """The most unary ops that wait for a thread, and the most exchanges."""
 _RETRY_S = 1.0
+_UNSENT_NBYTES = 2**16
+"""What an unsent response costs in addition to its bytes, which are there twice."""
 _CANCELLATION_TIMEOUT_S = 3.0
 """How much later than the end of a client's messages grpcio may report that the call was cancelled."""
 
@@ -65,17 +76,19 @@ class GrpcioPort:
         self._config = config
         self._certificates = certificates
         observer = servicer.observer
+        self._throttle = TcpThrottle(config.max_message_bytes)
+        self._limiter = RpcLimiter(_OTHER_THREADS - _FREE_THREADS, servicer.authenticator)
         self._server = grpc.server(
             HandlerExecutor(_OTHER_THREADS, "grpcio-other"),
             options=_options(config),
             interceptors=[
                 *servicer.authenticator.interceptors(open_health=config.open_health),
-                RpcLimiter(_OTHER_THREADS - _FREE_THREADS),
+                self._limiter,
                 *([] if observer.tracing is None else [observer.tracing.interceptor()]),
             ],
         )
         health_pb2_grpc.add_HealthServicer_to_server(health, self._server)
-        self._server.add_generic_rpc_handlers((OpHandlers(servicer),))
+        self._server.add_generic_rpc_handlers((OpHandlers(servicer, config, self._throttle),))
         if config.reflection:
             names = (SERVICE.full_name, grpc_health.SERVICE_NAME, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, self._server)
@@ -98,21 +111,27 @@ class GrpcioPort:
             else:
                 port = self._server.add_secure_port(address, self._certificates.credentials())
         except RuntimeError as error:
-            raise ListenError(f"cannot listen on {address}") from error
+            raise ListenError(f"cannot listen on {address}: {error}") from error
         finally:
             if umask is not None:
                 os.umask(umask)
         if path is not None:
             Path(path).chmod(int(self._config.socket_mode, 8))
         place = host_and_port(address)
-        return address if place is None else format_host_port(place[0], port)
+        if place is None:
+            return address
+        self._throttle.ports.add(port)
+        return format_host_port(place[0], port)
 
     def start(self) -> None:
         """Starts to accept connections."""
         self._server.start()
+        self._throttle.start()
 
     def stop(self, drain_timeout_s: float) -> threading.Event:
         """Refuses new calls; returns an event that is set once the running ones end, or at the timeout."""
+        self._limiter.close()
+        self._throttle.close()
         return self._server.stop(drain_timeout_s)
 
 
@@ -121,6 +140,8 @@ def _options(config: ServerConfig) -> list[tuple[str, Any]]:
     options = [
         ("grpc.max_receive_message_length", config.max_message_bytes),
         ("grpc.max_send_message_length", config.max_message_bytes),
+        # Otherwise, a call that waits for its place may have sent megabytes of its message; one that has it may anyway.
+        ("grpc.http2.bdp_probe", 0),
         ("grpc.max_concurrent_streams", MAX_CALLS),  # a stream whose client does not read holds its response
         # A cancelled call would count until its thread has noticed: if all calls of a client time out at once, its
         # next ones would be refused. `OpHandlers` and `RpcLimiter` bound what calls can occupy.
@@ -133,6 +154,8 @@ def _options(config: ServerConfig) -> list[tuple[str, Any]]:
         ("grpc.http2.ping_timeout_ms", transfer_timeout_ms),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
+        # Otherwise, a peer that floods PING is sent away and comes back at once, which costs others a second a call.
+        ("grpc.http2.max_ping_strikes", 0),
         ("grpc.so_reuseport", 0),  # a second server on the same port is a mistake, not a load balancer
         ("grpc.server_handshake_timeout_ms", _HANDSHAKE_TIMEOUT_MS),
         ("grpc.max_allowed_incoming_connections", max_connections(len(config.listen))),
@@ -148,19 +171,25 @@ class OpHandlers(grpc.GenericRpcHandler):
     """The handlers of the service; messages pass as bytes, since generated code would copy their tensors.
 
     The ops have threads of their own, so that other calls, health checks among them, are answered however many ops
-    wait. A call that waits for a thread takes next to no memory, since its message has not been received.
+    wait. A call that waits for a thread or a place takes next to no memory, since its message has not been received.
     """
 
-    def __init__(self, servicer: Servicer) -> None:
+    def __init__(self, servicer: Servicer, config: ServerConfig, throttle: TcpThrottle) -> None:
         self._metrics = servicer.observer.metrics
-        unary, exchange = (HandlerExecutor(MAX_CALLS, name) for name in ("grpcio-unary", "grpcio-exchange"))
+        unary, exchange = (HandlerExecutor(OP_THREADS, name) for name in ("grpcio-unary", "grpcio-exchange"))
+        unary_places, exchange_places = (FairShares("places", MAX_CALLS, _MAX_WAITING) for _ in range(2))
+        unsent = FairShares("memory for unsent answers", config.arena_bytes // 2)
         self._executors = {**dict.fromkeys(UNARY_OPS, unary), EXCHANGE_PATH: exchange}
         self._handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
             # On the wire, such a call is a unary one; but its message is received when the handler asks for it.
-            path: grpc.stream_unary_rpc_method_handler(_run_in(unary, _unary(servicer, name)))
+            path: grpc.stream_unary_rpc_method_handler(
+                _run_in(unary, _unary(servicer, name, unary_places, unsent, config.max_wait_s, throttle))
+            )
             for path, name in UNARY_OPS.items()
         }
-        self._handlers[EXCHANGE_PATH] = grpc.stream_stream_rpc_method_handler(_run_in(exchange, _exchange(servicer)))
+        self._handlers[EXCHANGE_PATH] = grpc.stream_stream_rpc_method_handler(
+            _run_in(exchange, _exchange(servicer, exchange_places, throttle))
+        )
         self._handlers[SERVER_INFO_PATH] = grpc.unary_unary_rpc_method_handler(lambda *_: servicer.server_info())
         self._refusal: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(
             _run_in(InlineExecutor(), _refuse)
@@ -169,7 +198,7 @@ class OpHandlers(grpc.GenericRpcHandler):
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes] | None:
         """See `grpc.GenericRpcHandler`."""
         executor = self._executors.get(handler_call_details.method)
-        if executor is not None and executor.queue_size >= _MAX_WAITING:
+        if executor is not None and executor.queue_size >= _MAX_QUEUE:
             self._metrics.refused_call(grpc.StatusCode.RESOURCE_EXHAUSTED.name)
             return self._refusal
         return self._handlers.get(handler_call_details.method)
@@ -192,23 +221,38 @@ def _run_in(executor: ThreadPoolExecutor, behavior: Behavior) -> Behavior:
 
 
 def _refuse(requests: Iterator[bytes], context: grpc.ServicerContext) -> NoReturn:
-    _abort(context, OverloadedError(f"{_MAX_WAITING} calls wait for a thread", _RETRY_S))
+    _abort(context, OverloadedError(f"{_MAX_QUEUE} calls wait for a thread", _RETRY_S))
 
 
-def _unary(servicer: Servicer, op_name: str) -> Callable[[Iterator[bytes], grpc.ServicerContext], bytes]:
+def _unary(
+    servicer: Servicer, op_name: str, places: FairShares, unsent: FairShares, max_wait_s: float, throttle: TcpThrottle
+) -> Callable[[Iterator[bytes], grpc.ServicerContext], bytes]:
     def handle(requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+        def room(nbytes: int) -> AbstractContextManager[None]:
+            return unsent.part(rpc.client, 2 * nbytes + _UNSENT_NBYTES, context, max_wait_s)
+
         try:
             rpc = _rpc_context(context, servicer.authenticator)
-            data = _receive_request(servicer, op_name, rpc, partial(_receive_required, requests, context))
-            with servicer.unary(op_name, data, rpc) as pieces:
-                return b"".join(pieces)
+            peer = throttle.peer(context.peer())
+            with ExitStack() as until_sent:
+                with peer.op(), places.part(rpc.client, 1, context):
+                    receive = partial(_receive_required, requests, peer, context)
+                    call = servicer.unary_copy(op_name, _receive_request(servicer, op_name, rpc, receive), rpc, room)
+                    response = until_sent.enter_context(call)
+                sent = until_sent.pop_all().close
+            # grpcio calls back when the client has read the response, or the call was cancelled.
+            if not context.add_callback(sent):
+                sent()
+            return response
         except Exception as error:
             _abort(context, error)
 
     return handle
 
 
-def _receive_request(servicer: Servicer, op_name: str, rpc: RpcContext, receive: Callable[[], bytes | None]) -> bytes:
+def _receive_request(
+    servicer: Servicer, op_name: str, rpc: RpcContext, receive: Callable[[], bytes | None]
+) -> ReceivedMessage:
     """Receives the message of a unary call."""
     began = time.monotonic()
     try:
@@ -216,47 +260,67 @@ def _receive_request(servicer: Servicer, op_name: str, rpc: RpcContext, receive:
             message = receive()
             if message is None:
                 raise DecodeError("the call has no request")
-        return message
+        return ReceivedMessage(message)
     except Exception as error:
         servicer.observer.failed(op_name, "unary", rpc, error, began)
         raise
 
 
-def _exchange(servicer: Servicer) -> Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[bytes]]:
+def _exchange(
+    servicer: Servicer, places: FairShares, throttle: TcpThrottle
+) -> Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[bytes]]:
     def handle(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        traffic = MessageTraffic(context.cancel)
+        peer = throttle.peer(context.peer())
         source = ExchangeSource(
-            WholeMessages(partial(_receive, requests)),
-            WholeMessages(partial(_receive_required, requests, context)),
+            WholeMessages(partial(_receive, requests, peer)),
+            WholeMessages(_counted(partial(_receive_required, requests, peer, context), traffic)),
             _CHUNK_NBYTES,
             MAX_PROTOBUF_NBYTES,
         )
         try:
-            for pieces in servicer.exchange(source, _rpc_context(context, servicer.authenticator)):
-                yield b"".join(pieces)
+            rpc = replace(_rpc_context(context, servicer.authenticator), traffic=traffic)
+            with peer.op(), places.part(rpc.client, 1, context):
+                for pieces in servicer.exchange(source, rpc):
+                    message = b"".join(pieces)
+                    yield message
+                    traffic.moved += len(message)
         except Exception as error:
             _abort(context, error)
 
     return handle
 
 
-def _receive(messages: Iterator[bytes]) -> bytes | None:
+def _counted(receive: Callable[[], bytes | None], traffic: MessageTraffic) -> Callable[[], bytes | None]:
+    def receive_counted() -> bytes | None:
+        message = receive()
+        traffic.moved += len(message or b"")
+        return message
+
+    return receive_counted
+
+
+def _receive(messages: Iterator[bytes], peer: Peer) -> bytes | None:
     """Receives a client's next message; None if there is none.
 
     Raises:
         CancelledError: The call was cancelled, or its deadline has passed.
     """
     try:
-        return next(messages, None)
+        message = next(messages, None)
     except grpc.RpcError as error:
         # The call's frames refer to the error, and its traceback to them: this circle would keep the stream, of which
         # a connection has a limited number, until garbage is collected.
         error.__traceback__ = None
+    else:
+        peer.useful += len(message or b"")
+        return message
     raise CancelledError
 
 
-def _receive_required(messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes | None:
+def _receive_required(messages: Iterator[bytes], peer: Peer, context: grpc.ServicerContext) -> bytes | None:
     """Receives a message that the call needs; raises CancelledError also if there is none since it was cancelled."""
-    message = _receive(messages)
+    message = _receive(messages, peer)
     if message is None:
         cancelled = threading.Event()
         if not context.add_callback(cancelled.set) or cancelled.wait(_CANCELLATION_TIMEOUT_S):
@@ -269,14 +333,14 @@ def _rpc_context(context: grpc.ServicerContext, authenticator: Authenticator) ->
     endless = rest_s is None or rest_s > threading.TIMEOUT_MAX  # grpcio reports no deadline as one in centuries
     deadline = None if endless else time.monotonic() + rest_s
     metadata = {key: value for key, value in context.invocation_metadata() if isinstance(value, str)}
-    check: Callable[[], object] = no_check
     if authenticator.requires_token:  # the interceptor has checked it
         client = authenticated_client.get()
-        check = partial(authenticator.authenticate, authorization_header(context.invocation_metadata()), client)
     else:
         host = _host(context.peer())
         client = client_of_context(context, host) if authenticator.requires_certificate else host
-    return RpcContext(client, deadline, lambda: not context.is_active(), context.cancel, metadata, check)
+    return RpcContext(
+        client, deadline, lambda: not context.is_active(), context.cancel, metadata, authenticator.check_of(context)
+    )
 
 
 def _host(peer: str) -> str:

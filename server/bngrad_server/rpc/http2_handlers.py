@@ -6,23 +6,22 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
 import grpc
 
 from bngrad_server.errors import MessageTooLargeError, UnauthenticatedError, grpc_status
+from bngrad_server.memory.received_message import ReceivedMessage
 from bngrad_server.rpc.servicer import EXCHANGE_PATH, UNARY_OPS, ExchangeSource, Servicer
 from bngrad_server.rpc_context import RpcContext, no_check
 from bngrad_server.staged_request import StagedRequest
 from bngrad_wire import http2
-from bngrad_wire.http2 import frames
+from bngrad_wire.http2.buffered_socket import BufferedSocket
 
 _UNIMPLEMENTED = grpc.StatusCode.UNIMPLEMENTED
 _UNAUTHENTICATED = 16
-_MAX_MESSAGE_NBYTES = 64 * 2**20
-"""The largest message that is received whole."""
 _CHUNK_NBYTES = 4 * 2**20 - 64
 """The largest chunk that a stock client takes, whose messages have at most 4 MiB by default."""
 _SDK_CHUNK_NBYTES = 2**28
@@ -35,17 +34,19 @@ class Http2Handler:
     All methods raise ConnectionError or TimeoutError if the connection is no longer usable.
     """
 
-    def __init__(self, servicer: Servicer, sock: socket.socket, client: str) -> None:
+    def __init__(self, servicer: Servicer, sock: socket.socket, io: BufferedSocket, client: str) -> None:
         """Handles calls that belong to a client, see `RpcContext.client`."""
         self._servicer = servicer
-        self._sock = sock
+        self._abort = partial(abort, sock)
+        self._traffic = _ByteTraffic(io)
         self._client = client
 
-    def context(self, call: http2.ServerCall, is_cancelled: Callable[[], bool]) -> RpcContext:
-        """Authenticates a call; to be called before anything else is done for it.
+    def checked_context(self, call: http2.ServerCall) -> RpcContext:
+        """Authenticates a call, and checks its path; to be called before anything else is done for it.
 
         Raises:
             UnauthenticatedError: The call has no valid token.
+            RpcError: Its method is not served here.
         """
         deadline = None if call.timeout_s is None else time.monotonic() + call.timeout_s
         authenticator = self._servicer.authenticator
@@ -54,24 +55,27 @@ class Http2Handler:
         if authenticator.requires_token:
             check = partial(authenticator.authenticate, call.metadata.get("authorization"), client)
             client = authenticator.authenticate(call.metadata.get("authorization"), client)
-        return RpcContext(client, deadline, is_cancelled, lambda: abort(self._sock), call.metadata, check)
+        if call.path != EXCHANGE_PATH and call.path not in UNARY_OPS:
+            self._servicer.observer.metrics.refused_call(_UNIMPLEMENTED.name)
+            raise http2.RpcError(_UNIMPLEMENTED.value[0], f"{call.path} is not served here")
+        is_cancelled = partial(_has_failed, call)
+        return RpcContext(client, deadline, is_cancelled, self._abort, call.metadata, check, self._traffic)
 
-    def receive_request(self, call: http2.ServerCall, rpc: RpcContext) -> bytes:
+    def receive_request(self, call: http2.ServerCall, rpc: RpcContext) -> ReceivedMessage:
         """Receives the message of a unary call; empty if there is none.
 
         Raises:
             MessageTooLargeError: The message must go by `Exchange`.
+            OverloadedError: There is no room for it, or the client sends it too slowly.
             RpcError: It is compressed.
         """
         began = time.monotonic()
         try:
-            with self._watched(call, rpc):
-                nbytes = call.receive_message() or 0
-            if nbytes > _MAX_MESSAGE_NBYTES:
-                limit = f"at most {_MAX_MESSAGE_NBYTES} bytes here, not {nbytes}; larger ones go by Exchange"
-                raise MessageTooLargeError(f"the request must have {limit}")
-            with self._watched(call, rpc, nbytes):
-                return call.read(nbytes)
+            if call.is_fully_received:
+                return ReceivedMessage(call.read(self._checked(call.receive_message())))
+            with self._servicer.transfers.watched(0, rpc):
+                nbytes = self._checked(call.receive_message())
+            return self._servicer.receive(call, nbytes, rpc)
         except Exception as error:
             self._servicer.observer.failed(UNARY_OPS[call.path], "unary", rpc, error, began)
             raise
@@ -81,50 +85,36 @@ class Http2Handler:
         with self._servicer.transfers.watched(0, self._no_call()):
             http.flush()
 
-    def finish_frame(self, http: http2.ServerConnection) -> None:
-        """Waits for the rest of a frame, and handles the call if the frame begins one."""
-        with self._servicer.transfers.watched(frames.LARGEST_FRAME_SIZE, self._no_call()):
-            call = http.accept_partial()
-        if call is not None:
-            try:
-                rpc = self.context(call, _is_cancelled(call))
-            except UnauthenticatedError as error:
-                refuse(call, error)
-            else:
-                self.handle(call, rpc)
-
     def handle(self, call: http2.ServerCall, rpc: RpcContext) -> None:
-        """Receives and answers a call."""
+        """Receives and answers a call that has been checked."""
+        rpc = replace(rpc, is_cancelled=_is_cancelled(call))
         try:
             if call.path in UNARY_OPS:
                 self.handle_unary(call, self.receive_request(call, rpc), rpc)
-            elif call.path == EXCHANGE_PATH:
+            else:
                 is_sdk = call.metadata.get("user-agent") == "bngrad"
                 chunk_nbytes = _SDK_CHUNK_NBYTES if is_sdk else _CHUNK_NBYTES
-                source = ExchangeSource(call, call, chunk_nbytes, _MAX_MESSAGE_NBYTES)
-                for pieces in self._servicer.exchange(source, replace(rpc, is_cancelled=_is_cancelled(call))):
+                source = ExchangeSource(call, call, chunk_nbytes, self._servicer.max_message_nbytes)
+                for pieces in self._servicer.exchange(source, rpc):
                     call.send_message(*pieces)
                 call.end()
-            else:
-                self._servicer.observer.metrics.refused_call(_UNIMPLEMENTED.name)
-                call.end(_UNIMPLEMENTED.value[0], f"{call.path} is not served here")
         except Exception as error:
             refuse(call, error)
 
-    def handle_unary(self, call: http2.ServerCall, data: bytes, rpc: RpcContext) -> None:
+    def handle_unary(self, call: http2.ServerCall, message: ReceivedMessage, rpc: RpcContext) -> None:
         """Answers a unary call whose message has been received."""
         rpc = replace(rpc, is_cancelled=_is_cancelled(call))
         try:
-            with self._servicer.unary(UNARY_OPS[call.path], data, rpc) as pieces:
+            with self._servicer.unary(UNARY_OPS[call.path], message, rpc) as pieces:
                 call.send_message(*pieces, more=True)
                 call.end()
         except Exception as error:
             refuse(call, error)
 
-    def send_response(self, call: http2.ServerCall, staged: StagedRequest, rpc: RpcContext) -> None:
+    def send_response(self, call: http2.ServerCall, staged: StagedRequest) -> None:
         """Sends the response of a unary call that was computed inline, and closes its staged request."""
         try:
-            with self._servicer.response(staged, rpc) as pieces:
+            with self._servicer.response(staged) as pieces:
                 call.send_message(*pieces, more=True)
                 call.end()
         except Exception as error:
@@ -132,10 +122,29 @@ class Http2Handler:
 
     def _no_call(self) -> RpcContext:
         """Returns a context by which a connection without a call can be aborted."""
-        return RpcContext(self._client, None, lambda: False, lambda: abort(self._sock), {})
+        return RpcContext(self._client, None, lambda: False, self._abort, {})
 
-    def _watched(self, call: http2.ServerCall, rpc: RpcContext, nbytes: int = 0) -> AbstractContextManager[None]:
-        return nullcontext() if call.is_fully_received else self._servicer.transfers.watched(nbytes, rpc)
+    def _checked(self, nbytes: int | None) -> int:
+        limit = self._servicer.max_message_nbytes
+        if nbytes is not None and nbytes > limit:
+            limits = f"at most {limit} bytes here, not {nbytes}; larger ones go by Exchange"
+            raise MessageTooLargeError(f"the request must have {limits}")
+        return nbytes or 0
+
+
+class _ByteTraffic:
+    """The progress of a connection, a byte at a time; see `bngrad_server.rpc_context.Traffic`."""
+
+    counts_bytes = True
+
+    def __init__(self, io: BufferedSocket) -> None:
+        self._io = io
+        self.interrupt = io.interrupt
+        self.resume = io.resume
+
+    @property
+    def moved(self) -> int:
+        return self._io.moved
 
 
 def refuse(call: http2.ServerCall, error: Exception) -> None:
@@ -159,6 +168,10 @@ def abort(sock: socket.socket) -> None:
     """Ends a connection from any thread; the thread that uses it sees it broken."""
     with suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
+
+
+def _has_failed(call: http2.ServerCall) -> bool:
+    return call.failure is not None
 
 
 def _is_cancelled(call: http2.ServerCall) -> Callable[[], bool]:

@@ -7,26 +7,18 @@ since for a call of 4 KB a hop to another thread costs more than everything else
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import socket
-import struct
-import threading
-import time
 from functools import partial
 from typing import Any
 
 from bngrad_server.rpc.http2_connections import Http2Connections
 from bngrad_server.rpc.servicer import Servicer
-from bngrad_server.rpc.tls_handshakes import Handshakes
+from bngrad_server.rpc.strangers import Strangers
 from bngrad_server.runtime.event_loop import EventLoop
 from bngrad_server.scheduling.dispatch import Dispatcher
 from bngrad_server.security.certificates import Certificates
 
-logger = logging.getLogger(__name__)
-
 _END_TIMEOUT_S = 1.0
-_CREDENTIALS = struct.Struct("3i")
 
 
 class Http2Port:
@@ -34,16 +26,10 @@ class Http2Port:
 
     def __init__(self, servicer: Servicer, certificates: Certificates | None = None) -> None:
         """Listens nowhere yet; the TCP port will have no TLS without certificates."""
-        self._listeners: list[socket.socket] = []
-        self._stopping = threading.Event()
         self._event_loop = EventLoop("http2-loop")
-        self._connections = Http2Connections(servicer, self._event_loop)
         Dispatcher(self._event_loop, servicer.batcher)
-        self._handshakes = None
-        if certificates is not None:
-            renew = partial(self._event_loop.call_soon, self._connections.renew)
-            count_failure = partial(servicer.observer.metrics.refused_connection, "handshake")
-            self._handshakes = Handshakes(certificates, self._add, renew, count_failure)
+        self._strangers = strangers = Strangers(servicer, certificates, self._add, self._renew)
+        self._connections = Http2Connections(servicer, self._event_loop, strangers.penalise, strangers.take_back)
 
     def listen_on_port(self, host: str, port: int) -> int:
         """Listens on a TCP port, and returns it; 0 chooses a free one.
@@ -54,36 +40,27 @@ class Http2Port:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
         dualstack = host == "::" and socket.has_dualstack_ipv6()
         listener = socket.create_server((host, port), family=family, backlog=128, dualstack_ipv6=dualstack)
-        self._listeners.append(listener)
+        self._strangers.listen(listener)
         bound: int = listener.getsockname()[1]
         return bound
 
     def listen_on_socket(self, listener: socket.socket) -> None:
         """Listens on a socket that is bound and listening."""
-        self._listeners.append(listener)
+        self._strangers.listen(listener)
 
     def start(self) -> None:
         """Starts to accept connections."""
         self._event_loop.start()
-        if self._handshakes is not None:
-            self._handshakes.start()
-        for listener in self._listeners:
-            threading.Thread(target=self._accept, args=(listener,), name="http2-accept", daemon=True).start()
+        self._strangers.start()
 
     @property
     def connections(self) -> int:
-        """The number of connections."""
+        """The number of connections that have made a call."""
         return len(self._connections)
 
     def stop(self, drain_timeout_s: float) -> None:
         """Accepts no more connections and calls, and waits for the running calls until the timeout."""
-        self._stopping.set()
-        for listener in self._listeners:
-            with contextlib.suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)
-            listener.close()
-        if self._handshakes is not None:
-            self._handshakes.stop()
+        self._strangers.stop()
         if not self._event_loop.is_alive:
             return
         self._event_loop.call_soon(self._connections.drain)
@@ -94,29 +71,8 @@ class Http2Port:
         if self._connections.drained.is_set():
             self._connections.threads.shutdown()
 
-    def _accept(self, listener: socket.socket) -> None:
-        while True:
-            try:
-                connection, address = listener.accept()
-            except OSError as error:
-                if self._stopping.is_set():
-                    return
-                logger.warning("cannot accept a connection: %s", error)
-                time.sleep(0.1)  # mostly, there are no file descriptors left
-                continue
-            client = _client_of(connection, address)
-            if self._handshakes is not None and connection.family != socket.AF_UNIX:
-                self._handshakes.begin(connection, client)
-            else:
-                self._add(connection, client)
+    def _add(self, *first_call: Any) -> None:
+        self._event_loop.call_soon(partial(self._connections.add, *first_call))
 
-    def _add(self, connection: socket.socket, client: str) -> None:
-        self._event_loop.call_soon(partial(self._connections.add, connection, client))
-
-
-def _client_of(sock: socket.socket, address: Any) -> str:
-    """Returns the client of a connection, see `RpcContext.client`."""
-    if sock.family != socket.AF_UNIX:
-        return str(address[0])
-    pid, _, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    return f"process {pid}"
+    def _renew(self) -> None:
+        self._event_loop.call_soon(self._connections.renew)

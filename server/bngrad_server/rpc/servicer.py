@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import grpc
 
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.codec import exchange
 from bngrad_server.codec.ops import OPS
-from bngrad_server.codec.requests import RequestReader
+from bngrad_server.codec.requests import InvalidRequestError, RequestReader
 from bngrad_server.engine import Engine
-from bngrad_server.errors import code_of
+from bngrad_server.errors import MessageTooLargeError, code_of
+from bngrad_server.memory.received_message import ReceivedMessage
 from bngrad_server.rpc_context import RpcContext
 from bngrad_server.security.auth import ALLOW_ALL, Authenticator
 from bngrad_server.staged_request import StagedRequest
@@ -29,8 +31,10 @@ UNARY_OPS = {_PREFIX + op.name: op.name for op in OPS}
 EXCHANGE_PATH = f"{_PREFIX}Exchange"
 SERVER_INFO_PATH = f"{_PREFIX}ServerInfo"
 
-_REFUSED = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED}
-"""How a call ends whose message is malformed, out of order or compressed, so that its op is not known."""
+_REFUSED = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNIMPLEMENTED}
+"""How a call ends whose message is malformed, too large, out of order or compressed, so that its op is not known."""
+_UNCOUNTED_NBYTES = 64 * 1024
+"""Messages up to this size are not counted: a connection has a buffer for as much anyway."""
 _WORKER_STATES = {WorkerState.STARTING: pb.WORKER_STATE_STARTING, WorkerState.READY: pb.WORKER_STATE_READY}
 
 
@@ -42,7 +46,7 @@ class ExchangeSource:
         requests: The messages, read where a request may follow or the exchange may end.
         chunks: The same messages, read where a chunk must follow.
         chunk_nbytes: The size of the chunks of responses.
-        max_message_nbytes: The largest message to read whole.
+        max_message_nbytes: The largest request to read, without its chunks.
     """
 
     requests: MessageSource
@@ -56,9 +60,10 @@ class Servicer:
 
     Attributes:
         batcher: The engine's batcher.
-        transfers: The engine's watchdog, which aborts calls whose client sends or receives too slowly.
+        transfers: The engine's watchdog, which ends calls whose client sends or receives too slowly.
         observer: Counts and logs requests; the ports report the calls that fail before they reach the engine.
         authenticator: Tells which client a call belongs to; the ports ask it.
+        max_message_nbytes: The largest message that the HTTP/2 port receives whole.
         endpoints: Where clients find the HTTP/2 port and shared memory, as ServerInfo reports it.
     """
 
@@ -68,23 +73,56 @@ class Servicer:
         self.observer = engine.observer
         self.authenticator = authenticator
         self.endpoints = pb.Endpoints()
+        self.max_message_nbytes = engine.max_message_nbytes
         self._engine = engine
         self._max_message_bytes = max_message_bytes
         self._readers = {op.name: RequestReader(op, chunked=False) for op in OPS}
         self._chunked_readers = {op.exchange_number: RequestReader(op, chunked=True) for op in OPS}
 
     @contextmanager
-    def unary(self, op_name: str, data: bytes, rpc: RpcContext) -> Iterator[list[Buffer]]:
-        """Computes an op and lends the response, in pieces, until the block ends.
+    def unary(self, op_name: str, message: ReceivedMessage, rpc: RpcContext) -> Iterator[list[Buffer]]:
+        """Computes an op, releases its message early, and lends the response, in pieces, until the block ends.
 
         Raises:
             Exception: See `bngrad_server.codec.requests.RequestReader.read` and `bngrad_server.engine`.
         """
-        with self._stage(self._readers[op_name], data, rpc) as staged:
-            staged.copy_from(data)
-            self._engine.compute(staged)
-            with self._engine.transfer(_nbytes(staged.large_outputs), rpc):
-                yield staged.response()
+        with self._compute(op_name, message, rpc) as staged, self._engine.download(staged):
+            yield staged.response()
+
+    @contextmanager
+    def unary_copy(
+        self,
+        op_name: str,
+        message: ReceivedMessage,
+        rpc: RpcContext,
+        room: Callable[[int], AbstractContextManager[None]],
+    ) -> Iterator[bytes]:
+        """Does as `unary`, but gives a copy of the response, so that the memory is released before the block ends.
+
+        Until then, the request is in the server, and in a block that ``room`` gives for the size of the response.
+        """
+        with self._compute(op_name, message, rpc) as staged:
+            nbytes = sum(map(len, staged.response()))
+            with room(nbytes):
+                response = b"".join(staged.response())
+                self._engine.answered(staged)
+                with self._engine.answer(nbytes, rpc):
+                    yield response
+
+    def _compute(self, op_name: str, message: ReceivedMessage, rpc: RpcContext) -> StagedRequest:
+        """Computes an op, and releases its message early; the caller closes the staged request."""
+        try:
+            staged = self._stage(self._readers[op_name], message.data, rpc)
+            try:
+                staged.copy_from(message.data)
+                message.release()
+                self._engine.compute(staged)
+            except BaseException as error:
+                staged.close(error)
+                raise
+            return staged
+        finally:
+            message.release()
 
     def submit(self, op_name: str, data: bytes, rpc: RpcContext, on_end: Callable[[], None]) -> StagedRequest | None:
         """Begins to compute an op without waiting; returns None, and begins nothing, if no memory is free.
@@ -103,12 +141,12 @@ class Servicer:
         return staged
 
     @contextmanager
-    def response(self, staged: StagedRequest, rpc: RpcContext) -> Iterator[list[Buffer]]:
+    def response(self, staged: StagedRequest) -> Iterator[list[Buffer]]:
         """Lends the response of a submitted request, in pieces, until the block ends, and then closes the request.
 
         A client that takes too long to receive it is cut off.
         """
-        with staged, self._engine.transfer(_nbytes(staged.large_outputs), rpc):
+        with staged, self._engine.download(staged):
             yield staged.response()
 
     def exchange(self, source: ExchangeSource, rpc: RpcContext) -> Iterator[list[Buffer]]:
@@ -121,34 +159,55 @@ class Servicer:
             Exception: See `unary`; the exchange is then over.
         """
         while (received := self._next_request(source, rpc)) is not None:
-            number, data = received
-            with self._stage(self._chunked_readers[number], data, rpc) as staged:
-                staged.copy_from(data)
-                with self._engine.transfer(_nbytes(staged.large_inputs), rpc):
+            number, message = received
+            try:
+                staged = self._stage(self._chunked_readers[number], message.data, rpc)
+            except BaseException:
+                message.release()
+                raise
+            with staged:
+                staged.copy_from(message.data)
+                message.release()
+                with self._engine.upload(staged):
                     for i in staged.request.chunk_order:
                         target = _in_arena(staged.large_inputs[i])
-                        exchange.receive_chunks(source.chunks, target, source.max_message_nbytes)
+                        exchange.receive_chunks(source.chunks, target)
                 self._engine.compute(staged)
                 pieces = staged.response()
-                with self._engine.transfer(_nbytes(staged.large_outputs), rpc):
+                with self._engine.download(staged):
                     yield [messages.field_prefix(number, sum(map(len, pieces))), *pieces]
                     for output in staged.large_outputs:
                         yield from messages.chunks(exchange.CHUNK, _in_arena(output), source.chunk_nbytes)
 
-    def _next_request(self, source: ExchangeSource, rpc: RpcContext) -> tuple[int, bytes] | None:
+    def receive(self, source: MessageSource, nbytes: int, rpc: RpcContext) -> ReceivedMessage:
+        """Receives a message whose size is known, and counts it if it is large and does not lie in memory already.
+
+        Raises:
+            Exception: See `bngrad_server.engine.Engine.receive`.
+        """
+        if nbytes > _UNCOUNTED_NBYTES and rpc.traffic.counts_bytes:
+            return self._engine.receive(nbytes, rpc, partial(source.read, nbytes))
+        with self.transfers.watched(nbytes, rpc):
+            return ReceivedMessage(source.read(nbytes))
+
+    def _next_request(self, source: ExchangeSource, rpc: RpcContext) -> tuple[int, ReceivedMessage] | None:
         """Receives the next request of an exchange, see `exchange.request_of`; None at the end of the exchange."""
         try:
             with self.transfers.watched(0, rpc):  # the wait for it, too, since it occupies a thread
                 nbytes = source.requests.receive_message()
-                if nbytes is None:
-                    return None
-                if nbytes > source.max_message_nbytes:
-                    limit = f"at most {source.max_message_nbytes} bytes beside its chunks"
-                    raise exchange.part_error(f"a request must have {limit}, not {nbytes}")
-                with self.transfers.watched(nbytes, rpc):
-                    message = source.requests.read(nbytes)
-            rpc.check()
-            return exchange.request_of(message)
+            if nbytes is None:
+                return None
+            if nbytes > source.max_message_nbytes:
+                limit = f"at most {source.max_message_nbytes} bytes beside its chunks"
+                raise MessageTooLargeError(f"a request must have {limit}, not {nbytes}")
+            message = self.receive(source.requests, nbytes, rpc)
+            try:
+                rpc.check()
+                number, message.data = exchange.request_of(message.data)
+            except BaseException:
+                message.release()
+                raise
+            return number, message
         except Exception as error:
             if (code := code_of(error)) in _REFUSED:
                 self.observer.metrics.refused_call(code.name)
@@ -170,7 +229,10 @@ class Servicer:
             request = reader.read(data)
             return self._engine.stage(request, rpc, received_at, may_wait=may_wait)
         except BaseException as error:
-            transport = reader.transport_of(data) if request is None else request.transport
+            if isinstance(error, InvalidRequestError):
+                transport = error.transport
+            else:
+                transport = reader.transport_of(data) if request is None else request.transport
             self.observer.failed(reader.op.name, transport, rpc, error, received_at)
             raise
 
@@ -203,7 +265,3 @@ def _in_arena(view: memoryview | None) -> memoryview:
     """Returns the view: every large tensor of an exchange lies in the arena, none in a shared region."""
     assert view is not None
     return view
-
-
-def _nbytes(views: Sequence[memoryview | None]) -> int:
-    return sum(len(view) for view in views if view is not None)

@@ -16,8 +16,31 @@ logger = logging.getLogger(__name__)
 _TICK_S = 0.1
 _MAX_EVENTS = 16
 """The most events of a round; then come ticks and the callbacks of `EventLoop.call_soon`."""
+_MAX_CALLBACKS = 64
+"""The most of these callbacks: the others wait for the next round."""
+_MAX_LIMITED = 2
+"""The most of both for a loop that may only use a share of a core, so that it often looks how much it has used."""
+_MAX_CREDIT_S = 0.05
 
 Callback = Callable[[], None]
+
+
+class _CpuLimit:
+    """Bounds the time that the calling thread computes, to a share of a core: it sleeps where it has used more."""
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._credit_s = _MAX_CREDIT_S
+        self._checked_at = time.monotonic()
+        self._used_s = time.thread_time()
+
+    def check(self) -> None:
+        now, used_s = time.monotonic(), time.thread_time()
+        earned_s = (now - self._checked_at) * self._share
+        self._credit_s = min(self._credit_s + earned_s, _MAX_CREDIT_S) - (used_s - self._used_s)
+        self._checked_at, self._used_s = now, used_s
+        if self._credit_s < 0:
+            time.sleep(-self._credit_s / self._share)
 
 
 class EventLoop:
@@ -32,7 +55,8 @@ class EventLoop:
         can_stop: Tells, after `stop`, whether the thread may end.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, cpu_share: float | None = None) -> None:
+        """Starts nothing yet; with a share, the thread computes for no more than this share of a core."""
         self.after_events: Callable[[], float] = lambda: float("inf")
         self.on_tick: Callback = lambda: None
         self.can_stop: Callable[[], bool] = lambda: True
@@ -44,6 +68,7 @@ class EventLoop:
         self._ready: deque[Callback] = deque()
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = False
+        self._cpu_share = cpu_share
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.add_reader(self._waker, self._clear_waker)
 
@@ -91,11 +116,13 @@ class EventLoop:
                 self._epoll.unregister(fd)
 
     def _run(self) -> None:
+        limit = None if self._cpu_share is None else _CpuLimit(self._cpu_share)
+        max_events, max_callbacks = (_MAX_EVENTS, _MAX_CALLBACKS) if limit is None else (_MAX_LIMITED, _MAX_LIMITED)
         next_tick = time.monotonic() + _TICK_S
         due = next_tick
         while not (self._stopping and self.can_stop()):
             timeout_s = 0.0 if self._ready else max(0.0, min(due, next_tick) - time.monotonic())
-            for fd, _ in self._epoll.poll(timeout_s, _MAX_EVENTS):
+            for fd, _ in self._epoll.poll(timeout_s, max_events):
                 self._run_priority_readers()
                 callback = self._readers.get(fd)  # None if a callback before has removed it
                 if callback is not None:
@@ -105,10 +132,11 @@ class EventLoop:
                 next_tick = time.monotonic() + _TICK_S
             due = self.after_events()
             if self._ready:
-                # Callbacks added meanwhile wait for the next round: a client that floods us must not keep out others.
-                for _ in range(len(self._ready)):
+                for _ in range(min(len(self._ready), max_callbacks)):
                     _call(self._ready.popleft())
                 due = self.after_events()
+            if limit is not None:
+                limit.check()
         self._epoll.close()
         self._priority_epoll.close()
         waker, self._waker = self._waker, -1

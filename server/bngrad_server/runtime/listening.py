@@ -6,6 +6,7 @@ import errno
 import os
 import resource
 import socket
+import tempfile
 from pathlib import Path
 
 from bngrad_server.errors import ListenError
@@ -63,7 +64,13 @@ def _path_fault(path: Path) -> str | None:
         return f"there is no folder {path.parent}"
     if path.exists() and not path.is_socket():
         return "the path exists and is not a socket"
-    return "the address is taken" if has_listener(path) else None
+    if has_listener(path):
+        return "the address is taken"
+    try:  # at a name beside it, so that the socket of a server that starts at this moment stays
+        with tempfile.TemporaryDirectory(dir=path.parent):
+            return None
+    except OSError as error:
+        return f"no socket can be made in {path.parent}: {error.strerror}"
 
 
 def _port_fault(address: str) -> str | None:

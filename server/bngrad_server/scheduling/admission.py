@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from bngrad_server.errors import OverloadedError
+from bngrad_server.errors import OverloadedError, RequestTooLargeError
 
 _ALWAYS_REQUESTS = 16
 """Up to this many requests are admitted whatever the estimates say."""
@@ -33,7 +33,7 @@ class Admission:
 
     Attributes:
         requests: How many requests are admitted now.
-        entered: How many have been admitted so far.
+        asked: How often admission has been asked for so far.
     """
 
     def __init__(
@@ -47,11 +47,12 @@ class Admission:
         self._max_wait_s = max_wait_s
         self._mutex = threading.Lock()
         self.requests = 0
-        self.entered = 0
+        self.asked = 0
         self._transfers = 0
         self._work = 0
         self._requests_of: Counter[str] = Counter()
         self._work_of: Counter[str] = Counter()
+        self._received_of: Counter[str] = Counter()
         self._rates: deque[float] = deque(maxlen=_WINDOWS)
         self._rate = 0.0  # unknown
         self._window_start = time.monotonic()
@@ -67,13 +68,13 @@ class Admission:
             deadline: When it must be answered, on the monotonic clock; None means any time.
 
         Raises:
-            OverloadedError: The server is full.
+            OverloadedError: The server is full, or the client has as much in it as it may.
+            RequestTooLargeError: The client may never have as much in it.
         """
         work = nbytes + _WORK_OF_ANY_REQUEST
         with self._mutex:
             self._check(client, work, deadline)
             self.requests += 1
-            self.entered += 1
             self._work += work
             self._requests_of[client] += 1
             self._work_of[client] += work
@@ -85,6 +86,7 @@ class Admission:
             OverloadedError: The server is full.
         """
         with self._mutex:
+            self.asked += 1
             self._check(client, _WORK_OF_ANY_REQUEST, deadline)
 
     def leave(self, client: str, nbytes: int, *, computed: bool) -> None:
@@ -99,6 +101,20 @@ class Admission:
             if not self._requests_of[client]:
                 del self._requests_of[client], self._work_of[client]
             self._measure(work if computed else 0)
+
+    @contextmanager
+    def receiving(self, client: str, nbytes: int, deadline: float | None) -> Iterator[None]:
+        """Counts a message among its client's bytes while it is received; raises what `enter` does."""
+        with self._mutex:
+            self._check(client, nbytes + _WORK_OF_ANY_REQUEST, deadline)
+            self._received_of[client] += nbytes
+        try:
+            yield
+        finally:
+            with self._mutex:
+                self._received_of[client] -= nbytes
+                if not self._received_of[client]:
+                    del self._received_of[client]
 
     @contextmanager
     def transfer(self) -> Iterator[None]:
@@ -140,15 +156,18 @@ class Admission:
         raise OverloadedError(f"the server is full: {load}", retry_delay_s)
 
     def _check_client(self, client: str, work: int) -> None:
-        """Rejects a client that has reached its limits; its only request is always admitted."""
+        """Rejects a client that has reached its limits."""
         requests = self._requests_of[client]
         if requests >= self._max_client_requests:
             raise OverloadedError(
                 f"this client has {requests} requests in progress already, the most that it may", _CLIENT_RETRY_S
             )
-        nbytes = self._work_of[client] + work - (requests + 1) * _WORK_OF_ANY_REQUEST
-        if requests and nbytes > self._max_client_bytes:
-            limit = f"the {self._max_client_bytes} bytes that it may have"
+        nbytes = work - _WORK_OF_ANY_REQUEST
+        limit = f"the {self._max_client_bytes} bytes that it may have (max_client_bytes)"
+        if nbytes > self._max_client_bytes:
+            raise RequestTooLargeError(f"this client's request of {nbytes} bytes is more than {limit}")
+        held = self._work_of[client] - requests * _WORK_OF_ANY_REQUEST + self._received_of[client]
+        if held + nbytes > self._max_client_bytes:
             raise OverloadedError(f"this client's requests would have more than {limit} in progress", _CLIENT_RETRY_S)
 
     def _fullness(self, requests: int, work: int, max_wait_s: float) -> float:

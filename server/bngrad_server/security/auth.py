@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health
 
 from bngrad_server.errors import REFUSAL, UnauthenticatedError
+from bngrad_server.rpc_context import no_check
 from bngrad_server.runtime.executors import InlineExecutor
 from bngrad_server.security.tokens import Tokens
 
@@ -58,6 +60,15 @@ class Authenticator:
             self._on_refusal()
             raise UnauthenticatedError
         return f"token {owner}"
+
+    def check_of(self, context: grpc.ServicerContext) -> Callable[[], object]:
+        """Returns what raises UnauthenticatedError once the token of a call on grpcio is no longer valid.
+
+        To be called by the call's handler.
+        """
+        if authenticated_client.get(None) is None:  # the call needs none
+            return no_check
+        return partial(self.authenticate, authorization_header(context.invocation_metadata()), "")
 
     def interceptors(self, *, open_health: bool) -> list[grpc.ServerInterceptor]:
         """Returns the interceptors for grpcio, which also refuse calls of methods that do not exist."""

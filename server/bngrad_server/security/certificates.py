@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 
+from bngrad_server.security.permissions import read_guarded
 from bngrad_server.security.reload import ReloadedFiles
 from bngrad_wire.http2 import tls
 
@@ -43,7 +44,7 @@ class Certificates:
 
         Raises:
             OSError: A file cannot be read.
-            ValueError: A file has the wrong content.
+            ValueError: A file has the wrong content, or every user of the host may change it.
         """
         paths = [path for path in (certificate, key, client_ca) if path]
         self._files = ReloadedFiles(paths, partial(_read, certificate, key, client_ca))
@@ -102,8 +103,8 @@ def _client_of(common: Iterable[str], alternative: Iterable[str], default: str) 
 
 def _read(certificate_path: Path, key_path: Path, client_ca_path: Path | None) -> _Loaded:
     """Reads the files, and checks that they belong together."""
-    certificate, key = certificate_path.read_bytes(), key_path.read_bytes()
-    client_ca = None if client_ca_path is None else client_ca_path.read_bytes()
+    certificate, key = read_guarded(certificate_path, private=False), read_guarded(key_path, private=True)
+    client_ca = None if client_ca_path is None else read_guarded(client_ca_path, private=False)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.prepare(context)
     # A resumed session would skip the check of the client's certificate.

@@ -66,13 +66,13 @@ class ReloadedFiles(Generic[Content]):
         else:
             logger.info("%s changed and was read again", names)
 
-    def _identities(self) -> list[tuple[int, int, int] | None]:
+    def _identities(self) -> list[tuple[int, ...] | None]:
         return [_identity(path) for path in self._paths]
 
 
-def _identity(path: Path) -> tuple[int, int, int] | None:
+def _identity(path: Path) -> tuple[int, ...] | None:
     try:
         status = os.stat(path)
     except OSError:
         return None
-    return status.st_ino, status.st_mtime_ns, status.st_size
+    return status.st_ino, status.st_mode, status.st_mtime_ns, status.st_size

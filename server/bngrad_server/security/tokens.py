@@ -9,6 +9,7 @@ from __future__ import annotations
 import hmac
 from pathlib import Path
 
+from bngrad_server.security.permissions import read_guarded
 from bngrad_server.security.reload import ReloadedFiles
 from bngrad_wire.token_format import hash_token, parse_line
 
@@ -23,7 +24,7 @@ class Tokens:
 
         Raises:
             OSError: It cannot be read.
-            ValueError: A line of it is malformed; the message says which.
+            ValueError: Every user of the host may change it, or a line of it is malformed; the message says which.
         """
         self._file = ReloadedFiles([path], lambda: _read(path))
 
@@ -41,7 +42,7 @@ class Tokens:
 
 def _read(path: Path) -> list[tuple[str, bytes]]:
     tokens = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(read_guarded(path, private=True).decode().splitlines(), 1):
         text = line.partition("#")[0].strip()
         if not text:
             continue

@@ -13,9 +13,12 @@ import queue
 import threading
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from logging.handlers import QueueHandler, QueueListener
 from typing import Any
+
+from bngrad_wire.printable import printable
 
 _FORMAT, _LEVEL = "BNGRAD_LOG_FORMAT", "BNGRAD_LOG_LEVEL"
 _PER_SECOND = 10
@@ -35,11 +38,18 @@ def set_up(log_format: str, level: str) -> None:
     StderrListener(handler).start()
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
     logging.captureWarnings(True)
+    threading.excepthook = _log_thread_failure
 
 
 def set_up_as_parent() -> None:
     """Makes this process log as the one that started it."""
     set_up(os.environ.get(_FORMAT, "console"), os.environ.get(_LEVEL, "info"))
+
+
+def _log_thread_failure(failure: threading.ExceptHookArgs) -> None:
+    if failure.exc_value is not None:
+        name = failure.thread.name if failure.thread is not None else "unknown"
+        logging.getLogger(__name__).error("the thread %s failed", name, exc_info=failure.exc_value)
 
 
 class LineQueueHandler(QueueHandler):
@@ -100,31 +110,50 @@ def _write_line(line: str) -> None:
             rest = rest[os.write(_STDERR, rest) :]
 
 
+@dataclass(slots=True)
+class _Second:
+    """The current second of a kind: when it began, the events admitted in it, and those left out since the last one."""
+
+    start: float
+    admitted: int = 0
+    left_out: int = 0
+
+    def begin(self, now: float) -> None:
+        if now - self.start >= 1:
+            self.start, self.admitted = now, 0
+
+
 class Sampler:
-    """Admits at most 10 events of a kind within a second, and counts the others.
+    """Admits at most 10 events of a kind within a second; counts the others.
 
     Attributes:
         left_out: The events not admitted so far, of all kinds.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most_of_all: float = float("inf")) -> None:
+        """Admits no more than ``most_of_all`` events of all kinds together within a second."""
         self.left_out = 0
+        self._most_of_all = most_of_all
         self._mutex = threading.Lock()
-        self._seconds: dict[str, tuple[float, int]] = {}  # the start of the second, and the events since
+        self._all = _Second(0.0)
+        self._kinds: dict[str, _Second] = {}
 
     def admit(self, kind: str) -> int | None:
         """Returns how many of the kind were left out since the last one admitted; None if this one is left out too."""
+        now = time.monotonic()
         with self._mutex:
-            now = time.monotonic()
-            start, count = self._seconds.get(kind, (now, 0))
-            if now - start < 1 and count >= _PER_SECOND:
-                self._seconds[kind] = start, count + 1
+            if kind not in self._kinds and len(self._kinds) >= _MAX_KINDS:
+                self._kinds.clear()
+            second = self._kinds.setdefault(kind, _Second(now))
+            for each in (second, self._all):
+                each.begin(now)
+            if second.admitted >= _PER_SECOND or self._all.admitted >= self._most_of_all:
+                second.left_out += 1
                 self.left_out += 1
                 return None
-            left_out = max(count - _PER_SECOND, 0)
-            if len(self._seconds) >= _MAX_KINDS:
-                self._seconds.clear()
-            self._seconds[kind] = (start, count + 1) if now - start < 1 else (now, 1)
+            second.admitted += 1
+            self._all.admitted += 1
+            left_out, second.left_out = second.left_out, 0
             return left_out
 
 
@@ -146,15 +175,23 @@ class SamplingFilter(logging.Filter):
 
 
 class ConsoleFormatter(logging.Formatter):
-    """Formats lines for people, with the fields of a request at the end."""
+    """Formats lines for people, with the fields of a request at the end.
+
+    Clients give some of the text: all that is not printable is escaped. The further lines of a traceback are indented,
+    so every other line begins a record.
+    """
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
+    def format(self, record: logging.LogRecord) -> str:
+        """See `logging.Formatter`."""
+        return "\n    ".join(map(printable, super().format(record).split("\n")))
+
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name in logging.Formatter
         """See `logging.Formatter`."""
         fields = "".join(f" {name}={value}" for name, value in _fields(record).items())
-        return super().formatMessage(record) + fields
+        return printable(super().formatMessage(record) + fields)
 
 
 class JsonFormatter(logging.Formatter):

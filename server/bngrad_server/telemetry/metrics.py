@@ -21,8 +21,9 @@ STAGES = ("decode", "wait", "copy", "compute", "encode")
 """The stages of a request, which add up to its whole time."""
 REFUSALS = ("INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "UNAUTHENTICATED", "UNIMPLEMENTED")
 """The status codes of calls that end before their op is known."""
-REASONS = ("full", "handshake", "protocol")
-"""Why connections are refused: there are too many, the TLS handshake failed, or the peer does not speak HTTP/2."""
+REASONS = ("full", "handshake", "protocol", "silent")
+"""Why connections are refused: there are too many, the TLS handshake failed, the peer breaks the rules of HTTP/2 or
+floods it, or it begins no call, or does not end a frame, within seconds."""
 FIRST_BUCKET_S = 2e-6
 """The upper bound of the first bucket of times, in seconds; each further bound is twice the one before."""
 

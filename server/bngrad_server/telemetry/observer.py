@@ -29,6 +29,8 @@ _LEVELS = {
     grpc.StatusCode.INTERNAL: logging.ERROR,
 }
 _RECENT = 50
+_MOST_PER_SECOND = 100
+"""Failures to log and keep, of all clients."""
 _MAX_MESSAGE = 300
 _REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 
@@ -44,7 +46,7 @@ class Observer:
     def __init__(self, tracing: Tracing | None = None) -> None:
         self.tracing = tracing
         self.metrics = Metrics(tuple(op.name for op in OPS))
-        self._sampler = Sampler()
+        self._sampler = Sampler(_MOST_PER_SECOND)
         self._recent: deque[dict[str, Any]] = deque(maxlen=_RECENT)
         self._mutex = threading.Lock()
 
@@ -64,7 +66,7 @@ class Observer:
         self.metrics.failed(op, transport, code.name)
         if self.tracing is not None:
             self.tracing.failed(Outcome(op, transport, code, received_at), context, f"{error}"[:_MAX_MESSAGE])
-        left_out = self._sampler.admit(code.name)
+        left_out = self._sampler.admit(f"{code.name} {context.client}")  # no client's failures hide those of others
         if left_out is None:
             return
         message = f"{error}"[:_MAX_MESSAGE] or type(error).__name__

@@ -74,7 +74,6 @@ def _ending_process(heartbeat: socket.socket, device: str) -> Iterator[None]:
     except ConnectionError:
         return
     except (DeviceUnavailableError, DeviceFailedError) as error:
-        logger.error("%s: %s", device, error)
         with contextlib.suppress(ConnectionError):
             heartbeat.send(ipc.Report.FAILED + str(error).encode()[: ipc.MAX_PACKET_NBYTES - 1])
         logging.shutdown()

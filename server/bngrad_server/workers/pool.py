@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import logging
+import time
 from collections.abc import Callable, Sequence
 
 from bngrad_server.config import ServerConfig
@@ -12,7 +14,11 @@ from bngrad_server.scheduling.batcher import Batcher
 from bngrad_server.workers.process import WorkerProcess
 from bngrad_server.workers.supervisor import DeviceStatus, Supervisor, WorkerState
 
+logger = logging.getLogger(__name__)
+
 _HEARTBEATS_PER_TIMEOUT = 10
+_PATIENCE_S = 3.0
+_PROGRESS_EVERY_S = 10.0
 _SLOTS_OF_A_GPU = 2
 """While one batch is copied out, the next is copied in. A CPU's threads are all taken by one batch."""
 
@@ -50,8 +56,12 @@ class WorkerPool:
         """
         for supervisor in self._supervisors:
             supervisor.start()
+        started_at, timeout_s = time.monotonic(), _PATIENCE_S
         for supervisor in self._supervisors:
-            supervisor.wait_until_ready()
+            while not supervisor.wait_until_ready(timeout_s):
+                taken_s = time.monotonic() - started_at
+                logger.info("compiling kernels, a minute or two at the first start on a processor: %.0f s", taken_s)
+                timeout_s = _PROGRESS_EVERY_S
 
     @property
     def is_ready(self) -> bool:

@@ -32,7 +32,7 @@ class WorkerProcess:
     def __init__(
         self, device: str, threads: int, arena: Arena, pinned_bytes: int, heartbeat_s: float, slots: int
     ) -> None:
-        """Starts the process; on a GPU, it may page-lock ``pinned_bytes``."""
+        """Starts the process; on a GPU, it may page-lock ``pinned_bytes``, and the reserve of the arena."""
         self.slots = slots
         self._busy_time = BusyTime()
         self._slots = [WorkerSlot(self._busy_time) for _ in range(slots)]
@@ -40,7 +40,8 @@ class WorkerProcess:
         with contextlib.ExitStack() as stack:
             theirs = [stack.enter_context(child) for child in (their_heartbeat, *(slot.theirs for slot in self._slots))]
             heartbeat_fd, *slot_fds = (child.fileno() for child in theirs)
-            numbers = [heartbeat_fd, arena.fd, arena.nbytes, pinned_bytes, os.getpid(), *slot_fds]
+            pinned_nbytes = pinned_bytes and pinned_bytes + arena.reserve_nbytes
+            numbers = [heartbeat_fd, arena.fd, arena.file_nbytes, pinned_nbytes, os.getpid(), *slot_fds]
             arguments = map(str, (device, threads, heartbeat_s, *numbers))
             self._process = subprocess.Popen(  # noqa: S603 - our own module
                 [sys.executable, "-m", "bngrad_server.workers.main", *arguments],

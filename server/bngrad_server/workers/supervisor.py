@@ -103,17 +103,19 @@ class Supervisor:
         """Starts the thread."""
         self._thread.start()
 
-    def wait_until_ready(self) -> None:
-        """Waits until the worker was ready once.
+    def wait_until_ready(self, timeout_s: float | None = None) -> bool:
+        """Waits until the worker was ready once; returns whether it was, within the timeout.
 
         Raises:
             WorkerStartError: It ended before.
         """
-        self._started.wait()
+        if not self._started.wait(timeout_s):
+            return False
         if not self._description:
             if self._failure:
                 raise WorkerStartError(f"device {self._name} cannot be used: {self._failure}")
             raise WorkerStartError(f"the worker of device {self._name} ended before it was ready")
+        return True
 
     def status(self) -> DeviceStatus:
         """The state of the device and its worker."""
@@ -182,7 +184,7 @@ class Supervisor:
             ready_since, self._ready_since = self._ready_since, None
             self._on_change()
             ending = worker.close()
-        if not self._closing.is_set():
+        if not self._closing.is_set() and (self._description or not self._failure):  # else the server ends with it
             logger.error("worker of device %s %s%s", self._name, ending, reason)
         return ready_since is not None and time.monotonic() - ready_since > _SOUND_AFTER_S
 

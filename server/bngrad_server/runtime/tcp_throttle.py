@@ -1,0 +1,227 @@
+"""Slows down TCP connections that send far more than their calls explain, where a library owns the sockets.
+
+grpcio answers millions of frames a second that belong to no call, and offers no limit. But the kernel counts what each
+connection has received, and a socket filter pauses a connection without costing anything: its peer has to wait, as if
+packets were lost.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+logger = logging.getLogger(__name__)
+
+_FREE_NBYTES = 2**16
+"""What a connection may send before its first op: its handshake, metadata, a health check now and then."""
+_RATE = 2.0**16
+"""Bytes a second that a connection may send beyond its messages, and that all strangers of a host may send together."""
+_STRANGERS_NBYTES = 2.0**22
+"""How much all strangers of a host may send at once."""
+_KNOWN_NBYTES = 2.0**24
+"""How much a connection with ops may send at once beyond its messages, such as those that wait for a thread."""
+_WINDOW_UPDATES = 1 / 16
+"""What a peer may send for each byte that it receives."""
+_PAUSE_S = 2.0
+_PAUSE_OF_KNOWN_S = 0.5
+"""Shorter, since it takes a paused connection up to as long again until it sends."""
+_QUIET_S = 5.0
+_INTERVAL_S, _BUSY_INTERVAL_S = 0.25, 0.05
+_LEAST_SLEEP = 20
+"""The thread sleeps at least this many times as long as it looks."""
+
+_ATTACH_FILTER, _DETACH_FILTER = 26, 27
+_NOTHING_PASSES = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))
+_FILTER = struct.pack("@HP", 1, ctypes.addressof(_NOTHING_PASSES))
+_TRAFFIC = struct.Struct("@QQ")
+_TRAFFIC_OFFSET = 120
+"""Where tcpi_bytes_acked and tcpi_bytes_received stand in `struct tcp_info`."""
+
+
+class Peer:
+    """A connection, as its calls see it.
+
+    Attributes:
+        useful: Bytes of the messages of its ops so far.
+        running: Ops that are running; each may have a message that is still arriving.
+        is_known: Whether an op was ever begun.
+    """
+
+    def __init__(self) -> None:
+        self.useful = 0
+        self.running = 0
+        self.is_known = False
+        self._mutex = threading.Lock()
+
+    @contextmanager
+    def op(self) -> Iterator[None]:
+        """Counts an op whose client is authenticated, until the block ends."""
+        with self._mutex:
+            self.running += 1
+            self.is_known = True
+        try:
+            yield
+        finally:
+            with self._mutex:
+                self.running -= 1
+
+
+class _Watched:
+    """A connection, as the kernel sees it.
+
+    Attributes:
+        peer: What its calls say.
+        received: Bytes received so far.
+        acked: Bytes sent and acknowledged so far.
+        useful: Bytes of messages at the last look.
+        level: How many bytes it may send now.
+        seen_at: When it was last looked at, or resumed.
+        resume_at: When its pause ends; None while it has none.
+    """
+
+    def __init__(self, peer: Peer, now: float) -> None:
+        self.peer = peer
+        self.received = self.acked = self.useful = 0
+        self.level = _KNOWN_NBYTES
+        self.seen_at = now
+        self.resume_at: float | None = None
+
+
+class TcpThrottle:
+    """The connections to some TCP ports of this process, and the thread that looks at them.
+
+    Attributes:
+        ports: The ports; to be filled before `start`.
+    """
+
+    def __init__(self, max_message_nbytes: int) -> None:
+        """Looks at no port yet; the messages of ops have at most this many bytes."""
+        self.ports: set[int] = set()
+        self._max_message_nbytes = max_message_nbytes
+        self._peers: dict[str, Peer] = {}
+        self._mutex = threading.Lock()
+        self._connections: dict[str, _Watched] = {}
+        self._strangers: dict[str, tuple[float, float]] = {}  # by host: what they may send, and when that was so
+        self._paused_at = float("-inf")
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="tcp-throttle", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread, if there are ports to look at."""
+        if self.ports:
+            self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread, and all pauses."""
+        self._closing.set()
+
+    def peer(self, name: str) -> Peer:
+        """Returns the peer of a call, by grpcio's name for it, such as ``ipv4:127.0.0.1:50051``."""
+        with self._mutex:
+            peer = self._peers.get(name)
+            if peer is None:
+                peer = self._peers[name] = Peer()
+            return peer
+
+    def _run(self) -> None:
+        interval_s = _INTERVAL_S
+        while not self._closing.wait(interval_s):
+            began = time.monotonic()
+            self.look()
+            ended = time.monotonic()
+            wanted_s = _BUSY_INTERVAL_S if ended - self._paused_at < _QUIET_S else _INTERVAL_S
+            interval_s = max(wanted_s, _LEAST_SLEEP * (ended - began))
+        for connection in self._connections.values():
+            connection.resume_at = connection.resume_at and 0.0  # long ago
+        self.look()
+
+    def look(self) -> None:
+        """Looks at all connections, pauses those that send too much, and resumes those whose pause is over."""
+        now = time.monotonic()
+        names = set()
+        for fd in map(int, os.listdir("/proc/self/fd")):
+            with suppress(OSError), _borrowed(fd) as sock:  # it is no socket, or was closed meanwhile
+                name = self._name_of(sock)
+                if name is not None:
+                    names.add(name)
+                    self._look_at(sock, name, now)
+        self._connections = {name: self._connections[name] for name in names if name in self._connections}
+        self._strangers = {host: level for host, level in self._strangers.items() if now - level[1] < _QUIET_S}
+        with self._mutex:
+            self._peers = {name: peer for name, peer in self._peers.items() if name in names or peer.running}
+
+    def _name_of(self, sock: socket.socket) -> str | None:
+        """Returns grpcio's name for the peer of a connection to one of the ports; None for any other socket."""
+        own = sock.getsockname()
+        if not isinstance(own, tuple) or own[1] not in self.ports:
+            return None
+        host, port, *_ = sock.getpeername()
+        host = host.removeprefix("::ffff:") if "." in host else host
+        if ":" not in host:
+            return f"ipv4:{host}:{port}"
+        scoped = host.replace("%", "%25")
+        return f"ipv6:%5B{scoped}%5D:{port}"
+
+    def _look_at(self, sock: socket.socket, name: str, now: float) -> None:
+        connection = self._connections.get(name)
+        if connection is None:
+            connection = self._connections[name] = _Watched(self.peer(name), now)
+        if connection.resume_at is not None:
+            if now < connection.resume_at:
+                return
+            sock.setsockopt(socket.SOL_SOCKET, _DETACH_FILTER, 0)
+            connection.resume_at, connection.seen_at = None, now
+        acked, received = _TRAFFIC.unpack_from(
+            sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TRAFFIC_OFFSET + _TRAFFIC.size), _TRAFFIC_OFFSET
+        )
+        if received == connection.received and connection.level >= 0:
+            connection.seen_at = now
+            return
+        peer, useful = connection.peer, connection.peer.useful
+        sent = received - connection.received
+        earned = 2 * (useful - connection.useful) + _WINDOW_UPDATES * (acked - connection.acked)
+        connection.received, connection.acked, connection.useful = received, acked, useful
+        if peer.is_known:
+            earned += _RATE * (now - connection.seen_at)
+            connection.level = min(connection.level + earned - sent, _KNOWN_NBYTES)
+            is_over = connection.level < -peer.running * self._max_message_nbytes
+        else:
+            is_over = received > _FREE_NBYTES and self._draw(name.rpartition(":")[0], sent, now) < 0
+        connection.seen_at = now
+        if is_over and not self._closing.is_set():
+            self._pause(sock, name, connection, now)
+
+    def _draw(self, host: str, nbytes: float, now: float) -> float:
+        """Takes bytes from what the strangers of a host may send, and returns what is left."""
+        level, since = self._strangers.get(host, (_STRANGERS_NBYTES, now))
+        level = min(max(level, 0.0) + _RATE * (now - since), _STRANGERS_NBYTES) - nbytes
+        self._strangers[host] = level, now
+        return level
+
+    def _pause(self, sock: socket.socket, name: str, connection: _Watched, now: float) -> None:
+        connection.level = 0.0
+        connection.resume_at = now + (_PAUSE_OF_KNOWN_S if connection.peer.is_known else _PAUSE_S)
+        if now - self._paused_at > _QUIET_S:
+            logger.warning("slowing down %s: it sends far more than its calls explain", name)
+        self._paused_at = now
+        # Another connection may have this descriptor meanwhile; a duplicate belongs to one for good.
+        with suppress(OSError), sock.dup() as same:
+            if self._name_of(same) == name:
+                same.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, _FILTER)
+
+
+@contextmanager
+def _borrowed(fd: int) -> Iterator[socket.socket]:
+    """Lends a descriptor as a socket, without owning it."""
+    sock = socket.socket(fileno=fd)
+    try:
+        yield sock
+    finally:
+        sock.detach()

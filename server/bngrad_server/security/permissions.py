@@ -1,0 +1,32 @@
+"""Reads the files that decide who may call, and checks that no other user of the host may change them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+
+def read_guarded(path: Path, *, private: bool) -> bytes:
+    """Reads a file, at the end of symbolic links; Kubernetes mounts secrets as such.
+
+    Args:
+        path: Its path.
+        private: Whether to warn if every user of the host may read it.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: Every user of the host may write to it.
+    """
+    with open(path, "rb") as file:
+        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+        found = f"{path} has mode {mode:04o}, so every user of this host may"
+        expected = f"it should have mode 0600 or 0640: chmod o-rw {path}"
+        if mode & stat.S_IWOTH:
+            raise ValueError(f"{found} change it, and with it who may call; {expected}")
+        if private and mode & stat.S_IROTH:
+            logger.warning("%s read it; %s", found, expected)
+        return file.read()
