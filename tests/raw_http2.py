@@ -81,14 +81,19 @@ class RawConnection(AbstractContextManager["RawConnection"]):
         """Whether the server closes the connection in time; discards what it sends before."""
         with suppress(OSError):  # it may have closed already
             self.sock.shutdown(socket.SHUT_WR)
-        try:
-            while self.sock.recv(2**16):
-                pass
-        except TimeoutError:
-            return False
-        except OSError:
-            return True
+        return is_closed(self.sock)
+
+
+def is_closed(sock: socket.socket) -> bool:
+    """Whether the other end closes a socket before its timeout; discards what it sends before."""
+    try:
+        while sock.recv(2**16):
+            pass
+    except TimeoutError:
+        return False
+    except OSError:
         return True
+    return True
 
 
 def path_of(method: str) -> str:

@@ -124,10 +124,12 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def endpoints_of(target: str) -> pb.Endpoints:
+def endpoints_of(target: str, token: str = "") -> pb.Endpoints:
     """Asks a server for its other addresses."""
+    metadata = (("authorization", f"Bearer {token}"),) if token else ()
     with grpc.insecure_channel(target) as channel:
-        return pb_grpc.BatchNormGradServiceStub(channel).ServerInfo(pb.ServerInfoRequest()).endpoints
+        stub = pb_grpc.BatchNormGradServiceStub(channel)
+        return stub.ServerInfo(pb.ServerInfoRequest(), metadata=metadata).endpoints
 
 
 def targets_of(target: str) -> dict[str, str]:

@@ -25,9 +25,9 @@ _ARRAY = np.ones((2, 3, 3, 4), np.float32)
 _STATS = np.ones(4, np.float32)
 
 
-def ask(client: bngrad.Client) -> None:
-    """Makes a call that an authorised client gets answered."""
-    client.fused_batch_norm_grad_v2(_ARRAY, _ARRAY, _STATS, _STATS, _STATS, timeout=60)
+def ask(client: bngrad.Client, **attributes: Any) -> None:
+    """Makes a call that an authorised client gets answered, unless its attributes are invalid."""
+    client.fused_batch_norm_grad_v2(_ARRAY, _ARRAY, _STATS, _STATS, _STATS, timeout=60, **attributes)
 
 
 class Guarded:
@@ -86,12 +86,13 @@ class Guarded:
         return host, int(port) if listener == "grpcio TCP" else self.endpoints.stream_port
 
     def channel(self, listener: str) -> grpc.Channel:
-        """Returns a stock channel to an address, with alice's certificate over TCP."""
+        """Returns a stock channel to an address, with a connection of its own, and alice's certificate over TCP."""
+        options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
         if listener.endswith("Unix"):
             target = self.unix_target if listener == "grpcio Unix" else f"unix:{self.endpoints.local_directory}/calls"
-            return grpc.insecure_channel(target, [("grpc.use_local_subchannel_pool", 1)])  # a connection of its own
+            return grpc.insecure_channel(target, options)
         host, port = self.port(listener)
-        return grpc.secure_channel(f"{host}:{port}", self.credentials)
+        return grpc.secure_channel(f"{host}:{port}", self.credentials, options)
 
     @property
     def credentials(self) -> grpc.ChannelCredentials:

@@ -10,6 +10,8 @@ from contextlib import ExitStack
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
 from tests.raw_http2 import path_of, request
 from tests.security.conftest import LISTENERS, Guarded, ask
 from tests.servers import TRANSPORTS, Transport, wait_until
@@ -141,6 +143,47 @@ def test_an_exchange_ends_when_its_token_is_revoked(own_guarded: Guarded) -> Non
                 list(responses)
             assert isinstance(refused.value, grpc.Call)
             assert refused.value.code() == grpc.StatusCode.UNAUTHENTICATED
+
+
+_ASK = reflection_pb2.ServerReflectionRequest(list_services="").SerializeToString()
+_HEALTH = health_pb2.HealthCheckRequest().SerializeToString()
+
+
+@pytest.mark.parametrize(
+    ("path", "message", "goes_on"),
+    [
+        ("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", _ASK, True),
+        ("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", _ASK, False),
+        ("/grpc.health.v1.Health/Watch", _HEALTH, False),
+    ],
+    ids=["busy reflection", "idle reflection", "health"],
+)
+def test_other_streams_end_when_their_token_is_revoked(
+    own_guarded: Guarded, path: str, message: bytes, goes_on: bool
+) -> None:
+    guarded, is_out, is_over = own_guarded, threading.Event(), threading.Event()
+
+    def messages() -> Iterator[bytes]:
+        yield message
+        if "Watch" in path:
+            return
+        is_out.wait(60)
+        while goes_on and not is_over.wait(0.01):
+            yield message
+        is_over.wait(60)
+
+    with guarded.channel("grpcio TCP") as channel:
+        method: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(path)
+        call = method(messages(), metadata=(("authorization", f"Bearer {guarded.token}"),), timeout=60)
+        try:
+            assert next(call)
+            guarded.know(new_token("bob")[1])
+            is_out.set()
+            with pytest.raises(grpc.RpcError):
+                list(call)
+        finally:
+            is_over.set()
+        assert call.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.CANCELLED)
 
 
 def is_known(guarded: Guarded) -> bool:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import gzip
 import resource
 import socket
+import ssl
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -15,20 +17,34 @@ from pathlib import Path
 import grpc
 import psutil
 import pytest
-from benchmarks.hostile.scans import SCANS
+from benchmarks.hostile.victim import Victim
 from tests.raw_http2 import path_of, request
 from tests.security.conftest import LISTENERS, Guarded, ask
 from tests.servers import wait_until
 
 import bngrad
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
+from bngrad_wire.http2 import frames
 from bngrad_wire.token_format import new_token
 
 _MOST_MEMORY = 700 * 2**20
 _SPARE_DESCRIPTORS = 32
 _CALLS = 10
 _HALF_OPEN = 10_000
+_FLOOD_S = 4.0
+_MOST_FLOOD_NBYTES = 100 * 2**20
 _CONNECTION_BYTES = 40_000
+_ATTACKS = (
+    "wrong_tls",
+    "wrong_tokens",
+    "garbage",
+    "half_open",
+    "huge_metadata",
+    "bombs",
+    "flood_resets",
+    "headers_byte_by_byte",
+)
+"""Of `benchmarks.hostile`; the tests of each part of the server have the others."""
 
 
 @pytest.fixture(scope="module")
@@ -39,17 +55,19 @@ def open_to_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
 
 
 @contextmanager
-def scan(name: str, guarded: Guarded) -> Iterator[subprocess.Popen[bytes]]:
-    ports = [str(guarded.port(listener)[1]) for listener in ("grpcio TCP", "own TCP")]
-    arguments = [name, "127.0.0.1", guarded.token, str(guarded.authority.path), *ports]
-    with subprocess.Popen([sys.executable, "-m", "benchmarks.hostile.scans", *arguments], cwd=Path.cwd()) as process:
+def attack(name: str, guarded: Guarded) -> Iterator[subprocess.Popen[bytes]]:
+    arguments = [name, "--target", guarded.server.target, "--token", guarded.token, "--ca", str(guarded.authority.path)]
+    command = [sys.executable, "-m", "benchmarks.hostile", *arguments, "--doors", "grpcio", "own"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path.cwd()) as process:
         try:
+            assert process.stdout is not None
+            assert process.stdout.readline(), f"{name} did not begin"
             yield process
         finally:
             process.kill()
 
 
-@pytest.mark.parametrize("name", SCANS)
+@pytest.mark.parametrize("name", _ATTACKS)
 def test_a_good_client_is_served_beside_hostile_ones(open_to_all: Guarded, name: str) -> None:
     guarded = open_to_all
     front = psutil.Process(guarded.server.process.pid)
@@ -57,7 +75,7 @@ def test_a_good_client_is_served_beside_hostile_ones(open_to_all: Guarded, name:
         for client in (grpcio, own):
             ask(client)
         descriptors = front.num_fds()
-        with scan(name, guarded) as bad:
+        with attack(name, guarded) as bad:
             for _ in range(_CALLS):
                 for client in (grpcio, own):
                     ask(client)
@@ -112,6 +130,24 @@ def many_descriptors() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize(
+    "frame", [frames.window_update(0, 1), frames.frame(frames.PING, 0, 0, bytes(8))], ids=["window", "ping"]
+)
+def test_a_flood_of_frames_is_slowed_down_on_grpcios_port(open_to_all: Guarded, frame: bytes) -> None:
+    victim = Victim.discover(open_to_all.server.target, open_to_all.token, str(open_to_all.authority.path))
+    with victim.connect() as sock:
+        sock.sendall(frames.PREFACE + frames.settings({}))
+        sock.setblocking(False)
+        flood, sent = frame * 4096, 0
+        begin = time.monotonic()
+        while time.monotonic() < begin + _FLOOD_S:
+            with suppress(ssl.SSLWantWriteError):
+                sent += sock.send(flood)
+            with suppress(ssl.SSLWantReadError):
+                assert sock.recv(2**16)
+    assert sent < _MOST_FLOOD_NBYTES
 
 
 @pytest.mark.parametrize("listener", LISTENERS)

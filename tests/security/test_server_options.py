@@ -51,3 +51,13 @@ def test_unusable_files_are_named_at_the_start(options: tuple[str, ...], message
         EmbeddedServer(options=options).__enter__()
     assert message in str(refused.value)
     assert "Traceback" not in str(refused.value)
+
+
+def test_a_server_does_not_start_with_tokens_that_every_user_may_change(tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    path.touch()
+    path.chmod(0o666)
+    with pytest.raises(ServerStartError) as refused:
+        EmbeddedServer(options=("--token-file", str(path))).__enter__()
+    assert f"{path} has mode 0666, so every user of this host may change it" in str(refused.value)
+    assert "Traceback" not in str(refused.value)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from google.protobuf.message import DecodeError, Message
+from tests.hostile_messages import HOSTILE, SIZES, at_little_cost
 
 from bngrad_kernels.spec import BFLOAT16, FLOAT16, FLOAT32, InvalidArgumentError, ReserveSpace2Kind, Spec
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
@@ -28,7 +29,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "location": lambda tensor: tensor.location.CopyFrom(LOCATION),
     "only location": lambda tensor: tensor.CopyFrom(pb.Tensor(dtype=FLOAT, shape=[3], location=LOCATION)),
     "location and data": lambda tensor: tensor.MergeFrom(pb.Tensor(location=LOCATION, data=b"data")),
-    "many dimensions": lambda tensor: tensor.CopyFrom(pb.Tensor(dtype=FLOAT, shape=[2**62] * 100_000)),
+    "many dimensions": lambda tensor: tensor.CopyFrom(pb.Tensor(dtype=FLOAT, shape=[2**62] * 7000)),
     "another shape": lambda tensor: tensor.shape.reverse(),
     "short": lambda tensor: setattr(tensor, "data", tensor.data[:-1]),
 }
@@ -160,8 +161,8 @@ def test_the_pieces_of_the_response_are_a_message(op: Op, chunked: bool) -> None
         (V3, "reserve_space_3", "only location", "reserve_space_3 must not have a location$"),
         (V3, "x", "location and data", "x must not have a location beside data"),
         (ONEDNN, "output_delta", "location and data", "output_delta must not have a location beside data"),
-        (V3, "x", "many dimensions", "x must have at most 32 dimensions, not 100000"),
-        (V3, "reserve_space_3", "many dimensions", "reserve_space_3 must have at most 32 dimensions, not 100000"),
+        (V3, "x", "many dimensions", "x must have at most 32 dimensions, not 7000"),
+        (V3, "reserve_space_3", "many dimensions", "reserve_space_3 must have at most 32 dimensions, not 7000"),
         (V3, "y_backprop", "another shape", "must have same shape"),
         (V3, "scale", "short", "must have 12 bytes of data .* not 11"),
         (V3, "epsilon", -1.0, "epsilon must be finite and not negative"),
@@ -267,6 +268,27 @@ def test_attributes_that_are_left_out_have_the_ops_defaults(op: Op, changes: dic
 def test_what_is_no_message_is_refused_by_the_ops_name(op: Op) -> None:
     with pytest.raises(DecodeError, match=f"the request is no {op.name}Request: "):
         RequestReader(op, chunked=False).read(b"\x0a\xff")
+
+
+@both_ways
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("content", HOSTILE)
+def test_no_message_costs_more_than_a_good_one(content: str, size: int, chunked: bool) -> None:
+    reader, message = RequestReader(V3, chunked=chunked), HOSTILE[content](size)
+    words = "must have at most (256 fields|65536 bytes)" if size == SIZES[-1] else "."
+    with at_little_cost(), pytest.raises((InvalidArgumentError, DecodeError), match=words):
+        reader.read(message)
+
+
+@both_ways
+def test_how_a_refused_request_travelled_is_known_if_it_was_read_before(chunked: bool) -> None:
+    message = request_of(V3, chunked=chunked)
+    if not chunked:
+        message.x_backprop_location.CopyFrom(LOCATION)
+    reader, data = RequestReader(V3, chunked=chunked), message.SerializeToString()
+    assert reader.transport_of(data) == ("stream" if chunked else "unary")
+    reader.read(data)
+    assert reader.transport_of(data) == ("stream" if chunked else "shared")
 
 
 def test_requests_that_differ_in_their_elements_alone_are_validated_once() -> None:

@@ -9,6 +9,8 @@ import re
 import socket
 import stat
 import struct
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -98,10 +100,12 @@ def test_a_lease_lasts_as_long_as_its_connection(regions: Regions, sockets: Leas
             other_key, (other_fd,) = ask(other, 2 * NBYTES)
             assert other_key != key
             assert regions.nbytes == 3 * NBYTES
-        wait_until(lambda: regions.nbytes == NBYTES)
-    wait_until(lambda: regions.nbytes == 0)
+        wait_until(lambda: len(regions) == 1)
+    wait_until(lambda: len(regions) == 0)
+    wait_until(lambda: regions.kept_nbytes == 3 * NBYTES)  # since this process has not closed them
     for each in (fd, other_fd):
         os.close(each)
+    wait_until(lambda: regions.nbytes == 0)
 
 
 def test_a_refusal_says_why_and_ends_the_connection(regions: Regions, sockets: LeaseServer) -> None:
@@ -143,9 +147,9 @@ def test_closing_ends_every_lease_and_connection(regions: Regions) -> None:
     with serving(regions) as sockets:
         client, silent = connect(sockets), connect(sockets)
         _, (fd,) = ask(client, NBYTES)
+        os.close(fd)
     assert regions.nbytes == 0
     assert not sockets.directory.exists()
-    os.close(fd)
     for each in (client, silent):
         with each:
             assert each.recv(1) == b""
@@ -217,3 +221,21 @@ def test_clients_cannot_send_descriptors_which_can_be_slow_to_close(sockets: Lea
         client.connect(str(sockets.directory / name))
         with pytest.raises(PermissionError):
             socket.send_fds(client, [b"?"], [client.fileno()])
+
+
+def test_the_thread_rests_four_times_as_long_as_a_flood_of_requests_occupies_it(
+    regions: Regions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rests: list[float] = []
+    monkeypatch.setattr("bngrad_server.memory.leases.time.sleep", rests.append)
+    with serving(regions) as sockets, connect(sockets) as client:
+        _, (fd,) = ask(client, NBYTES)
+        os.close(fd)
+        (thread,) = (each for each in threading.enumerate() if each.name == "leases")
+        assert thread.ident is not None
+        clock = time.pthread_getcpuclockid(thread.ident)
+        spent, rested = time.clock_gettime(clock), sum(rests)
+        for _ in range(2000):
+            client.send(IS_IN_USE)
+            assert client.recv(1) == NOT_IN_USE
+        assert sum(rests) - rested > 3 * (time.clock_gettime(clock) - spent)

@@ -4,7 +4,10 @@ import fcntl
 import mmap
 import os
 import resource
-from collections.abc import Iterator
+import signal
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import pytest
 from tests.servers import regions_of
@@ -121,6 +124,7 @@ def test_a_region_is_freed_when_its_lease_has_ended_and_no_request_names_it(
         os.fstat(region.fd)
         step(region)
     assert not workers.mapped
+    regions.collect()
     assert list(regions) == []
     assert regions.nbytes == 0
     with pytest.raises(OSError, match="Bad file descriptor"):
@@ -152,6 +156,99 @@ def test_leases_beyond_the_limit_are_refused_until_others_end(regions: Regions, 
     regions.end(first)
     regions.lease(3 * NBYTES)
     assert len(workers.mapped) == 2
+
+
+def opened(path: str, flags: int) -> ExitStack:
+    stack = ExitStack()
+    stack.callback(os.close, os.open(path, flags))
+    return stack
+
+
+WAYS: dict[str, Callable[[int], ExitStack | mmap.mmap]] = {
+    "descriptor": lambda fd: opened(f"/proc/self/fd/{fd}", os.O_RDWR),
+    "descriptor to read": lambda fd: opened(f"/proc/self/fd/{fd}", os.O_RDONLY),
+    "mapping": lambda fd: mmap.mmap(fd, 3 * NBYTES),
+    "mapping to read": lambda fd: mmap.mmap(fd, 3 * NBYTES, prot=mmap.PROT_READ),
+    "private mapping": lambda fd: mmap.mmap(fd, 3 * NBYTES, flags=mmap.MAP_PRIVATE),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("ends_first", [True, False])
+def test_memory_that_a_client_keeps_after_its_lease_counts_until_it_is_given_back(
+    regions: Regions, workers: Workers, way: str, ends_first: bool
+) -> None:
+    region = regions.lease(3 * NBYTES)
+    with mmap.mmap(region.fd, region.nbytes):  # a worker's mapping does not count
+        fd = region.open_for_client()
+        with WAYS[way](fd):
+            os.close(fd)
+            regions.hold("x", location(region), 1)
+            steps = [regions.end, regions.release]
+            for step in steps if ends_first else steps[::-1]:
+                step(region)
+            regions.collect()
+            assert not workers.mapped
+            assert (len(regions), regions.nbytes, regions.kept_nbytes) == (0, 3 * NBYTES, 3 * NBYTES)
+            with pytest.raises(RegionsFullError, match="keep the memory of 1 leases that have ended"):
+                regions.lease(2 * NBYTES)
+        regions.lease(2 * NBYTES)
+    assert (regions.nbytes, regions.kept_nbytes) == (2 * NBYTES, 0)
+
+
+def test_regions_that_clients_keep_are_no_more_than_descriptors_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bngrad_server.memory.regions._MAX_REGIONS", 2)
+    regions = Regions(4 * NBYTES, lambda region: None, lambda region: None)
+    with ExitStack() as stack:
+        for _ in range(2):
+            region = regions.lease(1)
+            stack.callback(os.close, region.open_for_client())
+            regions.end(region)
+        with pytest.raises(RegionsFullError, match="no more than 2 regions are leased at once; clients still keep"):
+            regions.lease(1)
+    regions.end(regions.lease(1))
+    assert regions.nbytes == 0
+
+
+def test_a_path_that_a_client_keeps_open_holds_no_memory(regions: Regions) -> None:
+    """Such a descriptor is no open file for the kernel, but the file exists as long as it does."""
+    region = regions.lease(NBYTES)
+    kept = os.open(f"/proc/self/fd/{region.fd}", os.O_PATH)
+    path = f"/proc/self/fd/{kept}"
+    try:
+        with mmap.mmap(region.fd, NBYTES) as memory:
+            memory[:] = b"x" * NBYTES
+        assert os.stat(path).st_blocks > 0
+        regions.end(region)
+        assert regions.nbytes == 0
+        assert os.stat(path).st_blocks == 0
+        os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK))  # nothing waits for a lease of the file
+    finally:
+        os.close(kept)
+
+
+def test_no_signal_ends_the_process_when_a_region_is_opened_as_it_is_emptied(
+    regions: Regions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    got: list[int] = []
+    for number in (signal.SIGIO, signal.SIGURG):
+        signal.signal(number, lambda number, frame: got.append(number))
+
+    def open_it(fd: int, *arguments: int) -> None:
+        with pytest.raises(BlockingIOError):
+            os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_NONBLOCK)
+
+    monkeypatch.setattr("bngrad_server.memory.regions._FALLOCATE", open_it)
+    try:
+        regions.end(regions.lease(NBYTES))
+    finally:
+        for number in (signal.SIGIO, signal.SIGURG):
+            signal.signal(number, signal.SIG_DFL)
+    assert got == [signal.SIGURG]  # which is ignored, but for this test
+
+
+def test_no_other_user_can_open_a_region_a_second_time(regions: Regions) -> None:
+    assert stat.S_IMODE(os.fstat(regions.lease(NBYTES).fd).st_mode) == 0o600
 
 
 @pytest.mark.parametrize("limit", [resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE])

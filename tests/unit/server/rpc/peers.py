@@ -48,7 +48,7 @@ class Peer:
     def is_at_rest(self) -> bool:
         """Whether all memory has come back."""
         engine = self.engine
-        return engine.arena.free_bytes == engine.arena.nbytes and not any(region.holds for region in engine.regions)
+        return engine.arena.used_bytes == 0 and not any(region.holds for region in engine.regions)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from tests.hostile_messages import HOSTILE, SIZES
 from tests.unit.server.rpc.peers import PORTS, Peer, Port, peer_behind
 from tests.unit.server.workers.additions import inputs, request_of
 
@@ -14,6 +15,8 @@ from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.errors import UnauthenticatedError
 from bngrad_server.security.auth import Authenticator
 from bngrad_server.security.tokens import Tokens
+from bngrad_wire import messages
+from bngrad_wire.fields import FieldReader
 from bngrad_wire.token_format import new_token
 
 TOKEN, LINE = new_token("alice")
@@ -66,3 +69,23 @@ def test_a_call_without_a_known_token_is_refused_once(port: Port, ask: Callable[
             ask(peer, UNKNOWN)
         assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
         assert authenticator.found == [None]
+
+
+@pytest.mark.parametrize("port", PORTS.values(), ids=PORTS)
+@pytest.mark.parametrize("size", SIZES)
+def test_no_message_is_parsed_before_its_token_is_checked(
+    port: Port, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small message has arrived with its headers, so that the HTTP/2 port would serve it inline."""
+    parsed: list[str] = []
+    for module, name in ((messages.Decoder, "known"), (messages, "only_field"), (FieldReader, "__init__")):
+        monkeypatch.setattr(module, name, lambda *_: parsed.append("a message"))
+    hostile = HOSTILE["unknown varints"](size)
+    with peer_behind(port, tmp_path, CountingAuthenticator(tmp_path / "tokens")) as peer:
+        for ask in (
+            lambda: peer.unary("FusedBatchNormGradV3", hostile, metadata=UNKNOWN),
+            lambda: peer.exchange(hostile, metadata=UNKNOWN),
+        ):
+            with pytest.raises(grpc.RpcError, match=str(UnauthenticatedError())):
+                ask()
+    assert parsed == []

@@ -11,70 +11,29 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from tests.unit.server.workers.additions import NBYTES, TIMEOUT_S, Adder, check_answer, inputs, request_of, wait_until
+from tests.unit.server.rpc.http2_service import (
+    PATH,
+    REQUEST,
+    Service,
+    ask,
+    check_answered,
+    check_works,
+    code_of,
+    read_answer,
+)
+from tests.unit.server.workers.additions import NBYTES, TIMEOUT_S, Adder, inputs, request_of, wait_until
 
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
-from bngrad_server.config import ServerConfig
-from bngrad_server.engine import Engine
 from bngrad_server.rpc import http2_connections
-from bngrad_server.rpc.http2_port import Http2Port
-from bngrad_server.rpc.servicer import Servicer
+from bngrad_server.rpc.places import ThreadShares
 from bngrad_wire import http2
 from bngrad_wire.http2 import frames
+from bngrad_wire.http2.errors import ErrorCode
 from bngrad_wire.http2.header_block import encode
-from bngrad_wire.limits import MAX_PROTOBUF_NBYTES, REGION_NBYTES
 
-PATH = "/bngrad.v1.BatchNormGradService/FusedBatchNormGradV3"
-REQUEST = request_of(inputs()).SerializeToString()
+DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED = 4, 8
 _THREAD_PREFIX = "http2-"
 """What the names of the port's threads begin with."""
-
-
-class Service:
-    """An HTTP/2 port, and its clients, which are plain sockets."""
-
-    def __init__(self, directory: Path) -> None:
-        config = ServerConfig(arena_bytes=2**20, shared_bytes=REGION_NBYTES, max_requests=64)
-        self.engine = Engine(config, lambda: None)
-        self.port = Http2Port(Servicer(self.engine, MAX_PROTOBUF_NBYTES))
-        self.worker = Adder(self.engine)
-        self._path = str(directory / "calls")
-        listener = socket.socket(socket.AF_UNIX)
-        listener.bind(self._path)
-        listener.listen(1024)
-        self.port.listen_on_socket(listener)
-        self.port.start()
-        self._opened: list[socket.socket | http2.ClientConnection] = []
-        self.engine.batcher.offer(self.worker)
-
-    def socket(self) -> socket.socket:
-        sock = socket.socket(socket.AF_UNIX)
-        sock.connect(self._path)
-        sock.settimeout(TIMEOUT_S)
-        self._opened.append(sock)
-        return sock
-
-    def connect(self) -> http2.ClientConnection:
-        connection = http2.ClientConnection(self.socket(), "here")
-        self._opened.append(connection)
-        return connection
-
-    @property
-    def waiting(self) -> int:
-        return len(self.engine.batcher._queue)
-
-    @property
-    def is_at_rest(self) -> bool:
-        return self.engine.arena.free_bytes == self.engine.arena.nbytes and self.engine.admission.requests == 0
-
-    def close(self) -> None:
-        self.worker.may_run.set()
-        for each in self._opened:
-            each.close()
-        self.port.stop(0)
-        wait_until(lambda: self.is_at_rest)
-        self.engine.close()
-        self.worker.close()
 
 
 @pytest.fixture
@@ -82,38 +41,6 @@ def service(tmp_path: Path) -> Iterator[Service]:
     service = Service(tmp_path)
     yield service
     service.close()
-
-
-def ask(
-    connection: http2.ClientConnection, request: bytes = REQUEST, timeout_s: float | None = None
-) -> http2.ClientCall:
-    call = connection.call(PATH, timeout_s=timeout_s)
-    call.send_message(request, end=True)
-    return call
-
-
-def read_answer(call: http2.ClientCall) -> pb.FusedBatchNormGradV3Response:
-    nbytes = call.receive_message()
-    assert nbytes is not None
-    answer = pb.FusedBatchNormGradV3Response.FromString(call.read(nbytes))
-    assert call.receive_message() is None
-    return answer
-
-
-def check_answered(*calls: http2.ClientCall) -> None:
-    for call in calls:
-        answer = read_answer(call)
-        check_answer(answer, answer.x_backprop.data, inputs())
-
-
-def check_works(service: Service) -> None:
-    check_answered(ask(service.connect()))
-
-
-def code_of(call: http2.ClientCall) -> int:
-    with pytest.raises(http2.RpcError) as caught:
-        call.receive_message()
-    return caught.value.code
 
 
 def busy(service: Service, n_waiting: int) -> tuple[http2.ClientCall, list[http2.ClientCall]]:
@@ -179,7 +106,7 @@ def test_a_client_that_disconnects_or_resets_leaves_no_memory_or_request_behind(
             call.cancel()
     wait_until(lambda: service.engine.admission.requests == 1)
     assert service.waiting == 1
-    assert service.engine.arena.free_bytes < service.engine.arena.nbytes
+    assert service.engine.arena.used_bytes
     service.worker.may_run.set()
     check_answered(other)
     wait_until(lambda: service.is_at_rest)
@@ -216,10 +143,14 @@ def test_jobs_of_a_worker_that_died_are_computed_by_the_next(service: Service) -
 
 def test_a_call_for_which_no_memory_is_free_waits_for_it(service: Service) -> None:
     arena = service.engine.arena
-    block = arena.allocate(arena.nbytes)
+    blocks = [arena.allocate(arena.nbytes, "other")]
+    for nbytes in (arena.reserve_nbytes >> exponent for exponent in range(2, 16)):
+        while (block := arena.allocate_at_once(nbytes, "other")) is not None:
+            blocks.append(block)
     call = ask(service.connect())
-    wait_until(lambda: len(arena._waiting) == 1)
-    arena.free(block)
+    wait_until(lambda: arena.is_waited_for)
+    for block in blocks:
+        arena.free(block)
     check_answered(call)
 
 
@@ -242,11 +173,11 @@ def test_a_large_answer_to_a_small_call_comes_whole(service: Service) -> None:
 
 def test_a_client_that_does_not_read_delays_no_other_and_gets_its_answers(service: Service) -> None:
     slow, n_calls = service.connect(), 0
-    while service.engine.admission.entered == n_calls:  # until the answers have filled the socket
+    while service.engine.admission.asked == n_calls:  # until the answers have filled the socket
         slow.close_stream(ask(slow))
         n_calls += 1
         give_up = time.monotonic() + 0.5
-        while service.engine.admission.entered < n_calls and time.monotonic() < give_up:
+        while service.engine.admission.asked < n_calls and time.monotonic() < give_up:
             time.sleep(0.001)
         wait_until(lambda: service.is_at_rest)  # or the next call would be refused
     check_works(service)
@@ -257,7 +188,8 @@ def test_a_client_that_does_not_read_delays_no_other_and_gets_its_answers(servic
 
 
 def test_thousands_of_refused_calls_end_their_connection(service: Service) -> None:
-    block = encode([(":method", "POST"), (":path", PATH), ("content-type", "application/grpc")])
+    request = [(":method", "POST"), (":scheme", "http"), (":path", PATH), ("content-type", "application/grpc")]
+    block = encode(request)
     calls = [frames.frame(frames.HEADERS, frames.END_HEADERS, stream, block) for stream in range(1, 20_001, 2)]
     sock, told = service.socket(), bytearray()
 
@@ -270,15 +202,15 @@ def test_thousands_of_refused_calls_end_their_connection(service: Service) -> No
         thread.submit(listen)
         sock.sendall(frames.PREFACE + frames.settings({}) + b"".join(calls))
         sock.shutdown(socket.SHUT_WR)
-    assert b"2000 idle frames within a second" in told
+    assert b"2000 frames within a second" in told
     check_works(service)
 
 
 def test_a_client_that_reads_byte_by_byte_is_cut_off(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service.engine.transfers, "_timeout_s", 1.0)
-    slow = service.socket()
-    slow.sendall(frames.PREFACE + frames.settings({}))
-    wait_until(lambda: len(service.port._connections) == 1)
+    client = service.connect()
+    check_answered(ask(client))
+    slow = client.io._sock
     (connection,) = service.port._connections._all
     connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # so the system's least
     slow.sendall(frames.frame(frames.PING, 0, 0, bytes(8)) * 1000)
@@ -307,14 +239,165 @@ def test_refusals_take_no_threads(service: Service) -> None:
     assert set(threading.enumerate()) <= before
 
 
-def test_the_connection_that_was_idle_longest_makes_room(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http2_connections, "_MAX_CONNECTIONS", 3)
-    first, second, third = (service.connect() for _ in range(3))
+def connected(service: Service, count: int, *, over_tcp: bool = False) -> list[http2.ClientConnection]:
+    connections = [service.connect(over_tcp=over_tcp) for _ in range(count)]
+    for connection in connections:
+        check_answered(ask(connection))
+    return connections
+
+
+def usable(*connections: http2.ClientConnection) -> list[bool]:
+    return [connection.usable for connection in connections]
+
+
+def test_the_connection_that_was_idle_longest_makes_room(service: Service) -> None:
+    service.port._connections._local.count = 3
+    first, second, third = connected(service, 3)
     for connection in (second, third, first):
         check_answered(ask(connection))
     check_works(service)
-    assert [connection.usable for connection in (first, second, third)] == [True, False, True]
+    assert usable(first, second, third) == [True, False, True]
     assert service.engine.observer.metrics.status()["refused_connections"]["full"] == 1
+
+
+def test_connections_over_tcp_take_no_places_of_local_ones(service: Service) -> None:
+    service.port._connections._remote.count = 3
+    local = connected(service, 3)
+    remote = connected(service, 5, over_tcp=True)
+    assert usable(*local, *remote) == [True] * 3 + [False] * 2 + [True] * 3
+
+
+def half_made(service: Service, count: int, source: str = "127.0.0.2") -> tuple[list[socket.socket], bytes]:
+    """Connections over TCP that lack the returned end of a message; those of a source are one client's."""
+    near, far = socket.socketpair()
+    with near, far:
+        ask(http2.ClientConnection(near, "here"))
+        data = far.recv(2**20)
+    bad = [service.socket(over_tcp=True, source=source) for _ in range(count)]
+    for each in bad:
+        each.sendall(data[:-20])
+    return bad, data[-20:]
+
+
+def receiving(service: Service) -> int:
+    """How many connections have a thread or wait for one, to receive a message."""
+    return len(service.port._connections._receiving)
+
+
+def test_half_made_messages_make_room_for_a_client_with_fewer_connections(service: Service) -> None:
+    service.port._connections._remote.count = 4
+    (idle,) = connected(service, 1, over_tcp=True)
+    half_made(service, 3)
+    wait_until(lambda: receiving(service) == 3)
+    half_made(service, 3)
+    wait_until(lambda: service.engine.observer.metrics.status()["refused_connections"]["full"] == 3)
+    assert idle.usable
+    (other,) = connected(service, 1, over_tcp=True)
+    assert usable(idle, other) == [True] * 2
+    wait_until(lambda: receiving(service) == 2)
+
+
+def test_half_made_messages_take_a_share_of_threads_and_are_answered_once_whole(service: Service) -> None:
+    service.port._connections._thread_shares = ThreadShares(6)
+    before = set(threading.enumerate())
+    bad, rest = half_made(service, 10)
+    wait_until(lambda: receiving(service) == 10)
+    assert len(set(threading.enumerate()) - before) == 4
+    (good,), _ = half_made(service, 1, "127.0.0.1")
+    wait_until(lambda: receiving(service) == 11)
+    good.sendall(rest)
+    wait_until(lambda: service.worker.batches == [1])
+    for each in reversed(bad):
+        each.sendall(rest)
+    wait_until(lambda: sum(service.worker.batches) == 11)
+    wait_until(lambda: receiving(service) == 0)
+
+
+def test_a_call_does_not_wait_for_a_thread_for_ever(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    service.port._connections._thread_shares = ThreadShares(1)
+    half_made(service, 1)
+    wait_until(lambda: receiving(service) == 1)
+
+    def code(timeout_s: float | None) -> int:
+        call = service.connect(over_tcp=True).call(PATH, timeout_s=timeout_s)
+        call.send_message(REQUEST, more=True)
+        return code_of(call)
+
+    assert code(0.5) == DEADLINE_EXCEEDED
+    monkeypatch.setattr(http2_connections, "_STALL_TIMEOUT_S", 0.5)
+    assert code(None) == RESOURCE_EXHAUSTED
+    assert receiving(service) == 1
+
+
+def test_a_call_that_waits_for_a_thread_does_not_delay_the_stop(service: Service) -> None:
+    service.port._connections._thread_shares = ThreadShares(1)
+    half_made(service, 3)
+    wait_until(lambda: receiving(service) == 3)
+    service.port.stop(0.1)
+    assert service.port._connections.drained.is_set()
+
+
+def call_frame(stream_id: int, *, flags: int = frames.END_HEADERS | frames.END_STREAM) -> bytes:
+    request = [(":method", "POST"), (":scheme", "http"), (":path", PATH), ("content-type", "application/grpc")]
+    block = encode(request)
+    return frames.frame(frames.HEADERS, flags, stream_id, block)
+
+
+RESETS = b"".join(
+    call_frame(stream, flags=frames.END_HEADERS) + frames.rst_stream(stream, ErrorCode.CANCEL)
+    for stream in range(101, 100_101, 2)
+)
+FLOODS = {
+    "PING": frames.frame(frames.PING, 0, 0, bytes(8)) * 100_000,
+    "WINDOW_UPDATE on a closed stream": frames.window_update(1, 1) * 100_000,
+    "DATA on a closed stream": frames.frame(frames.DATA, 0, 1, b"x") * 100_000,
+    "calls that are reset at once": RESETS,
+    "a half-made header block": frames.frame(frames.HEADERS, 0, 3, b""),
+}
+
+
+@pytest.mark.parametrize("flood", FLOODS.values(), ids=FLOODS)
+def test_connections_that_only_cost_time_get_a_small_share_of_it(service: Service, flood: bytes) -> None:
+    bad, good = connected(service, 20), service.connect()
+    check_answered(ask(good))
+    before = set(threading.enumerate())
+    for each in bad:
+        each.io._sock.setblocking(False)
+    began = time.monotonic()
+    while time.monotonic() < began + 2:
+        for each in bad:
+            with suppress(OSError):
+                each.io._sock.send(flood[: 2**16])
+        check_answered(ask(good))
+    wasted_s = sum(connection.wasted_s for connection in service.port._connections._all)
+    assert wasted_s < 1.0
+    assert len(set(threading.enumerate()) - before) <= 1  # the worker
+
+
+def test_a_paused_connection_is_served_again(service: Service) -> None:
+    connection = service.connect()
+    check_answered(ask(connection))
+    connection.io.send([frames.frame(frames.PING, frames.ACK, 0, bytes(8)) * 1000])
+    for _ in range(3):
+        check_answered(ask(connection))
+
+
+def test_what_remains_of_a_refused_upload_is_discarded_at_once(service: Service) -> None:
+    connection = service.connect()
+    check_answered(ask(connection))
+    for _ in range(3):
+        began = time.monotonic()
+        assert code_of(ask(connection, bytes(65 * 2**20))) == RESOURCE_EXHAUSTED
+        assert time.monotonic() - began < 10
+    check_answered(ask(connection))
+
+
+def test_a_frame_must_become_whole(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http2_connections, "_FRAME_TIMEOUT_S", 0.3)
+    idle, bad = connected(service, 2)
+    bad.io.send([frames.frame(frames.HEADERS, 0, 3, b"")])
+    wait_until(lambda: not bad.usable)
+    assert idle.usable
 
 
 def test_draining_answers_running_calls_and_leaves_no_thread(service: Service) -> None:

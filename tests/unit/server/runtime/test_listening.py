@@ -43,6 +43,7 @@ def test_a_socket_that_was_left_behind_is_free(tmp_path: Path) -> None:
         (f"{'x' * 64}:1", "it names no host"),
         ("unix:/nowhere/socket", "there is no folder /nowhere"),
         ("unix:/" + "x" * 120, "a socket's path has at most 107 bytes"),
+        ("unix:/proc/socket", "no socket can be made in /proc: No such file or directory"),
         (f"unix:{__file__}", "the path exists and is not a socket"),
     ],
 )

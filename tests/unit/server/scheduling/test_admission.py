@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bngrad_server.errors import OverloadedError
+from bngrad_server.errors import OverloadedError, RequestTooLargeError
 from bngrad_server.scheduling import admission
 from bngrad_server.scheduling.admission import Admission
 
@@ -190,13 +190,21 @@ def test_the_requests_of_a_client_are_limited() -> None:
     gate.enter("greedy", MB, None)
 
 
-def test_the_bytes_of_a_client_are_limited_unless_it_has_one_request() -> None:
+def test_the_bytes_of_a_client_are_limited() -> None:
     gate = Admission(256, 5.0, max_client_bytes=10 * MB)
     gate.enter("greedy", 4 * MB, None)
     gate.enter("greedy", 6 * MB, None)
     with pytest.raises(OverloadedError, match=f"more than the {10 * MB} bytes that it may have"):
         gate.enter("greedy", 1, None)
-    gate.enter("modest", 100 * MB, None)
+    gate.enter("modest", 10 * MB, None)
     for nbytes in (4 * MB, 6 * MB):
         gate.leave("greedy", nbytes, computed=True)
-    gate.enter("greedy", 11 * MB, None)
+    gate.enter("greedy", 10 * MB, None)
+
+
+@pytest.mark.parametrize("other_nbytes", [0, 10 * MB])
+def test_a_request_beyond_the_limit_of_a_client_is_refused_for_good(other_nbytes: int) -> None:
+    gate = Admission(256, 5.0, max_client_bytes=10 * MB)
+    gate.enter("greedy", other_nbytes, None)
+    with pytest.raises(RequestTooLargeError, match=f"of 11534336 bytes is more than the {10 * MB} .*max_client_bytes"):
+        gate.enter("greedy", 11 * MB, None)

@@ -32,11 +32,34 @@ def test_ten_of_a_kind_a_second_are_admitted_and_the_next_one_counts_the_others(
     assert sampler.left_out == 3
 
 
+def test_of_all_kinds_no_more_than_the_most_are_admitted_a_second(clock: list[float]) -> None:
+    sampler = logs.Sampler(100)
+    for _ in range(2):
+        admitted = [sampler.admit(f"kind {number % 200}") for number in range(1000)]
+        assert sum(each is not None for each in admitted) == 100
+        clock[0] += 1.1
+    assert sampler.left_out == 1800
+
+
+def test_the_failures_of_one_client_do_not_hide_those_of_others(
+    clock: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    observer = Observer()
+    caplog.set_level(logging.INFO)
+    for client, times in (("eve", 1000), ("alice", 2), ("eve", 10)):
+        context = RpcContext(client, None, lambda: False, lambda: None, {})
+        for _ in range(times):
+            observer.failed("FusedBatchNormGradV2", "unary", context, InvalidArgumentError(()), 0.0)
+    clients = Counter(failure["client"] for failure in observer.recent_failures())
+    assert clients == {"eve": 10, "alice": 2}
+    assert len(caplog.records) == 12
+
+
 def test_the_memory_for_kinds_is_bounded(clock: list[float]) -> None:
     sampler = logs.Sampler()
     for number in range(10_000):
         sampler.admit(f"kind {number}")
-    assert len(sampler._seconds) <= 1000
+    assert len(sampler._kinds) <= 1000
 
 
 def test_each_failure_that_is_not_logged_is_counted(clock: list[float], caplog: pytest.LogCaptureFixture) -> None:
@@ -63,6 +86,35 @@ def record(message: str, **fields: object) -> logging.LogRecord:
 def test_a_console_line_ends_with_the_fields_of_the_request() -> None:
     line = logs.ConsoleFormatter().format(record("refused", code="INTERNAL", request_id="7"))
     assert line.endswith(" WARNING some.logger: refused code=INTERNAL request_id=7")
+
+
+HOSTILE = "eve\r\n2026-01-01 ERROR all is lost\x1b[2J\x9b31m\u2028\u202egnp\x7f\udcff"
+"""Text that would forge a line, clear the screen, and turn letters round."""
+
+
+@pytest.mark.parametrize("place", ["message", "argument", "logger", "field", "exception", "stack"])
+def test_a_console_line_has_no_control_character_of_any_text(place: str) -> None:
+    made = record(HOSTILE if place == "message" else "failed %s", client=HOSTILE if place == "field" else "eve")
+    made.args = (HOSTILE if place == "argument" else "here",) if place != "message" else ()
+    if place == "logger":
+        made.name = HOSTILE
+    if place == "stack":
+        made.stack_info = HOSTILE
+    if place == "exception":
+        try:
+            raise ValueError(HOSTILE)
+        except ValueError:
+            made.exc_info = sys.exc_info()
+    first, *further = logs.ConsoleFormatter().format(made).split("\n")
+    assert all(line.isprintable() for line in (first, *further))
+    assert all(line.startswith("    ") for line in further)
+    assert bool(further) == (place in {"exception", "stack"})
+    assert any(r"all is lost\x1b[2J\x9b31m\u2028\u202egnp\x7f\udcff" in line for line in (first, *further))
+
+
+def test_a_console_line_keeps_letters_of_every_language() -> None:
+    line = logs.ConsoleFormatter().format(record("größer, 更大, больше"))
+    assert line.endswith("größer, 更大, больше")
 
 
 def test_a_json_line_is_one_line_for_any_message() -> None:

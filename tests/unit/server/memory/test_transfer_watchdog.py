@@ -1,0 +1,166 @@
+"""Which transfers are ended, and which are left alone; each runs on a thread that counts what moves."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from bngrad_server.errors import OverloadedError
+from bngrad_server.memory import transfer_watchdog
+from bngrad_server.memory.allocator import Allocator
+from bngrad_server.memory.transfer_watchdog import TransferWatchdog
+from bngrad_server.rpc_context import RpcContext
+
+pytestmark = pytest.mark.slow
+
+MIB = 2**20
+TIMEOUT_S = 30.0
+
+
+class Traffic:
+    """A client's bytes, which come at a rate, until the call is interrupted."""
+
+    counts_bytes = True
+
+    def __init__(self, nbytes_per_s: float) -> None:
+        self._began = time.monotonic()
+        self._rate = nbytes_per_s
+        self.interrupted = threading.Event()
+
+    @property
+    def moved(self) -> int:
+        return int((time.monotonic() - self._began) * self._rate)
+
+    def interrupt(self) -> None:
+        self.interrupted.set()
+
+    def resume(self) -> None:
+        self.interrupted.clear()
+
+
+class Transfers:
+    """Transfers of clients, which hold memory for as long as they take."""
+
+    def __init__(self) -> None:
+        self.memory = Allocator(100 * MIB)
+        self.watchdog = TransferWatchdog(TIMEOUT_S, (self.memory,), limits_clients=True)
+        self.threads = ThreadPoolExecutor(16)
+
+    def begin(
+        self, client: str, nbytes: int, rate: float, held: int | None = None, deadline: float | None = None
+    ) -> Callable[[], type[Exception] | None]:
+        """Begins a transfer; returns what waits for its end and returns the class of its error."""
+        traffic = Traffic(rate)
+        rpc = RpcContext(client, deadline, lambda: False, traffic.interrupt, {}, traffic=traffic)
+        block = self.memory.allocate(held or nbytes, client, deadline=0)
+
+        def transfer() -> None:
+            try:
+                with self.watchdog.upload(nbytes, rpc, self.memory, block):
+                    while traffic.moved < nbytes and not traffic.interrupted.wait(0.01):
+                        pass
+            finally:
+                self.memory.free(block)
+
+        future = self.threads.submit(transfer)
+
+        def outcome() -> type[Exception] | None:
+            error = future.exception(TIMEOUT_S)
+            assert error is None or isinstance(error, Exception)
+            return None if error is None else type(error)
+
+        return outcome
+
+
+@pytest.fixture
+def transfers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Transfers]:
+    monkeypatch.setattr(transfer_watchdog, "_WINDOW_S", 1.5)
+    transfers = Transfers()
+    yield transfers
+    transfers.watchdog.close()
+
+
+@pytest.mark.parametrize("rate", [0, 2**15])
+def test_what_moves_less_than_the_least_rate_is_ended(transfers: Transfers, rate: int) -> None:
+    assert transfers.begin("slow", MIB, rate)() is OverloadedError
+
+
+def test_what_moves_at_the_least_rate_is_left_alone(transfers: Transfers) -> None:
+    assert transfers.begin("slow", 2**19, 2**17 * 1.1)() is None
+
+
+def test_the_deadline_of_the_call_ends_a_transfer(transfers: Transfers) -> None:
+    assert transfers.begin("slow", 100 * MIB, MIB, deadline=time.monotonic() - 0.5)() is TimeoutError
+
+
+@pytest.mark.parametrize("wanted", [10 * MIB, 40 * MIB, 100 * MIB])
+def test_slow_transfers_of_the_largest_client_make_room_for_those_that_wait(transfers: Transfers, wanted: int) -> None:
+    large = transfers.begin("greedy", 95 * MIB, MIB)
+    begin = time.monotonic()
+    transfers.memory.allocate(wanted, "waiting", begin + TIMEOUT_S)
+    assert time.monotonic() - begin < TIMEOUT_S / 2
+    assert large() is OverloadedError
+
+
+def test_a_client_whose_transfer_was_ended_cannot_take_all_memory_again(transfers: Transfers) -> None:
+    large = transfers.begin("greedy", 100 * MIB, MIB)
+    transfers.memory.free(transfers.memory.allocate(100 * MIB, "waiting", time.monotonic() + TIMEOUT_S))
+    assert large() is OverloadedError
+    with pytest.raises(OverloadedError):
+        transfers.memory.allocate(60 * MIB, "greedy")
+    half = transfers.begin("greedy", 50 * MIB, MIB)
+    transfers.memory.free(transfers.memory.allocate(40 * MIB, "waiting", deadline=0))
+    transfers.memory.allocate(60 * MIB, "whole", time.monotonic() + TIMEOUT_S)  # it keeps less than it may have
+    assert half() is OverloadedError
+
+
+@pytest.mark.parametrize("rate", [0, 1])
+def test_a_transfer_without_its_first_bytes_makes_room_soon(
+    transfers: Transfers, monkeypatch: pytest.MonkeyPatch, rate: int
+) -> None:
+    monkeypatch.setattr(transfer_watchdog, "_RATE_INTERVAL_S", TIMEOUT_S)
+    monkeypatch.setattr(transfer_watchdog, "_WINDOW_S", TIMEOUT_S)
+    nothing = transfers.begin("greedy", 100 * MIB, rate)
+    transfers.memory.allocate(40 * MIB, "waiting", time.monotonic() + TIMEOUT_S / 2)
+    assert nothing() is OverloadedError
+
+
+def test_no_more_is_ended_than_is_needed(transfers: Transfers) -> None:
+    slow = [transfers.begin("greedy", 19 * MIB, 4 * MIB) for _ in range(5)]
+    transfers.memory.allocate(10 * MIB, "waiting", time.monotonic() + TIMEOUT_S)
+    assert sorted(str(outcome()) for outcome in slow).count("None") == 4
+
+
+def test_what_ends_soon_is_left_alone(transfers: Transfers) -> None:
+    quick = transfers.begin("greedy", 90 * MIB, 50 * MIB)
+    transfers.memory.allocate(50 * MIB, "waiting", time.monotonic() + TIMEOUT_S)
+    assert quick() is None
+
+
+def test_a_client_with_no_more_than_its_share_is_left_alone(transfers: Transfers) -> None:
+    modest = transfers.begin("modest", 45 * MIB, 15 * MIB)
+    begin = time.monotonic()
+    transfers.memory.allocate(100 * MIB, "waiting", begin + TIMEOUT_S)
+    assert modest() is None
+
+
+def test_a_client_that_waits_for_its_own_transfers_ends_none(transfers: Transfers) -> None:
+    own = transfers.begin("greedy", 60 * MIB, 20 * MIB)
+    transfers.memory.allocate(60 * MIB, "greedy", time.monotonic() + TIMEOUT_S)
+    assert own() is None
+
+
+def test_more_traffic_than_a_transfer_has_is_no_progress(transfers: Transfers) -> None:
+    """Such as frames that carry nothing."""
+    traffic = Traffic(50 * MIB)
+    rpc = RpcContext("busy", None, lambda: False, traffic.interrupt, {}, traffic=traffic)
+    block = transfers.memory.allocate(MIB, "busy")
+    with (
+        pytest.raises(OverloadedError),
+        transfers.watchdog.upload(MIB, rpc, transfers.memory, block),
+    ):
+        assert traffic.interrupted.wait(TIMEOUT_S)

@@ -1,0 +1,108 @@
+"""An HTTP/2 port with a worker that is a thread, and its clients, which are plain sockets."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+from tests.unit.server.workers.additions import TIMEOUT_S, Adder, check_answer, inputs, request_of, wait_until
+
+from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
+from bngrad_server.config import ServerConfig
+from bngrad_server.engine import Engine
+from bngrad_server.rpc.http2_port import Http2Port
+from bngrad_server.rpc.servicer import Servicer
+from bngrad_server.security.auth import ALLOW_ALL, Authenticator
+from bngrad_wire import http2
+from bngrad_wire.limits import MAX_PROTOBUF_NBYTES, REGION_NBYTES
+
+PATH = "/bngrad.v1.BatchNormGradService/FusedBatchNormGradV3"
+REQUEST = request_of(inputs()).SerializeToString()
+
+
+class Service:
+    """An HTTP/2 port on a Unix socket and on TCP, and its clients."""
+
+    def __init__(self, directory: Path, authenticator: Authenticator = ALLOW_ALL) -> None:
+        config = ServerConfig(arena_bytes=2**20, shared_bytes=REGION_NBYTES, max_requests=64)
+        self.engine = Engine(config, lambda: None)
+        self.port = Http2Port(Servicer(self.engine, MAX_PROTOBUF_NBYTES, authenticator))
+        self.worker = Adder(self.engine)
+        self._path = str(directory / "calls")
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(self._path)
+        listener.listen(1024)
+        self.port.listen_on_socket(listener)
+        self._tcp = self.port.listen_on_port("127.0.0.1", 0)
+        self.port.start()
+        self._opened: list[socket.socket | http2.ClientConnection] = []
+        self.engine.batcher.offer(self.worker)
+
+    def socket(self, *, over_tcp: bool = False, source: str = "127.0.0.1") -> socket.socket:
+        """Over TCP, each source is a client of its own."""
+        if over_tcp:
+            sock = socket.create_connection(("127.0.0.1", self._tcp), source_address=(source, 0))
+        else:
+            sock = socket.socket(socket.AF_UNIX)
+            sock.connect(self._path)
+        sock.settimeout(TIMEOUT_S)
+        self._opened.append(sock)
+        return sock
+
+    def connect(self, *, over_tcp: bool = False) -> http2.ClientConnection:
+        connection = http2.ClientConnection(self.socket(over_tcp=over_tcp), "here")
+        self._opened.append(connection)
+        return connection
+
+    @property
+    def waiting(self) -> int:
+        return len(self.engine.batcher._queue)
+
+    @property
+    def is_at_rest(self) -> bool:
+        return self.engine.arena.used_bytes == 0 and self.engine.admission.requests == 0
+
+    def close(self) -> None:
+        self.worker.may_run.set()
+        for each in self._opened:
+            each.close()
+        self.port.stop(0)
+        wait_until(lambda: self.is_at_rest)
+        self.engine.close()
+        self.worker.close()
+
+
+def ask(
+    connection: http2.ClientConnection,
+    request: bytes = REQUEST,
+    timeout_s: float | None = None,
+    metadata: tuple[tuple[str, str], ...] = (),
+) -> http2.ClientCall:
+    call = connection.call(PATH, timeout_s=timeout_s, metadata=metadata)
+    call.send_message(request, end=True)
+    return call
+
+
+def read_answer(call: http2.ClientCall) -> pb.FusedBatchNormGradV3Response:
+    nbytes = call.receive_message()
+    assert nbytes is not None
+    answer = pb.FusedBatchNormGradV3Response.FromString(call.read(nbytes))
+    assert call.receive_message() is None
+    return answer
+
+
+def check_answered(*calls: http2.ClientCall) -> None:
+    for call in calls:
+        answer = read_answer(call)
+        check_answer(answer, answer.x_backprop.data, inputs())
+
+
+def check_works(service: Service) -> None:
+    check_answered(ask(service.connect()))
+
+
+def code_of(call: http2.ClientCall) -> int:
+    with pytest.raises(http2.RpcError) as caught:
+        call.receive_message()
+    return caught.value.code

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import pytest
+from tests.unit.server.workers.additions import wait_until
+
+from bngrad_server.errors import OverloadedError
+from bngrad_server.rpc.fair_shares import FairShares
+
+
+class Rpc:
+    """What FairShares needs of grpcio's context of a call."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+        self._callbacks: list[Callable[[], object]] = []
+
+    def add_callback(self, callback: Callable[[], object]) -> bool:
+        self._callbacks.append(callback)
+        return not self.is_over
+
+    def is_active(self) -> bool:
+        return not self.is_over
+
+    def end(self) -> None:
+        self.is_over = True
+        for callback in self._callbacks:
+            callback()
+
+
+class Calls:
+    """Calls that take parts, each in a thread where it must wait."""
+
+    def __init__(self, shares: FairShares) -> None:
+        self._shares = shares
+        self._threads = ThreadPoolExecutor()
+
+    def take(self, client: str, amount: int = 1, rpc: Any = None) -> AbstractContextManager[None]:
+        context: Any = rpc or Rpc()
+        return self._shares.part(client, amount, context, timeout_s=0)
+
+    def wait(self, client: str, amount: int = 1, rpc: Any = None) -> Future[AbstractContextManager[None]]:
+        """Takes a part in a thread, and returns once the call waits."""
+        begun = threading.Event()
+        rpc = rpc or Rpc()
+        original = rpc.add_callback
+
+        def add_callback(callback: Callable[[], object]) -> bool:
+            begun.set()
+            return bool(original(callback))
+
+        rpc.add_callback = add_callback
+        future = self._threads.submit(self._shares.part, client, amount, rpc)
+        wait_until(begun.is_set)
+        return future
+
+    def share(self, client: str) -> int:
+        """Returns how much a client gets, and keeps it."""
+        number = 0
+        try:
+            while True:
+                self.take(client)
+                number += 1
+        except OverloadedError:
+            return number
+
+
+@pytest.fixture
+def calls() -> Calls:
+    return Calls(FairShares("places", 64, max_waiting=3))
+
+
+def test_each_client_leaves_room_for_another(calls: Calls) -> None:
+    shares = [calls.share(f"client {i}") for i in range(5)]
+    assert shares == [42, 14, 5, 2, 1]
+
+
+def test_what_is_given_back_goes_to_the_client_that_has_least(calls: Calls) -> None:
+    with ExitStack() as stack:
+        held = [stack.enter_context(calls.take("many")) for _ in range(42)]
+        others = [calls.take(f"client {i}") for i in range(22)]
+        more, few = calls.wait("many"), calls.wait("few")
+        others.pop().__exit__(None, None, None)
+        assert few.result(10)
+        assert not more.done()
+        assert held
+    assert more.result(10)
+
+
+def test_calls_of_a_client_are_served_in_their_order() -> None:
+    calls = Calls(FairShares("bytes", 10))
+    first = calls.take("client", 10)
+    large, small = calls.wait("client", 8), calls.wait("client", 1)
+    first.__exit__(None, None, None)
+    large.result(10).__exit__(None, None, None)
+    assert small.result(10)
+
+
+def test_more_than_there_is_is_given_to_one_at_a_time() -> None:
+    calls = Calls(FairShares("bytes", 10))
+    first = calls.take("client", 100)
+    waiting = calls.wait("other", 1)
+    assert not waiting.done()
+    first.__exit__(None, None, None)
+    assert waiting.result(10)
+
+
+def test_beyond_those_that_may_wait_the_latest_of_the_client_with_most_is_refused(calls: Calls) -> None:
+    calls.share("greedy")
+    with ExitStack() as stack:
+        for i in range(22):
+            stack.enter_context(calls.take(f"client {i}"))
+        first, second, third = (calls.wait("greedy") for _ in range(3))
+        good = calls.wait("good")
+        with pytest.raises(OverloadedError, match="share of the places") as refused:
+            third.result(10)
+        assert refused.value.retry_delay_s == 1
+    assert good.result(10)
+    assert not first.done()
+    assert not second.done()
+
+
+def test_a_call_that_ends_leaves_the_queue(calls: Calls) -> None:
+    calls.share("client")
+    rpc = Rpc()
+    waiting = calls.wait("client", rpc=rpc)
+    rpc.end()
+    with pytest.raises(CancelledError):
+        waiting.result(10)
+    with pytest.raises(CancelledError):
+        calls.take("client", rpc=rpc)

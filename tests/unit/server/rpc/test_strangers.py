@@ -1,0 +1,157 @@
+"""Connections before their first call: what they may take, and for how long."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from tests.raw_http2 import is_closed
+from tests.unit.server.rpc.http2_service import PATH, Service, ask, check_answered, code_of
+from tests.unit.server.workers.additions import wait_until
+
+from bngrad_server.rpc import strangers
+from bngrad_server.rpc.penalties import Penalties
+from bngrad_server.security.auth import Authenticator
+from bngrad_server.security.tokens import Tokens
+from bngrad_wire.http2 import frames
+from bngrad_wire.http2.header_block import encode
+from bngrad_wire.token_format import new_token
+
+TOKEN, LINE = new_token("alice")
+GOOD, WRONG = ((("authorization", f"Bearer {token}"),) for token in (TOKEN, "wrong"))
+PREFACE = frames.PREFACE + frames.settings({})
+UNAUTHENTICATED = 16
+BLOCK = encode([(":method", "POST"), (":path", PATH), ("content-type", "application/grpc")])
+REFUSED = frames.frame(frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, 1, BLOCK)
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[Service]:
+    """A port that needs tokens."""
+    tokens = tmp_path / "tokens"
+    tokens.write_text(LINE)
+    service = Service(tmp_path, Authenticator(Tokens(tokens)))
+    yield service
+    service.close()
+
+
+def refused(service: Service, reason: str) -> int:
+    count: int = service.engine.observer.metrics.status()["refused_connections"][reason]
+    return count
+
+
+BEGUN = {
+    "nothing": b"",
+    "half a preface": PREFACE[:12],
+    "no call": PREFACE,
+    "half a frame": PREFACE + REFUSED[:20],
+    "half a header block": PREFACE + frames.frame(frames.HEADERS, 0, 1, BLOCK[:20]),
+    "a call without a token": PREFACE + REFUSED,
+}
+
+
+@pytest.mark.parametrize("over_tcp", [False, True], ids=["Unix", "TCP"])
+@pytest.mark.parametrize("said", BEGUN.values(), ids=BEGUN)
+def test_who_shows_no_token_is_closed_soon_and_gets_no_thread(
+    service: Service, monkeypatch: pytest.MonkeyPatch, said: bytes, over_tcp: bool
+) -> None:
+    monkeypatch.setattr(strangers, "_CALL_TIMEOUT_S", 0.5)
+    before = set(threading.enumerate())
+    bad = [service.socket(over_tcp=over_tcp) for _ in range(20)]
+    for sock in bad:
+        sock.sendall(said)
+    assert all(map(is_closed, bad))
+    assert set(threading.enumerate()) <= before
+    assert refused(service, "silent") == 20
+    check_answered(ask(service.connect(), metadata=GOOD))
+
+
+@pytest.mark.parametrize("over_tcp", [False, True], ids=["Unix", "TCP"])
+def test_strangers_take_no_places_of_others(service: Service, over_tcp: bool) -> None:
+    """The one that has been there longest goes first."""
+    good = service.connect(over_tcp=over_tcp)
+    check_answered(ask(good, metadata=GOOD))
+    bad = [service.socket(over_tcp=over_tcp) for _ in range(300)]
+    first, last = bad[0], bad[-1]
+    wait_until(lambda: refused(service, "full") >= 300 - strangers._REMOTE_PLACES)
+    assert is_closed(first)
+    last.settimeout(0)
+    with suppress(BlockingIOError):
+        assert last.recv(100)
+    assert good.usable
+    check_answered(ask(good, metadata=GOOD))
+    check_answered(ask(service.connect(over_tcp=not over_tcp), metadata=GOOD))
+
+
+FLOODS = {
+    "WINDOW_UPDATE on a closed stream": frames.window_update(1, 1),
+    "DATA on a closed stream": frames.frame(frames.DATA, 0, 1, b"x"),
+    "PING": frames.frame(frames.PING, 0, 0, bytes(8)),
+    "SETTINGS": frames.settings({}),
+    "bytes of half a frame": b"\0",
+}
+
+
+@pytest.mark.parametrize("over_tcp", [False, True], ids=["Unix", "TCP"])
+@pytest.mark.parametrize("flood", FLOODS.values(), ids=FLOODS)
+def test_a_stranger_that_floods_is_closed(service: Service, flood: bytes, over_tcp: bool) -> None:
+    sock = service.socket(over_tcp=over_tcp)
+    sock.sendall(PREFACE + REFUSED)
+    with suppress(OSError):
+        for _ in range(1000):
+            sock.sendall(flood * (1 if flood == b"\0" else 200))
+            time.sleep(0.005)
+    assert refused(service, "protocol") == 1
+
+
+def test_a_wrong_token_is_answered_and_a_right_one_on_the_same_connection_too(service: Service) -> None:
+    connection = service.connect()
+    for _ in range(3):
+        assert code_of(ask(connection, metadata=WRONG)) == UNAUTHENTICATED
+    check_answered(ask(connection, metadata=GOOD))
+
+
+def test_a_connection_whose_token_is_no_longer_valid_is_a_stranger_again(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(strangers, "_CALL_TIMEOUT_S", 0.5)
+    connection = service.connect()
+    check_answered(ask(connection, metadata=GOOD))
+    assert service.port.connections == 1
+    assert code_of(ask(connection, metadata=WRONG)) == UNAUTHENTICATED
+    wait_until(lambda: service.port.connections == 0)
+    wait_until(lambda: not connection.usable)
+
+
+def test_connections_of_a_peer_that_broke_the_protocol_wait_and_others_do_not(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Penalties, "delay_s", lambda self, peer: 0.7 if self._score(peer) else 0.0)
+    good = service.connect(over_tcp=True)
+    check_answered(ask(good, metadata=GOOD))
+    bad = service.socket(over_tcp=True)
+    bad.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    assert is_closed(bad)
+    wait_until(lambda: refused(service, "protocol") == 1)
+    began = time.monotonic()
+    check_answered(ask(good, metadata=GOOD), ask(service.connect(), metadata=GOOD))
+    assert time.monotonic() - began < 0.7
+    check_answered(ask(service.connect(over_tcp=True), metadata=GOOD))
+    assert time.monotonic() - began >= 0.6
+
+
+def test_a_client_that_broke_the_protocol_waits_wherever_it_comes_from(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Penalties, "delay_s", lambda self, peer: 0.7 if self._score(peer) else 0.0)
+    bad = service.connect(over_tcp=True)
+    check_answered(ask(bad, metadata=GOOD))
+    bad.io.send([frames.frame(frames.GOAWAY, 0, 1, bytes(8))])
+    wait_until(lambda: refused(service, "protocol") == 1)
+    began = time.monotonic()
+    check_answered(ask(service.connect(), metadata=GOOD))
+    assert time.monotonic() - began >= 0.6

@@ -1,0 +1,54 @@
+"""The event loop that may use a share of a core only."""
+
+from __future__ import annotations
+
+import time
+
+from bngrad_server.runtime.event_loop import EventLoop
+
+_SHARE = 0.05
+_CALLBACK_S = 0.002
+
+
+def test_a_limited_loop_computes_for_its_share_of_a_core() -> None:
+    loop = EventLoop("limited", _SHARE)
+    count = 0
+
+    def compute() -> None:
+        nonlocal count
+        count += 1
+        until = time.thread_time() + _CALLBACK_S
+        while time.thread_time() < until:
+            pass
+        loop.call_soon(compute)
+
+    began = time.monotonic()
+    loop.call_soon(compute)
+    loop.start()
+    time.sleep(1.5)
+    loop.stop(20)
+    elapsed_s = time.monotonic() - began
+    assert not loop.is_alive
+    assert 0 < count * _CALLBACK_S < 1.5 * _SHARE * elapsed_s + 0.1
+
+
+def test_callbacks_that_call_themselves_again_leave_room_for_events_and_ticks() -> None:
+    loop = EventLoop("busy")
+    ticks = 0
+
+    def tick() -> None:
+        nonlocal ticks
+        ticks += 1
+
+    def again() -> None:
+        loop.call_soon(again)
+
+    loop.on_tick = tick
+    for _ in range(500):
+        loop.call_soon(again)
+    loop.start()
+    give_up = time.monotonic() + 20
+    while ticks < 3 and time.monotonic() < give_up:
+        time.sleep(0.01)
+    loop.stop(20)
+    assert ticks >= 3
