@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 
+from bngrad_cli.main import main as main_command
+
 _MODULES = {
-    "cli": ("click", "rich"),
+    "cli": ("rich",),
     "server": (
         "grpc_channelz", "grpc_health", "grpc_reflection", "grpc_status", "h11", "numba", "prometheus_client",
         "pydantic", "pydantic_settings",
@@ -17,14 +19,13 @@ _MODULES = {
 def main() -> None:
     """Runs the command line, or names the extra to install for it."""
     try:
-        from bngrad_cli import main as command_line  # noqa: PLC0415 - it needs the cli extra
-
-        command_line.main(prog_name="bngrad")
+        main_command(prog_name="bngrad")
     except ModuleNotFoundError as error:
         extra = next((extra for extra, modules in _MODULES.items() if error.name in modules), None)
         if extra is None:
             raise
-        sys.exit(f"bngrad: this command needs the module {error.name}: pip install 'bngrad[{extra}]'")
+        install = f"pip install 'bngrad[{extra}]', or in a checkout pip install '.[{extra}]'"
+        sys.exit(f"bngrad: this command needs the module {error.name}: {install}")
 
 
 if __name__ == "__main__":

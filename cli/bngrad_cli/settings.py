@@ -25,6 +25,38 @@ _FIELDS = {setting_name(name): field for name, field in ServerConfig.model_field
 _NO_SETTING = re.compile(r"BNGRAD_(CONFIG$|TEST_|REQUIRE_|(\w+_)?SERVICE_(HOST|PORT)|(\w+_)?PORT_\d+_(TCP|UDP))")
 
 
+_WHOLE_NUMBER = "it should be a whole number"
+
+
+GROUPS = {
+    "Addresses": ("listen", "stream_port", "http", "http_names", "socket_mode"),
+    "Devices and workers": ("device", "workers", "threads", "worker_timeout"),
+    "Memory": ("arena_bytes", "shared_bytes", "shared_group", "pinned_bytes", "max_message_bytes"),
+    "TLS and tokens": (
+        "tls_certificate", "tls_key", "tls_client_ca", "token_file", "open_health", "reflection", "insecure",
+    ),
+    "Overload and time limits": (
+        "max_requests", "max_wait", "max_client_requests", "max_client_bytes", "transfer_timeout", "drain_timeout",
+    ),
+    "Batches": ("max_batch_jobs", "max_batch_bytes", "max_batch_delay"),
+    "Logs and traces": ("log_format", "log_level", "traces", "channelz"),
+}  # fmt: skip
+"""The settings as the help groups them."""
+
+
+class SettingsCommand(click.Command):
+    """A command with `settings_options`, whose help has them in groups."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes a section for each group, and one for what is in none."""
+        records = {each.name: record for each in self.get_params(ctx) if (record := each.get_help_record(ctx))}
+        for title, names in GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl([records.pop(name) for name in names if name in records])
+        with formatter.section("Options"):
+            formatter.write_dl(list(records.values()))
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """A setting in effect.
@@ -180,6 +212,7 @@ def _complaints(error: ValidationError, origins: dict[str, str]) -> Iterator[str
     seen: set[str] = set()
     for each in error.errors(include_url=False):
         message = each["msg"].removeprefix("Value error, ").replace("Input should", "it should", 1)
+        message = _WHOLE_NUMBER if each["type"] == "int_parsing" else message
         if not each["loc"]:  # a check of several settings
             yield message
             continue

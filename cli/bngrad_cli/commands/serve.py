@@ -10,7 +10,7 @@ import click
 from bngrad_cli import settings
 
 
-@click.command()
+@click.command(cls=settings.SettingsCommand)
 @settings.settings_options
 def serve(config: Path | None, **flags: Any) -> None:
     """Runs a server.
@@ -19,7 +19,13 @@ def serve(config: Path | None, **flags: Any) -> None:
 
     Each setting comes from its flag, else from the environment, else from the file that --config names. Seconds may
     have the unit ms, s, min or h; bytes kB, MB, GB, TB, KiB, MiB, GiB or TiB.
-    """
+
+    \b
+    Examples:
+      bngrad serve --listen unix:/tmp/bngrad.sock --http localhost:9464
+      bngrad serve --listen 0.0.0.0:50051 --stream-port 50052 \\
+          --tls-certificate server.pem --tls-key server.key --token-file tokens
+    """  # noqa: D301 - click wants the character \b
     effective, _ = settings.load(config, flags)
     from bngrad_server import server  # noqa: PLC0415 - help, completion and wrong settings do not need it
     from bngrad_server.errors import ListenError, TracingError, WorkerStartError  # noqa: PLC0415

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from pathlib import Path
 
 import click
@@ -35,7 +37,8 @@ def new(name: str, token_file: Path | None) -> None:
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="NAME") from error
     except OSError as error:
-        raise click.ClickException(f"cannot add a line to {token_file}: {error.strerror}") from error
+        reason = "it is a symbolic link; name its target" if error.errno == errno.ELOOP else error.strerror
+        raise click.ClickException(f"cannot add a line to {token_file}: {reason}") from error
     if token_file is not None:
         click.echo(secret)
     else:
@@ -44,7 +47,24 @@ def new(name: str, token_file: Path | None) -> None:
 
 
 def _append(path: Path, line: str) -> None:
-    """Appends a line, also to a file whose last line has no newline."""
-    with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), "r+", encoding="utf-8") as file:
+    """Appends a line, also to a file whose last line has no newline.
+
+    A file that another user has put there could give that user's tokens access, or lead elsewhere by a link.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    try:
+        _check(path, os.fstat(fd).st_mode)
+    except BaseException:
+        os.close(fd)
+        raise
+    with open(fd, "r+", encoding="utf-8") as file:
         text = file.read()
         file.write(f"{'' if text == '' or text.endswith(chr(10)) else chr(10)}{line}\n")
+
+
+def _check(path: Path, mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        raise click.ClickException(f"cannot add a line to {path}: it is no regular file")
+    if mode & stat.S_IWOTH:
+        found = f"{path} has mode {stat.S_IMODE(mode):04o}, so every user of this host may change it"
+        raise click.ClickException(f"cannot add a line: {found}; it should have mode 0600: chmod 600 {path}")

@@ -5,9 +5,15 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import os
+import select
+import sys
+import termios
 import time
+import tty
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import click
@@ -16,8 +22,11 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
+from rich.segment import Segment, Segments
 from rich.table import Table
 from rich.text import Text
+
+from bngrad_wire.printable import printable
 
 _TIMEOUT_S = 5.0
 _BARS = " ▁▂▃▄▅▆▇█"
@@ -35,7 +44,7 @@ _SHOWN_FAILURES = 5
 def top(address: str, *, once: bool, as_json: bool, interval: float) -> None:
     """Shows a server's activity in the terminal.
 
-    ADDRESS is its HTTP port: the value of `bngrad serve --http`.
+    ADDRESS is its HTTP port: the value of `bngrad serve --http`. The key q, or Ctrl-C, ends it.
     """
     console = Console()
     status = _status(address)
@@ -46,11 +55,11 @@ def top(address: str, *, once: bool, as_json: bool, interval: float) -> None:
     else:
         with (
             contextlib.suppress(KeyboardInterrupt),
-            Live(_screen(address, status), console=console, screen=True) as live,
+            _keys() as keys,
+            Live(_fitted(_screen(address, status), console), console=console, screen=True) as live,
         ):
-            while True:
-                time.sleep(interval)
-                live.update(_update(address))
+            while not keys.wait_for_q(interval):
+                live.update(_fitted(_update(address), console))
 
 
 def _status(address: str) -> dict[str, Any]:
@@ -66,6 +75,51 @@ def _status(address: str) -> dict[str, Any]:
     return status
 
 
+class _Keys:
+    """The keys that are pressed while the screen is shown; none where the input is no terminal."""
+
+    def __init__(self, fd: int | None) -> None:
+        self._fd = fd
+
+    def wait_for_q(self, seconds: float) -> bool:
+        """Waits this long, or until q is pressed; returns whether it was."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            if self._fd is None:
+                time.sleep(left)
+            elif select.select([self._fd], [], [], left)[0]:
+                key = os.read(self._fd, 1)
+                if key in (b"q", b"Q"):
+                    return True
+                if not key:  # the terminal has gone
+                    self._fd = None
+        return False
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[_Keys]:
+    """Has the terminal pass on each key at once, during the block."""
+    if not sys.stdin.isatty() or os.getpgrp() != os.tcgetpgrp(sys.stdin.fileno()):
+        yield _Keys(None)
+        return
+    fd = sys.stdin.fileno()
+    before = termios.tcgetattr(fd)
+    try:
+        tty.setcbreak(fd)
+        yield _Keys(fd)
+    finally:
+        termios.tcsetattr(fd, termios.TCSADRAIN, before)
+
+
+def _fitted(screen: RenderableType, console: Console) -> RenderableType:
+    """Returns the screen with the hint in the last line; cuts what does not fit above it."""
+    height = console.size.height - 1
+    lines = console.render_lines(screen, console.options.update(height=None))[:height]
+    rest = [Segment.line()] * (height - len(lines))
+    shown = Segments([segment for line in lines for segment in (*line, Segment.line())] + rest)
+    return Group(shown, Text("q to quit", style="dim"))
+
+
 def _update(address: str) -> RenderableType:
     """Returns the screen, with the error if the server does not answer."""
     try:
@@ -76,11 +130,12 @@ def _update(address: str) -> RenderableType:
 
 def _screen(address: str, status: dict[str, Any]) -> RenderableType:
     server, points = status["server"], status["points"]
-    parts: list[RenderableType] = [_head(address, server), _numbers(server, points), _devices(server, points)]
+    parts: list[RenderableType] = [_head(address, server), _numbers(server, points)]
+    if server["failures"]:  # before what is less urgent, so that a small terminal shows them
+        parts.append(_failures(server))
+    parts.append(_devices(server, points))
     if status["recent"] is not None:
         parts += [_times(status["recent"]), _minute(status["recent"], points)]
-    if server["failures"]:
-        parts.append(_failures(server))
     return Group(*parts)
 
 
@@ -126,7 +181,7 @@ def _devices(server: dict[str, Any], points: list[dict[str, Any]]) -> Renderable
             f"{100 * busy:.0f} %",
             _size(device["resident_bytes"]),
             str(device["restarts"]),
-            device["description"],
+            Text(device["description"], no_wrap=True, overflow="ellipsis"),
         )
     return table
 
@@ -163,7 +218,8 @@ def _failures(server: dict[str, Any]) -> RenderableType:
         table.add_column(name, no_wrap=name != "why")
     for failure in server["failures"][:_SHOWN_FAILURES]:
         ago = f"{max(server['time'] - failure['time'], 0):.0f} s"
-        table.add_row(*map(Text, (ago, failure["code"], failure["client"], failure["request_id"], failure["message"])))
+        texts = (failure["code"], failure["client"], failure["request_id"], failure["message"])
+        table.add_row(ago, *(Text(printable(text)) for text in texts))
     return table
 
 

@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 from tests.unit.cli.settings_page import PAGE, with_table
 
+from bngrad_cli import settings
 from bngrad_cli.main import main as command_line
 from bngrad_server.config import ServerConfig, setting_name
 
@@ -97,7 +98,7 @@ def test_the_table_has_every_setting_with_its_origin() -> None:
 @pytest.mark.parametrize(
     ("arguments", "environment", "content", "complaint"),
     [
-        (["--threads", "x"], {}, "", "--threads is 'x'; it should be a valid integer"),
+        (["--threads", "x"], {}, "", "--threads is 'x'; it should be a whole number"),
         (["--device", "tpu"], {}, "", "--device is 'tpu'; it should be auto, or 'cpu' or 'cuda:N'"),
         ([], {"BNGRAD_MAX_WAIT": "-1"}, "", "BNGRAD_MAX_WAIT is '-1'; it should be greater than 0"),
         ([], {"BNGRAD_LISTEN": "nowhere"}, "", "BNGRAD_LISTEN is 'nowhere'; it should be HOST:PORT or unix:PATH"),
@@ -105,8 +106,13 @@ def test_the_table_has_every_setting_with_its_origin() -> None:
         ([], {"BNGRAD_QQ": "1"}, "", "BNGRAD_QQ in the environment is no setting\n"),
         ([], {}, "max_wait = 0", "max_wait in {file} is 0; it should be greater than 0"),
         ([], {}, "threads = true", "threads in {file} is True; it should be a number, not a boolean"),
-        ([], {"BNGRAD_THREADS": "true"}, "", "BNGRAD_THREADS is 'true'; it should be a valid integer"),
-        (["--max-wait", "true"], {}, "", "--max-wait is 'true'; it should be a valid number"),
+        ([], {"BNGRAD_THREADS": "true"}, "", "BNGRAD_THREADS is 'true'; it should be a whole number"),
+        (
+            ["--max-wait", "true"],
+            {},
+            "",
+            "--max-wait is 'true'; it should be a number, perhaps with one of",
+        ),
         ([], {}, "traces = 2", "traces in {file} is 2; it should be a valid boolean"),
         ([], {}, "listen = [5]", "listen in {file} is 5; it should be a valid string"),
         ([], {}, "http = 9464", "http in {file} is 9464; it should be a valid string"),
@@ -116,6 +122,9 @@ def test_the_table_has_every_setting_with_its_origin() -> None:
         ([], {}, "[max_wait]\nx = 1", "max_wait in {file} is {{'x': 1}}; it should be a valid number"),
         ([], {}, "max_wait = ", "cannot read settings from {file}: Invalid value"),
         (["--config", "/nowhere.toml"], {}, "", "cannot read settings from /nowhere.toml: there is no such file"),
+        (["--socket-mode", "999"], {}, "", "--socket-mode is '999'; it should be three octal digits for owner, group"),
+        (["--arena-bytes", "lots"], {}, "", "--arena-bytes is 'lots'; it should be a number, perhaps with"),
+        (["--listen", "a:99999"], {}, "", "--listen is 'a:99999'; it should be HOST:PORT or unix:PATH, with a port"),
         (["--config", "/tmp"], {}, "", "cannot read settings from /tmp: it is no file"),
         (["--stream-port", "50051"], {}, "", "stream_port should not be the port of 127.0.0.1:50051"),
     ],
@@ -167,3 +176,12 @@ def test_help_has_the_unit_variable_and_default_of_each_setting() -> None:
 def test_the_page_of_settings_is_up_to_date() -> None:
     page = PAGE.read_text()
     assert with_table(page) == page, "run: make settings-page"
+
+
+def test_the_help_of_serve_has_every_setting_once_in_groups_with_examples() -> None:
+    grouped = [name for names in settings.GROUPS.values() for name in names]
+    assert sorted(grouped) == sorted(setting_name(name) for name in ServerConfig.model_fields)
+    text = CliRunner().invoke(command_line, ["serve", "--help"]).output
+    assert text.count("\n    bngrad serve ") == 2
+    assert [text.count(f"\n{title}:\n") for title in [*settings.GROUPS, "Options"]] == [1] * (len(settings.GROUPS) + 1)
+    assert [name for name in grouped if f"{settings.flag(name)}" not in text] == []

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 
 from bngrad_cli.main import main as command_line
@@ -43,3 +45,23 @@ def test_an_error_says_why(tmp_path: Path) -> None:
         result = CliRunner().invoke(command_line, ["token", "new", *map(str, arguments)])
         assert result.exit_code != 0
         assert re.search(message, result.output)
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "pipe", "writable by others"])
+def test_no_line_goes_where_another_user_may_have_led_it(tmp_path: Path, kind: str) -> None:
+    path, target = tmp_path / "tokens", tmp_path / "target"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "writable by others":
+        path.touch()
+        path.chmod(0o666)
+    else:
+        path.symlink_to(target)
+        if kind == "link":
+            target.touch()
+    result = CliRunner().invoke(command_line, ["token", "new", "alice", "--token-file", str(path)])
+    assert result.exit_code != 0
+    reasons = {"pipe": "it is no regular file", "writable by others": rf"mode 0666.*chmod 600 {path}"}
+    assert re.search(reasons.get(kind, "it is a symbolic link"), result.output)
+    assert target.exists() == (kind == "link")
+    assert kind == "pipe" or not (path.exists() and path.read_text())
