@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.faults import client_faults, machine_faults, process_faults
+from tests.faults.attack_faults import ATTACKED
 from tests.faults.harness import Fault
 
 _GONE = frozenset({"UnavailableError"})
@@ -26,5 +27,13 @@ FAULTS = [
     Fault(process_faults.stop_the_server, allowed=_GONE, mixes=False),
     Fault(process_faults.stop_the_server_at_once, allowed=_GONE, mixes=False),
 ]
-FULL = Fault(machine_faults.fill_shared_memory, mixes=False)
-"""For a server that has /dev/shm for itself."""
+CONFINED = "confined"
+"""The name of the server that has /dev/shm for itself."""
+FULL = Fault(machine_faults.fill_shared_memory, mixes=False, server=CONFINED)
+BESIDE_ATTACKS = [
+    Fault(process_faults.kill_workers, kills_workers=True, server=ATTACKED),
+    Fault(process_faults.kill_clients, server=ATTACKED),
+    Fault(client_faults.disconnect, server=ATTACKED),
+    Fault(machine_faults.set_the_clock, server=ATTACKED),
+]
+"""To mix with attacks."""

@@ -13,6 +13,9 @@ from tests.faults import resource_usage
 from tests.faults.load import Load, Tally
 from tests.faults.server import RestartableServer
 
+USUAL = "usual"
+"""The name of the server for most faults."""
+
 
 @dataclass(frozen=True)
 class Harness:
@@ -41,12 +44,14 @@ class Fault:
         allowed: The names of error classes that calls may end with.
         mixes: Other faults may be injected at the same time.
         kills_workers: It kills workers; a request that loses two of them fails.
+        server: The name of the server that it is for.
     """
 
     inject: Callable[[Harness, float, Random], None]
     allowed: frozenset[str] = frozenset()
     mixes: bool = True
     kills_workers: bool = False
+    server: str = USUAL
 
     @property
     def name(self) -> str:

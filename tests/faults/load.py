@@ -78,7 +78,7 @@ class LoadProcess:
     ) -> None:
         """Returns before the process is ready; ``kind`` is a transport or "aio", ``timeouts_s`` a range."""
         self.name = f"{kind} by {target.partition(':')[0]}"
-        arguments = [target, kind, threads, seed, problems, *timeouts_s]
+        arguments = [target, kind, threads, seed, problems, *timeouts_s, service.token]
         command = [sys.executable, "-m", "tests.faults.load_process", *map(str, arguments)]
         self.process = subprocess.Popen(
             [*service.inside(), *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

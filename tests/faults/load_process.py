@@ -1,7 +1,8 @@
 """A client process that sends requests one after the other and checks every bit of every answer.
 
-Run as ``python -m tests.faults.load_process TARGET KIND THREADS SEED PROBLEMS SHORTEST_S LONGEST_S``. KIND is a
-transport of the client, or "aio" for the asyncio client; each call's timeout is drawn between the last two.
+Run as ``python -m tests.faults.load_process TARGET KIND THREADS SEED PROBLEMS SHORTEST_S LONGEST_S
+TOKEN``. KIND is a transport of the client, or "aio" for the asyncio client; each call's timeout is drawn between
+SHORTEST_S and LONGEST_S; TOKEN may be empty.
 
 It obeys the lines of its stdin: on "run" its threads share a new client and begin, on "pause" they end and the client
 is closed. It writes JSON lines: while it runs, a list of the monotonic time and of how many answers each thread had got
@@ -33,8 +34,8 @@ _PAUSE_S = 0.05
 
 def main() -> None:
     """Obeys stdin until it ends."""
-    target, kind, threads, seed, problems, shortest_s, longest_s = sys.argv[1:]
-    caller = _Caller(workload.load(Path(problems)), (float(shortest_s), float(longest_s)))
+    target, kind, threads, seed, problems, shortest_s, longest_s, token = sys.argv[1:]
+    caller = _Caller(workload.load(Path(problems)), (float(shortest_s), float(longest_s)), token or None)
     _write("ready")
     for command in sys.stdin:
         if command == "run\n":
@@ -51,11 +52,12 @@ def _write(what: Any) -> None:
 class _Caller:
     """The threads of this process, and the outcomes of their requests."""
 
-    def __init__(self, problems: list[workload.Problem], timeouts_s: tuple[float, float]) -> None:
+    def __init__(self, problems: list[workload.Problem], timeouts_s: tuple[float, float], token: str | None) -> None:
         self._problems = problems
         self._weights = [problem.request.weight for problem in problems]
         self._longest_s = timeouts_s[1]
         self._timeouts_s = timeouts_s
+        self._token = token
         self._mutex = threading.Lock()
 
     def run(self, target: str, kind: str, threads: int, seed: int) -> None:
@@ -63,7 +65,9 @@ class _Caller:
         self._tally: Counter[str] = Counter()
         self._examples: dict[str, str] = {}
         self._answers = [0] * threads
-        self._client: _Client | _AsyncClient = _AsyncClient(target) if kind == "aio" else _Client(target, kind)
+        self._client: _Client | _AsyncClient = (
+            _AsyncClient(target, self._token) if kind == "aio" else _Client(target, kind, self._token)
+        )
         self._threads = [
             threading.Thread(target=self._ask, args=(index, random.Random(f"{seed}/{index}")), daemon=True)
             for index in range(threads)
@@ -119,8 +123,8 @@ class _Caller:
 
 
 class _Client:
-    def __init__(self, target: str, transport: Any) -> None:
-        self._client = bngrad.Client(target, transport=transport)
+    def __init__(self, target: str, transport: Any, token: str | None) -> None:
+        self._client = bngrad.Client(target, transport=transport, token=token, insecure=True)
 
     def run(self, problem: workload.Problem, timeout_s: float) -> tuple[Any, ...]:
         outputs: tuple[Any, ...] = problem.request.case.run(self._client, problem.inputs, timeout=timeout_s)
@@ -133,10 +137,10 @@ class _Client:
 class _AsyncClient:
     """The client for asyncio, on an event loop in a thread of its own."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, token: str | None) -> None:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        self._client = bngrad.aio.Client(target)
+        self._client = bngrad.aio.Client(target, token=token, insecure=True)
 
     def run(self, problem: workload.Problem, timeout_s: float) -> tuple[Any, ...]:
         call = problem.request.case.run(self._client, problem.inputs, timeout=timeout_s)

@@ -13,8 +13,6 @@ from tests.faults.harness import Harness
 from tests.faults.load import LoadProcess
 from tests.servers import is_running, wait_until
 
-import bngrad
-
 _FROZEN_TIMEOUT_S = 30.0
 """The time within which a frozen worker must be replaced."""
 _GONE_TIMEOUT_S = 20.0
@@ -146,7 +144,7 @@ def stop_the_server_at_once(scene: Harness, seconds: float, rng: Random) -> None
     service = scene.service
     for pid in service.workers():
         os.kill(pid, signal.SIGSTOP)
-    with bngrad.Client(service.target) as client:
+    with service.client() as client:
         wait_until(lambda: client.server_info().requests > 0)
     logged = len(service.log())
     service.process.terminate()

@@ -18,6 +18,7 @@ import psutil
 from tests.servers import endpoints_of, free_port, is_running, wait_until, workers_of
 
 import bngrad
+from bngrad_wire.token_format import new_token
 
 WORKERS = 2
 TRANSFER_TIMEOUT_S = 3
@@ -36,6 +37,10 @@ class RestartableServer:
 
     process: subprocess.Popen[str]
     drain_timeout_s = 30.0
+    token = ""
+    """What the load shows; empty if the server asks for none."""
+    attackers_token = ""
+    http = ""
 
     def __init__(
         self,
@@ -43,8 +48,16 @@ class RestartableServer:
         options: tuple[str, ...] = OPTIONS,
         environment: Mapping[str, str] | None = None,
         shm: str | None = None,
+        is_attacked: bool = False,
     ) -> None:
-        """Nothing runs before the block begins; ``shm`` is the size of a private /dev/shm, such as "64k"."""
+        """Nothing runs before the block begins.
+
+        Args:
+            options: Of ``bngrad serve``.
+            environment: Further variables.
+            shm: The size of a private /dev/shm, such as "64k".
+            is_attacked: Whether it asks for tokens and serves all that attacks are for.
+        """
         self._directory = Path(tempfile.mkdtemp(prefix="bngrad-faults-"))
         self._log = self._directory / "log"
         self._mark = f"{_MARK}={secrets.token_hex(8)}"
@@ -54,6 +67,10 @@ class RestartableServer:
         listen = ("--listen", self.target, "--listen", self.unix_target)
         self._command = [sys.executable, "-m", "bngrad_cli", "serve", "--device", "cpu", *listen, *options]
         self._command += ["--drain-timeout", str(self.drain_timeout_s)]
+        if is_attacked:
+            self.http = f"127.0.0.1:{free_port()}"
+            self._command += ["--insecure", "--token-file", str(self._write_tokens())]
+            self._command += ["--http", self.http, "--channelz"]
         self._has_own_shm = shm is not None
         if shm is not None:
             unshare = ["unshare", "--mount", *([] if os.getuid() == 0 else ["--map-root-user"])]
@@ -111,7 +128,7 @@ class RestartableServer:
 
     def addresses(self) -> dict[str, str]:
         """Returns every address by name; local sockets by a path that this process can reach."""
-        endpoints = endpoints_of(self.target)
+        endpoints = endpoints_of(self.target, self.token)
         addresses = {
             "grpcio TCP": self.target,
             "grpcio Unix": self.unix_target,
@@ -124,7 +141,7 @@ class RestartableServer:
 
     def files(self) -> list[Path]:
         """Returns the files that it has made for its clients."""
-        directory = endpoints_of(self.target).local_directory
+        directory = endpoints_of(self.target, self.token).local_directory
         return [self._directory / "bngrad.sock", *([Path(directory)] if directory else [])]
 
     def inside(self) -> list[str]:
@@ -134,10 +151,21 @@ class RestartableServer:
         command = ["nsenter", "--target", str(self.process.pid), "--mount", f"--wd={Path.cwd()}"]
         return command if os.getuid() == 0 else [*command, "--user", "--preserve-credentials"]
 
+    def client(self) -> bngrad.Client:
+        return bngrad.Client(self.target, token=self.token or None, insecure=True)
+
     def wait_until_whole(self) -> None:
-        with bngrad.Client(self.target) as client:
+        with self.client() as client:
             wait_until(lambda: all(device.state == "ready" for device in client.server_info().devices))
         wait_until(lambda: len(self.workers()) == WORKERS)
+
+    def _write_tokens(self) -> Path:
+        self.token, own = new_token("load")
+        self.attackers_token, attackers = new_token("attacker")
+        path = self._directory / "tokens"
+        path.touch(0o600)
+        path.write_text(f"{own}\n{attackers}\n")
+        return path
 
     def _kill(self) -> None:
         for pid in self.pids():

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
+import psutil
 import pytest
+from tests.hostile_messages import HOSTILE, sized
 from tests.integration.status_details import violations
-from tests.servers import DEVICE
+from tests.raw_http2 import path_of, request
+from tests.servers import DEVICE, targets_of
 
 import bngrad
 from bngrad_cli.embedded import EmbeddedServer
@@ -122,7 +126,7 @@ def test_the_client_raises_violations(client: bngrad.Client) -> None:
 
 
 @pytest.mark.parametrize("value", ["NHWC" * 10_000, "\U0001f600" * 1000])
-def test_an_error_message_fits_into_the_trailers_that_clients_accept(client: bngrad.Client, value: str) -> None:
+def test_an_error_message_fits_into_the_trailers_that_clients_accept(client: bngrad.Client, value: Any) -> None:
     """Larger trailers would end their connections, and the calls would be retried."""
     tensor, stats = np.zeros((2, 3, 3, 4), np.float32), np.zeros(4, np.float32)
     with pytest.raises(bngrad.InvalidArgumentError, match=r"must be one of NHWC, NCHW, not '.+") as refused:
@@ -138,6 +142,41 @@ def test_long_shapes_are_shortened_in_messages(stub: pb_grpc.BatchNormGradServic
     with pytest.raises(grpc.RpcError) as refused:
         stub.FusedBatchNormGradV3(Request(**tensors, data_format="NHWC"))
     assert violations(refused.value).keys() == INPUTS.keys()
+
+
+@pytest.mark.parametrize(
+    "content", ["unknown varints", "empty tensors", "nested groups", "a packed shape", "a long key"]
+)
+@pytest.mark.parametrize("door", ["grpcio", "tcp", "local"])
+def test_no_message_takes_more_of_the_server_than_its_own_size(server: EmbeddedServer, door: str, content: str) -> None:
+    """Bounds are ten times what it should take, and less than one such message took when all its fields were read."""
+    message = HOSTILE[content](8 * 2**20)
+    begun = pb.ExchangeRequest(fused_batch_norm_grad_v2=request(4096, whole=False)).SerializeToString()
+    limit = "must have at most (16 fields|256 fields|65536 bytes)|a chunk must follow, not fused_batch_norm_grad_v3"
+    front = psutil.Process(server.process.pid)
+    with grpc.insecure_channel(targets_of(server.target)[door]) as channel:
+        unary: Any = channel.unary_unary(path_of("FusedBatchNormGradV3"))
+        exchange: Any = channel.stream_stream(path_of("Exchange"))
+        before, most_before = sum(front.cpu_times()[:2]), peak_nbytes(front, reset=True)
+        for call in (
+            lambda: unary(message),
+            lambda: list(exchange(iter([sized(1, message)]))),
+            lambda: list(exchange(iter([begun, message]))),
+        ):
+            with pytest.raises(grpc.RpcError, match=limit) as refused:
+                call()
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert sum(front.cpu_times()[:2]) - before < 3
+    assert peak_nbytes(front) - most_before < 400 * 2**20
+
+
+def peak_nbytes(process: psutil.Process, *, reset: bool = False) -> int:
+    """Returns the most memory that a process had since it began, or since the last reset."""
+    folder = Path(f"/proc/{process.pid}")
+    if reset:
+        (folder / "clear_refs").write_text("5")
+    (line,) = (line for line in (folder / "status").read_text().splitlines() if line.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024
 
 
 def test_a_request_larger_than_the_arena_is_refused() -> None:

@@ -11,6 +11,7 @@ from tests.servers import TRANSPORTS
 
 import bngrad
 import bngrad.aio
+from bngrad.typing import DataFormat, DataFormat4D, OneDnnDataFormat
 from bngrad_cli.embedded import EmbeddedServer
 from bngrad_kernels.spec import BFLOAT16, FLOAT16, FLOAT32, ReserveSpace2Kind, Spec
 
@@ -34,7 +35,12 @@ NOTHING = np.empty(0, np.float32)
     ],
 )
 def test_v3_gives_the_references_gradients(
-    client: bngrad.Client, dtype: np.dtype[Any], data_format: str, shape: tuple[int, ...], axis: int, is_training: bool
+    client: bngrad.Client,
+    dtype: np.dtype[Any],
+    data_format: DataFormat,
+    shape: tuple[int, ...],
+    axis: int,
+    is_training: bool,
 ) -> None:
     spec = Spec(dtype, shape, axis, epsilon=0.01, is_training=is_training)
     inputs = random_inputs(spec)
@@ -49,7 +55,7 @@ def test_v3_gives_the_references_gradients(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("data_format", "shape", "axis"), [("NHWC", (4, 5, 6, 7), 3), ("NCHW", (4, 7, 5, 6), 1)])
 def test_v2_gives_the_references_gradients(
-    client: bngrad.Client, dtype: np.dtype[Any], data_format: str, shape: tuple[int, ...], axis: int
+    client: bngrad.Client, dtype: np.dtype[Any], data_format: DataFormat4D, shape: tuple[int, ...], axis: int
 ) -> None:
     spec = Spec(dtype, shape, axis)
     inputs = random_inputs(spec)
@@ -63,7 +69,7 @@ def test_v2_gives_the_references_gradients(
 @pytest.mark.parametrize("data_format", ["NXC", "NCX"])
 @pytest.mark.parametrize("spatial", [(), (6,), (5, 6), (2, 5, 6)])
 def test_the_onednn_op_gives_the_references_gradients(
-    client: bngrad.Client, dtype: np.dtype[Any], data_format: str, spatial: tuple[int, ...]
+    client: bngrad.Client, dtype: np.dtype[Any], data_format: OneDnnDataFormat, spatial: tuple[int, ...]
 ) -> None:
     shape, axis = ((4, *spatial, 7), len(spatial) + 1) if data_format == "NXC" else ((4, 7, *spatial), 1)
     spec = Spec(dtype, shape, axis, epsilon=0.001)

@@ -32,7 +32,7 @@ def test_a_server_uses_settings_of_file_environment_and_flags(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("arguments", "environment", "complaint"),
     [
-        ((), {"BNGRAD_WORKERS": "none"}, "Error: BNGRAD_WORKERS is 'none'; it should be a valid integer"),
+        ((), {"BNGRAD_WORKERS": "none"}, "Error: BNGRAD_WORKERS is 'none'; it should be a whole number"),
         (("--config", "/nowhere"), {}, "Error: cannot read settings from /nowhere: there is no such file"),
     ],
 )

@@ -9,6 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
+from tests.security.authority import HOSTS, Authority
+
+from bngrad_cli.embedded import EmbeddedServer
+from bngrad_cli.main import main as command_line
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -87,3 +92,16 @@ def test_a_stock_client_works(
     output = run(*request.getfixturevalue(language), targets[transport], *arguments, exit_code=exit_code)
     for word in words:
         assert word in output
+
+
+def test_the_javascript_client_speaks_tls_and_sends_a_token(javascript: list[object], tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    pair = authority.issue(*HOSTS)
+    made = CliRunner().invoke(command_line, ["token", "new", "alice", "--token-file", str(tmp_path / "tokens")])
+    (tmp_path / "token").write_text(made.stdout)
+    options = ("--tls-certificate", str(pair.certificate), "--tls-key", str(pair.key))
+    server = EmbeddedServer("localhost:0", options=(*options, "--token-file", str(tmp_path / "tokens")))
+    with server:
+        trusted = (*javascript, server.target, "--ca", authority.path)
+        assert "x_backprop (2, 8, 8, 16)" in run(*trusted, "--token-file", tmp_path / "token")
+        assert "UNAUTHENTICATED: a valid token is needed" in run(*trusted, exit_code=1)

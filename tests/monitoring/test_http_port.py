@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -157,6 +158,42 @@ def test_every_request_has_an_answer(http: str, request_bytes: bytes, status: in
         assert answer.endswith(b"\r\n\r\n")
 
 
+STRANGERS = ("evil.example", "evil.example:9464", "a.b.evil.dev", "127.0.0.1.evil.dev", "localhost.evil.dev", "x.local")
+
+
+@pytest.mark.parametrize("host", [*STRANGERS, "evil.dev:80:80", "[::1].evil.dev"])
+@pytest.mark.parametrize("path", ["/", "/status.json", "/metrics", "/healthz", "/nothing"])
+def test_a_stranger_s_name_for_the_host_is_refused(http: str, host: str, path: str) -> None:
+    """As a browser sends it whose page rebinds its own name to this address."""
+    answer = get(f"{http}{path}", Host=host)
+    assert answer.status == 421
+    assert answer.text.startswith(f"the Host header is '{host}'; it should be an address, localhost")
+    assert "--http-names" in answer.text
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        *("127.0.0.1", "127.0.0.1:9464", "10.1.2.3:9464", "[::1]:9464", "[fe80::1]", "localhost", "LOCALHOST.:1", ""),
+        *("server:9464", "bngrad.default.svc:9464", "bngrad.default.svc.cluster.local", "host.docker.internal:9464"),
+        *(socket.gethostname(), socket.getfqdn(), f"{socket.gethostname()}.local"),
+    ],
+)
+def test_addresses_and_names_that_no_stranger_has_are_answered(http: str, host: str) -> None:
+    """Kubernetes probes ask for the pod's address, Prometheus for what its configuration names."""
+    wait_until(lambda: get(f"{http}/healthz", Host=host).status == 200)
+
+
+def test_names_of_the_public_internet_can_be_allowed() -> None:
+    options = ("--http", "localhost:0", "--http-names", "monitor.example,gpu1.example.org")
+    with EmbeddedServer(options=options) as server:
+        statuses = {
+            host: get(f"{http_of(server)}/status.json", Host=host).status
+            for host in ("monitor.example", "GPU1.example.org:9464", "localhost", "other.example")
+        }
+    assert list(statuses.values()) == [200, 200, 200, 421]
+
+
 def _send(sock: socket.socket, data: bytes) -> None:
     with contextlib.suppress(OSError):
         sock.sendall(data)
@@ -198,6 +235,22 @@ def test_many_idle_connections_do_not_keep_others_out(
         assert monitor.num_fds() < CONNECTIONS
         call(client)
     assert http_process(harassed).pid == monitor.pid
+
+
+def test_a_request_whose_answer_takes_long_outlasts_a_flood_of_connections(harassed: EmbeddedServer) -> None:
+    http = http_of(harassed)
+    time.sleep(0.5)  # so that the answer before is too old to be given again
+    harassed.process.send_signal(signal.SIGSTOP)
+    try:
+        with ExitStack() as stack:
+            sock = stack.enter_context(socket.create_connection(address_of(http), 30))
+            sock.sendall(b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n")
+            for _ in range(CONNECTIONS):
+                stack.enter_context(socket.create_connection(address_of(http), 30))
+            harassed.process.send_signal(signal.SIGCONT)
+            assert _receive(sock).startswith(b"HTTP/1.1 ")
+    finally:
+        harassed.process.send_signal(signal.SIGCONT)
 
 
 def test_a_client_that_sends_byte_by_byte_is_cut_off(http: str) -> None:

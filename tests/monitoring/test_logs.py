@@ -110,6 +110,15 @@ def test_warnings_of_libraries_are_logged() -> None:
     assert "odd\nthings" in line["message"]
 
 
+def test_exceptions_that_end_a_thread_are_logged() -> None:
+    code = "from bngrad_server.telemetry import logs; logs.set_up('json', 'info'); "
+    code += "import threading; threading.Thread(target=int, args=('odd\\x1b\\n',), name='worker').start()"
+    finished = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, check=True)
+    (line,) = map(json.loads, finished.stderr.splitlines())
+    assert (line["level"], line["message"]) == ("error", "the thread worker failed")
+    assert "invalid literal for int()" in line["exception"]
+
+
 def test_workers_log_in_the_same_format_and_at_the_same_level() -> None:
     with EmbeddedServer(options=("--log-format", "json", "--log-level", "error")) as server:
         workers_of(server.process.pid)[0].kill()

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 from tests.monitoring.conftest import HTTP, http_of, samples
-from tests.raw_http2 import path_of, request
+from tests.raw_http2 import PREFACE, path_of, request
 from tests.security.conftest import Guarded
 from tests.servers import wait_until
 
@@ -99,13 +99,22 @@ def test_a_client_that_disconnects_before_its_message_is_counted(asking: Guarded
 
 
 @pytest.mark.parametrize(
-    ("said", "over_tls", "reason"),
-    [(b"GET / HTTP/1.1\r\n\r\n", True, "protocol"), (b"GET / HTTP/1.1\r\n\r\n", False, "handshake")],
-    ids=["another protocol", "no TLS"],
+    ("said", "over_tls", "alpn", "reason"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", True, ["h2"], "protocol"),
+        (b"GET / HTTP/1.1\r\n\r\n", False, [], "handshake"),
+        (PREFACE, True, [], "handshake"),
+        (PREFACE, True, ["http/1.1"], "handshake"),
+        (PREFACE, True, ["h2"], "silent"),
+    ],
+    ids=["another protocol", "no TLS", "no ALPN", "HTTP/1.1 by ALPN", "no call"],
 )
-def test_refused_connections_are_counted_by_reason(asking: Guarded, said: bytes, over_tls: bool, reason: str) -> None:
+def test_refused_connections_are_counted_by_reason(
+    asking: Guarded, said: bytes, over_tls: bool, alpn: list[str], reason: str
+) -> None:
     context = ssl.create_default_context(cafile=asking.authority.path)
-    context.set_alpn_protocols(["h2"])
+    if alpn:
+        context.set_alpn_protocols(alpn)
     with (
         counted(asking, "bngrad_refused_connections_total", reason),
         socket.create_connection(asking.port("own TCP"), 60) as plain,

@@ -9,6 +9,7 @@ from benchmarks import peers
 from tests.integration.problems import Inputs
 
 import bngrad
+from bngrad.typing import OneDnnDataFormat
 from bngrad_kernels import tolerances
 from bngrad_kernels.problem import Array, Problem
 from bngrad_kernels.spec import ReserveSpace2Kind, Spec
@@ -41,7 +42,7 @@ def asked_of_bngrad_as_onednn(client: bngrad.Client, spec: Spec, inputs: Inputs)
     assert spec.is_training
     assert spec.reserve_space_2_kind is ReserveSpace2Kind.VARIANCE
     y_backprop, x, gamma, mean, variance = inputs
-    data_format = "NXC" if spec.channel_axis == len(spec.shape) - 1 else "NCX"
+    data_format: OneDnnDataFormat = "NXC" if spec.channel_axis == len(spec.shape) - 1 else "NCX"
     return client.batch_norm_training_backprop(
         x, y_backprop, mean, variance, gamma, epsilon=spec.epsilon, data_format=data_format
     )

@@ -12,6 +12,7 @@ from tests.integration.problems import random_inputs
 from tests.oracles.agreement import assert_agreement
 
 import bngrad
+from bngrad.typing import DataFormat4D
 from bngrad_kernels.spec import BFLOAT16, FLOAT16, FLOAT32, Spec
 
 TENSOR, STATS = np.ones((2, 3, 3, 4), np.float32), np.ones(4, np.float32)
@@ -85,7 +86,7 @@ def test_outputs_have_tensorflows_names_dtypes_and_shapes(client: bngrad.Client,
 
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16, FLOAT16], ids=str)
 @pytest.mark.parametrize("data_format", ["NHWC", "NCHW"])
-def test_v2_gives_the_numbers_of_tensorflows_v2(client: bngrad.Client, data_format: str, dtype: Any) -> None:
+def test_v2_gives_the_numbers_of_tensorflows_v2(client: bngrad.Client, data_format: DataFormat4D, dtype: Any) -> None:
     spec = Spec(dtype, (4, 5, 6, 7), 3 if data_format == "NHWC" else 1)
     inputs = random_inputs(spec)
     theirs = raw_op(2)(
