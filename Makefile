@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 LOCK := $(BIN)/uv pip compile --quiet --universal --python-version 3.10 --no-header --no-annotate --upgrade
 HASHES := --generate-hashes --constraint requirements/dev.txt
 
-.PHONY: help demo test test-fast test-kernels soak lint docs proto settings-page lock audit image-test bench bench-transport bench-load bench-hostile \
+.PHONY: help demo test test-fast test-kernels soak lint docs dist proto settings-page lock audit image-test bench bench-transport bench-load bench-hostile \
 	gpu-test gpu-test-kernels gpu-test-sanitizer gpu-test-server gpu-bench gpu-sweep gpu-simulate clean
 
 help:  ## Lists the targets
@@ -28,8 +28,8 @@ test-fast: $(VENV)/dev.stamp  ## Runs the unit tests of client, wire, protos, se
 test-kernels: $(VENV)/dev.stamp  ## Runs the tests of the CPU and CUDA kernels; the latter are emulated on the CPU
 	$(BIN)/pytest --numprocesses 2 --dist loadfile tests/kernels
 
-soak: $(VENV)/dev.stamp  ## Injects random faults under load for ten minutes, or MINUTES=60
-	$(BIN)/python -m tests.faults.soak --minutes $(or $(MINUTES),10)
+soak: $(VENV)/dev.stamp  ## Injects random faults and attacks under load for fifteen minutes, or MINUTES=60
+	$(BIN)/python -m tests.faults.soak --attacks --minutes $(or $(MINUTES),15)
 
 lint: $(VENV)/dev.stamp  ## Checks style, types, imports between packages, the protocol, container files and docs
 	$(BIN)/ruff check .
@@ -38,10 +38,20 @@ lint: $(VENV)/dev.stamp  ## Checks style, types, imports between packages, the p
 	$(BIN)/lint-imports
 	cd protos && ../$(BIN)/buf lint
 	$(BIN)/hadolint docker/Dockerfile docker/Dockerfile.cuda
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --site-dir build/site
+	$(BIN)/zizmor --offline --quiet .github
+	$(BIN)/python docs/site/build.py build --strict
 
 docs: $(VENV)/dev.stamp  ## Serves the documentation on http://127.0.0.1:8000
-	$(BIN)/mkdocs serve
+	$(BIN)/python docs/site/build.py serve
+
+dist: $(VENV)/dev.stamp  ## Builds and checks the packages; installs the wheel in an empty environment and calls a server
+	rm -rf dist build/sbom.cdx.json
+	$(BIN)/uv build --quiet --build-constraints requirements/build.txt
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/check-wheel-contents dist/*.whl
+	$(BIN)/python -m tests.deploy.dist dist/*.whl
+	$(BIN)/cyclonedx-py requirements --pyproject pyproject.toml --output-reproducible \
+		--output-file build/sbom.cdx.json requirements/server.txt
 
 lock: $(VENV)/dev.stamp  ## Upgrades the versions of all dependencies in requirements/
 	$(LOCK) --extra dev --output-file requirements/dev.txt pyproject.toml
@@ -75,8 +85,8 @@ bench-transport: $(VENV)/dev.stamp  ## Compares round trips with plain protobuf,
 bench-load: $(VENV)/dev.stamp  ## Measures goodput and latency below and above saturation, and with killed workers
 	$(BIN)/python -m benchmarks.bench_load $(LOAD)
 
-bench-hostile: $(VENV)/dev.stamp  ## Measures how much hostile clients slow down a well-behaved one
-	$(BIN)/python -m benchmarks.bench_hostile --json benchmarks/results/hostile.json
+bench-hostile: $(VENV)/dev.stamp  ## Measures what forty attacks cost good clients at every door; HOSTILE="--attacks garbage" for some
+	$(BIN)/python -m benchmarks.bench_hostile $(or $(HOSTILE),--json benchmarks/results/hostile.json --page docs/attacks.md)
 
 # Keeps the rest of PYTHONPATH: a machine with a GPU may have its packages in a folder of their own.
 gpu-test-kernels gpu-test-sanitizer gpu-test-server gpu-bench gpu-sweep: export PYTHONPATH := \

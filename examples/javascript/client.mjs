@@ -3,21 +3,12 @@
 //   node client.mjs localhost:50051          sends a small batch
 //   node client.mjs unix:PATH 2048           sends a batch of 2048 images
 //   node client.mjs localhost:50051 --bad    sends a scale of the wrong length
-import { fileURLToPath } from "node:url";
-import grpc from "@grpc/grpc-js";
-import { loadSync } from "@grpc/proto-loader";
+//   node client.mjs gpu1.example:50051 --ca ca.pem --token-file alice.token
+import { parseArgs } from "node:util";
+import { Client, explain, tensor, values } from "./bngrad.mjs";
 
 const HEIGHT = 8, WIDTH = 8, CHANNELS = 16;
 const EPSILON = Math.fround(1e-3);
-
-const definitions = loadSync(["bngrad_protos/v1/batch_norm_grad.proto", "google/rpc/bad_request.proto"], {
-  includeDirs: ["../../protos", "../protos"].map((path) => fileURLToPath(new URL(path, import.meta.url))),
-  keepCase: true,
-  longs: Number,
-  enums: String,
-  json: true, // unpacks google.protobuf.Any
-});
-const { BatchNormGradService } = grpc.loadPackageDefinition(definitions).bngrad.v1;
 
 let state = 1;
 function random() {
@@ -61,61 +52,44 @@ function expectedGradients({ yBackprop, x, scale, mean, variance }) {
   return { xBackprop, scaleBackprop: sumDyXc.map((value, c) => rstd[c] * value), offsetBackprop: sumDy };
 }
 
-// The host must be little-endian: so is Tensor.data.
-function toTensor(values, shape) {
-  return { dtype: "DATA_TYPE_FLOAT32", shape, data: Buffer.from(values.buffer, values.byteOffset, values.byteLength) };
-}
-
-function matches(name, { shape, data }, expected, tolerance) {
-  const values = new Float32Array(Uint8Array.from(data).buffer); // a copy, because data may be unaligned
-  if (values.length !== expected.length) throw new Error(`${name} has a wrong size`);
+function matches(name, actual, expected, tolerance) {
+  const { shape } = actual, found = values(actual);
+  if (found.length !== expected.length) throw new Error(`${name} has a wrong size`);
   const largest = expected.reduce((most, value) => Math.max(most, Math.abs(value)), 0);
-  const error = values.reduce((most, value, i) => Math.max(most, Math.abs(value - expected[i])), 0) / largest;
+  const error = found.reduce((most, value, i) => Math.max(most, Math.abs(value - expected[i])), 0) / largest;
   console.log(`${name} (${shape.join(", ")}): largest error ${error.toExponential(2)} of the largest value`);
   return error <= tolerance;
 }
 
-function printError(error) {
-  console.error(`${grpc.status[error.code]}: ${error.details}`);
-  for (const bytes of error.metadata.get("grpc-status-details-bin")) {
-    for (const detail of definitions["google.rpc.Status"].deserialize(bytes).details) {
-      for (const { field, description } of detail.field_violations ?? []) {
-        console.error(`field ${field}: ${description}`);
-      }
-    }
-  }
-}
-
-const [target, option = "2"] = process.argv.slice(2);
+const { values: options, positionals: [target, batchSize = "2"] } = parseArgs({
+  allowPositionals: true,
+  options: {
+    bad: { type: "boolean", default: false },
+    ca: { type: "string" },
+    certificate: { type: "string" },
+    key: { type: "string" },
+    "token-file": { type: "string" },
+  },
+});
 if (target === undefined) {
-  console.error("usage: node client.mjs TARGET [BATCH | --bad]");
+  console.error("usage: node client.mjs TARGET [BATCH] [--bad] [--ca FILE] [--token-file FILE]");
   process.exit(2);
 }
-const bad = option === "--bad";
-const batch = bad ? 2 : Number(option);
+const batch = Number(batchSize);
 
 const inputs = randomInputs(batch);
 const shape = [batch, HEIGHT, WIDTH, CHANNELS];
-const scaleSize = bad ? CHANNELS - 1 : CHANNELS;
-const request = {
-  y_backprop: toTensor(inputs.yBackprop, shape),
-  x: toTensor(inputs.x, shape),
-  scale: toTensor(inputs.scale.subarray(0, scaleSize), [scaleSize]),
-  reserve_space_1: toTensor(inputs.mean, [CHANNELS]),
-  reserve_space_2: toTensor(inputs.variance, [CHANNELS]),
-  epsilon: EPSILON,
-};
-
-const client = new BatchNormGradService(target, grpc.credentials.createInsecure(), {
-  "grpc.max_receive_message_length": -1, // unlimited; the default is 4 MiB
-});
-client.FusedBatchNormGradV3(request, { deadline: Date.now() + 30_000 }, (error, response) => {
-  client.close();
-  if (error) {
-    printError(error);
-    process.exitCode = 1;
-    return;
-  }
+const scaleSize = options.bad ? CHANNELS - 1 : CHANNELS;
+const client = new Client(target, { ...options, tokenFile: options["token-file"] });
+try {
+  const response = await client.call("FusedBatchNormGradV3", {
+    y_backprop: tensor(inputs.yBackprop, shape),
+    x: tensor(inputs.x, shape),
+    scale: tensor(inputs.scale.subarray(0, scaleSize), [scaleSize]),
+    reserve_space_1: tensor(inputs.mean, [CHANNELS]),
+    reserve_space_2: tensor(inputs.variance, [CHANNELS]),
+    epsilon: EPSILON,
+  });
   const expected = expectedGradients(inputs);
   const good = [
     matches("x_backprop", response.x_backprop, expected.xBackprop, 2.4e-7),
@@ -123,4 +97,12 @@ client.FusedBatchNormGradV3(request, { deadline: Date.now() + 30_000 }, (error, 
     matches("offset_backprop", response.offset_backprop, expected.offsetBackprop, 1e-6),
   ];
   process.exitCode = good.every(Boolean) ? 0 : 1;
-});
+} catch (error) {
+  if (error.metadata === undefined) throw error; // not of a call
+  const { status, violations } = explain(error);
+  console.error(`${status}: ${error.details}`);
+  for (const { field, description } of violations) console.error(`field ${field}: ${description}`);
+  process.exitCode = 1;
+} finally {
+  client.close();
+}
