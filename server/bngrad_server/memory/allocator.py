@@ -142,6 +142,7 @@ class Allocator:
                     raise waiter.error
         except BaseException:
             self._give_up(waiter)
+            waiter.error = None  # its traceback has this frame: a reference cycle
             raise
         return waiter.block
 
@@ -220,8 +221,12 @@ class Allocator:
     def _take_at_once(self, nbytes: int, client: str) -> Block | None:
         if self._lost and self._lost.rest_s(client):
             wanted = nbytes + sum(waiter.nbytes for waiter in self._waiting if waiter.client == client)
-            if (error := self._excess(client, wanted)) is not None:
-                raise error
+            error = self._excess(client, wanted)
+            try:
+                if error is not None:
+                    raise error
+            finally:
+                del error  # its traceback has this frame: a reference cycle
         offset = self._take_from_reserve(nbytes)
         if offset is None and not self._waiting:
             offset = self._main.take(nbytes)

@@ -97,8 +97,11 @@ class _Transfer(_Wait):
         super().__exit__(kind, error, traceback)
         if self.error is not None:
             self.rpc.traffic.resume()
-            if error is None or isinstance(error, Exception):
-                raise self.error from error
+            try:
+                if error is None or isinstance(error, Exception):
+                    raise self.error from error
+            finally:
+                self.error = None  # its traceback has this frame: a reference cycle
 
     def measure(self, now: float) -> None:
         left_nbytes = max(self._end - self.rpc.traffic.moved, 0)

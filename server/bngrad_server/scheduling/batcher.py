@@ -170,8 +170,11 @@ class Batcher:
             CancelledError: The job was left to its worker: the client has cancelled the request.
         """
         reason = job.reason_to_give_up()
-        if reason is not None and self.leave(job, reason):
-            raise reason
+        try:
+            if reason is not None and self.leave(job, reason):
+                raise reason
+        finally:
+            del reason  # its traceback has this frame: a reference cycle
 
     def leave(self, job: Job, reason: Exception) -> bool:
         """Ends a job that waits; returns whether a worker computes it instead, and no request waits for it."""

@@ -5,10 +5,12 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.garbage import no_exceptions_left
 
 from bngrad_server.errors import ArenaTooSmallError, OverloadedError
 from bngrad_server.memory.allocator import Allocator, Block
@@ -208,6 +210,23 @@ def test_a_client_that_loses_a_transfer_waits_no_longer_for_more_than_it_may_hav
     for future in (first, other):
         memory.free(future.result(TIMEOUT_S))
     assert memory.usage() == ((), {}, {}, memory.nbytes)
+
+
+def test_refusals_leave_no_garbage() -> None:
+    memory = Allocator(units(64))
+    held = memory.allocate(units(64), "before")
+
+    def lose_a_transfer() -> bool:
+        memory.limit("slow")
+        return False
+
+    with no_exceptions_left(), suppress(OverloadedError):
+        memory.allocate(units(40), "slow", is_cancelled=lose_a_transfer)
+        pytest.fail("the client may have no more than half")
+    memory.free(held)
+    with no_exceptions_left(), suppress(OverloadedError):
+        memory.allocate(units(40), "slow")
+        pytest.fail("the client may have no more than half")
 
 
 def test_a_bounded_number_of_clients_is_remembered() -> None:

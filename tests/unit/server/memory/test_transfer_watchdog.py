@@ -6,8 +6,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
+from tests.garbage import no_exceptions_left
 
 from bngrad_server.errors import OverloadedError
 from bngrad_server.memory import transfer_watchdog
@@ -87,6 +89,16 @@ def transfers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Transfers]:
 @pytest.mark.parametrize("rate", [0, 2**15])
 def test_what_moves_less_than_the_least_rate_is_ended(transfers: Transfers, rate: int) -> None:
     assert transfers.begin("slow", MIB, rate)() is OverloadedError
+
+
+def test_a_transfer_that_is_ended_leaves_no_garbage(transfers: Transfers) -> None:
+    traffic = Traffic(0)
+    rpc = RpcContext("slow", None, lambda: False, traffic.interrupt, {}, traffic=traffic)
+    block = transfers.memory.allocate(MIB, "slow", deadline=0)
+    with no_exceptions_left():
+        with suppress(OverloadedError), transfers.watchdog.upload(MIB, rpc, transfers.memory, block):
+            assert traffic.interrupted.wait(TIMEOUT_S)
+        transfers.watchdog.close()  # its thread no longer looks at the transfer
 
 
 def test_what_moves_at_the_least_rate_is_left_alone(transfers: Transfers) -> None:

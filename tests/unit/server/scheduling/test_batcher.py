@@ -12,10 +12,11 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 import pytest
+from tests.garbage import no_exceptions_left
 from tests.unit.server.scheduling.workers import (
     TIMEOUT_S,
     GatedWorker,
@@ -257,6 +258,19 @@ def test_a_running_job_is_left_at_once_and_untouched_when_its_worker_is_done(
         assert successor.compute() == [leader]
         leading.result(TIMEOUT_S)
     assert successor.is_untouched
+
+
+def test_a_running_job_that_is_given_up_leaves_no_garbage(requests: Requests, worker: GatedWorker) -> None:
+    only = job()
+    (running,) = requests.run(only)
+    requests.batcher.offer(worker)
+    _, outcome = worker.next_batch()
+    only.deadline = time.monotonic()
+    with no_exceptions_left(), suppress(TimeoutError):
+        requests.batcher.expire(only)
+        pytest.fail("the job was not given up")
+    outcome.set_result([None])
+    running.result(TIMEOUT_S)
 
 
 def test_an_unexpected_error_of_a_worker_ends_its_leader_alone(requests: Requests, worker: GatedWorker) -> None:
