@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
@@ -39,6 +39,7 @@ class Calls:
     def __init__(self, shares: FairShares) -> None:
         self._shares = shares
         self._threads = ThreadPoolExecutor()
+        self._waiting: list[Any] = []
 
     def take(self, client: str, amount: int = 1, rpc: Any = None) -> AbstractContextManager[None]:
         context: Any = rpc or Rpc()
@@ -55,9 +56,16 @@ class Calls:
             return bool(original(callback))
 
         rpc.add_callback = add_callback
+        self._waiting.append(rpc)
         future = self._threads.submit(self._shares.part, client, amount, rpc)
         wait_until(begun.is_set)
         return future
+
+    def end(self) -> None:
+        """Ends the calls that still wait, and with them their threads."""
+        for rpc in self._waiting:
+            rpc.end()
+        self._threads.shutdown()
 
     def share(self, client: str) -> int:
         """Returns how much a client gets, and keeps it."""
@@ -71,8 +79,10 @@ class Calls:
 
 
 @pytest.fixture
-def calls() -> Calls:
-    return Calls(FairShares("places", 64, max_waiting=3))
+def calls() -> Iterator[Calls]:
+    calls = Calls(FairShares("places", 64, max_waiting=3))
+    yield calls
+    calls.end()
 
 
 def test_each_client_leaves_room_for_another(calls: Calls) -> None:
