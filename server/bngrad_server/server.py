@@ -18,7 +18,7 @@ from bngrad_server.monitor.status import engine_status
 from bngrad_server.monitor.supervisor import MonitorSupervisor
 from bngrad_server.rpc.grpcio_port import GrpcioPort
 from bngrad_server.rpc.health import Health
-from bngrad_server.rpc.http2_port import Http2Port
+from bngrad_server.rpc.http2.port import Http2Port
 from bngrad_server.rpc.servicer import SERVICE, Servicer
 from bngrad_server.runtime.janitor import Janitor
 from bngrad_server.runtime.listening import raise_descriptor_limit

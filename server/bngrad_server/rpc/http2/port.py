@@ -11,9 +11,9 @@ import socket
 from functools import partial
 from typing import Any
 
-from bngrad_server.rpc.http2_connections import Http2Connections
+from bngrad_server.rpc.http2.connections import Http2Connections
+from bngrad_server.rpc.http2.strangers import Strangers
 from bngrad_server.rpc.servicer import Servicer
-from bngrad_server.rpc.strangers import Strangers
 from bngrad_server.runtime.event_loop import EventLoop
 from bngrad_server.scheduling.dispatch import Dispatcher
 from bngrad_server.security.certificates import Certificates

@@ -17,9 +17,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from bngrad_server.rpc.http2_handlers import Http2Handler, refuse
-from bngrad_server.rpc.penalties import Penalties, peer_of
-from bngrad_server.rpc.places import Places
+from bngrad_server.rpc.http2.handlers import Http2Handler, refuse
+from bngrad_server.rpc.http2.penalties import Penalties, peer_of
+from bngrad_server.rpc.http2.places import Places
 from bngrad_server.rpc.servicer import Servicer
 from bngrad_server.rpc_context import RpcContext
 from bngrad_server.runtime.event_loop import EventLoop

@@ -15,7 +15,7 @@ from bngrad_server.config import ServerConfig
 from bngrad_server.engine import Engine
 from bngrad_server.rpc.grpcio_port import GrpcioPort
 from bngrad_server.rpc.health import Health
-from bngrad_server.rpc.http2_port import Http2Port
+from bngrad_server.rpc.http2.port import Http2Port
 from bngrad_server.rpc.servicer import EXCHANGE_PATH, SERVICE, Servicer
 from bngrad_server.security.auth import ALLOW_ALL, Authenticator
 from bngrad_wire.limits import REGION_NBYTES

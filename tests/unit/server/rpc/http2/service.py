@@ -11,7 +11,7 @@ from tests.unit.server.workers.additions import TIMEOUT_S, Adder, check_answer, 
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.config import ServerConfig
 from bngrad_server.engine import Engine
-from bngrad_server.rpc.http2_port import Http2Port
+from bngrad_server.rpc.http2.port import Http2Port
 from bngrad_server.rpc.servicer import Servicer
 from bngrad_server.security.auth import ALLOW_ALL, Authenticator
 from bngrad_wire import http2

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from tests.unit.server.rpc.http2_service import (
+from tests.unit.server.rpc.http2.service import (
     PATH,
     REQUEST,
     Service,
@@ -24,8 +24,8 @@ from tests.unit.server.rpc.http2_service import (
 from tests.unit.server.workers.additions import NBYTES, TIMEOUT_S, Adder, inputs, request_of, wait_until
 
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
-from bngrad_server.rpc import http2_connections
-from bngrad_server.rpc.places import ThreadShares
+from bngrad_server.rpc.http2 import connections
+from bngrad_server.rpc.http2.receiving import ReceivingCalls
 from bngrad_wire import http2
 from bngrad_wire.http2 import frames
 from bngrad_wire.http2.errors import ErrorCode
@@ -298,7 +298,7 @@ def test_half_made_messages_make_room_for_a_client_with_fewer_connections(servic
 
 
 def test_half_made_messages_take_a_share_of_threads_and_are_answered_once_whole(service: Service) -> None:
-    service.port._connections._thread_shares = ThreadShares(6)
+    service.port._connections._receiving = ReceivingCalls(6)
     before = set(threading.enumerate())
     bad, rest = half_made(service, 10)
     wait_until(lambda: receiving(service) == 10)
@@ -313,8 +313,8 @@ def test_half_made_messages_take_a_share_of_threads_and_are_answered_once_whole(
     wait_until(lambda: receiving(service) == 0)
 
 
-def test_a_call_does_not_wait_for_a_thread_for_ever(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    service.port._connections._thread_shares = ThreadShares(1)
+def test_a_call_does_not_wait_for_a_thread_for_ever(service: Service) -> None:
+    service.port._connections._receiving = ReceivingCalls(1, timeout_s=1.0)
     half_made(service, 1)
     wait_until(lambda: receiving(service) == 1)
 
@@ -324,13 +324,12 @@ def test_a_call_does_not_wait_for_a_thread_for_ever(service: Service, monkeypatc
         return code_of(call)
 
     assert code(0.5) == DEADLINE_EXCEEDED
-    monkeypatch.setattr(http2_connections, "_STALL_TIMEOUT_S", 0.5)
     assert code(None) == RESOURCE_EXHAUSTED
     assert receiving(service) == 1
 
 
 def test_a_call_that_waits_for_a_thread_does_not_delay_the_stop(service: Service) -> None:
-    service.port._connections._thread_shares = ThreadShares(1)
+    service.port._connections._receiving = ReceivingCalls(1)
     half_made(service, 3)
     wait_until(lambda: receiving(service) == 3)
     service.port.stop(0.1)
@@ -369,7 +368,7 @@ def test_connections_that_only_cost_time_get_a_small_share_of_it(service: Servic
             with suppress(OSError):
                 each.io._sock.send(flood[: 2**16])
         check_answered(ask(good))
-    wasted_s = sum(connection.wasted_s for connection in service.port._connections._all)
+    wasted_s = sum(connection.waste.total_s for connection in service.port._connections._all)
     assert wasted_s < 1.0
     assert len(set(threading.enumerate()) - before) <= 1  # the worker
 
@@ -393,7 +392,7 @@ def test_what_remains_of_a_refused_upload_is_discarded_at_once(service: Service)
 
 
 def test_a_frame_must_become_whole(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http2_connections, "_FRAME_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(connections, "_FRAME_TIMEOUT_S", 0.3)
     idle, bad = connected(service, 2)
     bad.io.send([frames.frame(frames.HEADERS, 0, 3, b"")])
     wait_until(lambda: not bad.usable)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bngrad_server.rpc.penalties import Penalties, peer_of
+from bngrad_server.rpc.http2.penalties import Penalties, peer_of
 
 
 class Clock:

@@ -1,0 +1,77 @@
+"""The calls whose messages have not arrived whole: each has a thread that receives, or waits for one.
+
+The threads are shared evenly among clients.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+
+from bngrad_server.errors import OverloadedError
+from bngrad_server.rpc.http2.connection import Connection, WaitingCall
+from bngrad_server.rpc.http2.places import ThreadShares
+from bngrad_server.rpc_context import RpcContext
+from bngrad_wire import http2
+
+_THREADS = 192
+"""Of all clients; a client by itself gets 128."""
+_TIMEOUT_S = 60.0
+_RETRY_S = 1.0
+
+
+class ReceivingCalls:
+    """The connections with such a call; for the event loop's thread."""
+
+    def __init__(self, threads: int = _THREADS, timeout_s: float = _TIMEOUT_S) -> None:
+        """Has no calls yet; there are so many threads, and a call waits so long for one."""
+        self._timeout_s = timeout_s
+        self._all: dict[Connection, None] = {}  # the oldest comes first
+        self._shares: ThreadShares[Connection] = ThreadShares(threads)
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def awaiting_messages(self) -> Iterator[Connection]:
+        """Those whose clients have to send more, the oldest first."""
+        return (connection for connection in self._all if connection.awaits_message)
+
+    def add(self, connection: Connection, call: http2.ServerCall, rpc: RpcContext) -> bool:
+        """Adds a call; returns whether it has a thread now, else it waits for one."""
+        self._all[connection] = None
+        if self._shares.take(connection, connection.client):
+            return True
+        until = min(time.monotonic() + self._timeout_s, math.inf if rpc.deadline is None else rpc.deadline)
+        connection.waiting_call = WaitingCall(call, rpc, until)
+        return False
+
+    def discard(self, connection: Connection) -> bool:
+        """Gives the thread of a call, or its wait for one, to others; returns whether there was a call."""
+        if connection not in self._all:
+            return False
+        del self._all[connection]
+        connection.waiting_call = None
+        self._shares.leave(connection, connection.client)
+        return True
+
+    def served(self) -> Iterator[tuple[Connection, WaitingCall]]:
+        """Gives threads to calls that wait, as far as there are threads."""
+        while (connection := self._shares.serve_next()) is not None:
+            waiting, connection.waiting_call = connection.waiting_call, None
+            assert waiting is not None
+            yield connection, waiting
+
+    def expired(self) -> Iterator[tuple[Connection, WaitingCall, Exception]]:
+        """The calls that have waited for too long, and their errors."""
+        now = time.monotonic()
+        for connection in list(self._shares.waiting):
+            waiting = connection.waiting_call
+            assert waiting is not None
+            if waiting.until <= now:
+                deadline = waiting.rpc.deadline
+                if deadline is not None and deadline <= now:
+                    error: Exception = TimeoutError("the deadline has passed while the call waited for a thread")
+                else:
+                    error = OverloadedError("this client has its share of the threads that receive messages", _RETRY_S)
+                yield connection, waiting, error
