@@ -26,6 +26,7 @@ def output_of(*command: object) -> str:
         ("async_client", "batch 7"),
         ("shared_memory", "3 x 26 MB: arrays in shared memory"),
         ("pytorch_gradient", "torch.bfloat16, torch.channels_last: differs from PyTorch's by"),
+        ("train_digits_torch", "the losses differ by"),
         ("tensorflow_gradient", "gradient of scale: (64,), differs from TensorFlow's by"),
     ],
 )

@@ -1,0 +1,73 @@
+"""Time of a whole training step of a small residual network in PyTorch: stock, and with bngrad's batch normalisation.
+
+All contestants train the same network on the same batches and take turns, step by step. Server and training share the
+machine's cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from contextlib import ExitStack
+
+import torch
+from benchmarks.training.resnet import batches, small_resnet
+from torch import nn
+
+import bngrad
+import bngrad.torch
+from bngrad.typing import Transport
+from bngrad_cli.embedded import EmbeddedServer
+
+_CONTESTANTS: dict[str, Transport | None] = {"stock": None, "shared": "shared", "tcp": "stream"}
+
+
+class _Training:
+    def __init__(self, client: bngrad.Client | None, *, channels_last: bool, bfloat16: bool) -> None:
+        self._format = torch.channels_last if channels_last else torch.contiguous_format
+        self._bfloat16 = bfloat16
+        self._network = small_resnet().to(memory_format=self._format)  # type: ignore[call-overload]
+        if client is not None:
+            bngrad.torch.convert_batchnorm(self._network, client)
+        self._optimizer = torch.optim.SGD(self._network.parameters(), lr=0.05, momentum=0.9)
+
+    def step(self, images: torch.Tensor, labels: torch.Tensor) -> float:
+        """Returns the seconds of one step."""
+        images = images.to(memory_format=self._format)
+        start = time.perf_counter()
+        self._optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=self._bfloat16):
+            loss = nn.functional.cross_entropy(self._network(images), labels)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._optimizer.step()
+        return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_training", description=__doc__)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    data = batches(options.steps + 3, options.batch)
+    with ExitStack() as stack:
+        server = stack.enter_context(EmbeddedServer())
+        clients = {
+            name: None if transport is None else stack.enter_context(bngrad.Client(server.target, transport=transport))
+            for name, transport in _CONTESTANTS.items()
+        }
+        print(f"{'ms per step, median':32}" + "".join(f"{name:>10}" for name in clients) + "   ratios to stock")
+        for bfloat16 in (False, True):
+            for channels_last in (False, True):
+                runs = [_Training(each, channels_last=channels_last, bfloat16=bfloat16) for each in clients.values()]
+                seconds = [[run.step(*batch) for run in runs] for batch in data][3:]
+                medians = [statistics.median(each) for each in zip(*seconds, strict=True)]
+                label = f"{'bfloat16 autocast' if bfloat16 else 'float32'}, {'NHWC' if channels_last else 'NCHW'}"
+                ratios = "".join(f"{median / medians[0]:8.2f}" for median in medians[1:])
+                print(f"{label:32}" + "".join(f"{1e3 * median:10.1f}" for median in medians) + ratios, flush=True)
+
+
+if __name__ == "__main__":
+    main()

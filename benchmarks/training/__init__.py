@@ -1,0 +1,1 @@
+"""Training steps of frameworks with and without bngrad."""

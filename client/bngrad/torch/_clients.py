@@ -1,0 +1,49 @@
+"""Names of clients: what the operators, which take tensors and plain values alone, know a client by."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Any
+
+from bngrad._client import Client
+
+_numbers = itertools.count(1)
+_names: weakref.WeakKeyDictionary[Client, str] = weakref.WeakKeyDictionary()
+_clients: weakref.WeakValueDictionary[str, Client] = weakref.WeakValueDictionary()
+
+
+def find(name: str) -> Client:
+    """Returns the client of a name.
+
+    Raises:
+        RuntimeError: No layer and no variable holds the client any longer.
+    """
+    client = _clients.get(name)
+    if client is None:
+        raise RuntimeError(f"{name} was deleted before the backward pass: keep it, or a layer that has it")
+    return client
+
+
+class ClientReference:
+    """A layer's reference to its client: copies of the layer share the client, pickles leave it out.
+
+    Attributes:
+        client: The client; None for none.
+        name: Its name in this process; empty for none.
+    """
+
+    def __init__(self, client: Client | None = None) -> None:
+        if client is not None and not isinstance(client, Client):
+            raise TypeError(f"client must be a bngrad.Client, not {type(client).__name__}")
+        self.client = client
+        self.name = ""
+        if client is not None:
+            self.name = _names.setdefault(client, f"bngrad.Client {next(_numbers)}")
+            _clients[self.name] = client
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ClientReference:
+        return self
+
+    def __reduce__(self) -> tuple[type[ClientReference], tuple[()]]:
+        return ClientReference, ()

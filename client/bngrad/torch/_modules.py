@@ -1,0 +1,203 @@
+"""Layers of batch normalisation, and their exchange with PyTorch's in a model."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from bngrad._client import Client
+from bngrad.torch._clients import ClientReference
+from bngrad.torch._ops import batch_norm_grad
+
+Model = TypeVar("Model", bound=nn.Module)
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class _ClientBatchNorm(_BatchNorm):
+    """What the layers have in common: a client, and its use in the backward pass."""
+
+    _client = ClientReference()
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        bias: bool = True,
+        client: Client | None = None,
+    ) -> None:
+        """Makes a layer as PyTorch's class does.
+
+        Args:
+            num_features: The number of channels, C.
+            eps: Added to the variance.
+            momentum: The weight of a batch in the running statistics; None for a plain average.
+            affine: Whether the layer has a weight and a bias.
+            track_running_stats: Whether the layer keeps a running mean and variance.
+            device: Where its tensors are.
+            dtype: Their dtype.
+            bias: Whether an affine layer has a bias; False needs a PyTorch that knows this argument.
+            client: What computes the backward pass; None for PyTorch.
+        """
+        options = {} if bias else {"bias": bias}
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **options)
+        self._client = ClientReference(client)
+
+    @property
+    def client(self) -> Client | None:
+        """The client that computes the backward pass; None if PyTorch does, as in a layer that was unpickled."""
+        return self._client.client
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - PyTorch's name
+        """Normalises as PyTorch's layer does.
+
+        Args:
+            input: float32, bfloat16 or float16, of the number of dimensions that PyTorch's layer takes.
+
+        Raises:
+            TypeError: A gradient is needed of an input of another dtype.
+            ValueError: As PyTorch's layer raises.
+        """
+        if not self._client.name or not self._needs_gradient(input) or input.numel() == 0:
+            return super().forward(input)
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+        if input.dtype not in _DTYPES:
+            expected = "float32, bfloat16 or float16"
+            raise TypeError(f"the input of {type(self).__name__} must have dtype {expected}, not {input.dtype}")
+        return self._normalise(input)
+
+    def _needs_gradient(self, x: Tensor) -> bool:
+        tensors = (x, self.weight, self.bias)
+        return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+    def _check(self, x: Tensor, is_training: bool) -> None:
+        """Refuses what ``torch.nn.functional.batch_norm`` refuses, in its words."""
+        if is_training and x.shape[0] * math.prod(x.shape[2:]) == 1:
+            raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.size()}")
+        if is_training and self.eps <= 0.0:
+            raise ValueError(f"batch_norm eps must be positive during training, but got {self.eps}")
+        if self.eps < 0.0:
+            raise ValueError(f"batch_norm eps must be non-negative, but got {self.eps}")
+
+    def _normalise(self, x: Tensor) -> Tensor:
+        """Does what PyTorch's ``_BatchNorm.forward`` does."""
+        is_training = self.training or self.running_mean is None
+        self._check(x, is_training)
+        keeps_statistics = not self.training or self.track_running_stats
+        factor = 0.0 if self.momentum is None else self.momentum
+        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                factor = 1.0 / float(self.num_batches_tracked)
+        y, _, _ = _Function.apply(  # type: ignore[no-untyped-call]
+            x, self.weight, self.bias,
+            self.running_mean if keeps_statistics else None, self.running_var if keeps_statistics else None,
+            is_training, factor, self.eps, self._client.name,
+        )  # fmt: skip
+        result: Tensor = y
+        return result
+
+
+class _Function(torch.autograd.Function):
+    """Normalises by PyTorch's own kernel; the backward pass is `batch_norm_grad`."""
+
+    @staticmethod
+    def forward(
+        x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
+        is_training: bool, momentum: float, epsilon: float, client: str,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        y, mean, rstd = torch.native_batch_norm(
+            x, weight, bias, running_mean, running_var, is_training, momentum, epsilon
+        )
+        if not is_training:
+            assert running_mean is not None
+            assert running_var is not None
+            mean, rstd = running_mean.clone(), torch.rsqrt(running_var.float() + epsilon)
+        return y, mean, rstd
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        x, weight, bias, _, _, ctx.is_training, _, ctx.epsilon, ctx.client = inputs
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        _, mean, rstd = output
+        ctx.mark_non_differentiable(mean, rstd)
+        ctx.save_for_backward(x, weight, mean, rstd)
+
+    @staticmethod
+    def backward(ctx: Any, *y_backprop: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, rstd = ctx.saved_tensors
+        x_backprop, scale_backprop, offset_backprop = batch_norm_grad(
+            y_backprop[0], x, weight, mean, rstd, ctx.epsilon, ctx.is_training, ctx.client
+        )
+        grad_weight = None if weight is None else scale_backprop.to(weight.dtype)
+        grad_bias = None if ctx.bias_dtype is None else offset_backprop.to(ctx.bias_dtype)
+        return x_backprop, grad_weight, grad_bias, *[None] * 6
+
+
+class BatchNorm1d(_ClientBatchNorm, nn.BatchNorm1d):
+    """``torch.nn.BatchNorm1d`` whose backward pass a client computes; 2-D or 3-D inputs."""
+
+
+class BatchNorm2d(_ClientBatchNorm, nn.BatchNorm2d):
+    """``torch.nn.BatchNorm2d`` whose backward pass a client computes; 4-D inputs."""
+
+
+class BatchNorm3d(_ClientBatchNorm, nn.BatchNorm3d):
+    """``torch.nn.BatchNorm3d`` whose backward pass a client computes; 5-D inputs."""
+
+
+_OURS: dict[type[nn.Module], type[_ClientBatchNorm]] = {
+    nn.BatchNorm1d: BatchNorm1d,
+    nn.BatchNorm2d: BatchNorm2d,
+    nn.BatchNorm3d: BatchNorm3d,
+}
+_STOCK: dict[type[nn.Module], type[nn.Module]] = {ours: stock for stock, ours in _OURS.items()}
+
+
+def convert_batchnorm(model: Model, client: Client) -> Model:
+    """Lets a client compute the backward passes of a model's batch normalisations.
+
+    Layers of exactly PyTorch's classes BatchNorm1d, BatchNorm2d and BatchNorm3d become those of this module, and layers
+    that already are get the client. They change their class and stay the same objects, so parameters, buffers, hooks,
+    optimisers and the names in a ``state_dict`` stay valid. Other layers, subclasses among them, stay as they are.
+
+    Args:
+        model: The model, or a layer; it is changed in place.
+        client: The client, which must be open while backward passes run.
+
+    Returns:
+        The model.
+    """
+    reference = ClientReference(client)
+    for module in model.modules():
+        if type(module) in _OURS:
+            module.__class__ = _OURS[type(module)]
+        if isinstance(module, _ClientBatchNorm):
+            module._client = reference
+    return model
+
+
+def revert_batchnorm(model: Model) -> Model:
+    """Undoes `convert_batchnorm`: the layers become PyTorch's again, in place.
+
+    Args:
+        model: The model, or a layer.
+
+    Returns:
+        The model.
+    """
+    for module in model.modules():
+        if type(module) in _STOCK:
+            module.__dict__.pop("_client", None)
+            module.__class__ = _STOCK[type(module)]
+    return model

@@ -1,0 +1,158 @@
+"""The operators ``bngrad::batch_norm_grad`` and ``bngrad::batch_norm_grad_grad``: calls of a client, for autograd."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bngrad.torch import _clients, _layout
+from bngrad.typing import DataFormat
+
+
+@torch.library.custom_op("bngrad::batch_norm_grad", mutates_args=())
+def batch_norm_grad(
+    y_backprop: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    epsilon: float,
+    is_training: bool,
+    client: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes the gradients of batch normalisation with `bngrad.Client.fused_batch_norm_grad_v3`.
+
+    Args:
+        y_backprop: The gradient of the output; dtype and shape of x.
+        x: The input of the forward pass; float16, bfloat16 or float32, shape (N, C, ...), 2-D to 5-D.
+        weight: Gamma, shape (C,); None for ones.
+        mean: The mean that the forward pass subtracted, shape (C,).
+        rstd: What it multiplied with, ``1 / sqrt(variance + epsilon)``, shape (C,).
+        epsilon: Added to the variance; used by the second order alone.
+        is_training: Whether mean and rstd were computed from x.
+        client: The name of a client.
+
+    Returns:
+        The gradient of x, with its dtype and shape, and those of weight and bias, float32.
+    """
+    channels_last = _layout.has_channels_last(x)
+    y4, x4 = _layout.for_client((y_backprop, x), channels_last=channels_last)
+    gradients = _clients.find(client).fused_batch_norm_grad_v3(
+        y4, x4, _scale(weight, x), _layout.vector(mean), _layout.vector(rstd), None,
+        epsilon, _data_format(channels_last), is_training,
+        reserve_space_2_kind="inverse_std", out=_layout.output_like(x4, x.device),
+    )  # fmt: skip
+    x_backprop = _layout.from_client(gradients.x_backprop, x, channels_last=channels_last)
+    scale_backprop, offset_backprop = map(torch.from_numpy, gradients[1:3])
+    return x_backprop, scale_backprop.to(x.device), offset_backprop.to(x.device)
+
+
+@torch.library.custom_op("bngrad::batch_norm_grad_grad", mutates_args=())
+def batch_norm_grad_grad(
+    grad_x_backprop: Tensor,
+    grad_scale_backprop: Tensor,
+    grad_offset_backprop: Tensor,
+    y_backprop: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    epsilon: float,
+    is_training: bool,
+    client: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes the gradients of `batch_norm_grad` with `bngrad.Client.fused_batch_norm_grad_grad`.
+
+    Args:
+        grad_x_backprop: The gradient of the first output of `batch_norm_grad`; dtype and shape of x.
+        grad_scale_backprop: That of the second output, shape (C,).
+        grad_offset_backprop: That of the third output, shape (C,).
+        y_backprop: As in `batch_norm_grad`, and so are the other arguments.
+        x: The input of the forward pass.
+        weight: Gamma; None for ones.
+        mean: The mean; used without ``is_training`` alone.
+        rstd: Likewise.
+        epsilon: Added to the variance.
+        is_training: Whether mean and rstd were computed from x.
+        client: The name of a client.
+
+    Returns:
+        The gradients of y_backprop and x, with their dtype and shape, and that of weight, float32.
+    """
+    channels_last = _layout.has_channels_last(x)
+    large = _layout.for_client((grad_x_backprop, y_backprop, x), channels_last=channels_last)
+    out = (_layout.output_like(large[2], x.device), _layout.output_like(large[2], x.device))
+    gradients = _clients.find(client).fused_batch_norm_grad_grad(
+        large[0], _layout.vector(grad_scale_backprop), _layout.vector(grad_offset_backprop), large[1], large[2],
+        _scale(weight, x), _layout.vector(mean), _layout.vector(rstd),
+        epsilon, _data_format(channels_last), is_training, reserve_space_2_kind="inverse_std", out=out,
+    )  # fmt: skip
+    grad_y_backprop, grad_x = (
+        _layout.from_client(gradient, x, channels_last=channels_last) for gradient in gradients[:2]
+    )
+    return grad_y_backprop, grad_x, torch.from_numpy(gradients.grad_scale).to(x.device)
+
+
+@batch_norm_grad.register_fake
+def _(
+    y_backprop: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    epsilon: float,
+    is_training: bool,
+    client: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _layout.empty_result(x), _per_channel(x), _per_channel(x)
+
+
+@batch_norm_grad_grad.register_fake
+def _(
+    grad_x_backprop: Tensor,
+    grad_scale_backprop: Tensor,
+    grad_offset_backprop: Tensor,
+    y_backprop: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    epsilon: float,
+    is_training: bool,
+    client: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _layout.empty_result(x), _layout.empty_result(x), _per_channel(x)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    *tensors, ctx.epsilon, ctx.is_training, ctx.client = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(
+    ctx: Any, grad_x_backprop: Tensor, grad_scale_backprop: Tensor, grad_offset_backprop: Tensor
+) -> tuple[Tensor | None, ...]:
+    y_backprop, x, weight, mean, rstd = ctx.saved_tensors
+    grad_y_backprop, grad_x, grad_scale = batch_norm_grad_grad(
+        grad_x_backprop, grad_scale_backprop, grad_offset_backprop, y_backprop, x, weight, mean, rstd,
+        ctx.epsilon, ctx.is_training, ctx.client,
+    )  # fmt: skip
+    grad_weight = None if weight is None else grad_scale.to(weight.dtype)
+    return grad_y_backprop, grad_x, grad_weight, None, None, None, None, None
+
+
+batch_norm_grad.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _scale(weight: Tensor | None, x: Tensor) -> Tensor:
+    return torch.ones(x.shape[1]) if weight is None else _layout.vector(weight)
+
+
+def _per_channel(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape[1], dtype=torch.float32)
+
+
+def _data_format(channels_last: bool) -> DataFormat:
+    return "NHWC" if channels_last else "NCHW"

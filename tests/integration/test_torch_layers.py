@@ -1,0 +1,222 @@
+"""The layers and operators of bngrad.torch, one at a time, against PyTorch's own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from tests.integration.torch_models import CHANNELS, MEMORY_FORMATS, OURS, SHAPES, randomised
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm
+
+import bngrad
+import bngrad.torch
+from bngrad_cli.embedded import EmbeddedServer
+
+TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+"""Largest difference from float64, as a part of the largest value."""
+
+
+@pytest.fixture(scope="module")
+def client(server: EmbeddedServer) -> Iterator[bngrad.Client]:
+    with bngrad.Client(server.target) as client:
+        yield client
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def tensors(rank: str, memory_format: torch.memory_format, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Returns an input and a gradient of the output."""
+    generator = torch.Generator().manual_seed(0)
+    x, y_backprop = (torch.randn(SHAPES[rank], generator=generator).to(dtype) for _ in range(2))
+    return x.to(memory_format=memory_format), y_backprop.to(memory_format=memory_format)
+
+
+def gradients(layer: _BatchNorm, x: Tensor, y_backprop: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Returns a layer's output and the gradients of its input and parameters."""
+    x = x.detach().requires_grad_()
+    y = layer(x)
+    return y, list(torch.autograd.grad(y, [x, *layer.parameters()], y_backprop))
+
+
+def assert_close(ours: list[Tensor], exact: list[Tensor], tolerance: float) -> None:
+    for our, right in zip(ours, exact, strict=True):
+        assert (our.double() - right).abs().max() <= tolerance * right.abs().max()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("mode", ["training", "evaluation", "plain", "untracked", "averaging", "dtype of x"])
+@pytest.mark.parametrize(("rank", "memory_format"), MEMORY_FORMATS, ids=str)
+def test_the_forward_has_pytorchs_bits_and_the_gradients_are_right(
+    client: bngrad.Client, rank: str, memory_format: torch.memory_format, mode: str, dtype: torch.dtype
+) -> None:
+    options: dict[str, dict[str, Any]] = {
+        "plain": {"affine": False},
+        "untracked": {"track_running_stats": False},
+        "averaging": {"momentum": None},
+        "dtype of x": {"dtype": dtype},
+    }
+    ours = randomised(OURS[rank](CHANNELS, **options.get(mode, {}), client=client)).train(mode != "evaluation")
+    stock = bngrad.torch.revert_batchnorm(copy.deepcopy(ours))
+    x, y_backprop = tensors(rank, memory_format, dtype)
+    exact = gradients(copy.deepcopy(stock).double(), x.double(), y_backprop.double())[1]
+    y, found = gradients(ours, x, y_backprop)
+    expected = stock(x)
+    assert torch.equal(y, expected)
+    assert y.stride() == expected.stride()
+    for name, buffer in stock.named_buffers():
+        assert torch.equal(ours.get_buffer(name), buffer)
+    assert found[0].is_contiguous(memory_format=memory_format)
+    assert [each.dtype for each in found] == [dtype, *(parameter.dtype for parameter in ours.parameters())]
+    # PyTorch rounds the saved mean of 16-bit parameters to 16 bits.
+    assert_close(found, exact, TOLERANCES[dtype] * (4 if mode == "dtype of x" else 1))
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(("rank", "memory_format"), MEMORY_FORMATS, ids=str)
+def test_the_second_order_is_right(
+    client: bngrad.Client, rank: str, memory_format: torch.memory_format, training: bool
+) -> None:
+    def second_order(layer: _BatchNorm, x: Tensor, y_backprop: Tensor) -> list[Tensor]:
+        x, y_backprop = x.detach().requires_grad_(), y_backprop.detach().requires_grad_()
+        first = torch.autograd.grad(layer(x), [x, layer.weight], y_backprop, create_graph=True)
+        penalty = first[0].square().sum() + first[1].pow(3).sum()
+        return list(torch.autograd.grad(penalty, [x, layer.weight, y_backprop]))
+
+    ours = randomised(OURS[rank](CHANNELS, client=client)).train(training)
+    exact = bngrad.torch.revert_batchnorm(copy.deepcopy(ours)).double()
+    x, y_backprop = tensors(rank, memory_format)
+    assert_close(second_order(ours, x, y_backprop), second_order(exact, x.double(), y_backprop.double()), 5e-6)
+
+
+@pytest.mark.filterwarnings("ignore:Input #. requires gradient and is not a double precision")
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("rank", SHAPES)
+def test_gradcheck_passes(client: bngrad.Client, rank: str, training: bool) -> None:
+    layer = randomised(OURS[rank](CHANNELS, momentum=0.0, client=client)).train(training)
+
+    def call(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        result: Tensor = functional_call(layer, {"weight": weight, "bias": bias}, (x,))
+        return result
+
+    x = tensors(rank, torch.contiguous_format)[0].requires_grad_()
+    inputs = (x, *(parameter.detach().requires_grad_() for parameter in layer.parameters()))
+    assert gradcheck(call, inputs, eps=1e-2, atol=2e-2, rtol=2e-2, fast_mode=True)
+    assert gradgradcheck(call, inputs, eps=1e-2, atol=5e-2, rtol=5e-2, fast_mode=True)
+
+
+@pytest.mark.parametrize(("rank", "memory_format"), MEMORY_FORMATS, ids=str)
+def test_opcheck_passes(client: bngrad.Client, rank: str, memory_format: torch.memory_format) -> None:
+    x, y_backprop = tensors(rank, memory_format)
+    weight = torch.rand(CHANNELS, requires_grad=True) if rank != "3d" else None
+    mean, rstd = torch.rand(2, CHANNELS)
+    reference = bngrad.torch._clients.ClientReference(client)
+    rest = (x.requires_grad_(), weight, mean, rstd, 1e-5, True, reference.name)
+    torch.library.opcheck(bngrad.torch.batch_norm_grad, (y_backprop.requires_grad_(), *rest))
+    second = (y_backprop, torch.rand(CHANNELS), torch.rand(CHANNELS), y_backprop, *rest)
+    detached = tuple(each.detach() if isinstance(each, Tensor) else each for each in second)
+    torch.library.opcheck(bngrad.torch.batch_norm_grad_grad, detached)
+
+
+ODD_LAYOUTS: dict[str, Callable[[], Tensor]] = {
+    "expanded": lambda: torch.randn(1, CHANNELS, 1, 1).expand(4, -1, 3, 2),
+    "transposed": lambda: torch.randn(4, CHANNELS, 2, 3).transpose(2, 3),
+    "sliced": lambda: torch.randn(8, CHANNELS, 3, 2)[::2],
+    "channels last": lambda: torch.randn(4, CHANNELS, 3, 2).to(memory_format=torch.channels_last),
+    "conjugated": lambda: torch.randn(4, CHANNELS, 3, 2, dtype=torch.complex64).conj().imag,
+}
+
+
+@pytest.mark.parametrize("x", ODD_LAYOUTS)
+@pytest.mark.parametrize("y_backprop", ODD_LAYOUTS)
+def test_tensors_of_any_memory_layout_are_taken(client: bngrad.Client, x: str, y_backprop: str) -> None:
+    ours = randomised(OURS["4d"](CHANNELS, client=client)).eval()
+    stock = bngrad.torch.revert_batchnorm(copy.deepcopy(ours)).double()
+    given = ODD_LAYOUTS[x](), ODD_LAYOUTS[y_backprop]()
+    found = gradients(ours, *given)[1]
+    assert_close(found, gradients(stock, given[0].double(), given[1].double())[1], 2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+def test_other_dtypes_are_refused_in_one_sentence(client: bngrad.Client, dtype: torch.dtype) -> None:
+    layer = OURS["2d"](CHANNELS, client=client)
+    with pytest.raises(TypeError, match=rf"must have dtype float32, bfloat16 or float16, not {dtype}"):
+        layer(torch.ones(4, CHANNELS, dtype=dtype))
+
+
+def test_without_a_gradient_any_dtype_is_taken(client: bngrad.Client) -> None:
+    layer = OURS["2d"](CHANNELS, dtype=torch.float64, client=client)
+    with torch.no_grad():
+        assert layer(torch.randn(4, CHANNELS, dtype=torch.float64)).dtype == torch.float64
+
+
+def test_a_single_value_per_channel_is_refused_as_by_pytorch(client: bngrad.Client) -> None:
+    x = torch.ones(1, CHANNELS, 1)
+    for layer in (OURS["3d"](CHANNELS, client=client), torch.nn.BatchNorm1d(CHANNELS)):
+        with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
+            layer(x)
+
+
+def test_a_layer_used_before_its_statistics_change_has_the_gradient_of_that_use(client: bngrad.Client) -> None:
+    layer = randomised(OURS["2d"](CHANNELS, client=client)).eval()
+    x, y_backprop = tensors("2d", torch.contiguous_format)
+    expected = gradients(layer, x, y_backprop)[1]
+    x.requires_grad_()
+    y = layer(x)
+    layer.train()(x)
+    found = list(torch.autograd.grad(y, [x, *layer.parameters()], y_backprop))
+    assert all(map(torch.equal, found, expected))
+
+
+def test_errors_of_the_client_reach_the_caller() -> None:
+    layer = OURS["2d"](CHANNELS, client=bngrad.Client("127.0.0.1:1", timeout=5))
+    with pytest.raises(bngrad.UnavailableError, match=r"127\.0\.0\.1:1"):
+        layer(torch.randn(4, CHANNELS)).sum().backward()
+
+
+def test_a_client_that_was_deleted_is_named() -> None:
+    loss = OURS["2d"](CHANNELS, client=bngrad.Client("127.0.0.1:1"))(torch.randn(4, CHANNELS)).sum()
+    with pytest.raises(RuntimeError, match="was deleted before the backward pass"):
+        loss.backward()
+
+
+def test_a_client_must_be_one() -> None:
+    with pytest.raises(TypeError, match=r"client must be a bngrad.Client, not str"):
+        bngrad.torch.convert_batchnorm(torch.nn.BatchNorm1d(3), "localhost:50051")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_pytorchs_own_cases_agree(client: bngrad.Client, number: int, training: bool) -> None:
+    """Runs the inputs of PyTorch's tests of modules, good and bad ones."""
+    from torch.testing._internal.common_modules import module_db  # noqa: PLC0415 - it takes seconds
+
+    (info,) = (each for each in module_db if each.name == f"nn.BatchNorm{number}d")
+    ours_class = (bngrad.torch.BatchNorm1d, bngrad.torch.BatchNorm2d, bngrad.torch.BatchNorm3d)[number - 1]
+    options = {"device": "cpu", "dtype": torch.float32, "requires_grad": True, "training": training}
+    for case in info.module_inputs_func(info, **options):
+        torch.manual_seed(0)
+        constructor, (x,) = case.constructor_input, case.forward_input.args
+        ours = ours_class(*constructor.args, **constructor.kwargs, client=client).train(training)
+        stock = info.module_cls(*constructor.args, **constructor.kwargs).train(training)
+        y_backprop = torch.randn_like(stock(x))
+        stock.reset_running_stats()
+        found, expected = gradients(ours, x, y_backprop), gradients(stock, x, y_backprop)
+        assert torch.equal(found[0], expected[0])
+        torch.testing.assert_close(found[1], expected[1])
+    for error in info.module_error_inputs_func(info, **options):
+        constructor = error.module_error_input.constructor_input
+        ours = ours_class(*constructor.args, **constructor.kwargs, client=client).train(training)
+        with pytest.raises(error.error_type, match=error.error_regex):
+            ours(*error.module_error_input.forward_input.args)

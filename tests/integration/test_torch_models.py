@@ -1,0 +1,159 @@
+"""Whole models with bngrad.torch: conversion, copies, training in every manner, and servers that die meanwhile."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tests.integration.torch_models import data, network, train
+from tests.servers import free_port
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint_sequential
+
+import bngrad
+import bngrad.torch
+from bngrad_cli.embedded import EmbeddedServer
+
+NORMS = 9
+DDP = Path(__file__).with_name("torch_ddp.py")
+
+
+@pytest.fixture(scope="module")
+def client(server: EmbeddedServer) -> Iterator[bngrad.Client]:
+    with bngrad.Client(server.target) as client:
+        yield client
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def ours_in(model: nn.Module) -> list[bngrad.torch.BatchNorm2d]:
+    return [module for module in model.modules() if isinstance(module, bngrad.torch.BatchNorm2d)]
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    ((images, labels),) = data(1)
+    loss = nn.functional.cross_entropy(model(images), labels)
+    return list(torch.autograd.grad(loss, list(model.parameters())))
+
+
+def test_a_model_is_converted_and_reverted_in_place(client: bngrad.Client) -> None:
+    model = network()
+    objects, names = list(model.modules()), list(model.state_dict())
+    assert bngrad.torch.convert_batchnorm(model, client) is model
+    assert len(ours_in(model)) == NORMS
+    assert all(layer.client is client for layer in ours_in(model))
+    assert (list(model.modules()), list(model.state_dict())) == (objects, names)
+    assert bngrad.torch.revert_batchnorm(model) is model
+    assert [type(module) for module in model.modules()] == [type(module) for module in network().modules()]
+    assert [vars(module).keys() for module in objects] == [vars(module).keys() for module in network().modules()]
+
+
+def test_a_layer_alone_is_converted(client: bngrad.Client) -> None:
+    layer = bngrad.torch.convert_batchnorm(nn.BatchNorm1d(3), client)
+    assert isinstance(layer, bngrad.torch.BatchNorm1d)
+
+
+def test_subclasses_stay_as_they_are(client: bngrad.Client) -> None:
+    class Own(nn.BatchNorm2d):
+        pass
+
+    model = bngrad.torch.convert_batchnorm(nn.Sequential(Own(3), nn.SyncBatchNorm(3), nn.LazyBatchNorm2d()), client)
+    assert [type(module) for module in model] == [Own, nn.SyncBatchNorm, nn.LazyBatchNorm2d]
+
+
+def test_copies_share_the_client_and_pickles_have_none(client: bngrad.Client) -> None:
+    model = bngrad.torch.convert_batchnorm(network(), client)
+    assert all(layer.client is client for layer in ours_in(copy.deepcopy(model)))
+    unpickled: nn.Sequential = pickle.loads(pickle.dumps(model))  # noqa: S301 - our own
+    assert all(layer.client is None for layer in ours_in(unpickled))
+    expected = gradients(model)
+    for ours, theirs in zip(gradients(unpickled), expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert all(map(torch.equal, gradients(bngrad.torch.convert_batchnorm(unpickled, client)), expected))
+
+
+def test_a_state_dict_is_exchanged_with_a_stock_model(client: bngrad.Client, tmp_path: Path) -> None:
+    model = bngrad.torch.convert_batchnorm(network(), client)
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=True)
+    network().load_state_dict(loaded)
+    model.load_state_dict(network().state_dict())
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("bfloat16", [False, True], ids=["float32", "bfloat16 autocast"])
+def test_losses_are_those_of_stock_pytorch(
+    client: bngrad.Client, memory_format: torch.memory_format, bfloat16: bool
+) -> None:
+    stock = train(network(), data(), memory_format=memory_format, bfloat16=bfloat16)
+    ours = train(
+        bngrad.torch.convert_batchnorm(network(), client), data(), memory_format=memory_format, bfloat16=bfloat16
+    )
+    assert ours[0] == stock[0]
+    assert ours == pytest.approx(stock, abs=3e-2 if bfloat16 else 7e-4)
+
+
+@pytest.mark.filterwarnings("ignore")  # PyTorch's compiler warns of itself
+def test_a_compiled_model_has_no_graph_break(client: bngrad.Client) -> None:
+    model = bngrad.torch.convert_batchnorm(network(), client)
+    compiled = copy.deepcopy(model)
+    compiled.compile(backend="aot_eager", fullgraph=True)
+    assert train(compiled, data(2)) == pytest.approx(train(model, data(2)), rel=1e-6)
+
+
+def test_checkpoints_change_nothing(client: bngrad.Client) -> None:
+    model = bngrad.torch.convert_batchnorm(network(), client)
+    ((images, _),) = data(1)
+    y = checkpoint_sequential(model, 3, images.requires_grad_(), use_reentrant=False)  # type: ignore[no-untyped-call]
+    found, expected = (torch.autograd.grad(each.square().sum(), images)[0] for each in (y, model(images)))
+    assert torch.equal(found, expected)
+
+
+def test_two_processes_train_with_ddp(server: EmbeddedServer, tmp_path: Path) -> None:
+    ranks = [
+        subprocess.Popen([sys.executable, DDP, str(rank), tmp_path / "store", server.target], stdout=subprocess.PIPE)
+        for rank in range(2)
+    ]
+    outputs = [rank.communicate()[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert outputs[0] == outputs[1] == b"the gradients agree\n"
+
+
+def test_losses_keep_their_bits_when_servers_die_and_come_back(client: bngrad.Client) -> None:
+    undisturbed = train(bngrad.torch.convert_batchnorm(network(), client), data())
+    address = f"127.0.0.1:{free_port()}"
+    late = EmbeddedServer(address)
+    starting = threading.Thread(target=late.__enter__)
+    with (
+        EmbeddedServer() as first,
+        EmbeddedServer(address) as second,
+        bngrad.Client([first.target, second.target], timeout=240) as disturbed,
+    ):
+
+        def disturb(step: int) -> None:
+            if step == 1:
+                first.process.kill()
+            if step == 4:
+                second.process.kill()
+                second.process.wait()
+                starting.start()
+
+        try:
+            losses = train(bngrad.torch.convert_batchnorm(network(), disturbed), data(), after_step=disturb)
+        finally:
+            starting.join()
+            late.__exit__()
+    assert losses == undisturbed
