@@ -114,6 +114,9 @@ def _measured(case: str, measure: Callable[[], list[Row]]) -> list[Row]:
     """The rows of a case, or one with the error, so that the other cases are still measured."""
     try:
         return measure()
+    except (MemoryError, torch.cuda.OutOfMemoryError) as error:
+        print(f"{case}: skipped, as memory is short: {error}", flush=True)
+        return [{"case": case, "skipped": f"out of memory: {error}"}]
     except Exception as error:
         traceback.print_exc()
         return [{"case": case, "wrong": f"{type(error).__name__}: {error}"}]

@@ -65,8 +65,8 @@ class Resident:
             np.uint64(self._counters.data_ptr() + number * self._counters_nbytes),
         )
         blocks = min(self._launch.tile_count, self._device.blocks)
-        with cupy.cuda.Stream.null:  # PyTorch's default stream as well
-            self._kernel((blocks,), (THREADS,), arguments, shared_mem=self._launch.shared_nbytes)
+        stream = cupy.cuda.Stream.null  # PyTorch's default stream as well
+        self._kernel((blocks,), (THREADS,), arguments, shared_mem=self._launch.shared_nbytes, stream=stream)
 
 
 def pytorch(case: Case, made: Tensors) -> Callable[[], Any]:

@@ -31,7 +31,7 @@ _WHOLE_NUMBER = "it should be a whole number"
 GROUPS = {
     "Addresses": ("listen", "stream_port", "http", "http_names", "socket_mode"),
     "Devices and workers": ("device", "workers", "threads", "worker_timeout"),
-    "Memory": ("arena_bytes", "shared_bytes", "shared_group", "pinned_bytes", "max_message_bytes"),
+    "Memory": ("arena_bytes", "shared_bytes", "shared_group", "pinned_bytes", "gpu_memory_bytes", "max_message_bytes"),
     "TLS and tokens": (
         "tls_certificate", "tls_key", "tls_client_ca", "token_file", "open_health", "reflection", "insecure",
     ),

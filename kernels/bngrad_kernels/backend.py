@@ -29,6 +29,14 @@ class Backend(Protocol):
     def warm_up(self) -> None:
         """Compiles every kernel, or loads it from the disk cache, so that no request waits for that."""
 
+    def self_test(self) -> int:
+        """Checks the device by small problems, and returns how many; nothing by default.
+
+        Raises:
+            DeviceFailedError: The device computes wrong results, fails, or hangs.
+        """
+        return 0
+
     def run(self, problems: Sequence[AnyProblem]) -> None:
         """Writes the outputs of every problem. The bits depend on each problem alone, not on the rest of the batch.
 

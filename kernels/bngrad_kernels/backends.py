@@ -44,12 +44,13 @@ def devices(wanted: str = "auto") -> Devices:
     return Devices(usable or ["cpu"], "; ".join(reasons) or None)
 
 
-def create(device: str, *, threads: int | None = None) -> Backend:
+def create(device: str, *, threads: int | None = None, gpu_memory_nbytes: int | None = None) -> Backend:
     """Creates the backend of a device.
 
     Args:
         device: ``"cpu"``, or ``"cuda:N"`` for the GPU with that number.
         threads: How many threads the CPU uses; None for one per core that this process may use.
+        gpu_memory_nbytes: About how much memory of a GPU tensors may take; None for nine tenths of it.
 
     Raises:
         ValueError: The name is invalid.
@@ -63,7 +64,7 @@ def create(device: str, *, threads: int | None = None) -> Backend:
     from bngrad_kernels.cuda import CudaBackend  # noqa: PLC0415
     from bngrad_kernels.cuda.device import CupyDevice  # noqa: PLC0415
 
-    return CudaBackend(CupyDevice(int(device.removeprefix("cuda:"))))
+    return CudaBackend(CupyDevice(int(device.removeprefix("cuda:"))), most_nbytes=gpu_memory_nbytes)
 
 
 def _check(name: str) -> None:

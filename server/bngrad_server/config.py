@@ -102,6 +102,11 @@ class ServerConfig(BaseSettings):
     pinned_bytes: Bytes = Field(default=32 * 2**30, ge=0)
     """Memory that GPU workers may page-lock, so that copies are fast and overlap with kernels: the arena if it fits,
     then the memory that clients share. The system provides it at once."""
+    gpu_memory_bytes: Annotated[
+        Bytes, at_least(64 * _MIB, "64MiB", "copies and kernels have to overlap", or_none=True)
+    ] = 0
+    """Memory of each GPU that its worker may take for tensors, for what else runs there; 0 for no limit but nine tenths
+    of it. Requests that do not fit are computed in parts."""
     shared_group: Annotated[str | None, Metavar("GROUP"), Computed("none")] = None
     """Group of users that may share memory, besides the server's own user."""
     stream_port: Annotated[Port, Computed("0, a free one")] = 0

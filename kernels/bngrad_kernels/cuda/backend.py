@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import queue
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 from bngrad_kernels.backend import Backend
-from bngrad_kernels.cuda.copy_plan import Copy, CopyPlan, Launch, split_into_chunks
+from bngrad_kernels.cuda import self_test
+from bngrad_kernels.cuda.copy_plan import Copy, CopyPlan, halves, split_into_chunks
+from bngrad_kernels.cuda.descriptors import Piece, template
 from bngrad_kernels.cuda.kernel_selection import Traits
+from bngrad_kernels.cuda.streams import CudaDevice, CudaStream, StreamPool
 from bngrad_kernels.errors import DeviceFailedError, DeviceUnavailableError
 from bngrad_kernels.problem import AnyProblem, Array
 
@@ -21,69 +22,13 @@ _PIECE_NBYTES, _CHUNK_NBYTES = 96 << 20, 48 << 20
 """Large enough for copies at the bus's full speed, small enough for the three streams to overlap early."""
 
 
-class CudaStream(Protocol):
-    """A CUDA stream with its own block of device memory. Calls return at once; the work is done later, in order."""
-
-    @property
-    def address(self) -> int:
-        """The start of its device memory, a multiple of 256."""
-
-    @property
-    def nbytes(self) -> int:
-        """The size of its device memory."""
-
-    def reserve(self, nbytes: int) -> None:
-        """Grows its device memory to at least ``nbytes``; the address may change.
-
-        Raises:
-            MemoryError: The device does not have that much left.
-        """
-
-    def staging(self, nbytes: int) -> Array:
-        """Returns host memory of that size to copy from and to."""
-
-    def copy_in(self, copy: Copy) -> None:
-        """Copies to the device."""
-
-    def copy_out(self, copy: Copy) -> None:
-        """Copies from the device."""
-
-    def launch(self, launch: Launch, descriptors: int) -> None:
-        """Launches a kernel. ``descriptors`` is the offset of the descriptors in the device memory, in bytes."""
-
-    def wait(self) -> None:
-        """Waits until all its work is done."""
-
-
-class CudaDevice(Protocol):
-    """A GPU, or a stand-in for one."""
-
-    description: str
-    errors: tuple[type[Exception], ...]
-    """The exceptions after which this process can no longer use the device."""
-    traits: Traits
-    """The properties that the choice of kernels depends on."""
-    memory_nbytes: int
-
-    def warm_up(self) -> None:
-        """Compiles or loads the kernels."""
-
-    def stream(self) -> CudaStream:
-        """Creates a stream."""
-
-    def register(self, memory: Array) -> None:
-        """Page-locks host memory, so that copies from and to it are fast and overlap."""
-
-    def unregister(self, memory: Array) -> None:
-        """Undoes `register`."""
-
-
 class CudaBackend(Backend):
     """Computes problems on a GPU. Thread-safe: batches of several threads overlap.
 
     Attributes:
         description: The device, its memory, compute capability, and versions.
         memory_nbytes: The size of its memory.
+        errors: The exceptions of the device.
     """
 
     def __init__(
@@ -93,6 +38,7 @@ class CudaBackend(Backend):
         piece_nbytes: int = _PIECE_NBYTES,
         chunk_nbytes: int = _CHUNK_NBYTES,
         stream_nbytes: int | None = None,
+        most_nbytes: int | None = None,
     ) -> None:
         """Creates a backend.
 
@@ -101,26 +47,28 @@ class CudaBackend(Backend):
             piece_nbytes: Larger problems are cut into ranges of channels of about this size on the device, if the
                 ranges consist of runs that are long enough to be copied fast.
             chunk_nbytes: How much is on each of the three streams at a time, unless one piece is larger.
-            stream_nbytes: Larger problems are cut in any case, down to a single channel; None for three tenths of the
-                device's memory.
+            stream_nbytes: Larger problems are cut in any case, down to a single channel; None for a third of
+                ``most_nbytes``.
+            most_nbytes: About how much device memory all streams may take; None for nine tenths of it.
         """
         self.description = device.description
         self.memory_nbytes = device.memory_nbytes
+        self.errors = device.errors
         self._device = device
-        self._piece_nbytes, self._chunk_nbytes = piece_nbytes, chunk_nbytes
-        self._stream_nbytes = stream_nbytes or device.memory_nbytes // 10 * 3
-        self._free_streams: queue.SimpleQueue[CudaStream] = queue.SimpleQueue()
-        self._streams: list[CudaStream] = []
+        most_nbytes = min(most_nbytes or device.memory_nbytes, device.memory_nbytes // 10 * 9)
+        self._stream_nbytes = stream_nbytes or most_nbytes // STREAMS
+        self._piece_nbytes, self._chunk_nbytes = piece_nbytes, min(chunk_nbytes, self._stream_nbytes)
+        self._pool = StreamPool()
 
     @property
     def used_nbytes(self) -> int:
         """How much device memory the streams have allocated, without kernels and CUDA's own needs."""
-        return sum(stream.nbytes for stream in tuple(self._streams))
+        return self._pool.used_nbytes
 
     @property
     def free_streams(self) -> int:
         """How many streams no batch is using."""
-        return self._free_streams.qsize()
+        return self._pool.free
 
     def warm_up(self) -> None:
         """Compiles every kernel, or loads it from the disk cache, and creates the streams.
@@ -131,14 +79,24 @@ class CudaBackend(Backend):
         """
         with self._failing():
             self._device.warm_up()
-            while len(self._streams) < STREAMS:
-                stream = self._device.stream()
-                try:
-                    stream.reserve(self._chunk_nbytes)
-                except MemoryError as error:
-                    raise DeviceUnavailableError(f"{self.description}: {error}") from error
-                self._streams.append(stream)
-                self._free_streams.put(stream)
+            try:
+                self._chunk_nbytes = self._pool.open(self._device.stream, STREAMS, self._chunk_nbytes)
+            except MemoryError as error:
+                raise DeviceUnavailableError(f"{self.description}: {error}") from error
+
+    def self_test(self, *, is_long: bool = False) -> int:
+        """Runs the `self_test` and returns how many problems it computed.
+
+        Raises:
+            DeviceFailedError: The device computes wrong results, fails, or hangs.
+            DeviceUnavailableError: The device does not have enough memory.
+        """
+        try:
+            return self_test.run(self, is_long=is_long)
+        except self_test.SelfTestError as error:
+            raise DeviceFailedError(f"{self.description} failed its self-test: {error}") from error
+        except MemoryError as error:
+            raise DeviceUnavailableError(f"{self.description}: {error}") from error
 
     def register(self, memory: Array) -> None:
         """Page-locks memory that problems will use: copies are then fast and overlap with kernels."""
@@ -156,36 +114,77 @@ class CudaBackend(Backend):
             MemoryError: The device does not have enough memory.
         """
         with self._failing():
-            self._run(problems)
+            self.compute(problems)
+
+    def compute(self, problems: Sequence[AnyProblem], *, is_streamed: bool = False) -> None:
+        """Does the same, raises the device's own `errors`, and uses no resident kernel if ``is_streamed``."""
+        traits = self._traits(is_streamed)
+        in_flight: collections.deque[_InFlight] = collections.deque()
+        try:
+            chunks = split_into_chunks(problems, self._piece_nbytes, self._chunk_nbytes, self._fitting_nbytes(problems))
+            for pieces in chunks:  # planned while the streams are busy
+                self._start(pieces, traits, in_flight)
+            self._finish_all(in_flight)
+        finally:
+            with contextlib.ExitStack() as stack:  # after a failure: nothing may be written once this returns
+                for each in in_flight:
+                    stack.callback(self._pool.put, each.stream)
+                    stack.callback(each.stream.wait)
+
+    def kernel_of(self, problem: AnyProblem, *, is_streamed: bool) -> str:
+        """The name of the kernel by which `compute` computes a problem that it gets alone."""
+        return template(Piece(problem, 0, problem.spec.channels), self._traits(is_streamed)).kernel.symbol
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
         try:
             yield
-        except self._device.errors as error:
+        except self.errors as error:
             raise DeviceFailedError(f"{self.description} failed: {error}") from error
 
-    def _run(self, problems: Sequence[AnyProblem]) -> None:
-        in_flight: collections.deque[_InFlight] = collections.deque()
+    def _traits(self, is_streamed: bool) -> Traits:
+        traits = self._device.traits
+        return traits._replace(shared_nbytes=0) if is_streamed else traits
+
+    def _fitting_nbytes(self, problems: Sequence[AnyProblem]) -> int:
+        """How much a stream may hold; other processes may have taken most of the device since the last batch."""
+        if max((problem.tensor_nbytes for problem in problems), default=0) <= self._chunk_nbytes // 5:
+            return self._stream_nbytes
+        unused = self._device.free_nbytes() + self._pool.used_nbytes
+        return max(1, min(self._stream_nbytes, unused // 10 * 9 // STREAMS))
+
+    def _start(
+        self, pieces: list[Piece], traits: Traits, in_flight: collections.deque[_InFlight], *, is_retry: bool = False
+    ) -> None:
+        """Starts a chunk. If memory is short, gives back what is idle and tries again, then starts smaller chunks."""
+        plan = CopyPlan(pieces, traits)
+        chunk = _InFlight(self._take_stream(in_flight), plan)
         try:
-            for pieces in split_into_chunks(problems, self._piece_nbytes, self._chunk_nbytes, self._stream_nbytes):
-                plan = CopyPlan(pieces, self._device.traits)  # planned while the streams are busy
-                in_flight.append(_InFlight(self._take_stream(in_flight), plan))
-                in_flight[-1].start()
-            while in_flight:
-                self._free_streams.put(_finish_oldest(in_flight))
-        finally:
-            with contextlib.ExitStack() as stack:  # after a failure: nothing may be written once this returns
-                for each in in_flight:
-                    stack.callback(self._free_streams.put, each.stream)
-                    stack.callback(each.stream.wait)
+            chunk.reserve()
+        except BaseException as error:
+            self._pool.put(chunk.stream)  # nothing was enqueued on it
+            parts = halves(pieces) if is_retry else [pieces]
+            if not isinstance(error, MemoryError) or not parts:
+                raise
+        else:
+            in_flight.append(chunk)
+            chunk.start()
+            return
+        self._finish_all(in_flight)
+        self._pool.release_idle()
+        for part in parts:
+            self._start(part, traits, in_flight, is_retry=not is_retry)
+
+    def _finish_all(self, in_flight: collections.deque[_InFlight]) -> None:
+        while in_flight:
+            self._pool.put(_finish_oldest(in_flight))
 
     def _take_stream(self, in_flight: collections.deque[_InFlight]) -> CudaStream:
         """Takes a free stream; if there is none, that of this batch's oldest chunk, once that is finished."""
-        try:
-            return self._free_streams.get_nowait()
-        except queue.Empty:
-            return _finish_oldest(in_flight) if in_flight else self._free_streams.get()
+        stream = self._pool.try_to_take()
+        if stream is not None:
+            return stream
+        return _finish_oldest(in_flight) if in_flight else self._pool.take()
 
 
 def _finish_oldest(in_flight: collections.deque[_InFlight]) -> CudaStream:
@@ -200,29 +199,38 @@ class _InFlight:
     def __init__(self, stream: CudaStream, plan: CopyPlan) -> None:
         self.stream = stream
         self._plan = plan
-        self._download: Array | None = None
+        self._upload: Array
+        self._download: Array
+
+    def reserve(self) -> None:
+        """Takes all the memory that the chunk needs.
+
+        Raises:
+            MemoryError: There is not enough on the device, or page-locked on the host.
+        """
+        plan = self._plan
+        _, nbytes = plan.downloaded
+        self.stream.reserve(plan.nbytes)
+        staging = self.stream.staging(plan.uploaded + nbytes)
+        self._upload, self._download = staging[: plan.uploaded], staging[plan.uploaded :][:nbytes]
 
     def start(self) -> None:
         """Enqueues all copies and launches."""
         plan, stream = self._plan, self.stream
-        stream.reserve(plan.nbytes)
-        first, nbytes = plan.downloaded
-        staging = stream.staging(plan.uploaded + nbytes)
-        upload, self._download = staging[: plan.uploaded], staging[plan.uploaded :][:nbytes]
-        plan.write_upload(upload, stream.address)
-        stream.copy_in(Copy(upload.reshape(1, -1), 0))
+        plan.write_upload(self._upload, stream.address)
+        stream.copy_in(Copy(self._upload.reshape(1, -1), 0))
         for copy in plan.copied_in:
             stream.copy_in(copy)
         for launch in plan.launches:
             stream.launch(launch, plan.descriptors)
         for copy in plan.copied_out:
             stream.copy_out(copy)
+        first, nbytes = plan.downloaded
         if nbytes:
             stream.copy_out(Copy(self._download.reshape(1, -1), first))
 
     def finish(self) -> CudaStream:
         """Waits until all is done, and returns the stream."""
         self.stream.wait()
-        assert self._download is not None
         self._plan.read_download(self._download)
         return self.stream

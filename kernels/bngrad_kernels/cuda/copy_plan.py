@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -32,6 +32,12 @@ class Copy(NamedTuple):
 
     rows: Array
     offset: int
+
+    @property
+    def host(self) -> int:
+        """The address of the first byte on the host."""
+        address: int = self.rows.ctypes.data
+        return address
 
 
 Arrays: TypeAlias = list[tuple[str, Array]]
@@ -79,11 +85,11 @@ class CopyPlan:
         self._place_tables(traits.cache_nbytes)
         self._gathered, large = self._place([part.inputs for part in parts])
         self.uploaded = self.nbytes
-        self.copied_in = self._place_alone(large)
+        self.copied_in = merged(self._place_alone(large), gap_nbytes=_ALIGNMENT)
         start = self.nbytes
         self._scattered, large = self._place([part.outputs for part in parts])
         self.downloaded = start, self.nbytes - start
-        self.copied_out = self._place_alone(large)
+        self.copied_out = merged(self._place_alone(large), gap_nbytes=0)  # nothing else may be overwritten
         self._place_scratch()
 
     def write_upload(self, upload: Array, address: int) -> None:
@@ -153,6 +159,37 @@ class CopyPlan:
         for i, each in enumerate(self._templates):
             self._offsets["partials"][i] = self._take(each.partials_nbytes)
             self._offsets["coefficients"][i] = self._take(each.coefficients_nbytes)
+
+
+def merged(copies: Sequence[Copy], gap_nbytes: int) -> list[Copy]:
+    """Merges copies that are as far apart on the host as on the device: each costs some microseconds of the host.
+
+    Args:
+        copies: Copies in the order of their offsets.
+        gap_nbytes: How many bytes there may be between two arrays; they are copied too.
+    """
+    result: list[Copy] = []
+    roots: list[int] = []
+    for copy in copies:
+        memory = _root(copy.rows)
+        if result and len(copy.rows) == 1 and roots[-1] == id(memory):
+            last = result[-1]
+            distance = copy.offset - last.offset
+            if copy.host - last.host == distance and 0 <= distance - last.rows.size <= gap_nbytes:
+                start = last.host - np.frombuffer(memory, np.uint8).ctypes.data
+                rows = np.frombuffer(memory, np.uint8, distance + copy.rows.size, start)
+                result[-1] = Copy(rows.reshape(1, -1), last.offset)
+                continue
+        result.append(copy)
+        roots.append(id(memory) if len(copy.rows) == 1 else 0)
+    return result
+
+
+def _root(array: Array) -> Any:
+    """The memory that an array lies in: a map, or the array that owns it."""
+    while isinstance(array, np.ndarray) and array.base is not None:
+        array = array.base
+    return array
 
 
 def _in_few_launches(pieces: Sequence[Piece], templates: list[Template], traits: Traits) -> list[Template]:
@@ -248,9 +285,24 @@ def _pieces(problem: AnyProblem, wanted_nbytes: int, most_nbytes: int) -> Iterat
         yield Piece(problem, first, min(first + step, channels.stop))
 
 
+def halves(pieces: Sequence[Piece]) -> list[list[Piece]]:
+    """Cuts a chunk into about two smaller ones; an empty list for a single channel."""
+    if len(pieces) > 1:
+        return [list(pieces[: len(pieces) // 2]), list(pieces[len(pieces) // 2 :])]
+    ((problem, first, last),) = pieces
+    if last - first <= 1:
+        return []
+    width = _in_whole_units(problem, -(-(last - first) // 2))
+    return [[Piece(problem, start, min(start + width, last))] for start in range(first, last, width)]
+
+
 def _channels_in(problem: AnyProblem, nbytes: int) -> int:
-    """How many channels fit ``nbytes``, in whole groups or at least whole vectors if possible."""
-    channels = max(1, nbytes // max(1, _channel_nbytes(problem)))
+    """How many channels fit ``nbytes``, at least one."""
+    return _in_whole_units(problem, max(1, nbytes // max(1, _channel_nbytes(problem))))
+
+
+def _in_whole_units(problem: AnyProblem, channels: int) -> int:
+    """As many channels, or fewer: whole groups, or at least whole vectors, if possible."""
     planned = cut(problem.spec)
     unit = next((unit for unit in (planned.group_channels, planned.lanes) if channels >= unit), 1)
     return channels // unit * unit

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from bngrad_kernels.cuda import compiler
+from bngrad_kernels.cuda import compiler, host_memory
 from bngrad_kernels.cuda.copy_plan import Copy, Launch
 from bngrad_kernels.cuda.descriptors import every_kernel
 from bngrad_kernels.cuda.kernel_selection import KernelKind, Traits, most_resident_nbytes
@@ -108,6 +110,12 @@ class CupyDevice:
             if each.kind is KernelKind.RESIDENT:
                 kernel.max_dynamic_shared_size_bytes = self._most_resident_nbytes
 
+    def free_nbytes(self) -> int:
+        """How much of its memory no process has taken."""
+        self.use()
+        free, _ = self._runtime.memGetInfo()
+        return int(free)
+
     def kernel(self, symbol: str) -> Any:
         """A loaded kernel."""
         return self._kernels[symbol]
@@ -119,6 +127,7 @@ class CupyDevice:
     def register(self, memory: Array) -> None:
         """Page-locks memory of the host."""
         self.use()
+        host_memory.populate(memory, host_memory.node_of(self._runtime.deviceGetPCIBusId(self.ordinal)))
         self._runtime.hostRegister(memory.ctypes.data, memory.nbytes, _PORTABLE)
 
     def unregister(self, memory: Array) -> None:
@@ -139,6 +148,7 @@ class CupyStream:
         device.use()
         self._cupy, self._runtime = device._cupy, device._runtime
         self._stream = self._cupy.cuda.Stream(non_blocking=True)
+        self._done = self._cupy.cuda.Event(block=True, disable_timing=True)
         self._memory: Any = None  # freed with the stream
         self.nbytes = 0
         self._staging = np.empty(0, np.uint8)
@@ -154,21 +164,33 @@ class CupyStream:
         self._device.use()
         if nbytes <= self.nbytes:
             return
-        self._memory, self.nbytes = None, 0
-        try:
+        self.release()
+        with self._short_of(f"the GPU has no {nbytes} bytes left"):
             self._memory = self._cupy.cuda.Memory(nbytes)
-        except self._runtime.CUDARuntimeError as error:
-            if error.status != _OUT_OF_MEMORY:
-                raise
-            raise MemoryError(f"the GPU has no {nbytes} bytes left") from error
         self.nbytes = nbytes
+
+    def release(self) -> None:
+        """Gives its device memory back."""
+        self._device.use()
+        self._memory, self.nbytes = None, 0
 
     def staging(self, nbytes: int) -> Array:
         """Returns page-locked memory: the same as before, unless that is too small."""
         if nbytes > self._staging.nbytes:
             size = 1 << (nbytes - 1).bit_length()
-            self._staging = np.frombuffer(self._cupy.cuda.alloc_pinned_memory(size), np.uint8, size)
+            with self._short_of(f"the host has no {size} bytes left that can be page-locked"):
+                self._staging = np.frombuffer(self._cupy.cuda.alloc_pinned_memory(size), np.uint8, size)
         return self._staging[:nbytes]
+
+    @contextlib.contextmanager
+    def _short_of(self, sentence: str) -> Iterator[None]:
+        """Raises MemoryError where CUDA is out of memory, after which the process can still use the device."""
+        try:
+            yield
+        except self._runtime.CUDARuntimeError as error:
+            if error.status != _OUT_OF_MEMORY:
+                raise
+            raise MemoryError(sentence) from error
 
     def copy_in(self, copy: Copy) -> None:
         """Copies to the device."""
@@ -183,14 +205,14 @@ class CupyStream:
         addresses = (self.address + offset for offset in (descriptors, launch.work_tiles, launch.tile_counter))
         table, work_tiles, tile_counter = map(np.uint64, addresses)
         blocks = min(launch.tile_count, self._device.blocks)
-        with self._stream:
-            kernel = self._device.kernel(launch.kernel.symbol)
-            arguments = table, work_tiles, np.uint32(launch.tile_count), tile_counter
-            kernel((blocks,), (THREADS,), arguments, shared_mem=launch.shared_nbytes)
+        kernel = self._device.kernel(launch.kernel.symbol)
+        arguments = table, work_tiles, np.uint32(launch.tile_count), tile_counter
+        kernel((blocks,), (THREADS,), arguments, shared_mem=launch.shared_nbytes, stream=self._stream)
 
     def wait(self) -> None:
-        """Waits until all its work is done."""
-        self._stream.synchronize()
+        """Waits until all its work is done; sleeps meanwhile, where a stream's own wait would take a core."""
+        self._done.record(self._stream)
+        self._done.synchronize()
 
     def _copy(self, copy: Copy, kind: int) -> None:
         rows, width = copy.rows.shape

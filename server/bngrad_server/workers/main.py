@@ -1,8 +1,9 @@
 """The worker process: owns one device, and computes the batches that the front process sends.
 
 Run as ``python -m bngrad_server.workers.main DEVICE THREADS HEARTBEAT_S HEARTBEAT_FD ARENA_FD ARENA_NBYTES
-PINNED_NBYTES FRONT_PID SLOT_FD...``; the messages are those of `bngrad_server.workers.ipc`. It sends a heartbeat every
-HEARTBEAT_S seconds, and READY once its kernels are compiled. It ends with the front process, and when its device fails.
+PINNED_NBYTES GPU_NBYTES FRONT_PID SLOT_FD...``; the messages are those of `bngrad_server.workers.ipc`. It sends a
+heartbeat every HEARTBEAT_S seconds, and READY once its kernels are compiled and a GPU has passed its self-test. It ends
+with the front process, and when its device fails.
 
 Each slot is a socket and a thread, which computes one batch at a time. On a GPU the batches of several slots overlap.
 """
@@ -37,7 +38,7 @@ _MAX_CACHED_PROBLEMS = 1024
 def main() -> None:
     """Serves the front process until its sockets close."""
     device, threads, heartbeat_s, *numbers = sys.argv[1:]
-    heartbeat_fd, arena_fd, arena_nbytes, pinned_nbytes, front_pid, *slot_fds = map(int, numbers)
+    heartbeat_fd, arena_fd, arena_nbytes, pinned_nbytes, gpu_nbytes, front_pid, *slot_fds = map(int, numbers)
     die_with_parent(front_pid)
     ignore_stop_signals()
     logs.set_up_as_parent()
@@ -50,8 +51,12 @@ def main() -> None:
     # Numba would import it, for what no kernel here uses: a quarter of what a start costs.
     sys.modules["scipy"] = None  # type: ignore[assignment]
     with _ending_process(heartbeat, device):
-        backend = backends.create(device, threads=int(threads))
+        backend = backends.create(device, threads=int(threads), gpu_memory_nbytes=gpu_nbytes or None)
         backend.warm_up()
+        began = time.monotonic()
+        if computed := backend.self_test():
+            taken_s = time.monotonic() - began
+            logger.info("%s passed its self-test: %d problems in %.2f s", backend.description, computed, taken_s)
         running.append(backend)
         memory = PinnedMemory(arena, backend, pinned_nbytes)
         heartbeat.send(ipc.pickled((backend.description, backend.memory_nbytes), ipc.Report.READY))

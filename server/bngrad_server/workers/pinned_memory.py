@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import mmap
 import threading
+import time
 from collections import Counter
 
 import numpy as np
@@ -68,6 +69,7 @@ class PinnedMemory:
             left = f"{self._left_nbytes} bytes are left of pinned_bytes"
             logger.warning("%s, %d bytes, is not page-locked, so its copies are slower: %s", name, len(memory), left)
             return
+        began = time.monotonic()
         try:
             self._backend.register(np.frombuffer(memory, np.uint8))
         except DeviceFailedError:
@@ -77,3 +79,5 @@ class PinnedMemory:
         else:
             self._registered.add(number)
             self._left_nbytes -= len(memory)
+            taken_s = time.monotonic() - began
+            logger.info("page-locking %s, %d bytes, took %.1f s", name, len(memory), taken_s)

@@ -40,7 +40,7 @@ class WorkerPool:
         def start(device: str) -> WorkerProcess:
             heartbeat_s = timeout_s / _HEARTBEATS_PER_TIMEOUT
             slots = 1 if device == "cpu" else _SLOTS_OF_A_GPU
-            return WorkerProcess(device, config.threads, arena, config.pinned_bytes, heartbeat_s, slots)
+            return WorkerProcess(device, config, arena, heartbeat_s, slots)
 
         self._supervisors = [
             Supervisor(name, functools.partial(start, device), timeout_s, batcher, on_change)

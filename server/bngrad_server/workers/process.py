@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from bngrad_server.config import ServerConfig
 from bngrad_server.memory.arena import Arena
 from bngrad_server.memory.regions import Region
 from bngrad_server.runtime.processes import end_process
@@ -29,9 +30,7 @@ class WorkerProcess:
         slots: How many batches it computes at once.
     """
 
-    def __init__(
-        self, device: str, threads: int, arena: Arena, pinned_bytes: int, heartbeat_s: float, slots: int
-    ) -> None:
+    def __init__(self, device: str, config: ServerConfig, arena: Arena, heartbeat_s: float, slots: int) -> None:
         """Starts the process; on a GPU, it may page-lock ``pinned_bytes``, and the reserve of the arena."""
         self.slots = slots
         self._busy_time = BusyTime()
@@ -40,9 +39,10 @@ class WorkerProcess:
         with contextlib.ExitStack() as stack:
             theirs = [stack.enter_context(child) for child in (their_heartbeat, *(slot.theirs for slot in self._slots))]
             heartbeat_fd, *slot_fds = (child.fileno() for child in theirs)
-            pinned_nbytes = pinned_bytes and pinned_bytes + arena.reserve_nbytes
-            numbers = [heartbeat_fd, arena.fd, arena.file_nbytes, pinned_nbytes, os.getpid(), *slot_fds]
-            arguments = map(str, (device, threads, heartbeat_s, *numbers))
+            pinned_nbytes = config.pinned_bytes and config.pinned_bytes + arena.reserve_nbytes
+            limits = pinned_nbytes, config.gpu_memory_bytes
+            numbers = [heartbeat_fd, arena.fd, arena.file_nbytes, *limits, os.getpid(), *slot_fds]
+            arguments = map(str, (device, config.threads, heartbeat_s, *numbers))
             self._process = subprocess.Popen(  # noqa: S603 - our own module
                 [sys.executable, "-m", "bngrad_server.workers.main", *arguments],
                 stdin=subprocess.DEVNULL,

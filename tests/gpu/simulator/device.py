@@ -13,12 +13,12 @@ from pathlib import Path
 
 import numpy as np
 
-from bngrad_kernels.cuda.backend import CudaStream
 from bngrad_kernels.cuda.compiler import compile_kernels
 from bngrad_kernels.cuda.copy_plan import Copy, Launch
 from bngrad_kernels.cuda.device import BLOCKS_PER_PROCESSOR
 from bngrad_kernels.cuda.kernel_selection import Traits
 from bngrad_kernels.cuda.plan import THREADS
+from bngrad_kernels.cuda.streams import CudaStream
 from bngrad_kernels.problem import Array
 
 _TO_DEVICE, _TO_HOST = 1, 2
@@ -80,6 +80,9 @@ class SimulatedDevice:
         assert self.library.cuLaunchKernel(kernel, blocks, 1, 1, threads, 1, 1, shared, None, places, None) == 0
         self.library.cudaDeviceSynchronize()
 
+    def free_nbytes(self) -> int:
+        return self.memory_nbytes
+
     def stream(self) -> CudaStream:
         return SimulatedStream(self)
 
@@ -102,6 +105,9 @@ class SimulatedStream:
     def reserve(self, nbytes: int) -> None:
         if nbytes > self.nbytes:
             self.address, self.nbytes = allocate(self._device, nbytes), nbytes
+
+    def release(self) -> None:
+        pass  # the simulator has no function that frees memory
 
     def staging(self, nbytes: int) -> Array:
         self._staging = np.full(nbytes, 0xFF, np.uint8)

@@ -6,6 +6,7 @@ By default that is a CPU: the kernels' own source, compiled by g++, behind the i
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import os
@@ -18,10 +19,11 @@ import numpy as np
 import pytest
 
 import bngrad_kernels.cuda
-from bngrad_kernels.cuda.backend import CudaBackend, CudaStream
+from bngrad_kernels.cuda.backend import CudaBackend
 from bngrad_kernels.cuda.copy_plan import Copy, Launch
 from bngrad_kernels.cuda.device import CupyDevice
 from bngrad_kernels.cuda.kernel_selection import Traits
+from bngrad_kernels.cuda.streams import CudaStream
 from bngrad_kernels.problem import Array
 
 TEST_DEVICE = os.environ.get("BNGRAD_TEST_DEVICE", "cpu")
@@ -52,11 +54,18 @@ def compile_shared(out: Path, *options: str, sources: Path = SOURCES) -> Path:
 
 
 @functools.cache
+def library_file() -> Path:
+    """The file with the kernels for this CPU, which is there until the process ends."""
+    require_gxx()
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder)
+    return compile_shared(folder / "kernels.so", "-O2")
+
+
+@functools.cache
 def library() -> ctypes.CDLL:
     """The kernels for this CPU."""
-    require_gxx()
-    with tempfile.TemporaryDirectory() as folder:
-        return ctypes.CDLL(str(compile_shared(Path(folder) / "kernels.so", "-O2")))
+    return ctypes.CDLL(str(library_file()))
 
 
 class EmulatedDevice:
@@ -75,6 +84,9 @@ class EmulatedDevice:
 
     def warm_up(self) -> None:
         pass
+
+    def free_nbytes(self) -> int:
+        return self.memory_nbytes
 
     def stream(self) -> CudaStream:
         return EmulatedStream(self._kernels, self._blocks, self._os_threads)
@@ -102,6 +114,10 @@ class EmulatedStream:
         self._memory = whole[start : start + nbytes]
         self.address = self._memory.ctypes.data
         self.nbytes = nbytes
+
+    def release(self) -> None:
+        self._memory = np.empty(0, np.uint8)
+        self.nbytes = 0
 
     def staging(self, nbytes: int) -> Array:
         self._staging = np.full(nbytes, 0xFF, np.uint8)

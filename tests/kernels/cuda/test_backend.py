@@ -10,9 +10,10 @@ import pytest
 from tests.kernels.cuda.devices import EmulatedDevice
 from tests.kernels.problems import assert_right, bits, first_order_problem, outputs
 
-from bngrad_kernels.cuda.backend import STREAMS, CudaBackend, CudaStream
+from bngrad_kernels.cuda.backend import STREAMS, CudaBackend
 from bngrad_kernels.cuda.copy_plan import Copy, Launch, split_into_chunks
 from bngrad_kernels.cuda.kernel_selection import KernelKind
+from bngrad_kernels.cuda.streams import CudaStream
 from bngrad_kernels.errors import DeviceFailedError, DeviceUnavailableError
 from bngrad_kernels.problem import Problem
 from bngrad_kernels.spec import BFLOAT16, FLOAT16, FLOAT32, Spec
@@ -42,7 +43,7 @@ class Recorder(EmulatedDevice):
 class RecordedStream:
     def __init__(self, device: Recorder, stream: CudaStream) -> None:
         self._device, self._stream = device, stream
-        self.reserve, self.staging = stream.reserve, stream.staging
+        self.reserve, self.release, self.staging = stream.reserve, stream.release, stream.staging
 
     @property
     def address(self) -> int:
@@ -207,7 +208,7 @@ class Unusable(Recorder):
 def test_a_device_that_cannot_be_warmed_up_says_why() -> None:
     with pytest.raises(DeviceFailedError, match="failed: no kernel image is available"):
         backend(Unusable(is_full=False))
-    with pytest.raises(DeviceUnavailableError, match="no 50331648 bytes left"):
+    with pytest.raises(DeviceUnavailableError, match="no 786432 bytes left"):
         backend(Unusable(is_full=True))
 
 

@@ -17,7 +17,10 @@ CALLS: list[tuple[Any, tuple[int, ...]]] = [
     (runtime.hostUnregister, (1 << 20,)),
     (runtime.memcpyAsync, (1 << 20, 1 << 21, 64, runtime.memcpyHostToDevice, 0)),
     (runtime.memcpy2DAsync, (1 << 20, 128, 1 << 21, 64, 64, 2, runtime.memcpyDeviceToHost, 0)),
-    (runtime.streamSynchronize, (0,)),
+    (runtime.memGetInfo, ()),
+    (runtime.deviceGetPCIBusId, (0,)),
+    (runtime.eventCreateWithFlags, (runtime.eventBlockingSync | runtime.eventDisableTiming,)),
+    (runtime.eventSynchronize, (0,)),
 ]
 
 

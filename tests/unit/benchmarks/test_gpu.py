@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from benchmarks import bench_gpu
 
 ROOT = Path(__file__).parents[3]
@@ -20,6 +21,14 @@ def test_a_failing_case_is_reported_and_the_others_run(capsys: pytest.CaptureFix
     assert bench_gpu._measured("a", fail) == [{"case": "a", "wrong": "RuntimeError: out of memory"}]
     assert bench_gpu._measured("b", lambda: [{"case": "b", "seconds": 1.0}]) == [{"case": "b", "seconds": 1.0}]
     assert "in fail" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [MemoryError("12 GiB"), torch.cuda.OutOfMemoryError("12 GiB")])
+def test_a_case_for_which_memory_is_short_is_skipped_and_not_wrong(error: Exception) -> None:
+    def fail() -> list[bench_gpu.Row]:
+        raise error
+
+    assert bench_gpu._measured("a", fail) == [{"case": "a", "skipped": "out of memory: 12 GiB"}]
 
 
 def test_installed_packages_of_the_same_names_are_not_imported(tmp_path: Path) -> None:
