@@ -24,9 +24,21 @@ struct Descriptor {
     int64 rows, channels, inner;
     int64 group_channels, vectors, sweep, chain, segments, tiles, parts;
     int64 row_gap;  // elements between the end of a group's last vector in a row and its first vector in the next row
+    int64 slots;                               // of a group: rows * vectors
+    int64 tile_slots, tile_steps, tile_rows;   // of a whole tile; no rows in a group of one channel
+    int64 row_step, vector_step, index_step;   // how far a sweep goes, in rows, vectors and elements
+    int64 parts_shift;                         // the binary logarithm of parts
+    int64 inner_reciprocal, vectors_reciprocal;  // for `divide`
     int64 is_inverse_std, has_bfloat16_stats;
     double epsilon;
 };
+
+// n / d for n < 2048 and d < 512, by the reciprocal of d that descriptors.py gives; a division takes much longer.
+constexpr int kReciprocalBits = 20;
+
+__device__ __forceinline__ int divide(int n, int64 reciprocal) {
+    return int(unsigned(n) * unsigned(reciprocal) >> kReciprocalBits);
+}
 
 enum Phase { kSum, kApply, kInfer, kReside };
 

@@ -25,7 +25,8 @@ DESCRIPTOR = np.dtype(
         (name, np.int64)
         for name in (
             "rows", "channels", "inner", "group_channels", "vectors", "sweep", "chain", "segments", "tiles", "parts",
-            "row_gap", "is_inverse_std", "has_bfloat16_stats",
+            "row_gap", "slots", "tile_slots", "tile_steps", "tile_rows", "row_step", "vector_step", "index_step",
+            "parts_shift", "inner_reciprocal", "vectors_reciprocal", "is_inverse_std", "has_bfloat16_stats",
         )
     ]
     + [("epsilon", np.float64)]
@@ -40,6 +41,8 @@ DESCRIPTOR_INDEX, PHASE, GROUP, TILE = range(4)
 SUM, APPLY, INFER, RESIDE = range(4)
 """``enum Phase`` of descriptor.cuh."""
 
+_RECIPROCAL_BITS = 20
+"""``kReciprocalBits`` of descriptor.cuh."""
 _SUMS, _QUADS = {1: 2, 2: 7}, {1: 1, 2: 3}
 """``kSums`` and ``kQuads`` by the order; fewer are used in inference."""
 
@@ -125,7 +128,8 @@ def _template(spec: Spec, channels: int, traits: Traits) -> Template:
     for name in ("rows", "inner", "group_channels", "vectors", "sweep", "chain", "segments", "tiles", "parts"):
         record[name] = getattr(planned, name)
     record["channels"] = channels
-    record["row_gap"] = channels * planned.inner - planned.vectors * (planned.lanes if kernel.is_vectorised else 1)
+    for name, value in _steps(planned, channels, planned.lanes if kernel.is_vectorised else 1).items():
+        record[name] = value
     record["is_inverse_std"] = spec.reserve_space_2_kind is ReserveSpace2Kind.INVERSE_STD
     record["has_bfloat16_stats"] = spec.stats_dtype == BFLOAT16
     record["epsilon"] = spec.epsilon
@@ -143,6 +147,25 @@ def _template(spec: Spec, channels: int, traits: Traits) -> Template:
         starts=starts,
         group_nbytes=group_nbytes,
     )
+
+
+def _steps(planned: Cut, channels: int, stride: int) -> dict[str, int]:
+    """What follows from the cut; ``stride`` elements lie between the first lanes of two vectors."""
+    row_length, tile_steps = channels * planned.inner, planned.segments * planned.chain
+    row_step, vector_step = divmod(planned.sweep, planned.vectors)
+    return {
+        "row_gap": row_length - planned.vectors * stride,
+        "slots": planned.rows * planned.vectors,
+        "tile_slots": tile_steps * planned.sweep,
+        "tile_steps": tile_steps,
+        "tile_rows": tile_steps * row_step if planned.group_channels > 1 else 0,
+        "row_step": row_step,
+        "vector_step": vector_step,
+        "index_step": row_step * row_length + vector_step * stride,
+        "parts_shift": planned.parts.bit_length() - 1,
+        "inner_reciprocal": -(-(1 << _RECIPROCAL_BITS) // planned.inner),
+        "vectors_reciprocal": -(-(1 << _RECIPROCAL_BITS) // max(1, planned.vectors)),
+    }
 
 
 def _work_tiles_of(planned: Cut, kind: KernelKind, groups: int, group_nbytes: int) -> tuple[Array, Array]:

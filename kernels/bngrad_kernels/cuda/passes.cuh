@@ -47,7 +47,7 @@ struct ResidentVectors {
     int slot, slots;  // the thread's next slot, and the number of slots
 
     __device__ __forceinline__ ResidentVectors(const Descriptor &d, int64 tile)
-        : slot(int(tile * d.segments * d.chain * d.sweep + threadIdx.x)), slots(int(d.rows * d.vectors)) {}
+        : slot(int(tile * d.tile_slots + threadIdx.x)), slots(int(d.slots)) {}
 
     __device__ __forceinline__ uint4 &vector(int input) const { return dynamic_shared()[input * slots + slot]; }
 };
@@ -132,8 +132,8 @@ __device__ __forceinline__ void sum_tile(const Descriptor &d, int64 group, int64
 template <typename Order>
 __device__ __forceinline__ void finish_group(const Descriptor &d, int64 group) {
     const Sums<Order::kSums> sum = sum_tiles<Order::kSums>(d, group);
-    const int64 within = threadIdx.x / d.parts, channel = group * d.group_channels + within;
-    if (threadIdx.x % d.parts || within >= d.group_channels || channel >= d.channels) return;
+    const int64 within = threadIdx.x >> int(d.parts_shift), channel = group * d.group_channels + within;
+    if (threadIdx.x & unsigned(d.parts - 1) || within >= d.group_channels || channel >= d.channels) return;
     Order::finish(d, channel, sum, d.coefficients + (group * d.group_channels + within) * Order::kQuads);
 }
 

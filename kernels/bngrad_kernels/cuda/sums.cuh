@@ -69,9 +69,10 @@ __device__ __forceinline__ void sum_channels(const Descriptor &d, const Chains &
     constexpr int kAtOnce = sizeof(double) / sizeof(Number), kSize = lanes * kThreads;
     static_assert(sums % kAtOnce == 0);
     Number *const numbers = reinterpret_cast<Number *>(shared.chains);  // (kAtOnce, lanes, kThreads)
-    const int parts = int(d.parts), inner = int(d.inner), vectors = int(d.vectors);
-    const int channel = threadIdx.x / parts, part = threadIdx.x % parts;
-    const int row_step = parts / inner, element_step = parts % inner, rows = int(d.sweep) / vectors;
+    const int parts = int(d.parts), inner = int(d.inner), vectors = int(d.vectors), rows = int(d.row_step);
+    const int channel = threadIdx.x >> int(d.parts_shift), part = threadIdx.x & unsigned(parts - 1);
+    const int row_step = divide(parts, d.inner_reciprocal), element_step = parts - row_step * inner;
+    const int first_row = divide(part, d.inner_reciprocal);
 #pragma unroll 1
     for (int first = 0; first < sums; first += kAtOnce) {
 #pragma unroll
@@ -85,10 +86,10 @@ __device__ __forceinline__ void sum_channels(const Descriptor &d, const Chains &
         double sum[kAtOnce] = {};
         if (channel < d.group_channels) {
 #pragma unroll 1
-            for (int row = part / inner, element = part % inner; row < rows;) {
+            for (int row = first_row, element = part - row * inner; row < rows;) {
                 const int column = channel * inner + element;
-                const int lane = vectorised ? column % lanes : column / vectors;
-                const int thread = row * vectors + (vectorised ? column / lanes : column % vectors);
+                const int lane = vectorised ? column % lanes : divide(column, d.vectors_reciprocal);
+                const int thread = row * vectors + (vectorised ? column / lanes : column - lane * vectors);
 #pragma unroll
                 for (int i = 0; i < kAtOnce; ++i) sum[i] += numbers[i * kSize + lane * kThreads + thread];
                 row += row_step;
@@ -119,14 +120,25 @@ struct Sums {
 // Channel i's sums end up in the `parts` threads from i * parts on.
 template <int sums>
 __device__ __forceinline__ Sums<sums> sum_tiles(const Descriptor &d, int64 group) {
-    const int parts = int(d.parts), channel = threadIdx.x / parts;
+    constexpr int kAtOnce = sums > 2 ? 4 : 8;  // loads on their way at a time, as other blocks wait; -0 changes no sum
+    const int parts = int(d.parts), tiles = int(d.tiles), channel = threadIdx.x >> int(d.parts_shift);
     Sums<sums> sum = {};
     if (channel < d.group_channels) {
 #pragma unroll 1
-        for (int64 tile = threadIdx.x % parts; tile < d.tiles; tile += parts) {
-            const double *const partials = partials_of<sums>(d, group, tile, channel);
+        for (int first = threadIdx.x & unsigned(parts - 1); first < tiles; first += kAtOnce * parts) {
+            double terms[kAtOnce][sums];
 #pragma unroll
-            for (int i = 0; i < sums; ++i) sum.of[i] += __ldcg(partials + i);
+            for (int k = 0; k < kAtOnce; ++k) {
+                const int tile = first + k * parts;
+                const double *const partials = partials_of<sums>(d, group, tile, channel);
+#pragma unroll
+                for (int i = 0; i < sums; ++i) terms[k][i] = tile < tiles ? __ldcg(partials + i) : -0.0;
+            }
+#pragma unroll
+            for (int k = 0; k < kAtOnce; ++k) {
+#pragma unroll
+                for (int i = 0; i < sums; ++i) sum.of[i] += terms[k][i];
+            }
         }
     }
 #pragma unroll

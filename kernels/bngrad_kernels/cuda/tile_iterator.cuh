@@ -39,18 +39,29 @@ struct TileIterator {
     int steps, vector_step;
 
     __device__ __forceinline__ TileIterator(const Descriptor &d, int64 group, int64 tile) {
-        const int64 row_length = d.channels * d.inner, first_channel = group * d.group_channels;
-        const int64 slots = d.rows * d.vectors, length = d.segments * d.chain * d.sweep;
-        const int64 first = tile * length + threadIdx.x, end = min(slots, (tile + 1) * length);
-        const int64 row = first / d.vectors, row_step = d.sweep / d.vectors;
+        const int64 first_channel = group * d.group_channels, first = tile * d.tile_slots, rest = d.slots - first;
         vectors = d.vectors;
         columns = min(d.group_channels, d.channels - first_channel) * d.inner;  // the last group may be narrower
-        vector = first - row * vectors;
-        vector_step = int(d.sweep - row_step * vectors);
-        index = row * row_length + first_channel * d.inner + vector * kStride;
-        index_step = row_step * row_length + vector_step * kStride;
-        const bool takes_part = threadIdx.x < d.sweep && first < end && column(0) < columns;
-        steps = takes_part ? int((end - first + d.sweep - 1) / d.sweep) : 0;
+        int64 row;
+        if (d.tile_rows) {
+            const int row_of_sweep = divide(threadIdx.x, d.vectors_reciprocal);
+            row = tile * d.tile_rows + row_of_sweep;
+            vector = int(threadIdx.x) - row_of_sweep * int(vectors);
+        } else {
+            const int64 slot = first + threadIdx.x;
+            row = d.slots >> 31 ? slot / vectors : int(slot) / int(vectors);  // the first takes much longer
+            vector = slot - row * vectors;
+        }
+        vector_step = int(d.vector_step);
+        index = (row * d.channels + first_channel) * d.inner + vector * kStride;
+        index_step = d.index_step;
+        if (threadIdx.x >= d.sweep || column(0) >= columns || threadIdx.x >= rest) {
+            steps = 0;
+        } else if (rest >= d.tile_slots) {
+            steps = int(d.tile_steps);
+        } else {
+            steps = (int(rest) - int(threadIdx.x) + int(d.sweep) - 1) / int(d.sweep);
+        }
     }
 
     __device__ __forceinline__ int64 column(int lane) const {
@@ -104,7 +115,7 @@ struct TileIterator {
 
     // The channel of a lane within the group; 0 if the lane holds no element of the group.
     __device__ __forceinline__ int channel(const Descriptor &d, int lane) const {
-        return d.group_channels > 1 && column(lane) < columns ? int(column(lane)) / int(d.inner) : 0;
+        return d.group_channels > 1 && column(lane) < columns ? divide(int(column(lane)), d.inner_reciprocal) : 0;
     }
 };
 
