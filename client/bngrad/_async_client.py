@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, SupportsIndex, TypeVar, overload
+from typing import Any, Literal, SupportsIndex, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -63,6 +63,7 @@ class Client:
         token: Token | None = None,
         insecure: bool = False,
         options: Iterable[tuple[str, Any]] = (),
+        fallback: Literal["local"] | None = None,
     ) -> None:
         """Connects to nothing yet, and may be called before there is an event loop.
 
@@ -75,9 +76,13 @@ class Client:
             token: What identifies the client to the server: see `bngrad.Client`. Functions are called in threads.
             insecure: Whether the token may be sent to other hosts without TLS.
             options: gRPC channel arguments, such as ``("grpc.keepalive_time_ms", 30_000)``.
+            fallback: Whether calls that no server answers are computed in this process: see `bngrad.Client`.
+
+        Raises:
+            ModuleNotFoundError: Numba is needed and not installed: see `bngrad.Client`.
         """
         self._calls = CallRunner(
-            "bngrad.aio.Client", target, timeout, transport, retries, tls, token, insecure, options
+            "bngrad.aio.Client", target, timeout, transport, retries, tls, token, insecure, options, fallback
         )
         self._executor = DaemonExecutor(_THREADS, "bngrad")
 
@@ -191,6 +196,11 @@ class Client:
         """Makes an array in memory shared with the server: see `bngrad.Client.empty`."""
         dimensions, kind = _validation.check_shape(shape), _validation.check_dtype(dtype)
         return await self._in_thread(lambda *limits: self._calls.empty(dimensions, kind, *limits), None)
+
+    @property
+    def fallback_calls(self) -> int:
+        """How many calls were computed in this process because no server answered: see `bngrad.Client`."""
+        return self._calls.fallback_calls
 
     async def close(self) -> None:
         """Closes the connections; calls in flight end with a `ClientClosedError`. Closing again does nothing."""

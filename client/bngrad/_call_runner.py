@@ -6,12 +6,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
 from bngrad import _validation
-from bngrad._balancing.load_balancer import LoadBalancer
+from bngrad._balancing.load_balancer import LoadBalancer, Selector
 from bngrad._balancing.retry import Attempts, RetryBudget
 from bngrad._credentials import Credentials, Tls, Token, check_security
 from bngrad._deadline import Cancellation, Deadline
@@ -23,6 +23,10 @@ from bngrad._shared_memory.pool import Pool
 from bngrad._shared_memory.quarantine import Quarantine
 from bngrad._transports.selector import TransportSelector
 from bngrad.typing import Array, Transport
+
+if TYPE_CHECKING:
+    from bngrad._local.fallback import Fallback
+    from bngrad._local.kernels import LocalKernels
 
 Result = TypeVar("Result")
 
@@ -45,6 +49,7 @@ class CallRunner:
         token: Token | None,
         insecure: bool,
         options: Iterable[_validation.ChannelOption],
+        fallback: Literal["local"] | None,
     ) -> None:
         """Checks the arguments, which are those of `bngrad.Client` after the class's name; connects to nothing yet."""
         targets = _validation.check_targets(target)
@@ -54,14 +59,21 @@ class CallRunner:
         self._retries = _validation.check_retries(retries)
         security = check_security(targets, tls, token, insecure)
         channel_options = _validation.check_options(options)
-        # The lambda must not refer to self: that cycle would leave the client to the garbage collector.
+        self._fallback = _fallback(self.name) if _validation.check_fallback(fallback) else None
         self._quarantine = quarantine = Quarantine()
-        self._load_balancer = LoadBalancer(
-            targets,
-            lambda address, hostname: TransportSelector(
-                address, transport, channel_options, quarantine, Credentials(security, address, hostname)
-            ),
-        )
+
+        local = _local_kernels() if _validation.LOCAL in targets else None
+        self._local = local if len(targets) == 1 else None
+
+        # It must not refer to self: that cycle would leave the client to the garbage collector.
+        def connect(address: str, hostname: str | None) -> Selector:
+            if address == _validation.LOCAL:
+                assert local is not None
+                return local
+            credentials = Credentials(security, address, hostname)
+            return TransportSelector(address, transport, channel_options, quarantine, credentials)
+
+        self._load_balancer = LoadBalancer(targets, connect)
         self._retry_budget = RetryBudget()
         self._own_memory = Pool(None)
         self._mutex = threading.Lock()
@@ -69,28 +81,49 @@ class CallRunner:
         self._closed = False
         self._process = os.getpid()
 
+    @property
+    def fallback_calls(self) -> int:
+        """How many calls were computed in this process since no server answered."""
+        return 0 if self._fallback is None else self._fallback.calls
+
     def deadline(self, timeout: float | None) -> Deadline:
         """Returns the deadline of a call that starts now; with the client's own timeout where None is given."""
         return Deadline.after(self._timeout if timeout is None else _validation.check_timeout(timeout))
 
     def run(self, request: PreparedRequest[Result], deadline: Deadline, cancellation: Cancellation) -> Result:
         """Makes a call; raises the errors of `bngrad.Client`."""
-        return self._run(lambda server: server.run(request, deadline, cancellation), deadline, cancellation)
+
+        def attempt(server: Selector) -> Result:
+            return server.run(request, deadline, cancellation)
+
+        if self._fallback is None:
+            return self._run(lambda: self._ask(attempt, deadline, cancellation), cancellation)
+        fallback = self._fallback
+        return self._run(lambda: self._run_or_compute(fallback, attempt, request, deadline, cancellation), cancellation)
 
     def server_info(self, deadline: Deadline, cancellation: Cancellation) -> ServerInfo:
         """Asks any one server for its `ServerInfo`."""
-        return self._run(lambda server: server.server_info(deadline, cancellation), deadline, cancellation)
+
+        def attempt(server: Selector) -> ServerInfo:
+            return server.server_info(deadline, cancellation)
+
+        return self._run(lambda: self._ask(attempt, deadline, cancellation), cancellation)
 
     def empty(
         self, shape: tuple[int, ...], dtype: np.dtype[Any], deadline: Deadline, cancellation: Cancellation
     ) -> Array:
         """Makes an array in memory of the first server that shares any, else in the client's own."""
+
+        def attempt(server: Selector) -> Array:
+            return server.empty(shape, dtype, deadline, cancellation)
+
         try:
-            return self._run(
-                lambda server: server.empty(shape, dtype, deadline, cancellation), deadline, cancellation, in_order=True
+            return self._run(lambda: self._ask(attempt, deadline, cancellation, in_order=True), cancellation)
+        except UnavailableError as error:
+            may_be_own = (
+                self._transport != "shared" if isinstance(error, NotSharedError) else self._fallback is not None
             )
-        except NotSharedError:
-            if self._transport == "shared":
+            if not may_be_own:
                 raise
             return self._own_memory.empty(shape, dtype)
 
@@ -121,21 +154,14 @@ class CallRunner:
         if self._closed:
             raise ClientClosedError(f"{self.name} is closed")
 
-    def _run(
-        self,
-        attempt: Callable[[TransportSelector], Result],
-        deadline: Deadline,
-        cancellation: Cancellation,
-        *,
-        in_order: bool = False,
-    ) -> Result:
+    def _run(self, call: Callable[[], Result], cancellation: Cancellation) -> Result:
         """Runs a call that `close` ends with a `ClientClosedError`."""
         self.check_open()  # before the mutex, which may have been locked at the moment of a fork
         with self._mutex:
             self.check_open()
             self._running.add(cancellation)
         try:
-            return self._run_with_retries(attempt, deadline, cancellation, in_order)
+            return call()
         except (BngradError, LeaseError, ValueError) as error:
             # grpcio raises ValueError on a channel that another thread has just closed.
             if self._closed:
@@ -144,13 +170,41 @@ class CallRunner:
         finally:
             self._running.discard(cancellation)
 
-    def _run_with_retries(
+    def _run_or_compute(
         self,
-        attempt: Callable[[TransportSelector], Result],
+        fallback: Fallback,
+        attempt: Callable[[Selector], Result],
+        request: PreparedRequest[Result],
         deadline: Deadline,
         cancellation: Cancellation,
-        in_order: bool,
     ) -> Result:
+        """Asks the servers, and computes the call here if none answers."""
+        if not fallback.is_pausing():
+            try:
+                result = self._ask(attempt, deadline, cancellation, retries=self._retries and not fallback.in_outage)
+            except BngradError as error:
+                is_written = self._quarantine.release(request.arrays) is not None
+                if not fallback.covers(error) or cancellation.cancelled or is_written:
+                    raise
+                fallback.failed(error)
+            else:
+                fallback.answered()
+                return result
+        fallback.count()
+        return fallback.kernels.run(request, deadline, cancellation)
+
+    def _ask(
+        self,
+        attempt: Callable[[Selector], Result],
+        deadline: Deadline,
+        cancellation: Cancellation,
+        *,
+        in_order: bool = False,
+        retries: bool | None = None,
+    ) -> Result:
+        """Makes attempts at the servers until one answers."""
+        if self._local is not None:
+            return attempt(self._local)
         started_at = time.monotonic()
         self._load_balancer.prepare(deadline, cancellation)
         attempts: Attempts | None = None
@@ -169,7 +223,7 @@ class CallRunner:
                 self._load_balancer.failed(server, error)
                 if isinstance(error, UnavailableError) and not isinstance(error, NotSharedError):
                     self._retry_budget.failed(len(self._running))
-                if not self._retries and not isinstance(error, NotSharedError):
+                if not (self._retries if retries is None else retries) and not isinstance(error, NotSharedError):
                     raise
                 attempts = attempts or Attempts(deadline, started_at)
                 attempts.failed(server, error)
@@ -179,3 +233,15 @@ class CallRunner:
                 return result
             finally:
                 self._load_balancer.release(server)
+
+
+def _local_kernels() -> LocalKernels:
+    from bngrad._local.kernels import LocalKernels  # noqa: PLC0415 - few clients need the kernels' package
+
+    return LocalKernels()
+
+
+def _fallback(name: str) -> Fallback:
+    from bngrad._local.fallback import Fallback  # noqa: PLC0415 - as above
+
+    return Fallback(name)

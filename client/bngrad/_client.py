@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, SupportsIndex, TypeVar, overload
+from typing import Any, Literal, SupportsIndex, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -58,6 +58,10 @@ class Client:
     at once to another one if that server is not available or overloaded. A server that is not available gets no more
     calls until it answers again.
 
+    With the target ``local:`` there is no server: the kernels of a CPU server compute the calls in this process, with
+    the same bits and errors. They need the extra ``bngrad[local]``. The first call loads them; the first call of a
+    dtype on a machine compiles them, which takes about half a minute. No timeout ends a call that is being computed.
+
     In the docstrings, C is the number of channels. Every call may raise, besides the errors that it names itself:
 
     * `bngrad.InvalidArgumentError`: the request breaks the op's contract; ``violations`` names each argument.
@@ -82,12 +86,14 @@ class Client:
         token: Token | None = None,
         insecure: bool = False,
         options: Iterable[tuple[str, Any]] = (),
+        fallback: Literal["local"] | None = None,
     ) -> None:
         """Connects to nothing yet.
 
         Args:
             target: ``HOST:PORT``, ``unix:PATH`` or any other gRPC target; or several of these, whose servers share the
-                calls. The servers of a name with several addresses share them too.
+                calls. The servers of a name with several addresses share them too. ``local:`` is the CPU of this
+                process, see the class.
             timeout: The timeout of calls that are given none of their own, in seconds; ``math.inf`` for no limit.
             transport: How tensors travel. "auto" takes the fastest transport that there is; "shared" only memory that
                 is shared with a server on this host; "stream" chunks on a stream, of any size; "unary" one gRPC
@@ -99,8 +105,15 @@ class Client:
                 it, or a function that returns it. Files are read, and functions called, for each call.
             insecure: Whether the token may be sent to other hosts without TLS.
             options: gRPC channel arguments, such as ``("grpc.keepalive_time_ms", 30_000)``.
+            fallback: "local" to compute calls in this process, by the kernels of the CPU, that no server answers within
+                their retries; None for an error. See ``fallback_calls``.
+
+        Raises:
+            ModuleNotFoundError: The target is ``local:``, or the fallback "local", and Numba is not installed.
         """
-        self._calls = CallRunner("bngrad.Client", target, timeout, transport, retries, tls, token, insecure, options)
+        self._calls = CallRunner(
+            "bngrad.Client", target, timeout, transport, retries, tls, token, insecure, options, fallback
+        )
 
     def fused_batch_norm_grad_v3(
         self,
@@ -327,6 +340,11 @@ class Client:
         """
         dimensions, kind = _validation.check_shape(shape), _validation.check_dtype(dtype)
         return self._calls.empty(dimensions, kind, self._calls.deadline(None), Cancellation(only_by_close=True))
+
+    @property
+    def fallback_calls(self) -> int:
+        """How many calls were computed in this process because no server answered, see ``fallback``."""
+        return self._calls.fallback_calls
 
     def close(self) -> None:
         """Closes the connections; calls in flight end with a `ClientClosedError`. Closing again does nothing.

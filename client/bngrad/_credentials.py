@@ -14,7 +14,7 @@ from typing import TypeAlias
 import grpc
 
 from bngrad._errors import FieldViolation, invalid_argument
-from bngrad._validation import ChannelOption, host_and_port_of
+from bngrad._validation import LOCAL, ChannelOption, host_and_port_of
 from bngrad_wire.addresses import format_host_port, is_local
 from bngrad_wire.http2 import tls
 
@@ -190,4 +190,6 @@ def _no_password() -> str:
 def _is_local(target: str) -> bool:
     """Returns whether a target is on this host."""
     address = host_and_port_of(target)
+    if target == LOCAL:
+        return True
     return target.startswith(_LOCAL_SCHEMES) if address is None else is_local(format_host_port(*address))

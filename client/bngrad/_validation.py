@@ -6,7 +6,7 @@ import numbers
 import operator
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, SupportsIndex, TypeAlias
+from typing import Any, Literal, SupportsIndex, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,8 @@ from bngrad._errors import FieldViolation, invalid_argument, is_encodable
 from bngrad.typing import Transport
 from bngrad_wire.addresses import MAX_PORT, host_and_port, unix_path
 
+LOCAL = "local:"
+"""The target that stands for the CPU of this process."""
 ChannelOption: TypeAlias = tuple[str, Any]
 TRANSPORTS: tuple[Transport, ...] = ("auto", "unary", "stream", "shared")
 
@@ -60,6 +62,8 @@ def _is_target(target: str) -> bool:
     """Returns whether gRPC understands it as it is meant, not as some other host, port or path."""
     if "\0" in target or not is_encodable(target):
         return False
+    if target == LOCAL:
+        return True
     address = host_and_port_of(target)
     if address is not None:
         return 0 < address[1] <= MAX_PORT
@@ -91,6 +95,14 @@ def check_retries(retries: bool) -> bool:
     if not isinstance(retries, bool):
         raise TypeError(f"retries must be a bool, not {retries!r}")
     return retries
+
+
+def check_fallback(fallback: Literal["local"] | None) -> bool:
+    """Returns whether calls that no server answers are computed in this process."""
+    if fallback not in (None, "local"):
+        description = f"fallback must be 'local' or None, not {fallback!r}"
+        raise invalid_argument(FieldViolation("fallback", description))
+    return fallback is not None
 
 
 def check_options(options: Iterable[ChannelOption]) -> list[ChannelOption]:

@@ -19,6 +19,7 @@ from bngrad._deadline import Cancellation, Deadline
 from bngrad._requests import ops
 from bngrad._requests.attributes import TensorFlowAttributes
 from bngrad._requests.request import PreparedRequest
+from bngrad._transports.selector import TransportSelector
 from bngrad_cli.embedded import EmbeddedServer
 
 MOMENTS = 16
@@ -74,6 +75,7 @@ def test_a_call_that_is_cancelled_at_any_step_leaves_every_transport_usable(
             answer = client.fused_batch_norm_grad_v2(x, x, stats, stats, stats)
             assert all(map(np.array_equal, answer[:3], client.fused_batch_norm_grad_v2(x, x, stats, stats, stats)[:3]))
             (upstream,) = client._calls._load_balancer._servers.values()
+            assert isinstance(upstream.selector, TransportSelector)
             assert not upstream.selector._discovery._blocked
         steps += STEPS
     assert steps > 100 * STEPS

@@ -7,16 +7,49 @@ import random
 import threading
 import weakref
 from collections.abc import Callable, Container, Sequence
+from typing import Any, Protocol, TypeVar
 
 import grpc
+import numpy as np
 
 from bngrad._balancing.resolver import Resolver
 from bngrad._balancing.retry import delay_s
 from bngrad._deadline import Cancellation, Deadline
 from bngrad._errors import BngradError, DeadlineExceededError, NotSharedError, UnavailableError, from_status
-from bngrad._transports.selector import TransportSelector
+from bngrad._requests.request import PreparedRequest
+from bngrad._results import ServerInfo
+from bngrad.typing import Array
+
+Result = TypeVar("Result")
 
 _PROBE_TIMEOUT_S = 5.0
+
+
+class Selector(Protocol):
+    """Makes the calls to one server; see `bngrad._transports.selector.TransportSelector`, whose methods these are."""
+
+    @property
+    def has_answered(self) -> bool:
+        """Whether the server has ever answered a question for its endpoints."""
+        ...
+
+    def run(self, request: PreparedRequest[Result], deadline: Deadline, cancellation: Cancellation) -> Result:
+        """Makes a call, without retries."""
+        ...
+
+    def server_info(self, deadline: Deadline, cancellation: Cancellation) -> ServerInfo:
+        """Asks the server for its `ServerInfo`."""
+        ...
+
+    def empty(
+        self, shape: tuple[int, ...], dtype: np.dtype[Any], deadline: Deadline, cancellation: Cancellation
+    ) -> Array:
+        """Makes an array in memory that is shared with the server."""
+        ...
+
+    def close(self) -> None:
+        """Closes the connections."""
+        ...
 
 
 class Upstream:
@@ -31,7 +64,7 @@ class Upstream:
         retired: Set once it is no longer a server of the client.
     """
 
-    def __init__(self, selector: TransportSelector) -> None:
+    def __init__(self, selector: Selector) -> None:
         self.selector = selector
         self.in_flight = 0
         self.is_up = True
@@ -47,7 +80,7 @@ class LoadBalancer:
     has a worker that is ready; no call has to try it.
     """
 
-    def __init__(self, targets: Sequence[str], connect: Callable[[str, str | None], TransportSelector]) -> None:
+    def __init__(self, targets: Sequence[str], connect: Callable[[str, str | None], Selector]) -> None:
         """Connects to nothing yet.
 
         Args:

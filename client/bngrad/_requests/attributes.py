@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import numbers
 from collections.abc import Mapping
@@ -64,8 +65,7 @@ def _epsilon(epsilon: float) -> float:
     if isinstance(epsilon, bool) or not isinstance(epsilon, numbers.Real):
         raise TypeError(f"epsilon must be a number, not {epsilon!r}")
     try:
-        with np.errstate(over="ignore"):
-            rounded = float(np.float32(float(epsilon)))
+        rounded = ctypes.c_float(float(epsilon)).value
     except OverflowError:  # An int too large for a float may also be too long to print.
         rounded = epsilon = math.inf
     if not math.isfinite(rounded):

@@ -42,6 +42,7 @@ class OpSchema(Generic[Result]):
         fields: The field numbers of the request, by name.
         location_numbers: The numbers of the fields that say where the outputs of the shape of x go; these outputs are
             the response's first fields, in the same order.
+        outputs: The names of the response's tensors.
         response: Reads the response.
         result: Makes the result from the response's tensors.
     """
@@ -57,7 +58,9 @@ class OpSchema(Generic[Result]):
         self.large = large
         self.fields = {field.name: field.number for field in descriptor.fields}
         self.location_numbers = [number for field, number in self.fields.items() if field.endswith("_location")]
-        self.response = codec.ResponseReader(getattr(pb, f"{name}Response"), len(self.location_numbers))
+        response_type: type[Message] = getattr(pb, f"{name}Response")
+        self.outputs = [field.name for field in response_type.DESCRIPTOR.fields]
+        self.response = codec.ResponseReader(response_type, len(self.location_numbers))
         self.result = result
         self._request_type: Callable[..., Message] = request_type
 
@@ -97,7 +100,7 @@ class OpSchema(Generic[Result]):
         outputs = own_out = tuple(own.values())
         if transposed:
             outputs = tuple(output if output is None else np.moveaxis(output, 1, -1) for output in own_out)
-        return PreparedRequest(self, large, small, rest, outputs, own_out if transposed else None)
+        return PreparedRequest(self, large, small, ignored, checked, rest, outputs, own_out if transposed else None)
 
     def _with_channels_last(self, attributes: dict[str, Any], arrays: Mapping[str, Array]) -> dict[str, Array]:
         """Returns views with the channels last, and adapts the data format, if the memory has them so; else nothing."""
@@ -128,7 +131,9 @@ class PreparedRequest(Generic[Result]):
         op: The op's messages.
         large: The tensors of the shape of x by the names of their fields, in the order of these.
         small: The other tensors, likewise.
-        rest: The serialised fields that are not tensors, and the tensors that are sent without elements.
+        ignored: reserve_space_3, if it was given.
+        attributes: The fields that are not tensors.
+        rest: These fields serialised, and reserve_space_3 without its elements.
         out: Where the caller wants each output of the shape of x; None for a new array.
         own_out: The same with the channels second, as the caller has them; None if ``out`` is what the caller has.
     """
@@ -136,6 +141,8 @@ class PreparedRequest(Generic[Result]):
     op: OpSchema[Result]
     large: dict[str, Array]
     small: dict[str, Array]
+    ignored: Array | None
+    attributes: dict[str, Any]
     rest: bytes
     out: tuple[Array | None, ...]
     own_out: tuple[Array | None, ...] | None = None
@@ -202,7 +209,10 @@ class PreparedRequest(Generic[Result]):
         Raises:
             InternalError: The response is malformed.
         """
-        tensors = self.op.response.read(response, outputs, apart=apart)
+        return self.result(self.op.response.read(response, outputs, apart=apart))
+
+    def result(self, tensors: dict[str, Array]) -> Result:
+        """Makes the result from the response's tensors, with the channels where the caller has them."""
         for (field, array), own in zip(list(tensors.items()), self.own_out or (), strict=False):
             tensors[field] = np.moveaxis(array, -1, 1) if own is None else own
         return self.op.result(**tensors)

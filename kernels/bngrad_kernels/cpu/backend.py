@@ -7,6 +7,7 @@ import os
 import platform
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,10 @@ from bngrad_kernels.spec import TENSOR_DTYPES, Spec
 _ALONE_BELOW_NBYTES = 1 << 17
 """Smaller tensors are computed by one thread: starting the others would cost more."""
 
+_ALL_CORES = threading.Lock()
+"""Held where problems run on several threads, as more than one at a time would only share the same cores, and by every
+problem where Numba can run but one at a time."""
+
 _RECORD_NAMES = {"reserve_space_1": "mean"}
 _NO_SCALE = np.empty(0, np.float32)
 
@@ -38,14 +43,19 @@ class CpuBackend(Backend):
 
     memory_nbytes = used_nbytes = 0
 
-    def __init__(self, threads: int | None = None) -> None:
-        """Creates a backend.
+    def __init__(self, threads: int | None = None, *, is_guest: bool = False) -> None:
+        """Creates a backend, which any number of threads may call.
 
         Args:
             threads: How many threads it uses; None for one per core that this process may use.
+            is_guest: Whether the calling threads may have other work for Numba, whose number of threads is then put
+                back after each run.
         """
         self._threads = min(threads or len(os.sched_getaffinity(0)), numba.config.NUMBA_NUM_THREADS)
         self._local = threading.local()
+        self._is_guest = is_guest
+        numba.get_num_threads()  # starts Numba's threads, by which it chooses their kind
+        self._can_overlap = numba.threading_layer() != "workqueue"
         self.description = f"{_processor()}, {self._threads} threads"
 
     def register(self, memory: Array) -> None:
@@ -72,8 +82,19 @@ class CpuBackend(Backend):
                 small.append(problem)
             else:
                 self._run_split(problem)
+        if len(small) == 1 and small[0].prepared is None:
+            self._run_alone(small[0])
+            return
         for _, group in itertools.groupby(sorted(small, key=_dtype_number), key=_dtype_number):
             self._run_small(list(group))
+
+    def _run_alone(self, problem: AnyProblem) -> None:
+        """Computes a small problem for the first time, which is often the last."""
+        planned = plan(problem.spec, problem.channels)
+        records = np.frombuffer(bytearray(planned.record), RECORD)
+        _place(records, 0, problem, True, self._workspace(planned.slot_nbytes))
+        problem.prepared = (records.tobytes(), planned.slot_nbytes)
+        self._run(problem, records, 1)
 
     def _run_small(self, problems: list[AnyProblem]) -> None:
         """Computes problems of one dtype, each on a single thread."""
@@ -96,10 +117,16 @@ class CpuBackend(Backend):
         self._run(problem, records, self._threads)
 
     def _run(self, problem: AnyProblem, records: Array, threads: int) -> None:
-        if getattr(self._local, "threads", 0) != threads:
+        before = numba.get_num_threads() if self._is_guest else getattr(self._local, "threads", 0)
+        if before != threads:
             self._local.threads = threads
             numba.set_num_threads(threads)
-        driver.run(TAGS[problem.spec.dtype], records, threads)
+        try:
+            with nullcontext() if threads == 1 and self._can_overlap else _ALL_CORES:
+                driver.run(TAGS[problem.spec.dtype], records, threads)
+        finally:
+            if self._is_guest and before != threads:
+                numba.set_num_threads(before)
 
     def _workspace(self, nbytes: int) -> int:
         """Returns the address of scratch memory, which each calling thread keeps for its next problem."""

@@ -53,6 +53,7 @@ def right(client: bngrad.Client, x: Any, server: Server, **options: Any) -> Any:
 def selector_of(client: bngrad.Client) -> TransportSelector:
     """Returns the transport selector of a client with one server."""
     (server,) = client._calls._load_balancer._servers.values()
+    assert isinstance(server.selector, TransportSelector)
     return server.selector
 
 

@@ -48,7 +48,7 @@ def test_arguments_that_the_ops_do_not_have_are_keyword_only() -> None:
 
     of_calls = {"out": None, "priority": 0, "timeout": None}
     security = {"tls": False, "token": None, "insecure": False}
-    of_clients = {"timeout": 60.0, "transport": "auto", "retries": True, "options": ()} | security
+    of_clients = {"timeout": 60.0, "transport": "auto", "retries": True, "options": (), "fallback": None} | security
     assert named_only(bngrad.Client) == of_clients
     for name in ("fused_batch_norm_grad_v3", "fused_batch_norm_grad_v2", "fused_batch_norm_grad_grad"):
         assert named_only(getattr(bngrad.Client, name)) == {"reserve_space_2_kind": "variance"} | of_calls

@@ -17,7 +17,7 @@ import bngrad.typing
 from bngrad._errors import from_status
 
 ROOT = Path(__file__).parents[3]
-SOURCES = [str(ROOT / folder) for folder in ("client", "wire", "protos")]
+SOURCES = [str(ROOT / folder) for folder in ("client", "kernels", "wire", "protos")]
 
 PROGRAM = """\
 from __future__ import annotations

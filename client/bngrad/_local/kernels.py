@@ -1,0 +1,176 @@
+"""Computes prepared requests by the CPU kernels in this process."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+import os
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+import numpy as np
+
+from bngrad._deadline import Cancellation, Deadline
+from bngrad._errors import FieldViolation, InvalidArgumentError, UnavailableError
+from bngrad._requests import ops
+from bngrad._requests.request import OpSchema, PreparedRequest
+from bngrad._results import Device, ServerInfo
+from bngrad._shared_memory.pool import Pool
+from bngrad.typing import Array
+from bngrad_kernels import spec, validation
+from bngrad_kernels.problem import AnyProblem, GradGradProblem, Problem
+from bngrad_kernels.spec import ReserveSpace2Kind, Spec, TensorHeader
+from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
+from bngrad_wire import __version__
+from bngrad_wire.limits import MAX_RANK
+
+if TYPE_CHECKING:
+    from bngrad_kernels.backend import Backend
+
+Result = TypeVar("Result")
+_Header: TypeAlias = tuple[str, np.dtype[Any], tuple[int, ...]]
+
+_SPECS: dict[OpSchema[Any], Callable[..., Spec]] = {
+    ops.V3: validation.fused_batch_norm_grad_v3_spec,
+    ops.V2: validation.fused_batch_norm_grad_v2_spec,
+    ops.TRAINING_BACKPROP: validation.batch_norm_training_backprop_spec,
+    ops.GRAD_GRAD: validation.fused_batch_norm_grad_grad_spec,
+}
+_INPUTS: dict[OpSchema[Any], tuple[str, ...]] = {
+    ops.V3: ("y_backprop", "x", "scale", "reserve_space_1", "reserve_space_2"),
+    ops.TRAINING_BACKPROP: ("output_delta", "input_forward", "gamma", "mean", "variance"),
+}
+"""The tensors in the order of a problem's inputs, where that is not the order of the op's tensors."""
+_POOLED_FROM_NBYTES = 1 << 16
+"""Larger outputs come from the pool: fresh pages cost more than the kernel that fills them."""
+
+
+class LocalKernels:
+    """Makes calls as `bngrad._transports.selector.TransportSelector` does, but computes them itself.
+
+    Deadlines and cancellations end no call: a kernel that has begun runs to its end.
+
+    Attributes:
+        has_answered: True, since nothing must be reached.
+    """
+
+    has_answered = True
+
+    def __init__(self) -> None:
+        """Loads and compiles nothing yet.
+
+        Raises:
+            ModuleNotFoundError: Numba, which compiles the kernels, is not installed.
+        """
+        if importlib.util.find_spec("numba") is None:
+            raise ModuleNotFoundError(
+                "to compute in this process needs Numba: pip install 'bngrad[local]'", name="numba"
+            )
+        self._pool = Pool(None)
+
+    def run(self, request: PreparedRequest[Result], deadline: Deadline, cancellation: Cancellation) -> Result:
+        """Computes a call.
+
+        Raises:
+            InvalidArgumentError: The request breaks the op's contract.
+            UnavailableError: The process was forked from one that has computed calls.
+        """
+        problem, outputs = self._problem(request)
+        _backend().run([problem])
+        for i, out in enumerate(request.out):
+            if out is not None and out is not outputs[i]:
+                np.copyto(out, outputs[i])
+                outputs[i] = out
+        fields = request.op.outputs
+        while len(outputs) < len(fields):
+            outputs.append(np.empty(0, np.float32))
+        return request.result(dict(zip(fields, outputs, strict=True)))
+
+    def server_info(self, deadline: Deadline, cancellation: Cancellation) -> ServerInfo:
+        """Describes this process as a server with one CPU."""
+        device = Device("cpu", _backend().description, "ready", 0, 0)
+        names = tuple(op.method.rpartition("/")[2] for op in _SPECS)
+        return ServerInfo(__version__, (device,), names, 0, 0, 0, (), 0, "", "")
+
+    def empty(
+        self, shape: tuple[int, ...], dtype: np.dtype[Any], deadline: Deadline, cancellation: Cancellation
+    ) -> Array:
+        """Makes an array in memory of this process."""
+        return self._pool.empty(shape, dtype)
+
+    def close(self) -> None:
+        """Releases the memory that no array uses."""
+        self._pool.close()
+
+    def _problem(self, request: PreparedRequest[Any]) -> tuple[AnyProblem, list[Array]]:
+        """Checks a request as a server does; returns its problem, and the arrays of the outputs in their order."""
+        arrays = {**request.large, **request.small}
+        headers = [(field, array.dtype, array.shape) for field, array in arrays.items()]
+        if request.ignored is not None:
+            headers.append(("reserve_space_3", request.ignored.dtype, request.ignored.shape))
+        checked = _spec(request.op, tuple(headers), tuple(request.attributes.items()))
+        inputs = [
+            array if array is None or array.flags.aligned else array.copy()
+            for array in map(arrays.get, _INPUTS.get(request.op, request.op.tensors))
+        ]
+        outputs = [
+            out if out is not None and out.flags.c_contiguous and out.flags.aligned else self._new(checked)
+            for out in request.out
+        ]
+        kind: Any = GradGradProblem if checked.order == 2 else Problem
+        outputs += [np.empty(checked.channels, checked.stats_dtype) for _ in kind.small_outputs]
+        return kind(checked, *inputs, *outputs), outputs
+
+    def _new(self, checked: Spec) -> Array:
+        if checked.tensor_nbytes < _POOLED_FROM_NBYTES:
+            return np.empty(checked.shape, checked.dtype)
+        return self._pool.empty(checked.shape, checked.dtype)
+
+
+@functools.lru_cache(maxsize=1024)
+def _spec(op: OpSchema[Any], tensors: tuple[_Header, ...], attributes: tuple[tuple[str, Any], ...]) -> Spec:
+    """Returns what to compute; raises an InvalidArgumentError with a server's words."""
+    given = dict(attributes)
+    given.pop("priority", None)  # nothing waits here
+    if "reserve_space_2_kind" in given:
+        is_inverse = given["reserve_space_2_kind"] == pb.RESERVE_SPACE2_KIND_INVERSE_STD
+        given["reserve_space_2_kind"] = ReserveSpace2Kind.INVERSE_STD if is_inverse else ReserveSpace2Kind.VARIANCE
+    violations = [
+        spec.FieldViolation(field, f"{field} must have at most {MAX_RANK} dimensions, not {len(shape)}")
+        for field, _, shape in tensors
+        if len(shape) > MAX_RANK
+    ]
+    try:
+        if violations:
+            raise spec.InvalidArgumentError(tuple(violations))
+        return _SPECS[op](**{field: _header(dtype, shape) for field, dtype, shape in tensors}, **given)
+    except spec.InvalidArgumentError as error:
+        found = [FieldViolation(violation.field, violation.description) for violation in error.violations]
+        raise InvalidArgumentError(str(error), found) from None
+
+
+def _header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> TensorHeader:
+    return TensorHeader(dtype, shape, math.prod(shape) * dtype.itemsize)
+
+
+_mutex = threading.Lock()
+_made: list[tuple[Backend, int]] = []
+"""The backend of this process once there is one, and the id of the process that made it."""
+
+
+def _backend() -> Backend:
+    if not _made:
+        with _mutex:
+            if not _made:
+                from bngrad_kernels.cpu import CpuBackend  # noqa: PLC0415 - Numba takes a second to import
+
+                _made.append((CpuBackend(is_guest=True), os.getpid()))
+    backend, process = _made[0]
+    if process != os.getpid():
+        raise UnavailableError(
+            f"process {process}, from which this one was forked, has computed calls itself, and its threads do not "
+            "survive a fork: start processes by spawn or forkserver, or make the first such call after the fork"
+        )
+    return backend
