@@ -1,26 +1,26 @@
-"""TensorFlow's own batch norm differentiated twice, with a server in the place of its gradient ops."""
+"""TensorFlow's own batch norm, whose gradients a client computes: `bngrad.tensorflow.install`."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import tensorflow as tf
-from examples.tensorflow_gradient import install
 from tensorflow.python.ops import gen_nn_ops
 
 import bngrad
+import bngrad.tensorflow
 
 INPUTS = ("grad_y", "x", "scale")
 
 
 @pytest.fixture(autouse=True)
-def installed(client: bngrad.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    for version in (2, 3):
-        name = f"fused_batch_norm_grad_v{version}"
-        monkeypatch.setattr(gen_nn_ops, name, getattr(gen_nn_ops, name))  # puts it back after the test
-    install(client)
+def installed(client: bngrad.Client) -> Iterator[None]:
+    bngrad.tensorflow.install(client)
+    yield
+    bngrad.tensorflow.uninstall()
 
 
 @pytest.mark.parametrize("is_training", [True, False])
@@ -62,7 +62,7 @@ def test_tensorflows_gradient_checker_agrees(
 
 
 @pytest.mark.parametrize("is_training", [True, False])
-def test_both_orders_are_tensorflows_own_but_for_rounding(is_training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_orders_are_tensorflows_own_but_for_rounding(is_training: bool) -> None:
     rng = np.random.default_rng(2)
     x = tf.constant(rng.normal(1, 2, (8, 9, 9, 16)).astype(np.float32))
     weights = tf.constant(rng.normal(size=x.shape).astype(np.float32))
@@ -81,7 +81,42 @@ def test_both_orders_are_tensorflows_own_but_for_rounding(is_training: bool, mon
         return [by_x, by_scale, *second.gradient(penalty, [x, scale])]
 
     ours = gradients()
-    monkeypatch.undo()
+    bngrad.tensorflow.uninstall()
     for our, their in zip(ours, gradients(), strict=True):
         assert (our.shape, our.dtype) == (their.shape, their.dtype)
         assert tf.reduce_max(abs(our - their)) <= 1e-4 * tf.reduce_max(abs(their))
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+@pytest.mark.parametrize("dtype", [tf.float32, tf.bfloat16, tf.float16], ids=str)
+def test_gradients_of_every_dtype_come_from_the_client_in_both_modes(in_graph: bool, dtype: Any) -> None:
+    rng = np.random.default_rng(3)
+    x = tf.cast(rng.normal(1, 2, (4, 9, 9, 8)), dtype)
+    weights = tf.cast(rng.normal(size=x.shape), dtype)
+    scale, offset = map(tf.constant, rng.uniform(0.5, 2, (2, 8)).astype(np.float32))
+
+    def gradients() -> list[Any]:
+        with tf.GradientTape() as tape:
+            tape.watch([x, scale, offset])
+            y, *_ = tf.compat.v1.nn.fused_batch_norm(x, scale, offset)
+            loss = tf.reduce_sum(tf.cast(y * weights, tf.float32))
+        found: list[Any] = tape.gradient(loss, [x, scale, offset])
+        return found
+
+    ours = tf.function(gradients)() if in_graph else gradients()
+    bngrad.tensorflow.uninstall()
+    for our, their in zip(ours, gradients(), strict=True):
+        assert our.dtype == their.dtype
+        difference, largest = tf.reduce_max(abs(our - their)), tf.reduce_max(abs(their))
+        assert difference <= {2: 0.02, 4: 1e-5}[our.dtype.size] * largest
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_what_the_client_refuses_is_tensorflows_invalid_argument(in_graph: bool) -> None:
+    x = tf.ones((2, 3, 3, 4))
+
+    def gradient() -> Any:
+        return gen_nn_ops.fused_batch_norm_grad_v2(x, x, tf.ones(3), tf.ones(4), tf.ones(4))
+
+    with pytest.raises(tf.errors.InvalidArgumentError, match="scale must have the same number of elements"):
+        (tf.function(gradient) if in_graph else gradient)()

@@ -1,0 +1,186 @@
+"""Batch normalisation layers of Keras on TensorFlow, whose gradients a client computes: `bngrad.keras`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import bngrad
+import bngrad.keras
+
+
+class Counted:
+    """A client that counts its calls of the ops."""
+
+    def __init__(self, client: bngrad.Client) -> None:
+        self.calls = 0
+        self._client = client
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._client, name)
+
+        def counted(*arguments: Any, **named: Any) -> Any:
+            self.calls += 1
+            return method(*arguments, **named)
+
+        return counted
+
+
+@pytest.fixture
+def counted(client: bngrad.Client) -> Any:
+    return Counted(client)
+
+
+@pytest.fixture(params=["float32", "mixed_float16"])
+def policy(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = keras.mixed_precision.global_policy()
+    keras.mixed_precision.set_global_policy(request.param)
+    yield request.param
+    keras.mixed_precision.set_global_policy(before)
+
+
+def network() -> Any:
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.Input((16, 16, 3))]
+    for filters in (8, 16):
+        layers += [keras.layers.Conv2D(filters, 3, use_bias=False), keras.layers.BatchNormalization()]
+        layers += [keras.layers.ReLU(), keras.layers.MaxPooling2D()]
+    inner = keras.Sequential([keras.layers.Dense(16), keras.layers.BatchNormalization(scale=False)])
+    return keras.Sequential([*layers, keras.layers.Flatten(), inner, keras.layers.Dense(10)])
+
+
+def losses(model: Any) -> list[float]:
+    """Trains a model for two epochs, and returns the loss of each."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(96, 16, 16, 3)).astype(np.float32), rng.integers(0, 10, 96)
+    optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
+    model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    fitted = model.fit(x, y, batch_size=32, epochs=2, shuffle=False, verbose=0)
+    found: list[float] = fitted.history["loss"]
+    return found
+
+
+def test_a_converted_model_trains_as_keras_own(counted: Any, policy: str) -> None:
+    stock, converted = network(), bngrad.keras.convert(network(), counted)
+    np.testing.assert_allclose(losses(converted), losses(stock), atol=1e-3)
+    assert counted.calls == 2 * 3 * 3, "epochs, batches, layers"
+    for ours, theirs in zip(converted.get_weights(), stock.get_weights(), strict=True):
+        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+    x = np.ones((2, 16, 16, 3), np.float32)
+    np.testing.assert_allclose(converted.predict(x, verbose=0), stock.predict(x, verbose=0), atol=2e-2)
+    assert not converted.jit_compile
+
+
+GEOMETRIES = {
+    "dense": ((6, 5), -1),
+    "sequence": ((3, 7, 5), -1),
+    "sequence, channels second": ((3, 5, 7), 1),
+    "NHWC": ((2, 4, 3, 5), -1),
+    "NCHW": ((2, 5, 4, 3), 1),
+    "NDHWC": ((2, 2, 4, 3, 5), -1),
+    "NCDHW": ((2, 5, 2, 4, 3), 1),
+}
+
+
+def gradients(layer: Any, x: Any, **arguments: Any) -> list[Any]:
+    """Returns the output, its gradients, and gradients of those, by x and the layer's weights."""
+    x = tf.constant(x)
+    with tf.GradientTape() as second:
+        second.watch(x)
+        with tf.GradientTape() as first:
+            first.watch(x)
+            y = layer(x, training=True, **arguments)
+            loss = tf.reduce_sum(tf.sin(tf.cast(y, tf.float32)))
+        found = first.gradient(loss, [x, *layer.trainable_variables])
+        penalty = tf.reduce_sum(tf.cast(found[0], tf.float32) ** 2)
+    return [y, *found, *second.gradient(penalty, [x, *layer.trainable_variables[:1]])]
+
+
+def assert_close(ours: list[Any], theirs: list[Any]) -> None:
+    for our, their in zip(ours, theirs, strict=True):
+        assert (our.shape, our.dtype) == (their.shape, their.dtype)
+        largest = np.abs(np.asarray(their)).max(initial=1e-3)
+        np.testing.assert_allclose(np.asarray(our), np.asarray(their), atol=1e-4 * largest)
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_both_orders_agree_with_keras_for_every_place_of_the_channels(counted: Any, geometry: str) -> None:
+    shape, axis = GEOMETRIES[geometry]
+    x = np.random.default_rng(1).normal(1, 2, shape).astype(np.float32)
+    gamma = keras.initializers.RandomUniform(0.5, 1.5, seed=0)
+    arguments = {"axis": axis, "epsilon": 0.01, "gamma_initializer": gamma}
+    ours = gradients(bngrad.keras.BatchNormalization(client=counted, **arguments), x)
+    assert_close(ours, gradients(keras.layers.BatchNormalization(**arguments), x))
+    assert counted.calls == 3, "the first order, and both orders in the gradient of the penalty"
+
+
+@pytest.mark.parametrize(
+    ("changes", "call"),
+    [
+        ({"renorm": True}, {}),
+        ({}, {"mask": np.array([[True, False, True]] * 2)}),
+        ({"dtype": "float64"}, {}),
+        ({"axis": 2}, {}),
+    ],
+    ids=["renorm", "mask", "float64", "channels in the middle"],
+)
+def test_what_the_client_does_not_compute_is_keras_own(counted: Any, changes: Any, call: Any) -> None:
+    x = np.random.default_rng(1).normal(size=(2, 3, 4) if call else (2, 3, 4, 5)).astype(np.float64)
+    layers = bngrad.keras.BatchNormalization(client=counted, **changes), keras.layers.BatchNormalization(**changes)
+    ours, theirs = (gradients(layer, x, **call)[:2] for layer in layers)
+    for our, their in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(our, their)
+    assert counted.calls == 0
+
+
+def test_inference_and_frozen_layers_are_keras_own(counted: Any) -> None:
+    layer = bngrad.keras.BatchNormalization(client=counted)
+    x = tf.ones((2, 3, 3, 4))
+    layer(x, training=False)
+    layer.trainable = False
+    layer(x, training=True)
+    assert counted.calls == 0
+
+
+def test_a_compiled_model_is_converted_and_reverted_in_place(counted: Any) -> None:
+    model, x, y = network(), np.ones((4, 16, 16, 3), np.float32), np.zeros(4)
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model.fit(x, y, verbose=0)
+    layers, weights = list(model._flatten_layers()), model.get_weights()
+    assert bngrad.keras.convert(model, counted) is model
+    assert all(before is after for before, after in zip(layers, model._flatten_layers(), strict=True))
+    for ours, theirs in zip(model.get_weights(), weights, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    model.fit(x, y, verbose=0)
+    assert counted.calls == 3
+    assert bngrad.keras.revert(model) is model
+    assert all(type(each) is not bngrad.keras.BatchNormalization for each in layers)
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword")  # of Keras itself
+def test_a_saved_model_has_no_client(counted: Any, tmp_path: Path) -> None:
+    model = bngrad.keras.convert(network(), counted)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    ours = [each for each in loaded._flatten_layers() if isinstance(each, bngrad.keras.BatchNormalization)]
+    assert [each.client for each in ours] == [None] * 3
+    x = np.ones((2, 16, 16, 3), np.float32)
+    np.testing.assert_allclose(loaded(x, training=True), model(x, training=True), atol=1e-5)
+
+
+@pytest.mark.parametrize("run", [lambda function: function, tf.function], ids=["eager", "graph"])
+def test_a_closed_client_is_an_error_that_says_so(run: Callable[[Any], Any]) -> None:
+    closed = bngrad.Client("localhost:1")
+    closed.close()
+    layer = bngrad.keras.BatchNormalization(client=closed)
+    with pytest.raises((bngrad.ClientClosedError, tf.errors.UnknownError), match="is closed"):
+        run(lambda: gradients(layer, np.ones((2, 3, 3, 4), np.float32)))()
