@@ -7,9 +7,11 @@ machine's cores.
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 from contextlib import ExitStack
+from typing import Literal, TypeAlias
 
 import torch
 from benchmarks.training.resnet import batches, small_resnet
@@ -20,16 +22,25 @@ import bngrad.torch
 from bngrad.typing import Transport
 from bngrad_cli.embedded import EmbeddedServer
 
-_CONTESTANTS: dict[str, Transport | None] = {"stock": None, "shared": "shared", "tcp": "stream"}
+_Where: TypeAlias = Literal["everywhere", "measured"]
+_WARM_UPS = 11
+"""Steps before the clock starts: measured placements are fixed in the first ten."""
+
+_CONTESTANTS: dict[str, tuple[Transport, _Where] | None] = {
+    "stock": None,
+    "shared": ("shared", "everywhere"),
+    "tcp": ("stream", "everywhere"),
+    "measured": ("auto", "measured"),
+}
 
 
 class _Training:
-    def __init__(self, client: bngrad.Client | None, *, channels_last: bool, bfloat16: bool) -> None:
+    def __init__(self, client: bngrad.Client | None, where: _Where, *, channels_last: bool, bfloat16: bool) -> None:
         self._format = torch.channels_last if channels_last else torch.contiguous_format
         self._bfloat16 = bfloat16
         self._network = small_resnet().to(memory_format=self._format)  # type: ignore[call-overload]
         if client is not None:
-            bngrad.torch.convert_batchnorm(self._network, client)
+            bngrad.torch.convert_batchnorm(self._network, client, where=where)
         self._optimizer = torch.optim.SGD(self._network.parameters(), lr=0.05, momentum=0.9)
 
     def step(self, images: torch.Tensor, labels: torch.Tensor) -> float:
@@ -47,26 +58,27 @@ class _Training:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_training", description=__doc__)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    data = batches(options.steps + 3, options.batch)
+    data = batches(options.steps + _WARM_UPS, options.batch)
     with ExitStack() as stack:
         server = stack.enter_context(EmbeddedServer())
-        clients = {
-            name: None if transport is None else stack.enter_context(bngrad.Client(server.target, transport=transport))
-            for name, transport in _CONTESTANTS.items()
-        }
-        print(f"{'ms per step, median':32}" + "".join(f"{name:>10}" for name in clients) + "   ratios to stock")
-        for bfloat16 in (False, True):
-            for channels_last in (False, True):
-                runs = [_Training(each, channels_last=channels_last, bfloat16=bfloat16) for each in clients.values()]
-                seconds = [[run.step(*batch) for run in runs] for batch in data][3:]
-                medians = [statistics.median(each) for each in zip(*seconds, strict=True)]
-                label = f"{'bfloat16 autocast' if bfloat16 else 'float32'}, {'NHWC' if channels_last else 'NCHW'}"
-                ratios = "".join(f"{median / medians[0]:8.2f}" for median in medians[1:])
-                print(f"{label:32}" + "".join(f"{1e3 * median:10.1f}" for median in medians) + ratios, flush=True)
+        print(f"{'ms per step, median':32}" + "".join(f"{name:>10}" for name in _CONTESTANTS) + "   ratios to stock")
+        clients: list[tuple[bngrad.Client | None, _Where]] = [
+            (None, "everywhere")
+            if how is None
+            else (stack.enter_context(bngrad.Client(server.target, transport=how[0])), how[1])
+            for how in _CONTESTANTS.values()
+        ]
+        for bfloat16, channels_last in itertools.product((False, True), repeat=2):
+            runs = [_Training(*each, channels_last=channels_last, bfloat16=bfloat16) for each in clients]
+            seconds = [[run.step(*batch) for run in runs] for batch in data][_WARM_UPS:]
+            medians = [statistics.median(each) for each in zip(*seconds, strict=True)]
+            label = f"{'bfloat16 autocast' if bfloat16 else 'float32'}, {'channels_last' if channels_last else 'NCHW'}"
+            ratios = "".join(f"{median / medians[0]:8.2f}" for median in medians[1:])
+            print(f"{label:32}" + "".join(f"{1e3 * median:10.1f}" for median in medians) + ratios, flush=True)
 
 
 if __name__ == "__main__":

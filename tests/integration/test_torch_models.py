@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -157,3 +158,19 @@ def test_losses_keep_their_bits_when_servers_die_and_come_back(client: bngrad.Cl
             starting.join()
             late.__exit__()
     assert losses == undisturbed
+
+
+def test_measured_layers_are_computed_where_they_are_faster(
+    client: bngrad.Client, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = bngrad.torch.convert_batchnorm(network(), client, where="measured")
+    losses = train(model, data(11))
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 1 + NORMS
+    assert all(re.search(r": PyTorch [\d.]+, client [\d.]+: (client|PyTorch)$", line) for line in lines[1:])
+    assert losses == pytest.approx(train(network(), data(11)), abs=7e-4)
+
+
+def test_where_is_one_of_two_words(client: bngrad.Client) -> None:
+    with pytest.raises(ValueError, match="where must be 'everywhere' or 'measured', not 'here'"):
+        bngrad.torch.convert_batchnorm(network(), client, where="here")  # type: ignore[arg-type]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from bngrad._client import Client
 from bngrad.torch._clients import ClientReference
 from bngrad.torch._ops import batch_norm_grad
+from bngrad.torch._placement import Placement, Placements
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -22,6 +23,7 @@ class _ClientBatchNorm(_BatchNorm):
     """What the layers have in common: a client, and its use in the backward pass."""
 
     _client = ClientReference()
+    _placement: Placement | None = None
 
     def __init__(
         self,
@@ -70,6 +72,14 @@ class _ClientBatchNorm(_BatchNorm):
         """
         if not self._client.name or not self._needs_gradient(input) or input.numel() == 0:
             return super().forward(input)
+        if self._placement is None or torch.compiler.is_compiling():
+            return self._forward(input)
+        by_client = self._placement.next_by_client()
+        y = self._forward(input) if by_client else super().forward(input)
+        self._placement.measure(y, by_client=by_client)
+        return y
+
+    def _forward(self, input: Tensor) -> Tensor:  # noqa: A002
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         if input.dtype not in _DTYPES:
             expected = "float32, bfloat16 or float16"
@@ -164,7 +174,9 @@ _OURS: dict[type[nn.Module], type[_ClientBatchNorm]] = {
 _STOCK: dict[type[nn.Module], type[nn.Module]] = {ours: stock for stock, ours in _OURS.items()}
 
 
-def convert_batchnorm(model: Model, client: Client) -> Model:
+def convert_batchnorm(
+    model: Model, client: Client, *, where: Literal["everywhere", "measured"] = "everywhere"
+) -> Model:
     """Lets a client compute the backward passes of a model's batch normalisations.
 
     Layers of exactly PyTorch's classes BatchNorm1d, BatchNorm2d and BatchNorm3d become those of this module, and layers
@@ -174,16 +186,25 @@ def convert_batchnorm(model: Model, client: Client) -> Model:
     Args:
         model: The model, or a layer; it is changed in place.
         client: The client, which must be open while backward passes run.
+        where: "everywhere", or "measured": each layer's first ten backward passes are computed by PyTorch and by the
+            client in turns, and from then on by the faster one. The choices are printed to stderr once.
 
     Returns:
         The model.
+
+    Raises:
+        TypeError: The client is none.
+        ValueError: ``where`` is neither.
     """
-    reference = ClientReference(client)
-    for module in model.modules():
+    if where not in ("everywhere", "measured"):
+        raise ValueError(f"where must be 'everywhere' or 'measured', not {where!r}")
+    reference, placements = ClientReference(client), Placements()
+    for name, module in model.named_modules():
         if type(module) in _OURS:
             module.__class__ = _OURS[type(module)]
         if isinstance(module, _ClientBatchNorm):
             module._client = reference
+            module._placement = placements.add(name or type(module).__name__) if where == "measured" else None
     return model
 
 
@@ -198,6 +219,7 @@ def revert_batchnorm(model: Model) -> Model:
     """
     for module in model.modules():
         if type(module) in _STOCK:
-            module.__dict__.pop("_client", None)
+            for name in ("_client", "_placement"):
+                module.__dict__.pop(name, None)
             module.__class__ = _STOCK[type(module)]
     return model
