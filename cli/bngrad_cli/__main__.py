@@ -9,8 +9,8 @@ from bngrad_cli.main import main as main_command
 _MODULES = {
     "cli": ("rich",),
     "server": (
-        "grpc_channelz", "grpc_health", "grpc_reflection", "grpc_status", "h11", "numba", "prometheus_client",
-        "pydantic", "pydantic_settings",
+        "grpc_channelz", "grpc_health", "grpc_reflection", "grpc_status", "h11", "llvmlite", "numba",
+        "prometheus_client", "pydantic", "pydantic_settings",
     ),
 }  # fmt: skip
 """The modules that a command may lack, by the extra that installs them."""

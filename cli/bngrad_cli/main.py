@@ -17,6 +17,7 @@ _COMMANDS = {
     "info": "Prints a server's version, devices, limits and endpoints.",
     "bench": "Measures how fast a server answers.",
     "top": "Shows a server's activity in the terminal.",
+    "warm": "Compiles the CPU kernels before a server needs them.",
     "demo": "Checks real gradients on a server of its own.",
     "token": "Makes the tokens by which a server knows its clients.",
     "completion": "Prints a completion script for the shell.",

@@ -106,6 +106,8 @@ class ServerInfo:
         stream_port: The TCP port of its endpoint for large tensors; 0 for none.
         local_directory: The directory of its Unix sockets for calls and shared memory on its host; empty for none.
         device_remark: Why it does not use some or all GPUs of its machine; empty if it uses all, or there are none.
+        compiling: The kernels that are still being compiled for its CPU, such as ``float32-2``, the second order in
+            float32; a request that needs one of them waits for that one.
     """
 
     version: str
@@ -118,3 +120,4 @@ class ServerInfo:
     stream_port: int
     local_directory: str
     device_remark: str
+    compiling: tuple[str, ...]

@@ -57,7 +57,7 @@ def demo() -> None:
     requests = [*_digits(), *_resnet50()]
     with contextlib.ExitStack() as stack:
         begin = time.monotonic()
-        console.print("Starting a CPU server. The first start compiles the kernels, for about a minute.")
+        console.print("Starting a CPU server. The first start compiles the kernels, in the background.")
         with console.status("starting"):
             try:
                 server = stack.enter_context(EmbeddedServer())

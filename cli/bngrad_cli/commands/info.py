@@ -38,9 +38,11 @@ def _lines(server: bngrad.ServerInfo) -> list[tuple[str, str]]:
         for description in (device.description,)
     ]
     remark = [("GPUs", server.device_remark)] if server.device_remark else []
+    compiling = [("being compiled", ", ".join(server.compiling))] if server.compiling else []
     return [
         *devices,
         *remark,
+        *compiling,
         ("requests in flight", str(server.requests)),
         ("batches computed", _batches(server.batch_sizes) or "none"),
         ("largest message", f"{server.max_message_bytes / 2**20:.1f} MiB"),

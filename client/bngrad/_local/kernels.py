@@ -92,7 +92,7 @@ class LocalKernels:
         """Describes this process as a server with one CPU."""
         device = Device("cpu", _backend().description, "ready", 0, 0)
         names = tuple(op.method.rpartition("/")[2] for op in _SPECS)
-        return ServerInfo(__version__, (device,), names, 0, 0, 0, (), 0, "", "")
+        return ServerInfo(__version__, (device,), names, 0, 0, 0, (), 0, "", "", ())
 
     def empty(
         self, shape: tuple[int, ...], dtype: np.dtype[Any], deadline: Deadline, cancellation: Cancellation
@@ -164,9 +164,9 @@ def _backend() -> Backend:
     if not _made:
         with _mutex:
             if not _made:
-                from bngrad_kernels.cpu import CpuBackend  # noqa: PLC0415 - Numba takes a second to import
+                from bngrad_kernels.cpu import CpuBackend  # noqa: PLC0415 - takes a tenth of a second to import
 
-                _made.append((CpuBackend(is_guest=True), os.getpid()))
+                _made.append((CpuBackend(), os.getpid()))
     backend, process = _made[0]
     if process != os.getpid():
         raise UnavailableError(

@@ -184,6 +184,7 @@ def read_server_info(data: bytes) -> tuple[ServerInfo, pb.Endpoints]:
         stream_port=message.endpoints.stream_port,
         local_directory=message.endpoints.local_directory,
         device_remark=message.device_remark,
+        compiling=tuple(message.compiling),
     )
     return info, message.endpoints
 

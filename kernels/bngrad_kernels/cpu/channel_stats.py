@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from bngrad_kernels.cpu.cache import internal
+from bngrad_kernels.cpu.linked import internal
 from bngrad_kernels.cpu.plan import LANES
 from bngrad_kernels.cpu.simd import add, load64, load_scalar, out_of_line, store64, store_scalar
 
@@ -55,8 +55,9 @@ def chains_of(p: Any, slot: int, t: int) -> int:
 
 
 @internal
-def begin(p: Any, g: int, slot: int) -> None:
+def begin(tag: Any, p: Any, g: int, slot: int) -> None:
     """Fills the tables for the first pass."""
+    out_of_line()
     first = first_channel(p, g)
     for i in range(channels(p, g)):
         c = first + i
@@ -66,8 +67,12 @@ def begin(p: Any, g: int, slot: int) -> None:
 
 
 @internal
-def finish(p: Any, g: int, slot: int) -> None:
-    """Adds up the tiles' sums, writes scale_backprop and offset_backprop, fills the coefficients."""
+def finish(p: Any, g: int, slot: int, may_repeat: int) -> bool:
+    """Adds up the tiles' sums, writes scale_backprop and offset_backprop, fills the coefficients.
+
+    Returns false: unlike those of the second order, the sums are never taken again.
+    """
+    out_of_line()
     add_tiles(p, slot)
     first = first_channel(p, g)
     m = float(p.outer * p.inner)
@@ -82,6 +87,7 @@ def finish(p: Any, g: int, slot: int) -> None:
             fill(p, slot, GAIN, i, scale_of(p, c) * rstd)
             fill(p, slot, SHIFT, i, sum_dy / m)
             fill(p, slot, SLOPE, i, rstd * rstd * (sum_dy_xc / m))
+    return False
 
 
 @internal

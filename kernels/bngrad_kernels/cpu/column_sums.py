@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from bngrad_kernels.cpu.channel_stats import (
     GAIN,
@@ -22,6 +21,7 @@ from bngrad_kernels.cpu.channel_stats import (
     sums_of,
     table,
 )
+from bngrad_kernels.cpu.linked import internal
 from bngrad_kernels.cpu.plan import BLOCK, LANES, LINE
 from bngrad_kernels.cpu.simd import (
     add,
@@ -47,7 +47,7 @@ _BAND = 16
 _F32 = np.float32(0)
 
 
-@njit(error_model="numpy")
+@internal
 def sums(tag: Any, p: Any, g: int, t: int, slot: int) -> None:
     """Sums a tile; in inference, also writes its x_backprop."""
     into, chains = sums_of(p, slot, t + 1), chains_of(p, slot, t)
@@ -63,7 +63,7 @@ def sums(tag: Any, p: Any, g: int, t: int, slot: int) -> None:
         _sum_band(tag, p, g, slot, t, whole, 1, runs_of(p, p.last_fold), 0, run_columns(p, g, p.last_fold))
 
 
-@njit(error_model="numpy")
+@internal
 def apply(tag: Any, p: Any, g: int, t: int, slot: int) -> None:
     """Writes x_backprop of a tile."""
     start, stop = first_row(p, t), first_row(p, t + 1)
@@ -77,43 +77,43 @@ def apply(tag: Any, p: Any, g: int, t: int, slot: int) -> None:
         _apply_row(tag, p, slot, index_of(p, g, whole), runs, 0, columns)
 
 
-@njit(error_model="numpy")
+@internal
 def first_row(p: Any, t: int) -> int:
     """The first row of a tile."""
     return t * p.rows // p.tiles
 
 
-@njit(error_model="numpy")
+@internal
 def whole_rows(p: Any) -> int:
     """The number of full rows; the last row may be shorter."""
     return p.rows if p.last_fold == p.fold else p.rows - 1
 
 
-@njit(error_model="numpy")
+@internal
 def runs_of(p: Any, fold: int) -> int:
     """The number of runs in a row of ``fold`` folds."""
     return min(p.runs, fold)
 
 
-@njit(error_model="numpy")
+@internal
 def run_columns(p: Any, g: int, fold: int) -> int:
     """The columns of each run in a row of ``fold`` folds."""
     return fold // max(runs_of(p, fold), 1) * channels(p, g) * p.span
 
 
-@njit(error_model="numpy")
+@internal
 def index_of(p: Any, g: int, row: int) -> int:
     """The index at which a group's part of a row begins."""
     return row * p.columns + first_channel(p, g) * p.span
 
 
-@njit(error_model="numpy")
+@internal
 def _gap(p: Any) -> int:
     """The distance of two runs in memory less their distance in the tables."""
     return p.channels * p.span - p.pitch
 
 
-@njit(error_model="numpy")
+@internal
 def _sum_band(
     tag: Any, p: Any, g: int, slot: int, t: int, row: int, rows: int, runs: int, first: int, columns: int
 ) -> None:
@@ -129,13 +129,13 @@ def _sum_band(
         _flush(chains, into, p.padded + column)
 
 
-@njit(error_model="numpy")
+@internal
 def _flush(chains: int, into: int, column: int) -> None:
     store64(into, column, add(load64(into, column), widen64(load(_F32, chains, column))))
     store(_F32, chains, column, zero())
 
 
-@njit(error_model="numpy")
+@internal
 def _sum_pair(tag: Any, p: Any, slot: int, chains: int, index: int, runs: int, first: int, columns: int) -> None:
     y_backprop, x, ahead = p.y_backprop, p.x, p.ahead
     places = y_backprop, x, table(p, slot, MEAN), chains, chains + 4 * p.padded
@@ -158,7 +158,7 @@ def _sum_pair(tag: Any, p: Any, slot: int, chains: int, index: int, runs: int, f
         _scale_row(tag, p, slot, index + p.columns, runs, first, columns)
 
 
-@njit(error_model="numpy")
+@internal
 def _sum_columns(tag: Any, places: Any, upper: int, lower: int, column: int) -> None:
     """Sums 16 columns of two rows."""
     y_backprop, x, mean, dy_sums, dy_xc_sums = places
@@ -169,7 +169,7 @@ def _sum_columns(tag: Any, places: Any, upper: int, lower: int, column: int) -> 
     store(_F32, dy_xc_sums, column, add(load(_F32, dy_xc_sums, column), fma(dy1, xc1, mul(dy0, xc0))))
 
 
-@njit(error_model="numpy")
+@internal
 def _sum_row(tag: Any, p: Any, slot: int, chains: int, index: int, runs: int, first: int, columns: int) -> None:
     y_backprop, x, mean, dy_sums, dy_xc_sums = p.y_backprop, p.x, table(p, slot, MEAN), chains, chains + 4 * p.padded
     for run in range(runs):
@@ -184,7 +184,7 @@ def _sum_row(tag: Any, p: Any, slot: int, chains: int, index: int, runs: int, fi
         _scale_row(tag, p, slot, index, runs, first, columns)
 
 
-@njit(error_model="numpy")
+@internal
 def _sum_pair_tail(tag: Any, p: Any, slot: int, chains: int, upper: int, column: int, count: int) -> None:
     """Sums the last columns of two rows, fewer than a vector, in the order of `_sum_pair`."""
     lower = upper + p.columns
@@ -196,7 +196,7 @@ def _sum_pair_tail(tag: Any, p: Any, slot: int, chains: int, upper: int, column:
     store(_F32, dy_xc_sums, column, add(load(_F32, dy_xc_sums, column), fma(dy1, xc1, mul(dy0, xc0))))
 
 
-@njit(error_model="numpy")
+@internal
 def _sum_tail(tag: Any, p: Any, slot: int, chains: int, index: int, column: int, count: int) -> None:
     """Sums the last columns of a row, fewer than a vector."""
     dy, xc = load_head(tag, p.y_backprop, index + column, count), _centred_head(tag, p, slot, index, column, count)
@@ -205,13 +205,13 @@ def _sum_tail(tag: Any, p: Any, slot: int, chains: int, index: int, column: int,
     store(_F32, dy_xc_sums, column, fma(dy, xc, load(_F32, dy_xc_sums, column)))
 
 
-@njit(error_model="numpy")
+@internal
 def _centred_head(tag: Any, p: Any, slot: int, index: int, column: int, count: int) -> Any:
     """The first elements of x less their mean; the other lanes have to be 0, even if the mean is not finite."""
     return keep_head(sub(load_head(tag, p.x, index + column, count), load(_F32, table(p, slot, MEAN), column)), count)
 
 
-@njit(error_model="numpy")
+@internal
 def _scale_row(tag: Any, p: Any, slot: int, index: int, runs: int, first: int, columns: int) -> None:
     """Writes x_backprop of a row in inference."""
     y_backprop, out, gain, streams = p.y_backprop, p.x_backprop, table(p, slot, GAIN), p.streams
@@ -228,7 +228,7 @@ def _scale_row(tag: Any, p: Any, slot: int, index: int, runs: int, first: int, c
             store_head(tag, out, at + column, dx, count)
 
 
-@njit(error_model="numpy")
+@internal
 def _apply_row(tag: Any, p: Any, slot: int, index: int, runs: int, first: int, columns: int) -> None:
     y_backprop, x, out, ahead, streams = p.y_backprop, p.x, p.x_backprop, p.ahead, p.streams
     tables = table(p, slot, MEAN), table(p, slot, GAIN), table(p, slot, SHIFT), table(p, slot, SLOPE)
@@ -249,7 +249,7 @@ def _apply_row(tag: Any, p: Any, slot: int, index: int, runs: int, first: int, c
             store_head(tag, out, at + column, _gradients(dy, xs, tables, column), count)
 
 
-@njit(error_model="numpy")
+@internal
 def _write_line(tag: Any, address: int, index: int, low: Any, high: Any, streams: int) -> None:
     if streams:
         stream(tag, address, index, low, high)
@@ -258,7 +258,7 @@ def _write_line(tag: Any, address: int, index: int, low: Any, high: Any, streams
         store(tag, address, index + LANES, high)
 
 
-@njit(error_model="numpy")
+@internal
 def _gradients(dy: Any, x: Any, tables: Any, column: int) -> Any:
     mean, gain, shift, slope = tables
     return x_backprop(
@@ -266,7 +266,7 @@ def _gradients(dy: Any, x: Any, tables: Any, column: int) -> Any:
     )
 
 
-@njit(error_model="numpy")
+@internal
 def x_backprop(dy: Any, x: Any, mean: Any, gain: Any, shift: Any, slope: Any) -> Any:
     """The gradient of x from the coefficients of its channels."""
     return mul(gain, sub(sub(dy, shift), mul(sub(x, mean), slope)))

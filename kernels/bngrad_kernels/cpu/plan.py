@@ -135,6 +135,16 @@ RECORD = np.dtype(
 )  # fmt: skip
 """The description of a problem for the kernels: addresses, flags, geometry."""
 
+CALL = np.dtype(
+    [
+        (name, np.int64)
+        for name in ("records", "count", "threads", "one_by_one", "member", "members", "barrier", "again")
+    ]
+)
+"""The call of a kernel: the address of its records and their number; among how many threads the work is shared, and
+whether each takes whole problems; the C functions by which a thread learns its number and theirs, and waits for the
+others; whether sums have to be taken again, which the kernel writes."""
+
 
 class Plan(NamedTuple):
     """How a problem is computed, independent of the threads that compute it.
@@ -142,7 +152,7 @@ class Plan(NamedTuple):
     Attributes:
         geometry: The cut.
         slot_nbytes: The size of a slot of the workspace, in bytes.
-        record: The bytes of a `RECORD`, to be completed by `bngrad_kernels.cpu.driver.place`.
+        record: The bytes of a `RECORD`, to be completed with addresses.
     """
 
     geometry: Geometry

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from bngrad_kernels.cpu.channel_stats import GAIN, MEAN, SHIFT, SLOPE, first_channel, sums_of, table
 from bngrad_kernels.cpu.column_sums import x_backprop
+from bngrad_kernels.cpu.linked import internal
 from bngrad_kernels.cpu.plan import LANES, LINE
 from bngrad_kernels.cpu.simd import (
     add,
@@ -37,7 +37,7 @@ _F32 = np.float32(0)
 _F64 = np.float64(0)
 
 
-@njit(error_model="numpy")
+@internal
 def sums(tag: Any, p: Any, g: int, t: int, slot: int) -> None:
     """Sums a tile; in inference, also writes its x_backprop."""
     c = first_channel(p, g)
@@ -57,7 +57,7 @@ def sums(tag: Any, p: Any, g: int, t: int, slot: int) -> None:
     store_scalar(_F64, into, p.padded, total(dy_xc_sum))
 
 
-@njit(error_model="numpy")
+@internal
 def apply(tag: Any, p: Any, g: int, t: int, slot: int) -> None:
     """Writes x_backprop of a tile, last plane first: what the sums read last is still in the cache."""
     c = first_channel(p, g)
@@ -79,7 +79,7 @@ def apply(tag: Any, p: Any, g: int, t: int, slot: int) -> None:
         _apply_some(tag, p, base + i, stop - i, mean, gain, shift, slope)
 
 
-@njit(error_model="numpy")
+@internal
 def _apply_some(tag: Any, p: Any, index: int, count: int, mean: Any, gain: Any, shift: Any, slope: Any) -> None:
     while count >= LANES:
         dy, x = load(tag, p.y_backprop, index), load(tag, p.x, index)
@@ -91,13 +91,13 @@ def _apply_some(tag: Any, p: Any, index: int, count: int, mean: Any, gain: Any, 
         store_head(tag, p.x_backprop, index, x_backprop(dy, x, mean, gain, shift, slope), count)
 
 
-@njit(error_model="numpy")
+@internal
 def first_line(index: int) -> int:
     """The first element from ``index`` on that begins a cache line, in an aligned tensor."""
     return index + -index % LINE
 
 
-@njit(error_model="numpy")
+@internal
 def bounds(p: Any, t: int) -> tuple[int, int, int, int]:
     """The planes of a tile, and the elements of each plane."""
     o, i = t // p.inner_tiles, t % p.inner_tiles
@@ -109,12 +109,12 @@ def bounds(p: Any, t: int) -> tuple[int, int, int, int]:
     )
 
 
-@njit(error_model="numpy")
+@internal
 def _coefficient(p: Any, slot: int, which: int) -> Any:
     return load(_F32, table(p, slot, which), 0)
 
 
-@njit(error_model="numpy")
+@internal
 def _sum_block(tag: Any, p: Any, index: int, count: int, mean: Any) -> Any:
     """The sums over at most 4 steps, one per lane."""
     dy0 = dy1 = dy2 = dy3 = zero()
@@ -141,7 +141,7 @@ def _sum_block(tag: Any, p: Any, index: int, count: int, mean: Any) -> Any:
     return add(add(dy0, dy1), add(dy2, dy3)), add(add(dy_xc0, dy_xc1), add(dy_xc2, dy_xc3))
 
 
-@njit(error_model="numpy")
+@internal
 def _scale_plane(tag: Any, p: Any, start: int, stop: int, gain: Any) -> None:
     """Writes x_backprop of a plane in inference."""
     i = start
@@ -155,7 +155,7 @@ def _scale_plane(tag: Any, p: Any, start: int, stop: int, gain: Any) -> None:
     _scale_some(tag, p, i, stop, gain)
 
 
-@njit(error_model="numpy")
+@internal
 def _scale_some(tag: Any, p: Any, start: int, stop: int, gain: Any) -> None:
     while start + LANES <= stop:
         store(tag, p.x_backprop, start, mul(gain, load(tag, p.y_backprop, start)))

@@ -27,6 +27,7 @@ def engine_status(engine: Engine) -> dict[str, Any]:
         "arena": {"bytes": arena.file_nbytes, "used": arena.used_bytes},
         "regions": {"count": len(regions), "bytes": regions.nbytes, "kept": regions.kept_nbytes},
         "devices": [{**asdict(device), "state": device.state.value} for device in engine.pool.status()],
+        "compiling": list(engine.pool.compiling),
         "failures": engine.observer.recent_failures(),
         "failures_left_out": engine.observer.failures_left_out,
     }

@@ -258,6 +258,7 @@ class Servicer:
             requests=self._engine.admission.requests,
             batch_sizes=self._engine.batcher.counts.sizes,
             device_remark=self._engine.device_remark,
+            compiling=self._engine.pool.compiling,
         ).SerializeToString()
 
 

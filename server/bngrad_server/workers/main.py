@@ -2,8 +2,8 @@
 
 Run as ``python -m bngrad_server.workers.main DEVICE THREADS HEARTBEAT_S HEARTBEAT_FD ARENA_FD ARENA_NBYTES
 PINNED_NBYTES GPU_NBYTES FRONT_PID SLOT_FD...``; the messages are those of `bngrad_server.workers.ipc`. It sends a
-heartbeat every HEARTBEAT_S seconds, and READY once its kernels are compiled and a GPU has passed its self-test. It ends
-with the front process, and when its device fails.
+heartbeat every HEARTBEAT_S seconds, and READY once it can compute most requests and a GPU has passed its self-test. It
+ends with the front process, and when its device fails.
 
 Each slot is a socket and a thread, which computes one batch at a time. On a GPU the batches of several slots overlap.
 """
@@ -48,8 +48,6 @@ def main() -> None:
     threading.Thread(target=_send_heartbeats, args=beating, name="heartbeat", daemon=True).start()
     sockets = [socket.socket(fileno=fd) for fd in slot_fds]
     arena = map_file(arena_fd, arena_nbytes)
-    # Numba would import it, for what no kernel here uses: a quarter of what a start costs.
-    sys.modules["scipy"] = None  # type: ignore[assignment]
     with _ending_process(heartbeat, device):
         backend = backends.create(device, threads=int(threads), gpu_memory_nbytes=gpu_nbytes or None)
         backend.warm_up()

@@ -11,6 +11,7 @@ from bngrad_server.config import ServerConfig
 from bngrad_server.memory.arena import Arena
 from bngrad_server.memory.regions import Region
 from bngrad_server.scheduling.batcher import Batcher
+from bngrad_server.workers.kernel_compiler import KernelCompiler
 from bngrad_server.workers.process import WorkerProcess
 from bngrad_server.workers.supervisor import DeviceStatus, Supervisor, WorkerState
 
@@ -47,26 +48,34 @@ class WorkerPool:
             for device in devices
             for name in _worker_names(device, config.workers)
         ]
+        self._compiler = KernelCompiler() if "cpu" in devices else None
 
     def start(self) -> None:
-        """Returns once every worker is ready.
+        """Returns once every worker is ready, which on a CPU means that it can compute most requests.
 
         Raises:
             WorkerStartError: A worker ended before it was ready.
         """
         for supervisor in self._supervisors:
             supervisor.start()
+        if self._compiler is not None:
+            self._compiler.start()
         started_at, timeout_s = time.monotonic(), _PATIENCE_S
         for supervisor in self._supervisors:
             while not supervisor.wait_until_ready(timeout_s):
                 taken_s = time.monotonic() - started_at
-                logger.info("compiling kernels, a minute or two at the first start on a processor: %.0f s", taken_s)
+                logger.info("compiling a kernel, some seconds at the first start: %.0f s", taken_s)
                 timeout_s = _PROGRESS_EVERY_S
 
     @property
     def is_ready(self) -> bool:
         """Whether at least one worker can take requests."""
         return any(status.state is WorkerState.READY for status in self.status())
+
+    @property
+    def compiling(self) -> tuple[str, ...]:
+        """The CPU kernels that are still to be compiled; a request that needs one waits for that one alone."""
+        return () if self._compiler is None else self._compiler.compiling
 
     def status(self) -> list[DeviceStatus]:
         """The devices as they are now."""
@@ -84,6 +93,8 @@ class WorkerPool:
 
     def close(self) -> None:
         """Ends every worker."""
+        if self._compiler is not None:
+            self._compiler.close()
         for supervisor in self._supervisors:
             supervisor.begin_to_stop()
         for supervisor in self._supervisors:

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
+import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from numba.core import config
+from tests.kernels.cpu import fixed_bits
 
-from bngrad_kernels.cpu import cache
+from bngrad_kernels import backends
+from bngrad_kernels.cpu.machine_code import cache, loader
+from bngrad_kernels.cpu.machine_code.kernels import FIRST, Kernel
+from bngrad_kernels.errors import DeviceUnavailableError
 
 
 @pytest.fixture(autouse=True)
 def folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    monkeypatch.setattr(config, "CACHE_DIR", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
@@ -62,32 +65,36 @@ def test_of_two_workers_that_copy_at_once_one_wins(monkeypatch: pytest.MonkeyPat
     assert [path.name for path in cache.folder().parent.iterdir()] == [image.name]  # the draft is gone
 
 
-def test_one_process_fills_the_cache_while_the_others_wait_and_a_full_one_is_not_locked() -> None:
-    found_full: list[bool] = []
+def test_a_kernel_is_compiled_once_for_all_that_load_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[str] = []
+    begin = loader.begin
 
-    def fill() -> None:
-        with cache.filling():
-            found_full.append((cache.folder() / "full").exists())
-            time.sleep(0.05)
+    def count(kernel: Kernel, cpu: str) -> subprocess.Popen[bytes]:
+        begun.append(str(kernel))
+        return begin(kernel, cpu)
 
-    with ThreadPoolExecutor(4) as threads:
-        for future in [threads.submit(fill) for _ in range(4)]:
-            future.result()
-    assert found_full == [False, True, True, True]
-    with cache.filling(), ThreadPoolExecutor(1) as threads:
-        threads.submit(cache.filling().__enter__).result(20)
+    monkeypatch.setattr(loader, "begin", count)
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(loader.load, [FIRST, FIRST])
+    assert begun == ["float32-1"]
+    assert first.address != second.address
 
 
-def test_a_cache_that_could_not_be_filled_is_not_full() -> None:
-    def fail() -> None:
-        with cache.filling():
-            raise MemoryError
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names a level of x86")
+def test_code_for_another_level_of_processors_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NUMBA_CPU_NAME", "x86-64-v3")
+    other = backends.create("cpu", threads=2)
+    expected = fixed_bits.expected()
+    numbers = [number for number in range(300) if fixed_bits.is_for(FIRST, number)]
+    assert [fixed_bits.digest(number, other) for number in numbers] == [expected[number] for number in numbers]
+    assert loader.path(FIRST, "x86-64-v3").exists()
+    assert not loader.path(FIRST, "x86-64-v4").exists()
 
-    with pytest.raises(MemoryError):
-        fail()
-    with cache.filling():
-        assert not (cache.folder() / "full").exists()
-    assert (cache.folder() / "full").exists()
+
+def test_a_kernel_that_cannot_be_compiled_is_an_error_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NUMBA_CPU_NAME", "x86-64-v99")
+    with pytest.raises(DeviceUnavailableError, match="the kernel float32-1 could not be compiled: LLVM"):
+        backends.create("cpu").warm_up()
 
 
 def test_a_folder_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

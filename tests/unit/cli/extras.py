@@ -6,7 +6,16 @@ import subprocess
 import sys
 
 SERVER_EXTRA = (
-    *("grpc_channelz", "grpc_health", "grpc_reflection", "grpc_status", "h11", "numba", "prometheus_client"),
+    *(
+        "grpc_channelz",
+        "grpc_health",
+        "grpc_reflection",
+        "grpc_status",
+        "h11",
+        "llvmlite",
+        "numba",
+        "prometheus_client",
+    ),
     *("pydantic", "pydantic_settings"),
 )
 _WITHOUT = """

@@ -488,6 +488,7 @@ def test_every_field_of_server_info_is_read() -> None:
         requests=3,
         batch_sizes=[4, 5],
         device_remark="no GPU",
+        compiling=["float32-2"],
     )
     expected = bngrad.ServerInfo(
         version="1.2.3",
@@ -504,6 +505,7 @@ def test_every_field_of_server_info_is_read() -> None:
         stream_port=endpoints.stream_port,
         local_directory=endpoints.local_directory,
         device_remark="no GPU",
+        compiling=("float32-2",),
     )
     assert codec.read_server_info(answer.SerializeToString()) == (expected, endpoints)
 

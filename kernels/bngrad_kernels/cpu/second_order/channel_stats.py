@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from bngrad_kernels.cpu.cache import internal
 from bngrad_kernels.cpu.channel_stats import (
     add_columns,
     add_tiles,
@@ -27,7 +26,8 @@ from bngrad_kernels.cpu.channel_stats import (
     table,
     write_stat,
 )
-from bngrad_kernels.cpu.simd import load_scalar
+from bngrad_kernels.cpu.linked import internal
+from bngrad_kernels.cpu.simd import load_scalar, out_of_line
 
 (MEAN, MEAN_REST, RSTD, GRAD_DX_MEAN, DY_MEAN, DY_BY_GRAD_DX, DY_BY_XH, DY_OFFSET, X_BY_DY, X_BY_GRAD_DX, X_BY_XH) = (
     map(np.int64, range(11))
@@ -53,6 +53,7 @@ _F32 = np.float32(0)
 @internal
 def begin(tag: Any, p: Any, g: int, slot: int) -> None:
     """Fills the tables for the first pass: the pivots, or in inference all tables that are used."""
+    out_of_line()
     for i in range(channels(p, g)):
         c = first_channel(p, g) + i
         if not p.is_training:
@@ -73,6 +74,7 @@ def finish(p: Any, g: int, slot: int, may_repeat: int) -> bool:
 
     Only pivots that are far from their means are moved, so that a channel's bits follow from its own elements alone.
     """
+    out_of_line()
     add_tiles(p, slot)
     if p.is_training and may_repeat and _move_pivots(p, g, slot):
         return True

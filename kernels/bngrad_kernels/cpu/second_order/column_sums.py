@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from bngrad_kernels.cpu.cache import internal
 from bngrad_kernels.cpu.channel_stats import sums_of, table
 from bngrad_kernels.cpu.column_sums import first_row, index_of, run_columns, runs_of, whole_rows
+from bngrad_kernels.cpu.linked import internal
 from bngrad_kernels.cpu.plan import LANES, LINE
 from bngrad_kernels.cpu.second_order.channel_stats import MEAN
 from bngrad_kernels.cpu.second_order.elements import coefficients, read_terms, stream_outputs, write_outputs

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from bngrad_kernels.cpu.cache import internal
 from bngrad_kernels.cpu.channel_stats import table
+from bngrad_kernels.cpu.linked import internal
 from bngrad_kernels.cpu.plan import LANES
 from bngrad_kernels.cpu.second_order.channel_stats import (
     DY_BY_GRAD_DX,

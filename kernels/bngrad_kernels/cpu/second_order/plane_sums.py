@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from bngrad_kernels.cpu.cache import internal
 from bngrad_kernels.cpu.channel_stats import first_channel, sums_of, table
+from bngrad_kernels.cpu.linked import internal
 from bngrad_kernels.cpu.plan import LANES, LINE
 from bngrad_kernels.cpu.plane_sums import bounds, first_line
 from bngrad_kernels.cpu.second_order.channel_stats import MEAN
@@ -33,10 +33,14 @@ def sums(tag: Any, p: Any, g: int, t: int, slot: int) -> None:
             u_dy, u_xk, dy_xk, xk_xk = fma(u, dy, u_dy), fma(u, xk, u_xk), fma(dy, xk, dy_xk), fma(xk, xk, xk_xk)
         if not p.is_training:
             _write_plane(tag, p, slot, base, start, stop)
-    into = sums_of(p, slot, t + 1)
-    for lanes in (u_sum, dy_sum, xk_sum, u_dy, u_xk, dy_xk, xk_xk):
-        store_scalar(_F64, into, 0, total(lanes))
-        into += 8 * p.padded
+    into, row_nbytes = sums_of(p, slot, t + 1), p.padded * 8
+    store_scalar(_F64, into, 0, total(u_sum))
+    store_scalar(_F64, into + row_nbytes, 0, total(dy_sum))
+    store_scalar(_F64, into + 2 * row_nbytes, 0, total(xk_sum))
+    store_scalar(_F64, into + 3 * row_nbytes, 0, total(u_dy))
+    store_scalar(_F64, into + 4 * row_nbytes, 0, total(u_xk))
+    store_scalar(_F64, into + 5 * row_nbytes, 0, total(dy_xk))
+    store_scalar(_F64, into + 6 * row_nbytes, 0, total(xk_xk))
 
 
 @internal

@@ -1,0 +1,40 @@
+"""``bngrad warm``: compiles the CPU kernels before a server needs them."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import click
+
+from bngrad_kernels.cpu.machine_code import cache
+from bngrad_kernels.cpu.machine_code.kernels import LEVELS, host
+from bngrad_kernels.cpu.machine_code.warm import fill, missing
+
+
+@click.command()
+@click.option(
+    "--cpu", "levels", multiple=True, type=click.Choice(LEVELS),
+    help="A level of processors; may be repeated. Default: the level of this one.",
+)  # fmt: skip
+@click.option(
+    "--jobs", type=click.IntRange(min=1), default=len(os.sched_getaffinity(0)), show_default="one per core",
+    help="How many kernels to compile at once.",
+)  # fmt: skip
+def warm(levels: tuple[str, ...], jobs: int) -> None:
+    """Compiles the CPU kernels before a server needs them.
+
+    They are kept under $XDG_CACHE_HOME/bngrad, or ~/.cache/bngrad. A server uses the kernels of its own processor's
+    level; an image that has those of x86-64-v3 and x86-64-v4 starts fast on any x86 processor since 2015.
+    """
+    failures = []
+    for cpu in levels or [host()]:
+        begin = time.monotonic()
+        for kernel, failure in fill(cpu, missing(cpu), jobs):
+            print(f"{cpu} {kernel}: {failure or f'compiled after {time.monotonic() - begin:.1f} s'}", flush=True)
+            failures += [failure] if failure else []
+        if not missing(cpu):
+            print(f"{cpu}: all kernels are in {cache.folder() / cpu}")
+    if failures:
+        sys.exit(1)

@@ -1,0 +1,48 @@
+"""The kernels by name, and the processors that they are compiled for.
+
+A kernel is compiled for a level of processors, such as x86-64-v4, rather than for one model: its code is then used on
+every processor of that level. Measured on a Xeon, code for the model itself is no faster; and its bits are the same.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+import llvmlite.binding as llvm
+import numpy as np
+
+from bngrad_kernels.spec import BFLOAT16, FLOAT16, FLOAT32
+
+_BASE = {"sse3", "ssse3", "sse4.1", "sse4.2", "popcnt", "cx16"}
+_V3 = {*_BASE, "avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe"}
+LEVELS = {
+    "x86-64-v4": {*_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
+    "x86-64-v3": _V3,
+    "x86-64-v2": _BASE,
+}
+"""LLVM's names of the levels, and of what a processor has to have."""
+
+
+class Kernel(NamedTuple):
+    """What is compiled at once: the kernel of an element type and an order of gradients."""
+
+    dtype: str
+    order: int
+
+    def __str__(self) -> str:
+        return f"{self.dtype}-{self.order}"
+
+
+KERNELS = tuple(Kernel(dtype.name, order) for order in (1, 2) for dtype in map(np.dtype, (FLOAT32, BFLOAT16, FLOAT16)))
+"""All kernels, those first that most requests need."""
+FIRST = KERNELS[0]
+
+
+def host() -> str:
+    """The level of this processor; on other architectures than x86, LLVM's name of it. ``NUMBA_CPU_NAME`` overrides."""
+    if name := os.environ.get("NUMBA_CPU_NAME"):
+        return name
+    features = {name for name, is_there in llvm.get_host_cpu_features().items() if is_there}
+    best = next((level for level, needed in LEVELS.items() if needed <= features), None)
+    return best or llvm.get_host_cpu_name()

@@ -1,0 +1,88 @@
+"""Loads kernels, compiling those that are not in the cache yet."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import llvmlite.binding as llvm
+
+from bngrad_kernels.cpu.machine_code import cache
+from bngrad_kernels.cpu.machine_code.compiler import SYMBOL
+from bngrad_kernels.cpu.machine_code.kernels import Kernel, host
+from bngrad_kernels.errors import DeviceUnavailableError
+
+
+class LoadedKernel(NamedTuple):
+    """A kernel in memory.
+
+    Attributes:
+        address: Where its code is.
+        function: Calls it with the address of a `bngrad_kernels.cpu.plan.CALL`, on this thread alone.
+        engine: What keeps the code there.
+    """
+
+    address: int
+    function: Callable[[int], None]
+    engine: object
+
+
+def load(kernel: Kernel) -> LoadedKernel:
+    """Loads a kernel for this processor.
+
+    Compiles it first if it is not in the cache: one process does that, the others wait for it.
+
+    Raises:
+        DeviceUnavailableError: It could not be compiled.
+    """
+    file = path(kernel, host())
+    if not file.exists():
+        with file.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not file.exists():
+                finish(kernel, begin(kernel, host()))
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    machine = llvm.Target.from_default_triple().create_target_machine(reloc="static", codemodel="jitdefault", jit=True)
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+    engine.add_object_file(llvm.ObjectFileRef.from_data(file.read_bytes()))
+    engine.finalize_object()
+    address = engine.get_function_address(SYMBOL)
+    return LoadedKernel(address, ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address), engine)
+
+
+def path(kernel: Kernel, cpu: str) -> Path:
+    """The file of a kernel for a level of processors."""
+    folder = cache.folder() / cpu
+    folder.mkdir(exist_ok=True)
+    return folder / f"{kernel}.o"
+
+
+def begin(kernel: Kernel, cpu: str) -> subprocess.Popen[bytes]:
+    """Starts a process that compiles a kernel."""
+    return subprocess.Popen(  # noqa: S603 - our own module
+        [sys.executable, "-m", "bngrad_kernels.cpu.machine_code.compiler", str(kernel), str(path(kernel, cpu))],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        # Numba would add the features of this processor.
+        env={**os.environ, "NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": ""},
+    )
+
+
+def finish(kernel: Kernel, process: subprocess.Popen[bytes]) -> None:
+    """Waits until a kernel is compiled.
+
+    Raises:
+        DeviceUnavailableError: It could not be compiled.
+    """
+    _, errors = process.communicate()
+    if process.returncode:
+        lines = errors.decode(errors="replace").strip().splitlines() or [f"exit code {process.returncode}"]
+        raise DeviceUnavailableError(f"the kernel {kernel} could not be compiled: {lines[-1]}")

@@ -1,0 +1,64 @@
+"""Fills the cache with kernels.
+
+``python -m bngrad_kernels.cpu.machine_code.warm`` does that for this processor at the lowest priority, and without the
+first kernel, which the workers of a server compile themselves. It prints the names of the kernels that the cache lacks,
+then a line for each: its name, and a sentence if it could not be compiled. It ends when its standard input ends.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+
+from bngrad_kernels.cpu.machine_code import loader
+from bngrad_kernels.cpu.machine_code.kernels import FIRST, KERNELS, Kernel, host
+from bngrad_kernels.errors import DeviceUnavailableError
+
+_LOWEST_PRIORITY = 19
+
+
+def missing(cpu: str) -> list[Kernel]:
+    """The kernels that the cache lacks for a level of processors."""
+    return [kernel for kernel in KERNELS if not loader.path(kernel, cpu).exists()]
+
+
+def fill(cpu: str, kernels: Iterable[Kernel], jobs: int) -> Iterator[tuple[Kernel, str]]:
+    """Compiles kernels, ``jobs`` at a time; yields each with an empty string, or a sentence why it failed."""
+    with ThreadPoolExecutor(jobs) as threads:
+        futures = {threads.submit(_compile, kernel, cpu): kernel for kernel in kernels}
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+
+
+def _compile(kernel: Kernel, cpu: str) -> str:
+    if not loader.path(kernel, cpu).exists():  # no request was faster
+        try:
+            loader.finish(kernel, loader.begin(kernel, cpu))
+        except DeviceUnavailableError as error:
+            return str(error)
+    return ""
+
+
+def main() -> None:
+    """Compiles what the cache lacks, in the background of a server."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server says when to end
+    os.nice(_LOWEST_PRIORITY)
+    cpu = host()
+    kernels = [kernel for kernel in missing(cpu) if kernel != FIRST]
+    print(*kernels, flush=True)
+    threading.Thread(target=_end_with_input, daemon=True).start()
+    for kernel, failure in fill(cpu, kernels, min(2, len(os.sched_getaffinity(0)))):
+        print(kernel, failure, flush=True)
+
+
+def _end_with_input() -> None:
+    while os.read(0, 1):
+        pass
+    os._exit(0)  # what is being compiled is finished, and then used by the next start
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""Compiles the CPU kernels that the cache lacks, beside the workers and at the lowest priority."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import threading
+import time
+
+from bngrad_server.runtime.processes import end_process
+
+logger = logging.getLogger(__name__)
+
+_EXIT_TIMEOUT_S = 5.0
+
+
+class KernelCompiler:
+    """The thread that watches the process that compiles; see `bngrad_kernels.cpu.machine_code.warm`.
+
+    The workers compile the first kernel themselves, and any other that a request needs before its turn has come.
+
+    Attributes:
+        compiling: The kernels that are still to be compiled, such as ``float32-2``: dtype and order.
+    """
+
+    def __init__(self) -> None:
+        """Starts nothing yet."""
+        self.compiling: tuple[str, ...] = ()
+        self._process: subprocess.Popen[str] | None = None
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="kernel-compiler", daemon=True)
+
+    def start(self) -> None:
+        """Starts the process and the thread."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "bngrad_kernels.cpu.machine_code.warm"],
+            stdin=subprocess.PIPE,  # the process ends once this one has closed it
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._closing = True
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+            self._thread.join()
+
+    def _run(self) -> None:
+        """Reads what the process prints: what is missing, then each kernel once it is compiled, or why it is not."""
+        process, started_at = self._process, time.monotonic()
+        assert process is not None
+        assert process.stdout is not None
+        self.compiling = tuple(process.stdout.readline().split())
+        missing = len(self.compiling)
+        if missing:
+            logger.info("compiling %d more kernels in the background: %s", missing, ", ".join(self.compiling))
+        for line in process.stdout:
+            name, _, failure = line.strip().partition(" ")
+            self.compiling = tuple(kernel for kernel in self.compiling if kernel != name)
+            if failure:
+                logger.warning("%s; requests for it will try again", failure)
+        end_process(process, _EXIT_TIMEOUT_S)
+        if missing and not self._closing:
+            logger.info("all kernels are compiled, after %.0f s", time.monotonic() - started_at)
+        self.compiling = ()
