@@ -92,6 +92,11 @@ class ThreadShares(Generic[Member]):
         return member
 
     @property
+    def is_waited_for(self) -> bool:
+        """Whether anyone waits."""
+        return bool(self._waiting)
+
+    @property
     def waiting(self) -> Iterator[Member]:
         """Those that wait."""
         return (member for members in self._waiting.values() for member in members)

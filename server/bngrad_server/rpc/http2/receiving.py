@@ -47,13 +47,13 @@ class ReceivingCalls:
         return False
 
     def discard(self, connection: Connection) -> bool:
-        """Gives the thread of a call, or its wait for one, to others; returns whether there was a call."""
+        """Ends the call of a connection, or its wait for a thread; returns whether `served` may have some to serve."""
         if connection not in self._all:
             return False
         del self._all[connection]
         connection.waiting_call = None
         self._shares.leave(connection, connection.client)
-        return True
+        return self._shares.is_waited_for
 
     def served(self) -> Iterator[tuple[Connection, WaitingCall]]:
         """Gives threads to calls that wait, as far as there are threads."""
