@@ -30,11 +30,11 @@ CONSTANTS: list[tuple[Any, str, list[int]]] = [
     (plan, "_LONGEST_CHAIN", [8, 16, 32]),
     (plan, "_SHORTEST_CHAIN", [2, 4, 8]),
     (plan, "_ENOUGH_TILES", [128, 256, 512, 1024, 2048]),
-    (plan, "_CACHED_NBYTES", [8 * _MB, 14 * _MB, 28 * _MB, 40 * _MB]),
+    (plan, "_CACHED_NBYTES", [8 * _MB, 14 * _MB, 20 * _MB, 28 * _MB]),
     (plan, "_RUN_NBYTES", [64, 128, 256]),
-    (kernel_selection, "_MOST_AHEAD_NBYTES", [1 * _MB, 4 * _MB, 8 * _MB, 16 * _MB]),
+    (kernel_selection, "_MOST_AHEAD_NBYTES", [4 * _MB, 8 * _MB, 16 * _MB, 24 * _MB]),
     (kernel_selection, "_LEAST_AHEAD_SHARE", [8, 16, 32, 64]),
-    (kernel_selection, "_SMALL_NBYTES", [0, 32 << 10, 64 << 10, 200 << 10]),
+    (kernel_selection, "_SMALL_NBYTES", [0, 32 << 10, 64 << 10, 100 << 10, 200 << 10]),
 ]
 
 

@@ -8,12 +8,12 @@ whole channel, so the inputs are needed a second time.
 |---|---|---|---|
 | inference | one pass | - | 3; second order 5 |
 | first order, training; a group has at most 64 KiB | resident | shared memory | 3 |
-| first order, training; a group fits shared memory, and there is one for each multiprocessor | resident | shared memory | 3 |
 | training; a group and what is summed before its second pass fit half of the second-level cache | streamed | cache | 3; 5 |
 | training; everything else | streamed | memory, the end of a group from the cache | up to 5; 8 |
 
-The size of a group is that of its inputs. Small groups go to one block each, which then need not wait for others; larger
-ones only if there are enough of them to keep all multiprocessors busy. A group is streamed if its vectors cannot be
+The size of a group is that of its inputs. Small groups go to one block each, which then need not wait for others. Larger
+ones would leave room for one block a multiprocessor, which reads, adds up and writes one after the other: by
+benchmarks/gpu/model.py that takes up to half as long again as streaming. A group is streamed if its vectors cannot be
 loaded in one piece, or if another problem of the same launch has to be streamed. Only half of the cache counts, since
 each half of a large GPU's cache is closer to half of its multiprocessors.
 """  # noqa: E501 - the table
@@ -30,7 +30,7 @@ INPUTS = {1: 2, 2: 3}
 _SMALL_NBYTES = 64 << 10
 STATIC_SHARED_NBYTES = 22 << 10
 """The static shared memory of a kernel, rounded up by more than CUDA's own share of 1 KiB."""
-_MOST_AHEAD_NBYTES = 8 << 20
+_MOST_AHEAD_NBYTES = 16 << 20
 _LEAST_AHEAD_SHARE = 16
 """At least this part of the cache is summed ahead: while a group is finished, the other blocks need work."""
 
@@ -64,9 +64,8 @@ def choose_kernel(planned: Cut, channels: int, traits: Traits, *, is_training: b
     if order > 1:
         return KernelKind.STREAMED
     kept = resident_nbytes(planned)
-    fits = kept <= most_resident_nbytes(traits)
-    is_busy = kept <= _SMALL_NBYTES or planned.groups(channels) >= traits.processors
-    is_resident = fits and is_busy and planned.rows > 0 and planned.is_vectorised(channels)
+    fits = kept <= min(_SMALL_NBYTES, most_resident_nbytes(traits))
+    is_resident = fits and planned.rows > 0 and planned.is_vectorised(channels)
     return KernelKind.RESIDENT if is_resident else KernelKind.STREAMED
 
 

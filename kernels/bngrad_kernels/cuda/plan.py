@@ -28,8 +28,9 @@ _PLANES_FROM = 512
 """With at least this many inner elements a group is one channel, as its rows fill the threads well enough."""
 _RUN_NBYTES, _SHORT_RUN_NBYTES = 128, 64
 """The minimum length of a contiguous read: a cache line, or the unit of memory transfers."""
-_CACHED_NBYTES = 28 << 20
-"""A group with at most this much y_backprop and x is still in a large GPU's second-level cache at its second read."""
+_CACHED_NBYTES, _LARGEST_CACHED_NBYTES = 14 << 20, 28 << 20
+"""A group with at most this much y_backprop and x is still in the second-level cache at its second read: on an A100 or
+H100 with room for what is summed ahead, see `kernel_selection`; and on GPUs with the largest caches."""
 _WORTHWHILE_NBYTES = 32 << 10
 """Groups are widened to at least this size, as scheduling a work tile has a cost."""
 _ENOUGH_TILES = 512
@@ -133,8 +134,8 @@ def _group_channels(outer: int, channels: int, inner: int, lanes: int) -> int:
 
     widths = list(_widths(channels, inner, lanes))
     width, short = narrowest(_RUN_NBYTES), narrowest(_SHORT_RUN_NBYTES)
-    is_cached, is_short_cached = (2 * outer * w * inner * itemsize <= _CACHED_NBYTES for w in (width, short))
-    return short if is_short_cached and not is_cached else width
+    nbytes, short_nbytes = (2 * outer * each * inner * itemsize for each in (width, short))
+    return short if short_nbytes <= _LARGEST_CACHED_NBYTES and nbytes > _CACHED_NBYTES else width
 
 
 def _widths(channels: int, inner: int, lanes: int) -> Iterator[int]:

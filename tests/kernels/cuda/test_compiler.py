@@ -73,6 +73,14 @@ def test_what_is_aligned_moves_in_16_bytes() -> None:
         assert ("v4.u32" in tensors) == (not name.endswith("_elements")), name
 
 
+def test_a_group_is_finished_with_several_loads_on_their_way() -> None:
+    parts = re.split(r"\.entry (\w+)", compiled(90).ptx)
+    for name, body in zip(parts[1::2], parts[2::2], strict=True):
+        if "_training_" in name:
+            runs = re.split(r"add(?:\.rn)?\.f64", body)  # between two additions
+            assert max(run.count("ld.global.cg.f64") for run in runs) >= 8, name
+
+
 def test_a_mistake_in_the_source_is_told_in_the_compilers_words(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -72,7 +72,7 @@ def test_a_group_is_applied_soon_after_it_is_summed_and_backwards() -> None:
     first = table[table[:, GROUP] == 0]
     assert first[:, TILE].tolist() == [*range(tiles), *reversed(range(tiles))]
     between = np.flatnonzero(table[:, GROUP] == 0)[tiles] - tiles
-    assert 0 < between < tiles  # other groups are summed meanwhile, but less than one whole group
+    assert 0 < between < 2 * tiles  # other groups are summed meanwhile, as far as the cache has room
 
 
 def test_inference_takes_one_pass() -> None:

@@ -1,0 +1,41 @@
+"""The model of the kernels' time on GPUs: its figures must not get worse."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from benchmarks.gpu.model import BEFORE, GPUS, Layer, predict
+
+KEPT = [  # time over that of three tensors' traffic
+    ("H100", "NHWC", "bfloat16", (64, 112, 112), 1.69),
+    ("H100", "NHWC", "bfloat16", (256, 56, 56), 1.07),
+    ("H100", "NHWC", "bfloat16", (512, 28, 28), 1.21),
+    ("H100", "NHWC", "bfloat16", (2048, 7, 7), 1.74),
+    ("H100", "NHWC", "float32", (256, 56, 56), 1.05),
+    ("H100", "NCHW", "bfloat16", (64, 112, 112), 1.08),
+    ("H100", "NCHW", "bfloat16", (512, 28, 28), 1.18),
+    ("H100", "NCHW", "bfloat16", (1024, 14, 14), 1.68),
+    ("A100", "NHWC", "bfloat16", (256, 56, 56), 1.08),
+    ("L4", "NHWC", "bfloat16", (256, 56, 56), 1.01),
+    ("T4", "NHWC", "bfloat16", (1024, 14, 14), 1.09),
+    ("H200", "NHWC", "bfloat16", (512, 28, 28), 1.33),
+    ("B200", "NHWC", "bfloat16", (512, 28, 28), 1.57),
+]
+
+
+@pytest.mark.parametrize(("gpu", "layout", "dtype", "chw", "kept"), KEPT)
+def test_predictions_do_not_get_worse(
+    gpu: str, layout: str, dtype: str, chw: tuple[int, int, int], kept: float
+) -> None:
+    spec = Layer(layout, dtype, chw).spec
+    predicted = predict(GPUS[gpu], spec)
+    assert 1 < predicted.to_floor <= kept + 0.01
+    assert predicted.seconds < predict(GPUS[gpu], spec, BEFORE).seconds
+
+
+def test_the_time_is_that_of_the_bytes_where_nothing_else_takes_time() -> None:
+    gpu = GPUS["H100"]._replace(hz=1e15)
+    streamed, cached = (predict(gpu, Layer("NHWC", "bfloat16", chw).spec) for chw in ((64, 112, 112), (512, 28, 28)))
+    assert 1.5 < streamed.to_floor <= 5 / 3
+    assert math.isclose(cached.to_floor, 1, rel_tol=0.01)
