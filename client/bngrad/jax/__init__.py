@@ -1,0 +1,145 @@
+"""Batch normalisation for JAX, whose gradients a bngrad client computes. Experimental.
+
+    y, mean, variance = bngrad.jax.batch_norm(x, scale, offset, client=client)
+
+Needs the extra ``bngrad[jax]``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+try:
+    import jax
+    import jax.numpy as jnp
+except ImportError as error:
+    raise ImportError("bngrad.jax needs JAX: pip install 'bngrad[jax]'") from error
+
+import numpy as np
+
+from bngrad._client import Client
+from bngrad.typing import Array, DataFormat
+
+__all__ = ["batch_norm"]
+
+
+def batch_norm(
+    x: Any, scale: Any, offset: Any, *, client: Client, epsilon: float = 1e-5, data_format: DataFormat = "NHWC"
+) -> tuple[Any, Any, Any]:
+    """Normalises x by its own mean and variance, as in training; the client computes the gradient.
+
+    ``y = (x - mean) / sqrt(variance + epsilon) * scale + offset``, computed by JAX in float32 and rounded to the dtype
+    of x. It can be compiled by ``jax.jit``, differentiated twice in reverse, and mapped by ``jax.vmap``, which merges
+    the mapped dimension into the channels: still one call. Mean and variance are returned for moving averages; no
+    gradient flows through them.
+
+    A callback ends with an error of JAX's runtime that contains the client's text.
+
+    Args:
+        x: float16, bfloat16 or float32; 4-D or 5-D, on one device.
+        scale: Gamma; float32, shape (C,).
+        offset: Beta; float32, shape (C,).
+        client: Computes the gradients; it must stay open as long as they are.
+        epsilon: Added to the variance.
+        data_format: "NHWC" or "NCHW" for 4-D, "NDHWC" or "NCDHW" for 5-D.
+
+    Returns:
+        y, of the dtype and shape of x; the mean and the biased variance of each channel, float32 of shape (C,).
+
+    Raises:
+        ValueError: x is sharded over several devices, or has another number of dimensions than the data format.
+    """
+    if x.ndim != len(data_format):
+        raise ValueError(f"x must be {len(data_format)}-dimensional for data_format {data_format}, not {x.shape}")
+    devices = getattr(getattr(x, "sharding", None), "device_set", ())
+    if len(devices) > 1:
+        raise ValueError(f"x must be on one device, not sharded over {len(devices)}: call batch_norm in jax.shard_map")
+    y, mean, variance = _batch_norm(x, scale, offset, client, float(epsilon), data_format)
+    return y, mean, variance
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _batch_norm(x: Any, scale: Any, offset: Any, client: Client, epsilon: float, data_format: DataFormat) -> Any:
+    return _forward(x, scale, offset, client, epsilon, data_format)[0]
+
+
+def _forward(x: Any, scale: Any, offset: Any, client: Client, epsilon: float, data_format: DataFormat) -> Any:
+    channels = data_format.index("C")
+    axes = tuple(axis for axis in range(x.ndim) if axis != channels)
+    wide = x.astype(jnp.float32)
+    mean, variance = wide.mean(axes, keepdims=True), wide.var(axes, keepdims=True)
+    shape = mean.shape
+    y = (wide - mean) * jax.lax.rsqrt(variance + epsilon) * scale.reshape(shape) + offset.reshape(shape)
+    mean, variance = mean.reshape(-1), variance.reshape(-1)
+    return (y.astype(x.dtype), mean, variance), (x, scale, mean, variance)
+
+
+def _backward(client: Client, epsilon: float, data_format: DataFormat, saved: Any, outputs: Any) -> Any:
+    x, scale, mean, variance = saved
+    return _gradient(outputs[0].astype(x.dtype), x, scale, mean, variance, client, epsilon, data_format)
+
+
+_batch_norm.defvjp(_forward, _backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
+def _gradient(
+    y_backprop: Any, x: Any, scale: Any, mean: Any, variance: Any, client: Client, epsilon: float, data_format: Any
+) -> Any:
+    def call(*arrays: Any) -> tuple[Array, ...]:
+        method: Callable[..., tuple[Array, ...]] = client.fused_batch_norm_grad_v3
+        return method(*arrays, None, epsilon=epsilon, data_format=data_format)[:3]
+
+    return _called(call, data_format, (x, scale, scale), y_backprop, x, scale, mean, variance)
+
+
+def _gradient_forward(*arguments: Any) -> Any:
+    return _gradient(*arguments), arguments[:5]
+
+
+def _gradient_backward(client: Client, epsilon: float, data_format: Any, saved: Any, grads: Any) -> Any:
+    def call(*arrays: Any) -> tuple[Array, ...]:
+        method: Callable[..., tuple[Array, ...]] = client.fused_batch_norm_grad_grad
+        return method(*arrays, epsilon=epsilon, data_format=data_format)
+
+    _, x, scale, mean, variance = saved
+    found = _called(call, data_format, (x, x, scale), *grads, *saved)
+    # The second order knows mean and variance as functions of x.
+    return (*found, jnp.zeros_like(mean), jnp.zeros_like(variance))
+
+
+_gradient.defvjp(_gradient_forward, _gradient_backward)
+
+
+def _called(call: Callable[..., tuple[Array, ...]], data_format: DataFormat, like: Any, *tensors: Any) -> Any:
+    """Has the compiled program make a call, whose outputs have the shapes and dtypes of ``like``."""
+
+    def host(*given: Any) -> tuple[Array, ...]:
+        arrays = [np.asarray(each) for each in given]
+        mapped = arrays[-1].shape[:-1]
+        merged = [_merged(array, len(mapped), data_format) for array in arrays]
+        return tuple(_split(output, mapped, data_format) for output in call(*merged))
+
+    shapes = tuple(jax.ShapeDtypeStruct(each.shape, each.dtype) for each in like)
+    return jax.pure_callback(host, shapes, *tensors, vmap_method="broadcast_all")
+
+
+def _merged(array: Array, mapped: int, data_format: DataFormat) -> Array:
+    """Merges the first dimensions, which ``jax.vmap`` has added, into the channels."""
+    if not mapped:
+        return array
+    channels = data_format.index("C") if array.ndim - mapped > 1 else 0
+    moved = np.moveaxis(array, range(mapped), range(channels, channels + mapped))
+    shape = moved.shape
+    return moved.reshape(*shape[:channels], -1, *shape[channels + mapped + 1 :])
+
+
+def _split(array: Array, mapped: tuple[int, ...], data_format: DataFormat) -> Array:
+    """Undoes `_merged`."""
+    if not mapped:
+        return array
+    channels = data_format.index("C") if array.ndim > 1 else 0
+    split = array.reshape(*array.shape[:channels], *mapped, -1, *array.shape[channels + 1 :])
+    return np.ascontiguousarray(np.moveaxis(split, range(channels, channels + len(mapped)), range(len(mapped))))

@@ -1,0 +1,155 @@
+"""Batch normalisation of JAX, whose gradients a client computes: `bngrad.jax`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import bngrad
+import bngrad.jax
+
+jax.config.update("jax_num_cpu_devices", 2)
+
+FORMATS = {"NHWC": (4, 5, 6, 7), "NCHW": (4, 7, 5, 6), "NDHWC": (2, 3, 4, 5, 7), "NCDHW": (2, 7, 3, 4, 5)}
+BY_ALL = (0, 1, 2)
+
+
+def plain(x: Any, scale: Any, offset: Any, data_format: str, epsilon: float = 1e-5) -> Any:
+    """The same forward pass, which JAX differentiates itself."""
+    axes = tuple(axis for axis, name in enumerate(data_format) if name != "C")
+    shape = [-1 if name == "C" else 1 for name in data_format]
+    wide = x.astype(jnp.float32)
+    mean, variance = wide.mean(axes, keepdims=True), wide.var(axes, keepdims=True)
+    y = (wide - mean) / jnp.sqrt(variance + epsilon) * scale.reshape(shape) + offset.reshape(shape)
+    return y.astype(x.dtype)
+
+
+def arguments(shape: tuple[int, ...], channels: int = 7, mapped: int = 0) -> list[Any]:
+    rng = np.random.default_rng(len(shape))
+    leading = (mapped,) if mapped else ()
+    x = rng.normal(1, 2, (*leading, *shape)).astype(np.float32)
+    return [x, *(rng.uniform(0.5, 2, (*leading, channels)).astype(np.float32) for _ in range(2))]
+
+
+def losses(client: bngrad.Client, data_format: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Returns a loss by the client and the same by JAX alone."""
+    weights = np.random.default_rng(9).normal(size=FORMATS[data_format]).astype(np.float32)
+
+    def ours(x: Any, scale: Any, offset: Any) -> Any:
+        y, *_ = bngrad.jax.batch_norm(x, scale, offset, client=client, data_format=data_format)
+        return (jnp.sin(y) * weights).sum()
+
+    def theirs(x: Any, scale: Any, offset: Any) -> Any:
+        return (jnp.sin(plain(x, scale, offset, data_format)) * weights).sum()
+
+    return ours, theirs
+
+
+def penalty(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """A loss on the gradient by x, as in a gradient penalty."""
+    return lambda *args: (jax.grad(loss)(*args) ** 2).sum()
+
+
+def assert_close(ours: Any, theirs: Any) -> None:
+    for our, their in zip(ours, theirs, strict=True):
+        assert (our.shape, our.dtype) == (their.shape, their.dtype)
+        assert abs(our - their).max() <= 1e-4 * abs(their).max()
+
+
+@pytest.mark.parametrize("data_format", ["NCHW", "NDHWC"])
+def test_both_orders_agree_with_jax(client: bngrad.Client, data_format: str) -> None:
+    given = arguments(FORMATS[data_format])
+    for change in (lambda loss: loss, penalty):
+        ours, theirs = (jax.jit(jax.grad(change(loss), BY_ALL)) for loss in losses(client, data_format))
+        assert_close(ours(*given), theirs(*given))
+
+
+def test_code_that_is_not_compiled_has_the_same_gradients(client: bngrad.Client) -> None:
+    given, (ours, _) = arguments(FORMATS["NHWC"]), losses(client, "NHWC")
+    assert_close(jax.grad(ours, BY_ALL)(*given), jax.jit(jax.grad(ours, BY_ALL))(*given))
+
+
+@pytest.mark.parametrize("data_format", ["NHWC", "NCDHW"])
+def test_a_mapped_dimension_is_one_call(client: bngrad.Client, data_format: str) -> None:
+    given = arguments(FORMATS[data_format], mapped=3)
+    sizes: list[int] = []
+
+    class Watched:
+        def fused_batch_norm_grad_v3(self, y_backprop: Any, *others: Any, **named: Any) -> Any:
+            sizes.append(y_backprop.size)
+            return client.fused_batch_norm_grad_v3(y_backprop, *others, **named)
+
+    watched: Any = Watched()
+    ours, theirs = (jax.jit(jax.vmap(jax.grad(loss, BY_ALL), (0, 0, None))) for loss in losses(watched, data_format))
+    assert_close(ours(given[0], given[1], given[2][0]), theirs(given[0], given[1], given[2][0]))
+    assert sizes == [given[0].size]
+
+
+def test_a_dimension_is_mapped_twice_and_in_the_second_order(client: bngrad.Client) -> None:
+    x, scale, offset = arguments(FORMATS["NHWC"], mapped=2)
+
+    def twice(loss: Callable[..., Any]) -> Any:
+        function = jax.grad(penalty(loss), BY_ALL)
+        return jax.jit(jax.vmap(jax.vmap(function, (0, None, None)), (None, 0, None)))
+
+    ours, theirs = (twice(loss)(x, scale, offset[0]) for loss in losses(client, "NHWC"))
+    assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16], ids=["float16", "bfloat16"])
+def test_short_dtypes_keep_their_dtype(client: bngrad.Client, dtype: Any) -> None:
+    x, scale, offset = arguments(FORMATS["NHWC"])
+    x = jnp.asarray(x, dtype)
+    weights = jnp.asarray(np.random.default_rng(1).normal(size=x.shape), jnp.float32)
+    y, mean, variance = bngrad.jax.batch_norm(x, scale, offset, client=client)
+    assert (y.dtype, mean.dtype, variance.shape) == (dtype, jnp.float32, (7,))
+    ours, theirs = (
+        jax.grad(lambda x, call=call: (call(x).astype(jnp.float32) * weights).sum())(x)
+        for call in (
+            lambda x: bngrad.jax.batch_norm(x, scale, offset, client=client)[0],
+            lambda x: plain(x, scale, offset, "NHWC"),
+        )
+    )
+    assert ours.dtype == dtype
+    assert abs(ours.astype(jnp.float32) - theirs.astype(jnp.float32)).max() < 0.02
+
+
+def test_many_compiled_steps_end_with_the_same_values(client: bngrad.Client) -> None:
+    """A callback that converts its arguments by JAX may wait for the thread that it runs in."""
+    x, scale, offset = map(jnp.asarray, arguments((8, 56, 56, 64), 64))
+
+    def trained(normalize: Callable[..., Any]) -> Any:
+        gradient = jax.grad(lambda x: jnp.sin(normalize(x, scale, offset)).sum())
+        step = jax.jit(lambda x: x - gradient(x))
+        end = x
+        for _ in range(20):
+            end = step(end)
+        return end
+
+    ours = trained(lambda *args: bngrad.jax.batch_norm(*args, client=client)[0])
+    theirs = trained(lambda x, scale, offset: plain(x, scale, offset, "NHWC"))
+    assert abs(ours - theirs).max() < 1e-3 * abs(ours - x).max()
+
+
+def test_sharded_tensors_are_refused(client: bngrad.Client) -> None:
+    x, scale, offset = arguments(FORMATS["NHWC"])
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("batch",))
+    sharded = jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("batch")))
+    with pytest.raises(ValueError, match="x must be on one device, not sharded over 2"):
+        bngrad.jax.batch_norm(sharded, scale, offset, client=client)
+
+
+def test_errors_name_the_argument(client: bngrad.Client) -> None:
+    x, scale, offset = arguments(FORMATS["NHWC"])
+    with pytest.raises(ValueError, match="x must be 5-dimensional for data_format NDHWC"):
+        bngrad.jax.batch_norm(x, scale, offset, client=client, data_format="NDHWC")
+    with bngrad.Client("localhost:1") as closed:
+        pass
+    gradient = jax.jit(jax.grad(lambda x: bngrad.jax.batch_norm(x, scale, offset, client=closed)[0].sum()))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="is closed"):
+        jax.block_until_ready(gradient(x))
