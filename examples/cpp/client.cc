@@ -3,8 +3,8 @@
 //   client localhost:50051          sends a small batch
 //   client unix:PATH 2048           sends a batch of 2048 images
 //   client localhost:50051 --bad    sends a scale of the wrong length
+//   client gpu1.example:50051 --ca ca.pem --token-file alice.token
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <iostream>
 #include <random>
@@ -12,10 +12,7 @@
 #include <string>
 #include <vector>
 
-#include <grpcpp/grpcpp.h>
-
-#include "bngrad_protos/v1/batch_norm_grad.grpc.pb.h"
-#include "google/rpc/bad_request.pb.h"
+#include "bngrad.h"
 
 namespace pb = bngrad::v1;
 using Floats = std::vector<float>;
@@ -79,18 +76,9 @@ Gradients Expected(const Inputs& in) {
   return out;
 }
 
-// The host must be little-endian: so is Tensor.data.
-pb::Tensor ToTensor(const Floats& values, const std::vector<int64_t>& shape) {
-  pb::Tensor tensor;
-  tensor.set_dtype(pb::DATA_TYPE_FLOAT32);
-  tensor.mutable_shape()->Assign(shape.begin(), shape.end());
-  tensor.set_data(values.data(), values.size() * sizeof(float));
-  return tensor;
-}
-
 bool Matches(const std::string& name, const pb::Tensor& tensor, const Doubles& expected, double tolerance) {
-  if (tensor.data().size() != expected.size() * sizeof(float)) throw std::runtime_error(name + " has a wrong size");
-  const auto* values = reinterpret_cast<const float*>(tensor.data().data());
+  const Floats values = bngrad::Values(tensor);
+  if (values.size() != expected.size()) throw std::runtime_error(name + " has a wrong size");
   double error = 0, largest = 0;
   for (size_t i = 0; i < expected.size(); ++i) {
     error = std::max(error, std::abs(values[i] - expected[i]));
@@ -106,43 +94,24 @@ void PrintError(const grpc::Status& status) {
   const bool invalid = status.error_code() == grpc::StatusCode::INVALID_ARGUMENT;
   std::cerr << (invalid ? "INVALID_ARGUMENT" : "status " + std::to_string(status.error_code())) << ": "
             << status.error_message() << "\n";
-  google::rpc::Status details;
-  google::rpc::BadRequest bad_request;
-  details.ParseFromString(status.error_details());
-  for (const auto& detail : details.details()) {
-    if (!detail.UnpackTo(&bad_request)) continue;
-    for (const auto& violation : bad_request.field_violations())
-      std::cerr << "field " << violation.field() << ": " << violation.description() << "\n";
-  }
+  for (const auto& violation : bngrad::Violations(status))
+    std::cerr << "field " << violation.field() << ": " << violation.description() << "\n";
 }
 
-int main(int argc, char** argv) {
-  if (argc < 2 || argc > 3) {
-    std::cerr << "usage: client TARGET [BATCH | --bad]\n";
-    return 2;
-  }
-  const std::string option = argc > 2 ? argv[2] : "2";
-  const bool bad = option == "--bad";
-  const int batch = bad ? 2 : std::stoi(option);
-
+int Run(const std::string& target, const bngrad::Options& options, int batch, bool bad) {
   const Inputs in = RandomInputs(batch);
   const int scale_size = bad ? kChannels - 1 : kChannels;
   pb::FusedBatchNormGradV3Request request;
-  *request.mutable_y_backprop() = ToTensor(in.y_backprop, {batch, kHeight, kWidth, kChannels});
-  *request.mutable_x() = ToTensor(in.x, {batch, kHeight, kWidth, kChannels});
-  *request.mutable_scale() = ToTensor(Floats(in.scale.begin(), in.scale.begin() + scale_size), {scale_size});
-  *request.mutable_reserve_space_1() = ToTensor(in.mean, {kChannels});
-  *request.mutable_reserve_space_2() = ToTensor(in.variance, {kChannels});
+  *request.mutable_y_backprop() = bngrad::ToTensor(in.y_backprop, {batch, kHeight, kWidth, kChannels});
+  *request.mutable_x() = bngrad::ToTensor(in.x, {batch, kHeight, kWidth, kChannels});
+  *request.mutable_scale() = bngrad::ToTensor(Floats(in.scale.begin(), in.scale.begin() + scale_size), {scale_size});
+  *request.mutable_reserve_space_1() = bngrad::ToTensor(in.mean, {kChannels});
+  *request.mutable_reserve_space_2() = bngrad::ToTensor(in.variance, {kChannels});
   request.set_epsilon(kEpsilon);
 
-  grpc::ChannelArguments arguments;
-  arguments.SetMaxReceiveMessageSize(-1);  // unlimited; the default is 4 MiB
-  const auto stub = pb::BatchNormGradService::NewStub(
-      grpc::CreateCustomChannel(argv[1], grpc::InsecureChannelCredentials(), arguments));
-  grpc::ClientContext context;
-  context.set_deadline(std::chrono::system_clock::now() + std::chrono::seconds(30));
+  const bngrad::Client client(target, options);
   pb::FusedBatchNormGradV3Response response;
-  const grpc::Status status = stub->FusedBatchNormGradV3(&context, request, &response);
+  const grpc::Status status = client.Call(&bngrad::Client::Stub::FusedBatchNormGradV3, request, &response);
   if (!status.ok()) {
     PrintError(status);
     return 1;
@@ -153,4 +122,33 @@ int main(int argc, char** argv) {
   good &= Matches("scale_backprop", response.scale_backprop(), expected.scale_backprop, 1e-6);
   good &= Matches("offset_backprop", response.offset_backprop(), expected.offset_backprop, 1e-6);
   return good ? 0 : 1;
+}
+
+int main(int argc, char** argv) {
+  std::string target;
+  int batch = 2;
+  bool bad = false;
+  bngrad::Options options;
+  for (int i = 1; i < argc; ++i) {
+    const std::string word = argv[i];
+    std::string* path = word == "--ca"            ? &options.ca
+                        : word == "--certificate" ? &options.certificate
+                        : word == "--key"         ? &options.key
+                        : word == "--token-file"  ? &options.token_file
+                                                  : nullptr;
+    if (path != nullptr && i + 1 < argc) *path = argv[++i];
+    else if (word == "--bad") bad = true;
+    else if (target.empty()) target = word;
+    else batch = std::stoi(word);
+  }
+  if (target.empty()) {
+    std::cerr << "usage: client TARGET [BATCH] [--bad] [--ca FILE] [--certificate FILE --key FILE] [--token-file FILE]\n";
+    return 2;
+  }
+  try {
+    return Run(target, options, batch, bad);
+  } catch (const std::exception& error) {
+    std::cerr << error.what() << "\n";
+    return 2;
+  }
 }

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 TIMEOUT_S = 600
 
-CPP_PACKAGES = "g++ make pkg-config libgrpc++-dev libprotobuf-dev protobuf-compiler-grpc"
+CPP_PACKAGES = "cmake g++ make pkg-config libgrpc++-dev libprotobuf-dev protobuf-compiler-grpc"
 JAVASCRIPT_PACKAGES = "nodejs npm"
 
 
@@ -46,11 +46,12 @@ def has_programs(*names: str) -> bool:
 @pytest.fixture(scope="session")
 def cpp(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
     libraries = ["pkg-config", "--exists", "grpc++", "protobuf"]
-    programs = has_programs("g++", "make", "pkg-config", "protoc", "grpc_cpp_plugin")
+    programs = has_programs("cmake", "g++", "make", "pkg-config", "protoc", "grpc_cpp_plugin")
     available = programs and subprocess.run(libraries).returncode == 0
     require(available, "the C++ client", CPP_PACKAGES)
     build = tmp_path_factory.mktemp("cpp")
-    run("make", "-C", EXAMPLES / "cpp", "-j4", f"BUILD={build}", "CXXFLAGS=-O0")  # compiles fastest
+    run("cmake", "-S", EXAMPLES / "cpp", "-B", build, "-D", "CMAKE_CXX_FLAGS=-O0")  # compiles fastest
+    run("cmake", "--build", build, "-j4")
     return [build / "client"]
 
 
@@ -94,7 +95,11 @@ def test_a_stock_client_works(
         assert word in output
 
 
-def test_the_javascript_client_speaks_tls_and_sends_a_token(javascript: list[object], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("language", "unauthenticated"), [("cpp", "status 16"), ("javascript", "UNAUTHENTICATED")])
+def test_a_client_to_copy_speaks_tls_and_sends_a_token(
+    request: pytest.FixtureRequest, tmp_path: Path, language: str, unauthenticated: str
+) -> None:
+    client = request.getfixturevalue(language)
     authority = Authority(tmp_path)
     pair = authority.issue(*HOSTS)
     made = CliRunner().invoke(command_line, ["token", "new", "alice", "--token-file", str(tmp_path / "tokens")])
@@ -102,6 +107,6 @@ def test_the_javascript_client_speaks_tls_and_sends_a_token(javascript: list[obj
     options = ("--tls-certificate", str(pair.certificate), "--tls-key", str(pair.key))
     server = EmbeddedServer("localhost:0", options=(*options, "--token-file", str(tmp_path / "tokens")))
     with server:
-        trusted = (*javascript, server.target, "--ca", authority.path)
+        trusted = (*client, server.target, "--ca", authority.path)
         assert "x_backprop (2, 8, 8, 16)" in run(*trusted, "--token-file", tmp_path / "token")
-        assert "UNAUTHENTICATED: a valid token is needed" in run(*trusted, exit_code=1)
+        assert f"{unauthenticated}: a valid token is needed" in run(*trusted, exit_code=1)
