@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -28,7 +30,9 @@ def model() -> nn.Sequential:
 
 def main(rank: int, store: str, target: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the machine's own name may have no address
+    patience = timedelta(minutes=2)  # if the other process has failed
+    dist.init_process_group("gloo", f"file://{store}", patience, rank=rank, world_size=2)
     with bngrad.Client(target) as client:
         ours = gradients(bngrad.torch.convert_batchnorm(model(), client), rank)
         stock = gradients(model(), rank)
