@@ -14,6 +14,7 @@ _COMMANDS = {
     "serve": "Runs a server.",
     "config": "Prints the settings in effect, and where they come from.",
     "check": "Checks that a server works.",
+    "report": "Tests a GPU without a server, and writes a report.",
     "info": "Prints a server's version, devices, limits and endpoints.",
     "bench": "Measures how fast a server answers.",
     "top": "Shows a server's activity in the terminal.",

@@ -29,8 +29,8 @@ class Backend(Protocol):
     def warm_up(self) -> None:
         """Compiles every kernel, or loads it from the disk cache, so that no request waits for that."""
 
-    def self_test(self) -> int:
-        """Checks the device by small problems, and returns how many; nothing by default.
+    def self_test(self, *, is_long: bool = False) -> int:
+        """Checks the device by small problems, by large ones too if ``is_long``, and returns how many; 0 by default.
 
         Raises:
             DeviceFailedError: The device computes wrong results, fails, or hangs.

@@ -20,6 +20,7 @@ BLOCKS_PER_PROCESSOR = 2
 """batch_norm_grad.cu limits the registers of most kernels for this. If a multiprocessor holds fewer blocks, the rest
 start once all work tiles are handed out, and end at once."""
 
+_OLDEST_DRIVERS = {12: 525, 13: 580}
 _PORTABLE = 1  # cudaHostRegisterPortable
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 _LARGEST_PITCH = (1 << 31) - 1
@@ -41,7 +42,11 @@ def count() -> int:
     try:
         found: int = runtime.getDeviceCount()
     except runtime.CUDARuntimeError as error:
-        raise DeviceUnavailableError(f"CUDA finds no usable driver or GPU: {error}") from error
+        cuda = runtime.runtimeGetVersion() // 1000
+        needed = f"NVIDIA's driver {_OLDEST_DRIVERS.get(cuda, '')} or newer is needed for CUDA {cuda}"
+        raise DeviceUnavailableError(
+            f"CUDA finds no usable driver or GPU: {error}; {needed}, and in a container --gpus all"
+        ) from error
     if found == 0:
         raise DeviceUnavailableError("CUDA finds no GPU")
     return found

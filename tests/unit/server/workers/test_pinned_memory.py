@@ -26,7 +26,7 @@ class Device:
     def warm_up(self) -> None:
         pass
 
-    def self_test(self) -> int:
+    def self_test(self, *, is_long: bool = False) -> int:
         return 0
 
     def register(self, memory: Array) -> None:

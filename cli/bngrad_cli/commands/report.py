@@ -1,0 +1,120 @@
+"""``bngrad report``: what to send when a GPU does not do what it should."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+_PACKAGES = (
+    "bngrad",
+    "numpy",
+    "ml_dtypes",
+    "cupy-cuda12x",
+    "cupy-cuda13x",
+    "nvidia-cuda-nvrtc-cu12",
+    "nvidia-cuda-nvrtc",
+)
+_SMI_FIELDS = "name,driver_version,vbios_version,pcie.link.gen.max,pcie.link.width.max,memory.total,memory.used"
+_ROUNDS = 7
+_SHAPES = {"a small problem": (32, 64, 49), "25 MB of float32": (32, 64, 3136)}
+
+
+@click.command()
+@click.option("--device", default="cuda:0", show_default=True, metavar="DEVICE", help="The GPU to test.")
+@click.option(
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=Path("bngrad-report.json"),
+    show_default=True,
+    help="Where to write the report.",
+)
+@click.option("--long", "is_long", is_flag=True, help="Test with large problems too, which takes a minute.")
+def report(device: str, output: Path, is_long: bool) -> None:
+    """Tests a GPU without a server, and writes a report.
+
+    The report is a JSON file. It names the GPU, the driver and the versions of packages, the result of the self-test
+    and some times. It holds no tensors of yours, no names of users or hosts, no paths and no settings. The exit code is
+    1 if the GPU fails.
+    """
+    if not device.startswith("cuda:"):
+        raise click.UsageError(f"--device is {device!r}, and should name a GPU, such as cuda:0")
+    document: dict[str, Any] = {
+        "made": time.strftime("%Y-%m-%d", time.gmtime()),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "python": platform.python_version(),
+        "packages": _versions(),
+        "nvidia_smi": _nvidia_smi(),
+        "device": device,
+    }
+    try:
+        document |= _tested(device, is_long)
+    except Exception as error:
+        document["failure"] = f"{type(error).__name__}: {error}"
+    output.write_text(json.dumps(document, indent=2) + "\n")
+    failure = document.get("failure")
+    click.echo(f"{device}: {failure or document['self_test']}", err=bool(failure))
+    click.echo(f"written to {output}", err=bool(failure))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1 if failure else 0)  # a normal exit would call into a device that may hang
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _nvidia_smi() -> list[str]:
+    """A line for each GPU; empty without the program."""
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return []
+    query = [command, f"--query-gpu={_SMI_FIELDS}", "--format=csv"]
+    done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=60)  # noqa: S603
+    return (done.stdout or done.stderr).splitlines()
+
+
+def _tested(device: str, is_long: bool) -> dict[str, Any]:
+    from bngrad_kernels import backends  # noqa: PLC0415 - help must start fast
+    from bngrad_kernels.cuda import self_test  # noqa: PLC0415
+    from bngrad_kernels.spec import FLOAT32, Spec  # noqa: PLC0415
+
+    began = time.perf_counter()
+    backend = backends.create(device)
+    backend.warm_up()
+    found: dict[str, Any] = {"description": backend.description, "warm_up_s": time.perf_counter() - began}
+    began = time.perf_counter()
+    count = backend.self_test(is_long=is_long)
+    taken_s = time.perf_counter() - began
+    found["self_test"] = f"{backend.description} passed its self-test: {count} problems in {taken_s:.2f} s"
+    found["milliseconds"] = {}
+    for name, shape in _SHAPES.items():
+        problem = self_test.random_problem(Spec(FLOAT32, shape, 1))
+        found["milliseconds"][name] = _median_ms(lambda problem=problem: backend.run([problem]))  # type: ignore[misc]
+    return found
+
+
+def _median_ms(run: Callable[[], None]) -> float:
+    """The median of some rounds, the first of which does not count."""
+    times = []
+    for _ in range(_ROUNDS + 1):
+        began = time.perf_counter()
+        run()
+        times.append(1e3 * (time.perf_counter() - began))
+    return round(sorted(times[1:])[_ROUNDS // 2], 3)

@@ -1,0 +1,45 @@
+"""``bngrad report``, with the strict stand-in for CuPy as a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.kernels.cuda.devices import library_file
+from tests.kernels.cuda.strict_environment import environment
+
+
+def report(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "bngrad_cli", "report", "--output", str(folder / "report.json"), *options]
+    changed = os.environ | environment(library_file(), folder)
+    return subprocess.run(command, capture_output=True, text=True, env=changed)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_report_tells_whether_the_gpu_computes_right_and_no_secrets(tmp_path: Path, fails: bool) -> None:
+    if fails:
+        (tmp_path / "nothing is written").write_text("first_float16 always")
+    done = report(tmp_path)
+    assert done.returncode == fails, done.stderr
+    text = (tmp_path / "report.json").read_text()
+    found = json.loads(text)
+    assert "numpy" in found["packages"]
+    if fails:
+        assert "failed its self-test: kernel first_float16_training_vectors" in found["failure"]
+        assert found["failure"] in done.stderr
+    else:
+        assert "strict GPU" in found["description"]
+        assert "passed its self-test" in found["self_test"]
+        assert set(found["milliseconds"]) == {"a small problem", "25 MB of float32"}
+    for secret in (os.uname().nodename, str(Path.home()), str(tmp_path)):
+        assert secret not in text.replace(f'"{os.uname().release}"', "")
+
+
+def test_only_gpus_are_reported_on(tmp_path: Path) -> None:
+    done = report(tmp_path, "--device", "cpu")
+    assert done.returncode == 2
+    assert "should name a GPU, such as cuda:0" in done.stderr
