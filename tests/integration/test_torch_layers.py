@@ -215,7 +215,7 @@ def test_pytorchs_own_cases_agree(client: bngrad.Client, number: int, training: 
         found, expected = gradients(ours, x, y_backprop), gradients(stock, x, y_backprop)
         assert torch.equal(found[0], expected[0])
         torch.testing.assert_close(found[1], expected[1])
-    for error in info.module_error_inputs_func(info, **options):
+    for error in info.module_error_inputs_func(info, **options) if training else ():  # they are errors in training
         constructor = error.module_error_input.constructor_input
         ours = ours_class(*constructor.args, **constructor.kwargs, client=client).train(training)
         with pytest.raises(error.error_type, match=error.error_regex):
