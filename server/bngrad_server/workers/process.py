@@ -34,7 +34,7 @@ class WorkerProcess:
         """Starts the process; on a GPU, it may page-lock ``pinned_bytes``, and the reserve of the arena."""
         self.slots = slots
         self._busy_time = BusyTime()
-        self._slots = [WorkerSlot(self._busy_time) for _ in range(slots)]
+        self._slots = [WorkerSlot(self._busy_time, compiles=device == "cpu") for _ in range(slots)]
         self._heartbeat, their_heartbeat = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with contextlib.ExitStack() as stack:
             theirs = [stack.enter_context(child) for child in (their_heartbeat, *(slot.theirs for slot in self._slots))]

@@ -11,6 +11,7 @@ import time
 import weakref
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 from bngrad_kernels.spec import Spec
 from bngrad_server.errors import WorkerDiedError
@@ -22,6 +23,8 @@ _MAX_SPECS = 4096
 """How many specs have numbers at once."""
 _BATCH_TIMEOUT_S = 30.0
 _SLOWEST_BYTES_PER_S = 20_000_000
+_COMPILE_TIMEOUT_S = 300.0
+"""How much longer the first batch of a dtype and an order may take, whose kernel may have to be compiled."""
 
 
 class BusyTime:
@@ -59,8 +62,14 @@ class WorkerSlot:
         theirs: The worker's end of the socket.
     """
 
-    def __init__(self, busy_time: BusyTime) -> None:
-        """Makes a free slot; all slots of a process share its ``busy_time``."""
+    def __init__(self, busy_time: BusyTime, *, compiles: bool = False) -> None:
+        """Makes a free slot.
+
+        Args:
+            busy_time: That of the process, which all its slots share.
+            compiles: Whether the first batch of a dtype and an order may have to wait for a compiler.
+        """
+        self._compiles = compiles
         self._socket, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         weakref.finalize(self, self._socket.close)  # not before: a thread may be about to wait for an answer
         self._writable = select.poll()
@@ -69,6 +78,8 @@ class WorkerSlot:
         self._taken = threading.Lock()
         self._late_at: float | None = None
         self._spec_numbers: dict[Spec, int] = {}
+        self._loaded: set[tuple[Any, int]] = set()
+        """The dtypes and orders of earlier batches."""
         self._mutex = threading.Lock()  # guards what follows
         self._is_busy = False
         self._pending: dict[int, Region | None] = {}
@@ -92,6 +103,10 @@ class WorkerSlot:
         nbytes = sum(job.nbytes for job, _ in parts)
         self._busy_time.begin()
         self._late_at = time.monotonic() + _BATCH_TIMEOUT_S + nbytes / _SLOWEST_BYTES_PER_S
+        kernels = {(job.spec.dtype, job.spec.order) for job, _ in parts}
+        if self._compiles and not kernels <= self._loaded:
+            self._late_at += _COMPILE_TIMEOUT_S
+            self._loaded |= kernels
         while not self._become_busy():
             self._writable.poll()
         self._send(Message.RUN + b"".join(tasks))
