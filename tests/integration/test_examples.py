@@ -27,6 +27,8 @@ def output_of(*command: object) -> str:
         ("shared_memory", "3 x 26 MB: arrays in shared memory"),
         ("pytorch_gradient", "torch.bfloat16, torch.channels_last: differs from PyTorch's by"),
         ("train_digits_torch", "the losses differ by"),
+        ("train_digits_keras", "the losses differ by"),
+        ("train_digits_jax", "the losses differ by"),
         ("tensorflow_gradient", "gradient of scale: (64,), differs from TensorFlow's by"),
     ],
 )

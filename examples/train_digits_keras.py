@@ -1,0 +1,63 @@
+"""Trains a network on scikit-learn's digits, with Keras on TensorFlow alone and with bngrad, and compares the losses.
+
+python examples/train_digits_keras.py localhost:50051
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import keras
+from sklearn.datasets import load_digits
+
+import bngrad
+import bngrad.keras
+
+
+class Losses(keras.callbacks.Callback):  # type: ignore[misc]  # Keras ships no types.
+    """Keeps the loss of each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: list[float] = []
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, float]) -> None:
+        self.values.append(logs["loss"])
+
+
+def main() -> None:
+    stock = train(network())
+    with bngrad.Client(sys.argv[1]) as client:
+        ours = train(bngrad.keras.convert(network(), client))  # the one line
+    difference = max(abs(a - b) for a, b in zip(stock, ours, strict=True))
+    print(f"loss after {len(ours)} steps: {stock[-1]:.4f} with Keras, {ours[-1]:.4f} with bngrad")
+    print(f"the losses differ by {difference:.1e} at most")
+
+
+def network() -> Any:
+    keras.utils.set_random_seed(0)
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            *(layers.Conv2D(16, 3, padding="same", use_bias=False), layers.BatchNormalization(), layers.ReLU()),
+            layers.MaxPooling2D(2),
+            *(layers.Conv2D(32, 3, padding="same", use_bias=False), layers.BatchNormalization(), layers.ReLU()),
+            layers.Flatten(),
+            layers.Dense(10),
+        ]
+    )
+
+
+def train(model: Any) -> list[float]:
+    """Trains the model, and returns the running mean of the loss at each step."""
+    digits = load_digits()
+    losses = Losses()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), loss)
+    model.fit(digits.images[..., None] / 16, digits.target, 32, shuffle=False, verbose=0, callbacks=[losses])
+    return losses.values
+
+
+if __name__ == "__main__":
+    main()
