@@ -74,6 +74,7 @@ def endure(scene: Harness, faults: list[Fault], seconds: float, rng: Random) -> 
             traceback in the log, or a leak of memory, descriptors, processes or shared memory.
     """
     service, load = scene.service, scene.load
+    service.wait_until_whole()
     before, logged = resource_usage.measure(service), len(service.log())
     tally = Tally()
     try:
@@ -85,9 +86,13 @@ def endure(scene: Harness, faults: list[Fault], seconds: float, rng: Random) -> 
         assert not (tracebacks := service.tracebacks(logged)), tracebacks
         resource_usage.wait_until_back(service, before)
     except Exception as error:
-        service.restart()  # so that the next fault begins with a healthy server
-        warm_up(scene)
-        raise BrokenGuaranteeError(str(error), tally) from error
+        broken = BrokenGuaranteeError(str(error), tally)
+        try:
+            service.restart()  # so that the next fault begins with a healthy server
+            warm_up(scene)
+        except Exception as further:
+            raise broken from further
+        raise broken from error
     return tally
 
 

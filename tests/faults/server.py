@@ -15,12 +15,13 @@ from pathlib import Path
 from types import TracebackType
 
 import psutil
-from tests.servers import endpoints_of, free_port, is_running, wait_until, workers_of
+from tests.servers import children_of, endpoints_of, free_port, is_running, wait_until, workers_of
 
 import bngrad
 from bngrad_wire.token_format import new_token
 
 WORKERS = 2
+_COMPILE_TIMEOUT_S = 240.0
 TRANSFER_TIMEOUT_S = 3
 OPTIONS = (
     *("--workers", str(WORKERS)),
@@ -158,6 +159,8 @@ class RestartableServer:
         with self.client() as client:
             wait_until(lambda: all(device.state == "ready" for device in client.server_info().devices))
         wait_until(lambda: len(self.workers()) == WORKERS)
+        compiler = "bngrad_kernels.cpu.machine_code.warm"
+        wait_until(lambda: not children_of(self.process.pid, compiler), _COMPILE_TIMEOUT_S)
 
     def _write_tokens(self) -> Path:
         self.token, own = new_token("load")
