@@ -56,7 +56,7 @@ def _called(
     def call(*arrays: Any) -> list[Any]:
         return list(method(*arrays, **arguments))
 
-    # Not stateful: equal requests have equal answers, and those that nobody needs are not sent.
+    # Not stateful: equal requests have equal answers, and one that is not needed is not sent.
     outputs = tf.numpy_function(call, tensors, [tensor.dtype for tensor in like], stateful=False)
     for output, tensor in zip(outputs, like, strict=True):
         output.set_shape(tensor.shape)

@@ -25,7 +25,7 @@ class ReceivingCalls:
     """The connections with such a call; for the event loop's thread."""
 
     def __init__(self, threads: int = _THREADS, timeout_s: float = _TIMEOUT_S) -> None:
-        """Has no calls yet; there are so many threads, and a call waits so long for one."""
+        """Has no calls yet; ``threads`` is their number, ``timeout_s`` how long a call may wait for one."""
         self._timeout_s = timeout_s
         self._all: dict[Connection, None] = {}  # the oldest comes first
         self._shares: ThreadShares[Connection] = ThreadShares(threads)
