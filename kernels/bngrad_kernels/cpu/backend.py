@@ -8,7 +8,7 @@ import os
 import platform
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 from bngrad_kernels.backend import Backend
 from bngrad_kernels.cpu.machine_code import loader
 from bngrad_kernels.cpu.machine_code.kernels import FIRST, Kernel
-from bngrad_kernels.cpu.plan import CALL, RECORD, plan
+from bngrad_kernels.cpu.plan import CALL, RECORD, Plan, plan
 from bngrad_kernels.cpu.threads import threads as team
 from bngrad_kernels.problem import AnyProblem, Array
 
@@ -67,6 +67,29 @@ class CpuBackend(Backend):
         """Loads the kernel that most requests need, compiling it first if no cache has it; `run` loads the others."""
         self._load(np.dtype(FIRST.dtype), FIRST.order)
 
+    def load_compiled(self, dtype: np.dtype[Any], order: int) -> bool:
+        """Loads a kernel if a cache has it; returns False, and compiles nothing, if none has."""
+        is_there = loader.is_compiled(Kernel(dtype.name, order))
+        if is_there:
+            self._load(dtype, order)
+        return is_there
+
+    def bound(self, problem: AnyProblem) -> Callable[[], None]:
+        """Returns what computes a small problem, with channels, again and again at the same addresses.
+
+        It computes in the calling thread, which keeps the interpreter's lock: for problems of microseconds.
+        """
+        planned = plan(problem.spec, problem.channels)
+        workspace = np.empty(planned.slot_nbytes + 64, np.uint8)
+        records = bytearray(planned.record)
+        _place(records, problem)
+        _FIELD.pack_into(records, _OFFSETS["workspace"], -(-workspace.ctypes.data // 64) * 64)
+        call = bytearray(_CALL.pack(_begin(records), 1, 1, True, *self._team.functions, 0))
+        kernel = self._load(problem.spec.dtype, problem.spec.order)
+        return _Bound(
+            ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(kernel.address), _begin(call), (records, call, workspace)
+        )
+
     def run(self, problems: Sequence[AnyProblem]) -> None:
         """Writes the outputs of every problem: all threads share a large one, each takes small ones on its own."""
         small: list[AnyProblem] = []
@@ -77,18 +100,17 @@ class CpuBackend(Backend):
                 small.append(problem)
             else:
                 self._run_split(problem)
-        if len(small) == 1 and small[0].prepared is None:
+        if len(small) == 1:
             self._run_alone(small[0])
             return
         for _, group in itertools.groupby(sorted(small, key=_sort_key), key=_sort_key):
             self._run_small(list(group))
 
     def _run_alone(self, problem: AnyProblem) -> None:
-        """Computes a small problem for the first time, which is often the last."""
-        planned = plan(problem.spec, problem.channels)
-        records = bytearray(planned.record)
-        _place(records, problem, True, self._workspace(planned.slot_nbytes))
-        problem.prepared = (bytes(records), planned.slot_nbytes)
+        """Computes a problem with one thread."""
+        record, planned = problem.prepared or _prepare(problem)
+        records = bytearray(record)
+        _FIELD.pack_into(records, _OFFSETS["workspace"], self._workspace(planned.slot_nbytes))
         self._run(problem, records, 1, one_by_one=True)
 
     def _run_small(self, problems: list[AnyProblem]) -> None:
@@ -97,7 +119,7 @@ class CpuBackend(Backend):
         threads = 1 if len(problems) == 1 or nbytes < _ALONE_BELOW_NBYTES else self._threads
         prepared = [problem.prepared or _prepare(problem) for problem in problems]
         records = bytearray(b"".join(record for record, _ in prepared))
-        slot_nbytes = max(nbytes for _, nbytes in prepared)
+        slot_nbytes = max(planned.slot_nbytes for _, planned in prepared)
         workspace = self._workspace(slot_nbytes * threads)
         for i in range(len(problems)):
             place = workspace + i % threads * slot_nbytes
@@ -106,11 +128,12 @@ class CpuBackend(Backend):
 
     def _run_split(self, problem: AnyProblem) -> None:
         """Computes a problem with all threads."""
-        geometry, slot_nbytes, record = plan(problem.spec, problem.channels)
-        by_group = geometry.tiles < self._threads or geometry.groups >= 4 * self._threads
-        records = bytearray(record)
+        record, planned = problem.prepared or _prepare(problem)
+        by_group = planned.geometry.tiles < self._threads or planned.geometry.groups >= 4 * self._threads
         slots = self._threads if by_group else 1
-        _place(records, problem, by_group, self._workspace(slot_nbytes * slots))
+        records = bytearray(record)
+        _FIELD.pack_into(records, _OFFSETS["by_group"], by_group)
+        _FIELD.pack_into(records, _OFFSETS["workspace"], self._workspace(planned.slot_nbytes * slots))
         self._run(problem, records, self._threads, one_by_one=self._threads == 1)
 
     def _run(self, problem: AnyProblem, records: bytearray, threads: int, *, one_by_one: bool) -> None:
@@ -141,19 +164,32 @@ class CpuBackend(Backend):
         return start
 
 
-def _prepare(problem: AnyProblem) -> tuple[bytes, int]:
-    """Returns the record of a small problem without its workspace, and the size of the workspace."""
+class _Bound:
+    """A problem's kernel, with the address of its call, and the memory that this refers to."""
+
+    __slots__ = ("_address", "_function", "_memory")
+
+    def __init__(self, function: Callable[[int], None], address: int, memory: object) -> None:
+        self._function = function
+        self._address = address
+        self._memory = memory
+
+    def __call__(self) -> None:
+        self._function(self._address)
+
+
+def _prepare(problem: AnyProblem) -> tuple[bytes, Plan]:
+    """Returns, and keeps for the next run, a problem's record with all addresses but the workspace's, and its plan."""
     planned = plan(problem.spec, problem.channels)
-    records = bytearray(planned.record)
-    _place(records, problem, True, 0)
-    problem.prepared = (bytes(records), planned.slot_nbytes)
-    return bytes(records), planned.slot_nbytes
+    record = bytearray(planned.record)
+    _place(record, problem)
+    prepared = bytes(record), planned
+    problem.prepared = prepared
+    return prepared
 
 
-def _place(record: bytearray, problem: AnyProblem, by_group: bool, workspace: int) -> None:
-    """Completes the record of a plan; NumPy would take three times as long to set its fields."""
-    _FIELD.pack_into(record, _OFFSETS["by_group"], by_group)
-    _FIELD.pack_into(record, _OFFSETS["workspace"], workspace)
+def _place(record: bytearray, problem: AnyProblem) -> None:
+    """Completes the record of a plan but for the workspace; NumPy would take three times as long to set its fields."""
     for name in (*problem.large_inputs, *problem.small_inputs, *problem.small_outputs):
         array = getattr(problem, name)
         _FIELD.pack_into(record, _OFFSETS[_RECORD_NAMES.get(name, name)], 0 if array is None else _address(array))

@@ -11,9 +11,19 @@ from typing import Any
 
 import numpy as np
 
-from bngrad_kernels.cpu.linked import internal
+from bngrad_kernels.cpu.machine_code.linked import internal
 from bngrad_kernels.cpu.plan import LANES
-from bngrad_kernels.cpu.simd import add, load64, load_scalar, out_of_line, store64, store_scalar
+from bngrad_kernels.cpu.simd import add, load_head, load_scalar, mul, out_of_line, store_head, store_scalar
+from bngrad_kernels.cpu.simd64 import (
+    divide64,
+    load64,
+    narrow64,
+    splat64,
+    sqrt64,
+    store64,
+    widen64,
+    zero64,
+)  # fmt: skip
 
 MEAN, GAIN, SHIFT, SLOPE = map(np.int64, range(4))  # Numba would give a plain int another type
 """The tables: ``x_backprop = gain * ((y_backprop - shift) - (x - mean) * slope)``."""
@@ -50,8 +60,8 @@ def sums_of(p: Any, slot: int, part: int) -> int:
 
 @internal
 def chains_of(p: Any, slot: int, t: int) -> int:
-    """The address of the two rows of float32 in which tile t accumulates before it adds to its sums."""
-    return sums_of(p, slot, p.tiles + 1) + t * 2 * p.padded * 4
+    """The address of the rows of float32 of tile t: two that it adds to its sums now and then, and its means."""
+    return sums_of(p, slot, p.tiles + 1) + t * p.chains * p.padded * 4
 
 
 @internal
@@ -67,27 +77,79 @@ def begin(tag: Any, p: Any, g: int, slot: int) -> None:
 
 
 @internal
-def finish(p: Any, g: int, slot: int, may_repeat: int) -> bool:
-    """Adds up the tiles' sums, writes scale_backprop and offset_backprop, fills the coefficients.
+def finish(p: Any, g: int, slot: int, may_repeat: int, share: int, shares: int) -> bool:
+    """Does a thread's share of the channels: adds up the tiles' sums, writes the vectors, fills the coefficients.
 
     Returns false: unlike those of the second order, the sums are never taken again.
     """
     out_of_line()
-    add_tiles(p, slot)
-    first = first_channel(p, g)
-    m = float(p.outer * p.inner)
-    for i in range(channels(p, g)):
-        c = first + i
-        sum_dy = add_columns(p, sums_of(p, slot, _TOTAL), i)
-        sum_dy_xc = add_columns(p, sums_of(p, slot, _TOTAL) + p.padded * 8, i)
-        rstd = rstd_of(p, c)
-        write_stat(p, p.scale_backprop, c, rstd * sum_dy_xc if m else 0.0)  # 0 even if rstd is not finite
-        write_stat(p, p.offset_backprop, c, sum_dy)
-        if p.is_training:
-            fill(p, slot, GAIN, i, scale_of(p, c) * rstd)
-            fill(p, slot, SHIFT, i, sum_dy / m)
-            fill(p, slot, SLOPE, i, rstd * rstd * (sum_dy_xc / m))
+    if p.outer and p.span == 1 and not (p.is_planes or p.is_stats_bfloat16):
+        vectors = -(-channels(p, g) // LANES)
+        for vector in range(share * vectors // shares, (share + 1) * vectors // shares):
+            _finish_vector(p, g, slot, vector * LANES)
+    elif share == 0:
+        add_tiles(p, slot)
+        for i in range(channels(p, g)):
+            _finish_channel(p, g, slot, i)
     return False
+
+
+@internal
+def _finish_channel(p: Any, g: int, slot: int, i: int) -> None:
+    c = first_channel(p, g) + i
+    m = float(p.outer * p.inner)
+    sum_dy = add_columns(p, sums_of(p, slot, _TOTAL), i)
+    sum_dy_xc = add_columns(p, sums_of(p, slot, _TOTAL) + p.padded * 8, i)
+    rstd = rstd_of(p, c)
+    write_stat(p, p.scale_backprop, c, rstd * sum_dy_xc if m else 0.0)  # 0 even if rstd is not finite
+    write_stat(p, p.offset_backprop, c, sum_dy)
+    if p.is_training:
+        fill(p, slot, GAIN, i, scale_of(p, c) * rstd)
+        fill(p, slot, SHIFT, i, sum_dy / m)
+        fill(p, slot, SLOPE, i, rstd * rstd * (sum_dy_xc / m))
+
+
+@internal
+def _finish_vector(p: Any, g: int, slot: int, i: int) -> None:
+    """As `_finish_channel`, for 16 channels of one column, or one for each fold, with float32 statistics."""
+    c, count = first_channel(p, g) + i, channels(p, g) - i
+    m = splat64(float(p.outer * p.inner))
+    sum_dy, sum_dy_xc = _add_vectors(p, slot, i), _add_vectors(p, slot, p.padded + i)
+    rstd = widen64(load_head(_F32, p.reserve_space_2, c, count))
+    if not p.is_inverse_std:
+        rstd = divide64(splat64(1.0), sqrt64(add(rstd, splat64(p.epsilon))))
+    scale_backprop = mul(rstd, sum_dy_xc) if p.outer * p.inner else zero64()  # 0 even if rstd is not finite
+    store_head(_F32, p.scale_backprop, c, narrow64(scale_backprop), count)
+    store_head(_F32, p.offset_backprop, c, narrow64(sum_dy), count)
+    if p.is_training:
+        gain = mul(widen64(load_head(_F32, p.scale, c, count)), rstd) if p.scale else rstd
+        slope = mul(mul(rstd, rstd), divide64(sum_dy_xc, m))
+        gain32, shift32, slope32 = narrow64(gain), narrow64(divide64(sum_dy, m)), narrow64(slope)
+        for f in range(p.fold):
+            column = f * p.pitch + i
+            store_head(_F32, table(p, slot, GAIN), column, gain32, count)
+            store_head(_F32, table(p, slot, SHIFT), column, shift32, count)
+            store_head(_F32, table(p, slot, SLOPE), column, slope32, count)
+
+
+@internal
+def _add_vectors(p: Any, slot: int, column: int) -> Any:
+    """The sums of 16 channels, over the tiles and then the folds."""
+    total = _add_vector(p, slot, column)
+    if p.fold > 1:
+        total = add(zero64(), total)
+        for f in range(1, p.fold):
+            total = add(total, _add_vector(p, slot, column + f * p.pitch))
+    return total
+
+
+@internal
+def _add_vector(p: Any, slot: int, column: int) -> Any:
+    """The sums of a vector over the tiles, in the order of the tiles."""
+    total = load64(sums_of(p, slot, _TOTAL + 1), column)
+    for part in range(2, p.tiles + 1):
+        total = add(total, load64(sums_of(p, slot, part), column))
+    return total
 
 
 @internal
@@ -95,10 +157,7 @@ def add_tiles(p: Any, slot: int) -> None:
     """Adds up the sums of the tiles, in the order of the tiles."""
     into = sums_of(p, slot, _TOTAL)
     for column in range(0, p.sums * p.padded, LANES):
-        total = load64(sums_of(p, slot, _TOTAL + 1), column)
-        for part in range(2, p.tiles + 1):
-            total = add(total, load64(sums_of(p, slot, part), column))
-        store64(into, column, total)
+        store64(into, column, _add_vector(p, slot, column))
 
 
 @internal

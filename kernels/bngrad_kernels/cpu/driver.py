@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from bngrad_kernels.cpu import channel_stats, column_sums, plane_sums
-from bngrad_kernels.cpu.linked import internal
+from bngrad_kernels.cpu.machine_code.linked import internal
 from bngrad_kernels.cpu.plan import RECORD
 from bngrad_kernels.cpu.second_order import channel_stats as channel_stats_2
 from bngrad_kernels.cpu.second_order import column_sums as column_sums_2
@@ -63,13 +63,21 @@ def _kernel(stats: Any, columns: Any, planes: Any) -> Callable[[Any, Any], None]
             wait(call.barrier)
             shares(tag, call, p, g, _SUMS, member, members)
             wait(call.barrier)
-            if member == 0:
-                call.again = finish(p, g, np.int64(0), may_repeat)
+            finish_shares(call, p, g, may_repeat, member, members)
             wait(call.barrier)
             again, may_repeat = call.again != 0, np.int64(0)
         if p.is_training:
             shares(tag, call, p, g, _APPLY, member, members)
         wait(call.barrier)
+
+    @internal
+    def finish_shares(call: Any, p: Any, g: int, may_repeat: int, member: int, members: int) -> None:
+        thread = member
+        while thread < call.threads:
+            repeats = finish(p, g, np.int64(0), may_repeat, thread, call.threads)
+            if thread == 0:
+                call.again = repeats
+            thread += members
 
     @internal
     def shares(tag: Any, call: Any, p: Any, g: int, work: int, member: int, members: int) -> None:
@@ -84,9 +92,9 @@ def _kernel(stats: Any, columns: Any, planes: Any) -> Callable[[Any, Any], None]
         out_of_line()
         begin(tag, p, g, slot)
         tiles(tag, p, g, np.int64(0), p.tiles, slot, _SUMS)
-        if finish(p, g, slot, np.int64(1)):
+        if finish(p, g, slot, np.int64(1), np.int64(0), np.int64(1)):
             tiles(tag, p, g, np.int64(0), p.tiles, slot, _SUMS)
-            finish(p, g, slot, np.int64(0))
+            finish(p, g, slot, np.int64(0), np.int64(0), np.int64(1))
         if p.is_training:
             tiles(tag, p, g, np.int64(0), p.tiles, slot, _APPLY)
 

@@ -54,6 +54,48 @@ def join(builder: Any, low: Any, high: Any) -> Any:
     return builder.shuffle_vector(low, high, lanes)
 
 
+def load_line(builder: Any, place: Any, element: Any) -> list[Any]:
+    """32 elements as two vectors of float32; of bfloat16 the even ones, then the odd ones."""
+    if element == I16:
+        pairs = builder.load(builder.bitcast(place, I32X16.as_pointer()), align=1)
+        halves = builder.shl(pairs, _constant(I32X16, 16)), builder.and_(pairs, _constant(I32X16, 0xFFFF0000))
+        return [builder.bitcast(half, F32X16) for half in halves]
+    vectors = builder.bitcast(place, ir.VectorType(element, LANES).as_pointer())
+    return [widen(builder, builder.load(builder.gep(vectors, [I64(i)]), align=1)) for i in range(2)]
+
+
+def deinterleave(builder: Any, low: Any, high: Any) -> list[Any]:
+    """The even lanes of two vectors, and the odd ones."""
+    lanes = [ir.Constant(I32X16, list(range(start, 2 * LANES, 2))) for start in range(2)]
+    return [builder.shuffle_vector(low, high, each) for each in lanes]
+
+
+def interleave(builder: Any, even: Any, odd: Any) -> list[Any]:
+    """The reverse of `deinterleave`."""
+    lanes = [[i // 2 + i % 2 * LANES for i in range(start, start + LANES)] for start in (0, LANES)]
+    return [builder.shuffle_vector(even, odd, ir.Constant(I32X16, each)) for each in lanes]
+
+
+def pack(builder: Any, low: Any, high: Any, element: Any) -> Any:
+    """Two vectors rounded to nearest even, to the 16-bit type that is stored, as one vector; see `narrow`."""
+    if element == F16:
+        return join(builder, *(builder.fptrunc(half, ir.VectorType(F16, LANES)) for half in (low, high)))
+    # The upper halves of all lanes are picked by one instruction, where the CPU has it.
+    pairs = ir.VectorType(I16, 2 * LANES)
+    low, high = (builder.bitcast(_rounded(builder, half, I32X16), pairs) for half in (low, high))
+    upper = ir.Constant(ir.VectorType(I32, 2 * LANES), list(range(1, 4 * LANES, 2)))
+    return builder.shuffle_vector(low, high, upper)
+
+
+def pack_line(builder: Any, first: Any, second: Any, element: Any) -> Any:
+    """As `pack`, but in the order of `load_line`."""
+    if element == F16:
+        return pack(builder, first, second, element)
+    even, odd = (_rounded(builder, half, I32X16) for half in (first, second))
+    upper = builder.and_(odd, _constant(I32X16, 0xFFFF0000))
+    return builder.bitcast(builder.or_(builder.lshr(even, _constant(I32X16, 16)), upper), ir.VectorType(I16, 2 * LANES))
+
+
 def as_integers(builder: Any, halves: Any, address: Any) -> Any:
     """The bits of float16 lanes as integers, since LLVM has no non-temporal stores of 16-bit floats.
 
@@ -102,6 +144,11 @@ def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
     suffix = "f32" if a.type == F32X16 else "f64"
     function = _declare(builder, f"llvm.fma.v{LANES}{suffix}", a.type, [a.type] * 3)
     return builder.call(function, [a, b, c])
+
+
+def sqrt(builder: Any, vector: Any) -> Any:
+    """The square roots of 16 float64."""
+    return builder.call(_declare(builder, f"llvm.sqrt.v{LANES}f64", F64X16, [F64X16]), [vector])
 
 
 def widen(builder: Any, vector: Any) -> Any:
@@ -166,23 +213,28 @@ def _round_to_odd(builder: Any, value: Any) -> Any:
 
 
 def quiet(builder: Any, value: Any) -> Any:
-    """A float64 in which any NaN is replaced by the default NaN."""
+    """A float64, or each of a vector, in which any NaN is replaced by the default NaN."""
     is_nan = builder.fcmp_unordered("uno", value, value)
-    return builder.select(is_nan, ir.Constant(F64, float("nan")), value)
+    nan = float("nan")
+    return builder.select(is_nan, ir.Constant(value.type, nan if value.type == F64 else [nan] * LANES), value)
 
 
 def _upper_halves(builder: Any, value: Any, integer: Any) -> Any:
     """The upper halves of float32 values, rounded to nearest even."""
-
-    def constant(number: int) -> Any:
-        return ir.Constant(integer, [number] * LANES if integer == I32X16 else number)
-
     narrow_type = ir.VectorType(I16, LANES) if integer == I32X16 else I16
+    shifted = builder.lshr(_rounded(builder, value, integer), _constant(integer, 16))
+    return builder.trunc(shifted, narrow_type)
+
+
+def _rounded(builder: Any, value: Any, integer: Any) -> Any:
+    """The bits of float32 values, whose upper halves are rounded to nearest even."""
     bits = builder.bitcast(value, integer)
-    upper = builder.lshr(bits, constant(16))
-    lowest = builder.and_(upper, constant(1))
-    rounded = builder.lshr(builder.add(bits, builder.add(lowest, constant(0x7FFF))), constant(16))
-    return builder.trunc(rounded, narrow_type)
+    lowest = builder.and_(builder.lshr(bits, _constant(integer, 16)), _constant(integer, 1))
+    return builder.add(bits, builder.add(lowest, _constant(integer, 0x7FFF)))
+
+
+def _constant(integer: Any, number: int) -> Any:
+    return ir.Constant(integer, [number] * LANES if integer == I32X16 else number)
 
 
 def _suffix(element: Any) -> str:

@@ -50,8 +50,8 @@ _LINE_NBYTES = 64
 """The size of a cache line; streaming should write whole lines."""
 BLOCK = 1024
 """Columns that the columns kernel computes at once: their tables fill half of a first-level cache."""
-_AHEAD = 1024
-"""The minimum prefetch distance of the columns kernel, in elements; whole pairs of rows if they exceed a block."""
+_AHEAD_NBYTES = 4096
+"""The minimum prefetch distance of the columns kernel; whole pairs of rows if they exceed a block."""
 
 
 class Geometry(NamedTuple):
@@ -72,7 +72,6 @@ class Geometry(NamedTuple):
         runs: How many runs of neighbouring columns form a group's part of a row: 1 or ``fold``.
         pitch: In the tables of a group, the distance of a channel's beginnings, in columns.
         padded: The columns of those tables, with each run rounded up to full vectors.
-        ahead: The prefetch distance of the columns kernel, in elements.
         tiles: The tiles of a group; in the planes kernel, outer_tiles * inner_tiles.
         outer_tiles: The number of runs that the planes are cut into.
         inner_tiles: The number of runs that each plane is cut into.
@@ -94,7 +93,6 @@ class Geometry(NamedTuple):
     runs: int
     pitch: int
     padded: int
-    ahead: int
     tiles: int
     outer_tiles: int
     inner_tiles: int
@@ -106,7 +104,7 @@ class Slot(NamedTuple):
     Attributes:
         tables: Rows of float32: coefficients.
         sums: Rows of float64: sums, of the group and of each tile.
-        chains: Rows of float32 for each tile, in which it accumulates first.
+        chains: Rows of float32 for each tile: those in which it accumulates first, and a rearranged table.
     """
 
     tables: int
@@ -118,7 +116,7 @@ class Slot(NamedTuple):
         return cut.padded * (4 * self.tables + 8 * self.sums * (cut.tiles + 1) + 4 * self.chains * cut.tiles)
 
 
-SLOTS = {1: Slot(tables=4, sums=2, chains=2), 2: Slot(tables=11, sums=7, chains=0)}
+SLOTS = {1: Slot(tables=4, sums=2, chains=3), 2: Slot(tables=11, sums=7, chains=0)}
 """By the order of the gradients."""
 
 RECORD = np.dtype(
@@ -127,8 +125,8 @@ RECORD = np.dtype(
         for name in (
             "y_backprop", "x", "x_backprop", "scale", "mean", "reserve_space_2", "scale_backprop", "offset_backprop",
             "grad_x_backprop", "grad_scale_backprop", "grad_offset_backprop", "grad_y_backprop", "grad_x", "grad_scale",
-            "is_training", "is_inverse_std", "is_stats_bfloat16", "streams", "by_group", "workspace", "slot_nbytes",
-            "order", *Slot._fields, *Geometry._fields,
+            "is_training", "is_inverse_std", "is_stats_bfloat16", "streams", "ahead", "by_group", "workspace",
+            "slot_nbytes", "order", *Slot._fields, *Geometry._fields,
         )
     ]
     + [("epsilon", np.float64)]
@@ -176,6 +174,7 @@ def plan(spec: Spec, part: range | None = None) -> Plan:
         "is_inverse_std": spec.reserve_space_2_kind is ReserveSpace2Kind.INVERSE_STD,
         "is_stats_bfloat16": spec.stats_dtype == BFLOAT16,
         "streams": _is_worth_streaming(spec, cut),
+        "ahead": _ahead(spec, cut),
         "slot_nbytes": slot.nbytes(cut),
         "epsilon": spec.epsilon,
         "order": spec.order,
@@ -202,6 +201,14 @@ def _is_worth_streaming(spec: Spec, cut: Geometry) -> bool:
     if cut.stop - cut.first < cut.channels:
         edges = [channel * cut.inner for channel in (cut.first, cut.stop, cut.channels)]
     return all(edge * itemsize % _LINE_NBYTES == 0 for edge in edges)
+
+
+def _ahead(spec: Spec, cut: Geometry) -> int:
+    """The prefetch distance of the columns kernel, in elements."""
+    elements, own = _AHEAD_NBYTES // spec.dtype.itemsize, cut.fold * cut.group_channels * cut.inner
+    if own == cut.columns <= BLOCK:
+        return elements
+    return 2 * -(-elements // max(2 * own, 1)) * cut.columns
 
 
 def geometry(outer: int, channels: int, inner: int, part: range) -> Geometry:
@@ -233,7 +240,6 @@ def _columns(outer: int, channels: int, inner: int, part: range) -> Geometry:
         runs=runs,
         pitch=group * inner if runs == 1 else _padded(group * inner),
         padded=runs * _padded(own // runs),
-        ahead=_AHEAD if own == fold * width <= BLOCK else 2 * -(-_AHEAD // max(2 * own, 1)) * fold * width,
         tiles=_power_of_two(min(outer * widest * inner // _COLUMNS_TILE, rows // _TILE_ROWS)),
         outer_tiles=1,
         inner_tiles=1,
@@ -264,7 +270,6 @@ def _planes(outer: int, channels: int, inner: int, part: range) -> Geometry:
         runs=1,
         pitch=1,
         padded=LANES,
-        ahead=0,
         tiles=outer_tiles * inner_tiles,
         outer_tiles=outer_tiles,
         inner_tiles=inner_tiles,

@@ -8,7 +8,7 @@ import numpy as np
 
 from bngrad_kernels.cpu.channel_stats import GAIN, MEAN, SHIFT, SLOPE, first_channel, sums_of, table
 from bngrad_kernels.cpu.column_sums import x_backprop
-from bngrad_kernels.cpu.linked import internal
+from bngrad_kernels.cpu.machine_code.linked import internal
 from bngrad_kernels.cpu.plan import LANES, LINE
 from bngrad_kernels.cpu.simd import (
     add,
@@ -22,11 +22,9 @@ from bngrad_kernels.cpu.simd import (
     store_scalar,
     stream,
     sub,
-    total,
-    widen64,
     zero,
-    zero64,
 )  # fmt: skip
+from bngrad_kernels.cpu.simd64 import total, widen64, zero64
 
 QUAD = 4 * LANES
 """Elements of a step: a vector for each of four accumulators."""

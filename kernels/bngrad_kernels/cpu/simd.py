@@ -50,6 +50,50 @@ def load(typingctx: Any, tag: Any, address: Any, index: Any) -> Any:
 
 
 @intrinsic
+def load_line(typingctx: Any, tag: Any, address: Any, index: Any) -> Any:
+    """The 32 elements from ``index`` on, widened, as two vectors in the order of `in_line_order`."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        element = llvm.MEMORY_TYPES[tag]
+        place = llvm.pointer(builder, element, args[1], args[2])
+        return context.make_tuple(builder, signature.return_type, llvm.load_line(builder, place, element))
+
+    return types.UniTuple(F32x16, 2)(tag, types.int64, types.int64), codegen
+
+
+@intrinsic
+def is_rearranged(typingctx: Any, tag: Any) -> Any:
+    """Whether lines of this type have another order, see `in_line_order`."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return llvm.I1(tag == types.uint16)
+
+    return types.boolean(tag), codegen
+
+
+@intrinsic
+def in_line_order(typingctx: Any, tag: Any, low: Any, high: Any) -> Any:
+    """32 lanes in the order in which the CPU widens a line of this type most easily: bfloat16's even ones, then odd."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        vectors = args[1:] if tag != types.uint16 else llvm.deinterleave(builder, *args[1:])
+        return context.make_tuple(builder, signature.return_type, vectors)
+
+    return types.UniTuple(F32x16, 2)(tag, F32x16, F32x16), codegen
+
+
+@intrinsic
+def from_line_order(typingctx: Any, tag: Any, first: Any, second: Any) -> Any:
+    """The reverse of `in_line_order`."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        vectors = args[1:] if tag != types.uint16 else llvm.interleave(builder, *args[1:])
+        return context.make_tuple(builder, signature.return_type, vectors)
+
+    return types.UniTuple(F32x16, 2)(tag, F32x16, F32x16), codegen
+
+
+@intrinsic
 def load_head(typingctx: Any, tag: Any, address: Any, index: Any, count: Any) -> Any:
     """The first ``count`` of the 16 elements from ``index`` on, then zeros; reads nothing beyond them."""
 
@@ -76,25 +120,56 @@ def store(typingctx: Any, tag: Any, address: Any, index: Any, value: Any) -> Any
     return types.none(tag, types.int64, types.int64, F32x16), codegen
 
 
+def _line_stores(tag: Any, builder: Any, args: Any, pack: Any) -> list[Any]:
+    """Stores two vectors of 16 elements as whole cache lines, if the address begins one."""
+    element = llvm.MEMORY_TYPES[tag]
+    vectors = args[3:]
+    if element != llvm.F32:
+        vectors = [pack(builder, *vectors, element)]
+    if element == llvm.F16:
+        vectors = [llvm.as_integers(builder, vectors[0], args[1])]
+    place = llvm.pointer(builder, element, args[1], args[2])
+    places = [builder.gep(builder.bitcast(place, v.type.as_pointer()), [llvm.I64(i)]) for i, v in enumerate(vectors)]
+    return [builder.store(vector, place, align=1) for vector, place in zip(vectors, places, strict=True)]
+
+
+def _stream(tag: Any, builder: Any, args: Any, pack: Any) -> None:
+    for written in _line_stores(tag, builder, args, pack):
+        written.align = 64
+        written.set_metadata("nontemporal", builder.module.add_metadata([llvm.I32(1)]))
+
+
+@intrinsic
+def store_line(typingctx: Any, tag: Any, address: Any, index: Any, first: Any, second: Any) -> Any:
+    """Writes 32 elements from ``index`` on, in the order of `load_line`, each rounded to nearest even."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _line_stores(tag, builder, args, llvm.pack_line)
+        return context.get_dummy_value()
+
+    return types.none(tag, types.int64, types.int64, F32x16, F32x16), codegen
+
+
+@intrinsic
+def stream_line(typingctx: Any, tag: Any, address: Any, index: Any, first: Any, second: Any) -> Any:
+    """As `store_line`, but bypasses the caches. The address must begin a cache line."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        _stream(tag, builder, args, llvm.pack_line)
+        return context.get_dummy_value()
+
+    return types.none(tag, types.int64, types.int64, F32x16, F32x16), codegen
+
+
 @intrinsic
 def stream(typingctx: Any, tag: Any, address: Any, index: Any, low: Any, high: Any) -> Any:
-    """Stores two vectors of 16 elements, bypassing the caches. The address must begin a cache line.
+    """As `stream_line`, but writes the 16 elements of ``low``, then those of ``high``.
 
     Half a line of 16-bit elements would go through the caches, as LLVM merges narrowing and storing.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        element = llvm.MEMORY_TYPES[tag]
-        vectors = [llvm.narrow(builder, half, element) for half in args[3:]]
-        if element != llvm.F32:
-            vectors = [llvm.join(builder, *vectors)]
-        if element == llvm.F16:
-            vectors = [llvm.as_integers(builder, vectors[0], args[1])]
-        place = llvm.pointer(builder, element, args[1], args[2])
-        for i, vector in enumerate(vectors):
-            pointer = builder.gep(builder.bitcast(place, vector.type.as_pointer()), [llvm.I64(i)])
-            written = builder.store(vector, pointer, align=64)
-            written.set_metadata("nontemporal", builder.module.add_metadata([llvm.I32(1)]))
+        _stream(tag, builder, args, llvm.pack)
         return context.get_dummy_value()
 
     return types.none(tag, types.int64, types.int64, F32x16, F32x16), codegen
@@ -139,16 +214,6 @@ def zero(typingctx: Any) -> Any:
 
 
 @intrinsic
-def zero64(typingctx: Any) -> Any:
-    """Zeros in float64."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return ir.Constant(llvm.F64X16, [0.0] * LANES)
-
-    return F64x16(), codegen
-
-
-@intrinsic
 def add(typingctx: Any, a: Any, b: Any) -> Any:
     """``a + b``, both float32 or both float64."""
 
@@ -170,12 +235,12 @@ def sub(typingctx: Any, a: Any, b: Any) -> Any:
 
 @intrinsic
 def mul(typingctx: Any, a: Any, b: Any) -> Any:
-    """``a * b``."""
+    """``a * b``, both float32 or both float64."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.fmul(*args)
 
-    return F32x16(F32x16, F32x16), codegen
+    return a(a, a), codegen
 
 
 @intrinsic
@@ -197,53 +262,6 @@ def keep_head(typingctx: Any, value: Any, count: Any) -> Any:
         return builder.select(llvm.head_mask(builder, args[1]), args[0], zeros)
 
     return F32x16(F32x16, types.int64), codegen
-
-
-@intrinsic
-def widen64(typingctx: Any, value: Any) -> Any:
-    """The lanes in float64."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fpext(args[0], llvm.F64X16)
-
-    return F64x16(F32x16), codegen
-
-
-@intrinsic
-def load64(typingctx: Any, address: Any, index: Any) -> Any:
-    """16 float64 from ``index`` on."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = llvm.pointer(builder, llvm.F64, *args)
-        return builder.load(builder.bitcast(pointer, llvm.F64X16.as_pointer()), align=8)
-
-    return F64x16(types.int64, types.int64), codegen
-
-
-@intrinsic
-def store64(typingctx: Any, address: Any, index: Any, value: Any) -> Any:
-    """Writes 16 float64 from ``index`` on."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = llvm.pointer(builder, llvm.F64, args[0], args[1])
-        builder.store(args[2], builder.bitcast(pointer, llvm.F64X16.as_pointer()), align=8)
-        return context.get_dummy_value()
-
-    return types.none(types.int64, types.int64, F64x16), codegen
-
-
-@intrinsic
-def total(typingctx: Any, value: Any) -> Any:
-    """The sum of 16 float64 lanes, by halves."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        vector = args[0]
-        for half in (8, 4, 2, 1):
-            low, high = (llvm.slice_lanes(builder, vector, start, half) for start in (0, half))
-            vector = builder.fadd(low, high)
-        return builder.extract_element(vector, ir.Constant(ir.IntType(32), 0))
-
-    return types.float64(F64x16), codegen
 
 
 @intrinsic

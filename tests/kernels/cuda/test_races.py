@@ -20,7 +20,8 @@ def watched(folder: Path) -> subprocess.CompletedProcess[str]:
     library = compile_shared(folder / "watched.so", *options, sources=folder)
     where = ["g++", "-print-file-name=libtsan.so"]
     sanitizer = subprocess.run(where, capture_output=True, text=True, check=True)
-    environment = os.environ | {"LD_PRELOAD": sanitizer.stdout.strip(), "TSAN_OPTIONS": f"exitcode={RACE}"}
+    settings = f"halt_on_error=1 exitcode={RACE}"
+    environment = os.environ | {"LD_PRELOAD": sanitizer.stdout.strip(), "TSAN_OPTIONS": settings}
     command = [sys.executable, "-m", "tests.kernels.cuda.races", str(library)]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=900)
 

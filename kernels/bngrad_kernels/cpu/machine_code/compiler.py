@@ -35,7 +35,7 @@ def _object_code(name: str) -> bytes:
     from numba import int64  # noqa: PLC0415
 
     from bngrad_kernels.cpu.driver import KERNELS  # noqa: PLC0415
-    from bngrad_kernels.cpu.linked import translate  # noqa: PLC0415
+    from bngrad_kernels.cpu.machine_code.linked import translate  # noqa: PLC0415
     from bngrad_kernels.cpu.simd import TAGS  # noqa: PLC0415
     from bngrad_kernels.cpu.team import call_at  # noqa: PLC0415
 

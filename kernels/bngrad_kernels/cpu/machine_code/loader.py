@@ -57,6 +57,11 @@ def load(kernel: Kernel) -> LoadedKernel:
     return LoadedKernel(address, ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address), engine)
 
 
+def is_compiled(kernel: Kernel) -> bool:
+    """Whether the cache has a kernel for this processor."""
+    return path(kernel, host()).exists()
+
+
 def path(kernel: Kernel, cpu: str) -> Path:
     """The file of a kernel for a level of processors."""
     folder = cache.folder() / cpu

@@ -26,7 +26,7 @@ from bngrad_kernels.cpu.channel_stats import (
     table,
     write_stat,
 )
-from bngrad_kernels.cpu.linked import internal
+from bngrad_kernels.cpu.machine_code.linked import internal
 from bngrad_kernels.cpu.simd import load_scalar, out_of_line
 
 (MEAN, MEAN_REST, RSTD, GRAD_DX_MEAN, DY_MEAN, DY_BY_GRAD_DX, DY_BY_XH, DY_OFFSET, X_BY_DY, X_BY_GRAD_DX, X_BY_XH) = (
@@ -69,12 +69,15 @@ def begin(tag: Any, p: Any, g: int, slot: int) -> None:
 
 
 @internal
-def finish(p: Any, g: int, slot: int, may_repeat: int) -> bool:
+def finish(p: Any, g: int, slot: int, may_repeat: int, share: int, shares: int) -> bool:
     """Adds up the tiles' sums, writes grad_scale, fills the tables; or moves pivots and returns true to sum again.
 
     Only pivots that are far from their means are moved, so that a channel's bits follow from its own elements alone.
+    The first thread does it all.
     """
     out_of_line()
+    if share:
+        return False
     add_tiles(p, slot)
     if p.is_training and may_repeat and _move_pivots(p, g, slot):
         return True

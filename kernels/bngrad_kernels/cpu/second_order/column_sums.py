@@ -8,11 +8,12 @@ import numpy as np
 
 from bngrad_kernels.cpu.channel_stats import sums_of, table
 from bngrad_kernels.cpu.column_sums import first_row, index_of, run_columns, runs_of, whole_rows
-from bngrad_kernels.cpu.linked import internal
+from bngrad_kernels.cpu.machine_code.linked import internal
 from bngrad_kernels.cpu.plan import LANES, LINE
 from bngrad_kernels.cpu.second_order.channel_stats import MEAN
 from bngrad_kernels.cpu.second_order.elements import coefficients, read_terms, stream_outputs, write_outputs
-from bngrad_kernels.cpu.simd import add, fma, load, load64, prefetch, store64, zero64
+from bngrad_kernels.cpu.simd import add, fma, load, prefetch
+from bngrad_kernels.cpu.simd64 import load64, store64, zero64
 
 _BAND = 16
 """Rows computed at once."""

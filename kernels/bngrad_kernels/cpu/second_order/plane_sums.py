@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 
 from bngrad_kernels.cpu.channel_stats import first_channel, sums_of, table
-from bngrad_kernels.cpu.linked import internal
+from bngrad_kernels.cpu.machine_code.linked import internal
 from bngrad_kernels.cpu.plan import LANES, LINE
 from bngrad_kernels.cpu.plane_sums import bounds, first_line
 from bngrad_kernels.cpu.second_order.channel_stats import MEAN
 from bngrad_kernels.cpu.second_order.elements import coefficients, read_terms, stream_outputs, write_outputs
-from bngrad_kernels.cpu.simd import add, fma, load, store_scalar, total, zero64
+from bngrad_kernels.cpu.simd import add, fma, load, store_scalar
+from bngrad_kernels.cpu.simd64 import total, zero64
 
 _F32 = np.float32(0)
 _F64 = np.float64(0)

@@ -1,0 +1,71 @@
+"""Writes the kernels' tables into docs/performance.md, from the results of each processor: ``make kernels-page``."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from pathlib import Path
+from typing import Any
+
+_ROOT = Path(__file__).parents[2]
+PAGE = _ROOT / "docs" / "performance.md"
+RESULTS = _ROOT / "benchmarks" / "results"
+_TABLES = re.compile(r"(<!-- kernels: [^\n]*-->\n)(.*?)(<!-- end of kernels -->\n)", re.DOTALL)
+_PEERS = {"TensorFlow": ("tensorflow",), "PyTorch": ("pytorch",), "oneDNN": ("onednn", "onednn-graph")}
+
+
+def with_tables(page: str) -> str:
+    """Returns the page with a table for each file of results.
+
+    Raises:
+        ValueError: The page has lost the place of the tables.
+    """
+    tables = "\n".join(_table(path) for path in sorted(RESULTS.glob("cpu-kernels-*.json")))
+    page, count = _TABLES.subn(lambda found: f"{found[1]}\n{tables}\n{found[3]}", page)
+    if count != 1:
+        raise ValueError(f"the page has {count} places for the kernels' tables, not 1")
+    return page
+
+
+def _table(path: Path) -> str:
+    results = json.loads(path.read_text())
+    machine, rows = results["machine"], results["rows"]
+    versions = machine["versions"]
+    lines = [
+        f"{machine['cpu']}, commit {machine['commit']}, TensorFlow {versions['tensorflow']}, PyTorch "
+        f"{versions['pytorch']}, oneDNN {versions['onednn']}; [all figures](../benchmarks/results/{path.name}):",
+        "",
+        f"| | {' | '.join(_PEERS)} | the fastest of them | the worst layer |",
+        "|---|---|---|---|---|---|",
+    ]
+    for kind in dict.fromkeys((row["layout"], row["dtype"]) for row in rows):
+        layers = [row for row in rows if (row["layout"], row["dtype"]) == kind]
+        to_peers = [_mean_to(names, layers) for names in _PEERS.values()]
+        to_best = [row["to_best_peer"] for row in layers]
+        cells = [*to_peers, f"{_mean(to_best):.2f}", f"{max(to_best):.2f}"]
+        lines.append(f"| {' '.join(kind)} | {' | '.join(cells)} |")
+    to_best = [row["to_best_peer"] for row in rows]
+    lines += [
+        "",
+        f"Over all {len(rows)} cases bngrad takes {_mean(to_best):.2f} of the time of the fastest other library; in "
+        f"{sum(ratio > 1 for ratio in to_best)} cases it is slower than that.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _mean_to(names: tuple[str, ...], layers: list[dict[str, Any]]) -> str:
+    """The mean time of bngrad to that of the fastest of some others; a dash if they lack the type on this processor."""
+    times = [row["milliseconds"] for row in layers]
+    rivals = [min((each[name] for name in names if name in each), default=None) for each in times]
+    ratios = [each["bngrad"] / rival for each, rival in zip(times, rivals, strict=True) if rival is not None]
+    return f"{_mean(ratios):.2f}" if ratios else "-"
+
+
+def _mean(ratios: list[float]) -> float:
+    return statistics.geometric_mean(ratios)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_tables(PAGE.read_text()))
