@@ -1,0 +1,31 @@
+"""Peers that are there, however little they do; `tests.fleet.test_lost_hosts` has those that are not."""
+
+from __future__ import annotations
+
+import socket
+import time
+from contextlib import suppress
+
+import pytest
+
+from bngrad_wire import keepalive
+
+
+def test_a_peer_that_does_not_read_for_a_while_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keepalive, "_LOST_AFTER_MS", 100)
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as sock:
+        keepalive.enable(sock)
+        sock.setblocking(False)
+        with suppress(BlockingIOError):
+            while True:
+                sock.send(bytes(2**20))
+        until = time.monotonic() + 2
+        while time.monotonic() < until:
+            assert not keepalive.is_lost(sock)
+            time.sleep(0.01)
+
+
+def test_an_idle_peer_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keepalive, "_LOST_AFTER_MS", 0)
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as sock:
+        assert not keepalive.is_lost(sock)
