@@ -32,6 +32,10 @@ _MAX_VARINT = 2**64 - 1
 """Higher bits of a tenth byte are ignored, as by protobuf."""
 
 
+class TruncatedError(DecodeError):
+    """Only the beginning of a message was given, and more is needed."""
+
+
 class FieldReader:
     """Finds the fields of one message, at all levels together no more than ``max_fields``."""
 
@@ -112,10 +116,11 @@ class FieldReader:
             _, position = self._content(number, wire_type, position, end, depth)
 
 
-def read_varint(data: bytes, position: int, end: int, max_nbytes: int) -> tuple[int, int]:
+def read_varint(data: bytes | bytearray | memoryview, position: int, end: int, max_nbytes: int) -> tuple[int, int]:
     """Returns the varint at an offset, and where it ends.
 
     Raises:
+        TruncatedError: It does not end within the data, of which there is more.
         DecodeError: It does not end within ``max_nbytes``, or before ``end``.
     """
     value = shift = 0
@@ -127,4 +132,6 @@ def read_varint(data: bytes, position: int, end: int, max_nbytes: int) -> tuple[
             return (value | byte << shift) & _MAX_VARINT, at
         value |= (byte & 0x7F) << shift
         shift += 7
+    if at == len(data) < end or position > len(data):
+        raise TruncatedError("the message goes on")
     raise DecodeError(f"the varint at byte {position} has no end")

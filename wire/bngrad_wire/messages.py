@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
@@ -23,6 +24,7 @@ from bngrad_wire.fields import (
     MAX_NBYTES,
     MAX_TAG_NBYTES,
     FieldReader,
+    TruncatedError,
     read_varint,
 )
 
@@ -107,7 +109,7 @@ class Decoder(Generic[AnyMessage, Meaning]):
         meaning = self.known(data)
         return self._read(data) if meaning is None else meaning
 
-    def known(self, data: bytes) -> Meaning | None:
+    def known(self, data: Buffer) -> Meaning | None:
         """Returns what a message means if that is cached, at next to no cost."""
         for skeleton, meaning in self._cache.get(len(data), ()):
             for start, end, piece in skeleton:
@@ -116,6 +118,15 @@ class Decoder(Generic[AnyMessage, Meaning]):
             else:
                 return meaning
         return None
+
+    def check_beginning(self, beginning: bytes, nbytes: int) -> None:
+        """Checks the first bytes of a message of ``nbytes``, so that the rest of a bad one need not be received.
+
+        Raises:
+            DecodeError: Whatever follows, the message is malformed, or exceeds the bounds.
+        """
+        with suppress(TruncatedError):
+            self._split(beginning, nbytes)
 
     def _read(self, data: bytes) -> Meaning:
         layout, skeleton = self._parse(data)
@@ -130,11 +141,20 @@ class Decoder(Generic[AnyMessage, Meaning]):
 
     def _parse(self, data: bytes) -> tuple[Layout[AnyMessage], _Skeleton]:
         """Splits off the elements, and parses the rest with protobuf, which merges fields that come twice."""
+        pieces, elements, skeleton = self._split(data, len(data))
+        message = self._type.FromString(b"".join(pieces))
+        tensors = {
+            name: TensorSpan(getattr(message, name), start, end - start) for name, (start, end) in elements.items()
+        }
+        return Layout(message, tensors), skeleton
+
+    def _split(self, data: bytes, nbytes: int) -> tuple[list[bytes], dict[str, tuple[int, int]], _Skeleton]:
+        """Returns the message without its elements, where the elements of each tensor lie, and what is between them."""
         reader = FieldReader(data)
         pieces: list[bytes] = []
         elements: dict[str, tuple[int, int]] = {}
         skeleton, seen = [], 0
-        for number, wire_type, begin, start, end in reader.fields(0, len(data)):
+        for number, wire_type, begin, start, end in reader.fields(0, nbytes):
             name = self._tensor_fields.get(number) if wire_type == LEN else None
             if name is None:
                 pieces.append(reader.take(begin, end))
@@ -149,12 +169,8 @@ class Decoder(Generic[AnyMessage, Meaning]):
                 else:
                     header.append(reader.take(inner_begin, inner_end))
             pieces += (field_prefix(number, sum(map(len, header))), *header)
-        skeleton.append((seen, len(data), data[seen:]))
-        message = self._type.FromString(b"".join(pieces))
-        tensors = {
-            name: TensorSpan(getattr(message, name), start, end - start) for name, (start, end) in elements.items()
-        }
-        return Layout(message, tensors), tuple(skeleton)
+        skeleton.append((seen, nbytes, data[seen:]))
+        return pieces, elements, tuple(skeleton)
 
 
 def tensor_prefix(number: int, header: pb.Tensor, nbytes: int) -> bytes:
@@ -177,7 +193,7 @@ def chunks(number: int, data: memoryview, chunk_nbytes: int) -> Iterator[list[Bu
         yield [field_prefix(number, len(chunk)), chunk]
 
 
-def only_field(data: bytes, nbytes: int) -> tuple[int, int] | None:
+def only_field(data: Buffer, nbytes: int) -> tuple[int, int] | None:
     """Returns the number of the length-delimited field that fills a message, and where its content begins.
 
     Args:
@@ -206,8 +222,8 @@ class MessageSource(Protocol):
     def receive_message(self) -> int | None:
         """Waits for the next message and returns its size in bytes; None at the end of the stream."""
 
-    def read(self, nbytes: int) -> bytes:
-        """Returns the next bytes of the message."""
+    def read(self, nbytes: int, beginning: bytes = b"") -> bytes:
+        """Returns the next bytes of the message after ``beginning``, which was read before."""
 
     def read_into(self, buffer: memoryview) -> None:
         """Fills a buffer with the next bytes of the message."""
@@ -230,10 +246,10 @@ class WholeMessages:
         self._rest = memoryview(message)
         return len(message)
 
-    def read(self, nbytes: int) -> bytes:
+    def read(self, nbytes: int, beginning: bytes = b"") -> bytes:
         """See `MessageSource`."""
         data, self._rest = bytes(self._rest[:nbytes]), self._rest[nbytes:]
-        return data
+        return beginning + data
 
     def read_into(self, buffer: memoryview) -> None:
         """See `MessageSource`."""

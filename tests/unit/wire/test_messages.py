@@ -326,6 +326,31 @@ def test_a_message_has_a_limited_size_beside_its_elements(others: list[bytes], t
         assert decoded(data) == parsed(data)
 
 
+@given(requests, st.integers(0, 10**6))
+def test_no_beginning_of_a_good_message_is_rejected(request: Request, end: int) -> None:
+    data = request.SerializeToString()
+    new_decoder().check_beginning(data[: end % (len(data) + 1)], len(data))
+
+
+@given(wire_messages | mutated(), st.integers(0, 10**6))
+def test_a_message_is_bad_if_its_beginning_is(data: bytes, end: int) -> None:
+    try:
+        new_decoder().check_beginning(data[: end % (len(data) + 1)], len(data))
+    except DecodeError:
+        with pytest.raises(DecodeError):
+            new_decoder().decode(data)
+
+
+@pytest.mark.parametrize("unknown", [b"\x78\0", b"\x7a\0", b"\x7b\x7c", b"\x48\0", b"\x0a\0", b"\x10\x01", b"\x1a\0"])
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_the_first_kilobyte_shows_that_a_message_has_too_many_fields(unknown: bytes, is_nested: bool) -> None:
+    data = unknown * 2**20
+    if is_nested:
+        data = sized(1, data)
+    with pytest.raises(DecodeError, match="at most"):
+        new_decoder().check_beginning(data[:1024], len(data))
+
+
 @given(requests)
 def test_encoded_messages_are_those_of_protobuf(request: Request) -> None:
     others, pieces = Request(), []

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bngrad_wire.http2.buffered_socket import set_timeout
 from bngrad_wire.http2.client import ClientCall, ClientConnection
-from bngrad_wire.http2.errors import PeerGoneError, ProtocolError, RpcError
+from bngrad_wire.http2.errors import PeerGoneError, PeerLostError, ProtocolError, RpcError
 from bngrad_wire.http2.server import ServerCall, ServerConnection
 from bngrad_wire.http2.tls import TlsSocket
 
@@ -20,6 +20,7 @@ __all__ = [
     "ClientCall",
     "ClientConnection",
     "PeerGoneError",
+    "PeerLostError",
     "ProtocolError",
     "RpcError",
     "ServerCall",

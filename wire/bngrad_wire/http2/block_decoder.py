@@ -63,6 +63,10 @@ class BlockDecoder:
         self._uses_table = False
         self._cache: dict[bytes, HeaderBlock] = {}
 
+    def known(self, block: bytes) -> HeaderBlock | None:
+        """Returns what a block means that was decoded before and changes nothing; None for any other."""
+        return self._cache.get(block)
+
     def decode(self, block: bytes) -> HeaderBlock:
         """Decodes a block; of one that is too large the rest only changes the dynamic table.
 

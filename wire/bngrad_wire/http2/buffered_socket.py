@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import select
 import socket
@@ -9,11 +10,15 @@ import struct
 import time
 from contextlib import suppress
 
-from bngrad_wire.http2.errors import EndOfConnectionError, PeerGoneError
+from bngrad_wire import keepalive
+from bngrad_wire.http2.errors import EndOfConnectionError, PeerGoneError, PeerLostError
 from bngrad_wire.http2.frames import Buffer
 from bngrad_wire.http2.tls import TlsSocket
 
 BUFFER_NBYTES = 64 * 1024
+LARGE_BUFFER_NBYTES = 512 * 1024
+_spare_buffers: list[bytearray | None] = [None] * 16
+"""The large buffers that no socket has, which bounds their number; those that were never used have no memory yet."""
 _DIRECT_NBYTES = 16 * 1024
 """From this size on, bypassing the buffer is cheaper than copying out of it."""
 _PIECES_PER_SEND = 64
@@ -47,17 +52,20 @@ class BufferedSocket:
         deadline: When to give up, on the monotonic clock, a peer that sends or reads a little now and then, so that
             no single wait times out.
         waits: How many timeouts of the socket in a row make a `TimeoutError`. With several short ones, `interrupt` ends
-            a wait early.
+            a wait early, and so does a peer whose host has gone.
         moved: How many bytes have been received and sent.
         tls: The socket, if it speaks TLS: it may then hold received data although its descriptor is not readable.
         buffer: Received bytes; those between ``low`` and ``high`` are not consumed yet.
+        is_large: Whether it is a large buffer; see `enlarge`.
     """
 
     def __init__(self, sock: socket.socket) -> None:
         if sock.family in {socket.AF_INET, socket.AF_INET6}:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            _fit_to_cache(sock)
+        _fit_to_cache(sock)
         self._sock = sock
+        self._timeout_s: float | None = math.nan  # not known yet
+        self._is_kept_alive = False
         self.tls = sock if isinstance(sock, TlsSocket) else None
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
@@ -65,8 +73,9 @@ class BufferedSocket:
         self.deadline = math.inf
         self.waits = 1
         self.moved = 0
-        self.buffer = bytearray(BUFFER_NBYTES)
+        self.buffer = self._own_buffer = bytearray(BUFFER_NBYTES)
         self._view = memoryview(self.buffer)
+        self.is_large = False
         self.low = self.high = 0
 
     def close(self, final_frame: bytes = b"") -> None:
@@ -79,6 +88,20 @@ class BufferedSocket:
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)  # A forked child may hold the socket too.
         self._sock.close()
+        self.low = self.high
+        self.shrink()
+
+    def set_timeout(self, timeout_s: float | None) -> None:
+        """Does as `set_timeout`, but only where the timeout was another; nothing else may set the socket's."""
+        if timeout_s != self._timeout_s:
+            set_timeout(self._sock, timeout_s)
+            self._timeout_s = timeout_s
+
+    def keep_alive(self) -> None:
+        """Has waits for a TCP socket end with `PeerLostError` soon after the peer's host has gone."""
+        if self._sock.family in {socket.AF_INET, socket.AF_INET6}:
+            keepalive.enable(self._sock)
+            self._is_kept_alive = True
 
     def interrupt(self) -> None:
         """Makes a thread that receives, or will do so, raise TimeoutError; from any thread, until `resume`."""
@@ -116,7 +139,8 @@ class BufferedSocket:
             while first < len(pieces):
                 try:
                     sent = self._sock.sendmsg(pieces[first : first + _PIECES_PER_SEND], [], flags)
-                except (TimeoutError, BlockingIOError):
+                except (TimeoutError, BlockingIOError) as error:
+                    self._check_peer(error, is_over=blocking)
                     waited += 1
                     if waited == waits:
                         raise
@@ -135,9 +159,10 @@ class BufferedSocket:
                 return b"".join(pieces[first:])
             self.broken = "sending timed out"
             raise TimeoutError(self.broken) from error
+        except PeerLostError:
+            raise
         except OSError as error:
-            self.broken = f"sending failed: {error}"
-            raise PeerGoneError(self.broken) from error
+            raise self._failure("sending", error) from error
         except BaseException:
             self.broken = "sending was interrupted"
             raise
@@ -149,17 +174,28 @@ class BufferedSocket:
         try:
             count = self._sock.recv_into(target, 0, flags)
         except (TimeoutError, BlockingIOError) as error:
+            self._check_peer(error, is_over=not flags)
             if not flags and self.waits > 1:
                 return self._receive_late(target)
             raise TimeoutError("receiving timed out") from error
         except OSError as error:
-            self.broken = f"receiving failed: {error}"
-            raise PeerGoneError(self.broken) from error
+            raise self._failure("receiving", error) from error
         if not count:
             self.broken = "the peer closed the connection"
             raise PeerGoneError(self.broken)
         self.moved += count
         return count
+
+    def _check_peer(self, error: OSError, *, is_over: bool) -> None:
+        """Raises `PeerLostError` if the peer's host has gone; looks for itself only if a wait is over."""
+        if error.errno == errno.ETIMEDOUT:  # the system's word, not a timeout of the socket
+            raise self._failure("waiting", error) from error
+        if is_over and self._is_kept_alive and keepalive.is_lost(self._sock):
+            raise self._failure("waiting", OSError(errno.ETIMEDOUT, "the peer's host does not answer")) from error
+
+    def _failure(self, action: str, error: OSError) -> PeerGoneError:
+        self.broken = f"{action} failed: {error}"
+        return (PeerLostError if error.errno in keepalive.LOST_ERRNOS else PeerGoneError)(self.broken)
 
     def _receive_late(self, target: memoryview) -> int:
         """Does as `_receive`, after the first of several waits."""
@@ -182,6 +218,27 @@ class BufferedSocket:
             self._view[:rest] = self.buffer[self.low : self.high]
             self.low, self.high = 0, rest
         self.high += self._receive(self._view[self.high :], flags)
+
+    def enlarge(self) -> None:
+        """Exchanges the buffer for a large one, if one is free, until `shrink`."""
+        if not self.is_large and _spare_buffers:
+            with suppress(IndexError):  # another thread took it
+                self._exchange(_spare_buffers.pop() or bytearray(LARGE_BUFFER_NBYTES))
+
+    def shrink(self) -> None:
+        """Gives the large buffer back, unless there is something in it."""
+        if self.is_large and self.low == self.high:
+            buffer = self.buffer
+            self._exchange(self._own_buffer)
+            _spare_buffers.append(buffer)
+
+    def _exchange(self, buffer: bytearray) -> None:
+        rest = self.high - self.low
+        view = memoryview(buffer)
+        view[:rest] = self._view[self.low : self.high]
+        self.buffer, self._view = buffer, view
+        self.low, self.high = 0, rest
+        self.is_large = buffer is not self._own_buffer
 
     def fill(self, nbytes: int) -> None:
         """Waits until ``nbytes``, at most `BUFFER_NBYTES`, are buffered; a timeout loses nothing.
@@ -210,7 +267,7 @@ class BufferedSocket:
             PeerGoneError: The peer has closed or reset the connection.
         """
         self.check()
-        if self.high - self.low == BUFFER_NBYTES:
+        if self.high - self.low == len(self.buffer):
             return False
         # With a timeout of Python's own it waits whatever the flags say, except with TLS.
         if self.tls is None and self._sock.gettimeout() is not None and not self._poll.poll(0):
@@ -256,6 +313,8 @@ def _fit_to_cache(sock: socket.socket) -> None:
     To other hosts the system's own limits are right, since they adapt to the distance.
     """
     with suppress(OSError):
-        if sock.getpeername()[0] == sock.getsockname()[0]:
+        if sock.family == socket.AF_UNIX:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SAME_HOST_NBYTES)
+        elif sock.getpeername()[0] == sock.getsockname()[0]:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SAME_HOST_NBYTES)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SAME_HOST_NBYTES)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from io import BytesIO
 from struct import Struct
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from bngrad_wire.http2 import frames
 from bngrad_wire.http2.connection import BaseConnection
@@ -13,7 +13,9 @@ from bngrad_wire.http2.errors import ErrorCode, RpcError, Status
 from bngrad_wire.http2.frames import Buffer
 from bngrad_wire.http2.stream import Stream
 
-_PREFIX = Struct(">BI")
+PREFIX = Struct(">BI")
+_MAX_MESSAGES = 8
+Bytes = TypeVar("Bytes", bytes, bytearray)
 _SMALL_NBYTES = 16 * 1024
 """Messages up to this size are copied into one piece; they also fit one frame of any peer."""
 _LARGE_NBYTES = 2**18
@@ -60,7 +62,7 @@ class BaseCall(Stream):
             return
         connection = self._connection
         size = sum(map(len, buffers))
-        prefix = _PREFIX.pack(0, size)
+        prefix = PREFIX.pack(0, size)
         size += len(prefix)
         self._send_headers_once()
         if size <= _SMALL_NBYTES and size <= self.send_window and size <= connection.send_window:
@@ -74,12 +76,40 @@ class BaseCall(Stream):
         if not more or len(connection.outbound) > _MAX_OUTBOUND_PIECES:
             connection.flush()
 
+    def send_all(self, messages: Sequence[Sequence[Buffer]]) -> bool:
+        """Sends all messages, each given in pieces, and the end of what this end sends in one frame, if they are small.
+
+        Returns False, and sends nothing, if they are not; raises what `send_message` does.
+        """
+        connection = self._connection
+        sizes = [sum(map(len, pieces)) for pieces in messages]
+        size = sum(sizes) + len(sizes) * PREFIX.size
+        if size > min(_SMALL_NBYTES, self.send_window, connection.send_window):
+            return False
+        if self._may_send():
+            self._send_headers_once()
+            self.send_window -= size
+            connection.send_window -= size
+            parts: list[Buffer] = [frames.frame_header(size, frames.DATA, frames.END_STREAM, self.id)]
+            for nbytes, pieces in zip(sizes, messages, strict=True):
+                parts.append(PREFIX.pack(0, nbytes))
+                parts += pieces
+            connection.outbound.append(b"".join(parts))
+            self._sending_ended = True
+            connection.flush()
+        return True
+
     def _send_headers_once(self) -> None:
         """Adds the headers that must precede the first message to the outbound frames."""
 
     def has_window_for(self, nbytes: int) -> bool:
         """Whether the windows have room for a message of this size."""
-        return nbytes + _PREFIX.size <= min(self.send_window, self._connection.send_window)
+        return nbytes + PREFIX.size <= self.send_room
+
+    @property
+    def send_room(self) -> int:
+        """How many bytes the windows have room for, with the prefixes of messages."""
+        return min(self.send_window, self._connection.send_window)
 
     @property
     def is_fully_received(self) -> bool:
@@ -165,9 +195,9 @@ class BaseCall(Stream):
         if not self._wait_for_data():
             self._finish()
             return None
-        prefix = bytearray(_PREFIX.size)
+        prefix = bytearray(PREFIX.size)
         self._fill(memoryview(prefix))
-        compressed, size = _PREFIX.unpack(prefix)
+        compressed, size = PREFIX.unpack(prefix)
         if compressed == 1:
             self._reject_message()
             raise RpcError(Status.UNIMPLEMENTED, "the message is compressed, which is not supported")
@@ -178,16 +208,17 @@ class BaseCall(Stream):
             self._expect_large_message()
         return int(size)
 
-    def read(self, nbytes: int) -> bytes:
-        """Waits for the next ``nbytes`` of the message and returns them; raises as `read_into` does.
+    def read(self, nbytes: int, beginning: bytes = b"") -> bytes:
+        """Waits for the next ``nbytes`` of the message; returns them after ``beginning``, which was read before.
 
-        Takes memory as they arrive.
+        Takes memory as they arrive; raises as `read_into` does.
         """
         piece = memoryview(bytearray(min(nbytes, _READ_NBYTES)))
-        if nbytes <= _READ_NBYTES:
+        if nbytes <= _READ_NBYTES and not beginning:
             self.read_into(piece)
             return bytes(piece)
         whole = BytesIO()
+        whole.write(beginning)
         while nbytes:
             self.read_into(piece)
             whole.write(piece)
@@ -271,3 +302,19 @@ class BaseCall(Stream):
         finally:
             self._connection.blocking = blocking
         return self.failure is not None
+
+
+def split_messages(data: Bytes) -> list[Bytes] | None:
+    """Splits the content of DATA frames into messages; None if one is compressed or cut off, or if there are many."""
+    messages: list[Bytes] = []
+    position, end = 0, len(data)
+    while position < end:
+        start = position + PREFIX.size
+        if start > end:
+            return None
+        compressed, nbytes = PREFIX.unpack_from(data, position)
+        position = start + nbytes
+        if compressed or position > end or len(messages) == _MAX_MESSAGES:
+            return None
+        messages.append(data[start:position])
+    return messages

@@ -39,6 +39,8 @@ _READS_PER_CHECK = 2
 _FRAMES_PER_SECOND = 2000
 """What a peer may send that moves no call forward. A frame costs one, and what it brings earns some back; so may a peer
 save up as much, but no more."""
+_FRAMES_OF_DISTRUSTED = 100
+"""The same, see `BaseConnection.distrust`."""
 _EARNING_SHIFT = 8
 """DATA of a running call, in either direction, earns a frame for each 256 bytes; a header block costs one for these."""
 _LATE_EARNING_SHIFT = 14
@@ -105,7 +107,7 @@ class BaseConnection(ABC):
         self.max_frame_size = frames.MIN_FRAME_SIZE
         self.max_receive_frame_size = max_receive_frame_size
         self.table_size_update = b""
-        self.frame_budget = _FRAMES_PER_SECOND
+        self.frame_budget = self._frames_per_second = _FRAMES_PER_SECOND
         self._budget_at = time.monotonic()
         self._closed_early: dict[int, None] = {}
         self._skip_left = 0  # Padding, and data of closed streams.
@@ -196,6 +198,44 @@ class BaseConnection(ABC):
                 self.send_control(frames.window_update(stream.id, stream.unacknowledged))
                 stream.receive_window += stream.unacknowledged
                 stream.unacknowledged = 0
+
+    @property
+    def is_between_frames(self) -> bool:
+        """Whether the next byte to be received begins a frame, and the running call has no unread data."""
+        stream = self.stream
+        return not (
+            self.data_left
+            or self._skip_left
+            or self._partial_block is not None
+            or not self.settings_received
+            or stream is None
+            or stream.receive_buffer
+            or stream.ended
+        )
+
+    @property
+    def is_before_call(self) -> bool:
+        """Whether the next byte to be received begins a frame, and no call runs."""
+        return self.stream is None and self.settings_received and not self._skip_left and self._partial_block is None
+
+    def known_block(self, block: bytes) -> HeaderBlock | None:
+        """Returns what a header block means that was decoded before; None for any other."""
+        return self._decoder.known(block)
+
+    def accept_whole(self, frame_count: int, blocks_nbytes: int, data_nbytes: int) -> bool:
+        """Accounts for the frames of the running call that are taken from the buffer at once, as `handle_frame` would.
+
+        Returns False, and does nothing, where that might have more consequences. The caller acknowledges the data.
+        """
+        stream, cost = self.stream, frame_count + (blocks_nbytes >> _EARNING_SHIFT)
+        assert stream is not None
+        if self.frame_budget < cost or min(self._receive_window, stream.receive_window) < data_nbytes:
+            return False
+        self.frame_budget -= cost
+        self.earn(data_nbytes)
+        self._receive_window -= data_nbytes
+        stream.receive_window -= data_nbytes
+        return True
 
     def read_data_into(self, target: memoryview) -> int:
         """Fills the start of ``target`` from the current DATA frame; returns the count, which is not zero."""
@@ -314,15 +354,21 @@ class BaseConnection(ABC):
         self.frame_budget -= frame_count
         if self.frame_budget < 0:
             now = time.monotonic()
-            self.frame_budget += min(int((now - self._budget_at) * _FRAMES_PER_SECOND), _FRAMES_PER_SECOND)
+            per_second = self._frames_per_second
+            self.frame_budget += min(int((now - self._budget_at) * per_second), per_second)
             self._budget_at = now
             if self.frame_budget < 0:
-                reason = f"more than {_FRAMES_PER_SECOND} frames within a second moved no call forward"
+                reason = f"more than {per_second} frames within a second moved no call forward"
                 self.connection_error(ErrorCode.ENHANCE_YOUR_CALM, reason)
 
     def earn(self, nbytes: int, shift: int = _EARNING_SHIFT) -> None:
         """Adds to the peer's budget for bytes that moved a call forward."""
-        self.frame_budget = min(self.frame_budget + (nbytes >> shift), _FRAMES_PER_SECOND)
+        self.frame_budget = min(self.frame_budget + (nbytes >> shift), self._frames_per_second)
+
+    def distrust(self) -> None:
+        """Allows fewer frames from now on to a peer that has flooded other connections."""
+        self._frames_per_second = _FRAMES_OF_DISTRUSTED
+        self.frame_budget = min(self.frame_budget, _FRAMES_OF_DISTRUSTED)
 
     def active_stream(self, stream_id: int, frame_name: str) -> Stream | None:
         """Returns the active stream if it has this number; None for a closed one. Others are an error."""

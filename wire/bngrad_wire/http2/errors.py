@@ -13,6 +13,10 @@ class PeerGoneError(ConnectionError):
     """The connection was closed or reset by the peer, ended by GOAWAY, or closed here."""
 
 
+class PeerLostError(PeerGoneError):
+    """The peer's host does not answer: it has no power, or packets are dropped."""
+
+
 class EndOfConnectionError(PeerGoneError):
     """The peer closed the connection between two frames."""
 
@@ -74,6 +78,7 @@ class Status(IntEnum):
 
 
 _STATUS_OF_RESET: dict[int, Status] = {
+    ErrorCode.INTERNAL_ERROR: Status.UNAVAILABLE,  # so a proxy ends a call whose server it lost
     ErrorCode.REFUSED_STREAM: Status.UNAVAILABLE,
     ErrorCode.CANCEL: Status.CANCELLED,
     ErrorCode.ENHANCE_YOUR_CALM: Status.RESOURCE_EXHAUSTED,

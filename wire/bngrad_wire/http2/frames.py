@@ -1,9 +1,9 @@
-"""The wire format of frames (RFC 9113, sections 4 and 6)."""
+"""The wire format of frames (RFC 9113, sections 4 and 6), and the search for all DATA of a stream at once."""
 
 from __future__ import annotations
 
 from struct import Struct
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from bngrad_wire.http2.errors import ErrorCode
 
@@ -43,11 +43,21 @@ MIN_FRAME_SIZE = 2**14
 LARGEST_FRAME_SIZE = 2**24 - 1
 MAX_STREAM_ID = 2**31 - 1
 
+_MAX_DATA_FRAMES = 40
+
 UINT32 = Struct(">I")
 SETTING = Struct(">HI")
 _HEADER = Struct(">BHBBI")
 _pack = _HEADER.pack
 _unpack_from = _HEADER.unpack_from
+
+
+class WholeData(NamedTuple):
+    """The content of all DATA frames of a stream, their number, and the offset of their end."""
+
+    content: bytearray
+    frame_count: int
+    end: int
 
 
 def frame_header(length: int, kind: int, flags: int, stream_id: int) -> bytes:
@@ -95,3 +105,35 @@ def rst_stream(stream_id: int, code: ErrorCode) -> bytes:
 def goaway(last_stream_id: int, code: ErrorCode, reason: str = "") -> bytes:
     """Packs a GOAWAY frame."""
     return frame(GOAWAY, 0, 0, UINT32.pack(last_stream_id) + UINT32.pack(code) + reason.encode())
+
+
+def find_data(buffer: bytearray, low: int, high: int, stream_id: int) -> WholeData | int | None:
+    """Finds all DATA of a stream in a buffer, which is cheaper than to handle it frame by frame.
+
+    Args:
+        buffer: The buffer.
+        low: Where the DATA begins.
+        high: Where the buffer's contents end.
+        stream_id: The stream's number.
+
+    Returns:
+        The data if it is there to its end; else the offset up to which more must arrive before it can be; None if
+        something else comes in between, or if it has very many frames.
+    """
+    view = memoryview(buffer)
+    contents: list[memoryview] = []
+    position = low
+    for _ in range(_MAX_DATA_FRAMES):
+        start = position + HEADER_NBYTES
+        if start > high:
+            return start
+        length, kind, flags, data_stream_id = parse_header(buffer, position)
+        if kind != DATA or flags & ~END_STREAM or data_stream_id != stream_id:
+            return None
+        position = start + length
+        if position > high:
+            return position
+        contents.append(view[start:position])
+        if flags:
+            return WholeData(bytearray().join(contents), len(contents), position)
+    return None

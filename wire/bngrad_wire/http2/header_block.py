@@ -37,8 +37,13 @@ def status_headers(code: int, message: str, details: bytes) -> list[tuple[str, s
     if message:
         headers.append(("grpc-message", quote(message, safe=_UNESCAPED)))
     if details:
-        headers.append(("grpc-status-details-bin", b64encode(details).decode().rstrip("=")))
+        headers.append(("grpc-status-details-bin", encode_binary(details)))
     return headers
+
+
+def encode_binary(value: bytes) -> str:
+    """Returns how the value of a binary header, whose name ends in ``-bin``, is written."""
+    return b64encode(value).decode().rstrip("=")
 
 
 def parse_status(headers: dict[str, str]) -> RpcError | None:

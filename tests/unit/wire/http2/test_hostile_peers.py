@@ -124,6 +124,7 @@ def test_the_client_says_what_a_server_did_wrong(data: bytes, reason: str) -> No
         (headers(4, 1, RESPONSE) + frame(frames.DATA, 1, 1, b""), 13, "without a status"),
         (headers(4, 1, RESPONSE) + frame(frames.DATA, 0, 1, b"\1\0\0\0\0"), 12, "compressed"),
         (frames.rst_stream(1, ErrorCode.REFUSED_STREAM), 14, "REFUSED_STREAM"),
+        (frames.rst_stream(1, ErrorCode.INTERNAL_ERROR), 14, "INTERNAL_ERROR"),
         (frames.rst_stream(1, ErrorCode.ENHANCE_YOUR_CALM), 8, "ENHANCE_YOUR_CALM"),
         (frames.rst_stream(1, ErrorCode.NO_ERROR), 13, "NO_ERROR"),
         (frame(frames.RST_STREAM, 0, 1, b"\0\0\1\0"), 13, "error 256"),
@@ -227,6 +228,15 @@ STATES = {
     "a refused call": headers(frames.END_HEADERS, 1, encode([("a", "b")])),
     "a call that was ended": CALL + frame(frames.DATA, 0, 1, b"\1\0\0\0\0"),
 }
+
+
+def test_a_peer_that_is_not_trusted_may_send_fewer_frames() -> None:
+    near, far = pair("unix")
+    with near, closing(ServerConnection(far)) as connection:
+        connection.distrust()
+        near.sendall(HELLO + window_update(0, 1) * 150)
+        with pytest.raises(ProtocolError, match="more than 100 frames within a second"):
+            connection.accept()
 
 
 @pytest.mark.parametrize("state", STATES)

@@ -1,0 +1,277 @@
+"""Calls and responses that arrive whole are taken at once: with the outcome and at the price of frame by frame."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+
+import pytest
+from tests.unit.wire.http2.peers import HELLO, TIMEOUT_S, pair
+
+from bngrad_wire.http2 import (
+    ClientCall,
+    ClientConnection,
+    RpcError,
+    ServerCall,
+    ServerConnection,
+    buffered_socket,
+    frames,
+    header_block,
+)
+from bngrad_wire.http2 import server as server_module
+
+PATH = "/echo.Echo/echo"
+CALL_BLOCK = header_block.encode(
+    [
+        (":method", "POST"), (":scheme", "http"), (":path", PATH), ("content-type", "application/grpc"),
+        ("grpc-timeout", "60S"), ("x-request-id", "1"),
+    ]
+)  # fmt: skip
+OPENING = header_block.encode([(":status", "200"), ("content-type", "application/grpc")])
+OK = header_block.encode([("grpc-status", "0")])
+BUDGET = 1000
+SETTINGS = frames.settings({})
+
+
+def message(data: bytes, flag: int = 0) -> bytes:
+    return bytes([flag]) + len(data).to_bytes(4, "big") + data
+
+
+def data(stream_id: int, content: bytes, flags: int = 0) -> bytes:
+    return frames.frame(frames.DATA, flags, stream_id, content)
+
+
+def call_of(stream_id: int, *contents: bytes, block: bytes = CALL_BLOCK) -> bytes:
+    """The frames of a call: headers, and a DATA frame for each content."""
+    sent = [frames.frame(frames.HEADERS, frames.END_HEADERS, stream_id, block)]
+    sent += [data(stream_id, content) for content in contents[:-1]]
+    return b"".join([*sent, data(stream_id, contents[-1], frames.END_STREAM)])
+
+
+def response_of(stream_id: int, *contents: bytes, trailers: bytes = OK) -> bytes:
+    sent = [frames.frame(frames.HEADERS, frames.END_HEADERS, stream_id, OPENING)]
+    sent += [data(stream_id, content) for content in contents]
+    flags = frames.END_HEADERS | frames.END_STREAM
+    return b"".join([*sent, frames.frame(frames.HEADERS, flags, stream_id, trailers)])
+
+
+@contextmanager
+def server() -> Iterator[tuple[ServerConnection, socket.socket]]:
+    """A server's end, and a raw client that has said hello."""
+    near, far = pair("unix")
+    with near, far:
+        far.settimeout(TIMEOUT_S)
+        connection = ServerConnection(near)
+        connection.blocking = False
+        with closing(connection):
+            far.sendall(HELLO)
+            assert connection.accept_nonblocking() is None
+            yield connection, far
+
+
+@contextmanager
+def client() -> Iterator[tuple[ClientConnection, socket.socket]]:
+    """A client's end, and a raw server."""
+    near, far = pair("unix")
+    with near, far:
+        near.settimeout(TIMEOUT_S)
+        with closing(ClientConnection(near, "localhost")) as connection:
+            far.sendall(SETTINGS)
+            yield connection, far
+
+
+def accept(connection: ServerConnection, far: socket.socket, sent: bytes, *, at_once: bool) -> ServerCall:
+    """Sends a call, at once or byte by byte, and returns it."""
+    for part in [sent] if at_once else [sent[i : i + 1] for i in range(len(sent))]:
+        far.sendall(part)
+        call = connection.accept_nonblocking()
+    assert call is not None
+    return call
+
+
+@pytest.mark.parametrize("contents", [[message(b"abc")], [message(b"ab"), message(b""), message(bytes(5000))]])
+def test_a_call_is_the_same_however_it_arrives(contents: list[bytes]) -> None:
+    seen, spent = [], []
+    with server() as (connection, far):
+        for number in range(4):
+            connection.frame_budget = BUDGET
+            call = accept(connection, far, call_of(2 * number + 1, *contents), at_once=number % 2 == 1)
+            spent.append(BUDGET - connection.frame_budget)
+            assert call.is_fully_received
+            received = call.received_messages()
+            if number < 2:
+                call.answer([b"answer"])
+            else:
+                read = [call.read(nbytes) for nbytes in iter(call.receive_message, None)]
+                assert read == [bytes(each) for each in received or ()]
+                call.end()
+            seen.append((call.path, call.timeout_s, dict(call.metadata), received))
+            assert connection.stream is None
+    assert seen == 4 * seen[:1]
+    assert seen[0][:2] == (PATH, 60.0)
+    assert spent == 4 * spent[:1]
+
+
+def test_a_call_begins_as_its_own_headers_say_whatever_came_before() -> None:
+    other = header_block.encode(
+        [(":method", "POST"), (":scheme", "http"), (":path", "/other"), ("content-type", "application/grpc")]
+    )
+    with server() as (connection, far):
+        for number, block in enumerate([CALL_BLOCK, CALL_BLOCK, other, other, CALL_BLOCK]):
+            call = accept(connection, far, call_of(2 * number + 1, message(b"a"), block=block), at_once=True)
+            is_other = block is other
+            assert (call.path, call.timeout_s) == (("/other", None) if is_other else (PATH, 60.0))
+            call.answer([])
+
+
+def test_whole_calls_are_counted_among_the_frames_of_a_second() -> None:
+    with server() as (connection, far):
+        accept(connection, far, call_of(1, message(b"")), at_once=True).answer([])
+        connection.frame_budget = 3
+        for number in range(1, 40):
+            call = accept(connection, far, call_of(2 * number + 1, b"", message(b"")), at_once=True)
+            connection.stream = None  # it leads to nothing
+            call.ended = True
+            if connection.frame_budget <= 0:
+                return
+    raise AssertionError("the frames cost nothing")
+
+
+LARGE = message(bytes(range(256)) * 800)
+LARGE_CONTENTS = [LARGE[i : i + 16_000] for i in range(0, len(LARGE), 16_000)]
+
+
+def trickle(connection: ServerConnection, far: socket.socket, sent: bytes) -> list[ServerCall | None]:
+    """Sends a call in pieces, and returns what the connection had after each."""
+    seen = []
+    for i in range(0, len(sent), 10_000):
+        far.sendall(sent[i : i + 10_000])
+        seen.append(connection.accept_nonblocking())
+    return seen
+
+
+def finish(connection: ServerConnection, call: ServerCall | None) -> None:
+    """Checks what a large call brought, and answers it."""
+    assert call is not None
+    connection.handle_buffered_frames()
+    connection.blocking = True
+    assert read_all(call) == [LARGE[5:]]
+    call.end()
+    connection.blocking = False
+
+
+def begin_with_a_large_call(connection: ServerConnection, far: socket.socket) -> None:
+    with ThreadPoolExecutor(1) as thread:
+        sending = thread.submit(far.sendall, call_of(1, *LARGE_CONTENTS))
+        while (call := connection.accept_nonblocking()) is None:
+            time.sleep(0.001)
+        finish(connection, call)
+        sending.result()
+
+
+def test_the_rest_of_a_call_like_the_last_one_is_awaited_and_then_taken_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "_REST_TIMEOUT_S", TIMEOUT_S)
+    with server() as (connection, far):
+        begin_with_a_large_call(connection, far)
+        for number in (3, 5):
+            *before, call = trickle(connection, far, call_of(number, *LARGE_CONTENTS))
+            assert before == [None] * len(before)
+            assert call is not None
+            assert [bytes(each) for each in call.received_messages() or ()] == [LARGE[5:]]
+            assert not connection.io.is_large  # another connection may have the buffer
+            call.answer([])
+
+
+@pytest.mark.parametrize("reason", ["late", "no buffer", "other frame", "too large"])
+def test_a_call_whose_rest_cannot_be_awaited_is_received_frame_by_frame(
+    monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    monkeypatch.setattr(server_module, "_REST_TIMEOUT_S", 0.0 if reason == "late" else TIMEOUT_S)
+    spare: list[bytearray | None] = [] if reason == "no buffer" else [None]
+    monkeypatch.setattr(buffered_socket, "_spare_buffers", spare)
+    with server() as (connection, far):
+        begin_with_a_large_call(connection, far)
+        contents = LARGE_CONTENTS
+        if reason == "too large":
+            contents = [message(bytes(600_000))[i : i + 16_000] for i in range(0, 600_005, 16_000)]
+        sent = call_of(3, *contents)
+        if reason == "other frame":
+            place = sent.index(data(3, LARGE_CONTENTS[1]))
+            sent = sent[:place] + frames.frame(frames.PING, 0, 0, bytes(8)) + sent[place:]
+        far.sendall(sent[:70_000])
+        calls = [connection.accept_nonblocking() for _ in range(3)]
+        assert (calls[-1] is None) == (reason == "too large")
+        with ThreadPoolExecutor(1) as thread:
+            sending = thread.submit(far.sendall, sent[70_000:])
+            while (call := connection.accept_nonblocking()) is None:
+                time.sleep(0.001)
+            connection.blocking = True
+            assert read_all(call) == [b"".join(contents)[5:]]
+            sending.result()
+        call.end()
+        assert not connection.awaits_rest
+    assert spare == [] if reason == "no buffer" else len(spare) == 1  # it was given back
+
+
+@pytest.mark.parametrize("contents", [[message(b"abc")], [message(b"ab"), message(bytes(5000)) + message(b"c")]])
+def test_a_response_is_the_same_however_it_arrives(contents: list[bytes]) -> None:
+    spent, seen = [], []
+    with client() as (connection, far):
+        for number in range(4):
+            call = begin(connection)
+            connection.frame_budget = BUDGET
+            far.sendall(response_of(call.id, *contents))
+            taken = call.take_messages() if number % 2 else None
+            assert (taken is not None) == (number % 2 == 1)
+            seen.append(read_all(call) if taken is None else taken)
+            spent.append(BUDGET - connection.frame_budget)
+            assert connection.is_idle
+    assert seen == 4 * seen[:1]
+    assert b"".join(map(message, seen[0])) == b"".join(contents)
+    assert spent[1:] == 3 * spent[1:2]
+
+
+@pytest.mark.parametrize(
+    ("response", "outcome"),
+    [
+        (
+            lambda stream_id: response_of(
+                stream_id, message(b"a"), trailers=header_block.encode([("grpc-status", "8")])
+            ),
+            8,
+        ),
+        (lambda stream_id: response_of(stream_id, message(b"a", flag=1)), 12),
+        (lambda stream_id: response_of(stream_id, message(b"abc")[:-1]), 13),
+        (lambda stream_id: response_of(stream_id, *[message(b"a")] * 9), 0),
+        (lambda stream_id: SETTINGS + response_of(stream_id, message(b"a")), 0),
+    ],
+    ids=["status", "compressed", "cut off", "many frames", "another frame first"],
+)
+def test_any_other_response_is_read_frame_by_frame(response: object, outcome: int) -> None:
+    assert callable(response)
+    with client() as (connection, far):
+        call = begin(connection)
+        far.sendall(response_of(call.id, message(b"first")))
+        assert read_all(call) == [b"first"]
+        call = begin(connection)
+        far.sendall(response(call.id))
+        assert call.take_messages() is None
+        if outcome:
+            with pytest.raises(RpcError) as raised:
+                read_all(call)
+            assert raised.value.code == outcome
+        else:
+            assert set(read_all(call)) == {b"a"}
+
+
+def begin(connection: ClientConnection) -> ClientCall:
+    call = connection.call(PATH, timeout_s=60)
+    call.send_message(b"request", end=True)
+    return call
+
+
+def read_all(call: ClientCall | ServerCall) -> list[bytes]:
+    return [call.read(nbytes) for nbytes in iter(call.receive_message, None)]
