@@ -37,16 +37,18 @@ WORKER_STATE_STARTING: WorkerState
 WORKER_STATE_READY: WorkerState
 
 class Tensor(_message.Message):
-    __slots__ = ("dtype", "shape", "data", "location")
+    __slots__ = ("dtype", "shape", "data", "location", "ticket")
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     LOCATION_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
     dtype: DataType
     shape: _containers.RepeatedScalarFieldContainer[int]
     data: bytes
     location: Location
-    def __init__(self, dtype: _Optional[_Union[DataType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ..., location: _Optional[_Union[Location, _Mapping]] = ...) -> None: ...
+    ticket: bytes
+    def __init__(self, dtype: _Optional[_Union[DataType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ..., location: _Optional[_Union[Location, _Mapping]] = ..., ticket: _Optional[bytes] = ...) -> None: ...
 
 class Location(_message.Message):
     __slots__ = ("region_key", "offset")
@@ -242,6 +244,22 @@ class ExchangeResponse(_message.Message):
     fused_batch_norm_grad_grad: FusedBatchNormGradGradResponse
     def __init__(self, fused_batch_norm_grad_v3: _Optional[_Union[FusedBatchNormGradV3Response, _Mapping]] = ..., fused_batch_norm_grad_v2: _Optional[_Union[FusedBatchNormGradV2Response, _Mapping]] = ..., batch_norm_training_backprop: _Optional[_Union[BatchNormTrainingBackpropResponse, _Mapping]] = ..., chunk: _Optional[bytes] = ..., fused_batch_norm_grad_grad: _Optional[_Union[FusedBatchNormGradGradResponse, _Mapping]] = ...) -> None: ...
 
+class SendAheadRequest(_message.Message):
+    __slots__ = ("tensor", "forget", "chunk")
+    TENSOR_FIELD_NUMBER: _ClassVar[int]
+    FORGET_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    tensor: Tensor
+    forget: _containers.RepeatedScalarFieldContainer[bytes]
+    chunk: bytes
+    def __init__(self, tensor: _Optional[_Union[Tensor, _Mapping]] = ..., forget: _Optional[_Iterable[bytes]] = ..., chunk: _Optional[bytes] = ...) -> None: ...
+
+class SendAheadResponse(_message.Message):
+    __slots__ = ("ticket",)
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    ticket: bytes
+    def __init__(self, ticket: _Optional[bytes] = ...) -> None: ...
+
 class ServerInfoRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -269,12 +287,16 @@ class Limits(_message.Message):
     def __init__(self, max_message_bytes: _Optional[int] = ..., arena_bytes: _Optional[int] = ...) -> None: ...
 
 class Endpoints(_message.Message):
-    __slots__ = ("stream_port", "local_directory")
+    __slots__ = ("stream_port", "local_directory", "stream_host", "small_request_bytes")
     STREAM_PORT_FIELD_NUMBER: _ClassVar[int]
     LOCAL_DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    STREAM_HOST_FIELD_NUMBER: _ClassVar[int]
+    SMALL_REQUEST_BYTES_FIELD_NUMBER: _ClassVar[int]
     stream_port: int
     local_directory: str
-    def __init__(self, stream_port: _Optional[int] = ..., local_directory: _Optional[str] = ...) -> None: ...
+    stream_host: str
+    small_request_bytes: int
+    def __init__(self, stream_port: _Optional[int] = ..., local_directory: _Optional[str] = ..., stream_host: _Optional[str] = ..., small_request_bytes: _Optional[int] = ...) -> None: ...
 
 class ServerInfoResponse(_message.Message):
     __slots__ = ("version", "devices", "limits", "ops", "endpoints", "requests", "batch_sizes", "device_remark", "compiling")

@@ -66,6 +66,11 @@ class BatchNormGradServiceStub(object):
                 request_serializer=bngrad__protos_dot_v1_dot_batch__norm__grad__pb2.ExchangeRequest.SerializeToString,
                 response_deserializer=bngrad__protos_dot_v1_dot_batch__norm__grad__pb2.ExchangeResponse.FromString,
                 _registered_method=True)
+        self.SendAhead = channel.stream_unary(
+                '/bngrad.v1.BatchNormGradService/SendAhead',
+                request_serializer=bngrad__protos_dot_v1_dot_batch__norm__grad__pb2.SendAheadRequest.SerializeToString,
+                response_deserializer=bngrad__protos_dot_v1_dot_batch__norm__grad__pb2.SendAheadResponse.FromString,
+                _registered_method=True)
         self.ServerInfo = channel.unary_unary(
                 '/bngrad.v1.BatchNormGradService/ServerInfo',
                 request_serializer=bngrad__protos_dot_v1_dot_batch__norm__grad__pb2.ServerInfoRequest.SerializeToString,
@@ -120,6 +125,18 @@ class BatchNormGradServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SendAhead(self, request_iterator, context):
+        """Puts a tensor into the server ahead of the request that needs it, which then names the tensor's ticket instead of its
+        elements. The first message describes the tensor, its elements follow in chunks. The server keeps the tensor until it
+        is told to forget it, the connection of this call ends, or the memory is needed otherwise; a request that names a
+        ticket that the server does not know ends with FAILED_PRECONDITION, and is to be sent again with the elements.
+
+        Only the server's own HTTP/2 port serves it; see Endpoints.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ServerInfo(self, request, context):
         """Describes the server: its version, devices, limits and endpoints.
         """
@@ -154,6 +171,11 @@ def add_BatchNormGradServiceServicer_to_server(servicer, server):
                     servicer.Exchange,
                     request_deserializer=bngrad__protos_dot_v1_dot_batch__norm__grad__pb2.ExchangeRequest.FromString,
                     response_serializer=bngrad__protos_dot_v1_dot_batch__norm__grad__pb2.ExchangeResponse.SerializeToString,
+            ),
+            'SendAhead': grpc.stream_unary_rpc_method_handler(
+                    servicer.SendAhead,
+                    request_deserializer=bngrad__protos_dot_v1_dot_batch__norm__grad__pb2.SendAheadRequest.FromString,
+                    response_serializer=bngrad__protos_dot_v1_dot_batch__norm__grad__pb2.SendAheadResponse.SerializeToString,
             ),
             'ServerInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.ServerInfo,
@@ -303,6 +325,33 @@ class BatchNormGradService(object):
             '/bngrad.v1.BatchNormGradService/Exchange',
             bngrad__protos_dot_v1_dot_batch__norm__grad__pb2.ExchangeRequest.SerializeToString,
             bngrad__protos_dot_v1_dot_batch__norm__grad__pb2.ExchangeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SendAhead(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/bngrad.v1.BatchNormGradService/SendAhead',
+            bngrad__protos_dot_v1_dot_batch__norm__grad__pb2.SendAheadRequest.SerializeToString,
+            bngrad__protos_dot_v1_dot_batch__norm__grad__pb2.SendAheadResponse.FromString,
             options,
             channel_credentials,
             insecure,

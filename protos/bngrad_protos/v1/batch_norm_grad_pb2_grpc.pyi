@@ -57,6 +57,14 @@ class BatchNormGradServiceStub:
     response and its tensors in chunks. The next request may follow on the same stream; the server ends a stream that
     has been idle for too long.
     """
+    SendAhead: _grpc.StreamUnaryMultiCallable[_batch_norm_grad_pb2.SendAheadRequest, _batch_norm_grad_pb2.SendAheadResponse]
+    """Puts a tensor into the server ahead of the request that needs it, which then names the tensor's ticket instead of its
+    elements. The first message describes the tensor, its elements follow in chunks. The server keeps the tensor until it
+    is told to forget it, the connection of this call ends, or the memory is needed otherwise; a request that names a
+    ticket that the server does not know ends with FAILED_PRECONDITION, and is to be sent again with the elements.
+
+    Only the server's own HTTP/2 port serves it; see Endpoints.
+    """
     ServerInfo: _grpc.UnaryUnaryMultiCallable[_batch_norm_grad_pb2.ServerInfoRequest, _batch_norm_grad_pb2.ServerInfoResponse]
     """Describes the server: its version, devices, limits and endpoints."""
 
@@ -84,6 +92,14 @@ class BatchNormGradServiceAsyncStub(BatchNormGradServiceStub):
     """Any op with tensors of any size, also beyond the 2 GiB of a message: a request and its tensors in chunks, then the
     response and its tensors in chunks. The next request may follow on the same stream; the server ends a stream that
     has been idle for too long.
+    """
+    SendAhead: _aio.StreamUnaryMultiCallable[_batch_norm_grad_pb2.SendAheadRequest, _batch_norm_grad_pb2.SendAheadResponse]  # type: ignore[assignment]
+    """Puts a tensor into the server ahead of the request that needs it, which then names the tensor's ticket instead of its
+    elements. The first message describes the tensor, its elements follow in chunks. The server keeps the tensor until it
+    is told to forget it, the connection of this call ends, or the memory is needed otherwise; a request that names a
+    ticket that the server does not know ends with FAILED_PRECONDITION, and is to be sent again with the elements.
+
+    Only the server's own HTTP/2 port serves it; see Endpoints.
     """
     ServerInfo: _aio.UnaryUnaryMultiCallable[_batch_norm_grad_pb2.ServerInfoRequest, _batch_norm_grad_pb2.ServerInfoResponse]  # type: ignore[assignment]
     """Describes the server: its version, devices, limits and endpoints."""
@@ -139,6 +155,20 @@ class BatchNormGradServiceServicer(metaclass=_abc_1.ABCMeta):
         """Any op with tensors of any size, also beyond the 2 GiB of a message: a request and its tensors in chunks, then the
         response and its tensors in chunks. The next request may follow on the same stream; the server ends a stream that
         has been idle for too long.
+        """
+
+    @_abc_1.abstractmethod
+    def SendAhead(
+        self,
+        request_iterator: _MaybeAsyncIterator[_batch_norm_grad_pb2.SendAheadRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_batch_norm_grad_pb2.SendAheadResponse, _abc.Awaitable[_batch_norm_grad_pb2.SendAheadResponse]]:
+        """Puts a tensor into the server ahead of the request that needs it, which then names the tensor's ticket instead of its
+        elements. The first message describes the tensor, its elements follow in chunks. The server keeps the tensor until it
+        is told to forget it, the connection of this call ends, or the memory is needed otherwise; a request that names a
+        ticket that the server does not know ends with FAILED_PRECONDITION, and is to be sent again with the elements.
+
+        Only the server's own HTTP/2 port serves it; see Endpoints.
         """
 
     @_abc_1.abstractmethod
