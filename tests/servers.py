@@ -28,8 +28,8 @@ SMALL_ARENA = () if DEVICE == "cpu" else ("--arena-bytes", "1GiB")
 """Limits the arena with a GPU, whose worker page-locks it at the start."""
 PATIENT_SUPERVISOR = ("--worker-timeout", "60", *SMALL_ARENA)
 """Options for tests that stop workers: the supervisor must not replace them meanwhile."""
-ONE_WORKER = ("--workers", "1", *PATIENT_SUPERVISOR)
-"""Options for tests that stop or watch the only worker."""
+ONE_WORKER = ("--workers", "1", "--front-bytes", "0", *PATIENT_SUPERVISOR)
+"""Options for tests that stop or watch the only worker, which computes all requests."""
 BNGRAD = (sys.executable, "-m", "bngrad_cli")
 """The command line."""
 Transport = Literal["auto", "unary", "stream", "shared"]
@@ -122,6 +122,12 @@ def is_running(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def ports_of(front: int) -> set[int]:
+    """Returns the TCP ports on which a front process listens."""
+    connections = psutil.Process(front).net_connections("tcp")
+    return {each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN}
 
 
 def endpoints_of(target: str, token: str = "") -> pb.Endpoints:

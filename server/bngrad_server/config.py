@@ -14,7 +14,9 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from bngrad_server.runtime import cgroup
 from bngrad_server.setting_types import (
     IN_MEMORY,
+    NONE,
     Addresses,
+    Advertised,
     Bytes,
     Computed,
     Device,
@@ -26,6 +28,7 @@ from bngrad_server.setting_types import (
     Seconds,
     at_least,
 )
+from bngrad_wire.addresses import host_and_port
 from bngrad_wire.limits import MAX_PROTOBUF_NBYTES, REGION_NBYTES
 
 MAX_CALLS = 64
@@ -111,6 +114,14 @@ class ServerConfig(BaseSettings):
     """Group of users that may share memory, besides the server's own user."""
     stream_port: Annotated[Port, Computed("0, a free one")] = 0
     """TCP port that takes large tensors, on the host of the first TCP address."""
+    one_port: bool = False
+    """Whether the server's own HTTP/2 takes all calls at the TCP addresses of listen, so that one port is enough;
+    stream_port is not opened then."""
+    advertise_stream: Annotated[
+        Advertised | None, Metavar("HOST:PORT|none"), Computed("stream_port, on the host that a client calls")
+    ] = None
+    """Where clients find stream_port, if a gateway, NAT or a port mapping is between them and the server; none for no
+    such port, so that clients use the addresses of listen alone."""
     max_message_bytes: Annotated[
         Bytes,
         at_least(4 * _MIB, "4MiB", "clients send chunks and small requests in messages of up to that size"),
@@ -122,6 +133,9 @@ class ServerConfig(BaseSettings):
     """Most requests in a batch. A larger batch makes small requests cheaper, but delays the first of them."""
     max_batch_bytes: Bytes = Field(default=8 * 2**20, ge=1)
     """A batch gets no more requests once its tensors have this size. Large requests gain nothing from batching."""
+    front_bytes: Bytes = Field(default=384 * 2**10, ge=0)
+    """Requests for a CPU whose tensors have at most this size are computed in the server's front process, in less time
+    than a hop to a worker process takes; 0 for none, so that all computing is done by workers."""
     max_batch_delay_s: Seconds = Field(default=0.0, ge=0)
     """How long a request may wait for others to fill its batch while a worker is free. 0 is best unless requests are
     tiny."""
@@ -185,6 +199,11 @@ class ServerConfig(BaseSettings):
         """Whether every CPU worker has cores of its own, so that several compute faster than one."""
         return self.workers * self.threads <= cgroup.cores()
 
+    @property
+    def advertised_stream(self) -> tuple[str, int] | None:
+        """The host and port of ``advertise_stream``; None if it names none."""
+        return None if self.advertise_stream is None else host_and_port(self.advertise_stream)
+
     @classmethod
     def settings_customise_sources(  # noqa: D102 - documented in the base class
         cls,
@@ -212,6 +231,9 @@ class ServerConfig(BaseSettings):
                 raise ValueError(f"stream_port should not be the port of {address}, which listen names")
         if self.stream_port and all(address.startswith("unix:") for address in self.listen):
             raise ValueError("stream_port needs an address HOST:PORT in listen, whose host it uses")
+        if self.advertise_stream not in (None, NONE) and not (self.stream_port or self.one_port):
+            port = f"the port to which {self.advertise_stream} leads"
+            raise ValueError(f"advertise_stream needs stream_port or one_port, {port}")
         if self.shared_group is not None and self.shared_bytes == 0:
             raise ValueError("shared_group needs shared_bytes, which is 0")
         if (self.tls_certificate is None) != (self.tls_key is None):

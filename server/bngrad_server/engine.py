@@ -10,9 +10,11 @@ from contextlib import contextmanager
 from functools import partial
 
 from bngrad_kernels import backends
+from bngrad_kernels.spec import TensorHeader
 from bngrad_server.codec.requests import Request
 from bngrad_server.config import ServerConfig
 from bngrad_server.errors import OverloadedError
+from bngrad_server.memory.ahead import AheadTensors, Lease
 from bngrad_server.memory.allocator import Allocator, Block
 from bngrad_server.memory.arena import Arena
 from bngrad_server.memory.received_message import ReceivedMessage
@@ -23,9 +25,13 @@ from bngrad_server.runtime.malloc import MemoryTrimmer
 from bngrad_server.scheduling.admission import Admission
 from bngrad_server.scheduling.batcher import Batcher
 from bngrad_server.scheduling.dispatch import run
+from bngrad_server.small_requests import SmallRequests
 from bngrad_server.staged_request import StagedRequest
+from bngrad_server.telemetry.load import LoadMeter
+from bngrad_server.telemetry.metrics import Timestamps
 from bngrad_server.telemetry.observer import Observer
 from bngrad_server.workers.pool import WorkerPool
+from bngrad_wire.messages import Buffer
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +40,7 @@ _MESSAGES_FRACTION = 4
 """Messages that the HTTP/2 port receives whole take memory up to one part in this many of the arena's size."""
 _SMALL_MESSAGES_NBYTES = 4 * 2**20
 """Beyond that, for small ones."""
+_RETRY_S = 1.0
 
 
 class Engine:
@@ -42,6 +49,7 @@ class Engine:
     Attributes:
         device_remark: Why some or all GPUs are not used, where the settings name no device; empty otherwise.
         max_message_nbytes: The largest message that the HTTP/2 port receives whole.
+        load: Measures how loaded the server is.
     """
 
     def __init__(self, config: ServerConfig, on_change: Callable[[], None], observer: Observer | None = None) -> None:
@@ -50,12 +58,14 @@ class Engine:
         )
         names, remark = backends.devices(config.device)
         self.arena = Arena(_arena_nbytes(config, names))
+        self.ahead = AheadTensors(self.arena)
         self.device_remark = remark or ""
         if remark:
             logger.info("computing on %s: %s", ", ".join(names), remark)
         split = config.has_cores_for_all or "cpu" not in names
         self.batcher = Batcher(config.max_batch_jobs, config.max_batch_bytes, config.max_batch_delay_s, split=split)
         self.pool = WorkerPool(config, names, self.arena, self.batcher, on_change)
+        self.load = LoadMeter(self.batcher.counts, self.admission, lambda: self.pool.slots)
         self.regions = Regions(config.shared_bytes, self.pool.map, self.pool.unmap)
         self.max_message_nbytes = min(config.max_message_bytes, _MAX_MESSAGE_NBYTES)
         nbytes = max(self.arena.nbytes // _MESSAGES_FRACTION, self.max_message_nbytes)
@@ -69,6 +79,7 @@ class Engine:
             lambda: self.admission.requests + self._messages.used_bytes,
         )
         self._max_wait_s = config.max_wait_s
+        self.small_requests = SmallRequests(config.front_bytes if set(names) == {"cpu"} else 0)
 
     def stage(
         self, request: Request, rpc: RpcContext, received_at: float, *, may_wait: bool = True
@@ -84,35 +95,70 @@ class Engine:
         Raises:
             OverloadedError: The server is full.
             InvalidArgumentError: The request names shared memory that does not exist, or tensors overlap there.
+            UnknownTicketError: It names a tensor that is not here.
             ArenaTooSmallError: The request is larger than the arena.
             TimeoutError: No memory became free in time.
             CancelledError: The client cancelled the call.
         """
+        self.ahead.limit(rpc.client, self.admission.room(rpc.client) - request.new_nbytes)
         self.admission.enter(rpc.client, request.tensors_nbytes, rpc.deadline)
-        staged = StagedRequest(request, rpc, received_at, self.arena, self.regions, self._close)
+        staged = StagedRequest(request, rpc, received_at, self.arena, self.regions, self.ahead, self._close)
         try:
-            nbytes = staged.hold_regions()
+            nbytes = staged.find_tensors()
             arena = self.arena
             block = self._allocate(arena, nbytes, rpc) if may_wait else arena.allocate_at_once(nbytes, rpc.client)
             if block is not None:
                 staged.place(block)
                 return staged
-        except BaseException:
+        except BaseException as error:
             self._release(staged)
+            if isinstance(error, OverloadedError):
+                self.ahead.limit(rpc.client, 0)  # the client may be limited for what it holds
             raise
         self._release(staged)
         return None
 
+    def compute_at_once(
+        self, request: Request, elements: Sequence[Buffer], message: Buffer, rpc: RpcContext, received_at: float
+    ) -> list[bytes]:
+        """Admits and computes a request that `small_requests` takes; returns what its `SmallRequests.compute` returns.
+
+        Raises:
+            OverloadedError: The server is full.
+            TimeoutError: The deadline has passed.
+        """
+        decoded_at = time.monotonic()
+        try:
+            self.admission.pass_through(rpc.client, request.tensors_nbytes, rpc.deadline)
+            if rpc.deadline is not None and decoded_at >= rpc.deadline:
+                raise TimeoutError("the request was not computed in time")
+            response = self.small_requests.compute(request, elements, message)
+        except Exception as error:
+            self.observer.failed(request.op.name, request.transport, rpc, error, received_at)
+            raise
+        computed_at = time.monotonic()
+        # Not the kernel's time alone: a worker's has its hop, and servers that compute here must not seem far faster.
+        self.batcher.count_single(request.tensors_nbytes, computed_at - received_at)
+        timestamps = (received_at, *(decoded_at,) * 4, computed_at, computed_at)
+        self._answered(request, rpc, timestamps)
+        return response
+
     def compute(self, staged: StagedRequest) -> None:
-        """Has a worker write the outputs, and waits for it.
+        """Writes the outputs of a small request; has a worker write those of any other, and waits for it.
 
         Raises:
             TimeoutError: It took too long.
             CancelledError: The client cancelled the call, or the server is stopping.
             ComputeError: No worker could compute it.
         """
-        run(self.batcher, staged.new_job())
-        staged.check()
+        job, request = staged.new_job(), staged.request
+        if self.small_requests.takes(request):
+            self.small_requests.compute_in_arena(job, self.arena.view)
+            staged.check()
+            self.batcher.count_single(job.nbytes, job.ended_at - job.started_at)
+        else:
+            run(self.batcher, job)
+            staged.check()
 
     def submit(self, staged: StagedRequest, on_end: Callable[[], None]) -> None:
         """Has a worker write the outputs, and does not wait; see `bngrad_server.scheduling.batcher.Batcher.submit`.
@@ -147,6 +193,33 @@ class Engine:
                 message.release()
                 raise
             return message
+
+    def receive_ahead(
+        self, header: TensorHeader, lease: Lease, rpc: RpcContext, read_into: Callable[[memoryview], None]
+    ) -> bytes:
+        """Receives a tensor ahead of the request that needs it, and returns its ticket.
+
+        Args:
+            header: The tensor.
+            lease: What it ends with.
+            rpc: The call that it comes with.
+            read_into: Fills memory with its elements.
+
+        Raises:
+            OverloadedError: The server is full, or the client has its share of it, or sends too slowly.
+        """
+        client, nbytes = rpc.client, header.nbytes
+        self.admission.check(client, rpc.deadline)
+        if self.ahead.nbytes_of(client) + nbytes > self.admission.room(client):
+            raise OverloadedError("this client has as many bytes as it may (max_client_bytes)", _RETRY_S)
+        block = self.ahead.allocate(nbytes, client)
+        try:
+            with self.transfers.upload(nbytes, rpc, self.arena, block, is_spare=True):
+                read_into(self.arena.view[block.offset : block.offset + nbytes])
+        except BaseException:
+            self.ahead.free(block)
+            raise
+        return self.ahead.keep(header, block, lease)
 
     @contextmanager
     def upload(self, staged: StagedRequest) -> Iterator[None]:
@@ -188,10 +261,11 @@ class Engine:
     def _allocate(self, memory: Allocator, nbytes: int, rpc: RpcContext) -> Block:
         """Takes a block of memory, and waits for it; see `stage`."""
         deadline = time.monotonic() + self._max_wait_s
+        make_room = self.ahead.evict if memory is self.arena else _no_room
         if rpc.deadline is not None and rpc.deadline <= deadline:
-            return memory.allocate(nbytes, rpc.client, rpc.deadline, rpc.is_cancelled)
+            return memory.allocate(nbytes, rpc.client, rpc.deadline, rpc.is_cancelled, make_room)
         try:
-            return memory.allocate(nbytes, rpc.client, deadline, rpc.is_cancelled)
+            return memory.allocate(nbytes, rpc.client, deadline, rpc.is_cancelled, make_room)
         except TimeoutError as error:
             raise OverloadedError(str(error), self._max_wait_s) from error
 
@@ -211,6 +285,9 @@ class Engine:
             return
         staged_at = (staged.received_at, staged.decoded_at, staged.placed_at)
         timestamps = (*staged_at, job.arrival, job.started_at, job.ended_at, time.monotonic())
+        self._answered(request, rpc, timestamps)
+
+    def _answered(self, request: Request, rpc: RpcContext, timestamps: Timestamps) -> None:
         self.observer.metrics.answered(request.series, request.tensors_nbytes, timestamps)
         if self.observer.tracing is not None:
             self.observer.tracing.answered(request, rpc, timestamps)
@@ -229,6 +306,10 @@ class Engine:
 
     def _leave(self, staged: StagedRequest) -> None:
         self.admission.leave(staged.rpc.client, staged.request.tensors_nbytes, computed=staged.is_computed)
+
+
+def _no_room() -> bool:
+    return False
 
 
 def _arena_nbytes(config: ServerConfig, devices: Sequence[str]) -> int:

@@ -83,6 +83,10 @@ class MessageTooLargeError(Exception):
     """A message exceeds the limit of its transport."""
 
 
+class UnknownTicketError(Exception):
+    """A request names a tensor, sent ahead, that the server does not have, or no longer; sent whole, it is served."""
+
+
 class RegionsFullError(Exception):
     """A lease would exceed the memory that may be shared, or the number of regions."""
 
@@ -160,6 +164,7 @@ _TABLE: dict[type[BaseException], tuple[grpc.StatusCode, _Tell]] = {
     ArenaTooSmallError: (grpc.StatusCode.RESOURCE_EXHAUSTED, _tell_text),
     RequestTooLargeError: (grpc.StatusCode.RESOURCE_EXHAUSTED, _tell_text),
     MessageTooLargeError: (grpc.StatusCode.RESOURCE_EXHAUSTED, _tell_text),
+    UnknownTicketError: (grpc.StatusCode.FAILED_PRECONDITION, _tell_text),
     TimeoutError: (grpc.StatusCode.DEADLINE_EXCEEDED, _tell_text),
     UnauthenticatedError: (grpc.StatusCode.UNAUTHENTICATED, _tell_text),
     ComputeError: (grpc.StatusCode.INTERNAL, _tell_text),

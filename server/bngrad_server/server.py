@@ -19,15 +19,17 @@ from bngrad_server.monitor.supervisor import MonitorSupervisor
 from bngrad_server.rpc.grpcio_port import GrpcioPort
 from bngrad_server.rpc.health import Health
 from bngrad_server.rpc.http2.port import Http2Port
+from bngrad_server.rpc.other_calls import other_calls
 from bngrad_server.rpc.servicer import SERVICE, Servicer
 from bngrad_server.runtime.janitor import Janitor
 from bngrad_server.runtime.listening import raise_descriptor_limit
 from bngrad_server.runtime.malloc import use_one_heap
 from bngrad_server.runtime.signals import on_stop_signals
 from bngrad_server.security import setup
+from bngrad_server.setting_types import NONE
 from bngrad_server.telemetry.observer import Observer
 from bngrad_wire import __version__
-from bngrad_wire.addresses import host_and_port, unix_path
+from bngrad_wire.addresses import format_host_port, host_and_port, unix_path
 
 if TYPE_CHECKING:
     from bngrad_server.telemetry.tracing import Tracing
@@ -58,11 +60,12 @@ class Server:
         observer = Observer(self._tracing)
         certificates, authenticator = setup.set_up(config, observer.metrics)
         self.engine = Engine(config, self._update_health, observer)
-        self._servicer = Servicer(self.engine, config.max_message_bytes, authenticator)
+        self._servicer = Servicer(self.engine, _max_message_bytes(config, self.engine), authenticator)
         self._grpcio_port = GrpcioPort(config, self._servicer, self._health, certificates)
-        self.addresses = [self._grpcio_port.listen(address) for address in config.listen]
-        self._http2_port = Http2Port(self._servicer, certificates)
-        self._servicer.endpoints.stream_port = self._listen_for_streams()
+        others = other_calls(self._servicer, self._health, has_reflection=config.reflection)
+        self._http2_port = Http2Port(self._servicer, others, certificates)
+        self.addresses = [self._listen(address) for address in config.listen]
+        self._advertise(self._listen_for_streams())
         self._lease_server = self._listen_for_leases()
         self._monitor = self._listen_for_http()
         self._janitor = Janitor(self._files())
@@ -76,7 +79,8 @@ class Server:
     def endpoints(self) -> tuple[str, str]:
         """The HTTP/2 port and the directory for clients on this host, each "none" if there is none."""
         given = self._servicer.endpoints
-        return f"port {given.stream_port}" if given.stream_port else "none", given.local_directory or "none"
+        place = format_host_port(given.stream_host, given.stream_port) if given.stream_host else given.stream_port
+        return f"port {place}" if place else "none", given.local_directory or "none"
 
     def start(self) -> None:
         """Starts to accept connections, and returns when every worker is ready.
@@ -127,16 +131,27 @@ class Server:
         directories = [self._lease_server.directory] if self._lease_server else []
         return [path for path in sockets if path.exists()] + directories
 
+    def _listen(self, address: str) -> str:
+        """Listens on an address of ``listen``; returns it, with the port that was chosen for port 0."""
+        place = host_and_port(address)
+        if place is None or not self._config.one_port:
+            return self._grpcio_port.listen(address)
+        return format_host_port(place[0], self._http2_port.listen_on_port(*place))
+
     def _listen_for_streams(self) -> int:
-        """Listens on the HTTP/2 port, and returns it; returns 0, and does not, if no address is a TCP address."""
-        hosts = [place[0] for address in self.addresses if (place := host_and_port(address)) is not None]
-        if not hosts:
-            return 0
+        """Listens on the HTTP/2 port, and returns it; returns 0, and does not, where no client could find it."""
+        places = [place for address in self.addresses if (place := host_and_port(address)) is not None]
         port = self._config.stream_port
-        try:
-            return self._http2_port.listen_on_port(hosts[0], port)
-        except OSError as error:
-            raise ListenError(f"cannot listen on port {port} of {hosts[0]} for streams: {error.strerror}") from error
+        if not places or (self._config.advertise_stream == NONE and not port):
+            return 0
+        host, first_port = places[0]
+        return first_port if self._config.one_port else self._http2_port.listen_on_port(host, port)
+
+    def _advertise(self, port: int) -> None:
+        """Has ServerInfo tell clients where to find the HTTP/2 port."""
+        if self._config.advertise_stream != NONE:
+            host, port = self._config.advertised_stream or ("", port)
+            self._servicer.endpoints.stream_host, self._servicer.endpoints.stream_port = host, port
 
     def _listen_for_http(self) -> MonitorSupervisor | None:
         address = self._config.http
@@ -164,6 +179,11 @@ class Server:
 
     def _update_health(self) -> None:
         self._health.update(lambda: self.engine.pool.is_ready)
+
+
+def _max_message_bytes(config: ServerConfig, engine: Engine) -> int:
+    """Returns the largest message that a client may send to the addresses of ``listen``."""
+    return min(config.max_message_bytes, engine.max_message_nbytes) if config.one_port else config.max_message_bytes
 
 
 def _tracing() -> Tracing:

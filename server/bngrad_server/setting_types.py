@@ -11,6 +11,7 @@ from bngrad_kernels.backends import devices
 from bngrad_server.runtime import cgroup
 from bngrad_wire.addresses import MAX_PORT, host_and_port, unix_path
 
+NONE = "none"
 _LONGEST_S = 7 * 24 * 3600
 
 
@@ -95,6 +96,13 @@ def _http_address(value: str) -> str:
     return value
 
 
+def _advertised(value: str) -> str:
+    place = host_and_port(value)
+    if value != NONE and (place is None or not 0 < place[1] <= MAX_PORT):
+        raise ValueError(f"it should be HOST:PORT, with a port from 1 to {MAX_PORT}, or none")
+    return value
+
+
 def _host_names(value: str) -> str:
     if not re.fullmatch(r"[\w.-]+(,[\w.-]+)*", value):
         raise ValueError("it should be names of hosts without ports, with commas between them")
@@ -124,6 +132,7 @@ Mode = Annotated[str, AfterValidator(_mode), Metavar("MODE")]
 Port = Annotated[int, Field(ge=0, le=MAX_PORT), Metavar("PORT")]
 Address = Annotated[str, AfterValidator(_address)]
 HttpAddress = Annotated[str, AfterValidator(_http_address)]
+Advertised = Annotated[str, AfterValidator(_advertised)]
 HostNames = Annotated[str, AfterValidator(_host_names)]
 Addresses = Annotated[tuple[Address, ...], BeforeValidator(_split), Metavar("ADDRESS")]
 """Text may list several, separated by commas."""

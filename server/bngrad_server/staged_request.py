@@ -11,6 +11,7 @@ import numpy as np
 from bngrad_kernels.spec import FieldViolation, InvalidArgumentError
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.codec.requests import Request
+from bngrad_server.memory.ahead import AheadTensor, AheadTensors
 from bngrad_server.memory.allocator import Block
 from bngrad_server.memory.arena import Arena
 from bngrad_server.memory.layout import ARENA, Place, Task
@@ -35,7 +36,7 @@ class StagedRequest:
         decoded_at: When it was decoded.
         placed_at: When it had its memory.
         large_inputs: The memory of the inputs of the shape of x, to be filled, as the op lists them; None for each that
-            the client has put into a region itself.
+            the client has put into a region, or sent ahead.
         large_outputs: The memory of the outputs of the shape of x, to be read; None where the client reads it itself.
         block: Its memory, once it is placed.
         job: The job that computes it, once there is one.
@@ -54,6 +55,7 @@ class StagedRequest:
         received_at: float,
         arena: Arena,
         regions: Regions,
+        ahead: AheadTensors,
         on_close: Callable[[StagedRequest, BaseException | None], None],
     ) -> None:
         self.request = request
@@ -65,15 +67,22 @@ class StagedRequest:
         self.is_counted = False
         self._arena = arena
         self._regions = regions
+        self._ahead = ahead
         self._on_close = on_close
         self._is_placed = False
         self._held: list[Region] = []
+        self._ahead_count = 0
+        self._held_ahead: list[AheadTensor] = []
 
-    def hold_regions(self) -> int:
-        """Finds the tensors that lie in regions, and returns how many bytes of the arena the others need.
+    def find_tensors(self) -> int:
+        """Finds the tensors that are here already, and returns how many bytes of the arena the others need.
+
+        Those in regions are held from now on, those sent ahead once there is memory for the others: requests that hold
+        some and wait for more could wait for each other.
 
         Raises:
             InvalidArgumentError: The request names a place that does not exist, or tensors overlap.
+            UnknownTicketError: It names a tensor that is not here.
         """
         request = self.request
         places: list[Place | None] = []
@@ -83,19 +92,28 @@ class StagedRequest:
                 region, place = self._regions.hold(field, source, request.sizes.tensor)
                 self._held.append(region)
                 places.append(place)
-            else:
-                places.append(None)
+                continue
+            places.append(None)
+            if isinstance(source, bytes):
+                self._ahead.check(field, source, self.rpc.client, request.spec.dtype, request.spec.shape)
+                self._ahead_count += 1
         if self._held:
             _check_overlap(request, places)
         self._places = places
-        return request.sizes.all_stats + places.count(None) * request.sizes.tensor_stride
+        return request.sizes.all_stats + (places.count(None) - self._ahead_count) * request.sizes.tensor_stride
 
     def place(self, block: Block) -> None:
-        """Lays the tensors out that lie in no region, in a block of the size that `hold_regions` returned."""
+        """Lays the tensors out that are not here yet, in a block of the size that `find_tensors` returned.
+
+        Raises:
+            UnknownTicketError: A tensor that was sent ahead has been evicted meanwhile.
+        """
         sizes, self.block, self._is_placed = self.request.sizes, block, True
         self._stats_offset = block.offset
         offset = block.offset + sizes.all_stats
         arena = self._arena.view
+        if self._ahead_count:
+            self._hold_ahead()
         views: list[memoryview | None] = []
         places = []
         for place in self._places:
@@ -110,6 +128,14 @@ class StagedRequest:
         self.large_inputs, self.large_outputs = views[:inputs], views[inputs:]
         self._task = Task(None not in self.request.small_inputs, self._stats_offset, tuple(places))
         self.placed_at = time.monotonic()
+
+    def _hold_ahead(self) -> None:
+        request = self.request
+        for i, (field, source) in enumerate(zip(request.op.large_inputs, request.large_inputs, strict=True)):
+            if isinstance(source, bytes):
+                tensor = self._ahead.hold(field, source, self.rpc.client, request.spec.dtype, request.spec.shape)
+                self._held_ahead.append(tensor)
+                self._places[i] = Place(ARENA, tensor.block.offset)
 
     def __enter__(self) -> StagedRequest:
         return self
@@ -127,6 +153,8 @@ class StagedRequest:
             self._arena.free(self.block)
         for region in self._held:
             self._regions.release(region)
+        for tensor in self._held_ahead:
+            self._ahead.release(tensor)
 
     def copy_from(self, message: bytes) -> None:
         """Copies the tensors that the message holds: the one copy of a request's elements."""

@@ -13,6 +13,7 @@ import numpy as np
 import psutil
 import pytest
 from tests.integration.status_details import retry_delay_s
+from tests.monitoring.conftest import HTTP, http_of, samples
 from tests.raw_http2 import path_of, request
 from tests.security.conftest import LISTENERS, Guarded, ask
 from tests.servers import wait_until
@@ -54,7 +55,7 @@ def trickle() -> Iterator[int]:
 def guarded_by_many(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Guarded, list[str]]]:
     """A server with the tokens of many tenants."""
     tokens = [new_token(f"tenant-{number}") for number in range(80)]
-    options = ("--arena-bytes", str(ARENA_NBYTES), "--max-message-bytes", str(MESSAGE_NBYTES))
+    options = ("--arena-bytes", str(ARENA_NBYTES), "--max-message-bytes", str(MESSAGE_NBYTES), *HTTP)
     guarded = Guarded(tmp_path_factory.mktemp("tenants"), client_ca=False, options=options)
     guarded.know(*(line for _, line in tokens))
     guarded.token = tokens[0][0]
@@ -231,3 +232,56 @@ def test_a_message_beyond_the_limit_is_refused_at_either_port(tenants: tuple[Gua
         unary: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(path_of("FusedBatchNormGradV2"))
         call = unary.future(bytes(MESSAGE_NBYTES + 1), metadata=as_(guarded.token), timeout=TIMEOUT_S)
         assert call.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def ahead(nbytes: int) -> Iterator[bytes]:
+    """The messages that send a tensor ahead."""
+    header = pb.Tensor(dtype=pb.DATA_TYPE_FLOAT32, shape=(nbytes // 256, 1, 1, 64))
+    yield pb.SendAheadRequest(tensor=header).SerializeToString()
+    for start in range(0, nbytes, MIB):
+        yield pb.SendAheadRequest(chunk=bytes(min(MIB, nbytes - start))).SerializeToString()
+
+
+def send_ahead(channel: grpc.Channel, token: str, nbytes: int) -> bytes:
+    send: grpc.StreamUnaryMultiCallable[bytes, bytes] = channel.stream_unary(path_of("SendAhead"))
+    answer = send(ahead(nbytes), metadata=as_(token), timeout=TIMEOUT_S)
+    return pb.SendAheadResponse.FromString(answer).ticket
+
+
+def test_who_hoards_tensors_sent_ahead_keeps_nothing_from_others(tenants: tuple[Guarded, str]) -> None:
+    guarded, bob = tenants
+    eighth, room = ARENA_NBYTES // 8, 4
+    with guarded.channel("own TCP") as channel, guarded.channel("own TCP") as others:
+        tickets = {send_ahead(channel, guarded.token, eighth) for _ in range(room)}
+        assert {len(ticket) for ticket in tickets} == {16}
+        assert len(tickets) == room
+        with pytest.raises(grpc.RpcError) as raised:
+            send_ahead(channel, guarded.token, eighth)
+        assert isinstance(raised.value, grpc.Call)
+        assert raised.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert retry_delay_s(raised.value) > 0
+
+        send_ahead(others, bob, eighth)
+        with guarded.client(token=bob, transport="stream") as other:
+            run(other, WHOLE, SOON_S)
+
+
+def test_who_announces_a_tensor_ahead_does_not_hold_the_arena(tenants: tuple[Guarded, str]) -> None:
+    guarded, bob = tenants
+    over = threading.Event()
+
+    def announced() -> Iterator[bytes]:
+        yield next(ahead(ARENA_NBYTES // 2))
+        over.wait()
+
+    with guarded.channel("own TCP") as channel, guarded.client(token=bob, transport="stream") as other:
+        ask(other)  # connects
+        send: grpc.StreamUnaryMultiCallable[bytes, bytes] = channel.stream_unary(path_of("SendAhead"))
+        call = send.future(announced(), metadata=as_(guarded.token), timeout=TIMEOUT_S)
+        http = http_of(guarded.server)
+        wait_until(lambda: samples(http)["bngrad_ahead_bytes", ()] == ARENA_NBYTES // 2)
+        run(other, WHOLE, SOON_S)
+        assert call.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "others wait for the memory of this slow transfer" in call.details()
+        assert retry_delay_s(call) > 0
+        over.set()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from google.protobuf.message import DecodeError
 
 from bngrad_kernels.spec import FieldViolation, InvalidArgumentError
@@ -9,7 +11,7 @@ from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.codec.ops import OPS
 from bngrad_wire import messages
 from bngrad_wire.fields import LEN, FieldReader
-from bngrad_wire.messages import PARTS, ChunkError, MessageSource
+from bngrad_wire.messages import PARTS, Buffer, ChunkError, MessageSource
 
 CHUNK = pb.ExchangeRequest.CHUNK_FIELD_NUMBER
 """The number of a chunk's field in requests and responses."""
@@ -56,6 +58,17 @@ def _part_of(message: bytes) -> tuple[int, list[tuple[int, int]]]:
     except DecodeError as error:
         raise DecodeError(f"the message is no ExchangeRequest: {error}") from error
     return part, pieces
+
+
+def whole_chunks(parts: Sequence[Buffer], nbytes: int) -> list[memoryview]:
+    """Returns the elements of tensors of this size, each in one of the messages; none if any message is another."""
+    chunks = []
+    for part in parts:
+        field = messages.only_field(part, len(part))
+        if field is None or field[0] != CHUNK or len(part) - field[1] != nbytes:
+            return []
+        chunks.append(memoryview(part)[field[1] :])
+    return chunks
 
 
 def receive_chunks(source: MessageSource, target: memoryview) -> None:

@@ -17,6 +17,7 @@ from bngrad_server.memory.layout import Sizes, problem_type
 from bngrad_server.scheduling.job import KernelKey
 from bngrad_wire import messages
 from bngrad_wire.limits import MAX_PRIORITY, MAX_RANK
+from bngrad_wire.messages import Buffer
 
 _DTYPES: dict[pb.DataType, np.dtype[Any]] = {
     pb.DATA_TYPE_FLOAT16: FLOAT16,
@@ -27,8 +28,12 @@ _DATA_TYPES = {dtype: data_type for data_type, dtype in _DTYPES.items()}
 
 _EMPTY = pb.Tensor(dtype=pb.DATA_TYPE_FLOAT32, shape=[0])
 
-Source: TypeAlias = slice | pb.Location | None
-"""Where a tensor's elements are: in the message, in a shared region, or (None) in chunks that follow."""
+_PREFIXES_NBYTES = 64
+"""More than the prefixes of the messages of a response take, and those of its chunks."""
+
+Source: TypeAlias = slice | pb.Location | bytes | None
+"""Where a tensor's elements are: in the message, in a shared region, in the tensor of a ticket, sent ahead, or (None)
+in chunks that follow."""
 
 
 class InvalidRequestError(InvalidArgumentError):
@@ -61,7 +66,10 @@ class Request:
         chunked: Whether the elements of the large tensors travel in chunks, apart from request and response.
         chunk_order: The indexes of the large inputs, in the order of their field numbers.
         response: The bytes of the response before each output, and those after the last one.
-        tensors_nbytes: The size of all tensors of the shape of x.
+        tensor_count: How many tensors of the shape of x it has, with the outputs.
+        tensors_nbytes: Their size.
+        new_nbytes: The size of those of them that were not sent ahead.
+        response_nbytes: The most bytes that the messages of the response take, with all their prefixes.
     """
 
     op: Op
@@ -77,7 +85,32 @@ class Request:
     chunked: bool
     chunk_order: tuple[int, ...]
     response: tuple[bytes, ...]
+    tensor_count: int
     tensors_nbytes: int
+    new_nbytes: int
+    response_nbytes: int
+
+
+def ahead_header(tensor: pb.Tensor) -> TensorHeader:
+    """Reads the header of a tensor that is sent ahead.
+
+    Raises:
+        InvalidArgumentError: It is no tensor that the requests of any op may have.
+    """
+    shape, dtype = tuple(tensor.shape), _DTYPES.get(tensor.dtype)
+    problem = ""
+    if dtype is None:
+        known = ", ".join(map(_data_type_name, _DTYPES))
+        problem = f"must have one of the dtypes {known}, not {_data_type_name(tensor.dtype)}"
+    elif not 2 <= len(shape) <= MAX_RANK:
+        problem = f"must have 2 to {MAX_RANK} dimensions, not {len(shape)}"
+    elif min(shape) < 1:
+        problem = f"must have at least one element, not shape {shape}"
+    elif tensor.data or tensor.HasField("location") or tensor.HasField("ticket"):
+        problem = "must come in chunks, with neither data nor a location nor a ticket"
+    if dtype is None or problem:
+        raise InvalidArgumentError((FieldViolation("tensor", f"tensor {problem}"),))
+    return TensorHeader(dtype, shape, math.prod(shape) * dtype.itemsize)
 
 
 class RequestReader:
@@ -107,12 +140,30 @@ class RequestReader:
         try:
             return self._decoder.decode(data)
         except DecodeError as error:
-            raise DecodeError(f"the request is no {self.op.request_type.DESCRIPTOR.name}: {error}") from error
+            raise self._decode_error(error) from error
+
+    def check_beginning(self, beginning: bytes, nbytes: int) -> None:
+        """Checks the first bytes of a message of ``nbytes``.
+
+        Raises:
+            DecodeError: Whatever follows, `read` would refuse the message.
+        """
+        try:
+            self._decoder.check_beginning(beginning, nbytes)
+        except DecodeError as error:
+            raise self._decode_error(error) from error
+
+    def known(self, data: Buffer) -> Request | None:
+        """Returns the request of a message that is laid out like an earlier one; None for any other."""
+        return self._decoder.known(data)
 
     def transport_of(self, data: bytes) -> str:
         """Returns how the elements travel of a request that was not read, as far as that is known."""
         request = self._decoder.known(data)
         return self.transport if request is None else request.transport
+
+    def _decode_error(self, error: DecodeError) -> DecodeError:
+        return DecodeError(f"the request is no {self.op.request_type.DESCRIPTOR.name}: {error}")
 
     def _validate(self, layout: messages.Layout[Any]) -> Request:
         spans, has = layout.tensors.values(), layout.message.HasField
@@ -129,6 +180,10 @@ class RequestReader:
         locations = tuple(self._location(name, layout.message) for name in op.locations)
         large_inputs = tuple(self._source(tensors[name]) for name in op.large_inputs)
         sizes = Sizes.of(spec)
+        tensors_nbytes = (len(op.large_inputs) + len(locations)) * sizes.tensor
+        ahead_nbytes = sum(isinstance(source, bytes) for source in large_inputs) * sizes.tensor
+        response = _response_pieces(op, spec, locations, self._chunked)
+        prefixes_nbytes = _PREFIXES_NBYTES + sum(map(len, response))
         return Request(
             op,
             transport,
@@ -142,8 +197,11 @@ class RequestReader:
             locations=locations,
             chunked=self._chunked,
             chunk_order=self._chunk_order,
-            response=_response_pieces(op, spec, locations, self._chunked),
-            tensors_nbytes=(len(op.large_inputs) + len(locations)) * sizes.tensor,
+            response=response,
+            tensor_count=len(op.large_inputs) + len(locations),
+            tensors_nbytes=tensors_nbytes,
+            new_nbytes=tensors_nbytes - ahead_nbytes,
+            response_nbytes=len(locations) * sizes.tensor + sizes.all_stats + prefixes_nbytes,
         )
 
     def _headers(self, tensors: Mapping[str, messages.TensorSpan]) -> dict[str, TensorHeader]:
@@ -170,22 +228,31 @@ class RequestReader:
             return f"{name} must have one of the dtypes {known}, not {_data_type_name(span.header.dtype)}"
         if len(span.header.shape) > MAX_RANK:
             return f"{name} must have at most {MAX_RANK} dimensions, not {len(span.header.shape)}"
+        return self._source_violation(name, span)
+
+    def _source_violation(self, name: str, span: messages.TensorSpan) -> str | None:
         is_large = name in self.op.large_inputs
-        if span.header.HasField("location") and (span.nbytes or self._chunked or not is_large):
-            return f"{name} must not have a location" + (" beside data" if span.nbytes else "")
+        for field, is_allowed in (("location", is_large and not self._chunked), ("ticket", is_large)):
+            if span.header.HasField(field) and (span.nbytes or not is_allowed):
+                return f"{name} must not have a {field}" + (" beside data" if span.nbytes else "")
+        if span.header.HasField("location") and span.header.HasField("ticket"):
+            return f"{name} must not have a ticket beside a location"
         if self._chunked and is_large and span.nbytes:
             return f"{name} must come in chunks, not with {span.nbytes} bytes of data"
         return None
 
     def _header(self, name: str, span: messages.TensorSpan) -> TensorHeader:
         dtype, shape, nbytes = _DTYPES[span.header.dtype], tuple(span.header.shape), span.nbytes
-        if span.header.HasField("location") or (self._chunked and name in self.op.large_inputs):
+        is_elsewhere = span.header.HasField("location") or span.header.HasField("ticket")
+        if is_elsewhere or (self._chunked and name in self.op.large_inputs):
             nbytes = math.prod(shape) * dtype.itemsize  # the message has none of them
         return TensorHeader(dtype, shape, nbytes)
 
     def _source(self, span: messages.TensorSpan) -> Source:
         if span.header.HasField("location"):
             return span.header.location
+        if span.header.HasField("ticket"):
+            return span.header.ticket
         return None if self._chunked else _elements(span)
 
     def _location(self, name: str, message: Any) -> pb.Location | None:

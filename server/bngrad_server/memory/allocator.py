@@ -109,6 +109,7 @@ class Allocator:
         client: str,
         deadline: float | None = None,
         is_cancelled: Callable[[], bool] = lambda: False,
+        make_room: Callable[[], bool] = lambda: False,
     ) -> Block:
         """Takes a block, waiting for memory where none is free.
 
@@ -117,6 +118,7 @@ class Allocator:
             client: Who gets it.
             deadline: When to give up, on the monotonic clock; None means never.
             is_cancelled: Tells whether to give up at once.
+            make_room: Frees some memory, rather than that the request waits; returns False if it cannot.
 
         Raises:
             ArenaTooSmallError: There is never as much.
@@ -132,6 +134,8 @@ class Allocator:
             self._grant()
         try:
             while waiter.block is None:
+                if waiter.error is None and make_room():
+                    continue
                 rest_s = _CHECK_INTERVAL_S if deadline is None else min(_CHECK_INTERVAL_S, deadline - time.monotonic())
                 if rest_s <= 0:
                     raise TimeoutError(f"no {nbytes} bytes of staging memory became free in time")
@@ -156,6 +160,18 @@ class Allocator:
         nbytes = self._checked(nbytes)
         with self._mutex:
             return self._take_at_once(nbytes, client)
+
+    def allocate_spare(self, nbytes: int, client: str) -> Block | None:
+        """Takes a block of memory that no request needs now, for what can be given up when one does; else None.
+
+        It is in the upper half, if that has room, the next after those before it: if blocks are freed in their order,
+        what requests have in one piece grows.
+        """
+        nbytes = _round_up(nbytes)
+        with self._mutex:
+            is_limited = self._lost and self._lost.rest_s(client)
+            offset = None if self._waiting or is_limited else self._main.take_above(self.nbytes // 2, nbytes)
+            return None if offset is None else self._taken(offset, nbytes, client)
 
     def free(self, block: Block) -> None:
         """Takes a block back; to be called once for each block."""

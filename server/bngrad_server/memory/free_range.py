@@ -31,6 +31,18 @@ class FreeRange:
                 return start
         return None
 
+    def take_above(self, offset: int, nbytes: int) -> int | None:
+        """Takes memory from an offset on, if there is such a piece, else any."""
+        for i, (piece, end) in enumerate(zip(self._starts, self._ends, strict=True)):
+            start = max(piece, offset)
+            if end - start >= nbytes:
+                rest = [(piece, start), (start + nbytes, end)]
+                self._starts[i : i + 1] = [first for first, last in rest if first < last]
+                self._ends[i : i + 1] = [last for first, last in rest if first < last]
+                self.free_nbytes -= nbytes
+                return start
+        return self.take(nbytes)
+
     def put_back(self, start: int, nbytes: int) -> None:
         """Frees memory that was taken."""
         end = start + nbytes

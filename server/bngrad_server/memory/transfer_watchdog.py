@@ -10,6 +10,7 @@ some time; see `bngrad_server.memory.lost_transfers`.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -70,6 +71,7 @@ class _Transfer(_Wait):
         memory: Where it holds memory.
         block: The memory.
         left_nbytes: How much it has still to move.
+        is_spare: Whether its memory is the first to be given up.
     """
 
     def __init__(
@@ -81,8 +83,11 @@ class _Transfer(_Wait):
         block: Block,
         window_s: float,
         stop: Callable[[], object],
+        *,
+        is_spare: bool = False,
     ) -> None:
         super().__init__(watchdog, rpc, window_s, stop)
+        self.is_spare = is_spare
         self.memory = memory
         self.block = block
         self.left_nbytes = nbytes
@@ -150,12 +155,16 @@ class TransferWatchdog:
         """
         return _Wait(self, rpc, self._timeout_s + nbytes / _LEAST_BYTES_PER_S, rpc.abort)
 
-    def upload(self, nbytes: int, rpc: RpcContext, memory: Allocator, block: Block) -> AbstractContextManager[None]:
+    def upload(
+        self, nbytes: int, rpc: RpcContext, memory: Allocator, block: Block, *, is_spare: bool = False
+    ) -> AbstractContextManager[None]:
         """Ends a call with a status if the block, which receives ``nbytes`` into memory, is too slow.
 
-        The block then ends with OverloadedError, or TimeoutError if the deadline of the call has passed.
+        The block then ends with OverloadedError, or TimeoutError if the deadline of the call has passed. While others
+        wait, one that is slow and ``is_spare`` is ended though its client has no more than its share.
         """
-        return _Transfer(self, nbytes, rpc, memory, block, self._window_s(rpc), rpc.traffic.interrupt)
+        stop, window_s = rpc.traffic.interrupt, self._window_s(rpc)
+        return _Transfer(self, nbytes, rpc, memory, block, window_s, stop, is_spare=is_spare)
 
     def download(self, nbytes: int, rpc: RpcContext, memory: Allocator, block: Block) -> AbstractContextManager[None]:
         """Aborts a call if the block, which sends ``nbytes`` from memory, is too slow; it then ends as in `upload`."""
@@ -217,14 +226,15 @@ class TransferWatchdog:
             if transfer.error is None and transfer.rest_s > _SOON_S and transfer.block.client in shares
         ]
 
-        def excess(client: str) -> float:
-            return held.get(client, 0) - shares[client]
+        def excess(transfer: _Transfer) -> float:
+            client = transfer.block.client
+            return math.inf if transfer.is_spare else held.get(client, 0) - shares[client]
 
         # If enough is free, and still does not fit, it is in pieces.
         while slow and (missing > 0 or not ending):
-            worst = max(slow, key=lambda transfer: (excess(transfer.block.client), transfer.rest_s))
+            worst = max(slow, key=lambda transfer: (excess(transfer), transfer.rest_s))
             client, nbytes = worst.block.client, worst.block.nbytes
-            if excess(client) <= 0:
+            if excess(worst) <= 0:
                 return
             self._end(worst, OverloadedError("others wait for the memory of this slow transfer", _RETRY_S))
             slow.remove(worst)

@@ -60,6 +60,8 @@ def _counters(status: Status) -> Iterator[Metric]:
     yield _counter("bngrad_tensor_bytes", text, status["tensor_bytes"], "transport")
     text = "Requests that were computed again since their worker died."
     yield _counter("bngrad_request_reruns", text, status["reruns"])
+    text = "Tensors sent ahead that were evicted, since their memory was needed."
+    yield _counter("bngrad_ahead_evicted", text, status["ahead"]["evicted"])
     text = "Requests that were given up since two workers had died of them."
     yield _counter("bngrad_quarantined_requests", text, status["quarantined"])
     text = "Failed requests that the log left out, since there were too many at once."
@@ -85,6 +87,9 @@ def _gauges(status: Status) -> Iterator[Metric]:
     yield _gauge("bngrad_queue_bytes", "Bytes of the tensors of requests that wait for a worker.", queue["bytes"])
     yield _gauge("bngrad_arena_bytes", "Memory for the tensors of all requests in flight.", arena["bytes"])
     yield _gauge("bngrad_arena_used_bytes", "Memory of the arena that is in use.", arena["used"])
+    yield _gauge("bngrad_ahead_tensors", "Tensors sent ahead that are here.", status["ahead"]["count"])
+    text = "Memory of the arena that tensors sent ahead have, or are being received into; part of the same."
+    yield _gauge("bngrad_ahead_bytes", text, status["ahead"]["bytes"])
     text = "Regions of memory that clients on this host share with the workers."
     yield _gauge("bngrad_shared_regions", text, regions["count"])
     text = "Memory of these regions, and of those whose lease has ended and that are not free yet."

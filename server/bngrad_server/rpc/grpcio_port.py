@@ -16,22 +16,25 @@ from typing import Any, NoReturn, TypeVar
 import grpc
 from google.protobuf.message import DecodeError
 from grpc_channelz.v1 import channelz
-from grpc_health.v1 import health as grpc_health
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
+from bngrad_kernels.spec import InvalidArgumentError
 from bngrad_server.config import MAX_CALLS, ServerConfig
 from bngrad_server.errors import ListenError, OverloadedError, grpc_status
 from bngrad_server.memory.received_message import ReceivedMessage
 from bngrad_server.rpc.fair_shares import FairShares
+from bngrad_server.rpc.futile_calls import FutileCalls, is_before
 from bngrad_server.rpc.health import Health
+from bngrad_server.rpc.other_calls import REFLECTED
 from bngrad_server.rpc.rpc_limiter import RpcLimiter
-from bngrad_server.rpc.servicer import EXCHANGE_PATH, SERVER_INFO_PATH, SERVICE, UNARY_OPS, ExchangeSource, Servicer
+from bngrad_server.rpc.servicer import EXCHANGE_PATH, SERVER_INFO_PATH, UNARY_OPS, ExchangeSource, Servicer
 from bngrad_server.rpc_context import MessageTraffic, RpcContext
 from bngrad_server.runtime.executors import HandlerExecutor, InlineExecutor
-from bngrad_server.runtime.listening import check_address, max_connections
-from bngrad_server.runtime.tcp_throttle import Peer, TcpThrottle
+from bngrad_server.runtime.listening import bindable_addresses, check_path, max_connections
+from bngrad_server.runtime.tcp_throttle import TcpThrottle
+from bngrad_server.runtime.traffic_accounts import Op
 from bngrad_server.security.auth import Authenticator, authenticated_client
 from bngrad_server.security.certificates import Certificates, client_of_context
 from bngrad_server.telemetry.metrics import Metrics
@@ -76,13 +79,13 @@ class GrpcioPort:
         self._config = config
         self._certificates = certificates
         observer = servicer.observer
-        self._throttle = TcpThrottle(config.max_message_bytes)
+        self._throttle = TcpThrottle(config.max_message_bytes, config.max_client_bytes)
         self._limiter = RpcLimiter(_OTHER_THREADS - _FREE_THREADS, servicer.authenticator)
         self._server = grpc.server(
             HandlerExecutor(_OTHER_THREADS, "grpcio-other"),
             options=_options(config),
             interceptors=[
-                *servicer.authenticator.interceptors(open_health=config.open_health),
+                *servicer.authenticator.interceptors(),
                 self._limiter,
                 *([] if observer.tracing is None else [observer.tracing.interceptor()]),
             ],
@@ -90,8 +93,7 @@ class GrpcioPort:
         health_pb2_grpc.add_HealthServicer_to_server(health, self._server)
         self._server.add_generic_rpc_handlers((OpHandlers(servicer, config, self._throttle),))
         if config.reflection:
-            names = (SERVICE.full_name, grpc_health.SERVICE_NAME, reflection.SERVICE_NAME)
-            reflection.enable_server_reflection(names, self._server)
+            reflection.enable_server_reflection(REFLECTED, self._server)
         if config.channelz:
             channelz.add_channelz_servicer(self._server)
         self._server.add_generic_rpc_handlers((_UnknownMethodHandler(observer.metrics),))
@@ -102,26 +104,32 @@ class GrpcioPort:
         Raises:
             ListenError: The address is taken, malformed, or may not be used.
         """
-        check_address(address)
-        path = unix_path(address)
-        umask = os.umask(0o177) if path else None  # from its first moment, only this user can connect to the socket
-        try:
-            if path or self._certificates is None:
-                port = self._server.add_insecure_port(address)
-            else:
-                port = self._server.add_secure_port(address, self._certificates.credentials())
-        except RuntimeError as error:
-            raise ListenError(f"cannot listen on {address}: {error}") from error
-        finally:
-            if umask is not None:
-                os.umask(umask)
-        if path is not None:
-            Path(path).chmod(int(self._config.socket_mode, 8))
         place = host_and_port(address)
         if place is None:
+            self._listen_on_path(address)
             return address
-        self._throttle.ports.add(port)
-        return format_host_port(place[0], port)
+        for host, port in bindable_addresses(*place):
+            bound = self._add_address(format_host_port(host, port))
+        self._throttle.ports.add(bound)
+        return format_host_port(place[0], bound)
+
+    def _listen_on_path(self, address: str) -> None:
+        path = Path(unix_path(address) or "")
+        check_path(path)
+        umask = os.umask(0o177)  # from its first moment, only this user can connect to the socket
+        try:
+            self._add_address(address)
+        finally:
+            os.umask(umask)
+        path.chmod(int(self._config.socket_mode, 8))
+
+    def _add_address(self, address: str) -> int:
+        try:
+            if self._certificates is None or unix_path(address) is not None:
+                return int(self._server.add_insecure_port(address))
+            return int(self._server.add_secure_port(address, self._certificates.credentials()))
+        except RuntimeError as error:
+            raise ListenError(f"cannot listen on {address}: {error}") from error
 
     def start(self) -> None:
         """Starts to accept connections."""
@@ -179,16 +187,17 @@ class OpHandlers(grpc.GenericRpcHandler):
         unary, exchange = (HandlerExecutor(OP_THREADS, name) for name in ("grpcio-unary", "grpcio-exchange"))
         unary_places, exchange_places = (FairShares("places", MAX_CALLS, _MAX_WAITING) for _ in range(2))
         unsent = FairShares("memory for unsent answers", config.arena_bytes // 2)
+        self._futile = futile = FutileCalls()
         self._executors = {**dict.fromkeys(UNARY_OPS, unary), EXCHANGE_PATH: exchange}
         self._handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
             # On the wire, such a call is a unary one; but its message is received when the handler asks for it.
             path: grpc.stream_unary_rpc_method_handler(
-                _run_in(unary, _unary(servicer, name, unary_places, unsent, config.max_wait_s, throttle))
+                _run_in(unary, _unary(servicer, name, unary_places, unsent, config.max_wait_s, throttle, futile))
             )
             for path, name in UNARY_OPS.items()
         }
         self._handlers[EXCHANGE_PATH] = grpc.stream_stream_rpc_method_handler(
-            _run_in(exchange, _exchange(servicer, exchange_places, throttle))
+            _run_in(exchange, _exchange(servicer, exchange_places, throttle, futile))
         )
         self._handlers[SERVER_INFO_PATH] = grpc.unary_unary_rpc_method_handler(lambda *_: servicer.server_info())
         self._refusal: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(
@@ -198,10 +207,14 @@ class OpHandlers(grpc.GenericRpcHandler):
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes] | None:
         """See `grpc.GenericRpcHandler`."""
         executor = self._executors.get(handler_call_details.method)
-        if executor is not None and executor.queue_size >= _MAX_QUEUE:
+        if executor is not None and (executor.queue_size >= _MAX_QUEUE or self._has_futile_calls()):
             self._metrics.refused_call(grpc.StatusCode.RESOURCE_EXHAUSTED.name)
             return self._refusal
         return self._handlers.get(handler_call_details.method)
+
+    def _has_futile_calls(self) -> bool:
+        client = authenticated_client.get(None)
+        return client is not None and self._futile.are_too_many(client)
 
 
 class _UnknownMethodHandler(grpc.GenericRpcHandler):
@@ -221,30 +234,43 @@ def _run_in(executor: ThreadPoolExecutor, behavior: Behavior) -> Behavior:
 
 
 def _refuse(requests: Iterator[bytes], context: grpc.ServicerContext) -> NoReturn:
-    _abort(context, OverloadedError(f"{_MAX_QUEUE} calls wait for a thread", _RETRY_S))
+    reason = "too many calls wait for a thread, or this client has cancelled too many"
+    _abort(context, OverloadedError(reason, _RETRY_S))
 
 
 def _unary(
-    servicer: Servicer, op_name: str, places: FairShares, unsent: FairShares, max_wait_s: float, throttle: TcpThrottle
+    servicer: Servicer,
+    op_name: str,
+    places: FairShares,
+    unsent: FairShares,
+    max_wait_s: float,
+    throttle: TcpThrottle,
+    futile: FutileCalls,
 ) -> Callable[[Iterator[bytes], grpc.ServicerContext], bytes]:
     def handle(requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         def room(nbytes: int) -> AbstractContextManager[None]:
             return unsent.part(rpc.client, 2 * nbytes + _UNSENT_NBYTES, context, max_wait_s)
 
+        rpc = _rpc_context(context, servicer.authenticator)
+        op = throttle.peer(context.peer()).op(_account_of(rpc, servicer.authenticator))
         try:
-            rpc = _rpc_context(context, servicer.authenticator)
-            peer = throttle.peer(context.peer())
+            _check_active(context)
             with ExitStack() as until_sent:
-                with peer.op(), places.part(rpc.client, 1, context):
-                    receive = partial(_receive_required, requests, peer, context)
+                with op, places.part(rpc.client, 1, context):
+                    op.begin_to_receive()
+                    receive = partial(_receive_required, requests, op, context)
                     call = servicer.unary_copy(op_name, _receive_request(servicer, op_name, rpc, receive), rpc, room)
                     response = until_sent.enter_context(call)
+                op.answered()
+                futile.answered(rpc.client)
+                context.set_trailing_metadata(servicer.load.trailers().metadata)
                 sent = until_sent.pop_all().close
             # grpcio calls back when the client has read the response, or the call was cancelled.
             if not context.add_callback(sent):
                 sent()
             return response
         except Exception as error:
+            _count_failure(op, futile, error, rpc)
             _abort(context, error)
 
     return handle
@@ -267,25 +293,31 @@ def _receive_request(
 
 
 def _exchange(
-    servicer: Servicer, places: FairShares, throttle: TcpThrottle
+    servicer: Servicer, places: FairShares, throttle: TcpThrottle, futile: FutileCalls
 ) -> Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[bytes]]:
     def handle(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         traffic = MessageTraffic(context.cancel)
-        peer = throttle.peer(context.peer())
+        rpc = replace(_rpc_context(context, servicer.authenticator), traffic=traffic)
+        op = throttle.peer(context.peer()).op(_account_of(rpc, servicer.authenticator))
         source = ExchangeSource(
-            WholeMessages(partial(_receive, requests, peer)),
-            WholeMessages(_counted(partial(_receive_required, requests, peer, context), traffic)),
+            WholeMessages(partial(_receive, requests, op)),
+            WholeMessages(_counted(partial(_receive_required, requests, op, context), traffic)),
             _CHUNK_NBYTES,
             MAX_PROTOBUF_NBYTES,
         )
         try:
-            rpc = replace(_rpc_context(context, servicer.authenticator), traffic=traffic)
-            with peer.op(), places.part(rpc.client, 1, context):
+            _check_active(context)
+            with op, places.part(rpc.client, 1, context):
+                op.begin_to_receive()
                 for pieces in servicer.exchange(source, rpc):
                     message = b"".join(pieces)
                     yield message
+                    op.answered()
+                    futile.answered(rpc.client)
                     traffic.moved += len(message)
+            context.set_trailing_metadata(servicer.load.trailers().metadata)
         except Exception as error:
+            _count_failure(op, futile, error, rpc)
             _abort(context, error)
 
     return handle
@@ -300,7 +332,7 @@ def _counted(receive: Callable[[], bytes | None], traffic: MessageTraffic) -> Ca
     return receive_counted
 
 
-def _receive(messages: Iterator[bytes], peer: Peer) -> bytes | None:
+def _receive(messages: Iterator[bytes], op: Op) -> bytes | None:
     """Receives a client's next message; None if there is none.
 
     Raises:
@@ -313,19 +345,42 @@ def _receive(messages: Iterator[bytes], peer: Peer) -> bytes | None:
         # a connection has a limited number, until garbage is collected.
         error.__traceback__ = None
     else:
-        peer.useful += len(message or b"")
+        op.received(len(message or b""))
         return message
     raise CancelledError
 
 
-def _receive_required(messages: Iterator[bytes], peer: Peer, context: grpc.ServicerContext) -> bytes | None:
+def _receive_required(messages: Iterator[bytes], op: Op, context: grpc.ServicerContext) -> bytes | None:
     """Receives a message that the call needs; raises CancelledError also if there is none since it was cancelled."""
-    message = _receive(messages, peer)
+    message = _receive(messages, op)
     if message is None:
         cancelled = threading.Event()
         if not context.add_callback(cancelled.set) or cancelled.wait(_CANCELLATION_TIMEOUT_S):
             raise CancelledError
     return message
+
+
+def _check_active(context: grpc.ServicerContext) -> None:
+    """Raises CancelledError for a call that was cancelled while it waited for a thread."""
+    if not context.is_active():
+        raise CancelledError
+
+
+def _account_of(rpc: RpcContext, authenticator: Authenticator) -> str | None:
+    """Returns whose account a call's traffic counts in; None for that of its connection."""
+    return rpc.client if authenticator.requires_token or authenticator.requires_certificate else None
+
+
+def _count_failure(op: Op, futile: FutileCalls, error: Exception, rpc: RpcContext) -> None:
+    """Tells whether the client or the server is the cause of a failure."""
+    if isinstance(error, OverloadedError):
+        op.was_refused()
+    elif isinstance(error, CancelledError):
+        if is_before(rpc.deadline):
+            op.was_futile()
+            futile.cancelled(rpc.client)
+    elif isinstance(error, (DecodeError, InvalidArgumentError)):
+        op.was_futile()
 
 
 def _rpc_context(context: grpc.ServicerContext, authenticator: Authenticator) -> RpcContext:

@@ -9,6 +9,8 @@ import grpc
 from grpc_health.v1 import health_pb2 as pb
 from grpc_health.v1 import health_pb2_grpc
 
+from bngrad_wire.http2 import RpcError
+
 
 class Health(health_pb2_grpc.HealthServicer):
     """Reports whether services are serving; at first they are not.
@@ -41,8 +43,19 @@ class Health(health_pb2_grpc.HealthServicer):
 
     def Check(self, request: pb.HealthCheckRequest, context: grpc.ServicerContext) -> pb.HealthCheckResponse:  # noqa: N802 - the protocol's name
         """See health.proto."""
-        if request.service not in self._services:
-            context.abort(grpc.StatusCode.NOT_FOUND, f"there is no service {request.service!r}")
+        try:
+            return self.check(request.service)
+        except RpcError as error:
+            context.abort(grpc.StatusCode.NOT_FOUND, error.message)
+
+    def check(self, service: str) -> pb.HealthCheckResponse:
+        """Returns the answer of `Check`.
+
+        Raises:
+            RpcError: There is no such service.
+        """
+        if service not in self._services:
+            raise RpcError(grpc.StatusCode.NOT_FOUND.value[0], f"there is no service {service!r}")
         return _response(is_serving=self._is_serving)
 
     def Watch(self, request: pb.HealthCheckRequest, context: grpc.ServicerContext) -> Iterator[pb.HealthCheckResponse]:  # noqa: N802

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -13,15 +14,17 @@ import grpc
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.codec import exchange
 from bngrad_server.codec.ops import OPS
-from bngrad_server.codec.requests import InvalidRequestError, RequestReader
+from bngrad_server.codec.requests import InvalidRequestError, RequestReader, ahead_header
 from bngrad_server.engine import Engine
 from bngrad_server.errors import MessageTooLargeError, code_of
+from bngrad_server.memory.ahead import Lease
 from bngrad_server.memory.received_message import ReceivedMessage
 from bngrad_server.rpc_context import RpcContext
 from bngrad_server.security.auth import ALLOW_ALL, Authenticator
 from bngrad_server.staged_request import StagedRequest
 from bngrad_server.workers.supervisor import WorkerState
 from bngrad_wire import __version__, messages
+from bngrad_wire.fields import MAX_NBYTES
 from bngrad_wire.messages import Buffer, MessageSource
 
 SERVICE = pb.DESCRIPTOR.services_by_name["BatchNormGradService"]
@@ -29,12 +32,15 @@ _PREFIX = f"/{SERVICE.full_name}/"
 UNARY_OPS = {_PREFIX + op.name: op.name for op in OPS}
 """The paths of the unary calls, and the names of their ops."""
 EXCHANGE_PATH = f"{_PREFIX}Exchange"
+SEND_AHEAD_PATH = f"{_PREFIX}SendAhead"
 SERVER_INFO_PATH = f"{_PREFIX}ServerInfo"
 
 _REFUSED = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNIMPLEMENTED}
 """How a call ends whose message is malformed, too large, out of order or compressed, so that its op is not known."""
 _UNCOUNTED_NBYTES = 64 * 1024
 """Messages up to this size are not counted: a connection has a buffer for as much anyway."""
+_BEGINNING_NBYTES = 16 * 1024
+"""How much of a larger message is checked before the rest is received."""
 _WORKER_STATES = {WorkerState.STARTING: pb.WORKER_STATE_STARTING, WorkerState.READY: pb.WORKER_STATE_READY}
 
 
@@ -61,23 +67,69 @@ class Servicer:
     Attributes:
         batcher: The engine's batcher.
         transfers: The engine's watchdog, which ends calls whose client sends or receives too slowly.
+        load: The engine's load, which the ports report with each answer.
         observer: Counts and logs requests; the ports report the calls that fail before they reach the engine.
         authenticator: Tells which client a call belongs to; the ports ask it.
         max_message_nbytes: The largest message that the HTTP/2 port receives whole.
+        end_lease: Forgets the tensors that were sent ahead over a connection.
         endpoints: Where clients find the HTTP/2 port and shared memory, as ServerInfo reports it.
     """
 
     def __init__(self, engine: Engine, max_message_bytes: int, authenticator: Authenticator = ALLOW_ALL) -> None:
         self.batcher = engine.batcher
         self.transfers = engine.transfers
+        self.load = engine.load
         self.observer = engine.observer
         self.authenticator = authenticator
-        self.endpoints = pb.Endpoints()
+        self.endpoints = pb.Endpoints(small_request_bytes=engine.small_requests.max_nbytes)
         self.max_message_nbytes = engine.max_message_nbytes
+        self.end_lease = engine.ahead.end
         self._engine = engine
         self._max_message_bytes = max_message_bytes
         self._readers = {op.name: RequestReader(op, chunked=False) for op in OPS}
         self._chunked_readers = {op.exchange_number: RequestReader(op, chunked=True) for op in OPS}
+
+    def answer_at_once(
+        self, path: str, received: Sequence[Buffer], rpc: RpcContext, room: float = math.inf
+    ) -> list[bytes] | None:
+        """Answers a small call in the calling thread, without a worker, if it can.
+
+        Args:
+            path: The path of the call.
+            received: Its messages.
+            rpc: Its context.
+            room: How many bytes its client takes at once; a longer response would have to wait.
+
+        Returns:
+            The messages of the response; None, and nothing is done, for a call that must go another way.
+
+        Raises:
+            OverloadedError: The server is full.
+            TimeoutError: The deadline has passed.
+        """
+        received_at = time.monotonic()
+        message = received[0]
+        elements: list[Buffer] = []
+        if path == EXCHANGE_PATH:
+            part = messages.only_field(message, len(message))
+            if part is None or (reader := self._chunked_readers.get(part[0])) is None:
+                return None
+            message = message[part[1] :]
+        elif path in UNARY_OPS:
+            reader = self._readers[UNARY_OPS[path]]
+        else:
+            return None
+        request = reader.known(message)
+        if request is None or request.response_nbytes > room or not self._engine.small_requests.takes(request):
+            return None
+        if request.chunked:
+            chunks = exchange.whole_chunks(received[1:], request.sizes.tensor)
+            if len(chunks) != len(request.chunk_order):
+                return None
+            elements = [chunks[request.chunk_order.index(i)] for i in range(len(chunks))]
+        elif len(received) > 1:
+            return None
+        return self._engine.compute_at_once(request, elements, message, rpc, received_at)
 
     @contextmanager
     def unary(self, op_name: str, message: ReceivedMessage, rpc: RpcContext) -> Iterator[list[Buffer]]:
@@ -101,6 +153,12 @@ class Servicer:
 
         Until then, the request is in the server, and in a block that ``room`` gives for the size of the response.
         """
+        if (responses := self.answer_at_once(_PREFIX + op_name, [message.data], rpc)) is not None:
+            message.release()
+            response = responses[0]
+            with room(len(response)), self._engine.answer(len(response), rpc):
+                yield response
+            return
         with self._compute(op_name, message, rpc) as staged:
             nbytes = sum(map(len, staged.response()))
             with room(nbytes):
@@ -170,8 +228,9 @@ class Servicer:
                 message.release()
                 with self._engine.upload(staged):
                     for i in staged.request.chunk_order:
-                        target = _in_arena(staged.large_inputs[i])
-                        exchange.receive_chunks(source.chunks, target)
+                        target = staged.large_inputs[i]
+                        if target is not None:  # it was not sent ahead
+                            exchange.receive_chunks(source.chunks, target)
                 self._engine.compute(staged)
                 pieces = staged.response()
                 with self._engine.download(staged):
@@ -179,16 +238,59 @@ class Servicer:
                     for output in staged.large_outputs:
                         yield from messages.chunks(exchange.CHUNK, _in_arena(output), source.chunk_nbytes)
 
-    def receive(self, source: MessageSource, nbytes: int, rpc: RpcContext) -> ReceivedMessage:
-        """Receives a message whose size is known, and counts it if it is large and does not lie in memory already.
+    def send_ahead(self, source: MessageSource, lease: Lease, rpc: RpcContext) -> bytes:
+        """Receives a tensor ahead of the request that needs it, and forgets others; returns the serialised response.
 
         Raises:
+            InvalidArgumentError: The message describes no tensor.
+            DecodeError: It is malformed.
+            Exception: See `bngrad_server.engine.Engine.receive_ahead`.
+        """
+        try:
+            with self.transfers.watched(0, rpc):
+                nbytes = source.receive_message() or 0
+                if nbytes > MAX_NBYTES:
+                    raise MessageTooLargeError(f"the first message must have at most {MAX_NBYTES} bytes, not {nbytes}")
+                message = pb.SendAheadRequest.FromString(source.read(nbytes))
+            self._engine.ahead.forget(message.forget, rpc.client)
+            ticket = b""
+            if message.HasField("tensor"):
+                read_into = partial(exchange.receive_chunks, source)
+                ticket = self._engine.receive_ahead(ahead_header(message.tensor), lease, rpc, read_into)
+            return pb.SendAheadResponse(ticket=ticket).SerializeToString()
+        except Exception as error:
+            if (code := code_of(error)) in _REFUSED:
+                self.observer.metrics.refused_call(code.name)
+            raise
+
+    def receive(self, source: MessageSource, nbytes: int, rpc: RpcContext, op_name: str = "") -> ReceivedMessage:
+        """Receives a message whose size is known, and counts it if it is large and does not lie in memory already.
+
+        Args:
+            source: Gives the message.
+            nbytes: Its size.
+            rpc: Its call.
+            op_name: The op of a unary call; empty for a request of an exchange.
+
+        Raises:
+            DecodeError: Its beginning shows that it is malformed; the rest was not received.
             Exception: See `bngrad_server.engine.Engine.receive`.
         """
         if nbytes > _UNCOUNTED_NBYTES and rpc.traffic.counts_bytes:
-            return self._engine.receive(nbytes, rpc, partial(source.read, nbytes))
+            return self._engine.receive(nbytes, rpc, partial(self._read_checked, source, nbytes, op_name))
         with self.transfers.watched(nbytes, rpc):
             return ReceivedMessage(source.read(nbytes))
+
+    def _read_checked(self, source: MessageSource, nbytes: int, op_name: str) -> bytes:
+        """Reads a large message, as far as it may be a good one."""
+        beginning = source.read(_BEGINNING_NBYTES)
+        if op_name:
+            self._readers[op_name].check_beginning(beginning, nbytes)
+        else:
+            part = messages.only_field(beginning, nbytes)
+            if part is not None and (reader := self._chunked_readers.get(part[0])) is not None:
+                reader.check_beginning(beginning[part[1] :], nbytes - part[1])
+        return source.read(nbytes - _BEGINNING_NBYTES, beginning)
 
     def _next_request(self, source: ExchangeSource, rpc: RpcContext) -> tuple[int, ReceivedMessage] | None:
         """Receives the next request of an exchange, see `exchange.request_of`; None at the end of the exchange."""
@@ -263,6 +365,6 @@ class Servicer:
 
 
 def _in_arena(view: memoryview | None) -> memoryview:
-    """Returns the view: every large tensor of an exchange lies in the arena, none in a shared region."""
+    """Returns the view: every output of an exchange lies in the arena, none in a shared region."""
     assert view is not None
     return view

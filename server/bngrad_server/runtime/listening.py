@@ -1,4 +1,4 @@
-"""Checks addresses before grpcio listens on them, and limits descriptors and connections."""
+"""Finds out on what the server can listen, and limits descriptors and connections."""
 
 from __future__ import annotations
 
@@ -7,16 +7,21 @@ import os
 import resource
 import socket
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 
 from bngrad_server.errors import ListenError
-from bngrad_wire.addresses import host_and_port, unix_path
+from bngrad_wire.addresses import format_host_port
 
 _MAX_CONNECTIONS = 8192
 """For each address of grpcio; each connection takes about 40 KB before its first byte."""
 _OTHER_DESCRIPTORS = 2048
 _MOST_DESCRIPTORS = 1 << 16
 _MAX_PATH_NBYTES = 107
+_TRIES = 16
+"""For a port that is free on every address of a host."""
+_MISSING = {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT}
+"""The errors of an address that this machine does not have, such as ::1 where IPv6 is off."""
 
 
 def raise_descriptor_limit() -> None:
@@ -32,18 +37,43 @@ def max_connections(addresses: int) -> int:
     return min(_MAX_CONNECTIONS, max(soft - _OTHER_DESCRIPTORS, soft // 2) // addresses)
 
 
-def check_address(address: str) -> None:
-    """Checks that the server can listen on an address.
+def check_path(path: Path) -> None:
+    """Checks that the server can listen on a Unix socket.
 
-    grpcio would write the reason to stderr itself, and would replace the Unix socket of another server.
+    grpcio would write the reason to stderr itself, and would replace the socket of another server.
 
     Raises:
         ListenError: It cannot.
     """
-    path = unix_path(address)
-    reason = _port_fault(address) if path is None else _path_fault(Path(path))
+    reason = _path_fault(path)
     if reason is not None:
-        raise ListenError(f"cannot listen on {address}: {reason}")
+        raise ListenError(f"cannot listen on unix:{path}: {reason}")
+
+
+def bindable_addresses(host: str, port: int) -> list[tuple[str, int]]:
+    """Returns the IP addresses of a host on which this machine can listen, each with the same port.
+
+    ``localhost`` is often both 127.0.0.1 and ::1. grpcio would be content with one of them, and a client that knows
+    only the other would find nothing.
+
+    Args:
+        host: A name, or an IP address without brackets.
+        port: 0 chooses a port that is free on every address.
+
+    Raises:
+        ListenError: There is none, or the port is taken on one of them.
+    """
+    for _ in range(_TRIES):
+        try:
+            return _bind_all(host, port)
+        except OSError as error:
+            reason = error.strerror
+            if port or error.errno != errno.EADDRINUSE:
+                break
+        except UnicodeError:
+            reason = "it names no host"
+            break
+    raise ListenError(f"cannot listen on {format_host_port(host, port)}: {reason}")
 
 
 def has_listener(path: Path) -> bool:
@@ -73,24 +103,25 @@ def _path_fault(path: Path) -> str | None:
         return f"no socket can be made in {path.parent}: {error.strerror}"
 
 
-def _port_fault(address: str) -> str | None:
-    """Returns why no address of a host can be listened on; None if one can."""
-    place = host_and_port(address)
-    assert place is not None
-    reason = None
-    try:
-        found = socket.getaddrinfo(*place, type=socket.SOCK_STREAM)
-    except OSError as error:
-        return error.strerror
-    except UnicodeError:
-        return "it names no host"
-    for family, kind, _, _, bound in found:
-        try:
-            with socket.socket(family, kind) as probe:
+def _bind_all(host: str, port: int) -> list[tuple[str, int]]:
+    """Binds a socket to each address of a host that this machine has, and closes them again."""
+    found = dict.fromkeys((each[0], each[4]) for each in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+    bound: list[tuple[str, int]] = []
+    missing: OSError | None = None
+    with ExitStack() as probes:
+        for family, address in found:
+            try:
+                probe = probes.enter_context(socket.socket(family, socket.SOCK_STREAM))
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(bound)
-        except OSError as error:
-            reason = error.strerror
-        else:
-            return None
-    return reason
+                probe.bind((address[0], port, *address[2:]))
+            except OSError as error:
+                if error.errno not in _MISSING:
+                    raise
+                missing = error
+            else:
+                if len(found) > 1:
+                    port = probe.getsockname()[1]
+                bound.append((str(address[0]), port))
+    if missing is not None and not bound:
+        raise missing
+    return bound

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import os
 import socket
 import struct
@@ -17,21 +18,19 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from bngrad_server.runtime.traffic_accounts import Account, Excess, Peer
+
 logger = logging.getLogger(__name__)
 
 _FREE_NBYTES = 2**16
 """What a connection may send before its first op: its handshake, metadata, a health check now and then."""
-_RATE = 2.0**16
-"""Bytes a second that a connection may send beyond its messages, and that all strangers of a host may send together."""
+_STRANGERS_RATE = 2.0**16
+"""Bytes a second that all strangers of a host may send together."""
 _STRANGERS_NBYTES = 2.0**22
 """How much all strangers of a host may send at once."""
-_KNOWN_NBYTES = 2.0**24
-"""How much a connection with ops may send at once beyond its messages, such as those that wait for a thread."""
 _WINDOW_UPDATES = 1 / 16
 """What a peer may send for each byte that it receives."""
 _PAUSE_S = 2.0
-_PAUSE_OF_KNOWN_S = 0.5
-"""Shorter, since it takes a paused connection up to as long again until it sends."""
 _QUIET_S = 5.0
 _INTERVAL_S, _BUSY_INTERVAL_S = 0.25, 0.05
 _LEAST_SLEEP = 20
@@ -45,34 +44,6 @@ _TRAFFIC_OFFSET = 120
 """Where tcpi_bytes_acked and tcpi_bytes_received stand in `struct tcp_info`."""
 
 
-class Peer:
-    """A connection, as its calls see it.
-
-    Attributes:
-        useful: Bytes of the messages of its ops so far.
-        running: Ops that are running; each may have a message that is still arriving.
-        is_known: Whether an op was ever begun.
-    """
-
-    def __init__(self) -> None:
-        self.useful = 0
-        self.running = 0
-        self.is_known = False
-        self._mutex = threading.Lock()
-
-    @contextmanager
-    def op(self) -> Iterator[None]:
-        """Counts an op whose client is authenticated, until the block ends."""
-        with self._mutex:
-            self.running += 1
-            self.is_known = True
-        try:
-            yield
-        finally:
-            with self._mutex:
-                self.running -= 1
-
-
 class _Watched:
     """A connection, as the kernel sees it.
 
@@ -81,16 +52,12 @@ class _Watched:
         received: Bytes received so far.
         acked: Bytes sent and acknowledged so far.
         useful: Bytes of messages at the last look.
-        level: How many bytes it may send now.
-        seen_at: When it was last looked at, or resumed.
         resume_at: When its pause ends; None while it has none.
     """
 
-    def __init__(self, peer: Peer, now: float) -> None:
+    def __init__(self, peer: Peer) -> None:
         self.peer = peer
         self.received = self.acked = self.useful = 0
-        self.level = _KNOWN_NBYTES
-        self.seen_at = now
         self.resume_at: float | None = None
 
 
@@ -101,13 +68,20 @@ class TcpThrottle:
         ports: The ports; to be filled before `start`.
     """
 
-    def __init__(self, max_message_nbytes: int) -> None:
-        """Looks at no port yet; the messages of ops have at most this many bytes."""
+    def __init__(self, max_message_nbytes: int, max_client_nbytes: int = 0) -> None:
+        """Looks at no port yet.
+
+        Args:
+            max_message_nbytes: The most bytes of a message of an op.
+            max_client_nbytes: The most bytes of all messages of a client at once; 0 for no limit.
+        """
         self.ports: set[int] = set()
         self._max_message_nbytes = max_message_nbytes
+        self._max_client_nbytes = max(max_client_nbytes, max_message_nbytes) if max_client_nbytes else math.inf
         self._peers: dict[str, Peer] = {}
         self._mutex = threading.Lock()
         self._connections: dict[str, _Watched] = {}
+        self._accounts: dict[str, Account] = {}
         self._strangers: dict[str, tuple[float, float]] = {}  # by host: what they may send, and when that was so
         self._paused_at = float("-inf")
         self._closing = threading.Event()
@@ -127,7 +101,7 @@ class TcpThrottle:
         with self._mutex:
             peer = self._peers.get(name)
             if peer is None:
-                peer = self._peers[name] = Peer()
+                peer = self._peers[name] = Peer(name)
             return peer
 
     def _run(self) -> None:
@@ -152,10 +126,13 @@ class TcpThrottle:
                 if name is not None:
                     names.add(name)
                     self._look_at(sock, name, now)
+        self._settle({connection.peer.account for connection in self._connections.values()}, now)
         self._connections = {name: self._connections[name] for name in names if name in self._connections}
         self._strangers = {host: level for host, level in self._strangers.items() if now - level[1] < _QUIET_S}
         with self._mutex:
-            self._peers = {name: peer for name, peer in self._peers.items() if name in names or peer.running}
+            self._peers = {
+                name: peer for name, peer in self._peers.items() if name in names or peer.waiting or peer.receiving
+            }
 
     def _name_of(self, sock: socket.socket) -> str | None:
         """Returns grpcio's name for the peer of a connection to one of the ports; None for any other socket."""
@@ -172,49 +149,64 @@ class TcpThrottle:
     def _look_at(self, sock: socket.socket, name: str, now: float) -> None:
         connection = self._connections.get(name)
         if connection is None:
-            connection = self._connections[name] = _Watched(self.peer(name), now)
+            connection = self._connections[name] = _Watched(self.peer(name))
+        peer = connection.peer
+        account = self._account(peer.account, now) if peer.account else None
+        if account is not None:
+            account.waiting += peer.waiting
+            account.receiving += peer.receiving
         if connection.resume_at is not None:
             if now < connection.resume_at:
                 return
             sock.setsockopt(socket.SOL_SOCKET, _DETACH_FILTER, 0)
-            connection.resume_at, connection.seen_at = None, now
+            connection.resume_at = None
         acked, received = _TRAFFIC.unpack_from(
             sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TRAFFIC_OFFSET + _TRAFFIC.size), _TRAFFIC_OFFSET
         )
-        if received == connection.received and connection.level >= 0:
-            connection.seen_at = now
-            return
-        peer, useful = connection.peer, connection.peer.useful
-        sent = received - connection.received
+        useful, sent = peer.useful, received - connection.received
         earned = 2 * (useful - connection.useful) + _WINDOW_UPDATES * (acked - connection.acked)
         connection.received, connection.acked, connection.useful = received, acked, useful
-        if peer.is_known:
-            earned += _RATE * (now - connection.seen_at)
-            connection.level = min(connection.level + earned - sent, _KNOWN_NBYTES)
-            is_over = connection.level < -peer.running * self._max_message_nbytes
-        else:
-            is_over = received > _FREE_NBYTES and self._draw(name.rpartition(":")[0], sent, now) < 0
-        connection.seen_at = now
-        if is_over and not self._closing.is_set():
-            self._pause(sock, name, connection, now)
+        if account is not None:
+            account.excesses.append(Excess(sock.fileno(), name, sent - earned))
+        elif sent and received > _FREE_NBYTES and self._draw(name.rpartition(":")[0], sent, now) < 0:
+            self._pause(sock, name, now, _PAUSE_S)
+
+    def _account(self, name: str, now: float) -> Account:
+        account = self._accounts.get(name)
+        if account is None:
+            account = self._accounts[name] = Account(now)
+        return account
+
+    def _settle(self, accounts: set[str], now: float) -> None:
+        """Settles all accounts, and forgets those that matter no more."""
+        for name, account in list(self._accounts.items()):
+            excesses = account.settle(now, self._max_message_nbytes, self._max_client_nbytes)
+            if excesses:
+                pause_s = account.strike(now)
+                for excess in excesses:
+                    with suppress(OSError), _borrowed(excess.fd) as sock:
+                        self._pause(sock, excess.name, now, pause_s)
+            if name not in accounts and not account.strikes(now):
+                del self._accounts[name]
 
     def _draw(self, host: str, nbytes: float, now: float) -> float:
         """Takes bytes from what the strangers of a host may send, and returns what is left."""
         level, since = self._strangers.get(host, (_STRANGERS_NBYTES, now))
-        level = min(max(level, 0.0) + _RATE * (now - since), _STRANGERS_NBYTES) - nbytes
+        level = min(max(level, 0.0) + _STRANGERS_RATE * (now - since), _STRANGERS_NBYTES) - nbytes
         self._strangers[host] = level, now
         return level
 
-    def _pause(self, sock: socket.socket, name: str, connection: _Watched, now: float) -> None:
-        connection.level = 0.0
-        connection.resume_at = now + (_PAUSE_OF_KNOWN_S if connection.peer.is_known else _PAUSE_S)
+    def _pause(self, sock: socket.socket, name: str, now: float, pause_s: float) -> None:
+        if self._closing.is_set():
+            return
         if now - self._paused_at > _QUIET_S:
             logger.warning("slowing down %s: it sends far more than its calls explain", name)
         self._paused_at = now
         # Another connection may have this descriptor meanwhile; a duplicate belongs to one for good.
-        with suppress(OSError), sock.dup() as same:
+        with suppress(OSError), _duplicate(sock) as same:
             if self._name_of(same) == name:
                 same.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, _FILTER)
+                self._connections[name].resume_at = now + pause_s
 
 
 @contextmanager
@@ -225,3 +217,14 @@ def _borrowed(fd: int) -> Iterator[socket.socket]:
         yield sock
     finally:
         sock.detach()
+
+
+@contextmanager
+def _duplicate(sock: socket.socket) -> Iterator[socket.socket]:
+    """Duplicates a socket; unlike `socket.dup`, which makes both block, and with them threads of grpcio."""
+    fd = os.dup(sock.fileno())
+    try:
+        with _borrowed(fd) as duplicate:
+            yield duplicate
+    finally:
+        os.close(fd)

@@ -59,6 +59,13 @@ class Admission:
         self._window_work = 0
         self._was_busy = False  # all through the window
 
+    def room(self, client: str) -> float:
+        """How many bytes of tensors a client may have besides those of its requests; infinite without a limit."""
+        if not self._limits_clients:
+            return math.inf
+        with self._mutex:
+            return self._max_client_bytes - self._held(client)
+
     def enter(self, client: str, nbytes: int, deadline: float | None) -> None:
         """Admits a request, until `leave`.
 
@@ -78,6 +85,17 @@ class Admission:
             self._work += work
             self._requests_of[client] += 1
             self._work_of[client] += work
+
+    def pass_through(self, client: str, nbytes: int, deadline: float | None) -> None:
+        """Admits a request that is computed at once, and leaves before any other can come.
+
+        Raises:
+            OverloadedError: As `enter`.
+            RequestTooLargeError: As `enter`.
+        """
+        with self._mutex:
+            self.asked += 1
+            self._check(client, nbytes + _WORK_OF_ANY_REQUEST, deadline)
 
     def check(self, client: str, deadline: float | None) -> None:
         """Rejects a request that `enter` would reject whatever its size; this is cheaper than to find out the size.
@@ -166,9 +184,12 @@ class Admission:
         limit = f"the {self._max_client_bytes} bytes that it may have (max_client_bytes)"
         if nbytes > self._max_client_bytes:
             raise RequestTooLargeError(f"this client's request of {nbytes} bytes is more than {limit}")
-        held = self._work_of[client] - requests * _WORK_OF_ANY_REQUEST + self._received_of[client]
-        if held + nbytes > self._max_client_bytes:
+        if self._held(client) + nbytes > self._max_client_bytes:
             raise OverloadedError(f"this client's requests would have more than {limit} in progress", _CLIENT_RETRY_S)
+
+    def _held(self, client: str) -> int:
+        requests = self._requests_of[client] * _WORK_OF_ANY_REQUEST
+        return self._work_of[client] - requests + self._received_of[client]
 
     def _fullness(self, requests: int, work: int, max_wait_s: float) -> float:
         return max(requests / self._max_requests, self._wait_s(work) / max_wait_s)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from bngrad_server.errors import WorkerDiedError
 from bngrad_server.scheduling.job import Job, Part, Run, Worker
 
@@ -38,10 +35,15 @@ class Batch:
 
     def begin(self) -> None:
         """Has every worker begin; see `finish`."""
-        with self._killing_on_failure():
+        try:
             for worker, parts in self._shares.items():
-                with self._noting_death(worker):
+                try:
                     self.busy[worker.begin(parts)] = worker
+                except WorkerDiedError as death:
+                    self._note_death(worker, death)
+        except BaseException:
+            self._kill_all()
+            raise
 
     def finish(self, run: Run) -> None:
         """Waits for a worker. Once no run is busy, no worker touches the jobs' memory.
@@ -49,28 +51,24 @@ class Batch:
         An unexpected exception kills every worker of the batch.
         """
         worker = self.busy.pop(run)
-        with self._killing_on_failure(), self._noting_death(worker):
+        try:
             answers = run.finish()
             self.failures.update((i, failure) for i, failure in enumerate(answers or ()) if failure is not None)
-
-    @contextmanager
-    def _killing_on_failure(self) -> Iterator[None]:
-        try:
-            yield
+        except WorkerDiedError as death:
+            self._note_death(worker, death)
         except BaseException:
-            self.dead, self.is_suspect = list(self._shares), True
-            for worker in self._shares:
-                worker.kill()  # its state is unknown: its supervisor starts another one
+            self._kill_all()
             raise
 
-    @contextmanager
-    def _noting_death(self, worker: Worker) -> Iterator[None]:
-        try:
-            yield
-        except WorkerDiedError as death:
-            self.dead.append(worker)
-            self.is_suspect |= death.saw_batch
-            worker.kill()  # it may have closed its socket without having died
+    def _kill_all(self) -> None:
+        self.dead, self.is_suspect = list(self._shares), True
+        for worker in self._shares:
+            worker.kill()  # its state is unknown: its supervisor starts another one
+
+    def _note_death(self, worker: Worker, death: WorkerDiedError) -> None:
+        self.dead.append(worker)
+        self.is_suspect |= death.saw_batch
+        worker.kill()  # it may have closed its socket without having died
 
 
 class BatchCounts:
@@ -84,12 +82,15 @@ class BatchCounts:
         jobs_nbytes: How many bytes they had.
         reruns: How many jobs had to wait again since their worker died.
         quarantined: How many were given up since several workers had died of them.
+        ended: How many jobs were computed.
+        busy_s: For how many seconds slots computed them.
     """
 
     def __init__(self) -> None:
         self.sizes = [0] * _SIZES
         self.nbytes = [0] * _NBYTES
-        self.jobs = self.jobs_nbytes = self.reruns = self.quarantined = 0
+        self.jobs = self.jobs_nbytes = self.reruns = self.quarantined = self.ended = 0
+        self.busy_s = 0.0
 
     def add(self, jobs: int, nbytes: int) -> None:
         """Counts a batch that was taken."""

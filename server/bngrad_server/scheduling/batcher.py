@@ -9,9 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import CancelledError
-from contextlib import contextmanager
 
 from bngrad_server.errors import ComputeError
 from bngrad_server.scheduling.batch import Batch, BatchCounts
@@ -43,10 +42,10 @@ class Batcher:
         self._max_delay_s = max_delay_s
         self._on_work = _do_nothing
         self._mutex = threading.Lock()  # guards all that follows, and the state of every job
+        self._locked = _Locked(self._mutex)
         self._queue = FairQueue(max_jobs, max_bytes)
         self._free = FreeSlots(split=split)
         self._delayed: list[Job] = []  # whose threads hold slots while their batches fill
-        self._callbacks: list[Callable[[], None]] = []
         self._closed = False
 
     def notify(self, on_work: Callable[[], None]) -> None:
@@ -77,7 +76,7 @@ class Batcher:
         if not self._free or not len(self._queue) or self.rest_of_delay() > 0:
             return []
         batches, begun = [], []
-        with self._locked():
+        with self._locked:
             while len(self._queue) and (worker := self._free.take()) is not None:
                 jobs = self._take_batch()
                 if not jobs:
@@ -97,7 +96,7 @@ class Batcher:
         """Takes the next batch for the leader's slot; if there is none, or the leader has ended, hands the slot on."""
         if self._max_delay_s:
             self._await_delay(leader)
-        with self._locked():
+        with self._locked:
             worker = leader.worker
             assert worker is not None
             if leader.state is JobState.WAITING and self._free.may_use(worker) and (jobs := self._take_batch()):
@@ -117,7 +116,7 @@ class Batcher:
         if batch.dead:
             self._rescue(batch, leader)
             return
-        with self._locked():
+        with self._locked:
             self._end_all(batch)
             if leader is None:
                 self._free.add([] if self._closed else batch.alive)
@@ -125,6 +124,13 @@ class Batcher:
                 for worker in batch.alive:
                     if worker is not leader.worker:
                         self._hand_on(worker)
+
+    def count_single(self, nbytes: int, busy_s: float) -> None:
+        """Counts a request that was computed by itself without a worker, and how long that took."""
+        with self._mutex:
+            self.counts.add(1, nbytes)
+            self.counts.ended += 1
+            self.counts.busy_s += busy_s
 
     def offer(self, worker: Worker) -> None:
         """Puts a free slot of a worker to use."""
@@ -146,21 +152,12 @@ class Batcher:
 
     def close(self) -> None:
         """Ends every job that waits, and takes no more."""
-        with self._locked():
+        with self._locked:
             self._closed = True
             self._free.take_all()
             for job in list(self._queue.jobs):
                 self._queue.remove(job)
                 self._end(job, CancelledError())
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Holds the mutex; after releasing it, calls back for the jobs that ended."""
-        with self._mutex:
-            yield
-            callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback()
 
     def expire(self, job: Job) -> None:
         """Gives a job up whose request waits no longer; if a worker computes it, the worker runs to its end.
@@ -178,7 +175,7 @@ class Batcher:
 
     def leave(self, job: Job, reason: Exception) -> bool:
         """Ends a job that waits; returns whether a worker computes it instead, and no request waits for it."""
-        with self._locked():
+        with self._locked:
             if job.state is JobState.WAITING:
                 self._queue.remove(job)
                 self._end(job, reason)
@@ -235,7 +232,7 @@ class Batcher:
 
     def _rescue(self, batch: Batch, leader: Job | None) -> None:
         """Has the jobs of a batch wait again of which a worker died, except those that have cost too many workers."""
-        with self._locked():
+        with self._locked:
             if leader is not None:
                 leader.worker = None
             self._free.forget(batch.dead)
@@ -290,6 +287,8 @@ class Batcher:
 
     def _end_all(self, batch: Batch) -> None:
         now = time.monotonic()
+        self.counts.ended += len(batch.jobs)
+        self.counts.busy_s += (now - batch.jobs[0].started_at) * len(batch.alive)
         for i, job in enumerate(batch.jobs):
             job.ended_at = now
             self._end(job, ComputeError(batch.failures[i]) if i in batch.failures else None)
@@ -303,8 +302,29 @@ class Batcher:
         if job.on_end is None:
             job.wake()
         else:
-            self._callbacks.append(job.on_end)
+            self._locked.callbacks.append(job.on_end)
             job.on_end = None  # breaks a reference cycle, which would keep the garbage collector busy
+
+
+class _Locked:
+    """Holds a mutex during a block; after releasing it, calls back for the jobs that ended.
+
+    Attributes:
+        callbacks: What to call.
+    """
+
+    def __init__(self, mutex: threading.Lock) -> None:
+        self.callbacks: list[Callable[[], None]] = []
+        self._mutex = mutex
+
+    def __enter__(self) -> None:
+        self._mutex.acquire()
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        callbacks, self.callbacks = self.callbacks, []
+        self._mutex.release()
+        for callback in callbacks:
+            callback()
 
 
 def _do_nothing() -> None:

@@ -35,11 +35,13 @@ class Authenticator:
         tokens: Tokens | None = None,
         *,
         requires_certificate: bool = False,
+        open_health: bool = False,
         on_refusal: Callable[[], object] = lambda: None,
     ) -> None:
-        """Accepts calls with one of these tokens; None accepts every call."""
+        """Accepts calls with one of these tokens; None accepts every call, ``open_health`` every health check."""
         self._tokens = tokens
         self._on_refusal = on_refusal
+        self._open_health = open_health
         self.requires_token = tokens is not None
         self.requires_certificate = requires_certificate
 
@@ -61,6 +63,10 @@ class Authenticator:
             raise UnauthenticatedError
         return f"token {owner}"
 
+    def is_open(self, path: str) -> bool:
+        """Whether a call of this method needs no token."""
+        return not self.requires_token or (self._open_health and path.startswith(_HEALTH))
+
     def check_of(self, context: grpc.ServicerContext) -> Callable[[], object]:
         """Returns what raises UnauthenticatedError once the token of a call on grpcio is no longer valid.
 
@@ -70,9 +76,9 @@ class Authenticator:
             return no_check
         return partial(self.authenticate, authorization_header(context.invocation_metadata()), "")
 
-    def interceptors(self, *, open_health: bool) -> list[grpc.ServerInterceptor]:
+    def interceptors(self) -> list[grpc.ServerInterceptor]:
         """Returns the interceptors for grpcio, which also refuse calls of methods that do not exist."""
-        return [] if self._tokens is None else [_Interceptor(self, open_health)]
+        return [] if self._tokens is None else [_Interceptor(self)]
 
 
 ALLOW_ALL = Authenticator()
@@ -86,14 +92,13 @@ def authorization_header(metadata: Sequence[tuple[str, str | bytes]]) -> str | N
 
 
 class _Interceptor(grpc.ServerInterceptor):
-    def __init__(self, authenticator: Authenticator, open_health: bool) -> None:
+    def __init__(self, authenticator: Authenticator) -> None:
         self._authenticator = authenticator
-        self._open_health = open_health
         # A handler of this kind answers before any message has arrived.
         self._refusal: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(_refuse)
 
     def intercept_service(self, continuation: Callable[[Any], Any], handler_call_details: Any) -> Any:
-        if self._open_health and handler_call_details.method.startswith(_HEALTH):
+        if self._authenticator.is_open(handler_call_details.method):
             return continuation(handler_call_details)
         try:
             header = authorization_header(handler_call_details.invocation_metadata)

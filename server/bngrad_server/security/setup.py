@@ -39,7 +39,12 @@ def set_up(config: ServerConfig, metrics: Metrics) -> tuple[Certificates | None,
     except ValueError as error:
         raise ListenError(f"cannot set up TLS and tokens: {error}") from error
     on_refusal = partial(metrics.refused_call, grpc.StatusCode.UNAUTHENTICATED.name)
-    authenticator = Authenticator(tokens, requires_certificate=config.tls_client_ca is not None, on_refusal=on_refusal)
+    authenticator = Authenticator(
+        tokens,
+        requires_certificate=config.tls_client_ca is not None,
+        open_health=config.open_health,
+        on_refusal=on_refusal,
+    )
     if not config.insecure:
         knows_clients = authenticator.requires_token or authenticator.requires_certificate
         for warning in exposure_warnings(config.listen, has_tls=certificates is not None, knows_clients=knows_clients):

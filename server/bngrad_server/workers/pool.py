@@ -40,8 +40,7 @@ class WorkerPool:
 
         def start(device: str) -> WorkerProcess:
             heartbeat_s = timeout_s / _HEARTBEATS_PER_TIMEOUT
-            slots = 1 if device == "cpu" else _SLOTS_OF_A_GPU
-            return WorkerProcess(device, config, arena, heartbeat_s, slots)
+            return WorkerProcess(device, config, arena, heartbeat_s, _slots_of(device))
 
         self._supervisors = [
             Supervisor(name, functools.partial(start, device), timeout_s, batcher, on_change)
@@ -73,6 +72,11 @@ class WorkerPool:
         return any(status.state is WorkerState.READY for status in self.status())
 
     @property
+    def slots(self) -> int:
+        """How many batches the workers that are ready can compute at a time."""
+        return sum(_slots_of(status.name) for status in self.status() if status.state is WorkerState.READY)
+
+    @property
     def compiling(self) -> tuple[str, ...]:
         """The CPU kernels that are still to be compiled; a request that needs one waits for that one alone."""
         return () if self._compiler is None else self._compiler.compiling
@@ -99,6 +103,10 @@ class WorkerPool:
             supervisor.begin_to_stop()
         for supervisor in self._supervisors:
             supervisor.stop()
+
+
+def _slots_of(device: str) -> int:
+    return 1 if device.partition(":")[0] == "cpu" else _SLOTS_OF_A_GPU
 
 
 def _worker_names(device: str, cpu_workers: int) -> list[str]:

@@ -32,7 +32,7 @@ class InlineCall:
         self.rpc = rpc
         self.is_abandoned = False
 
-    def send_response(self) -> bool:
+    def send_response(self, handler: Http2Handler) -> bool:
         """Sends the response of the computed call; returns False, and sends nothing, if its client may keep it waiting.
 
         Raises:
@@ -44,7 +44,7 @@ class InlineCall:
         if nbytes > _MAX_INLINE_RESPONSE_NBYTES or not self.call.has_window_for(nbytes):
             return False
         self.call.send_message(*pieces, more=True)
-        self.call.end()
+        handler.end(self.call)
         return True
 
 

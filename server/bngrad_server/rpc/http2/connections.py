@@ -18,8 +18,10 @@ from concurrent.futures import CancelledError
 from functools import partial
 
 from bngrad_server.errors import UnauthenticatedError
+from bngrad_server.rpc.futile_calls import FutileCalls, is_before
 from bngrad_server.rpc.http2.connection import Connection, InlineCall
-from bngrad_server.rpc.http2.handlers import Http2Handler, abort, refuse
+from bngrad_server.rpc.http2.handlers import Http2Handler, abort
+from bngrad_server.rpc.http2.penalties import Penalties, peer_of
 from bngrad_server.rpc.http2.places import Places
 from bngrad_server.rpc.http2.receiving import ReceivingCalls
 from bngrad_server.rpc.http2.waste import Paused
@@ -39,6 +41,8 @@ _FRAME_TIMEOUT_S = 5.0
 """How long a frame or header block may take to arrive while no call runs."""
 _BREACH_SCORE = 16.0
 """What a breach of the protocol counts for in `bngrad_server.rpc.http2.penalties`."""
+_FUTILE_SCORE = 2.0
+"""What a call with a malformed message, or one more that was cancelled, counts for, there and for the next calls."""
 _STALL_TIMEOUT_S = 60.0
 """How long a client may pause in the middle of a frame or a call."""
 _WAIT_S = 0.5
@@ -80,6 +84,9 @@ class Http2Connections:
         self._remote: Places[Connection] = Places(_PLACES)
         self._local: Places[Connection] = Places(_PLACES)
         self._paused: Paused[Connection] = Paused()
+        self._futile = FutileCalls()
+        self._penalties = Penalties()
+        self._suspended: dict[Connection, float] = {}  # and until when
         self._amid_frame: dict[Connection, float] = {}  # and since when
         self._idle: dict[Connection, None] = {}  # the one that was idle longest comes first
         self._with_inline_call: set[Connection] = set()
@@ -157,7 +164,10 @@ class Http2Connections:
             self._close(connection)
 
     def _await_call(self, connection: Connection) -> None:
-        """Waits for the next call of a connection."""
+        """Waits for the next call of a connection, after malformed messages without reading it for a while."""
+        if connection.handler.saw_malformed:
+            connection.handler.saw_malformed = False
+            self._penalise(connection)
         if connection.http.outbound:  # more than the socket took at once
             self._lend(connection, partial(connection.handler.flush, connection.http))
         elif self._draining or connection.is_outdated:
@@ -168,9 +178,17 @@ class Http2Connections:
             if connection.http.has_pending_input:
                 self._event_loop.call_soon(partial(self._on_readable, connection))
 
+    def _penalise(self, connection: Connection) -> None:
+        client = peer_of(connection.client)
+        self._on_breach(client, _FUTILE_SCORE)
+        self._penalties.add(client, _FUTILE_SCORE)
+        if delay_s := self._penalties.delay_s(client):
+            self._unwatch(connection)
+            self._suspended[connection] = time.monotonic() + delay_s
+
     def _watch(self, connection: Connection) -> None:
-        """Reads from a connection, unless it is paused."""
-        if not connection.is_watched and connection not in self._paused:
+        """Reads from a connection, unless it is paused or suspended."""
+        if not (connection.is_watched or connection in self._paused or connection in self._suspended):
             connection.is_watched = True
             self._event_loop.add_reader(connection.fd, partial(self._on_readable, connection))
 
@@ -202,19 +220,25 @@ class Http2Connections:
         """Begins a call; counts the time since ``began`` as wasted if it was refused."""
         del self._idle[connection]
         self._amid_frame.pop(connection, None)
-        self._begin(connection, call, rpc)
-        if connection in self._idle:
-            self._count_waste(connection, began)
-        else:
+        if self._begin(connection, call, rpc) or connection not in self._idle:
             connection.waste.reset(began)
+        else:
+            self._count_waste(connection, began)
 
     def _on_readable_amid_call(self, connection: Connection, inline: InlineCall) -> None:
         if inline.call.failure is not None:
             self._abandon(connection, inline)
             inline.call.end()
+            self._count_cancelled(connection, inline.rpc)
             self._await_call(connection)
         else:
             self._after_idle_frames(connection)
+
+    def _count_cancelled(self, connection: Connection, rpc: RpcContext) -> None:
+        if is_before(rpc.deadline):
+            self._futile.cancelled(connection.client)
+            if self._futile.are_too_many(connection.client):
+                self._penalise(connection)
 
     def _after_idle_frames(self, connection: Connection) -> None:
         http = connection.http
@@ -241,7 +265,11 @@ class Http2Connections:
         for connection, waiting, error in self._receiving.expired():
             self._end_receiving(connection)
             self._refuse(connection, waiting.call, error)
-        for connection in self._paused.resume():
+        now = time.monotonic()
+        over = [connection for connection, until in self._suspended.items() if until <= now]
+        for connection in over:
+            del self._suspended[connection]
+        for connection in (*over, *self._paused.resume()):
             if connection in self._idle or connection.inline_call is not None:
                 self._watch(connection)
                 self._event_loop.call_soon(partial(self._on_readable, connection))
@@ -251,39 +279,48 @@ class Http2Connections:
         """Closes connections whose frames do not end."""
         now = time.monotonic()
         for connection, since in list(self._amid_frame.items()):
-            if connection not in self._idle:  # it has a thread, which has limits of its own
+            if connection.http.awaits_rest:
+                self._on_readable(connection)
+            elif connection not in self._idle:  # it has a thread, which has limits of its own
                 del self._amid_frame[connection]
             elif now - since > _FRAME_TIMEOUT_S:
                 self._metrics.refused_connection("silent")
                 self._on_breach(connection.client, _BREACH_SCORE)
                 self._close(connection)
 
-    def _begin(self, connection: Connection, call: http2.ServerCall, rpc: RpcContext | None) -> None:
-        """Begins a call: inline if its message has arrived and memory is free, else in a thread."""
+    def _begin(self, connection: Connection, call: http2.ServerCall, rpc: RpcContext | None) -> bool:
+        """Begins a call: inline if its message has arrived and memory is free, else in a thread.
+
+        Returns whether it has been answered already.
+        """
         if call.failure is not None:  # reset at once
             call.end()
             self._await_call(connection)
-            return
+            return False
         handler = connection.handler
         try:
             if rpc is None:
                 rpc = handler.checked_context(call)
+            if handler.answer_at_once(call, rpc):
+                self._await_call(connection)
+                return True
             if call.path not in UNARY_OPS or not call.is_fully_received:
                 self._receive(connection, call, rpc)
-                return
+                return False
             message = handler.receive_request(call, rpc)
             inline = InlineCall(call, rpc)
             on_end = partial(self._event_loop.call_soon, partial(self._finish, connection, inline))
             staged = self._servicer.submit(UNARY_OPS[call.path], message.data, rpc, on_end)
         except Exception as error:
             self._refuse(connection, call, error)
-            return
+            return False
         if staged is None:
             self._lend(connection, partial(handler.handle_unary, call, message, rpc))
         else:
             inline.staged = staged
             connection.inline_call = inline
             self._with_inline_call.add(connection)
+        return False
 
     def _finish(self, connection: Connection, inline: InlineCall) -> None:
         """Answers an inline call whose request has ended."""
@@ -293,12 +330,13 @@ class Http2Connections:
             return
         self._forget_call(connection)
         try:
-            was_sent = inline.send_response()
+            was_sent = inline.send_response(connection.handler)
         except Exception as error:
             staged.close(error)
             self._refuse(connection, inline.call, error)
             return
         if was_sent:
+            self._futile.answered(connection.client)
             staged.close()
             self._await_call(connection)
         elif not self._lend(connection, partial(connection.handler.send_response, inline.call, staged)):
@@ -306,7 +344,7 @@ class Http2Connections:
 
     def _refuse(self, connection: Connection, call: http2.ServerCall, error: Exception) -> None:
         try:
-            refuse(call, error)
+            connection.handler.refuse(call, error)
             if isinstance(error, UnauthenticatedError):
                 self._forget(connection)
                 self._on_stranger(connection.sock, connection.http, connection.client)
@@ -410,11 +448,13 @@ class Http2Connections:
         connection.http.close()
 
     def _forget(self, connection: Connection) -> None:
+        connection.handler.close()
         self._unwatch(connection)
         self._lent.discard(connection)
         self._end_receiving(connection)
         self._idle.pop(connection, None)
         self._paused.discard(connection)
+        self._suspended.pop(connection, None)
         self._amid_frame.pop(connection, None)
         self._places(connection).leave(connection)
         self._all.discard(connection)

@@ -11,19 +11,28 @@ from dataclasses import replace
 from functools import partial
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from bngrad_server.errors import MessageTooLargeError, UnauthenticatedError, grpc_status
+from bngrad_server.memory.ahead import Lease
 from bngrad_server.memory.received_message import ReceivedMessage
-from bngrad_server.rpc.servicer import EXCHANGE_PATH, UNARY_OPS, ExchangeSource, Servicer
+from bngrad_server.rpc.other_calls import OtherCalls
+from bngrad_server.rpc.servicer import EXCHANGE_PATH, SEND_AHEAD_PATH, UNARY_OPS, ExchangeSource, Servicer
 from bngrad_server.rpc_context import RpcContext, no_check
 from bngrad_server.staged_request import StagedRequest
+from bngrad_server.telemetry.load import LoadTrailers
 from bngrad_wire import http2
 from bngrad_wire.http2.buffered_socket import BufferedSocket
 
+_PATHS = {*UNARY_OPS, EXCHANGE_PATH, SEND_AHEAD_PATH}
 _UNIMPLEMENTED = grpc.StatusCode.UNIMPLEMENTED
 _UNAUTHENTICATED = 16
 _CHUNK_NBYTES = 4 * 2**20 - 64
 """The largest chunk that a stock client takes, whose messages have at most 4 MiB by default."""
+_OTHER_NBYTES = 64 * 1024
+"""The largest message of a call that is no op."""
+_OTHER_WAITS = 2
+"""How often such a call waits for another message, half a second each."""
 _SDK_CHUNK_NBYTES = 2**28
 """For our own client, which receives chunks without holding them in memory."""
 
@@ -31,15 +40,30 @@ _SDK_CHUNK_NBYTES = 2**28
 class Http2Handler:
     """Handles the calls of one connection.
 
+    Attributes:
+        saw_malformed: Whether a message was malformed; whoever heeds it resets it.
+
     All methods raise ConnectionError or TimeoutError if the connection is no longer usable.
     """
 
-    def __init__(self, servicer: Servicer, sock: socket.socket, io: BufferedSocket, client: str) -> None:
+    def __init__(
+        self, servicer: Servicer, others: OtherCalls, sock: socket.socket, io: BufferedSocket, client: str
+    ) -> None:
         """Handles calls that belong to a client, see `RpcContext.client`."""
         self._servicer = servicer
+        self._others = others
+        self._io = io
         self._abort = partial(abort, sock)
         self._traffic = _ByteTraffic(io)
         self._client = client
+        self._reported: LoadTrailers | None = None
+        self._lease: Lease = set()
+        self.saw_malformed = False
+
+    def close(self) -> None:
+        """Forgets the tensors that were sent ahead over the connection, whose calls have ended."""
+        if self._lease:
+            self._servicer.end_lease(self._lease)
 
     def checked_context(self, call: http2.ServerCall) -> RpcContext:
         """Authenticates a call, and checks its path; to be called before anything else is done for it.
@@ -52,10 +76,10 @@ class Http2Handler:
         authenticator = self._servicer.authenticator
         check: Callable[[], object] = no_check
         client = self._client
-        if authenticator.requires_token:
+        if not authenticator.is_open(call.path):
             check = partial(authenticator.authenticate, call.metadata.get("authorization"), client)
             client = authenticator.authenticate(call.metadata.get("authorization"), client)
-        if call.path != EXCHANGE_PATH and call.path not in UNARY_OPS:
+        if call.path not in _PATHS and call.path not in self._others:
             self._servicer.observer.metrics.refused_call(_UNIMPLEMENTED.name)
             raise http2.RpcError(_UNIMPLEMENTED.value[0], f"{call.path} is not served here")
         is_cancelled = partial(_has_failed, call)
@@ -75,10 +99,25 @@ class Http2Handler:
                 return ReceivedMessage(call.read(self._checked(call.receive_message())))
             with self._servicer.transfers.watched(0, rpc):
                 nbytes = self._checked(call.receive_message())
-            return self._servicer.receive(call, nbytes, rpc)
+            return self._servicer.receive(call, nbytes, rpc, UNARY_OPS[call.path])
         except Exception as error:
             self._servicer.observer.failed(UNARY_OPS[call.path], "unary", rpc, error, began)
             raise
+
+    def answer_at_once(self, call: http2.ServerCall, rpc: RpcContext) -> bool:
+        """Answers a small call that has arrived whole, without waiting, if the servicer can; returns whether it did.
+
+        Raises:
+            Exception: See `bngrad_server.rpc.servicer.Servicer.answer_at_once`.
+        """
+        received = call.received_messages()
+        if not received:
+            return False
+        responses = self._servicer.answer_at_once(call.path, received, rpc, call.send_room)
+        if responses is None:
+            return False
+        call.answer(responses, self._load_trailers())
+        return True
 
     def flush(self, http: http2.ServerConnection) -> None:
         """Sends what the socket did not take at once; cuts off a client that does not receive it in time."""
@@ -91,15 +130,20 @@ class Http2Handler:
         try:
             if call.path in UNARY_OPS:
                 self.handle_unary(call, self.receive_request(call, rpc), rpc)
+            elif call.path in self._others:
+                self._answer_other(call, rpc)
+            elif call.path == SEND_AHEAD_PATH:
+                call.send_message(self._servicer.send_ahead(call, self._lease, rpc), more=True)
+                self.end(call)
             else:
                 is_sdk = call.metadata.get("user-agent") == "bngrad"
                 chunk_nbytes = _SDK_CHUNK_NBYTES if is_sdk else _CHUNK_NBYTES
                 source = ExchangeSource(call, call, chunk_nbytes, self._servicer.max_message_nbytes)
                 for pieces in self._servicer.exchange(source, rpc):
                     call.send_message(*pieces)
-                call.end()
+                self.end(call)
         except Exception as error:
-            refuse(call, error)
+            self.refuse(call, error)
 
     def handle_unary(self, call: http2.ServerCall, message: ReceivedMessage, rpc: RpcContext) -> None:
         """Answers a unary call whose message has been received."""
@@ -107,18 +151,51 @@ class Http2Handler:
         try:
             with self._servicer.unary(UNARY_OPS[call.path], message, rpc) as pieces:
                 call.send_message(*pieces, more=True)
-                call.end()
+                self.end(call)
         except Exception as error:
-            refuse(call, error)
+            self.refuse(call, error)
 
     def send_response(self, call: http2.ServerCall, staged: StagedRequest) -> None:
         """Sends the response of a unary call that was computed inline, and closes its staged request."""
         try:
             with self._servicer.response(staged) as pieces:
                 call.send_message(*pieces, more=True)
-                call.end()
+                self.end(call)
         except Exception as error:
-            refuse(call, error)
+            self.refuse(call, error)
+
+    def refuse(self, call: http2.ServerCall, error: Exception) -> None:
+        """Does as `refuse`, and notes whether the message was malformed."""
+        self.saw_malformed = self.saw_malformed or isinstance(error, DecodeError)
+        refuse(call, error)
+
+    def _answer_other(self, call: http2.ServerCall, rpc: RpcContext) -> None:
+        """Answers each message of a call that is no op, until the client has sent all or pauses."""
+        answer = self._others[call.path]
+        waits = self._io.waits
+        with self._servicer.transfers.watched(0, rpc):
+            nbytes = call.receive_message()
+            while nbytes is not None:
+                if nbytes > _OTHER_NBYTES:
+                    raise MessageTooLargeError(f"the request must have at most {_OTHER_NBYTES} bytes, not {nbytes}")
+                call.send_message(answer(call.read(nbytes)), more=True)
+                self._io.waits = _OTHER_WAITS
+                try:
+                    nbytes = call.receive_message()
+                except TimeoutError:
+                    break
+                finally:
+                    self._io.waits = waits
+            call.end()
+
+    def end(self, call: http2.ServerCall) -> None:
+        """Ends an answered call; its trailers have the server's load if this connection does not know it yet."""
+        call.end(trailers=self._load_trailers())
+
+    def _load_trailers(self) -> bytes:
+        load, before = self._servicer.load.trailers(), self._reported
+        self._reported = load
+        return b"" if load is before else load.block
 
     def _no_call(self) -> RpcContext:
         """Returns a context by which a connection without a call can be aborted."""

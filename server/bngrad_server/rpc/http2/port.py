@@ -11,12 +11,16 @@ import socket
 from functools import partial
 from typing import Any
 
+from bngrad_server.errors import ListenError
 from bngrad_server.rpc.http2.connections import Http2Connections
 from bngrad_server.rpc.http2.strangers import Strangers
+from bngrad_server.rpc.other_calls import OtherCalls
 from bngrad_server.rpc.servicer import Servicer
 from bngrad_server.runtime.event_loop import EventLoop
+from bngrad_server.runtime.listening import bindable_addresses
 from bngrad_server.scheduling.dispatch import Dispatcher
 from bngrad_server.security.certificates import Certificates
+from bngrad_wire.addresses import format_host_port
 
 _END_TIMEOUT_S = 1.0
 
@@ -24,24 +28,28 @@ _END_TIMEOUT_S = 1.0
 class Http2Port:
     """Accepts connections on a TCP port, a Unix socket, or both."""
 
-    def __init__(self, servicer: Servicer, certificates: Certificates | None = None) -> None:
+    def __init__(self, servicer: Servicer, others: OtherCalls, certificates: Certificates | None = None) -> None:
         """Listens nowhere yet; the TCP port will have no TLS without certificates."""
         self._event_loop = EventLoop("http2-loop")
         Dispatcher(self._event_loop, servicer.batcher)
-        self._strangers = strangers = Strangers(servicer, certificates, self._add, self._renew)
+        self._strangers = strangers = Strangers(servicer, others, certificates, self._add, self._renew)
         self._connections = Http2Connections(servicer, self._event_loop, strangers.penalise, strangers.take_back)
 
     def listen_on_port(self, host: str, port: int) -> int:
-        """Listens on a TCP port, and returns it; 0 chooses a free one.
+        """Listens on a TCP port of every address of a host, and returns it; 0 chooses a free one.
 
         Raises:
-            OSError: The port is taken, or may not be used.
+            ListenError: The port is taken, or may not be used.
         """
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
-        dualstack = host == "::" and socket.has_dualstack_ipv6()
-        listener = socket.create_server((host, port), family=family, backlog=128, dualstack_ipv6=dualstack)
-        self._strangers.listen(listener)
-        bound: int = listener.getsockname()[1]
+        for address in bindable_addresses(host, port):
+            family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+            dualstack = address[0] == "::" and socket.has_dualstack_ipv6()
+            try:
+                listener = socket.create_server(address, family=family, backlog=128, dualstack_ipv6=dualstack)
+            except OSError as error:
+                raise ListenError(f"cannot listen on {format_host_port(*address)}: {error.strerror}") from error
+            self._strangers.listen(listener)
+            bound: int = listener.getsockname()[1]
         return bound
 
     def listen_on_socket(self, listener: socket.socket) -> None:

@@ -20,11 +20,14 @@ from typing import Any
 from bngrad_server.rpc.http2.handlers import Http2Handler, refuse
 from bngrad_server.rpc.http2.penalties import Penalties, peer_of
 from bngrad_server.rpc.http2.places import Places
+from bngrad_server.rpc.other_calls import OtherCalls
 from bngrad_server.rpc.servicer import Servicer
 from bngrad_server.rpc_context import RpcContext
 from bngrad_server.runtime.event_loop import EventLoop
 from bngrad_server.security.certificates import Certificates, client_of_socket
 from bngrad_wire import http2
+from bngrad_wire.http2 import frames
+from bngrad_wire.http2.errors import ErrorCode
 from bngrad_wire.http2.tls import ALPN
 
 logger = logging.getLogger(__name__)
@@ -36,6 +39,8 @@ _MAX_TURNS = 64
 """How often a stranger is read from: a client that begins a call at once needs two or three turns."""
 _HANDSHAKE_TIMEOUT_S = 10.0
 _CALL_TIMEOUT_S = 5.0
+_LAST_WORDS_S = 1.0
+"""How long a client has to read its refusal."""
 _ACCEPTED_PER_TURN = 4
 _END_TIMEOUT_S = 1.0
 _CREDENTIALS = struct.Struct("3i")
@@ -57,6 +62,7 @@ class _Stranger:
         resumes_at: Until when it is left alone, for breaches of its peer; infinite if it is not.
         until: When it is closed.
         turns: How often it was read from.
+        has_ended: Whether it is read no more, until it is closed.
         http: The HTTP/2 connection, after the handshake.
         introduction: Hands it over with its first call, once that is known to be good.
     """
@@ -69,6 +75,7 @@ class _Stranger:
         self.resumes_at = math.inf
         self.until = math.inf
         self.turns = 0
+        self.has_ended = False
         self.http: http2.ServerConnection | None = None
         self.introduction: Callable[[], None] | None = None
 
@@ -79,12 +86,14 @@ class Strangers:
     def __init__(
         self,
         servicer: Servicer,
+        others: OtherCalls,
         certificates: Certificates | None,
         welcome: Welcome,
         on_new_authorities: Callable[[], None],
     ) -> None:
         """Accepts nothing yet; calls back on its thread: ``welcome`` with a connection and its first call."""
         self._servicer = servicer
+        self._others = others
         self._metrics = servicer.observer.metrics
         self._certificates = certificates
         self._client_ca = None if certificates is None else certificates.client_ca
@@ -212,7 +221,7 @@ class Strangers:
 
     def _read(self, stranger: _Stranger) -> None:
         http = stranger.http
-        if http is None or stranger not in self._all or stranger.introduction is not None:
+        if http is None or stranger not in self._all or stranger.introduction is not None or stranger.has_ended:
             return
         stranger.turns += 1
         try:
@@ -223,8 +232,10 @@ class Strangers:
         except Exception as error:
             self._fail(stranger, error)
             return
-        if http.outbound or stranger.turns >= _MAX_TURNS:  # it does not read, or has nothing to say
+        if http.outbound:  # it does not read
             self._end(stranger, "protocol", _BREACH_SCORE)
+        elif stranger.turns >= _MAX_TURNS:  # it has nothing to say
+            self._end_later(stranger, http)
         elif http.has_pending_input:
             self._event_loop.call_soon(partial(self._read, stranger))
 
@@ -233,7 +244,7 @@ class Strangers:
         if call.failure is not None:  # reset at once
             call.end()
             return False
-        handler = Http2Handler(self._servicer, stranger.sock, http.io, stranger.client)
+        handler = Http2Handler(self._servicer, self._others, stranger.sock, http.io, stranger.client)
         try:
             rpc = handler.checked_context(call)
         except Exception as error:
@@ -242,7 +253,11 @@ class Strangers:
         self._event_loop.remove_reader(stranger.sock.fileno())
         stranger.introduction = partial(self._welcome, stranger.sock, http, handler, call, rpc)
         client = peer_of(rpc.client)
-        delay_s = 0.0 if client == stranger.peer else self._penalties.delay_s(client)
+        delay_s = self._penalties.delay_s(client)
+        if delay_s:
+            http.distrust()
+        if client == stranger.peer:  # it has waited before
+            delay_s = 0.0
         if delay_s:
             stranger.resumes_at = time.monotonic() + delay_s
         else:
@@ -264,6 +279,8 @@ class Strangers:
         for stranger in list(self._all):
             if stranger.resumes_at <= now:
                 self._resume(stranger)
+            elif stranger.until <= now and stranger.has_ended:
+                self._close(stranger)
             elif stranger.until <= now and stranger.resumes_at == math.inf:
                 self._end(stranger, "handshake" if stranger.http is None else "silent")
         client_ca = None if self._certificates is None else self._certificates.client_ca
@@ -289,6 +306,19 @@ class Strangers:
             self._metrics.refused_connection(reason)
         self._penalties.add(stranger.peer, score)
         self._close(stranger)
+
+    def _end_later(self, stranger: _Stranger, http: http2.ServerConnection) -> None:
+        """Reads no more of a connection; to close it now would take a refusal from its client that is still unread."""
+        self._metrics.refused_connection("protocol")
+        self._penalties.add(stranger.peer, _BREACH_SCORE)
+        self._event_loop.remove_reader(stranger.sock.fileno())
+        stranger.has_ended = True
+        stranger.until = time.monotonic() + _LAST_WORDS_S
+        try:
+            http.send_control(frames.goaway(http.last_stream_id, ErrorCode.NO_ERROR))
+            http.flush()
+        except OSError:
+            self._close(stranger)
 
     def _close(self, stranger: _Stranger) -> None:
         self._forget(stranger)

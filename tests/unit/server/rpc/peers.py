@@ -67,7 +67,7 @@ def http2_port(config: ServerConfig, servicer: Servicer, path: Path) -> Iterator
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(path))
     listener.listen()
-    port = Http2Port(servicer)
+    port = Http2Port(servicer, {})
     port.listen_on_socket(listener)
     port.start()
     try:
@@ -83,7 +83,7 @@ Port = Callable[[ServerConfig, Servicer, Path], AbstractContextManager[None]]
 @contextmanager
 def peer_behind(port: Port, directory: Path, authenticator: Authenticator = ALLOW_ALL) -> Iterator[Peer]:
     """Starts an engine behind a port, and checks in the end that all memory has come back."""
-    config = ServerConfig(arena_bytes=ARENA_NBYTES, shared_bytes=REGION_NBYTES)
+    config = ServerConfig(arena_bytes=ARENA_NBYTES, shared_bytes=REGION_NBYTES, front_bytes=0)
     engine = Engine(config, lambda: None)
     path = directory / "calls"
     with port(config, Servicer(engine, config.max_message_bytes, authenticator), path):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bngrad_server.errors import ListenError
-from bngrad_server.runtime.listening import check_address, max_connections, raise_descriptor_limit
+from bngrad_server.runtime.listening import bindable_addresses, check_path, max_connections, raise_descriptor_limit
 
 
 def test_a_socket_with_a_listener_is_taken(tmp_path: Path) -> None:
@@ -22,7 +22,7 @@ def test_a_socket_with_a_listener_is_taken(tmp_path: Path) -> None:
         with socket.socket(socket.AF_UNIX) as first:  # fills the queue
             first.connect(str(path))
             with pytest.raises(ListenError, match=f"cannot listen on unix:{path}: the address is taken"):
-                check_address(f"unix:{path}")
+                check_path(path)
 
 
 def test_a_socket_that_was_left_behind_is_free(tmp_path: Path) -> None:
@@ -30,38 +30,66 @@ def test_a_socket_that_was_left_behind_is_free(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
     assert path.exists()
-    check_address(f"unix:{path}")
-    check_address(f"unix:{tmp_path / 'none'}")
+    check_path(path)
+    check_path(tmp_path / "none")
 
 
 @pytest.mark.parametrize(
-    ("address", "reason"),
+    ("path", "reason"),
     [
-        ("192.0.2.1:0", "Cannot assign requested address"),
-        ("nowhere.invalid:1", "Name or service not known|Temporary failure in name resolution"),
-        ("unix-abstract:1", "Name or service not known|Temporary failure in name resolution"),
-        (f"{'x' * 64}:1", "it names no host"),
-        ("unix:/nowhere/socket", "there is no folder /nowhere"),
-        ("unix:/" + "x" * 120, "a socket's path has at most 107 bytes"),
-        ("unix:/proc/socket", "no socket can be made in /proc: No such file or directory"),
-        (f"unix:{__file__}", "the path exists and is not a socket"),
+        ("/nowhere/socket", "there is no folder /nowhere"),
+        ("/" + "x" * 120, "a socket's path has at most 107 bytes"),
+        ("/proc/socket", "no socket can be made in /proc: No such file or directory"),
+        (__file__, "the path exists and is not a socket"),
     ],
 )
-def test_an_address_that_cannot_be_listened_on_has_a_reason(address: str, reason: str) -> None:
-    with pytest.raises(ListenError, match=rf"^cannot listen on {re.escape(address)}: ({reason})$"):
-        check_address(address)
+def test_a_path_that_cannot_be_listened_on_has_a_reason(path: str, reason: str) -> None:
+    with pytest.raises(ListenError, match=rf"^cannot listen on unix:{re.escape(path)}: {reason}$"):
+        check_path(Path(path))
+
+
+@pytest.mark.parametrize(
+    ("host", "reason"),
+    [
+        ("192.0.2.1", "Cannot assign requested address"),
+        ("nowhere.invalid", "Name or service not known|Temporary failure in name resolution"),
+        ("unix-abstract", "Name or service not known|Temporary failure in name resolution"),
+        ("x" * 64, "it names no host"),
+    ],
+)
+def test_a_host_that_cannot_be_listened_on_has_a_reason(host: str, reason: str) -> None:
+    with pytest.raises(ListenError, match=rf"^cannot listen on {re.escape(host)}:1: ({reason})$"):
+        bindable_addresses(host, 1)
 
 
 def test_a_port_in_use_is_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         with pytest.raises(ListenError, match=rf"^cannot listen on 127.0.0.1:{port}: Address already in use$"):
-            check_address(f"127.0.0.1:{port}")
-    check_address(f"127.0.0.1:{port}")
+            bindable_addresses("127.0.0.1", port)
+    assert bindable_addresses("127.0.0.1", port) == [("127.0.0.1", port)]
 
 
-def test_one_free_address_of_a_host_is_enough() -> None:
-    check_address("localhost:0")
+@pytest.fixture
+def two_addresses(monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
+    """The addresses of the host "both", beside one that this machine does not have."""
+    addresses = ("127.0.0.1", "127.0.0.2")
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, 0)) for each in ("192.0.2.1", *addresses)]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    return addresses
+
+
+def test_a_host_has_one_port_on_all_its_addresses(two_addresses: tuple[str, str]) -> None:
+    bound = bindable_addresses("both", 0)
+    assert bound == [(each, bound[0][1]) for each in two_addresses]
+    assert bindable_addresses("both", bound[0][1]) == bound
+
+
+def test_a_port_that_is_in_use_on_one_address_of_a_host_is_taken(two_addresses: tuple[str, str]) -> None:
+    with socket.create_server((two_addresses[1], 0)) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(ListenError, match=rf"^cannot listen on both:{port}: Address already in use$"):
+            bindable_addresses("both", port)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
 import time
@@ -12,9 +13,11 @@ import pytest
 
 from bngrad_server.runtime import tcp_throttle
 from bngrad_server.runtime.tcp_throttle import TcpThrottle
+from bngrad_server.runtime.traffic_accounts import Account
 
 MIB = 2**20
 MAX_MESSAGE_NBYTES = 8 * MIB
+CLIENT = "a client"
 
 
 class Flooder:
@@ -22,7 +25,7 @@ class Flooder:
 
     def __init__(self, listener: socket.socket) -> None:
         self.sock = socket.create_connection(listener.getsockname())
-        self._accepted, address = listener.accept()
+        self.accepted, address = listener.accept()
         self.name = f"ipv4:{address[0]}:{address[1]}"
         self.received = 0
         threading.Thread(target=self._receive, daemon=True).start()
@@ -41,7 +44,7 @@ class Flooder:
 
     def close(self) -> None:
         self.sock.close()
-        self._accepted.close()
+        self.accepted.close()
 
     def _send(self, nbytes: int) -> None:
         with contextlib.suppress(OSError):
@@ -49,7 +52,7 @@ class Flooder:
 
     def _receive(self) -> None:
         with contextlib.suppress(OSError):
-            while piece := self._accepted.recv(2**16):
+            while piece := self.accepted.recv(2**16):
                 self.received += len(piece)
 
 
@@ -76,6 +79,15 @@ def test_a_stranger_that_floods_is_paused(throttle: TcpThrottle, flooder: Floode
     assert flooder.send(5 * MIB) == 5 * MIB
     throttle.look()
     assert flooder.send(MIB) == 0
+
+
+def test_a_paused_connection_does_not_block_the_threads_that_read_it(throttle: TcpThrottle, flooder: Flooder) -> None:
+    flooder.accepted.settimeout(60)  # its descriptor does not block, like those of grpcio
+    assert not os.get_blocking(flooder.accepted.fileno())
+    flooder.send(5 * MIB)
+    throttle.look()
+    assert flooder.send(MIB) == 0
+    assert not os.get_blocking(flooder.accepted.fileno())
 
 
 def test_a_pause_ends(throttle: TcpThrottle, flooder: Flooder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,10 +118,11 @@ def test_the_strangers_of_a_host_have_one_budget(throttle: TcpThrottle, listener
 def test_who_sends_messages_of_ops_is_not_paused(throttle: TcpThrottle, flooder: Flooder) -> None:
     peer = throttle.peer(flooder.name)
     for _ in range(20):
-        with peer.op():
+        with peer.op(CLIENT) as op:
+            op.begin_to_receive()
             flooder.send(4 * MIB)
             throttle.look()
-            peer.useful += 4 * MIB
+            op.received(4 * MIB)
     assert flooder.send(MIB) == MIB
 
 
@@ -118,22 +131,123 @@ def test_a_message_that_follows_another_is_not_taken_for_a_flood(listener: socke
     throttle.ports.add(listener.getsockname()[1])
     peer = throttle.peer(flooder.name)
     for _ in range(3):
-        with peer.op():
+        with peer.op(CLIENT) as op:
+            op.begin_to_receive()
             flooder.send(20 * MIB)
             throttle.look()
             flooder.send(20 * MIB)
-            peer.useful += 40 * MIB
+            op.received(40 * MIB)
         flooder.send(MIB)
         throttle.look()
         assert flooder.send(MIB) == MIB
 
 
 def test_ops_do_not_excuse_a_flood(throttle: TcpThrottle, flooder: Flooder) -> None:
-    peer = throttle.peer(flooder.name)
-    with peer.op():
+    with throttle.peer(flooder.name).op(CLIENT) as op:
+        op.begin_to_receive()
         flooder.send(32 * MIB)
         throttle.look()
         assert flooder.send(MIB) == 0
+
+
+def test_ops_that_wait_excuse_only_the_beginnings_of_their_messages(throttle: TcpThrottle, flooder: Flooder) -> None:
+    peer = throttle.peer(flooder.name)
+    with contextlib.ExitStack() as stack:
+        for _ in range(16):
+            stack.enter_context(peer.op(CLIENT))
+        flooder.send(16 * MIB)
+        throttle.look()
+        assert flooder.send(MIB) == MIB
+        flooder.send(MIB)
+        throttle.look()
+        assert flooder.send(MIB) == 0
+
+
+def test_messages_of_futile_ops_explain_nothing(throttle: TcpThrottle, flooder: Flooder) -> None:
+    peer = throttle.peer(flooder.name)
+    for _ in range(5):
+        with peer.op(CLIENT) as op:
+            op.begin_to_receive()
+            flooder.send(4 * MIB)
+            op.received(4 * MIB)
+            op.was_futile()
+    throttle.look()
+    assert flooder.send(MIB) == 0
+
+
+def test_many_small_futile_ops_are_a_flood(throttle: TcpThrottle, flooder: Flooder) -> None:
+    peer = throttle.peer(flooder.name)
+    flooder.send(1)
+    throttle.look()
+    for _ in range(3000):
+        peer.op(CLIENT).was_futile()
+    throttle.look()
+    assert flooder.send(MIB) == 0
+
+
+def test_an_op_that_is_answered_excuses_one_that_is_cancelled(throttle: TcpThrottle, flooder: Flooder) -> None:
+    peer = throttle.peer(flooder.name)
+    for _ in range(10_000):
+        peer.op(CLIENT).answered()
+        peer.op(CLIENT).was_futile()
+    flooder.send(MIB)
+    throttle.look()
+    assert flooder.send(MIB) == MIB
+
+
+def test_calls_that_the_server_refuses_are_no_flood(throttle: TcpThrottle, flooder: Flooder) -> None:
+    peer = throttle.peer(flooder.name)
+    for _ in range(20):
+        flooder.send(MIB)
+        for _ in range(16):
+            peer.op(CLIENT).was_refused()
+    throttle.look()
+    assert flooder.send(MIB) == MIB
+
+
+def test_the_connections_of_a_client_have_one_account(throttle: TcpThrottle, listener: socket.socket) -> None:
+    with contextlib.ExitStack() as stack:
+        first, second, third, other = (stack.enter_context(contextlib.closing(Flooder(listener))) for _ in range(4))
+        for flooder in (first, second, third):
+            throttle.peer(flooder.name).op(CLIENT)
+            flooder.send(6 * MIB)
+        throttle.peer(other.name).op("another client")
+        other.send(6 * MIB)
+        throttle.look()
+        assert first.send(2**14) == 0
+        assert other.send(2**14) == 2**14
+
+
+def test_a_client_is_paused_again_on_a_new_connection(throttle: TcpThrottle, listener: socket.socket) -> None:
+    with contextlib.ExitStack() as stack:
+        first, second = (stack.enter_context(contextlib.closing(Flooder(listener))) for _ in range(2))
+        throttle.peer(first.name).op(CLIENT)
+        first.send(17 * MIB)
+        throttle.look()
+        first.close()
+        with throttle.peer(second.name).op(CLIENT) as op:
+            op.begin_to_receive()
+            second.send(3 * MIB)
+            throttle.look()
+            assert second.send(2**14) == 0
+
+
+def test_connections_of_clients_that_are_not_authenticated_have_an_account_each(
+    throttle: TcpThrottle, listener: socket.socket
+) -> None:
+    with contextlib.ExitStack() as stack:
+        first, second = (stack.enter_context(contextlib.closing(Flooder(listener))) for _ in range(2))
+        for flooder in (first, second):
+            throttle.peer(flooder.name).op(None)
+            flooder.send(10 * MIB)
+        throttle.look()
+        assert first.send(2**14) == 2**14
+
+
+def test_each_pause_is_longer_than_the_one_before() -> None:
+    account = Account(0.0)
+    assert [account.strike(now) for now in (0.0, 1.0, 2.0)] == [0.5, 1.0, 2.0]
+    assert account.strike(100.0) == 0.5
 
 
 def test_connections_to_other_ports_are_left_alone(flooder: Flooder) -> None:

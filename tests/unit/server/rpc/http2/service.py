@@ -25,9 +25,9 @@ class Service:
     """An HTTP/2 port on a Unix socket and on TCP, and its clients."""
 
     def __init__(self, directory: Path, authenticator: Authenticator = ALLOW_ALL) -> None:
-        config = ServerConfig(arena_bytes=2**20, shared_bytes=REGION_NBYTES, max_requests=64)
+        config = ServerConfig(arena_bytes=2**20, shared_bytes=REGION_NBYTES, max_requests=64, front_bytes=0)
         self.engine = Engine(config, lambda: None)
-        self.port = Http2Port(Servicer(self.engine, MAX_PROTOBUF_NBYTES, authenticator))
+        self.port = Http2Port(Servicer(self.engine, MAX_PROTOBUF_NBYTES, authenticator), {})
         self.worker = Adder(self.engine)
         self._path = str(directory / "calls")
         listener = socket.socket(socket.AF_UNIX)

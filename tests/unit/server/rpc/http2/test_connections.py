@@ -24,14 +24,19 @@ from tests.unit.server.rpc.http2.service import (
 from tests.unit.server.workers.additions import NBYTES, TIMEOUT_S, Adder, inputs, request_of, wait_until
 
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
+from bngrad_server.codec.ops import OPS
+from bngrad_server.rpc.futile_calls import FutileCalls
 from bngrad_server.rpc.http2 import connections
+from bngrad_server.rpc.http2.penalties import Penalties
 from bngrad_server.rpc.http2.receiving import ReceivingCalls
-from bngrad_wire import http2
+from bngrad_server.rpc.servicer import EXCHANGE_PATH
+from bngrad_wire import http2, messages
 from bngrad_wire.http2 import frames
+from bngrad_wire.http2.call import PREFIX
 from bngrad_wire.http2.errors import ErrorCode
 from bngrad_wire.http2.header_block import encode
 
-DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED = 4, 8
+INVALID_ARGUMENT, DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED = 3, 4, 8
 _THREAD_PREFIX = "http2-"
 """What the names of the port's threads begin with."""
 
@@ -173,11 +178,11 @@ def test_a_large_answer_to_a_small_call_comes_whole(service: Service) -> None:
 
 def test_a_client_that_does_not_read_delays_no_other_and_gets_its_answers(service: Service) -> None:
     slow, n_calls = service.connect(), 0
-    while service.engine.admission.asked == n_calls:  # until the answers have filled the socket
+    while len(service.worker.batches) == n_calls:  # until the answers have filled the socket
         slow.close_stream(ask(slow))
         n_calls += 1
         give_up = time.monotonic() + 0.5
-        while service.engine.admission.asked < n_calls and time.monotonic() < give_up:
+        while len(service.worker.batches) < n_calls and time.monotonic() < give_up:
             time.sleep(0.001)
         wait_until(lambda: service.is_at_rest)  # or the next call would be refused
     check_works(service)
@@ -185,6 +190,27 @@ def test_a_client_that_does_not_read_delays_no_other_and_gets_its_answers(servic
     while received < n_calls * NBYTES:
         received += len(slow.io._sock.recv(2**16))
     check_works(service)
+
+
+def test_a_call_that_stops_amid_its_message_is_begun_all_the_same(service: Service) -> None:
+    request = request_of(inputs())
+    for tensor in (request.x, request.y_backprop):
+        tensor.shape[:], tensor.data = (1, 100, 60, 3), bytes(72_000)
+    message, client = request.SerializeToString(), service.connect()
+    assert read_answer(ask(client, message)).x_backprop.data == bytes(72_000)
+    call = client.call(PATH)
+    call.send_message(message, end=True, more=True)
+    sent = b"".join(client.outbound)
+    client.outbound = [sent[:70_000]]
+    client.flush()
+    (connection,) = service.port._connections._all
+    wait_until(lambda: connection.http.awaits_rest)
+    check_works(service)
+    wait_until(lambda: connection.http.stream is not None)  # a thread waits for the rest
+    client.outbound = [sent[70_000:]]
+    client.flush()
+    assert read_answer(call).x_backprop.data == bytes(72_000)
+    assert read_answer(ask(client, message)).x_backprop.data == bytes(72_000)
 
 
 def test_thousands_of_refused_calls_end_their_connection(service: Service) -> None:
@@ -427,3 +453,80 @@ def test_calls_that_outlast_the_drain_timeout_are_cut_off(service: Service) -> N
     assert not service.is_at_rest
     service.worker.may_run.set()
     wait_until(lambda: service.is_at_rest)
+
+
+TOO_MANY_FIELDS = b"\x78\0" * 2**17
+"""More fields than a message may have."""
+
+
+def sent_in_part(connection: http2.ClientConnection, path: str, message: bytes) -> http2.ClientCall:
+    """Begins a call, and sends the first 32 KiB of its message."""
+    call = connection.call(path)
+    begun = PREFIX.pack(0, len(message)) + message[: 2**15]
+    pieces = [begun[start : start + 2**14] for start in range(0, len(begun), 2**14)]
+    connection.io.send([*connection.outbound, *(frames.frame(frames.DATA, 0, call.id, piece) for piece in pieces)])
+    connection.outbound.clear()
+    return call
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_a_message_that_begins_badly_is_refused_before_it_has_arrived(service: Service, is_nested: bool) -> None:
+    connection = service.connect()
+    message = messages.field_prefix(1, len(TOO_MANY_FIELDS)) * is_nested + TOO_MANY_FIELDS
+    call = sent_in_part(connection, PATH, message)
+    assert code_of(call) == INVALID_ARGUMENT
+    check_answered(ask(connection))
+    wait_until(lambda: service.is_at_rest)
+
+
+def test_a_request_of_an_exchange_that_begins_badly_is_refused_before_it_has_arrived(service: Service) -> None:
+    message = messages.field_prefix(OPS[0].exchange_number, len(TOO_MANY_FIELDS)) + TOO_MANY_FIELDS
+    assert code_of(sent_in_part(service.connect(), EXCHANGE_PATH, message)) == INVALID_ARGUMENT
+
+
+def test_a_large_message_that_begins_well_is_waited_for(service: Service) -> None:
+    message = messages.field_prefix(1, 2**18) + messages.field_prefix(3, 2**18 - 4) + bytes(2**18)
+    call = sent_in_part(service.connect(), PATH, message)
+    call._connection.io.set_timeout(0.5)
+    with pytest.raises(TimeoutError):
+        call.receive_message()
+
+
+@pytest.mark.parametrize("nbytes", [1000, 2**18], ids=["small", "large"])
+def test_a_client_of_many_malformed_messages_waits_and_others_do_not(
+    service: Service, nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Penalties, "delay_s", lambda self, peer: 0.7 if self._score(peer) > 5 else 0.0)
+    bad, good = (
+        http2.ClientConnection(service.socket(over_tcp=True, source=f"127.0.0.{number}"), "here") for number in (2, 3)
+    )
+    for _ in range(3):
+        assert code_of(ask(bad, TOO_MANY_FIELDS[:nbytes])) == INVALID_ARGUMENT
+    began = time.monotonic()
+    check_answered(ask(good))
+    assert time.monotonic() - began < 0.7
+    check_answered(ask(bad))
+    assert time.monotonic() - began >= 0.6
+
+
+def test_a_client_that_cancels_hundreds_of_calls_waits_and_others_do_not(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Penalties, "delay_s", lambda self, peer: 0.7 if self._score(peer) else 0.0)
+    monkeypatch.setattr(FutileCalls, "are_too_many", lambda self, client: self._count(client) > 1.5)
+    bad, good = (
+        http2.ClientConnection(service.socket(over_tcp=True, source=f"127.0.0.{number}"), "here") for number in (2, 3)
+    )
+    running, _ = busy(service, 0)
+    for _ in range(2):
+        call = ask(bad)
+        wait_until(lambda: service.waiting == 1)
+        call.cancel()
+        wait_until(lambda: service.waiting == 0)
+    service.worker.may_run.set()
+    check_answered(running)
+    began = time.monotonic()
+    check_answered(ask(good))
+    assert time.monotonic() - began < 0.7
+    check_answered(ask(bad))
+    assert time.monotonic() - began >= 0.6

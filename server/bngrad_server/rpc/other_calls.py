@@ -1,0 +1,46 @@
+"""Calls that are no op, as the HTTP/2 port answers them: health checks, reflection, ServerInfo.
+
+A connection of that port has one call at a time, so none of these may last: Watch is not served, with which clients do
+without it, and a reflection ends when its client pauses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+from grpc_health.v1 import health as grpc_health
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection, reflection_pb2
+
+from bngrad_server.rpc.health import Health
+from bngrad_server.rpc.servicer import SERVER_INFO_PATH, SERVICE, Servicer
+
+OtherCalls = Mapping[str, Callable[[bytes], bytes]]
+"""What answers a message with a message, by the paths of the calls."""
+REFLECTED = (SERVICE.full_name, grpc_health.SERVICE_NAME, reflection.SERVICE_NAME)
+"""The services that reflection lists."""
+
+
+def other_calls(servicer: Servicer, health: Health, *, has_reflection: bool) -> OtherCalls:
+    """Returns what answers them; they raise google.protobuf's DecodeError, or `bngrad_wire.http2.RpcError`."""
+    reflected = {f"/{reflection.SERVICE_NAME}/ServerReflectionInfo": _reflect} if has_reflection else {}
+    return {
+        SERVER_INFO_PATH: lambda _: servicer.server_info(),
+        f"/{grpc_health.SERVICE_NAME}/Check": lambda message: _check(health, message),
+        **reflected,
+    }
+
+
+def _check(health: Health, message: bytes) -> bytes:
+    request = health_pb2.HealthCheckRequest.FromString(message)
+    return health.check(request.service).SerializeToString()
+
+
+def _reflect(message: bytes) -> bytes:
+    request = reflection_pb2.ServerReflectionRequest.FromString(message)
+    (response,) = _REFLECTION.ServerReflectionInfo(iter([request]), cast("Any", None))
+    return cast("bytes", response.SerializeToString())
+
+
+_REFLECTION = reflection.ReflectionServicer(REFLECTED)

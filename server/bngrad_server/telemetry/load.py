@@ -1,0 +1,75 @@
+"""Measures how loaded the server is, for the clients and proxies that share calls among several."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+
+from bngrad_server.scheduling.admission import Admission
+from bngrad_server.scheduling.batch import BatchCounts
+from bngrad_wire.http2 import header_block
+from bngrad_wire.load_report import BINARY_HEADER, TEXT_HEADER, LoadReport
+
+_INTERVAL_S = 0.2
+"""How long a report lasts; a connection of the HTTP/2 port gets each once."""
+_MEMORY_S = 2.0
+"""What happened longer ago than this counts for less than a third."""
+
+
+class LoadTrailers:
+    """A report as the two ports send it.
+
+    Attributes:
+        metadata: For grpcio.
+        block: The encoded headers, for the HTTP/2 port.
+    """
+
+    def __init__(self, report: LoadReport) -> None:
+        text, binary = report.text(), report.binary()
+        self.metadata = ((TEXT_HEADER, text), (BINARY_HEADER, binary))
+        self.block = header_block.encode([(TEXT_HEADER, text), (BINARY_HEADER, header_block.encode_binary(binary))])
+
+
+class LoadMeter:
+    """Reports the rate of requests, how busy the workers are, and how many requests are in the server."""
+
+    def __init__(self, counts: BatchCounts, admission: Admission, slots: Callable[[], int]) -> None:
+        """Measures from now on; ``slots`` returns how many batches the workers can compute at a time."""
+        self._counts = counts
+        self._admission = admission
+        self._slots = slots
+        self._mutex = threading.Lock()
+        self._at = time.monotonic()
+        self._before = (0, 0.0)
+        self._rate = self._busy = 0.0
+        self._samples, self._requests = 0, 0
+        self._due_at = 0.0
+        self._trailers = LoadTrailers(LoadReport(0.0, 0.0, 0.0))
+
+    def trailers(self) -> LoadTrailers:
+        """Returns the report to send with an answer; the same one until there is a new one."""
+        self._samples += 1
+        self._requests += self._admission.requests
+        now = time.monotonic()
+        if now >= self._due_at and self._mutex.acquire(blocking=False):
+            try:
+                if now < self._due_at + _INTERVAL_S:
+                    self._measure(now)
+                else:  # after a pause, one request tells little
+                    self._due_at = now + _INTERVAL_S
+            finally:
+                self._mutex.release()
+        return self._trailers
+
+    def _measure(self, now: float) -> None:
+        seconds = max(now - self._at, 1e-3)
+        counts = self._counts.ended, self._counts.busy_s
+        part = -math.expm1(-seconds / _MEMORY_S)
+        self._rate += part * ((counts[0] - self._before[0]) / seconds - self._rate)
+        self._busy += part * ((counts[1] - self._before[1]) / seconds - self._busy)
+        requests = self._requests / max(self._samples, 1)
+        self._at, self._before, self._due_at = now, counts, now + _INTERVAL_S
+        self._samples = self._requests = 0
+        self._trailers = LoadTrailers(LoadReport(self._rate, self._busy / max(self._slots(), 1), requests))

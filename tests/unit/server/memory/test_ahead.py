@@ -1,0 +1,138 @@
+"""Tensors that were sent ahead: whose memory they take, and who loses some when there is too little."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from bngrad_kernels.spec import InvalidArgumentError, TensorHeader
+from bngrad_server.errors import OverloadedError, UnknownTicketError
+from bngrad_server.memory.ahead import AheadTensors, Lease
+from bngrad_server.memory.arena import Arena
+
+NBYTES = 2**16
+ROOM = 8
+HEADER = TensorHeader(np.dtype(np.float32), (NBYTES // 4, 1), NBYTES)
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    arena = Arena(2 * ROOM * NBYTES, 0)
+    yield arena
+    arena.close()
+
+
+@pytest.fixture
+def tensors(arena: Arena) -> AheadTensors:
+    return AheadTensors(arena)
+
+
+def keep(tensors: AheadTensors, client: str = "one", lease: Lease | None = None) -> bytes:
+    return tensors.keep(HEADER, tensors.allocate(NBYTES, client), set() if lease is None else lease)
+
+
+def is_there(tensors: AheadTensors, ticket: bytes, client: str = "one") -> bool:
+    try:
+        tensors.check("x", ticket, client, HEADER.dtype, HEADER.shape)
+    except UnknownTicketError:
+        return False
+    return True
+
+
+def test_one_client_gets_half_of_the_arena(tensors: AheadTensors, arena: Arena) -> None:
+    tickets = [keep(tensors) for _ in range(ROOM)]
+    assert len(set(tickets)) == ROOM
+    assert tensors.nbytes == tensors.nbytes_of("one") == arena.used_bytes == ROOM * NBYTES
+    with pytest.raises(OverloadedError, match="65536 bytes"):
+        keep(tensors)
+    assert all(is_there(tensors, ticket) for ticket in tickets)
+
+
+def test_a_client_with_less_takes_from_the_one_with_most_its_oldest_first(tensors: AheadTensors) -> None:
+    hoarded = [keep(tensors, "hoarder") for _ in range(ROOM)]
+    others = [keep(tensors, "other") for _ in range(ROOM // 2)]
+    assert [is_there(tensors, ticket, "hoarder") for ticket in hoarded] == [False] * (ROOM // 2) + [True] * (ROOM // 2)
+    assert all(is_there(tensors, ticket, "other") for ticket in others)
+    for client in ("hoarder", "other"):
+        with pytest.raises(OverloadedError):
+            keep(tensors, client)
+    assert tensors.evicted == ROOM // 2
+
+
+def test_small_tensors_are_bounded_in_number(tensors: AheadTensors) -> None:
+    small = TensorHeader(np.dtype(np.float32), (1, 1), 4)
+    for _ in range(ROOM):
+        tensors.keep(small, tensors.allocate(4, "one"), set())
+    with pytest.raises(OverloadedError):
+        tensors.allocate(4, "one")
+
+
+def test_requests_that_wait_evict_until_they_fit(tensors: AheadTensors, arena: Arena) -> None:
+    tickets = [keep(tensors) for _ in range(ROOM)]
+    block = arena.allocate((ROOM + 2) * NBYTES, "other", make_room=tensors.evict)
+    assert block.nbytes == (ROOM + 2) * NBYTES
+    assert any(is_there(tensors, ticket) for ticket in tickets)
+    assert tensors.evicted == 2
+    with pytest.raises(TimeoutError):
+        arena.allocate(2 * ROOM * NBYTES, "other", deadline=0.0, make_room=tensors.evict)
+    assert tensors.nbytes == 0
+
+
+def test_nothing_is_sent_ahead_while_a_request_waits(tensors: AheadTensors, arena: Arena) -> None:
+    block = arena.allocate((2 * ROOM - 1) * NBYTES, "other")
+    waiter = threading.Thread(target=lambda: arena.free(arena.allocate(2 * NBYTES, "other")))
+    waiter.start()
+    while not arena.is_waited_for:
+        pass
+    with pytest.raises(OverloadedError):
+        keep(tensors)
+    arena.free(block)
+    waiter.join()
+    keep(tensors)
+
+
+def test_what_a_request_uses_stays(tensors: AheadTensors, arena: Arena) -> None:
+    lease: Lease = set()
+    ticket = keep(tensors, lease=lease)
+    tensor = tensors.hold("x", ticket, "one", HEADER.dtype, HEADER.shape)
+    assert not tensors.evict()
+    tensors.end(lease)
+    assert not is_there(tensors, ticket)
+    assert arena.used_bytes == NBYTES
+    tensors.release(tensor)
+    assert arena.used_bytes == tensors.nbytes == 0
+
+
+def test_a_lease_ends_all_that_it_has(tensors: AheadTensors, arena: Arena) -> None:
+    lease: Lease = set()
+    tickets = [keep(tensors, lease=lease) for _ in range(3)]
+    other = keep(tensors)
+    assert lease == set(tickets)
+    tensors.forget([tickets[0], tickets[0], b"unknown"], "one")
+    tensors.forget([other], "another")
+    assert lease == set(tickets[1:])
+    tensors.end(lease)
+    assert not lease
+    assert arena.used_bytes == NBYTES
+    assert is_there(tensors, other)
+
+
+def test_a_client_is_limited_to_what_its_requests_leave(tensors: AheadTensors) -> None:
+    tickets = [keep(tensors) for _ in range(4)]
+    tensors.limit("one", 2 * NBYTES)
+    assert [is_there(tensors, ticket) for ticket in tickets] == [False, False, True, True]
+    tensors.limit("another", 0)
+    assert tensors.nbytes == 2 * NBYTES
+
+
+def test_tickets_are_of_one_client_and_one_tensor(tensors: AheadTensors) -> None:
+    ticket = keep(tensors)
+    assert not is_there(tensors, ticket, "another")
+    with pytest.raises(InvalidArgumentError) as raised:
+        tensors.check("x", ticket, "one", HEADER.dtype, (NBYTES // 8, 2))
+    (violation,) = raised.value.violations
+    assert violation.field == "x"
+    assert "must have shape (8192, 2) of float32, not (16384, 1) of float32" in violation.description

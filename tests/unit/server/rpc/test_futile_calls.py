@@ -1,0 +1,54 @@
+"""Which clients cancel too many calls."""
+
+from __future__ import annotations
+
+import time
+
+from bngrad_server.rpc.futile_calls import FutileCalls, is_before
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_hundreds_of_cancelled_calls_at_once_are_too_many_for_a_while() -> None:
+    clock = Clock()
+    calls = FutileCalls(clock)
+    for _ in range(250):
+        calls.cancelled("bad")
+    assert not calls.are_too_many("bad")
+    for _ in range(250):
+        calls.cancelled("bad")
+    assert calls.are_too_many("bad")
+    assert not calls.are_too_many("good")
+    clock.now += 4
+    assert not calls.are_too_many("bad")
+
+
+def test_a_client_may_cancel_as_many_calls_as_are_answered() -> None:
+    calls = FutileCalls(Clock())
+    for _ in range(10_000):
+        calls.cancelled("hedging")
+        calls.answered("hedging")
+    assert not calls.are_too_many("hedging")
+
+
+def test_only_the_latest_clients_are_remembered() -> None:
+    calls = FutileCalls(Clock())
+    for _ in range(500):
+        calls.cancelled("first")
+    for number in range(1000):
+        calls.cancelled(str(number))
+    assert not calls.are_too_many("first")
+
+
+def test_calls_that_end_at_their_deadlines_are_not_cancelled() -> None:
+    now = time.monotonic()
+    assert is_before(None)
+    assert is_before(now + 60)
+    assert not is_before(now + 0.01)
+    assert not is_before(now - 1)

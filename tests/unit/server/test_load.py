@@ -1,0 +1,73 @@
+"""The load that a server measures."""
+
+from __future__ import annotations
+
+import pytest
+
+from bngrad_server.scheduling.admission import Admission
+from bngrad_server.scheduling.batch import BatchCounts
+from bngrad_server.telemetry import load
+from bngrad_server.telemetry.load import LoadMeter
+from bngrad_wire.load_report import LoadReport, parse
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(load, "time", made)
+    return made
+
+
+def report_of(meter: LoadMeter) -> LoadReport:
+    report = parse(dict(meter.trailers().metadata)["endpoint-load-metrics"])  # type: ignore[arg-type]
+    assert report is not None
+    return report
+
+
+def test_rate_and_utilization_are_those_of_the_last_seconds(clock: Clock) -> None:
+    counts, admission = BatchCounts(), Admission(100, 10.0)
+    meter = LoadMeter(counts, admission, lambda: 2)
+    admission.requests = 3
+    meter.trailers()
+    for _ in range(100):
+        clock.now += 0.21
+        counts.ended += 21
+        counts.busy_s += 0.21
+        meter.trailers()
+    report = report_of(meter)
+    assert report.rate == pytest.approx(100, rel=0.5)
+    assert report.utilization == pytest.approx(0.5, rel=0.5)
+    assert report.capacity == pytest.approx(200, rel=0.01)
+    assert report.requests == 3
+
+
+def test_the_capacity_outlasts_a_pause(clock: Clock) -> None:
+    counts = BatchCounts()
+    meter = LoadMeter(counts, Admission(100, 10.0), lambda: 1)
+    meter.trailers()
+    clock.now += 0.3
+    counts.ended, counts.busy_s = 10, 0.1
+    meter.trailers()
+    clock.now += 20
+    meter.trailers()  # not measured at once: one request tells little
+    clock.now += 0.3
+    report = report_of(meter)
+    assert report.rate < 0.1
+    assert report.capacity == pytest.approx(100, rel=0.01)
+
+
+def test_a_report_lasts_for_a_while(clock: Clock) -> None:
+    meter = LoadMeter(BatchCounts(), Admission(100, 10.0), lambda: 0)
+    first = meter.trailers()
+    clock.now += 0.01
+    assert meter.trailers() is first
+    clock.now += 0.3
+    assert meter.trailers() is not first
