@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 from bngrad import aio, typing
+from bngrad._ahead.tensor import AheadTensor
 from bngrad._client import Client
 from bngrad._credentials import Tls
 from bngrad._errors import (
@@ -36,6 +37,7 @@ from bngrad._results import (
 from bngrad_wire import __version__
 
 __all__ = [
+    "AheadTensor",
     "BatchNormTrainingBackprop",
     "BngradError",
     "Client",

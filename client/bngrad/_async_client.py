@@ -11,12 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 from bngrad import _validation
+from bngrad._ahead.tensor import AheadTensor
 from bngrad._call_runner import CallRunner
 from bngrad._credentials import Tls, Token
 from bngrad._deadline import Cancellation, Deadline
 from bngrad._errors import DeadlineExceededError
 from bngrad._executor import DaemonExecutor
 from bngrad._requests import ops
+from bngrad._requests.arrays import as_array
 from bngrad._requests.attributes import OneDnnAttributes, TensorFlowAttributes
 from bngrad._requests.request import Attributes, OpSchema
 from bngrad._results import (
@@ -33,6 +35,7 @@ from bngrad.typing import (
     OneDnnDataFormat,
     Output,
     ReserveSpace2Kind,
+    Targets,
     Tensor,
     Transport,
 )
@@ -54,7 +57,7 @@ class Client:
 
     def __init__(
         self,
-        target: str | Sequence[str],
+        target: Targets,
         *,
         timeout: float = 60.0,
         transport: Transport = "auto",
@@ -68,7 +71,8 @@ class Client:
         """Connects to nothing yet, and may be called before there is an event loop.
 
         Args:
-            target: The address of a server, or of several that share the calls: see `bngrad.Client`.
+            target: The address of a server, of several that share the calls, or a function that returns them and may
+                block: see `bngrad.Client`.
             timeout: The timeout of calls that are given none of their own, in seconds; ``math.inf`` for no limit.
             transport: How tensors travel: see `bngrad.Client`.
             retries: Whether failed calls are repeated where that may help: see `bngrad.Client`.
@@ -196,6 +200,10 @@ class Client:
         """Makes an array in memory shared with the server: see `bngrad.Client.empty`."""
         dimensions, kind = _validation.check_shape(shape), _validation.check_dtype(dtype)
         return await self._in_thread(lambda *limits: self._calls.empty(dimensions, kind, *limits), None)
+
+    async def send_ahead(self, x: Tensor) -> AheadTensor:
+        """Begins to send a tensor to a server in the background: see `bngrad.Client.send_ahead`."""
+        return await self._in_thread(lambda *_: self._calls.send_ahead(as_array("x", x)), None)
 
     @property
     def fallback_calls(self) -> int:

@@ -5,24 +5,27 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
 from bngrad import _validation
-from bngrad._balancing.load_balancer import LoadBalancer, Selector
+from bngrad._ahead.sender import AheadSender
+from bngrad._ahead.tensor import AheadTensor, check_client, server_of
+from bngrad._balancing.load_balancer import LoadBalancer
 from bngrad._balancing.retry import Attempts, RetryBudget
+from bngrad._balancing.upstream import Selector
 from bngrad._credentials import Credentials, Tls, Token, check_security
 from bngrad._deadline import Cancellation, Deadline
 from bngrad._errors import BngradError, ClientClosedError, NotSharedError, UnavailableError
-from bngrad._requests.request import PreparedRequest
+from bngrad._requests.request import PreparedRequest, in_wire_layout
 from bngrad._results import ServerInfo
 from bngrad._shared_memory.lease import LeaseError
 from bngrad._shared_memory.pool import Pool
 from bngrad._shared_memory.quarantine import Quarantine
 from bngrad._transports.selector import TransportSelector
-from bngrad.typing import Array, Transport
+from bngrad.typing import Array, Targets, Transport
 
 if TYPE_CHECKING:
     from bngrad._local.fallback import Fallback
@@ -41,7 +44,7 @@ class CallRunner:
     def __init__(
         self,
         kind: str,
-        target: str | Sequence[str],
+        target: Targets,
         timeout: float,
         transport: Transport,
         retries: bool,
@@ -52,30 +55,36 @@ class CallRunner:
         fallback: Literal["local"] | None,
     ) -> None:
         """Checks the arguments, which are those of `bngrad.Client` after the class's name; connects to nothing yet."""
-        targets = _validation.check_targets(target)
-        self.name = f"{kind}({(target if isinstance(target, str) else targets)!r})"
+        targets = target if callable(target) else _validation.check_targets(target)
+        self.name = f"{kind}({(targets if not isinstance(target, str) else target)!r})"
         self._timeout = _validation.check_timeout(timeout)
         self._transport = _validation.check_transport(transport)
         self._retries = _validation.check_retries(retries)
-        security = check_security(targets, tls, token, insecure)
+        security = check_security([] if callable(targets) else targets, tls, token, insecure)
         channel_options = _validation.check_options(options)
         self._fallback = _fallback(self.name) if _validation.check_fallback(fallback) else None
         self._quarantine = quarantine = Quarantine()
 
-        local = _local_kernels() if _validation.LOCAL in targets else None
-        self._local = local if len(targets) == 1 else None
+        local = _local_kernels() if not callable(targets) and _validation.LOCAL in targets else None
+        self._local = local if targets == [_validation.LOCAL] else None
 
-        # It must not refer to self: that cycle would leave the client to the garbage collector.
+        # These must not refer to self: that cycle would leave the client to the garbage collector.
+        def check(named: Sequence[str]) -> list[str]:
+            checked = _validation.check_targets(named)
+            check_security(checked, tls, token, insecure)
+            return checked
+
         def connect(address: str, hostname: str | None) -> Selector:
             if address == _validation.LOCAL:
-                assert local is not None
-                return local
+                return local or _local_kernels()
             credentials = Credentials(security, address, hostname)
             return TransportSelector(address, transport, channel_options, quarantine, credentials)
 
-        self._load_balancer = LoadBalancer(targets, connect)
+        self._load_balancer = LoadBalancer(targets, check, connect)
         self._retry_budget = RetryBudget()
         self._own_memory = Pool(None)
+        self._ahead = AheadSender(self._load_balancer, self._timeout)
+        self._identity = object()
         self._mutex = threading.Lock()
         self._running: set[Cancellation] = set()
         self._closed = False
@@ -86,20 +95,31 @@ class CallRunner:
         """How many calls were computed in this process since no server answered."""
         return 0 if self._fallback is None else self._fallback.calls
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether a server that is known sends and receives tensors over a network."""
+        return self._local is None and self._load_balancer.is_remote
+
     def deadline(self, timeout: float | None) -> Deadline:
         """Returns the deadline of a call that starts now; with the client's own timeout where None is given."""
         return Deadline.after(self._timeout if timeout is None else _validation.check_timeout(timeout))
 
     def run(self, request: PreparedRequest[Result], deadline: Deadline, cancellation: Cancellation) -> Result:
         """Makes a call; raises the errors of `bngrad.Client`."""
+        for field, tensor in request.ahead.items():
+            check_client(field, tensor, self._identity, self.name)
 
         def attempt(server: Selector) -> Result:
             return server.run(request, deadline, cancellation)
 
+        def ask(*, retries: bool = self._retries) -> Result:
+            preferred = list(map(server_of, request.ahead.values()))
+            return self._ask(attempt, deadline, cancellation, preferred=preferred, retries=retries)
+
         if self._fallback is None:
-            return self._run(lambda: self._ask(attempt, deadline, cancellation), cancellation)
+            return self._run(ask, cancellation)
         fallback = self._fallback
-        return self._run(lambda: self._run_or_compute(fallback, attempt, request, deadline, cancellation), cancellation)
+        return self._run(lambda: self._run_or_compute(fallback, ask, request, deadline, cancellation), cancellation)
 
     def server_info(self, deadline: Deadline, cancellation: Cancellation) -> ServerInfo:
         """Asks any one server for its `ServerInfo`."""
@@ -127,6 +147,13 @@ class CallRunner:
                 raise
             return self._own_memory.empty(shape, dtype)
 
+    def send_ahead(self, array: Array) -> AheadTensor:
+        """Begins to send a tensor, which was converted, ahead of the calls that need it; see `bngrad.Client`."""
+        self.check_open()
+        tensor, wire = in_wire_layout(array)
+        upload = None if self._local is not None or self._transport == "unary" else self._ahead.send(wire)
+        return AheadTensor(self._identity, tensor, wire, upload)
+
     def close(self) -> None:
         """Ends every call. Does nothing when called again, or in a forked child, whose parent keeps the client."""
         if self._process != os.getpid():
@@ -134,6 +161,7 @@ class CallRunner:
         with self._mutex:
             self._closed = True
             running = list(self._running)
+        self._ahead.close()
         self._load_balancer.close()
         for cancellation in running:
             cancellation.cancel()
@@ -173,7 +201,7 @@ class CallRunner:
     def _run_or_compute(
         self,
         fallback: Fallback,
-        attempt: Callable[[Selector], Result],
+        ask: Callable[..., Result],
         request: PreparedRequest[Result],
         deadline: Deadline,
         cancellation: Cancellation,
@@ -181,7 +209,7 @@ class CallRunner:
         """Asks the servers, and computes the call here if none answers."""
         if not fallback.is_pausing():
             try:
-                result = self._ask(attempt, deadline, cancellation, retries=self._retries and not fallback.in_outage)
+                result = ask(retries=self._retries and not fallback.in_outage)
             except BngradError as error:
                 is_written = self._quarantine.release(request.arrays) is not None
                 if not fallback.covers(error) or cancellation.cancelled or is_written:
@@ -200,16 +228,19 @@ class CallRunner:
         cancellation: Cancellation,
         *,
         in_order: bool = False,
+        preferred: Container[object] = (),
         retries: bool | None = None,
     ) -> Result:
         """Makes attempts at the servers until one answers."""
         if self._local is not None:
             return attempt(self._local)
         started_at = time.monotonic()
-        self._load_balancer.prepare(deadline, cancellation)
         attempts: Attempts | None = None
         while True:
-            server = self._load_balancer.acquire(attempts.waiting() if attempts else (), in_order=in_order)
+            self._load_balancer.prepare(deadline, cancellation, started_at if attempts is None else time.monotonic())
+            server = self._load_balancer.acquire(
+                attempts.waiting() if attempts else (), in_order=in_order, preferred=preferred
+            )
             if server is None:
                 assert attempts is not None
                 is_hopeless = not self._load_balancer.was_reached or not self._retry_budget.allows

@@ -9,10 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from bngrad import _validation
+from bngrad._ahead.tensor import AheadTensor
 from bngrad._call_runner import CallRunner
 from bngrad._credentials import Tls, Token
 from bngrad._deadline import Cancellation
 from bngrad._requests import ops
+from bngrad._requests.arrays import as_array
 from bngrad._requests.attributes import OneDnnAttributes, TensorFlowAttributes
 from bngrad._requests.request import Attributes, OpSchema
 from bngrad._results import (
@@ -29,6 +31,7 @@ from bngrad.typing import (
     OneDnnDataFormat,
     Output,
     ReserveSpace2Kind,
+    Targets,
     Tensor,
     Transport,
 )
@@ -54,9 +57,10 @@ class Client:
     An error after several attempts says how many there were. An address that has never answered is not tried again.
     Without a timeout, unavailable servers are tried five times.
 
-    Several servers share the calls: each call goes to the server with the fewest calls of this client in flight, and
-    at once to another one if that server is not available or overloaded. A server that is not available gets no more
-    calls until it answers again.
+    Several servers share the calls: each call goes to the server with the fewest calls in flight for its speed, and at
+    once to another one if that server is not available or overloaded. A server that is not available gets no more
+    calls until it answers again. Names are looked up again every few seconds of calls: new servers get their share, and
+    servers that the name no longer stands for finish their calls.
 
     With the target ``local:`` there is no server: the kernels of a CPU server compute the calls in this process, with
     the same bits and errors. They need the extra ``bngrad[local]``. The first call loads them; the first call of a
@@ -77,7 +81,7 @@ class Client:
 
     def __init__(
         self,
-        target: str | Sequence[str],
+        target: Targets,
         *,
         timeout: float = 60.0,
         transport: Transport = "auto",
@@ -93,7 +97,9 @@ class Client:
         Args:
             target: ``HOST:PORT``, ``unix:PATH`` or any other gRPC target; or several of these, whose servers share the
                 calls. The servers of a name with several addresses share them too. ``local:`` is the CPU of this
-                process, see the class.
+                process, see the class. Or a function that returns these, which is called from a thread: at the first
+                call, every few seconds of calls, and after a call has failed. If it raises an error, or returns no
+                target, the last ones are kept.
             timeout: The timeout of calls that are given none of their own, in seconds; ``math.inf`` for no limit.
             transport: How tensors travel. "auto" takes the fastest transport that there is; "shared" only memory that
                 is shared with a server on this host; "stream" chunks on a stream, of any size; "unary" one gRPC
@@ -340,6 +346,30 @@ class Client:
         """
         dimensions, kind = _validation.check_shape(shape), _validation.check_dtype(dtype)
         return self._calls.empty(dimensions, kind, self._calls.deadline(None), Cancellation(only_by_close=True))
+
+    def send_ahead(self, x: Tensor) -> AheadTensor:
+        """Begins to send a tensor to a server in the background, before the call that needs it.
+
+        Any op takes the handle that is returned in place of the tensor; the call then sends only the rest. A backward
+        pass, for example, needs the x that the forward pass had long before. Calls have the same bits with and without
+        this, and never wait for more than what they would otherwise send: what was not sent yet, what the server needed
+        the memory of, or what was on a server that has ended, they send themselves.
+
+        Tensors go ahead over the server's own HTTP/2 port if they have at least 256 KiB, or are copied into shared
+        memory; by grpcio, with ``transport="unary"`` and the target ``local:``, the handle only stands for the tensor.
+
+        Args:
+            x: float16, bfloat16 or float32. It must not change until the last call that takes the handle has returned:
+                it is read in the background, and may be sent again.
+
+        Returns:
+            The handle. The server keeps the tensor until it is closed or has gone, or the client is closed.
+
+        Raises:
+            InvalidArgumentError: x is no such tensor.
+            ClientClosedError: The client was closed.
+        """
+        return self._calls.send_ahead(as_array("x", x))
 
     @property
     def fallback_calls(self) -> int:

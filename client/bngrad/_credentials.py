@@ -78,10 +78,12 @@ class Security:
     Attributes:
         tls: The options of TLS on TCP; None for no TLS.
         token: What identifies the client to the server, if anything.
+        insecure: Whether the token may be sent to other hosts without TLS.
     """
 
     tls: Tls | None = None
     token: Token | None = field(default=None, repr=False)
+    insecure: bool = False
 
 
 class Credentials:
@@ -89,12 +91,26 @@ class Credentials:
 
     def __init__(self, security: Security, target: str, name: str | None = None) -> None:
         """Reads nothing yet; ``name`` is the host name that the target was resolved from, None if it has the name."""
+        self._security = security
         self._tls = None if target.startswith(_LOCAL_SCHEMES) else security.tls
         self._token = security.token
         self._target = target
         address = host_and_port_of(target)
         self._expected = name if self._tls is None else self._tls.server_name or name
         self._server_hostname = self._expected or (address[0] if address else "")
+
+    def for_host(self, host: str) -> Credentials | None:
+        """Returns the credentials for a host that the server names; its own if that is empty.
+
+        None if the token would travel unencrypted, which the caller allowed for this host at most.
+        """
+        if not host:
+            return self
+        address = format_host_port(host, 1)
+        security = self._security
+        if security.token is not None and security.tls is None and not security.insecure and not is_local(address):
+            return None
+        return Credentials(security, address)
 
     def channel(self, options: list[ChannelOption]) -> grpc.Channel:
         """Makes a channel of grpcio with these options."""
@@ -159,7 +175,7 @@ def check_security(targets: list[str], tls: Tls | bool, token: Token | None, ins
         for target in targets:
             if not _is_local(target):
                 raise invalid_argument(FieldViolation("token", _PLAIN.format(target)))
-    return Security((tls if isinstance(tls, Tls) else Tls()) if tls else None, token)
+    return Security((tls if isinstance(tls, Tls) else Tls()) if tls else None, token, insecure)
 
 
 def _checked(token: str) -> str:

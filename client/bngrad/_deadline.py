@@ -65,19 +65,27 @@ class Cancellation:
             if self._callback is not None:
                 self._callback()
 
-    @contextmanager
-    def calls(self, callback: Callable[[], object]) -> Iterator[None]:
-        """Has `cancel` call back during the block; calls back at once if it was cancelled before."""
+    def attach(self, callback: Callable[[], object]) -> None:
+        """Has `cancel` call back until `detach`; calls back at once if it was cancelled before."""
         with self._mutex:
             self._callback = callback
             cancelled = self.cancelled
         if cancelled:
             callback()
+
+    def detach(self) -> None:
+        """Ends `attach`: after this, the callback does not run."""
+        with self._mutex:
+            self._callback = None
+
+    @contextmanager
+    def calls(self, callback: Callable[[], object]) -> Iterator[None]:
+        """Has `cancel` call back during the block; calls back at once if it was cancelled before."""
+        self.attach(callback)
         try:
             yield
         finally:
-            with self._mutex:
-                self._callback = None
+            self.detach()
 
     def sleep(self, seconds: float) -> None:
         """Waits for this long, or until `cancel` is called."""

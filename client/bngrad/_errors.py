@@ -11,7 +11,8 @@ BngradError
 │   └── NotSharedError
 └── UnimplementedError         also a NotImplementedError
 
-An argument of the wrong Python type, such as a string for epsilon, is a plain TypeError.
+`UnknownTicketError` is for the client itself. An argument of the wrong Python type, such as a string for epsilon, is a
+plain TypeError.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from google.rpc import error_details_pb2, status_pb2
 from bngrad_wire import __version__
 
 _STATUS_DETAILS_KEY = "grpc-status-details-bin"
+_RESET = "RST_STREAM with error code 2"
+"""How grpcio reports, as INTERNAL, that a proxy lost its server amid an answer."""
 
 
 class BngradError(Exception):
@@ -99,6 +102,10 @@ class NotSharedError(UnavailableError):
     """The server shares no memory with this client, whose transport is "shared"; asking again does not help."""
 
 
+class UnknownTicketError(BngradError):
+    """The server does not have a tensor that was sent ahead. The client sends it then, so no call ends with this."""
+
+
 class UnimplementedError(BngradError, NotImplementedError):
     """The server at the target does not know the call: it is another service, or an older bngrad."""
 
@@ -107,6 +114,7 @@ _CLASSES: dict[grpc.StatusCode, type[BngradError]] = {
     grpc.StatusCode.CANCELLED: UnavailableError,  # A stopping server gives calls up.
     grpc.StatusCode.DATA_LOSS: InternalError,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceededError,
+    grpc.StatusCode.FAILED_PRECONDITION: UnknownTicketError,
     grpc.StatusCode.INTERNAL: InternalError,
     grpc.StatusCode.INVALID_ARGUMENT: InvalidArgumentError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: ResourceExhaustedError,
@@ -136,7 +144,10 @@ def from_rpc_error(error: grpc.RpcError, target: str, timeout: float | None) -> 
     # Channels raise errors that are also a grpc.Call, which their type does not say.
     assert isinstance(error, grpc.Call)
     payloads = [value for key, value in error.trailing_metadata() or () if key == _STATUS_DETAILS_KEY]
-    return from_status(error.code(), error.details() or "no details", b"".join(payloads), target, timeout)
+    code, message = error.code(), error.details() or "no details"
+    if _RESET in message:
+        code = grpc.StatusCode.UNAVAILABLE
+    return from_status(code, message, b"".join(payloads), target, timeout)
 
 
 def from_status(code: grpc.StatusCode, message: str, details: bytes, target: str, timeout: float | None) -> BngradError:

@@ -104,6 +104,7 @@ class ServerInfo:
         requests: How many requests are in flight.
         batch_sizes: How many batches it has computed; at index k, those of 2**k to 2**(k + 1) - 1 requests.
         stream_port: The TCP port of its endpoint for large tensors; 0 for none.
+        stream_host: The host of that endpoint; empty for the host of the server's address.
         local_directory: The directory of its Unix sockets for calls and shared memory on its host; empty for none.
         device_remark: Why it does not use some or all GPUs of its machine; empty if it uses all, or there are none.
         compiling: The kernels that are still being compiled for its CPU, such as ``float32-2``, the second order in
@@ -118,6 +119,7 @@ class ServerInfo:
     requests: int
     batch_sizes: tuple[int, ...]
     stream_port: int
+    stream_host: str
     local_directory: str
     device_remark: str
     compiling: tuple[str, ...]

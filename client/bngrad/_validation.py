@@ -30,6 +30,12 @@ _DEFAULT_OPTIONS: dict[str, Any] = {
     "grpc.max_reconnect_backoff_ms": 1000,
     # Also grpcio's time limit for connecting.
     "grpc.min_reconnect_backoff_ms": 5000,
+    # A call in flight to a host that has gone ends after ten seconds. Our servers take any number of pings; others that
+    # do not tell grpcio, which then sends fewer.
+    "grpc.keepalive_time_ms": 5000,
+    "grpc.keepalive_timeout_ms": 5000,
+    "grpc.http2.ping_timeout_ms": 5000,  # of pings that measure the connection's speed, which stand in for keepalive's
+    "grpc.http2.max_pings_without_data": 0,
 }
 
 _DNS_SCHEME = re.compile("^dns:(///)?")
@@ -38,11 +44,11 @@ _SCHEMES = ("dns", "google-c2p", "ipv4", "ipv6", "unix", "unix-abstract", "vsock
 _LONGEST_PATH_NBYTES = 107
 
 
-def check_targets(target: str | Sequence[str]) -> list[str]:
+def check_targets(target: Sequence[str]) -> list[str]:
     """Returns the targets, each once, if all are valid."""
     targets = [target] if isinstance(target, str) else target
     if isinstance(targets, bytes) or not isinstance(targets, Sequence):
-        raise TypeError(f"target must be a str, not {target!r}, or a sequence of str")
+        raise TypeError(f"target must be a str, not {target!r}, or a sequence of str, or a function that returns one")
     for each in targets:
         if not isinstance(each, str):
             raise TypeError(f"target must be a str, not {each!r}")

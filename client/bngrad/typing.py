@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy.typing as npt
@@ -15,6 +16,7 @@ __all__ = [
     "ReserveSpace2Kind",
     "SupportsArray",
     "SupportsDlpack",
+    "Targets",
     "Tensor",
     "TorchTensor",
     "Transport",
@@ -34,6 +36,9 @@ OneDnnDataFormat: TypeAlias = Literal["NXC", "NCX"]
 
 ReserveSpace2Kind: TypeAlias = Literal["variance", "inverse_std"]
 """What reserve_space_2 holds."""
+
+Targets: TypeAlias = str | Sequence[str] | Callable[[], Sequence[str]]
+"""The address of a server, the addresses of several, or a function that returns them."""
 
 Transport: TypeAlias = Literal["auto", "unary", "stream", "shared"]
 """How tensors travel."""

@@ -138,6 +138,9 @@ class WrongServicer(pb_grpc.BatchNormGradServiceServicer):
     def Exchange(self, request_iterator: Any, context: Any) -> Any:  # noqa: N802
         context.abort(grpc.StatusCode.UNIMPLEMENTED, "not even that")
 
+    def SendAhead(self, request_iterator: Any, context: Any) -> Any:  # noqa: N802
+        context.abort(grpc.StatusCode.UNIMPLEMENTED, "nor that")
+
 
 @contextmanager
 def grpc_server(*, of_bngrad: bool, tls: bool = False) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,10 @@ DIGITS = Path(__file__).parents[2] / "cli" / "bngrad_cli" / "commands" / "digits
 
 
 def output_of(*command: object) -> str:
-    return subprocess.run([sys.executable, *map(str, command)], check=True, capture_output=True, text=True).stdout
+    # PyTorch's idle threads would spin, and take the cores from the server.
+    environment = os.environ | {"OMP_WAIT_POLICY": "PASSIVE"}
+    arguments = [sys.executable, *map(str, command)]
+    return subprocess.run(arguments, check=True, capture_output=True, text=True, env=environment).stdout
 
 
 @pytest.mark.parametrize(

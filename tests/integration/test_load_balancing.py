@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from tests.integration.problems import Inputs, assert_gradients, assert_same_bits, random_inputs
+from tests.integration.load import Load
+from tests.integration.problems import Inputs, assert_gradients, random_inputs
 from tests.servers import ONE_WORKER, TIMEOUT_S, TRANSPORTS, Transport, free_port, is_running, wait_until, worker_pid
 
 import bngrad
@@ -64,41 +64,6 @@ def restarted(*listens: str) -> Iterator[list[Restarted]]:
             servers.append(Restarted(listen))
             stack.callback(servers[-1].stop)
         yield servers
-
-
-class Load(AbstractContextManager["Load"]):
-    """Threads that repeat the same requests and compare the bits of every answer."""
-
-    def __init__(self, client: bngrad.Client, inputs: list[Inputs], callers: int = 8) -> None:
-        self.answers = 0
-        self.errors: list[Exception] = []
-        self._client = client
-        self._inputs = inputs
-        self._expected = [client.fused_batch_norm_grad_v2(*each) for each in inputs]
-        self._stopping = threading.Event()
-        self._threads = ThreadPoolExecutor(callers)
-        self._done = [self._threads.submit(self._send) for _ in range(callers)]
-
-    def _send(self) -> None:
-        while not self._stopping.is_set():
-            for inputs, expected in zip(self._inputs, self._expected, strict=True):
-                try:
-                    assert_same_bits(self._client.fused_batch_norm_grad_v2(*inputs), expected)
-                except Exception as error:
-                    self.errors.append(error)
-                    return
-                self.answers += 1
-
-    def wait(self, answers: int) -> None:
-        """Waits for ``count`` more answers."""
-        goal = self.answers + answers
-        wait_until(lambda: self.answers >= goal or bool(self.errors))
-        assert not self.errors
-
-    def __exit__(self, *error: object) -> None:
-        self._stopping.set()
-        self._threads.shutdown()
-        assert not self.errors
 
 
 INPUTS = [random_inputs(SMALL, 1), random_inputs(LARGE, 2)]
@@ -208,7 +173,7 @@ def test_arrays_of_one_servers_memory_are_copied_for_the_other() -> None:
 
 def test_a_name_of_several_addresses_stands_for_several_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the name server is simulated."""
-    monkeypatch.setattr(resolver, "_BETWEEN_LOOKUPS_S", 0.0)
+    monkeypatch.setattr(resolver, "_LONGEST_INTERVAL_S", 0.05)
     listens = ["127.0.0.1", "127.0.0.2", "127.0.0.3"]
     port, addresses = free_port(*listens), listens[:2]
     resolve: Callable[..., Any] = socket.getaddrinfo

@@ -3,154 +3,149 @@
 from __future__ import annotations
 
 import itertools
-import random
 import threading
 import weakref
 from collections.abc import Callable, Container, Sequence
-from typing import Any, Protocol, TypeVar
 
 import grpc
-import numpy as np
 
-from bngrad._balancing.resolver import Resolver
+from bngrad._balancing.resolver import Address, Resolver
 from bngrad._balancing.retry import delay_s
+from bngrad._balancing.subset import Subset
+from bngrad._balancing.upstream import Selector, Upstream, choose
 from bngrad._deadline import Cancellation, Deadline
 from bngrad._errors import BngradError, DeadlineExceededError, NotSharedError, UnavailableError, from_status
-from bngrad._requests.request import PreparedRequest
-from bngrad._results import ServerInfo
-from bngrad.typing import Array
-
-Result = TypeVar("Result")
+from bngrad_wire.load_report import LoadReport
 
 _PROBE_TIMEOUT_S = 5.0
-
-
-class Selector(Protocol):
-    """Makes the calls to one server; see `bngrad._transports.selector.TransportSelector`, whose methods these are."""
-
-    @property
-    def has_answered(self) -> bool:
-        """Whether the server has ever answered a question for its endpoints."""
-        ...
-
-    def run(self, request: PreparedRequest[Result], deadline: Deadline, cancellation: Cancellation) -> Result:
-        """Makes a call, without retries."""
-        ...
-
-    def server_info(self, deadline: Deadline, cancellation: Cancellation) -> ServerInfo:
-        """Asks the server for its `ServerInfo`."""
-        ...
-
-    def empty(
-        self, shape: tuple[int, ...], dtype: np.dtype[Any], deadline: Deadline, cancellation: Cancellation
-    ) -> Array:
-        """Makes an array in memory that is shared with the server."""
-        ...
-
-    def close(self) -> None:
-        """Closes the connections."""
-        ...
-
-
-class Upstream:
-    """One server of a client, as the load balancer sees it.
-
-    Attributes:
-        selector: Makes the calls to it.
-        in_flight: How many calls it has.
-        is_up: Whether it gets calls; a server that is down gets them only if all are.
-        strikes: How often it was marked down since it last answered a call.
-        is_probed: Whether a thread probes it until it is up.
-        retired: Set once it is no longer a server of the client.
-    """
-
-    def __init__(self, selector: Selector) -> None:
-        self.selector = selector
-        self.in_flight = 0
-        self.is_up = True
-        self.strikes = 0
-        self.is_probed = False
-        self.retired = threading.Event()
+NEWEST_PART = 0.1
+"""What the newest report counts for in an average over all reports."""
 
 
 class LoadBalancer:
-    """Spreads calls over servers: the next call goes to the server with the fewest in flight.
+    """Spreads calls over servers: the next call goes to where it would end first, see `choose`.
 
     A server that is not available is marked down. A thread then probes it, with growing pauses, until it answers and
-    has a worker that is ready; no call has to try it.
+    has a worker that is ready; no call has to try it. So is a server that was found later than the first ones. One that
+    has calls but ends none for a while is asked as well, and marked down if it has no worker that is ready.
+
+    Of a large fleet only a part is used, see `Subset`; a client that has more calls in flight than that uses more.
     """
 
-    def __init__(self, targets: Sequence[str], connect: Callable[[str, str | None], Selector]) -> None:
+    def __init__(
+        self,
+        targets: Sequence[str] | Callable[[], Sequence[str]],
+        check: Callable[[Sequence[str]], list[str]],
+        connect: Callable[[str, str | None], Selector],
+    ) -> None:
         """Connects to nothing yet.
 
         Args:
-            targets: Addresses, and names that may stand for several addresses.
+            targets: Addresses, and names that may stand for several addresses; or a function that returns them.
+            check: Returns the targets that a function returned, each once, or raises an error.
             connect: Makes the selector for an address and the host name that it was resolved from, if any.
         """
-        self._targets = targets
         self._connect = connect
         self._mutex = threading.Lock()
-        self._servers: dict[str, Upstream] = {}
+        self._subset = Subset()
+        self._servers: dict[Address, Upstream] = {}
+        self._usable: list[Upstream] = []
+        """The servers that are up; all of them if none is."""
+        self._in_flight = self._calls = 0
+        self._usual_capacity: float | None = None
+        self._others = 0.0
+        """What part of the requests in the servers are those of other clients."""
         self._closed = False
         self._was_reached = False
-        self._resolver = Resolver(targets)
-        if not self._resolver.has_names:
-            self._resolver.resolve(self._use)
-            self._resolver.first.result()
+        use = weakref.WeakMethod(self._use)
+        self._resolver = Resolver(targets, check, lambda addresses: (method := use()) and method(addresses))
+        if self._resolver.is_static:
+            self._resolver.resolve().result()
 
     @property
     def was_reached(self) -> bool:
         """Whether any server has ever answered."""
         return self._was_reached or any(server.selector.has_answered for server in list(self._servers.values()))
 
-    def prepare(self, deadline: Deadline, cancellation: Cancellation) -> None:
-        """Waits until the names are resolved for the first time."""
+    @property
+    def is_remote(self) -> bool:
+        """Whether the tensors of calls travel over a network to any server."""
+        return any(server.selector.is_remote for server in list(self._servers.values()))
+
+    def prepare(self, deadline: Deadline, cancellation: Cancellation, now: float) -> None:
+        """Begins the next look-up if it is due; waits for the first one."""
         if self._servers:
+            if now >= self._resolver.due_at:
+                self._resolver.resolve()
             return
-        self._resolver.resolve(self._use)
-        first, resolved = self._resolver.first, threading.Event()
-        first.add_done_callback(lambda _: resolved.set())
+        lookup, resolved = self._resolver.resolve(), threading.Event()
+        lookup.add_done_callback(lambda _: resolved.set())
         with cancellation.calls(resolved.set):
             resolved.wait(deadline.remaining_s())
         if cancellation.cancelled or self._closed:
             raise UnavailableError("the call was cancelled")
-        if first.done():
-            first.result()
-        else:
-            reason, code = "its name is still being looked up", grpc.StatusCode.DEADLINE_EXCEEDED
-            raise from_status(code, reason, b"", ", ".join(self._targets), deadline.timeout)
+        if not lookup.done():
+            code, reason = grpc.StatusCode.DEADLINE_EXCEEDED, "the servers are still being looked up"
+            raise from_status(code, reason, b"", "the client", deadline.timeout)
+        lookup.result()
 
-    def acquire(self, excluded: Container[object] = (), *, in_order: bool = False) -> Upstream | None:
+    def acquire(
+        self, excluded: Container[object] = (), *, in_order: bool = False, preferred: Container[object] = ()
+    ) -> Upstream | None:
         """Returns the server for the next call, until `release`; None if all that could be used are excluded.
 
         Args:
             excluded: Servers that must not be used yet.
             in_order: Whether to use the first server that is up, however many calls it has.
+            preferred: What makes the calls to servers that have a tensor of the call already.
         """
         with self._mutex:
-            servers = self._servers.values()
-            usable = [each for each in servers if each.is_up] or servers
-            usable = [each for each in usable if each not in excluded]
+            usable = self._usable
+            if excluded:
+                usable = [each for each in usable if each not in excluded]
             if not usable:
                 return None
-            # A random one among equals, or all clients would start with the same.
-            chosen = usable[0] if in_order or len(usable) == 1 else min(usable, key=_load)
-            chosen.in_flight += 1
-            return chosen
+            if preferred:
+                usable = [each for each in usable if each.selector in preferred] or usable
+            if in_order or len(usable) == 1:
+                chosen = usable[0]
+            else:
+                chosen = choose(usable, self._usual_capacity or 1.0, self._others, self._calls)
+            chosen.count(1)
+            self._in_flight += 1
+            self._calls += 1
+            needs_more = self._in_flight > self._subset.size and not self._subset.is_all
+            if needs_more:
+                self._subset.size *= 2
+            needs_check = chosen.is_silent and chosen.is_up and not chosen.is_probed and len(self._servers) > 1
+            chosen.is_probed |= needs_check
+        if needs_check:
+            self._begin_to_probe(chosen)
+        if needs_more:
+            self._choose_members()
+        return chosen
 
     def release(self, server: Upstream) -> None:
         """Ends the use that `acquire` began."""
         with self._mutex:
-            server.in_flight -= 1
+            server.count(-1)
+            self._in_flight -= 1
             is_over = server.in_flight == 0 and server.retired.is_set()
         if is_over:
             server.selector.close()
 
     def answered(self, server: Upstream) -> None:
         """Records that a server has answered a call."""
-        server.is_up = True
+        if not server.is_up:
+            with self._mutex:
+                self._mark(server, is_up=True)
+            self._choose_members()
         server.strikes = 0
         self._was_reached = True
+        load = server.selector.load
+        if load is not server.load and load is not None:
+            with self._mutex:
+                self._note(server, load)
 
     def failed(self, server: Upstream, error: BngradError) -> None:
         """Records that a call failed; marks the server down if it is not available."""
@@ -159,19 +154,17 @@ class LoadBalancer:
         if not isinstance(error, UnavailableError | DeadlineExceededError):
             self._was_reached = True
             return
-        self._resolver.resolve(self._use)
+        self._resolver.failed()
         with self._mutex:
             if not server.is_up or len(self._servers) == 1 or self._closed:
                 return
-            server.is_up = False
             server.strikes += 1
+            self._mark(server, is_up=False, has_failed=isinstance(error, UnavailableError))
             needs_probe = not server.is_probed
             server.is_probed = True
         if needs_probe:
-            thread = threading.Thread(
-                target=_probe_until_up, args=(weakref.ref(self), server), name="bngrad-probe", daemon=True
-            )
-            thread.start()
+            self._begin_to_probe(server)
+        self._choose_members()
 
     def close(self) -> None:
         """Closes the connections to every server."""
@@ -182,50 +175,99 @@ class LoadBalancer:
             server.retired.set()
             server.selector.close()
 
-    def _use(self, targets: list[str]) -> None:
-        """Sends calls to these servers from now on; the calls that others have in flight finish."""
-        with self._mutex:
-            if self._closed:
-                return
-            before = self._servers
-            self._servers = {
-                target: before[target]
-                if target in before
-                else Upstream(self._connect(target, self._resolver.hostname_of(target)))
-                for target in targets
-            }
-            gone = [server for target, server in before.items() if target not in self._servers]
-            for server in gone:
-                server.retired.set()
-            idle = [server for server in gone if server.in_flight == 0]
-        for server in idle:
-            server.selector.close()
-
     def probe(self, server: Upstream) -> bool:
-        """Asks a server that is marked down for its state, and returns whether it is up."""
+        """Asks a server that is marked down, or silent, for its state; marks it, and returns whether it is up."""
         with self._mutex:
-            if server.is_up:  # a call was answered meanwhile
+            if server.is_up and not server.is_silent:  # a call was answered meanwhile
                 server.is_probed = False
                 return True
-        try:
-            deadline = Deadline.after(_PROBE_TIMEOUT_S)
-            devices = server.selector.server_info(deadline, Cancellation(only_by_close=True)).devices
-        except (UnavailableError, DeadlineExceededError):
-            return False
-        except Exception:  # The server answered; or the next call will raise the same, such as for a missing token.
-            devices = ()
-        if devices and not any(device.state == "ready" for device in devices):
-            return False
+        is_ready = _is_ready(server.selector)
         with self._mutex:
-            server.is_up = True
-            server.is_probed = False
+            if is_ready:
+                server.hear()
+                server.is_probed = False
+            self._mark(server, is_up=is_ready, has_failed=not is_ready)
+        self._choose_members()
+        return is_ready
+
+    def _use(self, addresses: list[Address]) -> None:
+        """Sends calls to these servers from now on; the calls that others have in flight finish."""
+        with self._mutex:
+            self._subset.set(addresses)
+        self._choose_members()
+
+    def _choose_members(self) -> None:
+        """Uses those servers of the fleet that its subset consists of now."""
+        with self._mutex:
+            members = self._subset.members(self._servers)
+            if self._closed or members == list(self._servers):
+                return
+            before = self._servers
+            is_first = not before
+            try:
+                new = {address: self._upstream(address, is_up=is_first) for address in members if address not in before}
+            except Exception:  # such as a certificate that cannot be read now
+                if is_first:
+                    raise
+                return
+            known = before | new
+            self._servers = {address: known[address] for address in members}
+            gone = [server for address, server in before.items() if address not in self._servers]
+            for server in gone:
+                server.retired.set()
+            probed = [] if is_first else list(new.values())
+            for server in probed:
+                server.is_probed = True
+            idle = [server for server in gone if server.in_flight == 0]
+            self._list_usable()
+        for server in idle:
+            server.selector.close()
+        for server in probed:
+            self._begin_to_probe(server)
+
+    def _upstream(self, address: Address, *, is_up: bool) -> Upstream:
+        return Upstream(self._connect(address.target, address.hostname), is_up=is_up)
+
+    def _begin_to_probe(self, server: Upstream) -> None:
+        thread = threading.Thread(
+            target=_probe_until_up, args=(weakref.ref(self), server), name="bngrad-probe", daemon=True
+        )
+        thread.start()
+
+    def _mark(self, server: Upstream, *, is_up: bool, has_failed: bool = False) -> None:
+        """Marks a server as up or down; the mutex is held."""
+        server.is_up, server.has_failed = is_up, has_failed
+        self._list_usable()
+
+    def _list_usable(self) -> None:
+        servers = list(self._servers.values())
+        self._usable = [each for each in servers if each.is_up] or servers
+
+    def _note(self, server: Upstream, load: LoadReport) -> None:
+        """Takes a report into account; the mutex is held."""
+        own = server.note(load, self._calls)
+        if own is not None:
+            self._others += NEWEST_PART * (1 - own - self._others)
+        if load.capacity is not None:
+            usual = self._usual_capacity
+            self._usual_capacity = load.capacity if usual is None else usual + NEWEST_PART * (load.capacity - usual)
+
+
+def _is_ready(selector: Selector) -> bool:
+    """Asks a server whether a worker of its is ready."""
+    try:
+        devices = selector.server_info(Deadline.after(_PROBE_TIMEOUT_S), Cancellation(only_by_close=True)).devices
+    except (UnavailableError, DeadlineExceededError):
+        return False
+    except Exception:  # The server answered; or the next call will raise the same, such as for a missing token.
         return True
+    return not devices or any(device.state == "ready" for device in devices)
 
 
 def _probe_until_up(load_balancer: weakref.ref[LoadBalancer], server: Upstream) -> None:
     """Probes a server that is marked down until it is up or the client has gone, even if it was never closed."""
     for failures in itertools.count(server.strikes):
-        if server.retired.wait(delay_s(failures)):
+        if server.retired.wait(delay_s(failures) if failures else 0.0):
             return
         alive = load_balancer()
         if alive is None:
@@ -234,7 +276,3 @@ def _probe_until_up(load_balancer: weakref.ref[LoadBalancer], server: Upstream) 
         if alive.probe(server):
             return
         del alive
-
-
-def _load(server: Upstream) -> tuple[int, float]:
-    return server.in_flight, random.random()  # noqa: S311 - not a secret

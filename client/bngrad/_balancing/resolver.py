@@ -1,18 +1,44 @@
-"""Resolves targets into the addresses of servers."""
+"""Resolves targets into the addresses of servers, again and again while calls are made."""
 
 from __future__ import annotations
 
 import ipaddress
+import logging
+import math
+import random
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import NamedTuple
 
+from bngrad._errors import UnavailableError
 from bngrad._validation import host_and_port_of
 from bngrad_wire.addresses import format_host_port
 
-_BETWEEN_LOOKUPS_S = 30.0
+logger = logging.getLogger("bngrad")
+
+_LONGEST_INTERVAL_S = 6.0
+"""With the 5 s for which name servers in clusters keep an answer, a new server gets calls within 11 s."""
+_JITTER = 1 / 3
+"""By what part of the longest an interval may be shorter, so that clients do not ask at the same time."""
+_AFTER_FAILURE_S = 1.0
+"""How soon after the last look-up a call that failed has the next one begin."""
+
+
+class Address(NamedTuple):
+    """One server of a target.
+
+    Attributes:
+        target: What to connect to: the target itself, unless it is a name of several addresses.
+        hostname: The host name that the address was resolved from; None if the target has the name.
+        ip: The address that the target's name has now; empty if it is no name.
+    """
+
+    target: str
+    hostname: str | None = None
+    ip: str = ""
 
 
 def hostname_and_port_of(target: str) -> tuple[str, int] | None:
@@ -27,8 +53,8 @@ def hostname_and_port_of(target: str) -> tuple[str, int] | None:
     return None
 
 
-def lookup(target: str) -> list[str]:
-    """Returns the targets that a target stands for: itself, unless it is a name with several addresses.
+def lookup(target: str) -> list[Address]:
+    """Returns the servers that a target stands for.
 
     Only addresses of the family that the system prefers count, since most hosts with both have one address of each.
 
@@ -37,74 +63,109 @@ def lookup(target: str) -> list[str]:
     """
     name = hostname_and_port_of(target)
     if name is None:
-        return [target]
+        return [Address(target)]
     host, port = name
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except UnicodeError as error:
         raise OSError(f"{host!r} is no name of a host: {error}") from error
     preferred = found[0][0]
-    addresses = dict.fromkeys(str(address[0]) for family, *_, address in found if family == preferred)
-    if len(addresses) == 1:
-        return [target]
-    return [format_host_port(address, port) for address in addresses]
+    ips = list(dict.fromkeys(str(address[0]) for family, *_, address in found if family == preferred))
+    if len(ips) == 1:
+        return [Address(target, None, ips[0])]
+    return [Address(format_host_port(ip, port), host, ip) for ip in ips]
 
 
 class Resolver:
-    """Knows what a client's targets stand for; looks names up in a thread, since a lookup cannot be interrupted.
+    """Knows what a client's targets stand for.
 
-    Attributes:
-        has_names: Whether any target is a name to be looked up.
-        first: Done once the first lookup is.
+    Names are looked up, and a function is asked, in a thread, since neither can be interrupted. No thread waits for the
+    next time: a call begins it, so a client without calls asks nothing.
     """
 
-    def __init__(self, targets: Sequence[str]) -> None:
-        """Looks nothing up yet."""
-        self._resolved = {target: [target] for target in targets}
-        self.has_names = any(hostname_and_port_of(target) for target in targets)
-        self._mutex = threading.Lock()
-        self._started_at: float | None = None
-        self.first: Future[None] = Future()
-
-    def resolve(self, use: Callable[[list[str]], None]) -> None:
-        """Starts a lookup, unless there are no names or the last lookup was less than 30 s ago.
+    def __init__(
+        self,
+        targets: Sequence[str] | Callable[[], Sequence[str]],
+        check: Callable[[Sequence[str]], list[str]],
+        use: Callable[[list[Address]], object],
+    ) -> None:
+        """Resolves nothing yet.
 
         Args:
-            use: Called with the addresses, in the order of the targets.
+            targets: The targets, or a function that returns them.
+            check: Returns the targets, each once, or raises an error.
+            use: Called with the servers, in the order of the targets. It should not keep the client alive.
         """
+        self._targets = targets
+        self._check = check
+        self._use = use
+        self._known: dict[str, list[Address]] = {}
+        self._mutex = threading.Lock()
+        self._current: Future[None] | None = None
+        self._started_at = -math.inf
+        self._has_logged = False
+        self.is_static = not callable(targets) and not any(map(hostname_and_port_of, targets))
+        self.due_at = math.inf if self.is_static else -math.inf
+        """When a call should begin the next look-up, on the monotonic clock."""
+
+    def failed(self) -> None:
+        """Has the next call begin a look-up, since a call has failed: at once, or a second after the last one began."""
+        if not self.is_static:
+            with self._mutex:
+                self.due_at = min(self.due_at, self._started_at + _AFTER_FAILURE_S)
+
+    def resolve(self) -> Future[None]:
+        """Begins a look-up, unless one is under way; the result is done, or has an error, when it is."""
         with self._mutex:
-            now = time.monotonic()
-            if self._started_at is not None and (not self.has_names or now < self._started_at + _BETWEEN_LOOKUPS_S):
-                return
-            self._started_at = now
-        if self.has_names:
-            threading.Thread(target=self._look_up, args=(use,), name="bngrad-lookup", daemon=True).start()
+            if self._current is not None:
+                return self._current
+            current = self._current = Future()
+            now = self._started_at = time.monotonic()
+            if not self.is_static:
+                self.due_at = now + _LONGEST_INTERVAL_S * random.uniform(1 - _JITTER, 1)  # noqa: S311 - not a secret
+        if self.is_static:
+            self._look_up(current)
         else:
-            self._report(use)
+            threading.Thread(target=self._look_up, args=(current,), name="bngrad-lookup", daemon=True).start()
+        return current
 
-    def hostname_of(self, address: str) -> str | None:
-        """Returns the host name that an address was resolved from; None for an address that is a target itself."""
-        for target, addresses in self._resolved.items():
-            if address in addresses:
-                name = hostname_and_port_of(target)
-                return None if name is None or address == target else name[0]
-        return None
-
-    def _look_up(self, use: Callable[[list[str]], None]) -> None:
-        for target in self._resolved:
-            try:
-                self._resolved[target] = lookup(target)
-            except OSError:  # Keep the addresses known so far; the call itself reports an unknown name.
-                continue
-        self._report(use)
-
-    def _report(self, use: Callable[[list[str]], None]) -> None:
+    def _look_up(self, current: Future[None]) -> None:
+        error: Exception | None = None
         try:
-            use(list(dict.fromkeys(address for addresses in self._resolved.values() for address in addresses)))
-        except Exception as error:
-            if self.first.done():
-                raise
-            self.first.set_exception(error)
+            self._use(self._found())
+        except Exception as caught:
+            error = caught.with_traceback(None)  # its frames refer to it
+        with self._mutex:
+            self._current = None
+        if error is None:
+            current.set_result(None)
         else:
-            if not self.first.done():
-                self.first.set_result(None)
+            current.set_exception(error)
+
+    def _found(self) -> list[Address]:
+        known: dict[str, list[Address]] = {}
+        for target in self._named():
+            try:
+                known[target] = lookup(target)
+            except OSError:  # keep the addresses known so far; the call itself reports an unknown name
+                known[target] = self._known.get(target, [Address(target)])
+        self._known = known
+        return list(dict.fromkeys(address for addresses in known.values() for address in addresses))
+
+    def _named(self) -> Sequence[str]:
+        """Returns the targets; those known so far if the function fails.
+
+        Raises:
+            UnavailableError: None are known.
+        """
+        if not callable(self._targets):
+            return self._targets
+        try:
+            return self._check(self._targets())
+        except Exception as error:
+            if not self._known:
+                raise UnavailableError(f"the function that returns the targets failed: {error}") from None
+            if not self._has_logged:
+                self._has_logged = True
+                logger.warning("the function that returns the targets failed; the last ones are kept: %s", error)
+            return list(self._known)

@@ -7,11 +7,12 @@ import importlib.util
 import math
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 
+from bngrad._ahead.upload import Place
 from bngrad._deadline import Cancellation, Deadline
 from bngrad._errors import FieldViolation, InvalidArgumentError, UnavailableError
 from bngrad._requests import ops
@@ -54,9 +55,13 @@ class LocalKernels:
 
     Attributes:
         has_answered: True, since nothing must be reached.
+        is_remote: False.
+        load: None: it is not reported.
     """
 
     has_answered = True
+    is_remote = False
+    load = None
 
     def __init__(self) -> None:
         """Loads and compiles nothing yet.
@@ -92,13 +97,19 @@ class LocalKernels:
         """Describes this process as a server with one CPU."""
         device = Device("cpu", _backend().description, "ready", 0, 0)
         names = tuple(op.method.rpartition("/")[2] for op in _SPECS)
-        return ServerInfo(__version__, (device,), names, 0, 0, 0, (), 0, "", "", ())
+        return ServerInfo(__version__, (device,), names, 0, 0, 0, (), 0, "", "", "", ())
 
     def empty(
         self, shape: tuple[int, ...], dtype: np.dtype[Any], deadline: Deadline, cancellation: Cancellation
     ) -> Array:
         """Makes an array in memory of this process."""
         return self._pool.empty(shape, dtype)
+
+    def send_ahead(
+        self, tensor: Array | None, forget: Sequence[bytes], deadline: Deadline, cancellation: Cancellation
+    ) -> Place | None:
+        """Sends nothing, since calls have the tensor here."""
+        return None
 
     def close(self) -> None:
         """Releases the memory that no array uses."""

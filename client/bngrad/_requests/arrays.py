@@ -9,6 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from bngrad._ahead.tensor import AheadTensor, array_of
 from bngrad._errors import FieldViolation, InvalidArgumentError, invalid_argument
 from bngrad.typing import Array
 
@@ -39,8 +40,9 @@ def as_array(field: str, value: Any) -> Array:
 
     Args:
         field: The argument's name, for errors.
-        value: A NumPy array, a tensor of PyTorch, TensorFlow or JAX, anything else that has ``__dlpack__`` or
-            ``__array__``, or numbers in (nested) Python sequences, which become float32 as in TensorFlow.
+        value: A NumPy array, a tensor of PyTorch, TensorFlow or JAX, a handle of one that was sent ahead, anything else
+            that has ``__dlpack__`` or ``__array__``, or numbers in (nested) Python sequences, which become float32 as
+            in TensorFlow.
 
     Raises:
         InvalidArgumentError: It is none of these, or it is on a device other than the CPU.
@@ -53,6 +55,8 @@ def as_array(field: str, value: Any) -> Array:
             description = f"{field} must have no masked elements, but has {masked}: fill them first"
             raise invalid_argument(FieldViolation(field, description))
         return np.asarray(value)
+    if isinstance(value, AheadTensor):
+        return array_of(field, value)
     try:
         device = _foreign_device(value)
         if device is None:

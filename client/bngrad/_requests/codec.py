@@ -80,6 +80,29 @@ def located_piece(number: int, dtype: np.dtype[Any], shape: tuple[int, ...], key
     return messages.tensor_prefix(number, pb.Tensor(dtype=_DATA_TYPES[dtype], shape=shape, location=location), 0)
 
 
+def ticket_piece(number: int, dtype: np.dtype[Any], shape: tuple[int, ...], ticket: bytes) -> bytes:
+    """Returns a tensor field whose elements were sent ahead."""
+    return messages.tensor_prefix(number, pb.Tensor(dtype=_DATA_TYPES[dtype], shape=shape, ticket=ticket), 0)
+
+
+def ahead_message(tensor: Array | None, forget: Sequence[bytes]) -> bytes:
+    """Returns the message that sends a tensor ahead, which follows in chunks, and forgets others."""
+    header = None if tensor is None else pb.Tensor(dtype=_DATA_TYPES[tensor.dtype], shape=tensor.shape)
+    return pb.SendAheadRequest(tensor=header, forget=forget).SerializeToString()
+
+
+def read_ticket(response: bytes) -> bytes:
+    """Returns the ticket of a tensor that was sent ahead.
+
+    Raises:
+        InternalError: The response is malformed.
+    """
+    try:
+        return pb.SendAheadResponse.FromString(response).ticket
+    except DecodeError as error:
+        raise InternalError(f"the server's answer is no SendAheadResponse: {error}") from error
+
+
 @functools.lru_cache(maxsize=1024)
 def location_piece(number: int, key: bytes, offset: int) -> bytes:
     """Returns a field with the location of an output."""
@@ -182,6 +205,7 @@ def read_server_info(data: bytes) -> tuple[ServerInfo, pb.Endpoints]:
         requests=message.requests,
         batch_sizes=tuple(message.batch_sizes),
         stream_port=message.endpoints.stream_port,
+        stream_host=message.endpoints.stream_host,
         local_directory=message.endpoints.local_directory,
         device_remark=message.device_remark,
         compiling=tuple(message.compiling),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 from google.protobuf.message import Message
 
+from bngrad._ahead.tensor import AheadTensor
 from bngrad._errors import FieldViolation, invalid_argument
 from bngrad._requests import codec
 from bngrad._requests.arrays import as_arrays, as_output
@@ -21,6 +23,9 @@ from bngrad_wire.messages import Buffer
 SERVICE = pb.DESCRIPTOR.services_by_name["BatchNormGradService"].full_name
 SERVER_INFO_METHOD = f"/{SERVICE}/ServerInfo"
 EXCHANGE_METHOD = f"/{SERVICE}/Exchange"
+SEND_AHEAD_METHOD = f"/{SERVICE}/SendAhead"
+
+NO_TICKETS: Mapping[str, bytes] = MappingProxyType({})
 
 _OPTIONAL = ("reserve_space_3", "gamma")
 
@@ -81,6 +86,7 @@ class OpSchema(Generic[Result]):
         named = zip(self.tensors, tensors, strict=True)
         given = {field: value for field, value in named if value is not None or field not in _OPTIONAL}
         arrays = as_arrays(given)
+        ahead = {field: value for field, value in given.items() if isinstance(value, AheadTensor)}
         transposed = self._with_channels_last(checked, arrays)
         small = codec.to_wire_layout({**arrays, **transposed} if transposed else arrays)
         # The op ignores the elements of reserve_space_3, so they are not sent.
@@ -100,7 +106,8 @@ class OpSchema(Generic[Result]):
         outputs = own_out = tuple(own.values())
         if transposed:
             outputs = tuple(output if output is None else np.moveaxis(output, 1, -1) for output in own_out)
-        return PreparedRequest(self, large, small, ignored, checked, rest, outputs, own_out if transposed else None)
+        own_out_if_other = own_out if transposed else None
+        return PreparedRequest(self, large, small, ignored, checked, rest, outputs, ahead, own_out_if_other)
 
     def _with_channels_last(self, attributes: dict[str, Any], arrays: Mapping[str, Array]) -> dict[str, Array]:
         """Returns views with the channels last, and adapts the data format, if the memory has them so; else nothing."""
@@ -135,7 +142,8 @@ class PreparedRequest(Generic[Result]):
         attributes: The fields that are not tensors.
         rest: These fields serialised, and reserve_space_3 without its elements.
         out: Where the caller wants each output of the shape of x; None for a new array.
-        own_out: The same with the channels second, as the caller has them; None if ``out`` is what the caller has.
+        ahead: The handles of tensors that were sent ahead, by the names of their fields.
+        own_out: ``out`` with the channels second, as the caller has them; None if ``out`` is what the caller has.
     """
 
     op: OpSchema[Result]
@@ -145,6 +153,7 @@ class PreparedRequest(Generic[Result]):
     attributes: dict[str, Any]
     rest: bytes
     out: tuple[Array | None, ...]
+    ahead: dict[str, AheadTensor]
     own_out: tuple[Array | None, ...] | None = None
 
     @property
@@ -156,6 +165,11 @@ class PreparedRequest(Generic[Result]):
     def nbytes(self) -> int:
         """The size of each large tensor."""
         return next(iter(self.large.values())).nbytes
+
+    @property
+    def total_nbytes(self) -> int:
+        """The size of all large tensors, inputs and outputs."""
+        return self.nbytes * (len(self.large) + len(self.out))
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -191,11 +205,15 @@ class PreparedRequest(Generic[Result]):
             raise invalid_argument(FieldViolation(field, description))
         return pieces
 
-    def header_pieces(self) -> list[Buffer]:
-        """Returns the pieces of the message that starts an exchange; the large tensors follow it in chunks."""
-        headers = [
-            codec.header_piece(self.op.fields[field], array.dtype, array.shape) for field, array in self.large.items()
-        ]
+    def header_pieces(self, tickets: Mapping[str, bytes] = NO_TICKETS) -> list[Buffer]:
+        """Returns the pieces of the message that starts an exchange; the large tensors without tickets follow it."""
+        headers: list[Buffer] = []
+        for field, array in self.large.items():
+            number, ticket = self.op.fields[field], tickets.get(field)
+            if ticket is None:
+                headers.append(codec.header_piece(number, array.dtype, array.shape))
+            else:
+                headers.append(codec.ticket_piece(number, array.dtype, array.shape, ticket))
         return [*headers, *self.small_pieces()]
 
     def read(self, response: bytes, outputs: Sequence[Array | None] = (), *, apart: bool = False) -> Result:
@@ -216,6 +234,21 @@ class PreparedRequest(Generic[Result]):
         for (field, array), own in zip(list(tensors.items()), self.own_out or (), strict=False):
             tensors[field] = np.moveaxis(array, -1, 1) if own is None else own
         return self.op.result(**tensors)
+
+
+def in_wire_layout(x: Array) -> tuple[Array, Array]:
+    """Returns a tensor as ops take it, and the same memory in C order, as it is sent; copies it if it is neither.
+
+    Raises:
+        InvalidArgumentError: The protocol does not have the dtype.
+    """
+    if not x.flags.c_contiguous and x.ndim in (3, 4, 5):
+        with_channels_last = np.moveaxis(x, 1, -1)
+        if with_channels_last.flags.c_contiguous:
+            wire = codec.to_wire_layout({"x": with_channels_last})["x"]
+            return np.moveaxis(wire, -1, 1), wire
+    wire = codec.to_wire_layout({"x": x})["x"]
+    return wire, wire
 
 
 def _check_out(name: str, out: Array, like: Array, others: Mapping[str, Array]) -> None:

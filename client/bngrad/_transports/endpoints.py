@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import threading
@@ -24,17 +25,20 @@ from bngrad._errors import (
     from_status,
 )
 from bngrad._shared_memory.pool import Pool
+from bngrad._transports.connector import Address
 from bngrad._transports.http2 import Http2Transport
+from bngrad._transports.reported_load import ReportedLoad
 from bngrad._validation import host_and_port_of
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_wire import lease_protocol
-from bngrad_wire.addresses import MAX_PORT
+from bngrad_wire.addresses import MAX_PORT, format_host_port
+
+logger = logging.getLogger("bngrad")
 
 _BLOCKED_S = 10.0
 """How long an unreachable address is not tried; doubled each time that it is still unreachable afterwards."""
 _LONGEST_BLOCKED_S = 300.0
 
-Address: TypeAlias = tuple[str, int] | str
 Ask: TypeAlias = Callable[[Deadline, Cancellation], pb.Endpoints]
 
 
@@ -47,6 +51,8 @@ class Endpoints:
         pool: The memory shared with that server.
         tcp: The TCP port for large tensors.
         is_local: Whether the server is on this host, even if its Unix socket cannot be reached now.
+        small_request_nbytes: The size of the large tensors of a request up to which messages are faster than shared
+            memory.
         stale_at: When to ask the server for its endpoints again, on the monotonic clock.
     """
 
@@ -54,6 +60,7 @@ class Endpoints:
     pool: Pool | None = None
     tcp: Http2Transport | None = None
     is_local: bool = False
+    small_request_nbytes: int = 0
     stale_at: float = math.inf
 
     @property
@@ -78,15 +85,24 @@ class Endpoints:
 class EndpointDiscovery:
     """Knows the endpoints of one server."""
 
-    def __init__(self, target: str, credentials: Credentials) -> None:
-        """Asks nothing yet."""
+    def __init__(self, target: str, credentials: Credentials, load: ReportedLoad) -> None:
+        """Asks nothing yet; ``load`` takes what the server reports of its load."""
+        self._load = load
+        self._has_warned = False
         self._credentials = credentials
         self._target = target
         self._mutex = threading.Lock()
         self._discovering = threading.Lock()
         self._current: Endpoints | None = None
         self._blocked: dict[Address, tuple[float, float]] = {}
+        self._unreachable: set[Address] = set()  # of those ever blocked; connections to others worked before
         self._closed = False
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the server is on another host, and has an endpoint for large tensors, as far as is known."""
+        current = self._current
+        return current is not None and current.tcp is not None and not current.is_local
 
     def endpoints(self, ask: Ask, deadline: Deadline, cancellation: Cancellation) -> Endpoints:
         """Returns the endpoints; asks the server for them if they are unknown or stale.
@@ -140,7 +156,7 @@ class EndpointDiscovery:
         if unix is None or unix.address != path:
             unix = pool = None
             if directory and not self._is_blocked(path):
-                unix = Http2Transport(path, self._target, self._credentials)
+                unix = Http2Transport(path, self._target, self._credentials, self._load)
                 pool = Pool(f"{directory}/{lease_protocol.REGIONS}", self._credentials)
                 if not unix.is_reachable():
                     self._block(unix)
@@ -148,15 +164,20 @@ class EndpointDiscovery:
             if directory and unix is None:
                 stale_at = self._blocked[path][0]
         host_and_port = host_and_port_of(self._target)
-        address = ("" if host_and_port is None else host_and_port[0], advertised.stream_port)
+        address = (advertised.stream_host or (host_and_port[0] if host_and_port else ""), advertised.stream_port)
         if tcp is None or tcp.address != address:
             tcp = None
-            if host_and_port is not None and 0 < advertised.stream_port <= MAX_PORT:
+            if address[0] and 0 < address[1] <= MAX_PORT:
+                credentials = self._credentials.for_host(advertised.stream_host)
                 if self._is_blocked(address):
                     stale_at = min(stale_at, self._blocked[address][0])
-                else:
-                    tcp = Http2Transport(address, self._target, self._credentials)
-        return Endpoints(unix, pool, tcp, bool(directory) and os.path.exists(path), stale_at)
+                    if address in self._unreachable:  # and the server has answered, so it is alive
+                        self._warn(address)
+                elif credentials is not None:
+                    name = format_host_port(*address) if advertised.stream_host else self._target
+                    tcp = Http2Transport(address, name, credentials, self._load)
+        is_local = bool(directory) and os.path.exists(path)
+        return Endpoints(unix, pool, tcp, is_local, advertised.small_request_bytes, stale_at)
 
     def lose(self, endpoints: Endpoints, transport: Http2Transport) -> None:
         """Blocks the address of an endpoint that was lost, and has the server asked for its endpoints again."""
@@ -183,6 +204,18 @@ class EndpointDiscovery:
             in_a_row = now < until + seconds
             seconds = min(2 * seconds, _LONGEST_BLOCKED_S) if in_a_row else _BLOCKED_S
             self._blocked[transport.address] = (now + seconds, seconds)
+            if in_a_row or not transport.was_connected:
+                self._unreachable.add(transport.address)
+
+    def _warn(self, address: Address) -> None:
+        """Logs once what calls do without the server's TCP port."""
+        if isinstance(address, tuple) and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "%s does not answer at %s, its address for large tensors, which may be behind a firewall; calls go to "
+                "%s itself, more slowly, and that address is tried again from time to time, beside the calls",
+                self._target, format_host_port(*address), self._target,
+            )  # fmt: skip
 
     def _is_blocked(self, address: Address) -> bool:
         return address in self._blocked and self._blocked[address][0] > time.monotonic()

@@ -9,9 +9,11 @@ import grpc
 from bngrad._credentials import Credentials
 from bngrad._deadline import Cancellation, Deadline
 from bngrad._errors import InternalError, UnavailableError, from_rpc_error, from_status
+from bngrad._transports.reported_load import ReportedLoad
 from bngrad._transports.tracing import trace_context
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_wire import messages
+from bngrad_wire.load_report import TEXT_HEADER
 from bngrad_wire.messages import Buffer
 
 _BLOCKING_NBYTES = 64 * 1024
@@ -26,7 +28,8 @@ class GrpcioTransport:
     unary_below_nbytes = 2**20
     """Tensors of at least this size are better exchanged in chunks."""
 
-    def __init__(self, channel: grpc.Channel, target: str, credentials: Credentials) -> None:
+    def __init__(self, channel: grpc.Channel, target: str, credentials: Credentials, load: ReportedLoad) -> None:
+        self._load = load
         self._channel = channel
         self._target = target
         self._credentials = credentials
@@ -46,11 +49,15 @@ class GrpcioTransport:
             message, remaining_s = b"".join(pieces), deadline.remaining_s()
             # Closing the channel ends such a call; a future costs a thread hop.
             if cancellation.only_by_close and len(message) < _BLOCKING_NBYTES:
-                return callable_(message, timeout=remaining_s, metadata=metadata)
+                response, call = callable_.with_call(message, timeout=remaining_s, metadata=metadata)
+                self._note(call)
+                return response
             future = callable_.future(message, timeout=remaining_s, metadata=metadata)
             try:
                 with cancellation.calls(future.cancel):
-                    return future.result(remaining_s)
+                    response = future.result(remaining_s)
+                self._note(future)
+                return response
             finally:
                 future.cancel()  # does nothing to a call that has ended
         except grpc.RpcError as error:
@@ -89,6 +96,7 @@ class GrpcioTransport:
                         messages.receive_chunks(source, pb.ExchangeResponse.CHUNK_FIELD_NUMBER, target)
                     if next(responses, None) is not None:
                         raise InternalError(f"{self._target} sent more messages than the response has")
+                self._note(responses)
             finally:
                 responses.cancel()  # does nothing to a call that has ended
         except messages.ChunkError as error:
@@ -96,6 +104,11 @@ class GrpcioTransport:
         except grpc.RpcError as error:
             raise from_rpc_error(error, self._target, deadline.timeout) from error.with_traceback(None)
         return message[field[1] :]
+
+    def _note(self, call: grpc.Call) -> None:
+        for name, value in call.trailing_metadata() or ():
+            if name == TEXT_HEADER:
+                self._load.update(value)
 
 
 def _requests(number: int, header: list[Buffer], tensors: list[memoryview]) -> Iterator[bytes]:

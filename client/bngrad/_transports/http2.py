@@ -3,29 +3,42 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import socket
 import struct
+import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
 
 import grpc
 
 from bngrad._credentials import NO_CREDENTIALS, Credentials
-from bngrad._deadline import Cancellation, Deadline
+from bngrad._deadline import ENDLESS, Cancellation, Deadline
 from bngrad._errors import InternalError, from_status
 from bngrad._shared_memory.quarantine import AbandonedCall, stop_reading
+from bngrad._transports.connector import Address, Connector, NotYetConnectedError
+from bngrad._transports.reported_load import ReportedLoad
 from bngrad._transports.tracing import trace_context
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_wire import http2, messages
 from bngrad_wire.messages import Buffer
 
-_CONNECT_TIMEOUT_S = 5.0
+_HANDSHAKE_TIMEOUT_S = 5.0
 _MAX_IDLE = 64
 _LONG_TIMEOUT_S = 10.0
+_LOOK_S = 1.0
+"""How often a call with a long timeout looks whether the server's host is still there."""
+_FRESH_S = 1e-3
+"""A connection that was used within this time is used again without a look whether the server has closed it; if it has,
+the call is made again on another one."""
 _CHUNK_NBYTES = 2**28
 _MAX_HEADER_NBYTES = 64 * 2**20
 _RESET = struct.pack("ii", 1, 0)
+Result = TypeVar("Result")
+
 _STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
@@ -33,29 +46,56 @@ class NotConnectedError(Exception):
     """The server does not answer at this address, or the connection was lost; another transport may make the call."""
 
 
+class NoConnectionYetError(NotConnectedError):
+    """A connection is still being made, beside the calls, which another transport makes meanwhile."""
+
+
+class _Idle(NamedTuple):
+    """A connection without a call, and since when it has been that, on the monotonic clock."""
+
+    connection: http2.ClientConnection
+    sock: socket.socket
+    since: float
+
+
 class Http2Transport:
     """Reused connections to one address of a server; each serves one call at a time.
 
     Attributes:
         address: Host and port, or the path of a Unix socket.
+        was_connected: Whether there has ever been a connection.
     """
 
     unary_below_nbytes = 256 * 1024
     """Tensors of at least this size are better exchanged in chunks."""
 
-    def __init__(self, address: tuple[str, int] | str, target: str, credentials: Credentials = NO_CREDENTIALS) -> None:
-        """Connects to nothing yet; ``target`` is the server's name in errors."""
+    def __init__(
+        self,
+        address: Address,
+        target: str,
+        credentials: Credentials = NO_CREDENTIALS,
+        load: ReportedLoad | None = None,
+    ) -> None:
+        """Connects to nothing yet; ``target`` is the server's name in errors, ``load`` takes what it reports."""
         self.address = address
+        self.was_connected = False
+        self._connector = Connector(address)
         self._target = target
         self._credentials = credentials
-        self._idle: list[tuple[http2.ClientConnection, socket.socket]] = []
+        self._load = load or ReportedLoad()
+        self._idle: list[_Idle] = []
         self._mutex = threading.Lock()
         self._closed = False
+
+    def twin(self) -> Http2Transport:
+        """Returns another transport to the same address, with connections of its own."""
+        return Http2Transport(self.address, self._target, self._credentials, self._load)
 
     def is_reachable(self) -> bool:
         """Connects, keeps the connection for the next call, and returns whether that worked."""
         try:
-            self._release(*self._connection(Deadline.after(_CONNECT_TIMEOUT_S)))
+            connection, sock, _ = self._connection(ENDLESS)
+            self._release(connection, sock)
         except NotConnectedError:
             return False
         return True
@@ -81,10 +121,17 @@ class Http2Transport:
             BngradError: The server's status, as an error.
             NotConnectedError: The server cannot be reached at this address.
         """
-        with self._call(method, deadline, cancellation, abandoned) as (call, sock):
+
+        def talk(call: http2.ClientCall, set_timeout: Callable[[], object]) -> bytes:
             call.send_message(*pieces, end=True)
-            http2.set_timeout(sock, deadline.remaining_s())
-            return self._finished(call, self._message(call))
+            set_timeout()
+            if (responses := call.take_messages()) is None:
+                return self._finished(call, self._message(call))
+            if len(responses) == 1:
+                return responses[0]
+            raise InternalError(f"{self._target} answered with {len(responses)} messages, not one")
+
+        return self._call(method, deadline, cancellation, talk, abandoned)
 
     def exchange(
         self,
@@ -114,50 +161,123 @@ class Http2Transport:
             BngradError: The server's status, as an error.
             NotConnectedError: The server cannot be reached at this address.
         """
-        with self._call(method, deadline, cancellation) as (call, sock):
-            call.send_message(messages.field_prefix(number, sum(map(len, header))), *header, more=True)
+
+        def talk(call: http2.ClientCall, set_timeout: Callable[[], object]) -> bytes:
+            requests: list[list[Buffer]] = [[messages.field_prefix(number, sum(map(len, header))), *header]]
             for tensor in tensors:
-                for pieces in messages.chunks(pb.ExchangeRequest.CHUNK_FIELD_NUMBER, tensor, _CHUNK_NBYTES):
+                requests += messages.chunks(pb.ExchangeRequest.CHUNK_FIELD_NUMBER, tensor, _CHUNK_NBYTES)
+            if not call.send_all(requests):
+                for pieces in requests:
                     call.send_message(*pieces, more=True)
-            call.half_close()
-            http2.set_timeout(sock, deadline.remaining_s())
-            message = self._message(call)
+                call.half_close()
+            set_timeout()
+            source: messages.MessageSource = call
+            if (responses := call.take_messages()) is not None:
+                source = messages.WholeMessages(functools.partial(next, iter(responses), None))
+            message = self._message(source)
             field = messages.only_field(message, len(message))
             if field is None or field[0] != number:
                 raise InternalError(f"{self._target} did not send the response of the op")
-            http2.set_timeout(sock, deadline.remaining_s())
+            set_timeout()
             try:
                 for target in targets:
-                    messages.receive_chunks(call, pb.ExchangeResponse.CHUNK_FIELD_NUMBER, target)
+                    messages.receive_chunks(source, pb.ExchangeResponse.CHUNK_FIELD_NUMBER, target)
             except messages.ChunkError as error:
                 raise InternalError(f"{self._target} sent a malformed response: {error}") from error
-            return self._finished(call, message[field[1] :])
+            return self._finished(source, message[field[1] :])
+
+        return self._call(method, deadline, cancellation, talk)
+
+    def send_ahead(
+        self, method: str, message: bytes, tensor: memoryview, deadline: Deadline, cancellation: Cancellation
+    ) -> bytes:
+        """Sends a message and then a tensor in chunks; returns the response.
+
+        Args:
+            method: The path of the gRPC method.
+            message: The message.
+            tensor: The elements; may be empty.
+            deadline: When to give up.
+            cancellation: Lets another thread end the call.
+
+        Raises:
+            BngradError: The server's status, as an error.
+            NotConnectedError: The server cannot be reached at this address.
+        """
+
+        def talk(call: http2.ClientCall, set_timeout: Callable[[], object]) -> bytes:
+            call.send_message(message, more=True)
+            for pieces in messages.chunks(pb.SendAheadRequest.CHUNK_FIELD_NUMBER, tensor, _CHUNK_NBYTES):
+                call.send_message(*pieces, more=True)
+            call.half_close()
+            set_timeout()
+            return self._finished(call, self._message(call))
+
+        return self._call(method, deadline, cancellation, talk)
 
     def close(self) -> None:
         """Closes the idle connections; those in use are closed when their calls end."""
         with self._mutex:
             self._closed = True
             idle, self._idle = self._idle, []
-        for connection, _ in idle:
+        self._connector.close()
+        for connection, _, _ in idle:
             connection.close()
 
-    @contextlib.contextmanager
     def _call(
-        self, method: str, deadline: Deadline, cancellation: Cancellation, abandoned: AbandonedCall | None = None
-    ) -> Iterator[tuple[http2.ClientCall, socket.socket]]:
-        """Gives a call and its socket, whose timeout must be set again before each long wait."""
+        self,
+        method: str,
+        deadline: Deadline,
+        cancellation: Cancellation,
+        talk: Callable[[http2.ClientCall, Callable[[], object]], Result],
+        abandoned: AbandonedCall | None = None,
+    ) -> Result:
+        """Makes a call by ``talk``, which is given the call and what sets the timeout again before a long wait."""
         metadata = self._credentials.metadata() + trace_context()
-        connection, sock = self._connection(deadline)
-        end = _reset if abandoned is None else stop_reading
+        must_be_open = abandoned is not None
+        while True:
+            connection, sock, is_open = self._connection(deadline, must_be_open=must_be_open)
+            try:
+                return self._call_on(connection, sock, method, metadata, deadline, cancellation, talk, abandoned)
+            except NotConnectedError:
+                if is_open or cancellation.cancelled:
+                    raise
+            must_be_open = True
+
+    def _call_on(
+        self,
+        connection: http2.ClientConnection,
+        sock: socket.socket,
+        method: str,
+        metadata: Sequence[tuple[str, str]],
+        deadline: Deadline,
+        cancellation: Cancellation,
+        talk: Callable[[http2.ClientCall, Callable[[], object]], Result],
+        abandoned: AbandonedCall | None,
+    ) -> Result:
+        io = connection.io
+
+        def set_timeout() -> float | None:
+            remaining_s = _rounded(deadline.remaining_s())
+            is_long = remaining_s is None or remaining_s >= _LONG_TIMEOUT_S
+            io.waits = 1 if not is_long else sys.maxsize if remaining_s is None else int(remaining_s / _LOOK_S)
+            io.set_timeout(_LOOK_S if is_long else remaining_s)
+            return remaining_s
+
+        cancellation.attach(functools.partial(_reset if abandoned is None else stop_reading, sock))
         try:
-            with cancellation.calls(lambda: end(sock)):
-                remaining_s = deadline.remaining_s()
-                http2.set_timeout(sock, remaining_s)
-                connection.io.deadline = math.inf if deadline.at is None else deadline.at
-                yield connection.call(method, timeout_s=_announced(remaining_s), metadata=metadata), sock
+            remaining_s = set_timeout()
+            io.deadline = math.inf if deadline.at is None else deadline.at
+            result = talk(connection.call(method, timeout_s=remaining_s, metadata=metadata), set_timeout)
+            if (load_text := connection.load_text) is not None:
+                connection.load_text = None
+                self._load.update(load_text)
+            return result
         except TimeoutError as error:
             code, message = grpc.StatusCode.DEADLINE_EXCEEDED, "no data came"
             raise from_status(code, message, b"", self._target, deadline.timeout) from error
+        except http2.PeerLostError as error:  # another transport would wait for the same host
+            raise from_status(grpc.StatusCode.UNAVAILABLE, str(error), b"", self._target, deadline.timeout) from error
         except ConnectionError as error:
             raise NotConnectedError(str(error)) from error
         except http2.RpcError as error:
@@ -166,27 +286,42 @@ class Http2Transport:
             cause = error.with_traceback(None)
             raise from_status(code, error.message, error.details, self._target, deadline.timeout) from cause
         finally:
-            connection.io.deadline = math.inf
+            cancellation.detach()
+            io.deadline = math.inf
             self._release(connection, sock, abandoned)
 
-    def _connection(self, deadline: Deadline) -> tuple[http2.ClientConnection, socket.socket]:
+    def _connection(
+        self, deadline: Deadline, *, must_be_open: bool = True
+    ) -> tuple[http2.ClientConnection, socket.socket, bool]:
+        """Returns a connection, its socket, and whether it is sure that the server had not closed it before."""
         while True:
             with self._mutex:
                 if not self._idle:
                     break
-                connection, sock = self._idle.pop()
+                connection, sock, since = self._idle.pop()
+            if not must_be_open and time.monotonic() - since < _FRESH_S:
+                return connection, sock, False
             if connection.usable:
-                return connection, sock
+                return connection, sock, True
             connection.close()
         remaining_s = deadline.remaining_s()
         # Half of what is left, so that another transport may still make the call.
-        timeout_s = _CONNECT_TIMEOUT_S if remaining_s is None else min(remaining_s / 2, _CONNECT_TIMEOUT_S)
+        timeout_s = _HANDSHAKE_TIMEOUT_S if remaining_s is None else min(remaining_s / 2, _HANDSHAKE_TIMEOUT_S)
+        is_tcp = isinstance(self.address, tuple)
         try:
-            sock = _connected(self.address, timeout_s, self._credentials)
+            sock = self._connector.connect()
+            sock.settimeout(timeout_s)
+            secured = self._credentials.secured(sock) if is_tcp else sock
+        except NotYetConnectedError as error:
+            raise NoConnectionYetError(f"{self.address}: {error}") from error
         except OSError as error:
             raise NotConnectedError(f"{self.address}: {error}") from error
+        self.was_connected = True
+        authority = self._target if is_tcp else "localhost"
         try:
-            return http2.ClientConnection(sock, self._target if isinstance(self.address, tuple) else "localhost"), sock
+            connection = http2.ClientConnection(secured, authority)
+            connection.io.keep_alive()
+            return connection, secured, True
         except ConnectionError as error:
             raise NotConnectedError(str(error)) from error
 
@@ -194,45 +329,32 @@ class Http2Transport:
         self, connection: http2.ClientConnection, sock: socket.socket, abandoned: AbandonedCall | None = None
     ) -> None:
         with self._mutex:
-            is_usable = connection.usable
-            if is_usable and not self._closed and len(self._idle) < _MAX_IDLE:
-                self._idle.append((connection, sock))
+            is_idle = connection.is_idle
+            if is_idle and not self._closed and len(self._idle) < _MAX_IDLE:
+                self._idle.append(_Idle(connection, sock, time.monotonic()))
                 return
-        if is_usable or abandoned is None:
+        if is_idle or abandoned is None:
             connection.close()
         else:
             connection.stream = None  # as `close` would do
             abandoned.abandon(sock)
 
-    def _message(self, call: http2.ClientCall) -> bytes:
-        nbytes = call.receive_message()
+    def _message(self, source: messages.MessageSource) -> bytes:
+        nbytes = source.receive_message()
         if nbytes is None or nbytes > _MAX_HEADER_NBYTES:
             raise InternalError(f"{self._target} answered with {'nothing' if nbytes is None else f'{nbytes} bytes'}")
-        return call.read(nbytes)
+        return source.read(nbytes)
 
-    def _finished(self, call: http2.ClientCall, message: bytes) -> bytes:
+    def _finished(self, source: messages.MessageSource, message: bytes) -> bytes:
         """Returns the message once the server has ended the call with status OK."""
-        if call.receive_message() is not None:
+        if source.receive_message() is not None:
             raise InternalError(f"{self._target} sent more messages than the response has")
         return message
 
 
-def _announced(timeout_s: float | None) -> float | None:
-    """Rounds long timeouts up to whole seconds for the ``grpc-timeout`` header: repeated headers are cheaper."""
+def _rounded(timeout_s: float | None) -> float | None:
+    """Rounds long timeouts up to whole seconds: to repeat the timeout of the socket, and the header, is cheaper."""
     return math.ceil(timeout_s) if timeout_s is not None and timeout_s >= _LONG_TIMEOUT_S else timeout_s
-
-
-def _connected(address: tuple[str, int] | str, timeout_s: float, credentials: Credentials) -> socket.socket:
-    if isinstance(address, tuple):
-        return credentials.secured(socket.create_connection(address, timeout_s))
-    sock = socket.socket(socket.AF_UNIX)
-    try:
-        sock.settimeout(timeout_s)
-        sock.connect(address)
-    except OSError:
-        sock.close()
-        raise
-    return sock
 
 
 def _reset(sock: socket.socket) -> None:

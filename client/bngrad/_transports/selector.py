@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import grpc
 import numpy as np
 
 from bngrad import _validation
+from bngrad._ahead.tensor import places_of
+from bngrad._ahead.upload import Place
 from bngrad._credentials import Credentials
 from bngrad._deadline import Cancellation, Deadline
-from bngrad._errors import BngradError, InvalidArgumentError, NotSharedError, UnavailableError, from_status
+from bngrad._errors import (
+    BngradError,
+    InvalidArgumentError,
+    NotSharedError,
+    UnavailableError,
+    UnknownTicketError,
+    from_status,
+)
 from bngrad._requests import codec
-from bngrad._requests.request import EXCHANGE_METHOD, SERVER_INFO_METHOD, PreparedRequest
+from bngrad._requests.request import EXCHANGE_METHOD, NO_TICKETS, SERVER_INFO_METHOD, PreparedRequest
 from bngrad._results import ServerInfo
 from bngrad._shared_memory.lease import LeaseEndedError, LeaseError, LeaseLateError, UnreachableError
 from bngrad._shared_memory.pool import Pool, PoolRegion
 from bngrad._shared_memory.quarantine import AbandonedCall, Quarantine
+from bngrad._transports.ahead import AheadConnection
 from bngrad._transports.endpoints import EndpointDiscovery, Endpoints
 from bngrad._transports.grpcio import GrpcioTransport
-from bngrad._transports.http2 import Http2Transport, NotConnectedError
+from bngrad._transports.http2 import Http2Transport, NoConnectionYetError, NotConnectedError
+from bngrad._transports.reported_load import ReportedLoad
 from bngrad.typing import Array, Transport
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
+from bngrad_wire.load_report import LoadReport
 from bngrad_wire.messages import Buffer
 
 Result = TypeVar("Result")
@@ -51,11 +63,23 @@ class TransportSelector:
         self.has_answered = False
         self._target = target
         self._preference = transport
+        self._load = ReportedLoad()
         self._channel = credentials.channel(_validation.channel_options(options))
-        self._grpcio = GrpcioTransport(self._channel, target, credentials)
+        self._grpcio = GrpcioTransport(self._channel, target, credentials, self._load)
         self._own_memory = Pool(None)
         self._quarantine = quarantine
-        self._discovery = EndpointDiscovery(target, credentials)
+        self._discovery = EndpointDiscovery(target, credentials, self._load)
+        self._ahead = AheadConnection()
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the tensors of calls travel over a network, by the server's own HTTP/2 port, as far as is known."""
+        return self._preference in ("auto", "stream") and self._discovery.is_remote
+
+    @property
+    def load(self) -> LoadReport | None:
+        """What the server last reported of its load."""
+        return self._load.report
 
     def run(self, request: PreparedRequest[Result], deadline: Deadline, cancellation: Cancellation) -> Result:
         """Makes a call, without retries; raises the errors of `bngrad.Client`."""
@@ -72,15 +96,13 @@ class TransportSelector:
                 if is_late or cancellation.cancelled or self._preference == "shared":
                     raise self._not_shared(error, deadline) from error
             self._wait_for_quarantine(request, deadline, cancellation)
-        # With "stream", the server's TCP port comes first, even where its Unix socket is faster.
-        is_tcp_first = self._preference == "stream" and endpoints.tcp is not None
-        for transport in (endpoints.tcp, endpoints.unix) if is_tcp_first else (endpoints.unix, endpoints.tcp):
-            if transport is not None:
-                try:
-                    return self._send(request, transport, deadline, cancellation)
-                except NotConnectedError as error:
-                    if cancellation.cancelled:
-                        raise UnavailableError(f"the call to {self._target} was cancelled") from error
+        for transport in self._http2_transports(endpoints):
+            try:
+                return self._send_rest(request, transport, deadline, cancellation)
+            except NotConnectedError as error:
+                if cancellation.cancelled:
+                    raise UnavailableError(f"the call to {self._target} was cancelled") from error
+                if not isinstance(error, NoConnectionYetError):
                     self._discovery.lose(endpoints, transport)
         return self._send(request, self._grpcio, deadline, cancellation)
 
@@ -107,10 +129,40 @@ class TransportSelector:
             self._lose_if_unreachable(endpoints, error, cancellation)
             raise self._not_shared(error, deadline) from error
 
+    def send_ahead(
+        self, tensor: Array | None, forget: Sequence[bytes], deadline: Deadline, cancellation: Cancellation
+    ) -> Place | None:
+        """Sends a tensor ahead of the calls that need it, or copies it into shared memory; forgets others.
+
+        Args:
+            tensor: The tensor, in C order; None to forget others alone.
+            forget: The tickets of tensors that are needed no longer.
+            deadline: When to give up.
+            cancellation: Lets another thread end it.
+
+        Returns:
+            Where it is; None where calls send such a tensor themselves.
+
+        Raises:
+            BngradError: The server does not take it.
+            NotConnectedError: The server cannot be reached.
+            LeaseError: It leases no memory.
+        """
+        endpoints = self._discovery.endpoints(self._ask_endpoints, deadline, cancellation)
+        if tensor is not None and endpoints.pool is not None and self._shares_ahead(tensor):
+            copy = _in_pool(endpoints.pool, tensor, deadline, cancellation)
+            return Place(self, copy=copy)
+        transport = next(self._http2_transports(endpoints), None)
+        if transport is None:
+            return None
+        ticket = self._ahead.send(transport, tensor, forget, deadline, cancellation)
+        return Place(self, ticket) if ticket else None
+
     def close(self) -> None:
         """Closes the connections, and ends the calls made by grpcio; closing again does nothing."""
         self._channel.close()
         self._discovery.close()
+        self._ahead.close()
         self._own_memory.close()
 
     def _wait_for_quarantine(
@@ -121,16 +173,44 @@ class TransportSelector:
             reason = "a call that failed may still write to an array of this call"
             raise from_status(grpc.StatusCode.DEADLINE_EXCEEDED, reason, b"", self._target, deadline.timeout)
 
+    def _http2_transports(self, endpoints: Endpoints) -> Iterator[Http2Transport]:
+        # With "stream", the server's TCP port comes first, even where its Unix socket is faster.
+        is_tcp_first = self._preference == "stream" and endpoints.tcp is not None
+        for transport in (endpoints.tcp, endpoints.unix) if is_tcp_first else (endpoints.unix, endpoints.tcp):
+            if transport is not None:
+                yield transport
+
+    def _send_rest(
+        self,
+        request: PreparedRequest[Result],
+        transport: Http2Transport,
+        deadline: Deadline,
+        cancellation: Cancellation,
+    ) -> Result:
+        """Makes a call with its tensors in messages, but for those that the server has."""
+        if not request.ahead:
+            return self._send(request, transport, deadline, cancellation)
+        places = places_of(request.ahead, request.large, self, deadline, cancellation)
+        tickets = {field: place.ticket for field, (_, place) in places.items() if place.ticket}
+        if tickets:
+            try:
+                return self._send(request, transport, deadline, cancellation, tickets)
+            except UnknownTicketError:  # the server has evicted it, or is another one at the same address
+                for field in tickets:
+                    places[field][0].forget()
+        return self._send(request, transport, deadline, cancellation)
+
     def _send(
         self,
         request: PreparedRequest[Result],
         transport: Http2Transport | GrpcioTransport,
         deadline: Deadline,
         cancellation: Cancellation,
+        tickets: Mapping[str, bytes] = NO_TICKETS,
     ) -> Result:
-        """Makes a call with its tensors in messages."""
+        """Makes a call with its tensors in messages, but for those with tickets."""
         op = request.op
-        is_small = request.nbytes < transport.unary_below_nbytes
+        is_small = request.nbytes < transport.unary_below_nbytes and not tickets
         if self._preference == "unary" or (self._preference == "auto" and is_small):
             response = transport.unary(op.method, request.pieces(), deadline, cancellation)
             return request.read(response, request.out)
@@ -138,11 +218,11 @@ class TransportSelector:
             self._own_memory.empty(request.shape, request.dtype) if out is None or not out.flags.c_contiguous else out
             for out in request.out
         ]
-        tensors = [codec.view_of(array) for array in request.large.values()]
+        tensors = [codec.view_of(array) for field, array in request.large.items() if field not in tickets]
         response = transport.exchange(
             EXCHANGE_METHOD,
             op.number,
-            request.header_pieces(),
+            request.header_pieces(tickets),
             tensors,
             [codec.view_of(result) for result in results],
             deadline,
@@ -166,7 +246,12 @@ class TransportSelector:
         if pool is None or transport is None:
             raise self._no_memory(endpoints)
         limits = deadline, cancellation
-        arrays = [_in_pool(pool, array, *limits) for array in request.large.values()]
+        places = places_of(request.ahead, request.large, self, *limits)
+        copies = {field: place.copy for field, (_, place) in places.items()}
+        arrays = [
+            _in_pool(pool, array if (copy := copies.get(field)) is None else copy, *limits)
+            for field, array in request.large.items()
+        ]
         results = [
             pool.empty(request.shape, request.dtype, *limits)
             if out is None or not out.flags.c_contiguous or pool.locate(out) is None
@@ -202,8 +287,12 @@ class TransportSelector:
 
     def _prefers_shared(self, request: PreparedRequest[Result], endpoints: Endpoints) -> bool:
         if self._preference == "auto":
-            return endpoints.pool is not None and request.nbytes >= _SHARED_FROM_NBYTES
+            is_small = request.nbytes < _SHARED_FROM_NBYTES or request.total_nbytes <= endpoints.small_request_nbytes
+            return endpoints.pool is not None and not is_small
         return self._preference == "shared"
+
+    def _shares_ahead(self, tensor: Array) -> bool:
+        return self._preference == "shared" or (self._preference == "auto" and tensor.nbytes >= _SHARED_FROM_NBYTES)
 
     def _no_memory(self, endpoints: Endpoints) -> LeaseError:
         """Returns why there is no shared memory; with "shared", an unreachable server on this host may come back."""

@@ -50,14 +50,20 @@ def batch_norm(
 
     Raises:
         ValueError: x is sharded over several devices, or has another number of dimensions than the data format.
+        jax.errors.JaxRuntimeError: x is sharded, and the function is compiled; it contains the same sentence.
     """
     if x.ndim != len(data_format):
         raise ValueError(f"x must be {len(data_format)}-dimensional for data_format {data_format}, not {x.shape}")
-    devices = getattr(getattr(x, "sharding", None), "device_set", ())
-    if len(devices) > 1:
-        raise ValueError(f"x must be on one device, not sharded over {len(devices)}: call batch_norm in jax.shard_map")
+    jax.debug.inspect_array_sharding(jnp.asarray(x), callback=_check_sharding)
     y, mean, variance = _batch_norm(x, scale, offset, client, float(epsilon), data_format)
     return y, mean, variance
+
+
+def _check_sharding(sharding: Any) -> None:
+    """Refuses x while its program is compiled: XLA would move it to one device, without a word."""
+    if sharding.num_devices > 1 and not sharding.is_fully_replicated:
+        devices = f"not sharded over {sharding.num_devices}"
+        raise ValueError(f"x must be on one device, {devices}: call batch_norm in jax.shard_map")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))

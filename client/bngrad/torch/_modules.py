@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -10,8 +11,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from bngrad._client import Client
+from bngrad.torch._ahead import Inputs, SentInput
 from bngrad.torch._clients import ClientReference
-from bngrad.torch._ops import batch_norm_grad
+from bngrad.torch._ops import batch_norm_grad, gradients
 from bngrad.torch._placement import Placement, Placements
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -24,6 +26,7 @@ class _ClientBatchNorm(_BatchNorm):
 
     _client = ClientReference()
     _placement: Placement | None = None
+    _inputs = Inputs()
 
     def __init__(
         self,
@@ -54,6 +57,7 @@ class _ClientBatchNorm(_BatchNorm):
         options = {} if bias else {"bias": bias}
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype, **options)
         self._client = ClientReference(client)
+        self._inputs = Inputs()
 
     @property
     def client(self) -> Client | None:
@@ -112,7 +116,7 @@ class _ClientBatchNorm(_BatchNorm):
         y, _, _ = _Function.apply(  # type: ignore[no-untyped-call]
             x, self.weight, self.bias,
             self.running_mean if keeps_statistics else None, self.running_var if keeps_statistics else None,
-            is_training, factor, self.eps, self._client.name,
+            is_training, factor, self.eps, self._client.name, self._inputs.send(self._client.client, x),
         )  # fmt: skip
         result: Tensor = y
         return result
@@ -124,7 +128,7 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def forward(
         x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
-        is_training: bool, momentum: float, epsilon: float, client: str,
+        is_training: bool, momentum: float, epsilon: float, client: str, sent: SentInput | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         y, mean, rstd = torch.native_batch_norm(
             x, weight, bias, running_mean, running_var, is_training, momentum, epsilon
@@ -137,7 +141,7 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        x, weight, bias, _, _, ctx.is_training, _, ctx.epsilon, ctx.client = inputs
+        x, weight, bias, _, _, ctx.is_training, _, ctx.epsilon, ctx.client, ctx.sent = inputs
         ctx.bias_dtype = None if bias is None else bias.dtype
         _, mean, rstd = output
         ctx.mark_non_differentiable(mean, rstd)
@@ -146,12 +150,23 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *y_backprop: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, rstd = ctx.saved_tensors
-        x_backprop, scale_backprop, offset_backprop = batch_norm_grad(
-            y_backprop[0], x, weight, mean, rstd, ctx.epsilon, ctx.is_training, ctx.client
-        )
+        compute = gradients if _is_plain(x) else batch_norm_grad
+        with nullcontext() if ctx.sent is None else ctx.sent.used(x):
+            x_backprop, scale_backprop, offset_backprop = compute(
+                y_backprop[0], x, weight, mean, rstd, ctx.epsilon, ctx.is_training, ctx.client
+            )
         grad_weight = None if weight is None else scale_backprop.to(weight.dtype)
         grad_bias = None if ctx.bias_dtype is None else offset_backprop.to(ctx.bias_dtype)
-        return x_backprop, grad_weight, grad_bias, *[None] * 6
+        return x_backprop, grad_weight, grad_bias, *[None] * 7
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Returns whether nothing but the values of the gradient is asked for: no graph, and no fake tensors.
+
+    The dispatcher takes longer than a small gradient, and its first call of an operator imports PyTorch's compiler.
+    """
+    is_traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    return type(x) is Tensor and not is_traced and not torch.is_grad_enabled()
 
 
 class BatchNorm1d(_ClientBatchNorm, nn.BatchNorm1d):
@@ -204,6 +219,7 @@ def convert_batchnorm(
             module.__class__ = _OURS[type(module)]
         if isinstance(module, _ClientBatchNorm):
             module._client = reference
+            module._inputs = Inputs()
             module._placement = placements.add(name or type(module).__name__) if where == "measured" else None
     return model
 
@@ -219,7 +235,7 @@ def revert_batchnorm(model: Model) -> Model:
     """
     for module in model.modules():
         if type(module) in _STOCK:
-            for name in ("_client", "_placement"):
+            for name in ("_client", "_inputs", "_placement"):
                 module.__dict__.pop(name, None)
             module.__class__ = _STOCK[type(module)]
     return model

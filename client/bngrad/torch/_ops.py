@@ -7,8 +7,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bngrad.torch import _clients, _layout
+from bngrad.torch import _ahead, _clients, _layout
 from bngrad.typing import DataFormat
+
+
+def gradients(
+    y_backprop: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, epsilon: float,
+    is_training: bool, client: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Does what `batch_norm_grad` does, without PyTorch's dispatcher, for tensors that nothing traces."""
+    channels_last = _layout.has_channels_last(x)
+    y4, x4 = _layout.for_client((y_backprop, x), channels_last=channels_last)
+    outputs = _clients.find(client).fused_batch_norm_grad_v3(
+        y4, _ahead.sent(x4), _scale(weight, x), _layout.vector(mean), _layout.vector(rstd), None,
+        epsilon, _data_format(channels_last), is_training,
+        reserve_space_2_kind="inverse_std", out=_layout.output_like(x4, x.device),
+    )  # fmt: skip
+    x_backprop = _layout.from_client(outputs.x_backprop, x, channels_last=channels_last)
+    scale_backprop, offset_backprop = map(torch.from_numpy, outputs[1:3])
+    return x_backprop, scale_backprop.to(x.device), offset_backprop.to(x.device)
 
 
 @torch.library.custom_op("bngrad::batch_norm_grad", mutates_args=())
@@ -37,16 +54,7 @@ def batch_norm_grad(
     Returns:
         The gradient of x, with its dtype and shape, and those of weight and bias, float32.
     """
-    channels_last = _layout.has_channels_last(x)
-    y4, x4 = _layout.for_client((y_backprop, x), channels_last=channels_last)
-    gradients = _clients.find(client).fused_batch_norm_grad_v3(
-        y4, x4, _scale(weight, x), _layout.vector(mean), _layout.vector(rstd), None,
-        epsilon, _data_format(channels_last), is_training,
-        reserve_space_2_kind="inverse_std", out=_layout.output_like(x4, x.device),
-    )  # fmt: skip
-    x_backprop = _layout.from_client(gradients.x_backprop, x, channels_last=channels_last)
-    scale_backprop, offset_backprop = map(torch.from_numpy, gradients[1:3])
-    return x_backprop, scale_backprop.to(x.device), offset_backprop.to(x.device)
+    return gradients(y_backprop, x, weight, mean, rstd, epsilon, is_training, client)
 
 
 @torch.library.custom_op("bngrad::batch_norm_grad_grad", mutates_args=())
@@ -96,32 +104,13 @@ def batch_norm_grad_grad(
 
 
 @batch_norm_grad.register_fake
-def _(
-    y_backprop: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    epsilon: float,
-    is_training: bool,
-    client: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(y_backprop: Tensor, x: Tensor, *others: object) -> tuple[Tensor, Tensor, Tensor]:
     return _layout.empty_result(x), _per_channel(x), _per_channel(x)
 
 
 @batch_norm_grad_grad.register_fake
 def _(
-    grad_x_backprop: Tensor,
-    grad_scale_backprop: Tensor,
-    grad_offset_backprop: Tensor,
-    y_backprop: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    epsilon: float,
-    is_training: bool,
-    client: str,
+    of_x: Tensor, of_scale: Tensor, of_offset: Tensor, y_backprop: Tensor, x: Tensor, *others: object
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _layout.empty_result(x), _layout.empty_result(x), _per_channel(x)
 

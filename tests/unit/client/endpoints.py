@@ -77,10 +77,20 @@ class Endpoint:
 
 
 @contextmanager
-def endpoint(answer: CallAnswer, path: str | None = None) -> Iterator[Endpoint]:
+def full_listener() -> Iterator[socket.socket]:
+    """Gives a listener whose queue is full: the system drops what asks for a connection, as a firewall does."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        with socket.create_connection(listener.getsockname()):
+            yield listener
+
+
+@contextmanager
+def endpoint(answer: CallAnswer, path: str | None = None, host: str = "127.0.0.1") -> Iterator[Endpoint]:
     """Serves during the block, on a TCP port or a Unix socket."""
     if path is None:
-        listener = socket.create_server(("127.0.0.1", 0))
+        listener = socket.create_server((host, 0))
     else:
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(path)

@@ -13,7 +13,7 @@ import pytest
 
 import bngrad
 
-ADAPTERS = ("jax", "keras", "tensorflow", "torch")
+ADAPTERS = ("jax", "keras", "ray", "tensorflow", "torch")
 
 
 def test_all_is_sorted_and_holds_every_public_name() -> None:
@@ -37,6 +37,7 @@ def test_both_clients_have_the_same_methods_with_the_same_arguments() -> None:
         "fused_batch_norm_grad_grad",
         "fused_batch_norm_grad_v2",
         "fused_batch_norm_grad_v3",
+        "send_ahead",
         "server_info",
     }
 
@@ -76,7 +77,7 @@ def test_arguments_and_results_are_those_of_tensorflows_op(version: str) -> None
 
 
 def test_the_client_imports_neither_the_kernels_nor_their_libraries() -> None:
-    heavy = ["bngrad_kernels", "bngrad_server", "numba", "cupy", *ADAPTERS, "click", "rich"]
+    heavy = ["bngrad_kernels", "bngrad_server", "numba", "cupy", *ADAPTERS, "flax", "click", "rich"]
     code = f"import sys, bngrad; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"

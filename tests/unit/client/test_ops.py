@@ -474,7 +474,7 @@ def test_an_answer_that_does_not_fit_its_buffer_is_an_internal_error(other: Any,
 
 
 def test_every_field_of_server_info_is_read() -> None:
-    endpoints = pb.Endpoints(stream_port=7, local_directory="/there")
+    endpoints = pb.Endpoints(stream_port=7, stream_host="a", local_directory="/there")
     answer = pb.ServerInfoResponse(
         version="1.2.3",
         devices=[
@@ -503,6 +503,7 @@ def test_every_field_of_server_info_is_read() -> None:
         requests=3,
         batch_sizes=(4, 5),
         stream_port=endpoints.stream_port,
+        stream_host=endpoints.stream_host,
         local_directory=endpoints.local_directory,
         device_remark="no GPU",
         compiling=("float32-2",),

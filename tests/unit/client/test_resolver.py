@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import socket
+import threading
 import time
 from typing import Any
 
 import pytest
-from tests.servers import wait_until
 
+import bngrad
 from bngrad._balancing.resolver import Resolver, lookup
+from bngrad._validation import check_targets
+from bngrad.typing import Targets
 
 SECONDS = 30.0
 
 
 @pytest.mark.parametrize("target", ["localhost:1", "dns:///localhost:1", "127.0.0.1:1", "[::1]:1", "unix:/a", "a"])
 def test_a_target_with_one_address_resolves_to_itself(target: str) -> None:
-    assert lookup(target) == [target]
+    assert [address.target for address in lookup(target)] == [target]
 
 
 @pytest.mark.parametrize("name", ["no-such-host.invalid", "a..b", "x" * 64])
@@ -50,41 +54,90 @@ def test_a_name_with_several_addresses_resolves_to_each(
     monkeypatch: pytest.MonkeyPatch, addresses: list[str], targets: list[str]
 ) -> None:
     answers(monkeypatch, addresses)
-    assert lookup("host:7") == targets
+    assert [address.target for address in lookup("host:7")] == targets
 
 
-def test_names_are_looked_up_again_but_not_at_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_whose_only_address_changes_stands_for_another_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers(monkeypatch, addresses := ["10.0.0.1"])
+    (before,) = lookup("host:7")
+    addresses[:] = ["10.0.0.2"]
+    (after,) = lookup("host:7")
+    assert before.target == after.target == "host:7"
+    assert before != after
+
+
+def resolver_of(targets: Targets, told: list[list[str]]) -> Resolver:
+    return Resolver(
+        [targets] if isinstance(targets, str) else targets,
+        check_targets,
+        lambda addresses: told.append([address.target for address in addresses]),
+    )
+
+
+def test_names_are_looked_up_again_when_it_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
     addresses, told = ["10.0.0.1", "10.0.0.2"], list[list[str]]()
     answers(monkeypatch, addresses)
-    resolver = Resolver(["host:7", "unix:/a"])
+    resolver = resolver_of(["host:7", "unix:/a"], told)
+    assert time.monotonic() >= resolver.due_at
 
-    resolver.resolve(told.append)
-    resolver.first.result(SECONDS)
+    resolver.resolve().result(SECONDS)
+    assert 3 < resolver.due_at - time.monotonic() <= 6
+    resolver.failed()  # after a failure it is sooner
+    assert resolver.due_at - time.monotonic() <= 1
     addresses[:] = ["10.0.0.3", "10.0.0.2"]
-    resolver.resolve(told.append)
-    time.sleep(0.05)
-    assert told == [["10.0.0.1:7", "10.0.0.2:7", "unix:/a"]]
-    monkeypatch.setattr("bngrad._balancing.resolver._BETWEEN_LOOKUPS_S", 0.0)
-    resolver.resolve(told.append)
-    wait_until(lambda: len(told) == 2)
+    resolver.resolve().result(SECONDS)
     addresses.clear()  # the addresses known so far remain
-    resolver.resolve(told.append)
-    wait_until(lambda: len(told) == 3)
-    assert told[1:] == [["10.0.0.3:7", "10.0.0.2:7", "unix:/a"]] * 2
+    resolver.resolve().result(SECONDS)
+    assert told == [["10.0.0.1:7", "10.0.0.2:7", "unix:/a"], *[["10.0.0.3:7", "10.0.0.2:7", "unix:/a"]] * 2]
 
 
-def test_addresses_are_reported_at_once_and_only_once() -> None:
+def test_one_look_up_is_under_way_at_a_time() -> None:
+    held, told = threading.Event(), list[list[str]]()
+
+    def targets() -> list[str]:
+        held.wait(SECONDS)
+        return ["unix:/a"]
+
+    resolver = resolver_of(targets, told)
+    lookups = [resolver.resolve() for _ in range(3)]
+    held.set()
+    for each in lookups:
+        each.result(SECONDS)
+    assert told == [["unix:/a"]]
+
+
+def test_a_function_that_fails_is_logged_once_and_its_last_targets_are_kept(caplog: pytest.LogCaptureFixture) -> None:
+    outcomes: list[Any] = [ValueError("not yet"), ["unix:/a"], OSError("gone"), [], ["a b"], ["unix:/b"]]
     told: list[list[str]] = []
-    resolver = Resolver(["127.0.0.1:1", "unix:/a"])
-    for _ in range(3):
-        resolver.resolve(told.append)
+
+    def targets() -> list[str]:
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome  # type: ignore[no-any-return]
+
+    resolver = resolver_of(targets, told)
+    with pytest.raises(bngrad.UnavailableError, match="the function that returns the targets failed: not yet"):
+        resolver.resolve().result(SECONDS)
+    for _ in range(5):
+        resolver.resolve().result(SECONDS)
+    assert told == [["unix:/a"]] * 4 + [["unix:/b"]]
+    assert [record.message for record in caplog.records] == [
+        "the function that returns the targets failed; the last ones are kept: gone"
+    ]
+
+
+def test_addresses_are_never_looked_up() -> None:
+    told: list[list[str]] = []
+    resolver = resolver_of(["127.0.0.1:1", "unix:/a"], told)
+    resolver.resolve().result(0)
+    resolver.failed()
+    assert resolver.due_at == math.inf
     assert told == [["127.0.0.1:1", "unix:/a"]]
 
 
 def test_an_unknown_name_resolves_to_itself() -> None:
     told: list[list[str]] = []
     unknown = f"{'x' * 64}:1"  # too long for a name: no name server is asked, which could take longer than SECONDS
-    resolver = Resolver([unknown])
-    resolver.resolve(told.append)
-    resolver.first.result(SECONDS)
+    resolver_of([unknown], told).resolve().result(SECONDS)
     assert told == [[unknown]]

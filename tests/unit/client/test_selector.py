@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 from tests.servers import wait_until
 from tests.unit.client.calls import LARGE, MEDIUM, SECONDS, SMALL, is_shared, located, right, shared_pool, tensor
-from tests.unit.client.endpoints import Server, server
+from tests.unit.client.endpoints import Endpoint, Server, endpoint, full_listener, server
 
 import bngrad
 from bngrad._errors import NotSharedError
-from bngrad._transports import endpoints
+from bngrad._transports import connector, endpoints
 from bngrad.typing import Transport
 
 
@@ -414,3 +414,56 @@ def test_malformed_endpoints_are_not_used(served: Server, transport: Transport, 
     with bngrad.Client(served.target, transport=transport) as client:
         right(client, tensor(LARGE), served)
     assert len(served.ways) == 1
+
+
+def test_a_stream_port_that_drops_packets_delays_no_call_and_is_logged_once(
+    served: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(connector, "_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(endpoints, "_BLOCKED_S", 0.2)
+    served.endpoints.ClearField("local_directory")
+    with full_listener() as listener, bngrad.Client(served.target) as client:
+        served.endpoints.stream_port = listener.getsockname()[1]
+        until = time.monotonic() + 1
+        while time.monotonic() < until:
+            right(client, tensor(LARGE), served)
+    assert set(served.ways) == {"grpc"}
+    assert served.infos > 2  # it was tried again
+    (record,) = caplog.records
+    assert f"calls go to {served.target} itself" in record.message
+
+
+def test_a_connection_that_takes_long_serves_later_calls(served: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connector, "_TIMEOUT_S", SECONDS)
+    served.endpoints.ClearField("local_directory")
+    with socket.socket() as listener, bngrad.Client(served.target) as client:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        served.endpoints.stream_port = listener.getsockname()[1]
+        with socket.create_connection(listener.getsockname()):
+            right(client, tensor(LARGE), served)
+            listener.accept()[0].close()
+        late = Endpoint(listener, served.answer_on("late"))
+        until = time.monotonic() + SECONDS
+        while served.ways[-1] != "late" and time.monotonic() < until:
+            right(client, tensor(LARGE), served)
+        late.close()
+    assert served.ways[0] == "grpc"
+    assert served.ways[-1] == "late"
+
+
+def test_the_host_that_a_server_names_is_used_for_its_stream_port(served: Server) -> None:
+    served.endpoints.ClearField("local_directory")
+    with endpoint(served.answer_on("named"), host="127.0.0.2") as other, bngrad.Client(served.target) as client:
+        host, served.endpoints.stream_port = str(other.address[0]), int(other.address[1])
+        served.endpoints.stream_host = host
+        right(client, tensor(LARGE), served)
+    assert served.ways == ["named"]
+
+
+def test_a_token_is_not_sent_unencrypted_to_a_host_that_the_server_names(served: Server) -> None:
+    served.endpoints.ClearField("local_directory")
+    served.endpoints.stream_host = "192.0.2.1"
+    with bngrad.Client(served.target, token=lambda: "alice") as client:
+        right(client, tensor(LARGE), served)
+    assert served.ways == ["grpc"]

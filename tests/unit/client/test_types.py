@@ -27,8 +27,13 @@ import pathlib
 
 import ml_dtypes
 import numpy as np
+import torch
 
 import bngrad
+import bngrad.jax.nnx
+import bngrad.keras
+import bngrad.tensorflow
+import bngrad.torch
 import bngrad.typing
 
 
@@ -50,6 +55,20 @@ async def ask(target: str) -> tuple[str, ...]:
         return tuple(violation.field for violation in error.violations)
 
 
+def convert(client: bngrad.Client) -> list[torch.nn.Parameter]:
+    model = bngrad.torch.convert_batchnorm(torch.nn.Sequential(torch.nn.Linear(2, 4)), client, where="measured")
+    model.append(bngrad.torch.BatchNorm1d(4, eps=1e-3, bias=True, client=client))
+    bngrad.tensorflow.install(client, reserve_space_2_kind="variance")
+    return list(bngrad.torch.revert_batchnorm(model).parameters())
+
+
+def normalize(client: bngrad.Client, x: bngrad.typing.Array) -> None:
+    y, _, _ = bngrad.jax.batch_norm(x, x[0], x[0], client=client, data_format="NDHWC")
+    bngrad.jax.nnx.BatchNorm(4, client=client, axis=1)(y, use_running_average=True)
+    bngrad.keras.BatchNormalization(axis=-1, client=client)
+    bngrad.keras.convert(y, client)
+
+
 with bngrad.Client(["a:1", "b:2"], timeout=30, transport="stream") as client:
     x = np.zeros((2, 3, 3, 4), np.float16)
     print(backward(client, x, x), asyncio.run(ask("a:1")))
@@ -65,13 +84,22 @@ MISTAKES = {
     "a data format of five dimensions for four": ("(1, 1, 1, 1), mean, scale", '[1], mean, scale, 1e-4, "NDHWC"'),
     "a result that was not awaited": ("(await client.server_info())", "client.server_info()"),
     "an unknown transport": ('"stream"', '"http"'),
+    "a misspelt place": ('"measured"', '"measure"'),
+    "a layer that is no client": ("bias=True, client=client", "bias=True, client=model"),
+    "a kind of the other op": ('reserve_space_2_kind="variance"', 'reserve_space_2_kind="std"'),
+    "a data format without channels": ('"NDHWC")\n    bngrad', '"NDHW")\n    bngrad'),
+    "an address for a client": ("BatchNorm(4, client=client", 'BatchNorm(4, client="a:1"'),
+    "a client that is missing": ("convert(y, client)", "convert(y)"),
     "a string for a timeout": ("timeout=30", 'timeout="30 s"'),
 }
 
 
 def by_mypy(path: Path) -> list[int]:
     """The lines of a program in which mypy --strict finds an error."""
-    (path.parent / "mypy.ini").write_text(f"[mypy]\nstrict = true\nmypy_path = {':'.join(SOURCES)}\n")
+    # The frameworks take half a minute to check, and find no mistake in this program.
+    frameworks = ",".join(f"mypy-{name}.*" for name in ("flax", "jax", "keras", "tensorflow", "torch"))
+    settings = f"[mypy]\nstrict = true\nmypy_path = {':'.join(SOURCES)}\n[{frameworks}]\nfollow_imports = skip\n"
+    (path.parent / "mypy.ini").write_text(settings)
     command = [sys.executable, "-m", "mypy", "--no-error-summary", "--no-pretty", path.name]
     done = subprocess.run(command, capture_output=True, text=True, cwd=path.parent)
     assert done.stderr == ""

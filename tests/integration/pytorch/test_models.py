@@ -8,12 +8,11 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from tests.integration.torch_models import data, network, train
+from tests.integration.pytorch.models import data, network, train
 from tests.servers import free_port
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential
@@ -23,21 +22,7 @@ import bngrad.torch
 from bngrad_cli.embedded import EmbeddedServer
 
 NORMS = 9
-DDP = Path(__file__).with_name("torch_ddp.py")
-
-
-@pytest.fixture(scope="module")
-def client(server: EmbeddedServer) -> Iterator[bngrad.Client]:
-    with bngrad.Client(server.target) as client:
-        yield client
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+DDP = Path(__file__).with_name("ddp.py")
 
 
 def ours_in(model: nn.Module) -> list[bngrad.torch.BatchNorm2d]:

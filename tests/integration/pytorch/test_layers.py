@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from tests.integration.torch_models import CHANNELS, MEMORY_FORMATS, OURS, SHAPES, randomised
+from tests.integration.pytorch.models import CHANNELS, MEMORY_FORMATS, OURS, SHAPES, randomised
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 from torch.func import functional_call
@@ -16,24 +16,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 import bngrad
 import bngrad.torch
-from bngrad_cli.embedded import EmbeddedServer
 
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 """Largest difference from float64, as a part of the largest value."""
-
-
-@pytest.fixture(scope="module")
-def client(server: EmbeddedServer) -> Iterator[bngrad.Client]:
-    with bngrad.Client(server.target) as client:
-        yield client
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def tensors(rank: str, memory_format: torch.memory_format, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,1 @@
+"""Tensors that are sent ahead of the calls that need them."""

@@ -1,0 +1,122 @@
+"""A tensor on its way to a server, ahead of the calls that need it."""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from bngrad._deadline import Cancellation, Deadline
+from bngrad.typing import Array
+
+
+class Server(Protocol):
+    """Makes the calls to one server; see `bngrad._transports.selector.TransportSelector`."""
+
+    def send_ahead(
+        self, tensor: Array | None, forget: Sequence[bytes], deadline: Deadline, cancellation: Cancellation
+    ) -> Place | None:
+        """Sends a tensor ahead, and has the server forget others."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor is that was sent ahead.
+
+    Attributes:
+        server: Makes the calls to its server.
+        ticket: What calls to this server name it by; empty for a copy in shared memory.
+        copy: The copy in memory that is shared with this server, if there is one.
+    """
+
+    server: Server
+    ticket: bytes = b""
+    copy: Array | None = None
+
+
+class _State(enum.Enum):
+    QUEUED = enum.auto()
+    SENDING = enum.auto()
+    ENDED = enum.auto()
+
+
+class Upload:
+    """A tensor that waits to be sent ahead, is being sent, or was sent.
+
+    Attributes:
+        server: Makes the calls to the server that it goes to, once that is chosen.
+    """
+
+    def __init__(self, tensor: Array, on_forget: Callable[[Place], object]) -> None:
+        """Waits to be sent.
+
+        Args:
+            tensor: The tensor, in C order.
+            on_forget: Called with a place in a server that is needed no longer; in any thread, at any moment.
+        """
+        self.server: Server | None = None
+        self._tensor: Array | None = tensor
+        self._on_forget = on_forget
+        self._state = _State.QUEUED
+        self._place: Place | None = None
+        self._is_wanted = True
+        # Reentrant, since the garbage collector may run `close` in a thread that has it.
+        self._changed = threading.Condition(threading.RLock())
+
+    def begin(self, server: Server) -> Array | None:
+        """Returns the tensor, which is sent now, until `end`; None if it need not be sent any longer."""
+        with self._changed:
+            tensor, self._tensor = self._tensor, None
+            if tensor is not None:
+                self.server, self._state = server, _State.SENDING
+            return tensor
+
+    def end(self, place: Place | None) -> None:
+        """Ends the sending; the place is None if it failed."""
+        with self._changed:
+            self._state = _State.ENDED
+            self._place = place
+            self._changed.notify_all()
+        if not self._is_wanted:
+            self.forget()
+
+    def place(self, server: Server, deadline: Deadline, cancellation: Cancellation) -> Place | None:
+        """Returns where the tensor is in a server; None if the call must send it itself.
+
+        Waits while it is being sent there. If it still waits for that, it will not be sent ahead.
+        """
+        with self._changed:
+            if self._state is _State.QUEUED:
+                self._tensor, self._state = None, _State.ENDED
+            if self.server is not server:
+                return None
+            if self._state is _State.ENDED:
+                return self._place
+        with cancellation.calls(self._wake), self._changed:
+            self._changed.wait_for(
+                lambda: self._state is _State.ENDED or cancellation.cancelled, deadline.remaining_s()
+            )
+            return self._place
+
+    def forget(self) -> None:
+        """Has the server forget the tensor, or finds that it has."""
+        with self._changed:
+            place, self._place = self._place, None
+        if place is not None and place.ticket:
+            self._on_forget(place)
+
+    def close(self) -> None:
+        """Has the server forget the tensor, also if it is only being sent now."""
+        with self._changed:
+            self._is_wanted = False
+            self._tensor = None
+            if self._state is _State.QUEUED:
+                self._state = _State.ENDED
+        self.forget()
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()

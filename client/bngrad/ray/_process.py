@@ -1,0 +1,121 @@
+"""A server as a child process that is started again when it dies."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+
+logger = logging.getLogger("bngrad")
+
+# Without the second statement a server would outlive an actor that is killed.
+_PROGRAM = """
+import sys
+from bngrad_server.runtime.processes import die_with_parent
+die_with_parent(int(sys.argv.pop(1)))
+from bngrad_cli.main import main
+main()
+"""
+_READY = re.compile(r" ready on ([^\s,]+?)[,:] ")
+_RESTART_DELAYS_S = (0.0, 1.0, 2.0, 5.0, 10.0)
+"""Before the next start, by how often in a row the server has ended before it was ready."""
+_STOP_TIMEOUT_S = 40.0
+"""Longer than a server's own `--drain-timeout`, unless that is set."""
+
+
+class ServerProcess:
+    """Runs ``bngrad serve`` on a host of this node, and starts it again, at the same address if it is still free.
+
+    The server's log goes to this process's stderr.
+    """
+
+    def __init__(self, host: str, options: Sequence[str]) -> None:
+        """Starts the server without waiting until it is ready.
+
+        Args:
+            host: The address to listen on.
+            options: Options of ``bngrad serve``.
+        """
+        self._host = host
+        self._options = options
+        self._target = ""
+        self._mutex = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        self._stopping = threading.Event()
+        self._ready_or_failed = threading.Event()
+        # The system kills the server when the thread that has started it ends: this one lives as long as the actor.
+        self._thread = threading.Thread(target=self._run, name="bngrad-server", daemon=True)
+        self._thread.start()
+
+    @property
+    def target(self) -> str:
+        """Where the server listens, also while it is being started again; empty before it has been ready once."""
+        return self._target
+
+    @property
+    def pid(self) -> int:
+        """The process id of the server's front process; of the last one while there is none."""
+        return self._process.pid if self._process else 0
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits until the server has been ready once.
+
+        Raises:
+            RuntimeError: It ended before it was ready, or is not ready in time.
+        """
+        self._ready_or_failed.wait(timeout_s)
+        if self._target:
+            return
+        process = self._process
+        code = process.poll() if process else None
+        if code is None:
+            raise RuntimeError(f"bngrad serve is not ready after {timeout_s:g} s")
+        raise RuntimeError(f"bngrad serve ended with exit code {code}; Ray's log of this actor says why")
+
+    def stop(self) -> None:
+        """Has the server finish its requests, and waits until it has ended."""
+        self._stopping.set()
+        with self._mutex:
+            process = self._process
+            if process:
+                process.terminate()
+        self._thread.join(_STOP_TIMEOUT_S)
+        if process and self._thread.is_alive():
+            process.kill()
+
+    def _run(self) -> None:
+        failures = 0
+        while True:
+            was_ready, code = self._serve()
+            if self._stopping.is_set():
+                return
+            self._ready_or_failed.set()
+            failures = 0 if was_ready else failures + 1
+            logger.error("bngrad serve ended with exit code %d and is started again", code)
+            if self._stopping.wait(_RESTART_DELAYS_S[min(failures, len(_RESTART_DELAYS_S) - 1)]):
+                return
+            if not was_ready and self._target:  # another process may have taken its port
+                self._target = ""
+
+    def _serve(self) -> tuple[bool, int]:
+        """Runs a server to its end; returns whether it was ready, and its exit code."""
+        listen = self._target or f"{self._host}:0"
+        command = [sys.executable, "-c", _PROGRAM, str(os.getpid()), "serve", "--listen", listen, *self._options]
+        with self._mutex:
+            if self._stopping.is_set():
+                return False, 0
+            process = subprocess.Popen(  # noqa: S603 - our own program
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
+            )
+            self._process = process
+        assert process.stdout is not None
+        with process.stdout:
+            ready = _READY.search(process.stdout.readline())
+            if ready:
+                self._target = ready[1]
+                self._ready_or_failed.set()
+            return ready is not None, process.wait()

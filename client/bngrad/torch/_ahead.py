@@ -1,0 +1,86 @@
+"""Sends the inputs of layers ahead of the backward passes that need them."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from bngrad._ahead.tensor import AheadTensor, release, renew
+from bngrad._client import Client
+from bngrad._requests.arrays import as_array
+from bngrad._requests.request import in_wire_layout
+from bngrad.torch import _layout
+
+
+class _Current(threading.local):
+    """The input of the backward pass that runs in this thread, if it was sent ahead."""
+
+    tensor: AheadTensor | None = None
+
+
+_current = _Current()
+_LARGEST_BALANCE = 1000
+
+
+class Inputs:
+    """The inputs of one layer, which are sent ahead as long as most backward passes use what was sent.
+
+    With ``torch.utils.checkpoint`` they do not: it computes the input again, and gives them another tensor.
+    """
+
+    def __init__(self) -> None:
+        self._balance = 0  # of those that were used, and those that were not
+
+    def send(self, client: Client | None, x: Tensor) -> SentInput | None:
+        """Begins to send an input if that pays: to a server on another host, from the CPU's memory, in eager mode."""
+        if torch.compiler.is_compiling() or client is None or x.device.type != "cpu" or self._balance < 0:
+            return None
+        return SentInput(self, client, x) if client._calls.is_remote else None
+
+    def count(self, *, was_used: bool) -> None:
+        """Counts an input that was sent."""
+        self._balance = min(self._balance + (1 if was_used else -1), _LARGEST_BALANCE)
+
+
+class SentInput:
+    """An input that was sent ahead, for one backward pass; it does not keep the input alive."""
+
+    def __init__(self, inputs: Inputs, client: Client, x: Tensor) -> None:
+        """Begins to send."""
+        tensor = client.send_ahead(*_layout.for_client((x,), channels_last=_layout.has_channels_last(x)))
+        release(tensor)
+
+        def on_end(_: object) -> None:
+            tensor.close()
+            inputs.count(was_used=False)
+
+        self._inputs = inputs
+        self._tensor = tensor
+        self._x: weakref.ref[Tensor] | None = weakref.ref(x, on_end)
+
+    @contextmanager
+    def used(self, x: Tensor) -> Iterator[None]:
+        """Lets the operator that computes the gradient use what was sent, once, and if that was this input."""
+        is_same = self._x is not None and self._x() is x
+        if is_same:
+            self._x = None
+            self._inputs.count(was_used=True)
+        _current.tensor = self._tensor if is_same else None
+        try:
+            yield
+        finally:
+            _current.tensor = None
+            self._tensor.close()
+
+
+def sent(x: Tensor) -> Tensor | AheadTensor:
+    """Returns an input as the client takes it, or the handle of what was sent of it."""
+    if _current.tensor is None:
+        return x
+    renew(_current.tensor, *in_wire_layout(as_array("x", x)))
+    return _current.tensor

@@ -1,0 +1,84 @@
+"""A server behind a port mapping is found where it says."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+from tests.integration.problems import Case, assert_same_bits, random_inputs
+from tests.servers import ONE_WORKER, endpoints_of, free_port, ports_of, run_bngrad, wait_until
+
+import bngrad
+from bngrad_cli.embedded import EmbeddedServer
+
+CASE = Case("v2", "NHWC", (16, 65, 65, 9))
+
+
+class PortMapping:
+    """Takes connections on a port of its own, and passes them on to another one, as a gateway does.
+
+    Attributes:
+        port: Its own port.
+        target: The other port.
+        connections: Both ends of the connections that it has taken.
+    """
+
+    def __init__(self, target: int) -> None:
+        self.connections: list[socket.socket] = []
+        self.target = target
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept).start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(("127.0.0.1", self.target))
+                self.connections += [near, far]
+                for pair in ((near, far), (far, near)):
+                    threading.Thread(target=_pass_on, args=pair).start()
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for each in self.connections:
+            each.close()
+
+
+def _pass_on(source: socket.socket, target: socket.socket) -> None:
+    with suppress(OSError):
+        while data := source.recv(2**16):
+            target.sendall(data)
+    with suppress(OSError):
+        target.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture
+def mapping() -> Iterator[PortMapping]:
+    mapping = PortMapping(free_port())
+    yield mapping
+    mapping.close()
+
+
+def test_tensors_go_to_the_address_that_a_server_advertises(mapping: PortMapping) -> None:
+    options = ("--stream-port", str(mapping.target), "--advertise-stream", f"localhost:{mapping.port}", *ONE_WORKER)
+    inputs = random_inputs(CASE.spec())
+    with EmbeddedServer(options=options) as server:
+        advertised = endpoints_of(server.target)
+        assert (advertised.stream_host, advertised.stream_port) == ("localhost", mapping.port)
+        assert mapping.target in ports_of(server.process.pid)
+        assert f"TCP port {mapping.port} of localhost\n" in run_bngrad("info", server.target).stdout
+        with bngrad.Client(server.target, transport="unary") as other:
+            expected = CASE.run(other, inputs)
+        with bngrad.Client(server.target, transport="stream") as client:
+
+            def uses_the_mapping() -> bool:
+                assert_same_bits(CASE.run(client, inputs), expected)
+                return bool(mapping.connections)
+
+            wait_until(uses_the_mapping)  # it is tried beside the first calls
+            assert_same_bits(CASE.run(client, inputs), expected)

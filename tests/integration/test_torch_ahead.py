@@ -1,0 +1,126 @@
+"""Inputs of PyTorch's layers that are sent ahead of their backward passes, to a server on another host."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tests.monitoring.conftest import HTTP, http_of, samples
+from tests.servers import endpoints_of, wait_until
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import bngrad
+import bngrad.torch
+from bngrad_cli.embedded import EmbeddedServer
+
+SHAPE = (8, 64, 28, 28)
+NBYTES = 4 * 8 * 64 * 28 * 28
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[EmbeddedServer]:
+    """A server whose directory for clients on its host is not to be found, as on another host."""
+    with EmbeddedServer(options=("--workers", "1", *HTTP)) as server:
+        directory = Path(endpoints_of(server.target).local_directory)
+        hidden = directory.rename(directory.with_name(f".hidden-{directory.name}"))
+        yield server
+        hidden.rename(directory)
+
+
+@pytest.fixture(scope="module")
+def http(server: EmbeddedServer) -> str:
+    return http_of(server)
+
+
+@pytest.fixture
+def layer(server: EmbeddedServer, http: str) -> Iterator[bngrad.torch.BatchNorm2d]:
+    """A layer whose client has made a call, so it knows its server."""
+    with bngrad.Client(server.target) as client:
+        layer = bngrad.torch.BatchNorm2d(SHAPE[1], client=client)
+        gradient(layer, tensor())
+        wait_for_ahead(http, 0)
+        yield layer
+    wait_for_ahead(http, 0)
+
+
+def wait_for_ahead(http: str, tensors: int) -> None:
+    def is_so() -> bool:
+        found = samples(http)
+        numbers = found["bngrad_ahead_tensors", ()], found["bngrad_ahead_bytes", ()]
+        return numbers == (tensors, tensors * NBYTES)
+
+    wait_until(is_so)
+
+
+def tensor(seed: int = 0) -> Tensor:
+    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+def gradient(layer: torch.nn.Module, x: Tensor) -> Tensor:
+    (found,) = torch.autograd.grad(layer(x).square().sum(), x)
+    return found
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_the_backward_pass_uses_what_was_sent(
+    layer: bngrad.torch.BatchNorm2d, http: str, memory_format: torch.memory_format
+) -> None:
+    x = tensor().detach().to(memory_format=memory_format).requires_grad_()
+    expected = gradient(layer, x)
+    wait_for_ahead(http, 0)
+    loss = layer(x).square().sum()
+    wait_for_ahead(http, 1)
+    x.data.zero_()  # unseen by PyTorch
+    (found,) = torch.autograd.grad(loss, x)
+    assert torch.equal(found, expected)
+
+
+def test_a_tensor_between_layers_is_sent_too(layer: bngrad.torch.BatchNorm2d, http: str) -> None:
+    x = tensor()
+    loss = layer(x * 2).sum()
+    gc.collect()
+    wait_for_ahead(http, 1)
+    loss.backward()
+    wait_for_ahead(http, 0)
+
+
+def test_an_input_that_changed_is_refused(layer: bngrad.torch.BatchNorm2d) -> None:
+    x = tensor() * 1
+    loss = layer(x).square().sum()
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_inputs_without_a_backward_pass_are_forgotten(layer: bngrad.torch.BatchNorm2d, http: str) -> None:
+    y = layer(tensor())
+    wait_for_ahead(http, 1)
+    del y
+    wait_for_ahead(http, 0)
+
+
+def test_checkpoints_free_their_inputs_and_are_not_sent_for_long(layer: bngrad.torch.BatchNorm2d, http: str) -> None:
+    expected = [gradient(layer, tensor(seed)) for seed in range(4)]
+
+    def with_checkpoint(x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(lambda x: layer(x * 1), x, use_reentrant=False)
+        wait_for_ahead(http, 0)  # the tensor has gone, though the backward pass is to come
+        return y
+
+    for seed in range(4):
+        x = tensor(seed)
+        (found,) = torch.autograd.grad(with_checkpoint(x).square().sum(), x)
+        assert torch.equal(found, expected[seed])
+
+
+def test_the_second_order(layer: bngrad.torch.BatchNorm2d) -> None:
+    x = tensor()
+    results = []
+    for model in (layer, bngrad.torch.revert_batchnorm(torch.nn.Sequential(layer))):
+        (first,) = torch.autograd.grad(model(x).pow(3).mean(), x, create_graph=True)
+        results.append(torch.autograd.grad(first.square().sum(), x)[0])
+    torch.testing.assert_close(*results)

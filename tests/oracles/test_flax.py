@@ -1,0 +1,64 @@
+"""Flax's batch normalisation, whose gradients a client computes: `bngrad.jax.nnx`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import bngrad
+import bngrad.jax.nnx
+
+CHANNELS = 5
+LAYERS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "dense": ((6, CHANNELS), {"use_scale": False}),
+    "sequence, channels second": ((4, CHANNELS, 3), {"axis": 1, "use_bias": False}),
+    "images in bfloat16": ((4, 3, 6, CHANNELS), {"dtype": jnp.bfloat16}),
+    "volumes": ((2, 3, 4, 3, CHANNELS), {"axis": 4, "momentum": 0.5}),
+}
+
+
+def trained(layer: Any, x: Any) -> list[Any]:
+    """Returns the loss, the gradients and the running statistics of two steps."""
+    weights = np.random.default_rng(1).normal(size=x.shape).astype(np.float32)
+
+    @nnx.jit  # type: ignore[untyped-decorator] # Flax is not followed by mypy
+    def step(layer: Any, x: Any) -> Any:
+        def loss(layer: Any, x: Any) -> Any:
+            return (jnp.sin(layer(x).astype(jnp.float32)) * weights).sum()
+
+        return nnx.value_and_grad(loss, argnums=(0, 1))(layer, x)
+
+    step(layer, x)
+    found: list[Any] = jax.tree.leaves(step(layer, x))
+    return [*found, layer.mean[...], layer.var[...]]
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_trains_as_flaxs_own(client: bngrad.Client, name: str) -> None:
+    shape, options = LAYERS[name]
+    x = np.random.default_rng(0).normal(1, 2, shape).astype(np.float32)
+    ours = trained(bngrad.jax.nnx.BatchNorm(CHANNELS, client=client, rngs=nnx.Rngs(0), **options), x)
+    theirs = trained(nnx.BatchNorm(CHANNELS, rngs=nnx.Rngs(0), **options), x)
+    for our, their in zip(ours, theirs, strict=True):
+        assert (our.shape, our.dtype) == (their.shape, their.dtype)
+        assert abs(our - their).max() <= (0.05 if "dtype" in options else 1e-4)
+
+
+def test_what_the_client_does_not_compute_is_flaxs_own() -> None:
+    with bngrad.Client("localhost:1") as client:
+        layer = bngrad.jax.nnx.BatchNorm(CHANNELS, client=client, rngs=nnx.Rngs(0))
+    stock = nnx.BatchNorm(CHANNELS, rngs=nnx.Rngs(0))
+    x, mask = np.random.default_rng(0).normal(size=(6, CHANNELS)).astype(np.float32), np.ones((6, 1), bool)
+
+    def gradients(layer: Any) -> list[Any]:
+        calls = {"use_running_average": True}, {"mask": mask}
+        return [nnx.grad(lambda m, x, call=call: jnp.sin(m(x, **call)).sum(), argnums=1)(layer, x) for call in calls]
+
+    for our, their in zip(gradients(layer), gradients(stock), strict=True):
+        np.testing.assert_array_equal(our, their)
+    assert nnx.clone(layer).client is client

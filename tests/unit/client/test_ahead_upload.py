@@ -1,0 +1,96 @@
+"""The states of a tensor that is sent ahead, seen by the sender, by calls and by its owner."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+
+from bngrad._ahead.upload import Place, Upload
+from bngrad._deadline import ENDLESS, Cancellation, Deadline
+from bngrad.typing import Array
+
+TENSOR = np.ones((2, 3), np.float32)
+
+
+class FakeServer:
+    def send_ahead(
+        self, tensor: Array | None, forget: Sequence[bytes], deadline: Deadline, cancellation: Cancellation
+    ) -> Place | None:
+        raise NotImplementedError
+
+
+SERVER, OTHER = FakeServer(), FakeServer()
+PLACE = Place(SERVER, b"ticket")
+
+
+def upload() -> tuple[Upload, list[Place]]:
+    forgotten: list[Place] = []
+    return Upload(TENSOR, forgotten.append), forgotten
+
+
+def found(upload: Upload, server: FakeServer = SERVER, deadline: Deadline = ENDLESS) -> Place | None:
+    return upload.place(server, deadline, Cancellation())
+
+
+def test_calls_find_it_once_it_was_sent_and_only_where_it_is() -> None:
+    sent, forgotten = upload()
+    assert sent.begin(SERVER) is TENSOR
+    assert sent.begin(SERVER) is None
+    sent.end(PLACE)
+    assert (found(sent), found(sent, OTHER), forgotten) == (PLACE, None, [])
+
+
+def test_a_call_that_comes_first_sends_it_itself() -> None:
+    queued, _ = upload()
+    assert found(queued) is None
+    assert queued.begin(SERVER) is None
+
+
+def test_a_call_waits_for_its_end() -> None:
+    for place in (PLACE, None):
+        sending, _ = upload()
+        sending.begin(SERVER)
+        threading.Timer(0.05, sending.end, (place,)).start()
+        assert found(sending) is place
+    sending, _ = upload()
+    sending.begin(SERVER)
+    assert found(sending, OTHER) is None
+    assert found(sending, deadline=Deadline.after(1e-3)) is None
+
+
+def test_a_cancelled_call_waits_no_longer() -> None:
+    sending, _ = upload()
+    sending.begin(SERVER)
+    cancellation = Cancellation()
+    threading.Timer(0.05, cancellation.cancel).start()
+    assert sending.place(SERVER, ENDLESS, cancellation) is None
+
+
+def test_closing_forgets_it_in_every_state() -> None:
+    queued, forgotten = upload()
+    queued.close()
+    assert (queued.begin(SERVER), forgotten) == (None, [])
+
+    sending, forgotten = upload()
+    sending.begin(SERVER)
+    sending.close()
+    assert forgotten == []
+    sending.end(PLACE)
+    assert (forgotten, found(sending)) == ([PLACE], None)
+
+    sent, forgotten = upload()
+    sent.begin(SERVER)
+    sent.end(PLACE)
+    sent.close()
+    sent.close()
+    assert (forgotten, found(sent)) == ([PLACE], None)
+
+
+def test_copies_in_shared_memory_are_no_servers_business() -> None:
+    copied, forgotten = upload()
+    copied.begin(SERVER)
+    copied.end(Place(SERVER, copy=TENSOR))
+    copied.close()
+    assert (forgotten, found(copied)) == ([], None)

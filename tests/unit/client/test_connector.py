@@ -1,0 +1,78 @@
+"""Connections that are made beside calls, over real sockets."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from tests.servers import wait_until
+from tests.unit.client.endpoints import full_listener
+
+from bngrad._transports import connector
+from bngrad._transports.connector import Connector, NotYetConnectedError
+
+
+def error_of(made: Connector) -> OSError:
+    try:
+        made.connect().close()
+    except OSError as error:
+        return error
+    raise AssertionError("it was connected")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_listening_port_is_connected_at_once(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connector, "WAIT_S", 30.0)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        made = Connector((host, listener.getsockname()[1]))
+        for _ in range(3):
+            made.connect().close()
+
+
+def test_a_unix_socket_is_connected_at_once(tmp_path: Path) -> None:
+    path = f"{tmp_path}/socket"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        Connector(path).connect().close()
+
+
+def test_a_port_without_listener_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connector, "WAIT_S", 30.0)  # for the look-up
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        for address in (bound.getsockname(), f"{tmp_path}/socket", ("x" * 64, 1)):
+            assert not isinstance(error_of(Connector(address)), NotYetConnectedError)
+
+
+def test_a_connection_that_takes_long_is_there_for_a_later_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connector, "_TIMEOUT_S", 60.0)
+    with full_listener() as listener, closing(Connector(listener.getsockname())) as made:
+        for _ in range(3):
+            with pytest.raises(NotYetConnectedError):
+                made.connect()
+        listener.accept()[0].close()  # makes room
+
+        def is_connected() -> bool:
+            try:
+                made.connect().close()
+            except NotYetConnectedError:
+                return False
+            return True
+
+        wait_until(is_connected)
+
+
+def test_a_connection_that_takes_too_long_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connector, "_TIMEOUT_S", 0.1)
+    with full_listener() as listener, closing(Connector(listener.getsockname())) as made:
+        errors: list[OSError] = []
+
+        def has_failed() -> bool:
+            errors.append(error_of(made))
+            return isinstance(errors[-1], TimeoutError)
+
+        wait_until(has_failed)
+        assert all(isinstance(error, NotYetConnectedError) for error in errors[:-1])

@@ -1,0 +1,248 @@
+"""Servers that come and go while calls are made, against peers over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+
+import grpc
+import pytest
+from tests.servers import wait_until
+from tests.unit.client.calls import SECONDS, ClientClass, inputs
+from tests.unit.client.endpoints import full_listener
+from tests.unit.client.peer import echo, peer
+
+import bngrad
+import bngrad.aio
+from bngrad._balancing import resolver, subset, upstream
+from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
+
+
+class Fleet:
+    """Servers that count their calls.
+
+    Attributes:
+        calls: How many calls came to each, by its number.
+        down: The numbers of those that refuse every call.
+    """
+
+    def __init__(self, targets: list[str], calls: Counter[int], down: set[int]) -> None:
+        self.targets = targets
+        self.calls = calls
+        self.down = down
+
+    def get_calls(self, *numbers: int) -> bool:
+        """Returns whether these servers, and no others, got calls since this was last asked."""
+        got = set(self.calls)
+        self.calls.clear()
+        return got == set(numbers)
+
+
+@contextmanager
+def fleet(size: int) -> Iterator[Fleet]:
+    calls: Counter[int] = Counter()
+    down: set[int] = set()
+
+    def answer_as(number: int) -> Callable[[str, bytes, grpc.ServicerContext], bytes]:
+        def answer(method: str, request: bytes, context: grpc.ServicerContext) -> bytes:
+            if number in down:
+                return context.abort(grpc.StatusCode.UNAVAILABLE, "for a test")
+            calls[number] += method != "ServerInfo"
+            return echo(method, request, context)
+
+        return answer
+
+    with ExitStack() as stack:
+        yield Fleet([stack.enter_context(peer(answer_as(number))) for number in range(size)], calls, down)
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolver, "_LONGEST_INTERVAL_S", 0.05)
+
+
+@contextmanager
+def calls_of(client_class: ClientClass, target: Callable[[], list[str]]) -> Iterator[Callable[[], None]]:
+    """Gives what makes 20 calls by a client of either class."""
+    made = client_class(target)
+    if isinstance(made, bngrad.Client):
+        with made as client, ThreadPoolExecutor(4) as threads:
+
+            def call_in_threads() -> None:
+                for answer in [threads.submit(client.fused_batch_norm_grad_v2, *inputs(1)) for _ in range(20)]:
+                    answer.result(SECONDS)
+
+            yield call_in_threads
+    else:
+        asynchronous = made
+
+        async def call_in_tasks() -> None:
+            await asyncio.gather(*(asynchronous.fused_batch_norm_grad_v2(*inputs(1)) for _ in range(20)))
+
+        yield lambda: asyncio.run(call_in_tasks())
+        asyncio.run(asynchronous.close())
+
+
+def test_a_function_names_the_servers_anew_while_calls_go_on(client_class: ClientClass) -> None:
+    with fleet(3) as served:
+        targets = served.targets[:2]
+        with calls_of(client_class, lambda: targets) as call:
+
+            def reach(*numbers: int) -> bool:
+                call()
+                return served.get_calls(*numbers)
+
+            wait_until(lambda: reach(0, 1))
+            targets[:] = served.targets
+            wait_until(lambda: reach(0, 1, 2))
+            targets[:] = served.targets[2:]
+            wait_until(lambda: reach(2))
+            targets.clear()  # the last ones are kept
+            for _ in range(5):
+                assert reach(2)
+
+
+def test_the_first_call_says_why_a_function_names_no_server(client_class: ClientClass) -> None:
+    def fail() -> list[str]:
+        raise RuntimeError("the registry is away")
+
+    with (
+        calls_of(client_class, fail) as call,
+        pytest.raises(bngrad.UnavailableError, match="function that returns the targets failed: the registry is away"),
+    ):
+        call()
+
+
+def test_a_function_is_asked_again_while_a_call_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolver, "_LONGEST_INTERVAL_S", 3600.0)
+    stopped = threading.Event()
+
+    def stop_after_first(method: str, request: bytes, context: grpc.ServicerContext) -> bytes:
+        if stopped.is_set():
+            return context.abort(grpc.StatusCode.UNAVAILABLE, "for a test")
+        return echo(method, request, context)
+
+    with peer(stop_after_first) as first, peer(echo) as second:
+        targets = [first]
+        with bngrad.Client(lambda: targets) as client:
+            client.fused_batch_norm_grad_v2(*inputs(1))
+            targets[:] = [second]
+            stopped.set()
+            client.fused_batch_norm_grad_v2(*inputs(1))
+
+
+def test_a_server_that_is_added_before_it_answers_delays_no_call() -> None:
+    with fleet(1) as served, full_listener() as listener:
+        targets = list(served.targets)
+        with bngrad.Client(lambda: targets, timeout=2.0, retries=False) as client:
+            client.fused_batch_norm_grad_v2(*inputs(1))
+            targets.append("127.0.0.1:{1}".format(*listener.getsockname()))
+            until = time.monotonic() + 0.5
+            while time.monotonic() < until:
+                client.fused_batch_norm_grad_v2(*inputs(1))
+
+
+def test_a_server_that_stands_still_without_a_ready_worker_gets_no_new_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upstream, "_SILENT_S", 0.0)
+    released, held, questions = threading.Event(), Counter[str](), Counter[str]()
+
+    def hold(method: str, request: bytes, context: grpc.ServicerContext) -> bytes:
+        if method == "ServerInfo":
+            questions["stuck"] += 1
+            device = pb.Device(name="cpu", state=pb.WORKER_STATE_STARTING)
+            return pb.ServerInfoResponse(devices=[device]).SerializeToString()
+        held["stuck"] += 1
+        released.wait(SECONDS)
+        return echo(method, request, context)
+
+    with (
+        peer(hold) as stuck,
+        fleet(1) as served,
+        bngrad.Client([stuck, *served.targets]) as client,
+        ThreadPoolExecutor(12) as threads,
+    ):
+
+        def call() -> None:
+            while not released.is_set():
+                client.fused_batch_norm_grad_v2(*inputs(1))
+
+        calls = [threads.submit(call) for _ in range(4)]
+        wait_until(lambda: questions["stuck"] > 3)  # it is asked again and again once it is known not to be ready
+        before, served.calls[0] = held["stuck"], 0
+        calls += [threads.submit(call) for _ in range(8)]
+        wait_until(lambda: served.calls[0] > 300)
+        assert held["stuck"] == before
+        released.set()
+        for each in calls:
+            each.result(SECONDS)
+
+
+def test_of_a_large_fleet_some_are_used_and_others_when_these_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subset, "SUBSET_SIZE", 4)
+    with fleet(12) as served, bngrad.Client(lambda: served.targets) as client:
+
+        def used() -> set[int]:
+            served.calls.clear()
+            for _ in range(50):
+                client.fused_batch_norm_grad_v2(*inputs(1))
+            return set(served.calls)
+
+        first = used()
+        assert len(first) == 4
+        served.down |= first
+        wait_until(lambda: len(used()) == 4)
+        assert not used() & first
+        served.down.clear()
+        wait_until(lambda: used() == first)
+        served.targets.pop(first.pop())
+        wait_until(lambda: used() > first)
+
+
+def test_a_client_with_more_calls_in_flight_than_its_part_has_servers_uses_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(subset, "SUBSET_SIZE", 2)
+    with fleet(8) as served, bngrad.Client(served.targets) as client, ThreadPoolExecutor(8) as threads:
+
+        def call(times: int) -> None:
+            for _ in range(times):
+                client.fused_batch_norm_grad_v2(*inputs(1))
+
+        call(50)
+        assert len(served.calls) == 2
+        wait_until(lambda: len(served.calls) == 8 or bool(list(threads.map(call, [10] * 8))))
+
+
+def test_a_token_is_not_sent_unencrypted_to_a_host_that_a_function_names() -> None:
+    with (
+        bngrad.Client(lambda: ["192.0.2.1:1"], token=lambda: "alice") as client,
+        pytest.raises(bngrad.UnavailableError, match=r"the token would travel unencrypted to 192\.0\.2\.1:1"),
+    ):
+        client.server_info()
+
+
+def test_a_look_up_keeps_no_client_alive() -> None:
+    asked, held = threading.Event(), threading.Event()
+
+    def targets() -> list[str]:
+        asked.set()
+        held.wait(SECONDS)
+        return ["127.0.0.1:1"]
+
+    client = bngrad.Client(targets)
+    with pytest.raises(bngrad.DeadlineExceededError):
+        client.server_info(timeout=0.05)
+    assert asked.wait(SECONDS)
+    balancer = weakref.ref(client._calls._load_balancer)
+    del client
+    gc.collect()
+    assert balancer() is None
+    held.set()
+    wait_until(lambda: not any(thread.name == "bngrad-lookup" for thread in threading.enumerate()))

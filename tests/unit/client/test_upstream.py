@@ -1,0 +1,90 @@
+"""The choice among servers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from bngrad._balancing import upstream
+from bngrad._balancing.upstream import Upstream, choose
+from bngrad_wire.load_report import LoadReport
+
+
+def server(in_flight: int = 0, rate: float = 0.0) -> Upstream:
+    """Returns a server with calls in flight, and a report of its rate under full load, if that is not 0."""
+    made = Upstream(cast(Any, None))
+    if rate:
+        made.note(LoadReport(rate, 1.0, 1.0), 0)
+    made.count(in_flight)
+    return made
+
+
+def share(
+    servers: Sequence[Upstream], times: int = 2000, usual: float = 1.0, others: float = 0.0, calls: int = 0
+) -> list[float]:
+    """Returns what part of the calls each gets."""
+    chosen = Counter(id(choose(servers, usual, others, calls)) for _ in range(times))
+    return [chosen[id(each)] / times for each in servers]
+
+
+def test_the_server_with_the_fewest_calls_gets_the_next_one() -> None:
+    assert share([server(2), server(1), server(3)]) == [0, 1, 0]
+
+
+def test_equal_servers_get_equal_shares() -> None:
+    assert share([server(), server(), server()]) == pytest.approx([1 / 3] * 3, abs=0.06)
+    assert share([server(rate=100), server(rate=105), server()], usual=102) == pytest.approx([1 / 3] * 3, abs=0.06)
+
+
+def test_calls_are_divided_by_speed() -> None:
+    servers = [server(rate=300), server(rate=100)]
+    for _ in range(400):
+        choose(servers, 200.0, 0.0, 0).count(1)
+    assert servers[0].in_flight == pytest.approx(300, abs=20)
+
+
+def test_calls_are_divided_by_speed_at_random_if_most_requests_are_those_of_others() -> None:
+    servers = [server(rate=300), server(rate=100)]
+    assert share(servers, others=0.0) == [1, 0]
+    assert share(servers, others=1.0) == pytest.approx([0.75, 0.25], abs=0.06)
+
+
+def test_the_part_of_the_requests_that_are_own_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(upstream, "time", SimpleNamespace(monotonic=lambda: now))
+    busy = server()
+    busy.count(3)
+    now += 1.0
+    assert busy.note(LoadReport(100, 1.0, 12.0), 0) == pytest.approx(0.25)
+    busy.count(-3)
+    now += 1.0
+    assert busy.note(LoadReport(100, 1.0, 12.0), 0) == pytest.approx(0)
+    assert busy.note(LoadReport(0, 0.0, 0.0), 0) is None
+
+
+def test_what_a_server_reported_is_forgotten_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(upstream, "time", SimpleNamespace(monotonic=lambda: now))
+    servers = [server(rate=300), server(rate=100)]
+    assert share(servers, calls=1000) == [1, 0]
+    now += 10
+    servers[0].note(LoadReport(300, 1.0, 0.0), 1000)
+    assert share(servers, usual=300, calls=1000) == pytest.approx([0.5, 0.5], abs=0.06)
+
+
+def test_a_client_that_calls_seldom_remembers_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(upstream, "time", SimpleNamespace(monotonic=lambda: now))
+    servers = [server(rate=300), server(rate=100)]
+    now += 10
+    assert share(servers, usual=300, calls=7) == [1, 0]
+    now += 10
+    assert share(servers, usual=300, calls=7) == pytest.approx([0.5, 0.5], abs=0.06)
+
+
+def test_of_many_servers_some_are_compared() -> None:
+    assert all(part < 0.05 for part in share([server() for _ in range(100)], 4000))
