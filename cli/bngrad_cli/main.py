@@ -17,6 +17,7 @@ _COMMANDS = {
     "report": "Tests a GPU without a server, and writes a report.",
     "info": "Prints a server's version, devices, limits and endpoints.",
     "bench": "Measures how fast a server answers.",
+    "advise": "Says where the gradients of a model's batch norms are fast.",
     "top": "Shows a server's activity in the terminal.",
     "warm": "Compiles the CPU kernels before a server needs them.",
     "demo": "Checks real gradients on a server of its own.",

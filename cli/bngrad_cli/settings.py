@@ -29,7 +29,7 @@ _WHOLE_NUMBER = "it should be a whole number"
 
 
 GROUPS = {
-    "Addresses": ("listen", "stream_port", "http", "http_names", "socket_mode"),
+    "Addresses": ("listen", "stream_port", "one_port", "advertise_stream", "http", "http_names", "socket_mode"),
     "Devices and workers": ("device", "workers", "threads", "worker_timeout"),
     "Memory": ("arena_bytes", "shared_bytes", "shared_group", "pinned_bytes", "gpu_memory_bytes", "max_message_bytes"),
     "TLS and tokens": (
@@ -38,7 +38,7 @@ GROUPS = {
     "Overload and time limits": (
         "max_requests", "max_wait", "max_client_requests", "max_client_bytes", "transfer_timeout", "drain_timeout",
     ),
-    "Batches": ("max_batch_jobs", "max_batch_bytes", "max_batch_delay"),
+    "Batches": ("max_batch_jobs", "max_batch_bytes", "max_batch_delay", "front_bytes"),
     "Logs and traces": ("log_format", "log_level", "traces", "channelz"),
 }  # fmt: skip
 """The settings as the help groups them."""

@@ -47,10 +47,15 @@ def _lines(server: bngrad.ServerInfo) -> list[tuple[str, str]]:
         ("batches computed", _batches(server.batch_sizes) or "none"),
         ("largest message", f"{server.max_message_bytes / 2**20:.1f} MiB"),
         ("memory for tensors", f"{server.arena_bytes / 2**30:.2f} GiB"),
-        ("large tensors", f"TCP port {server.stream_port}" if server.stream_port else "no TCP port for them"),
+        ("large tensors", _stream_address(server)),
         ("clients on its host", server.local_directory or "share no memory with it"),
         ("ops", ", ".join(server.ops)),
     ]
+
+
+def _stream_address(server: bngrad.ServerInfo) -> str:
+    host = f" of {server.stream_host}" if server.stream_host else ""
+    return f"TCP port {server.stream_port}{host}" if server.stream_port else "no TCP port for them"
 
 
 def _batches(sizes: tuple[int, ...]) -> str:

@@ -19,7 +19,7 @@ def test_without_the_server_extra_a_command_of_the_server_says_what_to_install(c
     assert ended.stderr == f"bngrad: this command needs the module pydantic: {hint}\n"
 
 
-@pytest.mark.parametrize("command", ["check", "info", "bench", "top", "token", "completion"])
+@pytest.mark.parametrize("command", ["check", "info", "bench", "advise", "top", "token", "completion"])
 def test_other_commands_need_neither_the_server_nor_its_extra(command: str) -> None:
     ended = run_without(*SERVER_EXTRA, "bngrad_server", arguments=(command, "--help"))
     assert (ended.returncode, ended.stderr) == (0, "")
@@ -27,7 +27,7 @@ def test_other_commands_need_neither_the_server_nor_its_extra(command: str) -> N
     assert ended.stdout.endswith("\n\n")  # the line of the server's modules is empty
 
 
-@pytest.mark.parametrize("command", ["bench", "top"])
+@pytest.mark.parametrize("command", ["bench", "advise", "top"])
 def test_without_the_cli_extra_a_command_says_what_to_install(command: str) -> None:
     ended = run_without("rich", *SERVER_EXTRA, arguments=(command,))
     assert ended.returncode == 1

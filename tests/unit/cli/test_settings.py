@@ -59,7 +59,8 @@ def test_every_setting_can_be_given_in_every_way(file: Path) -> None:
     defaults = effective()
     assert list(defaults) == [setting_name(name) for name in ServerConfig.model_fields]
     texts = {name: ",".join(value) if isinstance(value, list) else str(value) for name, (value, _) in defaults.items()}
-    given = {name: "something" for name, (value, _) in defaults.items() if value is None} | {"http": "localhost:9464"}
+    given = {name: "something" for name, (value, _) in defaults.items() if value is None}
+    given |= {"http": "localhost:9464", "advertise_stream": "none"}
     texts |= given
     flags = [word for name, text in texts.items() for word in flag(name, text)]
     variables = {f"BNGRAD_{name.upper()}": text for name, text in texts.items()}
