@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -10,19 +11,41 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema  # type: ignore[import-untyped]
 import kubernetes_validate
 import pytest
 import yaml
 
 from bngrad_cli import settings
 from bngrad_server.config import ServerConfig, setting_name
+from bngrad_server.rpc.servicer import SERVICE
 
 DOCKER = Path(__file__).parents[2] / "docker"
 COMPOSE = sorted(DOCKER.glob("compose*.yaml"))
-OVERLAYS = ("base", "gpu", "secure")
+SCHEMAS = Path(__file__).parent / "schemas"
+OVERLAYS = ("cpu", "gpu", "secure", "autoscaled", "gateway")
 DOCKERFILES = sorted(DOCKER.glob("Dockerfile*"))
 VARIABLES = {settings.variable(setting_name(name)) for name in ServerConfig.model_fields}
 NAME = {"app.kubernetes.io/name": "bngrad"}
+
+
+def validate(resource: dict[str, Any]) -> None:
+    """Checks a resource against the schema of its kind, for unknown fields too."""
+    path = SCHEMAS / f"{resource['kind'].lower()}.json"
+    if path.exists():
+        jsonschema.validate(resource, closed(json.loads(path.read_text())))
+    else:
+        kubernetes_validate.validate(resource, kubernetes_validate.latest_version(), strict=True)
+
+
+def closed(schema: Any) -> Any:
+    """Returns a schema that refuses fields which it does not name."""
+    if isinstance(schema, list):
+        return [closed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closing = {"additionalProperties": False} if isinstance(schema.get("properties"), dict) else {}
+    return {**closing, **{name: closed(each) for name, each in schema.items()}}
 
 
 def rendered(overlay: str) -> dict[str, Any]:
@@ -61,17 +84,65 @@ def test_a_compose_file_mounts_existing_files(path: Path) -> None:
                 assert (DOCKER / source).exists(), f"{name} mounts {source}"
 
 
-def test_every_resource_follows_the_schema_of_kubernetes() -> None:
+def test_every_resource_follows_the_schema_of_its_kind() -> None:
     for resource in base().values():
-        kubernetes_validate.validate(resource, kubernetes_validate.latest_version(), strict=True)
+        validate(resource)
+    for name in ("autoscaled/scaled-object", "gateway/gateway", "gateway/grpc-route"):
+        validate(yaml.safe_load((DOCKER / "kubernetes" / f"{name}.yaml").read_text()))
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_every_overlay_follows_the_schema_of_kubernetes(overlay: str) -> None:
+def test_every_overlay_follows_the_schemas(overlay: str) -> None:
     resources = rendered(overlay)
-    assert len(resources) == len(base())
+    assert resources.keys() >= base().keys()
+    assert server(resources)["image"].startswith("bngrad:")
     for resource in resources.values():
-        kubernetes_validate.validate(resource, kubernetes_validate.latest_version(), strict=True)
+        validate(resource)
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "value"),
+    [
+        ("ScaledObject", ("spec", "maxReplicas"), 8),
+        ("ScaledObject", ("spec", "maxReplicaCount"), "eight"),
+        ("GRPCRoute", ("spec", "rules", 0, "backendRefs", 0, "port"), 65536),
+        ("Gateway", ("spec", "listeners", 0, "tls", "certificates"), []),
+    ],
+)
+def test_a_schema_refuses_what_it_does_not_know(kind: str, path: tuple[str | int, ...], value: object) -> None:
+    resource = rendered("autoscaled" if kind == "ScaledObject" else "gateway")[kind]
+    *parents, last = path
+    owner: Any = resource
+    for parent in parents:
+        owner = owner[parent]
+    owner[last] = value
+    with pytest.raises(jsonschema.ValidationError):
+        validate(resource)
+
+
+def test_the_autoscaler_reads_a_metric_of_the_server_and_has_the_replicas_to_itself() -> None:
+    resources = rendered("autoscaled")
+    scaled = resources["ScaledObject"]["spec"]
+    assert scaled["scaleTargetRef"]["name"] == resources["Deployment"]["metadata"]["name"]
+    assert "replicas" not in resources["Deployment"]["spec"]
+    (trigger,) = scaled["triggers"]
+    (metric,) = re.findall(r"\bbngrad_\w+", trigger["metadata"]["query"])
+    assert f"| `{metric}` |" in (DOCKER.parent / "docs" / "observability.md").read_text()
+
+
+def test_the_gateway_routes_every_service_to_the_servers() -> None:
+    resources = rendered("gateway")
+    gateway, route = resources["Gateway"], resources["GRPCRoute"]["spec"]
+    (listener,) = gateway["spec"]["listeners"]
+    assert route["parentRefs"] == [{"name": gateway["metadata"]["name"], "sectionName": listener["name"]}]
+    assert route["hostnames"] == [listener["hostname"]]
+    (rule,) = route["rules"]
+    assert {match["method"]["service"] for match in rule["matches"]} == {SERVICE.full_name, "grpc.health.v1.Health"}
+    (backend,) = rule["backendRefs"]
+    service = resources["Service"]
+    assert backend["name"] == service["metadata"]["name"]
+    assert backend["port"] in {port["port"] for port in service["spec"]["ports"]}
+    assert {"name": "BNGRAD_ADVERTISE_STREAM", "value": "none"} in server(resources)["env"]
 
 
 def test_one_overlay_adds_a_gpu_and_another_one_secrets() -> None:
@@ -90,7 +161,6 @@ def test_every_selector_matches_the_servers_pods() -> None:
     assert resources["Service"]["spec"]["selector"] == NAME
     assert resources["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"] == NAME
     assert resources["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"] == NAME
-    assert resources["HorizontalPodAutoscaler"]["spec"]["scaleTargetRef"]["name"] == "bngrad"
     ports = {port["name"] for port in server(resources)["ports"]}
     assert {port["targetPort"] for port in resources["Service"]["spec"]["ports"]} == ports
 

@@ -1,0 +1,41 @@
+"""A network of hosts, where this machine can have one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+
+import pytest
+from tests.namespaces import Network, run
+
+_PROGRAMS = {"ip": "iproute2", "dnsmasq": "dnsmasq-base", "nft": "nftables"}
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
+    """Hosts for a client and four servers, with a name server.
+
+    Where there can be none, tests are skipped; with BNGRAD_REQUIRE_FLEET, they fail.
+    """
+    reason = _why_not()
+    if reason and os.environ.get("BNGRAD_REQUIRE_FLEET"):
+        pytest.fail(reason)
+    if reason:
+        pytest.skip(reason)
+    with Network(tmp_path_factory.mktemp("dns"), "client", "first", "second", "third", "fourth") as made:
+        yield made
+
+
+def _why_not() -> str:
+    """Returns why this machine cannot have network namespaces; empty if it can."""
+    missing = [package for program, package in _PROGRAMS.items() if shutil.which(program) is None]
+    if missing:
+        return f"hosts on one machine need programs that are missing; on Debian: apt-get install {' '.join(missing)}"
+    namespace = f"bngrad{os.getpid()}-try"
+    try:
+        run("ip", "netns", "add", namespace)
+    except OSError as error:
+        return f"hosts on one machine need root and network namespaces: {error}"
+    run("ip", "netns", "delete", namespace)
+    return ""

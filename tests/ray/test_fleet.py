@@ -1,0 +1,135 @@
+"""Servers on a real Ray cluster of three nodes on this machine, whose processes are killed under load.
+
+Ray is no dependency of the tests, since its cluster takes longer to start than CI has for it: pip install ray.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from tests.integration.load import Load
+from tests.integration.problems import random_inputs
+from tests.servers import is_running, wait_until
+
+import bngrad
+from bngrad_kernels.spec import FLOAT32, Spec
+
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'bngrad[ray]'", exc_type=ImportError)
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+SPEC = Spec(FLOAT32, (4, 16, 16, 32), 3)
+INPUTS = [random_inputs(SPEC, 1)]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A head for the controller, and three nodes for one replica of two CPUs each."""
+    from ray.cluster_utils import Cluster  # noqa: PLC0415 - after the check that there is one
+
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}.items():
+            environment.setenv(name, value)
+        health_checks = {"health_check_period_ms": 1000, "health_check_failure_threshold": 3}
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "_system_config": health_checks})
+        try:
+            for _ in range(3):
+                cluster.add_node(num_cpus=2)
+            ray.init(address=cluster.address, log_to_driver=False)
+            yield cluster
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
+
+
+@pytest.fixture
+def fleet(cluster: Any) -> Iterator[Any]:
+    import bngrad.ray  # noqa: PLC0415
+
+    with bngrad.ray.start(2, {"CPU": 2}, options=("--insecure", "--workers", "1")) as fleet:
+        yield fleet
+
+
+def answers(state: Any, target: str) -> bool:
+    return bool(state.target == target and state.requests is not None)
+
+
+def batches(client: bngrad.Client) -> int:
+    """How many a server has computed; gRPC may refuse the first call at once, as it remembers the failed connection."""
+    try:
+        return sum(client.server_info().batch_sizes)
+    except bngrad.UnavailableError:
+        return 0
+
+
+def test_a_killed_server_is_started_again_and_no_call_is_lost(fleet: Any) -> None:
+    with fleet.client() as client, Load(client, INPUTS, callers=4) as load:
+        load.wait(20)
+        victim = fleet.states()[0]
+        os.kill(victim.pid, signal.SIGKILL)
+        load.wait(20)
+        wait_until(lambda: any(answers(each, victim.target) and each.pid != victim.pid for each in fleet.states()))
+        with bngrad.Client(victim.target) as direct:
+            wait_until(lambda: batches(direct) > 20)
+        load.wait(20)
+
+
+def test_a_killed_node_is_replaced_and_no_call_is_lost(cluster: Any, fleet: Any) -> None:
+    with fleet.client() as client, Load(client, INPUTS, callers=4) as load:
+        load.wait(20)
+        victim = fleet.states()[0]
+        node = next(each for each in cluster.worker_nodes if each.node_id == victim.node_id)
+        raylet = node.all_processes["raylet"][0].process
+        raylet.kill()
+        raylet.wait()  # its workers take a zombie for a living parent
+        load.wait(20)
+        wait_until(lambda: not is_running(victim.pid))
+
+        def is_replaced() -> bool:
+            answering = [each.node_id for each in fleet.states() if each.requests is not None]
+            return len(answering) == 2 and victim.node_id not in answering
+
+        wait_until(is_replaced, timeout_s=120)
+        load.wait(20)
+
+
+def test_a_task_has_a_client_of_its_own(fleet: Any) -> None:
+    def call(fleet: Any) -> str:
+        with fleet.client() as client:
+            client.fused_batch_norm_grad_v2(*INPUTS[0])
+            return str(client.server_info().version)
+
+    assert ray.get(ray.remote(num_cpus=0)(call).remote(fleet)) == bngrad.__version__
+
+
+def test_replicas_come_with_requests_and_go_without_losing_any(cluster: Any) -> None:
+    import bngrad.ray  # noqa: PLC0415
+
+    with (
+        bngrad.ray.start(1, {"CPU": 1}, options=("--insecure", "--workers", "1")) as fleet,
+        fleet.client() as client,
+    ):
+        fleet.autoscale(1, 2, target_ongoing_requests=2, upscale_delay_s=0.5, downscale_delay_s=2)
+        with Load(client, INPUTS, callers=16):
+            wait_until(lambda: len(fleet.targets()) == 2)
+        with Load(client, INPUTS, callers=1) as load:
+            wait_until(lambda: len(fleet.targets()) == 1)
+            load.wait(5)
+
+
+def test_a_wrong_option_ends_the_start(cluster: Any) -> None:
+    import bngrad.ray  # noqa: PLC0415
+
+    with pytest.raises(RuntimeError, match="bngrad serve ended with exit code 2"):
+        bngrad.ray.start(options=("--no-such-option",))
+
+
+@pytest.mark.parametrize(("replicas", "resources"), [(0, None), (1, {"CPU": -1})])
+def test_wrong_arguments_are_refused(cluster: Any, replicas: int, resources: dict[str, float] | None) -> None:
+    import bngrad.ray  # noqa: PLC0415
+
+    with pytest.raises(ValueError, match="should"):
+        bngrad.ray.start(replicas, resources)
