@@ -162,11 +162,12 @@ def _kills(options: argparse.Namespace, results: Results, progress: Progress) ->
 
 def _batching(options: argparse.Namespace, results: Results, progress: Progress) -> None:
     """Sends tiny requests to two servers in turns: one with usual batches, one with a request in each."""
-    variants = {targets.BATCHED: options.serve, targets.ALONE: (*options.serve, "--max-batch-jobs", "1")}
+    serve = (*options.serve, "--front-bytes", "0")  # else there are no batches
+    variants = {targets.BATCHED: serve, targets.ALONE: (*serve, "--max-batch-jobs", "1")}
     with contextlib.ExitStack() as stack:
         pairs = {}
-        for name, serve in variants.items():
-            served = stack.enter_context(server.running(options.own_cores, serve))
+        for name, arguments in variants.items():
+            served = stack.enter_context(server.running(options.own_cores, arguments))
             pairs[name] = (
                 served,
                 stack.enter_context(_fleet(options, served, mix.TINY, progress, _BATCHING_CALLERS, processes=2)),

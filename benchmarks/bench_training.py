@@ -26,12 +26,15 @@ _Where: TypeAlias = Literal["everywhere", "measured"]
 _WARM_UPS = 11
 """Steps before the clock starts: measured placements are fixed in the first ten."""
 
-_CONTESTANTS: dict[str, tuple[Transport, _Where] | None] = {
+_CONTESTANTS: dict[str, tuple[str | None, Transport, _Where] | None] = {
     "stock": None,
-    "shared": ("shared", "everywhere"),
-    "tcp": ("stream", "everywhere"),
-    "measured": ("auto", "measured"),
+    "shared": (None, "shared", "everywhere"),
+    "tcp": (None, "stream", "everywhere"),
+    "measured": (None, "auto", "measured"),
+    "local:": ("local:", "auto", "everywhere"),
+    "local: measured": ("local:", "auto", "measured"),
 }
+"""The target, None for the server, the transport, and where the gradients are computed."""
 
 
 class _Training:
@@ -65,11 +68,11 @@ def main() -> None:
     data = batches(options.steps + _WARM_UPS, options.batch)
     with ExitStack() as stack:
         server = stack.enter_context(EmbeddedServer())
-        print(f"{'ms per step, median':32}" + "".join(f"{name:>10}" for name in _CONTESTANTS) + "   ratios to stock")
+        print(f"{'ms per step, median':32}" + "".join(f"{name:>16}" for name in _CONTESTANTS) + "   ratios to stock")
         clients: list[tuple[bngrad.Client | None, _Where]] = [
             (None, "everywhere")
             if how is None
-            else (stack.enter_context(bngrad.Client(server.target, transport=how[0])), how[1])
+            else (stack.enter_context(bngrad.Client(how[0] or server.target, transport=how[1])), how[2])
             for how in _CONTESTANTS.values()
         ]
         for bfloat16, channels_last in itertools.product((False, True), repeat=2):
@@ -78,7 +81,7 @@ def main() -> None:
             medians = [statistics.median(each) for each in zip(*seconds, strict=True)]
             label = f"{'bfloat16 autocast' if bfloat16 else 'float32'}, {'channels_last' if channels_last else 'NCHW'}"
             ratios = "".join(f"{median / medians[0]:8.2f}" for median in medians[1:])
-            print(f"{label:32}" + "".join(f"{1e3 * median:10.1f}" for median in medians) + ratios, flush=True)
+            print(f"{label:32}" + "".join(f"{1e3 * median:16.1f}" for median in medians) + ratios, flush=True)
 
 
 if __name__ == "__main__":

@@ -18,12 +18,11 @@ class Target:
     """A bound on a ratio of bngrad's to another contestant.
 
     Attributes:
-        quantity: "time" of a call is to be at most ``bound`` times the other's; "speed", its inverse, and
-            "requests/s" of many callers are to be at least that.
+        quantity: "time" of a call is to be at most ``bound`` times the other's; "requests/s" of callers at least that.
         callers: For "requests/s".
     """
 
-    quantity: Literal["time", "speed", "requests/s"]
+    quantity: Literal["time", "requests/s"]
     subject: str
     other: str
     bound: float
@@ -39,28 +38,29 @@ class Target:
             subject, other = (results.p50(network, self.nbytes, name) for name in names)
         if not subject or not other:
             return None
-        return other / subject if self.quantity == "speed" else subject / other
+        return subject / other
 
     def met(self, ratio: float) -> bool:
         return ratio <= self.bound if self.quantity == "time" else ratio >= self.bound
 
     def __str__(self) -> str:
         relation = "<=" if self.quantity == "time" else ">="
-        callers = f", {self.callers} callers" if self.callers > 1 else ""
+        callers = f", {self.callers} callers" if self.quantity == "requests/s" else ""
         return (
             f"{self.quantity} of {self.subject} {relation} {self.bound:g} x {self.other}, {label(self.nbytes)}{callers}"
         )
 
 
+_SIZES = tuple(nbytes * unit for nbytes, unit in ((4, KB), (100, KB), (1, MB), (8, MB), (25, MB), (64, MB), (100, MB)))
+_LARGE = 8 * MB
+
 TARGETS = (
+    *(Target("time", "bngrad-auto", "flight", 1, nbytes) for nbytes in _SIZES),
+    *(Target("time", "bngrad-stream", "flight", 1 if nbytes < _LARGE else 0.5, nbytes) for nbytes in _SIZES),
+    *(Target("requests/s", name, "flight", 1, callers=callers)
+      for name in ("bngrad-auto", "bngrad-stream") for callers in (1, 64)),
+    Target("time", "bngrad-unary", "grpc-echo", 1.6),
     Target("time", "bngrad-shared", EMPTY, 1.5),
-    *(Target("time", name, "grpc-echo", 1.6) for name in ("bngrad-auto", "bngrad-stream", "bngrad-unary")),
-    *(Target("requests/s", name, "grpc-echo", 0.5, callers=64)
-      for name in ("bngrad-auto", "bngrad-stream", "bngrad-unary")),
-    Target("speed", "bngrad-stream", "flight", 1.3, 8 * MB),
-    Target("speed", "bngrad-stream", "protobuf", 4, 8 * MB),
-    *(Target("speed", "bngrad-stream", other, bound, nbytes)
-      for nbytes in (64 * MB, 100 * MB, 256 * MB) for other, bound in (("flight", 2), ("protobuf", 8))),
     Target("time", "bngrad-shared", KERNEL, 1.25, 25 * MB),
     Target("time", "bngrad-shared", KERNEL, 1.1, 100 * MB),
 )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Servers of different speeds, and clients that share their calls among them."""

@@ -1,0 +1,63 @@
+"""Time of a gradient whose x was sent ahead, against one whose x comes with the call.
+
+Contestants take turns, and every answer is checked bit for bit. What is sent ahead is there when the clock starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import statistics
+import time
+from contextlib import ExitStack
+
+from benchmarks.transport import inputs
+
+import bngrad
+from bngrad.typing import Transport
+from bngrad_cli.embedded import EmbeddedServer
+
+_TRANSPORTS: tuple[Transport, ...] = ("stream", "shared")
+_THERE_S = 0.1
+"""After this, a tensor is there."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_ahead", description=__doc__)
+    parser.add_argument("--sizes", nargs="+", type=inputs.size, default=list(map(inputs.size, ("1MB", "8MB", "25MB"))))
+    parser.add_argument("--calls", type=int, default=25)
+    options = parser.parse_args()
+    with ExitStack() as stack:
+        server = stack.enter_context(EmbeddedServer())
+        clients = {each: stack.enter_context(bngrad.Client(server.target, transport=each)) for each in _TRANSPORTS}
+        print(f"{'ms, median':24}{'with the call':>15}{'x ahead':>10}")
+        for nbytes in options.sizes:
+            for transport, client in clients.items():
+                plain, ahead = _medians(client, nbytes, options.calls)
+                label = f"3 x {inputs.label(nbytes)}, {'TCP' if transport == 'stream' else transport}"
+                print(f"{label:24}{1e3 * plain:15.2f}{1e3 * ahead:10.2f}", flush=True)
+
+
+def _medians(client: bngrad.Client, nbytes: int, calls: int) -> tuple[float, float]:
+    """Returns the seconds of a call without and with a tensor ahead."""
+    problem = inputs.problem(nbytes)
+    assert problem.scale is not None
+    rest = (problem.scale, problem.reserve_space_1, problem.reserve_space_2)
+    times: list[list[float]] = [[], []]
+    bits: set[bytes] = set()
+    for _ in range(calls):
+        for is_ahead in (False, True):
+            tensor = client.send_ahead(problem.x) if is_ahead else problem.x
+            time.sleep(_THERE_S)
+            start = time.perf_counter()
+            result = client.fused_batch_norm_grad_v3(problem.y_backprop, tensor, *rest, None)
+            times[is_ahead].append(time.perf_counter() - start)
+            bits.add(hashlib.sha256(b"".join(each.tobytes() for each in result)).digest())
+            del tensor, result
+    if len(bits) > 1:
+        raise SystemExit("the bits differ")
+    return statistics.median(times[0]), statistics.median(times[1])
+
+
+if __name__ == "__main__":
+    main()
