@@ -23,9 +23,10 @@ CHANNELS = 16
 EPSILON = np.float32(1e-3)
 
 
-def main(target: str, option: str = "2") -> int:
-    bad = option == "--bad"
-    shape = (2 if bad else int(option), 8, 8, CHANNELS)
+def main(*arguments: str) -> int:
+    bad = "--bad" in arguments
+    target, *batch = (argument for argument in arguments if argument != "--bad")
+    shape = (int(batch[0]) if batch else 2, 8, 8, CHANNELS)
     rng = np.random.default_rng(0)
     y_backprop, x = rng.uniform(-1, 1, (2, *shape)).astype(np.float32)
     scale = rng.uniform(0.5, 1.5, CHANNELS).astype(np.float32)

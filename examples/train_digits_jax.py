@@ -23,12 +23,17 @@ Norm = Callable[[Any, Any, Any], Any]
 
 
 def main() -> None:
-    stock = train(stock_norm)
-    with bngrad.Client(sys.argv[1]) as client:
-        ours = train(lambda *arguments: bngrad.jax.batch_norm(*arguments, client=client)[0])  # the one line
+    stock, ours = losses(sys.argv[1])
     difference = max(abs(a - b) for a, b in zip(stock, ours, strict=True))
     print(f"loss after {STEPS} steps: {stock[-1]:.4f} with JAX, {ours[-1]:.4f} with bngrad")
     print(f"the losses differ by {difference:.1e} at most")
+
+
+def losses(target: str) -> tuple[list[float], list[float]]:
+    """Returns the losses with JAX alone, and with bngrad."""
+    with bngrad.Client(target) as client:
+        ours = train(lambda *arguments: bngrad.jax.batch_norm(*arguments, client=client)[0])  # the one line
+    return train(stock_norm), ours
 
 
 def stock_norm(x: Any, scale: Any, offset: Any) -> Any:
@@ -58,15 +63,15 @@ def loss(norm: Norm, weights: dict[str, Any], images: Any, labels: Any) -> Any:
 def train(norm: Norm) -> list[float]:
     """Trains the network, and returns the loss of each step."""
     digits = load_digits()
-    weights, losses = parameters(), []
+    weights, found = parameters(), []
     step = jax.jit(jax.value_and_grad(partial(loss, norm)))
     for i in range(STEPS):
         chosen = np.arange(i * BATCH, (i + 1) * BATCH) % len(digits.target)
         images = jnp.asarray(digits.images[chosen, :, :, None] / 16, jnp.float32)
         value, gradients = step(weights, images, jnp.asarray(digits.target[chosen]))
         weights = jax.tree.map(lambda weight, gradient: weight - RATE * gradient, weights, gradients)
-        losses.append(float(value))
-    return losses
+        found.append(float(value))
+    return found
 
 
 if __name__ == "__main__":

@@ -27,12 +27,17 @@ class Losses(keras.callbacks.Callback):  # type: ignore[misc]  # Keras ships no 
 
 
 def main() -> None:
-    stock = train(network())
-    with bngrad.Client(sys.argv[1]) as client:
-        ours = train(bngrad.keras.convert(network(), client))  # the one line
+    stock, ours = losses(sys.argv[1])
     difference = max(abs(a - b) for a, b in zip(stock, ours, strict=True))
     print(f"loss after {len(ours)} steps: {stock[-1]:.4f} with Keras, {ours[-1]:.4f} with bngrad")
     print(f"the losses differ by {difference:.1e} at most")
+
+
+def losses(target: str) -> tuple[list[float], list[float]]:
+    """Returns the losses with Keras alone, and with bngrad."""
+    with bngrad.Client(target) as client:
+        ours = train(bngrad.keras.convert(network(), client))  # the one line
+    return train(network()), ours
 
 
 def network() -> Any:
@@ -52,11 +57,11 @@ def network() -> Any:
 def train(model: Any) -> list[float]:
     """Trains the model, and returns the running mean of the loss at each step."""
     digits = load_digits()
-    losses = Losses()
+    kept = Losses()
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.SGD(0.05, momentum=0.9), loss)
-    model.fit(digits.images[..., None] / 16, digits.target, 32, shuffle=False, verbose=0, callbacks=[losses])
-    return losses.values
+    model.fit(digits.images[..., None] / 16, digits.target, 32, shuffle=False, verbose=0, callbacks=[kept])
+    return kept.values
 
 
 if __name__ == "__main__":
