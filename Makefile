@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 LOCK := $(BIN)/uv pip compile --quiet --universal --python-version 3.10 --no-header --no-annotate --upgrade
 HASHES := --generate-hashes --constraint requirements/dev.txt
 
-.PHONY: help demo test test-fast test-kernels soak lint docs dist proto settings-page lock audit image-test bench bench-transport bench-load bench-hostile \
+.PHONY: help demo test test-fast test-kernels test-ray soak lint docs dist proto settings-page kernels-page lock audit image-test fleet-test bench bench-transport bench-load bench-hostile \
 	gpu-test gpu-test-kernels gpu-test-sanitizer gpu-test-server gpu-bench gpu-sweep gpu-simulate clean
 
 help:  ## Lists the targets
@@ -18,8 +18,8 @@ help:  ## Lists the targets
 demo: $(VENV)/server.stamp  ## Starts a CPU server and sends it real gradients
 	$(BIN)/bngrad demo
 
-test: $(VENV)/dev.stamp  ## Runs every test, two files at a time, since many wait rather than compute
-	$(BIN)/pytest --numprocesses 2 --dist loadfile
+test: $(VENV)/dev.stamp  ## Runs every test, four files at a time, since many wait rather than compute
+	$(BIN)/pytest --numprocesses 4 --dist loadfile
 
 test-fast: $(VENV)/dev.stamp  ## Runs the unit tests of client, wire, protos, server and command line, without slow ones; 4 at a time, as they wait
 	$(BIN)/pytest --numprocesses 4 --dist worksteal -m "not slow" \
@@ -27,6 +27,13 @@ test-fast: $(VENV)/dev.stamp  ## Runs the unit tests of client, wire, protos, se
 
 test-kernels: $(VENV)/dev.stamp  ## Runs the tests of the CPU and CUDA kernels; the latter are emulated on the CPU
 	$(BIN)/pytest --numprocesses 2 --dist loadfile tests/kernels
+
+# Not in requirements/dev.txt: 79 MB, and a cluster takes longer to start than every run has for it.
+RAY := ray==2.60.0
+
+test-ray: $(VENV)/dev.stamp  ## Installs Ray, and tests servers on a Ray cluster on this machine
+	$(BIN)/pip install --quiet --constraint requirements/dev.txt $(RAY)
+	$(BIN)/pytest tests/ray
 
 soak: $(VENV)/dev.stamp  ## Injects random faults and attacks under load for fifteen minutes, or MINUTES=60
 	$(BIN)/python -m tests.faults.soak --attacks --minutes $(or $(MINUTES),15)
@@ -67,6 +74,9 @@ image-test: $(VENV)/dev.stamp  ## Builds the images with buildah, and runs the C
 	$(BIN)/python -m tests.deploy.image --engine $(ENGINE)
 	$(BIN)/python -m tests.deploy.stack --engine $(ENGINE)
 
+fleet-test: $(VENV)/dev.stamp  ## Runs servers, DNS, Envoy and a client as hosts of their own: needs root and dnsmasq
+	$(BIN)/python -m tests.deploy.fleet
+
 proto: $(VENV)/dev.stamp  ## Generates the code beside the .proto files
 	$(BIN)/python -m grpc_tools.protoc -I protos --python_out=protos --pyi_out=protos --grpc_python_out=protos \
 		--plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc --mypy_grpc_out=protos \
@@ -75,8 +85,11 @@ proto: $(VENV)/dev.stamp  ## Generates the code beside the .proto files
 settings-page: $(VENV)/dev.stamp  ## Generates the table of docs/settings.md from the settings model
 	$(BIN)/python -m tests.unit.cli.settings_page
 
+kernels-page: $(VENV)/dev.stamp  ## Generates the tables of the kernels in docs/performance.md from benchmarks/results/
+	$(BIN)/python -m benchmarks.kernels.page
+
 bench: $(VENV)/dev.stamp  ## Compares the CPU kernels with TensorFlow, PyTorch and oneDNN
-	$(BIN)/python -m benchmarks.bench_kernels
+	$(BIN)/python -m benchmarks.bench_kernels $(if $(RESULTS),--json $(RESULTS))
 	$(BIN)/python -m benchmarks.bench_second_order
 
 bench-transport: $(VENV)/dev.stamp  ## Compares round trips with plain protobuf, bare gRPC, Arrow Flight and the kernel alone

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import PurePath
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# PyTorch for GPUs brings Triton, and imports it late. The import crashes in a process that has imported TensorFlow.
+with suppress(ImportError):
+    import triton  # noqa: F401
 
 # On a busy machine an example may stand still for seconds; that is no failure.
 settings.register_profile("slow machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -21,6 +21,15 @@ TIMEOUT_S = 600
 
 CPP_PACKAGES = "cmake g++ make pkg-config libgrpc++-dev libprotobuf-dev protobuf-compiler-grpc"
 JAVASCRIPT_PACKAGES = "nodejs npm"
+JAVA_JARS = Path("/usr/share/java")
+JAVA_PACKAGES = (
+    "make default-jdk-headless libgrpc-java libnetty-java libnetty-tcnative-java libperfmark-java libprotobuf-java"
+    " protobuf-compiler-grpc-java-plugin"
+)
+GO_SOURCES = Path("/usr/share/gocode/src")
+GO_PACKAGES = (
+    "make golang-go golang-google-grpc-dev golang-github-golang-protobuf-1-5-dev protoc-gen-go-1-5 protoc-gen-go-grpc"
+)
 
 
 def run(*command: object, exit_code: int = 0) -> str:
@@ -66,36 +75,71 @@ def javascript(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
 
 
 @pytest.fixture(scope="session")
+def java(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
+    jars = all((JAVA_JARS / f"{name}.jar").exists() for name in ("grpc-netty", "netty-codec-http2", "perfmark-api"))
+    require(jars and has_programs("make", "javac", "protoc", "grpc_java_plugin"), "the Java client", JAVA_PACKAGES)
+    return [make("java", tmp_path_factory.mktemp("java"))]
+
+
+@pytest.fixture(scope="session")
+def go(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
+    sources = all((GO_SOURCES / f"google.golang.org/{name}").exists() for name in ("grpc", "protobuf", "genproto"))
+    programs = has_programs("make", "go", "protoc", "protoc-gen-go", "protoc-gen-go-grpc")
+    require(sources and programs, "the Go client", GO_PACKAGES)
+    return [make("go", tmp_path_factory.mktemp("go"))]
+
+
+def make(language: str, build: Path) -> Path:
+    run("make", "-C", EXAMPLES / language, f"BUILD={build}")
+    return build / "example"
+
+
+@pytest.fixture(scope="session")
 def python() -> list[object]:
     return [sys.executable, EXAMPLES / "stock_python_client.py"]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "exit_code", "words"),
+    ("options", "batch", "exit_code", "words"),
     [
-        pytest.param([], 0, ["x_backprop (2, 8, 8, 16): largest error"], id="small"),
+        pytest.param([], [], 0, ["x_backprop (2, 8, 8, 16): largest error"], id="small"),
         # Request and response are both larger than the 4 MiB that gRPC lets through by default.
-        pytest.param(["2048"], 0, ["x_backprop (2048, 8, 8, 16): largest error"], id="large"),
-        pytest.param(["--bad"], 1, ["INVALID_ARGUMENT: scale must have", "field scale: scale must have"], id="bad"),
+        pytest.param([], ["2048"], 0, ["x_backprop (2048, 8, 8, 16): largest error"], id="large"),
+        pytest.param(["--bad"], [], 1, ["INVALID_ARGUMENT: scale must have", "field scale: scale must have"], id="bad"),
     ],
 )
-@pytest.mark.parametrize("transport", ["tcp", "unix"])
-@pytest.mark.parametrize("language", ["cpp", "javascript", "python"])
+@pytest.mark.parametrize(
+    ("language", "transport"),
+    [
+        *((language, transport) for language in ("cpp", "javascript", "python", "go") for transport in ("tcp", "unix")),
+        ("java", "tcp"),  # Debian's grpc-java is older than its names for Unix sockets
+    ],
+)
 def test_a_stock_client_works(
     request: pytest.FixtureRequest,
     targets: dict[str, str],
     language: str,
     transport: str,
-    arguments: list[str],
+    options: list[str],
+    batch: list[str],
     exit_code: int,
     words: list[str],
 ) -> None:
-    output = run(*request.getfixturevalue(language), targets[transport], *arguments, exit_code=exit_code)
+    client = request.getfixturevalue(language)
+    output = run(*client, *options, targets[transport], *batch, exit_code=exit_code)
     for word in words:
-        assert word in output
+        assert word in output.replace("InvalidArgument", "INVALID_ARGUMENT")  # as Go calls it
 
 
-@pytest.mark.parametrize(("language", "unauthenticated"), [("cpp", "status 16"), ("javascript", "UNAUTHENTICATED")])
+@pytest.mark.parametrize(
+    ("language", "unauthenticated"),
+    [
+        ("cpp", "status 16"),
+        ("go", "Unauthenticated"),
+        ("java", "UNAUTHENTICATED"),
+        ("javascript", "UNAUTHENTICATED"),
+    ],
+)
 def test_a_client_to_copy_speaks_tls_and_sends_a_token(
     request: pytest.FixtureRequest, tmp_path: Path, language: str, unauthenticated: str
 ) -> None:
@@ -107,6 +151,6 @@ def test_a_client_to_copy_speaks_tls_and_sends_a_token(
     options = ("--tls-certificate", str(pair.certificate), "--tls-key", str(pair.key))
     server = EmbeddedServer("localhost:0", options=(*options, "--token-file", str(tmp_path / "tokens")))
     with server:
-        trusted = (*client, server.target, "--ca", authority.path)
-        assert "x_backprop (2, 8, 8, 16)" in run(*trusted, "--token-file", tmp_path / "token")
-        assert f"{unauthenticated}: a valid token is needed" in run(*trusted, exit_code=1)
+        trusted = (*client, "--ca", authority.path)
+        assert "x_backprop (2, 8, 8, 16)" in run(*trusted, "--token-file", tmp_path / "token", server.target)
+        assert f"{unauthenticated}: a valid token is needed" in run(*trusted, server.target, exit_code=1)

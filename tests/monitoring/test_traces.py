@@ -150,7 +150,7 @@ def test_a_request_that_fails_has_a_span_with_its_status(receiver: Receiver, tra
 
 
 def test_health_is_answered_while_many_traced_calls_wait() -> None:
-    options = ("--traces", "--workers", "1", "--worker-timeout", "600")
+    options = ("--traces", "--workers", "1", "--worker-timeout", "600", "--front-bytes", "0")
     with EmbeddedServer(options=options) as server, grpc.insecure_channel(server.target) as channel:
         (worker,) = workers_of(server.process.pid)
         stub = pb_grpc.BatchNormGradServiceStub(channel)
