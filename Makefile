@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 LOCK := $(BIN)/uv pip compile --quiet --universal --python-version 3.10 --no-header --no-annotate --upgrade
 HASHES := --generate-hashes --constraint requirements/dev.txt
 
-.PHONY: help demo test test-fast test-kernels test-ray soak lint docs dist proto settings-page kernels-page lock audit image-test fleet-test bench bench-transport bench-load bench-hostile \
+.PHONY: help demo test test-fast test-kernels test-ray soak lint docs dist proto settings-page kernels-page transport-page lock audit image-test fleet-test bench bench-transport bench-load bench-hostile \
 	gpu-test gpu-test-kernels gpu-test-sanitizer gpu-test-server gpu-bench gpu-sweep gpu-simulate clean
 
 help:  ## Lists the targets
@@ -88,12 +88,15 @@ settings-page: $(VENV)/dev.stamp  ## Generates the table of docs/settings.md fro
 kernels-page: $(VENV)/dev.stamp  ## Generates the tables of the kernels in docs/performance.md from benchmarks/results/
 	$(BIN)/python -m benchmarks.kernels.page
 
+transport-page: $(VENV)/dev.stamp  ## Generates the tables of the transports in docs/ from benchmarks/results/transport.json
+	$(BIN)/python -m benchmarks.transport.page
+
 bench: $(VENV)/dev.stamp  ## Compares the CPU kernels with TensorFlow, PyTorch and oneDNN
 	$(BIN)/python -m benchmarks.bench_kernels $(if $(RESULTS),--json $(RESULTS))
 	$(BIN)/python -m benchmarks.bench_second_order
 
 bench-transport: $(VENV)/dev.stamp  ## Compares round trips with plain protobuf, bare gRPC, Arrow Flight and the kernel alone
-	$(BIN)/python -m benchmarks.bench_transport
+	$(BIN)/python -m benchmarks.bench_transport $(TRANSPORT)
 
 bench-load: $(VENV)/dev.stamp  ## Measures goodput and latency below and above saturation, and with killed workers
 	$(BIN)/python -m benchmarks.bench_load $(LOAD)

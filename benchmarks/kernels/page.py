@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import json
-import re
 import statistics
 from pathlib import Path
 from typing import Any
 
-_ROOT = Path(__file__).parents[2]
-PAGE = _ROOT / "docs" / "performance.md"
-RESULTS = _ROOT / "benchmarks" / "results"
-_TABLES = re.compile(r"(<!-- kernels: [^\n]*-->\n)(.*?)(<!-- end of kernels -->\n)", re.DOTALL)
+from benchmarks.pages import DOCS, RESULTS, Part
+
 _PEERS = {"TensorFlow": ("tensorflow",), "PyTorch": ("pytorch",), "oneDNN": ("onednn", "onednn-graph")}
 
 
-def with_tables(page: str) -> str:
-    """Returns the page with a table for each file of results.
-
-    Raises:
-        ValueError: The page has lost the place of the tables.
-    """
-    tables = "\n".join(_table(path) for path in sorted(RESULTS.glob("cpu-kernels-*.json")))
-    page, count = _TABLES.subn(lambda found: f"{found[1]}\n{tables}\n{found[3]}", page)
-    if count != 1:
-        raise ValueError(f"the page has {count} places for the kernels' tables, not 1")
-    return page
+def _tables() -> str:
+    """Returns a table for each file of results."""
+    return "\n".join(_table(path) for path in sorted(RESULTS.glob("cpu-kernels-*.json")))
 
 
 def _table(path: Path) -> str:
@@ -67,5 +56,8 @@ def _mean(ratios: list[float]) -> float:
     return statistics.geometric_mean(ratios)
 
 
+PARTS = (Part(DOCS / "performance.md", "kernels", _tables),)
+
 if __name__ == "__main__":
-    PAGE.write_text(with_tables(PAGE.read_text()))
+    for part in PARTS:
+        part.write()

@@ -30,6 +30,12 @@ class Cell:
         best, p50, p99 = 1e3 * np.percentile(seconds, (0, 50, 99))
         return cls(network, nbytes, contestant, len(seconds), float(best), float(p50), float(p99))
 
+    @classmethod
+    def of_json(cls, cell: Mapping[str, Any]) -> Cell:
+        """Reads what `as_json` returned."""
+        times = cell["best_ms"], cell["p50_ms"], cell["p99_ms"]
+        return cls(cell["network"], cell["tensor_bytes"], cell["contestant"], cell["calls"], *times)
+
     @property
     def gigabytes_per_second(self) -> float | None:
         """The throughput of all three tensors; None for an empty call."""
@@ -54,6 +60,11 @@ class Rate:
 class Results:
     cells: list[Cell] = field(default_factory=list)
     rates: list[Rate] = field(default_factory=list)
+
+    @classmethod
+    def of_json(cls, document: Mapping[str, Any]) -> Results:
+        """Reads what `as_json` returned."""
+        return cls([Cell.of_json(cell) for cell in document["cells"]], [Rate(**rate) for rate in document["rates"]])
 
     def as_json(self) -> dict[str, Any]:
         return {"cells": [cell.as_json() for cell in self.cells], "rates": [asdict(rate) for rate in self.rates]}

@@ -1,0 +1,91 @@
+"""Writes the transports' tables into docs/transport.md and docs/performance.md: ``make transport-page``."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from benchmarks.pages import DOCS, RESULTS, Part
+from benchmarks.transport.contestants import CONTESTANTS, NETWORKS, TCP
+from benchmarks.transport.inputs import label
+from benchmarks.transport.results import Results
+from benchmarks.transport.targets import TARGETS, Target
+
+_RESULTS = RESULTS / "transport.json"
+
+
+def _document() -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(_RESULTS.read_text())
+    return document
+
+
+def _targets() -> str:
+    """Returns the table of the targets' ratios; those that are missed are bold."""
+    document = _document()
+    results = Results.of_json(document)
+    lines = [
+        *_beginning(document["machine"]),
+        f"| | target | {' | '.join(NETWORKS.values())} |",
+        f"|---|---|{'---|' * len(NETWORKS)}",
+    ]
+    for target in TARGETS:
+        relation = "≤" if target.quantity == "time" else "≥"
+        ratios = [_ratio(target, results, network) for network in NETWORKS]
+        lines.append(f"| {_quotient(target)} | {relation} {target.bound:g} | {' | '.join(ratios)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _quotient(target: Target) -> str:
+    at_once = f" with {target.callers} at once" if target.quantity == "requests/s" else ""
+    subject, other = CONTESTANTS[target.subject].title, CONTESTANTS[target.other].title
+    return f"{target.quantity}{at_once}, {label(target.nbytes)}: {subject} / {other}"
+
+
+def _ratio(target: Target, results: Results, network: str) -> str:
+    ratio = target.ratio(results, network)
+    if ratio is None:
+        return "-"
+    return f"{ratio:.2f}" if target.met(ratio) else f"**{ratio:.2f}**"
+
+
+def _medians() -> str:
+    """Returns the table of the median times over TCP, in milliseconds."""
+    document = _document()
+    results = Results.of_json(document)
+    cells = [cell for cell in results.cells if cell.network == TCP]
+    sizes = sorted({cell.nbytes for cell in cells})
+    lines = [
+        *_beginning(document["machine"]),
+        f"| ms | {' | '.join(map(label, sizes))} |",
+        f"|---|{'---|' * len(sizes)}",
+    ]
+    for name in dict.fromkeys(cell.contestant for cell in cells):
+        times = [results.p50(TCP, nbytes, name) for nbytes in sizes]
+        lines.append(f"| {CONTESTANTS[name].title} | {' | '.join(map(_milliseconds, times))} |")
+    return "\n".join(lines) + "\n"
+
+
+def _beginning(machine: dict[str, Any]) -> list[str]:
+    versions = machine["versions"]
+    return [
+        f"{machine['cpu']}, {machine['threads']} threads, commit {machine['commit']}, grpcio {versions['grpcio']}, "
+        f"Arrow {versions['pyarrow']}; [all figures](../benchmarks/results/{_RESULTS.name}):",
+        "",
+    ]
+
+
+def _milliseconds(time: float | None) -> str:
+    """Writes a time with two significant digits, or all those before the point."""
+    if time is None:
+        return "-"
+    return f"{time:.0f}" if time >= 10 else f"{time:.1f}" if time >= 1 else f"{time:.2f}"
+
+
+PARTS = (
+    Part(DOCS / "transport.md", "transports", _targets),
+    Part(DOCS / "performance.md", "transports", _medians),
+)
+
+if __name__ == "__main__":
+    for part in PARTS:
+        part.write()
