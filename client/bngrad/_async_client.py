@@ -145,13 +145,14 @@ class Client:
         *,
         epsilon: float,
         data_format: OneDnnDataFormat = "NXC",
+        variance_kind: ReserveSpace2Kind = "variance",
         out: Output | None = None,
         priority: int = 0,
         timeout: float | None = None,
     ) -> BatchNormTrainingBackprop:
         """Computes oneDNN's ``BatchNormTrainingBackprop``: see `bngrad.Client.batch_norm_training_backprop`."""
         tensors = (input_forward, output_delta, mean, variance, gamma)
-        attributes = OneDnnAttributes(epsilon, data_format, priority)
+        attributes = OneDnnAttributes(epsilon, data_format, variance_kind, priority)
         return await self._run(ops.TRAINING_BACKPROP, tensors, attributes, out, timeout)
 
     async def fused_batch_norm_grad_grad(

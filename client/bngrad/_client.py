@@ -230,6 +230,7 @@ class Client:
         *,
         epsilon: float,
         data_format: OneDnnDataFormat = "NXC",
+        variance_kind: ReserveSpace2Kind = "variance",
         out: Output | None = None,
         priority: int = 0,
         timeout: float | None = None,
@@ -240,10 +241,12 @@ class Client:
             input_forward: The input of the forward pass; float16, bfloat16 or float32, 2-D to 5-D.
             output_delta: The gradient of the output; dtype and shape of input_forward.
             mean: The mean; float32, or bfloat16 beside a bfloat16 input_forward, shape (C,).
-            variance: The biased variance, without epsilon; dtype and shape of mean.
+            variance: The biased variance, without epsilon, see ``variance_kind``; dtype and shape of mean.
             gamma: The scale; dtype and shape of mean; None means ones.
             epsilon: Added to the variance; rounded to float32, finite and positive.
             data_format: "NXC" for channels last, "NCX" for channels second.
+            variance_kind: "variance", or "inverse_std" for ``1 / sqrt(variance + epsilon)`` in its place, as saved by
+                cuDNN and PyTorch in training; epsilon is then unused.
             out: Where to put input_delta, as x_backprop in `fused_batch_norm_grad_v3`.
             priority: As in `fused_batch_norm_grad_v3`.
             timeout: How long the call may take, in seconds; None for the client's own timeout.
@@ -252,7 +255,7 @@ class Client:
             BngradError: See the class.
         """
         tensors = (input_forward, output_delta, mean, variance, gamma)
-        attributes = OneDnnAttributes(epsilon, data_format, priority)
+        attributes = OneDnnAttributes(epsilon, data_format, variance_kind, priority)
         return self._run(ops.TRAINING_BACKPROP, tensors, attributes, out, timeout)
 
     def fused_batch_norm_grad_grad(

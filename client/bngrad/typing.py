@@ -35,7 +35,7 @@ OneDnnDataFormat: TypeAlias = Literal["NXC", "NCX"]
 """The data formats of `Client.batch_norm_training_backprop`."""
 
 ReserveSpace2Kind: TypeAlias = Literal["variance", "inverse_std"]
-"""What reserve_space_2 holds."""
+"""What reserve_space_2 holds, or the variance of `Client.batch_norm_training_backprop`."""
 
 Targets: TypeAlias = str | Sequence[str] | Callable[[], Sequence[str]]
 """The address of a server, the addresses of several, or a function that returns them."""

@@ -100,6 +100,7 @@ def batch_norm_training_backprop_spec(
     *,
     epsilon: float,
     data_format: str = "NXC",
+    variance_kind: ReserveSpace2Kind = ReserveSpace2Kind.VARIANCE,
 ) -> Spec:
     """Validates a request for oneDNN Graph's ``BatchNormTrainingBackprop``.
 
@@ -115,7 +116,7 @@ def batch_norm_training_backprop_spec(
         check.stats("input_forward", input_forward, axis, (mean.dtype,), gamma=gamma)
     check.epsilon(epsilon, zero_allowed=False)
     check.raise_violations()
-    return Spec(input_forward.dtype, input_forward.shape, axis, mean.dtype, epsilon)
+    return Spec(input_forward.dtype, input_forward.shape, axis, mean.dtype, epsilon, reserve_space_2_kind=variance_kind)
 
 
 def fused_batch_norm_grad_grad_spec(

@@ -83,6 +83,9 @@ CALLS: dict[str, Callable[[Any, Inputs], Any]] = {
     "no gamma": lambda client, inputs: client.batch_norm_training_backprop(
         inputs.x, inputs.y_backprop, inputs.reserve_space_1, inputs.reserve_space_2, epsilon=0.1
     ),
+    "inverse std for variance": lambda client, inputs: client.batch_norm_training_backprop(
+        inputs.x, inputs.y_backprop, *inputs[3:], inputs.scale, epsilon=0.1, variance_kind="inverse_std"
+    ),
     "bfloat16 statistics": lambda client, inputs: client.batch_norm_training_backprop(
         *(array.astype(BFLOAT16) for array in (inputs.x, inputs.y_backprop, *inputs[3:], inputs.scale)), epsilon=0.1
     ),

@@ -105,6 +105,16 @@ def test_reserve_space_2_may_be_the_inverse_standard_deviation(client: bngrad.Cl
     assert_gradients(spec, inputs, outputs)
 
 
+def test_the_onednn_op_takes_the_inverse_standard_deviation_too(client: bngrad.Client) -> None:
+    spec = Spec(FLOAT32, (40, 9), 1, reserve_space_2_kind=ReserveSpace2Kind.INVERSE_STD)
+    inputs = random_inputs(spec)
+    y_backprop, x, gamma, mean, inverse_std = inputs
+    outputs = client.batch_norm_training_backprop(
+        x, y_backprop, mean, inverse_std, gamma, epsilon=1, variance_kind="inverse_std"
+    )
+    assert_gradients(spec, inputs, outputs)
+
+
 def test_a_tensor_of_a_real_networks_size_comes_back_right(server: EmbeddedServer) -> None:
     spec = Spec(FLOAT32, (32, 56, 56, 64), 3)
     inputs = random_inputs(spec)

@@ -77,6 +77,7 @@ def test_defaults_are_the_ops_own() -> None:
     assert v3_spec().epsilon == np.float32(1e-4)
     assert v3_spec().is_training
     assert v3_spec().reserve_space_2_kind is ReserveSpace2Kind.VARIANCE
+    assert onednn_spec().reserve_space_2_kind is ReserveSpace2Kind.VARIANCE
 
 
 def test_bfloat16_statistics_go_with_a_bfloat16_input() -> None:

@@ -12,7 +12,7 @@ import bngrad
 from bngrad.typing import OneDnnDataFormat
 from bngrad_kernels import tolerances
 from bngrad_kernels.problem import Array, Problem
-from bngrad_kernels.spec import ReserveSpace2Kind, Spec
+from bngrad_kernels.spec import Spec
 
 _FORMATS = {(4, 3): "NHWC", (4, 1): "NCHW", (5, 4): "NDHWC", (5, 1): "NCDHW"}
 
@@ -40,12 +40,12 @@ def asked_of_bngrad(client: bngrad.Client, spec: Spec, inputs: Inputs) -> tuple[
 def asked_of_bngrad_as_onednn(client: bngrad.Client, spec: Spec, inputs: Inputs) -> tuple[Array, ...]:
     """The gradients by `BatchNormTrainingBackprop`."""
     assert spec.is_training
-    assert spec.reserve_space_2_kind is ReserveSpace2Kind.VARIANCE
     y_backprop, x, gamma, mean, variance = inputs
     data_format: OneDnnDataFormat = "NXC" if spec.channel_axis == len(spec.shape) - 1 else "NCX"
     return client.batch_norm_training_backprop(
-        x, y_backprop, mean, variance, gamma, epsilon=spec.epsilon, data_format=data_format
-    )
+        x, y_backprop, mean, variance, gamma,
+        epsilon=spec.epsilon, data_format=data_format, variance_kind=spec.reserve_space_2_kind.value,
+    )  # fmt: skip
 
 
 def assert_agreement(spec: Spec, inputs: Inputs, ours: tuple[Array, ...], theirs: tuple[Array, ...]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,16 @@ def test_the_inverse_standard_deviation_that_pytorch_saves_may_be_sent(client: b
     inputs = random_inputs(spec)
     ours = agreement.asked_of_bngrad(client, spec, inputs)
     agreement.assert_agreement(spec, inputs, ours, agreement.asked_of("pytorch", spec, inputs))
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
+def test_the_op_of_onednn_takes_the_inverse_standard_deviation_too(client: bngrad.Client, dtype: Any) -> None:
+    spec = Spec(dtype, (4, 7, 5, 6), 1, epsilon=1e-3)
+    inputs = random_inputs(spec)
+    inverse_std = 1 / np.sqrt(inputs.reserve_space_2 + np.float32(spec.epsilon))
+    saved = dataclasses.replace(spec, reserve_space_2_kind=ReserveSpace2Kind.INVERSE_STD)
+    ours = agreement.asked_of_bngrad_as_onednn(client, saved, inputs._replace(reserve_space_2=inverse_std))
+    agreement.assert_agreement(spec, inputs, ours, agreement.asked_of("onednn-graph", spec, inputs))
 
 
 @settings(max_examples=40, deadline=None)

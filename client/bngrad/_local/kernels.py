@@ -145,9 +145,9 @@ def _spec(op: OpSchema[Any], tensors: tuple[_Header, ...], attributes: tuple[tup
     """Returns what to compute; raises an InvalidArgumentError with a server's words."""
     given = dict(attributes)
     given.pop("priority", None)  # nothing waits here
-    if "reserve_space_2_kind" in given:
-        is_inverse = given["reserve_space_2_kind"] == pb.RESERVE_SPACE2_KIND_INVERSE_STD
-        given["reserve_space_2_kind"] = ReserveSpace2Kind.INVERSE_STD if is_inverse else ReserveSpace2Kind.VARIANCE
+    kind = "variance_kind" if op is ops.TRAINING_BACKPROP else "reserve_space_2_kind"
+    is_inverse = given[kind] == pb.RESERVE_SPACE2_KIND_INVERSE_STD
+    given[kind] = ReserveSpace2Kind.INVERSE_STD if is_inverse else ReserveSpace2Kind.VARIANCE
     violations = [
         spec.FieldViolation(field, f"{field} must have at most {MAX_RANK} dimensions, not {len(shape)}")
         for field, _, shape in tensors

@@ -42,7 +42,7 @@ class TensorFlowAttributes(NamedTuple):
             "epsilon": _epsilon(self.epsilon),
             "data_format": _data_format(self.data_format),
             "is_training": bool(self.is_training),
-            "reserve_space_2_kind": _reserve_space_2_kind(self.reserve_space_2_kind),
+            "reserve_space_2_kind": _kind("reserve_space_2_kind", self.reserve_space_2_kind),
             **_priority(self.priority),
         }
 
@@ -52,12 +52,17 @@ class OneDnnAttributes(NamedTuple):
 
     epsilon: float
     data_format: str
+    variance_kind: str
     priority: int
 
     def checked(self) -> dict[str, Any]:
         """Returns the fields of the request; see `TensorFlowAttributes.checked`."""
-        epsilon, data_format = _epsilon(self.epsilon), _data_format(self.data_format)
-        return {"epsilon": epsilon, "data_format": data_format, **_priority(self.priority)}
+        return {
+            "epsilon": _epsilon(self.epsilon),
+            "data_format": _data_format(self.data_format),
+            "variance_kind": _kind("variance_kind", self.variance_kind),
+            **_priority(self.priority),
+        }
 
 
 def _epsilon(epsilon: float) -> float:
@@ -82,13 +87,12 @@ def _data_format(data_format: str) -> str:
     return data_format
 
 
-def _reserve_space_2_kind(kind: str) -> pb.ReserveSpace2Kind:
+def _kind(field: str, kind: str) -> pb.ReserveSpace2Kind:
     if not isinstance(kind, str):
-        raise TypeError(f"reserve_space_2_kind must be a str, not {kind!r}")
+        raise TypeError(f"{field} must be a str, not {kind!r}")
     if kind not in _RESERVE_SPACE_2_KINDS:
         names = " or ".join(f"{name!r}" for name in _RESERVE_SPACE_2_KINDS)
-        description = f"reserve_space_2_kind must be {names}, not {kind!r}"
-        raise invalid_argument(FieldViolation("reserve_space_2_kind", description))
+        raise invalid_argument(FieldViolation(field, f"{field} must be {names}, not {kind!r}"))
     return _RESERVE_SPACE_2_KINDS[kind]
 
 

@@ -141,7 +141,7 @@ class FusedBatchNormGradV2Response(_message.Message):
     def __init__(self, x_backprop: _Optional[_Union[Tensor, _Mapping]] = ..., scale_backprop: _Optional[_Union[Tensor, _Mapping]] = ..., offset_backprop: _Optional[_Union[Tensor, _Mapping]] = ..., reserve_space_3: _Optional[_Union[Tensor, _Mapping]] = ..., reserve_space_4: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
 
 class BatchNormTrainingBackpropRequest(_message.Message):
-    __slots__ = ("input_forward", "output_delta", "mean", "variance", "gamma", "epsilon", "data_format", "input_delta_location", "priority")
+    __slots__ = ("input_forward", "output_delta", "mean", "variance", "gamma", "epsilon", "data_format", "input_delta_location", "priority", "variance_kind")
     INPUT_FORWARD_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_DELTA_FIELD_NUMBER: _ClassVar[int]
     MEAN_FIELD_NUMBER: _ClassVar[int]
@@ -151,6 +151,7 @@ class BatchNormTrainingBackpropRequest(_message.Message):
     DATA_FORMAT_FIELD_NUMBER: _ClassVar[int]
     INPUT_DELTA_LOCATION_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    VARIANCE_KIND_FIELD_NUMBER: _ClassVar[int]
     input_forward: Tensor
     output_delta: Tensor
     mean: Tensor
@@ -160,7 +161,8 @@ class BatchNormTrainingBackpropRequest(_message.Message):
     data_format: str
     input_delta_location: Location
     priority: int
-    def __init__(self, input_forward: _Optional[_Union[Tensor, _Mapping]] = ..., output_delta: _Optional[_Union[Tensor, _Mapping]] = ..., mean: _Optional[_Union[Tensor, _Mapping]] = ..., variance: _Optional[_Union[Tensor, _Mapping]] = ..., gamma: _Optional[_Union[Tensor, _Mapping]] = ..., epsilon: _Optional[float] = ..., data_format: _Optional[str] = ..., input_delta_location: _Optional[_Union[Location, _Mapping]] = ..., priority: _Optional[int] = ...) -> None: ...
+    variance_kind: ReserveSpace2Kind
+    def __init__(self, input_forward: _Optional[_Union[Tensor, _Mapping]] = ..., output_delta: _Optional[_Union[Tensor, _Mapping]] = ..., mean: _Optional[_Union[Tensor, _Mapping]] = ..., variance: _Optional[_Union[Tensor, _Mapping]] = ..., gamma: _Optional[_Union[Tensor, _Mapping]] = ..., epsilon: _Optional[float] = ..., data_format: _Optional[str] = ..., input_delta_location: _Optional[_Union[Location, _Mapping]] = ..., priority: _Optional[int] = ..., variance_kind: _Optional[_Union[ReserveSpace2Kind, str]] = ...) -> None: ...
 
 class BatchNormTrainingBackpropResponse(_message.Message):
     __slots__ = ("input_delta", "gamma_delta", "beta_delta")

@@ -68,21 +68,25 @@ def _attributes(message: Message, *names: str) -> dict[str, Any]:
     return {name: getattr(message, name) for name in names if message.HasField(name)}
 
 
+def _kind(field: str, value: pb.ReserveSpace2Kind) -> dict[str, ReserveSpace2Kind]:
+    kind = _RESERVE_SPACE_2_KINDS.get(value)
+    if kind is None:
+        description = f"{field} must be a known ReserveSpace2Kind, not {value}"
+        raise InvalidArgumentError((FieldViolation(field, description),))
+    return {field: kind}
+
+
 def _tensorflow_attributes(
     message: pb.FusedBatchNormGradV3Request | pb.FusedBatchNormGradV2Request | pb.FusedBatchNormGradGradRequest,
 ) -> dict[str, Any]:
     attributes = _attributes(message, "epsilon", "data_format", "is_training")
-    kind = _RESERVE_SPACE_2_KINDS.get(message.reserve_space_2_kind)
-    if kind is None:
-        description = f"reserve_space_2_kind must be a known ReserveSpace2Kind, not {message.reserve_space_2_kind}"
-        raise InvalidArgumentError((FieldViolation("reserve_space_2_kind", description),))
-    return {**attributes, "reserve_space_2_kind": kind}
+    return {**attributes, **_kind("reserve_space_2_kind", message.reserve_space_2_kind)}
 
 
 def _onednn_attributes(message: pb.BatchNormTrainingBackpropRequest) -> dict[str, Any]:
     if not message.HasField("epsilon"):
         raise InvalidArgumentError((FieldViolation("epsilon", "epsilon must be given: it has no default"),))
-    return _attributes(message, "epsilon", "data_format")
+    return {**_attributes(message, "epsilon", "data_format"), **_kind("variance_kind", message.variance_kind)}
 
 
 OPS = (

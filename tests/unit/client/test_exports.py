@@ -53,7 +53,7 @@ def test_arguments_that_the_ops_do_not_have_are_keyword_only() -> None:
     assert named_only(bngrad.Client) == of_clients
     for name in ("fused_batch_norm_grad_v3", "fused_batch_norm_grad_v2", "fused_batch_norm_grad_grad"):
         assert named_only(getattr(bngrad.Client, name)) == {"reserve_space_2_kind": "variance"} | of_calls
-    onednn = {"epsilon": inspect.Parameter.empty, "data_format": "NXC"}
+    onednn = {"epsilon": inspect.Parameter.empty, "data_format": "NXC", "variance_kind": "variance"}
     assert named_only(bngrad.Client.batch_norm_training_backprop) == onednn | of_calls
 
 

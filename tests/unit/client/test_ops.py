@@ -43,9 +43,10 @@ def v2(tensors: Any, out: Any = None, **attributes: Any) -> PreparedRequest[bngr
 
 
 def onednn(
-    tensors: Any, epsilon: Any = 1e-4, data_format: Any = "NXC", priority: Any = 0
+    tensors: Any, epsilon: Any = 1e-4, data_format: Any = "NXC", variance_kind: Any = "variance", priority: Any = 0
 ) -> PreparedRequest[bngrad.BatchNormTrainingBackprop]:
-    return ops.TRAINING_BACKPROP.prepare(tensors, OneDnnAttributes(epsilon, data_format, priority), None)
+    attributes = OneDnnAttributes(epsilon, data_format, variance_kind, priority)
+    return ops.TRAINING_BACKPROP.prepare(tensors, attributes, None)
 
 
 def message(request: PreparedRequest[Any]) -> bytes:
@@ -105,7 +106,7 @@ def test_the_v2_request_holds_every_argument() -> None:
 
 @pytest.mark.parametrize("gamma", [None, STATS + 2])
 def test_the_onednn_request_holds_every_argument(gamma: Any) -> None:
-    request = onednn((X, X + 1, STATS, STATS + 1, gamma), 0.5, "NCX")
+    request = onednn((X, X + 1, STATS, STATS + 1, gamma), 0.5, "NCX", "inverse_std")
     assert request.op.method == "/bngrad.v1.BatchNormGradService/BatchNormTrainingBackprop"
     assert pb.BatchNormTrainingBackpropRequest.FromString(message(request)) == pb.BatchNormTrainingBackpropRequest(
         input_forward=tensor(X),
@@ -115,6 +116,7 @@ def test_the_onednn_request_holds_every_argument(gamma: Any) -> None:
         gamma=None if gamma is None else tensor(gamma),
         epsilon=0.5,
         data_format="NCX",
+        variance_kind=pb.RESERVE_SPACE2_KIND_INVERSE_STD,
     )
 
 
@@ -219,7 +221,7 @@ def test_tensors_whose_memory_has_the_channels_last_are_sent_as_they_lie(
     if op is ops.V3:
         tensors.append(None)
     if op is ops.TRAINING_BACKPROP:
-        attributes = OneDnnAttributes(1e-4, data_format, 0)
+        attributes = OneDnnAttributes(1e-4, data_format, "variance", 0)
     request = op.prepare(tensors, attributes, (out, None) if op is ops.GRAD_GRAD else out)
     assert all(each is not x and np.shares_memory(each, memory) for each in request.large.values())
     assert request.shape == memory.shape
@@ -395,6 +397,9 @@ def test_an_unknown_reserve_space_2_kind_is_refused() -> None:
     with pytest.raises(bngrad.InvalidArgumentError, match="must be 'variance' or 'inverse_std', not 'std'") as refused:
         v3(reserve_space_2_kind="std")
     assert refused.value.violations[0].field == "reserve_space_2_kind"
+    with pytest.raises(bngrad.InvalidArgumentError, match="variance_kind must be 'variance' or") as refused:
+        onednn((X, X, STATS, STATS, None), variance_kind="std")
+    assert refused.value.violations[0].field == "variance_kind"
 
 
 @pytest.mark.parametrize("priority", [-8, -1, 1, 8, np.int64(3)])

@@ -44,6 +44,7 @@ def backward(client: bngrad.Client, y_backprop: bngrad.typing.Tensor, x: bngrad.
     v2 = client.fused_batch_norm_grad_v2(y_backprop, x, (1, 1, 1, 1), mean, scale, reserve_space_2_kind="inverse_std")
     bfloat16 = client.empty((2, 3), dtype=ml_dtypes.bfloat16)
     client.batch_norm_training_backprop(bfloat16, bfloat16, mean, scale, epsilon=1e-3, out=bfloat16, timeout=5)
+    client.batch_norm_training_backprop(x, y_backprop, mean, scale, epsilon=1, variance_kind="variance")
     return np.float32(v3.x_backprop.sum() + v2[0].sum())
 
 
@@ -78,6 +79,7 @@ MISTAKES = {
     "a misspelt data format": ('data_format="NCHW"', 'data_format="NHCW"'),
     "an unknown kind": ('"inverse_std"', '"rsqrt"'),
     "a method that is not called": ("x, scale, mean, [", "x, scale, mean.mean, ["),
+    "an unknown kind of variance": ('variance_kind="variance"', 'variance_kind="std"'),
     "a missing epsilon": ("epsilon=1e-3, ", ""),
     "a misspelt result": ("v3.x_backprop.sum", "v3.x_backdrop.sum"),
     "a file's name for a tensor": ("backward(client, x, x)", 'backward(client, "x.npy", x)'),

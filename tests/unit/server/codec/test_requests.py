@@ -171,6 +171,7 @@ def test_the_pieces_of_the_response_are_a_message(op: Op, chunked: bool) -> None
         (V3, "data_format", "NWHC", "data_format must be one of NHWC, NCHW, NDHWC, NCDHW, not 'NWHC'"),
         (V2, "data_format", "NDHWC", "data_format must be one of NHWC, NCHW, not 'NDHWC'"),
         (V3, "reserve_space_2_kind", 9, "must be a known ReserveSpace2Kind, not 9"),
+        (ONEDNN, "variance_kind", 9, "variance_kind must be a known ReserveSpace2Kind, not 9"),
     ],
 )
 def test_what_is_wrong_is_named_by_its_field(op: Op, field: str, change: Any, words: str, chunked: bool) -> None:
@@ -234,6 +235,11 @@ def test_shapes_that_no_tensor_has_are_refused(shape: tuple[int, ...], chunked: 
         (V2, {"data_format": "NHWC"}, Spec(FLOAT32, SHAPE, 3)),
         (GRAD_GRAD, {"is_training": False}, Spec(FLOAT32, SHAPE, 3, is_training=False, order=2)),
         (ONEDNN, {"epsilon": 1e-4, "gamma": None}, Spec(FLOAT32, SHAPE, 3)),
+        (
+            ONEDNN,
+            {"epsilon": 1e-4, "variance_kind": pb.RESERVE_SPACE2_KIND_INVERSE_STD},
+            Spec(FLOAT32, SHAPE, 3, reserve_space_2_kind=ReserveSpace2Kind.INVERSE_STD),
+        ),
         (
             ONEDNN,
             {
