@@ -27,6 +27,7 @@ class SampleRequest:
         data_format: The argument of the op.
         epsilon: The argument of the op.
         inputs: y_backprop, x, scale, mean, variance; for GradGrad after the gradients of the three outputs.
+        is_training: The argument of the op; oneDNN has training only.
     """
 
     op: str
@@ -34,6 +35,7 @@ class SampleRequest:
     data_format: str
     epsilon: float
     inputs: tuple[Array, ...]
+    is_training: bool = True
 
     @property
     def spec(self) -> Spec:
@@ -41,7 +43,15 @@ class SampleRequest:
         *_, x, scale, _, _ = self.inputs
         axis = _channel_axis(self.data_format, x.shape)
         order = 2 if self.op == "GradGrad" else 1
-        return Spec(x.dtype, x.shape, axis, stats_dtype=scale.dtype, epsilon=self.epsilon, order=order)
+        return Spec(
+            x.dtype,
+            x.shape,
+            axis,
+            stats_dtype=scale.dtype,
+            epsilon=self.epsilon,
+            is_training=self.is_training,
+            order=order,
+        )
 
     @property
     def nbytes(self) -> int:
@@ -53,6 +63,8 @@ class SampleRequest:
     def send(self, client: bngrad.Client, out: Array | None = None) -> tuple[Array, ...]:
         """Makes the call, and returns its outputs; the gradient of x goes into ``out`` if given."""
         attributes: dict[str, Any] = {"epsilon": self.epsilon, "data_format": self.data_format}
+        if self.op != "oneDNN":
+            attributes["is_training"] = self.is_training
         if self.op == "GradGrad":
             of_x, of_scale, of_offset, y_backprop, x, scale, mean, variance = self.inputs
             return client.fused_batch_norm_grad_grad(

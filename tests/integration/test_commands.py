@@ -67,6 +67,12 @@ def test_a_good_server_passes_every_check(target: str) -> None:
     assert [(mark, name) for mark, name, *_ in lines] == [("✓", step) for step in STEPS]
 
 
+def test_a_good_server_passes_the_long_check(server: EmbeddedServer) -> None:
+    ended = run_bngrad("check", "--long", server.target, "--timeout", str(TIMEOUT_S))
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert [line[2:9].strip() for line in ended.stdout.splitlines()] == [*STEPS[:-1], "at once", "large", "latency"]
+
+
 def test_a_quiet_check_of_a_good_server_prints_nothing(server: EmbeddedServer) -> None:
     ended = run_bngrad("check", "--quiet", "--timeout", str(TIMEOUT_S), server.target)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
@@ -142,12 +148,39 @@ class WrongServicer(pb_grpc.BatchNormGradServiceServicer):
         context.abort(grpc.StatusCode.UNIMPLEMENTED, "nor that")
 
 
+class WrongInInference(WrongServicer):
+    """Answers every call by a server, but those of V3 in inference with zeros."""
+
+    def __init__(self, target: str) -> None:
+        self._server = pb_grpc.BatchNormGradServiceStub(grpc.insecure_channel(target))
+
+    def FusedBatchNormGradV3(self, request: Any, context: Any) -> pb.FusedBatchNormGradV3Response:  # noqa: N802
+        is_training = request.is_training or not request.HasField("is_training")
+        return (
+            self._server.FusedBatchNormGradV3(request)
+            if is_training
+            else super().FusedBatchNormGradV3(request, context)
+        )
+
+    def FusedBatchNormGradV2(self, request: Any, context: Any) -> pb.FusedBatchNormGradV2Response:  # noqa: N802
+        return self._server.FusedBatchNormGradV2(request)
+
+    def BatchNormTrainingBackprop(self, request: Any, context: Any) -> pb.BatchNormTrainingBackpropResponse:  # noqa: N802
+        return self._server.BatchNormTrainingBackprop(request)
+
+    def FusedBatchNormGradGrad(self, request: Any, context: Any) -> pb.FusedBatchNormGradGradResponse:  # noqa: N802
+        return self._server.FusedBatchNormGradGrad(request)
+
+    def Exchange(self, request_iterator: Any, context: Any) -> Any:  # noqa: N802
+        return self._server.Exchange(request_iterator)
+
+
 @contextmanager
-def grpc_server(*, of_bngrad: bool, tls: bool = False) -> Iterator[str]:
+def grpc_server(*, of_bngrad: bool, tls: bool = False, servicer: WrongServicer | None = None) -> Iterator[str]:
     server = grpc.server(futures.ThreadPoolExecutor(4))
     if of_bngrad:
         health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), server)
-        pb_grpc.add_BatchNormGradServiceServicer_to_server(WrongServicer(), server)
+        pb_grpc.add_BatchNormGradServiceServicer_to_server(servicer or WrongServicer(), server)
     if tls:
         issued = trustme.CA().issue_cert("127.0.0.1")
         pair = (issued.private_key_pem.bytes(), issued.cert_chain_pems[0].bytes())
@@ -167,6 +200,15 @@ def test_a_server_that_computes_wrongly_fails_the_check() -> None:
     assert ended.returncode == 1
     assert [line.split()[1] for line in ended.stdout.splitlines()] == ["health", "server"]
     assert ended.stderr.startswith("✗ unary    a wrong answer to V3 NHWC float32 over unary")
+
+
+def test_only_the_long_check_sees_what_is_wrong_in_inference(server: EmbeddedServer) -> None:
+    with grpc_server(of_bngrad=True, servicer=WrongInInference(server.target)) as address:
+        short = run_bngrad("check", address, "--timeout", str(TIMEOUT_S))
+        long = run_bngrad("check", "--long", address, "--timeout", str(TIMEOUT_S))
+    assert (short.returncode, short.stderr) == (0, "")
+    assert long.returncode == 1
+    assert long.stderr.startswith("✗ unary    a wrong answer to V3 NHWC float32 over unary")
 
 
 @contextmanager

@@ -29,19 +29,27 @@ Step = Callable[[Target], str]
     metavar="SECONDS",
     help="How long to wait for the server to be healthy, for one that has just been started.",
 )
+@click.option(
+    "--long",
+    "is_long",
+    is_flag=True,
+    help="Also send larger requests, in training and in inference, alone and many at once; takes about half a minute.",
+)
 @click.option("-q", "--quiet", is_flag=True, help="Print only what is wrong.")
-def check(target: Target, quick: bool, wait_s: float, quiet: bool) -> None:
+def check(target: Target, quick: bool, wait_s: float, is_long: bool, quiet: bool) -> None:
     """Checks that a server works.
 
     TARGET is HOST:PORT or unix:PATH, by default localhost:50051. The server must be healthy and have a ready device.
     Over every transport, small requests of every op, type and layout must have the right results, with the same bits.
     If anything is wrong, the exit code is 1, and the last line says what, and what to do.
     """
+    if quick and is_long:
+        raise click.UsageError("--quick and --long exclude each other")
     steps: dict[str, Step] = {"health": partial(health, wait_s=wait_s)}
     if not quick:
         from bngrad_cli import checks  # noqa: PLC0415 - --quick must start fast
 
-        steps |= checks.steps()
+        steps |= checks.steps(is_long=is_long)
     for name, step in steps.items():
         try:
             mark, said = click.style("✓", fg="green"), step(target)

@@ -45,9 +45,16 @@ def test_the_version_is_the_packages() -> None:
     assert CliRunner().invoke(command_line, ["--version"]).output == f"bngrad, version {__version__}\n"
 
 
-@pytest.mark.parametrize(("arguments", "words"), [(["--thread", "1"], "--threads"), (["x"], "unexpected")])
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["serve", "--thread", "1"], "--threads"),
+        (["serve", "x"], "unexpected"),
+        (["check", "--quick", "--long"], "--quick and --long exclude each other"),
+    ],
+)
 def test_a_wrong_option_is_named(arguments: list[str], words: str) -> None:
-    result = CliRunner().invoke(command_line, ["serve", *arguments])
+    result = CliRunner().invoke(command_line, arguments)
     assert result.exit_code == 2
     assert words in result.output
 
