@@ -31,7 +31,7 @@ _MOST_MEMORY = 700 * 2**20
 _SPARE_DESCRIPTORS = 32
 _CALLS = 10
 _HALF_OPEN = 10_000
-_PAUSES, _PAUSE_S = 2, 1.0
+_PAUSE_S = 1.0
 _CONNECTION_BYTES = 40_000
 _ATTACKS = (
     "wrong_tls",
@@ -134,24 +134,24 @@ def many_descriptors() -> Iterator[None]:
 @pytest.mark.parametrize(
     "frame", [frames.window_update(0, 1), frames.frame(frames.PING, 0, 0, bytes(8))], ids=["window", "ping"]
 )
-def test_a_flood_of_frames_is_paused_again_and_again_on_grpcios_port(open_to_all: Guarded, frame: bytes) -> None:
+def test_a_flood_of_frames_is_paused_and_then_ended_on_grpcios_port(open_to_all: Guarded, frame: bytes) -> None:
     victim = Victim.discover(open_to_all.server.target, open_to_all.token, str(open_to_all.authority.path))
     flood = frame * 4096
     with victim.connect() as sock:
         sock.sendall(frames.PREFACE + frames.settings({}))
         sock.setblocking(False)
-        pauses, sent_at = 0, time.monotonic()
-        while pauses < _PAUSES:
-            with suppress(ssl.SSLWantReadError):
-                assert sock.recv(2**16)
-            try:
-                sock.send(flood)
-            except ssl.SSLWantWriteError:
-                time.sleep(0.01)
-                continue
-            now = time.monotonic()
-            pauses += now - sent_at > _PAUSE_S
-            sent_at = now
+        longest, sent_at = 0.0, time.monotonic()
+        with suppress(OSError):
+            while True:
+                with suppress(ssl.SSLWantReadError):
+                    if not sock.recv(2**16):
+                        break
+                with suppress(ssl.SSLWantWriteError):
+                    sock.send(flood)
+                    sent_at = time.monotonic()
+                longest = max(longest, time.monotonic() - sent_at)
+                time.sleep(0.001)
+    assert longest > _PAUSE_S
 
 
 @pytest.mark.parametrize("listener", LISTENERS)

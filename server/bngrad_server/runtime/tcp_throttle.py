@@ -2,7 +2,8 @@
 
 grpcio answers millions of frames a second that belong to no call, and offers no limit. But the kernel counts what each
 connection has received, and a socket filter pauses a connection without costing anything: its peer has to wait, as if
-packets were lost.
+packets were lost. A connection that has sent more than its share, and begun no op when its pause is over, is shut down:
+to go on would mean to answer what has piled up at its peer, who may be gone.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 _FREE_NBYTES = 2**16
 """What a connection may send before its first op: its handshake, metadata, a health check now and then."""
+_STRANGER_RATE = 2.0**14
+"""Bytes a second that it may send beside that."""
 _STRANGERS_RATE = 2.0**16
 """Bytes a second that all strangers of a host may send together."""
 _STRANGERS_NBYTES = 2.0**22
@@ -48,15 +51,23 @@ class _Watched:
     """A connection, as the kernel sees it.
 
     Attributes:
+        inode: The number of its socket, which tells it from later ones with the same descriptor.
+        family: The family of its addresses.
+        name: grpcio's name for it.
         peer: What its calls say.
+        since: When it was seen first.
         received: Bytes received so far.
         acked: Bytes sent and acknowledged so far.
         useful: Bytes of messages at the last look.
         resume_at: When its pause ends; None while it has none.
     """
 
-    def __init__(self, peer: Peer) -> None:
+    def __init__(self, inode: int, family: int, name: str, peer: Peer, since: float) -> None:
+        self.inode = inode
+        self.family = family
+        self.name = name
         self.peer = peer
+        self.since = since
         self.received = self.acked = self.useful = 0
         self.resume_at: float | None = None
 
@@ -80,7 +91,8 @@ class TcpThrottle:
         self._max_client_nbytes = max(max_client_nbytes, max_message_nbytes) if max_client_nbytes else math.inf
         self._peers: dict[str, Peer] = {}
         self._mutex = threading.Lock()
-        self._connections: dict[str, _Watched] = {}
+        self._connections: dict[int, _Watched] = {}  # by descriptor
+        self._others: dict[int, int] = {}  # inodes of other descriptors
         self._accounts: dict[str, Account] = {}
         self._strangers: dict[str, tuple[float, float]] = {}  # by host: what they may send, and when that was so
         self._paused_at = float("-inf")
@@ -117,22 +129,41 @@ class TcpThrottle:
         self.look()
 
     def look(self) -> None:
-        """Looks at all connections, pauses those that send too much, and resumes those whose pause is over."""
+        """Looks at all connections, pauses those that send too much, and ends the pauses that are over."""
         now = time.monotonic()
-        names = set()
+        connections, others = self._connections, self._others
+        self._connections, self._others = {}, {}
         for fd in map(int, os.listdir("/proc/self/fd")):
-            with suppress(OSError), _borrowed(fd) as sock:  # it is no socket, or was closed meanwhile
-                name = self._name_of(sock)
-                if name is not None:
-                    names.add(name)
-                    self._look_at(sock, name, now)
+            with suppress(OSError):  # it was closed meanwhile
+                inode = os.fstat(fd).st_ino
+                connection = connections.get(fd)
+                if others.get(fd) == inode:
+                    self._others[fd] = inode
+                elif (connection is not None and connection.inode == inode) or (
+                    connection := self._identified(fd, inode, now)
+                ) is not None:
+                    self._connections[fd] = connection
+                    self._look_at(fd, connection, now)
         self._settle({connection.peer.account for connection in self._connections.values()}, now)
-        self._connections = {name: self._connections[name] for name in names if name in self._connections}
         self._strangers = {host: level for host, level in self._strangers.items() if now - level[1] < _QUIET_S}
+        names = {connection.name for connection in self._connections.values()}
         with self._mutex:
             self._peers = {
                 name: peer for name, peer in self._peers.items() if name in names or peer.waiting or peer.receiving
             }
+
+    def _identified(self, fd: int, inode: int, now: float) -> _Watched | None:
+        """Returns a connection to one of the ports that was not seen before; remembers any other descriptor."""
+        try:
+            with _borrowed(fd) as sock:
+                name = self._name_of(sock)
+                family = sock.family
+        except OSError:  # it is no socket
+            name = None
+        if name is None:
+            self._others[fd] = inode
+            return None
+        return _Watched(inode, family, name, self.peer(name), now)
 
     def _name_of(self, sock: socket.socket) -> str | None:
         """Returns grpcio's name for the peer of a connection to one of the ports; None for any other socket."""
@@ -146,30 +177,35 @@ class TcpThrottle:
         scoped = host.replace("%", "%25")
         return f"ipv6:%5B{scoped}%5D:{port}"
 
-    def _look_at(self, sock: socket.socket, name: str, now: float) -> None:
-        connection = self._connections.get(name)
-        if connection is None:
-            connection = self._connections[name] = _Watched(self.peer(name))
+    def _look_at(self, fd: int, connection: _Watched, now: float) -> None:
         peer = connection.peer
         account = self._account(peer.account, now) if peer.account else None
         if account is not None:
             account.waiting += peer.waiting
             account.receiving += peer.receiving
-        if connection.resume_at is not None:
-            if now < connection.resume_at:
-                return
-            sock.setsockopt(socket.SOL_SOCKET, _DETACH_FILTER, 0)
-            connection.resume_at = None
-        acked, received = _TRAFFIC.unpack_from(
-            sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TRAFFIC_OFFSET + _TRAFFIC.size), _TRAFFIC_OFFSET
-        )
-        useful, sent = peer.useful, received - connection.received
-        earned = 2 * (useful - connection.useful) + _WINDOW_UPDATES * (acked - connection.acked)
-        connection.received, connection.acked, connection.useful = received, acked, useful
-        if account is not None:
-            account.excesses.append(Excess(sock.fileno(), name, sent - earned))
-        elif sent and received > _FREE_NBYTES and self._draw(name.rpartition(":")[0], sent, now) < 0:
-            self._pause(sock, name, now, _PAUSE_S)
+        if connection.resume_at is not None and now < connection.resume_at:
+            return
+        with _borrowed(fd, connection.family) as sock:
+            if connection.resume_at is not None:
+                self._end_pause(sock, connection, now)
+            acked, received = _TRAFFIC.unpack_from(
+                sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TRAFFIC_OFFSET + _TRAFFIC.size), _TRAFFIC_OFFSET
+            )
+            useful, sent = peer.useful, received - connection.received
+            earned = 2 * (useful - connection.useful) + _WINDOW_UPDATES * (acked - connection.acked)
+            connection.received, connection.acked, connection.useful = received, acked, useful
+            if account is not None:
+                account.excesses.append(Excess(fd, connection.name, sent - earned))
+            elif sent and received > _FREE_NBYTES and self._draw(connection.name.rpartition(":")[0], sent, now) < 0:
+                self._pause(fd, connection.name, now, _PAUSE_S)
+
+    def _end_pause(self, sock: socket.socket, connection: _Watched, now: float) -> None:
+        """Resumes a connection; shuts it down if it has no ops and has sent more than its share."""
+        sock.setsockopt(socket.SOL_SOCKET, _DETACH_FILTER, 0)
+        connection.resume_at = None
+        share = _FREE_NBYTES + _STRANGER_RATE * (now - connection.since)
+        if not connection.peer.account and connection.received > share and not self._closing.is_set():
+            sock.shutdown(socket.SHUT_RDWR)  # the system resets it once more arrives
 
     def _account(self, name: str, now: float) -> Account:
         account = self._accounts.get(name)
@@ -184,8 +220,7 @@ class TcpThrottle:
             if excesses:
                 pause_s = account.strike(now)
                 for excess in excesses:
-                    with suppress(OSError), _borrowed(excess.fd) as sock:
-                        self._pause(sock, excess.name, now, pause_s)
+                    self._pause(excess.fd, excess.name, now, pause_s)
             if name not in accounts and not account.strikes(now):
                 del self._accounts[name]
 
@@ -196,23 +231,23 @@ class TcpThrottle:
         self._strangers[host] = level, now
         return level
 
-    def _pause(self, sock: socket.socket, name: str, now: float, pause_s: float) -> None:
+    def _pause(self, fd: int, name: str, now: float, pause_s: float) -> None:
         if self._closing.is_set():
             return
         if now - self._paused_at > _QUIET_S:
             logger.warning("slowing down %s: it sends far more than its calls explain", name)
         self._paused_at = now
         # Another connection may have this descriptor meanwhile; a duplicate belongs to one for good.
-        with suppress(OSError), _duplicate(sock) as same:
+        with suppress(OSError), _duplicate(fd) as same:
             if self._name_of(same) == name:
                 same.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, _FILTER)
-                self._connections[name].resume_at = now + pause_s
+                self._connections[fd].resume_at = now + pause_s
 
 
 @contextmanager
-def _borrowed(fd: int) -> Iterator[socket.socket]:
-    """Lends a descriptor as a socket, without owning it."""
-    sock = socket.socket(fileno=fd)
+def _borrowed(fd: int, family: int | None = None) -> Iterator[socket.socket]:
+    """Lends a descriptor as a socket, without owning it; that of a connection costs less if its family is known."""
+    sock = socket.socket(fileno=fd) if family is None else socket.socket(family, socket.SOCK_STREAM, 0, fd)
     try:
         yield sock
     finally:
@@ -220,9 +255,9 @@ def _borrowed(fd: int) -> Iterator[socket.socket]:
 
 
 @contextmanager
-def _duplicate(sock: socket.socket) -> Iterator[socket.socket]:
+def _duplicate(fd: int) -> Iterator[socket.socket]:
     """Duplicates a socket; unlike `socket.dup`, which makes both block, and with them threads of grpcio."""
-    fd = os.dup(sock.fileno())
+    fd = os.dup(fd)
     try:
         with _borrowed(fd) as duplicate:
             yield duplicate

@@ -90,16 +90,65 @@ def test_a_paused_connection_does_not_block_the_threads_that_read_it(throttle: T
     assert not os.get_blocking(flooder.accepted.fileno())
 
 
-def test_a_pause_ends(throttle: TcpThrottle, flooder: Flooder, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pauses end with the next look."""
     monkeypatch.setattr(tcp_throttle, "_PAUSE_S", 0.0)
+
+
+def wait_for(flooder: Flooder, nbytes: int) -> None:
+    """Waits until so many bytes were received in all, which the system may have to send again."""
+    deadline = time.monotonic() + 20
+    while flooder.received < nbytes and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert flooder.received == nbytes
+
+
+@pytest.mark.usefixtures("short_pauses")
+def test_the_pause_of_a_connection_with_ops_ends(throttle: TcpThrottle, flooder: Flooder) -> None:
+    flooder.send(5 * MIB)
+    throttle.look()
+    assert flooder.send(MIB) == 0
+    throttle.peer(flooder.name).op(CLIENT)
+    throttle.look()
+    wait_for(flooder, 6 * MIB)
+
+
+@pytest.mark.usefixtures("short_pauses")
+def test_the_pause_of_a_stranger_ends_that_was_paused_for_others(
+    throttle: TcpThrottle, listener: socket.socket, flooder: Flooder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with contextlib.closing(Flooder(listener)) as other:
+        throttle.look()
+        flooder.send(5 * MIB)
+        other.send(MIB)
+        monkeypatch.setattr(tcp_throttle, "_STRANGER_RATE", float("inf"))
+        throttle.look()
+        assert other.send(MIB) == 0
+        throttle.look()
+        wait_for(other, 2 * MIB)
+
+
+@pytest.mark.usefixtures("short_pauses")
+def test_a_stranger_that_floods_is_shut_down_after_its_pause(throttle: TcpThrottle, flooder: Flooder) -> None:
     flooder.send(5 * MIB)
     throttle.look()
     assert flooder.send(MIB) == 0
     throttle.look()
-    deadline = time.monotonic() + 20
-    while flooder.received < 6 * MIB and time.monotonic() < deadline:
-        time.sleep(0.01)  # until the system sends again what was dropped
-    assert flooder.received == 6 * MIB
+    assert flooder.accepted.recv(1) == b""
+    assert flooder.send(MIB) == 0
+    assert flooder.received == 5 * MIB
+
+
+def test_a_descriptor_that_is_used_again_is_another_connection(throttle: TcpThrottle, listener: socket.socket) -> None:
+    with contextlib.closing(Flooder(listener)) as first:
+        fd = first.accepted.fileno()
+        throttle.look()
+    with contextlib.closing(Flooder(listener)) as second:
+        assert second.accepted.fileno() == fd
+        second.send(5 * MIB)
+        throttle.look()
+        assert second.send(MIB) == 0
 
 
 def test_the_strangers_of_a_host_have_one_budget(throttle: TcpThrottle, listener: socket.socket) -> None:
