@@ -23,8 +23,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 _FIELDS = {setting_name(name): field for name, field in ServerConfig.model_fields.items()}
 # The variables of the tests, and those that Kubernetes sets in a pod for a Service whose name begins with bngrad.
 _NO_SETTING = re.compile(r"BNGRAD_(CONFIG$|TEST_|REQUIRE_|(\w+_)?SERVICE_(HOST|PORT)|(\w+_)?PORT_\d+_(TCP|UDP))")
-
-
+_NAME = re.compile(rf"\b({'|'.join(_FIELDS)})\b")
 _WHOLE_NUMBER = "it should be a whole number"
 
 
@@ -214,7 +213,7 @@ def _complaints(error: ValidationError, origins: dict[str, str]) -> Iterator[str
         message = each["msg"].removeprefix("Value error, ").replace("Input should", "it should", 1)
         message = _WHOLE_NUMBER if each["type"] == "int_parsing" else message
         if not each["loc"]:  # a check of several settings
-            yield message
+            yield _NAME.sub(lambda found: origins.get(found[0]) or flag(found[0]), message)
             continue
         name = setting_name(str(each["loc"][0]))
         if name not in seen:

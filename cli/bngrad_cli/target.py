@@ -208,7 +208,8 @@ def _address(context: click.Context, parameter: click.Parameter, value: str) -> 
     place = host_and_port(value)
     is_valid = bool(unix_path(value)) if place is None else 0 < place[1] <= MAX_PORT
     if not is_valid:
-        raise click.BadParameter(f"it should be HOST:PORT or unix:PATH, not {value!r}")
+        expected = f"it should be HOST:PORT or unix:PATH, with a port of at most {MAX_PORT}"
+        raise click.BadParameter(f"{expected}, not {value!r}")
     return value
 
 

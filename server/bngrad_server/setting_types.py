@@ -114,7 +114,7 @@ def _device(value: str) -> str:
         try:
             devices(value)
         except ValueError as error:
-            raise ValueError(f"it should be auto, or 'cpu' or 'cuda:N' with commas between them: {error}") from error
+            raise ValueError("it should be auto, or 'cpu' or 'cuda:N', each once, with commas between them") from error
     return value
 
 

@@ -25,6 +25,7 @@ from bngrad_kernels import tolerances
 
 _RESNET50_LAYER = (32, 56, 56, 64)
 _TIMED_SECONDS = 0.5
+_TIMED_CALLS = 5
 _CAPTION = """\
 V3 and V2 are FusedBatchNormGradV3 and V2, oneDNN is BatchNormTrainingBackprop.
 ms: the median round trip of the client. GB/s: tensors sent and received.
@@ -115,7 +116,7 @@ def _measure(request: SampleRequest, client: bngrad.Client) -> _Result:
 
 def _median_seconds(call: Callable[[], Any]) -> float:
     seconds: list[float] = []
-    while sum(seconds) < _TIMED_SECONDS:
+    while sum(seconds) < _TIMED_SECONDS or len(seconds) < _TIMED_CALLS:
         begin = time.perf_counter()
         call()
         seconds.append(time.perf_counter() - begin)

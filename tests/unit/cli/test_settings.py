@@ -100,7 +100,7 @@ def test_the_table_has_every_setting_with_its_origin() -> None:
     ("arguments", "environment", "content", "complaint"),
     [
         (["--threads", "x"], {}, "", "--threads is 'x'; it should be a whole number"),
-        (["--device", "tpu"], {}, "", "--device is 'tpu'; it should be auto, or 'cpu' or 'cuda:N'"),
+        (["--device", "cpu,cpu"], {}, "", "--device is 'cpu,cpu'; it should be auto, or 'cpu' or 'cuda:N', each once"),
         ([], {"BNGRAD_MAX_WAIT": "-1"}, "", "BNGRAD_MAX_WAIT is '-1'; it should be greater than 0"),
         ([], {"BNGRAD_LISTEN": "nowhere"}, "", "BNGRAD_LISTEN is 'nowhere'; it should be HOST:PORT or unix:PATH"),
         ([], {"BNGRAD_MAX_WAITS": "1"}, "", "BNGRAD_MAX_WAITS in the environment is no setting; did you mean "),
@@ -127,7 +127,20 @@ def test_the_table_has_every_setting_with_its_origin() -> None:
         (["--arena-bytes", "lots"], {}, "", "--arena-bytes is 'lots'; it should be a number, perhaps with"),
         (["--listen", "a:99999"], {}, "", "--listen is 'a:99999'; it should be HOST:PORT or unix:PATH, with a port"),
         (["--config", "/tmp"], {}, "", "cannot read settings from /tmp: it is no file"),
-        (["--stream-port", "50051"], {}, "", "stream_port should not be the port of 127.0.0.1:50051"),
+        (
+            ["--stream-port", "50051"],
+            {},
+            "",
+            "--stream-port should not be the port of 127.0.0.1:50051, which --listen names",
+        ),
+        (
+            ["--tls-certificate", "a"],
+            {"BNGRAD_TLS_CLIENT_CA": "b"},
+            "",
+            "--tls-certificate and --tls-key need each other",
+        ),
+        ([], {"BNGRAD_TLS_CLIENT_CA": "b"}, "", "BNGRAD_TLS_CLIENT_CA needs --tls-certificate and --tls-key"),
+        ([], {}, "tls_key = 'a'", "--tls-certificate and tls_key in {file} need each other"),
     ],
 )
 def test_an_invalid_setting_is_named_in_one_line_with_exit_code_2(

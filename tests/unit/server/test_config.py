@@ -18,7 +18,7 @@ from bngrad_server.config import ServerConfig
         ({"listen": ("tcp://localhost:1",)}, "listen.0\n.*should be HOST:PORT or unix:PATH"),
         ({"listen": ("unix:",)}, "listen.0\n.*should be HOST:PORT or unix:PATH"),
         ({"device": "tpu"}, "device\n.*it should be auto, or 'cpu' or 'cuda:N'"),
-        ({"device": "cuda:0,auto"}, "device\n.*not 'auto'"),
+        ({"device": "cuda:0,auto"}, "device\n.*it should be auto, or 'cpu'"),
         ({"device": "cuda:0,cuda:0"}, "device\n.*once"),
         ({"pinned_bytes": -1}, "pinned_bytes\n.*greater than or equal to 0"),
         ({"threads": 0}, "threads\n.*greater than or equal to 1"),
