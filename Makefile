@@ -53,6 +53,7 @@ docs: $(VENV)/dev.stamp  ## Serves the documentation on http://127.0.0.1:8000
 
 dist: $(VENV)/dev.stamp  ## Builds and checks the packages; installs the wheel in an empty environment and calls a server
 	rm -rf dist build/sbom.cdx.json
+	mkdir -p build
 	$(BIN)/uv build --quiet --build-constraints requirements/build.txt
 	$(BIN)/twine check --strict dist/*
 	$(BIN)/check-wheel-contents dist/*.whl
