@@ -13,7 +13,7 @@ from contextlib import suppress
 from bngrad_wire import keepalive
 from bngrad_wire.http2.errors import EndOfConnectionError, PeerGoneError, PeerLostError
 from bngrad_wire.http2.frames import Buffer
-from bngrad_wire.http2.tls import TlsSocket
+from bngrad_wire.http2.tls import DONT_WAIT, TlsSocket
 
 BUFFER_NBYTES = 64 * 1024
 LARGE_BUFFER_NBYTES = 512 * 1024
@@ -132,7 +132,7 @@ class BufferedSocket:
             TimeoutError: The socket's timeout passed, or `deadline`; the socket is then unusable.
         """
         self.check()
-        flags = 0 if blocking else socket.MSG_DONTWAIT
+        flags = 0 if blocking else DONT_WAIT
         waits = self.waits if blocking else 1
         try:
             first = waited = 0
@@ -273,7 +273,7 @@ class BufferedSocket:
         if self.tls is None and self._sock.gettimeout() is not None and not self._poll.poll(0):
             return False
         try:
-            self._receive_more(socket.MSG_DONTWAIT)
+            self._receive_more(DONT_WAIT)
         except TimeoutError:
             return False
         return True

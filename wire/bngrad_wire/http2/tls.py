@@ -10,6 +10,8 @@ import ssl
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+DONT_WAIT = int(socket.MSG_DONTWAIT)
+"""As a plain number: operators of the flags' own type take microseconds, for each record."""
 _RECORD_NBYTES = 16 * 1024
 _SEND_NBYTES = 512 * 1024
 """`TlsSocket.sendmsg` returns after about this much, so that its caller sees a slow peer's progress."""
@@ -33,7 +35,7 @@ class TlsSocket(ssl.SSLSocket):
     def sendmsg(  # type: ignore[override]  # ssl's own raises, whatever it is given
         self, buffers: Iterable[Any], ancdata: Iterable[Any] = (), flags: int = 0
     ) -> int:
-        """Sends pieces one after the other, and returns the count of bytes; the one flag heeded is MSG_DONTWAIT.
+        """Sends pieces one after the other, and returns the count of bytes; the one flag heeded is `DONT_WAIT`.
 
         Like that of a plain socket, it may send a part of them.
         """
@@ -44,7 +46,7 @@ class TlsSocket(ssl.SSLSocket):
                 while rest:
                     if sent >= _SEND_NBYTES:
                         return sent
-                    count = self._nonblocking(self.send, rest) if flags & socket.MSG_DONTWAIT else self.send(rest)
+                    count = self._nonblocking(self.send, rest) if flags & DONT_WAIT else self.send(rest)
                     sent += count
                     rest = rest[count:]
         except (BlockingIOError, TimeoutError):
@@ -53,8 +55,8 @@ class TlsSocket(ssl.SSLSocket):
         return sent
 
     def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:
-        """Receives up to a record; the one flag heeded is MSG_DONTWAIT."""
-        if flags & socket.MSG_DONTWAIT:
+        """Receives up to a record; the one flag heeded is `DONT_WAIT`."""
+        if flags & DONT_WAIT:
             return self._nonblocking(super().recv_into, buffer)
         return super().recv_into(buffer)
 
