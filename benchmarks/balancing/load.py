@@ -7,12 +7,12 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 import bngrad
 from bngrad._balancing.upstream import Upstream
+from bngrad_wire.load_report import LoadReport
 
 SHAPES = {"small": (2, 8, 8, 16), "large": (32, 32, 32, 64)}
 _SPAWN = multiprocessing.get_context("spawn")
@@ -61,7 +61,7 @@ def run(targets: Sequence[str], load: Load) -> Outcome:
 
 def _call(targets: list[str], load: Load, seed: int) -> list[float]:
     if not load.by_speed:
-        Upstream.note = _ignore  # type: ignore[assignment, method-assign]
+        Upstream.note = _ignore  # type: ignore[method-assign]
     rng = np.random.default_rng(seed)
     x = rng.normal(size=load.shape).astype(np.float32)
     stats = np.ones(load.shape[-1], np.float32)
@@ -84,5 +84,6 @@ def _call(targets: list[str], load: Load, seed: int) -> list[float]:
     return latencies
 
 
-def _ignore(upstream: Upstream, report: Any) -> None:
-    upstream.load = report
+def _ignore(self: Upstream, load: LoadReport, calls: int) -> float | None:
+    self.load = load
+    return None
