@@ -181,13 +181,14 @@ def tensor_prefix(number: int, header: pb.Tensor, nbytes: int) -> bytes:
     return field_prefix(number, len(inner) + nbytes) + inner
 
 
+@functools.lru_cache(maxsize=1024)
 def field_prefix(number: int, nbytes: int) -> bytes:
     """Returns what precedes the content of a length-delimited field: its tag and length."""
-    return _tag(number, LEN) + _varint(nbytes)
+    return _varint(number << 3 | LEN) + _varint(nbytes)
 
 
-def chunks(number: int, data: memoryview, chunk_nbytes: int) -> Iterator[list[Buffer]]:
-    """Yields messages, in pieces, each with the next bytes of ``data``, of format "B", as its only field."""
+def chunks(number: int, data: Buffer, chunk_nbytes: int) -> Iterator[list[Buffer]]:
+    """Yields messages, in pieces, each with the next bytes of ``data`` as its only field."""
     for start in range(0, len(data), chunk_nbytes):
         chunk = data[start : start + chunk_nbytes]
         yield [field_prefix(number, len(chunk)), chunk]
@@ -273,7 +274,12 @@ def receive_chunks(source: MessageSource, number: int, target: memoryview) -> No
         nbytes = source.receive_message()
         if nbytes is None:
             raise ChunkError(f"{len(target) - start} bytes of chunks are missing")
-        head = source.read(min(nbytes, PREFIX_NBYTES))
+        rest_prefix = field_prefix(number, len(target) - start)
+        head = source.read(min(nbytes, len(rest_prefix)))
+        if head == rest_prefix and nbytes == len(head) + len(target) - start:  # one chunk has all that is missing
+            source.read_into(target[start:])
+            return
+        head += source.read(max(min(nbytes, PREFIX_NBYTES) - len(head), 0))
         field = only_field(head, nbytes)
         if field is not None and field[0] == number:
             first, chunk_nbytes, rest_nbytes = head[field[1] :], nbytes - field[1], 0
@@ -326,11 +332,6 @@ def copy(target: memoryview, source: Buffer) -> None:
         target[:] = source
     else:
         np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
-
-
-@functools.lru_cache(maxsize=256)
-def _tag(number: int, wire_type: int) -> bytes:
-    return _varint(number << 3 | wire_type)
 
 
 def _varint(value: int) -> bytes:

@@ -27,6 +27,8 @@ _DTYPES: dict[pb.DataType, np.dtype[Any]] = {
     pb.DATA_TYPE_FLOAT32: np.dtype("<f4"),
 }
 _DATA_TYPES = {dtype: data_type for data_type, dtype in _DTYPES.items()}
+_COPIED_NBYTES = 16 * 1024
+"""To copy elements up to this size costs less than a view of them."""
 
 
 def to_wire_layout(tensors: Mapping[str, Array]) -> dict[str, Array]:
@@ -52,19 +54,21 @@ def to_wire_layout(tensors: Mapping[str, Array]) -> dict[str, Array]:
     return straight
 
 
-def data_of(array: Array) -> Buffer:
-    """Returns the elements of an array in C order as bytes, without a copy."""
-    return array.reshape(-1).view(np.uint8).data if array.size else b""
+def elements_of(array: Array) -> Buffer:
+    """Returns the elements of an array in C order as bytes to be sent; a copy of them if they are few."""
+    return array.tobytes() if array.nbytes <= _COPIED_NBYTES else view_of(array)
 
 
 def view_of(array: Array) -> memoryview:
     """Returns the elements of an array in C order as bytes, writeable if the array is."""
-    return memoryview(data_of(np.asarray(array)))  # a subclass such as np.matrix cannot have one dimension
+    if not array.size:
+        return memoryview(b"")
+    return np.asarray(array).reshape(-1).view(np.uint8).data  # a subclass such as np.matrix cannot have one dimension
 
 
 def tensor_pieces(number: int, array: Array) -> tuple[Buffer, Buffer]:
     """Returns the pieces of a tensor field with its elements."""
-    return header_piece(number, array.dtype, array.shape, array.nbytes), data_of(array)
+    return header_piece(number, array.dtype, array.shape, array.nbytes), elements_of(array)
 
 
 @functools.lru_cache(maxsize=1024)

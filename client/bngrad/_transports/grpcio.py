@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import grpc
 
@@ -74,7 +74,7 @@ class GrpcioTransport:
         method: str,
         number: int,
         header: list[Buffer],
-        tensors: list[memoryview],
+        tensors: Sequence[Buffer],
         targets: list[memoryview],
         deadline: Deadline,
         cancellation: Cancellation,
@@ -111,7 +111,7 @@ class GrpcioTransport:
                 self._load.update(value)
 
 
-def _requests(number: int, header: list[Buffer], tensors: list[memoryview]) -> Iterator[bytes]:
+def _requests(number: int, header: list[Buffer], tensors: Sequence[Buffer]) -> Iterator[bytes]:
     yield b"".join([messages.field_prefix(number, sum(map(len, header))), *header])
     for tensor in tensors:
         for pieces in messages.chunks(pb.ExchangeRequest.CHUNK_FIELD_NUMBER, tensor, _CHUNK_NBYTES):

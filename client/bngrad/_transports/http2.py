@@ -138,7 +138,7 @@ class Http2Transport:
         method: str,
         number: int,
         header: list[Buffer],
-        tensors: list[memoryview],
+        tensors: Sequence[Buffer],
         targets: list[memoryview],
         deadline: Deadline,
         cancellation: Cancellation,
@@ -171,14 +171,16 @@ class Http2Transport:
                     call.send_message(*pieces, more=True)
                 call.half_close()
             set_timeout()
+            responses = call.take_messages()
             source: messages.MessageSource = call
-            if (responses := call.take_messages()) is not None:
+            if responses is not None:
                 source = messages.WholeMessages(functools.partial(next, iter(responses), None))
             message = self._message(source)
             field = messages.only_field(message, len(message))
             if field is None or field[0] != number:
                 raise InternalError(f"{self._target} did not send the response of the op")
-            set_timeout()
+            if responses is None:
+                set_timeout()
             try:
                 for target in targets:
                     messages.receive_chunks(source, pb.ExchangeResponse.CHUNK_FIELD_NUMBER, target)

@@ -41,6 +41,8 @@ Result = TypeVar("Result")
 
 _SHARED_FROM_NBYTES = 64 * 1024
 """Smaller tensors are sent in the message, which is cheaper than their locations."""
+_POOLED_FROM_NBYTES = 64 * 1024
+"""For smaller results NumPy has memory that is not fresh either, and gives it sooner."""
 _NOT_LOCAL = "it is not on this host, or shares none"
 
 
@@ -215,10 +217,9 @@ class TransportSelector:
             response = transport.unary(op.method, request.pieces(), deadline, cancellation)
             return request.read(response, request.out)
         results = [
-            self._own_memory.empty(request.shape, request.dtype) if out is None or not out.flags.c_contiguous else out
-            for out in request.out
+            self._new_result(request) if out is None or not out.flags.c_contiguous else out for out in request.out
         ]
-        tensors = [codec.view_of(array) for field, array in request.large.items() if field not in tickets]
+        tensors = [codec.elements_of(array) for field, array in request.large.items() if field not in tickets]
         response = transport.exchange(
             EXCHANGE_METHOD,
             op.number,
@@ -229,6 +230,10 @@ class TransportSelector:
             cancellation,
         )
         return request.read(response, _delivered(results, request.out), apart=True)
+
+    def _new_result(self, request: PreparedRequest[Result]) -> Array:
+        is_small = request.nbytes < _POOLED_FROM_NBYTES
+        return (np.empty if is_small else self._own_memory.empty)(request.shape, request.dtype)
 
     def _share(
         self, request: PreparedRequest[Result], endpoints: Endpoints, deadline: Deadline, cancellation: Cancellation

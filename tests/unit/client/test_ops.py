@@ -194,10 +194,13 @@ def test_the_header_of_an_exchange_is_the_request_without_the_elements_of_the_la
     assert (request.nbytes, request.dtype, request.shape) == (X.nbytes, X.dtype, X.shape)
 
 
-def test_arrays_in_the_layout_of_the_protocol_are_not_copied() -> None:
-    request = v3()
-    assert np.shares_memory(request.large["x"], X)
-    assert any(np.shares_memory(np.frombuffer(each, np.uint8), X) for each in request.pieces() if len(each) == X.nbytes)
+@pytest.mark.parametrize("nbytes", [16 * 1024, 16 * 1024 + 4])
+def test_large_arrays_in_the_layout_of_the_protocol_are_not_copied(nbytes: int) -> None:
+    x = np.zeros((1, 1, 1, nbytes // 4), np.float32)
+    request = v3(x)
+    assert np.shares_memory(request.large["x"], x)
+    sent = [np.frombuffer(each, np.uint8) for each in request.pieces()]
+    assert any(np.shares_memory(each, x) for each in sent) == (nbytes > 16 * 1024)
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ class HeaderBlock(NamedTuple):
         is_opening: Whether it has all pseudo-headers with which a request or a response begins.
         has_pseudo_headers: Whether it has any, which trailers must not have.
         is_too_large: Whether it holds more than `HEADER_LIST_NBYTES`; the rest is left out, and it was not checked.
+        encoded: The block itself if it is short and always means the same; else empty.
     """
 
     headers: dict[str, str]
@@ -45,6 +46,7 @@ class HeaderBlock(NamedTuple):
     is_opening: bool
     has_pseudo_headers: bool
     is_too_large: bool
+    encoded: bytes = b""
 
 
 class BlockDecoder:
@@ -83,7 +85,7 @@ class BlockDecoder:
             raise HPACKError("it is cut off, or refers to an entry that does not exist") from error
         # A block that neither reads nor changes the dynamic table always means the same.
         if not self._uses_table and len(block) <= _MAX_CACHED_BLOCK_NBYTES and len(self._cache) < _MAX_CACHED_BLOCKS:
-            self._cache[block] = decoded
+            self._cache[block] = decoded = decoded._replace(encoded=block)
         return decoded
 
     def _decode(self, block: bytes) -> HeaderBlock:

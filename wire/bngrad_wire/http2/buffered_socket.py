@@ -147,6 +147,8 @@ class BufferedSocket:
                     continue
                 waited = 0
                 self.moved += sent
+                if not first and sent == sum(map(len, pieces)):
+                    break
                 while first < len(pieces) and sent >= len(pieces[first]):
                     sent -= len(pieces[first])
                     first += 1

@@ -82,19 +82,21 @@ class BaseCall(Stream):
         Returns False, and sends nothing, if they are not; raises what `send_message` does.
         """
         connection = self._connection
-        sizes = [sum(map(len, pieces)) for pieces in messages]
-        size = sum(sizes) + len(sizes) * PREFIX.size
+        parts: list[Buffer] = []
+        size = 0
+        for pieces in messages:
+            nbytes = sum(map(len, pieces))
+            parts.append(PREFIX.pack(0, nbytes))
+            parts += pieces
+            size += PREFIX.size + nbytes
         if size > min(_SMALL_NBYTES, self.send_window, connection.send_window):
             return False
         if self._may_send():
             self._send_headers_once()
             self.send_window -= size
             connection.send_window -= size
-            parts: list[Buffer] = [frames.frame_header(size, frames.DATA, frames.END_STREAM, self.id)]
-            for nbytes, pieces in zip(sizes, messages, strict=True):
-                parts.append(PREFIX.pack(0, nbytes))
-                parts += pieces
-            connection.outbound.append(b"".join(parts))
+            header = frames.frame_header(size, frames.DATA, frames.END_STREAM, self.id)
+            connection.outbound.append(b"".join((header, *parts)))
             self._sending_ended = True
             connection.flush()
         return True

@@ -37,8 +37,8 @@ class ClientConnection(BaseConnection):
 
     Attributes:
         load_text: What the server last said of its load, None once it was taken; see `bngrad_wire.load_report`.
-        good_opening: The headers of the last response that was accepted.
-        good_trailers: Those that ended the last call with status OK.
+        good_opening: The encoded headers of the last response that was accepted, if they always mean the same.
+        good_trailers: Those that ended the last call with status OK, likewise.
 
     Raises:
         PeerGoneError: The peer has gone already.
@@ -52,8 +52,7 @@ class ClientConnection(BaseConnection):
         self._scheme = "https" if isinstance(sock, TlsSocket) else "http"
         self._next_id = 1
         self.load_text: str | None = None
-        self.good_opening: HeaderBlock | None = None
-        self.good_trailers: HeaderBlock | None = None
+        self.good_opening = self.good_trailers = b""
 
     @property
     def is_idle(self) -> bool:
@@ -162,31 +161,25 @@ class ClientCall(BaseCall):
 
     def _whole_response(self, buffer: bytearray, low: int, high: int) -> tuple[int, list[bytes], int, int] | None:
         """Finds a whole response: where it ends, the contents of DATA, how many frames it has, the size of blocks."""
-        connection = self._connection
-        blocks_nbytes = 0
+        opening, trailers = self._connection.good_opening, self._connection.good_trailers
+        opening_frame = frames.frame(frames.HEADERS, frames.END_HEADERS, self.id, opening)
+        trailers_frame = frames.frame(frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, self.id, trailers)
+        if not opening or not trailers or not buffer.startswith(opening_frame, low, high):
+            return None
+        position = low + len(opening_frame)
+        parts: list[bytes] = []
         view = memoryview(buffer)
-        opened, parts = False, []
-        for count in range(1, _MAX_WHOLE_FRAMES + 1):
-            start = low + frames.HEADER_NBYTES
+        for count in range(2, _MAX_WHOLE_FRAMES + 1):
+            if buffer.startswith(trailers_frame, position, high):
+                return position + len(trailers_frame), parts, count, len(opening) + len(trailers)
+            start = position + frames.HEADER_NBYTES
             if start > high:
                 return None
-            length, kind, flags, stream_id = frames.parse_header(buffer, low)
-            low = start + length
-            if low > high or stream_id != self.id:
+            length, kind, flags, stream_id = frames.parse_header(buffer, position)
+            position = start + length
+            if kind != frames.DATA or flags or stream_id != self.id or position > high:
                 return None
-            content = bytes(view[start:low])
-            if kind == frames.DATA and opened and not flags:
-                parts.append(content)
-            elif kind == frames.HEADERS and not opened and flags == frames.END_HEADERS:
-                opened, blocks_nbytes = True, length
-                if (block := connection.known_block(content)) is None or block is not connection.good_opening:
-                    return None
-            elif kind == frames.HEADERS and opened and flags == frames.END_HEADERS | frames.END_STREAM:
-                block = connection.known_block(content)
-                is_good = block is not None and block is connection.good_trailers
-                return (low, parts, count, blocks_nbytes + length) if is_good else None
-            else:
-                return None
+            parts.append(bytes(view[start:position]))
         return None
 
     def cancel(self) -> None:
@@ -211,7 +204,7 @@ class ClientCall(BaseCall):
                 return
             self._headers_seen = True
             if http == "200" and headers.get("content-type", "").startswith(header_block.CONTENT_TYPE):
-                self._connection.good_opening = block
+                self._connection.good_opening = block.encoded
                 return
             self.failure = error_of_http(http or "missing")
         elif not end:
@@ -223,7 +216,7 @@ class ClientCall(BaseCall):
             if TEXT_HEADER in headers:
                 self._connection.load_text = headers[TEXT_HEADER]
             elif self.failure is None:
-                self._connection.good_trailers = block
+                self._connection.good_trailers = block.encoded
         self.ended = True
 
     def _may_send(self) -> bool:
