@@ -100,6 +100,12 @@ class CallRunner:
         """Whether a server that is known sends and receives tensors over a network."""
         return self._local is None and self._load_balancer.is_remote
 
+    @property
+    def local(self) -> LocalKernels | None:
+        """What computes every call in this process; None if servers do."""
+        self.check_open()
+        return self._local
+
     def deadline(self, timeout: float | None) -> Deadline:
         """Returns the deadline of a call that starts now; with the client's own timeout where None is given."""
         return Deadline.after(self._timeout if timeout is None else _validation.check_timeout(timeout))

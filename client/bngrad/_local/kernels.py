@@ -19,7 +19,7 @@ from bngrad._requests import ops
 from bngrad._requests.request import OpSchema, PreparedRequest
 from bngrad._results import Device, ServerInfo
 from bngrad._shared_memory.pool import Pool
-from bngrad.typing import Array
+from bngrad.typing import Array, DataFormat
 from bngrad_kernels import spec, validation
 from bngrad_kernels.problem import AnyProblem, GradGradProblem, Problem
 from bngrad_kernels.spec import ReserveSpace2Kind, Spec, TensorHeader
@@ -28,7 +28,7 @@ from bngrad_wire import __version__
 from bngrad_wire.limits import MAX_RANK
 
 if TYPE_CHECKING:
-    from bngrad_kernels.backend import Backend
+    from bngrad_kernels.cpu import CpuBackend
 
 Result = TypeVar("Result")
 _Header: TypeAlias = tuple[str, np.dtype[Any], tuple[int, ...]]
@@ -92,6 +92,40 @@ class LocalKernels:
         while len(outputs) < len(fields):
             outputs.append(np.empty(0, np.float32))
         return request.result(dict(zip(fields, outputs, strict=True)))
+
+    def gradients_at(
+        self,
+        dtype: np.dtype[Any],
+        shape: tuple[int, ...],
+        data_format: DataFormat,
+        addresses: dict[str, int],
+        epsilon: float,
+        is_training: bool,
+    ) -> Array | None:
+        """Computes FusedBatchNormGradV3 from the addresses of its tensors, with less Python than `run`.
+
+        Args:
+            dtype: The dtype of y_backprop and x; the tensors per channel are float32.
+            shape: The shape of y_backprop and x, which has no 0.
+            data_format: What its dimensions mean.
+            addresses: Where the tensors of a `bngrad_kernels.problem.Problem` but x_backprop are, by their names there;
+                0 for a scale of ones. reserve_space_2 is the inverse standard deviation.
+            epsilon: Added to the variance.
+            is_training: Whether the mean and the variance depend on x.
+
+        Returns:
+            x_backprop, or None, with nothing computed, if the op's contract does not allow the call.
+
+        Raises:
+            UnavailableError: As in `run`.
+        """
+        checked = _spec_at(dtype, shape, data_format, epsilon, is_training)
+        if checked is None:
+            return None
+        x_backprop = self._new(checked)
+        addresses["x_backprop"] = x_backprop.__array_interface__["data"][0]
+        _backend().run_at(checked, addresses)
+        return x_backprop
 
     def server_info(self, deadline: Deadline, cancellation: Cancellation) -> ServerInfo:
         """Describes this process as a server with one CPU."""
@@ -162,16 +196,32 @@ def _spec(op: OpSchema[Any], tensors: tuple[_Header, ...], attributes: tuple[tup
         raise InvalidArgumentError(str(error), found) from None
 
 
+@functools.lru_cache(maxsize=1024)
+def _spec_at(
+    dtype: np.dtype[Any], shape: tuple[int, ...], data_format: DataFormat, epsilon: float, is_training: bool
+) -> Spec | None:
+    large = _header(dtype, shape)
+    per_channel = _header(np.dtype(np.float32), (shape[1 if data_format == "NCHW" else -1],))
+    try:
+        return validation.fused_batch_norm_grad_v3_spec(
+            large, large, per_channel, per_channel, per_channel,
+            epsilon=epsilon, data_format=data_format, is_training=is_training,
+            reserve_space_2_kind=ReserveSpace2Kind.INVERSE_STD,
+        )  # fmt: skip
+    except spec.InvalidArgumentError:
+        return None
+
+
 def _header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> TensorHeader:
     return TensorHeader(dtype, shape, math.prod(shape) * dtype.itemsize)
 
 
 _mutex = threading.Lock()
-_made: list[tuple[Backend, int]] = []
+_made: list[tuple[CpuBackend, int]] = []
 """The backend of this process once there is one, and the id of the process that made it."""
 
 
-def _backend() -> Backend:
+def _backend() -> CpuBackend:
     if not _made:
         with _mutex:
             if not _made:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bngrad.torch import _ahead, _clients, _layout
+from bngrad.torch import _ahead, _clients, _layout, _local
 from bngrad.typing import DataFormat
 
 
@@ -16,9 +16,14 @@ def gradients(
     is_training: bool, client: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Does what `batch_norm_grad` does, without PyTorch's dispatcher, for tensors that nothing traces."""
+    found = _clients.find(client)
+    if (kernels := found._calls.local) is not None:
+        computed = _local.gradients(kernels, y_backprop, x, weight, mean, rstd, epsilon, is_training)
+        if computed is not None:
+            return computed
     channels_last = _layout.has_channels_last(x)
     y4, x4 = _layout.for_client((y_backprop, x), channels_last=channels_last)
-    outputs = _clients.find(client).fused_batch_norm_grad_v3(
+    outputs = found.fused_batch_norm_grad_v3(
         y4, _ahead.sent(x4), _scale(weight, x), _layout.vector(mean), _layout.vector(rstd), None,
         epsilon, _data_format(channels_last), is_training,
         reserve_space_2_kind="inverse_std", out=_layout.output_like(x4, x.device),

@@ -8,7 +8,7 @@ import os
 import platform
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,8 @@ from bngrad_kernels.cpu.machine_code import loader
 from bngrad_kernels.cpu.machine_code.kernels import FIRST, Kernel
 from bngrad_kernels.cpu.plan import CALL, RECORD, Plan, plan
 from bngrad_kernels.cpu.threads import threads as team
-from bngrad_kernels.problem import AnyProblem, Array
+from bngrad_kernels.problem import AnyProblem, Array, Problem
+from bngrad_kernels.spec import Spec
 
 _ALONE_BELOW_NBYTES = 1 << 17
 """Smaller tensors are computed by one thread: starting the others would cost more."""
@@ -90,28 +91,44 @@ class CpuBackend(Backend):
             ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(kernel.address), _begin(call), (records, call, workspace)
         )
 
+    def run_at(self, spec: Spec, addresses: Mapping[str, int]) -> None:
+        """Computes a problem of the first order, all channels of it, without arrays.
+
+        Args:
+            spec: What to compute; it has channels.
+            addresses: Where the tensors of a `Problem` are, by their names there; 0 for a scale of ones.
+        """
+        planned = plan(spec)
+        record = bytearray(planned.record)
+        for name, address in addresses.items():
+            _put(record, name, address, is_large_output=name in Problem.large_outputs)
+        run = self._run_alone if self._is_alone(spec.tensor_nbytes) else self._run_split
+        run(spec, record, planned)
+
     def run(self, problems: Sequence[AnyProblem]) -> None:
         """Writes the outputs of every problem: all threads share a large one, each takes small ones on its own."""
         small: list[AnyProblem] = []
         for problem in problems:
             if problem.channel_count == 0:
                 continue
-            if self._threads == 1 or problem.tensor_nbytes < _ALONE_BELOW_NBYTES:
+            if self._is_alone(problem.tensor_nbytes):
                 small.append(problem)
             else:
-                self._run_split(problem)
+                self._run_split(problem.spec, *(problem.prepared or _prepare(problem)))
         if len(small) == 1:
-            self._run_alone(small[0])
+            self._run_alone(small[0].spec, *(small[0].prepared or _prepare(small[0])))
             return
         for _, group in itertools.groupby(sorted(small, key=_sort_key), key=_sort_key):
             self._run_small(list(group))
 
-    def _run_alone(self, problem: AnyProblem) -> None:
+    def _is_alone(self, nbytes: int) -> bool:
+        return self._threads == 1 or nbytes < _ALONE_BELOW_NBYTES
+
+    def _run_alone(self, spec: Spec, record: bytes | bytearray, planned: Plan) -> None:
         """Computes a problem with one thread."""
-        record, planned = problem.prepared or _prepare(problem)
         records = bytearray(record)
         _FIELD.pack_into(records, _OFFSETS["workspace"], self._workspace(planned.slot_nbytes))
-        self._run(problem, records, 1, one_by_one=True)
+        self._run(spec, records, 1, one_by_one=True)
 
     def _run_small(self, problems: list[AnyProblem]) -> None:
         """Computes problems for one kernel, each on a single thread."""
@@ -124,21 +141,19 @@ class CpuBackend(Backend):
         for i in range(len(problems)):
             place = workspace + i % threads * slot_nbytes
             _FIELD.pack_into(records, i * RECORD.itemsize + _OFFSETS["workspace"], place)
-        self._run(problems[0], records, threads, one_by_one=True)
+        self._run(problems[0].spec, records, threads, one_by_one=True)
 
-    def _run_split(self, problem: AnyProblem) -> None:
+    def _run_split(self, spec: Spec, record: bytes | bytearray, planned: Plan) -> None:
         """Computes a problem with all threads."""
-        record, planned = problem.prepared or _prepare(problem)
         by_group = planned.geometry.tiles < self._threads or planned.geometry.groups >= 4 * self._threads
         slots = self._threads if by_group else 1
         records = bytearray(record)
         _FIELD.pack_into(records, _OFFSETS["by_group"], by_group)
         _FIELD.pack_into(records, _OFFSETS["workspace"], self._workspace(planned.slot_nbytes * slots))
-        self._run(problem, records, self._threads, one_by_one=self._threads == 1)
+        self._run(spec, records, self._threads, one_by_one=self._threads == 1)
 
-    def _run(self, problem: AnyProblem, records: bytearray, threads: int, *, one_by_one: bool) -> None:
-        dtype, order = problem.spec.dtype, problem.spec.order
-        kernel = self._kernels.get((dtype, order)) or self._load(dtype, order)
+    def _run(self, spec: Spec, records: bytearray, threads: int, *, one_by_one: bool) -> None:
+        kernel = self._kernels.get((spec.dtype, spec.order)) or self._load(spec.dtype, spec.order)
         count = len(records) // RECORD.itemsize
         call = bytearray(_CALL.pack(_begin(records), count, threads, one_by_one, *self._team.functions, 0))
         if threads == 1:
@@ -192,12 +207,16 @@ def _place(record: bytearray, problem: AnyProblem) -> None:
     """Completes the record of a plan but for the workspace; NumPy would take three times as long to set its fields."""
     for name in (*problem.large_inputs, *problem.small_inputs, *problem.small_outputs):
         array = getattr(problem, name)
-        _FIELD.pack_into(record, _OFFSETS[_RECORD_NAMES.get(name, name)], 0 if array is None else _address(array))
+        _put(record, name, 0 if array is None else _address(array))
     for name in problem.large_outputs:
-        address = _address(getattr(problem, name))
-        _FIELD.pack_into(record, _OFFSETS[name], address)
-        if address % 64:
-            _FIELD.pack_into(record, _OFFSETS["streams"], 0)
+        _put(record, name, _address(getattr(problem, name)), is_large_output=True)
+
+
+def _put(record: bytearray, name: str, address: int, *, is_large_output: bool = False) -> None:
+    """Writes the address of a tensor; a large output that begins within a cache line does not bypass the caches."""
+    _FIELD.pack_into(record, _OFFSETS[_RECORD_NAMES.get(name, name)], address)
+    if is_large_output and address % 64:
+        _FIELD.pack_into(record, _OFFSETS["streams"], 0)
 
 
 def _address(array: Array) -> int:

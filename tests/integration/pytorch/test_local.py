@@ -1,0 +1,100 @@
+"""The layers of bngrad.torch with a client that computes in this process, against one that asks a server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+from tests.integration.pytorch.models import CHANNELS, MEMORY_FORMATS, OURS, SHAPES, randomised
+from torch import Tensor
+
+import bngrad
+import bngrad.torch
+from bngrad._local.kernels import LocalKernels
+from bngrad.torch._clients import ClientReference
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(scope="module")
+def local() -> Iterator[bngrad.Client]:
+    with bngrad.Client("local:") as client:
+        yield client
+
+
+def gradients(client: bngrad.Client, rank: str, x: Tensor, y_backprop: Tensor, *, affine: bool = True) -> list[Tensor]:
+    """Returns the gradients of a layer's input and parameters."""
+    layer = randomised(OURS[rank](CHANNELS, affine=affine, client=client))
+    x = x.detach().requires_grad_()
+    return list(torch.autograd.grad(layer(x), [x, *layer.parameters()], y_backprop))
+
+
+def assert_same_bits(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", _DTYPES, ids=str)
+@pytest.mark.parametrize("affine", [True, False], ids=["affine", "plain"])
+@pytest.mark.parametrize(("rank", "memory_format"), MEMORY_FORMATS, ids=str)
+def test_the_gradients_have_the_bits_of_a_servers(
+    client: bngrad.Client,
+    local: bngrad.Client,
+    rank: str,
+    memory_format: torch.memory_format,
+    affine: bool,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(LocalKernels, "run", None)  # the slower way
+    x, y_backprop = (torch.randn(SHAPES[rank]).to(dtype).to(memory_format=memory_format) for _ in range(2))
+    found, expected = (gradients(each, rank, x, y_backprop, affine=affine) for each in (local, client))
+    assert_same_bits(found, expected)
+    assert found[0].stride() == expected[0].stride()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensor: tensor.transpose(2, 3).contiguous().transpose(2, 3),
+        lambda tensor: torch.cat([tensor, tensor], 1)[:, :CHANNELS],
+        lambda tensor: tensor[:, :, :1, :1].expand(SHAPES["4d"]),
+    ],
+    ids=["transposed", "a part of the channels", "expanded"],
+)
+@pytest.mark.parametrize("changed", ["x", "y_backprop"])
+def test_tensors_may_lie_anyhow_in_memory(
+    local: bngrad.Client, changed: str, change: Callable[[Tensor], Tensor]
+) -> None:
+    tensors = {"x": torch.randn(SHAPES["4d"]), "y_backprop": torch.randn(SHAPES["4d"])}
+    tensors[changed] = change(tensors[changed])
+    assert not tensors[changed].is_contiguous()
+    plain = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+    statistics = torch.rand(3, CHANNELS)
+    found, expected = (
+        torch.ops.bngrad.batch_norm_grad(
+            each["y_backprop"], each["x"], *statistics, 1e-5, True, ClientReference(local).name
+        )
+        for each in (tensors, plain)
+    )
+    assert_same_bits(found, expected)
+
+
+def test_tensors_need_not_be_aligned(local: bngrad.Client) -> None:
+    x = torch.randn(SHAPES["4d"])
+    memory = bytearray(1 + 4 * x.numel())
+    memory[1:] = x.numpy().tobytes()
+    unaligned = torch.frombuffer(memory, dtype=torch.float32, offset=1).view(x.shape)
+    assert unaligned.data_ptr() % 4
+    assert_same_bits(gradients(local, "4d", unaligned, x), gradients(local, "4d", x, x))
+
+
+def test_a_closed_client_computes_nothing() -> None:
+    client = bngrad.Client("local:")
+    layer = OURS["4d"](CHANNELS, client=client)
+    y = layer(torch.randn(SHAPES["4d"], requires_grad=True))
+    client.close()
+    with pytest.raises(bngrad.ClientClosedError):
+        y.sum().backward()
