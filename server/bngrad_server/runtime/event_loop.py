@@ -20,7 +20,9 @@ _MAX_CALLBACKS = 64
 """The most of these callbacks: the others wait for the next round."""
 _MAX_LIMITED = 2
 """The most of both for a loop that may only use a share of a core, so that it often looks how much it has used."""
-_MAX_CREDIT_S = 0.05
+_MAX_CREDIT_S = 0.002
+"""How much such a loop may save up: for as long, other threads may wait for Python's lock, since it is released for too
+short a time by short system calls."""
 
 Callback = Callable[[], None]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 from bngrad_server.runtime.event_loop import EventLoop
@@ -52,3 +53,28 @@ def test_callbacks_that_call_themselves_again_leave_room_for_events_and_ticks() 
         time.sleep(0.01)
     loop.stop(20)
     assert ticks >= 3
+
+
+def test_a_limited_loop_saves_little_up_while_it_is_idle() -> None:
+    loop = EventLoop("limited", _SHARE)
+    count = 0
+    has_ended = threading.Event()
+
+    def compute() -> None:
+        nonlocal count
+        count += 1
+        until = time.thread_time() + _CALLBACK_S
+        while time.thread_time() < until:
+            pass
+        if count < 10:
+            loop.call_soon(compute)
+        else:
+            has_ended.set()
+
+    loop.start()
+    time.sleep(1)
+    began = time.monotonic()
+    loop.call_soon(compute)
+    assert has_ended.wait(20)
+    assert time.monotonic() - began > 0.2
+    loop.stop(20)
