@@ -151,7 +151,7 @@ def test_annotations_of_public_names_can_be_read() -> None:
     for cls in [*classes, bngrad.aio.Client]:
         typing.get_type_hints(cls)
         for method in vars(cls).values():
-            if callable(method) and hasattr(method, "__annotations__"):
+            if callable(method) and getattr(method, "__module__", "").startswith("bngrad"):
                 typing.get_type_hints(method)
 
 
