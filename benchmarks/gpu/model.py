@@ -1,7 +1,8 @@
 """``python -m benchmarks.gpu.model``: predicted time of the first order in training, on GPUs that are not at hand.
 
 An event model of the kernels' queue. Blocks take the work tiles of the real schedule in its order. A tile costs a fixed
-time, then that of its bytes, then a fixed time again; a block that applies waits for the one that finishes its group.
+time, then that of its bytes, then a fixed time again; a block that applies begins to load its tile, then waits for the
+one that finishes its group.
 All blocks share the memory's rate, and none exceeds what its loads in flight allow. The second read of a group comes
 from the second-level cache, at no cost for the memory, if `is_read_from_cache` says so, and so does a larger one's end.
 
@@ -36,17 +37,19 @@ class Costs(NamedTuple):
         reduce: From the last load of a tile to its published sums.
         finish: Of a group, beside loading its partial sums.
         at_once: How many partial sums a thread of the finish has on their way at a time.
+        early_nbytes: How much of a tile a block loads before it waits for the tile's group to be finished.
     """
 
     setup: int = 1000
     reduce: int = 1500
     finish: int = 1500
     at_once: int = 8
+    early_nbytes: int = 16 << 10
 
 
 NOW = Costs()
-BEFORE = Costs(setup=3100, at_once=1)
-"""With divisions in the indices, and one load of the finish at a time."""
+BEFORE = Costs(setup=3100, at_once=1, early_nbytes=0)
+"""With divisions in the indices, one load of the finish at a time, and no load before the wait."""
 _IN_FLIGHT_NBYTES = 32 << 10
 """What a block's loads keep on their way: 256 threads, 4 steps, 2 tensors, 16 bytes."""
 
@@ -155,14 +158,20 @@ class _Model:
         ahead = lookahead(self._made.group_nbytes, self._gpu.traits.cache_nbytes)
         for phase, group, tile in queue:
             if phase == APPLY:
+                between = 2 * nbytes * (self._made.cut.tiles - 1 - tile) + ahead  # read since the tile was summed
+                is_hit = is_cached or between <= self._gpu.traits.cache_nbytes / 2
+                early = 0 if is_hit else min(costs.early_nbytes, nbytes)
+                before_wait = costs.setup if costs.early_nbytes else 0
+                yield "time", before_wait / hz, 0
+                if early:
+                    yield "bytes", early, memory_rate
                 if group not in self._ready:
                     yield "group", group, 0
-                yield "time", (costs.setup + self._gpu.cache_cycles) / hz, 0
-                between = 2 * nbytes * (self._made.cut.tiles - 1 - tile) + ahead  # read since the tile was summed
-                if is_cached or between <= self._gpu.traits.cache_nbytes / 2:
+                yield "time", (self._gpu.cache_cycles + costs.setup - before_wait) / hz, 0
+                if is_hit:
                     yield "bytes", nbytes / 2, cache_rate / 2
                 else:
-                    yield "bytes", nbytes * 1.5, memory_rate * 1.5
+                    yield "bytes", nbytes * 1.5 - early, memory_rate * 1.5
                 continue
             yield "time", (costs.setup + self._gpu.memory_cycles) / hz, 0
             yield "bytes", nbytes, memory_rate

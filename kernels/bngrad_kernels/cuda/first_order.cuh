@@ -7,9 +7,11 @@ namespace bngrad {
 
 // How many vectors of each tensor are loaded before the first is used. The registers limit this; writing needs more.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 750
-constexpr int kSumBatch = 2, kApplyBatchLanes = 8;
+constexpr int kSumBatch = 2, kApplyBatch = 2, kApplyBatchLanes = 8;
+#elif defined(__CUDA_ARCH__) && (__CUDA_ARCH__ < 800 || __CUDA_ARCH__ >= 1200)
+constexpr int kSumBatch = 4, kApplyBatch = 2, kApplyBatchLanes = 16;
 #else
-constexpr int kSumBatch = 4, kApplyBatchLanes = 16;
+constexpr int kSumBatch = 4, kApplyBatch = 4, kApplyBatchLanes = 16;
 #endif
 
 template <typename T, bool is_training>
@@ -88,7 +90,8 @@ struct FirstOrder {
 
     template <bool vectorised>
     struct Applying {
-        static constexpr int kLanes = T::kLanes, kBatch = vectorised ? kApplyBatchLanes / kLanes : 1;
+        static constexpr int kLanes = T::kLanes, kFit = kApplyBatchLanes / kLanes;
+        static constexpr int kBatch = !vectorised ? 1 : kFit < kApplyBatch ? kFit : kApplyBatch;
         float gain[kLanes], mean_dy[kLanes], slope[kLanes], mean[kLanes];
 
         __device__ __forceinline__ Applying(const Descriptor &d, const TileIterator<T, vectorised> &iterator,

@@ -55,38 +55,45 @@ struct ResidentVectors {
 // Where a pass reads its vectors, and whether it copies them to shared memory.
 enum class Source { kMemory, kMemoryToShared, kShared };
 
-// Calls use(position, packs) for each step of an iterator, with a vector of each input. The vectors of `batch` steps
-// are loaded before the first is used.
-template <Source source, Access access, int batch, int count, typename Iterator, typename Use>
-__device__ __forceinline__ void for_each_step(const Descriptor &d, Iterator &iterator, const Inputs<count> &inputs,
-                                              ResidentVectors &resident, int steps, const Use &use) {
-#pragma unroll 1
-    for (int step = 0; step < steps; step += batch) {
-        Position positions[batch];
-        uint4 packs[batch][count];
+// Some steps of an iterator: the position of each, and a vector of each input, which may still be on its way.
+template <int batch, int count>
+struct Steps {
+    Position positions[batch];
+    uint4 packs[batch][count];
+};
+
+// Starts to load up to `batch` of the iterator's next `left` steps.
+template <Source source, Access access, int batch, int count, typename Iterator>
+__device__ __forceinline__ void load_steps(const Descriptor &d, Iterator &iterator, const Inputs<count> &inputs,
+                                           ResidentVectors &resident, int left, Steps<batch, count> &loaded) {
 #pragma unroll
-        for (int i = 0; i < batch; ++i) {
-            if (step + i < steps) {
-                positions[i] = iterator.position();
+    for (int i = 0; i < batch; ++i) {
+        if (i < left) {
+            loaded.positions[i] = iterator.position();
 #pragma unroll
-                for (int k = 0; k < count; ++k) {
-                    packs[i][k] = source == Source::kShared
-                                      ? resident.vector(k)
-                                      : iterator.template load<access>(inputs.of[k], positions[i]);
-                }
-                if (source == Source::kShared) resident.slot += int(d.sweep);
-                iterator.advance(d);
+            for (int k = 0; k < count; ++k) {
+                loaded.packs[i][k] = source == Source::kShared
+                                         ? resident.vector(k)
+                                         : iterator.template load<access>(inputs.of[k], loaded.positions[i]);
             }
+            if (source == Source::kShared) resident.slot += int(d.sweep);
+            iterator.advance(d);
         }
+    }
+}
+
+// Calls use(position, packs) for up to `batch` of `left` steps.
+template <Source source, int batch, int count, typename Use>
+__device__ __forceinline__ void use_steps(const Descriptor &d, ResidentVectors &resident, int left,
+                                          const Steps<batch, count> &loaded, const Use &use) {
 #pragma unroll
-        for (int i = 0; i < batch; ++i) {
-            if (step + i < steps) {
-                use(positions[i], packs[i]);
-                if (source == Source::kMemoryToShared) {
+    for (int i = 0; i < batch; ++i) {
+        if (i < left) {
+            use(loaded.positions[i], loaded.packs[i]);
+            if (source == Source::kMemoryToShared) {
 #pragma unroll
-                    for (int k = 0; k < count; ++k) resident.vector(k) = packs[i][k];
-                    resident.slot += int(d.sweep);
-                }
+                for (int k = 0; k < count; ++k) resident.vector(k) = loaded.packs[i][k];
+                resident.slot += int(d.sweep);
             }
         }
     }
@@ -117,9 +124,14 @@ __device__ __forceinline__ void sum_tile(const Descriptor &d, int64 group, int64
         const int steps = min(left, int(d.chain));
         left -= steps;
         summing.begin_segment();
-        for_each_step<kSource, kAccess, Summing::kBatch>(
-            d, iterator, Order::inputs(d), resident, steps,
-            [&](const Position &at, const uint4 *packs) { summing.add(d, iterator, at, packs); });
+#pragma unroll 1
+        for (int step = 0; step < steps; step += Summing::kBatch) {
+            Steps<Summing::kBatch, Order::kInputs> loaded;
+            load_steps<kSource, kAccess>(d, iterator, Order::inputs(d), resident, steps - step, loaded);
+            use_steps<kSource>(d, resident, steps - step, loaded, [&](const Position &at, const uint4 *packs) {
+                summing.add(d, iterator, at, packs);
+            });
+        }
         if (d.group_channels == 1) {
             sum_channel<Order::kSums, T::kLanes>(summing, segment, partials, shared);
         } else {
@@ -137,17 +149,26 @@ __device__ __forceinline__ void finish_group(const Descriptor &d, int64 group) {
     Order::finish(d, channel, sum, d.coefficients + (group * d.group_channels + within) * Order::kQuads);
 }
 
-// Writes the outputs of a tile whose group is finished, with the inputs from memory or, if resident, shared memory.
-template <typename Order, bool vectorised, bool is_resident>
-__device__ __forceinline__ void apply_tile(const Descriptor &d, int64 group, int64 tile) {
+// Writes the outputs of a tile, with the inputs from memory or, if resident, shared memory. The first steps are on their
+// way when it calls `wait`, which returns once the tile's group is finished.
+template <typename Order, bool vectorised, bool is_resident, typename Wait>
+__device__ __forceinline__ void apply_tile(const Descriptor &d, int64 group, int64 tile, const Wait &wait) {
     using Applying = typename Order::template Applying<vectorised>;
     constexpr Source kSource = is_resident ? Source::kShared : Source::kMemory;
+    constexpr int kBatch = is_resident ? 1 : Applying::kBatch;
     TileIterator<typename Order::Element, vectorised> iterator(d, group, tile);
-    const Applying applying(d, iterator, d.coefficients + group * d.group_channels * Order::kQuads);
     ResidentVectors resident(d, tile);
-    for_each_step<kSource, Access::kLastUse, is_resident ? 1 : Applying::kBatch>(
-        d, iterator, Order::inputs(d), resident, iterator.steps,
-        [&](const Position &at, const uint4 *packs) { applying.write(d, iterator, at, packs); });
+    Steps<kBatch, Order::kInputs> loaded;
+    load_steps<kSource, Access::kLastUse>(d, iterator, Order::inputs(d), resident, iterator.steps, loaded);
+    wait();
+    const Applying applying(d, iterator, d.coefficients + group * d.group_channels * Order::kQuads);
+#pragma unroll 1
+    for (int left = iterator.steps; left > 0; left -= kBatch) {
+        use_steps<kSource>(d, resident, left, loaded, [&](const Position &at, const uint4 *packs) {
+            applying.write(d, iterator, at, packs);
+        });
+        load_steps<kSource, Access::kLastUse>(d, iterator, Order::inputs(d), resident, left - kBatch, loaded);
+    }
 }
 
 }  // namespace bngrad

@@ -28,9 +28,9 @@ _PLANES_FROM = 512
 """With at least this many inner elements a group is one channel, as its rows fill the threads well enough."""
 _RUN_NBYTES, _SHORT_RUN_NBYTES = 128, 64
 """The minimum length of a contiguous read: a cache line, or the unit of memory transfers."""
-_CACHED_NBYTES, _LARGEST_CACHED_NBYTES = 14 << 20, 28 << 20
+_CACHED_NBYTES, _LARGEST_CACHED_NBYTES = 14 << 20, 55 << 20
 """A group with at most this much y_backprop and x is still in the second-level cache at its second read: on an A100 or
-H100 with room for what is summed ahead, see `kernel_selection`; and on GPUs with the largest caches."""
+H100 with room for what is summed ahead, see `kernel_selection`; and on a B200, the GPU with the largest cache."""
 _WORTHWHILE_NBYTES = 32 << 10
 """Groups are widened to at least this size, as scheduling a work tile has a cost."""
 _ENOUGH_TILES = 512

@@ -20,7 +20,7 @@ struct Resident {
         finish_group<Order>(d, work_tile.group);
         __syncthreads();
 #pragma unroll 1
-        for (int tile = 0; tile < int(d.tiles); ++tile) apply_tile<Order, true, true>(d, work_tile.group, tile);
+        for (int tile = 0; tile < int(d.tiles); ++tile) apply_tile<Order, true, true>(d, work_tile.group, tile, [] {});
     }
 };
 

@@ -38,9 +38,10 @@ struct Streamed {
                                                    TileScheduler &scheduler, Shared &shared) {
         if constexpr (Order::kIsTraining) {
             if (work_tile.phase == kApply) {
-                wait_for_group(d, work_tile.group);
-                scheduler.fetch_next();
-                apply_tile<Order, vectorised, false>(d, work_tile.group, work_tile.tile);
+                apply_tile<Order, vectorised, false>(d, work_tile.group, work_tile.tile, [&] {
+                    wait_for_group(d, work_tile.group);
+                    scheduler.fetch_next();
+                });
                 return;
             }
         }

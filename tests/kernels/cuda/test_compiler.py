@@ -33,7 +33,7 @@ def compiled(arch: int) -> compiler.Compiled:
     return compiler.compile_kernels(arch, "--ptxas-options=-v")
 
 
-@pytest.mark.parametrize("arch", [70, 80, 90, 100])
+@pytest.mark.parametrize("arch", [70, 75, 80, 90, 100, 120])
 def test_every_kernel_compiles_and_keeps_everything_in_registers(arch: int) -> None:
     if arch == 70 and compiler.compiler_version() >= (13, 0):
         pytest.skip("CUDA 13 has left out compute capability 7.0; bngrad[cuda12] brings a compiler that knows it")
