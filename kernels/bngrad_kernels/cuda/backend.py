@@ -18,7 +18,7 @@ from bngrad_kernels.problem import AnyProblem, Array
 STREAMS = 3
 """One copies in, one computes, one copies out."""
 
-_PIECE_NBYTES, _CHUNK_NBYTES = 96 << 20, 48 << 20
+_PIECE_NBYTES, CHUNK_NBYTES = 96 << 20, 48 << 20
 """Large enough for copies at the bus's full speed, small enough for the three streams to overlap early."""
 
 
@@ -36,7 +36,7 @@ class CudaBackend(Backend):
         device: CudaDevice,
         *,
         piece_nbytes: int = _PIECE_NBYTES,
-        chunk_nbytes: int = _CHUNK_NBYTES,
+        chunk_nbytes: int = CHUNK_NBYTES,
         stream_nbytes: int | None = None,
         most_nbytes: int | None = None,
     ) -> None:

@@ -6,6 +6,7 @@ import math
 
 import pytest
 from benchmarks.gpu.model import BEFORE, GPUS, Layer, predict
+from benchmarks.gpu.request_model import CALL_S, batch, copies_s, second_order
 
 KEPT = [  # time over that of three tensors' traffic
     ("H100", "NHWC", "bfloat16", (64, 112, 112), 1.62),
@@ -40,3 +41,13 @@ def test_the_time_is_that_of_the_bytes_where_nothing_else_takes_time() -> None:
     streamed, cached = (predict(gpu, Layer("NHWC", "bfloat16", chw).spec) for chw in ((64, 112, 112), (512, 28, 28)))
     assert 1.5 < streamed.to_floor <= 5 / 3
     assert math.isclose(cached.to_floor, 1, rel_tol=0.01)
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_a_request_waits_for_its_copies_rather_than_for_sums_in_float64_or_calls(gpu: str) -> None:
+    for itemsize in (2, 4):
+        predicted = second_order(gpu, itemsize)
+        assert predicted.copies > 2 * predicted.by_float64
+    made = batch(gpu)
+    assert made.calls * CALL_S < copies_s(gpu)
+    assert made.launches * CALL_S < copies_s(gpu) / 100
