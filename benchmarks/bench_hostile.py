@@ -1,13 +1,17 @@
 """Measures what attacks cost good clients: p99 at every door during an attack and after it, against a quiet server.
 
 The server has several tenants with tokens, TLS on TCP, a small arena, and limits for each client where an attack is
-about them. Attackers have the lowest CPU priority: real ones would have their own machine.
+about them. Attackers have the lowest CPU priority: real ones would have their own machine. On a machine with other
+work, ``chrt -r 10`` before the command gives the server and the good clients real-time priority, and attackers what
+they leave.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
+import itertools
 import json
 import os
 import sys
@@ -19,9 +23,10 @@ from pathlib import Path
 from benchmarks.hostile import good_client
 from benchmarks.hostile.attacks import ATTACKS, Attack
 from benchmarks.hostile.results import (
+    Figures,
     Latencies,
     Outcome,
-    Windows,
+    Report,
     figures,
     print_head,
     print_row,
@@ -35,7 +40,7 @@ from benchmarks.kernels import report
 _SETTLE_S = 1.0
 _PAUSE_S = 2.0
 _AFTER_S = 2.0
-_QUIET_EVERY = 6
+_CONTROL_EVERY = 6
 _PACKAGES = ("grpcio", "hpack", "numpy")
 
 
@@ -47,69 +52,82 @@ def main() -> None:
     )
     parser.add_argument("--only", nargs="+", metavar="DOOR", help="doors to attack, instead of all of each attack")
     parser.add_argument("--seconds", type=float, default=4, help="of each attack that are measured")
+    parser.add_argument("--turns", type=int, default=3, help="of each attack; the middle p99 counts")
     parser.add_argument("--plain", action="store_true", help="no TLS")
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the numbers and the machine's facts")
     parser.add_argument("--page", type=Path, metavar="PATH", help="also write the tables of docs/attacks.md")
+    parser.add_argument("--merge", action="store_true", help="keep what the JSON file says of other attacks")
     options = parser.parse_args()
     attacks = [ATTACKS[name] for name in options.attacks]
-    quiet: dict[bool, Windows] = {}
-    outcomes: dict[str, Outcome] = {}
+    machine = report.machine({name: metadata.version(name) for name in _PACKAGES}, os.cpu_count() or 0)
+    results = Report(machine, options.turns)
     print_head(options.doors)
     for is_limited in (True, False):
         chosen = [attack for attack in attacks if attack.is_limited is is_limited]
         if chosen:
-            quiet[is_limited] = {door: [] for door in options.doors}
-            _measure(chosen, options, quiet[is_limited], outcomes)
-    results = {
-        name: figures(outcome, quiet[ATTACKS[name].is_limited]) | {"description": ATTACKS[name].description}
-        for name, outcome in outcomes.items()
-    }
+            _measure(chosen, options, results)
     print()
     print("\n".join(verdict(results)))
-    still = {
-        ("with limits" if is_limited else "without limits"): {door: usual(windows) for door, windows in doors.items()}
-        for is_limited, doors in quiet.items()
-    }
-    machine = report.machine({name: metadata.version(name) for name in _PACKAGES}, os.cpu_count() or 0)
+    if options.merge and options.json.exists():
+        results = Report(**json.loads(options.json.read_text())["report"]).updated(results, list(ATTACKS))
     if options.json:
         bound = {"arena_bytes": ARENA_BYTES, "client_bytes": CLIENT_BYTES, "bound_bytes": BOUND_BYTES}
-        facts = {"machine": machine, "seconds": options.seconds, "tls": not options.plain, **bound}
-        options.json.write_text(json.dumps(facts | {"quiet": still, "attacks": results}, indent=1) + "\n")
+        facts = {"seconds": options.seconds, "tls": not options.plain, **bound}
+        options.json.write_text(json.dumps(facts | {"report": dataclasses.asdict(results)}, indent=1) + "\n")
     if options.page:
-        write_page(options.page, results, still, machine)
+        write_page(options.page, results)
 
 
-def _measure(attacks: list[Attack], options: argparse.Namespace, quiet: Windows, outcomes: dict[str, Outcome]) -> None:
+def _measure(attacks: list[Attack], options: argparse.Namespace, results: Report) -> None:
+    """Measures attacks in turns, and in the same way, now and then, what no attack does: the controls."""
+    is_limited = attacks[0].is_limited
+    rows: list[tuple[Attack | None, list[Outcome]]] = [(attack, []) for attack in attacks]
+    for place in range(0, len(attacks) + 1, _CONTROL_EVERY)[::-1]:
+        rows.insert(place, (None, []))
+    quiet: list[Outcome] = []
     with (
-        serving(tls=not options.plain, is_limited=attacks[0].is_limited) as scene,
+        serving(tls=not options.plain, is_limited=is_limited) as scene,
         _good_clients(scene, options.doors) as clients,
     ):
         memory = PeakMemory(scene.server.process.pid)
         _call(clients, _SETTLE_S)
-        for number, attack in enumerate(attacks):
-            scene.wait_until_quiet()
-            if number % _QUIET_EVERY == 0:
-                for door, latencies in _call(clients, options.seconds)[0].items():
-                    quiet[door].append(latencies)
-                print_row("quiet", {door: usual(quiet[door]) for door in quiet})
-            outcome = outcomes[attack.name] = _attack(attack, scene, clients, memory, options)
-            row = figures(outcome, quiet)
-            print_row(attack.name, row["doors"], f"{row['grown_bytes'] / 1e6:6.0f} {row['kept_bytes'] / 1e6:6.0f}")
+        for _, (attack, turns) in itertools.product(range(options.turns), rows):
+            outcome = _attack(attack, scene, clients, memory, options)
+            turns.append(outcome)
+            if attack is None:
+                quiet.append(outcome)
+            _show("nothing" if attack is None else attack.name, figures([outcome], quiet))
             for remark in (outcome.remark, *(errors[0] for errors in outcome.errors.values() if errors)):
                 if remark:
                     print(f"{'':24}{remark[:150]}")
         memory.close()
+    results.quiet["with limits" if is_limited else "without limits"] = {
+        door: usual([outcome.during[door] for outcome in quiet]) for door in options.doors
+    }
+    for attack, turns in rows:
+        row = figures(turns, quiet)
+        if attack is None:
+            results.controls.append(row)
+        else:
+            facts = {"description": attack.description, "commit": results.machine["commit"]}
+            results.attacks[attack.name] = row | facts
+
+
+def _show(name: str, row: Figures) -> None:
+    print_row(name, row["doors"], f"{row['grown_bytes'] / 1e6:6.0f} {row['kept_bytes'] / 1e6:6.0f}")
 
 
 def _attack(
-    attack: Attack, scene: Scene, clients: dict[str, GoodClient], memory: PeakMemory, options: argparse.Namespace
+    attack: Attack | None, scene: Scene, clients: dict[str, GoodClient], memory: PeakMemory, options: argparse.Namespace
 ) -> Outcome:
+    """Measures one turn of an attack, or of none."""
+    scene.wait_until_quiet()
     outcome = Outcome()
     at_first = memory.reset()
-    with scene.attack(attack.name, options.only) as process:
+    with contextlib.nullcontext() if attack is None else scene.attack(attack.name, options.only) as process:
         time.sleep(_SETTLE_S)
         outcome.during, outcome.errors = _call(clients, options.seconds)
-        if process.poll() is not None:
+        if process is not None and process.poll() is not None:
             outcome.remark = f"the attack ended by itself with {process.returncode}"
     if scene.server.process.poll() is not None:
         sys.exit(f"the server ended with {scene.server.process.returncode}:\n{scene.server.stderr()[-4000:]}")

@@ -1,6 +1,7 @@
 """Attacks a server, by the names of attacks, until it is killed or the time is over.
 
-The process has the lowest CPU priority, since real attackers would have their own machine.
+The process has the lowest CPU priority, since real attackers would have their own machine; where it is started with
+real-time priority, it takes all that others with such priority leave.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def main() -> None:
         victim = Victim.discover(options.target, options.token, options.ca, options.http)
     else:
         victim = Victim.load(options.victim)
-    os.nice(19)
+    _give_way()
     for name in options.attacks:
         _begin(ATTACKS[name], victim, options.doors)
     print("attacking", flush=True)
@@ -45,6 +46,14 @@ def main() -> None:
     while time.monotonic() < deadline:
         time.sleep(0.1)
     os._exit(0)
+
+
+def _give_way() -> None:
+    if os.sched_getscheduler(0) == os.SCHED_RR:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+        os.setpriority(os.PRIO_PROCESS, 0, -20)
+    else:
+        os.nice(19)
 
 
 def _begin(attack: Attack, victim: Victim, doors: list[str] | None) -> None:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import re
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from benchmarks.hostile.attacks import ATTACKS, Attack
-from benchmarks.hostile.results import Outcome, figures, verdict, write_page
+from benchmarks.hostile.results import Outcome, Report, figures, verdict, write_page
 from benchmarks.hostile.scene import BOUND_BYTES
 from benchmarks.hostile.victim import Victim
 
-QUIET = {"own": [[0.001] * 100, [0.5] * 100, [0.001] * 100]}
-"""Latencies in three turns, of which one was disturbed."""
+
+def turn(during_s: float, after_s: float = 0.001, errors: tuple[str, ...] = (), grown_bytes: int = 0) -> Outcome:
+    return Outcome({"own": [during_s] * 100}, {"own": list(errors)}, {"own": [after_s] * 100}, grown_bytes)
+
+
+QUIET = [turn(0.001), turn(0.5, 0.5), turn(0.001)]
+"""Of three turns, one was disturbed."""
 
 
 @pytest.mark.parametrize("attack", ATTACKS.values(), ids=list(ATTACKS))
@@ -28,35 +34,57 @@ def test_what_attackers_know_can_be_given_to_another_process(tmp_path: Path) -> 
     assert Victim.load(tmp_path / "victim") == victim
 
 
-def result(during_s: float, *, errors: tuple[str, ...] = (), grown_bytes: int = 0) -> dict[str, dict[str, Any]]:
-    outcome = Outcome({"own": [during_s] * 100}, {"own": list(errors)}, {"own": [0.001] * 100}, grown_bytes)
-    return {"x": figures(outcome, QUIET)}
+def report(*turns: Outcome, name: str = "x", commit: str = "c") -> Report:
+    """Returns a report of one attack, which was beside a row of turns without one."""
+    machine = {"cpu": "a CPU", "threads": 2, "python": "3", "commit": commit}
+    attack = figures(list(turns), QUIET) | {"description": "Stranger: something", "commit": commit}
+    return Report(
+        machine, len(turns), {"with limits": {"own": {"p99_s": 0.001}}}, [figures(QUIET, QUIET)], {name: attack}
+    )
 
 
 @pytest.mark.parametrize(
-    ("results", "missed"),
+    ("measured", "missed"),
     [
-        (result(0.019), None),
-        (result(0.03), "x, own: p99 30 ms, 30.0 x quiet"),
-        (result(0.001, errors=("it failed",)), "x, own: 1 errors: it failed"),
-        (result(0.001, grown_bytes=BOUND_BYTES + 1), "x: memory grew by"),
+        (report(turn(0.019)), None),
+        (report(turn(0.03)), "x, own: p99 30 ms, 30.0 x quiet"),
+        (report(turn(0.001), turn(0.001), turn(0.03)), None),
+        (report(turn(0.001), turn(0.03), turn(0.03)), "x, own: p99 30 ms, 30.0 x quiet"),
+        (report(turn(0.001), turn(0.001, errors=("it failed",))), "x, own: 1 errors: it failed"),
+        (report(turn(0.001, grown_bytes=BOUND_BYTES + 1), turn(0.001)), "x: memory grew by"),
     ],
-    ids=["within", "slow", "failed", "memory"],
+    ids=["within", "slow", "slow once", "slow twice", "failed", "memory"],
 )
-def test_the_verdict_names_each_target_that_is_missed(results: dict[str, dict[str, Any]], missed: str | None) -> None:
-    lines = list(verdict(results))
+def test_the_verdict_names_each_target_that_is_missed(measured: Report, missed: str | None) -> None:
+    lines = list(verdict(measured))
     assert lines[-1].startswith(f"{0 if missed is None else 1} of 1 attacks miss")
     assert missed is None or lines[0].startswith(missed)
+
+
+def test_what_lasts_is_told_from_what_varies_without_an_attack() -> None:
+    lasting = report(turn(0.001, 0.002))
+    assert "above every control: x (own 2.0)" in "\n".join(verdict(lasting))
+    varying = replace(lasting, controls=[figures([turn(0.001, 0.003)], QUIET)])
+    assert "above every control: none" in "\n".join(verdict(varying))
+
+
+def test_newer_figures_take_the_place_of_older_ones() -> None:
+    older, newer = report(turn(0.03), commit="old"), report(turn(0.01), commit="new")
+    other = report(turn(0.02), name="y", commit="old").attacks["y"]
+    older.attacks["y"] = other
+    merged = Report(**json.loads(json.dumps(asdict(older)))).updated(newer, ["y", "x"])
+    assert list(merged.attacks.items()) == [("y", other), ("x", newer.attacks["x"])]
+    assert len(merged.controls) == 2
 
 
 def test_a_page_gets_new_tables_between_its_marks(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- attacks: begin -->\nold\n<!-- attacks: end -->\nafter\n")
-    results = {"x": result(0.03)["x"] | {"description": "Stranger: something"}}
-    quiet: dict[str, dict[str, dict[str, Any]]] = {"with limits": {"own": {"p99_s": 0.001}}}
-    write_page(page, results, quiet, {"cpu": "a CPU", "threads": 2, "python": "3", "commit": "c"})
+    write_page(page, report(turn(0.03)))
     text = page.read_text()
     assert text.startswith("before\n")
     assert text.endswith("after\n")
     assert "old" not in text
+    assert "| quiet, with limits | 1 ms |  |" in text
+    assert "| no attack, highest of 1 rows | 1 ms, 1.0 (1.0) |  |" in text
     assert "| x | 30 ms, 30.0 (1.0) | +0 MB |" in text
