@@ -13,8 +13,8 @@ from tests.faults.harness import Harness
 from tests.faults.load import LoadProcess
 from tests.servers import is_running, wait_until
 
-_FROZEN_TIMEOUT_S = 30.0
-"""The time within which a frozen worker must be replaced."""
+_FROZEN_TIMEOUT_S = 90.0
+"""The time within which a frozen worker must be replaced; one that is starting has a minute."""
 _GONE_TIMEOUT_S = 20.0
 """The time within which a server must be gone after its front process was killed or got two signals; draining may
 take longer."""

@@ -76,6 +76,26 @@ def test_requests_that_arrive_before_the_worker_is_warm_wait_for_it(tmp_path: Pa
         answer.result()
 
 
+SLOW_LIBRARY = """
+import ctypes, sys, threading, time
+def load():
+    while all(thread.name != "heartbeat" for thread in threading.enumerate()):
+        time.sleep(0.001)
+    time.sleep(0.05)  # the first heartbeat goes out
+    ctypes.PyDLL(None).usleep(3_000_000)  # while no other thread runs
+if "bngrad_server.workers.main" in sys.orig_argv:
+    threading.Thread(target=load, daemon=True).start()
+"""
+
+
+def test_a_starting_worker_may_take_long_to_load_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_at_start(SLOW_LIBRARY, tmp_path, monkeypatch)
+    options = ("--workers", "1", "--worker-timeout", "1")
+    with EmbeddedServer(options=options) as server, bngrad.Client(server.target) as client:
+        call(client)
+        assert client.server_info().devices[0].restarts == 0
+
+
 def test_a_starting_worker_has_longer_until_its_first_sign_of_life(gate: Path) -> None:
     """Delays the start as a busy machine does."""
     gate.touch()

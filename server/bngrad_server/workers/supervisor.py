@@ -23,8 +23,8 @@ _LONGEST_RESTART_DELAY_S = 5.0
 _SOUND_AFTER_S = 1.0
 """A worker that was ready for this long did not die of its start."""
 _START_TIMEOUT_S = 60.0
-"""Until the first heartbeat, since Python starts slowly on a busy processor; and until a GPU's worker is ready, since
-drivers take long over many GPUs or much memory to page-lock, and let no other thread run meanwhile."""
+"""Until the worker is ready: libraries that come from a slow disk, and drivers of GPUs, let no other thread run while
+they are loaded."""
 
 
 class WorkerState(enum.Enum):
@@ -191,12 +191,11 @@ class Supervisor:
     def _watch(self, worker: WorkerProcess) -> str:
         """Returns once the worker has ended, or was killed, with the reason."""
         self._failure = ""
-        silences, has_begun = 0, False
+        silences = 0
         while True:
-            is_starting = not has_begun or (self._ready_since is None and self._name.startswith("cuda"))
+            is_starting = self._ready_since is None
             timeout_s = max(self._timeout_s, _START_TIMEOUT_S) if is_starting else self._timeout_s
             packet = worker.receive_report(timeout_s / 2)
-            has_begun |= packet is not None
             if packet == b"":
                 return f": {self._failure}" if self._failure else ""
             # Two silences in a row: in the first, this process itself may have been stopped for a while.
