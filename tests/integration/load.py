@@ -36,7 +36,7 @@ class Load(AbstractContextManager["Load"]):
                 self.answers += 1
 
     def wait(self, answers: int) -> None:
-        """Waits for so many more answers."""
+        """Waits until there are this many more answers."""
         goal = self.answers + answers
         wait_until(lambda: self.answers >= goal or bool(self.errors))
         assert not self.errors

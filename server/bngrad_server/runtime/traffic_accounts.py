@@ -20,7 +20,7 @@ _KNOWN_NBYTES = 2.0**24
 _OP_NBYTES = 4096
 """What an op counts for beside its messages: for its client if it is answered, against it if it is futile."""
 _BEGINNING_NBYTES = 2**16
-"""How much of a message may arrive that nobody receives yet."""
+"""How much of a message may arrive before the server begins to receive it."""
 _PAUSE_S = 0.5
 """How long connections are paused at first, doubled by each strike; then they take up to as long again to send."""
 _MAX_STRIKES = 4

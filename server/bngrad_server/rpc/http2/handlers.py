@@ -41,7 +41,7 @@ class Http2Handler:
     """Handles the calls of one connection.
 
     Attributes:
-        saw_malformed: Whether a message was malformed; whoever heeds it resets it.
+        saw_malformed: Whether a message was malformed; reset once that was counted.
 
     All methods raise ConnectionError or TimeoutError if the connection is no longer usable.
     """

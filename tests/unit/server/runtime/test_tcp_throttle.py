@@ -44,7 +44,7 @@ class Flooder:
         return self.received == before
 
     def wait_for(self, nbytes: int) -> None:
-        """Waits until so many bytes were received in all, which the system may have to send again."""
+        """Waits until this many bytes were received in all; the system may have to send them again."""
         deadline = time.monotonic() + 20
         while self.received < nbytes and time.monotonic() < deadline:
             time.sleep(0.01)
