@@ -33,7 +33,7 @@ def _string(text: str) -> bytes:
 
 def status_headers(code: int, message: str, details: bytes) -> list[tuple[str, str]]:
     """Returns the trailers that carry a status."""
-    headers = [("grpc-status", str(code))]
+    headers = [("grpc-status", str(int(code)))]
     if message:
         headers.append(("grpc-message", quote(message, safe=_UNESCAPED)))
     if details:
