@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,10 @@ import tensorflow as tf
 
 import bngrad
 import bngrad.keras
+
+needs_renorm = pytest.mark.skipif(
+    "renorm" not in inspect.signature(keras.layers.BatchNormalization).parameters, reason="this Keras has no renorm"
+)
 
 
 class Counted:
@@ -126,12 +131,11 @@ def test_both_orders_agree_with_keras_for_every_place_of_the_channels(counted: A
 @pytest.mark.parametrize(
     ("changes", "call"),
     [
-        ({"renorm": True}, {}),
-        ({}, {"mask": np.array([[True, False, True]] * 2)}),
-        ({"dtype": "float64"}, {}),
-        ({"axis": 2}, {}),
+        pytest.param({"renorm": True}, {}, id="renorm", marks=needs_renorm),
+        pytest.param({}, {"mask": np.array([[True, False, True]] * 2)}, id="mask"),
+        pytest.param({"dtype": "float64"}, {}, id="float64"),
+        pytest.param({"axis": 2}, {}, id="channels in the middle"),
     ],
-    ids=["renorm", "mask", "float64", "channels in the middle"],
 )
 def test_what_the_client_does_not_compute_is_keras_own(counted: Any, changes: Any, call: Any) -> None:
     x = np.random.default_rng(1).normal(size=(2, 3, 4) if call else (2, 3, 4, 5)).astype(np.float64)

@@ -12,6 +12,7 @@ from typing import Any
 
 try:
     from flax import nnx
+    from flax.nnx.nn.dtypes import promote_dtype
 except ImportError as error:
     raise ImportError("bngrad.jax.nnx needs Flax: pip install 'bngrad[jax]'") from error
 
@@ -51,7 +52,11 @@ class BatchNorm(nnx.BatchNorm):  # type: ignore[misc] # Flax is not followed by 
             mask: The elements that count; None for all.
         """
         scale, bias = (None if each is None else each[...] for each in (self.scale, self.bias))
-        promoted, *_ = self.promote_dtype((x, self.mean[...], self.var[...], scale, bias), dtype=self.dtype)
+        values = (x, self.mean[...], self.var[...], scale, bias)
+        if hasattr(self, "promote_dtype"):
+            promoted, *_ = self.promote_dtype(values, dtype=self.dtype)
+        else:  # Flax before 0.11 rounds the output alone
+            promoted, *_ = promote_dtype(values)
         uses_average = self.use_running_average if use_running_average is None else use_running_average
         as_4d = _as_4d(promoted, self.axis)
         is_plain = uses_average is False and mask is None and self.axis_name is None
@@ -65,7 +70,7 @@ class BatchNorm(nnx.BatchNorm):  # type: ignore[misc] # Flax is not followed by 
         )
         for kept, found in ((self.mean, mean), (self.var, variance)):
             kept[...] = self.momentum * kept[...] + (1 - self.momentum) * found
-        return y.reshape(x.shape)
+        return y.reshape(x.shape).astype(self.dtype or y.dtype)
 
 
 def _as_4d(x: Any, axis: Any) -> tuple[tuple[int, ...], DataFormat] | None:
