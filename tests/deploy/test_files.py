@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -50,7 +51,7 @@ def closed(schema: Any) -> Any:
 
 def rendered(overlay: str) -> dict[str, Any]:
     """Returns the resources of an overlay by kind, as kubectl would send them."""
-    if shutil.which("kubectl") is None:
+    if shutil.which("kubectl") is None and not os.environ.get("BNGRAD_REQUIRE_KUBECTL"):
         pytest.skip("overlays are rendered by kubectl, which is not here")
     command = ["kubectl", "kustomize", str(DOCKER / "kubernetes" / overlay)]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
