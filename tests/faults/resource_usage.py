@@ -11,8 +11,6 @@ import psutil
 from tests.faults.server import RestartableServer
 from tests.servers import descriptors_of, wait_until
 
-from bngrad_server.rpc.grpcio_port import OP_THREADS
-
 MIB = 2**20
 _RETURN_TIMEOUT_S = 60.0
 
@@ -44,10 +42,10 @@ class Usage:
     files: tuple[str, ...]
 
 
-ALLOWANCE = ProcessUsage(memory=64 * MIB, descriptors=4, threads=2 * OP_THREADS + 16, memfds=0)
+ALLOWANCE = ProcessUsage(memory=64 * MIB, descriptors=4, threads=16, memfds=0)
 """The growth allowed: malloc keeps freed blocks below 1 MiB in several heaps, which vary by 40 MiB; gRPC keeps a few
-descriptors for polling; the thread pools start their threads on demand and keep them. A leak of two of the workload's
-largest requests, 38 MiB each, would be seen."""
+descriptors for polling, and some threads. A leak of two of the workload's largest requests, 38 MiB each, would be
+seen."""
 
 
 def measure(service: RestartableServer) -> Usage:

@@ -1,14 +1,17 @@
-"""Executors when the system refuses a new thread."""
+"""The threads of executors: how many there are, and what happens when the system refuses a new one."""
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 
 import pytest
+from tests.servers import wait_until
 
+from bngrad_server.runtime import executors
 from bngrad_server.runtime.executors import HandlerExecutor, OnDemandExecutor
 
 _TOO_LARGE = 1 << 47
@@ -37,6 +40,53 @@ def test_a_call_without_a_thread_waits_for_one_of_the_pool() -> None:
         first_may_end.set()
         assert first.result(20)
         assert second.result(20) == 2
+
+
+def burst(threads: HandlerExecutor, count: int) -> None:
+    """Makes as many calls at once."""
+    together = threading.Barrier(count)
+    for each in [threads.submit(together.wait, 20) for _ in range(count)]:
+        each.result(20)
+
+
+def count() -> int:
+    return sum(thread.name == "test" for thread in threading.enumerate())
+
+
+def test_the_threads_of_a_burst_end_but_for_one() -> None:
+    with HandlerExecutor(8, "test") as threads:
+        burst(threads, 8)
+        wait_until(lambda: count() == 1)
+        burst(threads, 8)
+    assert count() == 0
+
+
+def test_the_threads_of_a_burst_end_while_single_calls_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executors, "_IDLE_S", 0.2)
+    with HandlerExecutor(20, "test") as threads:
+        burst(threads, 20)
+        wait_until(lambda: threads.submit(count).result(20) == 1)
+
+
+def test_a_call_beyond_the_last_thread_waits() -> None:
+    may_end = threading.Event()
+    with HandlerExecutor(2, "test") as threads:
+        running = [threads.submit(may_end.wait, 20) for _ in range(2)]
+        third = threads.submit(int)
+        wait_until(lambda: threads.queue_size == 1)
+        may_end.set()
+        assert all(each.result(20) for each in running)
+        assert third.result(20) == 0
+        assert threads.queue_size == 0
+
+
+def test_an_idle_thread_keeps_nothing_of_its_last_call() -> None:
+    with HandlerExecutor(1, "test") as threads:
+        message = threading.Event()  # any object
+        threads.submit(message.set).result(20)
+        reference = weakref.ref(message)
+        del message
+        wait_until(lambda: reference() is None)
 
 
 @contextmanager
