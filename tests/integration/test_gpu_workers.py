@@ -19,7 +19,7 @@ import pytest
 from tests.integration.problems import assert_gradients, assert_same_bits, random_inputs
 from tests.integration.second_order import arguments, inputs_of, spec_of
 from tests.integration.second_order import assert_within_bounds as assert_second_order
-from tests.kernels.cuda.devices import EmulatedDevice, compile_shared, require_gxx
+from tests.kernels.cuda.devices import EmulatedDevice, library_file
 from tests.servers import regions_of, wait_until, worker_pid
 
 import bngrad
@@ -43,9 +43,8 @@ DEADLY = random_inputs(Spec(BFLOAT16, (4, 9, 9, 48), 3))
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    require_gxx()
-    return compile_shared(tmp_path_factory.mktemp("emulated") / "kernels.so", "-O2")
+def kernels() -> Path:
+    return library_file()
 
 
 @pytest.fixture(scope="module", autouse=True)
