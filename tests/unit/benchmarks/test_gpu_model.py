@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import statistics
 
 import pytest
-from benchmarks.gpu.model import BEFORE, GPUS, Layer, predict
+from benchmarks.gpu.model import BEFORE, GPUS, NOW, Layer, predict
 from benchmarks.gpu.request_model import CALL_S, batch, copies_s, second_order
 
 KEPT = [  # time over that of three tensors' traffic
@@ -34,6 +35,17 @@ def test_predictions_do_not_get_worse(
     predicted = predict(GPUS[gpu], spec)
     assert 1 < predicted.to_floor <= kept + 0.01
     assert predicted.seconds < predict(GPUS[gpu], spec, BEFORE).seconds
+
+
+def test_loads_before_the_wait_help_on_the_mean_of_gpus_that_differ_in_their_number_of_processors() -> None:
+    t4, spec = GPUS["T4"], Layer("NHWC", "bfloat16", (1024, 14, 14)).spec
+    ratios = []
+    for processors in range(32, 49):
+        traits = t4.traits._replace(processors=processors)
+        gpu = t4._replace(traits=traits, rate=t4.rate * processors / t4.traits.processors)
+        ratios.append(predict(gpu, spec).seconds / predict(gpu, spec, NOW._replace(early_nbytes=0)).seconds)
+    assert ratios[t4.traits.processors - 32] < 1.02  # the tiles fall among 40 processors' blocks less well
+    assert statistics.geometric_mean(ratios) < 0.99
 
 
 def test_the_time_is_that_of_the_bytes_where_nothing_else_takes_time() -> None:
