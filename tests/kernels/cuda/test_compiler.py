@@ -16,6 +16,9 @@ from bngrad_kernels.cuda.descriptors import every_kernel
 from bngrad_kernels.cuda.kernel_selection import STATIC_SHARED_NBYTES
 from bngrad_kernels.errors import DeviceUnavailableError
 
+# An architecture takes 12 s of a processor's time, 0.4 s a kernel, which are minutes on a machine that is busy.
+pytestmark = pytest.mark.timeout(600)
+
 STREAMED = ("training_vectors", "training_elements", "inference_vectors", "inference_elements")
 KERNELS = {
     f"{order}_{dtype}_{way}"
