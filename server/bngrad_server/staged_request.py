@@ -6,8 +6,6 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from bngrad_kernels.spec import FieldViolation, InvalidArgumentError
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.codec.requests import Request
@@ -18,10 +16,8 @@ from bngrad_server.memory.layout import ARENA, Place, Task
 from bngrad_server.memory.regions import Region, Regions
 from bngrad_server.rpc_context import RpcContext
 from bngrad_server.scheduling.job import Job
+from bngrad_wire.chunks import copy
 from bngrad_wire.messages import Buffer
-
-_COPIED_WITH_LOCK_NBYTES = 32 * 1024
-"""Larger copies release the interpreter's lock, which has a cost of its own."""
 
 
 class StagedRequest:
@@ -215,11 +211,3 @@ def _check_overlap(request: Request, places: Sequence[Place | None]) -> None:
                 and abs(place.offset - output.offset) < request.sizes.tensor
             ):
                 raise InvalidArgumentError((FieldViolation(fields[i], f"{fields[i]} must not overlap {field}"),))
-
-
-def copy(target: memoryview, source: memoryview) -> None:
-    """Copies bytes; both views have the same size."""
-    if target.nbytes <= _COPIED_WITH_LOCK_NBYTES:
-        target[:] = source
-    else:
-        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

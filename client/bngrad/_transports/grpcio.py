@@ -12,7 +12,7 @@ from bngrad._errors import InternalError, UnavailableError, from_rpc_error, from
 from bngrad._transports.reported_load import ReportedLoad
 from bngrad._transports.tracing import trace_context
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
-from bngrad_wire import messages
+from bngrad_wire import chunks, messages
 from bngrad_wire.load_report import TEXT_HEADER
 from bngrad_wire.messages import Buffer
 
@@ -91,15 +91,15 @@ class GrpcioTransport:
                     field = messages.only_field(message, len(message))
                     if field is None or field[0] != number:
                         raise InternalError(f"{self._target} did not send the response of the op")
-                    source = messages.WholeMessages(lambda: next(responses, None))
+                    source = chunks.WholeMessages(lambda: next(responses, None))
                     for target in targets:
-                        messages.receive_chunks(source, pb.ExchangeResponse.CHUNK_FIELD_NUMBER, target)
+                        chunks.receive(source, pb.ExchangeResponse.CHUNK_FIELD_NUMBER, target)
                     if next(responses, None) is not None:
                         raise InternalError(f"{self._target} sent more messages than the response has")
                 self._note(responses)
             finally:
                 responses.cancel()  # does nothing to a call that has ended
-        except messages.ChunkError as error:
+        except chunks.ChunkError as error:
             raise InternalError(f"{self._target} sent a malformed response: {error}") from error
         except grpc.RpcError as error:
             raise from_rpc_error(error, self._target, deadline.timeout) from error.with_traceback(None)
@@ -114,5 +114,5 @@ class GrpcioTransport:
 def _requests(number: int, header: list[Buffer], tensors: Sequence[Buffer]) -> Iterator[bytes]:
     yield b"".join([messages.field_prefix(number, sum(map(len, header))), *header])
     for tensor in tensors:
-        for pieces in messages.chunks(pb.ExchangeRequest.CHUNK_FIELD_NUMBER, tensor, _CHUNK_NBYTES):
+        for pieces in chunks.split(pb.ExchangeRequest.CHUNK_FIELD_NUMBER, tensor, _CHUNK_NBYTES):
             yield b"".join(pieces)

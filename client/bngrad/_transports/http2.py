@@ -23,7 +23,7 @@ from bngrad._transports.connector import Address, Connector, NotYetConnectedErro
 from bngrad._transports.reported_load import ReportedLoad
 from bngrad._transports.tracing import trace_context
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
-from bngrad_wire import http2, messages
+from bngrad_wire import chunks, http2, messages
 from bngrad_wire.messages import Buffer
 
 _HANDSHAKE_TIMEOUT_S = 5.0
@@ -165,16 +165,16 @@ class Http2Transport:
         def talk(call: http2.ClientCall, set_timeout: Callable[[], object]) -> bytes:
             requests: list[list[Buffer]] = [[messages.field_prefix(number, sum(map(len, header))), *header]]
             for tensor in tensors:
-                requests += messages.chunks(pb.ExchangeRequest.CHUNK_FIELD_NUMBER, tensor, _CHUNK_NBYTES)
+                requests += chunks.split(pb.ExchangeRequest.CHUNK_FIELD_NUMBER, tensor, _CHUNK_NBYTES)
             if not call.send_all(requests):
                 for pieces in requests:
                     call.send_message(*pieces, more=True)
                 call.half_close()
             set_timeout()
             responses = call.take_messages()
-            source: messages.MessageSource = call
+            source: chunks.MessageSource = call
             if responses is not None:
-                source = messages.WholeMessages(functools.partial(next, iter(responses), None))
+                source = chunks.WholeMessages(functools.partial(next, iter(responses), None))
             message = self._message(source)
             field = messages.only_field(message, len(message))
             if field is None or field[0] != number:
@@ -183,8 +183,8 @@ class Http2Transport:
                 set_timeout()
             try:
                 for target in targets:
-                    messages.receive_chunks(source, pb.ExchangeResponse.CHUNK_FIELD_NUMBER, target)
-            except messages.ChunkError as error:
+                    chunks.receive(source, pb.ExchangeResponse.CHUNK_FIELD_NUMBER, target)
+            except chunks.ChunkError as error:
                 raise InternalError(f"{self._target} sent a malformed response: {error}") from error
             return self._finished(source, message[field[1] :])
 
@@ -209,7 +209,7 @@ class Http2Transport:
 
         def talk(call: http2.ClientCall, set_timeout: Callable[[], object]) -> bytes:
             call.send_message(message, more=True)
-            for pieces in messages.chunks(pb.SendAheadRequest.CHUNK_FIELD_NUMBER, tensor, _CHUNK_NBYTES):
+            for pieces in chunks.split(pb.SendAheadRequest.CHUNK_FIELD_NUMBER, tensor, _CHUNK_NBYTES):
                 call.send_message(*pieces, more=True)
             call.half_close()
             set_timeout()
@@ -341,13 +341,13 @@ class Http2Transport:
             connection.stream = None  # as `close` would do
             abandoned.abandon(sock)
 
-    def _message(self, source: messages.MessageSource) -> bytes:
+    def _message(self, source: chunks.MessageSource) -> bytes:
         nbytes = source.receive_message()
         if nbytes is None or nbytes > _MAX_HEADER_NBYTES:
             raise InternalError(f"{self._target} answered with {'nothing' if nbytes is None else f'{nbytes} bytes'}")
         return source.read(nbytes)
 
-    def _finished(self, source: messages.MessageSource, message: bytes) -> bytes:
+    def _finished(self, source: chunks.MessageSource, message: bytes) -> bytes:
         """Returns the message once the server has ended the call with status OK."""
         if source.receive_message() is not None:
             raise InternalError(f"{self._target} sent more messages than the response has")

@@ -9,9 +9,10 @@ from google.protobuf.message import DecodeError
 from bngrad_kernels.spec import FieldViolation, InvalidArgumentError
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.codec.ops import OPS
-from bngrad_wire import messages
+from bngrad_wire import chunks, messages
+from bngrad_wire.chunks import PARTS, ChunkError, MessageSource
 from bngrad_wire.fields import LEN, FieldReader
-from bngrad_wire.messages import PARTS, Buffer, ChunkError, MessageSource
+from bngrad_wire.messages import Buffer
 
 CHUNK = pb.ExchangeRequest.CHUNK_FIELD_NUMBER
 """The number of a chunk's field in requests and responses."""
@@ -62,13 +63,13 @@ def _part_of(message: bytes) -> tuple[int, list[tuple[int, int]]]:
 
 def whole_chunks(parts: Sequence[Buffer], nbytes: int) -> list[memoryview]:
     """Returns the elements of tensors of this size, each in one of the messages; none if any message is another."""
-    chunks = []
+    elements = []
     for part in parts:
         field = messages.only_field(part, len(part))
         if field is None or field[0] != CHUNK or len(part) - field[1] != nbytes:
             return []
-        chunks.append(memoryview(part)[field[1] :])
-    return chunks
+        elements.append(memoryview(part)[field[1] :])
+    return elements
 
 
 def receive_chunks(source: MessageSource, target: memoryview) -> None:
@@ -78,6 +79,6 @@ def receive_chunks(source: MessageSource, target: memoryview) -> None:
         InvalidArgumentError: A chunk is missing or too long, or a message is no chunk.
     """
     try:
-        messages.receive_chunks(source, CHUNK, target)
+        chunks.receive(source, CHUNK, target)
     except ChunkError as error:
         raise part_error(str(error)) from error

@@ -39,8 +39,8 @@ from bngrad_server.security.auth import Authenticator, authenticated_client
 from bngrad_server.security.certificates import Certificates, client_of_context
 from bngrad_server.telemetry.metrics import Metrics
 from bngrad_wire.addresses import format_host_port, host_and_port, unix_path
+from bngrad_wire.chunks import WholeMessages
 from bngrad_wire.limits import MAX_PROTOBUF_NBYTES
-from bngrad_wire.messages import WholeMessages
 
 Behavior = TypeVar("Behavior", bound=Callable[..., Any])
 

@@ -23,9 +23,10 @@ from bngrad_server.rpc_context import RpcContext
 from bngrad_server.security.auth import ALLOW_ALL, Authenticator
 from bngrad_server.staged_request import StagedRequest
 from bngrad_server.workers.supervisor import WorkerState
-from bngrad_wire import __version__, messages
+from bngrad_wire import __version__, chunks, messages
+from bngrad_wire.chunks import MessageSource
 from bngrad_wire.fields import MAX_NBYTES
-from bngrad_wire.messages import Buffer, MessageSource
+from bngrad_wire.messages import Buffer
 
 SERVICE = pb.DESCRIPTOR.services_by_name["BatchNormGradService"]
 _PREFIX = f"/{SERVICE.full_name}/"
@@ -123,10 +124,10 @@ class Servicer:
         if request is None or request.response_nbytes > room or not self._engine.small_requests.takes(request):
             return None
         if request.chunked:
-            chunks = exchange.whole_chunks(received[1:], request.sizes.tensor)
-            if len(chunks) != len(request.chunk_order):
+            whole = exchange.whole_chunks(received[1:], request.sizes.tensor)
+            if len(whole) != len(request.chunk_order):
                 return None
-            elements = [chunks[request.chunk_order.index(i)] for i in range(len(chunks))]
+            elements = [whole[request.chunk_order.index(i)] for i in range(len(whole))]
         elif len(received) > 1:
             return None
         return self._engine.compute_at_once(request, elements, message, rpc, received_at)
@@ -236,7 +237,7 @@ class Servicer:
                 with self._engine.download(staged):
                     yield [messages.field_prefix(number, sum(map(len, pieces))), *pieces]
                     for output in staged.large_outputs:
-                        yield from messages.chunks(exchange.CHUNK, _in_arena(output), source.chunk_nbytes)
+                        yield from chunks.split(exchange.CHUNK, _in_arena(output), source.chunk_nbytes)
 
     def send_ahead(self, source: MessageSource, lease: Lease, rpc: RpcContext) -> bytes:
         """Receives a tensor ahead of the request that needs it, and forgets others; returns the serialised response.

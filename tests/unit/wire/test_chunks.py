@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import pairwise
 
 import pytest
 from tests.hostile_messages import HOSTILE, SIZES, at_little_cost, sized
 from tests.unit.wire.http2.peers import client
 
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
+from bngrad_wire import chunks, messages
+from bngrad_wire.chunks import ChunkError, MessageSource, WholeMessages, copy
 from bngrad_wire.http2 import ServerCall
-from bngrad_wire.messages import ChunkError, MessageSource, WholeMessages, chunks, copy, receive_chunks
 
 NUMBER = pb.ExchangeRequest.CHUNK_FIELD_NUMBER
 DATA = bytes(range(256)) * 1024
@@ -55,9 +57,9 @@ def chunk(data: bytes) -> bytes:
 
 @pytest.mark.parametrize("chunk_nbytes", [1000, 64 * 1024, 100_000, len(DATA), 2 * len(DATA)])
 def test_chunks_fill_the_target_whatever_their_size(send: Send, chunk_nbytes: int) -> None:
-    source = send([b"".join(pieces) for pieces in chunks(NUMBER, memoryview(DATA), chunk_nbytes)])
+    source = send([b"".join(pieces) for pieces in chunks.split(NUMBER, memoryview(DATA), chunk_nbytes)])
     target = bytearray(len(DATA))
-    receive_chunks(source, NUMBER, memoryview(target))
+    chunks.receive(source, NUMBER, memoryview(target))
     assert target == DATA
     assert source.receive_message() is None
 
@@ -66,7 +68,7 @@ def test_each_target_has_chunks_of_its_own(send: Send) -> None:
     source = send([chunk(b""), chunk(b"a"), chunk(b""), chunk(b"bc"), chunk(b"defghijk"), b"rest"])
     first, second = bytearray(3), bytearray(8)
     for target in first, bytearray(), second:
-        receive_chunks(source, NUMBER, memoryview(target))
+        chunks.receive(source, NUMBER, memoryview(target))
     assert first + second == b"abcdefghijk"
     assert source.receive_message() == 4
 
@@ -97,7 +99,7 @@ def test_each_target_has_chunks_of_its_own(send: Send) -> None:
 def test_other_messages_are_errors(send: Send, messages: list[bytes], problem: str) -> None:
     source = send(messages)
     with pytest.raises(ChunkError, match=problem):
-        receive_chunks(source, NUMBER, memoryview(bytearray(5)))
+        chunks.receive(source, NUMBER, memoryview(bytearray(5)))
 
 
 @pytest.mark.parametrize("beside", [UNKNOWN_FIELD, UNKNOWN_FIELD * 10, LONG_FIELD], ids=["one", "many", "long"])
@@ -106,7 +108,7 @@ def test_chunks_may_come_beside_other_fields(send: Send, beside: bytes, small: b
     large = DATA[len(small) :]
     source = send([chunk(small) + beside, beside + chunk(large[:-1]) + UNKNOWN_FIELD, chunk(large[-1:]), b"rest"])
     target = bytearray(len(DATA))
-    receive_chunks(source, NUMBER, memoryview(target))
+    chunks.receive(source, NUMBER, memoryview(target))
     assert target == DATA
     assert source.receive_message() == 4
 
@@ -119,7 +121,7 @@ def test_what_comes_beside_a_chunk_is_bounded(content: str, size: int, chunk_fir
     message = chunk(b"12345") + beside if chunk_first else beside + chunk(b"12345")
     source = WholeMessages(iter([message, None]).__next__)
     with at_little_cost(), suppress(ChunkError):
-        receive_chunks(source, NUMBER, memoryview(bytearray(5)))
+        chunks.receive(source, NUMBER, memoryview(bytearray(5)))
         assert size < SIZES[-1]
 
 
@@ -129,3 +131,19 @@ def test_copy_copies_all_bytes(nbytes: int) -> None:
     target = bytearray(nbytes)
     copy(memoryview(target), source)
     assert target == source
+
+
+@pytest.mark.parametrize(("nbytes", "chunk_nbytes"), [(0, 4), (1, 4), (4, 4), (5, 4), (1000, 300), (300, 1000)])
+def test_chunks_are_messages_of_one_field_that_join_to_the_whole(nbytes: int, chunk_nbytes: int) -> None:
+    data = bytes(i % 251 for i in range(nbytes))
+
+    def joined() -> Iterator[bytes]:
+        for pieces in chunks.split(NUMBER, memoryview(data), chunk_nbytes):
+            message = b"".join(pieces)
+            chunk = pb.ExchangeRequest.FromString(message).chunk
+            assert messages.only_field(message, len(message)) == (NUMBER, len(message) - len(chunk))
+            yield chunk
+
+    split = list(joined())
+    assert b"".join(split) == data
+    assert all(len(one) == chunk_nbytes and 0 < len(other) <= chunk_nbytes for one, other in pairwise(split))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from itertools import chain, pairwise
+from collections.abc import Callable
+from itertools import chain
 from typing import TypeAlias
 
 import pytest
@@ -366,25 +366,6 @@ def test_encoded_messages_are_those_of_protobuf(request: Request) -> None:
     message = b"".join([*pieces, others.SerializeToString()])
     assert parsed(message) == request
     assert decoded(message) == request
-
-
-CHUNK = pb.ExchangeRequest.CHUNK_FIELD_NUMBER
-
-
-@pytest.mark.parametrize(("nbytes", "chunk_nbytes"), [(0, 4), (1, 4), (4, 4), (5, 4), (1000, 300), (300, 1000)])
-def test_chunks_are_messages_of_one_field_that_join_to_the_whole(nbytes: int, chunk_nbytes: int) -> None:
-    data = bytes(i % 251 for i in range(nbytes))
-
-    def joined() -> Iterator[bytes]:
-        for pieces in messages.chunks(CHUNK, memoryview(data), chunk_nbytes):
-            message = b"".join(pieces)
-            chunk = pb.ExchangeRequest.FromString(message).chunk
-            assert messages.only_field(message, len(message)) == (CHUNK, len(message) - len(chunk))
-            yield chunk
-
-    chunks = list(joined())
-    assert b"".join(chunks) == data
-    assert all(len(one) == chunk_nbytes and 0 < len(other) <= chunk_nbytes for one, other in pairwise(chunks))
 
 
 @given(st.integers(1, 15), st.sampled_from([0, 1, 127, 128, 2**14, 2**21]) | st.integers(0, 1000), st.booleans())
