@@ -11,7 +11,7 @@ from functools import partial
 
 from bngrad_kernels import backends
 from bngrad_kernels.spec import TensorHeader
-from bngrad_server.codec.requests import Request
+from bngrad_server.codec.request import Request
 from bngrad_server.config import ServerConfig
 from bngrad_server.errors import OverloadedError
 from bngrad_server.memory.ahead import AheadTensors, Lease

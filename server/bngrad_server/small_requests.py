@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bngrad_server.codec.exchange import CHUNK
-from bngrad_server.codec.requests import Request
+from bngrad_server.codec.request import Request
 from bngrad_server.errors import ComputeError
 from bngrad_server.memory.layout import ALIGNMENT, ARENA, Place, Task
 from bngrad_server.scheduling.job import Job, JobState

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from bngrad_kernels.spec import FieldViolation, InvalidArgumentError
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
-from bngrad_server.codec.requests import Request
+from bngrad_server.codec.request import Request
 from bngrad_server.memory.ahead import AheadTensor, AheadTensors
 from bngrad_server.memory.allocator import Block
 from bngrad_server.memory.arena import Arena

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from bngrad._deadline import Cancellation, Deadline
-from bngrad._shared_memory.pool import PoolRegion
+from bngrad._shared_memory.region import PoolRegion
 from bngrad.typing import Array
 from bngrad_wire.http2 import frames
 

@@ -25,8 +25,9 @@ from bngrad._requests import codec
 from bngrad._requests.request import EXCHANGE_METHOD, NO_TICKETS, SERVER_INFO_METHOD, PreparedRequest
 from bngrad._results import ServerInfo
 from bngrad._shared_memory.lease import LeaseEndedError, LeaseError, LeaseLateError, UnreachableError
-from bngrad._shared_memory.pool import Pool, PoolRegion
+from bngrad._shared_memory.pool import Pool
 from bngrad._shared_memory.quarantine import AbandonedCall, Quarantine
+from bngrad._shared_memory.region import PoolRegion
 from bngrad._transports.ahead import AheadConnection
 from bngrad._transports.endpoints import EndpointDiscovery, Endpoints
 from bngrad._transports.grpcio import GrpcioTransport

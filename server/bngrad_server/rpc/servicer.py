@@ -14,7 +14,8 @@ import grpc
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.codec import exchange
 from bngrad_server.codec.ops import OPS
-from bngrad_server.codec.requests import InvalidRequestError, RequestReader, ahead_header
+from bngrad_server.codec.request import InvalidRequestError
+from bngrad_server.codec.request_reader import RequestReader, ahead_header
 from bngrad_server.engine import Engine
 from bngrad_server.errors import MessageTooLargeError, code_of
 from bngrad_server.memory.ahead import Lease
@@ -137,7 +138,7 @@ class Servicer:
         """Computes an op, releases its message early, and lends the response, in pieces, until the block ends.
 
         Raises:
-            Exception: See `bngrad_server.codec.requests.RequestReader.read` and `bngrad_server.engine`.
+            Exception: See `bngrad_server.codec.request_reader.RequestReader.read` and `bngrad_server.engine`.
         """
         with self._compute(op_name, message, rpc) as staged, self._engine.download(staged):
             yield staged.response()

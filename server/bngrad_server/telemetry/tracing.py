@@ -22,7 +22,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import SpanKind, StatusCode
 
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
-from bngrad_server.codec.requests import Request
+from bngrad_server.codec.request import Request
 from bngrad_server.rpc_context import RpcContext
 from bngrad_server.telemetry.metrics import Outcome, Timestamps
 from bngrad_wire import __version__

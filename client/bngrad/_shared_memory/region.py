@@ -1,0 +1,109 @@
+"""A region of memory of which a pool hands out blocks: the client's own, or one that a server on this host leases."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import socket
+import threading
+
+from bngrad._shared_memory.lease import shut_down
+from bngrad.typing import Array
+from bngrad_wire.lease_protocol import IN_USE, IS_IN_USE
+
+_ANSWER_TIMEOUT_S = 0.25
+
+
+class PoolRegion:
+    """A region of memory that is mapped into this process; blocks are cut off it one after the other.
+
+    Attributes:
+        key: The server's name for it; empty for the client's own memory.
+        address: Where it begins in this process.
+        nbytes: Its size.
+        used: How many bytes were cut off.
+        blocks: How many blocks are in use.
+    """
+
+    def __init__(self, nbytes: int, lease: tuple[socket.socket, bytes, int] | None) -> None:
+        self.nbytes = nbytes
+        self.used = 0
+        self.blocks = 0
+        self.key = b""
+        self._socket: socket.socket | None = None
+        self._answer_is_due = False
+        self._mutex = threading.Lock()
+        self._holders = 1
+        if lease is None:
+            # Private, so that a forked child cannot write into our arrays.
+            self.memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        else:
+            self._socket, self.key, fd = lease
+            try:
+                self.memory = mmap.mmap(fd, nbytes)
+            except BaseException:
+                self.close()
+                raise
+            finally:
+                os.close(fd)
+        with contextlib.suppress(OSError):  # not every kernel has huge pages
+            self.memory.madvise(mmap.MADV_HUGEPAGE)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+
+    def offset_of(self, array: Array) -> int | None:
+        """Returns where an array in C order begins in the region, in bytes; None if it is elsewhere."""
+        offset: int = array.ctypes.data - self.address
+        return offset if 0 <= offset <= self.nbytes - array.nbytes else None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the server still knows it."""
+        if self._socket is None:
+            return not self.key
+        try:
+            return self._socket.recv(1, socket.MSG_PEEK) != b""
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    def is_in_use(self) -> bool:
+        """Asks whether a request at the server still names the region; one caller at a time."""
+        if self._socket is None:
+            return False
+        try:
+            if self._answer_is_due:  # The late answer must not be taken for the next one.
+                self._socket.setblocking(False)
+                if self._socket.recv(1) == b"":
+                    return False
+            self._socket.settimeout(_ANSWER_TIMEOUT_S)
+            self._answer_is_due = True
+            self._socket.sendall(IS_IN_USE)
+            answer = self._socket.recv(1)
+            self._answer_is_due = False
+            return answer == IN_USE
+        except (BlockingIOError, TimeoutError):
+            return True
+        except OSError:
+            return False  # The server has gone.
+        except BaseException:  # Ctrl-C: an answer may or may not come, so end the lease.
+            shut_down(self._socket)
+            raise
+        finally:
+            self._socket.setblocking(False)
+
+    def hold(self) -> None:
+        """Keeps the lease until `close` is called once more."""
+        with self._mutex:
+            self._holders += 1
+
+    def close(self) -> None:
+        """Ends the lease once each `hold` was followed by a `close`; arrays keep the memory itself."""
+        with self._mutex:
+            self._holders -= 1
+            if self._holders <= 0 and self._socket is not None:
+                shut_down(self._socket)
+                self._socket.close()
+                self._socket = None
