@@ -1,0 +1,122 @@
+"""``bngrad top``: shows a server's activity in the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import select
+import sys
+import termios
+import time
+import tty
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import click
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.segment import Segment, Segments
+from rich.text import Text
+
+from bngrad_cli.commands.top.screen import screen
+
+_TIMEOUT_S = 5.0
+
+
+@click.command()
+@click.argument("address", default="localhost:9464")
+@click.option("--once", is_flag=True, help="Print the screen once, for scripts.")
+@click.option("--json", "as_json", is_flag=True, help="Print the server's status once, as JSON.")
+@click.option(
+    "--interval", type=click.FloatRange(min=0.1), default=1.0, show_default=True, help="Seconds between updates."
+)
+def top(address: str, *, once: bool, as_json: bool, interval: float) -> None:
+    """Shows a server's activity in the terminal.
+
+    ADDRESS is its HTTP port: the value of `bngrad serve --http`. The key q, or Ctrl-C, ends it.
+    """
+    console = Console()
+    status = _status(address)
+    if as_json:
+        click.echo(json.dumps(status))
+    elif once:
+        console.print(screen(address, status))
+    else:
+        with (
+            contextlib.suppress(KeyboardInterrupt),
+            _keys() as keys,
+            Live(_fitted(screen(address, status), console), console=console, screen=True) as live,
+        ):
+            while not keys.wait_for_q(interval):
+                live.update(_fitted(_update(address), console))
+
+
+def _status(address: str) -> dict[str, Any]:
+    url = address if address.startswith(("http://", "https://")) else f"http://{address}"
+    try:
+        with urllib.request.urlopen(f"{url.rstrip('/')}/status.json", timeout=_TIMEOUT_S) as answer:  # noqa: S310
+            status: dict[str, Any] = json.load(answer)
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        is_other = isinstance(error, (ValueError, http.client.HTTPException))
+        reason = "it is not an HTTP port of bngrad" if is_other else getattr(error, "reason", None) or error
+        hint = "start the server with --http HOST:PORT, and give that address here"
+        raise click.ClickException(f"cannot read {url}/status.json: {reason}; {hint}") from error
+    return status
+
+
+class _Keys:
+    """The keys that are pressed while the screen is shown; none where the input is no terminal."""
+
+    def __init__(self, fd: int | None) -> None:
+        self._fd = fd
+
+    def wait_for_q(self, seconds: float) -> bool:
+        """Waits this long, or until q is pressed; returns whether it was."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            if self._fd is None:
+                time.sleep(left)
+            elif select.select([self._fd], [], [], left)[0]:
+                key = os.read(self._fd, 1)
+                if key in (b"q", b"Q"):
+                    return True
+                if not key:  # the terminal has gone
+                    self._fd = None
+        return False
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[_Keys]:
+    """Has the terminal pass on each key at once, during the block."""
+    if not sys.stdin.isatty() or os.getpgrp() != os.tcgetpgrp(sys.stdin.fileno()):
+        yield _Keys(None)
+        return
+    fd = sys.stdin.fileno()
+    before = termios.tcgetattr(fd)
+    try:
+        tty.setcbreak(fd)
+        yield _Keys(fd)
+    finally:
+        termios.tcsetattr(fd, termios.TCSADRAIN, before)
+
+
+def _fitted(content: RenderableType, console: Console) -> RenderableType:
+    """Returns the content with the hint in the last line; cuts what does not fit above it."""
+    height = console.size.height - 1
+    lines = console.render_lines(content, console.options.update(height=None))[:height]
+    rest = [Segment.line()] * (height - len(lines))
+    shown = Segments([segment for line in lines for segment in (*line, Segment.line())] + rest)
+    return Group(shown, Text("q to quit", style="dim"))
+
+
+def _update(address: str) -> RenderableType:
+    """Returns the screen, with the error if the server does not answer."""
+    try:
+        return screen(address, _status(address))
+    except click.ClickException as error:
+        return Panel(Text(error.message, style="red"), title=f"bngrad on {address}")
