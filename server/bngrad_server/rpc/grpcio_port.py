@@ -4,69 +4,36 @@ from __future__ import annotations
 
 import os
 import threading
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any
 
 import grpc
-from google.protobuf.message import DecodeError
 from grpc_channelz.v1 import channelz
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from grpc_status import rpc_status
 
-from bngrad_kernels.spec import InvalidArgumentError
 from bngrad_server.config import MAX_CALLS, ServerConfig
-from bngrad_server.errors import ListenError, OverloadedError, grpc_status
-from bngrad_server.memory.received_message import ReceivedMessage
-from bngrad_server.rpc.fair_shares import FairShares
-from bngrad_server.rpc.futile_calls import FutileCalls, is_before
+from bngrad_server.errors import ListenError
+from bngrad_server.rpc.grpcio_ops import FREE_THREADS, OpHandlers
 from bngrad_server.rpc.health import Health
 from bngrad_server.rpc.other_calls import REFLECTED
 from bngrad_server.rpc.rpc_limiter import RpcLimiter
-from bngrad_server.rpc.servicer import EXCHANGE_PATH, SERVER_INFO_PATH, UNARY_OPS, ExchangeSource, Servicer
-from bngrad_server.rpc_context import MessageTraffic, RpcContext
-from bngrad_server.runtime.executors import HandlerExecutor, InlineExecutor
+from bngrad_server.rpc.servicer import Servicer
+from bngrad_server.runtime.executors import HandlerExecutor
 from bngrad_server.runtime.listening import bindable_addresses, check_path, max_connections
 from bngrad_server.runtime.tcp_throttle import TcpThrottle
-from bngrad_server.runtime.traffic_accounts import Op
-from bngrad_server.security.auth import Authenticator, authenticated_client
-from bngrad_server.security.certificates import Certificates, client_of_context
+from bngrad_server.security.certificates import Certificates
 from bngrad_server.telemetry.metrics import Metrics
 from bngrad_wire.addresses import format_host_port, host_and_port, unix_path
-from bngrad_wire.chunks import WholeMessages
-from bngrad_wire.limits import MAX_PROTOBUF_NBYTES
-
-Behavior = TypeVar("Behavior", bound=Callable[..., Any])
 
 _OTHER_THREADS = 512
 """For calls other than ops: health, reflection, channelz, ServerInfo. A client that watches health occupies one."""
-_FREE_THREADS = 16
-"""How many of them never wait for a client."""
 _MAX_PENDING_CALLS = 8192
 _HANDSHAKE_TIMEOUT_MS = 10_000
 _NO_COMPRESSION = 1
 """The bit of "identity"."""
 _MAX_AGE_MS = 60_000
 """How long a connection lasts whose client has shown a certificate, since the certificate may be revoked."""
-_CHUNK_NBYTES = 2**20
-"""grpcio is fastest with chunks of about this size: smaller ones cost calls, larger ones the cache."""
-OP_THREADS = 512
-"""For unary ops, and as many for exchanges."""
-_MAX_WAITING = OP_THREADS - MAX_CALLS - _FREE_THREADS
-"""How many of them wait for a place."""
-_MAX_QUEUE = 1024
-"""The most unary ops that wait for a thread, and the most exchanges."""
-_RETRY_S = 1.0
-_UNSENT_NBYTES = 2**16
-"""What an unsent response costs in addition to its bytes, which are there twice."""
-_CANCELLATION_TIMEOUT_S = 3.0
-"""How much later than the end of a client's messages grpcio may report that the call was cancelled."""
 
 
 class GrpcioPort:
@@ -80,7 +47,7 @@ class GrpcioPort:
         self._certificates = certificates
         observer = servicer.observer
         self._throttle = TcpThrottle(config.max_message_bytes, config.max_client_bytes)
-        self._limiter = RpcLimiter(_OTHER_THREADS - _FREE_THREADS, servicer.authenticator)
+        self._limiter = RpcLimiter(_OTHER_THREADS - FREE_THREADS, servicer.authenticator)
         self._server = grpc.server(
             HandlerExecutor(_OTHER_THREADS, "grpcio-other"),
             options=_options(config),
@@ -175,48 +142,6 @@ def _options(config: ServerConfig) -> list[tuple[str, Any]]:
     return options
 
 
-class OpHandlers(grpc.GenericRpcHandler):
-    """The handlers of the service; messages pass as bytes, since generated code would copy their tensors.
-
-    The ops have threads of their own, so that other calls, health checks among them, are answered however many ops
-    wait. A call that waits for a thread or a place takes next to no memory, since its message has not been received.
-    """
-
-    def __init__(self, servicer: Servicer, config: ServerConfig, throttle: TcpThrottle) -> None:
-        self._metrics = servicer.observer.metrics
-        unary, exchange = (HandlerExecutor(OP_THREADS, name) for name in ("grpcio-unary", "grpcio-exchange"))
-        unary_places, exchange_places = (FairShares("places", MAX_CALLS, _MAX_WAITING) for _ in range(2))
-        unsent = FairShares("memory for unsent answers", config.arena_bytes // 2)
-        self._futile = futile = FutileCalls()
-        self._executors = {**dict.fromkeys(UNARY_OPS, unary), EXCHANGE_PATH: exchange}
-        self._handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
-            # On the wire, such a call is a unary one; but its message is received when the handler asks for it.
-            path: grpc.stream_unary_rpc_method_handler(
-                _run_in(unary, _unary(servicer, name, unary_places, unsent, config.max_wait_s, throttle, futile))
-            )
-            for path, name in UNARY_OPS.items()
-        }
-        self._handlers[EXCHANGE_PATH] = grpc.stream_stream_rpc_method_handler(
-            _run_in(exchange, _exchange(servicer, exchange_places, throttle, futile))
-        )
-        self._handlers[SERVER_INFO_PATH] = grpc.unary_unary_rpc_method_handler(lambda *_: servicer.server_info())
-        self._refusal: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(
-            _run_in(InlineExecutor(), _refuse)
-        )
-
-    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes] | None:
-        """See `grpc.GenericRpcHandler`."""
-        executor = self._executors.get(handler_call_details.method)
-        if executor is not None and (executor.queue_size >= _MAX_QUEUE or self._has_futile_calls()):
-            self._metrics.refused_call(grpc.StatusCode.RESOURCE_EXHAUSTED.name)
-            return self._refusal
-        return self._handlers.get(handler_call_details.method)
-
-    def _has_futile_calls(self) -> bool:
-        client = authenticated_client.get(None)
-        return client is not None and self._futile.are_too_many(client)
-
-
 class _UnknownMethodHandler(grpc.GenericRpcHandler):
     """Counts the calls that no handler before it knows."""
 
@@ -226,184 +151,3 @@ class _UnknownMethodHandler(grpc.GenericRpcHandler):
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> None:
         """See `grpc.GenericRpcHandler`."""
         self._metrics.refused_call(grpc.StatusCode.UNIMPLEMENTED.name)
-
-
-def _run_in(executor: ThreadPoolExecutor, behavior: Behavior) -> Behavior:
-    behavior.experimental_thread_pool = executor  # type: ignore[attr-defined]
-    return behavior
-
-
-def _refuse(requests: Iterator[bytes], context: grpc.ServicerContext) -> NoReturn:
-    reason = "too many calls wait for a thread, or this client has cancelled too many"
-    _abort(context, OverloadedError(reason, _RETRY_S))
-
-
-def _unary(
-    servicer: Servicer,
-    op_name: str,
-    places: FairShares,
-    unsent: FairShares,
-    max_wait_s: float,
-    throttle: TcpThrottle,
-    futile: FutileCalls,
-) -> Callable[[Iterator[bytes], grpc.ServicerContext], bytes]:
-    def handle(requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
-        def room(nbytes: int) -> AbstractContextManager[None]:
-            return unsent.part(rpc.client, 2 * nbytes + _UNSENT_NBYTES, context, max_wait_s)
-
-        rpc = _rpc_context(context, servicer.authenticator)
-        op = throttle.peer(context.peer()).op(_account_of(rpc, servicer.authenticator))
-        try:
-            _check_active(context)
-            with ExitStack() as until_sent:
-                with op, places.part(rpc.client, 1, context):
-                    op.begin_to_receive()
-                    receive = partial(_receive_required, requests, op, context)
-                    call = servicer.unary_copy(op_name, _receive_request(servicer, op_name, rpc, receive), rpc, room)
-                    response = until_sent.enter_context(call)
-                op.answered()
-                futile.answered(rpc.client)
-                context.set_trailing_metadata(servicer.load.trailers().metadata)
-                sent = until_sent.pop_all().close
-            # grpcio calls back when the client has read the response, or the call was cancelled.
-            if not context.add_callback(sent):
-                sent()
-            return response
-        except Exception as error:
-            _count_failure(op, futile, error, rpc)
-            _abort(context, error)
-
-    return handle
-
-
-def _receive_request(
-    servicer: Servicer, op_name: str, rpc: RpcContext, receive: Callable[[], bytes | None]
-) -> ReceivedMessage:
-    """Receives the message of a unary call."""
-    began = time.monotonic()
-    try:
-        with servicer.transfers.watched(0, rpc):
-            message = receive()
-            if message is None:
-                raise DecodeError("the call has no request")
-        return ReceivedMessage(message)
-    except Exception as error:
-        servicer.observer.failed(op_name, "unary", rpc, error, began)
-        raise
-
-
-def _exchange(
-    servicer: Servicer, places: FairShares, throttle: TcpThrottle, futile: FutileCalls
-) -> Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[bytes]]:
-    def handle(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        traffic = MessageTraffic(context.cancel)
-        rpc = replace(_rpc_context(context, servicer.authenticator), traffic=traffic)
-        op = throttle.peer(context.peer()).op(_account_of(rpc, servicer.authenticator))
-        source = ExchangeSource(
-            WholeMessages(partial(_receive, requests, op)),
-            WholeMessages(_counted(partial(_receive_required, requests, op, context), traffic)),
-            _CHUNK_NBYTES,
-            MAX_PROTOBUF_NBYTES,
-        )
-        try:
-            _check_active(context)
-            with op, places.part(rpc.client, 1, context):
-                op.begin_to_receive()
-                for pieces in servicer.exchange(source, rpc):
-                    message = b"".join(pieces)
-                    yield message
-                    op.answered()
-                    futile.answered(rpc.client)
-                    traffic.moved += len(message)
-            context.set_trailing_metadata(servicer.load.trailers().metadata)
-        except Exception as error:
-            _count_failure(op, futile, error, rpc)
-            _abort(context, error)
-
-    return handle
-
-
-def _counted(receive: Callable[[], bytes | None], traffic: MessageTraffic) -> Callable[[], bytes | None]:
-    def receive_counted() -> bytes | None:
-        message = receive()
-        traffic.moved += len(message or b"")
-        return message
-
-    return receive_counted
-
-
-def _receive(messages: Iterator[bytes], op: Op) -> bytes | None:
-    """Receives a client's next message; None if there is none.
-
-    Raises:
-        CancelledError: The call was cancelled, or its deadline has passed.
-    """
-    try:
-        message = next(messages, None)
-    except grpc.RpcError as error:
-        # The call's frames refer to the error, and its traceback to them: this circle would keep the stream, of which
-        # a connection has a limited number, until garbage is collected.
-        error.__traceback__ = None
-    else:
-        op.received(len(message or b""))
-        return message
-    raise CancelledError
-
-
-def _receive_required(messages: Iterator[bytes], op: Op, context: grpc.ServicerContext) -> bytes | None:
-    """Receives a message that the call needs; raises CancelledError also if there is none since it was cancelled."""
-    message = _receive(messages, op)
-    if message is None:
-        cancelled = threading.Event()
-        if not context.add_callback(cancelled.set) or cancelled.wait(_CANCELLATION_TIMEOUT_S):
-            raise CancelledError
-    return message
-
-
-def _check_active(context: grpc.ServicerContext) -> None:
-    """Raises CancelledError for a call that was cancelled while it waited for a thread."""
-    if not context.is_active():
-        raise CancelledError
-
-
-def _account_of(rpc: RpcContext, authenticator: Authenticator) -> str | None:
-    """Returns whose account a call's traffic counts in; None for that of its connection."""
-    return rpc.client if authenticator.requires_token or authenticator.requires_certificate else None
-
-
-def _count_failure(op: Op, futile: FutileCalls, error: Exception, rpc: RpcContext) -> None:
-    """Tells whether the client or the server is the cause of a failure."""
-    if isinstance(error, OverloadedError):
-        op.was_refused()
-    elif isinstance(error, CancelledError):
-        if is_before(rpc.deadline):
-            op.was_futile()
-            futile.cancelled(rpc.client)
-    elif isinstance(error, (DecodeError, InvalidArgumentError)):
-        op.was_futile()
-
-
-def _rpc_context(context: grpc.ServicerContext, authenticator: Authenticator) -> RpcContext:
-    rest_s = context.time_remaining()
-    endless = rest_s is None or rest_s > threading.TIMEOUT_MAX  # grpcio reports no deadline as one in centuries
-    deadline = None if endless else time.monotonic() + rest_s
-    metadata = {key: value for key, value in context.invocation_metadata() if isinstance(value, str)}
-    if authenticator.requires_token:  # the interceptor has checked it
-        client = authenticated_client.get()
-    else:
-        host = _host(context.peer())
-        client = client_of_context(context, host) if authenticator.requires_certificate else host
-    return RpcContext(
-        client, deadline, lambda: not context.is_active(), context.cancel, metadata, authenticator.check_of(context)
-    )
-
-
-def _host(peer: str) -> str:
-    """Returns the host of a peer such as ``ipv4:127.0.0.1:50051`` or ``ipv6:%5B::1%5D:50051``."""
-    family, _, address = peer.partition(":")
-    return address.rpartition(":")[0].removeprefix("%5B").removesuffix("%5D") if family != "unix" else peer
-
-
-def _abort(context: grpc.ServicerContext, error: Exception) -> NoReturn:
-    _, status = grpc_status(error)
-    context.abort_with_status(rpc_status.to_status(status))

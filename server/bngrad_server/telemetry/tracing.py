@@ -97,7 +97,7 @@ class Tracing:
 
 
 class _KeepThreadPools(grpc.ServerInterceptor):
-    """Keeps the thread pools of `bngrad_server.rpc.grpcio_port`'s handlers, which the inner interceptor loses."""
+    """Keeps the thread pools of `bngrad_server.rpc.grpcio_ops`'s handlers, which the inner interceptor loses."""
 
     def __init__(self, inner: grpc.ServerInterceptor) -> None:
         self._inner = inner
