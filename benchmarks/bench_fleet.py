@@ -7,7 +7,6 @@ import dataclasses
 import json
 import math
 import os
-import platform
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -17,6 +16,8 @@ from benchmarks.fleet import plot, real, report
 from benchmarks.fleet.balancing import BALANCINGS
 from benchmarks.fleet.model import Model, Outcome, Scenario
 from benchmarks.fleet.real import Times
+
+from bngrad_kernels import processor
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/fleet-model.json"
@@ -44,7 +45,11 @@ def main() -> None:
     options = parser.parse_args()
     results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     if options.measure:
-        results |= {"processor": _processor(), "times": dataclasses.asdict(real.mix_times()), "check": _check()}
+        results |= {
+            "processor": f"{os.cpu_count()} cores of {processor.name()}",
+            "times": dataclasses.asdict(real.mix_times()),
+            "check": _check(),
+        }
     else:
         times = Times(**results["times"])
         results["scenarios"] = _scenarios(
@@ -134,12 +139,6 @@ def _print(what: str, outcome: Any) -> None:
         + (f", imbalance {outcome.imbalance:.2f}" if isinstance(outcome, Outcome) else ""),
         flush=True,
     )
-
-
-def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{len(names)} cores of {names[0]}" if names else platform.processor()
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ from typing import Any
 from benchmarks.kernels.cases import Case
 from benchmarks.kernels.rivals import BNGRAD, COPY
 
+from bngrad_kernels import processor
+
 FLOOR_PER_COPY = 1.5
 """The gradient moves three tensors (dy and x in, x_backprop out), a copy two."""
 ALL_CORES = 0.95
@@ -118,9 +120,8 @@ def machine(versions: dict[str, str], threads: int) -> dict[str, Any]:
     """The machine and the versions that the numbers depend on."""
     root = Path(__file__).parent
     git = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
-    models = [text for text in Path("/proc/cpuinfo").read_text().splitlines() if text.startswith("model name")]
     return {
-        "cpu": models[0].partition(":")[2].strip() if models else platform.processor(),
+        "cpu": processor.name(),
         "threads": threads,
         "kernel": platform.release(),
         "python": platform.python_version(),

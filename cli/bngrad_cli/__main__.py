@@ -21,11 +21,12 @@ def main() -> None:
     try:
         main_command(prog_name="bngrad")
     except ModuleNotFoundError as error:
-        extra = next((extra for extra, modules in _MODULES.items() if error.name in modules), None)
+        missing = (error.name or "").partition(".")[0]
+        extra = next((extra for extra, modules in _MODULES.items() if missing in modules), None)
         if extra is None:
             raise
         install = f"pip install 'bngrad[{extra}]', or in a checkout pip install '.[{extra}]'"
-        sys.exit(f"bngrad: this command needs the module {error.name}: {install}")
+        sys.exit(f"bngrad: this command needs the module {missing}: {install}")
 
 
 if __name__ == "__main__":

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import socket
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from bngrad_wire.addresses import MAX_PORT, host_and_port, is_local, unix_path
+from bngrad_wire.addresses import host_and_port, is_local, unix_path
 
 if TYPE_CHECKING:
     import grpc
 
     import bngrad
-
-Command = TypeVar("Command", bound=Callable[..., Any])
 
 _HEALTH_METHOD = "/grpc.health.v1.Health/Check"
 _SERVING = b"\x08\x01"
@@ -202,54 +199,3 @@ def _read(path: Path | None) -> bytes | None:
         return None if path is None else path.read_bytes()
     except OSError as error:
         raise TargetError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def _address(context: click.Context, parameter: click.Parameter, value: str) -> str:
-    place = host_and_port(value)
-    is_valid = bool(unix_path(value)) if place is None else 0 < place[1] <= MAX_PORT
-    if not is_valid:
-        expected = f"it should be HOST:PORT or unix:PATH, with a port of at most {MAX_PORT}"
-        raise click.BadParameter(f"{expected}, not {value!r}")
-    return value
-
-
-def with_target(default_timeout_s: float) -> Callable[[Command], Command]:
-    """Adds the argument and options of a `Target`, which the command gets as its first argument.
-
-    Args:
-        default_timeout_s: The default of --timeout, in seconds.
-    """
-
-    def decorate(command: Command) -> Command:
-        @click.argument("address", metavar="[TARGET]", default="localhost:50051", callback=_address)
-        @click.option(
-            "--timeout",
-            "timeout_s",
-            type=click.FloatRange(min=0, min_open=True),
-            default=default_timeout_s,
-            show_default=True,
-            metavar="SECONDS",
-            help="Time limit of each call.",
-        )
-        @click.option("--tls", is_flag=True, help="Use TLS; implied by the next three options.")
-        @_file_option(
-            "--tls-ca", "Authorities for the server's certificate, a PEM file, instead of those that the system trusts."
-        )
-        @_file_option("--tls-certificate", "Client certificate, a PEM file, for servers that ask for one.")
-        @_file_option("--tls-key", "Private key of the client certificate, a PEM file.")
-        @_file_option("--token-file", "File with the token to send.")
-        @functools.wraps(command)
-        def wrapped(address: str, timeout_s: float, **others: Any) -> Any:
-            files = {name: others.pop(name) for name in ("tls_ca", "tls_certificate", "tls_key", "token_file")}
-            if (files["tls_certificate"] is None) != (files["tls_key"] is None):
-                raise click.UsageError("--tls-certificate and --tls-key need each other")
-            tls = others.pop("tls") or files["tls_ca"] is not None or files["tls_key"] is not None
-            return command(Target(address, timeout_s, tls, **files), **others)
-
-        return wrapped  # type: ignore[return-value]
-
-    return decorate
-
-
-def _file_option(name: str, text: str) -> Callable[[Command], Command]:
-    return click.option(name, type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help=text)

@@ -20,7 +20,8 @@ from rich.table import Table
 import bngrad
 from bngrad_cli.load_generator import Measurement, measure
 from bngrad_cli.sample_requests import DTYPES, SampleRequest, random_request
-from bngrad_cli.target import Target, TargetError, with_target
+from bngrad_cli.target import Target, TargetError
+from bngrad_cli.target_options import with_target
 
 _TRANSPORTS = ("auto", "shared", "stream", "unary")
 _LAYERS = {

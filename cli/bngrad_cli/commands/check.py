@@ -9,7 +9,8 @@ from functools import partial
 
 import click
 
-from bngrad_cli.target import NotOfferedError, Target, TargetError, with_target
+from bngrad_cli.target import NotOfferedError, Target, TargetError
+from bngrad_cli.target_options import with_target
 
 _RETRY_DELAY_S = 0.25
 

@@ -8,7 +8,8 @@ import json
 import click
 
 import bngrad
-from bngrad_cli.target import Target, with_target
+from bngrad_cli.target import Target
+from bngrad_cli.target_options import with_target
 
 
 @click.command()

@@ -5,15 +5,14 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
-import platform
 import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from bngrad_kernels import processor
 from bngrad_kernels.backend import Backend
 from bngrad_kernels.cpu.machine_code import loader
 from bngrad_kernels.cpu.machine_code.kernels import FIRST, Kernel
@@ -56,7 +55,7 @@ class CpuBackend(Backend):
         self._kernels: dict[tuple[Any, int], loader.LoadedKernel] = {}
         self._loading = threading.Lock()
         self._local = threading.local()
-        self.description = f"{_processor()}, {self._threads} threads"
+        self.description = f"{processor.name()}, {self._threads} threads"
 
     def register(self, memory: Array) -> None:
         """Does nothing: the CPU reaches all host memory directly."""
@@ -234,14 +233,3 @@ def _begin(memory: Any) -> int:
 
 def _sort_key(problem: AnyProblem) -> tuple[int, int]:
     return problem.spec.dtype.num, problem.spec.order
-
-
-def _processor() -> str:
-    return _model_name(Path("/proc/cpuinfo")) or platform.processor() or platform.machine()
-
-
-def _model_name(cpuinfo: Path) -> str | None:
-    if not cpuinfo.exists():
-        return None
-    lines = cpuinfo.read_text().splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)

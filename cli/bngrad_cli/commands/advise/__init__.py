@@ -17,7 +17,8 @@ from bngrad_cli.commands.advise import contestants, shapes, verdict
 from bngrad_cli.commands.advise.contestants import LOCAL, PYTORCH, SERVER
 from bngrad_cli.commands.advise.verdict import Advice, Times
 from bngrad_cli.sample_requests import DTYPES
-from bngrad_cli.target import Target, with_target
+from bngrad_cli.target import Target
+from bngrad_cli.target_options import with_target
 
 _COLUMNS = (SERVER, LOCAL, PYTORCH)
 
