@@ -20,7 +20,8 @@ class Errors(NamedTuple):
     """The largest errors of a result, or the bounds on them.
 
     Attributes:
-        x_backprop: Relative to the largest modulus in x_backprop.
+        x_backprop: Relative to the largest sum of the moduli of an element's terms, which are those of y_backprop and
+            its two means; if these cancel each other, as among a few elements, that is more than x_backprop itself.
         scale_backprop: Relative to the sum of the moduli of the terms, in the worst channel.
         offset_backprop: The same.
     """
@@ -52,9 +53,21 @@ def errors(spec: Spec, inputs: tuple[Array, ...], outputs: tuple[Array, ...]) ->
     xc = np.abs(x.astype(np.float64) - reserve_space_1.astype(np.float64).reshape(shape))
     zeros = np.zeros(spec.channels)
     moduli = reference.fused_batch_norm_grad(spec, np.abs(y_backprop), xc, zeros, zeros, reserve_space_2)
-    largest = np.abs(exact.x_backprop).max(initial=0)
-    scales = (largest, moduli.scale_backprop, moduli.offset_backprop)
+    scales = (_x_backprop_moduli(spec, inputs).max(initial=0), moduli.scale_backprop, moduli.offset_backprop)
     return Errors(*(_worst(*each) for each in zip(outputs, exact, scales, strict=False)))
+
+
+def _x_backprop_moduli(spec: Spec, inputs: tuple[Array, ...]) -> npt.NDArray[np.float64]:
+    """The sums of the moduli of the terms of x_backprop's elements."""
+    axes = tuple(axis for axis in range(len(spec.shape)) if axis != spec.channel_axis)
+    y_backprop, x, scale, reserve_space_1, reserve_space_2 = inputs
+    dy = y_backprop.astype(np.float64)
+    rstd = reference.per_channel(spec, reference.rstd_of(spec, reserve_space_2))
+    terms = np.abs(dy)
+    if spec.is_training and dy.size:
+        xh = (x.astype(np.float64) - reference.per_channel(spec, reserve_space_1)) * rstd
+        terms = terms + np.abs(dy.mean(axes, keepdims=True)) + np.abs(xh * (dy * xh).mean(axes, keepdims=True))
+    return np.asarray(np.abs(reference.per_channel(spec, scale) * rstd) * terms)
 
 
 class GradGradErrors(NamedTuple):
