@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 _TIMEOUT_S = 10.0
 """Longer than `StatusClient` waits for the front process, so that a client still gets the error."""
 _MAX_CONNECTIONS = 128
+_TURNS_TO_READ = 6
+"""More turns of the event loop than asyncio takes from a connection to the bytes that came with it."""
 _MAX_HEAD_NBYTES = 16 * 1024
 _MAX_SHOWN = 100
 _WRONG_HOST = (
@@ -66,10 +68,7 @@ class HttpServer:
         assert task is not None
         self._connections.add(task)
         self._waiting[task] = None
-        if len(self._connections) > _MAX_CONNECTIONS:
-            oldest = next(iter(self._waiting))
-            del self._waiting[oldest]
-            oldest.cancel()
+        self._make_room()
         try:
             await asyncio.wait_for(self._exchange(task, reader, writer), _TIMEOUT_S)
         except (asyncio.TimeoutError, asyncio.CancelledError, ConnectionError, h11.RemoteProtocolError):
@@ -80,6 +79,18 @@ class HttpServer:
             self._connections.discard(task)
             self._waiting.pop(task, None)
             writer.transport.abort()
+
+    def _make_room(self, turns: int = _TURNS_TO_READ) -> None:
+        """Closes the oldest connection if there are too many, after some turns of the event loop."""
+        if len(self._connections) <= _MAX_CONNECTIONS:
+            return
+        if turns:
+            asyncio.get_running_loop().call_soon(self._make_room, turns - 1)
+        elif self._waiting:
+            oldest = next(iter(self._waiting))
+            del self._waiting[oldest]
+            self._connections.discard(oldest)
+            oldest.cancel()
 
     async def _exchange(
         self, task: asyncio.Task[None], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
