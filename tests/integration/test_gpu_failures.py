@@ -22,7 +22,7 @@ SHORT_TIMEOUT = """
 import sys
 if "serve" in sys.argv:
     from bngrad_server.workers import worker_slot
-    worker_slot._BATCH_TIMEOUT_S = 3.0
+    worker_slot._BATCH_TIMEOUT_S = 8.0  # a busy machine takes some seconds over a batch
 """
 
 
@@ -33,7 +33,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment(library_file(), made).items():
             patch.setenv(name, value)
-        run_at_start(SHORT_TIMEOUT, made, patch)
         yield made
 
 
@@ -61,17 +60,21 @@ def test_a_gpu_that_passes_its_self_test_computes(server: EmbeddedServer) -> Non
         assert_gradients(SPEC, INPUTS, client.fused_batch_norm_grad_v2(*INPUTS))
 
 
-@pytest.mark.parametrize(
-    ("what", "sentence"),
-    [
-        ("launch fails", "failed: CUDA_ERROR_LAUNCH_FAILED: unspecified launch failure"),
-        ("hangs", "for taking too long over a batch"),
-    ],
-)
-def test_no_request_is_lost_when_a_gpu_fails(server: EmbeddedServer, folder: Path, what: str, sentence: str) -> None:
+def test_no_request_is_lost_when_a_launch_fails(server: EmbeddedServer, folder: Path) -> None:
+    check_nothing_is_lost(server, folder / "launch fails", "CUDA_ERROR_LAUNCH_FAILED: unspecified launch failure")
+
+
+def test_no_request_is_lost_when_a_gpu_hangs(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_at_start(SHORT_TIMEOUT, tmp_path, monkeypatch)
+    with EmbeddedServer(device="cuda:0", options=ARENA) as server:
+        check_nothing_is_lost(server, folder / "hangs", "for taking too long over a batch")
+
+
+def check_nothing_is_lost(server: EmbeddedServer, incident: Path, sentence: str) -> None:
+    """Checks that a request outlasts the incident, for which the log has a sentence."""
     with bngrad.Client(server.target) as client:
         before, restarts = client.fused_batch_norm_grad_v2(*INPUTS), client.server_info().devices[0].restarts
-        (folder / what).write_text("first_float32")
+        incident.write_text("first_float32")
         assert_same_bits(client.fused_batch_norm_grad_v2(*INPUTS, timeout=60), before)
         assert client.server_info().devices[0].restarts > restarts
         wait_until(lambda: sentence in server.stderr())
