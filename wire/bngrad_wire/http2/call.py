@@ -21,7 +21,8 @@ _SMALL_NBYTES = 16 * 1024
 _LARGE_NBYTES = 2**18
 _MAX_OUTBOUND_PIECES = 64
 _PART_NBYTES = 4 * 2**20
-"""Longer messages are sent in frames of at most this size, one after the other, so that their progress can be seen."""
+"""Longer messages are sent in frames of at most this size, one after the other, so that their progress can be seen, and
+that no more is sent of a call that the peer has ended."""
 _READ_NBYTES = 256 * 1024
 """`BaseCall.read` takes memory in steps of this."""
 MAX_BUFFERED_NBYTES = 64 * 2**20
@@ -71,7 +72,7 @@ class BaseCall(Stream):
             header = frames.frame_header(size, frames.DATA, frames.END_STREAM if end else 0, self.id)
             connection.outbound.append(b"".join((header, prefix, *buffers)))
         else:
-            self._send_large(iter((prefix, *buffers)), size, end)
+            end = self._send_large(iter((prefix, *buffers)), size, end) and end
         self._sending_ended = end
         if not more or len(connection.outbound) > _MAX_OUTBOUND_PIECES:
             connection.flush()
@@ -125,7 +126,8 @@ class BaseCall(Stream):
             raise RuntimeError("the sending side of this call has ended")
         return True
 
-    def _send_large(self, buffers: Iterator[Buffer], size: int, end: bool) -> None:
+    def _send_large(self, buffers: Iterator[Buffer], size: int, end: bool) -> bool:
+        """Sends a large message; returns False if the peer ended the call before all of it was sent."""
         connection = self._connection
         view = memoryview(b"")
         while size:
@@ -133,7 +135,7 @@ class BaseCall(Stream):
             if room <= 0:
                 connection.flush()
                 if not self._wait_for_window():
-                    return
+                    return False
                 continue
             self.send_window -= room
             connection.send_window -= room
@@ -150,8 +152,9 @@ class BaseCall(Stream):
                 connection.outbound.append(part)
             if framed == _PART_NBYTES or len(connection.outbound) >= _MAX_OUTBOUND_PIECES:
                 connection.flush()
-                if connection.max_frame_size == frames.MIN_FRAME_SIZE and not self._may_send_more():
-                    return
+                if size and not self._may_send_more():
+                    return False
+        return True
 
     def _may_send_more(self) -> bool:
         """Sees whether the peer allows larger frames meanwhile, or has ended the call."""

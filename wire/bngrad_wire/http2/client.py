@@ -220,6 +220,8 @@ class ClientCall(BaseCall):
         self.ended = True
 
     def _may_send(self) -> bool:
+        if self.failure is not None and self._connection.stream is self:
+            self._finish()  # so that the connection can be used again
         return super()._may_send() and not self.ended
 
     def _may_send_more(self) -> bool:

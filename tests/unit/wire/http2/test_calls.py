@@ -102,6 +102,32 @@ def test_a_call_that_its_server_ends_unread_leaves_the_connection_usable() -> No
         assert connection.usable
 
 
+@pytest.mark.parametrize(("count", "nbytes"), [(1, 2**26), (8, 2**23)])
+def test_no_more_is_sent_of_a_call_that_its_server_has_refused(count: int, nbytes: int) -> None:
+    received = []
+
+    def answer(call: ServerCall) -> None:
+        received.append(call._connection.io.moved)
+        if call.path.endswith("refused"):
+            call.end(8, "full")
+        else:
+            echo(call)
+
+    def send() -> None:
+        for _ in range(count):
+            call.send_message(message, more=True)
+        call.half_close()
+
+    message = bytes(nbytes)
+    with client(answer=answer) as connection:
+        assert unary(connection, message) == message  # frames may be large from now on
+        call = connection.call("/echo.Echo/refused")
+        with pytest.raises(RpcError, match="full"):
+            send()
+        assert unary(connection, b"next") == b"next"
+    assert received[2] - received[1] < 2**25
+
+
 def test_the_server_sees_path_deadline_and_metadata() -> None:
     seen: list[ServerCall] = []
 
