@@ -17,17 +17,22 @@ import grpc
 
 from bngrad._credentials import NO_CREDENTIALS, Credentials
 from bngrad._deadline import ENDLESS, Cancellation, Deadline
-from bngrad._errors import InternalError, from_status
+from bngrad._errors import InternalError, ResourceExhaustedError, from_status
 from bngrad._shared_memory.quarantine import AbandonedCall, stop_reading
 from bngrad._transports.connector import Address, Connector, NotYetConnectedError
 from bngrad._transports.reported_load import ReportedLoad
 from bngrad._transports.tracing import trace_context
+from bngrad._transports.turns import NoTurnError, Turns
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_wire import chunks, http2, messages
 from bngrad_wire.messages import Buffer
 
 _HANDSHAKE_TIMEOUT_S = 5.0
 _MAX_IDLE = 64
+_MAX_EXCHANGES = 32
+"""Large ones at a time. More would share the server and the network until none is in time, and each that is not costs a
+connection."""
+_RETRY_S = 0.1
 _LONG_TIMEOUT_S = 10.0
 _LOOK_S = 1.0
 """How often a call with a long timeout looks whether the server's host is still there."""
@@ -84,6 +89,7 @@ class Http2Transport:
         self._credentials = credentials
         self._load = load or ReportedLoad()
         self._idle: list[_Idle] = []
+        self._turns = Turns(_MAX_EXCHANGES)
         self._mutex = threading.Lock()
         self._closed = False
 
@@ -188,7 +194,13 @@ class Http2Transport:
                 raise InternalError(f"{self._target} sent a malformed response: {error}") from error
             return self._finished(source, message[field[1] :])
 
-        return self._call(method, deadline, cancellation, talk)
+        if sum(map(len, (*tensors, *targets))) < self.unary_below_nbytes:
+            return self._call(method, deadline, cancellation, talk)
+        self._take_turn(deadline, cancellation)
+        try:
+            return self._call(method, deadline, cancellation, talk)
+        finally:
+            self._turns.give_back()
 
     def send_ahead(
         self, method: str, message: bytes, tensor: memoryview, deadline: Deadline, cancellation: Cancellation
@@ -225,6 +237,16 @@ class Http2Transport:
         self._connector.close()
         for connection, _, _ in idle:
             connection.close()
+
+    def _take_turn(self, deadline: Deadline, cancellation: Cancellation) -> None:
+        """Waits until another large exchange may begin."""
+        try:
+            self._turns.take(deadline, cancellation)
+        except NoTurnError as error:
+            if cancellation.cancelled:
+                raise NotConnectedError("the call was cancelled") from error
+            reason = f"within half of its timeout of {deadline.timeout} s: {_MAX_EXCHANGES} calls before it still run"
+            raise ResourceExhaustedError(f"no call to {self._target} could begin {reason}", _RETRY_S) from error
 
     def _call(
         self,

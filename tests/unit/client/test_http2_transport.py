@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
+from tests.servers import wait_until
 from tests.unit.client.endpoints import SECONDS, CallAnswer, Endpoint, endpoint, message_of
 
 import bngrad
@@ -214,6 +215,14 @@ def test_a_status_is_the_same_error_as_on_grpcio(kind: str, code: int, error: ty
         assert peer.connections <= 2
 
 
+def test_a_connection_is_used_again_after_refusals_of_large_tensors() -> None:
+    with connected(lambda call: call.end(8, "full")) as (client, peer):
+        for _ in range(5):
+            with pytest.raises(bngrad.ResourceExhaustedError):
+                exchange(client, nbytes=5_000_000)
+        assert peer.connections == 1
+
+
 def test_the_fields_of_a_refusal_are_named(kind: str) -> None:
     detail = any_pb2.Any()
     violation = error_details_pb2.BadRequest.FieldViolation(field="x", description="x is wrong")
@@ -305,6 +314,41 @@ def test_a_stalled_peer_exceeds_the_deadline_that_it_was_told(kind: str) -> None
         assert gone.wait(SECONDS)
     assert given[0] is not None
     assert 0 < given[0] <= timeout
+
+
+def test_only_some_large_exchanges_run_at_once_and_the_others_wait() -> None:
+    with connected(echo) as (client, peer), ThreadPoolExecutor(150) as threads:
+        answers = threads.map(lambda _: exchange(client, nbytes=1_000_000)[1], range(300))
+        assert all(answer == b"x" * 1_000_000 for answer in answers)
+        assert peer.connections <= 32
+
+
+def test_an_exchange_that_waits_for_others_is_given_up_in_time_and_can_be_cancelled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("bngrad._transports.http2._MAX_EXCHANGES", 1)
+    arrived, may_end, cancellation = threading.Event(), threading.Event(), Cancellation()
+
+    def answer(call: ServerCall) -> None:
+        arrived.set()
+        may_end.wait(SECONDS)
+        echo(call)
+
+    with connected(answer) as (client, peer), ThreadPoolExecutor(3) as threads:
+        running = threads.submit(exchange, client, nbytes=2**20)
+        assert arrived.wait(SECONDS)
+        with pytest.raises(bngrad.ResourceExhaustedError, match="1 calls before it still run") as refused:
+            exchange(client, 0.1, nbytes=2**20)
+        assert refused.value.retry_delay_s
+        waiting = threads.submit(exchange, client, SECONDS, cancellation, 2**20)
+        cancellation.cancel()
+        with pytest.raises(NotConnectedError):
+            waiting.result(SECONDS)
+        small = threads.submit(exchange, client)
+        wait_until(lambda: peer.connections == 2)  # it does not wait
+        may_end.set()
+        for each in (running, small):
+            each.result(SECONDS)
 
 
 def test_an_infinite_timeout_is_sent_as_none(kind: str) -> None:

@@ -1,0 +1,118 @@
+"""How calls wait for their turn."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+from tests.servers import wait_until
+
+from bngrad._deadline import ENDLESS, Cancellation, Deadline
+from bngrad._transports.turns import NoTurnError, Turns
+
+SECONDS = 30.0
+
+
+@contextmanager
+def turn(turns: Turns, deadline: Deadline = ENDLESS, cancellation: Cancellation | None = None) -> Iterator[None]:
+    turns.take(deadline, cancellation or Cancellation())
+    try:
+        yield
+    finally:
+        turns.give_back()
+
+
+class Calls:
+    """Calls, each in a thread, that have one turn at a time."""
+
+    def __init__(self) -> None:
+        self.order: list[str] = []
+        self.turns = Turns(1)
+        self._threads = ThreadPoolExecutor(8)
+
+    def wait(self, name: str, deadline: Deadline = ENDLESS, cancellation: Cancellation | None = None) -> Future[None]:
+        """Begins a call; returns once it waits or has ended."""
+        before = self.turns.waiting
+        call = self._threads.submit(self.run, name, deadline, cancellation or Cancellation())
+        wait_until(lambda: self.turns.waiting > before or call.done())
+        return call
+
+    def run(self, name: str, deadline: Deadline, cancellation: Cancellation) -> None:
+        with turn(self.turns, deadline, cancellation):
+            self.order.append(name)
+
+
+@pytest.fixture
+def calls() -> Calls:
+    return Calls()
+
+
+def test_calls_have_their_turns_in_the_order_in_which_they_came(calls: Calls) -> None:
+    with turn(calls.turns):
+        waiting = [calls.wait(name) for name in "abcd"]
+        assert not calls.order
+    for each in waiting:
+        each.result(SECONDS)
+    assert calls.order == list("abcd")
+
+
+def test_a_call_waits_for_half_of_its_time_and_takes_no_turn_afterwards(calls: Calls) -> None:
+    with turn(calls.turns):
+        hopeless, patient = calls.wait("a", Deadline.after(1)), calls.wait("b", Deadline.after(SECONDS))
+        with pytest.raises(NoTurnError):
+            hopeless.result(SECONDS)
+    patient.result(SECONDS)
+    assert calls.order == ["b"]
+
+
+def test_a_cancellation_ends_the_wait(calls: Calls) -> None:
+    cancellation = Cancellation()
+    with turn(calls.turns):
+        waiting = calls.wait("a", cancellation=cancellation)
+        cancellation.cancel()
+        with pytest.raises(NoTurnError):
+            waiting.result(SECONDS)
+    calls.wait("b").result(SECONDS)
+    assert calls.order == ["b"]
+
+
+def test_an_interrupt_ends_the_wait_and_takes_no_turn(calls: Calls) -> None:
+    class Interrupted(Cancellation):
+        def attach(self, callback: object) -> None:
+            raise KeyboardInterrupt
+
+    with turn(calls.turns), pytest.raises(KeyboardInterrupt):
+        calls.run("a", ENDLESS, Interrupted())
+    calls.wait("b").result(SECONDS)
+    assert calls.order == ["b"]
+
+
+def test_no_turn_is_lost_among_many_calls() -> None:
+    turns, running, most = Turns(3), 0, 0
+    mutex = threading.Lock()
+
+    def call(number: int) -> None:
+        nonlocal running, most
+        try:
+            with turn(turns, Deadline.after(SECONDS if number % 3 else 1e-3)):
+                with mutex:
+                    running += 1
+                    most = max(most, running)
+                with mutex:
+                    running -= 1
+        except NoTurnError:
+            assert number % 3 == 0
+
+    with ThreadPoolExecutor(20) as threads:
+        list(threads.map(call, range(2000)))
+        assert most <= 3
+        together = threading.Barrier(3)
+
+        def meet(_: int) -> None:
+            with turn(turns, Deadline.after(SECONDS)):
+                together.wait(SECONDS)
+
+        list(threads.map(meet, range(3)))
