@@ -29,9 +29,8 @@ _TIMED_CALLS = 5
 _CAPTION = """\
 V3 and V2 are FusedBatchNormGradV3 and V2, oneDNN is BatchNormTrainingBackprop.
 ms: the median round trip of the client. GB/s: tensors sent and received.
-error: the largest error against float64 of x_backprop (relative to its largest
-value) or of the two sums (relative to the sum of their terms' moduli), namely
-the one that is nearer to its bound."""
+error: the largest error against float64, relative to the moduli of the terms
+that were added up, of the output that is nearest to its bound."""
 
 
 @dataclass(frozen=True, slots=True)
