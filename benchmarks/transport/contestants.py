@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.transport import Prepare, arrow_flight, echo, protobuf, sdk, servers
+from benchmarks.transport import Prepare, arrow_flight, echo, protobuf, sdk, servers, sockets
 from benchmarks.transport import kernel as in_process
 from benchmarks.transport.kernel import Kernel
 
@@ -47,6 +47,7 @@ CONTESTANTS: Mapping[str, Contestant] = {
     EMPTY: Contestant("empty gRPC call", "echo", partial(echo.connect, empty=True)),
     "flight": Contestant("Arrow Flight", "flight", arrow_flight.connect),
     "flight-echo": Contestant("Arrow Flight, no compute", "flight", partial(arrow_flight.connect, compute=False)),
+    "sockets": Contestant("bare sockets, no compute", "sockets", sockets.connect),
     KERNEL: Contestant("kernel in process", "", in_process.connect),
 }
 

@@ -10,7 +10,13 @@ import numpy as np
 from benchmarks.transport.contestants import EMPTY
 from benchmarks.transport.inputs import label
 
-_RATIOS_TO = {"grpc-echo": "/echo", "flight": "/flight", "protobuf": "/protobuf", "kernel": "/kernel"}
+_RATIOS_TO = {
+    "grpc-echo": "/echo",
+    "flight": "/flight",
+    "protobuf": "/protobuf",
+    "kernel": "/kernel",
+    "sockets": "/sockets",
+}
 
 
 @dataclass(frozen=True)
