@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
@@ -13,21 +12,28 @@ from typing import Any, NoReturn, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError
-from grpc_status import rpc_status
 
 from bngrad_kernels.spec import InvalidArgumentError
 from bngrad_server.config import MAX_CALLS, ServerConfig
-from bngrad_server.errors import OverloadedError, grpc_status
+from bngrad_server.errors import OverloadedError
 from bngrad_server.memory.received_message import ReceivedMessage
 from bngrad_server.rpc.fair_shares import FairShares
 from bngrad_server.rpc.futile_calls import FutileCalls, is_before
+from bngrad_server.rpc.grpcio_calls import (
+    abort,
+    account_of,
+    check_active,
+    counted,
+    receive,
+    receive_required,
+    rpc_context,
+)
 from bngrad_server.rpc.servicer import EXCHANGE_PATH, SERVER_INFO_PATH, UNARY_OPS, ExchangeSource, Servicer
 from bngrad_server.rpc_context import MessageTraffic, RpcContext
 from bngrad_server.runtime.executors import HandlerExecutor, InlineExecutor
 from bngrad_server.runtime.tcp_throttle import TcpThrottle
 from bngrad_server.runtime.traffic_accounts import Op
-from bngrad_server.security.auth import Authenticator, authenticated_client
-from bngrad_server.security.certificates import client_of_context
+from bngrad_server.security.auth import authenticated_client
 from bngrad_wire.chunks import WholeMessages
 from bngrad_wire.limits import MAX_PROTOBUF_NBYTES
 
@@ -46,8 +52,6 @@ _MAX_QUEUE = 1024
 _RETRY_S = 1.0
 _UNSENT_NBYTES = 2**16
 """What an unsent response costs in addition to its bytes, which are there twice."""
-_CANCELLATION_TIMEOUT_S = 3.0
-"""How much later than the end of a client's messages grpcio may report that the call was cancelled."""
 
 
 class OpHandlers(grpc.GenericRpcHandler):
@@ -99,7 +103,7 @@ def _run_in(executor: ThreadPoolExecutor, behavior: Behavior) -> Behavior:
 
 def _refuse(requests: Iterator[bytes], context: grpc.ServicerContext) -> NoReturn:
     reason = "too many calls wait for a thread, or this client has cancelled too many"
-    _abort(context, OverloadedError(reason, _RETRY_S))
+    abort(context, OverloadedError(reason, _RETRY_S))
 
 
 def _unary(
@@ -115,15 +119,17 @@ def _unary(
         def room(nbytes: int) -> AbstractContextManager[None]:
             return unsent.part(rpc.client, 2 * nbytes + _UNSENT_NBYTES, context, max_wait_s)
 
-        rpc = _rpc_context(context, servicer.authenticator)
-        op = throttle.peer(context.peer()).op(_account_of(rpc, servicer.authenticator))
+        rpc = rpc_context(context, servicer.authenticator)
+        op = throttle.peer(context.peer()).op(account_of(rpc, servicer.authenticator))
         try:
-            _check_active(context)
+            check_active(context)
             with ExitStack() as until_sent:
                 with op, places.part(rpc.client, 1, context):
                     op.begin_to_receive()
-                    receive = partial(_receive_required, requests, op, context)
-                    call = servicer.unary_copy(op_name, _receive_request(servicer, op_name, rpc, receive), rpc, room)
+                    next_message = partial(receive_required, requests, op, context)
+                    call = servicer.unary_copy(
+                        op_name, _receive_request(servicer, op_name, rpc, next_message), rpc, room
+                    )
                     response = until_sent.enter_context(call)
                 op.answered()
                 futile.answered(rpc.client)
@@ -135,7 +141,7 @@ def _unary(
             return response
         except Exception as error:
             _count_failure(op, futile, error, rpc)
-            _abort(context, error)
+            abort(context, error)
 
     return handle
 
@@ -161,16 +167,16 @@ def _exchange(
 ) -> Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[bytes]]:
     def handle(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         traffic = MessageTraffic(context.cancel)
-        rpc = replace(_rpc_context(context, servicer.authenticator), traffic=traffic)
-        op = throttle.peer(context.peer()).op(_account_of(rpc, servicer.authenticator))
+        rpc = replace(rpc_context(context, servicer.authenticator), traffic=traffic)
+        op = throttle.peer(context.peer()).op(account_of(rpc, servicer.authenticator))
         source = ExchangeSource(
-            WholeMessages(partial(_receive, requests, op)),
-            WholeMessages(_counted(partial(_receive_required, requests, op, context), traffic)),
+            WholeMessages(partial(receive, requests, op)),
+            WholeMessages(counted(partial(receive_required, requests, op, context), traffic)),
             _CHUNK_NBYTES,
             MAX_PROTOBUF_NBYTES,
         )
         try:
-            _check_active(context)
+            check_active(context)
             with op, places.part(rpc.client, 1, context):
                 op.begin_to_receive()
                 for pieces in servicer.exchange(source, rpc):
@@ -182,57 +188,9 @@ def _exchange(
             context.set_trailing_metadata(servicer.load.trailers().metadata)
         except Exception as error:
             _count_failure(op, futile, error, rpc)
-            _abort(context, error)
+            abort(context, error)
 
     return handle
-
-
-def _counted(receive: Callable[[], bytes | None], traffic: MessageTraffic) -> Callable[[], bytes | None]:
-    def receive_counted() -> bytes | None:
-        message = receive()
-        traffic.moved += len(message or b"")
-        return message
-
-    return receive_counted
-
-
-def _receive(messages: Iterator[bytes], op: Op) -> bytes | None:
-    """Receives a client's next message; None if there is none.
-
-    Raises:
-        CancelledError: The call was cancelled, or its deadline has passed.
-    """
-    try:
-        message = next(messages, None)
-    except grpc.RpcError as error:
-        # The call's frames refer to the error, and its traceback to them: this circle would keep the stream, of which
-        # a connection has a limited number, until garbage is collected.
-        error.__traceback__ = None
-    else:
-        op.received(len(message or b""))
-        return message
-    raise CancelledError
-
-
-def _receive_required(messages: Iterator[bytes], op: Op, context: grpc.ServicerContext) -> bytes | None:
-    """Receives a message that the call needs; raises CancelledError also if there is none since it was cancelled."""
-    message = _receive(messages, op)
-    if message is None:
-        cancelled = threading.Event()
-        if not context.add_callback(cancelled.set) or cancelled.wait(_CANCELLATION_TIMEOUT_S):
-            raise CancelledError
-    return message
-
-
-def _check_active(context: grpc.ServicerContext) -> None:
-    """Raises CancelledError for a call that was cancelled while it waited for a thread."""
-    if not context.is_active():
-        raise CancelledError
-
-
-def _account_of(rpc: RpcContext, authenticator: Authenticator) -> str | None:
-    """Returns whose account a call's traffic counts in; None for that of its connection."""
-    return rpc.client if authenticator.requires_token or authenticator.requires_certificate else None
 
 
 def _count_failure(op: Op, futile: FutileCalls, error: Exception, rpc: RpcContext) -> None:
@@ -245,29 +203,3 @@ def _count_failure(op: Op, futile: FutileCalls, error: Exception, rpc: RpcContex
             futile.cancelled(rpc.client)
     elif isinstance(error, (DecodeError, InvalidArgumentError)):
         op.was_futile()
-
-
-def _rpc_context(context: grpc.ServicerContext, authenticator: Authenticator) -> RpcContext:
-    rest_s = context.time_remaining()
-    endless = rest_s is None or rest_s > threading.TIMEOUT_MAX  # grpcio reports no deadline as one in centuries
-    deadline = None if endless else time.monotonic() + rest_s
-    metadata = {key: value for key, value in context.invocation_metadata() if isinstance(value, str)}
-    if authenticator.requires_token:  # the interceptor has checked it
-        client = authenticated_client.get()
-    else:
-        host = _host(context.peer())
-        client = client_of_context(context, host) if authenticator.requires_certificate else host
-    return RpcContext(
-        client, deadline, lambda: not context.is_active(), context.cancel, metadata, authenticator.check_of(context)
-    )
-
-
-def _host(peer: str) -> str:
-    """Returns the host of a peer such as ``ipv4:127.0.0.1:50051`` or ``ipv6:%5B::1%5D:50051``."""
-    family, _, address = peer.partition(":")
-    return address.rpartition(":")[0].removeprefix("%5B").removesuffix("%5D") if family != "unix" else peer
-
-
-def _abort(context: grpc.ServicerContext, error: Exception) -> NoReturn:
-    _, status = grpc_status(error)
-    context.abort_with_status(rpc_status.to_status(status))

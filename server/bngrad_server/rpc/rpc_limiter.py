@@ -138,5 +138,5 @@ def _receive(messages: Iterator[Any], call: _Call) -> Any:
     try:
         return next(messages, None)
     except grpc.RpcError as error:
-        error.__traceback__ = None  # see `bngrad_server.rpc.grpcio_ops`
+        error.__traceback__ = None  # see `bngrad_server.rpc.grpcio_calls`
     return call.context.abort(grpc.StatusCode.CANCELLED, "the client is gone, or has not sent its message")

@@ -13,9 +13,10 @@ from functools import partial
 import grpc
 from google.protobuf.message import DecodeError
 
-from bngrad_server.errors import MessageTooLargeError, UnauthenticatedError, grpc_status
+from bngrad_server.errors import MessageTooLargeError
 from bngrad_server.memory.ahead import Lease
 from bngrad_server.memory.received_message import ReceivedMessage
+from bngrad_server.rpc.http2.refusal import refuse
 from bngrad_server.rpc.other_calls import OtherCalls
 from bngrad_server.rpc.servicer import EXCHANGE_PATH, SEND_AHEAD_PATH, UNARY_OPS, ExchangeSource, Servicer
 from bngrad_server.rpc_context import RpcContext, no_check
@@ -26,7 +27,6 @@ from bngrad_wire.http2.buffered_socket import BufferedSocket
 
 _PATHS = {*UNARY_OPS, EXCHANGE_PATH, SEND_AHEAD_PATH}
 _UNIMPLEMENTED = grpc.StatusCode.UNIMPLEMENTED
-_UNAUTHENTICATED = 16
 _CHUNK_NBYTES = 4 * 2**20 - 64
 """The largest chunk that a stock client takes, whose messages have at most 4 MiB by default."""
 _OTHER_NBYTES = 64 * 1024
@@ -222,23 +222,6 @@ class _ByteTraffic:
     @property
     def moved(self) -> int:
         return self._io.moved
-
-
-def refuse(call: http2.ServerCall, error: Exception) -> None:
-    """Ends a call with the status of an error.
-
-    Raises:
-        ConnectionError: The error is one, or the connection fails meanwhile.
-    """
-    if isinstance(error, ConnectionError):
-        raise error
-    if isinstance(error, UnauthenticatedError):
-        call.end(_UNAUTHENTICATED, str(error))
-    elif isinstance(error, http2.RpcError):  # the client has reset the call, and may make others
-        call.end(error.code, error.message)
-    else:
-        code, status = grpc_status(error)
-        call.end(code.value[0], status.message, status.SerializeToString())
 
 
 def abort(sock: socket.socket) -> None:

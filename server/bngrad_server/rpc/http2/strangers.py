@@ -17,9 +17,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from bngrad_server.rpc.http2.handlers import Http2Handler, refuse
+from bngrad_server.rpc.http2.handlers import Http2Handler
 from bngrad_server.rpc.http2.penalties import Penalties, peer_of
 from bngrad_server.rpc.http2.places import Places
+from bngrad_server.rpc.http2.refusal import refuse
 from bngrad_server.rpc.other_calls import OtherCalls
 from bngrad_server.rpc.servicer import Servicer
 from bngrad_server.rpc_context import RpcContext
