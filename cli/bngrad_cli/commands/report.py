@@ -11,8 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
@@ -34,13 +33,14 @@ _SHAPES = {"a small problem": (32, 64, 49), "25 MB of float32": (32, 64, 3136)}
 @click.option("--device", default="cuda:0", show_default=True, metavar="DEVICE", help="The GPU to test.")
 @click.option(
     "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
-    default=Path("bngrad-report.json"),
+    type=click.File("w", lazy=False),
+    default="bngrad-report.json",
     show_default=True,
-    help="Where to write the report.",
+    metavar="FILE",
+    help="Where to write the report; - for the standard output.",
 )
 @click.option("--long", "is_long", is_flag=True, help="Test with large problems too, which takes a minute.")
-def report(device: str, output: Path, is_long: bool) -> None:
+def report(device: str, output: TextIO, is_long: bool) -> None:
     """Tests a GPU without a server, and writes a report.
 
     The report is a JSON file. It names the GPU, the driver and the versions of packages, the result of the self-test
@@ -61,11 +61,11 @@ def report(device: str, output: Path, is_long: bool) -> None:
         document |= _tested(device, is_long)
     except Exception as error:
         document["failure"] = f"{type(error).__name__}: {error}"
-    output.write_text(json.dumps(document, indent=2) + "\n")
+    output.write(json.dumps(document, indent=2) + "\n")
+    output.flush()
     failure = document.get("failure")
-    click.echo(f"{device}: {failure or document['self_test']}", err=bool(failure))
-    click.echo(f"written to {output}", err=bool(failure))
-    sys.stdout.flush()
+    click.echo(f"{device}: {failure or document['self_test']}", err=True)
+    click.echo(f"written to {output.name}", err=True)
     sys.stderr.flush()
     os._exit(1 if failure else 0)  # a normal exit would call into a device that may hang
 

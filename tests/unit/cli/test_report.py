@@ -39,6 +39,18 @@ def test_a_report_tells_whether_the_gpu_computes_right_and_no_secrets(tmp_path: 
         assert secret not in text.replace(f'"{os.uname().release}"', "")
 
 
+def test_a_report_that_cannot_be_written_is_refused_before_the_test(tmp_path: Path) -> None:
+    done = report(tmp_path, "--output", str(tmp_path / "missing" / "report.json"))
+    assert done.returncode == 2
+    assert "No such file or directory" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_report_may_go_to_the_standard_output(tmp_path: Path) -> None:
+    done = report(tmp_path, "--output", "-")
+    assert "passed its self-test" in json.loads(done.stdout)["self_test"]
+
+
 def test_only_gpus_are_reported_on(tmp_path: Path) -> None:
     done = report(tmp_path, "--device", "cpu")
     assert done.returncode == 2
