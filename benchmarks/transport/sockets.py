@@ -1,4 +1,4 @@
-"""Bare sockets that move a call's bytes, two tensors there and one back: the floor of the transports."""
+"""Bare sockets that move the bytes of a call, two tensors there and one back: what their plain use takes."""
 
 from __future__ import annotations
 
