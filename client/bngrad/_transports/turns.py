@@ -12,7 +12,7 @@ class NoTurnError(Exception):
 
 
 class Turns:
-    """So many calls have a turn at a time; the others wait, and have theirs in the order in which they came.
+    """A number of calls have a turn at a time; the others wait, and have theirs in the order in which they came.
 
     A call waits for half of its time at most, since it must then still be answered.
     """
