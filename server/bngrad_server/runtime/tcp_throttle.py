@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 
 _FREE_NBYTES = 2**16
 """What a connection may send before its first op: its handshake, metadata, a health check now and then."""
-_STRANGER_RATE = 2.0**14
-"""Bytes a second that it may send beside that."""
+_STRANGER_RATE = 2.0**10
+"""Bytes a second that it may send beside that, over its whole life, such as pings: a flood that is as slow is none."""
 _STRANGERS_RATE = 2.0**16
 """Bytes a second that all strangers of a host may send together."""
 _STRANGERS_NBYTES = 2.0**22
@@ -34,6 +34,8 @@ _STRANGERS_NBYTES = 2.0**22
 _WINDOW_UPDATES = 1 / 16
 """What a peer may send for each byte that it receives."""
 _PAUSE_S = 2.0
+_SHUT_DOWNS = 16
+"""How many connections are shut down in a look: grpcio then takes a third of a millisecond for each."""
 _QUIET_S = 5.0
 _INTERVAL_S, _BUSY_INTERVAL_S = 0.25, 0.05
 _LEAST_SLEEP = 20
@@ -96,6 +98,7 @@ class TcpThrottle:
         self._accounts: dict[str, Account] = {}
         self._strangers: dict[str, tuple[float, float]] = {}  # by host: what they may send, and when that was so
         self._paused_at = float("-inf")
+        self._shut_downs = 0  # in the current look
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tcp-throttle", daemon=True)
 
@@ -133,6 +136,7 @@ class TcpThrottle:
         now = time.monotonic()
         connections, others = self._connections, self._others
         self._connections, self._others = {}, {}
+        self._shut_downs = 0
         for fd in map(int, os.listdir("/proc/self/fd")):
             with suppress(OSError):  # it was closed meanwhile
                 inode = os.fstat(fd).st_ino
@@ -186,8 +190,8 @@ class TcpThrottle:
         if connection.resume_at is not None and now < connection.resume_at:
             return
         with _borrowed(fd, connection.family) as sock:
-            if connection.resume_at is not None:
-                self._end_pause(sock, connection, now)
+            if connection.resume_at is not None and not self._end_pause(sock, connection, now):
+                return
             acked, received = _TRAFFIC.unpack_from(
                 sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TRAFFIC_OFFSET + _TRAFFIC.size), _TRAFFIC_OFFSET
             )
@@ -199,13 +203,18 @@ class TcpThrottle:
             elif sent and received > _FREE_NBYTES and self._draw(connection.name.rpartition(":")[0], sent, now) < 0:
                 self._pause(fd, connection.name, now, _PAUSE_S)
 
-    def _end_pause(self, sock: socket.socket, connection: _Watched, now: float) -> None:
-        """Resumes a connection; shuts it down if it has no ops and has sent more than its share."""
+    def _end_pause(self, sock: socket.socket, connection: _Watched, now: float) -> bool:
+        """Resumes a connection and returns true; or shuts it down if it has sent more than its share without ops."""
+        share = _FREE_NBYTES + _STRANGER_RATE * (now - connection.since)
+        has_flooded = not connection.peer.account and connection.received > share and not self._closing.is_set()
+        if has_flooded and self._shut_downs == _SHUT_DOWNS:
+            return False
         sock.setsockopt(socket.SOL_SOCKET, _DETACH_FILTER, 0)
         connection.resume_at = None
-        share = _FREE_NBYTES + _STRANGER_RATE * (now - connection.since)
-        if not connection.peer.account and connection.received > share and not self._closing.is_set():
+        if has_flooded:
+            self._shut_downs += 1
             sock.shutdown(socket.SHUT_RDWR)  # the system resets it once more arrives
+        return not has_flooded
 
     def _account(self, name: str, now: float) -> Account:
         account = self._accounts.get(name)

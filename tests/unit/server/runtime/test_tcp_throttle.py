@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import threading
 import time
@@ -141,6 +142,38 @@ def test_a_stranger_that_floods_is_shut_down_after_its_pause(throttle: TcpThrott
     assert flooder.accepted.recv(1) == b""
     assert flooder.is_paused()
     assert flooder.received == 5 * MIB
+
+
+@pytest.mark.usefixtures("short_pauses")
+def test_a_stranger_of_which_little_was_taken_is_shut_down_too(
+    throttle: TcpThrottle, listener: socket.socket, flooder: Flooder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with contextlib.closing(Flooder(listener)) as other:
+        throttle.look()
+        flooder.send_all(5 * MIB)
+        other.send_all(96 * 1024)
+        throttle.look()
+        assert other.is_paused()
+        now = time.monotonic()
+        monkeypatch.setattr(time, "monotonic", lambda: now + 5)
+        throttle.look()
+        assert other.accepted.recv(1) == b""
+
+
+@pytest.mark.usefixtures("short_pauses")
+def test_strangers_are_shut_down_a_few_at_a_time(
+    throttle: TcpThrottle, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp_throttle, "_SHUT_DOWNS", 2)
+    with contextlib.ExitStack() as stack:
+        flooders = [stack.enter_context(contextlib.closing(Flooder(listener))) for _ in range(3)]
+        for flooder in flooders:
+            flooder.send_all(5 * MIB)
+        throttle.look()
+        throttle.look()
+        assert len(select.select([flooder.accepted for flooder in flooders], [], [], 0)[0]) == 2
+        throttle.look()
+        assert len(select.select([flooder.accepted for flooder in flooders], [], [], 0)[0]) == 3
 
 
 def test_a_descriptor_that_is_used_again_is_another_connection(throttle: TcpThrottle, listener: socket.socket) -> None:
