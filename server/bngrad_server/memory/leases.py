@@ -16,7 +16,7 @@ from pathlib import Path
 from bngrad_server.errors import RegionsFullError, UnauthenticatedError
 from bngrad_server.memory.regions import Region, Regions
 from bngrad_server.runtime.listening import has_listener
-from bngrad_server.security.auth import ALLOW_ALL, Authenticator
+from bngrad_server.security.auth import ALLOW_ALL, Authenticator, local_client
 from bngrad_wire.lease_protocol import CALLS, IN_USE, IS_IN_USE, MAX_REQUEST_NBYTES, NOT_IN_USE, REGIONS, unpack_request
 
 logger = logging.getLogger(__name__)
@@ -132,8 +132,7 @@ class LeaseServer:
             if nbytes == 0 or leased is not None or is_malformed:
                 self._end(client)
                 return
-            self._authenticator.authenticate(authorization, "")
-            region = self._regions.lease(nbytes)
+            region = self._regions.lease(nbytes, self._authenticator.authenticate(authorization, local_client(client)))
         except (RegionsFullError, UnauthenticatedError) as error:
             client.send(str(error).encode())
             self._end(client)

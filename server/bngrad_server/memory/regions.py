@@ -23,6 +23,7 @@ from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.errors import RegionsFullError
 from bngrad_server.memory.layout import Place
 from bngrad_wire.lease_protocol import ALIGNMENT, KEY_NBYTES
+from bngrad_wire.limits import REGION_NBYTES
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,8 @@ _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
 _MAX_REGIONS = 1024
 _DESCRIPTOR_FRACTION = 8
 """At most one region for this many descriptors that the process may have; each takes two, with its connection."""
+_ALWAYS_REGIONS = 16
+"""How many regions any client may lease while there is room, even if that is more than a quarter; see `_is_share`."""
 
 
 @dataclass(eq=False, slots=True)
@@ -43,6 +46,7 @@ class Region:
         key: Random bytes by which the one client that leases it names it.
         fd: Its file descriptor, for this process and the workers.
         nbytes: Its size.
+        client: The client that leases it.
         holds: How many requests name it.
         leased: Whether its lease lasts.
     """
@@ -51,6 +55,7 @@ class Region:
     key: bytes
     fd: int
     nbytes: int
+    client: str
     holds: int = 0
     leased: bool = True
 
@@ -80,24 +85,24 @@ class Regions:
         self._last_number = 0
         self._nbytes = 0
 
-    def lease(self, nbytes: int) -> Region:
-        """Makes a region, and leases it until `end`.
+    def lease(self, nbytes: int, client: str = "") -> Region:
+        """Makes a region, and leases it to a client until `end`.
 
         Raises:
-            RegionsFullError: There would be too many bytes, or too many regions.
+            RegionsFullError: There would be too many bytes, or too many regions, in all or of this client.
             OSError: The system cannot make its file.
         """
-        if self._reason_to_refuse(nbytes) is not None:
+        if self._reason_to_refuse(nbytes, client) is not None:
             self.collect()
         with self._mutex:
-            reason = self._reason_to_refuse(nbytes)
+            reason = self._reason_to_refuse(nbytes, client)
             if reason is not None:
                 raise RegionsFullError(reason)
             fd = _sealed_file(nbytes)
             self._nbytes += nbytes
             self._last_number += 1
             number = self._last_number
-        region = Region(number, secrets.token_bytes(KEY_NBYTES), fd, nbytes)
+        region = Region(number, secrets.token_bytes(KEY_NBYTES), fd, nbytes, client)
         self._on_begin(region)
         with self._mutex:
             self._by_key[region.key] = self._all[number] = region
@@ -176,12 +181,17 @@ class Regions:
         with self._mutex:
             return sum(region.nbytes for region in self._kept)
 
-    def _reason_to_refuse(self, nbytes: int) -> str | None:
+    def _reason_to_refuse(self, nbytes: int, client: str) -> str | None:
+        own = [region.nbytes for region in list(self._all.values()) if region.client == client]
         reason = None
         if len(self._all) >= self._max_regions:
             reason = f"no more than {self._max_regions} regions are leased at once"
         elif self._nbytes + nbytes > self._max_nbytes:
             reason = f"a region of {nbytes} bytes is more than is left of the {self._max_nbytes} bytes to share"
+        elif not _is_share(sum(own) + nbytes, self._nbytes + nbytes, self._max_nbytes, REGION_NBYTES):
+            reason = f"the last quarter of the {self._max_nbytes} bytes to share is for clients with fewer"
+        elif not _is_share(len(own) + 1, len(self._all) + 1, self._max_regions, _ALWAYS_REGIONS):
+            reason = f"the last quarter of {self._max_regions} regions is for clients with fewer"
         if reason is not None and self._kept:
             reason += f"; clients still keep the memory of {len(self._kept)} leases that have ended"
         return reason
@@ -191,6 +201,11 @@ class Regions:
         self._on_end(region)
         with self._mutex:
             self._kept.append(region)
+
+
+def _is_share(own: int, used: int, limit: int, always: int) -> bool:
+    """Whether a client may have as much of a limit, so that no client can take all that is left for others."""
+    return used <= limit - limit // 4 or own <= max(limit // 4, always)
 
 
 def _take_back(region: Region) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import struct
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import partial
@@ -17,9 +19,16 @@ from bngrad_server.security.tokens import Tokens
 
 _HEADER = "authorization"
 _HEALTH = f"/{health.SERVICE_NAME}/"
+_CREDENTIALS = struct.Struct("3i")
 
 authenticated_client: ContextVar[str] = ContextVar("authenticated_client")
 """The owner of the token of a call on grpcio; set by the interceptor for the call's handler."""
+
+
+def local_client(sock: socket.socket) -> str:
+    """Returns the client of a connection to a Unix socket, where no token is needed: its process."""
+    pid, _, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return f"process {pid}"
 
 
 class Authenticator:

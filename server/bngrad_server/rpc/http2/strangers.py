@@ -11,11 +11,9 @@ import logging
 import math
 import socket
 import ssl
-import struct
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from bngrad_server.rpc.http2.handlers import Http2Handler
 from bngrad_server.rpc.http2.penalties import Penalties, peer_of
@@ -25,6 +23,7 @@ from bngrad_server.rpc.other_calls import OtherCalls
 from bngrad_server.rpc.servicer import Servicer
 from bngrad_server.rpc_context import RpcContext
 from bngrad_server.runtime.event_loop import EventLoop
+from bngrad_server.security.auth import local_client
 from bngrad_server.security.certificates import Certificates, client_of_socket
 from bngrad_wire import http2
 from bngrad_wire.http2 import frames
@@ -44,7 +43,6 @@ _LAST_WORDS_S = 1.0
 """How long a client has to read its refusal."""
 _ACCEPTED_PER_TURN = 4
 _END_TIMEOUT_S = 1.0
-_CREDENTIALS = struct.Struct("3i")
 
 _LEFT_SCORE, _HANDSHAKE_SCORE, _BREACH_SCORE = 1.0, 2.0, 4.0
 """What a connection counts for in `Penalties` that never became known, failed its handshake, or broke the protocol."""
@@ -152,7 +150,8 @@ class Strangers:
                 self._event_loop.remove_reader(listener.fileno())
                 self._waiting_listeners.append(listener)  # until the next tick
                 return
-            self._add(_Stranger(sock, _client_of(sock, address)))
+            client = local_client(sock) if sock.family == socket.AF_UNIX else str(address[0])
+            self._add(_Stranger(sock, client))
 
     def _add(self, stranger: _Stranger) -> None:
         places = self._local if stranger.is_local else self._remote
@@ -342,11 +341,3 @@ class Strangers:
         self._waiting_listeners.clear()
         for stranger in list(self._all):
             self._close(stranger)
-
-
-def _client_of(sock: socket.socket, address: Any) -> str:
-    """Returns the client of a connection, see `RpcContext.client`."""
-    if sock.family != socket.AF_UNIX:
-        return str(address[0])
-    pid, _, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    return f"process {pid}"

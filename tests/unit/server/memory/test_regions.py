@@ -18,6 +18,7 @@ from bngrad_server.errors import RegionsFullError
 from bngrad_server.memory.layout import Place
 from bngrad_server.memory.regions import Region, Regions
 from bngrad_wire.lease_protocol import ALIGNMENT
+from bngrad_wire.limits import REGION_NBYTES
 
 NBYTES = 4096
 
@@ -156,6 +157,39 @@ def test_leases_beyond_the_limit_are_refused_until_others_end(regions: Regions, 
     regions.end(first)
     regions.lease(3 * NBYTES)
     assert len(workers.mapped) == 2
+
+
+GREEDY, MODEST = "greedy", "modest"
+
+
+@pytest.mark.parametrize("nbytes", [REGION_NBYTES // 4, REGION_NBYTES, 2 * REGION_NBYTES])
+def test_a_client_cannot_take_all_that_is_left_for_others(nbytes: int) -> None:
+    regions = Regions(8 * REGION_NBYTES, lambda region: None, lambda region: None)
+    for _ in range(6 * REGION_NBYTES // nbytes):
+        regions.lease(nbytes, GREEDY)
+    with pytest.raises(RegionsFullError, match="the last quarter of the 536870912 bytes to share is for clients with"):
+        regions.lease(nbytes, GREEDY)
+    for _ in range(2):
+        regions.lease(REGION_NBYTES, MODEST)
+    assert regions.nbytes == 8 * REGION_NBYTES
+
+
+def test_a_client_cannot_take_all_regions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bngrad_server.memory.regions._MAX_REGIONS", 64)
+    regions = Regions(64 * NBYTES, lambda region: None, lambda region: None)
+    for _ in range(48):
+        regions.lease(1, GREEDY)
+    with pytest.raises(RegionsFullError, match="the last quarter of 64 regions is for clients with fewer"):
+        regions.lease(1, GREEDY)
+    for _ in range(16):
+        regions.lease(1, MODEST)
+    assert len(regions) == 64
+
+
+def test_one_region_is_for_any_client_where_little_is_shared() -> None:
+    regions = Regions(REGION_NBYTES, lambda region: None, lambda region: None)
+    regions.lease(REGION_NBYTES)
+    assert regions.nbytes == REGION_NBYTES
 
 
 def opened(path: str, flags: int) -> ExitStack:
