@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import select
 import socket
 import ssl
 import time
@@ -281,7 +282,7 @@ class Strangers:
                 self._resume(stranger)
             elif stranger.until <= now and stranger.has_ended:
                 self._close(stranger)
-            elif stranger.until <= now and stranger.resumes_at == math.inf:
+            elif stranger.until <= now and stranger.resumes_at == math.inf and not _is_unread(stranger):
                 self._end(stranger, "handshake" if stranger.http is None else "silent")
         client_ca = None if self._certificates is None else self._certificates.client_ca
         if client_ca != self._client_ca:
@@ -341,3 +342,12 @@ class Strangers:
         self._waiting_listeners.clear()
         for stranger in list(self._all):
             self._close(stranger)
+
+
+def _is_unread(stranger: _Stranger) -> bool:
+    """Whether a stranger has said something that this thread, which may be late itself, has not read yet."""
+    if stranger.http is None:
+        return False
+    poll = select.poll()
+    poll.register(stranger.sock, select.POLLIN)
+    return stranger.http.has_pending_input or bool(poll.poll(0))

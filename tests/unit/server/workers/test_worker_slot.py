@@ -40,7 +40,7 @@ def begin(slot: WorkerSlot) -> None:
 
 
 def region(number: int) -> Region:
-    return Region(number, b"", REGION_FD, 1)
+    return Region(number, b"", REGION_FD, 1, "")
 
 
 def map_region(slot: WorkerSlot, number: int = 1) -> None:

@@ -266,9 +266,10 @@ def test_refusals_take_no_threads(service: Service) -> None:
 
 
 def connected(service: Service, count: int, *, over_tcp: bool = False) -> list[http2.ClientConnection]:
-    connections = [service.connect(over_tcp=over_tcp) for _ in range(count)]
-    for connection in connections:
-        check_answered(ask(connection))
+    connections = []
+    for _ in range(count):
+        connections.append(service.connect(over_tcp=over_tcp))
+        check_answered(ask(connections[-1]))
     return connections
 
 

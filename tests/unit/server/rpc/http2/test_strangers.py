@@ -70,6 +70,15 @@ def test_who_shows_no_token_is_closed_soon_and_gets_no_thread(
     check_answered(ask(service.connect(), metadata=GOOD))
 
 
+def test_who_has_begun_a_call_in_time_is_not_closed_because_the_server_is_late(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(strangers, "_CALL_TIMEOUT_S", 0.5)
+    connections = [service.connect() for _ in range(20)]
+    service.port._strangers._event_loop.call_soon(lambda: time.sleep(1))
+    check_answered(*[ask(connection, metadata=GOOD) for connection in connections])
+
+
 @pytest.mark.parametrize("over_tcp", [False, True], ids=["Unix", "TCP"])
 def test_strangers_take_no_places_of_others(service: Service, monkeypatch: pytest.MonkeyPatch, over_tcp: bool) -> None:
     """The one that has been there longest goes first."""
