@@ -73,10 +73,21 @@ def test_who_shows_no_token_is_closed_soon_and_gets_no_thread(
 def test_who_has_begun_a_call_in_time_is_not_closed_because_the_server_is_late(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(strangers, "_CALL_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(strangers, "_CALL_TIMEOUT_S", 60.0)
     connections = [service.connect() for _ in range(20)]
-    service.port._strangers._event_loop.call_soon(lambda: time.sleep(1))
-    check_answered(*[ask(connection, metadata=GOOD) for connection in connections])
+    port, asked = service.port._strangers, threading.Event()
+
+    def be_late() -> None:
+        asked.wait()
+        time.sleep(0.2)  # so that a tick is due
+        for stranger in port._all:
+            stranger.until = 0.0
+
+    wait_until(lambda: len(port._all) == 20)
+    port._event_loop.call_soon(be_late)
+    calls = [ask(connection, metadata=GOOD) for connection in connections]
+    asked.set()
+    check_answered(*calls)
 
 
 @pytest.mark.parametrize("over_tcp", [False, True], ids=["Unix", "TCP"])
