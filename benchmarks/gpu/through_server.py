@@ -15,7 +15,7 @@ import bngrad
 from bngrad_cli.embedded import EmbeddedServer
 
 _ROUNDS = 15
-_OPTIONS = ("--arena-bytes", "2GiB", "--shared-bytes", "2GiB")  # the arena is page-locked at the start
+_OPTIONS = ("--arena-bytes", "2GiB", "--shared-bytes", "4GiB")  # the arena is page-locked at the start
 
 
 def measure(device: str, case: Case, callers: int) -> list[dict[str, Any]]:

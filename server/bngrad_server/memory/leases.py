@@ -133,19 +133,14 @@ class LeaseServer:
                 self._end(client)
                 return
             region = self._regions.lease(nbytes, self._authenticator.authenticate(authorization, local_client(client)))
+            self._leases[client] = region
+            _hand_over(client, region)
         except (RegionsFullError, UnauthenticatedError) as error:
             client.send(str(error).encode())
             self._end(client)
         except OSError:
             self._end(client)
             raise
-        else:
-            self._leases[client] = region
-            fd = region.open_for_client()
-            try:
-                socket.send_fds(client, [region.key], [fd])
-            finally:
-                os.close(fd)
 
     def _end(self, client: socket.socket) -> None:
         self._selector.unregister(client)
@@ -153,6 +148,14 @@ class LeaseServer:
         region = self._leases.pop(client)
         if region is not None:
             self._regions.end(region)
+
+
+def _hand_over(client: socket.socket, region: Region) -> None:
+    fd = region.open_for_client()
+    try:
+        socket.send_fds(client, [region.key], [fd])
+    finally:
+        os.close(fd)
 
 
 def _listen(path: Path, group: str | None) -> socket.socket:

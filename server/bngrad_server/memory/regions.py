@@ -34,7 +34,7 @@ _MAX_REGIONS = 1024
 _DESCRIPTOR_FRACTION = 8
 """At most one region for this many descriptors that the process may have; each takes two, with its connection."""
 _ALWAYS_REGIONS = 16
-"""How many regions any client may lease while there is room, even if that is more than a quarter; see `_is_share`."""
+"""How many regions any client may lease, even if that is more than half."""
 
 
 @dataclass(eq=False, slots=True)
@@ -188,10 +188,10 @@ class Regions:
             reason = f"no more than {self._max_regions} regions are leased at once"
         elif self._nbytes + nbytes > self._max_nbytes:
             reason = f"a region of {nbytes} bytes is more than is left of the {self._max_nbytes} bytes to share"
-        elif not _is_share(sum(own) + nbytes, self._nbytes + nbytes, self._max_nbytes, REGION_NBYTES):
-            reason = f"the last quarter of the {self._max_nbytes} bytes to share is for clients with fewer"
-        elif not _is_share(len(own) + 1, len(self._all) + 1, self._max_regions, _ALWAYS_REGIONS):
-            reason = f"the last quarter of {self._max_regions} regions is for clients with fewer"
+        elif sum(own) + nbytes > max(self._max_nbytes // 2, REGION_NBYTES):
+            reason = f"a client may lease half of the {self._max_nbytes} bytes to share"
+        elif len(own) >= max(self._max_regions // 2, _ALWAYS_REGIONS):
+            reason = f"a client may lease half of {self._max_regions} regions"
         if reason is not None and self._kept:
             reason += f"; clients still keep the memory of {len(self._kept)} leases that have ended"
         return reason
@@ -201,11 +201,6 @@ class Regions:
         self._on_end(region)
         with self._mutex:
             self._kept.append(region)
-
-
-def _is_share(own: int, used: int, limit: int, always: int) -> bool:
-    """Whether a client may have as much of a limit, so that no client can take all that is left for others."""
-    return used <= limit - limit // 4 or own <= max(limit // 4, always)
 
 
 def _take_back(region: Region) -> bool:

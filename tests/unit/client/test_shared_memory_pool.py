@@ -331,7 +331,7 @@ def test_without_file_descriptors_no_memory_is_leased() -> None:
 
 def test_a_pool_that_grows_gives_its_small_regions_back_first() -> None:
     """A server counts memory that a client still maps, also after the lease."""
-    with closing(LeasesInThread(4 * REGION_NBYTES)) as leases, closing(Pool(leases.path)) as pool:
+    with closing(LeasesInThread(6 * REGION_NBYTES)) as leases, closing(Pool(leases.path)) as pool:
         for regions in (1, 2, 3):
             pool.empty((regions * REGION_NBYTES,), BYTE)
         assert leases.regions.nbytes == 3 * REGION_NBYTES

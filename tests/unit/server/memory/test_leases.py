@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import grp
 import os
 import re
@@ -20,7 +21,7 @@ from tests.unit.server.workers.additions import TIMEOUT_S, wait_until
 
 from bngrad_server.memory import leases
 from bngrad_server.memory.leases import PARENT, LeaseServer
-from bngrad_server.memory.regions import Regions
+from bngrad_server.memory.regions import Region, Regions
 from bngrad_wire.lease_protocol import IS_IN_USE, NOT_IN_USE
 
 NBYTES = 4096
@@ -115,6 +116,18 @@ def test_a_refusal_says_why_and_ends_the_connection(regions: Regions, sockets: L
         assert fds == []
         assert client.recv(1) == b""
     assert regions.nbytes == 0
+
+
+def test_a_lease_that_cannot_be_handed_over_ends(
+    regions: Regions, sockets: LeaseServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(region: Region) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(Region, "open_for_client", fail)
+    with connect(sockets) as client:
+        assert ask(client, NBYTES) == (b"", [])
+    wait_until(lambda: regions.nbytes == 0)
 
 
 @pytest.mark.parametrize(

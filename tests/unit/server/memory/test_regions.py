@@ -163,25 +163,25 @@ GREEDY, MODEST = "greedy", "modest"
 
 
 @pytest.mark.parametrize("nbytes", [REGION_NBYTES // 4, REGION_NBYTES, 2 * REGION_NBYTES])
-def test_a_client_cannot_take_all_that_is_left_for_others(nbytes: int) -> None:
+def test_a_client_cannot_take_more_than_half(nbytes: int) -> None:
     regions = Regions(8 * REGION_NBYTES, lambda region: None, lambda region: None)
-    for _ in range(6 * REGION_NBYTES // nbytes):
+    for _ in range(4 * REGION_NBYTES // nbytes):
         regions.lease(nbytes, GREEDY)
-    with pytest.raises(RegionsFullError, match="the last quarter of the 536870912 bytes to share is for clients with"):
+    with pytest.raises(RegionsFullError, match="a client may lease half of the 536870912 bytes to share"):
         regions.lease(nbytes, GREEDY)
-    for _ in range(2):
+    for _ in range(4):
         regions.lease(REGION_NBYTES, MODEST)
     assert regions.nbytes == 8 * REGION_NBYTES
 
 
-def test_a_client_cannot_take_all_regions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_cannot_take_more_than_half_of_the_regions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bngrad_server.memory.regions._MAX_REGIONS", 64)
     regions = Regions(64 * NBYTES, lambda region: None, lambda region: None)
-    for _ in range(48):
+    for _ in range(32):
         regions.lease(1, GREEDY)
-    with pytest.raises(RegionsFullError, match="the last quarter of 64 regions is for clients with fewer"):
+    with pytest.raises(RegionsFullError, match="a client may lease half of 64 regions"):
         regions.lease(1, GREEDY)
-    for _ in range(16):
+    for _ in range(32):
         regions.lease(1, MODEST)
     assert len(regions) == 64
 
