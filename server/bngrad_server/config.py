@@ -100,8 +100,8 @@ class ServerConfig(BaseSettings):
         IN_MEMORY,
         Computed("a quarter of the memory"),
     ] = Field(default_factory=lambda: default_arena_bytes() // 2)
-    """Memory that clients on this host may share with the workers, 0 for none; the system provides pages when they are
-    first used."""
+    """Memory that clients on this host may share with the workers, each at most half of it, 0 for none; the system
+    provides pages when they are first used."""
     pinned_bytes: Bytes = Field(default=32 * 2**30, ge=0)
     """Memory that GPU workers may page-lock, so that copies are fast and overlap with kernels: the arena if it fits,
     then the memory that clients share. The system provides it at once."""

@@ -189,9 +189,9 @@ class Regions:
         elif self._nbytes + nbytes > self._max_nbytes:
             reason = f"a region of {nbytes} bytes is more than is left of the {self._max_nbytes} bytes to share"
         elif sum(own) + nbytes > max(self._max_nbytes // 2, REGION_NBYTES):
-            reason = f"a client may lease half of the {self._max_nbytes} bytes to share"
+            reason = f"a client may lease at most half of the {self._max_nbytes} bytes to share"
         elif len(own) >= max(self._max_regions // 2, _ALWAYS_REGIONS):
-            reason = f"a client may lease half of {self._max_regions} regions"
+            reason = f"a client may lease at most half of {self._max_regions} regions"
         if reason is not None and self._kept:
             reason += f"; clients still keep the memory of {len(self._kept)} leases that have ended"
         return reason

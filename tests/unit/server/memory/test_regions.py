@@ -167,7 +167,7 @@ def test_a_client_cannot_take_more_than_half(nbytes: int) -> None:
     regions = Regions(8 * REGION_NBYTES, lambda region: None, lambda region: None)
     for _ in range(4 * REGION_NBYTES // nbytes):
         regions.lease(nbytes, GREEDY)
-    with pytest.raises(RegionsFullError, match="a client may lease half of the 536870912 bytes to share"):
+    with pytest.raises(RegionsFullError, match="a client may lease at most half of the 536870912 bytes to share"):
         regions.lease(nbytes, GREEDY)
     for _ in range(4):
         regions.lease(REGION_NBYTES, MODEST)
@@ -179,7 +179,7 @@ def test_a_client_cannot_take_more_than_half_of_the_regions(monkeypatch: pytest.
     regions = Regions(64 * NBYTES, lambda region: None, lambda region: None)
     for _ in range(32):
         regions.lease(1, GREEDY)
-    with pytest.raises(RegionsFullError, match="a client may lease half of 64 regions"):
+    with pytest.raises(RegionsFullError, match="a client may lease at most half of 64 regions"):
         regions.lease(1, GREEDY)
     for _ in range(32):
         regions.lease(1, MODEST)

@@ -78,7 +78,7 @@ def test_who_has_begun_a_call_in_time_is_not_closed_because_the_server_is_late(
     port, asked = service.port._strangers, threading.Event()
 
     def be_late() -> None:
-        asked.wait()
+        asked.wait(20)
         time.sleep(0.2)  # so that a tick is due
         for stranger in port._all:
             stranger.until = 0.0
