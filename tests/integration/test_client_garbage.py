@@ -6,21 +6,28 @@ import asyncio
 import gc
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
-from tests.servers import DEVICE, ONE_WORKER, TRANSPORTS, Transport, worker_pid
+from tests.servers import DEVICE, ONE_WORKER, TRANSPORTS, Transport, endpoints_of, worker_pid
 
 import bngrad
 from bngrad import aio
 from bngrad_cli.embedded import EmbeddedServer
+from bngrad_wire.lease_protocol import REGIONS
 
 SHAPES = [(2, 2, 2, 4), (4, 32, 32, 32)]
 TIMES = 2
 STOPPED_S = 0.05
 """The timeout of calls while the worker is stopped."""
+AWAY_S = 0.5
+"""How long the server leases no memory: a few attempts of a call."""
 OURS = {"bngrad", "bngrad_protos", "bngrad_wire", "mmap", "numpy"}
 """Modules whose objects must not be in cycles; asyncio's own event loops are."""
 Calls: TypeAlias = Callable[[str, Transport, tuple[int, ...], Callable[[bool], None]], None]
@@ -90,12 +97,40 @@ def test_calls_leave_no_garbage_however_they_end(
     def stop(stopped: bool) -> None:
         os.kill(worker, signal.SIGSTOP if stopped else signal.SIGCONT)
 
-    calls(server.target, transport, shape, stop)
+    def call() -> None:
+        calls(server.target, transport, shape, stop)
+
+    call()
+    try:
+        with no_garbage():
+            for _ in range(TIMES):
+                call()
+    finally:
+        stop(False)
+
+
+def test_a_call_that_is_answered_after_attempts_that_failed_leaves_no_garbage(server: EmbeddedServer) -> None:
+    regions = Path(endpoints_of(server.target).local_directory, REGIONS)
+    away = regions.with_suffix(".away")
+    with no_garbage(), bngrad.Client(server.target, transport="shared") as client, ThreadPoolExecutor(1) as threads:
+        regions.rename(away)
+        try:
+            call = threads.submit(client.fused_batch_norm_grad_v2, *tensors(SHAPES[1]))
+            time.sleep(AWAY_S)
+            assert not call.done()
+        finally:
+            away.rename(regions)
+        call.result()
+        del call
+
+
+@contextmanager
+def no_garbage() -> Iterator[None]:
+    """Checks that the block leaves no objects of ours to the garbage collector."""
     gc.collect()
     gc.disable()
     try:
-        for _ in range(TIMES):
-            calls(server.target, transport, shape, stop)
+        yield
         gc.set_debug(gc.DEBUG_SAVEALL)
         gc.collect()
         gc.set_debug(0)
@@ -104,4 +139,3 @@ def test_calls_leave_no_garbage_however_they_end(
         gc.set_debug(0)
         gc.garbage.clear()
         gc.enable()
-        stop(False)

@@ -87,7 +87,7 @@ class Attempts:
                 raise self._with_attempts(error)
             finally:
                 del error  # breaks the cycle of the error and this frame, which would keep the call's tensors
-        self._last = error.with_traceback(None)  # its frames refer to this object: another such cycle
+        self._last = _without_frames(error)
 
     def waiting(self) -> set[Hashable]:
         """Returns the servers that must not be tried yet."""
@@ -123,3 +123,12 @@ class Attempts:
                 tried += f", before this one: {self._last}"
             error.args = (f"{error} ({tried})", *error.args[1:])
         return error
+
+
+def _without_frames(error: BngradError) -> BngradError:
+    """Removes the tracebacks of an error and of its causes: their frames would keep the tensors of its call."""
+    each: BaseException | None = error
+    while each is not None:
+        each.__traceback__ = None
+        each = each.__cause__ or each.__context__
+    return error
