@@ -23,7 +23,6 @@ from bngrad_server.rpc.other_calls import other_calls
 from bngrad_server.rpc.servicer import SERVICE, Servicer
 from bngrad_server.runtime.janitor import Janitor
 from bngrad_server.runtime.listening import raise_descriptor_limit
-from bngrad_server.runtime.malloc import use_one_heap
 from bngrad_server.runtime.signals import on_stop_signals
 from bngrad_server.security import setup
 from bngrad_server.setting_types import NONE
@@ -202,7 +201,6 @@ def serve(config: ServerConfig) -> None:
         WorkerStartError: A worker could not start.
         TracingError: Spans cannot be exported.
     """
-    use_one_heap()
     raise_descriptor_limit()
     ready, stopping = threading.Event(), threading.Event()
 
