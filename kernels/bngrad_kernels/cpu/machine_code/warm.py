@@ -45,6 +45,7 @@ def _compile(kernel: Kernel, cpu: str) -> str:
 def main() -> None:
     """Compiles what the cache lacks, in the background of a server."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server says when to end
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # no traceback if the server was killed
     os.nice(_LOWEST_PRIORITY)
     cpu = host()
     kernels = [kernel for kernel in missing(cpu) if kernel != FIRST]
