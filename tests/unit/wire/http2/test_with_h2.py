@@ -14,8 +14,7 @@ from h2.events import DataReceived, Event, PingAckReceived, StreamEnded, Trailer
 from h2.settings import SettingCodes, Settings
 from tests.unit.wire.http2.peers import in_thread, pair, serve
 
-from bngrad_wire.http2 import ClientConnection
-from bngrad_wire.http2 import connection as http2_connection
+from bngrad_wire.http2 import ClientConnection, connection_state
 
 REQUEST = [
     (":method", "POST"),
@@ -119,7 +118,7 @@ def test_a_window_that_shrinks_below_zero_is_waited_for() -> None:
 
 
 def test_windows_of_the_call_and_the_connection_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http2_connection, "WINDOW_UPDATE_NBYTES", 5000)
+    monkeypatch.setattr(connection_state, "WINDOW_UPDATE_NBYTES", 5000)
     with client_peer() as peer:
         peer.h2.send_headers(1, REQUEST)
         peer.h2.send_data(1, b"\0\0\0\x27\x10")
