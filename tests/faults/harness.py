@@ -110,7 +110,8 @@ def _inject(scene: Harness, faults: list[Fault], seconds: float, rng: Random) ->
 
 
 def warm_up(scene: Harness, seconds: float = 2.0) -> None:
-    """Makes a server touch the memory that it will keep using."""
+    """Waits until a server compiles nothing, and makes it touch the memory that it will keep using."""
+    scene.service.wait_until_whole()
     with scene.load.running(Tally()):
         for _ in scene.rounds(seconds):
             scene.load.wait_for_answers()

@@ -113,7 +113,8 @@ def _check_resources(
     try:
         resource_usage.wait_until_back(harness.service, at_first)
     except AssertionError as error:
-        rows["all in all"].broken.append(f"{name}: {error}")
+        rows["all in all"].broken.append(str(error))
+        console.print(f"[red]{name} server[/red]: {error}", highlight=False)
     now = resource_usage.measure(harness.service)
     for whose in ("front", "workers"):
         then, here = getattr(at_first, whose), getattr(now, whose)

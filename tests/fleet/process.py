@@ -27,6 +27,13 @@ class FleetClient:
         print(*(server.address for server in servers), file=self._process.stdin, flush=True)
         return json.loads(self._process.stdout.readline())
 
+    def wait_for_a_call_of(self, seconds: float) -> None:
+        """Waits until a call has ended that took longer than this."""
+        try:
+            wait_until(lambda: self.report()["slowest_s"] > seconds)
+        except AssertionError:
+            raise AssertionError(f"no call took {seconds} s: {self.report()}") from None
+
     def shares(self, *servers: Server, answers: int = 300) -> list[float]:
         """Returns what part of the next calls each of these servers computes."""
         before = self.report(*servers)
