@@ -9,9 +9,9 @@ from typing import NoReturn, TypeVar
 
 from bngrad_wire.http2 import frames
 from bngrad_wire.http2.connection import BaseConnection
+from bngrad_wire.http2.connection_state import Stream
 from bngrad_wire.http2.errors import ErrorCode, RpcError, Status
 from bngrad_wire.http2.frames import Buffer
-from bngrad_wire.http2.stream import Stream
 
 PREFIX = Struct(">BI")
 _MAX_MESSAGES = 8

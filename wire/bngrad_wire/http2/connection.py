@@ -11,9 +11,8 @@ from hpack import HPACKError
 from bngrad_wire.http2 import frames
 from bngrad_wire.http2.block_decoder import BlockDecoder, HeaderBlock
 from bngrad_wire.http2.buffered_socket import BUFFER_NBYTES
-from bngrad_wire.http2.connection_state import EARNING_SHIFT, ConnectionState
+from bngrad_wire.http2.connection_state import EARNING_SHIFT, ConnectionState, Stream
 from bngrad_wire.http2.errors import ErrorCode
-from bngrad_wire.http2.stream import Stream
 
 _MAX_CONTROL_NBYTES = BUFFER_NBYTES - frames.HEADER_NBYTES
 """The longest payload that is accepted of frames other than DATA: what the buffer holds."""

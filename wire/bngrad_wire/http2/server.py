@@ -14,8 +14,8 @@ from bngrad_wire.http2.block_decoder import HEADER_LIST_NBYTES, REQUEST_PSEUDO_H
 from bngrad_wire.http2.buffered_socket import BUFFER_NBYTES, LARGE_BUFFER_NBYTES
 from bngrad_wire.http2.call import PREFIX, BaseCall, split_messages
 from bngrad_wire.http2.connection import BaseConnection
+from bngrad_wire.http2.connection_state import Stream
 from bngrad_wire.http2.errors import EndOfConnectionError, ErrorCode, RpcError, Status
-from bngrad_wire.http2.stream import Stream
 
 _SETTINGS = frames.settings(
     {
