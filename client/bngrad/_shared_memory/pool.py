@@ -11,6 +11,8 @@ import math
 import threading
 import weakref
 from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +20,15 @@ import numpy as np
 
 from bngrad._credentials import NO_CREDENTIALS, Credentials
 from bngrad._deadline import ENDLESS, Cancellation, Deadline
+from bngrad._executor import DaemonExecutor
 from bngrad._shared_memory.lease import LeaseError, LeaseLateError, UnreachableError, lease_region
 from bngrad._shared_memory.region import PoolRegion
 from bngrad.typing import Array
 from bngrad_wire.lease_protocol import ALIGNMENT
 from bngrad_wire.limits import REGION_NBYTES
 
+_BESIDE_FROM_NBYTES = 2**21
+"""Of smaller arrays, all copies are made by one thread: another one would take longer to begin."""
 _GONE = "the server has gone, or the client was closed"
 
 
@@ -48,6 +53,7 @@ class Pool:
         self._free: dict[int, list[PoolBlock]] = {}
         # Finalizers append here, at any moment and in any thread, so without a lock.
         self._returned: deque[PoolBlock] = deque()
+        self._copier = DaemonExecutor(1, "bngrad-copy")
         self._closed = False
 
     def empty(
@@ -69,6 +75,23 @@ class Pool:
         weakref.finalize(owner, self._returned.append, block).atexit = False
         return np.ndarray(shape, dtype, owner.data)
 
+    def copies(self, arrays: Sequence[Array], deadline: Deadline, cancellation: Cancellation) -> list[Array]:
+        """Returns arrays in this memory: those that lie in it, and copies of the others.
+
+        Raises:
+            LeaseError: As `empty` raises.
+        """
+        found = [
+            array if self.locate(array) is not None else self.empty(array.shape, array.dtype, deadline, cancellation)
+            for array in arrays
+        ]
+        pairs = [pair for pair in zip(found, arrays, strict=True) if pair[0] is not pair[1]]
+        is_large = len(pairs) > 1 and pairs[-1][0].nbytes >= _BESIDE_FROM_NBYTES
+        with self._copied_beside(*pairs.pop()) if is_large else contextlib.nullcontext():
+            for pair in pairs:
+                np.copyto(*pair)
+        return found
+
     def locate(self, array: Array) -> tuple[bytes, int] | None:
         """Returns the key of the region that holds an array in C order, and the array's offset; None if none does."""
         place = self._place(array)
@@ -82,6 +105,19 @@ class Pool:
                 return None
             place[0].hold()
             return place[0]
+
+    @contextlib.contextmanager
+    def _copied_beside(self, target: Array, source: Array) -> Iterator[None]:
+        """Copies in another thread during the block, or after it in this one if that thread has not begun."""
+        try:
+            copied = self._copier.submit(np.copyto, target, source)
+        except RuntimeError:  # the client is being closed, or there is no thread
+            copied = Future()
+        yield
+        if copied.cancel():
+            np.copyto(target, source)
+        else:
+            copied.result()
 
     def _place(self, array: Array) -> tuple[PoolRegion, int] | None:
         for region in tuple(self._regions):  # a copy, since other threads change it
@@ -102,6 +138,7 @@ class Pool:
         """Ends every lease; arrays remain usable."""
         with self._mutex:
             self._closed = True
+            self._copier.shutdown()
             for region in list(self._regions):
                 self._forget(region)
 

@@ -153,7 +153,7 @@ class TransportSelector:
         """
         endpoints = self._discovery.endpoints(self._ask_endpoints, deadline, cancellation)
         if tensor is not None and endpoints.pool is not None and self._shares_ahead(tensor):
-            copy = _in_pool(endpoints.pool, tensor, deadline, cancellation)
+            (copy,) = endpoints.pool.copies([tensor], deadline, cancellation)
             return Place(self, copy=copy)
         transport = next(self._http2_transports(endpoints), None)
         if transport is None:
@@ -252,18 +252,18 @@ class TransportSelector:
         if pool is None or transport is None:
             raise self._no_memory(endpoints)
         limits = deadline, cancellation
-        places = places_of(request.ahead, request.large, self, *limits)
-        copies = {field: place.copy for field, (_, place) in places.items()}
-        arrays = [
-            _in_pool(pool, array if (copy := copies.get(field)) is None else copy, *limits)
-            for field, array in request.large.items()
-        ]
+        # Results come first, so that they get the blocks of the last results: workers write past the caches, so copies
+        # of inputs into these blocks would take twice as long.
         results = [
             pool.empty(request.shape, request.dtype, *limits)
             if out is None or not out.flags.c_contiguous or pool.locate(out) is None
             else out
             for out in request.out
         ]
+        places = places_of(request.ahead, request.large, self, *limits)
+        copies = {field: place.copy for field, (_, place) in places.items()}
+        sources = [array if (copy := copies.get(field)) is None else copy for field, array in request.large.items()]
+        arrays = pool.copies(sources, *limits)
         pieces: list[Buffer] = [
             codec.located_piece(op.fields[field], array.dtype, array.shape, *_location(pool, array))
             for field, array in zip(request.large, arrays, strict=True)
@@ -325,15 +325,6 @@ class TransportSelector:
         """Drops the Unix socket if the error says that the server has ended, and is not due to a cancellation."""
         if isinstance(error, UnreachableError) and endpoints.unix is not None and not cancellation.cancelled:
             self._discovery.lose(endpoints, endpoints.unix)
-
-
-def _in_pool(pool: Pool, array: Array, deadline: Deadline, cancellation: Cancellation) -> Array:
-    """Returns the array, or a copy of it in the pool's memory."""
-    if pool.locate(array) is not None:
-        return array
-    copy = pool.empty(array.shape, array.dtype, deadline, cancellation)
-    np.copyto(copy, array)
-    return copy
 
 
 def _location(pool: Pool, array: Array) -> tuple[bytes, int]:

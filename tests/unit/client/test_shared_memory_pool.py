@@ -21,7 +21,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from bngrad._deadline import Cancellation, Deadline
+from bngrad._deadline import ENDLESS, Cancellation, Deadline
 from bngrad._shared_memory import lease as lease_module
 from bngrad._shared_memory.lease import LeaseError, LeaseLateError
 from bngrad._shared_memory.pool import Pool
@@ -183,6 +183,24 @@ def test_arrays_are_located_only_where_a_region_holds_all_of_them(pool: Pool) ->
     assert pool.locate(beyond) is None
     with closing(Pool(None)) as another:
         assert another.locate(first) is None
+
+
+@pytest.mark.parametrize("nbytes", [1, MIB, 5 * MIB])
+def test_copies_are_made_of_the_arrays_that_lie_elsewhere_alone(pool: Pool, nbytes: int) -> None:
+    within, outside = filled(pool, nbytes, 1), [np.full(nbytes, value, np.uint8) for value in (2, 3, 4)]
+    copies = pool.copies([outside[0], within, *outside[1:]], ENDLESS, Cancellation())
+    assert copies[1] is within
+    assert all(pool.locate(copy) is not None for copy in copies)
+    assert [set(np.unique(copy).tolist()) for copy in copies] == [{2}, {1}, {3}, {4}]
+
+
+def test_copies_of_many_threads_at_once_have_the_values_of_their_arrays(pool: Pool) -> None:
+    def copied(value: int) -> bool:
+        copies = pool.copies([np.full(3 * MIB, value + i, np.uint8) for i in range(3)], ENDLESS, Cancellation())
+        return all((copy == value + i).all() for i, copy in enumerate(copies))
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(copied, range(0, 120, 3)))
 
 
 def test_only_leased_regions_have_a_key() -> None:
