@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 
@@ -117,6 +118,22 @@ def test_unread_answers_take_bounded_memory_and_leave_room_for_others(tenants: T
         assert tenants.code(LARGE) == grpc.StatusCode.OK
         assert tenants.memory < before + UNREAD * MIB
     wait_until(lambda: tenants.in_flight == 0, AT_ONCE_S)
+
+
+LIMITED = (*ENDLESS, "--max-wait", "60", "--max-client-bytes", str(8 * MIB))
+
+
+@pytest.mark.parametrize("tenants", [LIMITED], indirect=True)
+def test_messages_of_a_client_at_its_limit_are_not_received(tenants: Tenants) -> None:
+    with tenants.deaf() as deaf:
+        for number in range(3):
+            deaf.call(OP, prefixed(LARGE))
+            wait_until(lambda number=number: len(deaf.answered) > number)  # type: ignore[misc]
+        for _ in range(40):
+            deaf.call(OP, prefixed(LARGE))
+        time.sleep(1)
+        assert list(deaf.ended.values()) == ["8"]  # the third was refused, the others wait
+        assert tenants.code(LARGE) == grpc.StatusCode.OK
 
 
 @pytest.mark.parametrize("tenants", [ENDLESS], indirect=True)

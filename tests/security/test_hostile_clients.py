@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import re
 import resource
 import socket
 import ssl
@@ -13,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from urllib.request import urlopen
 
 import grpc
 import psutil
@@ -20,7 +22,7 @@ import pytest
 from benchmarks.hostile.victim import Victim
 from tests.raw_http2 import path_of, request
 from tests.security.conftest import LISTENERS, Guarded, ask
-from tests.servers import wait_until
+from tests.servers import free_port, wait_until
 
 import bngrad
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
@@ -203,6 +205,25 @@ def test_who_cancels_hundreds_of_calls_is_refused_on_grpcios_port_for_a_while(op
         with attack("quick_cancels", open_to_all):
             wait_until(lambda: "this client has cancelled too many" in outcome())
         wait_until(lambda: "OK" in outcome())
+
+
+def test_who_cancels_hundreds_of_calls_is_paused_although_its_connections_are_short(tmp_path: Path) -> None:
+    """The attacker violates flow control too, so that grpcio ends each of its connections after some calls."""
+    page = f"127.0.0.1:{free_port('127.0.0.1')}"
+    refused = re.compile(r'^bngrad_refused_calls_total{code="RESOURCE_EXHAUSTED"} ([\d.]+)$', re.MULTILINE)
+
+    def count() -> float:
+        with urlopen(f"http://{page}/metrics") as response:
+            found = refused.search(response.read().decode())
+        return float(found[1]) if found else 0.0
+
+    guarded = Guarded(tmp_path, client_ca=False, options=("--http", page))
+    with guarded.running(), attack("quick_cancels", guarded):
+        wait_until(lambda: count() > 0)
+        time.sleep(1)
+        before = count()
+        time.sleep(3)
+        assert count() - before < 1000  # thousands a second otherwise
 
 
 @pytest.fixture(scope="module")

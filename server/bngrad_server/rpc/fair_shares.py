@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager
 
@@ -22,17 +23,25 @@ class FairShares:
     clients that wait, the one that has least is served first.
     """
 
-    def __init__(self, what: str, total: int, max_waiting: float = math.inf) -> None:
+    def __init__(
+        self,
+        what: str,
+        total: int,
+        max_waiting: float = math.inf,
+        is_worthwhile: Callable[[str], bool] = lambda client: True,
+    ) -> None:
         """Shares ``total``.
 
         Args:
             what: What is shared, for messages.
             total: How much there is.
             max_waiting: How many calls may wait; beyond, the latest of the client that has most of them is refused.
+            is_worthwhile: Whether a client may have a part now; after it has become so, `serve` must be called.
         """
         self._what = what
         self._total = self._free = total
         self._max_waiting = max_waiting
+        self._is_worthwhile = is_worthwhile
         self._taken: Counter[str] = Counter()
         self._waiting: dict[str, list[_Waiting]] = {}  # by client, oldest first
         self._mutex = threading.Lock()
@@ -59,6 +68,12 @@ class FairShares:
             if not self._taken[client]:
                 del self._taken[client]
             self._serve()
+
+    def serve(self) -> None:
+        """Gives parts to calls that wait and may have them now."""
+        if self._waiting:
+            with self._mutex:
+                self._serve()
 
     def _take_or_wait(self, client: str, amount: int) -> _Waiting | None:
         with self._mutex:
@@ -87,6 +102,8 @@ class FairShares:
         raise OverloadedError(f"this client has its share of the {self._what}", _RETRY_S)
 
     def _fits(self, client: str, amount: int) -> bool:
+        if not self._is_worthwhile(client):
+            return False
         if self._free == self._total:
             return True
         taken, rest = self._taken[client], self._free - amount

@@ -64,7 +64,11 @@ class OpHandlers(grpc.GenericRpcHandler):
     def __init__(self, servicer: Servicer, config: ServerConfig, throttle: TcpThrottle) -> None:
         self._metrics = servicer.observer.metrics
         unary, exchange = (HandlerExecutor(_OP_THREADS, name) for name in ("grpcio-unary", "grpcio-exchange"))
-        unary_places, exchange_places = (FairShares("places", MAX_CALLS, _MAX_WAITING) for _ in range(2))
+        # The message of a unary call says how large the request is: that of a client at its limits is not received.
+        is_worthwhile = servicer.admission.is_worthwhile
+        unary_places = FairShares("places, or of requests and bytes", MAX_CALLS, _MAX_WAITING, is_worthwhile)
+        servicer.admission.on_leave = unary_places.serve
+        exchange_places = FairShares("places", MAX_CALLS, _MAX_WAITING)
         unsent = FairShares("memory for unsent answers", config.arena_bytes // 2)
         self._futile = futile = FutileCalls()
         self._executors = {**dict.fromkeys(UNARY_OPS, unary), EXCHANGE_PATH: exchange}
@@ -79,17 +83,24 @@ class OpHandlers(grpc.GenericRpcHandler):
             _run_in(exchange, _exchange(servicer, exchange_places, throttle, futile))
         )
         self._handlers[SERVER_INFO_PATH] = grpc.unary_unary_rpc_method_handler(lambda *_: servicer.server_info())
-        self._refusal: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(
-            _run_in(InlineExecutor(), _refuse)
+        inline = InlineExecutor()
+        self._busy: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(
+            _run_in(inline, _refuse("too many calls wait for a thread", lambda context: None))
+        )
+        self._cancels_too_much: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(
+            _run_in(inline, _refuse("this client has cancelled too many calls", partial(_pause, throttle)))
         )
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes] | None:
         """See `grpc.GenericRpcHandler`."""
         executor = self._executors.get(handler_call_details.method)
-        if executor is not None and (executor.queue_size >= _MAX_QUEUE or self._has_futile_calls()):
+        if executor is None:
+            return self._handlers.get(handler_call_details.method)
+        cancels_too_much = self._has_futile_calls()
+        if cancels_too_much or executor.queue_size >= _MAX_QUEUE:
             self._metrics.refused_call(grpc.StatusCode.RESOURCE_EXHAUSTED.name)
-            return self._refusal
-        return self._handlers.get(handler_call_details.method)
+            return self._cancels_too_much if cancels_too_much else self._busy
+        return self._handlers[handler_call_details.method]
 
     def _has_futile_calls(self) -> bool:
         client = authenticated_client.get(None)
@@ -101,9 +112,18 @@ def _run_in(executor: ThreadPoolExecutor, behavior: Behavior) -> Behavior:
     return behavior
 
 
-def _refuse(requests: Iterator[bytes], context: grpc.ServicerContext) -> NoReturn:
-    reason = "too many calls wait for a thread, or this client has cancelled too many"
-    abort(context, OverloadedError(reason, _RETRY_S))
+def _refuse(
+    reason: str, before: Callable[[grpc.ServicerContext], None]
+) -> Callable[[Iterator[bytes], grpc.ServicerContext], NoReturn]:
+    def refuse(requests: Iterator[bytes], context: grpc.ServicerContext) -> NoReturn:
+        before(context)
+        abort(context, OverloadedError(reason, _RETRY_S))
+
+    return refuse
+
+
+def _pause(throttle: TcpThrottle, context: grpc.ServicerContext) -> None:
+    throttle.refused(context.peer(), authenticated_client.get())
 
 
 def _unary(
@@ -124,7 +144,7 @@ def _unary(
         try:
             check_active(context)
             with ExitStack() as until_sent:
-                with op, places.part(rpc.client, 1, context):
+                with op, places.part(rpc.client, 1, context, max_wait_s):
                     op.begin_to_receive()
                     next_message = partial(receive_required, requests, op, context)
                     call = servicer.unary_copy(

@@ -67,6 +67,7 @@ class Servicer:
     """Answers calls with the engine.
 
     Attributes:
+        admission: The engine's admission.
         batcher: The engine's batcher.
         transfers: The engine's watchdog, which ends calls whose client sends or receives too slowly.
         load: The engine's load, which the ports report with each answer.
@@ -78,6 +79,7 @@ class Servicer:
     """
 
     def __init__(self, engine: Engine, max_message_bytes: int, authenticator: Authenticator = ALLOW_ALL) -> None:
+        self.admission = engine.admission
         self.batcher = engine.batcher
         self.transfers = engine.transfers
         self.load = engine.load

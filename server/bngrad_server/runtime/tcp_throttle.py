@@ -99,6 +99,8 @@ class TcpThrottle:
         self._strangers: dict[str, tuple[float, float]] = {}  # by host: what they may send, and when that was so
         self._paused_at = float("-inf")
         self._shut_downs = 0  # in the current look
+        self._refused: set[str] = set()  # clients, since the last look
+        self._wake = threading.Event()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tcp-throttle", daemon=True)
 
@@ -110,6 +112,17 @@ class TcpThrottle:
     def close(self) -> None:
         """Ends the thread, and all pauses."""
         self._closing.set()
+        self._wake.set()
+
+    def refused(self, name: str, client: str) -> None:
+        """Pauses, very soon, the connections of a client of which a call was refused that only costs time.
+
+        So it does with the client's next connections while the pause lasts; ``name`` is that of the call's.
+        """
+        self.peer(name).account = client
+        with self._mutex:
+            self._refused.add(client)
+        self._wake.set()
 
     def peer(self, name: str) -> Peer:
         """Returns the peer of a call, by grpcio's name for it, such as ``ipv4:127.0.0.1:50051``."""
@@ -120,13 +133,16 @@ class TcpThrottle:
             return peer
 
     def _run(self) -> None:
-        interval_s = _INTERVAL_S
-        while not self._closing.wait(interval_s):
+        interval_s, least_s = _INTERVAL_S, 0.0
+        while not self._closing.wait(least_s):
+            self._wake.wait(interval_s - least_s)
+            self._wake.clear()
             began = time.thread_time()  # the thread's own: on a busy machine it must not look more rarely
             self.look()
             cost_s = time.thread_time() - began
             wanted_s = _BUSY_INTERVAL_S if time.monotonic() - self._paused_at < _QUIET_S else _INTERVAL_S
-            interval_s = max(wanted_s, _LEAST_SLEEP * cost_s)
+            least_s = _LEAST_SLEEP * cost_s
+            interval_s = max(wanted_s, least_s)
         for connection in self._connections.values():
             connection.resume_at = connection.resume_at and 0.0  # long ago
         self.look()
@@ -137,6 +153,10 @@ class TcpThrottle:
         connections, others = self._connections, self._others
         self._connections, self._others = {}, {}
         self._shut_downs = 0
+        with self._mutex:
+            refused, self._refused = self._refused, set()
+        for client in refused:
+            self._account(client, now).pause(now)
         for fd in map(int, os.listdir("/proc/self/fd")):
             with suppress(OSError):  # it was closed meanwhile
                 inode = os.fstat(fd).st_ino
@@ -188,6 +208,9 @@ class TcpThrottle:
             account.waiting += peer.waiting
             account.receiving += peer.receiving
         if connection.resume_at is not None and now < connection.resume_at:
+            return
+        if account is not None and now < account.paused_until:
+            self._pause(fd, connection.name, now, account.paused_until - now)
             return
         with _borrowed(fd, connection.family) as sock:
             if connection.resume_at is not None and not self._end_pause(sock, connection, now):

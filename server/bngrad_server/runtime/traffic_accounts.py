@@ -125,12 +125,14 @@ class Account:
         waiting: Their ops whose messages may not arrive yet, as found since it was last settled.
         receiving: Their ops whose next message may be arriving.
         excesses: What the connections that are not paused have sent since then.
+        paused_until: When the pause of all its connections ends, on the monotonic clock; may be over.
     """
 
     def __init__(self, now: float) -> None:
         self.waiting = 0
         self.receiving = 0
         self.excesses: list[Excess] = []
+        self.paused_until = -math.inf
         self._level = _KNOWN_NBYTES
         self._settled_at = now
         self._strikes = 0
@@ -154,6 +156,11 @@ class Account:
         strikes = self.strikes(now)
         self._strikes, self._struck_at = min(strikes + 1, _MAX_STRIKES), now
         return float(_PAUSE_S * 2**strikes)
+
+    def pause(self, now: float) -> None:
+        """Pauses all its connections, later ones too; does nothing while they are."""
+        if now >= self.paused_until:
+            self.paused_until = now + self.strike(now)
 
     def strikes(self, now: float) -> int:
         """Returns how often its connections were paused lately."""

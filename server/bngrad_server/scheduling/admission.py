@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from bngrad_server.errors import OverloadedError, RequestTooLargeError
@@ -34,6 +34,7 @@ class Admission:
     Attributes:
         requests: How many requests are admitted now.
         asked: How often admission has been asked for so far.
+        on_leave: Called when a request has left, if clients have limits.
     """
 
     def __init__(
@@ -53,6 +54,8 @@ class Admission:
         self._requests_of: Counter[str] = Counter()
         self._work_of: Counter[str] = Counter()
         self._received_of: Counter[str] = Counter()
+        self._refused_of: dict[str, int] = {}  # the bytes of the last request beyond a client's limits, until the next
+        self.on_leave: Callable[[], object] = lambda: None
         self._rates: deque[float] = deque(maxlen=_WINDOWS)
         self._rate = 0.0  # unknown
         self._window_start = time.monotonic()
@@ -65,6 +68,14 @@ class Admission:
             return math.inf
         with self._mutex:
             return self._max_client_bytes - self._held(client)
+
+    def is_worthwhile(self, client: str) -> bool:
+        """Whether a client may have another request like the one that was last refused for what it has already."""
+        if client not in self._refused_of:
+            return True
+        with self._mutex:
+            requests, nbytes = self._requests_of[client] + 1, self._held(client) + self._refused_of.get(client, 0)
+            return requests <= self._max_client_requests and nbytes <= self._max_client_bytes
 
     def enter(self, client: str, nbytes: int, deadline: float | None) -> None:
         """Admits a request, until `leave`.
@@ -85,6 +96,7 @@ class Admission:
             self._work += work
             self._requests_of[client] += 1
             self._work_of[client] += work
+            self._refused_of.pop(client, None)
 
     def pass_through(self, client: str, nbytes: int, deadline: float | None) -> None:
         """Admits a request that is computed at once, and leaves before any other can come.
@@ -118,7 +130,10 @@ class Admission:
             self._work_of[client] -= work
             if not self._requests_of[client]:
                 del self._requests_of[client], self._work_of[client]
+                self._refused_of.pop(client, None)
             self._measure(work if computed else 0)
+        if self._limits_clients:
+            self.on_leave()
 
     @contextmanager
     def receiving(self, client: str, nbytes: int, deadline: float | None) -> Iterator[None]:
@@ -175,17 +190,19 @@ class Admission:
 
     def _check_client(self, client: str, work: int) -> None:
         """Rejects a client that has reached its limits."""
-        requests = self._requests_of[client]
-        if requests >= self._max_client_requests:
-            raise OverloadedError(
-                f"this client has {requests} requests in progress already, the most that it may", _CLIENT_RETRY_S
-            )
-        nbytes = work - _WORK_OF_ANY_REQUEST
+        requests, nbytes = self._requests_of[client], work - _WORK_OF_ANY_REQUEST
         limit = f"the {self._max_client_bytes} bytes that it may have (max_client_bytes)"
-        if nbytes > self._max_client_bytes:
+        if requests >= self._max_client_requests:
+            problem = f" has {requests} requests in progress already, the most that it may"
+        elif nbytes > self._max_client_bytes:
             raise RequestTooLargeError(f"this client's request of {nbytes} bytes is more than {limit}")
-        if self._held(client) + nbytes > self._max_client_bytes:
-            raise OverloadedError(f"this client's requests would have more than {limit} in progress", _CLIENT_RETRY_S)
+        elif self._held(client) + nbytes > self._max_client_bytes:
+            problem = f"'s requests would have more than {limit} in progress"
+        else:
+            return
+        if requests:
+            self._refused_of[client] = nbytes
+        raise OverloadedError(f"this client{problem}", _CLIENT_RETRY_S)
 
     def _held(self, client: str) -> int:
         requests = self._requests_of[client] * _WORK_OF_ANY_REQUEST

@@ -120,6 +120,21 @@ def test_more_than_there_is_is_given_to_one_at_a_time() -> None:
     assert waiting.result(10)
 
 
+def test_who_may_have_nothing_now_waits_until_it_may() -> None:
+    full = {"full"}
+    shares = FairShares("places", 64, is_worthwhile=lambda client: client not in full)
+    calls = Calls(shares)
+    with pytest.raises(OverloadedError, match="share of the places"):
+        calls.take("full")
+    waiting = calls.wait("full")
+    assert calls.take("other")
+    assert not waiting.done()
+    full.clear()
+    shares.serve()
+    assert waiting.result(10)
+    calls.end()
+
+
 def test_beyond_those_that_may_wait_the_latest_of_the_client_with_most_is_refused(calls: Calls) -> None:
     calls.share("greedy")
     with ExitStack() as stack:

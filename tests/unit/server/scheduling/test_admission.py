@@ -202,6 +202,33 @@ def test_the_bytes_of_a_client_are_limited() -> None:
     gate.enter("greedy", 10 * MB, None)
 
 
+@pytest.mark.parametrize("limits", [{"max_client_bytes": 10 * MB}, {"max_client_requests": 2}])
+def test_who_was_refused_for_its_limits_is_so_again_until_there_is_room_for_the_same(limits: dict[str, int]) -> None:
+    gate, left = Admission(256, 5.0, **limits), []
+    gate.on_leave = lambda: left.append(gate.is_worthwhile("greedy"))
+    for _ in range(2):
+        gate.enter("greedy", 5 * MB, None)
+    assert gate.is_worthwhile("greedy")
+    with pytest.raises(OverloadedError):
+        gate.enter("greedy", 4 * MB, None)
+    assert not gate.is_worthwhile("greedy")
+    assert gate.is_worthwhile("modest")
+    gate.leave("greedy", 5 * MB, computed=True)
+    assert left == [True]
+    gate.enter("greedy", 5 * MB, None)
+    assert gate.is_worthwhile("greedy")  # the next one may be smaller
+
+
+def test_who_has_nothing_is_always_worth_a_try() -> None:
+    gate = Admission(256, 5.0, max_client_requests=1)
+    gate.enter("client", MB, None)
+    with pytest.raises(OverloadedError):
+        gate.enter("client", MB, None)
+    gate.leave("client", MB, computed=False)
+    assert gate.is_worthwhile("client")
+    assert not gate._refused_of
+
+
 @pytest.mark.parametrize("other_nbytes", [0, 10 * MB])
 def test_a_request_beyond_the_limit_of_a_client_is_refused_for_good(other_nbytes: int) -> None:
     gate = Admission(256, 5.0, max_client_bytes=10 * MB)
