@@ -49,6 +49,7 @@ class Engine:
     Attributes:
         device_remark: Why some or all GPUs are not used, where the settings name no device; empty otherwise.
         max_message_nbytes: The largest message that the HTTP/2 port receives whole.
+        max_wait_s: The setting.
         load: Measures how loaded the server is.
     """
 
@@ -78,7 +79,7 @@ class Engine:
             lambda: self.admission.asked + self._messages.taken,
             lambda: self.admission.requests + self._messages.used_bytes,
         )
-        self._max_wait_s = config.max_wait_s
+        self.max_wait_s = config.max_wait_s
         self.small_requests = SmallRequests(config.front_bytes if set(names) == {"cpu"} else 0)
 
     def stage(
@@ -260,14 +261,14 @@ class Engine:
 
     def _allocate(self, memory: Allocator, nbytes: int, rpc: RpcContext) -> Block:
         """Takes a block of memory, and waits for it; see `stage`."""
-        deadline = time.monotonic() + self._max_wait_s
+        deadline = time.monotonic() + self.max_wait_s
         make_room = self.ahead.evict if memory is self.arena else _no_room
         if rpc.deadline is not None and rpc.deadline <= deadline:
             return memory.allocate(nbytes, rpc.client, rpc.deadline, rpc.is_cancelled, make_room)
         try:
             return memory.allocate(nbytes, rpc.client, deadline, rpc.is_cancelled, make_room)
         except TimeoutError as error:
-            raise OverloadedError(str(error), self._max_wait_s) from error
+            raise OverloadedError(str(error), self.max_wait_s) from error
 
     def _close(self, staged: StagedRequest, error: BaseException | None) -> None:
         """Releases a staged request, and has the observer count it."""

@@ -71,9 +71,8 @@ class FairShares:
 
     def serve(self) -> None:
         """Gives parts to calls that wait and may have them now."""
-        if self._waiting:
-            with self._mutex:
-                self._serve()
+        with self._mutex:
+            self._serve()
 
     def _take_or_wait(self, client: str, amount: int) -> _Waiting | None:
         with self._mutex:

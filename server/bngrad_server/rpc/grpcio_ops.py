@@ -67,7 +67,7 @@ class OpHandlers(grpc.GenericRpcHandler):
         # The message of a unary call says how large the request is: that of a client at its limits is not received.
         is_worthwhile = servicer.admission.is_worthwhile
         unary_places = FairShares("places, or of requests and bytes", MAX_CALLS, _MAX_WAITING, is_worthwhile)
-        servicer.admission.on_leave = unary_places.serve
+        servicer.admission.on_leave.append(unary_places.serve)
         exchange_places = FairShares("places", MAX_CALLS, _MAX_WAITING)
         unsent = FairShares("memory for unsent answers", config.arena_bytes // 2)
         self._futile = futile = FutileCalls()

@@ -74,6 +74,7 @@ class Servicer:
         observer: Counts and logs requests; the ports report the calls that fail before they reach the engine.
         authenticator: Tells which client a call belongs to; the ports ask it.
         max_message_nbytes: The largest message that the HTTP/2 port receives whole.
+        max_wait_s: How long a call may wait for the server.
         end_lease: Forgets the tensors that were sent ahead over a connection.
         endpoints: Where clients find the HTTP/2 port and shared memory, as ServerInfo reports it.
     """
@@ -87,6 +88,7 @@ class Servicer:
         self.authenticator = authenticator
         self.endpoints = pb.Endpoints(small_request_bytes=engine.small_requests.max_nbytes)
         self.max_message_nbytes = engine.max_message_nbytes
+        self.max_wait_s = engine.max_wait_s
         self.end_lease = engine.ahead.end
         self._engine = engine
         self._max_message_bytes = max_message_bytes

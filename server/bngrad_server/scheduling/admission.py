@@ -34,7 +34,7 @@ class Admission:
     Attributes:
         requests: How many requests are admitted now.
         asked: How often admission has been asked for so far.
-        on_leave: Called when a request has left, if clients have limits.
+        on_leave: What is called when a request has left, if clients have limits.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Admission:
         self._work_of: Counter[str] = Counter()
         self._received_of: Counter[str] = Counter()
         self._refused_of: dict[str, int] = {}  # the bytes of the last request beyond a client's limits, until the next
-        self.on_leave: Callable[[], object] = lambda: None
+        self.on_leave: list[Callable[[], object]] = []
         self._rates: deque[float] = deque(maxlen=_WINDOWS)
         self._rate = 0.0  # unknown
         self._window_start = time.monotonic()
@@ -133,7 +133,8 @@ class Admission:
                 self._refused_of.pop(client, None)
             self._measure(work if computed else 0)
         if self._limits_clients:
-            self.on_leave()
+            for callback in self.on_leave:
+                callback()
 
     @contextmanager
     def receiving(self, client: str, nbytes: int, deadline: float | None) -> Iterator[None]:

@@ -90,7 +90,8 @@ class Http2Connections:
         self._amid_frame: dict[Connection, float] = {}  # and since when
         self._idle: dict[Connection, None] = {}  # the one that was idle longest comes first
         self._with_inline_call: set[Connection] = set()
-        self._receiving = ReceivingCalls()
+        self._receiving = ReceivingCalls(is_worthwhile=servicer.admission.is_worthwhile, max_wait_s=servicer.max_wait_s)
+        servicer.admission.on_leave.append(self._after_request)
         self._draining = False
         event_loop.on_tick = self._on_tick
 
@@ -265,6 +266,7 @@ class Http2Connections:
         for connection, waiting, error in self._receiving.expired():
             self._end_receiving(connection)
             self._refuse(connection, waiting.call, error)
+        self._receive_waiting()  # a request may have left in the moment in which a call began to wait
         now = time.monotonic()
         over = [connection for connection, until in self._suspended.items() if until <= now]
         for connection in over:
@@ -373,6 +375,11 @@ class Http2Connections:
             self._lend(connection, partial(connection.handler.handle, call, rpc))
         else:
             self._unwatch(connection)  # what the client sends waits in the kernel
+
+    def _after_request(self) -> None:
+        """Is called by any thread after a request has left, where clients have limits."""
+        if self._receiving.is_waited_for:
+            self._event_loop.call_soon(self._receive_waiting)
 
     def _receive_waiting(self) -> None:
         for connection, waiting in self._receiving.served():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, TypeVar
 
 Member = TypeVar("Member")
@@ -57,8 +57,10 @@ class ThreadShares(Generic[Member]):
     client that has none yet; of the clients that wait, the one that has fewest is served first.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, is_worthwhile: Callable[[str], bool] = lambda client: True) -> None:
+        """Shares ``count`` threads among clients; one for which it is not worthwhile now gets none."""
         self._free = count
+        self._is_worthwhile = is_worthwhile
         self._having: dict[Member, str] = {}
         self._taken: Counter[str] = Counter()
         self._waiting: dict[str, dict[Member, None]] = {}  # by client, oldest first
@@ -83,8 +85,9 @@ class ThreadShares(Generic[Member]):
 
     def serve_next(self) -> Member | None:
         """Takes a thread for the next one that waits, and returns it; None if there is none for it."""
-        client = min(self._waiting, key=lambda client: self._taken[client], default=None)
-        if client is None or not self._fits(client):
+        clients = sorted(self._waiting, key=lambda client: self._taken[client])
+        client = next(filter(self._fits, clients), None)
+        if client is None:
             return None
         member = next(iter(self._waiting[client]))
         self._forget(member, client)
@@ -102,6 +105,8 @@ class ThreadShares(Generic[Member]):
         return (member for members in self._waiting.values() for member in members)
 
     def _fits(self, client: str) -> bool:
+        if not self._is_worthwhile(client):
+            return False
         taken, rest = self._taken[client], self._free - 1
         return taken + 1 <= 2 * rest if taken else rest >= 0
 

@@ -1,13 +1,13 @@
 """The calls whose messages have not arrived whole: each has a thread that receives, or waits for one.
 
-The threads are shared evenly among clients.
+The threads are shared evenly among clients. A client that was refused for its limits gets none until it has room.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from bngrad_server.errors import OverloadedError
 from bngrad_server.rpc.http2.connection import Connection, WaitingCall
@@ -24,11 +24,27 @@ _RETRY_S = 1.0
 class ReceivingCalls:
     """The connections with such a call; for the event loop's thread."""
 
-    def __init__(self, threads: int = _THREADS, timeout_s: float = _TIMEOUT_S) -> None:
-        """Has no calls yet; ``threads`` is their number, ``timeout_s`` how long a call may wait for one."""
+    def __init__(
+        self,
+        threads: int = _THREADS,
+        timeout_s: float = _TIMEOUT_S,
+        *,
+        is_worthwhile: Callable[[str], bool] = lambda client: True,
+        max_wait_s: float = _TIMEOUT_S,
+    ) -> None:
+        """Has no calls yet.
+
+        Args:
+            threads: The number of threads.
+            timeout_s: How long a call may wait for one.
+            is_worthwhile: Whether a client may have a request like the one that was last refused for its limits.
+            max_wait_s: How long a call may wait for that.
+        """
         self._timeout_s = timeout_s
+        self._is_worthwhile = is_worthwhile
+        self._max_wait_s = max_wait_s
         self._all: dict[Connection, None] = {}  # the oldest comes first
-        self._shares: ThreadShares[Connection] = ThreadShares(threads)
+        self._shares: ThreadShares[Connection] = ThreadShares(threads, is_worthwhile)
 
     def __len__(self) -> int:
         return len(self._all)
@@ -42,7 +58,8 @@ class ReceivingCalls:
         self._all[connection] = None
         if self._shares.take(connection, connection.client):
             return True
-        until = min(time.monotonic() + self._timeout_s, math.inf if rpc.deadline is None else rpc.deadline)
+        timeout_s = self._timeout_s if self._is_worthwhile(connection.client) else self._max_wait_s
+        until = min(time.monotonic() + timeout_s, math.inf if rpc.deadline is None else rpc.deadline)
         connection.waiting_call = WaitingCall(call, rpc, until)
         return False
 
@@ -53,6 +70,11 @@ class ReceivingCalls:
         del self._all[connection]
         connection.waiting_call = None
         self._shares.leave(connection, connection.client)
+        return self._shares.is_waited_for
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether a call waits for a thread."""
         return self._shares.is_waited_for
 
     def served(self) -> Iterator[tuple[Connection, WaitingCall]]:
@@ -73,5 +95,6 @@ class ReceivingCalls:
                 if deadline is not None and deadline <= now:
                     error: Exception = TimeoutError("the deadline has passed while the call waited for a thread")
                 else:
-                    error = OverloadedError("this client has its share of the threads that receive messages", _RETRY_S)
+                    reason = "this client has its share of the threads that receive messages, or of requests and bytes"
+                    error = OverloadedError(reason, _RETRY_S)
                 yield connection, waiting, error

@@ -205,7 +205,7 @@ def test_the_bytes_of_a_client_are_limited() -> None:
 @pytest.mark.parametrize("limits", [{"max_client_bytes": 10 * MB}, {"max_client_requests": 2}])
 def test_who_was_refused_for_its_limits_is_so_again_until_there_is_room_for_the_same(limits: dict[str, int]) -> None:
     gate, left = Admission(256, 5.0, **limits), []
-    gate.on_leave = lambda: left.append(gate.is_worthwhile("greedy"))
+    gate.on_leave.append(lambda: left.append(gate.is_worthwhile("greedy")))
     for _ in range(2):
         gate.enter("greedy", 5 * MB, None)
     assert gate.is_worthwhile("greedy")

@@ -355,6 +355,27 @@ def test_a_call_does_not_wait_for_a_thread_for_ever(service: Service) -> None:
     assert receiving(service) == 1
 
 
+def test_a_call_of_a_client_at_its_limits_waits_without_a_thread_until_it_has_room(service: Service) -> None:
+    full = {"here"}
+    service.port._connections._receiving = ReceivingCalls(is_worthwhile=lambda client: not full)
+    before = set(threading.enumerate())
+    (waiting,), rest = half_made(service, 1)
+    wait_until(lambda: receiving(service) == 1)
+    waiting.sendall(rest)
+    time.sleep(0.3)
+    assert set(threading.enumerate()) == before
+    full.clear()
+    wait_until(lambda: service.worker.batches == [1])
+
+
+def test_a_call_of_a_client_at_its_limits_is_refused_in_time(service: Service) -> None:
+    service.port._connections._receiving = ReceivingCalls(is_worthwhile=lambda client: False, max_wait_s=0.3)
+    call = service.connect(over_tcp=True).call(PATH)
+    call.send_message(REQUEST, more=True)
+    assert code_of(call) == RESOURCE_EXHAUSTED
+    assert receiving(service) == 0
+
+
 def test_a_call_that_waits_for_a_thread_does_not_delay_the_stop(service: Service) -> None:
     service.port._connections._receiving = ReceivingCalls(1)
     half_made(service, 3)
