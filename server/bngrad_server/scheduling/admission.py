@@ -21,6 +21,8 @@ _WINDOW_S = 0.5
 _WINDOWS = 8
 _SHORTEST_RETRY_S, _LONGEST_RETRY_S = 0.02, 5.0
 _CLIENT_RETRY_S = 0.05
+_REFUSED_S = 5.0
+"""How long a client that was refused for its limits is expected to ask for as much; later requests may be small."""
 
 
 class Admission:
@@ -54,7 +56,7 @@ class Admission:
         self._requests_of: Counter[str] = Counter()
         self._work_of: Counter[str] = Counter()
         self._received_of: Counter[str] = Counter()
-        self._refused_of: dict[str, int] = {}  # the bytes of the last request beyond a client's limits, until the next
+        self._refused_of: dict[str, tuple[int, float]] = {}  # the bytes of a client's last such request, and until when
         self.on_leave: list[Callable[[], object]] = []
         self._rates: deque[float] = deque(maxlen=_WINDOWS)
         self._rate = 0.0  # unknown
@@ -71,11 +73,12 @@ class Admission:
 
     def is_worthwhile(self, client: str) -> bool:
         """Whether a client may have another request like the one that was last refused for what it has already."""
-        if client not in self._refused_of:
+        nbytes, until = self._refused_of.get(client, (0, 0.0))
+        if time.monotonic() >= until:
             return True
         with self._mutex:
-            requests, nbytes = self._requests_of[client] + 1, self._held(client) + self._refused_of.get(client, 0)
-            return requests <= self._max_client_requests and nbytes <= self._max_client_bytes
+            requests, held = self._requests_of[client] + 1, self._held(client)
+            return requests <= self._max_client_requests and held + nbytes <= self._max_client_bytes
 
     def enter(self, client: str, nbytes: int, deadline: float | None) -> None:
         """Admits a request, until `leave`.
@@ -202,7 +205,7 @@ class Admission:
         else:
             return
         if requests:
-            self._refused_of[client] = nbytes
+            self._refused_of[client] = nbytes, time.monotonic() + _REFUSED_S
         raise OverloadedError(f"this client{problem}", _CLIENT_RETRY_S)
 
     def _held(self, client: str) -> int:

@@ -219,6 +219,16 @@ def test_who_was_refused_for_its_limits_is_so_again_until_there_is_room_for_the_
     assert gate.is_worthwhile("greedy")  # the next one may be smaller
 
 
+def test_a_client_whose_large_request_was_refused_may_try_a_small_one_after_some_seconds(clock: Clock) -> None:
+    gate = Admission(256, 5.0, max_client_bytes=10 * MB)
+    gate.enter("client", 5 * MB, None)
+    with pytest.raises(OverloadedError):
+        gate.enter("client", 9 * MB, None)
+    assert not gate.is_worthwhile("client")
+    clock.now += 5
+    assert gate.is_worthwhile("client")
+
+
 def test_who_has_nothing_is_always_worth_a_try() -> None:
     gate = Admission(256, 5.0, max_client_requests=1)
     gate.enter("client", MB, None)
