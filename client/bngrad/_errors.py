@@ -99,7 +99,16 @@ class UnavailableError(BngradError, ConnectionError):
 
 
 class NotSharedError(UnavailableError):
-    """The server shares no memory with this client, whose transport is "shared"; asking again does not help."""
+    """The server shares no memory with this client, whose transport is "shared", or has leased all that it may have.
+
+    Attributes:
+        is_full: Whether it may have more once it, or others, have given some back: such calls are tried again for a
+            second.
+    """
+
+    def __init__(self, message: str = "", *, is_full: bool = False) -> None:
+        super().__init__(message)
+        self.is_full = is_full
 
 
 class UnknownTicketError(BngradError):

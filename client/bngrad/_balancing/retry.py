@@ -16,6 +16,8 @@ LONGEST_DELAY_S = 2.0
 _DOUBLINGS = math.ceil(math.log2(LONGEST_DELAY_S / FIRST_DELAY_S))
 _MAX_ENDLESS_ATTEMPTS = 5
 """How often an unavailable server is tried by a call without a deadline."""
+_MAX_FULL_ATTEMPTS = 6
+"""How often a server is asked for memory to share that has leased all, which takes about a second."""
 
 
 def delay_s(failures: int, hint_s: float | None = None) -> float:
@@ -78,7 +80,7 @@ class Attempts:
         self._count += 1
         failures = self._failures[server] = self._failures.get(server, 0) + 1
         hint_s = error.retry_delay_s if isinstance(error, ResourceExhaustedError) else None
-        if isinstance(error, NotSharedError):
+        if isinstance(error, NotSharedError) and not (error.is_full and failures < _MAX_FULL_ATTEMPTS):
             self._ready_at[server] = math.inf
         elif isinstance(error, UnavailableError) or hint_s is not None:
             self._ready_at[server] = time.monotonic() + delay_s(failures, hint_s)

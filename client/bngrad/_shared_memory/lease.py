@@ -15,6 +15,10 @@ class LeaseError(Exception):
     """The server shares no memory with this client, or no more of it."""
 
 
+class LeaseRefusedError(LeaseError):
+    """The server leases no more memory now, to this client or at all."""
+
+
 class LeaseEndedError(LeaseError):
     """A lease has ended, perhaps before it began; new memory may be leased."""
 
@@ -36,7 +40,7 @@ def lease_region(
         The connection that keeps the lease, the region's key, its file descriptor.
 
     Raises:
-        LeaseError: The server refuses.
+        LeaseRefusedError: The server refuses.
         LeaseEndedError: The server closed the connection without an answer.
         LeaseLateError: The deadline passed.
         UnreachableError: The server does not answer.
@@ -59,7 +63,7 @@ def lease_region(
         if answer == b"":
             raise LeaseEndedError("the server closed the lease without an answer: it stops, or has no file left for it")
         if len(fds) != 1 or len(answer) != lease_protocol.KEY_NBYTES:
-            raise LeaseError(answer.decode(errors="replace"))
+            raise LeaseRefusedError(answer.decode(errors="replace"))
     except OSError as error:
         lease.close()
         if isinstance(error, TimeoutError) and not deadline.allows(0):

@@ -24,7 +24,13 @@ from bngrad._errors import (
 from bngrad._requests import codec
 from bngrad._requests.request import EXCHANGE_METHOD, NO_TICKETS, SERVER_INFO_METHOD, PreparedRequest
 from bngrad._results import ServerInfo
-from bngrad._shared_memory.lease import LeaseEndedError, LeaseError, LeaseLateError, UnreachableError
+from bngrad._shared_memory.lease import (
+    LeaseEndedError,
+    LeaseError,
+    LeaseLateError,
+    LeaseRefusedError,
+    UnreachableError,
+)
 from bngrad._shared_memory.pool import Pool
 from bngrad._shared_memory.quarantine import AbandonedCall, Quarantine
 from bngrad._shared_memory.region import PoolRegion
@@ -310,8 +316,10 @@ class TransportSelector:
         if isinstance(error, LeaseLateError):
             return from_status(grpc.StatusCode.DEADLINE_EXCEEDED, str(error), b"", self._target, deadline.timeout)
         has_gone = isinstance(error, NotConnectedError | UnreachableError | LeaseEndedError)
-        kind = UnavailableError if has_gone else NotSharedError
-        return kind(f"{self._target} shares no memory with this client: {error}")
+        problem = f"{self._target} shares no memory with this client: {error}"
+        if has_gone:
+            return UnavailableError(problem)
+        return NotSharedError(problem, is_full=isinstance(error, LeaseRefusedError))
 
     def _ask(self, deadline: Deadline, cancellation: Cancellation) -> tuple[ServerInfo, pb.Endpoints]:
         answer = self._grpcio.unary(SERVER_INFO_METHOD, [], deadline, cancellation)

@@ -98,6 +98,18 @@ def test_a_server_that_shares_nothing_is_not_tried_again() -> None:
         made.wait(False, Cancellation())
 
 
+def test_a_server_whose_memory_is_all_leased_is_asked_again_for_about_a_second() -> None:
+    made, waits, slept_s = attempts(60.0), Waits(), 0.0
+    for _ in range(5):
+        made.failed("a", NotSharedError("full", is_full=True))
+        made.wait(False, waits)
+        slept_s += waits.seconds
+    made.failed("a", NotSharedError("full", is_full=True))
+    with pytest.raises(NotSharedError, match=r"^full \(6 attempts in"):
+        made.wait(False, waits)
+    assert 0 < slept_s < 1.6
+
+
 def test_without_a_deadline_an_unavailable_server_is_tried_five_times_and_a_full_one_forever() -> None:
     made, full, waits = attempts(math.inf), attempts(math.inf), Waits()
     for _ in range(4):

@@ -424,11 +424,11 @@ def test_a_stream_port_that_drops_packets_delays_no_call_and_is_logged_once(
     served.endpoints.ClearField("local_directory")
     with full_listener() as listener, bngrad.Client(served.target) as client:
         served.endpoints.stream_port = listener.getsockname()[1]
-        until = time.monotonic() + 1
-        while time.monotonic() < until:
+        until = time.monotonic() + SECONDS
+        while served.infos < 3 and time.monotonic() < until:
             right(client, tensor(LARGE), served)
     assert set(served.ways) == {"grpc"}
-    assert served.infos > 2  # it was tried again
+    assert served.infos >= 3  # it was tried again
     (record,) = caplog.records
     assert f"calls go to {served.target} itself" in record.message
 
