@@ -37,8 +37,8 @@ from bngrad_wire.http2.errors import ErrorCode
 from bngrad_wire.http2.header_block import encode
 
 INVALID_ARGUMENT, DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED = 3, 4, 8
-_THREAD_PREFIX = "http2-"
 DELAY_S = 60.0
+_THREAD_PREFIX = "http2-"
 """What the names of the port's threads begin with."""
 
 
