@@ -108,6 +108,7 @@ class StagedRequest:
         self._stats_offset = block.offset
         offset = block.offset + sizes.all_stats
         arena = self._arena.view
+        self._arena.ask_for_huge_pages(block)
         if self._ahead_count:
             self._hold_ahead()
         views: list[memoryview | None] = []

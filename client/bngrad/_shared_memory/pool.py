@@ -71,6 +71,7 @@ class Pool:
         """
         nbytes = math.prod(shape) * dtype.itemsize
         block = self._take(_size_class(nbytes), deadline, cancellation or Cancellation())
+        block.region.ask_for_huge_pages(block.offset, block.nbytes)
         owner = np.ndarray(max(nbytes, 1), np.uint8, block.region.memory, block.offset)
         weakref.finalize(owner, self._returned.append, block).atexit = False
         return np.ndarray(shape, dtype, owner.data)
@@ -217,7 +218,7 @@ class Pool:
         self._regions.remove(region)
         if region.blocks == 0:
             with contextlib.suppress(BufferError):  # the last array is just going
-                region.memory.close()  # before the lease ends, or the server would still count it
+                region.unmap()  # before the lease ends, or the server would still count it
         region.close()
 
     def _drop_free_blocks(self, region: PoolRegion) -> None:

@@ -12,6 +12,7 @@ import threading
 from bngrad._shared_memory.lease import shut_down
 from bngrad.typing import Array
 from bngrad_wire.lease_protocol import IN_USE, IS_IN_USE
+from bngrad_wire.mapped_file import MappedFile
 
 _ANSWER_TIMEOUT_S = 0.25
 
@@ -36,21 +37,40 @@ class PoolRegion:
         self._answer_is_due = False
         self._mutex = threading.Lock()
         self._holders = 1
+        self._file: MappedFile | None = None
         if lease is None:
             # Private, so that a forked child cannot write into our arrays.
-            self.memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            private = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            with contextlib.suppress(OSError):  # not every kernel has huge pages
+                private.madvise(mmap.MADV_HUGEPAGE)
+            self.memory = memoryview(private)
         else:
             self._socket, self.key, fd = lease
             try:
-                self.memory = mmap.mmap(fd, nbytes)
+                self._file = MappedFile(fd, nbytes)
             except BaseException:
                 self.close()
                 raise
             finally:
                 os.close(fd)
-        with contextlib.suppress(OSError):  # not every kernel has huge pages
-            self.memory.madvise(mmap.MADV_HUGEPAGE)
+            self.memory = self._file.view
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+
+    def ask_for_huge_pages(self, offset: int, nbytes: int) -> None:
+        """Has the system provide memory in huge pages, if it is large and was never used."""
+        if self._file is not None:
+            self._file.ask_for_huge_pages(offset, nbytes)
+
+    def unmap(self) -> None:
+        """Unmaps the memory, of which no array is left.
+
+        Raises:
+            BufferError: A view of it is in use.
+        """
+        mapped = self.memory.obj
+        assert isinstance(mapped, mmap.mmap)
+        self.memory.release()
+        mapped.close()
 
     def offset_of(self, array: Array) -> int | None:
         """Returns where an array in C order begins in the region, in bytes; None if it is elsewhere."""

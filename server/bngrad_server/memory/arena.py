@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 
-from bngrad_server.memory.allocator import Allocator
-from bngrad_server.memory.mapping import map_file
+from bngrad_server.memory.allocator import Allocator, Block
+from bngrad_wire.mapped_file import MappedFile
 
 _RESERVE_FRACTION = 16
 _LEAST_RESERVE_NBYTES, _LARGEST_RESERVE_NBYTES = 4 * 2**20, 64 * 2**20
@@ -33,7 +33,12 @@ class Arena(Allocator):
         self.file_nbytes = self.nbytes + self.reserve_nbytes
         self.fd = os.memfd_create("bngrad-arena")
         os.ftruncate(self.fd, self.file_nbytes)
-        self.view = memoryview(map_file(self.fd, self.file_nbytes))
+        self._file = MappedFile(self.fd, self.file_nbytes)
+        self.view = self._file.view
+
+    def ask_for_huge_pages(self, block: Block) -> None:
+        """Has the system provide the memory of a block in huge pages, if it is large and was never used."""
+        self._file.ask_for_huge_pages(block.offset, block.nbytes)
 
     def close(self) -> None:
         """Closes the file; the memory is freed once no process maps it."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import enum
 import itertools
-import mmap
 import pickle
 import struct
 from collections.abc import Mapping
@@ -85,9 +84,7 @@ def split_batch(packed: memoryview, specs: Mapping[int, Spec]) -> list[bytes]:
     return [bytes(packed[start : start + nbytes]) for start in range(0, len(packed), nbytes)]
 
 
-def unpack_problem(
-    packed: bytes, specs: Mapping[int, Spec], memories: Mapping[int, mmap.mmap | memoryview]
-) -> AnyProblem:
+def unpack_problem(packed: bytes, specs: Mapping[int, Spec], memories: Mapping[int, memoryview]) -> AnyProblem:
     """The problem of a packed task; its arrays are views of shared memory."""
     spec = specs[_SPEC_NUMBER.unpack_from(packed)[0]]
     problem, large = problem_type(spec), _LARGE[spec.order]
@@ -106,5 +103,5 @@ def unpack_problem(
     return problem(spec, **arrays, channels=channels)  # type: ignore[arg-type]
 
 
-def _view(buffer: mmap.mmap | memoryview, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+def _view(buffer: memoryview, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     return np.ndarray(shape, dtype, buffer, offset)

@@ -24,11 +24,11 @@ from bngrad_kernels.backend import Backend
 from bngrad_kernels.errors import DeviceFailedError, DeviceUnavailableError
 from bngrad_kernels.problem import AnyProblem
 from bngrad_kernels.spec import Spec
-from bngrad_server.memory.mapping import map_file
 from bngrad_server.runtime.processes import die_with_parent, ignore_stop_signals
 from bngrad_server.telemetry import logs
 from bngrad_server.workers import ipc
 from bngrad_server.workers.pinned_memory import PinnedMemory
+from bngrad_wire.mapped_file import MappedFile
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def main() -> None:
     beating = (heartbeat, float(heartbeat_s), running)
     threading.Thread(target=_send_heartbeats, args=beating, name="heartbeat", daemon=True).start()
     sockets = [socket.socket(fileno=fd) for fd in slot_fds]
-    arena = map_file(arena_fd, arena_nbytes)
+    arena = MappedFile(arena_fd, arena_nbytes).view
     with _ending_process(heartbeat, device):
         backend = backends.create(device, threads=int(threads), gpu_memory_nbytes=gpu_nbytes or None)
         backend.warm_up()
@@ -126,7 +126,7 @@ class _SlotLoop:
                 self._memory.remove(number)
             else:
                 fd = fds.pop(0)
-                self._memory.add(number, map_file(fd, nbytes))
+                self._memory.add(number, MappedFile(fd, nbytes).view)
                 os.close(fd)
 
     def _answer(self, packed: memoryview) -> bytes:

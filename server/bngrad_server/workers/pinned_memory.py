@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import mmap
 import threading
 import time
 from collections import Counter
@@ -28,9 +27,9 @@ class PinnedMemory:
         mapped: The memory.
     """
 
-    def __init__(self, arena: mmap.mmap, backend: Backend, pinned_nbytes: int) -> None:
+    def __init__(self, arena: memoryview, backend: Backend, pinned_nbytes: int) -> None:
         """Begins with the arena; the backend page-locks at most ``pinned_nbytes``."""
-        self.mapped: dict[int, mmap.mmap] = {}
+        self.mapped: dict[int, memoryview] = {}
         self._backend = backend
         self._left_nbytes = pinned_nbytes if backend.memory_nbytes else 0
         self._registered: set[int] = set()
@@ -39,7 +38,7 @@ class PinnedMemory:
         self._mutex = threading.Lock()
         self.add(ARENA, arena)
 
-    def add(self, number: int, memory: mmap.mmap) -> None:
+    def add(self, number: int, memory: memoryview) -> None:
         """Adds memory for one more slot."""
         with self._mutex:
             self._users[number] += 1
@@ -60,7 +59,7 @@ class PinnedMemory:
                 self._left_nbytes += len(memory)
                 self._backend.unregister(np.frombuffer(memory, np.uint8))
 
-    def _register(self, number: int, memory: mmap.mmap) -> None:
+    def _register(self, number: int, memory: memoryview) -> None:
         """Page-locks memory, or logs why it cannot be."""
         if not self._backend.memory_nbytes:
             return

@@ -5,14 +5,14 @@ import pytest
 
 from bngrad_server.memory.arena import Arena
 from bngrad_server.memory.layout import ALIGNMENT
-from bngrad_server.memory.mapping import map_file
+from bngrad_wire.mapped_file import MappedFile
 
 MIB = 2**20
 
 
 def test_a_process_that_maps_the_file_shares_the_memory() -> None:
     arena = Arena(ALIGNMENT)
-    theirs = map_file(arena.fd, arena.file_nbytes)
+    theirs = MappedFile(arena.fd, arena.file_nbytes).view
     arena.view[:16] = np.full(4, 7, np.float32).tobytes()
     assert np.ndarray(4, np.float32, theirs).tolist() == [7] * 4
     arena.close()

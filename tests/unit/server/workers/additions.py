@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import socket
 import threading
 import time
@@ -19,6 +18,7 @@ from bngrad_server.errors import WorkerDiedError
 from bngrad_server.memory.layout import ARENA
 from bngrad_server.scheduling.job import Part
 from bngrad_server.workers.ipc import pack_task, unpack_problem
+from bngrad_wire.mapped_file import MappedFile
 
 TIMEOUT_S = 20.0
 SHAPE, CHANNELS = (2, 5, 7, 3), 3
@@ -67,11 +67,9 @@ class Adder:
         if self._has_died:
             return
         for job, channels in parts:
-            arena = self._engine.arena.view.obj
-            assert isinstance(arena, mmap.mmap)
-            memories = {ARENA: arena}
+            memories = {ARENA: self._engine.arena.view}
             for region in self._engine.regions:
-                memories[region.number] = mmap.mmap(region.fd, region.nbytes)
+                memories[region.number] = MappedFile(region.fd, region.nbytes).view
             problem = unpack_problem(pack_task(job.task, 0, channels), {0: job.spec}, memories)
             if isinstance(problem, GradGradProblem):
                 problem.grad_y_backprop[...] = problem.grad_x_backprop + problem.y_backprop

@@ -28,7 +28,7 @@ def counts(spec: Spec) -> tuple[int, int]:
     return len(problem.small_inputs + problem.small_outputs), len(problem.large_inputs + problem.large_outputs)
 
 
-def address(buffer: mmap.mmap) -> int:
+def address(buffer: memoryview) -> int:
     return np.frombuffer(buffer, np.uint8).ctypes.data
 
 
@@ -52,7 +52,7 @@ def test_the_arrays_of_a_block_are_aligned_disjoint_and_where_they_are_said_to_b
     tensors = offset + small * sizes.stats_stride
     nbytes = small * sizes.stats_stride + large * stride
     assert sizes.all_stats == small * sizes.stats_stride
-    arena = mmap.mmap(-1, offset + nbytes + ALIGNMENT)
+    arena = memoryview(mmap.mmap(-1, offset + nbytes + ALIGNMENT))
     task = Task(True, offset, tuple(Place(ARENA, tensors + i * stride) for i in range(large)))
     problem = unpack_problem(pack_task(task, 7, range(spec.channels)), {7: spec}, {ARENA: arena})
     assert problem.spec is spec
@@ -75,7 +75,7 @@ def test_the_arrays_of_a_block_are_aligned_disjoint_and_where_they_are_said_to_b
 
 @pytest.mark.parametrize(("order", "index"), [*((1, i) for i in range(3)), *((2, i) for i in range(5))])
 def test_each_tensor_may_lie_in_memory_of_its_own(order: int, index: int) -> None:
-    arena, region = mmap.mmap(-1, 65536), mmap.mmap(-1, 65536)
+    arena, region = memoryview(mmap.mmap(-1, 65536)), memoryview(mmap.mmap(-1, 65536))
     spec = dataclasses.replace(SPEC, order=order)
     sizes = Sizes.of(spec)
     small, large = counts(spec)
@@ -92,7 +92,7 @@ def test_each_tensor_may_lie_in_memory_of_its_own(order: int, index: int) -> Non
 def test_a_batch_is_split_into_its_tasks_each_with_its_own_spec(order: int) -> None:
     specs = {3: SPEC, 2**32 - 1: Spec(BFLOAT16, (4, 6), 1)}
     specs = {number: dataclasses.replace(spec, order=order) for number, spec in specs.items()}
-    arena = mmap.mmap(-1, 65536)
+    arena = memoryview(mmap.mmap(-1, 65536))
     places = (Place(ARENA, 0),) * counts(specs[3])[1]
     kinds = [(has_scale, number) for has_scale in (True, False) for number in specs]
     batch = [pack_task(Task(has_scale, 0, places), index, range(specs[index].channels)) for has_scale, index in kinds]

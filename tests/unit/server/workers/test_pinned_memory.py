@@ -39,8 +39,8 @@ class Device:
         raise AssertionError("nothing is computed")
 
 
-def region() -> mmap.mmap:
-    return mmap.mmap(-1, 1 << 14)
+def region() -> memoryview:
+    return memoryview(mmap.mmap(-1, 1 << 14))
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def region() -> mmap.mmap:
 )
 def test_memory_is_mapped_and_page_locked_while_a_slot_uses_it(steps: str, is_mapped: bool) -> None:
     device = Device()
-    memories = PinnedMemory(mmap.mmap(-1, ARENA), device, PINNED_NBYTES)
+    memories = PinnedMemory(memoryview(mmap.mmap(-1, ARENA)), device, PINNED_NBYTES)
     for step in steps:
         memories.add(7, region()) if step == "+" else memories.remove(7)
         assert len(device.locked) <= 2
@@ -64,7 +64,7 @@ def test_memory_is_mapped_and_page_locked_while_a_slot_uses_it(steps: str, is_ma
 
 
 def test_slots_see_the_same_memory() -> None:
-    memories = PinnedMemory(mmap.mmap(-1, ARENA), Device(), PINNED_NBYTES)
+    memories = PinnedMemory(memoryview(mmap.mmap(-1, ARENA)), Device(), PINNED_NBYTES)
     first = region()
     memories.add(7, first)
     memories.add(7, region())

@@ -1,0 +1,64 @@
+"""Files of shared memory, mapped so that Linux can keep them in huge pages: by the server, its workers, and clients.
+
+Huge pages are three times as fast to provide, and large gradients a sixth faster to compute in them. Linux gives shared
+memory none by default; since Linux 6.1 a process may ask for them, by madvise(2) with MADV_COLLAPSE.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+
+HUGE_PAGE_NBYTES = 2**21
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
+_MADV_COLLAPSE = 25
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class MappedFile:
+    """A file of shared memory that is mapped into this process, for as long as anything refers to its memory.
+
+    Attributes:
+        view: The memory.
+        address: Where it begins.
+    """
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        """Maps the first ``nbytes`` of a file.
+
+        Raises:
+            OSError: The system cannot map it.
+        """
+        # A huge page needs an address that is a multiple of its size, which mmap(2) does not choose for shared memory.
+        # So the file takes the place of a part of other memory, which unmaps both when it goes.
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        place = mmap.mmap(-1, nbytes + HUGE_PAGE_NBYTES, flags)
+        begin = ctypes.addressof(ctypes.c_char.from_buffer(place))
+        start = -begin % HUGE_PAGE_NBYTES
+        self.address = begin + start
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        if _libc.mmap(self.address, nbytes, protection, mmap.MAP_SHARED | _MAP_FIXED, fd, 0) != self.address:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        self.view = memoryview(place)[start : start + nbytes]
+        self._has_asked = bytearray(nbytes // HUGE_PAGE_NBYTES)  # for each huge page
+        with contextlib.suppress(AttributeError, OSError):  # a kernel, or a Python, that knows no huge pages
+            place.madvise(mmap.MADV_HUGEPAGE)
+
+    def ask_for_huge_pages(self, offset: int, nbytes: int) -> None:
+        """Has the system provide the pages of a large piece, before it is used for the first time.
+
+        Where the system has none, or is older, the piece is provided in pages of 4 KB when it is used.
+        """
+        if nbytes < HUGE_PAGE_NBYTES:
+            return
+        for page in range(offset // HUGE_PAGE_NBYTES, -(-(offset + nbytes) // HUGE_PAGE_NBYTES)):
+            if page < len(self._has_asked) and not self._has_asked[page]:
+                self._has_asked[page] = True
+                start = page * HUGE_PAGE_NBYTES
+                self.view[start]  # the system refuses where there is no memory at all
+                _libc.madvise(self.address + start, HUGE_PAGE_NBYTES, _MADV_COLLAPSE)
