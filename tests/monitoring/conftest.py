@@ -56,8 +56,19 @@ def status_of(http: str) -> dict[str, Any]:
 
 
 def samples(http: str) -> dict[tuple[str, tuple[str, ...]], float]:
-    """Returns every sample by its name and label values, ordered by label name."""
-    text = get(f"{http}/metrics").text
+    """Returns every sample by its name and label values, ordered by label name.
+
+    Like a scraper, it asks again while the front process does not answer within the 4 s that a page waits for it: that
+    happens on a machine that is short of memory.
+    """
+    answers: list[Answer] = []
+
+    def is_answered() -> bool:
+        answers.append(get(f"{http}/metrics"))
+        return answers[-1].status == 200
+
+    wait_until(is_answered)
+    text = answers[-1].text
     return {
         (sample.name, tuple(value for _, value in sorted(sample.labels.items()))): sample.value
         for family in text_string_to_metric_families(text)
