@@ -34,8 +34,8 @@ _STRANGERS_NBYTES = 2.0**22
 _WINDOW_UPDATES = 1 / 16
 """What a peer may send for each byte that it receives."""
 _PAUSE_S = 2.0
-_SHUT_DOWNS = 16
-"""How many connections are shut down in a look: grpcio then takes a third of a millisecond for each."""
+_SHUT_DOWNS = 3
+"""How many connections are shut down in a look: grpcio takes a third of a millisecond for each, and calls wait."""
 _QUIET_S = 5.0
 _INTERVAL_S, _BUSY_INTERVAL_S = 0.25, 0.05
 _LEAST_SLEEP = 20
