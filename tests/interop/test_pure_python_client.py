@@ -1,4 +1,4 @@
-"""A client made with h2, as grpclib's is, at the server's own port, with TLS and without."""
+"""A client made with h2, as grpclib's is, mostly at the server's own port, with TLS and without."""
 
 from __future__ import annotations
 
@@ -11,9 +11,18 @@ import pytest
 from h2.config import H2Configuration
 from h2.connection import H2Connection
 from h2.errors import ErrorCodes
-from h2.events import ConnectionTerminated, DataReceived, Event, ResponseReceived, StreamEnded, TrailersReceived
+from h2.events import (
+    ConnectionTerminated,
+    DataReceived,
+    Event,
+    ResponseReceived,
+    StreamEnded,
+    StreamReset,
+    TrailersReceived,
+)
 from tests.raw_http2 import path_of, prefixed, request
 from tests.security.conftest import Guarded
+from tests.servers import wait_until
 
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_wire.http2.frames import DEFAULT_WINDOW
@@ -31,7 +40,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
 
 
 class PureClient(AbstractContextManager["PureClient"]):
-    """Makes one call after the other; its windows have 64 KiB, and are opened for each frame."""
+    """Makes one call after the other; its windows have 64 KiB, and are opened for each frame.
+
+    Attributes:
+        sock: Its socket.
+        details: What the server said of the last call that it refused.
+    """
+
+    details = ""
 
     def __init__(self, guarded: Guarded, listener: str) -> None:
         if listener == "own Unix":
@@ -47,7 +63,7 @@ class PureClient(AbstractContextManager["PureClient"]):
         self._h2.initiate_connection()
         self._token = guarded.token
         self.flush()
-        while self._h2.outbound_flow_control_window == DEFAULT_WINDOW:
+        while listener.startswith("own") and self._h2.outbound_flow_control_window == DEFAULT_WINDOW:
             self._h2.receive_data(self.sock.recv(2**16))  # the server's windows
         self.flush()
 
@@ -80,7 +96,7 @@ class PureClient(AbstractContextManager["PureClient"]):
         self.flush()
 
     def finish(self) -> tuple[str, bytes]:
-        """Returns status and message of the running call."""
+        """Returns status and message of the running call; no status if the server resets it."""
         self.flush()
         status, message = "", bytearray()
         while True:
@@ -93,9 +109,10 @@ class PureClient(AbstractContextManager["PureClient"]):
                     message += event.data or b""
                     self._h2.acknowledge_received_data(event.flow_controlled_length or 0, event.stream_id or 0)
                 elif isinstance(event, (ResponseReceived, TrailersReceived)):
-                    status = {str(name): str(value) for name, value in event.headers or []}.get("grpc-status", "")
+                    headers = {str(name): str(value) for name, value in event.headers or []}
+                    status, self.details = headers.get("grpc-status", ""), headers.get("grpc-message", self.details)
             self.flush()
-            if any(isinstance(event, StreamEnded) for event in events):
+            if any(isinstance(event, (StreamEnded, StreamReset)) for event in events):
                 return status, bytes(message)
 
     def ask(self, message: bytes = SMALL, *metadata: tuple[str, str]) -> str:
@@ -114,6 +131,18 @@ def test_quick_cancels_do_not_cost_the_connection(client: PureClient) -> None:
     for number in range(50):
         client.cancel(client.begin(SMALL, end=number % 2 == 0))
     assert client.ask() == "0"
+
+
+def test_who_cancels_hundreds_of_calls_is_refused_on_grpcios_port_for_a_while(server: Guarded) -> None:
+    with PureClient(server, "grpcio TCP") as client:
+
+        def is_refused() -> bool:
+            for _ in range(300):
+                client.cancel(client.begin(b""))
+            return client.ask() == "8" and "this client has cancelled too many calls" in client.details
+
+        wait_until(is_refused)
+        wait_until(lambda: client.ask() == "0")
 
 
 def test_too_much_metadata_is_refused_on_its_call(client: PureClient) -> None:
