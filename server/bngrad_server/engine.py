@@ -216,7 +216,6 @@ class Engine:
         block = self.ahead.allocate(nbytes, client)
         try:
             with self.transfers.upload(nbytes, rpc, self.arena, block, is_spare=True):
-                self.arena.ask_for_huge_pages(block)
                 read_into(self.arena.view[block.offset : block.offset + nbytes])
         except BaseException:
             self.ahead.free(block)

@@ -108,7 +108,6 @@ class StagedRequest:
         self._stats_offset = block.offset
         offset = block.offset + sizes.all_stats
         arena = self._arena.view
-        self._arena.ask_for_huge_pages(block)
         if self._ahead_count:
             self._hold_ahead()
         views: list[memoryview | None] = []
@@ -158,6 +157,7 @@ class StagedRequest:
         data = memoryview(message)
         for source, target in zip(self.request.large_inputs, self.large_inputs, strict=True):
             if isinstance(source, slice) and target is not None:
+                self._arena.ask_for_huge_pages(target)
                 copy(target, data[source])
         for i, source in enumerate(self.request.small_inputs):
             if source is not None:
@@ -166,6 +166,9 @@ class StagedRequest:
     def new_job(self, on_end: Callable[[], None] | None = None) -> Job:
         """Makes the job that computes the request."""
         request, rpc = self.request, self.rpc
+        for output in self.large_outputs:
+            if output is not None:
+                self._arena.ask_for_huge_pages(output)
         self.job = Job(
             request.spec,
             self._task,

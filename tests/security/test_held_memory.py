@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import grpc
 import numpy as np
@@ -128,6 +129,26 @@ def test_an_announced_request_does_not_hold_the_arena(
             assert retry_delay_s(call) > 0
         else:
             assert call.code() == grpc.StatusCode.CANCELLED
+
+
+@pytest.mark.parametrize("listener", LISTENERS)
+def test_an_announced_request_takes_memory_as_its_data_arrives(tmp_path: Path, listener: str) -> None:
+    def shared_nbytes() -> int:
+        return int(psutil.Process(guarded.server.process.pid).memory_info().shared)
+
+    def ten() -> Iterator[int]:
+        yield from [MIB] * 10
+        arrived.wait()
+
+    arrived = threading.Event()
+    guarded = Guarded(tmp_path, options=("--arena-bytes", str(3 * ARENA_NBYTES)))
+    with guarded.running():
+        before = shared_nbytes()
+        with whole_arena_announced(guarded, listener, ten()):
+            wait_until(lambda: shared_nbytes() - before >= 10 * MIB)
+            time.sleep(0.5)
+            assert shared_nbytes() - before < 32 * MIB
+            arrived.set()
 
 
 @pytest.mark.parametrize("listener", LISTENERS)

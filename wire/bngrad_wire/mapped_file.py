@@ -20,6 +20,11 @@ _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
+def address_of(memory: mmap.mmap | memoryview) -> int:
+    """Returns where writable memory begins in this process."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
 class MappedFile:
     """A file of shared memory that is mapped into this process, for as long as anything refers to its memory.
 
@@ -38,7 +43,7 @@ class MappedFile:
         # So the file takes the place of a part of other memory, which unmaps both when it goes.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         place = mmap.mmap(-1, nbytes + HUGE_PAGE_NBYTES, flags)
-        begin = ctypes.addressof(ctypes.c_char.from_buffer(place))
+        begin = address_of(place)
         start = -begin % HUGE_PAGE_NBYTES
         self.address = begin + start
         protection = mmap.PROT_READ | mmap.PROT_WRITE
@@ -50,15 +55,13 @@ class MappedFile:
             place.madvise(mmap.MADV_HUGEPAGE)
 
     def ask_for_huge_pages(self, offset: int, nbytes: int) -> None:
-        """Has the system provide the pages of a large piece, before it is used for the first time.
+        """Has the system provide the huge pages that hold a piece, unless it was asked before.
 
         Where the system has none, or is older, the piece is provided in pages of 4 KB when it is used.
         """
-        if nbytes < HUGE_PAGE_NBYTES:
-            return
         for page in range(offset // HUGE_PAGE_NBYTES, -(-(offset + nbytes) // HUGE_PAGE_NBYTES)):
             if page < len(self._has_asked) and not self._has_asked[page]:
                 self._has_asked[page] = True
                 start = page * HUGE_PAGE_NBYTES
-                self.view[start]  # the system refuses where there is no memory at all
+                self.view[start]  # takes a page of 4 KB: the system does not replace what is not there
                 _libc.madvise(self.address + start, HUGE_PAGE_NBYTES, _MADV_COLLAPSE)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import mmap
 import os
 import socket
@@ -12,7 +11,7 @@ import threading
 from bngrad._shared_memory.lease import shut_down
 from bngrad.typing import Array
 from bngrad_wire.lease_protocol import IN_USE, IS_IN_USE
-from bngrad_wire.mapped_file import MappedFile
+from bngrad_wire.mapped_file import HUGE_PAGE_NBYTES, MappedFile, address_of
 
 _ANSWER_TIMEOUT_S = 0.25
 
@@ -54,11 +53,11 @@ class PoolRegion:
             finally:
                 os.close(fd)
             self.memory = self._file.view
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        self.address = address_of(self.memory)
 
     def ask_for_huge_pages(self, offset: int, nbytes: int) -> None:
         """Has the system provide memory in huge pages, if it is large and was never used."""
-        if self._file is not None:
+        if self._file is not None and nbytes >= HUGE_PAGE_NBYTES:
             self._file.ask_for_huge_pages(offset, nbytes)
 
     def unmap(self) -> None:

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import os
 
-from bngrad_server.memory.allocator import Allocator, Block
-from bngrad_wire.mapped_file import MappedFile
+from bngrad_server.memory.allocator import Allocator
+from bngrad_wire.chunks import MessageSource
+from bngrad_wire.mapped_file import HUGE_PAGE_NBYTES, MappedFile, address_of
 
 _RESERVE_FRACTION = 16
+_ARRIVING_NBYTES = 2 * HUGE_PAGE_NBYTES
+"""How much memory is taken before the bytes have arrived that fill it."""
 _LEAST_RESERVE_NBYTES, _LARGEST_RESERVE_NBYTES = 4 * 2**20, 64 * 2**20
 
 
@@ -36,10 +39,36 @@ class Arena(Allocator):
         self._file = MappedFile(self.fd, self.file_nbytes)
         self.view = self._file.view
 
-    def ask_for_huge_pages(self, block: Block) -> None:
-        """Has the system provide the memory of a block in huge pages, if it is large and was never used."""
-        self._file.ask_for_huge_pages(block.offset, block.nbytes)
+    def ask_for_huge_pages(self, tensor: memoryview) -> None:
+        """Has the system provide the memory of a tensor in huge pages, if it is large and was never used."""
+        if tensor.nbytes >= HUGE_PAGE_NBYTES:
+            self._file.ask_for_huge_pages(address_of(tensor) - self._file.address, tensor.nbytes)
+
+    def source_for(self, tensor: memoryview, source: MessageSource) -> MessageSource:
+        """Returns a source whose chunks fill a tensor, in huge pages, which take memory as the chunks arrive."""
+        return source if tensor.nbytes < HUGE_PAGE_NBYTES else _ArrivingTensor(source, self._file)
 
     def close(self) -> None:
         """Closes the file; the memory is freed once no process maps it."""
         os.close(self.fd)
+
+
+class _ArrivingTensor(MessageSource):
+    """The messages with the chunks of a tensor, for which memory is taken piece by piece."""
+
+    def __init__(self, source: MessageSource, file: MappedFile) -> None:
+        self._source = source
+        self._file = file
+
+    def receive_message(self) -> int | None:
+        return self._source.receive_message()
+
+    def read(self, nbytes: int, beginning: bytes = b"") -> bytes:
+        return self._source.read(nbytes, beginning)
+
+    def read_into(self, buffer: memoryview) -> None:
+        offset = address_of(buffer) - self._file.address
+        for start in range(0, len(buffer), _ARRIVING_NBYTES):
+            piece = buffer[start : start + _ARRIVING_NBYTES]
+            self._file.ask_for_huge_pages(offset + start, len(piece))
+            self._source.read_into(piece)

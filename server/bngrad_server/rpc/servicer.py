@@ -236,7 +236,7 @@ class Servicer:
                     for i in staged.request.chunk_order:
                         target = staged.large_inputs[i]
                         if target is not None:  # it was not sent ahead
-                            exchange.receive_chunks(source.chunks, target)
+                            self._receive_chunks(source.chunks, target)
                 self._engine.compute(staged)
                 pieces = staged.response()
                 with self._engine.download(staged):
@@ -261,7 +261,7 @@ class Servicer:
             self._engine.ahead.forget(message.forget, rpc.client)
             ticket = b""
             if message.HasField("tensor"):
-                read_into = partial(exchange.receive_chunks, source)
+                read_into = partial(self._receive_chunks, source)
                 ticket = self._engine.receive_ahead(ahead_header(message.tensor), lease, rpc, read_into)
             return pb.SendAheadResponse(ticket=ticket).SerializeToString()
         except Exception as error:
@@ -297,6 +297,10 @@ class Servicer:
             if part is not None and (reader := self._chunked_readers.get(part[0])) is not None:
                 reader.check_beginning(beginning[part[1] :], nbytes - part[1])
         return source.read(nbytes - _BEGINNING_NBYTES, beginning)
+
+    def _receive_chunks(self, source: MessageSource, tensor: memoryview) -> None:
+        """Fills a tensor of the arena."""
+        exchange.receive_chunks(self._engine.arena.source_for(tensor, source), tensor)
 
     def _next_request(self, source: ExchangeSource, rpc: RpcContext) -> tuple[int, ReceivedMessage] | None:
         """Receives the next request of an exchange, see `exchange.request_of`; None at the end of the exchange."""

@@ -75,12 +75,6 @@ def test_a_large_piece_is_in_huge_pages_for_all_who_map_it(fd: int) -> None:
     assert size_of(theirs, "ShmemPmdMapped") == HUGE_PAGE_NBYTES
 
 
-def test_memory_is_provided_for_large_pieces_alone(fd: int) -> None:
-    mapped = MappedFile(fd, NBYTES)
-    mapped.ask_for_huge_pages(0, HUGE_PAGE_NBYTES - 1)
-    assert size_of(mapped, "Rss") == 0
-
-
 def test_pieces_keep_what_was_written_before(fd: int) -> None:
     ours, theirs = MappedFile(fd, NBYTES), MappedFile(fd, NBYTES)
     ours.view[3 * HUGE_PAGE_NBYTES :][:6] = b"before"

@@ -1,13 +1,20 @@
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 
 from bngrad_server.memory.arena import Arena
 from bngrad_server.memory.layout import ALIGNMENT
-from bngrad_wire.mapped_file import MappedFile
+from bngrad_wire.chunks import WholeMessages
+from bngrad_wire.mapped_file import HUGE_PAGE_NBYTES, MappedFile
 
 MIB = 2**20
+
+
+def taken_nbytes(arena: Arena) -> int:
+    return os.fstat(arena.fd).st_blocks * 512
 
 
 def test_a_process_that_maps_the_file_shares_the_memory() -> None:
@@ -24,4 +31,31 @@ def test_a_process_that_maps_the_file_shares_the_memory() -> None:
 def test_small_requests_have_a_sixteenth_in_addition_within_limits(nbytes: int, reserve: int) -> None:
     arena = Arena(nbytes)
     assert (arena.nbytes, arena.file_nbytes, len(arena.view)) == (nbytes, nbytes + reserve, nbytes + reserve)
+    arena.close()
+
+
+def test_a_tensor_takes_memory_as_its_chunks_arrive() -> None:
+    arena = Arena(64 * MIB)
+    tensor = arena.view[4096 : 4096 + 32 * MIB]
+    elements = np.arange(tensor.nbytes // 4, dtype=np.int32).tobytes()
+    parts = iter([elements[:MIB], elements[MIB:]])
+    source = arena.source_for(tensor, WholeMessages(lambda: next(parts)))
+    assert source.receive_message() == MIB
+    assert taken_nbytes(arena) == 0
+    source.read_into(tensor[:MIB])
+    assert 0 < taken_nbytes(arena) <= 2 * HUGE_PAGE_NBYTES
+    assert source.receive_message() == 31 * MIB
+    source.read_into(tensor[MIB:])
+    assert tensor == elements
+    assert taken_nbytes(arena) <= 34 * MIB
+    arena.close()
+
+
+def test_small_tensors_take_no_huge_pages() -> None:
+    arena = Arena(64 * MIB)
+    tensor = arena.view[: HUGE_PAGE_NBYTES - 4096]
+    source = WholeMessages(lambda: bytes(4096))
+    arena.ask_for_huge_pages(tensor)
+    assert arena.source_for(tensor, source) is source
+    assert taken_nbytes(arena) == 0
     arena.close()
