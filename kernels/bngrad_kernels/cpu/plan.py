@@ -50,8 +50,9 @@ _LINE_NBYTES = 64
 """The size of a cache line; streaming should write whole lines."""
 BLOCK = 1024
 """Columns that the columns kernel computes at once: their tables fill half of a first-level cache."""
-_AHEAD_NBYTES = 4096
-"""The minimum prefetch distance of the columns kernel; whole pairs of rows if they exceed a block."""
+_AHEAD_NBYTES = 3072
+"""The minimum prefetch distance of the columns kernel; whole pairs of rows if they exceed a block. Lines that are 4 KiB
+apart would share a set of the first-level cache."""
 
 
 class Geometry(NamedTuple):
