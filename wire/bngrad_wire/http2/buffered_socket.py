@@ -22,7 +22,11 @@ _spare_buffers: list[bytearray | None] = [None] * 16
 _DIRECT_NBYTES = 16 * 1024
 """From this size on, bypassing the buffer is cheaper than copying out of it."""
 _PIECES_PER_SEND = 64
-_SAME_HOST_NBYTES = 256 * 1024
+_UNIX_SOCKET_NBYTES = 256 * 1024
+"""How much may be on its way: little enough to be in the cache still when it is read."""
+_SAME_HOST_CONGESTION = b"reno"
+"""Every Linux allows it, and within a host nothing is lost. BBR, which many hosts use for all connections, would make the
+sender wait."""
 _TIMEVAL = struct.Struct("@ll")
 _LONGEST_S = 1e9
 
@@ -62,7 +66,7 @@ class BufferedSocket:
     def __init__(self, sock: socket.socket) -> None:
         if sock.family in {socket.AF_INET, socket.AF_INET6}:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        _fit_to_cache(sock)
+        _fit_to_host(sock)
         self._sock = sock
         self._timeout_s: float | None = math.nan  # not known yet
         self._is_kept_alive = False
@@ -309,14 +313,10 @@ class BufferedSocket:
         return count
 
 
-def _fit_to_cache(sock: socket.socket) -> None:
-    """Limits the socket buffers to a peer on this host, so that data is still in the cache when it is read.
-
-    To other hosts the system's own limits are right, since they adapt to the distance.
-    """
+def _fit_to_host(sock: socket.socket) -> None:
+    """Prepares a socket for a peer on this host; for other hosts the system's own choices are right."""
     with suppress(OSError):
         if sock.family == socket.AF_UNIX:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SAME_HOST_NBYTES)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_SOCKET_NBYTES)
         elif sock.getpeername()[0] == sock.getsockname()[0]:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SAME_HOST_NBYTES)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SAME_HOST_NBYTES)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _SAME_HOST_CONGESTION)

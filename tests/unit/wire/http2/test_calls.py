@@ -296,7 +296,7 @@ def test_a_peer_that_trickles_times_out_at_the_deadline(direction: str) -> None:
             if given_up.wait(0.01):
                 return
             if direction == "it reads":
-                far.recv(4096)
+                far.recv(2**18)
             else:
                 far.send(PING)
         pytest.fail("the connection did not time out")
@@ -307,7 +307,7 @@ def test_a_peer_that_trickles_times_out_at_the_deadline(direction: str) -> None:
         far.sendall(SERVER_HELLO)
         connection.io.deadline = time.monotonic() + 0.2
         call = connection.call("/a/b")
-        act = partial(call.send_message, bytes(20 * 2**20)) if direction == "it reads" else call.receive_message
+        act = partial(call.send_message, bytes(2**26)) if direction == "it reads" else call.receive_message
         with pytest.raises(TimeoutError):
             act()
         given_up.set()
