@@ -25,8 +25,8 @@ _PIECES_PER_SEND = 64
 _UNIX_SOCKET_NBYTES = 256 * 1024
 """How much may be on its way: little enough to be in the cache still when it is read."""
 _SAME_HOST_CONGESTION = b"reno"
-"""Every Linux allows it, and within a host nothing is lost. BBR, which many hosts use for all connections, would make the
-sender wait."""
+"""Every Linux allows it, and within a host nothing is lost. BBR, which many hosts use for all connections, would make
+the sender wait."""
 _TIMEVAL = struct.Struct("@ll")
 _LONGEST_S = 1e9
 
@@ -120,6 +120,12 @@ class BufferedSocket:
         """Raises `PeerGoneError` if the socket is unusable."""
         if self.broken is not None:
             raise PeerGoneError(f"the connection is unusable: {self.broken}")
+
+    def check_deadline(self) -> None:
+        """Makes the socket unusable and raises TimeoutError if `deadline` has passed amid a message."""
+        if time.monotonic() > self.deadline:
+            self.broken = "sending timed out"
+            raise TimeoutError(self.broken)
 
     def send(self, pieces: list[Buffer], *, blocking: bool = True) -> bytes:
         """Sends all pieces, in as few system calls as the socket allows; modifies the list.

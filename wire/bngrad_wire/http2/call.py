@@ -152,8 +152,10 @@ class BaseCall(Stream):
                 connection.outbound.append(part)
             if framed == _PART_NBYTES or len(connection.outbound) >= _MAX_OUTBOUND_PIECES:
                 connection.flush()
-                if size and not self._may_send_more():
-                    return False
+                if size:
+                    connection.io.check_deadline()
+                    if not self._may_send_more():
+                        return False
         return True
 
     def _may_send_more(self) -> bool:
