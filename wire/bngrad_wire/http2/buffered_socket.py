@@ -24,9 +24,8 @@ _DIRECT_NBYTES = 16 * 1024
 _PIECES_PER_SEND = 64
 _UNIX_SOCKET_NBYTES = 256 * 1024
 """How much may be on its way: little enough to be in the cache still when it is read."""
-_SAME_HOST_CONGESTION = b"reno"
-"""Every Linux allows it, and within a host nothing is lost. BBR, which many hosts use for all connections, would make
-the sender wait."""
+_UNPACED = b"reno"
+"""A congestion control that every Linux allows, and that does not make the sender wait."""
 _TIMEVAL = struct.Struct("@ll")
 _LONGEST_S = 1e9
 
@@ -66,7 +65,9 @@ class BufferedSocket:
     def __init__(self, sock: socket.socket) -> None:
         if sock.family in {socket.AF_INET, socket.AF_INET6}:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        _fit_to_host(sock)
+        else:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_SOCKET_NBYTES)
+        self._is_paced = _is_within_host(sock)
         self._sock = sock
         self._timeout_s: float | None = math.nan  # not known yet
         self._is_kept_alive = False
@@ -106,6 +107,16 @@ class BufferedSocket:
         if self._sock.family in {socket.AF_INET, socket.AF_INET6}:
             keepalive.enable(self._sock)
             self._is_kept_alive = True
+
+    def expect_large_messages(self) -> None:
+        """Has the system send without pauses to a peer on this host, where BBR, which many hosts use, makes some.
+
+        Small messages arrive as fast or faster with them.
+        """
+        if self._is_paced:
+            self._is_paced = False
+            with suppress(OSError):
+                self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _UNPACED)
 
     def interrupt(self) -> None:
         """Makes a thread that receives, or will do so, raise TimeoutError; from any thread, until `resume`."""
@@ -319,10 +330,11 @@ class BufferedSocket:
         return count
 
 
-def _fit_to_host(sock: socket.socket) -> None:
-    """Prepares a socket for a peer on this host; for other hosts the system's own choices are right."""
-    with suppress(OSError):
-        if sock.family == socket.AF_UNIX:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_SOCKET_NBYTES)
-        elif sock.getpeername()[0] == sock.getsockname()[0]:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _SAME_HOST_CONGESTION)
+def _is_within_host(sock: socket.socket) -> bool:
+    """Whether a TCP connection has both ends at one address."""
+    if sock.family == socket.AF_UNIX:
+        return False
+    try:
+        return bool(sock.getpeername()[0] == sock.getsockname()[0])
+    except OSError:  # the peer has gone
+        return False

@@ -72,6 +72,8 @@ class BaseCall(Stream):
             header = frames.frame_header(size, frames.DATA, frames.END_STREAM if end else 0, self.id)
             connection.outbound.append(b"".join((header, prefix, *buffers)))
         else:
+            if size >= _LARGE_NBYTES:
+                connection.io.expect_large_messages()
             end = self._send_large(iter((prefix, *buffers)), size, end) and end
         self._sending_ended = end
         if not more or len(connection.outbound) > _MAX_OUTBOUND_PIECES:

@@ -12,12 +12,14 @@ def congestion_control(sock: socket.socket) -> bytes:
 
 
 @pytest.mark.parametrize(("address", "is_own"), [("127.0.0.1", True), ("127.0.0.2", False)])
-def test_connections_within_a_host_are_not_paced(address: str, is_own: bool) -> None:
+def test_large_messages_within_a_host_are_not_paced(address: str, is_own: bool) -> None:
     """Both ends have one address then; the system connects to 127.0.0.2 from 127.0.0.1."""
     with (
         socket.create_server((address, 0)) as listener,
         socket.create_connection(listener.getsockname()) as sock,
     ):
         systems_choice = congestion_control(sock)
-        BufferedSocket(sock)
+        buffered = BufferedSocket(sock)
+        assert congestion_control(sock) == systems_choice
+        buffered.expect_large_messages()
         assert congestion_control(sock) == (b"reno" if is_own else systems_choice)
