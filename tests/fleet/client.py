@@ -1,8 +1,8 @@
 """A client on a host of its own: threads that call the fleet and check every answer, told what to do by lines.
 
 ``python -m tests.fleet.client TARGETS THREADS TRANSPORT`` answers each line with one of JSON: the counts of answers and
-of errors, the slowest call since the last line in seconds, what was logged, and for each server at the addresses in the
-line how many batches it has computed; -1 if it does not answer.
+of errors, the slowest call since the last line in seconds, how long the oldest call has been running, what was logged,
+and for each server at the addresses in the line how many batches it has computed; -1 if it does not answer.
 """
 
 from __future__ import annotations
@@ -32,10 +32,17 @@ class Caller:
         self.answers = 0
         self.errors: list[str] = []
         self.slowest_s = 0.0
+        self._running: dict[int, float] = {}  # by thread: since when
+
+    @property
+    def oldest_s(self) -> float:
+        """How long the call has been running that began first."""
+        now = time.monotonic()
+        return max((now - began for began in self._running.copy().values()), default=0.0)
 
     def call(self) -> None:
         while not self.is_stopped:
-            began = time.monotonic()
+            began = self._running[threading.get_ident()] = time.monotonic()
             try:
                 result = self._client.fused_batch_norm_grad_v2(*self._inputs)
                 is_same = all(a.tobytes() == b.tobytes() for a, b in zip(result, self._expected, strict=True))
@@ -81,7 +88,8 @@ def main(targets: str, threads: int, transport: Transport) -> None:
                     batches[address] = sum(probe.server_info().batch_sizes)
                 except bngrad.BngradError:
                     batches[address] = -1
-            report = {"answers": caller.answers, "errors": caller.errors, "slowest_s": slowest_s}
+            times = {"slowest_s": slowest_s, "oldest_s": caller.oldest_s}
+            report = {"answers": caller.answers, "errors": caller.errors, **times}
             print(json.dumps({**report, "log": logged.messages, "batches": batches}), flush=True)
         caller.is_stopped = True
         for thread in running:
