@@ -78,7 +78,7 @@ def _milliseconds(time: float | None) -> str:
     """Writes a time with two significant digits, or all those before the point."""
     if time is None:
         return "-"
-    return f"{time:.0f}" if time >= 10 else f"{time:.1f}" if time >= 1 else f"{time:.2g}"
+    return f"{time:.0f}" if time >= 10 else f"{time:#.2g}"
 
 
 PARTS = (
