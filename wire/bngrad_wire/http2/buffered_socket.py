@@ -112,7 +112,7 @@ class BufferedSocket:
     def expect_large_messages(self) -> None:
         """Ends the pauses between packets that BBR, the choice of many hosts, makes on the way to a peer on this host.
 
-        They double the time of large messages. Messages of 100 KB take less time with them, so it is not done at once.
+        With them, 100 MB take 1.7 times as long, but 100 KB less time, so it is not done at once.
         """
         if self._may_be_paced:
             self._may_be_paced = False
