@@ -27,7 +27,7 @@ class Caller:
         self._client = client
         self._inputs = _inputs()
         self._expected = client.fused_batch_norm_grad_v2(*self._inputs)
-        self._mutex = threading.Lock()
+        self.mutex = threading.Lock()
         self.is_stopped = False
         self.answers = 0
         self.errors: list[str] = []
@@ -49,7 +49,7 @@ class Caller:
                 error = "" if is_same else "other bits"
             except bngrad.BngradError as failure:
                 error = str(failure)
-            with self._mutex:
+            with self.mutex:
                 self.slowest_s = max(self.slowest_s, time.monotonic() - began)
                 self.answers += not error
                 if error:
@@ -80,7 +80,8 @@ def main(targets: str, threads: int, transport: Transport) -> None:
         for thread in running:
             thread.start()
         for line in sys.stdin:
-            slowest_s, caller.slowest_s = caller.slowest_s, 0.0
+            with caller.mutex:
+                slowest_s, caller.slowest_s = caller.slowest_s, 0.0
             batches = {}
             for address in line.split():
                 probe = probes.setdefault(address, bngrad.Client(f"{address}:50051", retries=False, timeout=2.0))
