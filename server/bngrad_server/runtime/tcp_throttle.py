@@ -209,7 +209,7 @@ class TcpThrottle:
             account.receiving += peer.receiving
         if connection.resume_at is not None and now < connection.resume_at:
             return
-        if account is not None and now < account.paused_until:
+        if account is not None and now < account.paused_until and not self._closing.is_set():
             self._pause(fd, connection.name, now, account.paused_until - now)
             return
         with _borrowed(fd, connection.family) as sock:

@@ -349,6 +349,23 @@ def test_a_look_follows_a_refusal_at_once(listener: socket.socket, monkeypatch: 
             assert time.monotonic() < deadline
 
 
+def test_all_pauses_end_when_the_server_does(
+    throttle: TcpThrottle, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (tcp_throttle, traffic_accounts):
+        monkeypatch.setattr(module, "_PAUSE_S", 600.0)
+    with contextlib.ExitStack() as stack:
+        stranger, client = (stack.enter_context(contextlib.closing(Flooder(listener))) for _ in range(2))
+        stranger.send_all(5 * MIB)
+        throttle.refused(client.name, CLIENT)
+        throttle.look()
+        assert stranger.is_paused()
+        throttle.start()
+        throttle.close()
+        stranger.wait_for(6 * MIB)
+        client.send_all(MIB)
+
+
 def test_connections_of_clients_that_are_not_authenticated_have_an_account_each(
     throttle: TcpThrottle, listener: socket.socket
 ) -> None:
