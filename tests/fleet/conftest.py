@@ -11,8 +11,6 @@ import pytest
 from tests.namespaces import Network, run
 
 _PROGRAMS = {"ip": "iproute2", "dnsmasq": "dnsmasq-base", "nft": "nftables"}
-
-
 _AUTOGROUPS = Path("/proc/sys/kernel/sched_autogroup_enabled")
 
 
@@ -20,8 +18,8 @@ _AUTOGROUPS = Path("/proc/sys/kernel/sched_autogroup_enabled")
 def _sessions_share_fairly() -> Iterator[None]:
     """Keeps other sessions, such as other runs of these tests, from taking all processors for seconds.
 
-    A Linux since 6.13 without the revert of 6d71a9c61604 does not charge a session for its time while the number of
-    its threads that run changes often. So it takes all of it, unless sessions are not scheduled as groups.
+    Linux 6.13 and later, without the revert of its commit 6d71a9c61604, does not charge a session for its time while
+    the number of its running threads changes often, and then gives it all. It does so only if sessions are groups.
     """
     are_on = _AUTOGROUPS.exists() and _AUTOGROUPS.read_text().strip() == "1"
     if are_on and os.access(_AUTOGROUPS, os.W_OK):

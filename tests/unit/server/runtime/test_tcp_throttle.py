@@ -360,10 +360,11 @@ def test_all_pauses_end_when_the_server_does(
         throttle.refused(client.name, CLIENT)
         throttle.look()
         assert stranger.is_paused()
+        assert client.is_paused()
         throttle.start()
         throttle.close()
         stranger.wait_for(6 * MIB)
-        client.send_all(MIB)
+        client.wait_for(MIB)
 
 
 def test_connections_of_clients_that_are_not_authenticated_have_an_account_each(
