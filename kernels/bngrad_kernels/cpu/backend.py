@@ -21,8 +21,8 @@ from bngrad_kernels.cpu.threads import threads as team
 from bngrad_kernels.problem import AnyProblem, Array, Problem
 from bngrad_kernels.spec import Spec
 
-_ALONE_BELOW_NBYTES = 1 << 17
-"""Smaller tensors are computed by one thread: starting the others would cost more."""
+ALONE_BELOW_NBYTES = 1 << 20
+"""Smaller tensors are computed by one thread: waking the others, which sleep, would cost more."""
 
 _ALL_CORES = threading.Lock()
 """Held where problems run on several threads, as more than one at a time would only share the same cores."""
@@ -121,7 +121,7 @@ class CpuBackend(Backend):
             self._run_small(list(group))
 
     def _is_alone(self, nbytes: int) -> bool:
-        return self._threads == 1 or nbytes < _ALONE_BELOW_NBYTES
+        return self._threads == 1 or nbytes < ALONE_BELOW_NBYTES
 
     def _run_alone(self, spec: Spec, record: bytes | bytearray, planned: Plan) -> None:
         """Computes a problem with one thread."""
@@ -132,7 +132,7 @@ class CpuBackend(Backend):
     def _run_small(self, problems: list[AnyProblem]) -> None:
         """Computes problems for one kernel, each on a single thread."""
         nbytes = sum(problem.tensor_nbytes for problem in problems)
-        threads = 1 if len(problems) == 1 or nbytes < _ALONE_BELOW_NBYTES else self._threads
+        threads = 1 if len(problems) == 1 or nbytes < ALONE_BELOW_NBYTES else self._threads
         prepared = [problem.prepared or _prepare(problem) for problem in problems]
         records = bytearray(b"".join(record for record, _ in prepared))
         slot_nbytes = max(planned.slot_nbytes for _, planned in prepared)
