@@ -14,13 +14,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import CancelledError
 from functools import partial
 
 from bngrad_server.errors import UnauthenticatedError
 from bngrad_server.rpc.futile_calls import FutileCalls, is_before
 from bngrad_server.rpc.http2.connection import Connection, InlineCall
 from bngrad_server.rpc.http2.handlers import Http2Handler, abort
+from bngrad_server.rpc.http2.inline_calls import InlineCalls
 from bngrad_server.rpc.http2.penalties import Penalties, peer_of
 from bngrad_server.rpc.http2.places import Places
 from bngrad_server.rpc.http2.receiving import ReceivingCalls
@@ -86,10 +86,9 @@ class Http2Connections:
         self._paused: Paused[Connection] = Paused()
         self._futile = FutileCalls()
         self._penalties = Penalties()
-        self._suspended: dict[Connection, float] = {}  # and until when
         self._amid_frame: dict[Connection, float] = {}  # and since when
         self._idle: dict[Connection, None] = {}  # the one that was idle longest comes first
-        self._with_inline_call: set[Connection] = set()
+        self._inline_calls = InlineCalls(servicer, self._finish_soon)
         self._receiving = ReceivingCalls(is_worthwhile=servicer.admission.is_worthwhile, max_wait_s=servicer.max_wait_s)
         servicer.admission.on_leave.append(self._after_request)
         self._draining = False
@@ -185,11 +184,11 @@ class Http2Connections:
         self._penalties.add(client, _FUTILE_SCORE)
         if delay_s := self._penalties.delay_s(client):
             self._unwatch(connection)
-            self._suspended[connection] = time.monotonic() + delay_s
+            self._paused.suspend(connection, delay_s)
 
     def _watch(self, connection: Connection) -> None:
-        """Reads from a connection, unless it is paused or suspended."""
-        if not (connection.is_watched or connection in self._paused or connection in self._suspended):
+        """Reads from a connection, unless it is paused."""
+        if not (connection.is_watched or connection in self._paused):
             connection.is_watched = True
             self._event_loop.add_reader(connection.fd, partial(self._on_readable, connection))
 
@@ -228,7 +227,7 @@ class Http2Connections:
 
     def _on_readable_amid_call(self, connection: Connection, inline: InlineCall) -> None:
         if inline.call.failure is not None:
-            self._abandon(connection, inline)
+            self._inline_calls.abandon(connection, inline)
             inline.call.end()
             self._count_cancelled(connection, inline.rpc)
             self._await_call(connection)
@@ -262,16 +261,13 @@ class Http2Connections:
             self._paused.add(connection)
 
     def _on_tick(self) -> None:
-        self._check_deadlines()
+        for connection, inline, error in self._inline_calls.expired():
+            self._refuse(connection, inline.call, error)
         for connection, waiting, error in self._receiving.expired():
             self._end_receiving(connection)
             self._refuse(connection, waiting.call, error)
         self._receive_waiting()  # a request may have left in the moment in which a call began to wait
-        now = time.monotonic()
-        over = [connection for connection, until in self._suspended.items() if until <= now]
-        for connection in over:
-            del self._suspended[connection]
-        for connection in (*over, *self._paused.resume()):
+        for connection in self._paused.resume():
             if connection in self._idle or connection.inline_call is not None:
                 self._watch(connection)
                 self._event_loop.call_soon(partial(self._on_readable, connection))
@@ -310,19 +306,16 @@ class Http2Connections:
                 self._receive(connection, call, rpc)
                 return False
             message = handler.receive_request(call, rpc)
-            inline = InlineCall(call, rpc)
-            on_end = partial(self._event_loop.call_soon, partial(self._finish, connection, inline))
-            staged = self._servicer.submit(UNARY_OPS[call.path], message.data, rpc, on_end)
+            has_memory = self._inline_calls.begin(connection, call, message, rpc)
         except Exception as error:
             self._refuse(connection, call, error)
             return False
-        if staged is None:
+        if not has_memory:
             self._lend(connection, partial(handler.handle_unary, call, message, rpc))
-        else:
-            inline.staged = staged
-            connection.inline_call = inline
-            self._with_inline_call.add(connection)
         return False
+
+    def _finish_soon(self, connection: Connection, inline: InlineCall) -> None:
+        self._event_loop.call_soon(partial(self._finish, connection, inline))
 
     def _finish(self, connection: Connection, inline: InlineCall) -> None:
         """Answers an inline call whose request has ended."""
@@ -330,7 +323,7 @@ class Http2Connections:
         if inline.is_abandoned:
             staged.close()
             return
-        self._forget_call(connection)
+        self._inline_calls.end(connection)
         try:
             was_sent = inline.send_response(connection.handler)
         except Exception as error:
@@ -355,20 +348,6 @@ class Http2Connections:
         except Exception as broken:
             self._fail(connection, broken)
 
-    def _check_deadlines(self) -> None:
-        """Refuses inline calls whose deadline has passed while a worker computes them."""
-        for connection in list(self._with_inline_call):
-            inline = connection.inline_call
-            assert inline is not None
-            assert inline.staged.job is not None
-            try:
-                self._servicer.batcher.expire(inline.staged.job)
-            except (TimeoutError, CancelledError) as error:
-                inline.is_abandoned = True
-                inline.staged.close(error)
-                self._forget_call(connection)
-                self._refuse(connection, inline.call, error)
-
     def _receive(self, connection: Connection, call: http2.ServerCall, rpc: RpcContext) -> None:
         """Receives the message of a call in a thread, as soon as its client may have one more."""
         if self._receiving.add(connection, call, rpc):
@@ -388,18 +367,6 @@ class Http2Connections:
     def _end_receiving(self, connection: Connection) -> None:
         if self._receiving.discard(connection):
             self._event_loop.call_soon(self._receive_waiting)
-
-    def _abandon(self, connection: Connection, inline: InlineCall) -> None:
-        """Gives an inline call up, whose client is gone; a request that is being computed runs to its end."""
-        self._forget_call(connection)
-        inline.is_abandoned = True
-        assert inline.staged.job is not None
-        if self._servicer.batcher.leave(inline.staged.job, CancelledError()):
-            inline.staged.close()
-
-    def _forget_call(self, connection: Connection) -> None:
-        connection.inline_call = None
-        self._with_inline_call.remove(connection)
 
     def _lend(self, connection: Connection, action: Callable[[], None]) -> bool:
         """Lends a connection to a thread, for an action that may wait; closes it and returns False if there is none."""
@@ -450,7 +417,7 @@ class Http2Connections:
 
     def _close(self, connection: Connection) -> None:
         if connection.inline_call is not None:
-            self._abandon(connection, connection.inline_call)
+            self._inline_calls.abandon(connection, connection.inline_call)
         self._forget(connection)
         connection.http.close()
 
@@ -461,7 +428,6 @@ class Http2Connections:
         self._end_receiving(connection)
         self._idle.pop(connection, None)
         self._paused.discard(connection)
-        self._suspended.pop(connection, None)
         self._amid_frame.pop(connection, None)
         self._places(connection).leave(connection)
         self._all.discard(connection)

@@ -70,27 +70,40 @@ Member = TypeVar("Member", bound=_Wasteful)
 
 
 class Paused(Generic[Member]):
-    """The paused connections."""
+    """The paused connections: those that wait for a share of the event loop's time, and those suspended for a time."""
 
     def __init__(self) -> None:
         self._members: dict[Member, None] = {}  # the one that waits longest comes first
+        self._suspended: dict[Member, float] = {}  # and until when
         self._budget_s = 0.0
         self._earned_at = time.monotonic()
 
     def __contains__(self, member: Member) -> bool:
-        return member in self._members
+        return member in self._members or member in self._suspended
 
     def add(self, member: Member) -> None:
-        """Pauses a connection."""
+        """Pauses a connection until it may have some of the time."""
         self._members[member] = None
+
+    def suspend(self, member: Member, delay_s: float) -> None:
+        """Pauses a connection for a time, whatever else pauses it."""
+        self._suspended[member] = time.monotonic() + delay_s
 
     def discard(self, member: Member) -> None:
         """Forgets a connection, if it is paused."""
         self._members.pop(member, None)
+        self._suspended.pop(member, None)
 
     def resume(self) -> Iterator[Member]:
-        """Resumes as many connections as the time since the last call allows, each by what it cost last."""
+        """Resumes those whose time is over, and as many others as the time since the last call allows.
+
+        Each of these takes as much of it as it cost last.
+        """
         now = time.monotonic()
+        for member in [member for member, until in self._suspended.items() if until <= now]:
+            del self._suspended[member]
+            if member not in self._members:
+                yield member
         self._budget_s = min(self._budget_s, 0.0) + (now - self._earned_at) * _PAUSED_SHARE
         self._earned_at = now
         while self._members and self._budget_s > 0:

@@ -518,7 +518,7 @@ def test_a_large_message_that_begins_well_is_waited_for(service: Service) -> Non
 def check_waits_until_its_delay_is_over(
     service: Service, bad: http2.ClientConnection, good: http2.ClientConnection
 ) -> None:
-    suspended = service.port._connections._suspended
+    suspended = service.port._connections._paused._suspended
     wait_until(lambda: len(suspended) == 1)
     delayed, computed = ask(bad), len(service.worker.batches)
     check_answered(ask(good))

@@ -1,0 +1,71 @@
+"""Unary calls without a thread: submitted by the event loop, and answered by it once a worker has computed them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
+from functools import partial
+
+from bngrad_server.memory.received_message import ReceivedMessage
+from bngrad_server.rpc.http2.connection import Connection, InlineCall
+from bngrad_server.rpc.servicer import UNARY_OPS, Servicer
+from bngrad_server.rpc_context import RpcContext
+from bngrad_wire import http2
+
+
+class InlineCalls:
+    """The connections with such a call; for the event loop's thread."""
+
+    def __init__(self, servicer: Servicer, on_end: Callable[[Connection, InlineCall], None]) -> None:
+        """Has no calls yet.
+
+        Args:
+            servicer: Computes the requests.
+            on_end: Called by any thread when a call's request has ended, also after the call was given up.
+        """
+        self._servicer = servicer
+        self._on_end = on_end
+        self._connections: set[Connection] = set()
+
+    def begin(self, connection: Connection, call: http2.ServerCall, message: ReceivedMessage, rpc: RpcContext) -> bool:
+        """Submits a call whose message has arrived; returns False, and begins nothing, if no memory is free.
+
+        Raises:
+            Exception: See `bngrad_server.rpc.servicer.Servicer.submit`.
+        """
+        inline = InlineCall(call, rpc)
+        on_end = partial(self._on_end, connection, inline)
+        staged = self._servicer.submit(UNARY_OPS[call.path], message.data, rpc, on_end)
+        if staged is None:
+            return False
+        inline.staged = staged
+        connection.inline_call = inline
+        self._connections.add(connection)
+        return True
+
+    def end(self, connection: Connection) -> None:
+        """Ends the call of a connection, whose request has ended."""
+        connection.inline_call = None
+        self._connections.remove(connection)
+
+    def abandon(self, connection: Connection, inline: InlineCall) -> None:
+        """Gives a call up, whose client is gone; a request that is being computed runs to its end."""
+        self.end(connection)
+        inline.is_abandoned = True
+        assert inline.staged.job is not None
+        if self._servicer.batcher.leave(inline.staged.job, CancelledError()):
+            inline.staged.close()
+
+    def expired(self) -> Iterator[tuple[Connection, InlineCall, Exception]]:
+        """Gives up the calls whose deadline has passed while a worker computes them; yields them with their errors."""
+        for connection in list(self._connections):
+            inline = connection.inline_call
+            assert inline is not None
+            assert inline.staged.job is not None
+            try:
+                self._servicer.batcher.expire(inline.staged.job)
+            except (TimeoutError, CancelledError) as error:
+                self.end(connection)
+                inline.is_abandoned = True
+                inline.staged.close(error)
+                yield connection, inline, error
