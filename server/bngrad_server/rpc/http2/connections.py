@@ -323,7 +323,7 @@ class Http2Connections:
         if inline.is_abandoned:
             staged.close()
             return
-        self._inline_calls.end(connection)
+        self._inline_calls.forget(connection)
         try:
             was_sent = inline.send_response(connection.handler)
         except Exception as error:

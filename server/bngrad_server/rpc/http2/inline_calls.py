@@ -43,14 +43,14 @@ class InlineCalls:
         self._connections.add(connection)
         return True
 
-    def end(self, connection: Connection) -> None:
-        """Ends the call of a connection, whose request has ended."""
+    def forget(self, connection: Connection) -> None:
+        """Forgets the call of a connection, since it has ended or is given up."""
         connection.inline_call = None
         self._connections.remove(connection)
 
     def abandon(self, connection: Connection, inline: InlineCall) -> None:
         """Gives a call up, whose client is gone; a request that is being computed runs to its end."""
-        self.end(connection)
+        self.forget(connection)
         inline.is_abandoned = True
         assert inline.staged.job is not None
         if self._servicer.batcher.leave(inline.staged.job, CancelledError()):
@@ -65,7 +65,7 @@ class InlineCalls:
             try:
                 self._servicer.batcher.expire(inline.staged.job)
             except (TimeoutError, CancelledError) as error:
-                self.end(connection)
+                self.forget(connection)
                 inline.is_abandoned = True
                 inline.staged.close(error)
                 yield connection, inline, error
