@@ -87,13 +87,11 @@ class Allocator:
     Attributes:
         nbytes: The size of the largest request, and of all requests together but for the reserve.
         reserve_nbytes: The size of the reserve.
-        taken: How many blocks have been taken so far.
     """
 
     def __init__(self, nbytes: int, reserve_nbytes: int = 0) -> None:
         self.nbytes = _round_up(nbytes)
         self.reserve_nbytes = aligned(reserve_nbytes)
-        self.taken = 0
         self._main = FreeRange(0, self.nbytes)
         self._reserve = FreeRange(self.nbytes, self.reserve_nbytes)
         self._held: Counter[str] = Counter()
@@ -249,7 +247,6 @@ class Allocator:
         return None if offset is None else self._taken(offset, nbytes, client)
 
     def _taken(self, offset: int, nbytes: int, client: str) -> Block:
-        self.taken += 1
         self._held[client] += nbytes
         return Block(offset, nbytes, client)
 

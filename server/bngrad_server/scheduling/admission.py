@@ -35,7 +35,6 @@ class Admission:
 
     Attributes:
         requests: How many requests are admitted now.
-        asked: How often admission has been asked for so far.
         on_leave: What is called when a request has left, if clients have limits.
     """
 
@@ -50,7 +49,6 @@ class Admission:
         self._max_wait_s = max_wait_s
         self._mutex = threading.Lock()
         self.requests = 0
-        self.asked = 0
         self._transfers = 0
         self._work = 0
         self._requests_of: Counter[str] = Counter()
@@ -109,7 +107,6 @@ class Admission:
             RequestTooLargeError: As `enter`.
         """
         with self._mutex:
-            self.asked += 1
             self._check(client, nbytes + _WORK_OF_ANY_REQUEST, deadline)
 
     def check(self, client: str, deadline: float | None) -> None:
@@ -119,7 +116,6 @@ class Admission:
             OverloadedError: The server is full.
         """
         with self._mutex:
-            self.asked += 1
             self._check(client, _WORK_OF_ANY_REQUEST, deadline)
 
     def leave(self, client: str, nbytes: int, *, computed: bool) -> None:

@@ -1,0 +1,97 @@
+"""Free memory goes back to the system, and little time is spent where there is none."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+_SCRIPT = """
+import ctypes, json, sys, time
+from bngrad_server.runtime import malloc
+
+malloc._LOOK_S, malloc._MAX_WAIT_S = 0.02, 0.64
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, (ctypes.c_size_t,), (ctypes.c_void_p,)
+malloc.use_one_heap()
+trims = []
+malloc_trim = malloc._LIBC.malloc_trim
+malloc._LIBC.malloc_trim = lambda pad: (trims.append(time.monotonic()), malloc_trim(pad))
+requests = 0
+trimmer = malloc.MemoryTrimmer(lambda: requests)
+at_first = malloc._own_nbytes()
+
+def take():
+    blocks = [libc.malloc(50_000) for _ in range(2_000)]
+    for block in blocks:
+        ctypes.memset(block, 1, 50_000)
+    return blocks, libc.malloc(1000)  # the last one keeps the top of the heap
+
+def kept_mib():
+    return (malloc._own_nbytes() - at_first) / 2**20
+
+"""
+
+_RETURNED = """
+blocks, top = take()
+while len(trims) < 2:  # in vain: nothing is free yet
+    time.sleep(0.01)
+held = kept_mib()
+in_vain = len(trims)
+for block in blocks:
+    libc.free(block)
+deadline = time.monotonic() + 30
+while kept_mib() > 16 and time.monotonic() < deadline:
+    time.sleep(0.01)
+print(json.dumps([held, len(trims) - in_vain, kept_mib()]))
+"""
+
+_RARE = """
+time.sleep(1)
+before = len(trims)
+blocks, top = take()
+time.sleep(3)
+print(json.dumps([before, len(trims)]))
+"""
+
+_BUSY = """
+requests = 1
+blocks, top = take()
+for block in blocks:
+    libc.free(block)
+time.sleep(1)
+busy = len(trims)
+requests = 0
+deadline = time.monotonic() + 30
+while kept_mib() > 16 and time.monotonic() < deadline:
+    time.sleep(0.01)
+print(json.dumps([busy, kept_mib()]))
+"""
+
+
+def test_what_connections_held_is_returned_after_trims_in_vain() -> None:
+    held, trims, at_last = run(_RETURNED)
+    assert held > 90
+    assert trims
+    assert at_last <= 16
+
+
+def test_no_trim_runs_without_growth_and_few_where_nothing_is_free() -> None:
+    """Each stops all threads that want memory. Without longer waits there would be 150."""
+    before, after = run(_RARE)
+    assert before == 0
+    assert 2 <= after <= 12
+
+
+def test_requests_are_not_disturbed_by_a_trim() -> None:
+    busy, kept = run(_BUSY)
+    assert busy == 0
+    assert kept <= 16
+
+
+def run(script: str) -> list[float]:
+    """Runs a script after the common one in a process of its own, and returns the numbers that it prints."""
+    done = subprocess.run([sys.executable, "-c", _SCRIPT + script], capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stderr
+    numbers: list[float] = json.loads(done.stdout)
+    return numbers
