@@ -89,7 +89,7 @@ settings-page: $(VENV)/dev.stamp  ## Generates the table of docs/settings.md fro
 kernels-page: $(VENV)/dev.stamp  ## Generates the tables of the kernels in docs/performance.md from benchmarks/results/
 	$(BIN)/python -m benchmarks.kernels.page
 
-transport-page: $(VENV)/dev.stamp  ## Generates the tables of the transports in docs/ from benchmarks/results/transport.json
+transport-page: $(VENV)/dev.stamp  ## Generates the tables of the transports in docs/ from benchmarks/results/
 	$(BIN)/python -m benchmarks.transport.page
 
 bench: $(VENV)/dev.stamp  ## Compares the CPU kernels with TensorFlow, PyTorch and oneDNN

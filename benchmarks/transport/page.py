@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from benchmarks.pages import DOCS, RESULTS, Part
@@ -11,28 +14,24 @@ from benchmarks.transport.inputs import label
 from benchmarks.transport.results import Results
 from benchmarks.transport.targets import TARGETS, Target
 
-_RESULTS = RESULTS / "transport.json"
+
+def _of_each_processor(table: Callable[[Results], list[str]]) -> str:
+    """Returns a table for each file of results."""
+    lines: list[str] = []
+    for path in sorted(RESULTS.glob("transport-*.json")):
+        document = json.loads(path.read_text())
+        lines += [*_beginning(path, document["machine"]), *table(Results.of_json(document)), ""]
+    return "\n".join(lines)
 
 
-def _document() -> dict[str, Any]:
-    document: dict[str, Any] = json.loads(_RESULTS.read_text())
-    return document
-
-
-def _targets() -> str:
+def _targets(results: Results) -> list[str]:
     """Returns the table of the targets' ratios; those that are missed are bold."""
-    document = _document()
-    results = Results.of_json(document)
-    lines = [
-        *_beginning(document["machine"]),
-        f"| | target | {' | '.join(NETWORKS.values())} |",
-        f"|---|---|{'---|' * len(NETWORKS)}",
-    ]
+    lines = [f"| | target | {' | '.join(NETWORKS.values())} |", f"|---|---|{'---|' * len(NETWORKS)}"]
     for target in TARGETS:
         relation = "≤" if target.quantity == "time" else "≥"
         ratios = [_ratio(target, results, network) for network in NETWORKS]
         lines.append(f"| {_quotient(target)} | {relation} {target.bound:g} | {' | '.join(ratios)} |")
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def _quotient(target: Target) -> str:
@@ -48,28 +47,22 @@ def _ratio(target: Target, results: Results, network: str) -> str:
     return f"{ratio:.2f}" if target.met(ratio) else f"**{ratio:.2f}**"
 
 
-def _medians() -> str:
+def _medians(results: Results) -> list[str]:
     """Returns the table of the median times over TCP, in milliseconds."""
-    document = _document()
-    results = Results.of_json(document)
     cells = [cell for cell in results.cells if cell.network == TCP]
     sizes = sorted({cell.nbytes for cell in cells})
-    lines = [
-        *_beginning(document["machine"]),
-        f"| ms | {' | '.join(map(label, sizes))} |",
-        f"|---|{'---|' * len(sizes)}",
-    ]
+    lines = [f"| ms | {' | '.join(map(label, sizes))} |", f"|---|{'---|' * len(sizes)}"]
     for name in dict.fromkeys(cell.contestant for cell in cells):
         times = [results.p50(TCP, nbytes, name) for nbytes in sizes]
         lines.append(f"| {CONTESTANTS[name].title} | {' | '.join(map(_milliseconds, times))} |")
-    return "\n".join(lines) + "\n"
+    return lines
 
 
-def _beginning(machine: dict[str, Any]) -> list[str]:
+def _beginning(path: Path, machine: dict[str, Any]) -> list[str]:
     versions = machine["versions"]
     return [
         f"{machine['cpu']}, {machine['threads']} threads, commit {machine['commit']}, grpcio {versions['grpcio']}, "
-        f"Arrow {versions['pyarrow']}; [all figures](../benchmarks/results/{_RESULTS.name}):",
+        f"Arrow {versions['pyarrow']}; [all figures](../benchmarks/results/{path.name}):",
         "",
     ]
 
@@ -82,8 +75,8 @@ def _milliseconds(time: float | None) -> str:
 
 
 PARTS = (
-    Part(DOCS / "transport.md", "transports", _targets),
-    Part(DOCS / "performance.md", "transports", _medians),
+    Part(DOCS / "transport.md", "transports", partial(_of_each_processor, _targets)),
+    Part(DOCS / "performance.md", "transports", partial(_of_each_processor, _medians)),
 )
 
 if __name__ == "__main__":
