@@ -19,6 +19,8 @@ malloc_trim = malloc._LIBC.malloc_trim
 malloc._LIBC.malloc_trim = lambda pad: (trims.append(time.monotonic()), malloc_trim(pad))
 requests = 0
 trimmer = malloc.MemoryTrimmer(lambda: requests)
+while trimmer._least_nbytes == float('inf'):  # it has not looked yet
+    time.sleep(0.01)
 at_first = malloc._own_nbytes()
 
 def take():
