@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import math
 import mmap
 import threading
 import time
@@ -43,7 +42,7 @@ class MemoryTrimmer:
         """Starts the thread; the argument returns how many requests are here now."""
         self._requests_now = requests_now
         self._trim = getattr(_LIBC, "malloc_trim", None)
-        self._least_nbytes = math.inf
+        self._least_nbytes = _own_nbytes()  # now: requests may come before the first look
         self._wait_s = self._due = 0.0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="trimmer", daemon=True)

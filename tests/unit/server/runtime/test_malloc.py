@@ -10,7 +10,7 @@ _SCRIPT = """
 import ctypes, json, sys, time
 from bngrad_server.runtime import malloc
 
-malloc._LOOK_S, malloc._MAX_WAIT_S = 0.02, 0.64
+malloc._LOOK_S, malloc._MAX_WAIT_S = float(sys.argv[1]), 0.64
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, (ctypes.c_size_t,), (ctypes.c_void_p,)
 malloc.use_one_heap()
@@ -19,15 +19,13 @@ malloc_trim = malloc._LIBC.malloc_trim
 malloc._LIBC.malloc_trim = lambda pad: (trims.append(time.monotonic()), malloc_trim(pad))
 requests = 0
 trimmer = malloc.MemoryTrimmer(lambda: requests)
-while trimmer._least_nbytes == float('inf'):  # it has not looked yet
-    time.sleep(0.01)
 at_first = malloc._own_nbytes()
 
 def take():
-    blocks = [libc.malloc(50_000) for _ in range(2_000)]
+    blocks = [libc.malloc(50_000) for _ in range(2_001)]
     for block in blocks:
         ctypes.memset(block, 1, 50_000)
-    return blocks, libc.malloc(1000)  # the last one keeps the top of the heap
+    return blocks[:-1], blocks[-1]  # the last one, at the top of the heap, keeps the others from being returned at once
 
 def kept_mib():
     return (malloc._own_nbytes() - at_first) / 2**20
@@ -46,6 +44,17 @@ deadline = time.monotonic() + 30
 while kept_mib() > 16 and time.monotonic() < deadline:
     time.sleep(0.01)
 print(json.dumps([held, len(trims) - in_vain, kept_mib()]))
+"""
+
+_EARLY = """
+blocks, top = take()
+held = kept_mib()
+for block in blocks:
+    libc.free(block)
+deadline = time.monotonic() + 30
+while kept_mib() > 16 and time.monotonic() < deadline:
+    time.sleep(0.01)
+print(json.dumps([held, kept_mib()]))
 """
 
 _RARE = """
@@ -78,6 +87,13 @@ def test_what_connections_held_is_returned_after_trims_in_vain() -> None:
     assert at_last <= 16
 
 
+def test_what_requests_left_before_the_first_look_is_returned() -> None:
+    """A look that took the process's memory of that moment for its least would never trim."""
+    held, at_last = run(_EARLY, look_s=0.5)
+    assert held > 90
+    assert at_last <= 16
+
+
 def test_no_trim_runs_without_growth_and_few_where_nothing_is_free() -> None:
     """Each stops all threads that want memory. Without longer waits there would be 150."""
     before, after = run(_RARE)
@@ -91,9 +107,10 @@ def test_requests_are_not_disturbed_by_a_trim() -> None:
     assert kept <= 16
 
 
-def run(script: str) -> list[float]:
+def run(script: str, look_s: float = 0.02) -> list[float]:
     """Runs a script after the common one in a process of its own, and returns the numbers that it prints."""
-    done = subprocess.run([sys.executable, "-c", _SCRIPT + script], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", _SCRIPT + script, str(look_s)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert not done.returncode, done.stderr
     numbers: list[float] = json.loads(done.stdout)
     return numbers
