@@ -16,7 +16,7 @@ from bngrad_kernels import processor
 from bngrad_kernels.backend import Backend
 from bngrad_kernels.cpu.machine_code import loader
 from bngrad_kernels.cpu.machine_code.kernels import FIRST, Kernel
-from bngrad_kernels.cpu.plan import CALL, RECORD, Plan, plan
+from bngrad_kernels.cpu.plan import CALL, COUNTER_NBYTES, RECORD, Plan, plan
 from bngrad_kernels.cpu.threads import threads as team
 from bngrad_kernels.problem import AnyProblem, Array, Problem
 from bngrad_kernels.spec import Spec
@@ -84,7 +84,7 @@ class CpuBackend(Backend):
         records = bytearray(planned.record)
         _place(records, problem)
         _FIELD.pack_into(records, _OFFSETS["workspace"], -(-workspace.ctypes.data // 64) * 64)
-        call = bytearray(_CALL.pack(_begin(records), 1, 1, True, *self._team.functions, 0))
+        call = self._call(records, 1, 1, one_by_one=True)
         kernel = self._load(problem.spec.dtype, problem.spec.order)
         return _Bound(
             ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(kernel.address), _begin(call), (records, call, workspace)
@@ -154,12 +154,20 @@ class CpuBackend(Backend):
     def _run(self, spec: Spec, records: bytearray, threads: int, *, one_by_one: bool) -> None:
         kernel = self._kernels.get((spec.dtype, spec.order)) or self._load(spec.dtype, spec.order)
         count = len(records) // RECORD.itemsize
-        call = bytearray(_CALL.pack(_begin(records), count, threads, one_by_one, *self._team.functions, 0))
+        call = self._call(records, count, threads, one_by_one=one_by_one)
         if threads == 1:
             kernel.function(_begin(call))
         else:
             with _ALL_CORES:
                 self._team.run(kernel.address, _begin(call), threads)
+
+    def _call(self, records: bytearray, count: int, threads: int, *, one_by_one: bool) -> bytearray:
+        """Makes a `CALL`, followed by its counters."""
+        call = bytearray(CALL.itemsize + (2 + threads) * COUNTER_NBYTES)
+        phase = _begin(call) + CALL.itemsize
+        counters = phase, phase + COUNTER_NBYTES, phase + 2 * COUNTER_NBYTES
+        _CALL.pack_into(call, 0, _begin(records), count, threads, one_by_one, *self._team.functions, *counters, 0, 1, 0)
+        return call
 
     def _load(self, dtype: np.dtype[Any], order: int) -> loader.LoadedKernel:
         """Loads the kernel of an element type and an order, unless another thread just did."""

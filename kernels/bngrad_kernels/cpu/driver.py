@@ -14,9 +14,21 @@ from bngrad_kernels.cpu.second_order import channel_stats as channel_stats_2
 from bngrad_kernels.cpu.second_order import column_sums as column_sums_2
 from bngrad_kernels.cpu.second_order import plane_sums as plane_sums_2
 from bngrad_kernels.cpu.simd import fence, out_of_line
-from bngrad_kernels.cpu.team import number, record_at, wait
+from bngrad_kernels.cpu.team import (
+    begin_phase,
+    count,
+    number,
+    phase_after,
+    read,
+    record_at,
+    take,
+    wait_for_change,
+    work_of,
+)
 
-_SUMS, _APPLY = np.int64(0), np.int64(1)
+_BEGIN, _SUMS, _FINISH, _APPLY, _END = map(np.int64, range(5))
+"""The phases of a group: its first tables; the sums of its tiles; the sums of these, and the other tables; the outputs.
+"""
 _NBYTES = np.int64(RECORD.itemsize)
 
 
@@ -29,19 +41,17 @@ def _kernel(stats: Any, columns: Any, planes: Any) -> Callable[[Any, Any], None]
     @internal
     def run(tag: Any, call: Any) -> None:
         p = record_at(call.records)
-        member, members = number(call.member), number(call.members)
-        # The team may have fewer members than it should: each does the shares of several threads.
-        thread = member
-        while thread < call.threads:
-            if call.one_by_one:
+        member = number(call.member)
+        if call.one_by_one:
+            # The team may have fewer members than it should: each does the shares of several threads.
+            thread, members = member, number(call.members)
+            while thread < call.threads:
                 problems(tag, call, thread)
-            elif p.by_group:
-                for g in range(thread * p.groups // call.threads, (thread + 1) * p.groups // call.threads):
-                    group(tag, p, g, thread)
-            thread += members
-        if not (call.one_by_one or p.by_group):
-            for g in range(p.groups):
-                split(tag, call, p, g, member, members)
+                thread += members
+        elif p.by_group:
+            groups(tag, call, p, member)
+        else:
+            split(tag, call, p, member)
 
     @internal
     def problems(tag: Any, call: Any, thread: int) -> None:
@@ -53,39 +63,73 @@ def _kernel(stats: Any, columns: Any, planes: Any) -> Callable[[Any, Any], None]
             i += call.threads
 
     @internal
-    def split(tag: Any, call: Any, p: Any, g: int, member: int, members: int) -> None:
-        """Computes a group with the whole team, whose first member does what is to be done once."""
-        if member == 0:
-            begin(tag, p, g, np.int64(0))
-        may_repeat = np.int64(1)
-        again = True
-        while again:
-            wait(call.barrier)
-            shares(tag, call, p, g, _SUMS, member, members)
-            wait(call.barrier)
-            finish_shares(call, p, g, may_repeat, member, members)
-            wait(call.barrier)
-            again, may_repeat = call.again != 0, np.int64(0)
-        if p.is_training:
-            shares(tag, call, p, g, _APPLY, member, members)
-        wait(call.barrier)
+    def groups(tag: Any, call: Any, p: Any, member: int) -> None:
+        """Computes groups, each with one thread: first its own share of them, then what is left of those of others."""
+        for i in range(call.threads):
+            thread = (member + i) % call.threads
+            first, last = thread * p.groups // call.threads, (thread + 1) * p.groups // call.threads
+            g = first + take(call, thread, np.int64(0))
+            while g < last:
+                group(tag, p, g, member)
+                g = first + take(call, thread, np.int64(0))
 
     @internal
-    def finish_shares(call: Any, p: Any, g: int, may_repeat: int, member: int, members: int) -> None:
-        thread = member
-        while thread < call.threads:
-            repeats = finish(p, g, np.int64(0), may_repeat, thread, call.threads)
-            if thread == 0:
-                call.again = repeats
-            thread += members
+    def split(tag: Any, call: Any, p: Any, member: int) -> None:
+        """Computes groups one after the other with all threads, phase by phase.
+
+        A phase has parts, which whoever is there takes: a thread that comes late, or not at all, keeps none waiting.
+        Each begins with its own share, whose part of the tensor its core's cache may have from the phase before.
+        """
+        phase = read(call.phase)
+        while work_of(phase) != _END:
+            parts = parts_of(call, p, work_of(phase))
+            for i in range(call.threads):
+                thread = (member + i) % call.threads
+                first, last = thread * parts // call.threads, (thread + 1) * parts // call.threads
+                taken = take(call, thread, phase)
+                while first + taken < last:
+                    do(tag, call, p, work_of(phase), first, last, taken)
+                    if count(call.done) + 1 == parts:
+                        begin_phase(call, next_phase(call, p, phase))
+                    taken = take(call, thread, phase)
+            phase = wait_for_change(call, phase)
 
     @internal
-    def shares(tag: Any, call: Any, p: Any, g: int, work: int, member: int, members: int) -> None:
-        thread = member
-        while thread < call.threads:
-            first, last = thread * p.tiles // call.threads, (thread + 1) * p.tiles // call.threads
-            tiles(tag, p, g, first, last, np.int64(0), work)
-            thread += members
+    def parts_of(call: Any, p: Any, work: int) -> Any:
+        if work in (_SUMS, _APPLY):
+            return p.tiles
+        return call.threads if work == _FINISH else np.int64(1)
+
+    @internal
+    def do(tag: Any, call: Any, p: Any, work: int, first: int, last: int, taken: int) -> None:
+        """Does the next part of a share of which some are taken."""
+        slot, g = np.int64(0), call.group
+        part = first + taken
+        if work == _BEGIN:
+            begin(tag, p, g, slot)
+        elif work == _SUMS:
+            tiles(tag, p, g, part, part + 1, slot, work)
+        elif work == _APPLY:
+            tiles(tag, p, g, last - 1 - taken, last - taken, slot, work)
+        else:
+            repeats = finish(p, g, slot, call.may_repeat, part, call.threads)
+            if part == 0:
+                call.repeats = repeats
+
+    @internal
+    def next_phase(call: Any, p: Any, phase: int) -> int:
+        """Returns the phase after one that has ended."""
+        work = work_of(phase)
+        if work == _FINISH and call.repeats:
+            call.may_repeat = np.int64(0)
+            return phase_after(phase, _SUMS)
+        if work == _FINISH and p.is_training:
+            return phase_after(phase, _APPLY)
+        if work in (_FINISH, _APPLY):
+            call.group += 1
+            call.may_repeat = np.int64(1)
+            return phase_after(phase, _BEGIN if call.group < p.groups else _END)
+        return phase_after(phase, _SUMS if work == _BEGIN else _FINISH)
 
     @internal
     def group(tag: Any, p: Any, g: int, slot: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from typing import Any
 
 from llvmlite import ir
@@ -137,6 +138,14 @@ def prefetch(builder: Any, place: Any) -> None:
     byte = ir.IntType(8).as_pointer()
     function = _declare(builder, "llvm.prefetch.p0", ir.VoidType(), [byte, I32, I32, I32])
     builder.call(function, [builder.bitcast(place, byte), I32(0), I32(3), I32(1)])
+
+
+def pause(builder: Any) -> None:
+    """Does nothing for a moment, in which the other thread of an x86 core runs faster."""
+    if platform.machine() == "x86_64":
+        builder.call(_declare(builder, "llvm.x86.sse2.pause", ir.VoidType(), []), [])
+    elif platform.machine() == "aarch64":
+        builder.call(_declare(builder, "llvm.aarch64.isb", ir.VoidType(), [I32]), [I32(15)])
 
 
 def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:

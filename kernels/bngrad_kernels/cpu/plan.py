@@ -137,12 +137,22 @@ RECORD = np.dtype(
 CALL = np.dtype(
     [
         (name, np.int64)
-        for name in ("records", "count", "threads", "one_by_one", "member", "members", "barrier", "again")
+        for name in (
+            "records", "count", "threads", "one_by_one", "member", "members", "usleep", "phase", "done", "taken",
+            "group", "may_repeat", "repeats",
+        )
     ]
-)
+)  # fmt: skip
 """The call of a kernel: the address of its records and their number; among how many threads the work is shared, and
-whether each takes whole problems; the C functions by which a thread learns its number and theirs, and waits for the
-others; whether sums have to be taken again, which the kernel writes."""
+whether each takes whole problems; the C functions by which a thread learns its number and theirs, and sleeps; the
+addresses of the team's counters; which group is computed, and whether its sums may have to be taken again, and have to.
+
+The first counter has the phase that the team is in, the second how many parts of it are done, and further ones how many
+parts of each thread's share are taken.
+"""
+
+COUNTER_NBYTES = 64
+"""Counters are this far apart, so that threads that change different ones do not wait for each other."""
 
 
 class Plan(NamedTuple):

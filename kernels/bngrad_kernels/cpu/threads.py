@@ -8,8 +8,8 @@ import threading
 from typing import Any, Protocol
 
 _C_INT = ctypes.CFUNCTYPE(ctypes.c_int)
-_C_VOID = ctypes.CFUNCTYPE(None)
 _KERNEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_usleep = ctypes.CDLL(None).usleep
 
 
 class Threads(Protocol):
@@ -17,7 +17,7 @@ class Threads(Protocol):
 
     Attributes:
         functions: The addresses of the C functions by which a thread learns its number in the team and the team's size,
-            and waits for the rest of the team. Outside of a team they are 0, 1 and nothing.
+            which are 0 and 1 outside of a team, and sleeps for some microseconds.
     """
 
     functions: tuple[int, ...]
@@ -31,8 +31,8 @@ class OpenMpThreads:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         """Uses the library ``libgomp``."""
-        names = ("omp_get_thread_num", "omp_get_num_threads", "GOMP_barrier")
-        self.functions = tuple(_address(getattr(library, name)) for name in names)
+        members = library.omp_get_thread_num, library.omp_get_num_threads
+        self.functions = (*map(_address, members), _address(_usleep))
         self._parallel = library.GOMP_parallel
         self._parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
         self._parallel.restype = None
@@ -47,34 +47,29 @@ class PythonThreads:
 
     def __init__(self) -> None:
         self._member = threading.local()
-        self._callbacks = _C_INT(self._number), _C_INT(self._size), _C_VOID(self._wait)
-        self.functions = tuple(map(_address, self._callbacks))
+        self._callbacks = _C_INT(self._number), _C_INT(self._size)
+        self.functions = (*map(_address, self._callbacks), _address(_usleep))
 
     def run(self, kernel: int, call: int, count: int) -> None:
         """See `Threads`."""
-        barrier, entry = threading.Barrier(count), _KERNEL(kernel)
-
-        def join(number: int) -> None:
-            self._member.number, self._member.barrier = number, barrier
-            entry(call)
-            del self._member.barrier
-
-        others = [threading.Thread(target=join, args=(number,)) for number in range(1, count)]
+        others = [threading.Thread(target=self.join, args=(kernel, call, i, count)) for i in range(1, count)]
         for thread in others:
             thread.start()
-        join(0)
+        self.join(kernel, call, 0, count)
         for thread in others:
             thread.join()
+
+    def join(self, kernel: int, call: int, number: int, count: int) -> None:
+        """Calls the kernel as a member of a team."""
+        self._member.number, self._member.size = number, count
+        _KERNEL(kernel)(call)
+        del self._member.size
 
     def _number(self) -> int:
         return self._member.number if self._size() > 1 else 0
 
     def _size(self) -> int:
-        return self._member.barrier.parties if hasattr(self._member, "barrier") else 1
-
-    def _wait(self) -> None:
-        if hasattr(self._member, "barrier"):
-            self._member.barrier.wait()
+        return getattr(self._member, "size", 1)
 
 
 @functools.cache
