@@ -14,6 +14,7 @@ import dataclasses
 import itertools
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -58,6 +59,7 @@ def main() -> None:
     parser.add_argument("--page", type=Path, metavar="PATH", help="also write the tables of docs/attacks.md")
     parser.add_argument("--merge", action="store_true", help="keep what the JSON file says of other attacks")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # So that with blocks end the servers.
     attacks = [ATTACKS[name] for name in options.attacks]
     machine = report.machine({name: metadata.version(name) for name in _PACKAGES}, os.cpu_count() or 0)
     results = Report(machine, options.turns)
