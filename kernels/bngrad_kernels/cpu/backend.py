@@ -144,7 +144,7 @@ class CpuBackend(Backend):
 
     def _run_split(self, spec: Spec, record: bytes | bytearray, planned: Plan) -> None:
         """Computes a problem with all threads."""
-        by_group = planned.geometry.tiles < self._threads or planned.geometry.groups >= 4 * self._threads
+        by_group = planned.geometry.groups >= min(planned.geometry.tiles, 4 * self._threads)
         slots = self._threads if by_group else 1
         records = bytearray(record)
         _FIELD.pack_into(records, _OFFSETS["by_group"], by_group)

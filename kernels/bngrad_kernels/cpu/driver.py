@@ -68,10 +68,10 @@ def _kernel(stats: Any, columns: Any, planes: Any) -> Callable[[Any, Any], None]
         for i in range(call.threads):
             thread = (member + i) % call.threads
             first, last = thread * p.groups // call.threads, (thread + 1) * p.groups // call.threads
-            g = first + take(call, thread, np.int64(0))
+            g = first + take(call, thread, np.int64(0), last - first)
             while g < last:
                 group(tag, p, g, member)
-                g = first + take(call, thread, np.int64(0))
+                g = first + take(call, thread, np.int64(0), last - first)
 
     @internal
     def split(tag: Any, call: Any, p: Any, member: int) -> None:
@@ -86,12 +86,12 @@ def _kernel(stats: Any, columns: Any, planes: Any) -> Callable[[Any, Any], None]
             for i in range(call.threads):
                 thread = (member + i) % call.threads
                 first, last = thread * parts // call.threads, (thread + 1) * parts // call.threads
-                taken = take(call, thread, phase)
+                taken = take(call, thread, phase, last - first)
                 while first + taken < last:
                     do(tag, call, p, work_of(phase), first, last, taken)
                     if count(call.done) + 1 == parts:
                         begin_phase(call, next_phase(call, p, phase))
-                    taken = take(call, thread, phase)
+                    taken = take(call, thread, phase, last - first)
             phase = wait_for_change(call, phase)
 
     @internal

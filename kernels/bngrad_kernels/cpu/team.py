@@ -26,7 +26,7 @@ _SLEEP_US = np.int64(20)
 _WORKS = np.int64(8)
 _TAKEN_BITS = np.int64(32)
 """A counter of parts that are taken has their number in these bits, and the phase in those above."""
-_NONE_LEFT = np.int64(2**32 - 1)
+_TAKEN = np.int64(2**32 - 1)
 
 
 def _at(dtype: np.dtype[Any]) -> Any:
@@ -148,19 +148,19 @@ def begin_phase(call: Any, phase: int) -> None:
 
 
 @internal
-def take(call: Any, thread: int, phase: int) -> Any:
-    """Takes the next part of a thread's share in a phase.
+def take(call: Any, thread: int, phase: int, parts: int) -> Any:
+    """Takes the next of the parts of a thread's share in a phase.
 
-    Returns how many parts of the share were taken before; more than there are if the phase has ended.
+    Returns how many were taken before; the number of all parts if none is left or the phase has ended.
     """
     counter = call.taken + thread * _COUNTER_NBYTES
     seen = read(counter)
-    while seen >> _TAKEN_BITS == phase:
+    while seen >> _TAKEN_BITS == phase and seen & _TAKEN < parts:
         found = exchange(counter, seen, seen + 1)
         if found == seen:
-            return seen & _NONE_LEFT
+            return seen & _TAKEN
         seen = found
-    return _NONE_LEFT
+    return parts
 
 
 @internal

@@ -31,7 +31,7 @@ def test_without_openmp_the_threads_of_python_compute_the_same_bits(monkeypatch:
     assert_bits(threads=3)
 
 
-@pytest.mark.parametrize("count", [2, 3, 8])
+@pytest.mark.parametrize("count", [2, 3, 8, 100])
 def test_any_number_of_threads_computes_the_same_bits(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "ALONE_BELOW_NBYTES", 0)
     assert_bits(count)
