@@ -12,8 +12,8 @@ from bngrad_wire import keepalive
 
 
 def test_a_peer_that_does_not_read_for_a_while_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Linux sends probes after 0.2, 0.6, 1.4 and 3 s, and answers one in 0.5 s (tcp_invalid_ratelimit): the first two may
-    # both get no answer.
+    # Linux sends probes after 0.2, 0.6, 1.4 and 3 s, and answers one in 0.5 s (tcp_invalid_ratelimit): the first two
+    # may both get no answer.
     monkeypatch.setattr(keepalive, "_LOST_AFTER_MS", 1500)
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as sock:
         keepalive.enable(sock)
