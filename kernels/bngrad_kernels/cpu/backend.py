@@ -137,9 +137,9 @@ class CpuBackend(Backend):
         records = bytearray(b"".join(record for record, _ in prepared))
         slot_nbytes = max(planned.slot_nbytes for _, planned in prepared)
         workspace = self._workspace(slot_nbytes * threads)
-        for i in range(len(problems)):
-            place = workspace + i % threads * slot_nbytes
-            _FIELD.pack_into(records, i * RECORD.itemsize + _OFFSETS["workspace"], place)
+        for start in range(0, len(records), RECORD.itemsize):
+            _FIELD.pack_into(records, start + _OFFSETS["workspace"], workspace)
+            _FIELD.pack_into(records, start + _OFFSETS["slot_nbytes"], slot_nbytes)
         self._run(problems[0].spec, records, threads, one_by_one=True)
 
     def _run_split(self, spec: Spec, record: bytes | bytearray, planned: Plan) -> None:

@@ -40,31 +40,38 @@ def _kernel(stats: Any, columns: Any, planes: Any) -> Callable[[Any, Any], None]
 
     @internal
     def run(tag: Any, call: Any) -> None:
-        p = record_at(call.records)
-        member = number(call.member)
+        if call.threads == 1:
+            for i in range(call.count):
+                problem(tag, call, i, np.int64(0))
+            return
+        p, member = record_at(call.records), number(call.member)
         if call.one_by_one:
-            # The team may have fewer members than it should: each does the shares of several threads.
-            thread, members = member, number(call.members)
-            while thread < call.threads:
-                problems(tag, call, thread)
-                thread += members
+            problems(tag, call, member)
         elif p.by_group:
             groups(tag, call, p, member)
         else:
             split(tag, call, p, member)
 
     @internal
-    def problems(tag: Any, call: Any, thread: int) -> None:
-        i = thread
-        while i < call.count:
-            p = record_at(call.records + i * _NBYTES)
-            for g in range(p.groups):
-                group(tag, p, g, np.int64(0))
-            i += call.threads
+    def problem(tag: Any, call: Any, i: int, slot: int) -> None:
+        p = record_at(call.records + i * _NBYTES)
+        for g in range(p.groups):
+            group(tag, p, g, slot)
+
+    @internal
+    def problems(tag: Any, call: Any, member: int) -> None:
+        """Computes problems, each with one thread: first its own share, then what is left of those of others."""
+        for i in range(call.threads):
+            thread = (member + i) % call.threads
+            first, last = thread * call.count // call.threads, (thread + 1) * call.count // call.threads
+            at = first + take(call, thread, np.int64(0), last - first)
+            while at < last:
+                problem(tag, call, at, member)
+                at = first + take(call, thread, np.int64(0), last - first)
 
     @internal
     def groups(tag: Any, call: Any, p: Any, member: int) -> None:
-        """Computes groups, each with one thread: first its own share of them, then what is left of those of others."""
+        """Does as `problems` with the groups of a problem."""
         for i in range(call.threads):
             thread = (member + i) % call.threads
             first, last = thread * p.groups // call.threads, (thread + 1) * p.groups // call.threads
@@ -78,7 +85,7 @@ def _kernel(stats: Any, columns: Any, planes: Any) -> Callable[[Any, Any], None]
         """Computes groups one after the other with all threads, phase by phase.
 
         A phase has parts, which whoever is there takes: a thread that comes late, or not at all, keeps none waiting.
-        Each begins with its own share, whose part of the tensor its core's cache may have from the phase before.
+        Each begins with its own share, which its core's cache may have from the phase before.
         """
         phase = read(call.phase)
         while work_of(phase) != _END:

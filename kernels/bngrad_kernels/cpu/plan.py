@@ -138,13 +138,13 @@ CALL = np.dtype(
     [
         (name, np.int64)
         for name in (
-            "records", "count", "threads", "one_by_one", "member", "members", "usleep", "phase", "done", "taken",
-            "group", "may_repeat", "repeats",
+            "records", "count", "threads", "one_by_one", "member", "usleep", "phase", "done", "taken", "group",
+            "may_repeat", "repeats",
         )
     ]
 )  # fmt: skip
 """The call of a kernel: the address of its records and their number; among how many threads the work is shared, and
-whether each takes whole problems; the C functions by which a thread learns its number and theirs, and sleeps; the
+whether each takes whole problems; the C functions by which a thread learns its number in the team, and sleeps; the
 addresses of the team's counters; which group is computed, and whether its sums may have to be taken again, and have to.
 
 The first counter has the phase that the team is in, the second how many parts of it are done, and further ones how many

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import threading
@@ -16,8 +17,8 @@ class Threads(Protocol):
     """Runs kernels on a team of threads.
 
     Attributes:
-        functions: The addresses of the C functions by which a thread learns its number in the team and the team's size,
-            which are 0 and 1 outside of a team, and sleeps for some microseconds.
+        functions: The addresses of the C functions by which a thread learns its number in the team, and sleeps for some
+            microseconds.
     """
 
     functions: tuple[int, ...]
@@ -31,8 +32,7 @@ class OpenMpThreads:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         """Uses the library ``libgomp``."""
-        members = library.omp_get_thread_num, library.omp_get_num_threads
-        self.functions = (*map(_address, members), _address(_usleep))
+        self.functions = _address(library.omp_get_thread_num), _address(_usleep)
         self._parallel = library.GOMP_parallel
         self._parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
         self._parallel.restype = None
@@ -47,29 +47,25 @@ class PythonThreads:
 
     def __init__(self) -> None:
         self._member = threading.local()
-        self._callbacks = _C_INT(self._number), _C_INT(self._size)
-        self.functions = (*map(_address, self._callbacks), _address(_usleep))
+        self._callback = _C_INT(lambda: self._member.number)
+        self.functions = _address(self._callback), _address(_usleep)
 
     def run(self, kernel: int, call: int, count: int) -> None:
         """See `Threads`."""
-        others = [threading.Thread(target=self.join, args=(kernel, call, i, count)) for i in range(1, count)]
-        for thread in others:
-            thread.start()
-        self.join(kernel, call, 0, count)
+        others = []
+        with contextlib.suppress(RuntimeError):  # the system has no more threads: those that there are do all the work
+            for number in range(1, count):
+                thread = threading.Thread(target=self.join, args=(kernel, call, number))
+                thread.start()
+                others.append(thread)
+        self.join(kernel, call, 0)
         for thread in others:
             thread.join()
 
-    def join(self, kernel: int, call: int, number: int, count: int) -> None:
+    def join(self, kernel: int, call: int, number: int) -> None:
         """Calls the kernel as a member of a team."""
-        self._member.number, self._member.size = number, count
+        self._member.number = number
         _KERNEL(kernel)(call)
-        del self._member.size
-
-    def _number(self) -> int:
-        return self._member.number if self._size() > 1 else 0
-
-    def _size(self) -> int:
-        return getattr(self._member, "size", 1)
 
 
 @functools.cache

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +82,17 @@ def _spec(number: int, numbers: Numbers) -> Spec:
 
 def digest(number: int, backend: Backend) -> str:
     """A hash of the bits that a backend computes for a problem."""
-    made = problem(number)
-    backend.run([made])
+    return digests([number], backend)[0]
+
+
+def digests(numbers: Sequence[int], backend: Backend) -> list[str]:
+    """Hashes of the bits that a backend computes for problems, all at once."""
+    made = [problem(number) for number in numbers]
+    backend.run(made)
+    return [_hash(each) for each in made]
+
+
+def _hash(made: AnyProblem) -> str:
     hashed = hashlib.sha256()
     for output in outputs(made):
         assert np.isfinite(output.astype(np.float32)).all()
