@@ -32,7 +32,7 @@ class OpenMpThreads:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         """Uses the library ``libgomp``."""
-        self.functions = _address(library.omp_get_thread_num), _address(_usleep)
+        self.functions: tuple[int, ...] = _address(library.omp_get_thread_num), _address(_usleep)
         self._parallel = library.GOMP_parallel
         self._parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
         self._parallel.restype = None
@@ -48,7 +48,7 @@ class PythonThreads:
     def __init__(self) -> None:
         self._member = threading.local()
         self._callback = _C_INT(lambda: self._member.number)
-        self.functions = _address(self._callback), _address(_usleep)
+        self.functions: tuple[int, ...] = _address(self._callback), _address(_usleep)
 
     def run(self, kernel: int, call: int, count: int) -> None:
         """See `Threads`."""
