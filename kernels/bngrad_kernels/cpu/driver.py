@@ -84,7 +84,7 @@ def _kernel(stats: Any, columns: Any, planes: Any) -> Callable[[Any, Any], None]
     def split(tag: Any, call: Any, p: Any, member: int) -> None:
         """Computes groups one after the other with all threads, phase by phase.
 
-        A phase has parts, which whoever is there takes: a thread that comes late, or not at all, keeps none waiting.
+        A phase has parts, of which each thread takes one after the other: a thread that comes late keeps none waiting.
         Each begins with its own share, which its core's cache may have from the phase before.
         """
         phase = read(call.phase)

@@ -1,9 +1,10 @@
 """The call of a kernel, and how the threads that compute it, its team, share the work and wait for each other.
 
-They do so by counters in memory. The work is done in phases, and a phase in parts, which whoever is there takes. Who
-finds none left waits for the next phase: at first by looking, since the others mostly need less time for what they have
-taken than Linux needs to wake a thread, and then by sleeping, as one of them may wait for a core. sched_yield does not
-serve: beside a process that computes, Linux would not let the thread run again for milliseconds.
+They do so by counters in memory. The work is done in phases, and a phase in parts, of which each thread takes one after
+the other. A thread that finds none left waits for the next phase: at first by looking, since the others mostly need
+less time for what they have taken than Linux needs to wake a thread, and then by sleeping, as one of them may wait for
+a core. sched_yield does not serve: beside a process that computes, Linux would not let the thread run again for
+milliseconds.
 """
 
 from __future__ import annotations
