@@ -16,7 +16,7 @@ from bngrad_kernels import processor
 from bngrad_kernels.backend import Backend
 from bngrad_kernels.cpu.machine_code import loader
 from bngrad_kernels.cpu.machine_code.kernels import FIRST, Kernel
-from bngrad_kernels.cpu.plan import CALL, COUNTER_NBYTES, RECORD, Plan, plan
+from bngrad_kernels.cpu.plan import BEGIN, CALL, COUNTER_NBYTES, GROUPS, PROBLEMS, RECORD, Plan, plan
 from bngrad_kernels.cpu.threads import threads as team
 from bngrad_kernels.problem import AnyProblem, Array, Problem
 from bngrad_kernels.spec import Spec
@@ -84,7 +84,7 @@ class CpuBackend(Backend):
         records = bytearray(planned.record)
         _place(records, problem)
         _FIELD.pack_into(records, _OFFSETS["workspace"], -(-workspace.ctypes.data // 64) * 64)
-        call = self._call(records, 1, 1, one_by_one=True)
+        call = self._call(records, 1, 1, PROBLEMS)
         kernel = self._load(problem.spec.dtype, problem.spec.order)
         return _Bound(
             ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(kernel.address), _begin(call), (records, call, workspace)
@@ -127,7 +127,7 @@ class CpuBackend(Backend):
         """Computes a problem with one thread."""
         records = bytearray(record)
         _FIELD.pack_into(records, _OFFSETS["workspace"], self._workspace(planned.slot_nbytes))
-        self._run(spec, records, 1, one_by_one=True)
+        self._run(spec, records, 1, PROBLEMS)
 
     def _run_small(self, problems: list[AnyProblem]) -> None:
         """Computes problems for one kernel, each on a single thread."""
@@ -140,33 +140,33 @@ class CpuBackend(Backend):
         for start in range(0, len(records), RECORD.itemsize):
             _FIELD.pack_into(records, start + _OFFSETS["workspace"], workspace)
             _FIELD.pack_into(records, start + _OFFSETS["slot_nbytes"], slot_nbytes)
-        self._run(problems[0].spec, records, threads, one_by_one=True)
+        self._run(problems[0].spec, records, threads, PROBLEMS)
 
     def _run_split(self, spec: Spec, record: bytes | bytearray, planned: Plan) -> None:
         """Computes a problem with all threads."""
         by_group = planned.geometry.groups >= min(planned.geometry.tiles, 4 * self._threads)
         slots = self._threads if by_group else 1
         records = bytearray(record)
-        _FIELD.pack_into(records, _OFFSETS["by_group"], by_group)
         _FIELD.pack_into(records, _OFFSETS["workspace"], self._workspace(planned.slot_nbytes * slots))
-        self._run(spec, records, self._threads, one_by_one=self._threads == 1)
+        self._run(spec, records, self._threads, GROUPS if by_group else BEGIN)
 
-    def _run(self, spec: Spec, records: bytearray, threads: int, *, one_by_one: bool) -> None:
+    def _run(self, spec: Spec, records: bytearray, threads: int, work: int) -> None:
         kernel = self._kernels.get((spec.dtype, spec.order)) or self._load(spec.dtype, spec.order)
         count = len(records) // RECORD.itemsize
-        call = self._call(records, count, threads, one_by_one=one_by_one)
+        call = self._call(records, count, threads, work)
         if threads == 1:
             kernel.function(_begin(call))
         else:
             with _ALL_CORES:
                 self._team.run(kernel.address, _begin(call), threads)
 
-    def _call(self, records: bytearray, count: int, threads: int, *, one_by_one: bool) -> bytearray:
-        """Makes a `CALL`, followed by its counters."""
+    def _call(self, records: bytearray, count: int, threads: int, work: int) -> bytearray:
+        """Makes a `CALL` that begins with some work, followed by its counters."""
         call = bytearray(CALL.itemsize + (2 + threads) * COUNTER_NBYTES)
         phase = _begin(call) + CALL.itemsize
         counters = phase, phase + COUNTER_NBYTES, phase + 2 * COUNTER_NBYTES
-        _CALL.pack_into(call, 0, _begin(records), count, threads, one_by_one, *self._team.functions, *counters, 0, 1, 0)
+        _CALL.pack_into(call, 0, _begin(records), count, threads, *self._team.functions, *counters, 0, 1, 0)
+        _FIELD.pack_into(call, CALL.itemsize, work)
         return call
 
     def _load(self, dtype: np.dtype[Any], order: int) -> loader.LoadedKernel:

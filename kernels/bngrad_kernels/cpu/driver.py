@@ -9,7 +9,7 @@ import numpy as np
 
 from bngrad_kernels.cpu import channel_stats, column_sums, plane_sums
 from bngrad_kernels.cpu.machine_code.linked import internal
-from bngrad_kernels.cpu.plan import RECORD
+from bngrad_kernels.cpu.plan import APPLY, BEGIN, END, FINISH, GROUPS, PROBLEMS, RECORD, SUMS
 from bngrad_kernels.cpu.second_order import channel_stats as channel_stats_2
 from bngrad_kernels.cpu.second_order import column_sums as column_sums_2
 from bngrad_kernels.cpu.second_order import plane_sums as plane_sums_2
@@ -26,9 +26,9 @@ from bngrad_kernels.cpu.team import (
     work_of,
 )
 
-_BEGIN, _SUMS, _FINISH, _APPLY, _END = map(np.int64, range(5))
-"""The phases of a group: its first tables; the sums of its tiles; the sums of these, and the other tables; the outputs.
-"""
+_PROBLEMS, _GROUPS, _BEGIN, _SUMS, _FINISH, _APPLY, _END = map(
+    np.int64, (PROBLEMS, GROUPS, BEGIN, SUMS, FINISH, APPLY, END)
+)
 _NBYTES = np.int64(RECORD.itemsize)
 
 
@@ -43,14 +43,8 @@ def _kernel(stats: Any, columns: Any, planes: Any) -> Callable[[Any, Any], None]
         if call.threads == 1:
             for i in range(call.count):
                 problem(tag, call, i, np.int64(0))
-            return
-        p, member = record_at(call.records), number(call.member)
-        if call.one_by_one:
-            problems(tag, call, member)
-        elif p.by_group:
-            groups(tag, call, p, member)
         else:
-            split(tag, call, p, member)
+            share(tag, call, record_at(call.records), number(call.member))
 
     @internal
     def problem(tag: Any, call: Any, i: int, slot: int) -> None:
@@ -59,30 +53,8 @@ def _kernel(stats: Any, columns: Any, planes: Any) -> Callable[[Any, Any], None]
             group(tag, p, g, slot)
 
     @internal
-    def problems(tag: Any, call: Any, member: int) -> None:
-        """Computes problems, each with one thread: first its own share, then what is left of those of others."""
-        for i in range(call.threads):
-            thread = (member + i) % call.threads
-            first, last = thread * call.count // call.threads, (thread + 1) * call.count // call.threads
-            at = first + take(call, thread, np.int64(0), last - first)
-            while at < last:
-                problem(tag, call, at, member)
-                at = first + take(call, thread, np.int64(0), last - first)
-
-    @internal
-    def groups(tag: Any, call: Any, p: Any, member: int) -> None:
-        """Does as `problems` with the groups of a problem."""
-        for i in range(call.threads):
-            thread = (member + i) % call.threads
-            first, last = thread * p.groups // call.threads, (thread + 1) * p.groups // call.threads
-            g = first + take(call, thread, np.int64(0), last - first)
-            while g < last:
-                group(tag, p, g, member)
-                g = first + take(call, thread, np.int64(0), last - first)
-
-    @internal
-    def split(tag: Any, call: Any, p: Any, member: int) -> None:
-        """Computes groups one after the other with all threads, phase by phase.
+    def share(tag: Any, call: Any, p: Any, member: int) -> None:
+        """Computes problems, or a problem, with all threads, phase by phase.
 
         A phase has parts, of which each thread takes one after the other: a thread that comes late keeps none waiting.
         Each begins with its own share, which its core's cache may have from the phase before.
@@ -95,7 +67,7 @@ def _kernel(stats: Any, columns: Any, planes: Any) -> Callable[[Any, Any], None]
                 first, last = thread * parts // call.threads, (thread + 1) * parts // call.threads
                 taken = take(call, thread, phase, last - first)
                 while first + taken < last:
-                    do(tag, call, p, work_of(phase), first, last, taken)
+                    do(tag, call, p, work_of(phase), member, first, last, taken)
                     if count(call.done) + 1 == parts:
                         begin_phase(call, next_phase(call, p, phase))
                     taken = take(call, thread, phase, last - first)
@@ -103,16 +75,24 @@ def _kernel(stats: Any, columns: Any, planes: Any) -> Callable[[Any, Any], None]
 
     @internal
     def parts_of(call: Any, p: Any, work: int) -> Any:
+        if work == _PROBLEMS:
+            return call.count
+        if work == _GROUPS:
+            return p.groups
         if work in (_SUMS, _APPLY):
             return p.tiles
         return call.threads if work == _FINISH else np.int64(1)
 
     @internal
-    def do(tag: Any, call: Any, p: Any, work: int, first: int, last: int, taken: int) -> None:
+    def do(tag: Any, call: Any, p: Any, work: int, member: int, first: int, last: int, taken: int) -> None:
         """Does the next part of a share of which some are taken."""
         slot, g = np.int64(0), call.group
         part = first + taken
-        if work == _BEGIN:
+        if work == _PROBLEMS:
+            problem(tag, call, part, member)
+        elif work == _GROUPS:
+            group(tag, p, part, member)
+        elif work == _BEGIN:
             begin(tag, p, g, slot)
         elif work == _SUMS:
             tiles(tag, p, g, part, part + 1, slot, work)
@@ -127,6 +107,8 @@ def _kernel(stats: Any, columns: Any, planes: Any) -> Callable[[Any, Any], None]
     def next_phase(call: Any, p: Any, phase: int) -> int:
         """Returns the phase after one that has ended."""
         work = work_of(phase)
+        if work in (_PROBLEMS, _GROUPS):
+            return phase_after(phase, _END)
         if work == _FINISH and call.repeats:
             call.may_repeat = np.int64(0)
             return phase_after(phase, _SUMS)

@@ -126,7 +126,7 @@ RECORD = np.dtype(
         for name in (
             "y_backprop", "x", "x_backprop", "scale", "mean", "reserve_space_2", "scale_backprop", "offset_backprop",
             "grad_x_backprop", "grad_scale_backprop", "grad_offset_backprop", "grad_y_backprop", "grad_x", "grad_scale",
-            "is_training", "is_inverse_std", "is_stats_bfloat16", "streams", "ahead", "by_group", "workspace",
+            "is_training", "is_inverse_std", "is_stats_bfloat16", "streams", "ahead", "workspace",
             "slot_nbytes", "order", *Slot._fields, *Geometry._fields,
         )
     ]
@@ -138,17 +138,23 @@ CALL = np.dtype(
     [
         (name, np.int64)
         for name in (
-            "records", "count", "threads", "one_by_one", "member", "usleep", "phase", "done", "taken", "group",
+            "records", "count", "threads", "member", "usleep", "phase", "done", "taken", "group",
             "may_repeat", "repeats",
         )
     ]
 )  # fmt: skip
-"""The call of a kernel: the address of its records and their number; among how many threads the work is shared, and
-whether each takes whole problems; the C functions by which a thread learns its number in the team, and sleeps; the
-addresses of the team's counters; which group is computed, and whether its sums may have to be taken again, and have to.
+"""The call of a kernel: the address of its records and their number; among how many threads the work is shared; the C
+functions by which a thread learns its number in the team, and sleeps; the addresses of the team's counters; which group
+is computed, and whether its sums may have to be taken again, and have to.
 
 The first counter has the phase that the team is in, the second how many parts of it are done, and further ones how many
 parts of each thread's share are taken.
+"""
+
+PROBLEMS, GROUPS, BEGIN, SUMS, FINISH, APPLY, END = range(7)
+"""What a team does in a phase. A call begins with whole problems, with whole groups of a problem, or with the first of
+its groups, whose further phases are: its first tables; the sums of its tiles; the sums of these, and the other tables;
+the outputs of its tiles.
 """
 
 COUNTER_NBYTES = 64

@@ -26,7 +26,7 @@ _LOOKS = 2000
 _SLEEP_US = np.int64(20)
 _WORKS = np.int64(8)
 _TAKEN_BITS = np.int64(32)
-"""A counter of parts that are taken has their number in these bits, and the phase in those above."""
+"""A counter of parts that are taken has their number in these bits, and that of the phase in those above."""
 _TAKEN = np.int64(2**32 - 1)
 
 
@@ -135,7 +135,7 @@ def phase_after(phase: int, work: int) -> Any:
 
 @internal
 def work_of(phase: int) -> Any:
-    """What is done in a phase: a number up to 7."""
+    """What is done in a phase."""
     return phase % _WORKS
 
 
@@ -144,7 +144,7 @@ def begin_phase(call: Any, phase: int) -> None:
     """Begins a phase after all parts of the last one are done."""
     write(call.done, np.int64(0))
     for thread in range(call.threads):
-        write(call.taken + thread * _COUNTER_NBYTES, phase << _TAKEN_BITS)
+        write(call.taken + thread * _COUNTER_NBYTES, phase // _WORKS << _TAKEN_BITS)
     write(call.phase, phase)
 
 
@@ -156,7 +156,7 @@ def take(call: Any, thread: int, phase: int, parts: int) -> Any:
     """
     counter = call.taken + thread * _COUNTER_NBYTES
     seen = read(counter)
-    while seen >> _TAKEN_BITS == phase and seen & _TAKEN < parts:
+    while seen >> _TAKEN_BITS == phase // _WORKS and seen & _TAKEN < parts:
         found = exchange(counter, seen, seen + 1)
         if found == seen:
             return seen & _TAKEN
