@@ -78,13 +78,14 @@ def test_requests_that_arrive_before_the_worker_is_warm_wait_for_it(tmp_path: Pa
 
 SLOW_LIBRARY = """
 import ctypes, sys, threading, time
-def load():
-    while all(thread.name != "heartbeat" for thread in threading.enumerate()):
-        time.sleep(0.001)
-    time.sleep(0.05)  # the first heartbeat goes out
-    ctypes.PyDLL(None).usleep(3_000_000)  # while no other thread runs
+start = threading.Thread.start
+def start_then_load(thread):
+    start(thread)
+    if thread.name == "heartbeat":
+        time.sleep(0.05)  # the first heartbeat goes out
+        ctypes.PyDLL(None).usleep(3_000_000)  # while no other thread runs
 if "bngrad_server.workers.main" in sys.orig_argv:
-    threading.Thread(target=load, daemon=True).start()
+    threading.Thread.start = start_then_load
 """
 
 
