@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 _MOST = 256.0
 _HALF_LIFE_S = 2.0
+_STRIKE_HALF_LIFE_S = 8.0
 _MAX_CLIENTS = 512
 _LATENCY_S = 0.02
 """By how much the clock of a client's deadline may be ahead."""
@@ -19,36 +20,54 @@ def is_before(deadline: float | None) -> bool:
 
 
 class FutileCalls:
-    """How many of its latest calls each client has cancelled, those that were answered taken off; for any thread."""
+    """How many of its latest calls each client has cancelled, those that were answered taken off; for any thread.
+
+    A client that has cancelled too many may cancel half as many the next time, until that is forgotten.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._counts: dict[str, tuple[float, float]] = {}  # and since when
+        self._cancelled = _FadingCounts(_HALF_LIFE_S, clock)
+        self._strikes = _FadingCounts(_STRIKE_HALF_LIFE_S, clock)
         self._mutex = threading.Lock()
 
     def cancelled(self, client: str) -> None:
         """Counts a call that a client has cancelled."""
         with self._mutex:
-            count = self._count(client) + 1.0
-            self._counts.pop(client, None)
-            self._counts[client] = count, self._clock()
-            if len(self._counts) > _MAX_CLIENTS:
-                del self._counts[next(iter(self._counts))]
+            were_too_many = self.are_too_many(client)
+            self._cancelled.add(client, 1)
+            if not were_too_many and self.are_too_many(client):
+                self._strikes.add(client, 1)
 
     def answered(self, client: str) -> None:
         """Makes up for one that was cancelled."""
-        if client in self._counts:
+        if client in self._cancelled:
             with self._mutex:
-                count = self._count(client) - 1.0
-                if count > 0:
-                    self._counts[client] = count, self._clock()
-                else:
-                    self._counts.pop(client, None)
+                self._cancelled.add(client, -1)
 
     def are_too_many(self, client: str) -> bool:
         """Whether the next calls of a client are to be refused."""
-        return client in self._counts and self._count(client) > _MOST
+        return client in self._cancelled and self._cancelled.of(client) > _MOST * 0.5 ** self._strikes.of(client)
 
-    def _count(self, client: str) -> float:
+
+class _FadingCounts:
+    """A count for each client, but for those that were not counted for longest; it halves in a time."""
+
+    def __init__(self, half_life_s: float, clock: Callable[[], float]) -> None:
+        self._half_life_s = half_life_s
+        self._clock = clock
+        self._counts: dict[str, tuple[float, float]] = {}  # and since when
+
+    def __contains__(self, client: str) -> bool:
+        return client in self._counts
+
+    def of(self, client: str) -> float:
         count, since = self._counts.get(client, (0.0, 0.0))
-        return float(count * 0.5 ** ((self._clock() - since) / _HALF_LIFE_S))
+        return float(count * 0.5 ** ((self._clock() - since) / self._half_life_s))
+
+    def add(self, client: str, change: int) -> None:
+        count = self.of(client) + change
+        self._counts.pop(client, None)
+        if count > 0:
+            self._counts[client] = count, self._clock()
+            if len(self._counts) > _MAX_CLIENTS:
+                del self._counts[next(iter(self._counts))]

@@ -62,12 +62,13 @@ class EventLoop:
         self.after_events: Callable[[], float] = lambda: float("inf")
         self.on_tick: Callback = lambda: None
         self.can_stop: Callable[[], bool] = lambda: True
+        self._ready: deque[Callback] = deque()
+        self._background: deque[Callback] = deque()
         self._epoll = select.epoll()
         self._readers: dict[int, Callback] = {}
         self._priority_epoll = select.epoll()
         self._priority_readers: dict[int, Callback] = {}
         self._epoll.register(self._priority_epoll, select.EPOLLIN)
-        self._ready: deque[Callback] = deque()
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = False
         self._cpu_share = cpu_share
@@ -91,6 +92,14 @@ class EventLoop:
     def call_soon(self, callback: Callback) -> None:
         """Runs a callback in the thread after the current events; any thread may call this."""
         self._ready.append(callback)
+        self._wake()
+
+    def call_in_background(self, callback: Callback) -> None:
+        """Does as `call_soon`, but only one such callback runs in each round."""
+        self._background.append(callback)
+        self._wake()
+
+    def _wake(self) -> None:
         if threading.current_thread() is not self._thread:
             with contextlib.suppress(OSError, ValueError):  # the loop has ended
                 os.eventfd_write(self._waker, 1)
@@ -123,7 +132,7 @@ class EventLoop:
         next_tick = time.monotonic() + _TICK_S
         due = next_tick
         while not (self._stopping and self.can_stop()):
-            timeout_s = 0.0 if self._ready else max(0.0, min(due, next_tick) - time.monotonic())
+            timeout_s = 0.0 if self._ready or self._background else max(0.0, min(due, next_tick) - time.monotonic())
             for fd, _ in self._epoll.poll(timeout_s, max_events):
                 self._run_priority_readers()
                 callback = self._readers.get(fd)  # None if a callback before has removed it
@@ -136,6 +145,9 @@ class EventLoop:
             if self._ready:
                 for _ in range(min(len(self._ready), max_callbacks)):
                     _call(self._ready.popleft())
+                due = self.after_events()
+            if self._background:
+                _call(self._background.popleft())
                 due = self.after_events()
             if limit is not None:
                 limit.check()

@@ -21,26 +21,20 @@ Action: TypeAlias = Callable[[], None]
 
 
 class HandlerExecutor(futures.ThreadPoolExecutor):
-    """Runs grpcio's handlers; if the system refuses a new thread, the call waits for one of the pool's.
+    """Runs grpcio's handlers in an `OnDemandExecutor`, which raises nothing where the system refuses a new thread.
 
     An exception would end the thread that serves the whole port of grpcio.
     """
 
     def __init__(self, most: int, name: str) -> None:
-        """Starts one thread, so that there always is one; others end when they have been idle for a second."""
+        """Starts the first of at most ``most`` threads."""
         super().__init__(most)
-        self._pool = OnDemandExecutor(name, most, least=1)
-        self._pool.submit(_do_nothing)
+        self._pool = OnDemandExecutor(name, most)
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> futures.Future[Any]:
         """See `concurrent.futures.Executor`."""
         future: futures.Future[Any] = futures.Future()
-        call = partial(_run, future, partial(fn, *args, **kwargs))
-        try:
-            self._pool.submit(call)
-        except RuntimeError as error:
-            logger.error("a call waits for a thread: %s", error)
-            self._pool.submit_later(call)
+        self._pool.submit(partial(_run, future, partial(fn, *args, **kwargs)))
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -67,21 +61,28 @@ class InlineExecutor(futures.ThreadPoolExecutor):
 
 
 class OnDemandExecutor:
-    """Runs actions, each in a thread of its own; idle threads are used again, and end after a second.
+    """Runs actions, each in a thread of its own; idle threads are used again, and all but one end after a second.
 
-    The thread that was used last is used first, so that those that a burst has left end even if calls go on.
+    The thread that was used last is used first, so that those that a burst has left end even if calls go on. Threads
+    are started by threads of the executor: on a busy server that takes milliseconds, for which `submit` must not wait.
     """
 
-    def __init__(self, name: str, most: float = math.inf, *, least: int = 0) -> None:
-        """Starts no thread yet; with ``most`` of them, actions wait for one; the last ``least`` do not end."""
+    def __init__(self, name: str, most: float = math.inf) -> None:
+        """Starts the first of at most ``most`` threads.
+
+        Raises:
+            RuntimeError: The system refuses it.
+        """
         self._name = name
         self._most = most
-        self._least = least
         self._mutex = threading.Lock()
-        self._threads: set[threading.Thread] = set()
+        self._threads: set[threading.Thread] = set()  # but for one that is starting
+        self._count = 1
         self._idle: list[queue.SimpleQueue[Action | None]] = []  # what each idle thread waits for
         self._waiting: deque[Action] = deque()
+        self._is_starting = False
         self._closing = False
+        self._start_thread()
 
     @property
     def queue_size(self) -> int:
@@ -89,49 +90,49 @@ class OnDemandExecutor:
         return len(self._waiting)
 
     def submit(self, action: Action) -> None:
-        """Runs an action, which must not raise, in a thread.
-
-        Raises:
-            RuntimeError: The system refuses a new thread.
-        """
+        """Runs an action, which must not raise, in a thread; if the system refuses a new one, in one that there is."""
         with self._mutex:
-            if self._idle or len(self._threads) >= self._most:
-                self._give(action)
-                return
-            actions: queue.SimpleQueue[Action | None] = queue.SimpleQueue()
-            thread = threading.Thread(target=self._work, args=(actions,), name=self._name, daemon=True)
-            thread.start()
-            self._threads.add(thread)
-            actions.put(action)
-
-    def submit_later(self, action: Action) -> None:
-        """Runs an action, which must not raise, in one of the threads that there are."""
-        with self._mutex:
-            self._give(action)
+            if self._idle:
+                self._idle.pop().put(action)
+            else:
+                self._waiting.append(action)
 
     def shutdown(self, *, wait: bool = True) -> None:
         """Ends the threads after all actions, and waits for that; nothing may be submitted afterwards."""
         with self._mutex:
             self._closing = True
-            threads = list(self._threads)
             while self._idle:
                 self._idle.pop().put(None)
-        if wait:
-            for thread in threads:
-                thread.join()
+        while wait and self._threads:  # those that end may have started others
+            self._threads.pop().join()
 
-    def _give(self, action: Action) -> None:
-        if self._idle:
-            self._idle.pop().put(action)
-        else:
-            self._waiting.append(action)
+    def _start_spare(self) -> None:
+        """Starts a thread for the next action, unless one is idle."""
+        with self._mutex:
+            if self._idle or self._is_starting or self._closing or self._count >= self._most:
+                return
+            self._is_starting = True
+            self._count += 1
+        try:
+            self._start_thread()
+        except RuntimeError as error:
+            with self._mutex:
+                self._is_starting = False
+                self._count -= 1
+            logger.error("calls may have to wait for a thread: %s", error)
 
-    def _work(self, actions: queue.SimpleQueue[Action | None]) -> None:
-        action = actions.get()
-        while action is not None:
+    def _start_thread(self) -> None:
+        thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+        thread.start()
+        self._threads.add(thread)
+
+    def _work(self) -> None:
+        actions: queue.SimpleQueue[Action | None] = queue.SimpleQueue()
+        self._is_starting = False
+        while (action := self._next(actions)) is not None:
+            self._start_spare()
             action()
             del action  # which may hold a large message
-            action = self._next(actions)
 
     def _next(self, actions: queue.SimpleQueue[Action | None]) -> Action | None:
         """Waits for what the calling thread is to run next; None if it is to end."""
@@ -145,9 +146,10 @@ class OnDemandExecutor:
             with suppress(queue.Empty):
                 return actions.get(timeout=_IDLE_S)
             with self._mutex:
-                if actions in self._idle and len(self._threads) > self._least:
+                if actions in self._idle and len(self._idle) > 1:
                     self._idle.remove(actions)
                     self._threads.discard(threading.current_thread())
+                    self._count -= 1
                     return None
 
 
@@ -160,7 +162,3 @@ def _run(future: futures.Future[Any], call: Callable[[], Any]) -> None:
             del future, call  # the error refers to this frame
         else:
             future.set_result(result)
-
-
-def _do_nothing() -> None:
-    pass

@@ -334,8 +334,8 @@ class Http2Connections:
             self._futile.answered(connection.client)
             staged.close()
             self._await_call(connection)
-        elif not self._lend(connection, partial(connection.handler.send_response, inline.call, staged)):
-            staged.close()
+        else:
+            self._lend(connection, partial(connection.handler.send_response, inline.call, staged))
 
     def _refuse(self, connection: Connection, call: http2.ServerCall, error: Exception) -> None:
         try:
@@ -368,18 +368,13 @@ class Http2Connections:
         if self._receiving.discard(connection):
             self._event_loop.call_soon(self._receive_waiting)
 
-    def _lend(self, connection: Connection, action: Callable[[], None]) -> bool:
-        """Lends a connection to a thread, for an action that may wait; closes it and returns False if there is none."""
+    def _lend(self, connection: Connection, action: Callable[[], None]) -> None:
+        """Lends a connection to a thread, for an action that may wait."""
         self._idle.pop(connection, None)
         self._unwatch(connection)
         connection.http.blocking = True
         self._lent.add(connection)
-        try:
-            self.threads.submit(partial(self._run_in_thread, connection, action))
-        except RuntimeError as error:  # the system has no more threads
-            self._fail(connection, error)
-            return False
-        return True
+        self.threads.submit(partial(self._run_in_thread, connection, action))
 
     def _run_in_thread(self, connection: Connection, action: Callable[[], None]) -> None:
         is_usable = False

@@ -80,7 +80,7 @@ class Http2Port:
             self._connections.threads.shutdown()
 
     def _add(self, *first_call: Any) -> None:
-        self._event_loop.call_soon(partial(self._connections.add, *first_call))
+        self._event_loop.call_in_background(partial(self._connections.add, *first_call))
 
     def _renew(self) -> None:
         self._event_loop.call_soon(self._connections.renew)

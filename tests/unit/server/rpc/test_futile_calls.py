@@ -29,6 +29,28 @@ def test_hundreds_of_cancelled_calls_at_once_are_too_many_for_a_while() -> None:
     assert not calls.are_too_many("bad")
 
 
+def cancel_too_many(calls: FutileCalls) -> int:
+    """Cancels calls until they are too many, and returns how many were cancelled."""
+    count = 0
+    while not calls.are_too_many("bad"):
+        calls.cancelled("bad")
+        count += 1
+    return count
+
+
+def test_each_time_a_client_may_cancel_fewer_calls_until_that_is_forgotten() -> None:
+    clock = Clock()
+    calls = FutileCalls(clock)
+    counts = []
+    for _ in range(4):
+        counts.append(cancel_too_many(calls))
+        clock.now += 4
+    assert counts[0] == 257
+    assert max(counts[1:]) < 100
+    clock.now += 60
+    assert cancel_too_many(calls) > 250
+
+
 def test_a_client_may_cancel_as_many_calls_as_are_answered() -> None:
     calls = FutileCalls(Clock())
     for _ in range(10_000):

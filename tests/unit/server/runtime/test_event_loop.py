@@ -1,9 +1,10 @@
-"""The event loop that may use a share of a core only."""
+"""The event loop: how it shares its time out, and how little of a core a limited one uses."""
 
 from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 
 from bngrad_server.runtime.event_loop import EventLoop
 
@@ -53,6 +54,18 @@ def test_callbacks_that_call_themselves_again_leave_room_for_events_and_ticks() 
         time.sleep(0.01)
     loop.stop(20)
     assert ticks >= 3
+
+
+def test_callbacks_in_the_background_wait_for_those_that_come_later() -> None:
+    loop = EventLoop("busy")
+    order: list[str] = []
+    for number in range(3):
+        loop.call_in_background(partial(order.append, f"background {number}"))
+    loop.call_in_background(partial(loop.call_soon, partial(order.append, "soon")))
+    loop.call_in_background(partial(order.append, "last"))
+    loop.start()
+    loop.stop(20)
+    assert order == ["background 0", "background 1", "background 2", "soon", "last"]
 
 
 def test_a_limited_loop_saves_little_up_while_it_is_idle() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -18,32 +19,43 @@ _TOO_LARGE = 1 << 47
 """A size of stack beyond what a process can address."""
 
 
-def test_an_action_without_a_thread_is_refused() -> None:
-    threads, answers = OnDemandExecutor("test"), [Future[int](), Future[int](), Future[int]()]
-    with no_more_threads(), pytest.raises(RuntimeError, match="can't start new thread"):
-        threads.submit(lambda: answers[0].set_result(0))
-    threads.submit(lambda: answers[1].set_result(1))
-    assert answers[1].result(20) == 1
-    threads.submit(lambda: answers[2].set_result(2))
-    assert answers[2].result(20) == 2
-    threads.shutdown()
-    assert not answers[0].done()
-
-
 def test_a_call_without_a_thread_waits_for_one_of_the_pool() -> None:
     first_may_end, second = threading.Event(), Future[int]()
     with HandlerExecutor(2, "test") as threads:
-        first = threads.submit(first_may_end.wait, 20)
         with no_more_threads():
+            first = threads.submit(first_may_end.wait, 20)
             threads.submit(second.set_result, 2)
+            time.sleep(0.1)
         assert not second.done()
         first_may_end.set()
         assert first.result(20)
         assert second.result(20) == 2
+        burst(threads, 2)  # now it has more
+
+
+def test_a_call_does_not_wait_until_a_thread_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = threading.Thread.start
+    starting, may_start = threading.Event(), threading.Event()
+
+    def start_late(thread: threading.Thread) -> None:
+        if thread.name == "test":
+            starting.set()
+            may_start.wait(20)
+        begin(thread)
+
+    threads, answers = OnDemandExecutor("test"), [Future[int](), Future[int]()]
+    monkeypatch.setattr(threading.Thread, "start", start_late)
+    threads.submit(lambda: answers[0].set_result(0))
+    assert starting.wait(20)
+    threads.submit(lambda: answers[1].set_result(1))
+    assert not any(answer.done() for answer in answers)
+    may_start.set()
+    assert [answer.result(20) for answer in answers] == [0, 1]
+    threads.shutdown()
 
 
 def burst(threads: HandlerExecutor, count: int) -> None:
-    """Makes as many calls at once."""
+    """Makes so many calls at once, each in a thread of its own."""
     together = threading.Barrier(count)
     for each in [threads.submit(together.wait, 20) for _ in range(count)]:
         each.result(20)
@@ -65,7 +77,7 @@ def test_the_threads_of_a_burst_end_while_single_calls_go_on(monkeypatch: pytest
     monkeypatch.setattr(executors, "_IDLE_S", 0.2)
     with HandlerExecutor(20, "test") as threads:
         burst(threads, 20)
-        wait_until(lambda: threads.submit(count).result(20) == 1)
+        wait_until(lambda: threads.submit(count).result(20) == 2)  # that of the call, and one for the next
 
 
 def test_a_call_beyond_the_last_thread_waits() -> None:

@@ -25,7 +25,7 @@ from tests.unit.server.workers.additions import NBYTES, TIMEOUT_S, Adder, inputs
 
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.codec.ops import OPS
-from bngrad_server.rpc.futile_calls import FutileCalls
+from bngrad_server.rpc import futile_calls
 from bngrad_server.rpc.http2 import connections
 from bngrad_server.rpc.http2.penalties import Penalties
 from bngrad_server.rpc.http2.receiving import ReceivingCalls
@@ -544,7 +544,7 @@ def test_a_client_that_cancels_hundreds_of_calls_waits_and_others_do_not(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Penalties, "delay_s", lambda self, peer: DELAY_S if self._score(peer) else 0.0)
-    monkeypatch.setattr(FutileCalls, "are_too_many", lambda self, client: self._count(client) > 1.5)
+    monkeypatch.setattr(futile_calls, "_MOST", 1.5)
     bad, good = (
         http2.ClientConnection(service.socket(over_tcp=True, source=f"127.0.0.{number}"), "here") for number in (2, 3)
     )
