@@ -75,7 +75,9 @@ class Engine:
         memories = (self.arena, self._messages)
         self.transfers = TransferWatchdog(config.transfer_timeout_s, memories, limits_clients=knows_clients)
         self.observer = observer or Observer()
-        self._trimmer = MemoryTrimmer(lambda: self.admission.requests + self._messages.used_bytes)
+        self._trimmer = MemoryTrimmer(
+            lambda: self.admission.requests + self._messages.used_bytes, lambda: self.batcher.counts.ended
+        )
         self.max_wait_s = config.max_wait_s
         self.small_requests = SmallRequests(config.front_bytes if set(names) == {"cpu"} else 0)
 

@@ -7,18 +7,18 @@ import subprocess
 import sys
 
 _SCRIPT = """
-import ctypes, json, sys, time
+import ctypes, json, sys, threading, time
 from bngrad_server.runtime import malloc
 
-malloc._LOOK_S, malloc._MAX_WAIT_S = float(sys.argv[1]), 0.64
+malloc._LOOK_S, malloc._PATIENCE_S, malloc._MAX_WAIT_S = float(sys.argv[1]), 1.0, 0.64
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, (ctypes.c_size_t,), (ctypes.c_void_p,)
 malloc.use_one_heap()
 trims = []
 malloc_trim = malloc._LIBC.malloc_trim
 malloc._LIBC.malloc_trim = lambda pad: (trims.append(time.monotonic()), malloc_trim(pad))
-requests = 0
-trimmer = malloc.MemoryTrimmer(lambda: requests)
+requests = ended = 0
+trimmer = malloc.MemoryTrimmer(lambda: requests, lambda: ended)
 at_first = malloc._own_nbytes()
 
 def take():
@@ -79,6 +79,24 @@ while kept_mib() > 16 and time.monotonic() < deadline:
 print(json.dumps([busy, kept_mib()]))
 """
 
+_STEADY = """
+def answer():
+    global ended
+    while True:
+        ended += 1
+        time.sleep(0.001)
+
+threading.Thread(target=answer, daemon=True).start()
+began = time.monotonic()
+blocks, top = take()
+for block in blocks:
+    libc.free(block)
+deadline = time.monotonic() + 30
+while kept_mib() > 16 and time.monotonic() < deadline:
+    time.sleep(0.01)
+print(json.dumps([trims[0] - began, kept_mib()]))
+"""
+
 
 def test_what_connections_held_is_returned_after_trims_in_vain() -> None:
     held, trims, at_last = run(_RETURNED)
@@ -104,6 +122,12 @@ def test_no_trim_runs_without_growth_and_few_where_nothing_is_free() -> None:
 def test_requests_are_not_disturbed_by_a_trim() -> None:
     busy, kept = run(_BUSY)
     assert busy == 0
+    assert kept <= 16
+
+
+def test_a_trim_waits_for_a_moment_without_requests_but_not_for_ever() -> None:
+    waited_s, kept = run(_STEADY)
+    assert waited_s >= 0.9
     assert kept <= 16
 
 
