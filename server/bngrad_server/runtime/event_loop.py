@@ -131,7 +131,7 @@ class EventLoop:
         max_events, max_callbacks = (_MAX_EVENTS, _MAX_CALLBACKS) if limit is None else (_MAX_LIMITED, _MAX_LIMITED)
         next_tick = time.monotonic() + _TICK_S
         due = next_tick
-        while not (self._stopping and self.can_stop()):
+        while self._background or not (self._stopping and self.can_stop()):
             timeout_s = 0.0 if self._ready or self._background else max(0.0, min(due, next_tick) - time.monotonic())
             for fd, _ in self._epoll.poll(timeout_s, max_events):
                 self._run_priority_readers()

@@ -327,10 +327,9 @@ def test_half_made_messages_make_room_for_a_client_with_fewer_connections(servic
 
 def test_half_made_messages_take_a_share_of_threads_and_are_answered_once_whole(service: Service) -> None:
     service.port._connections._receiving = ReceivingCalls(6)
-    before = set(threading.enumerate())
     bad, rest = half_made(service, 10)
     wait_until(lambda: receiving(service) == 10)
-    assert len(set(threading.enumerate()) - before) == 4
+    assert len(service.port._connections._lent) == 4
     (good,), _ = half_made(service, 1, "127.0.0.1")
     wait_until(lambda: receiving(service) == 11)
     good.sendall(rest)
