@@ -50,7 +50,7 @@ class FutileCalls:
 
 
 class _FadingCounts:
-    """A count for each client, but for those that were not counted for longest; it halves in a time."""
+    """Counts by client, which halve in ``half_life_s``; only the clients that were counted last are kept."""
 
     def __init__(self, half_life_s: float, clock: Callable[[], float]) -> None:
         self._half_life_s = half_life_s

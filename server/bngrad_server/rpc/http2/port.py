@@ -71,7 +71,7 @@ class Http2Port:
         self._strangers.stop()
         if not self._event_loop.is_alive:
             return
-        self._event_loop.call_soon(self._connections.drain)
+        self._event_loop.call_in_background(self._connections.drain)  # after the connections that came before
         if not self._connections.drained.wait(drain_timeout_s):
             self._event_loop.call_soon(self._connections.abort)
             self._connections.drained.wait(_END_TIMEOUT_S)
@@ -83,4 +83,4 @@ class Http2Port:
         self._event_loop.call_in_background(partial(self._connections.add, *first_call))
 
     def _renew(self) -> None:
-        self._event_loop.call_soon(self._connections.renew)
+        self._event_loop.call_in_background(self._connections.renew)

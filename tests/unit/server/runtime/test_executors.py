@@ -55,7 +55,7 @@ def test_a_call_does_not_wait_until_a_thread_has_started(monkeypatch: pytest.Mon
 
 
 def burst(threads: HandlerExecutor, count: int) -> None:
-    """Makes so many calls at once, each in a thread of its own."""
+    """Makes ``count`` calls at once, each in a thread of its own."""
     together = threading.Barrier(count)
     for each in [threads.submit(together.wait, 20) for _ in range(count)]:
         each.result(20)

@@ -466,6 +466,23 @@ def test_draining_answers_running_calls_and_leaves_no_thread(service: Service) -
     wait_until(lambda: not [each for each in threading.enumerate() if each.name.startswith(_THREAD_PREFIX)])
 
 
+def test_first_calls_that_came_before_the_stop_are_answered(service: Service) -> None:
+    loop, may_go_on = service.port._event_loop, threading.Event()
+
+    def hold() -> None:
+        may_go_on.wait(TIMEOUT_S)
+
+    loop.call_soon(hold)
+    calls = [ask(service.connect()) for _ in range(3)]
+    wait_until(lambda: len(loop._background) == 3)
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(service.port.stop, TIMEOUT_S)
+        wait_until(lambda: len(loop._background) + len(loop._ready) == 4)
+        may_go_on.set()
+        check_answered(*calls)
+    assert service.port._connections.drained.is_set()
+
+
 def test_calls_that_outlast_the_drain_timeout_are_cut_off(service: Service) -> None:
     running, waiting = busy(service, 1)
     service.port.stop(0.1)
