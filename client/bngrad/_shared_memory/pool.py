@@ -14,14 +14,14 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from bngrad._credentials import NO_CREDENTIALS, Credentials
 from bngrad._deadline import ENDLESS, Cancellation, Deadline
 from bngrad._executor import DaemonExecutor
-from bngrad._shared_memory.lease import LeaseError, LeaseLateError, UnreachableError, lease_region
+from bngrad._shared_memory.lease import LeaseEndedError, LeaseError, LeaseLateError, UnreachableError, lease_region
 from bngrad._shared_memory.region import PoolRegion
 from bngrad.typing import Array
 from bngrad_wire.lease_protocol import ALIGNMENT
@@ -39,6 +39,19 @@ class PoolBlock:
     region: PoolRegion
     offset: int
     nbytes: int
+
+
+class Located(NamedTuple):
+    """An array in C order that lies in a region, and where it begins there, in bytes."""
+
+    array: Array
+    region: PoolRegion
+    offset: int
+
+    @property
+    def place(self) -> tuple[bytes, int]:
+        """The key of the region, and the offset."""
+        return self.region.key, self.offset
 
 
 class Pool:
@@ -69,43 +82,52 @@ class Pool:
             LeaseError: The server does not lease the memory for it.
             MemoryError: This host has not enough memory.
         """
+        return self.new(shape, dtype, deadline, cancellation or Cancellation()).array
+
+    def new(
+        self, shape: tuple[int, ...], dtype: np.dtype[Any], deadline: Deadline, cancellation: Cancellation
+    ) -> Located:
+        """Does as `empty`, and says where the array lies."""
         nbytes = math.prod(shape) * dtype.itemsize
-        block = self._take(_size_class(nbytes), deadline, cancellation or Cancellation())
+        block = self._take(_size_class(nbytes), deadline, cancellation)
         block.region.ask_for_huge_pages(block.offset, block.nbytes)
         owner = np.ndarray(max(nbytes, 1), np.uint8, block.region.memory, block.offset)
         weakref.finalize(owner, self._returned.append, block).atexit = False
-        return np.ndarray(shape, dtype, owner.data)
+        return Located(np.ndarray(shape, dtype, owner.data), block.region, block.offset)
 
-    def copies(self, arrays: Sequence[Array], deadline: Deadline, cancellation: Cancellation) -> list[Array]:
+    def copies(self, arrays: Sequence[Array], deadline: Deadline, cancellation: Cancellation) -> list[Located]:
         """Returns arrays in this memory: those that lie in it, and copies of the others.
 
         Raises:
             LeaseError: As `empty` raises.
         """
-        found = [
-            array if self.locate(array) is not None else self.empty(array.shape, array.dtype, deadline, cancellation)
-            for array in arrays
-        ]
-        pairs = [pair for pair in zip(found, arrays, strict=True) if pair[0] is not pair[1]]
+        found = [self.locate(array) or self.new(array.shape, array.dtype, deadline, cancellation) for array in arrays]
+        pairs = [(to.array, array) for to, array in zip(found, arrays, strict=True) if to.array is not array]
         is_large = len(pairs) > 1 and pairs[-1][0].nbytes >= _BESIDE_FROM_NBYTES
         with self._copied_beside(*pairs.pop()) if is_large else contextlib.nullcontext():
             for pair in pairs:
                 np.copyto(*pair)
         return found
 
-    def locate(self, array: Array) -> tuple[bytes, int] | None:
-        """Returns the key of the region that holds an array in C order, and the array's offset; None if none does."""
-        place = self._place(array)
-        return None if place is None else (place[0].key, place[1])
+    def locate(self, array: Array) -> Located | None:
+        """Returns where an array in C order lies; None if no region holds it."""
+        address = array.ctypes.data
+        for region in tuple(self._regions):  # a copy, since other threads change it
+            offset = address - region.address
+            if 0 <= offset <= region.nbytes - array.nbytes and offset % ALIGNMENT == 0:
+                return Located(array, region, offset)
+        return None
 
-    def hold(self, array: Array) -> PoolRegion | None:
-        """Returns the region that holds an array; its lease lasts until `PoolRegion.close` is called once more."""
+    def hold(self, region: PoolRegion) -> None:
+        """Keeps the lease of a region until `PoolRegion.close` is called once more.
+
+        Raises:
+            LeaseEndedError: It has ended.
+        """
         with self._mutex:
-            place = self._place(array)
-            if place is None:
-                return None
-            place[0].hold()
-            return place[0]
+            if region not in self._regions:
+                raise LeaseEndedError("a lease has ended")
+            region.hold()
 
     @contextlib.contextmanager
     def _copied_beside(self, target: Array, source: Array) -> Iterator[None]:
@@ -119,13 +141,6 @@ class Pool:
             np.copyto(target, source)
         else:
             copied.result()
-
-    def _place(self, array: Array) -> tuple[PoolRegion, int] | None:
-        for region in tuple(self._regions):  # a copy, since other threads change it
-            offset = region.offset_of(array)
-            if offset is not None and offset % ALIGNMENT == 0:
-                return region, offset
-        return None
 
     def check(self) -> bool:
         """Removes regions that the server no longer knows, and returns whether there were any."""

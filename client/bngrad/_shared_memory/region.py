@@ -9,7 +9,6 @@ import socket
 import threading
 
 from bngrad._shared_memory.lease import shut_down
-from bngrad.typing import Array
 from bngrad_wire.lease_protocol import IN_USE, IS_IN_USE
 from bngrad_wire.mapped_file import HUGE_PAGE_NBYTES, MappedFile, address_of
 
@@ -70,11 +69,6 @@ class PoolRegion:
         assert isinstance(mapped, mmap.mmap)
         self.memory.release()
         mapped.close()
-
-    def offset_of(self, array: Array) -> int | None:
-        """Returns where an array in C order begins in the region, in bytes; None if it is elsewhere."""
-        offset: int = array.ctypes.data - self.address
-        return offset if 0 <= offset <= self.nbytes - array.nbytes else None
 
     @property
     def is_alive(self) -> bool:

@@ -31,9 +31,8 @@ from bngrad._shared_memory.lease import (
     LeaseRefusedError,
     UnreachableError,
 )
-from bngrad._shared_memory.pool import Pool
+from bngrad._shared_memory.pool import Located, Pool
 from bngrad._shared_memory.quarantine import AbandonedCall, Quarantine
-from bngrad._shared_memory.region import PoolRegion
 from bngrad._transports.ahead import AheadConnection
 from bngrad._transports.endpoints import EndpointDiscovery, Endpoints
 from bngrad._transports.grpcio import GrpcioTransport
@@ -160,7 +159,7 @@ class TransportSelector:
         endpoints = self._discovery.endpoints(self._ask_endpoints, deadline, cancellation)
         if tensor is not None and endpoints.pool is not None and self._shares_ahead(tensor):
             (copy,) = endpoints.pool.copies([tensor], deadline, cancellation)
-            return Place(self, copy=copy)
+            return Place(self, copy=copy.array)
         transport = next(self._http2_transports(endpoints), None)
         if transport is None:
             return None
@@ -261,41 +260,41 @@ class TransportSelector:
         # Results come first, so that they get the blocks of the last results: workers write past the caches, so copies
         # of inputs into these blocks would take twice as long.
         results = [
-            pool.empty(request.shape, request.dtype, *limits)
-            if out is None or not out.flags.c_contiguous or pool.locate(out) is None
-            else out
+            (out is not None and out.flags.c_contiguous and pool.locate(out))
+            or pool.new(request.shape, request.dtype, *limits)
             for out in request.out
         ]
         places = places_of(request.ahead, request.large, self, *limits)
         copies = {field: place.copy for field, (_, place) in places.items()}
         sources = [array if (copy := copies.get(field)) is None else copy for field, array in request.large.items()]
-        arrays = pool.copies(sources, *limits)
+        inputs = pool.copies(sources, *limits)
         pieces: list[Buffer] = [
-            codec.located_piece(op.fields[field], array.dtype, array.shape, *_location(pool, array))
-            for field, array in zip(request.large, arrays, strict=True)
+            codec.located_piece(op.fields[field], tensor.array.dtype, tensor.array.shape, *tensor.place)
+            for field, tensor in zip(request.large, inputs, strict=True)
         ]
         for number, result in zip(op.location_numbers, results, strict=True):
-            pieces.append(codec.location_piece(number, *_location(pool, result)))
+            pieces.append(codec.location_piece(number, *result.place))
         pieces += request.small_pieces()
-        regions, abandoned = _hold(pool, results), AbandonedCall()
+        _hold(pool, results)
+        abandoned = AbandonedCall()
         try:
             response = transport.unary(op.method, pieces, deadline, cancellation, abandoned)
         except InvalidArgumentError as error:
             abandoned.close()
-            _release(regions)
+            _release(results)
             pool.check()
-            if any(pool.locate(array) is None for array in (*arrays, *results)):
+            if any(pool.locate(tensor.array) is None for tensor in (*inputs, *results)):
                 raise LeaseEndedError("a lease has ended") from error
             raise
         except BaseException as error:
-            for result, region in zip(results, regions, strict=True):
-                self._quarantine.add(result, region, abandoned)  # A worker may still write it.
+            for result in results:
+                self._quarantine.add(result.array, result.region, abandoned)  # A worker may still write it.
             if isinstance(error, NotConnectedError) and not cancellation.cancelled:
                 self._discovery.lose(endpoints, transport)
             raise
         abandoned.close()  # a stopping server ends the connection with the call
-        _release(regions)
-        return request.read(response, _delivered(results, request.out), apart=True)
+        _release(results)
+        return request.read(response, _delivered([result.array for result in results], request.out), apart=True)
 
     def _prefers_shared(self, request: PreparedRequest[Result], endpoints: Endpoints) -> bool:
         if self._preference == "auto":
@@ -335,28 +334,19 @@ class TransportSelector:
             self._discovery.lose(endpoints, endpoints.unix)
 
 
-def _location(pool: Pool, array: Array) -> tuple[bytes, int]:
-    location = pool.locate(array)
-    if location is None:
-        raise LeaseEndedError("a lease has ended")
-    return location
+def _hold(pool: Pool, results: Sequence[Located]) -> None:
+    """Keeps the leases of the results until `_release`."""
+    for i, result in enumerate(results):
+        try:
+            pool.hold(result.region)
+        except LeaseEndedError:
+            _release(results[:i])
+            raise
 
 
-def _hold(pool: Pool, results: Sequence[Array]) -> list[PoolRegion]:
-    """Returns the regions of the results, whose leases last until `_release`."""
-    regions: list[PoolRegion] = []
+def _release(results: Sequence[Located]) -> None:
     for result in results:
-        region = pool.hold(result)
-        if region is None:
-            _release(regions)
-            raise LeaseEndedError("a lease has ended")
-        regions.append(region)
-    return regions
-
-
-def _release(regions: Sequence[PoolRegion]) -> None:
-    for region in regions:
-        region.close()
+        result.region.close()
 
 
 def _delivered(results: Sequence[Array], outs: Sequence[Array | None]) -> list[Array]:

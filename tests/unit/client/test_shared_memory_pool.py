@@ -68,6 +68,13 @@ def address(array: Any) -> int:
     return at
 
 
+def place_of(pool: Pool, array: Any) -> tuple[bytes, int]:
+    located = pool.locate(array)
+    assert located is not None
+    assert located.array is array
+    return located.place
+
+
 def filled(pool: Pool, nbytes: int, value: int) -> Any:
     array = pool.empty((nbytes,), BYTE)
     array[:] = value
@@ -167,15 +174,15 @@ def test_an_array_larger_than_a_region_replaces_it_with_one_of_its_size(pool: Po
     array[-1] = 7
     (region,) = pool._regions
     assert REGION_NBYTES < region.nbytes <= REGION_NBYTES * 9 // 8
-    assert pool.locate(array) == (region.key, 0)
+    assert place_of(pool, array) == (region.key, 0)
 
 
 def test_arrays_are_located_only_where_a_region_holds_all_of_them(pool: Pool) -> None:
     first, second = pool.empty((100,), BYTE), pool.empty((3, 4), np.dtype(np.float32))
     (region,) = pool._regions
-    assert pool.locate(first) == (region.key, 0)
-    assert pool.locate(second) == (region.key, 128)
-    assert pool.locate(first[64:]) == (region.key, 64)
+    assert place_of(pool, first) == (region.key, 0)
+    assert place_of(pool, second) == (region.key, 128)
+    assert place_of(pool, first[64:]) == (region.key, 64)
     assert pool.locate(first[1:]) is None  # not aligned
     for array in (np.empty(100, np.uint8), np.frombuffer(bytes(4096), np.uint8)):
         assert pool.locate(array) is None
@@ -189,15 +196,15 @@ def test_arrays_are_located_only_where_a_region_holds_all_of_them(pool: Pool) ->
 def test_copies_are_made_of_the_arrays_that_lie_elsewhere_alone(pool: Pool, nbytes: int) -> None:
     within, outside = filled(pool, nbytes, 1), [np.full(nbytes, value, np.uint8) for value in (2, 3, 4)]
     copies = pool.copies([outside[0], within, *outside[1:]], ENDLESS, Cancellation())
-    assert copies[1] is within
-    assert all(pool.locate(copy) is not None for copy in copies)
-    assert [set(np.unique(copy).tolist()) for copy in copies] == [{2}, {1}, {3}, {4}]
+    assert copies[1].array is within
+    assert [place_of(pool, copy.array) for copy in copies] == [copy.place for copy in copies]
+    assert [set(np.unique(copy.array).tolist()) for copy in copies] == [{2}, {1}, {3}, {4}]
 
 
 def test_copies_of_many_threads_at_once_have_the_values_of_their_arrays(pool: Pool) -> None:
     def copied(value: int) -> bool:
         copies = pool.copies([np.full(3 * MIB, value + i, np.uint8) for i in range(3)], ENDLESS, Cancellation())
-        return all((copy == value + i).all() for i, copy in enumerate(copies))
+        return all((copy.array == value + i).all() for i, copy in enumerate(copies))
 
     with ThreadPoolExecutor(4) as threads:
         assert all(threads.map(copied, range(0, 120, 3)))
@@ -206,9 +213,8 @@ def test_copies_of_many_threads_at_once_have_the_values_of_their_arrays(pool: Po
 def test_only_leased_regions_have_a_key() -> None:
     with closing(LeasesInThread()) as server, closing(Pool(None)) as own, closing(Pool(server.path)) as leased:
         for pool, length in ((own, 0), (leased, 16)):
-            place = pool.locate(array := pool.empty((1,), BYTE))
-            assert place is not None
-            assert (len(place[0]), place[1], len(array)) == (length, 0, 1)
+            key, offset = place_of(pool, array := pool.empty((1,), BYTE))
+            assert (len(key), offset, len(array)) == (length, 0, 1)
 
 
 def test_closing_keeps_arrays_and_makes_no_new_ones(pool: Pool) -> None:
@@ -228,8 +234,9 @@ def test_closing_keeps_arrays_and_makes_no_new_ones(pool: Pool) -> None:
 
 def test_memory_that_no_server_uses_leaves_quarantine_at_once(pool: Pool) -> None:
     array = filled(pool, 1000, 5)
-    region, quarantine = pool.hold(array), Quarantine()
-    assert region is not None
+    (region,) = pool._regions
+    pool.hold(region)
+    quarantine = Quarantine()
     quarantine.add(array, region, AbandonedCall())
     assert quarantine.release([array]) is None
 
@@ -253,10 +260,9 @@ def test_the_server_sees_what_is_in_a_leased_array() -> None:
     with closing(LeasesInThread()) as server, closing(Pool(server.path)) as pool:
         pool.empty((10,), BYTE)
         array = filled(pool, 100, 9)
-        place = pool.locate(array)
-        assert place is not None
-        region = server.regions._by_key[place[0]]
-        assert os.pread(region.fd, 100, place[1]) == bytes([9]) * 100
+        key, offset = place_of(pool, array)
+        region = server.regions._by_key[key]
+        assert os.pread(region.fd, 100, offset) == bytes([9]) * 100
 
 
 def test_a_lease_ends_with_its_pool() -> None:
