@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import grpc
 import pytest
@@ -17,6 +18,7 @@ from bngrad._requests.attributes import TensorFlowAttributes
 from bngrad_cli.embedded import EmbeddedServer
 from bngrad_kernels.spec import FLOAT32, Spec
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
+from bngrad_wire.load_report import TEXT_HEADER
 
 SMALL, LARGE = Spec(FLOAT32, (2, 5, 5, 3), 3), Spec(FLOAT32, (16, 28, 28, 32), 3)
 
@@ -62,3 +64,26 @@ def test_grpcs_own_weighted_round_robin_reaches_every_server(targets: list[str])
             return all(after > count for after, count in zip(batches(), before, strict=True))
 
         wait_until(have_both_computed)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_each_of_two_stock_clients_of_a_unix_socket_gets_reports(tmp_path: Path, number: int) -> None:
+    """grpcio does not tell their connections apart."""
+    request = ops.V2.prepare(random_inputs(SMALL, 1), TensorFlowAttributes(1e-4, "NHWC", True, "variance", 0), None)
+    with ExitStack() as stack:
+        target = stack.enter_context(EmbeddedServer(f"unix:{tmp_path}/socket", options=ONE_WORKER)).target
+        # With the global pool they would share a connection.
+        channels = [
+            stack.enter_context(grpc.insecure_channel(target, [("grpc.use_local_subchannel_pool", 1)]))
+            for _ in range(2)
+        ]
+
+        calls: list[grpc.UnaryUnaryMultiCallable[bytes, bytes]] = [
+            channel.unary_unary(ops.V2.method) for channel in channels
+        ]
+
+        def has_report() -> bool:
+            answers = [each.with_call(b"".join(request.pieces()), timeout=TIMEOUT_S)[1] for each in calls]
+            return TEXT_HEADER in dict(answers[number].trailing_metadata())
+
+        wait_until(has_report)

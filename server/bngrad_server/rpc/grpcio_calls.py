@@ -21,8 +21,8 @@ _CANCELLATION_TIMEOUT_S = 3.0
 """How much later than the end of a client's messages grpcio may report that the call was cancelled."""
 
 
-def rpc_context(context: grpc.ServicerContext, authenticator: Authenticator) -> RpcContext:
-    """Returns what the server knows of a call."""
+def rpc_context(context: grpc.ServicerContext, name: str, authenticator: Authenticator) -> RpcContext:
+    """Returns what the server knows of a call; ``name`` is its peer, which takes grpcio 10 us to tell."""
     rest_s = context.time_remaining()
     endless = rest_s is None or rest_s > threading.TIMEOUT_MAX  # grpcio reports no deadline as one in centuries
     deadline = None if endless else time.monotonic() + rest_s
@@ -30,7 +30,7 @@ def rpc_context(context: grpc.ServicerContext, authenticator: Authenticator) -> 
     if authenticator.requires_token:  # the interceptor has checked it
         client = authenticated_client.get()
     else:
-        host = _host(context.peer())
+        host = _host(name)
         client = client_of_context(context, host) if authenticator.requires_certificate else host
     return RpcContext(
         client, deadline, lambda: not context.is_active(), context.cancel, metadata, authenticator.check_of(context)

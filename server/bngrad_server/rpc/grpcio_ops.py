@@ -32,8 +32,9 @@ from bngrad_server.rpc.servicer import EXCHANGE_PATH, SERVER_INFO_PATH, UNARY_OP
 from bngrad_server.rpc_context import MessageTraffic, RpcContext
 from bngrad_server.runtime.executors import HandlerExecutor, InlineExecutor
 from bngrad_server.runtime.tcp_throttle import TcpThrottle
-from bngrad_server.runtime.traffic_accounts import Op
+from bngrad_server.runtime.traffic_accounts import Op, Peer
 from bngrad_server.security.auth import authenticated_client
+from bngrad_server.telemetry.load import LoadMeter
 from bngrad_wire.chunks import WholeMessages
 from bngrad_wire.limits import MAX_PROTOBUF_NBYTES
 
@@ -139,8 +140,9 @@ def _unary(
         def room(nbytes: int) -> AbstractContextManager[None]:
             return unsent.part(rpc.client, 2 * nbytes + _UNSENT_NBYTES, context, max_wait_s)
 
-        rpc = rpc_context(context, servicer.authenticator)
-        op = throttle.peer(context.peer()).op(account_of(rpc, servicer.authenticator))
+        name = context.peer()
+        rpc, peer = rpc_context(context, name, servicer.authenticator), throttle.peer(name)
+        op = peer.op(account_of(rpc, servicer.authenticator))
         try:
             check_active(context)
             with ExitStack() as until_sent:
@@ -153,7 +155,7 @@ def _unary(
                     response = until_sent.enter_context(call)
                 op.answered()
                 futile.answered(rpc.client)
-                context.set_trailing_metadata(servicer.load.trailers().metadata)
+                _report_load(servicer.load, peer, context)
                 sent = until_sent.pop_all().close
             # grpcio calls back when the client has read the response, or the call was cancelled.
             if not context.add_callback(sent):
@@ -187,8 +189,10 @@ def _exchange(
 ) -> Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[bytes]]:
     def handle(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         traffic = MessageTraffic(context.cancel)
-        rpc = replace(rpc_context(context, servicer.authenticator), traffic=traffic)
-        op = throttle.peer(context.peer()).op(account_of(rpc, servicer.authenticator))
+        name = context.peer()
+        rpc = replace(rpc_context(context, name, servicer.authenticator), traffic=traffic)
+        peer = throttle.peer(name)
+        op = peer.op(account_of(rpc, servicer.authenticator))
         source = ExchangeSource(
             WholeMessages(partial(receive, requests, op)),
             WholeMessages(counted(partial(receive_required, requests, op, context), traffic)),
@@ -205,12 +209,19 @@ def _exchange(
                     op.answered()
                     futile.answered(rpc.client)
                     traffic.moved += len(message)
-            context.set_trailing_metadata(servicer.load.trailers().metadata)
+            _report_load(servicer.load, peer, context)
         except Exception as error:
             _count_failure(op, futile, error, rpc)
             abort(context, error)
 
     return handle
+
+
+def _report_load(load: LoadMeter, peer: Peer, context: grpc.ServicerContext) -> None:
+    """Reports the load with an answer, to a client that does not know it yet: grpcio takes 20 us for the report."""
+    trailers = load.trailers()
+    if peer.needs(trailers):
+        context.set_trailing_metadata(trailers.metadata)
 
 
 def _count_failure(op: Op, futile: FutileCalls, error: Exception, rpc: RpcContext) -> None:

@@ -7,6 +7,7 @@ allowance. Messages of ops that fail by the client's own doing explain nothing.
 from __future__ import annotations
 
 import math
+import random
 import threading
 from types import TracebackType
 from typing import NamedTuple
@@ -21,6 +22,8 @@ _OP_NBYTES = 4096
 """What an op counts for beside its messages: for its client if it is answered, against it if it is futile."""
 _BEGINNING_NBYTES = 2**16
 """How much of a message may arrive before the server begins to receive it."""
+_REPORTED = 1 / 8
+"""The part of the answers that have a report of the server's load anyway, where connections cannot be told apart."""
 _PAUSE_S = 0.5
 """How long connections are paused at first, doubled by each strike; then they take up to as long again to send."""
 _MAX_STRIKES = 4
@@ -29,7 +32,7 @@ _STRIKE_S = 8.0
 
 
 class Peer:
-    """A connection, as its calls see it.
+    """A connection, as its calls see it; or all connections of a Unix socket, which have one name in grpcio.
 
     Attributes:
         useful: Bytes of the messages of its ops so far, and what these count for.
@@ -44,6 +47,8 @@ class Peer:
         self.receiving = 0
         self.account = ""
         self._name = name
+        self._is_several = name.startswith("unix:")
+        self._report: object = None
         self._mutex = threading.Lock()
 
     @property
@@ -55,6 +60,11 @@ class Peer:
         """Begins an op of an authenticated client; None for one that is not, whose connection is its account."""
         self.account = client or self._name
         return Op(self)
+
+    def needs(self, report: object) -> bool:
+        """Whether an answer is to have a report of the server's load; it has each once. For any thread."""
+        is_new, self._report = report is not self._report, report
+        return is_new or (self._is_several and random.random() < _REPORTED)  # noqa: S311 - no secret
 
     def count(self, nbytes: int = 0, *, waiting: int = 0, receiving: int = 0) -> None:
         """Adds to what its ops have sent and to their numbers; for any thread."""
