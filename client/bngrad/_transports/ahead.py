@@ -11,7 +11,8 @@ from bngrad._deadline import Cancellation, Deadline
 from bngrad._errors import BngradError, ResourceExhaustedError, UnimplementedError
 from bngrad._requests import codec
 from bngrad._requests.request import SEND_AHEAD_METHOD
-from bngrad._transports.http2 import Http2Transport, NoConnectionYetError, NotConnectedError
+from bngrad._transports.connection_pool import NoConnectionYetError, NotConnectedError
+from bngrad._transports.http2 import Http2Transport
 from bngrad.typing import Array
 
 _PAUSE_S = 1.0

@@ -8,18 +8,17 @@ import math
 import socket
 import struct
 import sys
-import threading
-import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import grpc
 
 from bngrad._credentials import NO_CREDENTIALS, Credentials
-from bngrad._deadline import ENDLESS, Cancellation, Deadline
+from bngrad._deadline import Cancellation, Deadline
 from bngrad._errors import InternalError, ResourceExhaustedError, from_status
 from bngrad._shared_memory.quarantine import AbandonedCall, stop_reading
-from bngrad._transports.connector import Address, Connector, NotYetConnectedError
+from bngrad._transports.connection_pool import ConnectionPool, Lent, NotConnectedError
+from bngrad._transports.connector import Address
 from bngrad._transports.reported_load import ReportedLoad
 from bngrad._transports.tracing import trace_context
 from bngrad._transports.turns import NoTurnError, Turns
@@ -27,8 +26,6 @@ from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_wire import chunks, http2, messages
 from bngrad_wire.messages import Buffer
 
-_HANDSHAKE_TIMEOUT_S = 5.0
-_MAX_IDLE = 64
 _MAX_EXCHANGES = 32
 """Large ones at a time. More would share the server and the network until none is in time, and each that is not costs a
 connection."""
@@ -36,9 +33,6 @@ _RETRY_S = 0.1
 _LONG_TIMEOUT_S = 10.0
 _LOOK_S = 1.0
 """How often a call with a long timeout looks whether the server's host is still there."""
-_FRESH_S = 1e-3
-"""A connection that was used within this time is used again without a look whether the server has closed it; if it has,
-the call is made again on another one."""
 _CHUNK_NBYTES = 2**28
 _MAX_HEADER_NBYTES = 64 * 2**20
 _RESET = struct.pack("ii", 1, 0)
@@ -47,28 +41,11 @@ Result = TypeVar("Result")
 _STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
-class NotConnectedError(Exception):
-    """The server does not answer at this address, or the connection was lost; another transport may make the call."""
-
-
-class NoConnectionYetError(NotConnectedError):
-    """A connection is still being made, beside the calls, which another transport makes meanwhile."""
-
-
-class _Idle(NamedTuple):
-    """A connection without a call, and since when it has been that, on the monotonic clock."""
-
-    connection: http2.ClientConnection
-    sock: socket.socket
-    since: float
-
-
 class Http2Transport:
-    """Reused connections to one address of a server; each serves one call at a time.
+    """Makes calls to one address of a server, by connections that are reused.
 
     Attributes:
         address: Host and port, or the path of a Unix socket.
-        was_connected: Whether there has ever been a connection.
     """
 
     unary_below_nbytes = 256 * 1024
@@ -83,28 +60,24 @@ class Http2Transport:
     ) -> None:
         """Connects to nothing yet; ``target`` is the server's name in errors, ``load`` takes what it reports."""
         self.address = address
-        self.was_connected = False
-        self._connector = Connector(address)
         self._target = target
         self._credentials = credentials
         self._load = load or ReportedLoad()
-        self._idle: list[_Idle] = []
+        self._connections = ConnectionPool(address, target, credentials)
         self._turns = Turns(_MAX_EXCHANGES)
-        self._mutex = threading.Lock()
-        self._closed = False
 
     def twin(self) -> Http2Transport:
         """Returns another transport to the same address, with connections of its own."""
         return Http2Transport(self.address, self._target, self._credentials, self._load)
 
+    @property
+    def was_connected(self) -> bool:
+        """Whether there has ever been a connection."""
+        return self._connections.was_connected
+
     def is_reachable(self) -> bool:
         """Connects, keeps the connection for the next call, and returns whether that worked."""
-        try:
-            connection, sock, _ = self._connection(ENDLESS)
-            self._release(connection, sock)
-        except NotConnectedError:
-            return False
-        return True
+        return self._connections.is_reachable()
 
     def unary(
         self,
@@ -231,12 +204,7 @@ class Http2Transport:
 
     def close(self) -> None:
         """Closes the idle connections; those in use are closed when their calls end."""
-        with self._mutex:
-            self._closed = True
-            idle, self._idle = self._idle, []
-        self._connector.close()
-        for connection, _, _ in idle:
-            connection.close()
+        self._connections.close()
 
     def _take_turn(self, deadline: Deadline, cancellation: Cancellation) -> None:
         """Waits until another large exchange may begin."""
@@ -260,18 +228,17 @@ class Http2Transport:
         metadata = self._credentials.metadata() + trace_context()
         must_be_open = abandoned is not None
         while True:
-            connection, sock, is_open = self._connection(deadline, must_be_open=must_be_open)
+            lent = self._connections.lend(deadline, must_be_open=must_be_open)
             try:
-                return self._call_on(connection, sock, method, metadata, deadline, cancellation, talk, abandoned)
+                return self._call_on(lent, method, metadata, deadline, cancellation, talk, abandoned)
             except NotConnectedError:
-                if is_open or cancellation.cancelled:
+                if lent.is_open or cancellation.cancelled:
                     raise
             must_be_open = True
 
     def _call_on(
         self,
-        connection: http2.ClientConnection,
-        sock: socket.socket,
+        lent: Lent,
         method: str,
         metadata: Sequence[tuple[str, str]],
         deadline: Deadline,
@@ -279,7 +246,7 @@ class Http2Transport:
         talk: Callable[[http2.ClientCall, Callable[[], object]], Result],
         abandoned: AbandonedCall | None,
     ) -> Result:
-        io = connection.io
+        connection, io = lent.connection, lent.connection.io
 
         def set_timeout() -> float | None:
             remaining_s = _rounded(deadline.remaining_s())
@@ -288,7 +255,7 @@ class Http2Transport:
             io.set_timeout(_LOOK_S if is_long else remaining_s)
             return remaining_s
 
-        cancellation.attach(functools.partial(_reset if abandoned is None else stop_reading, sock))
+        cancellation.attach(functools.partial(_reset if abandoned is None else stop_reading, lent.sock))
         try:
             remaining_s = set_timeout()
             io.deadline = math.inf if deadline.at is None else deadline.at
@@ -312,56 +279,7 @@ class Http2Transport:
         finally:
             cancellation.detach()
             io.deadline = math.inf
-            self._release(connection, sock, abandoned)
-
-    def _connection(
-        self, deadline: Deadline, *, must_be_open: bool = True
-    ) -> tuple[http2.ClientConnection, socket.socket, bool]:
-        """Returns a connection, its socket, and whether it is sure that the server had not closed it before."""
-        while True:
-            with self._mutex:
-                if not self._idle:
-                    break
-                connection, sock, since = self._idle.pop()
-            if not must_be_open and time.monotonic() - since < _FRESH_S:
-                return connection, sock, False
-            if connection.usable:
-                return connection, sock, True
-            connection.close()
-        remaining_s = deadline.remaining_s()
-        # Half of what is left, so that another transport may still make the call.
-        timeout_s = _HANDSHAKE_TIMEOUT_S if remaining_s is None else min(remaining_s / 2, _HANDSHAKE_TIMEOUT_S)
-        is_tcp = isinstance(self.address, tuple)
-        try:
-            sock = self._connector.connect()
-            sock.settimeout(timeout_s)
-            secured = self._credentials.secured(sock) if is_tcp else sock
-        except NotYetConnectedError as error:
-            raise NoConnectionYetError(f"{self.address}: {error}") from error
-        except OSError as error:
-            raise NotConnectedError(f"{self.address}: {error}") from error
-        self.was_connected = True
-        authority = self._target if is_tcp else "localhost"
-        try:
-            connection = http2.ClientConnection(secured, authority)
-            connection.io.keep_alive()
-            return connection, secured, True
-        except ConnectionError as error:
-            raise NotConnectedError(str(error)) from error
-
-    def _release(
-        self, connection: http2.ClientConnection, sock: socket.socket, abandoned: AbandonedCall | None = None
-    ) -> None:
-        with self._mutex:
-            is_idle = connection.is_idle
-            if is_idle and not self._closed and len(self._idle) < _MAX_IDLE:
-                self._idle.append(_Idle(connection, sock, time.monotonic()))
-                return
-        if is_idle or abandoned is None:
-            connection.close()
-        else:
-            connection.stream = None  # as `close` would do
-            abandoned.abandon(sock)
+            self._connections.give_back(lent, abandoned)
 
     def _message(self, source: chunks.MessageSource) -> bytes:
         nbytes = source.receive_message()

@@ -34,9 +34,10 @@ from bngrad._shared_memory.lease import (
 from bngrad._shared_memory.pool import Located, Pool
 from bngrad._shared_memory.quarantine import AbandonedCall, Quarantine
 from bngrad._transports.ahead import AheadConnection
+from bngrad._transports.connection_pool import NoConnectionYetError, NotConnectedError
 from bngrad._transports.endpoints import EndpointDiscovery, Endpoints
 from bngrad._transports.grpcio import GrpcioTransport
-from bngrad._transports.http2 import Http2Transport, NoConnectionYetError, NotConnectedError
+from bngrad._transports.http2 import Http2Transport
 from bngrad._transports.reported_load import ReportedLoad
 from bngrad.typing import Array, Transport
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb

@@ -19,7 +19,8 @@ from tests.unit.client.endpoints import SECONDS, CallAnswer, Endpoint, endpoint,
 
 import bngrad
 from bngrad._deadline import Cancellation, Deadline
-from bngrad._transports.http2 import Http2Transport, NotConnectedError
+from bngrad._transports.connection_pool import NotConnectedError
+from bngrad._transports.http2 import Http2Transport
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_wire import http2, messages
 from bngrad_wire.http2 import ServerCall
@@ -423,4 +424,4 @@ def test_closing_ends_idle_connections_and_keeps_none(kind: str) -> None:
         client.close()
         call_either(client, kind)
         assert peer.connections == 2
-        assert not client._idle
+        assert not client._connections._idle
