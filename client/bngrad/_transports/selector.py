@@ -15,7 +15,6 @@ from bngrad._credentials import Credentials
 from bngrad._deadline import Cancellation, Deadline
 from bngrad._errors import (
     BngradError,
-    InvalidArgumentError,
     NotSharedError,
     UnavailableError,
     UnknownTicketError,
@@ -31,18 +30,18 @@ from bngrad._shared_memory.lease import (
     LeaseRefusedError,
     UnreachableError,
 )
-from bngrad._shared_memory.pool import Located, Pool
-from bngrad._shared_memory.quarantine import AbandonedCall, Quarantine
+from bngrad._shared_memory.pool import Pool
+from bngrad._shared_memory.quarantine import Quarantine
 from bngrad._transports.ahead import AheadConnection
 from bngrad._transports.connection_pool import NoConnectionYetError, NotConnectedError
 from bngrad._transports.endpoints import EndpointDiscovery, Endpoints
 from bngrad._transports.grpcio import GrpcioTransport
 from bngrad._transports.http2 import Http2Transport
 from bngrad._transports.reported_load import ReportedLoad
+from bngrad._transports.shared_memory import SharedMemoryCalls
 from bngrad.typing import Array, Transport
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_wire.load_report import LoadReport
-from bngrad_wire.messages import Buffer
 
 Result = TypeVar("Result")
 
@@ -236,7 +235,7 @@ class TransportSelector:
             deadline,
             cancellation,
         )
-        return request.read(response, _delivered(results, request.out), apart=True)
+        return request.read(response, request.delivered(results), apart=True)
 
     def _new_result(self, request: PreparedRequest[Result]) -> Array:
         is_small = request.nbytes < _POOLED_FROM_NBYTES
@@ -245,57 +244,13 @@ class TransportSelector:
     def _share(
         self, request: PreparedRequest[Result], endpoints: Endpoints, deadline: Deadline, cancellation: Cancellation
     ) -> Result:
-        try:
-            return self._share_once(request, endpoints, deadline, cancellation)
-        except LeaseEndedError:  # ended by the server, or by another call that failed
-            return self._share_once(request, endpoints, deadline, cancellation)
-
-    def _share_once(
-        self, request: PreparedRequest[Result], endpoints: Endpoints, deadline: Deadline, cancellation: Cancellation
-    ) -> Result:
-        """Makes a call with its tensors in shared memory; copies those there that are elsewhere."""
-        pool, transport, op = endpoints.pool, endpoints.unix, request.op
-        if pool is None or transport is None:
+        if endpoints.pool is None or endpoints.unix is None:
             raise self._no_memory(endpoints)
-        limits = deadline, cancellation
-        # Results come first, so that they get the blocks of the last results: workers write past the caches, so copies
-        # of inputs into these blocks would take twice as long.
-        results = [
-            (out is not None and out.flags.c_contiguous and pool.locate(out))
-            or pool.new(request.shape, request.dtype, *limits)
-            for out in request.out
-        ]
-        places = places_of(request.ahead, request.large, self, *limits)
-        copies = {field: place.copy for field, (_, place) in places.items()}
-        sources = [array if (copy := copies.get(field)) is None else copy for field, array in request.large.items()]
-        inputs = pool.copies(sources, *limits)
-        pieces: list[Buffer] = [
-            codec.located_piece(op.fields[field], tensor.array.dtype, tensor.array.shape, *tensor.place)
-            for field, tensor in zip(request.large, inputs, strict=True)
-        ]
-        for number, result in zip(op.location_numbers, results, strict=True):
-            pieces.append(codec.location_piece(number, *result.place))
-        pieces += request.small_pieces()
-        _hold(pool, results)
-        abandoned = AbandonedCall()
+        shared = SharedMemoryCalls(endpoints.pool, endpoints.unix, self._quarantine, self)
         try:
-            response = transport.unary(op.method, pieces, deadline, cancellation, abandoned)
-        except InvalidArgumentError as error:
-            abandoned.close()
-            _release(results)
-            pool.check()
-            if any(pool.locate(tensor.array) is None for tensor in (*inputs, *results)):
-                raise LeaseEndedError("a lease has ended") from error
-            raise
-        except BaseException as error:
-            for result in results:
-                self._quarantine.add(result.array, result.region, abandoned)  # A worker may still write it.
-            if isinstance(error, NotConnectedError) and not cancellation.cancelled:
-                self._discovery.lose(endpoints, transport)
-            raise
-        abandoned.close()  # a stopping server ends the connection with the call
-        _release(results)
-        return request.read(response, _delivered([result.array for result in results], request.out), apart=True)
+            return shared.run(request, deadline, cancellation)
+        except LeaseEndedError:  # ended by the server, or by another call that failed
+            return shared.run(request, deadline, cancellation)
 
     def _prefers_shared(self, request: PreparedRequest[Result], endpoints: Endpoints) -> bool:
         if self._preference == "auto":
@@ -331,30 +286,6 @@ class TransportSelector:
 
     def _lose_if_unreachable(self, endpoints: Endpoints, error: Exception, cancellation: Cancellation) -> None:
         """Drops the Unix socket if the error says that the server has ended, and is not due to a cancellation."""
-        if isinstance(error, UnreachableError) and endpoints.unix is not None and not cancellation.cancelled:
+        has_gone = isinstance(error, UnreachableError | NotConnectedError)
+        if has_gone and endpoints.unix is not None and not cancellation.cancelled:
             self._discovery.lose(endpoints, endpoints.unix)
-
-
-def _hold(pool: Pool, results: Sequence[Located]) -> None:
-    """Keeps the leases of the results until `_release`."""
-    for i, result in enumerate(results):
-        try:
-            pool.hold(result.region)
-        except LeaseEndedError:
-            _release(results[:i])
-            raise
-
-
-def _release(results: Sequence[Located]) -> None:
-    for result in results:
-        result.region.close()
-
-
-def _delivered(results: Sequence[Array], outs: Sequence[Array | None]) -> list[Array]:
-    """Copies the results to where the caller wants them."""
-    delivered = []
-    for result, out in zip(results, outs, strict=True):
-        if out is not None and out is not result:
-            np.copyto(out, result)
-        delivered.append(result if out is None else out)
-    return delivered
