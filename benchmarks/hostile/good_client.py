@@ -24,7 +24,8 @@ from bngrad._deadline import Cancellation, Deadline
 from bngrad._requests import codec, ops
 from bngrad._requests.attributes import TensorFlowAttributes
 from bngrad._requests.request import EXCHANGE_METHOD
-from bngrad._transports.http2 import Http2Transport, NotConnectedError
+from bngrad._transports.connection_pool import NotConnectedError
+from bngrad._transports.http2 import Http2Transport
 
 DOORS = ("own", "own 1 MB", "unix", "grpcio", "shared")
 _TIMEOUT_S = 10.0

@@ -120,5 +120,8 @@ class Request:
 
 
 def _location(pool: Pool, array: Array) -> pb.Location | None:
-    place = pool.locate(array)
-    return None if place is None else pb.Location(region_key=place[0], offset=place[1])
+    located = pool.locate(array)
+    if located is None:
+        return None
+    key, offset = located.place
+    return pb.Location(region_key=key, offset=offset)
