@@ -18,6 +18,8 @@ _RESERVE_SPACE_2_KINDS: Mapping[str, pb.ReserveSpace2Kind] = {
     "variance": pb.RESERVE_SPACE2_KIND_VARIANCE,
     "inverse_std": pb.RESERVE_SPACE2_KIND_INVERSE_STD,
 }
+_REAL, _INTEGRAL = float | numbers.Real, int | numbers.Integral
+"""With the usual type first: the abstract class alone takes five times as long to check."""
 
 
 class TensorFlowAttributes(NamedTuple):
@@ -67,7 +69,7 @@ class OneDnnAttributes(NamedTuple):
 
 def _epsilon(epsilon: float) -> float:
     """Rounds epsilon to float32, the type of the attribute; protobuf would silently turn 1e39 into infinity."""
-    if isinstance(epsilon, bool) or not isinstance(epsilon, float | numbers.Real):
+    if isinstance(epsilon, bool) or not isinstance(epsilon, _REAL):
         raise TypeError(f"epsilon must be a number, not {epsilon!r}")
     try:
         rounded = ctypes.c_float(float(epsilon)).value
@@ -98,7 +100,7 @@ def _kind(field: str, kind: str) -> pb.ReserveSpace2Kind:
 
 def _priority(priority: int) -> dict[str, int]:
     """Returns the attribute; nothing for 0, the default."""
-    if isinstance(priority, bool) or not isinstance(priority, int | numbers.Integral):
+    if isinstance(priority, bool) or not isinstance(priority, _INTEGRAL):
         raise TypeError(f"priority must be an int, not {priority!r}")
     if abs(priority) > MAX_PRIORITY:
         has = priority if abs(priority) < 10**100 else "a number too long to print"
