@@ -22,7 +22,7 @@ _CANCELLATION_TIMEOUT_S = 3.0
 
 
 def rpc_context(context: grpc.ServicerContext, name: str, authenticator: Authenticator) -> RpcContext:
-    """Returns what the server knows of a call; ``name`` is its peer, which takes grpcio 10 us to tell."""
+    """Returns what the server knows of a call; ``name`` is that of its peer, for which grpcio takes 10 µs."""
     rest_s = context.time_remaining()
     endless = rest_s is None or rest_s > threading.TIMEOUT_MAX  # grpcio reports no deadline as one in centuries
     deadline = None if endless else time.monotonic() + rest_s

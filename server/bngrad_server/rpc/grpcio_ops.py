@@ -190,8 +190,8 @@ def _exchange(
     def handle(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         traffic = MessageTraffic(context.cancel)
         name = context.peer()
-        rpc = replace(rpc_context(context, name, servicer.authenticator), traffic=traffic)
-        peer = throttle.peer(name)
+        rpc, peer = rpc_context(context, name, servicer.authenticator), throttle.peer(name)
+        rpc = replace(rpc, traffic=traffic)
         op = peer.op(account_of(rpc, servicer.authenticator))
         source = ExchangeSource(
             WholeMessages(partial(receive, requests, op)),
@@ -218,10 +218,10 @@ def _exchange(
 
 
 def _report_load(load: LoadMeter, peer: Peer, context: grpc.ServicerContext) -> None:
-    """Reports the load with an answer, to a client that does not know it yet: grpcio takes 20 us for the report."""
-    trailers = load.trailers()
-    if peer.needs(trailers):
-        context.set_trailing_metadata(trailers.metadata)
+    """Reports the load with an answer, unless the client knows it: grpcio takes 20 µs for a report."""
+    report = load.trailers()
+    if peer.load_listener.needs(report):
+        context.set_trailing_metadata(report.metadata)
 
 
 def _count_failure(op: Op, futile: FutileCalls, error: Exception, rpc: RpcContext) -> None:

@@ -7,10 +7,11 @@ allowance. Messages of ops that fail by the client's own doing explain nothing.
 from __future__ import annotations
 
 import math
-import random
 import threading
 from types import TracebackType
 from typing import NamedTuple
+
+from bngrad_server.telemetry.load import LoadListener
 
 _RATE = 2.0**16
 """Bytes a second that a connection may send beyond its messages."""
@@ -22,8 +23,6 @@ _OP_NBYTES = 4096
 """What an op counts for beside its messages: for its client if it is answered, against it if it is futile."""
 _BEGINNING_NBYTES = 2**16
 """How much of a message may arrive before the server begins to receive it."""
-_REPORTED = 1 / 8
-"""The part of the answers that have a report of the server's load anyway, where connections cannot be told apart."""
 _PAUSE_S = 0.5
 """How long connections are paused at first, doubled by each strike; then they take up to as long again to send."""
 _MAX_STRIKES = 4
@@ -39,6 +38,7 @@ class Peer:
         waiting: Ops whose messages may not arrive yet, but for their beginnings.
         receiving: Ops whose next message may be arriving.
         account: The account of its client, once an op was begun; empty before.
+        load_listener: What it was told of the server's load.
     """
 
     def __init__(self, name: str) -> None:
@@ -46,9 +46,8 @@ class Peer:
         self.waiting = 0
         self.receiving = 0
         self.account = ""
+        self.load_listener = LoadListener(is_several=name.startswith("unix:"))
         self._name = name
-        self._is_several = name.startswith("unix:")
-        self._report: object = None
         self._mutex = threading.Lock()
 
     @property
@@ -60,11 +59,6 @@ class Peer:
         """Begins an op of an authenticated client; None for one that is not, whose connection is its account."""
         self.account = client or self._name
         return Op(self)
-
-    def needs(self, report: object) -> bool:
-        """Whether an answer is to have a report of the server's load; it has each once. For any thread."""
-        is_new, self._report = report is not self._report, report
-        return is_new or (self._is_several and random.random() < _REPORTED)  # noqa: S311 - no secret
 
     def count(self, nbytes: int = 0, *, waiting: int = 0, receiving: int = 0) -> None:
         """Adds to what its ops have sent and to their numbers; for any thread."""

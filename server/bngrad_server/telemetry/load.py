@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -13,9 +14,11 @@ from bngrad_wire.http2 import header_block
 from bngrad_wire.load_report import BINARY_HEADER, TEXT_HEADER, LoadReport
 
 _INTERVAL_S = 0.2
-"""How long a report lasts; a connection of the HTTP/2 port gets each once."""
+"""How long a report lasts."""
 _MEMORY_S = 2.0
 """What happened longer ago than this counts for less than a third."""
+_REPEATED = 1 / 8
+"""The part of the other answers that have a report too, where connections cannot be told apart."""
 
 
 class LoadTrailers:
@@ -30,6 +33,20 @@ class LoadTrailers:
         text, binary = report.text(), report.binary()
         self.metadata = ((TEXT_HEADER, text), (BINARY_HEADER, binary))
         self.block = header_block.encode([(TEXT_HEADER, text), (BINARY_HEADER, header_block.encode_binary(binary))])
+
+
+class LoadListener:
+    """Is told of the load, each report once: a connection, or several of one name, any of which may have missed it."""
+
+    def __init__(self, *, is_several: bool = False) -> None:
+        """Was told nothing yet; ``is_several`` says whether it is several connections."""
+        self._is_several = is_several
+        self._last: LoadTrailers | None = None
+
+    def needs(self, report: LoadTrailers) -> bool:
+        """Whether an answer is to have the report, which then counts as told; for any thread."""
+        is_new, self._last = report is not self._last, report
+        return is_new or (self._is_several and random.random() < _REPEATED)  # noqa: S311 - no secret
 
 
 class LoadMeter:

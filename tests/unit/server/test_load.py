@@ -7,7 +7,7 @@ import pytest
 from bngrad_server.scheduling.admission import Admission
 from bngrad_server.scheduling.batch import BatchCounts
 from bngrad_server.telemetry import load
-from bngrad_server.telemetry.load import LoadMeter
+from bngrad_server.telemetry.load import LoadListener, LoadMeter, LoadTrailers
 from bngrad_wire.load_report import LoadReport, parse
 
 
@@ -71,3 +71,15 @@ def test_a_report_lasts_for_a_while(clock: Clock) -> None:
     assert meter.trailers() is first
     clock.now += 0.3
     assert meter.trailers() is not first
+
+
+def test_a_connection_needs_each_report_once() -> None:
+    first, second = LoadTrailers(LoadReport(1.0, 0.5, 1.0)), LoadTrailers(LoadReport(1.0, 0.5, 1.0))
+    listener = LoadListener()
+    assert [listener.needs(report) for report in (*[first] * 100, second, second)] == [True, *[False] * 99, True, False]
+
+
+def test_several_connections_of_one_name_get_reports_that_the_others_had() -> None:
+    report, listener = LoadTrailers(LoadReport(1.0, 0.5, 1.0)), LoadListener(is_several=True)
+    assert listener.needs(report)
+    assert 300 < sum(listener.needs(report) for _ in range(4000)) < 700  # 500, give or take ten standard deviations

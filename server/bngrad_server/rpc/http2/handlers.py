@@ -21,7 +21,7 @@ from bngrad_server.rpc.other_calls import OtherCalls
 from bngrad_server.rpc.servicer import EXCHANGE_PATH, SEND_AHEAD_PATH, UNARY_OPS, ExchangeSource, Servicer
 from bngrad_server.rpc_context import RpcContext, no_check
 from bngrad_server.staged_request import StagedRequest
-from bngrad_server.telemetry.load import LoadTrailers
+from bngrad_server.telemetry.load import LoadListener
 from bngrad_wire import http2
 from bngrad_wire.http2.buffered_socket import BufferedSocket
 
@@ -56,7 +56,7 @@ class Http2Handler:
         self._abort = partial(abort, sock)
         self._traffic = _ByteTraffic(io)
         self._client = client
-        self._reported: LoadTrailers | None = None
+        self._load_listener = LoadListener()
         self._lease: Lease = set()
         self.saw_malformed = False
 
@@ -193,9 +193,8 @@ class Http2Handler:
         call.end(trailers=self._load_trailers())
 
     def _load_trailers(self) -> bytes:
-        load, before = self._servicer.load.trailers(), self._reported
-        self._reported = load
-        return b"" if load is before else load.block
+        report = self._servicer.load.trailers()
+        return report.block if self._load_listener.needs(report) else b""
 
     def _no_call(self) -> RpcContext:
         """Returns a context by which a connection without a call can be aborted."""
