@@ -135,7 +135,8 @@ class ServerConfig(BaseSettings):
     """A batch gets no more requests once its tensors have this size. Large requests gain nothing from batching."""
     front_bytes: Bytes = Field(default=384 * 2**10, ge=0)
     """Requests for a CPU whose tensors have at most this size are computed in the server's front process, in less time
-    than a hop to a worker process takes; 0 for none, so that all computing is done by workers."""
+    than a hop to a worker process takes; larger ones too if their tensors are in shared memory, up to 1024 times this
+    size while nothing else is in the server. 0 for none, so that all computing is done by workers."""
     max_batch_delay_s: Seconds = Field(default=0.0, ge=0)
     """How long a request may wait for others to fill its batch while a worker is free. 0 is best unless requests are
     tiny."""

@@ -14,18 +14,20 @@ from bngrad_kernels.spec import TensorHeader
 from bngrad_server.codec.request import Request
 from bngrad_server.config import ServerConfig
 from bngrad_server.errors import OverloadedError
+from bngrad_server.front.kernels import FrontKernels
+from bngrad_server.front.shared_requests import SharedRequests
+from bngrad_server.front.small_requests import SmallRequests
 from bngrad_server.memory.ahead import AheadTensors, Lease
 from bngrad_server.memory.allocator import Allocator, Block
 from bngrad_server.memory.arena import Arena
 from bngrad_server.memory.received_message import ReceivedMessage
-from bngrad_server.memory.regions import Regions
+from bngrad_server.memory.regions import Region, Regions
 from bngrad_server.memory.transfer_watchdog import TransferWatchdog
 from bngrad_server.rpc_context import RpcContext
 from bngrad_server.runtime.malloc import MemoryTrimmer
 from bngrad_server.scheduling.admission import Admission
 from bngrad_server.scheduling.batcher import Batcher
 from bngrad_server.scheduling.dispatch import run
-from bngrad_server.small_requests import SmallRequests
 from bngrad_server.staged_request import StagedRequest
 from bngrad_server.telemetry.load import LoadMeter
 from bngrad_server.telemetry.metrics import Timestamps
@@ -67,7 +69,7 @@ class Engine:
         self.batcher = Batcher(config.max_batch_jobs, config.max_batch_bytes, config.max_batch_delay_s, split=split)
         self.pool = WorkerPool(config, names, self.arena, self.batcher, on_change)
         self.load = LoadMeter(self.batcher.counts, self.admission, lambda: self.pool.slots)
-        self.regions = Regions(config.shared_bytes, self.pool.map, self.pool.unmap)
+        self.regions = Regions(config.shared_bytes, self.pool.map, self._unmap)
         self.max_message_nbytes = min(config.max_message_bytes, _MAX_MESSAGE_NBYTES)
         nbytes = max(self.arena.nbytes // _MESSAGES_FRACTION, self.max_message_nbytes)
         self._messages = Allocator(nbytes, _SMALL_MESSAGES_NBYTES)
@@ -79,7 +81,12 @@ class Engine:
             lambda: self.admission.requests + self._messages.used_bytes, lambda: self.batcher.counts.ended
         )
         self.max_wait_s = config.max_wait_s
-        self.small_requests = SmallRequests(config.front_bytes if set(names) == {"cpu"} else 0)
+        kernels = FrontKernels(config.threads * config.workers if config.has_cores_for_all else config.threads)
+        front_nbytes = config.front_bytes if set(names) == {"cpu"} else 0
+        self.small_requests = SmallRequests(kernels, front_nbytes)
+        self.shared_requests = SharedRequests(
+            kernels, self.regions, front_nbytes, is_idle=lambda: not self.admission.requests
+        )
 
     def stage(
         self, request: Request, rpc: RpcContext, received_at: float, *, may_wait: bool = True
@@ -118,21 +125,37 @@ class Engine:
         self._release(staged)
         return None
 
+    def computes_at_once(self, request: Request, room: float, *, in_event_loop: bool) -> bool:
+        """Whether `compute_at_once` takes a request whose response must have at most ``room`` bytes."""
+        if request.response_nbytes > room:
+            return False
+        if request.transport == "shared":
+            return in_event_loop and self.shared_requests.takes(request)
+        return self.small_requests.takes(request)
+
     def compute_at_once(
         self, request: Request, elements: Sequence[Buffer], message: Buffer, rpc: RpcContext, received_at: float
     ) -> list[bytes]:
-        """Admits and computes a request that `small_requests` takes; returns what its `SmallRequests.compute` returns.
+        """Admits a request that `computes_at_once` takes, and computes it in the calling thread.
+
+        Returns:
+            What `SmallRequests.compute` returns.
 
         Raises:
             OverloadedError: The server is full.
             TimeoutError: The deadline has passed.
+            InvalidArgumentError: See `SharedRequests.compute`.
+            ComputeError: Likewise.
         """
         decoded_at = time.monotonic()
         try:
             self.admission.pass_through(rpc.client, request.tensors_nbytes, rpc.deadline)
             if rpc.deadline is not None and decoded_at >= rpc.deadline:
                 raise TimeoutError("the request was not computed in time")
-            response = self.small_requests.compute(request, elements, message)
+            if request.transport == "shared":
+                response = self.shared_requests.compute(request, message)
+            else:
+                response = self.small_requests.compute(request, elements, message)
         except Exception as error:
             self.observer.failed(request.op.name, request.transport, rpc, error, received_at)
             raise
@@ -257,6 +280,10 @@ class Engine:
         self.transfers.close()
         self._trimmer.close()
         self.arena.close()
+
+    def _unmap(self, region: Region) -> None:
+        self.shared_requests.forget(region)
+        self.pool.unmap(region)
 
     def _allocate(self, memory: Allocator, nbytes: int, rpc: RpcContext) -> Block:
         """Takes a block of memory, and waits for it; see `stage`."""

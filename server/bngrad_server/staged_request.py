@@ -94,7 +94,7 @@ class StagedRequest:
                 self._ahead.check(field, source, self.rpc.client, request.spec.dtype, request.spec.shape)
                 self._ahead_count += 1
         if self._held:
-            _check_overlap(request, places)
+            check_overlap(request, places)
         self._places = places
         return request.sizes.all_stats + (places.count(None) - self._ahead_count) * request.sizes.tensor_stride
 
@@ -202,7 +202,7 @@ class StagedRequest:
         return self._arena.view[start : start + self.request.sizes.stats]
 
 
-def _check_overlap(request: Request, places: Sequence[Place | None]) -> None:
+def check_overlap(request: Request, places: Sequence[Place | None]) -> None:
     """Rejects outputs over inputs or other outputs: a rerun, after a worker has died, must read the same inputs."""
     fields = request.op.large_inputs + request.op.locations
     for i in range(len(request.large_inputs), len(places)):

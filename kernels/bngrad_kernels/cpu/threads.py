@@ -36,10 +36,20 @@ class OpenMpThreads:
         self._parallel = library.GOMP_parallel
         self._parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
         self._parallel.restype = None
+        self._teams = threading.local()
 
     def run(self, kernel: int, call: int, count: int) -> None:
         """See `Threads`."""
+        if getattr(self._teams, "count", 1) != count:
+            count = self._new_team(count)
         self._parallel(kernel, call, count, 0)
+
+    def _new_team(self, count: int) -> int:
+        """Returns how many threads to use from now on: the library ends the process if it cannot start one."""
+        if not _can_start(count - 1):
+            return 1
+        self._teams.count = count
+        return count
 
 
 class PythonThreads:
@@ -66,6 +76,24 @@ class PythonThreads:
         """Calls the kernel as a member of a team."""
         self._member.number = number
         _KERNEL(kernel)(call)
+
+
+def _can_start(count: int) -> bool:
+    """Whether the system has so many more threads."""
+    end = threading.Event()
+    started = []
+    try:
+        for _ in range(count):
+            thread = threading.Thread(target=end.wait)
+            thread.start()
+            started.append(thread)
+    except RuntimeError:
+        return False
+    finally:
+        end.set()
+        for thread in started:
+            thread.join()
+    return True
 
 
 @functools.cache

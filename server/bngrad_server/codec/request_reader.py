@@ -141,7 +141,7 @@ class RequestReader:
             tensor_count=len(op.large_inputs) + len(locations),
             tensors_nbytes=tensors_nbytes,
             new_nbytes=tensors_nbytes - ahead_nbytes,
-            response_nbytes=len(locations) * sizes.tensor + sizes.all_stats + prefixes_nbytes,
+            response_nbytes=locations.count(None) * sizes.tensor + sizes.all_stats + prefixes_nbytes,
         )
 
     def _headers(self, tensors: Mapping[str, messages.TensorSpan]) -> dict[str, TensorHeader]:

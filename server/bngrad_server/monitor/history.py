@@ -49,7 +49,7 @@ def quantile(counts: list[int], q: float) -> float | None:
 def _point(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     seconds = after["time"] - before["time"]
     counts = _latencies(before, after)
-    old_busy = {device["name"]: device["busy_s"] for device in before["devices"]}
+    old_busy = _busy(before)
     return {
         "time": after["time"],
         "answered": (_answered(after) - _answered(before)) / seconds,
@@ -59,11 +59,13 @@ def _point(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
         "p99": quantile(counts, 0.99),
         "queue": after["queue"]["requests"],
         "in_flight": after["in_flight"],
-        "busy": {
-            device["name"]: min((device["busy_s"] - old_busy.get(device["name"], 0.0)) / seconds, 1.0)
-            for device in after["devices"]
-        },
+        "busy": {name: min((busy_s - old_busy.get(name, 0.0)) / seconds, 1.0) for name, busy_s in _busy(after).items()},
     }
+
+
+def _busy(status: dict[str, Any]) -> dict[str, float]:
+    """For how long each device computed, and the front process itself, whose name is "front"."""
+    return {"front": status["front_busy_s"], **{device["name"]: device["busy_s"] for device in status["devices"]}}
 
 
 def _recent(begin: dict[str, Any], end: dict[str, Any]) -> dict[str, Any]:

@@ -70,6 +70,8 @@ def _counters(status: Status) -> Iterator[Metric]:
     yield _counter("bngrad_worker_restarts", text, _by_device(status, "restarts"), "device")
     text = "Seconds in which the device's workers computed; its rate is the utilisation."
     yield _counter("bngrad_device_busy_seconds", text, _by_device(status, "busy_s"), "device")
+    text = "Seconds in which the front process computed requests itself."
+    yield _counter("bngrad_front_busy_seconds", text, status["front_busy_s"])
 
 
 def _gauges(status: Status) -> Iterator[Metric]:

@@ -27,6 +27,7 @@ def engine_status(engine: Engine) -> dict[str, Any]:
         "arena": {"bytes": arena.file_nbytes, "used": arena.used_bytes},
         "ahead": {"count": len(engine.ahead), "bytes": engine.ahead.nbytes, "evicted": engine.ahead.evicted},
         "regions": {"count": len(regions), "bytes": regions.nbytes, "kept": regions.kept_nbytes},
+        "front_busy_s": counts.front_busy_s,
         "devices": [{**asdict(device), "state": device.state.value} for device in engine.pool.status()],
         "compiling": list(engine.pool.compiling),
         "failures": engine.observer.recent_failures(),

@@ -69,6 +69,7 @@ class Servicer:
     Attributes:
         admission: The engine's admission.
         batcher: The engine's batcher.
+        shared_requests: Those that the engine computes in the thread of an event loop.
         transfers: The engine's watchdog, which ends calls whose client sends or receives too slowly.
         load: The engine's load, which the ports report with each answer.
         observer: Counts and logs requests; the ports report the calls that fail before they reach the engine.
@@ -82,6 +83,7 @@ class Servicer:
     def __init__(self, engine: Engine, max_message_bytes: int, authenticator: Authenticator = ALLOW_ALL) -> None:
         self.admission = engine.admission
         self.batcher = engine.batcher
+        self.shared_requests = engine.shared_requests
         self.transfers = engine.transfers
         self.load = engine.load
         self.observer = engine.observer
@@ -96,22 +98,28 @@ class Servicer:
         self._chunked_readers = {op.exchange_number: RequestReader(op, chunked=True) for op in OPS}
 
     def answer_at_once(
-        self, path: str, received: Sequence[Buffer], rpc: RpcContext, room: float = math.inf
+        self,
+        path: str,
+        received: Sequence[Buffer],
+        rpc: RpcContext,
+        room: float = math.inf,
+        *,
+        in_event_loop: bool = False,
     ) -> list[bytes] | None:
-        """Answers a small call in the calling thread, without a worker, if it can.
+        """Answers a call in the calling thread, without a worker, if it can.
 
         Args:
             path: The path of the call.
             received: Its messages.
             rpc: Its context.
             room: How many bytes its client takes at once; a longer response would have to wait.
+            in_event_loop: Whether the calling thread is that of an event loop.
 
         Returns:
             The messages of the response; None, and nothing is done, for a call that must go another way.
 
         Raises:
-            OverloadedError: The server is full.
-            TimeoutError: The deadline has passed.
+            Exception: See `bngrad_server.engine.Engine.compute_at_once`.
         """
         received_at = time.monotonic()
         message = received[0]
@@ -126,7 +134,7 @@ class Servicer:
         else:
             return None
         request = reader.known(message)
-        if request is None or request.response_nbytes > room or not self._engine.small_requests.takes(request):
+        if request is None or not self._engine.computes_at_once(request, room, in_event_loop=in_event_loop):
             return None
         if request.chunked:
             whole = exchange.whole_chunks(received[1:], request.sizes.tensor)

@@ -104,6 +104,10 @@ class EventLoop:
             with contextlib.suppress(OSError, ValueError):  # the loop has ended
                 os.eventfd_write(self._waker, 1)
 
+    def has_events(self) -> bool:
+        """Whether callbacks wait for the thread, which must be the calling one."""
+        return bool(self._ready or self._epoll.poll(0, 1))
+
     def add_reader(self, fd: int, callback: Callback) -> None:
         """Runs the callback whenever the descriptor is readable, or its other end is closed."""
         self._epoll.register(fd, select.EPOLLIN)

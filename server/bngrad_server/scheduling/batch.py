@@ -83,14 +83,15 @@ class BatchCounts:
         reruns: How many jobs had to wait again since their worker died.
         quarantined: How many were given up since several workers had died of them.
         ended: How many jobs were computed.
-        busy_s: For how many seconds slots computed them.
+        busy_s: For how many seconds slots computed them, or the front process.
+        front_busy_s: For how many seconds the front process computed some of them.
     """
 
     def __init__(self) -> None:
         self.sizes = [0] * _SIZES
         self.nbytes = [0] * _NBYTES
         self.jobs = self.jobs_nbytes = self.reruns = self.quarantined = self.ended = 0
-        self.busy_s = 0.0
+        self.busy_s = self.front_busy_s = 0.0
 
     def add(self, jobs: int, nbytes: int) -> None:
         """Counts a batch that was taken."""

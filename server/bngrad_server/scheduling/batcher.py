@@ -131,6 +131,7 @@ class Batcher:
             self.counts.add(1, nbytes)
             self.counts.ended += 1
             self.counts.busy_s += busy_s
+            self.counts.front_busy_s += busy_s
 
     def offer(self, worker: Worker) -> None:
         """Puts a free slot of a worker to use."""

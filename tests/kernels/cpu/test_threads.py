@@ -36,11 +36,14 @@ def test_without_openmp_the_threads_of_python_compute_the_same_bits(monkeypatch:
     assert_bits(3)
 
 
-def test_without_more_threads_one_computes_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("team", [threads.PythonThreads, threads.threads])
+def test_without_more_threads_one_computes_the_same_bits(team: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GNU OpenMP itself would end the process."""
+
     def start(self: Any) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(backend, "team", threads.PythonThreads)
+    monkeypatch.setattr(backend, "team", team)
     monkeypatch.setattr(threading.Thread, "start", start)
     assert_bits(3)
 

@@ -105,7 +105,7 @@ class Http2Handler:
             raise
 
     def answer_at_once(self, call: http2.ServerCall, rpc: RpcContext) -> bool:
-        """Answers a small call that has arrived whole, without waiting, if the servicer can; returns whether it did.
+        """Answers a call that has arrived whole, in the event loop, if the servicer can; returns whether it did.
 
         Raises:
             Exception: See `bngrad_server.rpc.servicer.Servicer.answer_at_once`.
@@ -113,7 +113,7 @@ class Http2Handler:
         received = call.received_messages()
         if not received:
             return False
-        responses = self._servicer.answer_at_once(call.path, received, rpc, call.send_room)
+        responses = self._servicer.answer_at_once(call.path, received, rpc, call.send_room, in_event_loop=True)
         if responses is None:
             return False
         call.answer(responses, self._load_trailers())

@@ -1,0 +1,66 @@
+"""The kernels of a CPU in the front process: those that workers have compiled, since nothing is compiled here."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bngrad_kernels.spec import Spec
+
+if TYPE_CHECKING:
+    from bngrad_kernels.cpu.backend import CpuBackend
+
+logger = logging.getLogger(__name__)
+
+_LOAD_INTERVAL_S = 1.0
+
+
+class FrontKernels:
+    """The kernels that are loaded, for any thread."""
+
+    def __init__(self, threads: int) -> None:
+        """Loads none yet; a large problem will be computed by so many threads."""
+        self._threads = threads
+        self._backend: CpuBackend | None = None
+        self._loaded: set[tuple[Any, int]] = set()
+        self._load_at = 0.0
+        self._mutex = threading.Lock()
+
+    @property
+    def backend(self) -> CpuBackend:
+        """Computes what the kernels are loaded for; there is none before."""
+        assert self._backend is not None
+        return self._backend
+
+    def has(self, spec: Spec) -> bool:
+        """Whether the kernel for a spec is loaded; if not, a thread looks for it in the cache of compiled code."""
+        if (spec.dtype, spec.order) in self._loaded:
+            return True
+        self._load(spec)
+        return False
+
+    def _load(self, spec: Spec) -> None:
+        """Has a thread load a kernel, but not again and again while no worker has compiled it."""
+        now = time.monotonic()
+        with self._mutex:
+            if now < self._load_at:
+                return
+            self._load_at = now + _LOAD_INTERVAL_S
+        kernel = spec.dtype, spec.order
+        threading.Thread(target=self._load_now, args=kernel, name="load-kernel", daemon=True).start()
+
+    def _load_now(self, dtype: np.dtype[Any], order: int) -> None:
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as for workers: threads that wait take no core
+        from bngrad_kernels.cpu.backend import CpuBackend  # noqa: PLC0415 - a server of GPUs does not need LLVM
+
+        try:
+            self._backend = backend = self._backend or CpuBackend(threads=self._threads)
+            if backend.load_compiled(dtype, order):
+                self._loaded.add((dtype, order))
+        except Exception:
+            logger.exception("a kernel cannot be loaded here; workers compute all requests for it")

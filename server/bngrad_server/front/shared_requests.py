@@ -1,0 +1,153 @@
+"""Computes requests whose large tensors lie in memory that clients share.
+
+They need no copies, so a hop to a worker and back takes much of their time: a third of it at 1 MB a tensor. Brief ones
+are computed here always. One that takes longer keeps the thread from its other connections, so it is computed here
+only if nothing else is in the server; if others wait when it is done, the next ones go to workers for a while, which
+compute while the thread goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
+from bngrad_server.codec.request import Request
+from bngrad_server.errors import ComputeError
+from bngrad_server.front.kernels import FrontKernels
+from bngrad_server.front.prepared import Prepared
+from bngrad_server.memory.layout import ALIGNMENT, ARENA, Place
+from bngrad_server.memory.regions import Region, Regions
+from bngrad_server.staged_request import check_overlap
+from bngrad_wire.mapped_file import MappedFile
+from bngrad_wire.messages import Buffer
+
+logger = logging.getLogger(__name__)
+
+_BRIEF, _LARGEST = 8, 1024
+"""How many times as large as a small request brief ones are at most, 3 MiB by default, and those computed here alone,
+384 MiB, which take some hundredths of a second."""
+_CROWDED_S = 1.0
+"""For how long longer ones go to workers once others have waited for one."""
+_MAX_PREPARED = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A request that was computed before."""
+
+    prepared: Prepared
+    regions: list[Region]
+    run: Callable[[], None]
+
+
+class SharedRequests:
+    """Computes requests, for the thread of an event loop.
+
+    Attributes:
+        others_wait: Returns whether the event loop has other events to handle; its port sets this.
+    """
+
+    def __init__(self, kernels: FrontKernels, regions: Regions, small_nbytes: int, is_idle: Callable[[], bool]) -> None:
+        """Knows no requests yet.
+
+        Args:
+            kernels: The kernels.
+            regions: The memory that is shared.
+            small_nbytes: The size of the largest small requests, 0 to compute nothing here.
+            is_idle: Returns whether no other request is in the server.
+        """
+        self.others_wait: Callable[[], bool] = lambda: False
+        self._kernels = kernels
+        self._regions = regions
+        self._small_nbytes = small_nbytes
+        self._is_idle = is_idle
+        self._known: dict[int, _Known] = {}
+        self._mapped: dict[int, MappedFile] = {}
+        self._crowded_until = 0.0
+
+    def takes(self, request: Request) -> bool:
+        """Whether it computes a request, now."""
+        if request.tensors_nbytes > _BRIEF * self._small_nbytes and not self._is_alone(request.tensors_nbytes):
+            return False
+        if id(request) in self._known:
+            return True
+        places = request.large_inputs + request.locations
+        if not all(isinstance(place, pb.Location) for place in places) or not request.sizes.tensor:
+            return False
+        return request.sizes.all_stats <= self._small_nbytes and self._kernels.has(request.spec)
+
+    def compute(self, request: Request, message: Buffer) -> list[bytes]:
+        """Computes a request that it `takes`, and returns the one message of the response.
+
+        Raises:
+            InvalidArgumentError: The request names memory that is not leased, or tensors overlap.
+            ComputeError: It cannot be computed.
+        """
+        known = self._known.get(id(request))
+        if known is None or not all(region.leased for region in known.regions):
+            known = self._prepare(request)
+        known.prepared.copy_in(message)
+        try:
+            known.run()
+        except Exception as error:
+            logger.exception("%s failed", request.spec)
+            raise ComputeError(type(error).__name__) from error
+        if request.tensors_nbytes > _BRIEF * self._small_nbytes and self.others_wait():
+            self._crowded_until = time.monotonic() + _CROWDED_S
+        return known.prepared.response()
+
+    def forget(self, region: Region) -> None:
+        """Unmaps a region that is no longer leased; for any thread."""
+        if self._mapped.pop(region.number, None) is not None:
+            self._known.clear()  # their arrays would keep the memory mapped
+
+    def _is_alone(self, nbytes: int) -> bool:
+        if nbytes > _LARGEST * self._small_nbytes or not self._is_idle():
+            return False
+        return time.monotonic() >= self._crowded_until
+
+    def _prepare(self, request: Request) -> _Known:
+        if len(self._known) >= _MAX_PREPARED:
+            self._known.clear()
+        regions: list[Region] = []
+        places: list[Place] = []
+        fields = request.op.large_inputs + request.op.locations
+        try:
+            for field, location in zip(fields, request.large_inputs + request.locations, strict=True):
+                assert isinstance(location, pb.Location)
+                region, place = self._regions.hold(field, location, request.sizes.tensor)
+                regions.append(region)
+                places.append(place)
+            check_overlap(request, places)
+            memories = {region.number: self._memory(region) for region in regions}
+            prepared = Prepared(request, places, {**memories, ARENA: _small_memory(request)})
+            known = self._known[id(request)] = _Known(prepared, regions, self._run(prepared))
+            return known
+        finally:
+            for region in regions:
+                self._regions.release(region)
+
+    def _memory(self, region: Region) -> memoryview:
+        if region.number not in self._mapped:
+            self._mapped[region.number] = MappedFile(region.fd, region.nbytes)
+        return self._mapped[region.number].view
+
+    def _run(self, prepared: Prepared) -> Callable[[], None]:
+        """Returns what computes a request: a small one holding the interpreter's lock, which others need meanwhile."""
+        backend, problem = self._kernels.backend, prepared.problem
+        if prepared.request.tensors_nbytes <= self._small_nbytes:
+            return backend.bound(problem)
+        return lambda: backend.run([problem])
+
+
+def _small_memory(request: Request) -> memoryview:
+    """Memory for the 1-D tensors of a request."""
+    nbytes = request.sizes.all_stats
+    memory = np.empty(nbytes + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + nbytes].data

@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.servers import wait_until
+
+from bngrad_kernels import backends
+from bngrad_kernels.problem import Problem
+from bngrad_kernels.spec import FLOAT32, InvalidArgumentError, Spec
+from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
+from bngrad_server.codec.ops import OPS
+from bngrad_server.codec.request import Request
+from bngrad_server.codec.request_reader import RequestReader
+from bngrad_server.front import shared_requests
+from bngrad_server.front.kernels import FrontKernels
+from bngrad_server.front.shared_requests import SharedRequests
+from bngrad_server.memory.regions import Region, Regions
+
+SMALL_NBYTES = 4096
+SMALL, BRIEF, LONG, TOO_LARGE = ((1, 1, pixels, 4) for pixels in (64, 512, 1024, 2**17))
+"""Tensors of 1 KiB, 8 KiB, 16 KiB and 2 MiB."""
+OP = next(op for op in OPS if op.name == "FusedBatchNormGradV2")
+FIELDS = "y_backprop", "x", "x_backprop_location"
+
+
+@pytest.fixture(scope="module")
+def kernels() -> FrontKernels:
+    backends.create("cpu", threads=1).warm_up()  # compiles the kernel unless the cache has it
+    kernels = FrontKernels(threads=2)
+    wait_until(lambda: kernels.has(Spec(FLOAT32, SMALL, 3)))
+    return kernels
+
+
+class Server:
+    """What computes requests in shared memory, and what it asks."""
+
+    def __init__(self, kernels: FrontKernels) -> None:
+        self.is_idle, self.others_wait = True, False
+        self.regions = Regions(2**24, lambda region: None, self.end)
+        self.requests = SharedRequests(kernels, self.regions, SMALL_NBYTES, lambda: self.is_idle)
+        self.requests.others_wait = lambda: self.others_wait
+        self.region = self.regions.lease(2**23)
+        self._reader = RequestReader(OP, chunked=False)
+
+    def end(self, region: Region) -> None:
+        self.requests.forget(region)
+
+    def message(self, shape: tuple[int, ...], offsets: tuple[int, ...] | None = None) -> bytes:
+        nbytes = FLOAT32.itemsize * math.prod(shape)
+        places = [
+            pb.Location(region_key=self.region.key, offset=offset) for offset in offsets or (0, nbytes, 2 * nbytes)
+        ]
+        large = [pb.Tensor(dtype=pb.DATA_TYPE_FLOAT32, shape=shape, location=place) for place in places[:2]]
+        data = np.arange(1, 1 + shape[-1], dtype=np.float32).tobytes()
+        small = pb.Tensor(dtype=pb.DATA_TYPE_FLOAT32, shape=shape[-1:], data=data)
+        return pb.FusedBatchNormGradV2Request(
+            y_backprop=large[0], x=large[1], scale=small, reserve_space_1=small, reserve_space_2=small,
+            x_backprop_location=places[2],
+        ).SerializeToString()  # fmt: skip
+
+    def read(self, message: bytes) -> Request:
+        return self._reader.read(message)
+
+    def takes(self, shape: tuple[int, ...]) -> bool:
+        return self.requests.takes(self.read(self.message(shape)))
+
+    def compute(self, shape: tuple[int, ...]) -> list[bytes]:
+        message = self.message(shape)
+        assert self.requests.takes(self.read(message))
+        return self.requests.compute(self.read(message), message)
+
+
+@pytest.fixture
+def server(kernels: FrontKernels) -> Iterator[Server]:
+    server = Server(kernels)
+    yield server
+    for region in server.regions:
+        os.close(region.fd)
+
+
+def test_a_request_is_computed_where_its_tensors_lie(server: Server) -> None:
+    rng = np.random.default_rng(0)
+    tensors = rng.normal(size=(2, *LONG)).astype(np.float32)
+    os.pwrite(server.region.fd, tensors.tobytes(), 0)
+    response = pb.FusedBatchNormGradV2Response.FromString(*server.compute(LONG))
+    vectors = np.arange(1, 5, dtype=np.float32)[None].repeat(3, 0)
+    expected = Problem.allocate(server.read(server.message(LONG)).spec, *tensors, *vectors)
+    backends.create("cpu", threads=1).run([expected])
+    nbytes = expected.x_backprop.nbytes
+    assert os.pread(server.region.fd, nbytes, 2 * nbytes) == expected.x_backprop.tobytes()
+    assert response.scale_backprop.data == expected.scale_backprop.tobytes()
+    assert response.offset_backprop.data == expected.offset_backprop.tobytes()
+
+
+def test_only_brief_requests_are_computed_while_others_are_in_the_server(server: Server) -> None:
+    assert all(map(server.takes, (SMALL, BRIEF, LONG)))
+    server.is_idle = False
+    assert [server.takes(shape) for shape in (SMALL, BRIEF, LONG)] == [True, True, False]
+
+
+def test_the_largest_are_never_computed(server: Server) -> None:
+    assert not server.takes(TOO_LARGE)
+
+
+def test_after_others_have_waited_for_a_long_one_workers_compute_the_next_for_a_while(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_requests, "_CROWDED_S", 0.2)
+    server.others_wait = True
+    server.compute(BRIEF)
+    assert server.takes(LONG)
+    server.compute(LONG)
+    assert not server.takes(LONG)
+    assert server.takes(BRIEF)
+    wait_until(lambda: server.takes(LONG))
+
+
+def test_places_are_checked_again_once_a_lease_has_ended(server: Server) -> None:
+    message = server.message(SMALL)
+    server.compute(SMALL)
+    server.regions.end(server.region)
+    with pytest.raises(InvalidArgumentError, match="the key of no region that is leased"):
+        server.requests.compute(server.read(message), message)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "problem"), [((0, 1024, 1024), "must not overlap x"), ((0, 1024, 2**23), "must end within the region")]
+)
+def test_places_are_refused_as_workers_would_never_see_them(
+    server: Server, offsets: tuple[int, ...], problem: str
+) -> None:
+    message = server.message(SMALL, offsets)
+    for _ in range(2):
+        assert server.requests.takes(server.read(message))
+        with pytest.raises(InvalidArgumentError, match=problem):
+            server.requests.compute(server.read(message), message)
+    assert all(region.holds == 0 for region in server.regions)
+
+
+def test_tensors_that_are_in_the_message_go_to_workers(server: Server) -> None:
+    request: Any = pb.FusedBatchNormGradV2Request.FromString(server.message(SMALL))
+    request.x.ClearField("location")
+    request.x.data = bytes(1024)
+    assert not server.requests.takes(server.read(request.SerializeToString()))
