@@ -89,6 +89,11 @@ class Quarantine:
         self._entries: list[_Entry] = []
         self._closed = False
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no output is in quarantine."""
+        return not self._entries
+
     def add(self, output: Array, region: PoolRegion, call: AbandonedCall) -> None:
         """Quarantines an output of a call that failed; releases its region, which the caller has held."""
         entry = _Entry(output, region, call)
@@ -104,7 +109,7 @@ class Quarantine:
         Returns:
             The first of the arrays that shares memory with an output still in quarantine.
         """
-        if not self._entries:
+        if self.is_empty:
             return None
         with self._mutex:
             over: list[_Entry] = []

@@ -177,6 +177,8 @@ class TransportSelector:
         self, request: PreparedRequest[Result], deadline: Deadline, cancellation: Cancellation
     ) -> None:
         """Waits until no failed call, or earlier attempt of this one, can write to the request's arrays."""
+        if self._quarantine.is_empty:
+            return
         if not self._quarantine.wait(request.arrays, deadline, cancellation):
             reason = "a call that failed may still write to an array of this call"
             raise from_status(grpc.StatusCode.DEADLINE_EXCEEDED, reason, b"", self._target, deadline.timeout)

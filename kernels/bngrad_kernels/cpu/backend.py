@@ -90,6 +90,28 @@ class CpuBackend(Backend):
             ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(kernel.address), _begin(call), (records, call, workspace)
         )
 
+    def bound_to_team(self, problem: AnyProblem) -> Callable[[], None]:
+        """Does as `bound`, but as `run` does it: with all threads if that pays, and without the interpreter's lock.
+
+        The calls must not overlap.
+        """
+        if self._is_alone(problem.tensor_nbytes):
+            return lambda: self.run([problem])
+        record, planned = problem.prepared or _prepare(problem)
+        slots, work = self._division(planned)
+        records = bytearray(record)
+        call = self._call(records, 1, self._threads, work)
+        begin, unused = _begin(call), bytes(call)
+        kernel = self._load(problem.spec.dtype, problem.spec.order)
+
+        def run() -> None:
+            _FIELD.pack_into(records, _OFFSETS["workspace"], self._workspace(planned.slot_nbytes * slots))
+            call[:] = unused
+            with _ALL_CORES:
+                self._team.run(kernel.address, begin, self._threads)
+
+        return run
+
     def run_at(self, spec: Spec, addresses: Mapping[str, int]) -> None:
         """Computes a problem of the first order, all channels of it, without arrays.
 
@@ -144,11 +166,15 @@ class CpuBackend(Backend):
 
     def _run_split(self, spec: Spec, record: bytes | bytearray, planned: Plan) -> None:
         """Computes a problem with all threads."""
-        by_group = planned.geometry.groups >= min(planned.geometry.tiles, 4 * self._threads)
-        slots = self._threads if by_group else 1
+        slots, work = self._division(planned)
         records = bytearray(record)
         _FIELD.pack_into(records, _OFFSETS["workspace"], self._workspace(planned.slot_nbytes * slots))
-        self._run(spec, records, self._threads, GROUPS if by_group else BEGIN)
+        self._run(spec, records, self._threads, work)
+
+    def _division(self, planned: Plan) -> tuple[int, int]:
+        """Returns how many workspaces all threads need for a problem, and the work that they begin with."""
+        by_group = planned.geometry.groups >= min(planned.geometry.tiles, 4 * self._threads)
+        return (self._threads, GROUPS) if by_group else (1, BEGIN)
 
     def _run(self, spec: Spec, records: bytearray, threads: int, work: int) -> None:
         kernel = self._kernels.get((spec.dtype, spec.order)) or self._load(spec.dtype, spec.order)

@@ -142,7 +142,7 @@ class SharedRequests:
         backend, problem = self._kernels.backend, prepared.problem
         if prepared.request.tensors_nbytes <= self._small_nbytes:
             return backend.bound(problem)
-        return lambda: backend.run([problem])
+        return backend.bound_to_team(problem)
 
 
 def _small_memory(request: Request) -> memoryview:
