@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -31,6 +32,32 @@ def test_requests_are_counted_by_op_transport_and_status(http: str, transport: s
     assert found["bngrad_request_seconds_count", (transport,)] == 3
     assert found["bngrad_tensor_bytes_total", (transport,)] == 3 * 3 * 2 * 3 * 3 * 4 * 4
     assert found["bngrad_requests_total", ("INVALID_ARGUMENT", "FusedBatchNormGradV2", transport)] == 1
+
+
+def test_auto_leaves_small_arrays_where_they_lie() -> None:
+    """It sends those in messages that it would have to copy to shared memory."""
+    with EmbeddedServer(device="cpu", options=HTTP) as server, bngrad.Client(server.target) as client:
+        y_backprop, x, shared = (client.empty((4, 64, 64, 1)) for _ in range(3))  # of 64 KiB
+        scale, mean, variance = np.ones((3, 1), np.float32)
+        for out in (shared, shared, np.empty_like(shared)):
+            client.fused_batch_norm_grad_v2(y_backprop, x, scale, mean, variance, out=out)
+        http = http_of(server)
+        answered = {transport: ("OK", "FusedBatchNormGradV2", transport) for transport in ("shared", "unary")}
+        wait_until(lambda: samples(http).get(("bngrad_requests_total", answered["shared"])) == 2)
+        assert samples(http)["bngrad_requests_total", answered["unary"]] == 1
+
+
+def test_what_the_front_process_computes_keeps_it_busy() -> None:
+    with EmbeddedServer(device="cpu", options=HTTP) as server, bngrad.Client(server.target) as client:
+        http = http_of(server)
+
+        def is_busy() -> bool:
+            call(client)
+            points = status_of(http)["points"]
+            return bool(points) and points[-1]["busy"]["front"] > 0
+
+        wait_until(is_busy)
+        assert samples(http)["bngrad_front_busy_seconds_total", ()] > 0
 
 
 def test_the_stages_add_up_to_the_time_of_the_requests(http: str) -> None:

@@ -29,8 +29,8 @@ _Skeleton: TypeAlias = tuple[tuple[int, int, bytes], ...]
 _DATA_FIELD = pb.Tensor.DESCRIPTOR.fields_by_name["data"].number
 PREFIX_NBYTES = 6
 """How much of a message `only_field` needs, in bytes."""
-_LAYOUTS_PER_LENGTH = 4
-_MAX_LENGTHS = 128
+_LAYOUTS_PER_LENGTH = 32
+_MAX_LENGTHS = 64
 _MAX_CACHED_NBYTES = 1024
 
 

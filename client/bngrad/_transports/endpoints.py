@@ -51,8 +51,8 @@ class Endpoints:
         pool: The memory shared with that server.
         tcp: The TCP port for large tensors.
         is_local: Whether the server is on this host, even if its Unix socket cannot be reached now.
-        small_request_nbytes: The size of the large tensors of a request up to which messages are faster than shared
-            memory.
+        small_request_nbytes: The size of the large tensors of a request up to which messages are faster than copies in
+            shared memory.
         stale_at: When to ask the server for its endpoints again, on the monotonic clock.
     """
 

@@ -138,7 +138,7 @@ class SharedRequests:
         return self._mapped[region.number].view
 
     def _run(self, prepared: Prepared) -> Callable[[], None]:
-        """Returns what computes a request: a small one holding the interpreter's lock, which others need meanwhile."""
+        """Returns what computes a request: without the interpreter's lock, unless that takes microseconds."""
         backend, problem = self._kernels.backend, prepared.problem
         if prepared.request.tensors_nbytes <= self._small_nbytes:
             return backend.bound(problem)
