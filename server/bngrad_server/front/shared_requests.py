@@ -1,9 +1,9 @@
 """Computes requests whose large tensors lie in memory that clients share.
 
-They need no copies, so a hop to a worker and back takes much of their time: a third of it at 1 MB a tensor. Brief ones
-are computed here always. One that takes longer keeps the thread from its other connections, so it is computed here
-only if nothing else is in the server; if others wait when it is done, the next ones go to workers for a while, which
-compute while the thread goes on.
+They need no copies, so a hop to a worker and back takes much of their time: a third of it at 1 MB a tensor. But what is
+computed here keeps the thread from its other connections. So only small requests are computed here always, and brief
+ones until they have taken their part of a round of events. A longer one is computed here only if nothing else is in the
+server; if others wait when it is done, the next ones go to workers for a while, which compute while the thread goes on.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from bngrad_server.front.kernels import FrontKernels
 from bngrad_server.front.prepared import Prepared
 from bngrad_server.memory.layout import ALIGNMENT, ARENA, Place
 from bngrad_server.memory.regions import Region, Regions
+from bngrad_server.runtime.event_loop import EventLoop
 from bngrad_server.staged_request import check_overlap
 from bngrad_wire.mapped_file import MappedFile
 from bngrad_wire.messages import Buffer
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 _BRIEF, _LARGEST = 8, 1024
 """How many times as large as a small request brief ones are at most, 3 MiB by default, and those computed here alone,
 384 MiB, which take some hundredths of a second."""
+_ROUND_S = 0.001
+"""How much of a round of the event loop brief ones may take."""
 _CROWDED_S = 1.0
 """For how long longer ones go to workers once others have waited for one."""
 _MAX_PREPARED = 64
@@ -49,8 +52,10 @@ class SharedRequests:
     """Computes requests, for the thread of an event loop.
 
     Attributes:
-        others_wait: Returns whether the event loop has other events to handle; its port sets this.
+        event_loop: The event loop, which its port sets.
     """
+
+    event_loop: EventLoop
 
     def __init__(self, kernels: FrontKernels, regions: Regions, small_nbytes: int, is_idle: Callable[[], bool]) -> None:
         """Knows no requests yet.
@@ -61,18 +66,19 @@ class SharedRequests:
             small_nbytes: The size of the largest small requests, 0 to compute nothing here.
             is_idle: Returns whether no other request is in the server.
         """
-        self.others_wait: Callable[[], bool] = lambda: False
         self._kernels = kernels
         self._regions = regions
         self._small_nbytes = small_nbytes
         self._is_idle = is_idle
         self._known: dict[int, _Known] = {}
         self._mapped: dict[int, MappedFile] = {}
+        self._round = 0
+        self._round_s = 0.0  # for which requests were computed in that round
         self._crowded_until = 0.0
 
     def takes(self, request: Request) -> bool:
         """Whether it computes a request, now."""
-        if request.tensors_nbytes > _BRIEF * self._small_nbytes and not self._is_alone(request.tensors_nbytes):
+        if request.tensors_nbytes > self._small_nbytes and not self._has_time(request.tensors_nbytes):
             return False
         if id(request) in self._known:
             return True
@@ -92,13 +98,14 @@ class SharedRequests:
         if known is None or not all(region.leased for region in known.regions):
             known = self._prepare(request)
         known.prepared.copy_in(message)
+        began = time.monotonic()
         try:
             known.run()
         except Exception as error:
             logger.exception("%s failed", request.spec)
             raise ComputeError(type(error).__name__) from error
-        if request.tensors_nbytes > _BRIEF * self._small_nbytes and self.others_wait():
-            self._crowded_until = time.monotonic() + _CROWDED_S
+        if request.tensors_nbytes > self._small_nbytes:
+            self._count(request.tensors_nbytes, began)
         return known.prepared.response()
 
     def forget(self, region: Region) -> None:
@@ -106,10 +113,22 @@ class SharedRequests:
         if self._mapped.pop(region.number, None) is not None:
             self._known.clear()  # their arrays would keep the memory mapped
 
-    def _is_alone(self, nbytes: int) -> bool:
+    def _has_time(self, nbytes: int) -> bool:
+        """Whether a request that is not small may be computed now."""
+        if nbytes <= _BRIEF * self._small_nbytes:
+            return self.event_loop.rounds != self._round or self._round_s < _ROUND_S
         if nbytes > _LARGEST * self._small_nbytes or not self._is_idle():
             return False
         return time.monotonic() >= self._crowded_until
+
+    def _count(self, nbytes: int, began: float) -> None:
+        """Counts the time since ``began``, in which such a request was computed."""
+        now, event_loop = time.monotonic(), self.event_loop
+        if nbytes > _BRIEF * self._small_nbytes and event_loop.has_events():
+            self._crowded_until = now + _CROWDED_S
+        if event_loop.rounds != self._round:
+            self._round, self._round_s = event_loop.rounds, 0.0
+        self._round_s += now - began
 
     def _prepare(self, request: Request) -> _Known:
         if len(self._known) >= _MAX_PREPARED:

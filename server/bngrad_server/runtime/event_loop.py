@@ -55,6 +55,7 @@ class EventLoop:
             time, on the monotonic clock, at which it must be called again at the latest.
         on_tick: Called ten times a second.
         can_stop: Tells, after `stop`, whether the thread may end.
+        rounds: How many rounds of events it has begun.
     """
 
     def __init__(self, name: str, cpu_share: float | None = None) -> None:
@@ -62,6 +63,7 @@ class EventLoop:
         self.after_events: Callable[[], float] = lambda: float("inf")
         self.on_tick: Callback = lambda: None
         self.can_stop: Callable[[], bool] = lambda: True
+        self.rounds = 0
         self._ready: deque[Callback] = deque()
         self._background: deque[Callback] = deque()
         self._epoll = select.epoll()
@@ -137,7 +139,9 @@ class EventLoop:
         due = next_tick
         while self._background or not (self._stopping and self.can_stop()):
             timeout_s = 0.0 if self._ready or self._background else max(0.0, min(due, next_tick) - time.monotonic())
-            for fd, _ in self._epoll.poll(timeout_s, max_events):
+            events = self._epoll.poll(timeout_s, max_events)
+            self.rounds += 1
+            for fd, _ in events:
                 self._run_priority_readers()
                 callback = self._readers.get(fd)  # None if a callback before has removed it
                 if callback is not None:

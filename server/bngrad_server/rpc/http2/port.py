@@ -32,7 +32,7 @@ class Http2Port:
         """Listens nowhere yet; the TCP port will have no TLS without certificates."""
         self._event_loop = EventLoop("http2-loop")
         Dispatcher(self._event_loop, servicer.batcher)
-        servicer.shared_requests.others_wait = self._event_loop.has_events
+        servicer.shared_requests.event_loop = self._event_loop
         self._strangers = strangers = Strangers(servicer, others, certificates, self._add, self._renew)
         self._connections = Http2Connections(servicer, self._event_loop, strangers.penalise, strangers.take_back)
 

@@ -20,6 +20,7 @@ from bngrad_server.front import shared_requests
 from bngrad_server.front.kernels import FrontKernels
 from bngrad_server.front.shared_requests import SharedRequests
 from bngrad_server.memory.regions import Region, Regions
+from bngrad_server.runtime.event_loop import EventLoop
 
 SMALL_NBYTES = 4096
 SMALL, BRIEF, LONG, TOO_LARGE = ((1, 1, pixels, 4) for pixels in (64, 512, 1024, 2**17))
@@ -40,10 +41,10 @@ class Server:
     """What computes requests in shared memory, and what it asks."""
 
     def __init__(self, kernels: FrontKernels) -> None:
-        self.is_idle, self.others_wait = True, False
+        self.is_idle, self.loop = True, EventLoop("test")
         self.regions = Regions(2**24, lambda region: None, self.end)
         self.requests = SharedRequests(kernels, self.regions, SMALL_NBYTES, lambda: self.is_idle)
-        self.requests.others_wait = lambda: self.others_wait
+        self.requests.event_loop = self.loop
         self.region = self.regions.lease(2**23)
         self._reader = RequestReader(OP, chunked=False)
 
@@ -103,6 +104,15 @@ def test_only_brief_requests_are_computed_while_others_are_in_the_server(server:
     assert [server.takes(shape) for shape in (SMALL, BRIEF, LONG)] == [True, True, False]
 
 
+def test_brief_requests_have_a_part_of_each_round(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.compute(BRIEF)
+    assert server.takes(BRIEF)
+    monkeypatch.setattr(shared_requests, "_ROUND_S", 0.0)
+    assert [server.takes(shape) for shape in (SMALL, BRIEF)] == [True, False]
+    server.loop.rounds += 1
+    assert server.takes(BRIEF)
+
+
 def test_the_largest_are_never_computed(server: Server) -> None:
     assert not server.takes(TOO_LARGE)
 
@@ -111,7 +121,7 @@ def test_after_others_have_waited_for_a_long_one_workers_compute_the_next_for_a_
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared_requests, "_CROWDED_S", 0.2)
-    server.others_wait = True
+    server.loop.call_soon(lambda: None)
     server.compute(BRIEF)
     assert server.takes(LONG)
     server.compute(LONG)
