@@ -111,7 +111,7 @@ class Pool:
 
     def locate(self, array: Array) -> Located | None:
         """Returns where an array in C order lies; None if no region holds it."""
-        address: int = array.__array_interface__["data"][0]  # for which NumPy runs no Python, as for array.ctypes
+        address: int = array.__array_interface__["data"][0]  # array.ctypes runs Python
         for region in tuple(self._regions):  # a copy, since other threads change it
             offset = address - region.address
             if 0 <= offset <= region.nbytes - array.nbytes and offset % ALIGNMENT == 0:

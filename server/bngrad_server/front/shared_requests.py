@@ -36,7 +36,8 @@ _ROUND_S = 0.001
 """How much of a round of the event loop brief ones may take."""
 _CROWDED_S = 1.0
 """For how long longer ones go to workers once others have waited for one."""
-_MAX_PREPARED = 64
+_MAX_KNOWN = 128
+"""Two ResNet-50 have 106 layers; each takes its 1-D tensors, at most as much as a small request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,7 @@ class SharedRequests:
         self._round_s += now - began
 
     def _prepare(self, request: Request) -> _Known:
-        if len(self._known) >= _MAX_PREPARED:
+        if len(self._known) >= _MAX_KNOWN:
             self._known.clear()
         regions: list[Region] = []
         places: list[Place] = []
