@@ -79,7 +79,7 @@ class PythonThreads:
 
 
 def _can_start(count: int) -> bool:
-    """Whether the system has so many more threads."""
+    """Whether the system can start this number of threads."""
     end = threading.Event()
     started = []
     try:

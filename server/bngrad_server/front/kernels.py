@@ -24,7 +24,7 @@ class FrontKernels:
     """The kernels that are loaded, for any thread."""
 
     def __init__(self, threads: int) -> None:
-        """Loads none yet; a large problem will be computed by so many threads."""
+        """Loads none yet; ``threads`` threads will compute a large problem."""
         self._threads = threads
         self._backend: CpuBackend | None = None
         self._loaded: set[tuple[Any, int]] = set()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from bngrad_kernels.problem import AnyProblem
 from bngrad_server.codec.exchange import CHUNK
 from bngrad_server.codec.request import Request
-from bngrad_server.memory.layout import ARENA, Place, Task
+from bngrad_server.memory.layout import ALIGNMENT, ARENA, Place, Task
 from bngrad_server.workers.ipc import pack_task, unpack_problem
 from bngrad_wire import messages
 from bngrad_wire.messages import Buffer
@@ -58,6 +60,13 @@ class Prepared:
     def response(self) -> list[bytes]:
         """Returns the messages of the response, once the outputs are there: see `SmallRequests.compute`."""
         return [b"".join(pieces) for pieces in self._response]
+
+
+def aligned_memory(nbytes: int) -> memoryview:
+    """Returns new memory that is aligned as the arena's blocks are."""
+    memory = np.empty(nbytes + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + nbytes].data
 
 
 def _response(request: Request, large: Sequence[Buffer], small: Sequence[Buffer]) -> list[list[Buffer]]:

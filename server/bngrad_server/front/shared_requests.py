@@ -13,14 +13,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.codec.request import Request
 from bngrad_server.errors import ComputeError
 from bngrad_server.front.kernels import FrontKernels
-from bngrad_server.front.prepared import Prepared
-from bngrad_server.memory.layout import ALIGNMENT, ARENA, Place
+from bngrad_server.front.prepared import Prepared, aligned_memory
+from bngrad_server.memory.layout import ARENA, Place
 from bngrad_server.memory.regions import Region, Regions
 from bngrad_server.runtime.event_loop import EventLoop
 from bngrad_server.staged_request import check_overlap
@@ -145,7 +143,7 @@ class SharedRequests:
                 places.append(place)
             check_overlap(request, places)
             memories = {region.number: self._memory(region) for region in regions}
-            prepared = Prepared(request, places, {**memories, ARENA: _small_memory(request)})
+            prepared = Prepared(request, places, {**memories, ARENA: aligned_memory(request.sizes.all_stats)})
             known = self._known[id(request)] = _Known(prepared, regions, self._run(prepared))
             return known
         finally:
@@ -163,11 +161,3 @@ class SharedRequests:
         if prepared.request.tensors_nbytes <= self._small_nbytes:
             return backend.bound(problem)
         return backend.bound_to_team(problem)
-
-
-def _small_memory(request: Request) -> memoryview:
-    """Memory for the 1-D tensors of a request."""
-    nbytes = request.sizes.all_stats
-    memory = np.empty(nbytes + ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % ALIGNMENT
-    return memory[start : start + nbytes].data

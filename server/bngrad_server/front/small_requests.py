@@ -11,13 +11,11 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from bngrad_server.codec.request import Request
 from bngrad_server.errors import ComputeError
 from bngrad_server.front.kernels import FrontKernels
-from bngrad_server.front.prepared import Prepared
-from bngrad_server.memory.layout import ALIGNMENT, ARENA, Place
+from bngrad_server.front.prepared import Prepared, aligned_memory
+from bngrad_server.memory.layout import ARENA, Place
 from bngrad_server.scheduling.job import Job, JobState
 from bngrad_server.workers.ipc import pack_task, unpack_problem
 from bngrad_wire.messages import Buffer
@@ -91,9 +89,7 @@ class _Workplace:
 
     def __init__(self, kernels: FrontKernels, nbytes: int) -> None:
         self._kernels = kernels
-        memory = np.empty(nbytes + ALIGNMENT, np.uint8)
-        start = -memory.ctypes.data % ALIGNMENT
-        self._view = memory[start : start + nbytes].data
+        self._view = aligned_memory(nbytes)
         self._prepared: dict[int, tuple[Prepared, Callable[[], None]]] = {}
 
     def compute(self, request: Request, elements: Sequence[Buffer], message: Buffer) -> list[bytes]:
