@@ -13,7 +13,7 @@ from bngrad_server.memory.regions import Region
 from bngrad_server.scheduling.batcher import Batcher
 from bngrad_server.workers.kernel_compiler import KernelCompiler
 from bngrad_server.workers.process import WorkerProcess
-from bngrad_server.workers.supervisor import DeviceStatus, Supervisor, WorkerState
+from bngrad_server.workers.supervisor import DeviceStatus, Supervisor
 
 logger = logging.getLogger(__name__)
 
@@ -69,12 +69,12 @@ class WorkerPool:
     @property
     def is_ready(self) -> bool:
         """Whether at least one worker can take requests."""
-        return any(status.state is WorkerState.READY for status in self.status())
+        return any(supervisor.is_ready for supervisor in self._supervisors)
 
     @property
     def slots(self) -> int:
         """How many batches the workers that are ready can compute at a time."""
-        return sum(_slots_of(status.name) for status in self.status() if status.state is WorkerState.READY)
+        return sum(_slots_of(supervisor.name) for supervisor in self._supervisors if supervisor.is_ready)
 
     @property
     def compiling(self) -> tuple[str, ...]:

@@ -117,9 +117,19 @@ class Supervisor:
             raise WorkerStartError(f"the worker of device {self._name} ended before it was ready")
         return True
 
+    @property
+    def name(self) -> str:
+        """The worker's name."""
+        return self._name
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the worker can take requests."""
+        return self._ready_since is not None
+
     def status(self) -> DeviceStatus:
-        """The state of the device and its worker."""
-        state = WorkerState.STARTING if self._ready_since is None else WorkerState.READY
+        """The state of the device and its worker; asks the system, so not for each request."""
+        state = WorkerState.READY if self.is_ready else WorkerState.STARTING
         worker = self._worker
         busy_s, resident_bytes = (0.0, 0) if worker is None else (worker.busy_s, worker.resident_bytes)
         memory = self._memory_bytes, self._memory_used_bytes
