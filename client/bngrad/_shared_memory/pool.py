@@ -9,10 +9,8 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,15 +18,13 @@ import numpy as np
 
 from bngrad._credentials import NO_CREDENTIALS, Credentials
 from bngrad._deadline import ENDLESS, Cancellation, Deadline
-from bngrad._executor import DaemonExecutor
+from bngrad._shared_memory.copier import Copier
 from bngrad._shared_memory.lease import LeaseEndedError, LeaseError, LeaseLateError, UnreachableError, lease_region
 from bngrad._shared_memory.region import PoolRegion
 from bngrad.typing import Array
 from bngrad_wire.lease_protocol import ALIGNMENT
 from bngrad_wire.limits import REGION_NBYTES
 
-_BESIDE_FROM_NBYTES = 2**21
-"""Of smaller arrays, all copies are made by one thread: another one would take longer to begin."""
 _GONE = "the server has gone, or the client was closed"
 
 
@@ -39,6 +35,16 @@ class PoolBlock:
     region: PoolRegion
     offset: int
     nbytes: int
+
+
+class _Owner(np.ndarray[Any, Any]):
+    """The bytes of a block, which are returned to the pool when the last array in them has gone."""
+
+    block: PoolBlock
+    returned: deque[PoolBlock]
+
+    def __del__(self) -> None:
+        self.returned.append(self.block)
 
 
 class Located(NamedTuple):
@@ -64,9 +70,9 @@ class Pool:
         self._growing = threading.Lock()
         self._regions: list[PoolRegion] = []
         self._free: dict[int, list[PoolBlock]] = {}
-        # Finalizers append here, at any moment and in any thread, so without a lock.
+        # Arrays that go append here, at any moment and in any thread, so without a lock.
         self._returned: deque[PoolBlock] = deque()
-        self._copier = DaemonExecutor(1, "bngrad-copy")
+        self._copier = Copier()
         self._closed = False
 
     def empty(
@@ -91,8 +97,8 @@ class Pool:
         nbytes = math.prod(shape) * dtype.itemsize
         block = self._take(_size_class(nbytes), deadline, cancellation)
         block.region.ask_for_huge_pages(block.offset, block.nbytes)
-        owner = np.ndarray(max(nbytes, 1), np.uint8, block.region.memory, block.offset)
-        weakref.finalize(owner, self._returned.append, block).atexit = False
+        owner = _Owner(max(nbytes, 1), np.uint8, block.region.memory, block.offset)
+        owner.block, owner.returned = block, self._returned
         return Located(np.ndarray(shape, dtype, owner.data), block.region, block.offset)
 
     def copies(self, arrays: Sequence[Array], deadline: Deadline, cancellation: Cancellation) -> list[Located]:
@@ -103,10 +109,7 @@ class Pool:
         """
         found = [self.locate(array) or self.new(array.shape, array.dtype, deadline, cancellation) for array in arrays]
         pairs = [(to.array, array) for to, array in zip(found, arrays, strict=True) if to.array is not array]
-        is_large = len(pairs) > 1 and pairs[-1][0].nbytes >= _BESIDE_FROM_NBYTES
-        with self._copied_beside(*pairs.pop()) if is_large else contextlib.nullcontext():
-            for pair in pairs:
-                np.copyto(*pair)
+        self._copier.copy(pairs)
         return found
 
     def locate(self, array: Array) -> Located | None:
@@ -129,19 +132,6 @@ class Pool:
                 raise LeaseEndedError("a lease has ended")
             region.hold()
 
-    @contextlib.contextmanager
-    def _copied_beside(self, target: Array, source: Array) -> Iterator[None]:
-        """Copies in another thread during the block, or after it in this one if that thread has not begun."""
-        try:
-            copied = self._copier.submit(np.copyto, target, source)
-        except RuntimeError:  # the client is being closed, or there is no thread
-            copied = Future()
-        yield
-        if copied.cancel():
-            np.copyto(target, source)
-        else:
-            copied.result()
-
     def check(self) -> bool:
         """Removes regions that the server no longer knows, and returns whether there were any."""
         with self._mutex:
@@ -154,7 +144,7 @@ class Pool:
         """Ends every lease; arrays remain usable."""
         with self._mutex:
             self._closed = True
-            self._copier.shutdown()
+            self._copier.close()
             for region in list(self._regions):
                 self._forget(region)
 

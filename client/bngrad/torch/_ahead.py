@@ -12,9 +12,9 @@ from torch import Tensor
 
 from bngrad._ahead.tensor import AheadTensor, release, renew
 from bngrad._client import Client
-from bngrad._requests.arrays import as_array
 from bngrad._requests.request import in_wire_layout
 from bngrad.torch import _layout
+from bngrad.typing import Array
 
 
 class _Current(threading.local):
@@ -78,9 +78,9 @@ class SentInput:
             self._tensor.close()
 
 
-def sent(x: Tensor) -> Tensor | AheadTensor:
-    """Returns an input as the client takes it, or the handle of what was sent of it."""
+def sent(x: Array) -> Array | AheadTensor:
+    """Returns an input as it is, or the handle of what was sent of it."""
     if _current.tensor is None:
         return x
-    renew(_current.tensor, *in_wire_layout(as_array("x", x)))
+    renew(_current.tensor, *in_wire_layout(x))
     return _current.tensor

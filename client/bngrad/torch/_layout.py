@@ -25,39 +25,51 @@ def empty_result(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def for_client(tensors: Sequence[Tensor], *, channels_last: bool) -> list[Tensor]:
+def shape_for_client(x: Tensor, *, channels_last: bool) -> tuple[int, ...]:
+    """Returns the four dimensions by which the client knows a tensor of shape (N, C, ...)."""
+    n, c, *others = x.shape
+    height, width = others if len(others) == 2 else (1, math.prod(others))
+    return (n, height, width, c) if channels_last else (n, c, height, width)
+
+
+def for_client(tensors: Sequence[Tensor], *, channels_last: bool) -> list[Array]:
     """Returns tensors of shape (N, C, ...) as NHWC or NCHW in the CPU's memory; copies only those that differ."""
     views = []
     for tensor in tensors:
-        n, c, m = tensor.shape[0], tensor.shape[1], math.prod(tensor.shape[2:])
-        if channels_last:
-            views.append(tensor.detach().movedim(1, -1).contiguous().view(n, 1, m, c))
-        else:
-            views.append(tensor.detach().contiguous().view(n, c, 1, m))
+        view = (tensor.movedim(1, -1) if channels_last else tensor).contiguous()
+        views.append(view if view.dim() == 4 else view.view(shape_for_client(tensor, channels_last=channels_last)))
     if views[0].is_cuda:
-        return _in_pinned_memory(views)
-    return [view.cpu() for view in views]
+        views = _in_pinned_memory(views)
+    return list(map(_array, views))
 
 
-def vector(values: Tensor) -> Tensor:
+def vector(values: Tensor) -> Array:
     """Returns values per channel as the client takes them."""
-    return values.detach().to("cpu", torch.float32).contiguous()
+    return _array(values.float())
 
 
-def output_like(tensor: Tensor, device: torch.device) -> Tensor | None:
+def output_like(array: Array, x: Tensor) -> Tensor | None:
     """Returns page-locked memory for a result that goes to a GPU; otherwise None, so that the client makes an array."""
-    return torch.empty_like(tensor, pin_memory=True) if device.type == "cuda" else None
+    return torch.empty(array.shape, dtype=x.dtype, pin_memory=True) if x.is_cuda else None
 
 
 def from_client(array: Array, x: Tensor, *, channels_last: bool) -> Tensor:
     """Returns a result with the shape, dtype and device of x; on a CPU without a copy."""
-    if array.dtype == ml_dtypes.bfloat16:
-        tensor = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    else:
-        tensor = torch.from_numpy(array)
-    n, c, *others = x.shape
-    tensor = tensor.view(n, *others, c).movedim(-1, 1) if channels_last else tensor.view(x.shape)
-    return tensor.to(x.device)
+    is_bfloat16 = x.dtype == torch.bfloat16
+    tensor = torch.from_numpy(array.view(np.int16)).view(x.dtype) if is_bfloat16 else torch.from_numpy(array)
+    if x.dim() != 4:
+        n, c, *others = x.shape
+        tensor = tensor.view((n, *others, c) if channels_last else x.shape)
+    if channels_last:
+        tensor = tensor.movedim(-1, 1)
+    return tensor if x.is_cpu else tensor.to(x.device)
+
+
+def _array(tensor: Tensor) -> Array:
+    """Returns a view of a tensor in the CPU's memory; NumPy does not know PyTorch's bfloat16."""
+    if tensor.dtype == torch.bfloat16:
+        return tensor.detach().cpu().resolve_neg().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy(force=True)
 
 
 def _in_pinned_memory(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import ml_dtypes
@@ -33,11 +32,13 @@ def gradients(
     Returns None, and has computed nothing, for inputs that need another copy or that the op's contract refuses.
     """
     memory_format = torch.contiguous_format if x.is_contiguous() else _CHANNELS_LAST.get(x.dim())
-    if x.device.type != "cpu" or memory_format is None or not x.is_contiguous(memory_format=memory_format):
+    if not x.is_cpu or memory_format is None or not x.is_contiguous(memory_format=memory_format):
+        return None
+    if x.is_neg() or y_backprop.is_neg():
         return None
     y_backprop = y_backprop.contiguous(memory_format=memory_format)
-    scale = None if weight is None else _layout.vector(weight)
-    mean, rstd = _layout.vector(mean), _layout.vector(rstd)
+    scale = None if weight is None else weight.float().contiguous()
+    mean, rstd = mean.float().contiguous(), rstd.float().contiguous()
     scale_backprop, offset_backprop = torch.empty_like(mean), torch.empty_like(mean)
     addresses = {
         "y_backprop": y_backprop.data_ptr(),
@@ -50,9 +51,8 @@ def gradients(
     }
     if any(address % x.element_size() for address in addresses.values()):
         return None
-    n, c, *others = x.shape
     channels_last = x.dim() == 2 or memory_format is not torch.contiguous_format
-    shape = (n, 1, math.prod(others), c) if channels_last else (n, c, 1, math.prod(others))
+    shape = _layout.shape_for_client(x, channels_last=channels_last)
     data_format: DataFormat = "NHWC" if channels_last else "NCHW"
     x_backprop = kernels.gradients_at(_DTYPES[x.dtype], shape, data_format, addresses, epsilon, is_training)
     if x_backprop is None:

@@ -19,6 +19,7 @@ from bngrad.torch._placement import Placement, Placements
 Model = TypeVar("Model", bound=nn.Module)
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_NOT_SENT = nullcontext()
 
 
 class _ClientBatchNorm(_BatchNorm):
@@ -152,7 +153,7 @@ class _Function(torch.autograd.Function):
     def backward(ctx: Any, *y_backprop: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, rstd = ctx.saved_tensors
         compute = gradients if _is_plain(x) else batch_norm_grad
-        with nullcontext() if ctx.sent is None else ctx.sent.used(x):
+        with _NOT_SENT if ctx.sent is None else ctx.sent.used(x):
             x_backprop, scale_backprop, offset_backprop = compute(
                 y_backprop[0], x, weight, mean, rstd, ctx.epsilon, ctx.is_training, ctx.client
             )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from bngrad.torch import _ahead, _clients, _layout, _local
-from bngrad.typing import DataFormat
+from bngrad.typing import Array, DataFormat
 
 
 def gradients(
@@ -26,10 +27,12 @@ def gradients(
     outputs = found.fused_batch_norm_grad_v3(
         y4, _ahead.sent(x4), _scale(weight, x), _layout.vector(mean), _layout.vector(rstd), None,
         epsilon, _data_format(channels_last), is_training,
-        reserve_space_2_kind="inverse_std", out=_layout.output_like(x4, x.device),
+        reserve_space_2_kind="inverse_std", out=_layout.output_like(x4, x),
     )  # fmt: skip
     x_backprop = _layout.from_client(outputs.x_backprop, x, channels_last=channels_last)
     scale_backprop, offset_backprop = map(torch.from_numpy, outputs[1:3])
+    if x.is_cpu:
+        return x_backprop, scale_backprop, offset_backprop
     return x_backprop, scale_backprop.to(x.device), offset_backprop.to(x.device)
 
 
@@ -96,7 +99,7 @@ def batch_norm_grad_grad(
     """
     channels_last = _layout.has_channels_last(x)
     large = _layout.for_client((grad_x_backprop, y_backprop, x), channels_last=channels_last)
-    out = (_layout.output_like(large[2], x.device), _layout.output_like(large[2], x.device))
+    out = (_layout.output_like(large[2], x), _layout.output_like(large[2], x))
     gradients = _clients.find(client).fused_batch_norm_grad_grad(
         large[0], _layout.vector(grad_scale_backprop), _layout.vector(grad_offset_backprop), large[1], large[2],
         _scale(weight, x), _layout.vector(mean), _layout.vector(rstd),
@@ -140,8 +143,8 @@ def _backward(
 batch_norm_grad.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _scale(weight: Tensor | None, x: Tensor) -> Tensor:
-    return torch.ones(x.shape[1]) if weight is None else _layout.vector(weight)
+def _scale(weight: Tensor | None, x: Tensor) -> Array:
+    return np.ones(x.shape[1], np.float32) if weight is None else _layout.vector(weight)
 
 
 def _per_channel(x: Tensor) -> Tensor:

@@ -1,0 +1,87 @@
+"""Copies arrays with two threads: the caller's, and one that helps from when it has woken up."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from queue import SimpleQueue
+
+import numpy as np
+
+from bngrad.typing import Array
+
+_ALONE_BELOW_NBYTES = 2**22
+"""Less is copied by the caller's thread alone: the other one would take longer to begin."""
+_PIECE_NBYTES = 2**20
+
+
+class Copier:
+    """A thread that helps to copy, started when it is first needed."""
+
+    def __init__(self) -> None:
+        """Starts no thread yet."""
+        self._queue: SimpleQueue[_Pieces | None] = SimpleQueue()
+        self._mutex = threading.Lock()
+        self._is_started = False
+        self._end = weakref.finalize(self, self._queue.put, None)
+
+    def copy(self, pairs: Sequence[tuple[Array, Array]]) -> None:
+        """Copies, for each pair, the second array to the first; both have one dtype and shape, and are in C order."""
+        if sum(target.nbytes for target, _ in pairs) < _ALONE_BELOW_NBYTES:
+            for pair in pairs:
+                np.copyto(*pair)
+            return
+        pieces = _Pieces(pairs)
+        if self._has_thread():
+            self._queue.put(pieces)
+        pieces.copy()
+        pieces.wait()
+
+    def close(self) -> None:
+        """Ends the thread; copies are still made, without it."""
+        self._end()
+
+    def _has_thread(self) -> bool:
+        if not self._is_started and self._end.alive:
+            with self._mutex, contextlib.suppress(RuntimeError):  # the system has no more threads
+                if not self._is_started:
+                    threading.Thread(target=_help, args=(self._queue,), name="bngrad-copy", daemon=True).start()
+                    self._is_started = True
+        return self._is_started and self._end.alive
+
+
+class _Pieces:
+    """Pieces of arrays that are still to be copied: each thread takes the next one, so that both end together."""
+
+    def __init__(self, pairs: Sequence[tuple[Array, Array]]) -> None:
+        self._pieces: deque[tuple[Array, Array]] = deque()
+        self._helping = threading.Lock()
+        for pair in pairs:
+            target, source = (array.reshape(-1).view(np.uint8) for array in pair)
+            for begin in range(0, target.nbytes, _PIECE_NBYTES):
+                end = begin + _PIECE_NBYTES
+                self._pieces.append((target[begin:end], source[begin:end]))
+
+    def copy(self) -> None:
+        """Copies until there are no more."""
+        with contextlib.suppress(IndexError):
+            while True:
+                np.copyto(*self._pieces.popleft())
+
+    def help(self) -> None:
+        """Copies in another thread."""
+        with self._helping:
+            self.copy()
+
+    def wait(self) -> None:
+        """Waits, after `copy`, for the other thread's last piece; not for a thread that has yet to begin."""
+        with self._helping:
+            pass
+
+
+def _help(queue: SimpleQueue[_Pieces | None]) -> None:
+    while (pieces := queue.get()) is not None:
+        pieces.help()
