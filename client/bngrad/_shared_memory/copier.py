@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections import deque
 from collections.abc import Sequence
 from queue import SimpleQueue
 
@@ -15,7 +14,7 @@ from bngrad.typing import Array
 
 _ALONE_BELOW_NBYTES = 2**22
 """Less is copied by the caller's thread alone: the other one would take longer to begin."""
-_PIECE_NBYTES = 2**20
+_PIECE_NBYTES = 2**19
 
 
 class Copier:
@@ -23,7 +22,7 @@ class Copier:
 
     def __init__(self) -> None:
         """Starts no thread yet."""
-        self._queue: SimpleQueue[_Pieces | None] = SimpleQueue()
+        self._queue: SimpleQueue[_Copies | None] = SimpleQueue()
         self._mutex = threading.Lock()
         self._is_started = False
         self._end = weakref.finalize(self, self._queue.put, None)
@@ -34,11 +33,11 @@ class Copier:
             for pair in pairs:
                 np.copyto(*pair)
             return
-        pieces = _Pieces(pairs)
+        copies = _Copies(pairs)
         if self._has_thread():
-            self._queue.put(pieces)
-        pieces.copy()
-        pieces.wait()
+            self._queue.put(copies)
+        copies.make()
+        copies.wait()
 
     def close(self) -> None:
         """Ends the thread; copies are still made, without it."""
@@ -53,35 +52,39 @@ class Copier:
         return self._is_started and self._end.alive
 
 
-class _Pieces:
+class _Copies:
     """Pieces of arrays that are still to be copied: each thread takes the next one, so that both end together."""
 
     def __init__(self, pairs: Sequence[tuple[Array, Array]]) -> None:
-        self._pieces: deque[tuple[Array, Array]] = deque()
+        self._arrays = [
+            (_bytes_of(target), _bytes_of(source), iter(range(0, target.nbytes, _PIECE_NBYTES)))
+            for target, source in pairs
+        ]
         self._helping = threading.Lock()
-        for pair in pairs:
-            target, source = (array.reshape(-1).view(np.uint8) for array in pair)
-            for begin in range(0, target.nbytes, _PIECE_NBYTES):
-                end = begin + _PIECE_NBYTES
-                self._pieces.append((target[begin:end], source[begin:end]))
 
-    def copy(self) -> None:
-        """Copies until there are no more."""
-        with contextlib.suppress(IndexError):
-            while True:
-                np.copyto(*self._pieces.popleft())
+    def make(self) -> None:
+        """Copies until no piece is left."""
+        for target, source, begins in self._arrays:
+            for begin in begins:  # which both threads share
+                end = begin + _PIECE_NBYTES
+                np.copyto(target[begin:end], source[begin:end])
 
     def help(self) -> None:
         """Copies in another thread."""
         with self._helping:
-            self.copy()
+            self.make()
 
     def wait(self) -> None:
-        """Waits, after `copy`, for the other thread's last piece; not for a thread that has yet to begin."""
+        """Waits, after `make`, for the other thread's last piece; not for a thread that has yet to begin."""
         with self._helping:
             pass
 
 
-def _help(queue: SimpleQueue[_Pieces | None]) -> None:
-    while (pieces := queue.get()) is not None:
-        pieces.help()
+def _bytes_of(array: Array) -> Array:
+    return array.reshape(-1).view(np.uint8)
+
+
+def _help(queue: SimpleQueue[_Copies | None]) -> None:
+    while (copies := queue.get()) is not None:
+        copies.help()
+        del copies  # or it would keep the memory of its arrays

@@ -1,0 +1,101 @@
+"""The copies of large arrays by two threads."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from bngrad._shared_memory.copier import Copier
+from bngrad.typing import Array
+
+MIB = 2**20
+SECONDS = 30.0
+
+
+@pytest.fixture
+def copier() -> Iterator[Copier]:
+    with closing(Copier()) as copier:
+        yield copier
+
+
+def pair(nbytes: int, dtype: Any = np.uint8, seed: int = 0) -> tuple[Array, Array]:
+    source = np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8).view(dtype)
+    return np.zeros_like(source), source
+
+
+def helpers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "bngrad-copy"]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize(
+    "sizes", [[0], [4], [MIB, MIB], [4 * MIB], [4 * MIB + 4, 4], [5 * MIB - 4, 3 * MIB + 8], [9 * MIB] * 3], ids=str
+)
+def test_every_byte_is_copied(copier: Copier, sizes: list[int], dtype: Any) -> None:
+    pairs = [pair(nbytes, dtype, seed) for seed, nbytes in enumerate(sizes)]
+    for _ in range(3):
+        copier.copy(pairs)
+        for target, source in pairs:
+            assert target.tobytes() == source.tobytes()
+            target[...] = 0
+
+
+def test_arrays_have_any_number_of_dimensions(copier: Copier) -> None:
+    target, source = (array.reshape(2, 4, 2, -1) for array in pair(8 * MIB, np.float32))
+    source.flags.writeable = False
+    copier.copy([(target, source)])
+    assert target.tobytes() == source.tobytes()
+
+
+def test_threads_copy_at_the_same_time(copier: Copier) -> None:
+    pairs = [[pair(5 * MIB, seed=2 * i + j) for j in range(2)] for i in range(8)]
+    with ThreadPoolExecutor(len(pairs)) as threads:
+        for _ in range(5):
+            list(threads.map(copier.copy, pairs))
+            for target, source in (each for both in pairs for each in both):
+                assert target.tobytes() == source.tobytes()
+                target[...] = 0
+
+
+@pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "no thread"])
+def test_the_caller_copies_alone_without_a_second_thread(
+    copier: Copier, is_closed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    if is_closed:
+        copier.close()
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    target, source = pair(8 * MIB)
+    copier.copy([(target, source)])
+    assert target.tobytes() == source.tobytes()
+
+
+def test_the_thread_ends_with_the_copier() -> None:
+    before = set(helpers())
+    copier = Copier()
+    copier.copy([pair(8 * MIB)])
+    (helper,) = set(helpers()) - before
+    del copier
+    gc.collect()
+    helper.join(SECONDS)
+    assert not helper.is_alive()
+
+
+def test_no_array_is_kept(copier: Copier) -> None:
+    ended = threading.Event()
+    target, source = pair(8 * MIB)
+    weakref.finalize(target, ended.set)
+    copier.copy([(target, source)])
+    del target
+    assert ended.wait(SECONDS)
