@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import mmap
 import threading
 import weakref
 from collections.abc import Sequence
@@ -14,7 +16,8 @@ from bngrad.typing import Array
 
 _ALONE_BELOW_NBYTES = 2**22
 """Less is copied by the caller's thread alone: the other one would take longer to begin."""
-_PIECE_NBYTES = 2**19
+_PIECES = 8
+"""The last piece, for which one thread may wait, is short; many pieces would take longer to copy."""
 
 
 class Copier:
@@ -29,11 +32,12 @@ class Copier:
 
     def copy(self, pairs: Sequence[tuple[Array, Array]]) -> None:
         """Copies, for each pair, the second array to the first; both have one dtype and shape, and are in C order."""
-        if sum(target.nbytes for target, _ in pairs) < _ALONE_BELOW_NBYTES:
+        nbytes = sum(target.nbytes for target, _ in pairs)
+        if nbytes < _ALONE_BELOW_NBYTES:
             for pair in pairs:
                 np.copyto(*pair)
             return
-        copies = _Copies(pairs)
+        copies = _Copies(pairs, mmap.PAGESIZE * math.ceil(nbytes / (_PIECES * mmap.PAGESIZE)))
         if self._has_thread():
             self._queue.put(copies)
         copies.make()
@@ -55,9 +59,10 @@ class Copier:
 class _Copies:
     """Pieces of arrays that are still to be copied: each thread takes the next one, so that both end together."""
 
-    def __init__(self, pairs: Sequence[tuple[Array, Array]]) -> None:
+    def __init__(self, pairs: Sequence[tuple[Array, Array]], piece_nbytes: int) -> None:
+        self._piece_nbytes = piece_nbytes
         self._arrays = [
-            (_bytes_of(target), _bytes_of(source), iter(range(0, target.nbytes, _PIECE_NBYTES)))
+            (_bytes_of(target), _bytes_of(source), iter(range(0, target.nbytes, piece_nbytes)))
             for target, source in pairs
         ]
         self._helping = threading.Lock()
@@ -66,7 +71,7 @@ class _Copies:
         """Copies until no piece is left."""
         for target, source, begins in self._arrays:
             for begin in begins:  # which both threads share
-                end = begin + _PIECE_NBYTES
+                end = begin + self._piece_nbytes
                 np.copyto(target[begin:end], source[begin:end])
 
     def help(self) -> None:
