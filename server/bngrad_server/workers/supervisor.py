@@ -60,7 +60,11 @@ class DeviceStatus:
 
 
 class Supervisor:
-    """The thread that keeps a worker running."""
+    """The thread that keeps a worker running.
+
+    Attributes:
+        name: The worker's name.
+    """
 
     def __init__(
         self,
@@ -79,7 +83,7 @@ class Supervisor:
             batcher: Is offered the slots of workers that are ready.
             on_change: Called, from the supervisor's thread, whenever the worker became ready or died.
         """
-        self._name = name
+        self.name = name
         self._start_process = start_process
         self._timeout_s = timeout_s
         self._batcher = batcher
@@ -113,14 +117,9 @@ class Supervisor:
             return False
         if not self._description:
             if self._failure:
-                raise WorkerStartError(f"device {self._name} cannot be used: {self._failure}")
-            raise WorkerStartError(f"the worker of device {self._name} ended before it was ready")
+                raise WorkerStartError(f"device {self.name} cannot be used: {self._failure}")
+            raise WorkerStartError(f"the worker of device {self.name} ended before it was ready")
         return True
-
-    @property
-    def name(self) -> str:
-        """The worker's name."""
-        return self._name
 
     @property
     def is_ready(self) -> bool:
@@ -134,7 +133,7 @@ class Supervisor:
         busy_s, resident_bytes = (0.0, 0) if worker is None else (worker.busy_s, worker.resident_bytes)
         memory = self._memory_bytes, self._memory_used_bytes
         return DeviceStatus(
-            self._name, self._description, *memory, state, self._restarts, busy_s + self._busy_before_s, resident_bytes
+            self.name, self._description, *memory, state, self._restarts, busy_s + self._busy_before_s, resident_bytes
         )
 
     def map(self, region: Region) -> None:
@@ -170,7 +169,7 @@ class Supervisor:
             try:
                 was_sound = self._run_worker()
             except Exception:
-                logger.exception("the worker of device %s cannot be started", self._name)
+                logger.exception("the worker of device %s cannot be started", self.name)
                 was_sound = False
             delay_s = _FIRST_RESTART_DELAY_S if was_sound else min(2 * delay_s, _LONGEST_RESTART_DELAY_S)
             if not self._description or self._closing.wait(delay_s):
@@ -195,7 +194,7 @@ class Supervisor:
             self._on_change()
             ending = worker.close()
         if not self._closing.is_set() and (self._description or not self._failure):  # else the server ends with it
-            logger.error("worker of device %s %s%s", self._name, ending, reason)
+            logger.error("worker of device %s %s%s", self.name, ending, reason)
         return ready_since is not None and time.monotonic() - ready_since > _SOUND_AFTER_S
 
     def _watch(self, worker: WorkerProcess) -> str:

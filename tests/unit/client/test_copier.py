@@ -19,6 +19,7 @@ from bngrad.typing import Array
 
 MIB = 2**20
 SECONDS = 30.0
+SIZES = [[0], [4], [MIB, MIB], [4 * MIB], [4 * MIB + 4, 4], [5 * MIB - 4, 3 * MIB + 8], [9 * MIB] * 3, [24 * MIB]]
 
 
 @pytest.fixture
@@ -37,9 +38,7 @@ def helpers() -> list[threading.Thread]:
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
-@pytest.mark.parametrize(
-    "sizes", [[0], [4], [MIB, MIB], [4 * MIB], [4 * MIB + 4, 4], [5 * MIB - 4, 3 * MIB + 8], [9 * MIB] * 3], ids=str
-)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_every_byte_is_copied(copier: Copier, sizes: list[int], dtype: Any) -> None:
     pairs = [pair(nbytes, dtype, seed) for seed, nbytes in enumerate(sizes)]
     for _ in range(3):
@@ -79,6 +78,25 @@ def test_the_caller_copies_alone_without_a_second_thread(
     target, source = pair(8 * MIB)
     copier.copy([(target, source)])
     assert target.tobytes() == source.tobytes()
+
+
+def test_a_failure_of_the_second_thread_is_raised(copier: Copier, monkeypatch: pytest.MonkeyPatch) -> None:
+    copyto, failed = np.copyto, threading.Event()
+
+    def fail(target: Array, source: Array) -> None:
+        if threading.current_thread().name == "bngrad-copy":
+            failed.set()
+            raise MemoryError
+        assert failed.wait(SECONDS)
+        copyto(target, source)
+
+    pairs = [pair(4 * MIB) for _ in range(2)]
+    with monkeypatch.context() as patches:
+        patches.setattr(np, "copyto", fail)
+        with pytest.raises(MemoryError):
+            copier.copy(pairs)
+    copier.copy(pairs)
+    assert all(target.tobytes() == source.tobytes() for target, source in pairs)
 
 
 def test_the_thread_ends_with_the_copier() -> None:
