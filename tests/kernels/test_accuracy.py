@@ -72,6 +72,15 @@ def test_statistics_may_be_bfloat16(backend: Backend, is_training: bool) -> None
     assert_right(problem)
 
 
+@pytest.mark.parametrize("backend", on_backends(), indirect=True)
+def test_bfloat16_statistics_are_rounded_once(backend: Backend) -> None:
+    near_ties = np.array([[1, 1], [2**-8, 3 * 2**-8], [2**-40, -(2**-40)]], BFLOAT16)  # the sums are ties in float32
+    ones = np.ones(2, BFLOAT16)
+    problem = Problem.allocate(Spec(BFLOAT16, (3, 2), 1, stats_dtype=BFLOAT16), near_ties, near_ties, None, ones, ones)
+    backend.run([problem])
+    assert problem.offset_backprop.tolist() == [1 + 2**-7, 1 + 2**-7]
+
+
 @pytest.mark.parametrize(
     ("backend", "order", "shape"),
     on_backends(

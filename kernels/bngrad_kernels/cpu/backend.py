@@ -8,6 +8,7 @@ import os
 import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy as np
 from bngrad_kernels import processor
 from bngrad_kernels.backend import Backend
 from bngrad_kernels.cpu.machine_code import loader
-from bngrad_kernels.cpu.machine_code.kernels import FIRST, Kernel
+from bngrad_kernels.cpu.machine_code.kernels import FIRST, Kernel, host
 from bngrad_kernels.cpu.plan import BEGIN, CALL, COUNTER_NBYTES, GROUPS, PROBLEMS, RECORD, Plan, plan
 from bngrad_kernels.cpu.threads import threads as team
 from bngrad_kernels.problem import AnyProblem, Array, Problem
@@ -23,6 +24,10 @@ from bngrad_kernels.spec import Spec
 
 ALONE_BELOW_NBYTES = 1 << 20
 """Smaller tensors are computed by one thread: waking the others, which sleep, would cost more."""
+
+_MAX_SLOT_NBYTES = 16 << 20
+"""A problem that needs a larger workspace, since it has very many channels, is computed in parts, one after the other.
+"""
 
 _ALL_CORES = threading.Lock()
 """Held where problems run on several threads, as more than one at a time would only share the same cores."""
@@ -69,7 +74,7 @@ class CpuBackend(Backend):
 
     def load_compiled(self, dtype: np.dtype[Any], order: int) -> bool:
         """Loads a kernel if a cache has it; returns False, and compiles nothing, if none has."""
-        is_there = loader.is_compiled(Kernel(dtype.name, order))
+        is_there = loader.is_compiled(Kernel(dtype.name, order), host())
         if is_there:
             self._load(dtype, order)
         return is_there
@@ -95,9 +100,9 @@ class CpuBackend(Backend):
 
         The calls must not overlap.
         """
-        if self._is_alone(problem.tensor_nbytes):
-            return lambda: self.run([problem])
         record, planned = problem.prepared or _prepare(problem)
+        if self._is_alone(problem.tensor_nbytes) or planned.slot_nbytes > _MAX_SLOT_NBYTES:
+            return lambda: self.run([problem])
         slots, work = self._division(planned)
         records = bytearray(record)
         call = self._call(records, 1, self._threads, work)
@@ -119,12 +124,14 @@ class CpuBackend(Backend):
             spec: What to compute; it has channels.
             addresses: Where the tensors of a `Problem` are, by their names there; 0 for a scale of ones.
         """
-        planned = plan(spec)
-        record = bytearray(planned.record)
-        for name, address in addresses.items():
-            _put(record, name, address, is_large_output=name in Problem.large_outputs)
         run = self._run_alone if self._is_alone(spec.tensor_nbytes) else self._run_split
-        run(spec, record, planned)
+        whole = plan(spec)
+        fits = whole.slot_nbytes <= _MAX_SLOT_NBYTES
+        for planned in [whole] if fits else [plan(spec, part) for part in _narrow(whole)]:
+            record = bytearray(planned.record)
+            for name, address in addresses.items():
+                _put(record, name, address, is_large_output=name in Problem.large_outputs)
+            run(spec, record, planned)
 
     def run(self, problems: Sequence[AnyProblem]) -> None:
         """Writes the outputs of every problem: all threads share a large one, each takes small ones on its own."""
@@ -132,10 +139,13 @@ class CpuBackend(Backend):
         for problem in problems:
             if problem.channel_count == 0:
                 continue
-            if self._is_alone(problem.tensor_nbytes):
+            record, planned = problem.prepared or _prepare(problem)
+            if planned.slot_nbytes > _MAX_SLOT_NBYTES:
+                self.run([replace(problem, channels=part, prepared=None) for part in _narrow(planned)])
+            elif self._is_alone(problem.tensor_nbytes):
                 small.append(problem)
             else:
-                self._run_split(problem.spec, *(problem.prepared or _prepare(problem)))
+                self._run_split(problem.spec, record, planned)
         if len(small) == 1:
             self._run_alone(small[0].spec, *(small[0].prepared or _prepare(small[0])))
             return
@@ -205,8 +215,8 @@ class CpuBackend(Backend):
     def _workspace(self, nbytes: int) -> int:
         """Returns the address of scratch memory, which each calling thread keeps for its next problem."""
         if getattr(self._local, "nbytes", -1) < nbytes:
-            self._local.nbytes = 2 * nbytes
-            self._local.memory = np.empty(2 * nbytes + 64, np.uint8)
+            self._local.nbytes = nbytes
+            self._local.memory = np.empty(nbytes + 64, np.uint8)
             self._local.address = -(-self._local.memory.ctypes.data // 64) * 64
         start: int = self._local.address
         return start
@@ -224,6 +234,13 @@ class _Bound:
 
     def __call__(self) -> None:
         self._function(self._address)
+
+
+def _narrow(planned: Plan) -> list[range]:
+    """Parts of the channels of a plan, whose workspaces are small enough; each begins at a cache line."""
+    channels = range(planned.geometry.first, planned.geometry.stop)
+    width = len(channels) * _MAX_SLOT_NBYTES // planned.slot_nbytes // 64 * 64
+    return [channels[start : start + width] for start in range(0, len(channels), width)]
 
 
 def _prepare(problem: AnyProblem) -> tuple[bytes, Plan]:

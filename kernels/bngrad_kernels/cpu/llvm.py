@@ -120,7 +120,7 @@ def masked_load(builder: Any, place: Any, element: Any, mask: Any) -> Any:
     vector = ir.VectorType(element, LANES)
     arguments = [vector.as_pointer(), I32, I1X16, vector]
     name = f"llvm.masked.load.v{LANES}{_suffix(element)}.p0"
-    function = _declare(builder, name, vector, arguments)
+    function = declare(builder, name, vector, arguments)
     place = builder.bitcast(place, vector.as_pointer())
     return builder.call(function, [place, I32(1), mask, ir.Constant(vector, None)])
 
@@ -129,35 +129,35 @@ def masked_store(builder: Any, value: Any, place: Any, mask: Any) -> None:
     """Writes the lanes that are set in a mask."""
     arguments = [value.type, value.type.as_pointer(), I32, I1X16]
     name = f"llvm.masked.store.v{LANES}{_suffix(value.type.element)}.p0"
-    function = _declare(builder, name, ir.VoidType(), arguments)
+    function = declare(builder, name, ir.VoidType(), arguments)
     builder.call(function, [value, builder.bitcast(place, value.type.as_pointer()), I32(1), mask])
 
 
 def prefetch(builder: Any, place: Any) -> None:
     """Prefetches the cache line at a pointer, for reading."""
     byte = ir.IntType(8).as_pointer()
-    function = _declare(builder, "llvm.prefetch.p0", ir.VoidType(), [byte, I32, I32, I32])
+    function = declare(builder, "llvm.prefetch.p0", ir.VoidType(), [byte, I32, I32, I32])
     builder.call(function, [builder.bitcast(place, byte), I32(0), I32(3), I32(1)])
 
 
 def pause(builder: Any) -> None:
     """Does nothing for a moment, in which the other thread of an x86 core runs faster."""
     if platform.machine() == "x86_64":
-        builder.call(_declare(builder, "llvm.x86.sse2.pause", ir.VoidType(), []), [])
+        builder.call(declare(builder, "llvm.x86.sse2.pause", ir.VoidType(), []), [])
     elif platform.machine() == "aarch64":
-        builder.call(_declare(builder, "llvm.aarch64.isb", ir.VoidType(), [I32]), [I32(15)])
+        builder.call(declare(builder, "llvm.aarch64.isb", ir.VoidType(), [I32]), [I32(15)])
 
 
 def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
     """``a * b + c``, rounded once."""
     suffix = "f32" if a.type == F32X16 else "f64"
-    function = _declare(builder, f"llvm.fma.v{LANES}{suffix}", a.type, [a.type] * 3)
+    function = declare(builder, f"llvm.fma.v{LANES}{suffix}", a.type, [a.type] * 3)
     return builder.call(function, [a, b, c])
 
 
 def sqrt(builder: Any, vector: Any) -> Any:
     """The square roots of 16 float64."""
-    return builder.call(_declare(builder, f"llvm.sqrt.v{LANES}f64", F64X16, [F64X16]), [vector])
+    return builder.call(declare(builder, f"llvm.sqrt.v{LANES}f64", F64X16, [F64X16]), [vector])
 
 
 def widen(builder: Any, vector: Any) -> Any:
@@ -228,6 +228,12 @@ def quiet(builder: Any, value: Any) -> Any:
     return builder.select(is_nan, ir.Constant(value.type, nan if value.type == F64 else [nan] * LANES), value)
 
 
+def declare(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
+    """A function that is defined elsewhere, such as an instruction of LLVM."""
+    known = builder.module.globals.get(name)
+    return known if known is not None else ir.Function(builder.module, ir.FunctionType(result, arguments), name)
+
+
 def _upper_halves(builder: Any, value: Any, integer: Any) -> Any:
     """The upper halves of float32 values, rounded to nearest even."""
     narrow_type = ir.VectorType(I16, LANES) if integer == I32X16 else I16
@@ -248,8 +254,3 @@ def _constant(integer: Any, number: int) -> Any:
 
 def _suffix(element: Any) -> str:
     return {F32: "f32", F16: "f16", I16: "i16"}[element]
-
-
-def _declare(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
-    known = builder.module.globals.get(name)
-    return known if known is not None else ir.Function(builder.module, ir.FunctionType(result, arguments), name)

@@ -7,12 +7,12 @@ machine code for one architecture, so that the driver needs no compiler of its o
 from __future__ import annotations
 
 import hashlib
-import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from bngrad_kernels import compiled_code
 from bngrad_kernels.errors import DeviceUnavailableError
 
 SOURCES = Path(__file__).parent
@@ -102,15 +102,15 @@ def compile_source(source: str, name: str, arch: int, *options: str) -> Compiled
 
 
 def cubin(arch: int) -> Path:
-    """Returns the file with the machine code for an architecture; compiles it if it is not in the cache."""
+    """Returns the file with the machine code for an architecture; compiles it if it is not in the cache.
+
+    The digest after the code is no part of it: the headers of the code say where it ends.
+    """
     major, minor = compiler_version()
     path = _folder() / f"sm_{arch}-nvrtc-{major}.{minor}.cubin"
-    if not path.exists():
+    if compiled_code.read(path) is None:
         path = _writable(path.parent) / path.name
-        code = compile_kernels(arch).cubin
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(code)
-        Path(file.name).replace(path)  # atomically, as other processes may do the same
+        compiled_code.write(path, compile_kernels(arch).cubin)
     return path
 
 
@@ -124,8 +124,7 @@ def fingerprint() -> str:
 
 def _folder() -> Path:
     """The cache folder of these sources; that of a container image may be read-only."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "bngrad" / f"cuda-{fingerprint()}"
+    return compiled_code.cache_folder() / f"cuda-{fingerprint()}"
 
 
 def _writable(folder: Path) -> Path:

@@ -23,7 +23,7 @@ __device__ __forceinline__ void store_stat(const Descriptor &d, void *stats, int
     if (!d.has_bfloat16_stats) {
         static_cast<float *>(stats)[channel] = float(value);
     } else {
-        static_cast<unsigned short *>(stats)[channel] = (unsigned short)(round_to_bfloat16(float(value)));
+        static_cast<unsigned short *>(stats)[channel] = (unsigned short)(round_to_bfloat16(round_to_odd(value)));
     }
 }
 

@@ -50,6 +50,16 @@ __device__ __forceinline__ unsigned round_to_bfloat16(float value) {
     return value != value ? 0x7fffu : (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
 }
 
+// A float that rounds to the same bfloat16 as the double. Rounding to nearest twice could go wrong at a tie that the first
+// rounding makes; here the last bit records that something was cut off.
+__device__ __forceinline__ float round_to_odd(double value) {
+    const float nearest = float(value);
+    const double back = nearest;
+    if (back == value || value != value) return nearest;
+    const unsigned towards_zero = __float_as_uint(nearest) - (fabs(back) > fabs(value));
+    return __uint_as_float(towards_zero | 1u);
+}
+
 // Rounds two floats to bfloat16, the first into the lower half.
 __device__ __forceinline__ unsigned floats_to_bfloat16s(float low, float high) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800

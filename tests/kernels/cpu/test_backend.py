@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import tracemalloc
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.kernels.backends import CPU_SHAPES, create, each
@@ -21,6 +23,7 @@ from tests.kernels.problems import (
 )
 
 from bngrad_kernels import backends
+from bngrad_kernels.problem import channel_cuts
 from bngrad_kernels.spec import FLOAT32, Spec
 
 ONE_THREAD, TWO_THREADS = backends.create("cpu", threads=1), create("cpu")
@@ -68,6 +71,39 @@ def test_the_bits_do_not_depend_on_the_threads_where_sums_are_taken_twice(shape:
     problem.x[0, 1, 0] = again.x[0, 1, 0] = first
     ONE_THREAD.run([problem])
     TWO_THREADS.run([again])
+    assert bits(problem) == bits(again)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_very_many_channels_need_little_scratch_memory_and_have_the_same_bits(order: int, dtype: Any) -> None:
+    spec = spec_of(order, (2, 400_000, 1), dtype)
+    whole, again = random_problem(spec), random_problem(spec)
+    tracemalloc.start()
+    try:
+        TWO_THREADS.run([whole])
+        assert tracemalloc.get_traced_memory()[1] < 40 << 20
+    finally:
+        tracemalloc.stop()
+    for part in channel_cuts(spec, 40):
+        again.channels = part
+        ONE_THREAD.run([again])
+        again.prepared = None
+    assert bits(whole) == bits(again)
+
+
+def test_flushing_of_subnormal_numbers_in_the_calling_thread_changes_no_bit() -> None:
+    problem, again = (first_order_problem(spec_of(1, (40, 64, 9))) for _ in range(2))
+    for each_problem in (problem, again):
+        each_problem.y_backprop *= 1e-38
+    ONE_THREAD.run([problem])
+    torch.set_flush_denormal(True)
+    try:
+        ONE_THREAD.run([again])
+        still_flushes = float(torch.tensor(1e-38) * 0.1) == 0
+    finally:
+        torch.set_flush_denormal(False)
+    assert still_flushes
     assert bits(problem) == bits(again)
 
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from tests.kernels.cpu import fixed_bits
 
-from bngrad_kernels import backends
+from bngrad_kernels import backends, compiled_code
 from bngrad_kernels.cpu.machine_code import cache, loader
-from bngrad_kernels.cpu.machine_code.kernels import FIRST, Kernel
+from bngrad_kernels.cpu.machine_code.kernels import FIRST, Kernel, host
 from bngrad_kernels.errors import DeviceUnavailableError
 
 
@@ -38,7 +38,7 @@ def image_brings_a_kernel(monkeypatch: pytest.MonkeyPatch) -> Path:
     """Puts a kernel into the cache folder, makes that read-only, and returns it."""
     image = cache.folder()
     (image / "cpu").mkdir()
-    (image / "cpu" / "kernel.nbc").write_bytes(b"code")
+    compiled_code.write(image / "cpu" / "kernel.o", b"code")
     monkeypatch.setattr(cache, "_is_writable", lambda path: False)
     cache.folder.cache_clear()
     return image
@@ -49,7 +49,15 @@ def test_a_read_only_cache_of_an_image_is_copied(monkeypatch: pytest.MonkeyPatch
     for _ in range(2):  # as a second worker does
         cache.folder.cache_clear()
         assert cache.folder() == tmp_path / "tmp" / f"bngrad-{os.getuid()}" / image.name
-    assert (cache.folder() / "cpu" / "kernel.nbc").read_bytes() == b"code"
+    assert compiled_code.read(cache.folder() / "cpu" / "kernel.o") == b"code"
+
+
+def test_a_copy_can_be_written_to_and_has_no_damaged_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    image = image_brings_a_kernel(monkeypatch)
+    (image / "cpu" / "half.o").write_bytes(b"co")
+    (image / "cpu").chmod(0o555)
+    assert [file.name for file in (cache.folder() / "cpu").iterdir()] == ["kernel.o"]
+    assert (cache.folder() / "cpu").stat().st_mode & 0o700 == 0o700
 
 
 def test_of_two_workers_that_copy_at_once_one_wins(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,11 +69,12 @@ def test_of_two_workers_that_copy_at_once_one_wins(monkeypatch: pytest.MonkeyPat
         return mkdtemp(dir=dir)
 
     monkeypatch.setattr(tempfile, "mkdtemp", begin_late)
-    assert (cache.folder() / "cpu" / "kernel.nbc").read_bytes() == b"code"
+    assert compiled_code.read(cache.folder() / "cpu" / "kernel.o") == b"code"
     assert [path.name for path in cache.folder().parent.iterdir()] == [image.name]  # the draft is gone
 
 
-def test_a_kernel_is_compiled_once_for_all_that_load_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_kernel_is_compiled_once_for_all_that_load_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader.path(FIRST, host()).touch()
     begun: list[str] = []
     begin = loader.begin
 
@@ -80,15 +89,25 @@ def test_a_kernel_is_compiled_once_for_all_that_load_it_at_once(monkeypatch: pyt
     assert first.address != second.address
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="names a level of x86")
-def test_code_for_another_level_of_processors_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NUMBA_CPU_NAME", "x86-64-v3")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names levels of x86")
+@pytest.mark.parametrize(("cpu", "kernel"), [("x86-64-v3", FIRST), ("x86-64-v2", Kernel("float16", 1))], ids=str)
+def test_code_for_another_level_of_processors_has_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, cpu: str, kernel: Kernel
+) -> None:
+    monkeypatch.setenv("NUMBA_CPU_NAME", cpu)
     other = backends.create("cpu", threads=2)
     expected = fixed_bits.expected()
-    numbers = [number for number in range(300) if fixed_bits.is_for(FIRST, number)]
+    numbers = [number for number in range(300) if fixed_bits.is_for(kernel, number)]
     assert [fixed_bits.digest(number, other) for number in numbers] == [expected[number] for number in numbers]
-    assert loader.path(FIRST, "x86-64-v3").exists()
-    assert not loader.path(FIRST, "x86-64-v4").exists()
+    assert loader.is_compiled(kernel, cpu)
+    assert not loader.is_compiled(kernel, "x86-64-v4")
+
+
+def test_what_the_user_has_set_for_python_and_numba_stops_no_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONWARNINGS", "error")
+    monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")
+    backends.create("cpu").warm_up()
+    assert loader.is_compiled(FIRST, host())
 
 
 def test_a_kernel_that_cannot_be_compiled_is_an_error_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,9 +116,17 @@ def test_a_kernel_that_cannot_be_compiled_is_an_error_that_says_why(monkeypatch:
         backends.create("cpu").warm_up()
 
 
-def test_a_folder_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "tmp" / "bngrad-4711").mkdir()
-    monkeypatch.setattr(os, "getuid", lambda: 4711)
+@pytest.mark.parametrize("kind", ["of another user", "link", "open to all"])
+def test_a_folder_that_others_may_write_to_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
+) -> None:
+    folder = tmp_path / "tmp" / f"bngrad-{os.getuid()}"
+    if kind == "link":
+        folder.symlink_to(tmp_path)
+    else:
+        folder.mkdir()
+        folder.chmod(0o777 if kind == "open to all" else 0o700)
+        os.chown(folder, os.getuid() + (kind == "of another user"), -1)
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc")  # where no folder can be made
-    with pytest.raises(PermissionError, match="bngrad-4711, for compiled kernels, belongs to another user"):
+    with pytest.raises(PermissionError, match=r"bngrad-\d+, for compiled kernels, is not a folder that only this user"):
         cache.folder()

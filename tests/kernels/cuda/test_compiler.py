@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from bngrad_kernels import compiled_code
 from bngrad_kernels.cuda import compiler
 from bngrad_kernels.cuda.descriptors import every_kernel
 from bngrad_kernels.cuda.kernel_selection import STATIC_SHARED_NBYTES
@@ -136,11 +137,14 @@ def test_machine_code_is_kept_for_these_very_sources(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(compiler, "compile_kernels", compile_kernels)
     path = compiler.cubin(90)
-    assert path.read_bytes() == b"code"
+    assert compiled_code.read(path) == b"code"
     assert tmp_path in path.parents
     assert compiler.cubin(90) == path
     assert compiler.cubin(80) != path
     assert made == [90, 80]
+    path.write_bytes(b"co")
+    assert compiler.cubin(90) == path
+    assert made == [90, 80, 90]
     sources = tmp_path / "sources"
     sources.mkdir()
     (sources / "batch_norm_grad.cu").write_text("other")

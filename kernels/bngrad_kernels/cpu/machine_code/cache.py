@@ -9,16 +9,18 @@ import functools
 import hashlib
 import os
 import shutil
+import stat
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
+
+from bngrad_kernels import compiled_code
 
 
 @functools.cache
 def folder() -> Path:
     """The cache folder of these sources, which has a folder for each level of processors."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    path = base / "bngrad" / _fingerprint()
+    path = compiled_code.cache_folder() / _fingerprint()
     return path if _is_writable(path) else _copy_of(path)
 
 
@@ -35,18 +37,30 @@ def _copy_of(path: Path) -> Path:
     """Returns a private temporary copy of a read-only cache folder, such as that of a container image."""
     parent = Path(tempfile.gettempdir()) / f"bngrad-{os.getuid()}"
     parent.mkdir(mode=0o700, exist_ok=True)
-    if parent.stat().st_uid != os.getuid():  # its contents are executed
-        raise PermissionError(f"{parent}, for compiled kernels, belongs to another user; set XDG_CACHE_HOME")
+    found = parent.lstat()
+    is_private = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+    if not is_private:  # its contents are executed
+        problem = "is not a folder that only this user can write to"
+        raise PermissionError(f"{parent}, for compiled kernels, {problem}; set XDG_CACHE_HOME")
     copy = parent / path.name
     if not copy.exists():
         draft = Path(tempfile.mkdtemp(dir=parent))
-        if path.exists():
-            shutil.copytree(path, draft, dirs_exist_ok=True)
         try:
+            _copy_kernels(path, draft)
             draft.rename(copy)
-        except OSError:  # another process was faster
+        except OSError:
             shutil.rmtree(draft)
+            if not copy.exists():  # no other process was faster
+                raise
     return copy
+
+
+def _copy_kernels(source: Path, target: Path) -> None:
+    for file in source.glob("*/*.o"):
+        code = compiled_code.read(file)
+        if code is not None:
+            (target / file.parent.name).mkdir(exist_ok=True)
+            compiled_code.write(target / file.parent.name / file.name, code)
 
 
 def _fingerprint() -> str:

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import gc
 import os
+import struct
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-SYMBOL = "kernel"
-"""The kernel's name in its object file: a C function that takes the address of a `bngrad_kernels.cpu.plan.CALL`."""
-_C_FUNCTIONS = {"memcpy", "memset", "sqrt"}
+from bngrad_kernels import compiled_code
+from bngrad_kernels.cpu.machine_code.float16 import CONVERSIONS
+from bngrad_kernels.cpu.machine_code.kernels import SYMBOL
+
+_C_FUNCTIONS = {"fma", "fmaf", "memcpy", "memset", "sqrt"}
 """What kernels may call."""
 
 
@@ -24,10 +26,7 @@ def main() -> None:
     gc.disable()  # the process ends soon
     # Numba would import it, for what no kernel here uses.
     sys.modules["scipy"] = None  # type: ignore[assignment]
-    code = _object_code(name)
-    with tempfile.NamedTemporaryFile(dir=Path(file).parent, delete=False) as draft:
-        draft.write(code)
-    Path(draft.name).replace(file)
+    compiled_code.write(Path(file), _object_code(name))
 
 
 def _object_code(name: str) -> bytes:
@@ -35,6 +34,7 @@ def _object_code(name: str) -> bytes:
     from numba import int64  # noqa: PLC0415
 
     from bngrad_kernels.cpu.driver import KERNELS  # noqa: PLC0415
+    from bngrad_kernels.cpu.machine_code.float_mode import begin_default, end_default  # noqa: PLC0415
     from bngrad_kernels.cpu.machine_code.linked import translate  # noqa: PLC0415
     from bngrad_kernels.cpu.simd import TAGS  # noqa: PLC0415
     from bngrad_kernels.cpu.team import call_at  # noqa: PLC0415
@@ -44,26 +44,40 @@ def _object_code(name: str) -> bytes:
     run = KERNELS[int(order)]
 
     def kernel(call: Any) -> None:
+        before = begin_default()
         run(tag, call_at(call))
+        end_default(before)
 
     texts, entry = translate(kernel, int64)
     module, *others = map(llvm.parse_assembly, texts)
     for other in others:
         module.link_in(other)
-    for code in (*module.functions, *module.global_variables):
-        if code.name != entry and not code.is_declaration:
-            code.linkage = "internal"  # what no one calls from outside need not be kept
+    for value in (*module.functions, *module.global_variables):
+        if value.name != entry and not value.is_declaration:
+            value.linkage = "internal"  # what no one calls from outside need not be kept
     module.get_function(entry).name = SYMBOL
+    if dtype == "float16":
+        module.link_in(llvm.parse_assembly(CONVERSIONS))
     machine = llvm.Target.from_default_triple().create_target_machine(
         cpu=os.environ["NUMBA_CPU_NAME"], features=os.environ["NUMBA_CPU_FEATURES"], opt=3, reloc="static",
         codemodel="jitdefault", jit=True,
     )  # fmt: skip
     passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
     passes.getModulePassManager().run(module, passes)
-    needed = {code.name for code in module.functions if code.is_declaration and not code.name.startswith("llvm.")}
-    if needed - _C_FUNCTIONS:
-        raise RuntimeError(f"the kernel may raise an error, for which it would need Python: {sorted(needed)}")
-    return machine.emit_object(module)
+    code = bytes(machine.emit_object(module))
+    if unknown := _needed(code) - _C_FUNCTIONS:
+        raise RuntimeError(f"the kernel calls functions that are not there: {sorted(unknown)}")
+    return code
+
+
+def _needed(code: bytes) -> set[str]:
+    """The symbols that an ELF object file expects elsewhere: those that no section of it has."""
+    import llvmlite.binding as llvm  # noqa: PLC0415
+
+    sections = {section.name(): section.data() for section in llvm.ObjectFileRef.from_data(code).sections()}
+    names, symbols = sections[b".strtab"], struct.iter_unpack("<IBBHQQ", sections[b".symtab"])
+    starts = [name for name, _, _, section, _, _ in symbols if name and not section]
+    return {names[start : names.index(b"\0", start)].decode() for start in starts}
 
 
 if __name__ == "__main__":

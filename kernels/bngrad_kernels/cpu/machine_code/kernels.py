@@ -14,6 +14,8 @@ import numpy as np
 
 from bngrad_kernels.spec import BFLOAT16, FLOAT16, FLOAT32
 
+SYMBOL = "kernel"
+"""A kernel's name in its object file: a C function that takes the address of a `bngrad_kernels.cpu.plan.CALL`."""
 _BASE = {"sse3", "ssse3", "sse4.1", "sse4.2", "popcnt", "cx16"}
 _V3 = {*_BASE, "avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe"}
 LEVELS = {

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import llvmlite.binding as llvm
 
+from bngrad_kernels import compiled_code
 from bngrad_kernels.cpu.machine_code import cache
-from bngrad_kernels.cpu.machine_code.compiler import SYMBOL
-from bngrad_kernels.cpu.machine_code.kernels import Kernel, host
+from bngrad_kernels.cpu.machine_code.kernels import SYMBOL, Kernel, host
 from bngrad_kernels.errors import DeviceUnavailableError
 
 
@@ -41,25 +41,19 @@ def load(kernel: Kernel) -> LoadedKernel:
     Raises:
         DeviceUnavailableError: It could not be compiled.
     """
-    file = path(kernel, host())
-    if not file.exists():
-        with file.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not file.exists():
-                finish(kernel, begin(kernel, host()))
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     machine = llvm.Target.from_default_triple().create_target_machine(reloc="static", codemodel="jitdefault", jit=True)
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
-    engine.add_object_file(llvm.ObjectFileRef.from_data(file.read_bytes()))
+    engine.add_object_file(llvm.ObjectFileRef.from_data(_code(kernel)))
     engine.finalize_object()
     address = engine.get_function_address(SYMBOL)
     return LoadedKernel(address, ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address), engine)
 
 
-def is_compiled(kernel: Kernel) -> bool:
-    """Whether the cache has a kernel for this processor."""
-    return path(kernel, host()).exists()
+def is_compiled(kernel: Kernel, cpu: str) -> bool:
+    """Whether the cache has a kernel for a level of processors."""
+    return compiled_code.read(path(kernel, cpu)) is not None
 
 
 def path(kernel: Kernel, cpu: str) -> Path:
@@ -70,14 +64,15 @@ def path(kernel: Kernel, cpu: str) -> Path:
 
 
 def begin(kernel: Kernel, cpu: str) -> subprocess.Popen[bytes]:
-    """Starts a process that compiles a kernel."""
+    """Starts a process that compiles a kernel, whatever the user has set for Numba and for warnings."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("NUMBA_", "PYTHONWARNINGS"))}
     return subprocess.Popen(  # noqa: S603 - our own module
         [sys.executable, "-m", "bngrad_kernels.cpu.machine_code.compiler", str(kernel), str(path(kernel, cpu))],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         # Numba would add the features of this processor.
-        env={**os.environ, "NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": ""},
+        env={**own, "NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": ""},
     )
 
 
@@ -91,3 +86,18 @@ def finish(kernel: Kernel, process: subprocess.Popen[bytes]) -> None:
     if process.returncode:
         lines = errors.decode(errors="replace").strip().splitlines() or [f"exit code {process.returncode}"]
         raise DeviceUnavailableError(f"the kernel {kernel} could not be compiled: {lines[-1]}")
+
+
+def _code(kernel: Kernel) -> bytes:
+    """Returns the code of a kernel for this processor."""
+    file = path(kernel, host())
+    found = compiled_code.read(file)
+    if found is None:
+        with file.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not is_compiled(kernel, host()):
+                finish(kernel, begin(kernel, host()))
+        found = compiled_code.read(file)
+    if found is None:
+        raise DeviceUnavailableError(f"the kernel {kernel} was compiled, but {file} cannot be read")
+    return found

@@ -22,7 +22,7 @@ _LOWEST_PRIORITY = 19
 
 def missing(cpu: str) -> list[Kernel]:
     """The kernels that the cache lacks for a level of processors."""
-    return [kernel for kernel in KERNELS if not loader.path(kernel, cpu).exists()]
+    return [kernel for kernel in KERNELS if not loader.is_compiled(kernel, cpu)]
 
 
 def fill(cpu: str, kernels: Iterable[Kernel], jobs: int) -> Iterator[tuple[Kernel, str]]:
@@ -34,7 +34,7 @@ def fill(cpu: str, kernels: Iterable[Kernel], jobs: int) -> Iterator[tuple[Kerne
 
 
 def _compile(kernel: Kernel, cpu: str) -> str:
-    if not loader.path(kernel, cpu).exists():  # no request was faster
+    if not loader.is_compiled(kernel, cpu):  # no request was faster
         try:
             loader.finish(kernel, loader.begin(kernel, cpu))
         except DeviceUnavailableError as error:
