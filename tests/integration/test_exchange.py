@@ -111,6 +111,16 @@ def test_requests_follow_each_other_on_a_stream_in_chunks_of_any_size(
     assert next(responses, None) is None
 
 
+def test_many_small_requests_in_small_chunks_on_a_stream_are_all_answered(stub: Any) -> None:
+    """None of their messages is long enough to count for more than a frame."""
+    case = Case("v3", "NHWC", (2, 1, 1, 4))
+    messages = request(case, *[4] * 8) * 500
+    responses = stub.Exchange(iter(messages), timeout=TIMEOUT_S)
+    first, *others = [answer_of(case, responses) for _ in range(500)]
+    for other in others:
+        assert_same_bits(other, first)
+
+
 def test_an_exchange_of_empty_tensors_needs_no_chunk(stub: Any) -> None:
     case = Case("v2", "NHWC", (0, 4, 4, 3))
     inputs = random_inputs(case.spec())

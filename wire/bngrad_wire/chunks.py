@@ -38,6 +38,9 @@ class MessageSource(Protocol):
     def read_into(self, buffer: memoryview) -> None:
         """Fills a buffer with the next bytes of the message."""
 
+    def took_chunk(self) -> None:
+        """Is told that the message brought elements of a tensor."""
+
 
 class WholeMessages:
     """A `MessageSource` whose messages arrive whole, as from grpcio."""
@@ -65,6 +68,9 @@ class WholeMessages:
         """See `MessageSource`."""
         data, self._rest = self._rest[: len(buffer)], self._rest[len(buffer) :]
         copy(buffer, data)
+
+    def took_chunk(self) -> None:
+        """See `MessageSource`."""
 
 
 def split(number: int, data: Buffer, chunk_nbytes: int) -> Iterator[list[Buffer]]:
@@ -94,6 +100,7 @@ def receive(source: MessageSource, number: int, target: memoryview) -> None:
         head = source.read(min(nbytes, len(rest_prefix)))
         if head == rest_prefix and nbytes == len(head) + len(target) - start:  # one chunk has all that is missing
             source.read_into(target[start:])
+            source.took_chunk()
             return
         head += source.read(max(min(nbytes, PREFIX_NBYTES) - len(head), 0))
         field = only_field(head, nbytes)
@@ -112,6 +119,8 @@ def receive(source: MessageSource, number: int, target: memoryview) -> None:
             source.read_into(target[start + len(first) : end])
         if rest_nbytes:
             _check_no_part(rest + source.read(rest_nbytes - len(rest)))
+        if chunk_nbytes:
+            source.took_chunk()
         start = end
 
 

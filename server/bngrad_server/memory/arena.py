@@ -72,3 +72,6 @@ class _ArrivingTensor(MessageSource):
             piece = buffer[start : start + _ARRIVING_NBYTES]
             self._file.ask_for_huge_pages(offset + start, len(piece))
             self._source.read_into(piece)
+
+    def took_chunk(self) -> None:
+        self._source.took_chunk()

@@ -65,7 +65,7 @@ class BaseCall(Stream):
         size = sum(map(len, buffers))
         prefix = PREFIX.pack(0, size)
         size += len(prefix)
-        self._send_headers_once()
+        self._begin_message()
         if size <= _SMALL_NBYTES and size <= self.send_window and size <= connection.send_window:
             self.send_window -= size
             connection.send_window -= size
@@ -95,7 +95,7 @@ class BaseCall(Stream):
         if size > min(_SMALL_NBYTES, self.send_window, connection.send_window):
             return False
         if self._may_send():
-            self._send_headers_once()
+            self._begin_message()
             self.send_window -= size
             connection.send_window -= size
             header = frames.frame_header(size, frames.DATA, frames.END_STREAM, self.id)
@@ -104,8 +104,8 @@ class BaseCall(Stream):
             connection.flush()
         return True
 
-    def _send_headers_once(self) -> None:
-        """Adds the headers that must precede the first message to the outbound frames."""
+    def _begin_message(self) -> None:
+        """Is called before a message is sent."""
 
     def has_window_for(self, nbytes: int) -> bool:
         """Whether the windows have room for a message of this size."""
@@ -249,6 +249,10 @@ class BaseCall(Stream):
             raise ValueError(f"{len(buffer)} bytes wanted of a message that has {self.remaining} left")
         self._fill(buffer)
         self.remaining -= len(buffer)
+
+    def took_chunk(self) -> None:
+        """See `bngrad_wire.chunks.MessageSource`; the chunk earns its frame, however short it is."""
+        self._connection.earn(1, 0)
 
     def _fill(self, target: memoryview) -> None:
         connection = self._connection

@@ -165,7 +165,12 @@ class BaseConnection(ConnectionState):
         return self.io.high > self.io.low or self._partial_block is not None
 
     def _wants_more(self) -> bool:
-        return self.stream is None or (len(self.stream.receive_buffer) < BUFFER_NBYTES and not self.stream.reset)
+        stream = self.stream
+        if stream is None:
+            return True
+        unread = len(stream.receive_buffer)
+        # What is unread may still earn the frames that follow it.
+        return unread < BUFFER_NBYTES and not stream.reset and (not unread or self.frame_budget > 0)
 
     def _is_next_ready(self) -> bool:
         """Whether the next frame can be handled without waiting; skips what need not be handled."""

@@ -29,8 +29,8 @@ _MAX_WHOLE_NBYTES = LARGE_BUFFER_NBYTES - BUFFER_NBYTES
 """Of a call for which a large buffer is taken."""
 _REST_TIMEOUT_S = 0.01
 """How long the rest of a call is awaited, so that it can be taken whole."""
-_ANSWERED_CALL_NBYTES = 2048
-"""What an answered call earns its client, as if it had sent this much more."""
+_ANSWER_NBYTES = 2048
+"""What a message of an answer earns its client, as if it had sent this much more."""
 _RESPONSE = [(":status", "200"), ("content-type", header_block.CONTENT_TYPE)]
 _RESPONSE_BLOCK = header_block.encode(_RESPONSE)
 _OK_BLOCK = header_block.encode(header_block.status_headers(0, "", b""))
@@ -365,7 +365,7 @@ class ServerCall(BaseCall):
         is_plain = not (self._headers_sent or connection.table_size_update or self.failure is not None)
         if is_plain and self.ended and size <= min(frames.MIN_FRAME_SIZE, self.send_window, connection.send_window):
             connection.send_window -= size
-            connection.earn(_ANSWERED_CALL_NBYTES)
+            connection.earn(_ANSWER_NBYTES)
             connection.outbound.append(_whole_response(self.id, messages, trailers))
             self.failure = RpcError(Status.CANCELLED, "the call was ended here")
             connection.close_stream(self)
@@ -383,7 +383,8 @@ class ServerCall(BaseCall):
     def _expect_large_message(self) -> None:
         self._connection.allow_large_frames()
 
-    def _send_headers_once(self) -> None:
+    def _begin_message(self) -> None:
+        self._connection.earn(_ANSWER_NBYTES)
         if not self._headers_sent:
             self._headers_sent = True
             self._connection.append_headers(self.id, _RESPONSE_BLOCK, 0)
@@ -411,9 +412,7 @@ class ServerCall(BaseCall):
         if self.failure is None and not self.ended:
             connection.handle_available_frames()
         if self.failure is None:
-            if self._headers_sent:
-                connection.earn(_ANSWERED_CALL_NBYTES)
-            else:
+            if not self._headers_sent:
                 block = _RESPONSE_BLOCK + block
             connection.append_headers(self.id, block, frames.END_STREAM)
             if not self.ended:

@@ -51,7 +51,7 @@ def serve_until_gone(sock: socket.socket, answer: Callable[[ServerCall], None] =
 
 
 @contextmanager
-def in_thread(target: Callable[..., None], *args: Any) -> Iterator[None]:
+def in_thread(target: Callable[..., object], *args: Any) -> Iterator[None]:
     """Runs ``target`` in a thread beside the block; raises what it raised."""
     with ThreadPoolExecutor(1) as thread:
         future = thread.submit(target, *args)
