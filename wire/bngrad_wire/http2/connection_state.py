@@ -146,11 +146,10 @@ class ConnectionState(ABC):
         self._end_by_reset(stream)
 
     def send_control(self, frame: bytes) -> None:
-        """Sends a frame that responds to one of the peer's; appends it to `outbound` if not `blocking`."""
+        """Appends a frame that responds to one of the peer's to `outbound`, and sends all of that if `blocking`."""
+        self.outbound.append(frame)
         if self.blocking:
-            self.io.send([frame])
-        else:
-            self.outbound.append(frame)
+            self.flush()
 
     def flush(self) -> None:
         """Sends `outbound`; if not `blocking`, as much of it as the socket takes."""

@@ -7,13 +7,22 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 
 import pytest
 from tests.unit.wire.http2.peers import SIZES, TIMEOUT_S, client, echo, in_thread, pair, serve, serve_until_gone, unary
 
 from bngrad_wire.http2 import ClientConnection, PeerGoneError, RpcError, ServerCall, ServerConnection
-from bngrad_wire.http2.frames import LARGEST_FRAME_SIZE, MIN_FRAME_SIZE
+from bngrad_wire.http2.frames import (
+    ACK,
+    INITIAL_WINDOW_SIZE,
+    LARGEST_FRAME_SIZE,
+    MIN_FRAME_SIZE,
+    SETTINGS,
+    frame,
+    settings,
+)
 
 
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
@@ -363,6 +372,24 @@ def test_goaway_lets_the_running_call_end_and_takes_no_other() -> None:
         connection.call("/a/b")
     server.close()
     connection.close()
+
+
+def test_new_settings_are_acknowledged_after_what_was_sent_under_the_old_ones() -> None:
+    """The acknowledgement says from where on they hold (RFC 9113, section 6.5.3)."""
+    near, far = pair("unix")
+    connection = ClientConnection(near, "localhost")
+    asked = connection.call("/a/b")
+    asked.send_message(b"please")
+    with closing(ServerConnection(far)) as server, near:
+        call = server.accept()
+        assert call is not None
+        assert call.receive_message() == 6
+        near.recv(1000)
+        call.send_message(b"hello", more=True)
+        near.sendall(settings({INITIAL_WINDOW_SIZE: 0}))
+        call.end()
+        answer = near.recv(1000)
+    assert answer.index(b"hello") < answer.index(frame(SETTINGS, ACK, 0, b""))
 
 
 def test_a_server_that_has_closed_makes_the_connection_unusable_before_the_next_call() -> None:
