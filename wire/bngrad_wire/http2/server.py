@@ -297,7 +297,7 @@ class _OtherRequest(Stream):
         self.ended = True
         self.content_left = _content_left(headers)
         self._connection = connection
-        self._text = _NOT_GRPC_TEXT
+        self._text = b"" if headers[":method"] == "HEAD" else _NOT_GRPC_TEXT
         self._headers_sent = False
 
     def headers_received(self, block: HeaderBlock, end: bool) -> None:
@@ -311,7 +311,7 @@ class _OtherRequest(Stream):
         if self.failure is None and self.peer_ended:
             if not self._headers_sent:
                 self._headers_sent = True
-                connection.append_headers(self.id, _NOT_GRPC_BLOCK, 0)
+                connection.append_headers(self.id, _NOT_GRPC_BLOCK, 0 if self._text else frames.END_STREAM)
             room = min(len(self._text), self.send_window, connection.send_window)
             if room > 0:
                 part, self._text = self._text[:room], self._text[room:]
@@ -320,7 +320,7 @@ class _OtherRequest(Stream):
                 end = 0 if self._text else frames.END_STREAM
                 connection.outbound.append(frames.frame(frames.DATA, end, self.id, part))
             connection.flush()
-        if self.failure is not None or not self._text:
+        if self.failure is not None or (self._headers_sent and not self._text):
             connection.close_stream(self)
 
 

@@ -147,6 +147,16 @@ def test_a_request_that_is_not_grpc_gets_an_http_status() -> None:
     assert encode([(":status", "415")]) in answer
 
 
+def test_a_head_request_gets_headers_alone() -> None:
+    request = encode([(":method", "HEAD"), (":scheme", "http"), (":path", "/")])
+    refused = encode([(":status", "415"), ("content-type", "text/plain")])
+    for sent in headers(END, 1, request), headers(frames.END_HEADERS, 1, request) + MESSAGE:
+        answer = answered(HELLO + sent + AGAIN)
+        assert answer.count(headers(END, 1, refused)) == 1
+        assert b"This port serves gRPC" not in answer
+        assert b"again" in answer
+
+
 def test_a_malformed_deadline_ends_the_call_as_internal() -> None:
     answer = answered(HELLO + headers(END, 1, REQUEST + encode([("grpc-timeout", "1x")])))
     assert encode([("grpc-status", "13")]) in answer
