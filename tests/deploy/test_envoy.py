@@ -18,11 +18,13 @@ import pytest
 import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.integration.problems import Case, assert_same_bits, random_inputs
+from tests.raw_http2 import request
 from tests.security.authority import Authority
 from tests.servers import ONE_WORKER, TIMEOUT_S, Transport, free_port, ports_of, wait_until
 
 import bngrad
 from bngrad_cli.embedded import EmbeddedServer
+from bngrad_protos.v1 import batch_norm_grad_pb2_grpc as pb_grpc
 from bngrad_wire.token_format import new_token
 
 CONFIGURATION = Path(__file__).parents[2] / "docker" / "envoy" / "envoy.yaml"
@@ -92,6 +94,7 @@ class Fleet:
             ("ca.pem", self.authority.path),
         ):
             text = text.replace(f"/etc/envoy/{name}", str(file))
+        text = text.replace("# max_concurrent_streams", "max_concurrent_streams")  # for the server with one port
         configuration: dict[str, Any] = yaml.safe_load(text)
         static = configuration["static_resources"]
         _place(configuration["admin"], "127.0.0.1", self.admin)
@@ -176,6 +179,16 @@ def test_a_stock_client_and_errors_pass_through_envoy(fleet: Fleet) -> None:
     with fleet.client() as client, pytest.raises(bngrad.InvalidArgumentError) as refused:
         client.fused_batch_norm_grad_v2(y_backprop, x, scale[1:], mean, variance)
     assert refused.value.violations[0].field == "scale"
+
+
+def test_a_burst_of_calls_reaches_servers_that_take_one_call_at_a_time(fleet: Fleet) -> None:
+    """Envoy must open a connection for each call, also before it has read what the server says of that."""
+    tls = grpc.ssl_channel_credentials(fleet.authority.path.read_bytes())
+    token = grpc.access_token_call_credentials(fleet.token)
+    with grpc.secure_channel(fleet.target, grpc.composite_channel_credentials(tls, token)) as channel:
+        stub = pb_grpc.BatchNormGradServiceStub(channel)
+        calls = [stub.FusedBatchNormGradV2.future(request(4096), timeout=TIMEOUT_S) for _ in range(40)]
+        assert [call.exception() for call in calls] == [None] * len(calls)
 
 
 def test_a_killed_server_loses_no_call(fleet: Fleet) -> None:
