@@ -9,14 +9,18 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 from tests.integration.problems import Case, random_inputs
+from tests.integration.status_details import violations
 from tests.monitoring.conftest import HTTP, http_of, samples
-from tests.servers import Transport, free_port, python, wait_until
+from tests.servers import Transport, free_port, python, targets_of, wait_until
 
 import bngrad
 from bngrad_cli.embedded import EmbeddedServer
+from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
+from bngrad_protos.v1 import batch_norm_grad_pb2_grpc as pb_grpc
 
 CASE = Case("v3", "NHWC", (16, 28, 28, 64))
 INPUTS = random_inputs(CASE.spec())
@@ -64,6 +68,21 @@ def ahead(http: str) -> float:
 
 def wait_for_ahead(http: str, tensors: int) -> None:
     wait_until(lambda: ahead(http) == tensors)
+
+
+def test_a_stock_client_may_send_empty_chunks_and_errors_name_the_messages_fields(server: EmbeddedServer) -> None:
+    begun = pb.SendAheadRequest(tensor=pb.Tensor(dtype=pb.DATA_TYPE_FLOAT32, shape=(1, 8)))
+    empty, half = pb.SendAheadRequest(), pb.SendAheadRequest(chunk=bytes(16))
+    with grpc.insecure_channel(targets_of(server.target)["tcp"]) as channel:
+        send = pb_grpc.BatchNormGradServiceStub(channel).SendAhead
+        assert len(send(iter([begun, empty, half, empty, half])).ticket) == 16
+        for message, problem in (
+            (begun, "a chunk must follow, not tensor"),
+            (pb.SendAheadRequest(forget=[bytes(16)], chunk=bytes(16)), "a chunk must follow, not forget"),
+        ):
+            with pytest.raises(grpc.RpcError) as refused:
+                send(iter([begun, half, message]))
+            assert violations(refused.value) == {"chunk": problem}
 
 
 def gradients(client: bngrad.Client, x: Any, y_backprop: Any = INPUTS.y_backprop) -> tuple[bytes, ...]:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_wire.fields import LEN, MAX_CHUNK_FIELDS, MAX_LENGTH_NBYTES, MAX_NBYTES, MAX_TAG_NBYTES, FieldReader
 from bngrad_wire.messages import PREFIX_NBYTES, Buffer, field_prefix, only_field
-
-PARTS = {field.number: field.name for field in pb.ExchangeRequest.DESCRIPTOR.oneofs_by_name["part"].fields}
-"""The fields of an exchange's messages, of which each has one; the same for requests and responses."""
 
 _HEAD_NBYTES = MAX_NBYTES + MAX_TAG_NBYTES + MAX_LENGTH_NBYTES
 """How much of a message must be seen to find its chunk, if it has other fields too."""
@@ -24,6 +21,32 @@ _COPIED_WITH_LOCK_NBYTES = 32 * 1024
 
 class ChunkError(Exception):
     """The messages of a stream are not the chunks of a tensor; says what is wrong with them."""
+
+
+class ChunkField(NamedTuple):
+    """The field of a stream's messages that holds a chunk.
+
+    Attributes:
+        number: Its number.
+        parts: The names of the fields of which a message with a chunk has only one, by their numbers.
+        may_lack: Whether a message without it has an empty chunk.
+    """
+
+    number: int
+    parts: dict[int, str]
+    may_lack: bool
+
+    @classmethod
+    def of(cls, message: type[Message]) -> ChunkField:
+        """Returns the field of messages of this type."""
+        chunk = message.DESCRIPTOR.fields_by_name["chunk"]
+        parts = {field.number: field.name for field in message.DESCRIPTOR.fields}
+        return cls(chunk.number, parts, may_lack=not chunk.has_presence)
+
+
+REQUEST_CHUNK = ChunkField.of(pb.ExchangeRequest)
+RESPONSE_CHUNK = ChunkField.of(pb.ExchangeResponse)
+AHEAD_CHUNK = ChunkField.of(pb.SendAheadRequest)
 
 
 class MessageSource(Protocol):
@@ -80,18 +103,18 @@ def split(number: int, data: Buffer, chunk_nbytes: int) -> Iterator[list[Buffer]
         yield [field_prefix(number, len(chunk)), chunk]
 
 
-def receive(source: MessageSource, number: int, target: memoryview) -> None:
+def receive(source: MessageSource, chunk: ChunkField, target: memoryview) -> None:
     """Fills a buffer with the chunks of the next messages; their bytes are read straight into it.
 
     Args:
         source: The messages.
-        number: The number of the field that holds a chunk.
+        chunk: The field that holds a chunk, such as `REQUEST_CHUNK`.
         target: What to fill; of format "B".
 
     Raises:
         ChunkError: A chunk is missing or too long, or a message is no chunk.
     """
-    start = 0
+    start, number = 0, chunk.number
     while start < len(target):
         nbytes = source.receive_message()
         if nbytes is None:
@@ -108,7 +131,7 @@ def receive(source: MessageSource, number: int, target: memoryview) -> None:
             first, chunk_nbytes, rest_nbytes = head[field[1] :], nbytes - field[1], 0
         else:
             head += source.read(min(nbytes, _HEAD_NBYTES) - len(head))
-            chunk_start, chunk_end = _chunk_in(head, number, nbytes)
+            chunk_start, chunk_end = _chunk_in(head, chunk, nbytes)
             first, chunk_nbytes, rest_nbytes = head[chunk_start:], chunk_end - chunk_start, nbytes - chunk_end
         end = start + chunk_nbytes
         if end > len(target):
@@ -118,35 +141,37 @@ def receive(source: MessageSource, number: int, target: memoryview) -> None:
         if len(first) < chunk_nbytes:
             source.read_into(target[start + len(first) : end])
         if rest_nbytes:
-            _check_no_part(rest + source.read(rest_nbytes - len(rest)))
+            _check_no_part(rest + source.read(rest_nbytes - len(rest)), chunk)
         if chunk_nbytes:
             source.took_chunk()
         start = end
 
 
-def _chunk_in(head: bytes, number: int, nbytes: int) -> tuple[int, int]:
+def _chunk_in(head: bytes, chunk: ChunkField, nbytes: int) -> tuple[int, int]:
     """Returns where the chunk lies in a message with other fields, which begins with ``head``."""
     reader = FieldReader(head, MAX_CHUNK_FIELDS)
     try:
         for field, wire_type, begin, start, end in reader.fields(0, nbytes):
-            if field == number and wire_type == LEN:
+            if field == chunk.number and wire_type == LEN:
                 reader.skip(begin, start)
                 reader.skip(end, nbytes)
                 return start, end
-            if field in PARTS and wire_type == LEN:
-                raise ChunkError(f"a chunk must follow, not {PARTS[field]}")
+            if field in chunk.parts and wire_type == LEN:
+                raise ChunkError(f"a chunk must follow, not {chunk.parts[field]}")
             reader.skip(begin, end)
     except DecodeError as error:
         raise ChunkError(str(error)) from error
+    if chunk.may_lack:
+        return nbytes, nbytes
     raise ChunkError("a chunk must follow, not nothing")
 
 
-def _check_no_part(rest: bytes) -> None:
+def _check_no_part(rest: bytes, chunk: ChunkField) -> None:
     """Checks what follows a chunk in its message."""
     try:
         for field, wire_type, *_ in FieldReader(rest, MAX_CHUNK_FIELDS).fields(0, len(rest)):
-            if field in PARTS and wire_type == LEN:
-                raise ChunkError(f"a chunk must be the only part of its message, not beside {PARTS[field]}")
+            if field in chunk.parts and wire_type == LEN:
+                raise ChunkError(f"a chunk must be the only part of its message, not beside {chunk.parts[field]}")
     except DecodeError as error:
         raise ChunkError(str(error)) from error
 

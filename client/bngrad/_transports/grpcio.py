@@ -93,7 +93,7 @@ class GrpcioTransport:
                         raise InternalError(f"{self._target} did not send the response of the op")
                     source = chunks.WholeMessages(lambda: next(responses, None))
                     for target in targets:
-                        chunks.receive(source, pb.ExchangeResponse.CHUNK_FIELD_NUMBER, target)
+                        chunks.receive(source, chunks.RESPONSE_CHUNK, target)
                     if next(responses, None) is not None:
                         raise InternalError(f"{self._target} sent more messages than the response has")
                 self._note(responses)

@@ -162,7 +162,7 @@ class Http2Transport:
                 set_timeout()
             try:
                 for target in targets:
-                    chunks.receive(source, pb.ExchangeResponse.CHUNK_FIELD_NUMBER, target)
+                    chunks.receive(source, chunks.RESPONSE_CHUNK, target)
             except chunks.ChunkError as error:
                 raise InternalError(f"{self._target} sent a malformed response: {error}") from error
             return self._finished(source, message[field[1] :])

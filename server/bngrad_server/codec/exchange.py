@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from google.protobuf.message import DecodeError
 
 from bngrad_kernels.spec import FieldViolation, InvalidArgumentError
-from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.codec.ops import OPS
 from bngrad_wire import chunks, messages
-from bngrad_wire.chunks import PARTS, ChunkError, MessageSource
+from bngrad_wire.chunks import REQUEST_CHUNK, ChunkError, ChunkField, MessageSource
 from bngrad_wire.fields import LEN, FieldReader
 from bngrad_wire.messages import Buffer
 
-CHUNK = pb.ExchangeRequest.CHUNK_FIELD_NUMBER
+CHUNK = REQUEST_CHUNK.number
 """The number of a chunk's field in requests and responses."""
+_PARTS = REQUEST_CHUNK.parts
 _OP_NUMBERS = frozenset(op.exchange_number for op in OPS)
 
 
@@ -36,7 +36,7 @@ def request_of(message: bytes) -> tuple[int, bytes]:
         return field[0], message[field[1] :]
     number, pieces = _part_of(message)
     if number not in _OP_NUMBERS:
-        raise part_error(f"a request must come first, not {PARTS.get(number, 'nothing')}")
+        raise part_error(f"a request must come first, not {_PARTS.get(number, 'nothing')}")
     return number, b"".join([message[start:end] for start, end in pieces])
 
 
@@ -50,7 +50,7 @@ def _part_of(message: bytes) -> tuple[int, list[tuple[int, int]]]:
     pieces: list[tuple[int, int]] = []
     try:
         for number, wire_type, begin, start, end in reader.fields(0, len(message)):
-            if number not in PARTS or wire_type != LEN:
+            if number not in _PARTS or wire_type != LEN:
                 reader.skip(begin, end)
                 continue
             if number != part:
@@ -72,13 +72,14 @@ def whole_chunks(parts: Sequence[Buffer], nbytes: int) -> list[memoryview]:
     return elements
 
 
-def receive_chunks(source: MessageSource, target: memoryview) -> None:
-    """Fills the memory of a tensor from the next messages.
+def receive_chunks(source: MessageSource, chunk: ChunkField, target: memoryview) -> None:
+    """Fills the memory of a tensor from the next messages, see `bngrad_wire.chunks.receive`.
 
     Raises:
         InvalidArgumentError: A chunk is missing or too long, or a message is no chunk.
     """
     try:
-        chunks.receive(source, CHUNK, target)
+        chunks.receive(source, chunk, target)
     except ChunkError as error:
-        raise part_error(str(error)) from error
+        field = "part" if chunk is REQUEST_CHUNK else "chunk"
+        raise InvalidArgumentError((FieldViolation(field, str(error)),)) from error

@@ -25,7 +25,7 @@ from bngrad_server.security.auth import ALLOW_ALL, Authenticator
 from bngrad_server.staged_request import StagedRequest
 from bngrad_server.workers.supervisor import WorkerState
 from bngrad_wire import __version__, chunks, messages
-from bngrad_wire.chunks import MessageSource
+from bngrad_wire.chunks import AHEAD_CHUNK, REQUEST_CHUNK, ChunkField, MessageSource
 from bngrad_wire.fields import MAX_NBYTES
 from bngrad_wire.messages import Buffer
 
@@ -244,7 +244,7 @@ class Servicer:
                     for i in staged.request.chunk_order:
                         target = staged.large_inputs[i]
                         if target is not None:  # it was not sent ahead
-                            self._receive_chunks(source.chunks, target)
+                            self._receive_chunks(source.chunks, REQUEST_CHUNK, target)
                 self._engine.compute(staged)
                 pieces = staged.response()
                 with self._engine.download(staged):
@@ -269,7 +269,7 @@ class Servicer:
             self._engine.ahead.forget(message.forget, rpc.client)
             ticket = b""
             if message.HasField("tensor"):
-                read_into = partial(self._receive_chunks, source)
+                read_into = partial(self._receive_chunks, source, AHEAD_CHUNK)
                 ticket = self._engine.receive_ahead(ahead_header(message.tensor), lease, rpc, read_into)
             return pb.SendAheadResponse(ticket=ticket).SerializeToString()
         except Exception as error:
@@ -306,9 +306,9 @@ class Servicer:
                 reader.check_beginning(beginning[part[1] :], nbytes - part[1])
         return source.read(nbytes - _BEGINNING_NBYTES, beginning)
 
-    def _receive_chunks(self, source: MessageSource, tensor: memoryview) -> None:
+    def _receive_chunks(self, source: MessageSource, chunk: ChunkField, tensor: memoryview) -> None:
         """Fills a tensor of the arena."""
-        exchange.receive_chunks(self._engine.arena.source_for(tensor, source), tensor)
+        exchange.receive_chunks(self._engine.arena.source_for(tensor, source), chunk, tensor)
 
     def _next_request(self, source: ExchangeSource, rpc: RpcContext) -> tuple[int, ReceivedMessage] | None:
         """Receives the next request of an exchange, see `exchange.request_of`; None at the end of the exchange."""

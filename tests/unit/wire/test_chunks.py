@@ -59,7 +59,7 @@ def chunk(data: bytes) -> bytes:
 def test_chunks_fill_the_target_whatever_their_size(send: Send, chunk_nbytes: int) -> None:
     source = send([b"".join(pieces) for pieces in chunks.split(NUMBER, memoryview(DATA), chunk_nbytes)])
     target = bytearray(len(DATA))
-    chunks.receive(source, NUMBER, memoryview(target))
+    chunks.receive(source, chunks.REQUEST_CHUNK, memoryview(target))
     assert target == DATA
     assert source.receive_message() is None
 
@@ -68,7 +68,7 @@ def test_each_target_has_chunks_of_its_own(send: Send) -> None:
     source = send([chunk(b""), chunk(b"a"), chunk(b""), chunk(b"bc"), chunk(b"defghijk"), b"rest"])
     first, second = bytearray(3), bytearray(8)
     for target in first, bytearray(), second:
-        chunks.receive(source, NUMBER, memoryview(target))
+        chunks.receive(source, chunks.REQUEST_CHUNK, memoryview(target))
     assert first + second == b"abcdefghijk"
     assert source.receive_message() == 4
 
@@ -99,7 +99,18 @@ def test_each_target_has_chunks_of_its_own(send: Send) -> None:
 def test_other_messages_are_errors(send: Send, messages: list[bytes], problem: str) -> None:
     source = send(messages)
     with pytest.raises(ChunkError, match=problem):
-        chunks.receive(source, NUMBER, memoryview(bytearray(5)))
+        chunks.receive(source, chunks.REQUEST_CHUNK, memoryview(bytearray(5)))
+
+
+def test_a_chunk_of_a_tensor_sent_ahead_is_empty_if_its_message_is(send: Send) -> None:
+    tensor = pb.SendAheadRequest(tensor={}).SerializeToString()
+    source = send([b"", chunk(b"123"), UNKNOWN_FIELD * 10, chunk(b"45"), tensor, chunk(b"1") + tensor])
+    target = bytearray(5)
+    chunks.receive(source, chunks.AHEAD_CHUNK, memoryview(target))
+    assert target == b"12345"
+    for problem in "a chunk must follow, not tensor", "the only part of its message, not beside tensor":
+        with pytest.raises(ChunkError, match=problem):
+            chunks.receive(source, chunks.AHEAD_CHUNK, memoryview(target))
 
 
 @pytest.mark.parametrize("beside", [UNKNOWN_FIELD, UNKNOWN_FIELD * 10, LONG_FIELD], ids=["one", "many", "long"])
@@ -108,7 +119,7 @@ def test_chunks_may_come_beside_other_fields(send: Send, beside: bytes, small: b
     large = DATA[len(small) :]
     source = send([chunk(small) + beside, beside + chunk(large[:-1]) + UNKNOWN_FIELD, chunk(large[-1:]), b"rest"])
     target = bytearray(len(DATA))
-    chunks.receive(source, NUMBER, memoryview(target))
+    chunks.receive(source, chunks.REQUEST_CHUNK, memoryview(target))
     assert target == DATA
     assert source.receive_message() == 4
 
@@ -121,7 +132,7 @@ def test_what_comes_beside_a_chunk_is_bounded(content: str, size: int, chunk_fir
     message = chunk(b"12345") + beside if chunk_first else beside + chunk(b"12345")
     source = WholeMessages(iter([message, None]).__next__)
     with at_little_cost(), suppress(ChunkError):
-        chunks.receive(source, NUMBER, memoryview(bytearray(5)))
+        chunks.receive(source, chunks.REQUEST_CHUNK, memoryview(bytearray(5)))
         assert size < SIZES[-1]
 
 

@@ -20,7 +20,6 @@ COUNT = 5000
 REQUEST = encode([(":method", "POST"), (":scheme", "http"), (":path", "/a/b"), ("content-type", "application/grpc")])
 BEGUN = HELLO + frames.window_update(0, 2**20) + frames.frame(frames.HEADERS, frames.END_HEADERS, 1, REQUEST)
 END = frames.frame(frames.DATA, frames.END_STREAM, 1, b"")
-CHUNK = pb.ExchangeRequest.CHUNK_FIELD_NUMBER
 
 
 def data(message: bytes) -> bytes:
@@ -59,7 +58,7 @@ def test_each_chunk_that_is_taken_earns_its_frame(peer: tuple[socket.socket, Ser
     near, connection = peer
     target = bytearray(COUNT)
     with in_thread(near.sendall, BEGUN + chunk(b"x") * COUNT):
-        chunks.receive(accepted(connection), CHUNK, memoryview(target))
+        chunks.receive(accepted(connection), chunks.REQUEST_CHUNK, memoryview(target))
     assert target == b"x" * COUNT
 
 
@@ -70,7 +69,7 @@ def test_chunks_that_wait_to_be_taken_are_no_flood(peer: tuple[socket.socket, Se
     with in_thread(near.sendall, BEGUN + chunk(b"x") * COUNT):
         call = accepted(connection)
         assert not any(call.cancelled() for _ in range(100))
-        chunks.receive(call, CHUNK, memoryview(target))
+        chunks.receive(call, chunks.REQUEST_CHUNK, memoryview(target))
     assert target == b"x" * COUNT
 
 
@@ -78,4 +77,4 @@ def test_empty_chunks_earn_nothing(peer: tuple[socket.socket, ServerConnection])
     near, connection = peer
     near.sendall(BEGUN + chunk(b"") * 1000)
     with pytest.raises(ProtocolError, match="more than 100 frames within a second"):
-        chunks.receive(accepted(connection), CHUNK, memoryview(bytearray(1)))
+        chunks.receive(accepted(connection), chunks.REQUEST_CHUNK, memoryview(bytearray(1)))
