@@ -25,6 +25,7 @@ RESPONSE_PSEUDO_HEADERS = frozenset({":status"})
 _OPTIONAL_PSEUDO_HEADERS = frozenset({":authority"})
 _CONNECTION_SPECIFIC = frozenset({"connection", "proxy-connection", "keep-alive", "transfer-encoding", "upgrade"})
 _NAMES = re.compile(r"(?::?[!-9;-@\[-~]+\n)*")
+# RFC 9113 also forbids blanks at the ends of values, but grpcio sends metadata with them as it is.
 _FORBIDDEN_IN_VALUES = re.compile("[\0\r\n]")
 _STATIC = tuple((name.decode(), value.decode()) for name, value in HeaderTable.STATIC_TABLE)
 
@@ -174,8 +175,8 @@ class BlockDecoder:
 
 def _fault(headers: dict[str, str]) -> str:
     """Returns why headers are malformed, apart from their pseudo-headers; empty if they are not."""
-    names = "".join(f"{name}\n" for name in headers)
-    if _NAMES.fullmatch(names) is None:
+    names = "\n".join([*headers, ""])
+    if _NAMES.fullmatch(names) is None or names.count("\n") != len(headers):
         return "a header's name has upper-case letters, or characters that none may have"
     if _FORBIDDEN_IN_VALUES.search("".join(headers.values())):
         return "a header's value has a line break or a zero byte"

@@ -95,6 +95,7 @@ MALFORMED = {
     "space in a name": [*PSEUDO, GRPC, ("x test", "ok")],
     "not ASCII": [*PSEUDO, GRPC, ("x-tést", "ok")],
     "line break": [*PSEUDO, GRPC, ("x-test", "a\nb")],
+    "line break in a name": [*PSEUDO, GRPC, ("x\ntest", "a")],
     "unknown pseudo-header": [*PSEUDO, (":test", "ok"), GRPC],
     "response's pseudo-header": [*PSEUDO, (":status", "200"), GRPC],
     "pseudo-header at the end": [METHOD, SCHEME, GRPC, PATH],
