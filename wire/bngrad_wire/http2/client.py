@@ -57,11 +57,13 @@ class ClientConnection(BaseConnection):
     @property
     def is_idle(self) -> bool:
         """Whether a call can begin as far as is known; `usable` also looks whether the peer has gone."""
-        return self.io.broken is None and self.stream is None and not self.going_away
+        if self.going_away or self._next_id > frames.MAX_STREAM_ID:
+            return False
+        return self.io.broken is None and self.stream is None
 
     @property
     def usable(self) -> bool:
-        """Whether a call can begin: no error, no GOAWAY, no unfinished call, and the peer has not gone."""
+        """Whether a call can begin: no error, no GOAWAY, no unfinished call, a number left, and the peer not gone."""
         if self.io.broken is None and self.stream is None:
             try:
                 self.handle_available_frames()

@@ -13,7 +13,7 @@ from functools import partial
 import pytest
 from tests.unit.wire.http2.peers import SIZES, TIMEOUT_S, client, echo, in_thread, pair, serve, serve_until_gone, unary
 
-from bngrad_wire.http2 import ClientConnection, PeerGoneError, RpcError, ServerCall, ServerConnection
+from bngrad_wire.http2 import ClientConnection, PeerGoneError, RpcError, ServerCall, ServerConnection, frames
 from bngrad_wire.http2.frames import (
     ACK,
     INITIAL_WINDOW_SIZE,
@@ -372,6 +372,16 @@ def test_goaway_lets_the_running_call_end_and_takes_no_other() -> None:
         connection.call("/a/b")
     server.close()
     connection.close()
+
+
+def test_a_connection_that_has_used_its_last_stream_number_is_not_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "MAX_STREAM_ID", 3)
+    with client() as connection:
+        unary(connection)
+        assert connection.is_idle
+        unary(connection)
+        assert not connection.is_idle
+        assert not connection.usable
 
 
 def test_new_settings_are_acknowledged_after_what_was_sent_under_the_old_ones() -> None:
