@@ -22,7 +22,7 @@ _REPEATED = 1 / 8
 
 
 class LoadTrailers:
-    """A report as the two ports send it.
+    """A report as the two ports send it; nothing if no request was measured, for which Envoy logs errors.
 
     Attributes:
         metadata: For grpcio.
@@ -30,6 +30,10 @@ class LoadTrailers:
     """
 
     def __init__(self, report: LoadReport) -> None:
+        self.metadata: tuple[tuple[str, str | bytes], ...] = ()
+        self.block = b""
+        if report.capacity is None:
+            return
         text, binary = report.text(), report.binary()
         self.metadata = ((TEXT_HEADER, text), (BINARY_HEADER, binary))
         self.block = header_block.encode([(TEXT_HEADER, text), (BINARY_HEADER, header_block.encode_binary(binary))])

@@ -64,6 +64,20 @@ def test_the_capacity_outlasts_a_pause(clock: Clock) -> None:
     assert report.capacity == pytest.approx(100, rel=0.01)
 
 
+def test_nothing_is_reported_before_a_request_was_measured(clock: Clock) -> None:
+    """A rate of zero is an error to Envoy, which logs it."""
+    counts = BatchCounts()
+    meter = LoadMeter(counts, Admission(100, 10.0), lambda: 1)
+    for _ in range(3):
+        clock.now += 0.3
+        assert not meter.trailers().metadata
+        assert not meter.trailers().block
+    clock.now += 0.3
+    counts.ended, counts.busy_s = 1, 0.1
+    assert meter.trailers().metadata
+    assert meter.trailers().block
+
+
 def test_a_report_lasts_for_a_while(clock: Clock) -> None:
     meter = LoadMeter(BatchCounts(), Admission(100, 10.0), lambda: 0)
     first = meter.trailers()
