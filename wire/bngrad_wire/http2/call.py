@@ -305,7 +305,7 @@ class BaseCall(Stream):
     def cancelled(self) -> bool:
         """Returns, without waiting, whether the call has failed or the peer has gone.
 
-        It reads at most 64 KiB ahead, so it misses what comes after more unread data than that.
+        It reads at most 64 KiB ahead, and as many frames as the peer may send for now, so it misses what comes later.
         """
         blocking, self._connection.blocking = self._connection.blocking, False
         try:
