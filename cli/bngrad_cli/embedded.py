@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from typing import IO
 
+from bngrad_kernels.child import module_command
 from bngrad_server.runtime.processes import end_process
 
 _STOP_TIMEOUT_S = 30.0
@@ -48,7 +48,7 @@ class EmbeddedServer:
         """
         self._stderr = tempfile.TemporaryFile()
         self.process = subprocess.Popen(  # noqa: S603 - our own module
-            [sys.executable, "-m", "bngrad_cli", *self._arguments],
+            module_command("bngrad_cli", *self._arguments),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=self._stderr,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
@@ -268,3 +270,21 @@ def test_a_worker_that_cannot_start_ends_the_server_with_a_reason() -> None:
     ended = subprocess.run(serve, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1
     assert "Error: the worker of device cpu:0 ended before it was ready" in ended.stderr
+
+
+def test_no_process_of_a_server_imports_from_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which may be /tmp, where anyone can put a module."""
+    for name in sys.stdlib_module_names:
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'a').write(' '.join(__name__))")
+    monkeypatch.chdir(tmp_path)
+    with (
+        EmbeddedServer(options=(*ONE_WORKER, "--http", "127.0.0.1:0")) as server,
+        bngrad.Client(server.target) as client,
+    ):
+        call(client)
+        page = re.search(r"HTTP: (\S+)", server.stderr())
+        assert page is not None
+        assert urllib.request.urlopen(f"http://{page[1]}/healthz").status == 200
+    assert not (tmp_path / "imported").exists()

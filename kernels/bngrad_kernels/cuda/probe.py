@@ -12,8 +12,8 @@ import functools
 import json
 import os
 import subprocess
-import sys
 
+from bngrad_kernels.child import module_command
 from bngrad_kernels.errors import DeviceFailedError, DeviceUnavailableError
 
 _TIMEOUT = 300  # seconds; compiling takes ten or more, and the first contact with several GPUs a few
@@ -23,7 +23,7 @@ _TEST_NBYTES = 4 << 20
 @functools.cache
 def usable() -> tuple[list[str], list[str]]:
     """Returns the names of the usable GPUs, and why the others are not usable. Runs the probe once and caches it."""
-    command = [sys.executable, "-m", "bngrad_kernels.cuda.probe"]
+    command = module_command("bngrad_kernels.cuda.probe")
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT)  # noqa: S603
     except subprocess.TimeoutExpired:

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from bngrad_kernels.child import module_command
 from bngrad_server.runtime.processes import end_process
 from bngrad_wire.addresses import format_host_port, host_and_port
 
@@ -97,7 +98,7 @@ class MonitorSupervisor:
     def _start_process(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
         fds = (theirs.fileno(), self._listener.fileno())
         return subprocess.Popen(  # noqa: S603 - our own module
-            [sys.executable, "-m", "bngrad_server.monitor", *map(str, fds), str(os.getpid()), self._names],
+            module_command("bngrad_server.monitor", *fds, os.getpid(), self._names),
             stdin=subprocess.DEVNULL,
             stdout=sys.stderr.fileno(),
             pass_fds=fds,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import subprocess
-import sys
 import threading
 import time
 
+from bngrad_kernels.child import module_command
 from bngrad_server.runtime.processes import end_process
 
 logger = logging.getLogger(__name__)
@@ -33,8 +33,8 @@ class KernelCompiler:
 
     def start(self) -> None:
         """Starts the process and the thread."""
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "bngrad_kernels.cpu.machine_code.warm"],
+        self._process = subprocess.Popen(  # noqa: S603 - our own module
+            module_command("bngrad_kernels.cpu.machine_code.warm"),
             stdin=subprocess.PIPE,  # the process ends once this one has closed it
             stdout=subprocess.PIPE,
             text=True,

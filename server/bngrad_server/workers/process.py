@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from bngrad_kernels.child import module_command
 from bngrad_server.config import ServerConfig
 from bngrad_server.memory.arena import Arena
 from bngrad_server.memory.regions import Region
@@ -42,9 +43,9 @@ class WorkerProcess:
             pinned_nbytes = config.pinned_bytes and config.pinned_bytes + arena.reserve_nbytes
             limits = pinned_nbytes, config.gpu_memory_bytes
             numbers = [heartbeat_fd, arena.fd, arena.file_nbytes, *limits, os.getpid(), *slot_fds]
-            arguments = map(str, (device, config.threads, heartbeat_s, *numbers))
+            arguments = (device, config.threads, heartbeat_s, *numbers)
             self._process = subprocess.Popen(  # noqa: S603 - our own module
-                [sys.executable, "-m", "bngrad_server.workers.main", *arguments],
+                module_command("bngrad_server.workers.main", *arguments),
                 stdin=subprocess.DEVNULL,
                 stdout=sys.stderr.fileno(),
                 pass_fds=(heartbeat_fd, arena.fd, *slot_fds),
