@@ -100,6 +100,7 @@ class TcpThrottle:
         self._paused_at = float("-inf")
         self._shut_downs = 0  # in the current look
         self._refused: set[str] = set()  # clients, since the last look
+        self._is_blind = False
         self._wake = threading.Event()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tcp-throttle", daemon=True)
@@ -138,17 +139,33 @@ class TcpThrottle:
             self._wake.wait(interval_s - least_s)
             self._wake.clear()
             began = time.thread_time()  # the thread's own: on a busy machine it must not look more rarely
-            self.look()
+            self._look_if_possible()
             cost_s = time.thread_time() - began
             wanted_s = _BUSY_INTERVAL_S if time.monotonic() - self._paused_at < _QUIET_S else _INTERVAL_S
             least_s = _LEAST_SLEEP * cost_s
             interval_s = max(wanted_s, least_s)
         for connection in self._connections.values():
             connection.resume_at = connection.resume_at and 0.0  # long ago
-        self.look()
+        self._look_if_possible()
+
+    def _look_if_possible(self) -> None:
+        """Looks at all connections; the next look makes up for one that fails."""
+        try:
+            self.look()
+        except OSError as error:
+            if not self._is_blind:
+                logger.error("cannot look for floods until there are descriptors again: %s", error)
+            self._is_blind = True
+        else:
+            self._is_blind = False
 
     def look(self) -> None:
-        """Looks at all connections, pauses those that send too much, and ends the pauses that are over."""
+        """Looks at all connections, pauses those that send too much, and ends the pauses that are over.
+
+        Raises:
+            OSError: No descriptor is left; nothing has changed.
+        """
+        fds = os.listdir("/proc/self/fd")
         now = time.monotonic()
         connections, others = self._connections, self._others
         self._connections, self._others = {}, {}
@@ -157,7 +174,7 @@ class TcpThrottle:
             refused, self._refused = self._refused, set()
         for client in refused:
             self._account(client, now).pause(now)
-        for fd in map(int, os.listdir("/proc/self/fd")):
+        for fd in map(int, fds):
             with suppress(OSError):  # it was closed meanwhile
                 inode = os.fstat(fd).st_ino
                 connection = connections.get(fd)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import resource
 import select
 import socket
 import threading
@@ -347,6 +349,50 @@ def test_a_look_follows_a_refusal_at_once(listener: socket.socket, monkeypatch: 
         deadline = time.monotonic() + 20
         while not flooder.is_paused():
             assert time.monotonic() < deadline
+
+
+@contextlib.contextmanager
+def no_descriptors_left() -> Iterator[None]:
+    """Lets this process open none, while it keeps those that it has."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_look_without_descriptors_changes_nothing(
+    throttle: TcpThrottle, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp_throttle, "_STRANGER_RATE", float("inf"))
+    monkeypatch.setattr(tcp_throttle, "_PAUSE_S", 0.0)
+    with contextlib.ExitStack() as stack:
+        stranger, client = (stack.enter_context(contextlib.closing(Flooder(listener))) for _ in range(2))
+        stranger.send_all(5 * MIB)
+        throttle.look()
+        assert stranger.is_paused()
+        throttle.refused(client.name, CLIENT)
+        with no_descriptors_left(), pytest.raises(OSError, match="Too many open files"):
+            throttle.look()
+        throttle.look()
+        stranger.wait_for(6 * MIB)
+        assert client.is_paused()
+
+
+def test_the_thread_outlives_a_lack_of_descriptors_and_says_so_once(
+    throttle: TcpThrottle, flooder: Flooder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tcp_throttle, "_INTERVAL_S", 0.01)
+    with contextlib.closing(throttle):
+        with no_descriptors_left():
+            throttle.start()
+            time.sleep(0.5)  # for several looks
+        flooder.send_all(5 * MIB)
+        deadline = time.monotonic() + 20
+        while not flooder.is_paused():
+            assert time.monotonic() < deadline
+    assert [each.levelno for each in caplog.records].count(logging.ERROR) == 1
 
 
 def test_all_pauses_end_when_the_server_does(
