@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import secrets
 import selectors
 import shutil
 import socket
+import stat
 import threading
 import time
 from pathlib import Path
@@ -23,6 +25,10 @@ logger = logging.getLogger(__name__)
 
 PARENT = Path("/dev/shm")  # noqa: S108 - what is made here is for its owner alone
 _PREFIX = "bngrad-"
+_NAME = re.compile(rf"\.?{_PREFIX}[0-9a-f]{{32}}")
+"""Of a directory, or of its draft."""
+_DRAFT_S = 60.0
+"""A draft that is older will never be complete."""
 _SCHEME = "Bearer "
 MAX_WITHOUT_LEASE = 256
 """The most connections without a lease; for a further one, the oldest of them is closed."""
@@ -172,8 +178,17 @@ def _listen(path: Path, group: str | None) -> socket.socket:
 
 
 def _remove_leftovers() -> None:
-    """Removes the directories of servers of this user that were killed."""
-    for directory in PARENT.glob(f"{_PREFIX}*"):
+    """Removes the directories of servers of this user that were killed, and their drafts."""
+    for directory in PARENT.iterdir():
         with contextlib.suppress(OSError):
-            if directory.stat().st_uid == os.getuid() and not has_listener(directory / REGIONS):
+            if _NAME.fullmatch(directory.name) and _is_leftover(directory):
                 shutil.rmtree(directory)
+
+
+def _is_leftover(directory: Path) -> bool:
+    status = directory.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or has_listener(directory / REGIONS):
+        return False
+    may_be_completed = directory.name.startswith(".") and time.time() - status.st_mtime < _DRAFT_S
+    has_only_ours = all(path.name in {CALLS, REGIONS} and path.is_socket() for path in directory.iterdir())
+    return has_only_ours and not may_be_completed

@@ -7,6 +7,7 @@ import errno
 import grp
 import os
 import re
+import shutil
 import socket
 import stat
 import struct
@@ -14,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -192,6 +194,29 @@ def test_the_directory_of_a_dead_server_is_removed_and_that_of_a_living_one_left
         with connect(sockets) as client:
             _, (fd,) = ask(client, NBYTES)
             os.close(fd)
+
+
+def test_the_draft_of_a_dead_server_is_removed_and_that_of_a_starting_one_left(
+    regions: Regions, request: pytest.FixtureRequest
+) -> None:
+    dead, starting = (PARENT / f".bngrad-{os.urandom(16).hex()}" for _ in range(2))
+    for draft in (dead, starting):
+        draft.mkdir(0o700)
+        request.addfinalizer(partial(shutil.rmtree, draft, ignore_errors=True))
+    os.utime(dead, (0, 0))
+    with serving(regions):
+        assert not dead.exists()
+        assert starting.exists()
+
+
+@pytest.mark.parametrize("name", ["bngrad-results", *(f"bngrad-{'0' * digits}" for digits in (31, 32, 33))])
+def test_a_directory_that_no_server_made_is_left(regions: Regions, request: pytest.FixtureRequest, name: str) -> None:
+    directory = PARENT / name
+    directory.mkdir(0o700)
+    request.addfinalizer(partial(shutil.rmtree, directory))
+    (directory / "regions").write_text("of the user")
+    with serving(regions):
+        assert (directory / "regions").exists()
 
 
 def test_too_many_connections_without_a_lease_close_the_oldest_and_no_lease(sockets: LeaseServer) -> None:
