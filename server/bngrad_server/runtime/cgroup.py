@@ -1,36 +1,51 @@
-"""The memory and cores that the limits of a container leave, by cgroup version 2 or 1."""
+"""The memory and cores that the limits of a container or service leave, by cgroup version 2 or 1."""
 
 from __future__ import annotations
 
 import math
 import os
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 ROOT = Path("/sys/fs/cgroup")
+GROUPS = Path("/proc/self/cgroup")
 
 
 def memory_bytes() -> int:
     """Returns the bytes of memory that this process may use."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        limits += _numbers(name)[:1]
+    for file in (*_files("", "memory.max"), *_files("memory", "memory.limit_in_bytes")):
+        limits += _numbers(file)[:1]
     return min(limits)
 
 
 def cores() -> int:
     """Returns the number of cores that this process may use, rounded up."""
     shares = [float(len(os.sched_getaffinity(0)))]
-    for times in (_numbers("cpu.max"), _numbers("cpu/cpu.cfs_quota_us") + _numbers("cpu/cpu.cfs_period_us")):
-        if len(times) == 2 and times[0] > 0:
-            quota, period = times
-            shares.append(quota / period)
+    times = [_numbers(file) for file in _files("", "cpu.max")]
+    times += [
+        _numbers(file) + _numbers(file.with_name("cpu.cfs_period_us")) for file in _files("cpu", "cpu.cfs_quota_us")
+    ]
+    shares += [each[0] / each[1] for each in times if len(each) == 2 and each[0] > 0]
     return math.ceil(min(shares))
 
 
-def _numbers(name: str) -> list[int]:
+def _files(controller: str, name: str) -> list[Path]:
+    """Returns where a file may be: in this process's group, and in all that hold it; "" stands for version 2."""
+    group = PurePosixPath("/")
+    for line in _text(GROUPS).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controller in controllers.split(","):
+            group = PurePosixPath(path)
+    return [ROOT / controller / each.relative_to("/") / name for each in (group, *group.parents)]
+
+
+def _numbers(file: Path) -> list[int]:
     """Returns the numbers in a file; none for a missing file, or for the word "max"."""
+    return [int(word) for word in _text(file).split() if word.lstrip("-").isdigit()]
+
+
+def _text(file: Path) -> str:
     try:
-        words = (ROOT / name).read_text().split()
+        return file.read_text()
     except OSError:
-        return []
-    return [int(word) for word in words if word.lstrip("-").isdigit()]
+        return ""

@@ -39,8 +39,64 @@ MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 def test_a_containers_limits_count(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, files: dict[str, str], cores: int, memory: int
 ) -> None:
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(f"{text}\n")
-    monkeypatch.setattr(cgroup, "ROOT", tmp_path)
+    make_tree(monkeypatch, tmp_path, files, "0::/\n")
     assert (cgroup.cores(), cgroup.memory_bytes()) == (cores, memory)
+
+
+GROUPS_OF_VERSION_1 = "12:memory:/system.slice/b.service\n3:cpu,cpuacct:/system.slice\n1:name=systemd:/\n0::/\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "groups"),
+    [
+        pytest.param(
+            {"system.slice/b.service/cpu.max": "100000 100000", "system.slice/b.service/memory.max": "1048576"},
+            "0::/system.slice/b.service\n",
+            id="its own",
+        ),
+        pytest.param(
+            {
+                "system.slice/cpu.max": "100000 100000",
+                "system.slice/memory.max": "1048576",
+                "system.slice/b.service/cpu.max": "max 100000",
+                "system.slice/b.service/memory.max": "2097152",
+            },
+            "0::/system.slice/b.service\n",
+            id="those of the slice",
+        ),
+        pytest.param(
+            {"cpu.max": "100000 100000", "memory.max": "1048576"},
+            "0::/docker/0123\n",
+            id="a container that sees its name outside",
+        ),
+        pytest.param(
+            {
+                "cpu/system.slice/cpu.cfs_quota_us": "100000",
+                "cpu/system.slice/cpu.cfs_period_us": "100000",
+                "memory/system.slice/memory.limit_in_bytes": "1048576",
+                "memory/system.slice/b.service/memory.limit_in_bytes": str(1 << 60),
+            },
+            GROUPS_OF_VERSION_1,
+            id="version 1",
+        ),
+        pytest.param({"cpu.max": "100000 100000", "memory.max": "1048576"}, None, id="no /proc"),
+    ],
+)
+def test_the_limits_of_the_group_of_this_process_and_of_all_that_hold_it_count(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, files: dict[str, str], groups: str | None
+) -> None:
+    files = {**files, "other.slice/cpu.max": "1000 100000", "other.slice/memory.max": "1"}
+    make_tree(monkeypatch, tmp_path, files, groups)
+    assert (cgroup.cores(), cgroup.memory_bytes()) == (1, 1 << 20)
+
+
+def make_tree(monkeypatch: pytest.MonkeyPatch, folder: Path, files: dict[str, str], groups: str | None) -> None:
+    """Makes the files of groups, and that which says in which of them this process is."""
+    for name, text in files.items():
+        file = folder / "root" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{text}\n")
+    if groups is not None:
+        (folder / "groups").write_text(groups)
+    monkeypatch.setattr(cgroup, "ROOT", folder / "root")
+    monkeypatch.setattr(cgroup, "GROUPS", folder / "groups")
