@@ -23,6 +23,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from tests.servers import (
     ONE_WORKER,
     TIMEOUT_S,
+    children_of,
     endpoints_of,
     hold_new_workers,
     is_running,
@@ -142,6 +143,24 @@ def test_signals_are_handled_while_the_main_thread_waits(
         assert process.wait(TIMEOUT_S) == 128 + signal.SIGTERM
     with EmbeddedServer(options=ONE_WORKER) as server:
         assert server.stop() == 0
+
+
+def test_a_worker_that_does_not_end_delays_the_end_for_seconds_only() -> None:
+    with EmbeddedServer(options=ONE_WORKER) as server:
+        os.kill(worker_pid(server), signal.SIGSTOP)
+        server.process.terminate()
+        assert server.process.wait(TIMEOUT_S / 3) == 0
+
+
+def test_a_compiler_of_kernels_that_does_not_end_does_not_delay_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = "bngrad_kernels.cpu.machine_code.warm"
+    run_at_start(f"import sys, time\nif {compiler!r} in sys.orig_argv: time.sleep(600)\n", tmp_path, monkeypatch)
+    with EmbeddedServer(options=ONE_WORKER) as server:
+        assert len(children_of(server.process.pid, compiler)) == 1
+        server.process.terminate()
+        assert server.process.wait(TIMEOUT_S / 3) == 0
 
 
 def test_reflection_lists_the_services(server: EmbeddedServer) -> None:

@@ -45,8 +45,9 @@ class KernelCompiler:
         """Ends the process."""
         self._closing = True
         if self._process is not None and self._process.stdin is not None:
-            self._process.stdin.close()
+            self._process.kill()  # what it has begun is finished, and then used by the next start
             self._thread.join()
+            self._process.stdin.close()
 
     def _run(self) -> None:
         """Reads what the process prints: what is missing, then each kernel once it is compiled, or why it is not."""

@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 _HEARTBEATS_PER_TIMEOUT = 10
 _PATIENCE_S = 3.0
 _PROGRESS_EVERY_S = 10.0
+_STOP_TIMEOUT_S = 3.0
 _SLOTS_OF_A_GPU = 2
 """While one batch is copied out, the next is copied in. A CPU's threads are all taken by one batch."""
 
@@ -96,13 +97,14 @@ class WorkerPool:
             supervisor.unmap(region)
 
     def close(self) -> None:
-        """Ends every worker."""
+        """Ends every worker, by force should it not end in time."""
         if self._compiler is not None:
             self._compiler.close()
         for supervisor in self._supervisors:
             supervisor.begin_to_stop()
+        deadline = time.monotonic() + _STOP_TIMEOUT_S
         for supervisor in self._supervisors:
-            supervisor.stop()
+            supervisor.stop(max(deadline - time.monotonic(), 0))
 
 
 def _slots_of(device: str) -> int:

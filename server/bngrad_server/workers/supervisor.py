@@ -158,9 +158,12 @@ class Supervisor:
             if self._ready_since is None:  # it would notice that only once its kernels are compiled
                 self._worker.kill()
 
-    def stop(self) -> None:
-        """Waits, after `begin_to_stop`, until the worker has ended."""
+    def stop(self, timeout_s: float) -> None:
+        """Waits, after `begin_to_stop`, until the worker has ended, and kills it after the timeout."""
         if self._thread.is_alive():
+            self._thread.join(timeout_s)
+            if self._worker is not None:
+                self._worker.kill()
             self._thread.join()
 
     def _run(self) -> None:
