@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -52,7 +53,8 @@ class FrontKernels:
                 return
             self._load_at = now + _LOAD_INTERVAL_S
         kernel = spec.dtype, spec.order
-        threading.Thread(target=self._load_now, args=kernel, name="load-kernel", daemon=True).start()
+        with contextlib.suppress(RuntimeError):  # no thread is left: a later request tries again
+            threading.Thread(target=self._load_now, args=kernel, name="load-kernel", daemon=True).start()
 
     def _load_now(self, dtype: np.dtype[Any], order: int) -> None:
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as for workers: threads that wait take no core
