@@ -176,7 +176,8 @@ class ServerConfig(BaseSettings):
     """Permissions of the Unix sockets to listen on, in octal: users who may write to one may call."""
     max_client_requests: Annotated[int, Computed("0, no limit")] = Field(default=0, ge=0)
     """Most requests in the server at once of one client: the owner of a token, the name in a certificate, else the host
-    or the process. Further ones are refused, and the client retries later."""
+    or, with shared memory, the process; all others at a unix:PATH of listen are one client. Further ones are refused,
+    and the client retries later."""
     max_client_bytes: Annotated[Bytes, Computed("0, no limit")] = Field(default=0, ge=0)
     """Most bytes of tensors in the server at once of one client. Further requests are refused, and the client retries
     later; one that is larger by itself is always refused."""

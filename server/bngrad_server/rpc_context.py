@@ -53,7 +53,8 @@ class RpcContext:
 
     Attributes:
         client: The client that the call belongs to; clients share the server evenly. The owner of the call's token,
-            else the name in the client's certificate, else the host of a TCP connection, the process of a Unix socket.
+            else the name in the client's certificate, else the host of a TCP connection, the process of a Unix
+            socket. At a Unix socket of grpcio all processes are one client, since it cannot tell them apart.
         deadline: The call's deadline on the monotonic clock; None for none.
         is_cancelled: Returns whether the client has cancelled the call or is gone.
         abort: Ends the call from any thread; on the HTTP/2 port, by closing its connection.
