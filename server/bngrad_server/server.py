@@ -21,6 +21,7 @@ from bngrad_server.rpc.health import Health
 from bngrad_server.rpc.http2.port import Http2Port
 from bngrad_server.rpc.other_calls import other_calls
 from bngrad_server.rpc.servicer import SERVICE, Servicer
+from bngrad_server.runtime import leftovers
 from bngrad_server.runtime.janitor import Janitor
 from bngrad_server.runtime.listening import raise_descriptor_limit
 from bngrad_server.runtime.signals import on_stop_signals
@@ -63,11 +64,18 @@ class Server:
         self._grpcio_port = GrpcioPort(config, self._servicer, self._health, certificates)
         others = other_calls(self._servicer, self._health, has_reflection=config.reflection)
         self._http2_port = Http2Port(self._servicer, others, certificates)
-        self.addresses = [self._listen(address) for address in config.listen]
-        self._advertise(self._listen_for_streams())
-        self._lease_server = self._listen_for_leases()
-        self._monitor = self._listen_for_http()
-        self._janitor = Janitor(self._files())
+        self.addresses: list[str] = []
+        self._lease_server: LeaseServer | None = None
+        try:
+            for address in config.listen:
+                self.addresses.append(self._listen(address))
+            self._advertise(self._listen_for_streams())
+            self._lease_server = self._listen_for_leases()
+            self._monitor = self._listen_for_http()
+            self._janitor = Janitor(self._files())
+        except BaseException:
+            leftovers.remove([leftovers.describe(path) for path in self._files()])
+            raise
 
     @property
     def http_address(self) -> str:
