@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from bngrad_wire.addresses import host_and_port, is_local, unix_path
+from bngrad_wire.addresses import grpcio_address, host_and_port, is_local, unix_path
 
 if TYPE_CHECKING:
     import grpc
@@ -82,7 +82,7 @@ class Target:
 
         options = [("grpc.enable_http_proxy", 0)]
         if not self.tls or self.address.startswith("unix:"):
-            return grpc.insecure_channel(self.address, options)
+            return grpc.insecure_channel(grpcio_address(self.address), options)
         files = (self.tls_ca, self.tls_key, self.tls_certificate)
         return grpc.secure_channel(self.address, grpc.ssl_channel_credentials(*map(_read, files)), options)
 

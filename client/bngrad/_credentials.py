@@ -15,7 +15,7 @@ import grpc
 
 from bngrad._errors import FieldViolation, invalid_argument
 from bngrad._validation import LOCAL, ChannelOption, host_and_port_of
-from bngrad_wire.addresses import format_host_port, is_local
+from bngrad_wire.addresses import format_host_port, grpcio_address, is_local
 from bngrad_wire.http2 import tls
 
 Token: TypeAlias = str | os.PathLike[str] | Callable[[], str]
@@ -116,7 +116,7 @@ class Credentials:
         """Makes a channel of grpcio with these options."""
         own = self._tls
         if own is None:
-            return grpc.insecure_channel(self._target, options)
+            return grpc.insecure_channel(grpcio_address(self._target), options)
         credentials = grpc.ssl_channel_credentials(
             _system_authorities() if own.ca is None else _read("tls.ca", own.ca),
             None if own.key is None else _read("tls.key", own.key),

@@ -23,11 +23,14 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from tests.servers import (
     ONE_WORKER,
     TIMEOUT_S,
+    TRANSPORTS,
+    Transport,
     children_of,
     endpoints_of,
     hold_new_workers,
     is_running,
     run_at_start,
+    run_bngrad,
     starting_server,
     wait_until,
     worker_pid,
@@ -258,6 +261,18 @@ def test_a_second_server_does_not_take_a_socket_away(server: EmbeddedServer, soc
         pass
     with bngrad.Client(f"unix:{socket_path}") as client:
         call(client)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_path_is_taken_as_it_is_written(tmp_path: Path, transport: Transport) -> None:
+    path = tmp_path / "a%41?#"
+    with (
+        EmbeddedServer(f"unix:{path}", options=ONE_WORKER),
+        bngrad.Client(f"unix:{path}", transport=transport) as client,
+    ):
+        assert path.is_socket()
+        call(client)
+        assert run_bngrad("info", f"unix:{path}").returncode == 0
 
 
 def test_a_wrong_address_is_named() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
+from urllib.parse import quote
 
 MAX_PORT = 2**16 - 1
 _UNIX = "unix:"
@@ -30,6 +32,12 @@ def host_and_port(address: str) -> tuple[str, int] | None:
 def format_host_port(host: str, port: int) -> str:
     """Returns ``HOST:PORT``, with brackets around an IPv6 host."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def grpcio_address(address: str) -> str:
+    """Returns an address as grpcio takes it, which decodes percent escapes in a path."""
+    path = unix_path(address)
+    return address if path is None else _UNIX + quote(os.fsencode(path))
 
 
 def is_local(address: str) -> bool:

@@ -24,7 +24,7 @@ from bngrad_server.runtime.listening import bindable_addresses, check_path, max_
 from bngrad_server.runtime.tcp_throttle import TcpThrottle
 from bngrad_server.security.certificates import Certificates
 from bngrad_server.telemetry.metrics import Metrics
-from bngrad_wire.addresses import format_host_port, host_and_port, unix_path
+from bngrad_wire.addresses import format_host_port, grpcio_address, host_and_port, unix_path
 
 _OTHER_THREADS = 512
 """For calls other than ops: health, reflection, channelz, ServerInfo. A client that watches health occupies one."""
@@ -93,7 +93,7 @@ class GrpcioPort:
     def _add_address(self, address: str) -> int:
         try:
             if self._certificates is None or unix_path(address) is not None:
-                return int(self._server.add_insecure_port(address))
+                return int(self._server.add_insecure_port(grpcio_address(address)))
             return int(self._server.add_secure_port(address, self._certificates.credentials()))
         except RuntimeError as error:
             raise ListenError(f"cannot listen on {address}: {error}") from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bngrad_wire.addresses import format_host_port, host_and_port, is_local, unix_path
+from bngrad_wire.addresses import format_host_port, grpcio_address, host_and_port, is_local, unix_path
 
 
 @pytest.mark.parametrize(
@@ -54,6 +54,20 @@ def test_host_and_port_are_formatted_as_they_are_parsed(address: str) -> None:
 )
 def test_only_unix_addresses_have_a_path(address: str, expected: str | None) -> None:
     assert unix_path(address) == expected
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("unix:/a%41 é", "unix:/a%2541%20%C3%A9"),
+        ("unix:///a", "unix:/a"),
+        ("unix:a", "unix:a"),
+        ("[fe80::1%eth0]:7", "[fe80::1%eth0]:7"),
+        ("dns:///a%41", "dns:///a%41"),
+    ],
+)
+def test_only_paths_are_escaped_for_grpcio(address: str, expected: str) -> None:
+    assert grpcio_address(address) == expected
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "127.9.9.9:1", "localhost:1", "[::1]:1", "unix:/a"])
