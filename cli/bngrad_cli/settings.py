@@ -193,12 +193,18 @@ def _read_file(path: Path) -> dict[str, Any]:
 def _read_environment() -> dict[str, Any]:
     prefix = variable("")
     for name, value in os.environ.items():
-        if not name.startswith(prefix) or _NO_SETTING.match(name) or value.startswith(("tcp://", "udp://")):
+        if not name.startswith(prefix) or _NO_SETTING.match(name) or _is_of_service(name, value):
             continue
         setting = name.removeprefix(prefix).lower()
         if setting not in _FIELDS:
             raise SettingsError(f"{name} in the environment is no setting{_hint(setting, variable)}")
-    return {setting_name(name): value for name, value in EnvSettingsSource(ServerConfig)().items()}
+    values = {setting_name(name): value for name, value in EnvSettingsSource(ServerConfig)().items()}
+    return {name: value for name, value in values.items() if not _is_of_service(variable(name), value)}
+
+
+def _is_of_service(name: str, value: str) -> bool:
+    """Whether Kubernetes has set a variable; that of the Service bngrad-stream has the name of a setting."""
+    return name.endswith("_PORT") and value.startswith(("tcp://", "udp://"))
 
 
 def _hint(name: str, spell: Callable[[str], str]) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from fractions import Fraction
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -31,8 +33,11 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _in_units(units: dict[str, float]) -> BeforeValidator:
-    """Converts text such as "30 s" to a number; text without a unit is left to the check for numbers."""
+def _in_units(units: dict[str, float], *, is_whole: bool = False) -> BeforeValidator:
+    """Converts text such as "30 s" to a number, which is rounded down if it has to be whole.
+
+    Text without a unit is left to the check for numbers.
+    """
 
     def convert(value: Any) -> Any:
         found = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([A-Za-z]+)", value.strip()) if isinstance(value, str) else None
@@ -44,6 +49,8 @@ def _in_units(units: dict[str, float]) -> BeforeValidator:
         factors = {name.lower(): factor for name, factor in units.items()}
         if unit not in factors:
             raise ValueError(f"it should be a number, perhaps with one of the units {', '.join(units)}")
+        if is_whole:
+            return math.floor(Fraction(number) * Fraction(factors[unit]))
         return float(number) * factors[unit]
 
     return BeforeValidator(convert)
@@ -123,7 +130,7 @@ Seconds = Annotated[
     float, _in_units({"ms": 1e-3, "s": 1, "min": 60, "h": 3600}), Field(le=_LONGEST_S), Metavar("SECONDS")
 ]
 """A duration; text may have a unit. It is limited since timers do not take every number."""
-Bytes = Annotated[int, _in_units({"B": 1, **_POWERS}), Metavar("BYTES")]
+Bytes = Annotated[int, _in_units({"B": 1, **_POWERS}, is_whole=True), Metavar("BYTES")]
 """A size of memory; text may have a unit."""
 IN_MEMORY = AfterValidator(_check_memory)
 """Refuses sizes beyond the memory of this process."""

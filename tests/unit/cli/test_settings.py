@@ -160,7 +160,7 @@ def test_all_invalid_settings_are_named() -> None:
     assert [line.split(" is ")[0] for line in lines] == ["Error: --threads", "--workers"]
 
 
-def test_the_variables_of_a_kubernetes_service_named_bngrad_are_ignored() -> None:
+def test_the_variables_of_kubernetes_services_are_ignored() -> None:
     said = {
         "BNGRAD_SERVICE_HOST": "10.0.0.1",
         "BNGRAD_SERVICE_PORT": "50051",
@@ -169,6 +169,7 @@ def test_the_variables_of_a_kubernetes_service_named_bngrad_are_ignored() -> Non
         "BNGRAD_PORT_50051_TCP": "tcp://10.0.0.1:50051",
         "BNGRAD_PORT_50051_TCP_ADDR": "10.0.0.1",
         "BNGRAD_METRICS_PORT_9090_TCP_PROTO": "tcp",
+        "BNGRAD_STREAM_PORT": "tcp://10.0.0.1:50051",
     }
     assert effective(**said) == effective()
 

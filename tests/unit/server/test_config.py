@@ -73,6 +73,8 @@ def test_an_invalid_setting_is_refused_by_name(setting: dict[str, Any], message:
         ("max_wait_s", "1h", 3600.0),
         ("arena_bytes", "4194304", 2**22),
         ("arena_bytes", "0.5GiB", 2**29),
+        ("max_batch_bytes", "1.3GiB", 1_395_864_371),
+        ("max_batch_bytes", "0.29TB", 290_000_000_000),
         ("arena_bytes", "8 mb", 8_000_000),
         ("listen", "a:1, unix:/b", ("a:1", "unix:/b")),
     ],
