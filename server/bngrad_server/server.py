@@ -164,10 +164,7 @@ class Server:
         address = self._config.http
         if address is None:
             return None
-        try:
-            return MonitorSupervisor(address, self._config.http_names or "", self.status)
-        except OSError as error:
-            raise ListenError(f"cannot listen on {address} for HTTP: {error.strerror}") from error
+        return MonitorSupervisor(address, self._config.http_names or "", self.status)
 
     def _listen_for_leases(self) -> LeaseServer | None:
         """Listens on the sockets for clients on this host; None if no memory is to be shared."""

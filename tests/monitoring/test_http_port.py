@@ -18,7 +18,16 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.monitoring.conftest import HTTP, call, get, http_of, status_of
-from tests.servers import ONE_WORKER, children_of, free_port, hold_new_workers, is_running, wait_until, worker_pid
+from tests.servers import (
+    ONE_WORKER,
+    children_of,
+    free_port,
+    hold_new_workers,
+    is_running,
+    run_at_start,
+    wait_until,
+    worker_pid,
+)
 
 import bngrad
 from bngrad_cli.embedded import EmbeddedServer, ServerStartError
@@ -118,9 +127,37 @@ def test_a_front_process_that_does_not_answer_is_not_alive(harassed: EmbeddedSer
 
 def test_a_taken_port_is_named(http: str) -> None:
     address = http.removeprefix("http://")
-    complaint = f"Error: cannot listen on {address} for HTTP"
+    complaint = f"Error: cannot listen on {address}: Address already in use"
     with pytest.raises(ServerStartError, match=complaint), EmbeddedServer(options=("--http", address)):
         pass
+
+
+def test_a_name_that_no_host_can_have_is_reported_in_one_line() -> None:
+    complaint = r"the server did not start:\nError: cannot listen on a\.\.b:80: it names no host\n$"
+    with pytest.raises(ServerStartError, match=complaint), EmbeddedServer(options=("--http", "a..b:80")):
+        pass
+
+
+HAS_TWO_ADDRESSES = """
+import socket
+resolve = socket.getaddrinfo
+def getaddrinfo(host, *details, **options):
+    return [each for address in ("127.0.0.1", "127.0.0.2") for each in resolve(address, *details, **options)]
+socket.getaddrinfo = getaddrinfo
+"""
+
+
+def test_a_host_answers_at_all_its_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_at_start(HAS_TWO_ADDRESSES, tmp_path, monkeypatch)
+    with EmbeddedServer(options=("--http", "both:0")) as server:
+        _, port = address_of(http_of(server))
+        assert [get(f"http://{host}:{port}/healthz").status for host in ("127.0.0.1", "127.0.0.2")] == [200, 200]
+
+
+def test_every_address_of_ipv6_is_every_address_of_ipv4_too() -> None:
+    with EmbeddedServer(options=("--http", "[::]:0")) as server:
+        _, port = address_of(http_of(server))
+        assert get(f"http://127.0.0.1:{port}/healthz").status == 200
 
 
 def test_an_invalid_address_is_named() -> None:

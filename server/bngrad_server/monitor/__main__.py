@@ -1,4 +1,4 @@
-"""The HTTP process, run as ``python -m bngrad_server.monitor SOCKET_FD LISTENER_FD FRONT_PID HOST_NAMES``."""
+"""The HTTP process, run as ``python -m bngrad_server.monitor SOCKET_FD FRONT_PID HOST_NAMES LISTENER_FD...``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import os
 import socket
 import sys
+from collections.abc import Sequence
 
 from bngrad_server.monitor.history import History
 from bngrad_server.monitor.host_names import HostNames
@@ -23,24 +24,24 @@ _NICENESS = 5
 
 def main() -> None:
     """Serves until the front process closes the socket."""
-    socket_fd, listener_fd, front_pid = map(int, sys.argv[1:4])
-    host_names = HostNames(sys.argv[4].split(","))
+    socket_fd, pid, names, *listener_fds = sys.argv[1:]
+    front_pid = int(pid)
     die_with_parent(front_pid)
     ignore_stop_signals()
     logs.set_up_as_parent()
     os.nice(_NICENESS)
-    with (
-        socket.socket(fileno=socket_fd) as front,
-        socket.socket(fileno=listener_fd) as listener,
-        contextlib.suppress(FrontGoneError),
-    ):
-        asyncio.run(_serve(StatusClient(front), listener, front_pid, host_names))
+    front, *listeners = (socket.socket(fileno=int(fd)) for fd in (socket_fd, *listener_fds))
+    with contextlib.suppress(FrontGoneError):
+        asyncio.run(_serve(StatusClient(front), listeners, front_pid, HostNames(names.split(","))))
 
 
-async def _serve(front: StatusClient, listener: socket.socket, front_pid: int, host_names: HostNames) -> None:
+async def _serve(
+    front: StatusClient, listeners: Sequence[socket.socket], front_pid: int, host_names: HostNames
+) -> None:
     history = History()
     http = HttpServer(Pages(front, history, front_pid).answer, host_names.allows)
-    await http.start(listener)
+    for listener in listeners:
+        await http.start(listener)
     while True:
         with contextlib.suppress(TimeoutError):
             history.add(await front.status())

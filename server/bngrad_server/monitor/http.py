@@ -57,11 +57,11 @@ class HttpServer:
         self._allows_host = allows_host
         self._connections: set[asyncio.Task[None]] = set()
         self._waiting: dict[asyncio.Task[None], None] = {}  # those that wait for their clients, the oldest first
-        self._server: asyncio.Server | None = None
+        self._servers: list[asyncio.Server] = []
 
     async def start(self, listener: socket.socket) -> None:
-        """Accepts connections from now on."""
-        self._server = await asyncio.start_server(self._serve, sock=listener, limit=_MAX_HEAD_NBYTES)
+        """Accepts connections from now on; may be called for several listening sockets."""
+        self._servers.append(await asyncio.start_server(self._serve, sock=listener, limit=_MAX_HEAD_NBYTES))
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()

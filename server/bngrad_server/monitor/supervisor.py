@@ -14,12 +14,12 @@ from collections.abc import Callable
 from typing import Any
 
 from bngrad_kernels.child import module_command
+from bngrad_server.runtime.listening import tcp_listeners
 from bngrad_server.runtime.processes import end_process
 from bngrad_wire.addresses import format_host_port, host_and_port
 
 logger = logging.getLogger(__name__)
 
-_BACKLOG = 128
 _EXIT_TIMEOUT_S = 5.0
 _RESTART_DELAY_S = 1.0
 
@@ -40,13 +40,12 @@ class MonitorSupervisor:
             status: Returns what the pages show.
 
         Raises:
-            OSError: The address is in use or not of this host.
+            ListenError: The address is in use or not of this host.
         """
         place = host_and_port(address)
         assert place is not None
-        family = socket.getaddrinfo(*place, type=socket.SOCK_STREAM)[0][0]
-        self._listener = socket.create_server(place, family=family, backlog=_BACKLOG)
-        self.address = format_host_port(place[0], self._listener.getsockname()[1])
+        self._listeners = tcp_listeners(*place)
+        self.address = format_host_port(place[0], self._listeners[0].getsockname()[1])
         self._names = f"{place[0]},{names}"
         self._status = status
         self._closing = threading.Event()
@@ -66,7 +65,8 @@ class MonitorSupervisor:
                 self._socket.shutdown(socket.SHUT_RDWR)
         if self._thread.is_alive():
             self._thread.join()
-        self._listener.close()
+        for listener in self._listeners:
+            listener.close()
 
     def _run(self) -> None:
         while not self._closing.is_set():
@@ -96,9 +96,9 @@ class MonitorSupervisor:
             logger.error("the HTTP process ended with exit code %d and is started again", code)
 
     def _start_process(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
-        fds = (theirs.fileno(), self._listener.fileno())
+        fd, *listener_fds = fds = [each.fileno() for each in (theirs, *self._listeners)]
         return subprocess.Popen(  # noqa: S603 - our own module
-            module_command("bngrad_server.monitor", *fds, os.getpid(), self._names),
+            module_command("bngrad_server.monitor", fd, os.getpid(), self._names, *listener_fds),
             stdin=subprocess.DEVNULL,
             stdout=sys.stderr.fileno(),
             pass_fds=fds,

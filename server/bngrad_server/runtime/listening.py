@@ -18,6 +18,7 @@ _MAX_CONNECTIONS = 8192
 _OTHER_DESCRIPTORS = 2048
 _MOST_DESCRIPTORS = 1 << 16
 _MAX_PATH_NBYTES = 107
+_BACKLOG = 128
 _TRIES = 16
 """For a port that is free on every address of a host."""
 _MISSING = {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT}
@@ -74,6 +75,24 @@ def bindable_addresses(host: str, port: int) -> list[tuple[str, int]]:
             reason = "it names no host"
             break
     raise ListenError(f"cannot listen on {format_host_port(host, port)}: {reason}")
+
+
+def tcp_listeners(host: str, port: int) -> list[socket.socket]:
+    """Listens on the addresses of `bindable_addresses`, and at ``::`` for IPv4 too.
+
+    Raises:
+        ListenError: There is none, or the port is taken on one of them.
+    """
+    listeners = []
+    for address in bindable_addresses(host, port):
+        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        dualstack = address[0] == "::" and socket.has_dualstack_ipv6()
+        try:
+            listener = socket.create_server(address, family=family, backlog=_BACKLOG, dualstack_ipv6=dualstack)
+        except OSError as error:
+            raise ListenError(f"cannot listen on {format_host_port(*address)}: {error.strerror}") from error
+        listeners.append(listener)
+    return listeners
 
 
 def has_listener(path: Path) -> bool:

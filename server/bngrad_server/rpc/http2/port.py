@@ -11,16 +11,14 @@ import socket
 from functools import partial
 from typing import Any
 
-from bngrad_server.errors import ListenError
 from bngrad_server.rpc.http2.connections import Http2Connections
 from bngrad_server.rpc.http2.strangers import Strangers
 from bngrad_server.rpc.other_calls import OtherCalls
 from bngrad_server.rpc.servicer import Servicer
 from bngrad_server.runtime.event_loop import EventLoop
-from bngrad_server.runtime.listening import bindable_addresses
+from bngrad_server.runtime.listening import tcp_listeners
 from bngrad_server.scheduling.dispatch import Dispatcher
 from bngrad_server.security.certificates import Certificates
-from bngrad_wire.addresses import format_host_port
 
 _END_TIMEOUT_S = 1.0
 
@@ -42,13 +40,7 @@ class Http2Port:
         Raises:
             ListenError: The port is taken, or may not be used.
         """
-        for address in bindable_addresses(host, port):
-            family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-            dualstack = address[0] == "::" and socket.has_dualstack_ipv6()
-            try:
-                listener = socket.create_server(address, family=family, backlog=128, dualstack_ipv6=dualstack)
-            except OSError as error:
-                raise ListenError(f"cannot listen on {format_host_port(*address)}: {error.strerror}") from error
+        for listener in tcp_listeners(host, port):
             self._strangers.listen(listener)
             bound: int = listener.getsockname()[1]
         return bound
