@@ -102,6 +102,13 @@ def test_openmetrics_is_served_on_request(http: str) -> None:
     assert answer.text.endswith("# EOF\n")
 
 
+@pytest.mark.parametrize("version", ["abc", "1.a"])
+@pytest.mark.parametrize("media_type", ["application/openmetrics-text", "text/plain"])
+def test_a_version_that_is_no_number_gets_the_default_format(http: str, media_type: str, version: str) -> None:
+    answer = get(f"{http}/metrics", accept=f"{media_type};version={version}")
+    assert (answer.status, answer.headers["content-type"].partition(";")[0]) == (200, "text/plain")
+
+
 def test_promtool_accepts_our_metrics(http: str) -> None:
     metrics = get(f"{http}/metrics").text
     checked = subprocess.run([tool("promtool"), "check", "metrics"], input=metrics, capture_output=True, text=True)

@@ -130,7 +130,12 @@ class HttpServer:
         host = headers.get("host", "")  # which HTTP/1.0 may leave out; browsers do not
         if not self._allows_host(host):
             return text_response(421, _WRONG_HOST.format(host[:_MAX_SHOWN])), True
-        return await self._handler(path, headers), request.method == b"GET"
+        has_body = request.method == b"GET"
+        try:
+            return await self._handler(path, headers), has_body
+        except Exception:
+            logger.exception("a request for %s over HTTP failed", path)
+            return text_response(500, "the server failed\n"), has_body
 
 
 async def _receive_request(connection: h11.Connection, reader: asyncio.StreamReader) -> h11.Request:

@@ -32,6 +32,12 @@ class Exposition:
     def render(self, status: Status, accept: str) -> Response:
         """Renders a status; see `bngrad_server.server.Server.status`."""
         self._collector.status = status
+        try:
+            return self._render(accept)
+        except (TypeError, ValueError):  # the library compares versions that are no numbers
+            return self._render("")
+
+    def _render(self, accept: str) -> Response:
         encode, media_type = choose_encoder(accept)
         return Response(200, media_type, encode(self._registry))
 

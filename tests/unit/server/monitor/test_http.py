@@ -16,6 +16,17 @@ async def _answer(path: str, headers: Mapping[str, str]) -> http.Response:
     return http.text_response(200, path)
 
 
+async def _fail(path: str, headers: Mapping[str, str]) -> http.Response:
+    raise ZeroDivisionError
+
+
+async def _answer_of(handler: http.Handler, listener: socket.socket, client: socket.socket) -> bytes:
+    """Serves, and returns what a client receives first."""
+    client.setblocking(False)
+    await http.HttpServer(handler, lambda host: True).start(listener)
+    return await asyncio.wait_for(asyncio.get_running_loop().sock_recv(client, 65536), 30)
+
+
 def test_a_request_that_is_there_outlasts_connections_that_come_at_the_same_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -24,10 +35,13 @@ def test_a_request_that_is_there_outlasts_connections_that_come_at_the_same_time
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=100))
         first, *_ = (stack.enter_context(socket.create_connection(listener.getsockname(), 30)) for _ in range(80))
         first.sendall(b"GET /there HTTP/1.1\r\nHost: a\r\n\r\n")
-        first.setblocking(False)
+        assert asyncio.run(_answer_of(_answer, listener, first)).startswith(b"HTTP/1.1 200 ")
 
-        async def receive() -> bytes:
-            await http.HttpServer(_answer, lambda host: True).start(listener)
-            return await asyncio.wait_for(asyncio.get_running_loop().sock_recv(first, 65536), 30)
 
-        assert asyncio.run(receive()).startswith(b"HTTP/1.1 200 ")
+def test_an_unexpected_error_is_answered() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname(), 30) as client,
+    ):
+        client.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+        assert asyncio.run(_answer_of(_fail, listener, client)).startswith(b"HTTP/1.1 500 ")
