@@ -55,15 +55,20 @@ class KernelCompiler:
         assert process is not None
         assert process.stdout is not None
         self.compiling = tuple(process.stdout.readline().split())
-        missing = len(self.compiling)
-        if missing:
-            logger.info("compiling %d more kernels in the background: %s", missing, ", ".join(self.compiling))
+        all_succeed = bool(self.compiling)
+        if self.compiling:
+            kernels = ", ".join(self.compiling)
+            logger.info("compiling %d more kernels in the background: %s", len(self.compiling), kernels)
         for line in process.stdout:
             name, _, failure = line.strip().partition(" ")
             self.compiling = tuple(kernel for kernel in self.compiling if kernel != name)
             if failure:
+                all_succeed = False
                 logger.warning("%s; requests for it will try again", failure)
-        end_process(process, _EXIT_TIMEOUT_S)
-        if missing and not self._closing:
+        process.stdout.close()
+        code = end_process(process, _EXIT_TIMEOUT_S)
+        if code and not self._closing:
+            logger.warning("the compiler of kernels ended with exit code %d; requests compile what they need", code)
+        elif all_succeed and not self._closing:
             logger.info("all kernels are compiled, after %.0f s", time.monotonic() - started_at)
         self.compiling = ()

@@ -1,0 +1,30 @@
+"""The compiler of kernels in the background."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from tests.servers import children_of, wait_until
+
+from bngrad_server.workers.kernel_compiler import KernelCompiler
+
+
+def test_a_compiler_that_is_killed_has_not_compiled_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    caplog.set_level(logging.INFO)
+    with closing(KernelCompiler()) as compiler:
+        compiler.start()
+        wait_until(lambda: compiler.compiling)
+        (process,) = children_of(os.getpid(), "bngrad_kernels.cpu.machine_code.warm")
+        for each in (process, *process.children()):
+            each.send_signal(signal.SIGKILL)
+        wait_until(lambda: not compiler.compiling)
+    said = "the compiler of kernels ended with exit code -9; requests compile what they need"
+    assert [record.getMessage() for record in caplog.records][1:] == [said]
