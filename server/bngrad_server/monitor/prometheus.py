@@ -58,7 +58,7 @@ def _counters(status: Status) -> Iterator[Metric]:
     for *labels, count in status["requests"]:
         requests.add_metric(labels, count)
     yield requests
-    text = "Calls that ended, by gRPC status code, before it was known what they ask for."
+    text = "Calls that ended, by gRPC status code, before they became requests."
     yield _counter("bngrad_refused_calls", text, status["refused_calls"], "code")
     text = "Connections to the server's own endpoint that were closed on their clients."
     yield _counter("bngrad_refused_connections", text, status["refused_connections"], "reason")
@@ -120,7 +120,8 @@ def _histograms(status: Status) -> Iterator[Metric]:
     text = "Seconds from when a request's message was there until its answer was given to the transport."
     yield _times("bngrad_request_seconds", text, "transport", status["totals"])
     batches = status["batches"]
-    sizes = HistogramMetricFamily("bngrad_batch_requests", "Requests in a batch that a worker was given.")
+    text = "Requests in a batch; one that the front process computes is a batch of its own."
+    sizes = HistogramMetricFamily("bngrad_batch_requests", text)
     sizes.add_metric([], _buckets(batches["sizes"], lambda k: 2.0 ** (k + 1) - 1), batches["requests"])
     yield sizes
     nbytes = HistogramMetricFamily("bngrad_batch_bytes", "Bytes of the tensors of a batch.")

@@ -20,7 +20,7 @@ from bngrad_server.codec.ops import TRANSPORTS
 STAGES = ("decode", "wait", "copy", "compute", "encode")
 """The stages of a request, which add up to its whole time."""
 REFUSALS = ("INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "UNAUTHENTICATED", "UNIMPLEMENTED")
-"""The status codes of calls that end before their op is known."""
+"""The status codes of calls that end before they become requests."""
 REASONS = ("full", "handshake", "protocol", "silent")
 """Why connections are refused: there are too many, the TLS handshake failed, the peer breaks the rules of HTTP/2 or
 floods it, or it begins no call, or does not end a frame, within seconds."""
@@ -83,7 +83,7 @@ class Metrics:
             self._failures[op, transport, code] += 1
 
     def refused_call(self, code: str) -> None:
-        """Counts a call that ended before its op was known, with one of `REFUSALS`."""
+        """Counts a call that ended before it became a request, with one of `REFUSALS`."""
         with self._mutex:
             self._refused_calls[code] += 1
 
