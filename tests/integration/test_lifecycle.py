@@ -21,6 +21,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from tests.servers import (
+    BNGRAD,
     ONE_WORKER,
     TIMEOUT_S,
     TRANSPORTS,
@@ -164,6 +165,19 @@ def test_a_compiler_of_kernels_that_does_not_end_does_not_delay_the_end(
         assert len(children_of(server.process.pid, compiler)) == 1
         server.process.terminate()
         assert server.process.wait(TIMEOUT_S / 3) == 0
+
+
+@pytest.mark.parametrize("closing", ["2>&-", "0<&- 2>&-"])
+def test_a_server_runs_without_standard_files(tmp_path: Path, closing: str) -> None:
+    serve = [*BNGRAD, "serve", *ONE_WORKER, "--listen", f"unix:{tmp_path}/socket"]
+    command = ["sh", "-c", f'exec "$@" {closing}', "sh", *serve]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert " ready on " in process.stdout.readline()
+        with bngrad.Client(f"unix:{tmp_path}/socket") as client:
+            call(client)
+        process.terminate()
+        assert process.wait(TIMEOUT_S) == 0
 
 
 def test_reflection_lists_the_services(server: EmbeddedServer) -> None:

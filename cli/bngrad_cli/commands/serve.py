@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ def serve(config: Path | None, **flags: Any) -> None:
       bngrad serve --listen 0.0.0.0:50051 --stream-port 50052 \\
           --tls-certificate server.pem --tls-key server.key --token-file tokens
     """  # noqa: D301 - click wants the character \b
+    _open_standard_files()
     effective, _ = settings.load(config, flags)
     from bngrad_server.runtime.malloc import use_one_heap  # noqa: PLC0415
 
@@ -39,3 +42,12 @@ def serve(config: Path | None, **flags: Any) -> None:
         server.serve(effective)
     except (ListenError, TracingError, WorkerStartError) as error:
         raise click.ClickException(str(error)) from error
+
+
+def _open_standard_files() -> None:
+    """Opens /dev/null for each that is closed: other files would take its descriptor, and child processes lack it."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            file = Path(os.devnull).open(mode)  # noqa: SIM115 - stays open
+            os.set_inheritable(file.fileno(), True)
+            setattr(sys, name, file)
