@@ -6,7 +6,6 @@ import ctypes
 import fcntl
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +13,7 @@ from typing import NamedTuple
 import llvmlite.binding as llvm
 
 from bngrad_kernels import compiled_code
+from bngrad_kernels.child import module_command
 from bngrad_kernels.cpu.machine_code import cache
 from bngrad_kernels.cpu.machine_code.kernels import SYMBOL, Kernel, host
 from bngrad_kernels.errors import DeviceUnavailableError
@@ -67,7 +67,7 @@ def begin(kernel: Kernel, cpu: str) -> subprocess.Popen[bytes]:
     """Starts a process that compiles a kernel, whatever the user has set for Numba and for warnings."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(("NUMBA_", "PYTHONWARNINGS"))}
     return subprocess.Popen(  # noqa: S603 - our own module
-        [sys.executable, "-m", "bngrad_kernels.cpu.machine_code.compiler", str(kernel), str(path(kernel, cpu))],
+        module_command("bngrad_kernels.cpu.machine_code.compiler", kernel, path(kernel, cpu)),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
