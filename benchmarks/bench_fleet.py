@@ -17,7 +17,7 @@ from benchmarks.fleet.balancing import BALANCINGS
 from benchmarks.fleet.model import Model, Outcome, Scenario
 from benchmarks.fleet.real import Times
 
-from bngrad_kernels import processor
+from bngrad_kernels.machine import processor
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/fleet-model.json"
@@ -46,7 +46,7 @@ def main() -> None:
     results: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     if options.measure:
         results |= {
-            "processor": f"{os.cpu_count()} cores of {processor.name()}",
+            "processor": f"{os.cpu_count()} cores of {processor()}",
             "times": dataclasses.asdict(real.mix_times()),
             "check": _check(),
         }

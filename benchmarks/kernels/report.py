@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.kernels.cases import Case
 from benchmarks.kernels.rivals import BNGRAD, COPY
 
-from bngrad_kernels import processor
+from bngrad_kernels.machine import processor
 
 FLOOR_PER_COPY = 1.5
 """The gradient moves three tensors (dy and x in, x_backprop out), a copy two."""
@@ -121,7 +121,7 @@ def machine(versions: dict[str, str], threads: int) -> dict[str, Any]:
     root = Path(__file__).parent
     git = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
     return {
-        "cpu": processor.name(),
+        "cpu": processor(),
         "threads": threads,
         "kernel": platform.release(),
         "python": platform.python_version(),

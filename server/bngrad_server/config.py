@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasGenerator, Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from bngrad_server.runtime import cgroup
+from bngrad_kernels import machine
 from bngrad_server.setting_types import (
     IN_MEMORY,
     NONE,
@@ -44,7 +44,7 @@ def default_max_message_bytes() -> int:
 
 def default_arena_bytes() -> int:
     """Returns half of the memory that this process may use."""
-    return cgroup.memory_bytes() // 2
+    return machine.memory_bytes() // 2
 
 
 def setting_name(field_name: str) -> str:
@@ -81,7 +81,7 @@ class ServerConfig(BaseSettings):
     device: Device = "auto"
     """Device to compute on: cpu, or GPUs such as cuda:0,cuda:1; auto takes every usable GPU, or the CPU if there is
     none."""
-    threads: Annotated[int, Computed("every core")] = Field(default_factory=cgroup.cores, ge=1)
+    threads: Annotated[int, Computed("every core")] = Field(default_factory=machine.cores, ge=1)
     """Threads of each CPU worker. Results have the same bits for any number."""
     workers: int = Field(default=2, ge=1)
     """Worker processes on a CPU. With more than one, small requests run side by side, and serving goes on if one
@@ -199,7 +199,7 @@ class ServerConfig(BaseSettings):
     @property
     def has_cores_for_all(self) -> bool:
         """Whether every CPU worker has cores of its own, so that several compute faster than one."""
-        return self.workers * self.threads <= cgroup.cores()
+        return self.workers * self.threads <= machine.cores()
 
     @property
     def advertised_stream(self) -> tuple[str, int] | None:

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from bngrad_kernels import machine
 from bngrad_kernels.backends import devices
-from bngrad_server.runtime import cgroup
 from bngrad_wire.addresses import MAX_PORT, host_and_port, unix_path
 
 NONE = "none"
@@ -68,7 +68,7 @@ def at_least(least: int, text: str, why: str, *, or_none: bool = False) -> After
 
 
 def _check_memory(value: int) -> int:
-    if value > (most := cgroup.memory_bytes()):
+    if value > (most := machine.memory_bytes()):
         raise ValueError(f"it should be at most {most}, the memory that this process may use")
     return value
 

@@ -116,7 +116,7 @@ def look_inside(engine: Engine, name: str) -> None:
     assert "Read-only" in engine("exec", name, "sh", "-c", "touch /opt/bngrad/x 2>&1 || true")
     compilers = engine("exec", name, "sh", "-c", "command -v cc gcc g++ clang || true")
     assert compilers == "", compilers
-    code = "from bngrad_server.runtime import cgroup; print(cgroup.memory_bytes())"
+    code = "from bngrad_kernels import machine; print(machine.memory_bytes())"
     limit = engine("exec", name, "python", "-c", code)
     assert int(limit) == MEMORY_BYTES
     say("not root, nothing to write to, no compiler")

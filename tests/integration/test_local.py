@@ -241,6 +241,18 @@ os.wait()
     assert python(CALL + code).splitlines() == [*loaded, "ClientClosedError True", "UnavailableError True"]
 
 
+def test_a_kernel_that_cannot_be_compiled_is_an_error_of_the_client() -> None:
+    code = """
+import os
+os.environ["NUMBA_CPU_NAME"] = "no-such-processor"
+try:
+    call(bngrad.Client("local:"))
+except bngrad.UnavailableError as error:
+    print(error)
+"""
+    assert python(CALL + code).startswith("the kernel float32-1 could not be compiled: LLVM")
+
+
 @pytest.mark.parametrize("arguments", ["'local:'", "'localhost:1', fallback='local'"])
 def test_missing_numba_is_said_when_the_client_is_made(arguments: str) -> None:
     code = f"""

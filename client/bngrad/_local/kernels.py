@@ -21,6 +21,7 @@ from bngrad._results import Device, ServerInfo
 from bngrad._shared_memory.pool import Pool
 from bngrad.typing import Array, DataFormat
 from bngrad_kernels import spec, validation
+from bngrad_kernels.errors import DeviceUnavailableError
 from bngrad_kernels.problem import AnyProblem, GradGradProblem, Problem
 from bngrad_kernels.spec import ReserveSpace2Kind, Spec, TensorHeader
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
@@ -80,10 +81,10 @@ class LocalKernels:
 
         Raises:
             InvalidArgumentError: The request breaks the op's contract.
-            UnavailableError: The process was forked from one that has computed calls.
+            UnavailableError: The process was forked from one that has computed calls, or the kernel cannot be compiled.
         """
         problem, outputs = self._problem(request)
-        _backend().run([problem])
+        _compute(_backend().run, [problem])
         for i, out in enumerate(request.out):
             if out is not None and out is not outputs[i]:
                 np.copyto(out, outputs[i])
@@ -124,7 +125,7 @@ class LocalKernels:
             return None
         x_backprop = self._new(checked)
         addresses["x_backprop"] = x_backprop.__array_interface__["data"][0]
-        _backend().run_at(checked, addresses)
+        _compute(_backend().run_at, checked, addresses)
         return x_backprop
 
     def server_info(self, deadline: Deadline, cancellation: Cancellation) -> ServerInfo:
@@ -214,6 +215,13 @@ def _spec_at(
 
 def _header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> TensorHeader:
     return TensorHeader(dtype, shape, math.prod(shape) * dtype.itemsize)
+
+
+def _compute(run: Callable[..., None], *arguments: Any) -> None:
+    try:
+        run(*arguments)
+    except DeviceUnavailableError as error:
+        raise UnavailableError(str(error)) from error
 
 
 _mutex = threading.Lock()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import os
 import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from bngrad_kernels import processor
+from bngrad_kernels import machine
 from bngrad_kernels.backend import Backend
 from bngrad_kernels.cpu.machine_code import loader
 from bngrad_kernels.cpu.machine_code.kernels import FIRST, Kernel, host
@@ -55,12 +54,12 @@ class CpuBackend(Backend):
         Args:
             threads: How many threads it uses; None for one per core that this process may use.
         """
-        self._threads = threads or len(os.sched_getaffinity(0))
+        self._threads = threads or machine.cores()
         self._team = team()
         self._kernels: dict[tuple[Any, int], loader.LoadedKernel] = {}
         self._loading = threading.Lock()
         self._local = threading.local()
-        self.description = f"{processor.name()}, {self._threads} threads"
+        self.description = f"{machine.processor()}, {self._threads} threads"
 
     def register(self, memory: Array) -> None:
         """Does nothing: the CPU reaches all host memory directly."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bngrad_server.runtime import cgroup
+from bngrad_kernels import machine
 
 CORES = len(os.sched_getaffinity(0))
 MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -40,7 +40,7 @@ def test_a_containers_limits_count(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, files: dict[str, str], cores: int, memory: int
 ) -> None:
     make_tree(monkeypatch, tmp_path, files, "0::/\n")
-    assert (cgroup.cores(), cgroup.memory_bytes()) == (cores, memory)
+    assert (machine.cores(), machine.memory_bytes()) == (cores, memory)
 
 
 GROUPS_OF_VERSION_1 = "12:memory:/system.slice/b.service\n3:cpu,cpuacct:/system.slice\n1:name=systemd:/\n0::/\n"
@@ -87,7 +87,7 @@ def test_the_limits_of_the_group_of_this_process_and_of_all_that_hold_it_count(
 ) -> None:
     files = {**files, "other.slice/cpu.max": "1000 100000", "other.slice/memory.max": "1"}
     make_tree(monkeypatch, tmp_path, files, groups)
-    assert (cgroup.cores(), cgroup.memory_bytes()) == (1, 1 << 20)
+    assert (machine.cores(), machine.memory_bytes()) == (1, 1 << 20)
 
 
 def make_tree(monkeypatch: pytest.MonkeyPatch, folder: Path, files: dict[str, str], groups: str | None) -> None:
@@ -98,5 +98,5 @@ def make_tree(monkeypatch: pytest.MonkeyPatch, folder: Path, files: dict[str, st
         file.write_text(f"{text}\n")
     if groups is not None:
         (folder / "groups").write_text(groups)
-    monkeypatch.setattr(cgroup, "ROOT", folder / "root")
-    monkeypatch.setattr(cgroup, "GROUPS", folder / "groups")
+    monkeypatch.setattr(machine, "ROOT", folder / "root")
+    monkeypatch.setattr(machine, "GROUPS", folder / "groups")

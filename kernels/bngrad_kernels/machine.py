@@ -1,13 +1,22 @@
-"""The memory and cores that the limits of a container or service leave, by cgroup version 2 or 1."""
+"""This machine, and what the limits of a container or service leave of it, by cgroup version 2 or 1."""
 
 from __future__ import annotations
 
 import math
 import os
+import platform
 from pathlib import Path, PurePosixPath
 
 ROOT = Path("/sys/fs/cgroup")
 GROUPS = Path("/proc/self/cgroup")
+
+
+def processor() -> str:
+    """Returns the processor's name, with the family and model, since virtual machines often hide the rest."""
+    facts = _facts(Path("/proc/cpuinfo"))
+    if "model name" not in facts:
+        return platform.processor() or platform.machine()
+    return f"{facts['model name']} (family {facts['cpu family']}, model {facts['model']})"
 
 
 def memory_bytes() -> int:
@@ -49,3 +58,10 @@ def _text(file: Path) -> str:
         return file.read_text()
     except OSError:
         return ""
+
+
+def _facts(cpuinfo: Path) -> dict[str, str]:
+    """Returns what Linux knows of the first processor."""
+    text = cpuinfo.read_text() if cpuinfo.exists() else ""
+    pairs = (line.partition(":")[::2] for line in text.split("\n\n", 1)[0].splitlines())
+    return {key.strip(): value.strip() for key, value in pairs}
