@@ -30,6 +30,7 @@ from bngrad_wire import __version__
 _STATUS_DETAILS_KEY = "grpc-status-details-bin"
 _RESET = "RST_STREAM with error code 2"
 """How grpcio reports, as INTERNAL, that a proxy lost its server amid an answer."""
+_CREDENTIALS_HINT = "; token= must be one that this server accepts: the token itself, or the pathlib.Path of its file"
 
 
 class BngradError(Exception):
@@ -176,13 +177,21 @@ def from_status(code: grpc.StatusCode, message: str, details: bytes, target: str
     if cls is ResourceExhaustedError:
         return ResourceExhaustedError(f"{target} answered {code.name}: {message}", _retry_delay_s(details))
     if cls is UnavailableError:
-        return UnavailableError(f"{target} is not available: {message}. Is `bngrad serve` running there?")
+        return UnavailableError(f"{target} is not available: {message}. {_what_to_check(message)}")
     if cls is DeadlineExceededError:
         return DeadlineExceededError(f"{target} did not answer within the timeout of {timeout} s: {message}")
     if cls is UnimplementedError:
         return UnimplementedError(f"{target} does not know this call of bngrad {__version__}: {message}")
-    hint = "; give the client one by token=" if cls is UnauthenticatedError else ""
+    hint = _CREDENTIALS_HINT if cls is UnauthenticatedError else ""
     return cls(f"{target} answered {code.name}: {message}{hint}")
+
+
+def _what_to_check(message: str) -> str:
+    """Returns what to do about a server that is not available; TLS on one side alone looks like a lost connection."""
+    if "WRONG_VERSION_NUMBER" in message:
+        return "This client uses TLS, and what listens there does not."
+    is_lost = "Socket closed" in message or "Connection reset" in message
+    return "Is `bngrad serve` running there?" + (" Both sides must use TLS, or neither." if is_lost else "")
 
 
 def _retry_delay_s(details: bytes) -> float | None:

@@ -243,6 +243,12 @@ def test_a_port_without_a_server_is_unavailable(client_class: ClientClass) -> No
     assert str(refused.value).endswith("Is `bngrad serve` running there?")
 
 
+def test_a_server_without_tls_is_named_as_such_to_a_client_with_it(client_class: ClientClass) -> None:
+    message = "This client uses TLS, and what listens there does not"
+    with peer(info) as target, pytest.raises(bngrad.UnavailableError, match=message):
+        use(client_class(target, tls=True), lambda client: client.server_info(timeout=60))
+
+
 def test_a_unix_socket_without_a_server_is_unavailable(client_class: ClientClass, tmp_path: Path) -> None:
     with pytest.raises(bngrad.UnavailableError, match="No such file or directory"):
         ask(client_class, f"unix:{tmp_path}/socket")

@@ -155,6 +155,7 @@ def test_annotations_of_public_names_can_be_read() -> None:
                 typing.get_type_hints(method)
 
 
-def test_a_missing_token_is_answered_with_the_argument_to_give() -> None:
+def test_a_token_that_is_missing_or_not_accepted_is_answered_with_what_to_give() -> None:
     error = from_status(grpc.StatusCode.UNAUTHENTICATED, "a valid token is needed", b"", "host:1", 1.0)
-    assert str(error) == "host:1 answered UNAUTHENTICATED: a valid token is needed; give the client one by token="
+    expected = "token= must be one that this server accepts: the token itself, or the pathlib.Path of its file"
+    assert str(error) == f"host:1 answered UNAUTHENTICATED: a valid token is needed; {expected}"
