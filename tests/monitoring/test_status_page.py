@@ -86,8 +86,9 @@ def test_top_shows_the_same_in_a_terminal(busy: str) -> None:
         assert words in result.output
     lines = result.output.splitlines()
     assert max(map(len, lines)) <= 80
+    assert any(line.startswith(" front ") for line in lines)
     assert any(all(name in line for name in STAGES) for line in lines)
-    assert [line for line in result.output.splitlines() if "…" in line and not line.lstrip().startswith("cpu:")] == []
+    assert [line for line in lines if "…" in line and not line.lstrip().startswith(("cpu:", "front "))] == []
 
 
 def test_top_prints_json_for_scripts(http: str) -> None:

@@ -15,6 +15,8 @@ from bngrad_wire.printable import printable
 _BARS = " ▁▂▃▄▅▆▇█"
 _MINUTE_S = 60
 _SHOWN_FAILURES = 5
+_FRONT = {"name": "front", "state": "ready", "restarts": 0, "description": "computes small requests and shared memory"}
+"""The front process of a server that has computed requests there, as a row of the devices."""
 
 
 def screen(address: str, status: dict[str, Any]) -> RenderableType:
@@ -62,14 +64,14 @@ def _devices(server: dict[str, Any], points: list[dict[str, Any]]) -> Renderable
     for name in ("device", "worker", "utilisation", "", "memory", "restarts", "what it is"):
         justify: Literal["left", "right"] = "right" if name in {"", "memory", "restarts"} else "left"
         table.add_column(name, no_wrap=name != "what it is", justify=justify)
-    for device in server["devices"]:
+    for device in (*server["devices"], *([_FRONT] if server.get("front_busy_s") else [])):
         busy = points[-1]["busy"].get(device["name"], 0.0) if points else 0.0
         table.add_row(
             device["name"],
             Text(device["state"], style="green" if device["state"] == "ready" else "bold red"),
             ProgressBar(total=1.0, completed=busy, width=16),
             f"{100 * busy:.0f} %",
-            _size(device["resident_bytes"]),
+            _size(device["resident_bytes"]) if "resident_bytes" in device else "-",
             str(device["restarts"]),
             Text(device["description"], no_wrap=True, overflow="ellipsis"),
         )
