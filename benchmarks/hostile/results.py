@@ -147,7 +147,8 @@ def verdict(report: Report) -> Iterator[str]:
         if figures["grown_bytes"] > BOUND_BYTES:
             missed.add(name)
             yield f"{name}: memory grew by {figures['grown_bytes'] / 1e6:.0f} MB, more than {BOUND_BYTES / 1e6:.0f} MB"
-    after = f"from 2 s after the attack on, p99 above {TARGET_AFTER} x quiet, and above every control"
+    where = f"{len(slow)} of {sum(len(figures['doors']) for figures in report.attacks.values())} figures"
+    after = f"from 2 s after the attack on, p99 is above {TARGET_AFTER} x quiet and every control in {where}"
     yield f"{after}: {', '.join(slow) or 'none'}"
     targets = f"p99 <= {TARGET_RATIO:g} x quiet or {1e3 * TARGET_S:g} ms, no errors, bounded memory"
     yield f"{len(missed)} of {len(report.attacks)} attacks miss: {targets}"
@@ -182,7 +183,8 @@ def _page(report: Report) -> str:
     for name, result in report.attacks.items():
         cells = (_cell(result["doors"][door]) for door in doors)
         lines.append(_row(name, cells, f"{result['grown_bytes'] / 1e6:+.0f} MB"))
-    lines += ["", *(f"- {name}: {each['description']}." for name, each in report.attacks.items())]
+    lines += ["", "The targets:", "", *(f"- {line}" for line in verdict(report))]
+    lines += ["", "The attacks:", "", *(f"- {name}: {each['description']}." for name, each in report.attacks.items())]
     return "\n".join(lines) + "\n"
 
 

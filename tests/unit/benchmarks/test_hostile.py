@@ -63,9 +63,9 @@ def test_the_verdict_names_each_target_that_is_missed(measured: Report, missed: 
 
 def test_what_lasts_is_told_from_what_varies_without_an_attack() -> None:
     lasting = report(turn(0.001, 0.002))
-    assert "above every control: x (own 2.0)" in "\n".join(verdict(lasting))
+    assert "and every control in 1 of 1 figures: x (own 2.0)" in "\n".join(verdict(lasting))
     varying = replace(lasting, controls=[figures([turn(0.001, 0.003)], QUIET)])
-    assert "above every control: none" in "\n".join(verdict(varying))
+    assert "and every control in 0 of 1 figures: none" in "\n".join(verdict(varying))
 
 
 def test_newer_figures_take_the_place_of_older_ones() -> None:
@@ -80,11 +80,13 @@ def test_newer_figures_take_the_place_of_older_ones() -> None:
 def test_a_page_gets_new_tables_between_its_marks(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- attacks: begin -->\nold\n<!-- attacks: end -->\nafter\n")
-    write_page(page, report(turn(0.03)))
+    shown = report(turn(0.03, 0.002))
+    write_page(page, shown)
     text = page.read_text()
     assert text.startswith("before\n")
     assert text.endswith("after\n")
     assert "old" not in text
     assert "| quiet, with limits | 1 ms |  |" in text
     assert "| no attack, highest of 1 rows | 1 ms, 1.0 (1.0) |  |" in text
-    assert "| x | 30 ms, 30.0 (1.0) | +0 MB |" in text
+    assert "| x | 30 ms, 30.0 (2.0) | +0 MB |" in text
+    assert all(f"- {line}\n" in text for line in verdict(shown))
