@@ -47,7 +47,10 @@ def test_the_name_in_a_certificate_forges_no_line_and_controls_no_terminal(serve
 def test_top_shows_the_name_escaped(server: Guarded) -> None:
     pair = server.authority.issue("eve@work.example", common_name=NAME)
     tls = bngrad.Tls(server.authority.path, pair.certificate, pair.key)
-    with bngrad.Client(server.server.target, tls=tls) as client, pytest.raises(bngrad.InvalidArgumentError):
+    with (
+        bngrad.Client(server.server.target, tls=tls, transport="unary") as client,
+        pytest.raises(bngrad.InvalidArgumentError),
+    ):
         ask(client, epsilon=-1.0)
     address = http_of(server.server).removeprefix("http://")
 
