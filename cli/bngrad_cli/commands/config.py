@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from bngrad_cli.settings import Setting, as_text, load, metavar, settings_options
+from bngrad_cli.settings import Setting, as_text, default_text, load, metavar, settings_options
 
 
 @click.command()
@@ -49,7 +49,7 @@ def _print_table(effective: list[Setting]) -> None:
         unit = metavar(each.field)
         table.add_row(
             each.name,
-            as_text(each.value),
+            default_text(each.field) if each.value is None else as_text(each.value),
             unit.lower() if unit in {"SECONDS", "BYTES"} else "",
             each.origin,
             style="bold" if each.origin != "default" else None,

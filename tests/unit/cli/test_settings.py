@@ -96,6 +96,12 @@ def test_the_table_has_every_setting_with_its_origin() -> None:
     assert "max_wait 0.5 seconds --max-wait" in " ".join(result.output.split())
 
 
+def test_the_table_tells_a_value_of_none_from_the_default() -> None:
+    shown = [" ".join(run(*arguments).output.split()) for arguments in ((), ("--advertise-stream", "none"))]
+    assert "advertise_stream stream_port, on the host that a client default calls" in shown[0]
+    assert "advertise_stream none --advertise-stream" in shown[1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "environment", "content", "complaint"),
     [
