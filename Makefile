@@ -144,6 +144,8 @@ clean:  ## Deletes the virtual environment
 	rm -rf $(VENV)
 
 $(BIN)/python:
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10))" || \
+		{ echo "bngrad needs Python 3.10 or newer; PYTHON=$(PYTHON) is $$($(PYTHON) --version 2>&1)" >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/server.stamp: pyproject.toml requirements/dev.txt | $(BIN)/python

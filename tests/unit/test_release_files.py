@@ -62,7 +62,19 @@ def test_the_conda_recipe_has_the_version_and_the_dependencies() -> None:
         return {each.name.replace("_", "-"): ",".join(sorted(map(str, each.specifier))[::-1]) for each in wanted}
 
     assert recipe_names(client) == project_names(PROJECT["project"]["dependencies"] + extras["cli"])
-    assert recipe_names(server) == project_names(extras["server"])
+    toml = {"tomli": ">=2.0.1"}  # what pydantic-settings[toml] adds: a recipe cannot ask for extras
+    assert recipe_names(server) == project_names(extras["server"]) | toml
+
+
+def test_make_refuses_an_old_python_before_it_makes_an_environment(tmp_path: Path) -> None:
+    python, environment = tmp_path / "python", tmp_path / "venv"
+    python.write_text('#!/bin/sh\n[ "$1" = --version ] && echo Python 3.9.2\n')  # fails but for --version
+    python.chmod(0o755)
+    command = ["make", "--directory", str(ROOT), "demo", f"PYTHON={python}", f"VENV={environment}"]
+    made = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert made.returncode == 2
+    assert f"bngrad needs Python 3.10 or newer; PYTHON={python} is Python 3.9.2\n" in made.stderr
+    assert not environment.exists()
 
 
 def test_the_readme_of_the_packages_has_no_relative_links() -> None:
