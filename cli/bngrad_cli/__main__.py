@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 from bngrad_cli.main import main as main_command
@@ -18,6 +19,8 @@ _MODULES = {
 
 def main() -> None:
     """Runs the command line, or names the extra to install for it."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # an encoding such as Latin-1 lacks marks and bars
     try:
         main_command(prog_name="bngrad")
     except ModuleNotFoundError as error:

@@ -174,7 +174,7 @@ class Target:
     def _explained(self, error: grpc.RpcError) -> str:
         code, details = error.code().name, error.details()  # a channel's errors are grpc.Call too
         if code == "UNIMPLEMENTED":
-            return f"{self.address} is a gRPC server, but not one of bngrad: {details}"
+            return f"{self.address} does not know the health check, so it is no server of bngrad: {details}"
         if code == "DEADLINE_EXCEEDED":
             return f"{self.address} does not answer within {self.timeout_s:g} s: it hangs, or is no gRPC server"
         if code == "UNAVAILABLE":

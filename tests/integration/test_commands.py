@@ -255,7 +255,7 @@ def web_server() -> Iterator[str]:
 @pytest.mark.parametrize(
     ("peer", "complaint", "timeout_s"),
     [
-        (lambda: grpc_server(of_bngrad=False), "{} is a gRPC server, but not one of bngrad", TIMEOUT_S),
+        (lambda: grpc_server(of_bngrad=False), "{} does not know the health check, so it is no server", TIMEOUT_S),
         (lambda: grpc_server(of_bngrad=True, tls=True), "{} speaks TLS", TIMEOUT_S),
         (lambda: listener(lambda connection: connection.close()), "{} is no gRPC server: ", TIMEOUT_S),
         (lambda: listener(lambda connection: None), "{} does not answer within 2 s: it hangs, or is no gRPC server", 2),
@@ -318,9 +318,9 @@ def test_info_describes_the_server(server: EmbeddedServer, target: str) -> None:
         assert f"ready, restarted {device.restarts} times: {device.description}\n" in text
 
 
-def test_bench_prints_a_line_for_each_layer_and_transport(target: str) -> None:
+def test_bench_prints_a_line_for_each_layer_and_transport_in_a_narrow_terminal_too(target: str) -> None:
     arguments = ("bench", target, "--seconds", "0.05", "--layer", "tiny", "--layer", "conv4-3x3", "--dtype", "float16")
-    ended = run_bngrad(*arguments)
+    ended = run_bngrad(*arguments, environment={"COLUMNS": "40"})
     assert (ended.returncode, ended.stderr) == (0, "")
     ways = re.findall(r"(\w+)(?: +[0-9.]+){5} *$", ended.stdout, re.MULTILINE)
     assert ways == 2 * ["auto", "shared", "stream", "unary"]

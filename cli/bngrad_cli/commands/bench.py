@@ -22,6 +22,7 @@ from bngrad_cli.load_generator import Measurement, measure
 from bngrad_cli.sample_requests import DTYPES, SampleRequest, random_request
 from bngrad_cli.target import Target, TargetError
 from bngrad_cli.target_options import with_target
+from bngrad_cli.terminal import wide_console
 
 _TRANSPORTS = ("auto", "shared", "stream", "unary")
 _LAYERS = {
@@ -197,7 +198,7 @@ def _print_table(
         is_new = before is None or before.layer != each.layer
         where = (each.layer, "x".join(map(str, each.shape))) if is_new else ("", "")
         table.add_row(*where, each.transport, *(_short(number) for number in _numbers(each).values()))
-    console = Console()
+    console = wide_console()
     devices = ", ".join(dict.fromkeys(device.description for device in server.devices))
     console.print(f"bngrad {server.version} on {target.address}: {len(server.devices)} x {devices}", highlight=False)
     console.print(f"{dtype}, {concurrency} at once", highlight=False)

@@ -9,6 +9,7 @@ import os
 import pty
 import select
 import struct
+import subprocess
 import sys
 import termios
 import threading
@@ -59,6 +60,16 @@ def address() -> Iterator[str]:
         yield f"127.0.0.1:{server.server_port}"
         server.shutdown()
         thread.join()
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_a_narrow_output_of_any_encoding_has_the_numbers(address: str, encoding: str) -> None:
+    command = [sys.executable, "-m", "bngrad_cli", "top", address, "--once"]
+    environment = os.environ | {"COLUMNS": "40", "PYTHONIOENCODING": encoding}
+    ended = subprocess.run(command, env=environment, capture_output=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+    names = "requests/s failed/s tensors/s median 99 % waiting in flight arena"
+    assert names in " ".join(ended.stdout.decode(encoding).replace("|", " ").split())
 
 
 def read_until(terminal: int, words: str) -> str:

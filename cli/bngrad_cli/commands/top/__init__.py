@@ -24,6 +24,7 @@ from rich.segment import Segment, Segments
 from rich.text import Text
 
 from bngrad_cli.commands.top.screen import screen
+from bngrad_cli.terminal import MIN_COLUMNS, wide_console
 
 _TIMEOUT_S = 5.0
 
@@ -45,7 +46,7 @@ def top(address: str, *, once: bool, as_json: bool, interval: float) -> None:
     if as_json:
         click.echo(json.dumps(status))
     elif once:
-        console.print(screen(address, status))
+        wide_console().print(screen(address, status))
     else:
         with (
             contextlib.suppress(KeyboardInterrupt),
@@ -108,7 +109,8 @@ def _keys() -> Iterator[_Keys]:
 def _fitted(content: RenderableType, console: Console) -> RenderableType:
     """Returns the content with the hint in the last line; cuts what does not fit above it."""
     height = console.size.height - 1
-    lines = console.render_lines(content, console.options.update(height=None))[:height]
+    options = console.options.update(width=max(console.width, MIN_COLUMNS), height=None)
+    lines = console.render_lines(content, options)[:height]
     rest = [Segment.line()] * (height - len(lines))
     shown = Segments([segment for line in lines for segment in (*line, Segment.line())] + rest)
     return Group(shown, Text("q to quit", style="dim"))
