@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 
+from tests.servers import run_bngrad
 from tests.unit.cli.extras import SERVER_EXTRA, run_without
 
 from bngrad_cli.embedded import EmbeddedServer
@@ -30,6 +31,13 @@ def test_the_server_is_compared_with_pytorch_and_the_kernels_here(server: Embedd
         assert 0 < said["total_milliseconds"][name] == total
     assert said["not_measured"] == {}
     assert "PyTorch" in said["verdict"]
+
+
+def test_numbers_of_small_layers_are_shown_in_a_narrow_terminal_too(server: EmbeddedServer) -> None:
+    ended = run_bngrad("advise", server.target, *FEW, environment={"COLUMNS": "40"})
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert re.search(r"^A network needs [0-9.]*[1-9]", ended.stdout, re.MULTILINE)
+    assert "…" not in ended.stdout
 
 
 def test_a_column_that_cannot_be_measured_says_why(server: EmbeddedServer) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import bngrad_server.config  # noqa: F401 - first, so that without the server extra the error names that one; isort: skip
 import click
 import numpy as np
 from rich import box
@@ -18,7 +19,6 @@ from rich.progress import track
 from rich.table import Table
 
 import bngrad
-import bngrad_server.config  # noqa: F401 - without the server extra, the demo fails at once
 from bngrad_cli.embedded import EmbeddedServer, ServerStartError
 from bngrad_cli.sample_requests import BFLOAT16, SampleRequest, random_request
 from bngrad_kernels import tolerances

@@ -61,5 +61,5 @@ def _stream_address(server: bngrad.ServerInfo) -> str:
 
 def _batches(sizes: tuple[int, ...]) -> str:
     """Formats the number of batches by their number of requests, in ranges that double."""
-    ranges = [str(2**k) if k == 0 else f"{2**k} to {2 ** (k + 1) - 1}" for k in range(len(sizes))]
+    ranges = ["1 request" if k == 0 else f"{2**k} to {2 ** (k + 1) - 1} requests" for k in range(len(sizes))]
     return ", ".join(f"{count} of {requests}" for requests, count in zip(ranges, sizes, strict=True) if count)

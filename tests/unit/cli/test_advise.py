@@ -30,6 +30,11 @@ def test_other_shapes_are_refused(text: str) -> None:
         shapes.parse(text)
 
 
+def test_a_count_of_none_is_named() -> None:
+    with pytest.raises(click.BadParameter, match=r"the count of 2x3x4x5\*0 should be at least one"):
+        shapes.parse("2x3x4x5*0")
+
+
 LAYERS = [Layer((1, 1, 1, 250), 3), Layer((1, 1, 1, 500), 1)]
 
 

@@ -13,7 +13,7 @@ from bngrad_wire import __version__
 
 @pytest.mark.parametrize("command", ["serve", "config", "demo"])
 def test_without_the_server_extra_a_command_of_the_server_says_what_to_install(command: str) -> None:
-    ended = run_without(*SERVER_EXTRA, arguments=(command,))
+    ended = run_without("rich", *SERVER_EXTRA, arguments=(command,))
     assert ended.returncode == 1
     hint = "pip install 'bngrad[server]', or in a checkout pip install '.[server]'"
     assert ended.stderr == f"bngrad: this command needs the module pydantic: {hint}\n"

@@ -19,6 +19,7 @@ from bngrad_cli.commands.advise.verdict import Advice, Times
 from bngrad_cli.sample_requests import DTYPES
 from bngrad_cli.target import Target
 from bngrad_cli.target_options import with_target
+from bngrad_cli.terminal import wide_console
 
 _COLUMNS = (SERVER, LOCAL, PYTORCH)
 
@@ -91,7 +92,7 @@ def advise(
         about = {"target": target.address, "version": server.version, "dtype": dtype, "data_format": data_format}
         print(json.dumps(about | _as_json(times, missing, advice), indent=2))
         return
-    console = Console()
+    console = wide_console()
     devices = ", ".join(dict.fromkeys(device.description for device in server.devices))
     console.print(f"{SERVER}: bngrad {server.version} on {target.address}: {devices}", highlight=False)
     console.print(f"{dtype} {data_format}; milliseconds of one backward pass, medians", highlight=False)
@@ -140,7 +141,8 @@ def _print_rest(console: Console, times: Times, missing: Mapping[str, str], advi
     lines = [f"{name} was not measured: {reason}" for name, reason in missing.items()]
     gigabits = times.break_even_gigabits()
     if gigabits is not None:
-        lines.append(f"A network needs {gigabits:.0f} Gbit/s to move the tensors in the time of computing here.")
+        bandwidth = f"{gigabits:.0f}" if gigabits >= 10 else f"{gigabits:.2g}"
+        lines.append(f"A network needs {bandwidth} Gbit/s to move the tensors in the time of computing here.")
     lines.append(f"Verdict: {advice.verdict}")
     for line in (*lines, f"  {advice.code}" if advice.code else ""):
         console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -47,7 +47,7 @@ def parse(text: str) -> list[Layer]:
     """Reads shapes such as ``32x64x56x56*6,32x128x28x28``; the number after the asterisk is the count.
 
     Raises:
-        click.BadParameter: A shape is malformed, empty or too large.
+        click.BadParameter: A shape is malformed, empty or too large, or a count is 0.
     """
     layers = []
     for part in text.split(","):
@@ -56,7 +56,9 @@ def parse(text: str) -> list[Layer]:
             expected = "resnet50, or shapes such as 32x64x56x56*6,32x128x28x28"
             raise click.BadParameter(f"it should be {expected}, not {text!r}")
         a, b, c, d, count = (int(number or 1) for number in found.groups())
-        if not 0 < a * b * c * d <= _MAX_ELEMENTS or count == 0:
+        if count == 0:
+            raise click.BadParameter(f"the count of {part.strip()} should be at least one")
+        if not 0 < a * b * c * d <= _MAX_ELEMENTS:
             raise click.BadParameter(f"{part.strip()} should have at least one and at most 2**31 elements")
         layers.append(Layer((a, b, c, d), count))
     return layers
