@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, Literal, TypeVar
 
@@ -19,6 +20,7 @@ from bngrad.torch._placement import Placement, Placements
 Model = TypeVar("Model", bound=nn.Module)
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_PER_CHANNEL = ("running_mean", "running_var", "weight", "bias")
 _NOT_SENT = nullcontext()
 
 
@@ -95,20 +97,26 @@ class _ClientBatchNorm(_BatchNorm):
         tensors = (x, self.weight, self.bias)
         return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
-    def _check(self, x: Tensor, is_training: bool) -> None:
-        """Refuses what ``torch.nn.functional.batch_norm`` refuses, in its words."""
+    def _check(self, x: Tensor, is_training: bool, per_channel: Sequence[Tensor | None]) -> None:
+        """Refuses what ``torch.nn.functional.batch_norm`` refuses, in its words; PyTorch's kernel checks no sizes."""
         if is_training and x.shape[0] * math.prod(x.shape[2:]) == 1:
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.size()}")
         if is_training and self.eps <= 0.0:
             raise ValueError(f"batch_norm eps must be positive during training, but got {self.eps}")
         if self.eps < 0.0:
             raise ValueError(f"batch_norm eps must be non-negative, but got {self.eps}")
+        channels = x.shape[1]
+        for name, values in zip(_PER_CHANNEL, per_channel, strict=True):
+            if values is not None and values.numel() != channels:
+                raise RuntimeError(f"{name} should contain {channels} elements not {values.numel()}")
 
     def _normalise(self, x: Tensor) -> Tensor:
         """Does what PyTorch's ``_BatchNorm.forward`` does."""
         is_training = self.training or self.running_mean is None
-        self._check(x, is_training)
         keeps_statistics = not self.training or self.track_running_stats
+        running_mean, running_var = (self.running_mean, self.running_var) if keeps_statistics else (None, None)
+        weight, bias = self.weight, self.bias
+        self._check(x, is_training, (running_mean, running_var, weight, bias))
         factor = 0.0 if self.momentum is None else self.momentum
         if self.training and self.track_running_stats and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
@@ -116,8 +124,7 @@ class _ClientBatchNorm(_BatchNorm):
                 factor = 1.0 / float(self.num_batches_tracked)
         function = _Function if torch.compiler.is_compiling() else _EagerFunction
         y, _, _ = function.apply(  # type: ignore[no-untyped-call]
-            x, self.weight, self.bias,
-            self.running_mean if keeps_statistics else None, self.running_var if keeps_statistics else None,
+            x, weight, bias, running_mean, running_var,
             is_training, factor, self.eps, self._client.name, self._inputs.send(self._client.client, x),
         )  # fmt: skip
         result: Tensor = y

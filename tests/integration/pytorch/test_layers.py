@@ -153,6 +153,20 @@ def test_a_single_value_per_channel_is_refused_as_by_pytorch(client: bngrad.Clie
             layer(x)
 
 
+@pytest.mark.parametrize("options", [{}, {"affine": False}, {"track_running_stats": False}], ids=str)
+@pytest.mark.parametrize("channels", [CHANNELS - 1, CHANNELS + 1])
+def test_another_number_of_channels_is_refused_as_by_pytorch(
+    client: bngrad.Client, channels: int, options: dict[str, Any]
+) -> None:
+    def error(layer: _BatchNorm) -> str:
+        with pytest.raises(RuntimeError, match=f"should contain {channels} elements not {CHANNELS}") as raised:
+            layer(torch.ones(4, channels, requires_grad=True))
+        return str(raised.value)
+
+    ours = OURS["2d"](CHANNELS, **options, client=client)
+    assert error(ours) == error(torch.nn.BatchNorm1d(CHANNELS, **options))
+
+
 def test_a_layer_used_before_its_statistics_change_has_the_gradient_of_that_use(client: bngrad.Client) -> None:
     layer = randomised(OURS["2d"](CHANNELS, client=client)).eval()
     x, y_backprop = tensors("2d", torch.contiguous_format)
