@@ -18,10 +18,12 @@ from bngrad.torch._ops import batch_norm_grad, gradients
 from bngrad.torch._placement import Placement, Placements
 
 Model = TypeVar("Model", bound=nn.Module)
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PER_CHANNEL = ("running_mean", "running_var", "weight", "bias")
 _NOT_SENT = nullcontext()
+_NO_GRADIENTS = (None,) * 8
 
 
 class _ClientBatchNorm(_BatchNorm):
@@ -79,14 +81,6 @@ class _ClientBatchNorm(_BatchNorm):
         """
         if not self._client.name or not self._needs_gradient(input) or input.numel() == 0:
             return super().forward(input)
-        if self._placement is None or torch.compiler.is_compiling():
-            return self._forward(input)
-        by_client = self._placement.next_by_client()
-        y = self._forward(input) if by_client else super().forward(input)
-        self._placement.measure(y, by_client=by_client)
-        return y
-
-    def _forward(self, input: Tensor) -> Tensor:  # noqa: A002
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         if input.dtype not in _DTYPES:
             expected = "float32, bfloat16 or float16"
@@ -94,8 +88,9 @@ class _ClientBatchNorm(_BatchNorm):
         return self._normalise(input)
 
     def _needs_gradient(self, x: Tensor) -> bool:
-        tensors = (x, self.weight, self.bias)
-        return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+        if x.requires_grad or not torch.is_grad_enabled():
+            return torch.is_grad_enabled()
+        return any(parameter is not None and parameter.requires_grad for parameter in (self.weight, self.bias))
 
     def _check(self, x: Tensor, is_training: bool, per_channel: Sequence[Tensor | None]) -> None:
         """Refuses what ``torch.nn.functional.batch_norm`` refuses, in its words; PyTorch's kernel checks no sizes."""
@@ -122,22 +117,29 @@ class _ClientBatchNorm(_BatchNorm):
             self.num_batches_tracked.add_(1)
             if self.momentum is None:
                 factor = 1.0 / float(self.num_batches_tracked)
-        function = _Function if torch.compiler.is_compiling() else _EagerFunction
+        is_compiling = torch.compiler.is_compiling()
+        placement = None if is_compiling else self._placement
+        client = self._client.client if placement is None or placement.next_by_client() else None
+        function = _Function if is_compiling else _EagerFunction
         y, _, _ = function.apply(  # type: ignore[no-untyped-call]
             x, weight, bias, running_mean, running_var,
-            is_training, factor, self.eps, self._client.name, self._inputs.send(self._client.client, x),
+            is_training, factor, self.eps, self._client.name, self._inputs.send(client, x), placement,
         )  # fmt: skip
         result: Tensor = y
         return result
 
 
 class _Function(torch.autograd.Function):
-    """Normalises by PyTorch's own kernel; the backward pass is `batch_norm_grad`."""
+    """Normalises by PyTorch's own kernel; the backward pass is `batch_norm_grad`, or PyTorch's where that is faster.
+
+    The place is chosen in the backward pass: a checkpoint repeats the forward pass, which must save the same tensors.
+    """
 
     @staticmethod
     def forward(
         x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
         is_training: bool, momentum: float, epsilon: float, client: str, sent: SentInput | None,
+        placement: Placement | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         y, mean, rstd = torch.native_batch_norm(
             x, weight, bias, running_mean, running_var, is_training, momentum, epsilon
@@ -150,23 +152,45 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        x, weight, bias, _, _, ctx.is_training, _, ctx.epsilon, ctx.client, ctx.sent = inputs
+        x, weight, bias, _, running_var, ctx.is_training, _, ctx.epsilon, ctx.client, ctx.sent, ctx.placement = inputs
         ctx.bias_dtype = None if bias is None else bias.dtype
         _, mean, rstd = output
         ctx.mark_non_differentiable(mean, rstd)
-        ctx.save_for_backward(x, weight, mean, rstd)
+        variance = None if ctx.placement is None or ctx.is_training else running_var.clone()
+        ctx.save_for_backward(x, weight, mean, rstd, variance)
 
     @staticmethod
     def backward(ctx: Any, *y_backprop: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, mean, rstd = ctx.saved_tensors
-        compute = gradients if _is_plain(x) else batch_norm_grad
-        with _NOT_SENT if ctx.sent is None else ctx.sent.used(x):
-            x_backprop, scale_backprop, offset_backprop = compute(
-                y_backprop[0], x, weight, mean, rstd, ctx.epsilon, ctx.is_training, ctx.client
+        saved, placement = ctx.saved_tensors, ctx.placement
+        if placement is None:
+            found = _by_client(ctx, saved, y_backprop[0])
+        else:
+            found = placement.compute(
+                by_client=lambda: _by_client(ctx, saved, y_backprop[0]),
+                by_pytorch=lambda: _by_pytorch(ctx, saved, y_backprop[0]),
             )
-        grad_weight = None if weight is None else scale_backprop.to(weight.dtype)
-        grad_bias = None if ctx.bias_dtype is None else offset_backprop.to(ctx.bias_dtype)
-        return x_backprop, grad_weight, grad_bias, *[None] * 7
+        return *found, *_NO_GRADIENTS
+
+
+def _by_client(ctx: Any, saved: tuple[Any, ...], y_backprop: Tensor) -> Gradients:
+    x, weight, mean, rstd, _ = saved
+    compute = gradients if _is_plain(x) else batch_norm_grad
+    with _NOT_SENT if ctx.sent is None else ctx.sent.used(x):
+        x_backprop, scale_backprop, offset_backprop = compute(
+            y_backprop, x, weight, mean, rstd, ctx.epsilon, ctx.is_training, ctx.client
+        )
+    grad_weight = None if weight is None else scale_backprop.to(weight.dtype)
+    grad_bias = None if ctx.bias_dtype is None else offset_backprop.to(ctx.bias_dtype)
+    return x_backprop, grad_weight, grad_bias
+
+
+def _by_pytorch(ctx: Any, saved: tuple[Any, ...], y_backprop: Tensor) -> Gradients:
+    x, weight, mean, rstd, variance = saved
+    statistics = (None, None, mean, rstd) if ctx.is_training else (mean, variance, None, None)
+    found: Gradients = torch.ops.aten.native_batch_norm_backward(
+        y_backprop, x, weight, *statistics, ctx.is_training, ctx.epsilon, ctx.needs_input_grad[:3]
+    )
+    return found
 
 
 class _EagerFunction(_Function):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import TypeVar
 
-from torch import Tensor
+Gradients = TypeVar("Gradients")
 
 _WARM_UPS = 1
 _USES = 4
@@ -53,28 +54,20 @@ class Placement:
         return any(self._seconds.values())
 
     def next_by_client(self) -> bool:
-        """Returns whether the client computes the backward pass of the next use."""
+        """Returns whether the client computes the next backward pass."""
         if self.by_client is not None:
             return self.by_client
         return len(self._seconds[True]) <= len(self._seconds[False])
 
-    def measure(self, y: Tensor, *, by_client: bool) -> None:
-        """Measures the backward pass that makes the gradient of a layer's output."""
-        node = y.grad_fn
-        if self.by_client is not None or node is None:
-            return
-        starts: list[float] = []
-
-        def start(_: Any) -> None:
-            starts.append(time.perf_counter())
-
-        def stop(*_: Any) -> None:
-            if starts and self.by_client is None:
-                self._seconds[by_client].append(time.perf_counter() - starts.pop())
-                self._decide()
-
-        node.register_prehook(start)
-        node.register_hook(stop)
+    def compute(self, by_client: Callable[[], Gradients], by_pytorch: Callable[[], Gradients]) -> Gradients:
+        """Computes gradients in the place whose turn it is, and measures it as long as none is chosen."""
+        is_by_client = self.next_by_client()
+        start = time.perf_counter()
+        found = by_client() if is_by_client else by_pytorch()
+        if self.by_client is None:
+            self._seconds[is_by_client].append(time.perf_counter() - start)
+            self._decide()
+        return found
 
     def line(self) -> str:
         """Returns the layer's line of the table."""

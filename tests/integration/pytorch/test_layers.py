@@ -85,6 +85,28 @@ def test_the_second_order_is_right(
     assert_close(second_order(ours, x, y_backprop), second_order(exact, x.double(), y_backprop.double()), 5e-6)
 
 
+@pytest.mark.parametrize("frozen", [(), ("weight",), ("weight", "bias")], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("training", [True, False])
+def test_what_pytorch_computes_of_a_measured_layer_has_its_bits(
+    client: bngrad.Client, training: bool, dtype: torch.dtype, frozen: tuple[str, ...]
+) -> None:
+    def both_orders(layer: torch.nn.BatchNorm2d) -> tuple[list[Tensor], list[Tensor]]:
+        x = tensors("4d", torch.contiguous_format, dtype)[0].requires_grad_()
+        inputs = [x, *(parameter for parameter in layer.parameters() if parameter.requires_grad)]
+        first = torch.autograd.grad(layer(x).pow(3).sum(), inputs, create_graph=True)
+        return list(first), list(torch.autograd.grad(first[0].square().sum(), inputs))
+
+    stock = randomised(torch.nn.BatchNorm2d(CHANNELS)).train(training)
+    for name in frozen:
+        stock.get_parameter(name).requires_grad_(False)
+    ours = bngrad.torch.convert_batchnorm(copy.deepcopy(stock), client, where="measured")
+    ours(tensors("4d", torch.contiguous_format, dtype)[0].requires_grad_()).sum().backward()  # the client's turn
+    found, expected = both_orders(ours), both_orders(stock)
+    assert all(map(torch.equal, found[0], expected[0]))
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-2)
+
+
 @pytest.mark.filterwarnings("ignore:Input #. requires gradient and is not a double precision")
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("rank", SHAPES)

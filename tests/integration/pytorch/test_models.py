@@ -15,7 +15,7 @@ import torch
 from tests.integration.pytorch.models import data, network, train
 from tests.servers import free_port
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint_sequential
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import bngrad
 import bngrad.torch
@@ -154,6 +154,22 @@ def test_measured_layers_are_computed_where_they_are_faster(
     assert len(lines) == 1 + NORMS
     assert all(re.search(r": PyTorch [\d.]+, client [\d.]+: (client|PyTorch)$", line) for line in lines[1:])
     assert losses == pytest.approx(train(network(), data(11)), abs=7e-4)
+
+
+def test_measured_layers_in_checkpoints_have_right_gradients(client: bngrad.Client) -> None:
+    def gradients_by_step(layer: nn.BatchNorm2d) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        found: list[Tensor] = []
+        for _ in range(8):  # the place is chosen within the sixth; each step has two uses, repeated while others wait
+            x = torch.randn(4, 3, 5, 5, generator=generator, requires_grad=True)
+            once = checkpoint(layer, x, use_reentrant=False)
+            twice = checkpoint(layer, once * x, use_reentrant=False)
+            found += torch.autograd.grad(twice.pow(3).sum(), [x, *layer.parameters()])
+        return found
+
+    ours = bngrad.torch.convert_batchnorm(nn.BatchNorm2d(3), client, where="measured")
+    for found, expected in zip(gradients_by_step(ours), gradients_by_step(nn.BatchNorm2d(3)), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_where_is_one_of_two_words(client: bngrad.Client) -> None:
