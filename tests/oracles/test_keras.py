@@ -45,7 +45,7 @@ def counted(client: bngrad.Client) -> Any:
     return Counted(client)
 
 
-@pytest.fixture(params=["float32", "mixed_float16"])
+@pytest.fixture(params=["float32", "mixed_float16", "float16", "bfloat16"])
 def policy(request: pytest.FixtureRequest) -> Iterator[str]:
     before = keras.mixed_precision.global_policy()
     keras.mixed_precision.set_global_policy(request.param)
@@ -128,6 +128,43 @@ def test_both_orders_agree_with_keras_for_every_place_of_the_channels(counted: A
     assert counted.calls == 3, "the first order, and both orders in the gradient of the penalty"
 
 
+RUNS = pytest.mark.parametrize("run", [lambda function: function, tf.function], ids=["eager", "graph"])
+
+
+def layer_pair(client: Any) -> tuple[Any, Any]:
+    """Returns a layer of ours and one of Keras, built for three channels."""
+    layers = bngrad.keras.BatchNormalization(client=client), keras.layers.BatchNormalization()
+    for layer in layers:
+        layer.build((None, 3))
+    return layers
+
+
+@RUNS
+def test_gradients_of_a_vectorized_map_are_right(client: bngrad.Client, run: Callable[[Any], Any]) -> None:
+    # as in keras.layers.TimeDistributed for a time of unknown length
+    x = tf.constant(np.random.default_rng(1).normal(size=(4, 6, 3)).astype(np.float32))
+
+    def found(layer: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = tf.reduce_sum(tf.vectorized_map(lambda each: layer(each, training=True), x) ** 3)
+        return tape.gradient(loss, [x, *layer.trainable_variables])
+
+    assert_close(*(run(lambda layer=layer: found(layer))() for layer in layer_pair(client)))
+
+
+@RUNS
+def test_forward_derivatives_are_right(client: bngrad.Client, run: Callable[[Any], Any]) -> None:
+    x = tf.constant(np.random.default_rng(1).normal(size=(6, 3)).astype(np.float32))
+
+    def found(layer: Any) -> Any:
+        with tf.autodiff.ForwardAccumulator(x, tf.sin(x)) as accumulator:
+            y = layer(x, training=True)
+        return [accumulator.jvp(y)]
+
+    assert_close(*(run(lambda layer=layer: found(layer))() for layer in layer_pair(client)))
+
+
 @pytest.mark.parametrize(
     ("changes", "call"),
     [
@@ -181,7 +218,7 @@ def test_a_saved_model_has_no_client(counted: Any, tmp_path: Path) -> None:
     np.testing.assert_allclose(loaded(x, training=True), model(x, training=True), atol=1e-5)
 
 
-@pytest.mark.parametrize("run", [lambda function: function, tf.function], ids=["eager", "graph"])
+@RUNS
 def test_a_closed_client_is_an_error_that_says_so(run: Callable[[Any], Any]) -> None:
     closed = bngrad.Client("localhost:1")
     closed.close()

@@ -69,12 +69,12 @@ class BatchNormalization(keras.layers.BatchNormalization):  # type: ignore[misc]
             return super().call(inputs, training=training, mask=mask)
         mean, variance = self._moments(ops.cast(inputs, "float32"), None)
         kept = self.momentum
-        self.moving_mean.assign(self.moving_mean * kept + mean * (1.0 - kept))
-        self.moving_variance.assign(self.moving_variance * kept + variance * (1.0 - kept))
+        self.moving_mean.assign(ops.cast(self.moving_mean, "float32") * kept + mean * (1.0 - kept))
+        self.moving_variance.assign(ops.cast(self.moving_variance, "float32") * kept + variance * (1.0 - kept))
         channels = inputs.shape[self.axis]
         gamma = ops.cast(self.gamma, "float32") if self.scale else tf.ones(channels)
         beta = ops.cast(self.beta, "float32") if self.center else tf.zeros(channels)
-        return self._normalized(inputs, gamma, beta, tf.stop_gradient(mean), tf.stop_gradient(variance), *expanded)
+        return self._normalized(inputs, gamma, beta, mean, variance, *expanded)
 
     def _normalized(
         self, x: Any, gamma: Any, beta: Any, mean: Any, variance: Any, data_format: str, inserted: tuple[int, ...]
@@ -110,7 +110,7 @@ def convert(model: Model, client: Client) -> Model:
     object, with its weights. Layers of other classes that derive from Keras' stay as they are.
 
     Args:
-        model: A model or a layer; a compiled model is traced again by its next call of ``fit``.
+        model: A layer, or the model that is compiled, not one within it: its next call of ``fit`` traces it again.
         client: Computes the gradients; it must stay open as long as they are.
 
     Returns:
