@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -144,7 +145,10 @@ batch_norm_grad.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _scale(weight: Tensor | None, x: Tensor) -> Array:
-    return np.ones(x.shape[1], np.float32) if weight is None else _layout.vector(weight)
+    if weight is None:
+        return np.ones(x.shape[1], np.float32)
+    # FSDP resizes the memory of weights, which PyTorch refuses once NumPy has seen it. A copy takes up to 20 µs.
+    return _layout.vector(weight.clone() if "torch.distributed.fsdp" in sys.modules else weight)
 
 
 def _per_channel(x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ import bngrad.torch
 from bngrad_cli.embedded import EmbeddedServer
 
 NORMS = 9
-DDP = Path(__file__).with_name("ddp.py")
+DISTRIBUTED = Path(__file__).with_name("distributed.py")
 
 
 def ours_in(model: nn.Module) -> list[bngrad.torch.BatchNorm2d]:
@@ -108,9 +108,12 @@ def test_checkpoints_change_nothing(client: bngrad.Client) -> None:
     assert torch.equal(found, expected)
 
 
-def test_two_processes_train_with_ddp(server: EmbeddedServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("manner", ["DDP", "FSDP"])
+def test_two_processes_train_a_model(server: EmbeddedServer, tmp_path: Path, manner: str) -> None:
     ranks = [
-        subprocess.Popen([sys.executable, DDP, str(rank), tmp_path / "store", server.target], stdout=subprocess.PIPE)
+        subprocess.Popen(
+            [sys.executable, DISTRIBUTED, manner, str(rank), tmp_path / "store", server.target], stdout=subprocess.PIPE
+        )
         for rank in range(2)
     ]
     outputs = [rank.communicate()[0] for rank in ranks]
