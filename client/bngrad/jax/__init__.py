@@ -32,8 +32,8 @@ def batch_norm(
 
     ``y = (x - mean) / sqrt(variance + epsilon) * scale + offset``, computed by JAX in float32 and rounded to the dtype
     of x. It can be compiled by ``jax.jit``, differentiated twice in reverse, and mapped by ``jax.vmap``, which merges
-    the mapped dimension into the channels: still one call. Mean and variance are returned for moving averages; no
-    gradient flows through them.
+    the mapped dimension into the channels: still one call. In ``jax.shard_map(..., check_vma=False)`` each shard is
+    normalised by itself. Mean and variance are returned for moving averages; no gradient flows through them.
 
     A callback ends with an error of JAX's runtime that contains the client's text.
 
@@ -63,7 +63,7 @@ def _check_sharding(sharding: Any) -> None:
     """Refuses x while its program is compiled: XLA would move it to one device, without a word."""
     if sharding.num_devices > 1 and not sharding.is_fully_replicated:
         devices = f"not sharded over {sharding.num_devices}"
-        raise ValueError(f"x must be on one device, {devices}: call batch_norm in jax.shard_map")
+        raise ValueError(f"x must be on one device, {devices}: call batch_norm in jax.shard_map(..., check_vma=False)")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
