@@ -41,7 +41,8 @@ class Controller:
         self._replicas: list[_Tracked] = []
         self._autoscaler: Autoscaler | None = None
         self._stopping = threading.Event()
-        self._resize(replicas)
+        with self._mutex:
+            self._resize(replicas)
         threading.Thread(target=self._run, name="bngrad-controller", daemon=True).start()
 
     def wait(self, timeout_s: float) -> None:
@@ -74,8 +75,9 @@ class Controller:
 
     def scale(self, replicas: int) -> None:
         """Starts or stops replicas, without waiting for them, and ends autoscaling."""
-        self._autoscaler = None
-        self._resize(replicas)
+        with self._mutex:
+            self._autoscaler = None
+            self._resize(replicas)
 
     def autoscale(self, policy: AutoscalingPolicy) -> None:
         """Starts and stops replicas from now on as requests come and go."""
@@ -115,16 +117,18 @@ class Controller:
             replica.state = state
 
     def _follow_requests(self) -> None:
-        if self._autoscaler is not None:
-            requests = sum(state.requests or 0 for state in self.states())
-            self._resize(self._autoscaler.replicas(len(self._replicas), requests))
+        with self._mutex:
+            if self._autoscaler is not None:
+                states = [replica.state for replica in self._replicas if replica.state is not None]
+                requests = sum(state.requests or 0 for state in states)
+                self._resize(self._autoscaler.replicas(len(self._replicas), requests))
 
     def _resize(self, replicas: int) -> None:
-        with self._mutex:
-            surplus = self._replicas[replicas:]
-            del self._replicas[replicas:]
-            while len(self._replicas) < replicas and not self._stopping.is_set():
-                self._replicas.append(_Tracked(self._replica.remote(*self._arguments)))
+        """Starts or stops replicas; the caller holds the mutex, so that no other decision comes between."""
+        surplus = self._replicas[replicas:]
+        del self._replicas[replicas:]
+        while len(self._replicas) < replicas and not self._stopping.is_set():
+            self._replicas.append(_Tracked(self._replica.remote(*self._arguments)))
         if surplus:
             threading.Thread(target=_stop, args=(surplus,), name="bngrad-stop", daemon=True).start()
 
