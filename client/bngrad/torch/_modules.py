@@ -209,12 +209,12 @@ class _EagerFunction(_Function):
 
 
 def _is_plain(x: Tensor) -> bool:
-    """Returns whether nothing but the values of the gradient is asked for: no graph, and no fake tensors.
+    """Returns whether nothing but the values of the gradient is asked for: no graph, and no tensors without values.
 
     The dispatcher takes longer than a small gradient, and its first call of an operator imports PyTorch's compiler.
     """
     is_traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-    return type(x) is Tensor and not is_traced and not torch.is_grad_enabled()
+    return type(x) is Tensor and not is_traced and not torch.is_grad_enabled() and not x.is_meta
 
 
 class BatchNorm1d(_ClientBatchNorm, nn.BatchNorm1d):
@@ -275,6 +275,8 @@ def convert_batchnorm(
 def revert_batchnorm(model: Model) -> Model:
     """Undoes `convert_batchnorm`: the layers become PyTorch's again, in place.
 
+    Subclasses of this module's layers, as which PyTorch parametrises them too, keep their class and lose their client.
+
     Args:
         model: The model, or a layer.
 
@@ -282,8 +284,9 @@ def revert_batchnorm(model: Model) -> Model:
         The model.
     """
     for module in model.modules():
-        if type(module) in _STOCK:
+        if isinstance(module, _ClientBatchNorm):
             for name in ("_client", "_inputs", "_placement"):
                 module.__dict__.pop(name, None)
+        if type(module) in _STOCK:
             module.__class__ = _STOCK[type(module)]
     return model

@@ -162,6 +162,13 @@ def test_other_dtypes_are_refused_in_one_sentence(client: bngrad.Client, dtype: 
         layer(torch.ones(4, CHANNELS, dtype=dtype))
 
 
+def test_tensors_without_values_have_gradients_without_values(client: bngrad.Client) -> None:
+    layer, x = OURS["4d"](CHANNELS, client=client).to("meta"), torch.empty(SHAPES["4d"], device="meta")
+    _, found = gradients(layer, x, torch.empty_like(x))
+    assert [each.shape for each in found] == [x.shape, (CHANNELS,), (CHANNELS,)]
+    assert all(each.is_meta for each in found)
+
+
 def test_without_a_gradient_any_dtype_is_taken(client: bngrad.Client) -> None:
     layer = OURS["2d"](CHANNELS, dtype=torch.float64, client=client)
     with torch.no_grad():

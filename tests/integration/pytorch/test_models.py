@@ -15,6 +15,7 @@ import torch
 from tests.integration.pytorch.models import data, network, train
 from tests.servers import free_port
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import bngrad
@@ -58,6 +59,16 @@ def test_subclasses_stay_as_they_are(client: bngrad.Client) -> None:
 
     model = bngrad.torch.convert_batchnorm(nn.Sequential(Own(3), nn.SyncBatchNorm(3), nn.LazyBatchNorm2d()), client)
     assert [type(module) for module in model] == [Own, nn.SyncBatchNorm, nn.LazyBatchNorm2d]
+
+
+def test_subclasses_and_parametrised_layers_are_reverted_to_layers_without_a_client(client: bngrad.Client) -> None:
+    class Own(bngrad.torch.BatchNorm2d):
+        pass
+
+    model = bngrad.torch.convert_batchnorm(nn.Sequential(Own(3), nn.BatchNorm2d(3)), client)
+    parametrize.register_parametrization(model[1], "weight", nn.Identity())
+    bngrad.torch.revert_batchnorm(model)
+    assert [layer.client for layer in ours_in(model)] == [None, None]
 
 
 def test_copies_share_the_client_and_pickles_have_none(client: bngrad.Client) -> None:
