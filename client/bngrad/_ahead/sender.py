@@ -38,7 +38,7 @@ class AheadSender:
     def send(self, tensor: Array) -> Upload:
         """Begins to send a tensor in C order, which must not change until it was used."""
         upload = Upload(tensor, self._queue.put)
-        with self._mutex:
+        with self._mutex, suppress(RuntimeError):  # the system has no more threads: calls send the tensor
             if not self._is_started:
                 arguments = (self._queue, self._running, *self._arguments)
                 threading.Thread(target=_work, args=arguments, name="bngrad-ahead", daemon=True).start()

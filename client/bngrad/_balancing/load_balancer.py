@@ -232,7 +232,12 @@ class LoadBalancer:
         thread = threading.Thread(
             target=_probe_until_up, args=(weakref.ref(self), server), name="bngrad-probe", daemon=True
         )
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # the system has no more threads: calls find out whether it is up
+            with self._mutex:
+                server.is_probed = False
+                self._mark(server, is_up=True)
 
     def _mark(self, server: Upstream, *, is_up: bool, has_failed: bool = False) -> None:
         """Marks a server as up or down; the mutex is held."""

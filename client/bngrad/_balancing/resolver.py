@@ -126,21 +126,26 @@ class Resolver:
         if self.is_static:
             self._look_up(current)
         else:
-            threading.Thread(target=self._look_up, args=(current,), name="bngrad-lookup", daemon=True).start()
+            try:
+                threading.Thread(target=self._look_up, args=(current,), name="bngrad-lookup", daemon=True).start()
+            except RuntimeError:  # the system has no more threads
+                self._look_up(current)
         return current
 
     def _look_up(self, current: Future[None]) -> None:
-        error: Exception | None = None
+        error: Exception | None = UnavailableError("the look-up of the servers was interrupted")
         try:
             self._use(self._found())
+            error = None
         except Exception as caught:
             error = caught.with_traceback(None)  # its frames refer to it
-        with self._mutex:
-            self._current = None
-        if error is None:
-            current.set_result(None)
-        else:
-            current.set_exception(error)
+        finally:
+            with self._mutex:
+                self._current = None
+            if error is None:
+                current.set_result(None)
+            else:
+                current.set_exception(error)
 
     def _found(self) -> list[Address]:
         known: dict[str, list[Address]] = {}

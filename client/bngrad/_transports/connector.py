@@ -130,7 +130,10 @@ class _Lookup:
         self.places: list[_Place] = []
         self.error: OSError | None = None
         self._address = address
-        threading.Thread(target=self._run, name="bngrad-lookup", daemon=True).start()
+        try:
+            threading.Thread(target=self._run, name="bngrad-lookup", daemon=True).start()
+        except RuntimeError as error:
+            raise NotYetConnectedError("the system has no thread for the look-up") from error
 
     def _run(self) -> None:
         try:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import numpy as np
+import pytest
 from tests.unit.client.endpoints import SECONDS, Server
 
 import bngrad
@@ -33,6 +36,21 @@ def use(made: bngrad.Client | bngrad.aio.Client, *calls: Callable[[Any], Any]) -
             return [await call(client) for call in calls][-1]
 
     return asyncio.run(run())
+
+
+@contextmanager
+def no_thread(name: str) -> Iterator[None]:
+    """Lets no thread of this name start during the block, as where the system has no more."""
+    start = threading.Thread.start
+
+    def fail(thread: threading.Thread) -> None:
+        if thread.name == name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(threading.Thread, "start", fail)
+        yield
 
 
 def inputs(number: int, shape: tuple[int, ...] = (2, 3, 3, 4)) -> tuple[Any, ...]:

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
-from tests.unit.client.calls import SECONDS, ClientClass, inputs, use
+from tests.unit.client.calls import SECONDS, ClientClass, inputs, no_thread, use
 from tests.unit.client.peer import echo, info, peer
 
 import bngrad
@@ -374,6 +374,15 @@ async def test_cancelling_a_task_cancels_its_call() -> None:
             with pytest.raises(asyncio.CancelledError):
                 await call
             assert await asyncio.to_thread(held.ended.wait, SECONDS)
+
+
+def test_a_call_sends_its_tensors_itself_where_no_thread_can_send_them_ahead() -> None:
+    with peer(echo) as target, bngrad.Client(target) as client:
+        x, *tensors = inputs(3)
+        with no_thread("bngrad-ahead"):
+            ahead = client.send_ahead(x)
+        for handle in (ahead, client.send_ahead(x)):
+            assert all(map(np.array_equal, client.fused_batch_norm_grad_v2(handle, *tensors), tensors))
 
 
 def test_threads_that_share_a_client_get_their_own_answers() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.servers import wait_until
+from tests.unit.client.calls import no_thread
 from tests.unit.client.endpoints import full_listener
 
 from bngrad._transports import connector
@@ -45,6 +46,15 @@ def test_a_port_without_listener_is_an_error(tmp_path: Path, monkeypatch: pytest
         bound.bind(("127.0.0.1", 0))
         for address in (bound.getsockname(), f"{tmp_path}/socket", ("x" * 64, 1)):
             assert not isinstance(error_of(Connector(address)), NotYetConnectedError)
+
+
+def test_a_name_is_looked_up_later_where_the_system_has_no_thread_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connector, "WAIT_S", 30.0)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        made = Connector(("localhost", listener.getsockname()[1]))
+        with no_thread("bngrad-lookup"), pytest.raises(NotYetConnectedError):
+            made.connect()
+        made.connect().close()
 
 
 def test_a_connection_that_takes_long_is_there_for_a_later_call(monkeypatch: pytest.MonkeyPatch) -> None:

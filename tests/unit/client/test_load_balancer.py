@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 import grpc
 import pytest
 from tests.servers import wait_until
-from tests.unit.client.calls import SECONDS, ClientClass, inputs
+from tests.unit.client.calls import SECONDS, ClientClass, inputs, no_thread
 from tests.unit.client.endpoints import full_listener
 from tests.unit.client.peer import echo, peer
 
@@ -182,6 +182,21 @@ def test_a_server_that_stands_still_without_a_ready_worker_gets_no_new_calls(mon
         released.set()
         for each in calls:
             each.result(SECONDS)
+
+
+def test_a_server_that_failed_counts_as_up_where_no_thread_can_probe_it() -> None:
+    with fleet(2) as served, bngrad.Client(served.targets) as client:
+
+        def reach(*numbers: int) -> bool:
+            for _ in range(20):
+                client.fused_batch_norm_grad_v2(*inputs(1))
+            return served.get_calls(*numbers)
+
+        served.down.add(0)
+        with no_thread("bngrad-probe"):
+            assert reach(1)
+        served.down.clear()
+        wait_until(lambda: reach(0, 1))
 
 
 def test_of_a_large_fleet_some_are_used_and_others_when_these_fail(monkeypatch: pytest.MonkeyPatch) -> None:

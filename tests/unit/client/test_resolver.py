@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 import pytest
+from tests.unit.client.calls import no_thread
 
 import bngrad
 from bngrad._balancing.resolver import Resolver, lookup
@@ -103,6 +104,32 @@ def test_one_look_up_is_under_way_at_a_time() -> None:
     held.set()
     for each in lookups:
         each.result(SECONDS)
+    assert told == [["unix:/a"]]
+
+
+def test_the_caller_looks_up_where_the_system_has_no_thread_for_it() -> None:
+    told: list[list[str]] = []
+    resolver = resolver_of(lambda: ["unix:/a"], told)
+    with no_thread("bngrad-lookup"):
+        resolver.resolve().result(0)
+    resolver.resolve().result(SECONDS)
+    assert told == [["unix:/a"]] * 2
+
+
+def test_a_look_up_that_is_interrupted_ends() -> None:
+    was_interrupted, told = False, list[list[str]]()
+
+    def targets() -> list[str]:
+        nonlocal was_interrupted
+        if not was_interrupted:
+            was_interrupted = True
+            raise KeyboardInterrupt
+        return ["unix:/a"]
+
+    resolver = resolver_of(targets, told)
+    with no_thread("bngrad-lookup"), pytest.raises(KeyboardInterrupt):
+        resolver.resolve()
+    resolver.resolve().result(SECONDS)
     assert told == [["unix:/a"]]
 
 
