@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, SupportsIndex, TypeVar, overload
@@ -243,7 +244,7 @@ class Client:
         except asyncio.CancelledError:
             cancellation.cancel()
             if writes:
-                await asyncio.gather(asyncio.wrap_future(future), return_exceptions=True)
+                await _ended(asyncio.wrap_future(future))
             raise
         finally:
             del future  # breaks the cycle of the future, its error and this frame
@@ -256,3 +257,12 @@ class Client:
 
     def __repr__(self) -> str:
         return self._calls.name
+
+
+async def _ended(future: asyncio.Future[Any]) -> None:
+    """Waits until a future is done, also if the task is cancelled again meanwhile."""
+    while not future.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait([future])
+    if not future.cancelled():
+        future.exception()  # or asyncio would log that nobody asked for it

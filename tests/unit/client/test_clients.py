@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import gc
 import inspect
 import math
 import socket
@@ -374,6 +375,33 @@ async def test_cancelling_a_task_cancels_its_call() -> None:
             with pytest.raises(asyncio.CancelledError):
                 await call
             assert await asyncio.to_thread(held.ended.wait, SECONDS)
+
+
+async def test_a_call_with_out_that_is_cancelled_again_still_waits_for_its_thread(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    begun, released = threading.Event(), threading.Event()
+
+    def token() -> str:
+        begun.set()
+        released.wait(SECONDS)
+        raise RuntimeError("for a test")
+
+    with peer(echo) as target:
+        async with bngrad.aio.Client(target, transport="unary", token=token) as client:
+            arrays = inputs(1)
+            call = asyncio.create_task(client.fused_batch_norm_grad_v2(*arrays, out=np.empty_like(arrays[0])))
+            assert await asyncio.to_thread(begun.wait, SECONDS)
+            for _ in range(3):
+                call.cancel()
+                await asyncio.sleep(0.01)
+            assert not call.done()
+            released.set()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            del call
+            gc.collect()
+    assert not caplog.records
 
 
 def test_a_call_sends_its_tensors_itself_where_no_thread_can_send_them_ahead() -> None:
