@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 _LONGEST_TIMEOUT_S = 10 * 365 * 86400.0
 """Longer ones overflow gRPC's clock."""
+_LOOK_S = 0.05
+"""How often a call that waits for a lock looks whether it was cancelled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,3 +94,17 @@ class Cancellation:
         woken = threading.Event()
         with self.calls(woken.set):
             woken.wait(min(seconds, threading.TIMEOUT_MAX))
+
+
+def acquire(lock: threading.RLock, deadline: Deadline, cancellation: Cancellation) -> bool:
+    """Waits for a lock; returns False if the call was cancelled, or its deadline has passed, before that.
+
+    The caller's ``try`` begins before, and tries to release the lock in any case: Ctrl-C may come once it is held. That
+    needs a lock that only its owner can release.
+    """
+    while True:
+        remaining_s = deadline.remaining_s()
+        if lock.acquire(timeout=_LOOK_S if remaining_s is None else min(remaining_s, _LOOK_S)):
+            return True
+        if cancellation.cancelled or not deadline.allows(0):
+            return False

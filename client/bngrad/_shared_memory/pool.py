@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bngrad._credentials import NO_CREDENTIALS, Credentials
-from bngrad._deadline import ENDLESS, Cancellation, Deadline
+from bngrad._deadline import ENDLESS, Cancellation, Deadline, acquire
 from bngrad._shared_memory.copier import Copier
 from bngrad._shared_memory.lease import LeaseEndedError, LeaseError, LeaseLateError, UnreachableError, lease_region
 from bngrad._shared_memory.region import PoolRegion
@@ -67,7 +67,7 @@ class Pool:
         self._path = path
         self._credentials = credentials
         self._mutex = threading.Lock()
-        self._growing = threading.Lock()
+        self._growing = threading.RLock()
         self._regions: list[PoolRegion] = []
         self._free: dict[int, list[PoolBlock]] = {}
         # Arrays that go append here, at any moment and in any thread, so without a lock.
@@ -153,15 +153,19 @@ class Pool:
         if block is not None:
             return block
         # One thread at a time, or each would lease a region; not under the mutex, since the server may be slow.
-        remaining_s = deadline.remaining_s()
-        if not self._growing.acquire(timeout=-1 if remaining_s is None else remaining_s):
-            raise LeaseLateError("another call still waits for memory")
         try:
+            if not acquire(self._growing, deadline, cancellation):
+                if cancellation.cancelled:
+                    raise LeaseEndedError("the call was cancelled")
+                raise LeaseLateError("another call still waits for memory")
             while (block := self._find(nbytes)) is None:
                 self._grow(max(nbytes, REGION_NBYTES), deadline, cancellation)
             return block
         finally:
-            self._growing.release()
+            try:  # noqa: SIM105 - Ctrl-C could come before suppress() has begun
+                self._growing.release()
+            except RuntimeError:  # it is not held
+                pass
 
     def _find(self, nbytes: int) -> PoolBlock | None:
         """Returns a block of the existing regions."""

@@ -14,7 +14,7 @@ from typing import TypeAlias
 import grpc
 
 from bngrad._credentials import Credentials
-from bngrad._deadline import Cancellation, Deadline
+from bngrad._deadline import Cancellation, Deadline, acquire
 from bngrad._errors import (
     BngradError,
     ClientClosedError,
@@ -92,7 +92,7 @@ class EndpointDiscovery:
         self._credentials = credentials
         self._target = target
         self._mutex = threading.Lock()
-        self._discovering = threading.Lock()
+        self._discovering = threading.RLock()
         self._current: Endpoints | None = None
         self._blocked: dict[Address, tuple[float, float]] = {}
         self._unreachable: set[Address] = set()  # of those ever blocked; connections to others worked before
@@ -113,18 +113,22 @@ class EndpointDiscovery:
         current = self._current
         if current is not None and not current.is_stale:
             return current
-        remaining_s = deadline.remaining_s()
-        if not self._discovering.acquire(timeout=-1 if remaining_s is None else remaining_s):
-            reason = "another call still waits for the server's endpoints"
-            code = grpc.StatusCode.DEADLINE_EXCEEDED
-            raise from_status(code, reason, b"", self._target, deadline.timeout)
         try:
+            if not acquire(self._discovering, deadline, cancellation):
+                if cancellation.cancelled:
+                    raise UnavailableError(f"the call to {self._target} was cancelled")
+                reason = "another call still waits for the server's endpoints"
+                code = grpc.StatusCode.DEADLINE_EXCEEDED
+                raise from_status(code, reason, b"", self._target, deadline.timeout)
             current = self._current
             while current is None or current.is_stale:
                 current = self._discover(current or Endpoints(), lambda: ask(deadline, cancellation))
             return current
         finally:
-            self._discovering.release()
+            try:  # noqa: SIM105 - Ctrl-C could come before suppress() has begun
+                self._discovering.release()
+            except RuntimeError:  # it is not held
+                pass
 
     def _discover(self, before: Endpoints, ask: Callable[[], pb.Endpoints]) -> Endpoints | None:
         """Asks the server for its endpoints; returns the current ones instead if one was lost meanwhile."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -51,6 +53,24 @@ def no_thread(name: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(threading.Thread, "start", fail)
         yield
+
+
+@contextmanager
+def interrupt_after(function: str) -> Iterator[None]:
+    """Raises KeyboardInterrupt in this thread where a built-in function has returned to the client, as Ctrl-C may."""
+
+    def profile(frame: FrameType, event: str, argument: Any) -> None:
+        in_client = frame.f_globals["__name__"].startswith("bngrad.")
+        if event == "c_return" and in_client and argument.__name__ == function:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    sys.setprofile(profile)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            yield
+    finally:
+        sys.setprofile(None)
 
 
 def inputs(number: int, shape: tuple[int, ...] = (2, 3, 3, 4)) -> tuple[Any, ...]:

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
-from tests.unit.client.calls import SECONDS, ClientClass, inputs, no_thread, use
+from tests.unit.client.calls import SECONDS, ClientClass, inputs, interrupt_after, no_thread, use
 from tests.unit.client.peer import echo, info, peer
 
 import bngrad
@@ -402,6 +402,29 @@ async def test_a_call_with_out_that_is_cancelled_again_still_waits_for_its_threa
             del call
             gc.collect()
     assert not caplog.records
+
+
+def test_after_an_interrupt_other_threads_learn_the_endpoints() -> None:
+    with peer(echo) as target, bngrad.Client(target) as client, ThreadPoolExecutor(1) as threads:
+        with interrupt_after("acquire"):
+            client.fused_batch_norm_grad_v2(*inputs(1))
+        threads.submit(client.fused_batch_norm_grad_v2, *inputs(1), timeout=2).result(SECONDS)
+
+
+async def test_a_cancelled_task_does_not_wait_for_the_endpoints_that_another_one_asks_for() -> None:
+    held = Held()
+    with peer(held) as target, held:
+        async with bngrad.aio.Client(target) as client:
+            arrays = inputs(1)
+            asking = asyncio.create_task(client.fused_batch_norm_grad_v2(*arrays))
+            assert await asyncio.to_thread(held.arrived.wait, SECONDS)
+            waiting = asyncio.create_task(client.fused_batch_norm_grad_v2(*arrays, out=np.empty_like(arrays[0])))
+            await asyncio.sleep(0.1)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            assert not asking.done()
+            asking.cancel()
 
 
 def test_a_call_sends_its_tensors_itself_where_no_thread_can_send_them_ahead() -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from tests.unit.client.calls import interrupt_after
 
 from bngrad._deadline import ENDLESS, Cancellation, Deadline
 from bngrad._shared_memory import lease as lease_module
@@ -337,6 +338,30 @@ def test_a_server_that_does_not_answer_delays_no_call_beyond_its_deadline(
             waiting.result(SECONDS)
         with closing(Pool(path)) as another, pytest.raises(LeaseError, match="was cancelled"):
             another.empty((1,), BYTE, Deadline.after(SECONDS), cancellation)
+
+
+def test_after_an_interrupt_other_threads_get_memory(pool: Pool) -> None:
+    with interrupt_after("acquire"):
+        pool.empty((1,), BYTE)
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(pool.empty, (1,), BYTE, Deadline.after(2)).result(SECONDS).size == 1
+
+
+def test_a_cancelled_call_does_not_wait_for_the_memory_of_another_call(tmp_path: Path) -> None:
+    path = str(tmp_path / "regions")
+    with ExitStack() as stack, closing(Pool(path)) as pool, ThreadPoolExecutor(2) as threads:
+        silent = stack.enter_context(socket.socket(socket.AF_UNIX))
+        silent.bind(path)
+        silent.listen()
+        first, second = Cancellation(), Cancellation()
+        leasing = threads.submit(pool.empty, (1,), BYTE, ENDLESS, first)
+        stack.enter_context(silent.accept()[0]).recv(1)
+        waiting = threads.submit(pool.empty, (1,), BYTE, ENDLESS, second)
+        second.cancel()
+        with pytest.raises(LeaseError, match="was cancelled"):
+            waiting.result(SECONDS)
+        assert not leasing.done()
+        first.cancel()
 
 
 def test_without_file_descriptors_no_memory_is_leased() -> None:
