@@ -13,7 +13,9 @@ from typing import TypeAlias
 
 import grpc
 
+from bngrad._deadline import Cancellation
 from bngrad._errors import FieldViolation, invalid_argument
+from bngrad._shared_memory.lease import shut_down
 from bngrad._validation import LOCAL, ChannelOption, host_and_port_of
 from bngrad_wire.addresses import format_host_port, grpcio_address, is_local
 from bngrad_wire.http2 import tls
@@ -125,13 +127,24 @@ class Credentials:
         override = [("grpc.ssl_target_name_override", self._expected)] if self._expected else []
         return grpc.secure_channel(self._target, credentials, [*override, *options])
 
-    def secured(self, sock: socket.socket) -> socket.socket:
+    def secured(self, sock: socket.socket, cancellation: Cancellation) -> socket.socket:
         """Returns a connection to the server's TCP port, encrypted if the client uses TLS.
 
         Raises:
-            OSError: The handshake failed: a certificate was refused, by the client or by the server.
+            OSError: The handshake failed: a certificate was refused, by the client or by the server, or the call was
+                cancelled.
         """
-        return sock if self._tls is None else self._context.wrap_socket(sock, server_hostname=self._server_hostname)
+        if self._tls is None:
+            return sock
+        hostname = self._server_hostname
+        secured = self._context.wrap_socket(sock, server_hostname=hostname, do_handshake_on_connect=False)
+        try:
+            with cancellation.calls(functools.partial(shut_down, secured)):
+                secured.do_handshake()
+        except BaseException:
+            secured.close()
+            raise
+        return secured
 
     @functools.cached_property
     def _context(self) -> ssl.SSLContext:

@@ -8,7 +8,7 @@ import time
 from typing import NamedTuple
 
 from bngrad._credentials import Credentials
-from bngrad._deadline import ENDLESS, Deadline
+from bngrad._deadline import ENDLESS, Cancellation, Deadline
 from bngrad._shared_memory.quarantine import AbandonedCall
 from bngrad._transports.connector import Address, Connector, NotYetConnectedError
 from bngrad_wire import http2
@@ -65,16 +65,17 @@ class ConnectionPool:
     def is_reachable(self) -> bool:
         """Connects, keeps the connection for the next call, and returns whether that worked."""
         try:
-            self.give_back(self.lend(ENDLESS))
+            self.give_back(self.lend(ENDLESS, Cancellation()))
         except NotConnectedError:
             return False
         return True
 
-    def lend(self, deadline: Deadline, *, must_be_open: bool = True) -> Lent:
+    def lend(self, deadline: Deadline, cancellation: Cancellation, *, must_be_open: bool = True) -> Lent:
         """Lends a connection until `give_back`.
 
         Args:
             deadline: When to give up.
+            cancellation: Lets another thread end the handshake of a new connection.
             must_be_open: Whether to make sure that the server has not closed it.
 
         Raises:
@@ -90,7 +91,7 @@ class ConnectionPool:
             if connection.usable:
                 return Lent(connection, sock, is_open=True)
             connection.close()
-        return self._connected(deadline)
+        return self._connected(deadline, cancellation)
 
     def give_back(self, lent: Lent, abandoned: AbandonedCall | None = None) -> None:
         """Keeps a connection for the next call, or ends it if its call was given up.
@@ -120,7 +121,7 @@ class ConnectionPool:
         for connection, _, _ in idle:
             connection.close()
 
-    def _connected(self, deadline: Deadline) -> Lent:
+    def _connected(self, deadline: Deadline, cancellation: Cancellation) -> Lent:
         remaining_s = deadline.remaining_s()
         # Half of what is left, so that another transport may still make the call.
         timeout_s = _HANDSHAKE_TIMEOUT_S if remaining_s is None else min(remaining_s / 2, _HANDSHAKE_TIMEOUT_S)
@@ -128,7 +129,7 @@ class ConnectionPool:
         try:
             sock = self._connector.connect()
             sock.settimeout(timeout_s)
-            secured = self._credentials.secured(sock) if is_tcp else sock
+            secured = self._credentials.secured(sock, cancellation) if is_tcp else sock
         except NotYetConnectedError as error:
             raise NoConnectionYetError(f"{self._address}: {error}") from error
         except OSError as error:

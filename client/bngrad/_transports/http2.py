@@ -228,7 +228,7 @@ class Http2Transport:
         metadata = self._credentials.metadata() + trace_context()
         must_be_open = abandoned is not None
         while True:
-            lent = self._connections.lend(deadline, must_be_open=must_be_open)
+            lent = self._connections.lend(deadline, cancellation, must_be_open=must_be_open)
             try:
                 return self._call_on(lent, method, metadata, deadline, cancellation, talk, abandoned)
             except NotConnectedError:

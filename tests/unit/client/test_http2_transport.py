@@ -18,7 +18,9 @@ from tests.servers import wait_until
 from tests.unit.client.endpoints import SECONDS, CallAnswer, Endpoint, endpoint, message_of
 
 import bngrad
+from bngrad._credentials import Credentials, Security
 from bngrad._deadline import Cancellation, Deadline
+from bngrad._transports import connection_pool
 from bngrad._transports.connection_pool import NotConnectedError
 from bngrad._transports.http2 import Http2Transport
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
@@ -289,6 +291,20 @@ def test_a_peer_that_speaks_no_http2_is_not_connected(kind: str) -> None:
         with closing(Http2Transport(listener.getsockname(), TARGET)) as client, pytest.raises(NotConnectedError):
             call_either(client, kind)
         thread.join(SECONDS)
+
+
+def test_a_cancellation_ends_a_handshake(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_pool, "_HANDSHAKE_TIMEOUT_S", 10 * SECONDS)
+    cancellation = Cancellation()
+    with socket.create_server(("127.0.0.1", 0)) as silent, ThreadPoolExecutor(1) as threads:
+        credentials = Credentials(Security(bngrad.Tls()), "localhost:1")
+        with closing(Http2Transport(silent.getsockname(), TARGET, credentials)) as client:
+            waiting = threads.submit(call_either, client, kind, 20 * SECONDS, cancellation)
+            with silent.accept()[0] as sock:
+                assert sock.recv(1)
+                cancellation.cancel()
+                with pytest.raises(NotConnectedError):
+                    waiting.result(SECONDS)
 
 
 def test_a_stalled_peer_exceeds_the_deadline_that_it_was_told(kind: str) -> None:
