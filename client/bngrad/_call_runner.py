@@ -143,15 +143,18 @@ class CallRunner:
         def attempt(server: Selector) -> Array:
             return server.empty(shape, dtype, deadline, cancellation)
 
-        try:
-            return self._run(lambda: self._ask(attempt, deadline, cancellation, in_order=True), cancellation)
-        except UnavailableError as error:
-            may_be_own = (
-                self._transport != "shared" if isinstance(error, NotSharedError) else self._fallback is not None
-            )
-            if not may_be_own:
-                raise
-            return self._own_memory.empty(shape, dtype)
+        def ask_or_make() -> Array:
+            try:
+                return self._ask(attempt, deadline, cancellation, in_order=True)
+            except UnavailableError as error:
+                may_be_own = (
+                    self._transport != "shared" if isinstance(error, NotSharedError) else self._fallback is not None
+                )
+                if not may_be_own:
+                    raise
+                return self._own_memory.empty(shape, dtype)
+
+        return self._run(ask_or_make, cancellation)
 
     def send_ahead(self, array: Array) -> AheadTensor:
         """Begins to send a tensor, which was converted, ahead of the calls that need it; see `bngrad.Client`."""
@@ -195,6 +198,8 @@ class CallRunner:
             self.check_open()
             self._running.add(cancellation)
         try:
+            if cancellation.cancelled:
+                raise UnavailableError("the call was cancelled")
             return call()
         except (BngradError, LeaseError, ValueError) as error:
             # grpcio raises ValueError on a channel that another thread has just closed.

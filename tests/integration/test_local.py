@@ -18,6 +18,7 @@ from tests.servers import DEVICE, ONE_WORKER, free_port, wait_until
 
 import bngrad
 import bngrad.aio
+from bngrad._deadline import ENDLESS, Cancellation
 from bngrad_cli.embedded import EmbeddedServer
 from bngrad_kernels.spec import BFLOAT16, FLOAT16, FLOAT32, Spec
 
@@ -73,6 +74,13 @@ def test_the_second_order_has_a_servers_bits(
 ) -> None:
     given = {**inputs_of(spec_of(case, dtype)), **arguments(case), "is_training": is_training}
     assert_same(local.fused_batch_norm_grad_grad(**given), remote.fused_batch_norm_grad_grad(**given))
+
+
+def test_a_call_that_was_cancelled_before_it_begins_is_not_computed(local: bngrad.Client) -> None:
+    cancellation = Cancellation()
+    cancellation.cancel()
+    with pytest.raises(bngrad.UnavailableError, match="the call was cancelled"):
+        local._calls.server_info(ENDLESS, cancellation)
 
 
 CALLS: dict[str, Callable[[Any, Inputs], Any]] = {

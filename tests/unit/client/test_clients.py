@@ -341,6 +341,19 @@ async def test_a_client_that_was_never_used_may_be_closed() -> None:
     await bngrad.aio.Client("localhost:1").close()
 
 
+def test_an_array_is_refused_by_a_client_that_is_closed_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = bngrad.Client("127.0.0.1:1", transport="stream")
+    make = client._calls._own_memory.empty
+
+    def close_and_make(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        client.close()
+        return make(shape, dtype)
+
+    monkeypatch.setattr(client._calls._own_memory, "empty", close_and_make)
+    with pytest.raises(bngrad.ClientClosedError, match="was closed during the call"):
+        client.empty(3)
+
+
 def test_closing_ends_the_calls_in_flight() -> None:
     held = Held()
     with peer(held) as target, held, ThreadPoolExecutor(1) as threads:
