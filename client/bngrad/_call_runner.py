@@ -176,6 +176,8 @@ class CallRunner:
             cancellation.cancel()
         self._quarantine.close()
         self._own_memory.close()
+        if self._fallback is not None:
+            self._fallback.kernels.close()
 
     def check_open(self) -> None:
         """Checks that this process may make calls.

@@ -6,6 +6,7 @@ import functools
 import logging
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -303,6 +304,16 @@ def test_calls_are_computed_here_while_the_server_is_dead(caplog: pytest.LogCapt
     (record,) = caplog.records
     assert "computes calls in this process while no server answers" in record.message
     assert address in record.message
+
+
+def test_closing_frees_the_memory_of_a_fallback() -> None:
+    case = Case("v3", "NHWC", (16, 33, 33, 24))
+    with bngrad.Client(f"127.0.0.1:{free_port()}", fallback="local") as client:
+        case.run(client, random_inputs(case.spec()))
+        fallback = client._calls._fallback
+        assert fallback is not None
+        (region,) = map(weakref.ref, fallback.kernels._pool._regions)
+    assert region() is None
 
 
 def test_without_a_fallback_a_dead_server_is_an_error() -> None:

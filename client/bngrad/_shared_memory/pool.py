@@ -40,11 +40,13 @@ class PoolBlock:
 class _Owner(np.ndarray[Any, Any]):
     """The bytes of a block, which are returned to the pool when the last array in them has gone."""
 
-    block: PoolBlock
+    block: PoolBlock | None = None
     returned: deque[PoolBlock]
 
     def __del__(self) -> None:
-        self.returned.append(self.block)
+        block = self.block
+        if block is not None and not block.region.is_forgotten:
+            self.returned.append(block)
 
 
 class Located(NamedTuple):
@@ -96,9 +98,15 @@ class Pool:
         """Does as `empty`, and says where the array lies."""
         nbytes = math.prod(shape) * dtype.itemsize
         block = self._take(_size_class(nbytes), deadline, cancellation)
-        block.region.ask_for_huge_pages(block.offset, block.nbytes)
-        owner = _Owner(max(nbytes, 1), np.uint8, block.region.memory, block.offset)
-        owner.block, owner.returned = block, self._returned
+        owner: _Owner | None = None
+        try:
+            block.region.ask_for_huge_pages(block.offset, block.nbytes)
+            owner = _Owner(max(nbytes, 1), np.uint8, block.region.memory, block.offset)
+            owner.returned, owner.block = self._returned, block
+        except BaseException:  # such as Ctrl-C
+            if owner is None or owner.block is None:
+                self._returned.append(block)
+            raise
         return Located(np.ndarray(shape, dtype, owner.data), block.region, block.offset)
 
     def copies(self, arrays: Sequence[Array], deadline: Deadline, cancellation: Cancellation) -> list[Located]:
@@ -145,6 +153,7 @@ class Pool:
         with self._mutex:
             self._closed = True
             self._copier.close()
+            self._collect()
             for region in list(self._regions):
                 self._forget(region)
 
@@ -223,6 +232,7 @@ class Pool:
             raise LeaseError(f"the leased memory cannot be mapped: {error}") from error
 
     def _forget(self, region: PoolRegion) -> None:
+        region.is_forgotten = True
         self._drop_free_blocks(region)
         self._regions.remove(region)
         if region.blocks == 0:

@@ -56,11 +56,11 @@ def no_thread(name: str) -> Iterator[None]:
 
 
 @contextmanager
-def interrupt_after(function: str) -> Iterator[None]:
-    """Raises KeyboardInterrupt in this thread where a built-in function has returned to the client, as Ctrl-C may."""
+def interrupt_after(function: str, caller: str = "") -> Iterator[None]:
+    """Raises KeyboardInterrupt where a built-in function has returned to any, or this, function of the client."""
 
     def profile(frame: FrameType, event: str, argument: Any) -> None:
-        in_client = frame.f_globals["__name__"].startswith("bngrad.")
+        in_client = frame.f_globals["__name__"].startswith("bngrad.") and caller in ("", frame.f_code.co_name)
         if event == "c_return" and in_client and argument.__name__ == function:
             sys.setprofile(None)
             raise KeyboardInterrupt

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
@@ -233,6 +234,17 @@ def test_closing_keeps_arrays_and_makes_no_new_ones(pool: Pool) -> None:
     assert (array == 6).all()
 
 
+def test_closing_frees_the_memory_of_arrays_that_have_gone_and_of_those_that_go_later(pool: Pool) -> None:
+    gone, kept = filled(pool, 1000, 5), filled(pool, REGION_NBYTES, 6)
+    of_gone, of_kept = map(weakref.ref, pool._regions)
+    del gone
+    pool.close()
+    assert of_gone() is None
+    assert (kept == 6).all()
+    del kept
+    assert of_kept() is None
+
+
 def test_memory_that_no_server_uses_leaves_quarantine_at_once(pool: Pool) -> None:
     array = filled(pool, 1000, 5)
     (region,) = pool._regions
@@ -345,6 +357,13 @@ def test_after_an_interrupt_other_threads_get_memory(pool: Pool) -> None:
         pool.empty((1,), BYTE)
     with ThreadPoolExecutor(1) as threads:
         assert threads.submit(pool.empty, (1,), BYTE, Deadline.after(2)).result(SECONDS).size == 1
+
+
+@pytest.mark.parametrize("function", ["prod", "max"])
+def test_an_interrupt_loses_no_memory(pool: Pool, function: str) -> None:
+    with interrupt_after(function, caller="new"):
+        pool.empty((1000,), BYTE)
+    assert place_of(pool, pool.empty((1000,), BYTE))[1] == 0
 
 
 def test_a_cancelled_call_does_not_wait_for_the_memory_of_another_call(tmp_path: Path) -> None:
