@@ -7,14 +7,12 @@ import threading
 import weakref
 from collections.abc import Callable, Container, Sequence
 
-import grpc
-
 from bngrad._balancing.resolver import Address, Resolver
 from bngrad._balancing.retry import delay_s
 from bngrad._balancing.subset import Subset
 from bngrad._balancing.upstream import Selector, Upstream, choose
 from bngrad._deadline import Cancellation, Deadline
-from bngrad._errors import BngradError, DeadlineExceededError, NotSharedError, UnavailableError, from_status
+from bngrad._errors import BngradError, DeadlineExceededError, NotSharedError, UnavailableError
 from bngrad_wire.load_report import LoadReport
 
 _PROBE_TIMEOUT_S = 5.0
@@ -85,8 +83,8 @@ class LoadBalancer:
         if cancellation.cancelled or self._closed:
             raise UnavailableError("the call was cancelled")
         if not lookup.done():
-            code, reason = grpc.StatusCode.DEADLINE_EXCEEDED, "the servers are still being looked up"
-            raise from_status(code, reason, b"", "the client", deadline.timeout)
+            problem = f"the look-up of the servers did not end within the timeout of {deadline.timeout} s"
+            raise DeadlineExceededError(problem)
         lookup.result()
 
     def acquire(

@@ -252,7 +252,8 @@ def test_a_look_up_keeps_no_client_alive() -> None:
         return ["127.0.0.1:1"]
 
     client = bngrad.Client(targets)
-    with pytest.raises(bngrad.DeadlineExceededError):
+    problem = r"^the look-up of the servers did not end within the timeout of 0\.05 s$"
+    with pytest.raises(bngrad.DeadlineExceededError, match=problem):
         client.server_info(timeout=0.05)
     assert asked.wait(SECONDS)
     balancer = weakref.ref(client._calls._load_balancer)
