@@ -64,7 +64,7 @@ class Client:
 
     With the target ``local:`` there is no server: the kernels of a CPU server compute the calls in this process, with
     the same bits and errors. They need the extra ``bngrad[local]``. The first call loads them; the first call of a
-    dtype on a machine compiles them, which takes about half a minute. No timeout ends a call that is being computed.
+    dtype on a machine compiles them, which takes about five seconds. No timeout ends a call that is being computed.
 
     In the docstrings, C is the number of channels. Every call may raise, besides the errors that it names itself:
 
