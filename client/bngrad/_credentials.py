@@ -22,6 +22,8 @@ from bngrad_wire.http2 import tls
 
 Token: TypeAlias = str | os.PathLike[str] | Callable[[], str]
 _LOCAL_SCHEMES = ("unix:", "unix-abstract:")
+_HASHED = "[0-9a-f]" * 8 + ".[0-9]*"
+"""How OpenSSL names the certificates in a directory of authorities."""
 _PLAIN = "the token would travel unencrypted to {}: give tls as well, or insecure=True if the network is protected"
 
 
@@ -207,9 +209,12 @@ def _read(field: str, path: str | os.PathLike[str]) -> bytes:
 
 
 def _system_authorities() -> bytes | None:
-    """Returns the authorities that the system trusts; None, for grpcio's own, if they are not in one file."""
-    path = ssl.get_default_verify_paths().cafile
-    return None if path is None else Path(path).read_bytes()
+    """Returns the authorities that the system trusts, of a file and a directory; None, for grpcio's own, if none."""
+    places = ssl.get_default_verify_paths()
+    paths = [] if places.cafile is None else [Path(places.cafile)]
+    if places.capath is not None:
+        paths += filter(Path.is_file, Path(places.capath).glob(_HASHED))
+    return b"\n".join(path.read_bytes() for path in paths) or None
 
 
 def _no_password() -> str:

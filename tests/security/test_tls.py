@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import ssl
+import subprocess
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -116,6 +118,30 @@ def test_the_client_accepts_no_other_server(guarded: Guarded, transport: Transpo
     assert "Hostname Verification Check failed" in refusal(guarded, tls=elsewhere, transport=transport)
     assert refusal(guarded, tls=True, transport=transport)
     assert refusal(guarded, tls=False, transport=transport).endswith("Both sides must use TLS, or neither.")
+
+
+@pytest.mark.parametrize("transport", ["stream", "unary"])
+@pytest.mark.parametrize("place", ["file", "directory", "both"])
+def test_the_client_accepts_servers_that_the_system_trusts(
+    guarded: Guarded, place: str, transport: Transport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = Authority(tmp_path, "other").path
+    directory = tmp_path / "certificates"
+    directory.mkdir()
+    (directory / "README").write_text("no certificate")
+    if place != "file":
+        shutil.copy(guarded.authority.path, directory / f"{hash_of(guarded.authority.path)}.0")
+    monkeypatch.setenv("SSL_CERT_DIR", str(directory))
+    monkeypatch.setenv("SSL_CERT_FILE", str({"file": guarded.authority.path, "directory": "", "both": other}[place]))
+    trusting = bngrad.Tls(certificate=guarded.alice.certificate, key=guarded.alice.key)
+    with guarded.client(tls=trusting, transport=transport) as client:
+        ask(client)
+
+
+def hash_of(certificate: Path) -> str:
+    """Returns the name that OpenSSL gives a certificate in a directory of authorities."""
+    command = ["openssl", "x509", "-noout", "-hash", "-in", str(certificate)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def wait_until_greeted(guarded: Guarded, listener: str, how: ssl.SSLContext, *, greeted: bool = True) -> None:
