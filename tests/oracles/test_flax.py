@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import jax
@@ -62,3 +64,16 @@ def test_what_the_client_does_not_compute_is_flaxs_own() -> None:
     for our, their in zip(gradients(layer), gradients(stock), strict=True):
         np.testing.assert_array_equal(our, their)
     assert nnx.clone(layer).client is client
+
+
+def test_copies_share_the_client_and_pickles_leave_it_out() -> None:
+    with bngrad.Client("localhost:1") as client:
+        layer = bngrad.jax.nnx.BatchNorm(CHANNELS, client=client, rngs=nnx.Rngs(0))
+        model = nnx.Sequential(nnx.Linear(3, CHANNELS, rngs=nnx.Rngs(0)), layer)
+        for copied in (copy.deepcopy(model), nnx.clone(model)):
+            assert copied.layers[1].client is client
+            assert copied.layers[1].mean is not layer.mean
+        assert nnx.graphdef(copy.deepcopy(model)) == nnx.graphdef(model)
+        assert pickle.loads(pickle.dumps(layer)).client is None  # noqa: S301
+        layer.client = None
+        assert (layer.client, nnx.clone(layer).client) == (None, None)

@@ -8,6 +8,7 @@ Needs the extra ``bngrad[jax]``.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 try:
@@ -27,6 +28,19 @@ __all__ = ["BatchNorm"]
 _DTYPES = ("float16", "bfloat16", "float32")
 
 
+@dataclass(frozen=True)
+class _ClientReference:
+    """A layer's reference to its client: copies of the layer share the client, pickles leave it out."""
+
+    client: Client | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ClientReference:
+        return self
+
+    def __reduce__(self) -> tuple[type[_ClientReference], tuple[()]]:
+        return _ClientReference, ()
+
+
 class BatchNorm(nnx.BatchNorm):  # type: ignore[misc] # Flax is not followed by mypy
     """``flax.nnx.BatchNorm`` whose gradients a client computes.
 
@@ -34,14 +48,22 @@ class BatchNorm(nnx.BatchNorm):  # type: ignore[misc] # Flax is not followed by 
     the channels last or second. Anything else is Flax's own: evaluation, masks, ``axis_name``, other dtypes, and every
     layer without a client. Statistics are computed in float32, in two passes.
 
-    Attributes:
-        client: Computes the gradients; None for JAX. It is no part of the layer's state.
+    The client is no part of the layer's state: copies share it, pickles leave it out.
     """
 
     def __init__(self, num_features: int, *, client: Client | None = None, **options: Any) -> None:
         """Takes the arguments of ``flax.nnx.BatchNorm``, and a client."""
         super().__init__(num_features, **options)
-        self.client = client
+        self._reference = _ClientReference(client)
+
+    @property
+    def client(self) -> Client | None:
+        """What computes the gradients; None for JAX."""
+        return self._reference.client
+
+    @client.setter
+    def client(self, client: Client | None) -> None:
+        self._reference = _ClientReference(client)
 
     def __call__(self, x: Any, use_running_average: bool | None = None, *, mask: Any = None) -> Any:
         """Normalises x as Flax does.
