@@ -43,6 +43,7 @@ from bngrad.typing import (
 
 Result = TypeVar("Result")
 Scalar = TypeVar("Scalar", bound=np.generic)
+Self = TypeVar("Self", bound="Client")
 
 _THREADS = 64
 """The most calls in flight; further calls wait for one of these to end."""
@@ -249,7 +250,7 @@ class Client:
         finally:
             del future  # breaks the cycle of the future, its error and this frame
 
-    async def __aenter__(self) -> Client:
+    async def __aenter__(self: Self) -> Self:
         return self
 
     async def __aexit__(self, *exception: object) -> None:

@@ -38,6 +38,7 @@ from bngrad.typing import (
 
 Result = TypeVar("Result")
 Scalar = TypeVar("Scalar", bound=np.generic)
+Self = TypeVar("Self", bound="Client")
 
 
 class Client:
@@ -392,7 +393,7 @@ class Client:
         request = op.prepare(tensors, attributes, out)
         return self._calls.run(request, self._calls.deadline(timeout), Cancellation(only_by_close=True))
 
-    def __enter__(self) -> Client:
+    def __enter__(self: Self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -11,6 +11,8 @@ from bngrad._ahead.upload import Place, Server, Upload
 from bngrad._deadline import Cancellation, Deadline
 from bngrad._errors import FieldViolation, invalid_argument
 from bngrad.typing import Array
+
+Self = TypeVar("Self", bound="AheadTensor")
 
 
 class AheadTensor:
@@ -47,11 +49,17 @@ class AheadTensor:
             self._upload.close()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        """Returns the tensor itself."""
-        array = np.asarray(array_of("the tensor", self), dtype)
-        return array.copy() if copy else array
+        """Returns the tensor itself, unless another dtype or a copy is asked for.
 
-    def __enter__(self) -> AheadTensor:
+        Raises:
+            ValueError: ``copy`` is False, and the dtype needs one.
+        """
+        array = array_of("the tensor", self)
+        if copy is False and dtype is not None and np.dtype(dtype) != array.dtype:
+            raise ValueError(f"copy must not be False for dtype {np.dtype(dtype)}, since the tensor is {array.dtype}")
+        return np.array(array, dtype) if copy else np.asarray(array, dtype)
+
+    def __enter__(self: Self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -440,6 +440,19 @@ async def test_a_cancelled_task_does_not_wait_for_the_endpoints_that_another_one
             asking.cancel()
 
 
+def test_a_handle_gives_numpy_the_tensor_and_a_copy_only_where_one_is_allowed() -> None:
+    with bngrad.Client("127.0.0.1:1", transport="unary") as client:
+        x = np.ones((2, 3), np.float32)
+        handle = client.send_ahead(x)
+        for array in (np.asarray(handle), handle.__array__(copy=False), handle.__array__(np.float32, copy=False)):
+            assert np.shares_memory(array, x)
+        for array in (handle.__array__(copy=True), handle.__array__(np.float64)):
+            assert not np.shares_memory(array, x)
+            assert (array == x).all()
+        with pytest.raises(ValueError, match="copy must not be False for dtype float64, since the tensor is float32"):
+            handle.__array__(np.float64, copy=False)
+
+
 def test_a_call_sends_its_tensors_itself_where_no_thread_can_send_them_ahead() -> None:
     with peer(echo) as target, bngrad.Client(target) as client:
         x, *tensors = inputs(3)
