@@ -149,7 +149,10 @@ class ConnectionState(ABC):
         """Appends a frame that responds to one of the peer's to `outbound`, and sends all of that if `blocking`."""
         self.outbound.append(frame)
         if self.blocking:
-            self.flush()
+            try:
+                self.flush()
+            except PeerGoneError:
+                self.io.broken = None  # what the peer sent before it closed, such as an answer, can still be read
 
     def flush(self) -> None:
         """Sends `outbound`; if not `blocking`, as much of it as the socket takes."""

@@ -354,6 +354,22 @@ def test_an_idle_server_may_time_out_and_accept_again() -> None:
     server.close()
 
 
+def test_an_answer_is_read_though_its_server_closed_before_the_client_acknowledged_settings() -> None:
+    near, far = pair("unix")
+    connection = ClientConnection(near, "localhost")
+    asked = connection.call("/a/b")
+    asked.send_message(b"hello", end=True)
+    server = ServerConnection(far)
+    call = server.accept()
+    assert call is not None
+    echo(call)
+    server.close()
+    assert asked.receive_message() == 5
+    assert asked.receive_message() is None
+    assert not connection.usable
+    connection.close()
+
+
 def test_goaway_lets_the_running_call_end_and_takes_no_other() -> None:
     near, far = pair("unix")
     server = ServerConnection(far)
