@@ -81,6 +81,9 @@ class _ClientBatchNorm(_BatchNorm):
         """
         if not self._client.name or not self._needs_gradient(input) or input.numel() == 0:
             return super().forward(input)
+        placement = self._placement
+        if placement is not None and placement.is_left_to_pytorch and not torch.compiler.is_compiling():
+            return super().forward(input)
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         if input.dtype not in _DTYPES:
             expected = "float32, bfloat16 or float16"
@@ -156,6 +159,8 @@ class _Function(torch.autograd.Function):
         ctx.bias_dtype = None if bias is None else bias.dtype
         _, mean, rstd = output
         ctx.mark_non_differentiable(mean, rstd)
+        if ctx.placement is not None:
+            ctx.placement.begin(ctx)
         variance = None if ctx.placement is None or ctx.is_training else running_var.clone()
         ctx.save_for_backward(x, weight, mean, rstd, variance)
 
@@ -166,6 +171,7 @@ class _Function(torch.autograd.Function):
             found = _by_client(ctx, saved, y_backprop[0])
         else:
             found = placement.compute(
+                ctx,
                 by_client=lambda: _by_client(ctx, saved, y_backprop[0]),
                 by_pytorch=lambda: _by_pytorch(ctx, saved, y_backprop[0]),
             )

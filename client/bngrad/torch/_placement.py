@@ -5,14 +5,19 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+import weakref
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import torch
 
 Gradients = TypeVar("Gradients")
 
 _WARM_UPS = 1
 _USES = 4
 """How often a layer is measured in each place; the first time, which opens connections, does not count."""
+_WORTHWHILE = 0.9
+"""What part of PyTorch's time the client may take: a layer that it computes runs Python that is not measured."""
 
 
 class Placements:
@@ -47,6 +52,15 @@ class Placement:
         self._name = name
         self._placements = placements
         self._seconds: dict[bool, list[float]] = {False: [], True: []}
+        self._begun: weakref.WeakSet[Any] = weakref.WeakSet()  # uses whose backward pass is still to come
+
+    @property
+    def is_left_to_pytorch(self) -> bool:
+        """Whether the next use may be PyTorch's own: it is faster, and no backward pass of ours is still to come.
+
+        For such a one a checkpoint would repeat the forward pass, and must save the same tensors again.
+        """
+        return self.by_client is False and not self._begun
 
     @property
     def is_in_use(self) -> bool:
@@ -59,14 +73,20 @@ class Placement:
             return self.by_client
         return len(self._seconds[True]) <= len(self._seconds[False])
 
-    def compute(self, by_client: Callable[[], Gradients], by_pytorch: Callable[[], Gradients]) -> Gradients:
-        """Computes gradients in the place whose turn it is, and measures it as long as none is chosen."""
+    def begin(self, use: Any) -> None:
+        """Expects the backward pass of a use, given by its context of autograd."""
+        self._begun.add(use)
+
+    def compute(self, use: Any, by_client: Callable[[], Gradients], by_pytorch: Callable[[], Gradients]) -> Gradients:
+        """Computes a use's gradients in the place whose turn it is, and measures it as long as none is chosen."""
         is_by_client = self.next_by_client()
         start = time.perf_counter()
         found = by_client() if is_by_client else by_pytorch()
         if self.by_client is None:
             self._seconds[is_by_client].append(time.perf_counter() - start)
             self._decide()
+        if not torch._C._autograd._get_current_graph_task_keep_graph():  # else there may be another backward pass
+            self._begun.discard(use)
         return found
 
     def line(self) -> str:
@@ -76,7 +96,7 @@ class Placement:
 
     def _decide(self) -> None:
         if min(map(len, self._seconds.values())) >= _WARM_UPS + _USES:
-            self.by_client = self._median(True) < self._median(False)
+            self.by_client = self._median(True) < _WORTHWHILE * self._median(False)
             self._placements.report()
 
     def _median(self, by_client: bool) -> float:

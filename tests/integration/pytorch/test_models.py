@@ -184,6 +184,8 @@ def test_measured_layers_in_checkpoints_have_right_gradients(client: bngrad.Clie
     ours = bngrad.torch.convert_batchnorm(nn.BatchNorm2d(3), client, where="measured")
     for found, expected in zip(gradients_by_step(ours), gradients_by_step(nn.BatchNorm2d(3)), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    x = torch.randn(4, 3, 5, 5, requires_grad=True)
+    assert type(ours(x).grad_fn) is type(nn.BatchNorm2d(3)(x).grad_fn)  # for so few elements PyTorch is faster
 
 
 def test_where_is_one_of_two_words(client: bngrad.Client) -> None:
