@@ -327,6 +327,7 @@ def test_no_process_of_a_server_imports_from_the_current_folder(
     for name in sys.stdlib_module_names:
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'a').write(' '.join(__name__))")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)  # which may name the current folder itself
     with (
         EmbeddedServer(options=(*ONE_WORKER, "--http", "127.0.0.1:0")) as server,
         bngrad.Client(server.target) as client,
