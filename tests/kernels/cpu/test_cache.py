@@ -120,13 +120,14 @@ def test_a_kernel_that_cannot_be_compiled_is_an_error_that_says_why(monkeypatch:
 def test_a_folder_that_others_may_write_to_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
 ) -> None:
-    folder = tmp_path / "tmp" / f"bngrad-{os.getuid()}"
+    user = os.getuid() + (kind == "of another user")
+    monkeypatch.setattr(os, "getuid", lambda: user)
+    folder = tmp_path / "tmp" / f"bngrad-{user}"
     if kind == "link":
         folder.symlink_to(tmp_path)
     else:
         folder.mkdir()
         folder.chmod(0o777 if kind == "open to all" else 0o700)
-        os.chown(folder, os.getuid() + (kind == "of another user"), -1)
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc")  # where no folder can be made
     with pytest.raises(PermissionError, match=r"bngrad-\d+, for compiled kernels, is not a folder that only this user"):
         cache.folder()
