@@ -266,4 +266,4 @@ async def _ended(future: asyncio.Future[Any]) -> None:
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.wait([future])
     if not future.cancelled():
-        future.exception()  # or asyncio would log that nobody asked for it
+        future.exception()  # or asyncio would log that no one asked for it

@@ -25,8 +25,7 @@ ALONE_BELOW_NBYTES = 1 << 20
 """Smaller tensors are computed by one thread: waking the others, which sleep, would cost more."""
 
 _MAX_SLOT_NBYTES = 16 << 20
-"""A problem that needs a larger workspace, since it has very many channels, is computed in parts, one after the other.
-"""
+"""A problem that needs a larger workspace, as for very many channels, is computed in parts, one after the other."""
 
 _ALL_CORES = threading.Lock()
 """Held where problems run on several threads, as more than one at a time would only share the same cores."""

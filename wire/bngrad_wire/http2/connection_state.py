@@ -149,6 +149,7 @@ class ConnectionState(ABC):
         """Appends a frame that responds to one of the peer's to `outbound`, and sends all of that if `blocking`."""
         self.outbound.append(frame)
         if self.blocking:
+            self.io.check()
             try:
                 self.flush()
             except PeerGoneError:

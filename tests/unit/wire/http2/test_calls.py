@@ -286,9 +286,10 @@ def test_a_connection_whose_sending_timed_out_is_unusable() -> None:
         with pytest.raises(TimeoutError):
             call.send_message(bytes(20 * 2**20))
         call.cancel()
-        assert not connection.usable
-        with pytest.raises(PeerGoneError, match="sending timed out"):
-            connection.call("/a/b")
+        for act in (lambda: connection.send_control(PING), lambda: connection.call("/a/b")):
+            with pytest.raises(PeerGoneError, match="sending timed out"):
+                act()
+            assert not connection.usable
         connection.close()
 
 
