@@ -76,6 +76,24 @@ class Server:
         return self.requests.compute(self.read(message), message)
 
 
+class Clock:
+    """Stands still but for a tick whenever it is read, as a busy machine would let requests take any time."""
+
+    def __init__(self) -> None:
+        self.now, self.tick_s = 1.0, 0.0
+
+    def monotonic(self) -> float:
+        self.now += self.tick_s
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(shared_requests, "time", clock)
+    return clock
+
+
 @pytest.fixture
 def server(kernels: FrontKernels) -> Iterator[Server]:
     server = Server(kernels)
@@ -104,10 +122,11 @@ def test_only_brief_requests_are_computed_while_others_are_in_the_server(server:
     assert [server.takes(shape) for shape in (SMALL, BRIEF, LONG)] == [True, True, False]
 
 
-def test_brief_requests_have_a_part_of_each_round(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_brief_requests_have_a_part_of_each_round(server: Server, clock: Clock) -> None:
+    clock.tick_s = shared_requests._ROUND_S * 0.6
     server.compute(BRIEF)
     assert server.takes(BRIEF)
-    monkeypatch.setattr(shared_requests, "_ROUND_S", 0.0)
+    server.compute(BRIEF)
     assert [server.takes(shape) for shape in (SMALL, BRIEF)] == [True, False]
     server.loop.rounds += 1
     assert server.takes(BRIEF)
@@ -118,16 +137,16 @@ def test_the_largest_are_never_computed(server: Server) -> None:
 
 
 def test_after_others_have_waited_for_a_long_one_workers_compute_the_next_for_a_while(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    server: Server, clock: Clock
 ) -> None:
-    monkeypatch.setattr(shared_requests, "_CROWDED_S", 0.2)
     server.loop.call_soon(lambda: None)
     server.compute(BRIEF)
     assert server.takes(LONG)
     server.compute(LONG)
     assert not server.takes(LONG)
     assert server.takes(BRIEF)
-    wait_until(lambda: server.takes(LONG))
+    clock.now += shared_requests._CROWDED_S
+    assert server.takes(LONG)
 
 
 def test_places_are_checked_again_once_a_lease_has_ended(server: Server) -> None:
