@@ -4,7 +4,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed
 from contextlib import suppress
 
 import pytest
@@ -117,11 +117,9 @@ def test_clients_that_wait_take_turns() -> None:
     held = memory.allocate(units(4), "before")
     futures = [crowd.ask("greedy", 4) for _ in range(4)]
     futures += [crowd.ask(name, 4) for name in ("modest", "late")]
-    for count in range(len(futures)):
+    while futures:
         memory.free(held)
-        while len(crowd.order) == count:
-            time.sleep(0.001)
-        future = next(future for future in futures if future.done())
+        future = next(as_completed(futures, TIMEOUT_S))
         futures.remove(future)
         held = future.result()
     assert crowd.order == ["greedy", "modest", "late", "greedy", "greedy", "greedy"]
