@@ -18,6 +18,9 @@ help:  ## Lists the targets
 demo: $(VENV)/server.stamp  ## Starts a CPU server and sends it real gradients
 	$(BIN)/bngrad demo
 
+# Tests start hundreds of Python processes, which would compile our modules anew where bytecode is not written.
+test test-fast test-kernels: export PYTHONDONTWRITEBYTECODE :=
+
 test: $(VENV)/dev.stamp  ## Runs every test, four files at a time, since many wait rather than compute
 	$(BIN)/pytest --numprocesses 4 --dist loadfile
 
@@ -148,10 +151,16 @@ $(BIN)/python:
 		{ echo "bngrad needs Python 3.10 or newer; PYTHON=$(PYTHON) is $$($(PYTHON) --version 2>&1)" >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 
+# pip compiles one file after the other, compileall on every core. Some files are templates, which do not compile.
+define install
+	$(BIN)/pip install --quiet --no-compile --constraint requirements/dev.txt --editable '.[$(1)]'
+	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null || true
+endef
+
 $(VENV)/server.stamp: pyproject.toml requirements/dev.txt | $(BIN)/python
-	$(BIN)/pip install --quiet --constraint requirements/dev.txt --editable '.[server]'
+	$(call install,server)
 	touch $@
 
 $(VENV)/dev.stamp: pyproject.toml requirements/dev.txt | $(BIN)/python
-	$(BIN)/pip install --quiet --constraint requirements/dev.txt --editable '.[dev]'
+	$(call install,dev)
 	touch $@ $(VENV)/server.stamp

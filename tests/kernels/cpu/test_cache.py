@@ -6,6 +6,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ import pytest
 from tests.kernels.cpu import fixed_bits
 
 from bngrad_kernels import backends, compiled_code
-from bngrad_kernels.cpu.machine_code import cache, loader
+from bngrad_kernels.cpu.machine_code import cache, loader, warm
 from bngrad_kernels.cpu.machine_code.kernels import FIRST, Kernel, host
 from bngrad_kernels.errors import DeviceUnavailableError
 
@@ -76,17 +77,33 @@ def test_of_two_workers_that_copy_at_once_one_wins(monkeypatch: pytest.MonkeyPat
 def test_a_damaged_kernel_is_compiled_once_for_all_that_load_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     loader.path(FIRST, host()).touch()
     begun: list[str] = []
-    begin = loader.begin
+    begin = loader._begin
 
-    def count(kernel: Kernel, cpu: str) -> subprocess.Popen[bytes]:
+    def count(kernel: Kernel, cpu: str, lock_fd: int) -> subprocess.Popen[bytes]:
         begun.append(str(kernel))
-        return begin(kernel, cpu)
+        return begin(kernel, cpu, lock_fd)
 
-    monkeypatch.setattr(loader, "begin", count)
+    monkeypatch.setattr(loader, "_begin", count)
     with ThreadPoolExecutor(2) as threads:
         first, second = threads.map(loader.load, [FIRST, FIRST])
     assert begun == ["float32-1"]
     assert first.address != second.address
+
+
+def test_of_servers_that_fill_the_cache_at_once_one_compiles_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[str] = []
+
+    def compile_soon(kernel: Kernel, cpu: str, lock_fd: int) -> subprocess.Popen[bytes]:
+        begun.append(str(kernel))
+        write = f"compiled_code.write(pathlib.Path({str(loader.path(kernel, cpu))!r}), b'code')"
+        code = f"import pathlib, time; from bngrad_kernels import compiled_code; time.sleep(0.2); {write}"
+        return subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE)
+
+    monkeypatch.setattr(loader, "_begin", compile_soon)
+    with ThreadPoolExecutor(3) as threads:
+        filled = list(threads.map(lambda _: list(warm.fill("cpu", [FIRST], jobs=1)), range(3)))
+    assert filled == [[(FIRST, "")]] * 3
+    assert begun == ["float32-1"]
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names levels of x86")

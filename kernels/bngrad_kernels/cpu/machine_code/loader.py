@@ -63,7 +63,31 @@ def path(kernel: Kernel, cpu: str) -> Path:
     return folder / f"{kernel}.o"
 
 
-def begin(kernel: Kernel, cpu: str) -> subprocess.Popen[bytes]:
+def compile_once(kernel: Kernel, cpu: str, lock: str) -> None:
+    """Compiles a kernel for a level of processors unless the cache has it.
+
+    Of all processes that ask for it with the same lock, one compiles it, and the others wait.
+
+    Args:
+        kernel: The kernel.
+        cpu: The level.
+        lock: How the name of the locked file ends, beside the kernel's.
+
+    Raises:
+        DeviceUnavailableError: It could not be compiled.
+    """
+    with path(kernel, cpu).with_suffix(lock).open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if is_compiled(kernel, cpu):
+            return
+        process = _begin(kernel, cpu, file.fileno())
+        _, errors = process.communicate()
+    if process.returncode:
+        lines = errors.decode(errors="replace").strip().splitlines() or [f"exit code {process.returncode}"]
+        raise DeviceUnavailableError(f"the kernel {kernel} could not be compiled: {lines[-1]}")
+
+
+def _begin(kernel: Kernel, cpu: str, lock_fd: int) -> subprocess.Popen[bytes]:
     """Starts a process that compiles a kernel, whatever the user has set for Numba and for warnings."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(("NUMBA_", "PYTHONWARNINGS"))}
     return subprocess.Popen(  # noqa: S603 - our own module
@@ -73,19 +97,8 @@ def begin(kernel: Kernel, cpu: str) -> subprocess.Popen[bytes]:
         stderr=subprocess.PIPE,
         # Numba would add the features of this processor.
         env={**own, "NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": ""},
+        pass_fds=(lock_fd,),  # it goes on if this process is killed, and others then wait for it
     )
-
-
-def finish(kernel: Kernel, process: subprocess.Popen[bytes]) -> None:
-    """Waits until a kernel is compiled.
-
-    Raises:
-        DeviceUnavailableError: It could not be compiled.
-    """
-    _, errors = process.communicate()
-    if process.returncode:
-        lines = errors.decode(errors="replace").strip().splitlines() or [f"exit code {process.returncode}"]
-        raise DeviceUnavailableError(f"the kernel {kernel} could not be compiled: {lines[-1]}")
 
 
 def _code(kernel: Kernel) -> bytes:
@@ -93,10 +106,7 @@ def _code(kernel: Kernel) -> bytes:
     file = path(kernel, host())
     found = compiled_code.read(file)
     if found is None:
-        with file.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not is_compiled(kernel, host()):
-                finish(kernel, begin(kernel, host()))
+        compile_once(kernel, host(), ".lock")
         found = compiled_code.read(file)
     if found is None:
         raise DeviceUnavailableError(f"the kernel {kernel} was compiled, but {file} cannot be read")

@@ -34,11 +34,11 @@ def fill(cpu: str, kernels: Iterable[Kernel], jobs: int) -> Iterator[tuple[Kerne
 
 
 def _compile(kernel: Kernel, cpu: str) -> str:
-    if not loader.is_compiled(kernel, cpu):  # no request was faster
-        try:
-            loader.finish(kernel, loader.begin(kernel, cpu))
-        except DeviceUnavailableError as error:
-            return str(error)
+    try:
+        # Another lock than that of requests, which must not wait for a process of the lowest priority.
+        loader.compile_once(kernel, cpu, ".background.lock")
+    except DeviceUnavailableError as error:
+        return str(error)
     return ""
 
 
