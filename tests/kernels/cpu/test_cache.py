@@ -90,7 +90,17 @@ def test_a_damaged_kernel_is_compiled_once_for_all_that_load_it_at_once(monkeypa
     assert first.address != second.address
 
 
-def test_of_servers_that_fill_the_cache_at_once_one_compiles_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def as_another_user(path: str, flags: int) -> int:
+    """Opens a file as who is not root and has no right to write to it."""
+    if flags & os.O_ACCMODE != os.O_RDONLY and not Path(path).stat().st_mode & 0o222:
+        raise PermissionError(path)
+    return os.open(path, flags)
+
+
+@pytest.mark.parametrize("made_by", ["this user", "another user"])
+def test_of_servers_that_fill_the_cache_at_once_one_compiles_a_kernel(
+    monkeypatch: pytest.MonkeyPatch, made_by: str
+) -> None:
     begun: list[str] = []
 
     def compile_soon(kernel: Kernel, cpu: str, lock_fd: int) -> subprocess.Popen[bytes]:
@@ -100,6 +110,10 @@ def test_of_servers_that_fill_the_cache_at_once_one_compiles_a_kernel(monkeypatc
         return subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE)
 
     monkeypatch.setattr(loader, "_begin", compile_soon)
+    if made_by == "another user":
+        loader.path(FIRST, "cpu").with_suffix(".background.lock").touch(0o444)
+        # Root may write to any file, and tests may run as root.
+        monkeypatch.setattr(Path, "open", lambda path, mode="r": open(path, mode, opener=as_another_user))  # noqa: SIM115
     with ThreadPoolExecutor(3) as threads:
         filled = list(threads.map(lambda _: list(warm.fill("cpu", [FIRST], jobs=1)), range(3)))
     assert filled == [[(FIRST, "")]] * 3

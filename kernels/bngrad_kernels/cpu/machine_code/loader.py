@@ -8,7 +8,7 @@ import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 import llvmlite.binding as llvm
 
@@ -76,7 +76,7 @@ def compile_once(kernel: Kernel, cpu: str, lock: str) -> None:
     Raises:
         DeviceUnavailableError: It could not be compiled.
     """
-    with path(kernel, cpu).with_suffix(lock).open("w") as file:
+    with _opened(path(kernel, cpu).with_suffix(lock)) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         if is_compiled(kernel, cpu):
             return
@@ -85,6 +85,13 @@ def compile_once(kernel: Kernel, cpu: str, lock: str) -> None:
     if process.returncode:
         lines = errors.decode(errors="replace").strip().splitlines() or [f"exit code {process.returncode}"]
         raise DeviceUnavailableError(f"the kernel {kernel} could not be compiled: {lines[-1]}")
+
+
+def _opened(lock: Path) -> IO[str]:
+    try:
+        return lock.open("w")  # NFS locks no file that is only read
+    except PermissionError:  # another user has made it
+        return lock.open()
 
 
 def _begin(kernel: Kernel, cpu: str, lock_fd: int) -> subprocess.Popen[bytes]:
