@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from tests.clock import Clock
 
 from bngrad_server.scheduling.admission import Admission
 from bngrad_server.scheduling.batch import BatchCounts
 from bngrad_server.telemetry import load
 from bngrad_server.telemetry.load import LoadListener, LoadMeter, LoadTrailers
 from bngrad_wire.load_report import LoadReport, parse
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 @pytest.fixture

@@ -71,7 +71,7 @@ def compile_once(kernel: Kernel, cpu: str, lock: str) -> None:
     Args:
         kernel: The kernel.
         cpu: The level.
-        lock: How the name of the locked file ends, beside the kernel's.
+        lock: The suffix of the file that is locked; it lies beside the kernel's.
 
     Raises:
         DeviceUnavailableError: It could not be compiled.

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.clock import Clock
 from tests.servers import wait_until
 
 from bngrad_kernels import backends
@@ -74,17 +75,6 @@ class Server:
         message = self.message(shape)
         assert self.requests.takes(self.read(message))
         return self.requests.compute(self.read(message), message)
-
-
-class Clock:
-    """Stands still but for a tick whenever it is read, as a busy machine would let requests take any time."""
-
-    def __init__(self) -> None:
-        self.now, self.tick_s = 1.0, 0.0
-
-    def monotonic(self) -> float:
-        self.now += self.tick_s
-        return self.now
 
 
 @pytest.fixture

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import time
 
+from tests.clock import Clock
+
 from bngrad_server.rpc.futile_calls import FutileCalls, is_before
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_hundreds_of_cancelled_calls_at_once_are_too_many_for_a_while() -> None:

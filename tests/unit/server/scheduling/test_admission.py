@@ -8,6 +8,7 @@ from contextlib import ExitStack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.clock import Clock
 
 from bngrad_server.errors import OverloadedError, RequestTooLargeError
 from bngrad_server.scheduling import admission
@@ -15,14 +16,6 @@ from bngrad_server.scheduling.admission import Admission
 
 MB = 2**20
 ALWAYS = 16
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 @pytest.fixture

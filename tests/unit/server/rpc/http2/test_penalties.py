@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from tests.clock import Clock
 
 from bngrad_server.rpc.http2.penalties import Penalties, peer_of
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_a_few_failures_are_free_and_many_delay_up_to_a_second() -> None:
