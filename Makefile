@@ -117,7 +117,7 @@ gpu-test: gpu-test-kernels gpu-test-sanitizer gpu-test-server  ## GPU machine: r
 gpu-test-kernels:  ## GPU machine: tests the kernels, also against the CPU's bits
 	$(GPU_PYTHON) -c "import cupy, ml_dtypes, numpy, pytest"
 	$(GPU_PYTEST) tests/gpu/test_gpu.py tests/kernels/test_accuracy.py tests/kernels/test_bits.py \
-		tests/kernels/cuda/test_kernels.py
+		tests/kernels/cuda/test_kernels.py tests/kernels/cuda/test_ahead.py
 
 gpu-test-sanitizer:  ## GPU machine: runs a small workload under compute-sanitizer
 	$(GPU_PYTEST) tests/gpu/test_sanitizer.py

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from bngrad_kernels.problem import AnyProblem, Array
 
@@ -25,6 +25,21 @@ class Backend(Protocol):
 
     def unregister(self, memory: Array) -> None:
         """Undoes `register`. Must be called before the memory is freed."""
+
+    def copy_ahead(self, memory: Array) -> Any | None:
+        """Begins to copy a large input to the device before there is a problem that needs it.
+
+        Thread-safe. The memory is read until the copy is done, and must stay registered until then.
+
+        Returns:
+            The copy, which lasts until nothing refers to it, for `bngrad_kernels.problem.Problem.on_device`; None where
+            none would help, as by default.
+
+        Raises:
+            MemoryError: There is no room for it.
+            DeviceFailedError: This process can no longer use the device.
+        """
+        return None
 
     def warm_up(self) -> None:
         """Compiles every kernel, or loads it from the disk cache, so that no request waits for that."""

@@ -27,6 +27,7 @@ class _Extent:
     spec: Spec
     channels: range | None = field(default=None, kw_only=True)
     prepared: Any = field(default=None, kw_only=True)
+    on_device: dict[str, Any] = field(default_factory=dict, kw_only=True)
 
     @property
     def channel_count(self) -> int:
@@ -60,6 +61,7 @@ class Problem(_Extent):
         offset_backprop: Written: the gradient of offset, of the same shape and dtype.
         channels: The contiguous channels to compute; None stands for all.
         prepared: A backend's own data about the problem, kept here for its next run.
+        on_device: What `bngrad_kernels.backend.Backend.copy_ahead` returned for large inputs, by their names.
     """
 
     large_inputs: ClassVar = ("y_backprop", "x")
@@ -108,7 +110,7 @@ class GradGradProblem(_Extent):
         grad_x: Written: the gradient of x, of the same shape and dtype.
         grad_scale: Written: the gradient of scale, shape (C,) of ``spec.stats_dtype``.
         channels: As in `Problem`.
-        prepared: As in `Problem`.
+        prepared: As in `Problem`, and so is on_device.
     """
 
     large_inputs: ClassVar = ("grad_x_backprop", "y_backprop", "x")

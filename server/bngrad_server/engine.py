@@ -61,13 +61,13 @@ class Engine:
         )
         names, remark = backends.devices(config.device)
         self.arena = Arena(_arena_nbytes(config, names))
-        self.ahead = AheadTensors(self.arena)
         self.device_remark = remark or ""
         if remark:
             logger.info("computing on %s: %s", ", ".join(names), remark)
         split = config.has_cores_for_all or "cpu" not in names
         self.batcher = Batcher(config.max_batch_jobs, config.max_batch_bytes, config.max_batch_delay_s, split=split)
         self.pool = WorkerPool(config, names, self.arena, self.batcher, on_change)
+        self.ahead = AheadTensors(self.arena, self.pool.change_ahead if self.pool.has_gpus else None)
         self.load = LoadMeter(self.batcher.counts, self.admission, lambda: self.pool.slots)
         self.regions = Regions(config.shared_bytes, self.pool.map, self._unmap)
         self.max_message_nbytes = min(config.max_message_bytes, _MAX_MESSAGE_NBYTES)

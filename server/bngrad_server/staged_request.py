@@ -131,7 +131,7 @@ class StagedRequest:
             if isinstance(source, bytes):
                 tensor = self._ahead.hold(field, source, self.rpc.client, request.spec.dtype, request.spec.shape)
                 self._held_ahead.append(tensor)
-                self._places[i] = Place(ARENA, tensor.block.offset)
+                self._places[i] = Place(ARENA, tensor.block.offset, tensor.number)
 
     def __enter__(self) -> StagedRequest:
         return self

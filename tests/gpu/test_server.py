@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -40,6 +41,17 @@ def server() -> Iterator[EmbeddedServer]:
 def client(server: EmbeddedServer) -> Iterator[bngrad.Client]:
     with bngrad.Client(server.target) as client:
         yield client
+
+
+def test_a_tensor_that_was_copied_ahead_gives_the_same_bits(server: EmbeddedServer) -> None:
+    y_backprop, x, scale, mean, variance = inputs_of(Spec(FLOAT32, (32, 56, 56, 64), 3))
+    with bngrad.Client(server.target, transport="stream") as client:
+        expected = client.fused_batch_norm_grad_v2(y_backprop, x, scale, mean, variance)
+        for _ in range(20):
+            with client.send_ahead(x) as handle:
+                time.sleep(0.1)  # until it is there
+                outputs = client.fused_batch_norm_grad_v2(y_backprop, handle, scale, mean, variance)
+            assert [each.tobytes() for each in outputs] == [each.tobytes() for each in expected]
 
 
 def calls() -> list[tuple[Spec, str]]:

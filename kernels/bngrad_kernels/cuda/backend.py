@@ -5,13 +5,14 @@ from __future__ import annotations
 import collections
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from bngrad_kernels.backend import Backend
 from bngrad_kernels.cuda import self_test
-from bngrad_kernels.cuda.copy_plan import Copy, CopyPlan, halves, split_into_chunks
+from bngrad_kernels.cuda.copy_plan import GATHER_BELOW_NBYTES, Copy, CopyPlan, halves, split_into_chunks
 from bngrad_kernels.cuda.descriptors import Piece, template
 from bngrad_kernels.cuda.kernel_selection import Traits
-from bngrad_kernels.cuda.streams import CudaDevice, CudaStream, StreamPool
+from bngrad_kernels.cuda.streams import AheadMemory, CudaDevice, CudaStream, StreamPool
 from bngrad_kernels.errors import DeviceFailedError, DeviceUnavailableError
 from bngrad_kernels.problem import AnyProblem, Array
 
@@ -20,6 +21,8 @@ STREAMS = 3
 
 _PIECE_NBYTES, CHUNK_NBYTES = 96 << 20, 48 << 20
 """Large enough for copies at the bus's full speed, small enough for the three streams to overlap early."""
+_AHEAD_FRACTION = 4
+"""Copies ahead take at most one part in this many of the device memory."""
 
 
 class CudaBackend(Backend):
@@ -47,23 +50,25 @@ class CudaBackend(Backend):
             piece_nbytes: Larger problems are cut into ranges of channels of about this size on the device, if the
                 ranges consist of runs that are long enough to be copied fast.
             chunk_nbytes: How much is on each of the three streams at a time, unless one piece is larger.
-            stream_nbytes: Larger problems are cut in any case, down to a single channel; None for a third of
-                ``most_nbytes``.
-            most_nbytes: About how much device memory all streams may take; None for nine tenths of it.
+            stream_nbytes: Larger problems are cut in any case, down to a single channel; None for a quarter of
+                ``most_nbytes``, for each of the three streams.
+            most_nbytes: About how much device memory streams and copies ahead may take; None for nine tenths of it.
         """
         self.description = device.description
         self.memory_nbytes = device.memory_nbytes
         self.errors = device.errors
         self._device = device
         most_nbytes = min(most_nbytes or device.memory_nbytes, device.memory_nbytes // 10 * 9)
-        self._stream_nbytes = stream_nbytes or most_nbytes // STREAMS
+        self._ahead_nbytes = most_nbytes // _AHEAD_FRACTION
+        self._stream_nbytes = stream_nbytes or (most_nbytes - self._ahead_nbytes) // STREAMS
         self._piece_nbytes, self._chunk_nbytes = piece_nbytes, min(chunk_nbytes, self._stream_nbytes)
         self._pool = StreamPool()
+        self._ahead: AheadMemory | None = None  # until `warm_up`
 
     @property
     def used_nbytes(self) -> int:
-        """How much device memory the streams have allocated, without kernels and CUDA's own needs."""
-        return self._pool.used_nbytes
+        """How much device memory streams and copies ahead have taken, without kernels and CUDA's own needs."""
+        return self._pool.used_nbytes + (self._ahead.nbytes if self._ahead is not None else 0)
 
     @property
     def free_streams(self) -> int:
@@ -79,6 +84,7 @@ class CudaBackend(Backend):
         """
         with self._failing():
             self._device.warm_up()
+            self._ahead = self._device.ahead_memory(self._ahead_nbytes)
             try:
                 self._chunk_nbytes = self._pool.open(self._device.stream, STREAMS, self._chunk_nbytes)
             except MemoryError as error:
@@ -105,6 +111,13 @@ class CudaBackend(Backend):
     def unregister(self, memory: Array) -> None:
         """Undoes `register`. Must be called before the memory is freed."""
         self._device.unregister(memory)
+
+    def copy_ahead(self, memory: Array) -> Any | None:
+        """See `Backend.copy_ahead`; None for what is too small to be copied alone, or too large to be kept."""
+        if self._ahead is None or not GATHER_BELOW_NBYTES <= memory.nbytes <= self._ahead_nbytes:
+            return None
+        with self._failing():
+            return self._ahead.copy(memory)
 
     def run(self, problems: Sequence[AnyProblem]) -> None:
         """Writes the outputs of every problem.
@@ -172,6 +185,8 @@ class CudaBackend(Backend):
             return
         self._finish_all(in_flight)
         self._pool.release_idle()
+        if self._ahead is not None:
+            self._ahead.drop()
         for part in parts:
             self._start(part, traits, in_flight, is_retry=not is_retry)
 

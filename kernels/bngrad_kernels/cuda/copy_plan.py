@@ -20,7 +20,7 @@ from bngrad_kernels.cuda.plan import cut
 from bngrad_kernels.problem import AnyProblem, Array
 
 _ALIGNMENT = 256
-_GATHER_BELOW_NBYTES = 256 << 10
+GATHER_BELOW_NBYTES = 256 << 10
 """Smaller arrays are gathered into one copy: a separate copy costs as much as copying that many bytes once more."""
 _LONG_RUN_NBYTES = 4096
 """Shorter runs are copied slowly: better all of a tensor at once than a part of every row."""
@@ -28,10 +28,17 @@ _COUNTER_NBYTES = 4
 
 
 class Copy(NamedTuple):
-    """A copy between rows of bytes on the host and contiguous bytes at an offset on the device."""
+    """A copy between rows of bytes on the host and contiguous bytes at an offset on the device.
+
+    Attributes:
+        rows: The rows.
+        offset: The offset.
+        on_device: A copy on the device of the memory that the rows are part of, if there is one.
+    """
 
     rows: Array
     offset: int
+    on_device: Any = None
 
     @property
     def host(self) -> int:
@@ -81,6 +88,7 @@ class CopyPlan:
         self._records = np.frombuffer(bytearray(b"".join(each.descriptor for each in self._templates)), DESCRIPTOR)
         # What descriptors point to; 0 stands for null.
         self._offsets: dict[str, list[int]] = collections.defaultdict(lambda: [0] * len(parts))
+        self._on_device = [piece.problem.on_device for piece in pieces]
         self.nbytes = 0
         self._place_tables(traits.cache_nbytes)
         self._gathered, large = self._place([part.inputs for part in parts])
@@ -101,13 +109,13 @@ class CopyPlan:
         upload[self.descriptors :][: records.nbytes] = records.view(np.uint8)
         for at, table in self._tables:
             upload[at : at + table.nbytes] = table.reshape(-1).view(np.uint8)
-        for rows, offset in self._gathered:
+        for rows, offset, _ in self._gathered:
             upload[offset : offset + rows.size].reshape(rows.shape)[...] = rows
 
     def read_download(self, download: Array) -> None:
         """Writes the outputs of small pieces, from what was downloaded in a single copy."""
         start, _ = self.downloaded
-        for rows, offset in self._scattered:
+        for rows, offset, _ in self._scattered:
             rows[...] = download[offset - start :][: rows.size].reshape(rows.shape)
 
     def _take(self, nbytes: int) -> int:
@@ -141,7 +149,7 @@ class CopyPlan:
         copies, large = [], []
         for i, own in enumerate(arrays):
             for name, rows in own:
-                if rows.size < _GATHER_BELOW_NBYTES:
+                if rows.size < GATHER_BELOW_NBYTES:
                     copies.append(Copy(rows, self._take(rows.size)))
                     self._offsets[name][i] = copies[-1].offset
                 else:
@@ -151,7 +159,7 @@ class CopyPlan:
     def _place_alone(self, large: Sequence[tuple[int, str, Array]]) -> list[Copy]:
         copies = []
         for i, name, rows in large:
-            copies.append(Copy(rows, self._take(rows.size)))
+            copies.append(Copy(rows, self._take(rows.size), self._on_device[i].get(name)))
             self._offsets[name][i] = copies[-1].offset
         return copies
 
@@ -172,7 +180,8 @@ def merged(copies: Sequence[Copy], gap_nbytes: int) -> list[Copy]:
     roots: list[int] = []
     for copy in copies:
         memory = _root(copy.rows)
-        if result and len(copy.rows) == 1 and roots[-1] == id(memory):
+        may_merge = len(copy.rows) == 1 and copy.on_device is None
+        if result and may_merge and roots[-1] == id(memory):
             last = result[-1]
             distance = copy.offset - last.offset
             if copy.host - last.host == distance and 0 <= distance - last.rows.size <= gap_nbytes:
@@ -181,7 +190,7 @@ def merged(copies: Sequence[Copy], gap_nbytes: int) -> list[Copy]:
                 result[-1] = Copy(rows.reshape(1, -1), last.offset)
                 continue
         result.append(copy)
-        roots.append(id(memory) if len(copy.rows) == 1 else 0)
+        roots.append(id(memory) if may_merge else 0)
     return result
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -129,6 +131,10 @@ class CupyDevice:
         """Creates a stream."""
         return CupyStream(self)
 
+    def ahead_memory(self, most_nbytes: int) -> CupyAheadMemory:
+        """Creates memory for copies ahead."""
+        return CupyAheadMemory(self, most_nbytes)
+
     def register(self, memory: Array) -> None:
         """Page-locks memory of the host."""
         self.use()
@@ -155,6 +161,7 @@ class CupyStream:
         self._stream = self._cupy.cuda.Stream(non_blocking=True)
         self._done = self._cupy.cuda.Event(block=True, disable_timing=True)
         self._memory: Any = None  # freed with the stream
+        self._read: list[Any] = []  # memory of copies ahead that its work reads
         self.nbytes = 0
         self._staging = np.empty(0, np.uint8)
 
@@ -198,12 +205,18 @@ class CupyStream:
             raise MemoryError(sentence) from error
 
     def copy_in(self, copy: Copy) -> None:
-        """Copies to the device."""
-        self._copy(copy, self._runtime.memcpyHostToDevice)
+        """Copies to the device, from where the bytes are on it already, if they are."""
+        memory = copy.on_device and copy.on_device.memory
+        if memory is None:
+            self._copy(copy, copy.host, self._runtime.memcpyHostToDevice)
+            return
+        self._read.append(memory)
+        self._stream.wait_event(copy.on_device.copied)
+        self._copy(copy, memory.ptr + copy.host - copy.on_device.host, self._runtime.memcpyDeviceToDevice)
 
     def copy_out(self, copy: Copy) -> None:
         """Copies from the device."""
-        self._copy(copy, self._runtime.memcpyDeviceToHost)
+        self._copy(copy, copy.host, self._runtime.memcpyDeviceToHost)
 
     def launch(self, launch: Launch, descriptors: int) -> None:
         """Launches a kernel on as many blocks as the GPU holds at a time."""
@@ -218,12 +231,14 @@ class CupyStream:
         """Waits until all its work is done; sleeps meanwhile, where a stream's own wait would take a core."""
         self._done.record(self._stream)
         self._done.synchronize()
+        self._read.clear()
 
-    def _copy(self, copy: Copy, kind: int) -> None:
+    def _copy(self, copy: Copy, here: int, kind: int) -> None:
+        """Copies between the stream's memory and rows that begin at ``here`` and are as far apart as the host's."""
         rows, width = copy.rows.shape
-        there, here, pitch = self.address + copy.offset, copy.rows.ctypes.data, copy.rows.strides[0]
-        to_device = kind == self._runtime.memcpyHostToDevice
-        places = ((there, width), (here, pitch)) if to_device else ((here, pitch), (there, width))
+        there, pitch = self.address + copy.offset, copy.rows.strides[0]
+        is_out = kind == self._runtime.memcpyDeviceToHost
+        places = ((here, pitch), (there, width)) if is_out else ((there, width), (here, pitch))
         (target, target_pitch), (source, source_pitch) = places
         if rows > 1 and max(target_pitch, source_pitch) <= _LARGEST_PITCH:
             self._runtime.memcpy2DAsync(target, target_pitch, source, source_pitch, width, rows, kind, self._stream.ptr)
@@ -231,3 +246,69 @@ class CupyStream:
         for row in range(rows):
             ends = target + row * target_pitch, source + row * source_pitch
             self._runtime.memcpyAsync(*ends, width, kind, self._stream.ptr)
+
+
+class CupyCopy:
+    """A copy of host memory on a GPU.
+
+    Attributes:
+        host: The address of the host memory.
+        memory: The device memory; None once it was given back.
+        copied: The event after which the bytes are there.
+    """
+
+    def __init__(self, host: int, memory: Any, copied: Any) -> None:
+        self.host = host
+        self.memory: Any | None = memory
+        self.copied = copied
+
+
+class CupyAheadMemory:
+    """Device memory for copies ahead, from a pool, since allocations of CUDA wait for all kernels."""
+
+    def __init__(self, device: CupyDevice, most_nbytes: int) -> None:
+        """Takes nothing yet, and at most ``most_nbytes``."""
+        self._device = device
+        device.use()
+        self._cupy, self._runtime = device._cupy, device._runtime
+        self._stream = self._cupy.cuda.Stream(non_blocking=True)
+        self._pool = self._cupy.cuda.MemoryPool()
+        self._pool.set_limit(size=most_nbytes)
+        self._mutex = threading.Lock()
+        self._copies: weakref.WeakSet[CupyCopy] = weakref.WeakSet()
+
+    @property
+    def nbytes(self) -> int:
+        """How much it has taken of the device."""
+        self._device.use()  # a pool has a part for each device, and looks at that of the thread
+        return int(self._pool.total_bytes())
+
+    def copy(self, memory: Array) -> CupyCopy:
+        """Begins to copy host memory."""
+        self._device.use()
+        block = self._allocate(memory.nbytes)
+        host = memory.ctypes.data
+        self._runtime.memcpyAsync(block.ptr, host, memory.nbytes, self._runtime.memcpyHostToDevice, self._stream.ptr)
+        copied = self._cupy.cuda.Event(disable_timing=True)
+        copied.record(self._stream)
+        copy = CupyCopy(host, block, copied)
+        with self._mutex:
+            self._copies.add(copy)
+        return copy
+
+    def drop(self) -> None:
+        """Gives the memory of all copies back."""
+        self._device.use()
+        with self._mutex:
+            copies = list(self._copies)
+        for copy in copies:
+            copy.memory = None
+        self._pool.free_all_blocks()
+
+    def _allocate(self, nbytes: int) -> Any:
+        """Takes memory; free blocks of other sizes count up to the pool's limit until they are given back."""
+        try:
+            return self._pool.malloc(nbytes)
+        except MemoryError:
+            self._pool.free_all_blocks()
+            return self._pool.malloc(nbytes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from bngrad_kernels.cuda.copy_plan import Copy, Launch
 from bngrad_kernels.cuda.kernel_selection import Traits
@@ -42,7 +42,7 @@ class CudaStream(Protocol):
         """
 
     def copy_in(self, copy: Copy) -> None:
-        """Copies to the device."""
+        """Copies to the device, from where the bytes are on it already, if they are."""
 
     def copy_out(self, copy: Copy) -> None:
         """Copies from the device."""
@@ -52,6 +52,24 @@ class CudaStream(Protocol):
 
     def wait(self) -> None:
         """Waits until all its work is done."""
+
+
+class AheadMemory(Protocol):
+    """Device memory for copies of inputs that no problem needs yet. Thread-safe."""
+
+    @property
+    def nbytes(self) -> int:
+        """How much it has taken of the device."""
+
+    def copy(self, memory: Array) -> Any:
+        """Begins to copy host memory, and returns the copy; its memory is free again once nothing refers to it.
+
+        Raises:
+            MemoryError: There is no room for it.
+        """
+
+    def drop(self) -> None:
+        """Gives the memory of all copies back, once no stream reads it; their bytes come from the host then."""
 
 
 class CudaDevice(Protocol):
@@ -72,6 +90,9 @@ class CudaDevice(Protocol):
 
     def stream(self) -> CudaStream:
         """Creates a stream."""
+
+    def ahead_memory(self, most_nbytes: int) -> AheadMemory:
+        """Creates memory for copies ahead, which takes at most ``most_nbytes`` of the device."""
 
     def register(self, memory: Array) -> None:
         """Page-locks host memory, so that copies from and to it are fast and overlap."""

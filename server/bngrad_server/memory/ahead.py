@@ -11,7 +11,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -44,6 +44,7 @@ class AheadTensor:
         shape: Its shape.
         block: Its memory.
         lease: The lease that it ends with.
+        number: What a GPU's worker knows it by; 0 without GPUs.
         holds: How many requests use it.
         is_kept: Whether requests may still name it.
     """
@@ -54,6 +55,7 @@ class AheadTensor:
     shape: tuple[int, ...]
     block: Block
     lease: Lease
+    number: int
     holds: int = 0
     is_kept: bool = True
 
@@ -65,10 +67,18 @@ class AheadTensors:
         evicted: How many have been evicted so far.
     """
 
-    def __init__(self, arena: Arena) -> None:
-        """Has none yet."""
+    def __init__(self, arena: Arena, change_copy: Callable[[int, int, int], object] | None = None) -> None:
+        """Has none yet.
+
+        Args:
+            arena: Their memory.
+            change_copy: Has a GPU copy a tensor ahead of its request, given its number, offset and size; or, with size
+                0, drop the copy. None without GPUs.
+        """
         self.evicted = 0
         self._arena = arena
+        self._change_copy = change_copy
+        self._last_number = 0
         self._limit = arena.nbytes // _ARENA_FRACTION
         self._mutex = threading.Lock()
         self._by_ticket: dict[bytes, AheadTensor] = {}
@@ -114,8 +124,13 @@ class AheadTensors:
     def keep(self, header: TensorHeader, block: Block, lease: Lease) -> bytes:
         """Keeps a tensor, whose elements are in its memory, and returns its ticket."""
         ticket = secrets.token_bytes(_TICKET_NBYTES)
-        tensor = AheadTensor(ticket, block.client, header.dtype, header.shape, block, lease)
         with self._mutex:
+            if self._change_copy is not None:
+                self._last_number += 1
+                self._change_copy(self._last_number, block.offset, header.nbytes)
+            tensor = AheadTensor(
+                ticket, block.client, header.dtype, header.shape, block, lease, number=self._last_number
+            )
             self._by_ticket[ticket] = tensor
             self._of.setdefault(block.client, {})[tensor] = None
             lease.add(ticket)
@@ -143,7 +158,7 @@ class AheadTensors:
         with self._mutex:
             tensor.holds -= 1
             if not tensor.is_kept and not tensor.holds:
-                self._free(tensor.block)
+                self._end(tensor)
 
     def forget(self, tickets: Iterable[bytes], client: str) -> None:
         """Forgets those of these tensors that are the client's."""
@@ -208,7 +223,12 @@ class AheadTensors:
         if not tensors:
             del self._of[tensor.client]
         if not tensor.holds:
-            self._free(tensor.block)
+            self._end(tensor)
+
+    def _end(self, tensor: AheadTensor) -> None:
+        if self._change_copy is not None:
+            self._change_copy(tensor.number, 0, 0)
+        self._free(tensor.block)
 
     def _free(self, block: Block) -> None:
         self._count(block.client, -block.nbytes)

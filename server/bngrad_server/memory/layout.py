@@ -28,10 +28,17 @@ def aligned(nbytes: int) -> int:
 
 
 class Place(NamedTuple):
-    """A place in shared memory: the number of the mapped memory, and the offset there, in bytes."""
+    """A place in shared memory.
+
+    Attributes:
+        memory: The number of the mapped memory.
+        offset: The offset there, in bytes.
+        ahead: The number of the tensor there if a GPU may have a copy of it already; 0 otherwise.
+    """
 
     memory: int
     offset: int
+    ahead: int = 0
 
 
 class Task(NamedTuple):

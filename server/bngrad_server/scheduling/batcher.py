@@ -60,7 +60,7 @@ class Batcher:
         """
         with self._mutex:
             self._put(job)
-            job.worker = self._free.take()
+            job.worker = self._free.take(job)
 
     def submit(self, job: Job) -> None:
         """Puts a job into the queue that has no thread; `Job.on_end` is called when it has ended, unless it was left.
@@ -77,7 +77,7 @@ class Batcher:
             return []
         batches, begun = [], []
         with self._locked:
-            while len(self._queue) and (worker := self._free.take()) is not None:
+            while len(self._queue) and (worker := self._free.take(self._queue.jobs[0])) is not None:
                 jobs = self._take_batch()
                 if not jobs:
                     self._free.add([worker])

@@ -49,9 +49,9 @@ class FreeSlots:
         workers, self._workers = self._workers, []
         return workers
 
-    def take(self) -> Worker | None:
-        """Takes a slot, if one may be taken, preferably of an idle worker."""
-        worker = self._take_idle()
+    def take(self, job: Job) -> Worker | None:
+        """Takes a slot, if one may be taken: of a GPU with a copy of the job's input, or else of an idle worker."""
+        worker = self._take_near(job) or self._take_idle()
         if worker is None and self._workers and not self.suspects:
             worker = self._workers.pop()
         return worker
@@ -70,6 +70,15 @@ class FreeSlots:
             self._workers += reversed(others[len(cuts) - 1 :])
             return {member: [(job, cut)] for member, cut in zip([worker, *others], cuts, strict=False)}
         return {worker: [(job, range(job.spec.channels)) for job in jobs]}
+
+    def _take_near(self, job: Job) -> Worker | None:
+        """Takes a slot of a worker that has a copy of an input that was sent ahead."""
+        if len(self._workers) > 1 and not self.suspects:
+            for number in (place.ahead for place in job.task.places if place.ahead):
+                for i, worker in enumerate(self._workers):
+                    if worker.has_copy(number):
+                        return self._workers.pop(i)
+        return None
 
     def _take_idle(self) -> Worker | None:
         """Takes a slot of a worker all of whose slots are free."""

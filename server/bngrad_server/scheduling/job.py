@@ -154,5 +154,8 @@ class Worker(Protocol):
             WorkerDiedError: The process ended.
         """
 
+    def has_copy(self, number: int) -> bool:
+        """Whether its GPU may have a copy of a tensor that was sent ahead, see `Place.ahead`."""
+
     def kill(self) -> None:
         """Kills the process at once."""

@@ -2,7 +2,7 @@
 
 Every message is one packet. On the sockets of its slots, the front process sends packets whose first byte is a
 `Message`; the worker answers only RUN. On the socket of its heartbeat, the worker sends packets whose first byte is a
-`Report`, and the front process sends nothing.
+`Report`, and the front process sends nothing. On the last socket, it sends a GPU's worker `AheadChange`s.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import itertools
 import pickle
 import struct
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -53,9 +54,35 @@ OK = b"K"
 RegionChange: TypeAlias = tuple[int, int | None]
 """The number of a region, and its size in bytes where the worker is to map it, None where it is to unmap it."""
 
+
+class AheadChange(NamedTuple):
+    """A tensor that a GPU's worker is to copy to the GPU ahead of its request, or whose copy is to go.
+
+    Attributes:
+        number: The tensor's number, which no other tensor ever has.
+        offset: Where it begins in the arena.
+        nbytes: Its size; 0 if its copy is to go.
+    """
+
+    number: int
+    offset: int = 0
+    nbytes: int = 0
+
+    def packed(self) -> bytes:
+        """The packet."""
+        return _AHEAD_CHANGE.pack(*self)
+
+    @classmethod
+    def unpacked(cls, packet: bytes) -> AheadChange:
+        """The change in a packet."""
+        return cls(*_AHEAD_CHANGE.unpack(packet))
+
+
+_AHEAD_CHANGE = struct.Struct("<3q")
+_NO_COPIES: Mapping[int, Any] = MappingProxyType({})
 _SPEC_NUMBER = struct.Struct("<I")
 _LARGE = {order: problem.large_inputs + problem.large_outputs for order, problem in PROBLEM_TYPES.items()}
-_FORMATS = {len(names): struct.Struct(f"<I?q{2 * len(names)}q2q") for names in _LARGE.values()}
+_FORMATS = {len(names): struct.Struct(f"<I?q{3 * len(names)}q2q") for names in _LARGE.values()}
 """Packed tasks, by the number of their tensors of the shape of x."""
 
 
@@ -84,23 +111,35 @@ def split_batch(packed: memoryview, specs: Mapping[int, Spec]) -> list[bytes]:
     return [bytes(packed[start : start + nbytes]) for start in range(0, len(packed), nbytes)]
 
 
-def unpack_problem(packed: bytes, specs: Mapping[int, Spec], memories: Mapping[int, memoryview]) -> AnyProblem:
-    """The problem of a packed task; its arrays are views of shared memory."""
+def unpack_problem(
+    packed: bytes, specs: Mapping[int, Spec], memories: Mapping[int, memoryview], copies: Mapping[int, Any] = _NO_COPIES
+) -> AnyProblem:
+    """The problem of a packed task; its arrays are views of shared memory.
+
+    Args:
+        packed: The task.
+        specs: The specs by their numbers.
+        memories: The mapped memory, likewise.
+        copies: The copies of tensors that the GPU has already, likewise.
+    """
     spec = specs[_SPEC_NUMBER.unpack_from(packed)[0]]
     problem, large = problem_type(spec), _LARGE[spec.order]
     _, has_scale, stats_offset, *places, first, last = _FORMATS[len(large)].unpack(packed)
     stride = aligned(spec.stats_nbytes)
     arrays: dict[str, Array | None] = {}
+    on_device = {}
     for i, name in enumerate(large):
-        memory, offset = places[2 * i : 2 * i + 2]
+        memory, offset, ahead = places[3 * i : 3 * i + 3]
         arrays[name] = _view(memories[memory], offset, spec.shape, spec.dtype)
+        if ahead and (copy := copies.get(ahead)) is not None:
+            on_device[name] = copy
     for i, name in enumerate(problem.small_inputs + problem.small_outputs):
         offset = stats_offset + i * stride
         arrays[name] = _view(memories[ARENA], offset, (spec.channels,), spec.stats_dtype)
     if not has_scale:
         arrays["scale"] = None
     channels = None if last - first == spec.channels else range(first, last)
-    return problem(spec, **arrays, channels=channels)  # type: ignore[arg-type]
+    return problem(spec, **arrays, channels=channels, on_device=on_device)  # type: ignore[arg-type]
 
 
 def _view(buffer: memoryview, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:

@@ -1,6 +1,6 @@
 """The worker process: owns one device, and computes the batches that the front process sends.
 
-Run as ``python -m bngrad_server.workers.main DEVICE THREADS HEARTBEAT_S HEARTBEAT_FD ARENA_FD ARENA_NBYTES
+Run as ``python -m bngrad_server.workers.main DEVICE THREADS HEARTBEAT_S HEARTBEAT_FD AHEAD_FD ARENA_FD ARENA_NBYTES
 PINNED_NBYTES GPU_NBYTES FRONT_PID SLOT_FD...``; the messages are those of `bngrad_server.workers.ipc`. It sends a
 heartbeat every HEARTBEAT_S seconds, and READY once it can compute most requests and a GPU has passed its self-test. It
 ends with the front process, and when its device fails.
@@ -27,6 +27,7 @@ from bngrad_kernels.spec import Spec
 from bngrad_server.runtime.processes import die_with_parent, ignore_stop_signals
 from bngrad_server.telemetry import logs
 from bngrad_server.workers import ipc
+from bngrad_server.workers.ahead_copies import AheadCopies
 from bngrad_server.workers.pinned_memory import PinnedMemory
 from bngrad_wire.mapped_file import MappedFile
 
@@ -38,7 +39,7 @@ _MAX_CACHED_PROBLEMS = 1024
 def main() -> None:
     """Serves the front process until its sockets close."""
     device, threads, heartbeat_s, *numbers = sys.argv[1:]
-    heartbeat_fd, arena_fd, arena_nbytes, pinned_nbytes, gpu_nbytes, front_pid, *slot_fds = map(int, numbers)
+    heartbeat_fd, ahead_fd, arena_fd, arena_nbytes, pinned_nbytes, gpu_nbytes, front_pid, *slot_fds = map(int, numbers)
     die_with_parent(front_pid)
     ignore_stop_signals()
     logs.set_up_as_parent()
@@ -57,8 +58,12 @@ def main() -> None:
             logger.info("%s passed its self-test: %d problems in %.2f s", backend.description, computed, taken_s)
         running.append(backend)
         memory = PinnedMemory(arena, backend, pinned_nbytes)
+        copies = AheadCopies(arena, backend)
         heartbeat.send(ipc.pickled((backend.description, backend.memory_nbytes), ipc.Report.READY))
-        first, *others = (_SlotLoop(sock, backend, memory) for sock in sockets)
+        if backend.memory_nbytes:
+            arguments = (copies, socket.socket(fileno=ahead_fd), heartbeat, device)
+            threading.Thread(target=_copy_ahead, args=arguments, name="copy-ahead", daemon=True).start()
+        first, *others = (_SlotLoop(sock, backend, memory, copies) for sock in sockets)
         for loop in others:
             threading.Thread(target=_serve, args=(loop, heartbeat, device), name="slot").start()
         first.serve()
@@ -67,6 +72,11 @@ def main() -> None:
 def _serve(loop: _SlotLoop, heartbeat: socket.socket, device: str) -> None:
     with _ending_process(heartbeat, device):
         loop.serve()
+
+
+def _copy_ahead(copies: AheadCopies, sock: socket.socket, heartbeat: socket.socket, device: str) -> None:
+    with _ending_process(heartbeat, device):
+        copies.serve(sock)
 
 
 @contextlib.contextmanager
@@ -98,10 +108,11 @@ def _send_heartbeats(heartbeat: socket.socket, heartbeat_s: float, running: list
 class _SlotLoop:
     """Serves one slot: receives packets, computes batches, answers them."""
 
-    def __init__(self, sock: socket.socket, backend: Backend, memory: PinnedMemory) -> None:
+    def __init__(self, sock: socket.socket, backend: Backend, memory: PinnedMemory, copies: AheadCopies) -> None:
         self._socket = sock
         self._backend = backend
         self._memory = memory
+        self._copies = copies
         self._specs: dict[int, Spec] = {}
         self._problems: dict[bytes, AnyProblem] = {}
 
@@ -139,7 +150,10 @@ class _SlotLoop:
         if problem is None:
             if len(self._problems) >= _MAX_CACHED_PROBLEMS:
                 self._problems.clear()
-            problem = self._problems[packed] = ipc.unpack_problem(packed, self._specs, self._memory.mapped)
+            copies = self._copies.by_number
+            problem = ipc.unpack_problem(packed, self._specs, self._memory.mapped, copies)
+            if not problem.on_device:  # else the cache would keep the device's memory
+                self._problems[packed] = problem
         return problem
 
     def _run(self, problems: list[AnyProblem]) -> list[str | None]:

@@ -11,6 +11,7 @@ from bngrad_server.config import ServerConfig
 from bngrad_server.memory.arena import Arena
 from bngrad_server.memory.regions import Region
 from bngrad_server.scheduling.batcher import Batcher
+from bngrad_server.workers.ipc import AheadChange
 from bngrad_server.workers.kernel_compiler import KernelCompiler
 from bngrad_server.workers.process import WorkerProcess
 from bngrad_server.workers.supervisor import DeviceStatus, Supervisor
@@ -48,6 +49,7 @@ class WorkerPool:
             for device in devices
             for name in _worker_names(device, config.workers)
         ]
+        self._gpus = [supervisor for supervisor in self._supervisors if _has_gpu(supervisor.name)]
         self._compiler = KernelCompiler() if "cpu" in devices else None
 
     def start(self) -> None:
@@ -96,6 +98,15 @@ class WorkerPool:
         for supervisor in self._supervisors:
             supervisor.unmap(region)
 
+    @property
+    def has_gpus(self) -> bool:
+        """Whether any worker has a GPU."""
+        return bool(self._gpus)
+
+    def change_ahead(self, number: int, offset: int, nbytes: int) -> None:
+        """Has one of the GPUs copy a tensor ahead of its request, or drop the copy; see `AheadChange`."""
+        self._gpus[number % len(self._gpus)].change_ahead(AheadChange(number, offset, nbytes))
+
     def close(self) -> None:
         """Ends every worker, by force should it not end in time."""
         if self._compiler is not None:
@@ -107,8 +118,12 @@ class WorkerPool:
             supervisor.stop(max(deadline - time.monotonic(), 0))
 
 
-def _slots_of(device: str) -> int:
-    return 1 if device.partition(":")[0] == "cpu" else _SLOTS_OF_A_GPU
+def _has_gpu(worker: str) -> bool:
+    return worker.partition(":")[0] != "cpu"
+
+
+def _slots_of(worker: str) -> int:
+    return _SLOTS_OF_A_GPU if _has_gpu(worker) else 1
 
 
 def _worker_names(device: str, cpu_workers: int) -> list[str]:

@@ -18,14 +18,14 @@ from bngrad_server.memory.arena import Arena
 from bngrad_server.memory.regions import Region
 from bngrad_server.runtime.processes import end_process
 from bngrad_server.scheduling.job import Part
-from bngrad_server.workers.ipc import MAX_PACKET_NBYTES
+from bngrad_server.workers.ipc import MAX_PACKET_NBYTES, AheadChange
 from bngrad_server.workers.worker_slot import BusyTime, WorkerSlot
 
 _EXIT_TIMEOUT_S = 5.0
 
 
 class WorkerProcess:
-    """One worker process and the sockets to it: one for each of its slots, and one for its heartbeat.
+    """One worker process and the sockets to it: one for each of its slots, its heartbeat, and copies ahead.
 
     Attributes:
         slots: How many batches it computes at once.
@@ -37,18 +37,21 @@ class WorkerProcess:
         self._busy_time = BusyTime()
         self._slots = [WorkerSlot(self._busy_time, compiles=device == "cpu") for _ in range(slots)]
         self._heartbeat, their_heartbeat = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._ahead, their_ahead = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._ahead.setblocking(False)
+        self._copied: set[int] = set()
         with contextlib.ExitStack() as stack:
-            theirs = [stack.enter_context(child) for child in (their_heartbeat, *(slot.theirs for slot in self._slots))]
-            heartbeat_fd, *slot_fds = (child.fileno() for child in theirs)
+            ends = (their_heartbeat, their_ahead, *(slot.theirs for slot in self._slots))
+            heartbeat_fd, ahead_fd, *slot_fds = (stack.enter_context(end).fileno() for end in ends)
             pinned_nbytes = config.pinned_bytes and config.pinned_bytes + arena.reserve_nbytes
             limits = pinned_nbytes, config.gpu_memory_bytes
-            numbers = [heartbeat_fd, arena.fd, arena.file_nbytes, *limits, os.getpid(), *slot_fds]
+            numbers = [heartbeat_fd, ahead_fd, arena.fd, arena.file_nbytes, *limits, os.getpid(), *slot_fds]
             arguments = (device, config.threads, heartbeat_s, *numbers)
             self._process = subprocess.Popen(  # noqa: S603 - our own module
                 module_command("bngrad_server.workers.main", *arguments),
                 stdin=subprocess.DEVNULL,
                 stdout=sys.stderr.fileno(),
-                pass_fds=(heartbeat_fd, arena.fd, *slot_fds),
+                pass_fds=(heartbeat_fd, ahead_fd, arena.fd, *slot_fds),
                 # Threads that spin for their next kernel would take the cores from the front process.
                 env={"OMP_WAIT_POLICY": "passive", **os.environ},
             )
@@ -93,6 +96,19 @@ class WorkerProcess:
         for slot in self._slots:
             slot.change_region(number, region)
 
+    def change_ahead(self, change: AheadChange) -> None:
+        """Has the process copy a tensor to its GPU ahead, or drop the copy; it may do neither, where it is busy."""
+        with contextlib.suppress(OSError):  # the socket is full, or the process has ended
+            self._ahead.send(change.packed())
+            if change.nbytes:
+                self._copied.add(change.number)
+                return
+        self._copied.discard(change.number)
+
+    def has_copy(self, number: int) -> bool:
+        """See `bngrad_server.scheduling.job.Worker`."""
+        return number in self._copied
+
     def flush_pending(self) -> None:
         """Sends changes of regions for which its sockets had no room; to be called now and then."""
         for slot in self._slots:
@@ -112,4 +128,5 @@ class WorkerProcess:
         self.shut_down()
         code = end_process(self._process, _EXIT_TIMEOUT_S)
         self._heartbeat.close()
+        self._ahead.close()
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from bngrad_server.errors import WorkerDiedError, WorkerStartError
 from bngrad_server.memory.regions import Region
 from bngrad_server.scheduling.batcher import Batcher
-from bngrad_server.workers.ipc import Report, unpickled
+from bngrad_server.workers.ipc import AheadChange, Report, unpickled
 from bngrad_server.workers.process import WorkerProcess
 
 logger = logging.getLogger(__name__)
@@ -149,6 +149,12 @@ class Supervisor:
             del self._regions[region.number]
             if self._mapping is not None:
                 self._mapping.change_region(region.number, None)
+
+    def change_ahead(self, change: AheadChange) -> None:
+        """See `WorkerProcess.change_ahead`; a worker that is started later has no copies."""
+        with self._mutex:
+            if self._mapping is not None:
+                self._mapping.change_ahead(change)
 
     def begin_to_stop(self) -> None:
         """Tells the worker to end; it is not started again."""

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
+from tests.kernels.cuda.devices import EmulatedAheadMemory
 
 from bngrad_kernels.cuda.compiler import compile_kernels
 from bngrad_kernels.cuda.copy_plan import Copy, Launch
@@ -85,6 +86,9 @@ class SimulatedDevice:
 
     def stream(self) -> CudaStream:
         return SimulatedStream(self)
+
+    def ahead_memory(self, most_nbytes: int) -> EmulatedAheadMemory:
+        return EmulatedAheadMemory(most_nbytes)
 
     def register(self, memory: Array) -> None:
         pass

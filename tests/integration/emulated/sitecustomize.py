@@ -10,13 +10,14 @@ import fcntl
 import os
 import signal
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
-from tests.kernels.cuda.devices import EmulatedDevice
+from tests.kernels.cuda.devices import EmulatedAheadMemory, EmulatedCopy, EmulatedDevice
 
 from bngrad_kernels.cuda import CudaBackend, device, probe
-from bngrad_kernels.cuda.copy_plan import Launch
+from bngrad_kernels.cuda.copy_plan import Copy, Launch
 from bngrad_kernels.cuda.streams import CudaStream
 from bngrad_kernels.problem import Array
 
@@ -53,17 +54,41 @@ class Gpu(EmulatedDevice):
                 os.kill(os.getpid(), signal.SIGKILL)
             launch(what, descriptors)
 
-        stream.launch = launch_with_incidents
+        def copy_in_and_tell(copy: Copy) -> None:
+            if copy.on_device is not None:
+                tell(f"read {copy.rows.size} bytes from a copy ahead")
+            copy_in(copy)
+
+        stream.launch, copy_in, stream.copy_in = launch_with_incidents, stream.copy_in, copy_in_and_tell
         made: CudaStream = stream
         return made
+
+    def ahead_memory(self, most_nbytes: int) -> EmulatedAheadMemory:
+        return Ahead(most_nbytes, self.description)
 
     def register(self, memory: Array) -> None:
         if NO_PINNING.exists():
             raise CudaError("out of memory")
-        print(f"page-locked {memory.nbytes} bytes", file=sys.stderr, flush=True)
+        tell(f"page-locked {memory.nbytes} bytes")
 
     def unregister(self, memory: Array) -> None:
-        print(f"page-unlocked {memory.nbytes} bytes", file=sys.stderr, flush=True)
+        tell(f"page-unlocked {memory.nbytes} bytes")
+
+
+class Ahead(EmulatedAheadMemory):
+    def __init__(self, most_nbytes: int, gpu: str) -> None:
+        super().__init__(most_nbytes)
+        self._gpu = gpu
+
+    def copy(self, memory: Array) -> EmulatedCopy:
+        copy = super().copy(memory)
+        tell(f"{self._gpu} copied {memory.nbytes} bytes ahead")
+        weakref.finalize(copy, tell, f"{self._gpu} dropped {memory.nbytes} bytes")
+        return copy
+
+
+def tell(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)
 
 
 def wait_at_gate() -> None:

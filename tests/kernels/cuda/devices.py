@@ -13,6 +13,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -91,6 +92,9 @@ class EmulatedDevice:
     def stream(self) -> CudaStream:
         return EmulatedStream(self._kernels, self._blocks, self._os_threads)
 
+    def ahead_memory(self, most_nbytes: int) -> EmulatedAheadMemory:
+        return EmulatedAheadMemory(most_nbytes)
+
     def register(self, memory: Array) -> None:
         pass
 
@@ -124,7 +128,10 @@ class EmulatedStream:
         return self._staging
 
     def copy_in(self, copy: Copy) -> None:
-        self._memory[copy.offset :][: copy.rows.size].reshape(copy.rows.shape)[...] = copy.rows
+        rows, ahead = copy.rows, copy.on_device
+        if ahead is not None and ahead.memory is not None:
+            rows = np.ndarray(rows.shape, np.uint8, ahead.memory, copy.host - ahead.host, rows.strides)
+        self._memory[copy.offset :][: copy.rows.size].reshape(copy.rows.shape)[...] = rows
 
     def copy_out(self, copy: Copy) -> None:
         copy.rows[...] = self._memory[copy.offset :][: copy.rows.size].reshape(copy.rows.shape)
@@ -143,6 +150,37 @@ class EmulatedStream:
 
     def wait(self) -> None:
         pass
+
+
+class EmulatedCopy:
+    """A copy of host memory, until it is dropped."""
+
+    def __init__(self, memory: Array) -> None:
+        self.host: int = memory.ctypes.data
+        self.memory: Array | None = memory.copy()
+
+
+class EmulatedAheadMemory:
+    """Memory for copies ahead."""
+
+    def __init__(self, most_nbytes: int) -> None:
+        self._most_nbytes = most_nbytes
+        self._copies: weakref.WeakSet[EmulatedCopy] = weakref.WeakSet()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.memory.nbytes for each in self._copies if each.memory is not None)
+
+    def copy(self, memory: Array) -> EmulatedCopy:
+        if self.nbytes + memory.nbytes > self._most_nbytes:
+            raise MemoryError(f"no {memory.nbytes} bytes left for copies ahead")
+        copy = EmulatedCopy(memory)
+        self._copies.add(copy)
+        return copy
+
+    def drop(self) -> None:
+        for copy in self._copies:
+            copy.memory = None
 
 
 def cuda_backend(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from cupy.cuda import driver, runtime
+from cupy.cuda import Event, MemoryPool, Stream, driver, memory, runtime
 
 from bngrad_kernels.cuda import device
 
@@ -40,3 +40,19 @@ def test_cupy_takes_what_it_is_called_with(function: Any, arguments: tuple[int, 
         function(*arguments)
     assert raised.value.status in (35, 100)  # the attribute by which a stream recognises a lack of memory
     assert not issubclass(driver.CUDADriverError, runtime.CUDARuntimeError)  # so a device's errors have to name both
+
+
+def test_cupy_has_what_copies_ahead_need() -> None:
+    for function in (
+        MemoryPool.malloc,
+        MemoryPool.free_all_blocks,
+        MemoryPool.total_bytes,
+        Stream.wait_event,
+        Event.record,
+    ):
+        assert callable(function)
+    assert issubclass(memory.OutOfMemoryError, MemoryError)
+    assert runtime.memcpyDeviceToDevice == 3
+    require_no_driver()
+    with pytest.raises(runtime.CUDARuntimeError, match=r"cudaErrorInsufficientDriver|cudaErrorNoDevice"):
+        MemoryPool().set_limit(size=1 << 30)

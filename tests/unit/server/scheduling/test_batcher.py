@@ -355,6 +355,9 @@ class RandomWorker:
                 world.violations.append("a job that has cost a worker runs beside others")
         return RandomRun(self, batch)
 
+    def has_copy(self, number: int) -> bool:
+        return False
+
     def kill(self) -> None:
         pass
 

@@ -10,6 +10,7 @@ import pytest
 from tests.unit.server.scheduling.workers import TIMEOUT_S, GatedWorker, Requests, job, large_job, wait_for, wait_until
 
 from bngrad_server.errors import ComputeError
+from bngrad_server.memory.layout import ARENA, Place, Task
 from bngrad_server.scheduling.batcher import Batcher
 from bngrad_server.scheduling.job import Job
 
@@ -52,6 +53,17 @@ def test_a_worker_that_is_idle_is_preferred_to_one_that_has_a_free_slot(requests
     workers = [requests.offer(slots=2), requests.offer(slots=2)]
     begun = [begin(requests, job(), *workers) for _ in range(4)]
     assert {worker for _, worker, _ in begun[:2]} == {worker for _, worker, _ in begun[2:]} == set(workers)
+    for future, _, outcome in begun:
+        outcome.set_result([None])
+        future.result(TIMEOUT_S)
+
+
+def test_a_worker_that_has_a_copy_of_the_input_is_preferred_to_one_that_is_idle(requests: Requests) -> None:
+    near, other = workers = [requests.offer(slots=2), requests.offer(slots=2)]
+    near.copies = {7}
+    places = (Place(ARENA, 0), Place(ARENA, 256, ahead=7), Place(ARENA, 512))
+    begun = [begin(requests, job(task=Task(True, 0, places)), *workers) for _ in range(3)]
+    assert [worker for _, worker, _ in begun] == [near, near, other]
     for future, _, outcome in begun:
         outcome.set_result([None])
         future.result(TIMEOUT_S)

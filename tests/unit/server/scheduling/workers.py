@@ -35,8 +35,9 @@ def job(
     spec: Spec = SPEC,
     client: str = "client",
     deadline: float | None = None,
+    task: Task = TASK,
 ) -> Job:
-    return Job(spec, TASK, nbytes, KEYS[key], client=client, priority=0, deadline=deadline, is_abandoned=is_abandoned)
+    return Job(spec, task, nbytes, KEYS[key], client=client, priority=0, deadline=deadline, is_abandoned=is_abandoned)
 
 
 def large_job() -> Job:
@@ -63,6 +64,7 @@ class GatedWorker:
 
     def __init__(self, slots: int = 1) -> None:
         self.slots = slots
+        self.copies: set[int] = set()
         self._begun: list[tuple[list[Job], Future[list[str | None]]]] = []
         self._changed = threading.Condition()
         self.parts: list[range] = []
@@ -75,6 +77,9 @@ class GatedWorker:
             self._begun.append(([job for job, _ in parts], begun.outcome))
             self._changed.notify()
         return begun
+
+    def has_copy(self, number: int) -> bool:
+        return number in self.copies
 
     def kill(self) -> None:
         self.killed = True

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 
 import pytest
 
+from bngrad_kernels.backend import Backend
 from bngrad_kernels.problem import AnyProblem, Array
 from bngrad_server.workers.pinned_memory import PinnedMemory
 
 ARENA, PINNED_NBYTES = 1 << 16, 1 << 20
 
 
-class Device:
+class Device(Backend):
     """Records the sizes of the memory that is page-locked."""
 
     description = "notes"
