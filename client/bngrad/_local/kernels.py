@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import math
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -84,7 +85,8 @@ class LocalKernels:
             UnavailableError: The process was forked from one that has computed calls, or the kernel cannot be compiled.
         """
         problem, outputs = self._problem(request)
-        _compute(_backend().run, [problem])
+        with _available():
+            _backend().run([problem])
         for i, out in enumerate(request.out):
             if out is not None and out is not outputs[i]:
                 np.copyto(out, outputs[i])
@@ -99,34 +101,31 @@ class LocalKernels:
         dtype: np.dtype[Any],
         shape: tuple[int, ...],
         data_format: DataFormat,
-        addresses: dict[str, int],
         epsilon: float,
         is_training: bool,
-    ) -> Array | None:
+        *addresses: int,
+    ) -> bool:
         """Computes FusedBatchNormGradV3 from the addresses of its tensors, with less Python than `run`.
 
         Args:
             dtype: The dtype of y_backprop and x; the tensors per channel are float32.
             shape: The shape of y_backprop and x, which has no 0.
             data_format: What its dimensions mean.
-            addresses: Where the tensors of a `bngrad_kernels.problem.Problem` but x_backprop are, by their names there;
-                0 for a scale of ones. reserve_space_2 is the inverse standard deviation.
             epsilon: Added to the variance.
             is_training: Whether the mean and the variance depend on x.
+            addresses: Those of `bngrad_kernels.cpu.backend.FIRST_ORDER`, 0 for a scale of ones; reserve_space_2 is the
+                inverse standard deviation.
 
         Returns:
-            x_backprop, or None, with nothing computed, if the op's contract does not allow the call.
+            Whether the op's contract allows the call; if not, nothing is computed.
 
         Raises:
             UnavailableError: As in `run`.
         """
-        checked = _spec_at(dtype, shape, data_format, epsilon, is_training)
-        if checked is None:
-            return None
-        x_backprop = self._new(checked)
-        addresses["x_backprop"] = x_backprop.__array_interface__["data"][0]
-        _compute(_backend().run_at, checked, addresses)
-        return x_backprop
+        run = _bound_at(_backend(), dtype, shape, data_format, epsilon, is_training)
+        if run is not None:
+            run(*addresses)
+        return run is not None
 
     def server_info(self, deadline: Deadline, cancellation: Cancellation) -> ServerInfo:
         """Describes this process as a server with one CPU."""
@@ -198,28 +197,37 @@ def _spec(op: OpSchema[Any], tensors: tuple[_Header, ...], attributes: tuple[tup
 
 
 @functools.lru_cache(maxsize=1024)
-def _spec_at(
-    dtype: np.dtype[Any], shape: tuple[int, ...], data_format: DataFormat, epsilon: float, is_training: bool
-) -> Spec | None:
+def _bound_at(
+    backend: CpuBackend,
+    dtype: np.dtype[Any],
+    shape: tuple[int, ...],
+    data_format: DataFormat,
+    epsilon: float,
+    is_training: bool,
+) -> Callable[..., None] | None:
+    """Returns what computes such problems wherever they are; None if the op's contract does not allow them."""
     large = _header(dtype, shape)
     per_channel = _header(np.dtype(np.float32), (shape[1 if data_format == "NCHW" else -1],))
     try:
-        return validation.fused_batch_norm_grad_v3_spec(
+        checked = validation.fused_batch_norm_grad_v3_spec(
             large, large, per_channel, per_channel, per_channel,
             epsilon=epsilon, data_format=data_format, is_training=is_training,
             reserve_space_2_kind=ReserveSpace2Kind.INVERSE_STD,
         )  # fmt: skip
     except spec.InvalidArgumentError:
         return None
+    with _available():
+        return backend.bound_at(checked)
 
 
 def _header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> TensorHeader:
     return TensorHeader(dtype, shape, math.prod(shape) * dtype.itemsize)
 
 
-def _compute(run: Callable[..., None], *arguments: Any) -> None:
+@contextlib.contextmanager
+def _available() -> Iterator[None]:
     try:
-        run(*arguments)
+        yield
     except DeviceUnavailableError as error:
         raise UnavailableError(str(error)) from error
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, Literal, TypeVar
@@ -97,13 +96,13 @@ class _ClientBatchNorm(_BatchNorm):
 
     def _check(self, x: Tensor, is_training: bool, per_channel: Sequence[Tensor | None]) -> None:
         """Refuses what ``torch.nn.functional.batch_norm`` refuses, in its words; PyTorch's kernel checks no sizes."""
-        if is_training and x.shape[0] * math.prod(x.shape[2:]) == 1:
+        channels = x.shape[1]
+        if is_training and x.numel() == channels:
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.size()}")
         if is_training and self.eps <= 0.0:
             raise ValueError(f"batch_norm eps must be positive during training, but got {self.eps}")
         if self.eps < 0.0:
             raise ValueError(f"batch_norm eps must be non-negative, but got {self.eps}")
-        channels = x.shape[1]
         for name, values in zip(_PER_CHANNEL, per_channel, strict=True):
             if values is not None and values.numel() != channels:
                 raise RuntimeError(f"{name} should contain {channels} elements not {values.numel()}")
@@ -185,9 +184,14 @@ def _by_client(ctx: Any, saved: tuple[Any, ...], y_backprop: Tensor) -> Gradient
         x_backprop, scale_backprop, offset_backprop = compute(
             y_backprop, x, weight, mean, rstd, ctx.epsilon, ctx.is_training, ctx.client
         )
-    grad_weight = None if weight is None else scale_backprop.to(weight.dtype)
-    grad_bias = None if ctx.bias_dtype is None else offset_backprop.to(ctx.bias_dtype)
+    grad_weight = None if weight is None else _as(weight.dtype, scale_backprop)
+    grad_bias = None if ctx.bias_dtype is None else _as(ctx.bias_dtype, offset_backprop)
     return x_backprop, grad_weight, grad_bias
+
+
+def _as(dtype: torch.dtype, values: Tensor) -> Tensor:
+    """Converts values; PyTorch takes long to find that there is nothing to convert."""
+    return values if values.dtype is dtype else values.to(dtype)
 
 
 def _by_pytorch(ctx: Any, saved: tuple[Any, ...], y_backprop: Tensor) -> Gradients:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import struct
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from bngrad_kernels.cpu.machine_code import loader
 from bngrad_kernels.cpu.machine_code.kernels import FIRST, Kernel, host
 from bngrad_kernels.cpu.plan import BEGIN, CALL, COUNTER_NBYTES, GROUPS, PROBLEMS, RECORD, Plan, plan
 from bngrad_kernels.cpu.threads import threads as team
-from bngrad_kernels.problem import AnyProblem, Array, Problem
+from bngrad_kernels.problem import AnyProblem, Array
 from bngrad_kernels.spec import Spec
 
 ALONE_BELOW_NBYTES = 1 << 20
@@ -30,8 +31,16 @@ _MAX_SLOT_NBYTES = 16 << 20
 _ALL_CORES = threading.Lock()
 """Held where problems run on several threads, as more than one at a time would only share the same cores."""
 
+FIRST_ORDER = (
+    "y_backprop", "x", "x_backprop", "scale", "reserve_space_1", "reserve_space_2", "scale_backprop", "offset_backprop",
+)  # fmt: skip
+"""The tensors of a `bngrad_kernels.problem.Problem` in the order of a record, and of the arguments for `bound_at`."""
+
+_X_BACKPROP = FIRST_ORDER.index("x_backprop")
 _CALL = struct.Struct(f"{CALL.itemsize // 8}q")
 _FIELD = struct.Struct("q")
+_ADDRESSES = struct.Struct(f"{len(FIRST_ORDER)}q")
+"""The first fields of a record."""
 _OFFSETS = {name: 8 * i for i, name in enumerate(RECORD.names or ())}
 _RECORD_NAMES = {"reserve_space_1": "mean"}
 
@@ -101,34 +110,43 @@ class CpuBackend(Backend):
         record, planned = problem.prepared or _prepare(problem)
         if self._is_alone(problem.tensor_nbytes) or planned.slot_nbytes > _MAX_SLOT_NBYTES:
             return lambda: self.run([problem])
+        return self._bound_to_team(problem.spec, record, planned)
+
+    def bound_at(self, spec: Spec) -> Callable[..., None]:
+        """Returns what computes problems of a spec of the first order, all channels, wherever their tensors are.
+
+        Its arguments are the addresses of the tensors of `FIRST_ORDER`; 0 for a scale of ones. Calls may overlap.
+        """
+        planned = plan(spec)
+        if self._is_alone(spec.tensor_nbytes) or planned.slot_nbytes > _MAX_SLOT_NBYTES:
+            return functools.partial(self._run_at, spec, planned)
+        return self._bound_to_team(spec, planned.record, planned)
+
+    def _bound_to_team(self, spec: Spec, record: bytes, planned: Plan) -> Callable[..., None]:
+        """Returns what computes a record with all threads, at the addresses in it or at those that it is given."""
         slots, work = self._division(planned)
         records = bytearray(record)
         call = self._call(records, 1, self._threads, work)
         begin, unused = _begin(call), bytes(call)
-        kernel = self._load(problem.spec.dtype, problem.spec.order)
+        kernel = self._load(spec.dtype, spec.order)
 
-        def run() -> None:
-            _FIELD.pack_into(records, _OFFSETS["workspace"], self._workspace(planned.slot_nbytes * slots))
-            call[:] = unused
+        def run(*addresses: int) -> None:
             with _ALL_CORES:
+                if addresses:
+                    _place_at(records, planned, addresses)
+                _FIELD.pack_into(records, _OFFSETS["workspace"], self._workspace(planned.slot_nbytes * slots))
+                call[:] = unused
                 self._team.run(kernel.address, begin, self._threads)
 
         return run
 
-    def run_at(self, spec: Spec, addresses: Mapping[str, int]) -> None:
-        """Computes a problem of the first order, all channels of it, without arrays.
-
-        Args:
-            spec: What to compute; it has channels.
-            addresses: Where the tensors of a `Problem` are, by their names there; 0 for a scale of ones.
-        """
+    def _run_at(self, spec: Spec, whole: Plan, *addresses: int) -> None:
+        """Computes a problem with one thread, or one that needs too large a workspace in parts."""
         run = self._run_alone if self._is_alone(spec.tensor_nbytes) else self._run_split
-        whole = plan(spec)
         fits = whole.slot_nbytes <= _MAX_SLOT_NBYTES
         for planned in [whole] if fits else [plan(spec, part) for part in _narrow(whole)]:
             record = bytearray(planned.record)
-            for name, address in addresses.items():
-                _put(record, name, address, is_large_output=name in Problem.large_outputs)
+            _place_at(record, planned, addresses)
             run(spec, record, planned)
 
     def run(self, problems: Sequence[AnyProblem]) -> None:
@@ -258,6 +276,14 @@ def _place(record: bytearray, problem: AnyProblem) -> None:
         _put(record, name, 0 if array is None else _address(array))
     for name in problem.large_outputs:
         _put(record, name, _address(getattr(problem, name)), is_large_output=True)
+
+
+def _place_at(record: bytearray, planned: Plan, addresses: Sequence[int]) -> None:
+    """Completes the record of a plan of the first order but for the workspace."""
+    _ADDRESSES.pack_into(record, 0, *addresses)
+    streams = _OFFSETS["streams"]
+    is_aligned = addresses[_X_BACKPROP] % 64 == 0
+    _FIELD.pack_into(record, streams, _FIELD.unpack_from(planned.record, streams)[0] if is_aligned else 0)
 
 
 def _put(record: bytearray, name: str, address: int, *, is_large_output: bool = False) -> None:

@@ -34,8 +34,20 @@ class Bound:
                 run()
 
 
+def bind_at(made: CpuBackend, problem: AnyProblem) -> Callable[[], None]:
+    """By the addresses of a problem of the first order, all of whose channels are computed."""
+    if problem.spec.order == 2 or problem.channels is not None or not problem.spec.channels:
+        return lambda: made.run([problem])
+    arrays = (getattr(problem, name) for name in backend.FIRST_ORDER)
+    addresses = [0 if array is None else array.ctypes.data for array in arrays]
+    run = made.bound_at(problem.spec)
+    return lambda: run(*addresses)
+
+
 @pytest.mark.parametrize("alone_below_nbytes", [0, 2**16], ids=["divided", "mixed"])
-@pytest.mark.parametrize("bind", [CpuBackend.bound, CpuBackend.bound_to_team], ids=["one thread", "team"])
+@pytest.mark.parametrize(
+    "bind", [CpuBackend.bound, CpuBackend.bound_to_team, bind_at], ids=["one thread", "team", "addresses"]
+)
 def test_every_run_has_the_same_bits(bind: Bind, alone_below_nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "ALONE_BELOW_NBYTES", alone_below_nbytes)
     bound: Any = Bound(bind)
