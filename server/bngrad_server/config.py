@@ -33,6 +33,8 @@ from bngrad_wire.limits import MAX_PROTOBUF_NBYTES, REGION_NBYTES
 
 MAX_CALLS = 64
 """The most calls of an op that grpcio's port answers at once. Each takes a thread, a unary one also a message."""
+_MAX_THREADS = 1024
+"""Even two cores start that many in a second; for four times as many, a worker is silent for too long."""
 _LEAST_DEFAULT_MESSAGE_BYTES = 2**26
 _MIB = 2**20
 
@@ -81,8 +83,8 @@ class ServerConfig(BaseSettings):
     device: Device = "auto"
     """Device to compute on: cpu, or GPUs such as cuda:0,cuda:1; auto takes every usable GPU, or the CPU if there is
     none."""
-    threads: Annotated[int, Computed("every core")] = Field(default_factory=machine.cores, ge=1)
-    """Threads of each CPU worker. Results have the same bits for any number."""
+    threads: Annotated[int, Computed("every core")] = Field(default_factory=machine.cores, ge=1, le=_MAX_THREADS)
+    """Threads of each CPU worker, at most 1024. Results have the same bits for any number."""
     workers: int = Field(default=2, ge=1)
     """Worker processes on a CPU. With more than one, small requests run side by side, and serving goes on if one
     dies."""

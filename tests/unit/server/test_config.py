@@ -22,6 +22,7 @@ from bngrad_server.config import ServerConfig
         ({"device": "cuda:0,cuda:0"}, "device\n.*once"),
         ({"pinned_bytes": -1}, "pinned_bytes\n.*greater than or equal to 0"),
         ({"threads": 0}, "threads\n.*greater than or equal to 1"),
+        ({"threads": 20000}, "threads\n.*less than or equal to 1024"),
         ({"threads": True}, "threads\n.*should be a number, not a boolean"),
         ({"stream_port": False}, "stream_port\n.*should be a number, not a boolean"),
         ({"max_wait_s": True}, "max_wait_s\n.*should be a number, not a boolean"),
