@@ -84,14 +84,16 @@ def tcp_listeners(host: str, port: int) -> list[socket.socket]:
         ListenError: There is none, or the port is taken on one of them.
     """
     listeners = []
-    for address in bindable_addresses(host, port):
-        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        dualstack = address[0] == "::" and socket.has_dualstack_ipv6()
-        try:
-            listener = socket.create_server(address, family=family, backlog=_BACKLOG, dualstack_ipv6=dualstack)
-        except OSError as error:
-            raise ListenError(f"cannot listen on {format_host_port(*address)}: {error.strerror}") from error
-        listeners.append(listener)
+    with ExitStack() as opened:
+        for address in bindable_addresses(host, port):
+            family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+            dualstack = address[0] == "::" and socket.has_dualstack_ipv6()
+            try:
+                listener = socket.create_server(address, family=family, backlog=_BACKLOG, dualstack_ipv6=dualstack)
+            except OSError as error:
+                raise ListenError(f"cannot listen on {format_host_port(*address)}: {error.strerror}") from error
+            listeners.append(opened.enter_context(listener))
+        opened.pop_all()
     return listeners
 
 

@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 
 from bngrad_server.errors import ListenError
-from bngrad_server.runtime.listening import bindable_addresses, check_path, max_connections, raise_descriptor_limit
+from bngrad_server.runtime.listening import (
+    bindable_addresses,
+    check_path,
+    max_connections,
+    raise_descriptor_limit,
+    tcp_listeners,
+)
 
 
 def test_a_socket_with_a_listener_is_taken(tmp_path: Path) -> None:
@@ -90,6 +96,18 @@ def test_a_port_that_is_in_use_on_one_address_of_a_host_is_taken(two_addresses: 
         port = listener.getsockname()[1]
         with pytest.raises(ListenError, match=rf"^cannot listen on both:{port}: Address already in use$"):
             bindable_addresses("both", port)
+
+
+def test_the_listeners_of_a_host_are_closed_when_another_address_of_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    overlapping = ("127.0.0.1", "0.0.0.0")  # noqa: S104 - it is never listened on
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, 0)) for each in overlapping]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    with pytest.raises(ListenError, match=r"^cannot listen on 0.0.0.0:\d+: Address already in use") as raised:
+        tcp_listeners("both", 0)
+    monkeypatch.undo()
+    port = int(str(raised.value).split(":")[1])
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
 
 
 @pytest.fixture
