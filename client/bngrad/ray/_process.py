@@ -6,20 +6,13 @@ import logging
 import os
 import re
 import subprocess
-import sys
 import threading
 from collections.abc import Sequence
 
+from bngrad_kernels.child import module_command
+
 logger = logging.getLogger("bngrad")
 
-# Without the second statement a server would outlive an actor that is killed.
-_PROGRAM = """
-import sys
-from bngrad_server.runtime.processes import die_with_parent
-die_with_parent(int(sys.argv.pop(1)))
-from bngrad_cli.main import main
-main()
-"""
 _READY = re.compile(r" ready on ([^\s,]+?)[,:] ")
 _RESTART_DELAYS_S = (0.0, 1.0, 2.0, 5.0, 10.0)
 """Before the next start, by how often in a row the server has ended before it was ready."""
@@ -104,11 +97,12 @@ class ServerProcess:
     def _serve(self) -> tuple[bool, int]:
         """Runs a server to its end; returns whether it was ready, and its exit code."""
         listen = self._target or f"{self._host}:0"
-        command = [sys.executable, "-c", _PROGRAM, str(os.getpid()), "serve", "--listen", listen, *self._options]
+        # As a child, it does not outlive an actor that is killed.
+        command = module_command("bngrad_cli.child", os.getpid(), "serve", "--listen", listen, *self._options)
         with self._mutex:
             if self._stopping.is_set():
                 return False, 0
-            process = subprocess.Popen(  # noqa: S603 - our own program
+            process = subprocess.Popen(  # noqa: S603 - our own module
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
             )
             self._process = process
