@@ -25,7 +25,7 @@ RESPONSE_PSEUDO_HEADERS = frozenset({":status"})
 _OPTIONAL_PSEUDO_HEADERS = frozenset({":authority"})
 _CONNECTION_SPECIFIC = frozenset({"connection", "proxy-connection", "keep-alive", "transfer-encoding", "upgrade"})
 _NAMES = re.compile(r"(?::?[!-9;-@\[-~]+\n)*")
-# RFC 9113 also forbids blanks at the ends of values, but grpcio sends metadata with them as it is.
+# RFC 9113 also forbids blanks at the ends of values, but grpcio sends metadata and messages of statuses with them.
 _FORBIDDEN_IN_VALUES = re.compile("[\0\r\n]")
 _STATIC = tuple((name.decode(), value.decode()) for name, value in HeaderTable.STATIC_TABLE)
 

@@ -52,6 +52,31 @@ def test_grpcio_reads_a_status_that_comes_before_it_has_sent_all() -> None:
             assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
+def test_blanks_around_metadata_and_messages_of_statuses_come_from_grpcio_and_reach_it() -> None:
+    """Which RFC 9113 forbids (section 8.2.1), but gRPC does not."""
+    blanks, message = (("x-one", " 1"), ("x-two", "2 ")), "  all is lost "
+    seen: list[dict[str, str]] = []
+
+    def answer(call: ServerCall) -> None:
+        seen.append(dict(call.metadata))
+        call.end(13, message)
+
+    def fail(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        context.abort(grpc.StatusCode.INTERNAL, message)
+
+    with (
+        listening(answer) as address,
+        grpc.insecure_channel(address) as channel,
+        pytest.raises(grpc.RpcError) as theirs,
+    ):
+        unary_of(channel, "/a/b")(b"x", timeout=TIMEOUT_S, metadata=blanks)
+    assert set(blanks) <= seen[0].items()
+    assert (theirs.value.code(), theirs.value.details()) == (grpc.StatusCode.INTERNAL, message)
+    with grpcio_server(fail) as connection, pytest.raises(RpcError) as ours:
+        unary(connection)
+    assert (ours.value.code, ours.value.message) == (13, message)
+
+
 def test_a_compressed_message_of_grpcio_is_refused_as_unimplemented() -> None:
     with listening() as address, grpc.insecure_channel(address, compression=grpc.Compression.Gzip) as channel:
         with pytest.raises(grpc.RpcError) as error:
