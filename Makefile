@@ -61,8 +61,7 @@ dist: $(VENV)/dev.stamp  ## Builds and checks the packages; installs the wheel i
 	$(BIN)/twine check --strict dist/*
 	$(BIN)/check-wheel-contents dist/*.whl
 	$(BIN)/python -m tests.deploy.dist dist/*.whl
-	$(BIN)/cyclonedx-py requirements --pyproject pyproject.toml --output-reproducible \
-		--output-file build/sbom.cdx.json requirements/server.txt
+	$(BIN)/python -m tests.deploy.sbom build/sbom.cdx.json
 
 lock: $(VENV)/dev.stamp  ## Upgrades the versions of all dependencies in requirements/
 	$(LOCK) --extra dev --output-file requirements/dev.txt pyproject.toml

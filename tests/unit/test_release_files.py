@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from tests.deploy import sbom
 
 from bngrad_cli import settings
 from bngrad_wire import __version__
@@ -64,6 +66,17 @@ def test_the_conda_recipe_has_the_version_and_the_dependencies() -> None:
     assert recipe_names(client) == project_names(PROJECT["project"]["dependencies"] + extras["cli"])
     toml = {"tomli": ">=2.0.1"}  # what pydantic-settings[toml] adds: a recipe cannot ask for extras
     assert recipe_names(server) == project_names(extras["server"]) | toml
+
+
+def test_the_sbom_names_the_version_and_every_locked_dependency(tmp_path: Path) -> None:
+    file = tmp_path / "sbom.json"
+    sbom.main(file)
+    written = json.loads(file.read_text())
+    root = written["metadata"]["component"]
+    assert (root["name"], root["version"]) == ("bngrad", __version__)
+    locked = re.findall(r"^([\w-]+)==(\S+)", (ROOT / "requirements/server.txt").read_text(), re.MULTILINE)
+    assert locked
+    assert {(each["name"], each["version"]) for each in written["components"]} == set(locked)
 
 
 def test_make_refuses_an_old_python_before_it_makes_an_environment(tmp_path: Path) -> None:
