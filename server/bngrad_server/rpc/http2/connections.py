@@ -45,6 +45,8 @@ _FUTILE_SCORE = 2.0
 """What a call with a malformed message, or one more that was cancelled, counts for, there and for the next calls."""
 _STALL_TIMEOUT_S = 60.0
 """How long a client may pause in the middle of a frame or a call."""
+_DELIVERY_TIMEOUT_S = 5.0
+"""How long nothing of the last answer may reach the client of a connection that is to be closed."""
 _WAIT_S = 0.5
 """After this a thread that waits for a client notices that its transfer is to end."""
 
@@ -88,6 +90,7 @@ class Http2Connections:
         self._penalties = Penalties()
         self._amid_frame: dict[Connection, float] = {}  # and since when
         self._idle: dict[Connection, None] = {}  # the one that was idle longest comes first
+        self._closing: dict[Connection, tuple[int, float]] = {}  # what is undelivered, and since when it is as much
         self._inline_calls = InlineCalls(servicer, self._finish_soon)
         self._receiving = ReceivingCalls(is_worthwhile=servicer.admission.is_worthwhile, max_wait_s=servicer.max_wait_s)
         servicer.admission.on_leave.append(self._after_request)
@@ -126,7 +129,7 @@ class Http2Connections:
         """Accepts no more calls; closes each connection after the call that it has."""
         self._draining = True
         for connection in list(self._idle):
-            self._close(connection)
+            self._close_once_delivered(connection)
         if not self._all:
             self.drained.set()
 
@@ -135,7 +138,7 @@ class Http2Connections:
         for connection in list(self._all):
             connection.is_outdated |= isinstance(connection.sock, http2.TlsSocket)
             if connection.is_outdated and connection in self._idle:
-                self._close(connection)
+                self._close_once_delivered(connection)
 
     def abort(self) -> None:
         """Ends every connection at once."""
@@ -171,7 +174,7 @@ class Http2Connections:
         if connection.http.outbound:  # more than the socket took at once
             self._lend(connection, partial(connection.handler.flush, connection.http))
         elif self._draining or connection.is_outdated:
-            self._close(connection)
+            self._close_once_delivered(connection)
         else:
             self._idle[connection] = None
             self._watch(connection)
@@ -272,6 +275,8 @@ class Http2Connections:
                 self._watch(connection)
                 self._event_loop.call_soon(partial(self._on_readable, connection))
         self._check_frames()
+        for connection in list(self._closing):
+            self._close_once_delivered(connection)
 
     def _check_frames(self) -> None:
         """Closes connections whose frames do not end."""
@@ -410,6 +415,21 @@ class Http2Connections:
         else:
             logger.error("a connection failed", exc_info=error)
 
+    def _close_once_delivered(self, connection: Connection) -> None:
+        """Closes a connection without a call once its client has the last answer; until then nothing is read from it.
+
+        What a client sends to a closed connection resets it, and what the client had not received yet would be lost.
+        """
+        nbytes, now = connection.undelivered_nbytes, time.monotonic()
+        before, since = self._closing.get(connection, (nbytes, now))
+        if not nbytes or now - since > _DELIVERY_TIMEOUT_S:
+            self._close(connection)
+            return
+        self._closing[connection] = nbytes, since if nbytes == before else now
+        self._unwatch(connection)
+        self._idle.pop(connection, None)
+        self._amid_frame.pop(connection, None)
+
     def _close(self, connection: Connection) -> None:
         if connection.inline_call is not None:
             self._inline_calls.abandon(connection, connection.inline_call)
@@ -424,6 +444,7 @@ class Http2Connections:
         self._idle.pop(connection, None)
         self._paused.discard(connection)
         self._amid_frame.pop(connection, None)
+        self._closing.pop(connection, None)
         self._places(connection).leave(connection)
         self._all.discard(connection)
         if self._draining and not self._all:

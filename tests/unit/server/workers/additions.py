@@ -97,11 +97,10 @@ def tensor(array: np.ndarray[Any, Any]) -> pb.Tensor:
     return pb.Tensor(dtype=pb.DATA_TYPE_FLOAT32, shape=array.shape, data=array.tobytes())
 
 
-def inputs(seed: int = 0) -> dict[str, np.ndarray[Any, Any]]:
+def inputs(seed: int = 0, shape: tuple[int, ...] = SHAPE) -> dict[str, np.ndarray[Any, Any]]:
     rng = np.random.default_rng(seed)
-    shapes = dict.fromkeys(("y_backprop", "x"), SHAPE) | dict.fromkeys(
-        ("scale", "reserve_space_1", "reserve_space_2"), (CHANNELS,)
-    )
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("y_backprop", "x"), shape)
+    shapes |= dict.fromkeys(("scale", "reserve_space_1", "reserve_space_2"), shape[-1:])
     return {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
 
 

@@ -39,10 +39,14 @@ class Service:
         self._opened: list[socket.socket | http2.ClientConnection] = []
         self.engine.batcher.offer(self.worker)
 
-    def socket(self, *, over_tcp: bool = False, source: str = "127.0.0.1") -> socket.socket:
-        """Over TCP, each source is a client of its own."""
+    def socket(self, *, over_tcp: bool = False, source: str = "127.0.0.1", receive_nbytes: int = 0) -> socket.socket:
+        """Over TCP, each source is a client of its own, and may have a small buffer for what it receives."""
         if over_tcp:
-            sock = socket.create_connection(("127.0.0.1", self._tcp), source_address=(source, 0))
+            sock = socket.socket()
+            if receive_nbytes:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_nbytes)
+            sock.bind((source, 0))
+            sock.connect(("127.0.0.1", self._tcp))
         else:
             sock = socket.socket(socket.AF_UNIX)
             sock.connect(self._path)

@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
 
@@ -465,6 +465,38 @@ def test_draining_answers_running_calls_and_leaves_no_thread(service: Service) -
     stopping.join(TIMEOUT_S)
     wait_until(lambda: set(threading.enumerate()) < before)
     wait_until(lambda: not [each for each in threading.enumerate() if each.name.startswith(_THREAD_PREFIX)])
+
+
+def answered_but_undelivered(service: Service) -> tuple[http2.ClientConnection, http2.ClientCall]:
+    """A call that the server has answered, and whose client has room for a few KiB of the answer."""
+    sock = service.socket(over_tcp=True, receive_nbytes=4096)
+    connection = http2.ClientConnection(sock, "here")
+    call = ask(connection, request_of(inputs(shape=(2, 32, 64, 16))).SerializeToString())
+    wait_until(lambda: service.worker.batches == [1] and service.is_at_rest)
+    return connection, call
+
+
+def test_a_client_receives_its_last_answer_after_the_server_was_told_to_stop(service: Service) -> None:
+    connection, call = answered_but_undelivered(service)
+    with ThreadPoolExecutor(1) as thread:
+        stopped = thread.submit(service.port.stop, TIMEOUT_S)
+        wait([stopped], 0.3)
+        connection.io.send([frames.frame(frames.PING, 0, 0, bytes(8))])  # a closed socket would answer with a reset
+        assert len(read_answer(call).x_backprop.data) == 2**18
+        stopped.result(TIMEOUT_S)
+    assert service.port._connections.drained.is_set()
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_a_client_that_does_not_receive_its_last_answer_does_not_keep_the_server(
+    service: Service, monkeypatch: pytest.MonkeyPatch, is_gone: bool
+) -> None:
+    monkeypatch.setattr(connections, "_DELIVERY_TIMEOUT_S", DELAY_S if is_gone else 0.5)
+    connection, _ = answered_but_undelivered(service)
+    if is_gone:
+        connection.close()
+    service.port.stop(TIMEOUT_S)
+    assert service.port._connections.drained.is_set()
 
 
 def test_first_calls_that_came_before_the_stop_are_answered(service: Service) -> None:
