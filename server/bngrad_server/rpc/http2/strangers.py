@@ -56,6 +56,7 @@ class _Stranger:
 
     Attributes:
         sock: Its socket.
+        fd: The socket's descriptor, also once it is closed.
         client: The client as which it is known before its call, see `RpcContext.client`.
         peer: Whom its breaches are counted for.
         is_local: Whether it came over a Unix socket.
@@ -69,6 +70,7 @@ class _Stranger:
 
     def __init__(self, sock: socket.socket, client: str) -> None:
         self.sock = sock
+        self.fd = sock.fileno()
         self.client = client
         self.peer = peer_of(client)
         self.is_local = sock.family == socket.AF_UNIX
@@ -184,7 +186,7 @@ class Strangers:
             self._fail(stranger, error)
             return
         stranger.until = time.monotonic() + _HANDSHAKE_TIMEOUT_S
-        self._event_loop.add_reader(stranger.sock.fileno(), partial(self._shake_hands, stranger))
+        self._event_loop.add_reader(stranger.fd, partial(self._shake_hands, stranger))
 
     def _shake_hands(self, stranger: _Stranger) -> None:
         sock = stranger.sock
@@ -200,7 +202,7 @@ class Strangers:
             logger.debug("a handshake with %s failed: %s", stranger.client, error)
             self._end(stranger, "handshake", _HANDSHAKE_SCORE)
             return
-        self._event_loop.remove_reader(sock.fileno())
+        self._event_loop.remove_reader(stranger.fd)
         self._greet(stranger)
 
     def _greet(self, stranger: _Stranger) -> None:
@@ -216,7 +218,7 @@ class Strangers:
         assert stranger.http is not None
         stranger.http.blocking = False
         stranger.until = time.monotonic() + _CALL_TIMEOUT_S
-        self._event_loop.add_reader(stranger.sock.fileno(), partial(self._read, stranger))
+        self._event_loop.add_reader(stranger.fd, partial(self._read, stranger))
         if stranger.http.has_pending_input:
             self._event_loop.call_soon(partial(self._read, stranger))
 
@@ -251,7 +253,7 @@ class Strangers:
         except Exception as error:
             refuse(call, error)
             return False
-        self._event_loop.remove_reader(stranger.sock.fileno())
+        self._event_loop.remove_reader(stranger.fd)
         stranger.introduction = partial(self._welcome, stranger.sock, http, handler, call, rpc)
         client = peer_of(rpc.client)
         delay_s = self._penalties.delay_s(client)
@@ -312,7 +314,7 @@ class Strangers:
         """Reads no more of a connection; to close it now would take a refusal from its client that is still unread."""
         self._metrics.refused_connection("protocol")
         self._penalties.add(stranger.peer, _BREACH_SCORE)
-        self._event_loop.remove_reader(stranger.sock.fileno())
+        self._event_loop.remove_reader(stranger.fd)
         stranger.has_ended = True
         stranger.until = time.monotonic() + _LAST_WORDS_S
         try:
@@ -323,7 +325,7 @@ class Strangers:
 
     def _close(self, stranger: _Stranger) -> None:
         self._forget(stranger)
-        self._event_loop.remove_reader(stranger.sock.fileno())
+        self._event_loop.remove_reader(stranger.fd)
         if stranger.http is None:
             stranger.sock.close()
         else:

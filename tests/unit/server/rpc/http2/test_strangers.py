@@ -133,6 +133,15 @@ def test_a_stranger_that_floods_is_closed(
     wait_until(lambda: refused(service, "protocol") == 1)
 
 
+def test_nothing_is_kept_of_a_stranger_that_broke_the_protocol(service: Service) -> None:
+    readers = service.port._strangers._event_loop._readers
+    before = set(readers)
+    for sock in [service.socket() for _ in range(8)]:
+        sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    wait_until(lambda: refused(service, "protocol") == 8)
+    wait_until(lambda: set(readers) == before)
+
+
 def test_a_wrong_token_is_answered_and_a_right_one_on_the_same_connection_too(service: Service) -> None:
     connection = service.connect()
     for _ in range(3):
