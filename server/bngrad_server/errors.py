@@ -124,9 +124,7 @@ def _tell_text(code: grpc.StatusCode, error: Exception) -> _Told:
 def _tell_violations(code: grpc.StatusCode, error: InvalidArgumentError) -> _Told:
     _, status = told = _status(code, str(error))
     violations = [
-        error_details_pb2.BadRequest.FieldViolation(
-            field=violation.field, description=_cut(violation.description, _LONGEST_DESCRIPTION_NBYTES)
-        )
+        error_details_pb2.BadRequest.FieldViolation(field=violation.field, description=cut(violation.description))
         for violation in error.violations
     ]
     status.details.add().Pack(error_details_pb2.BadRequest(field_violations=violations))
@@ -177,10 +175,10 @@ _TABLE: dict[type[BaseException], tuple[grpc.StatusCode, _Tell]] = {
 
 
 def _status(code: grpc.StatusCode, message: str) -> _Told:
-    return code, status_pb2.Status(code=code.value[0], message=_cut(message, _LONGEST_MESSAGE_NBYTES))
+    return code, status_pb2.Status(code=code.value[0], message=cut(message, _LONGEST_MESSAGE_NBYTES))
 
 
-def _cut(text: str, nbytes: int) -> str:
+def cut(text: str, nbytes: int = _LONGEST_DESCRIPTION_NBYTES) -> str:
     """Cuts a text to a number of bytes of UTF-8, and marks the cut."""
     encoded = text.encode()
     return text if len(encoded) <= nbytes else f"{encoded[:nbytes].decode(errors='ignore')}..."

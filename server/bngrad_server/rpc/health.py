@@ -9,6 +9,7 @@ import grpc
 from grpc_health.v1 import health_pb2 as pb
 from grpc_health.v1 import health_pb2_grpc
 
+from bngrad_server.errors import cut
 from bngrad_wire.http2 import RpcError
 
 
@@ -55,7 +56,7 @@ class Health(health_pb2_grpc.HealthServicer):
             RpcError: There is no such service.
         """
         if service not in self._services:
-            raise RpcError(grpc.StatusCode.NOT_FOUND.value[0], f"there is no service {service!r}")
+            raise RpcError(grpc.StatusCode.NOT_FOUND.value[0], f"there is no service {cut(service)!r}")
         return _response(is_serving=self._is_serving)
 
     def Watch(self, request: pb.HealthCheckRequest, context: grpc.ServicerContext) -> Iterator[pb.HealthCheckResponse]:  # noqa: N802

@@ -17,6 +17,8 @@ CONTENT_TYPE = "application/grpc"
 _SECONDS = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 _TIMEOUT = re.compile(r"([0-9]{1,8})([HMSmun])")
 _LARGEST_TIMEOUT = 99_999_999
+_QUOTED_LENGTH = 20
+"""The most characters of a malformed value that an error quotes."""
 _UNESCAPED = "".join(chr(code) for code in range(0x20, 0x7F) if chr(code) != "%")
 """The characters that grpc-message does not percent-encode: printable ASCII except "%"."""
 
@@ -80,5 +82,5 @@ def parse_timeout(text: str) -> float:
     """
     match = _TIMEOUT.fullmatch(text)
     if match is None:
-        raise ValueError(f"malformed grpc-timeout {text!r}")
+        raise ValueError(f"malformed grpc-timeout {text[:_QUOTED_LENGTH]!r}")
     return int(match[1]) * _SECONDS[match[2]]

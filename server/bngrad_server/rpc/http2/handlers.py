@@ -13,7 +13,7 @@ from functools import partial
 import grpc
 from google.protobuf.message import DecodeError
 
-from bngrad_server.errors import MessageTooLargeError
+from bngrad_server.errors import MessageTooLargeError, cut
 from bngrad_server.memory.ahead import Lease
 from bngrad_server.memory.received_message import ReceivedMessage
 from bngrad_server.rpc.http2.refusal import refuse
@@ -81,7 +81,7 @@ class Http2Handler:
             client = authenticator.authenticate(call.metadata.get("authorization"), client)
         if call.path not in _PATHS and call.path not in self._others:
             self._servicer.observer.metrics.refused_call(_UNIMPLEMENTED.name)
-            raise http2.RpcError(_UNIMPLEMENTED.value[0], f"{call.path} is not served here")
+            raise http2.RpcError(_UNIMPLEMENTED.value[0], f"{cut(call.path)} is not served here")
         is_cancelled = partial(_has_failed, call)
         return RpcContext(client, deadline, is_cancelled, self._abort, call.metadata, check, self._traffic)
 

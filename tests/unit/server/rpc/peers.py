@@ -16,6 +16,7 @@ from bngrad_server.engine import Engine
 from bngrad_server.rpc.grpcio_port import GrpcioPort
 from bngrad_server.rpc.health import Health
 from bngrad_server.rpc.http2.port import Http2Port
+from bngrad_server.rpc.other_calls import other_calls
 from bngrad_server.rpc.servicer import EXCHANGE_PATH, SERVICE, Servicer
 from bngrad_server.security.auth import ALLOW_ALL, Authenticator
 from bngrad_wire.limits import REGION_NBYTES
@@ -67,7 +68,7 @@ def http2_port(config: ServerConfig, servicer: Servicer, path: Path) -> Iterator
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(path))
     listener.listen()
-    port = Http2Port(servicer, {})
+    port = Http2Port(servicer, other_calls(servicer, Health(("",)), has_reflection=False))
     port.listen_on_socket(listener)
     port.start()
     try:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import threading
 from typing import Any, cast
 
+import grpc
+import pytest
 from grpc_health.v1 import health_pb2 as pb
+from tests.unit.server.rpc.peers import Peer, identity
 
 from bngrad_server.rpc.health import Health
 
@@ -46,3 +49,20 @@ def test_a_closed_server_never_serves_again() -> None:
     health.close()
     health.update(lambda: True)
     assert not is_serving(health)
+
+
+@pytest.mark.parametrize(
+    ("path", "request_nbytes", "code"),
+    [
+        ("/grpc.health.v1.Health/Check", 60_000, grpc.StatusCode.NOT_FOUND),
+        ("/" + "x" * 7000, 0, grpc.StatusCode.UNIMPLEMENTED),
+    ],
+)
+def test_an_answer_that_quotes_a_long_name_fits_the_metadata_of_clients(
+    peer: Peer, path: str, request_nbytes: int, code: grpc.StatusCode
+) -> None:
+    request = pb.HealthCheckRequest(service="x" * request_nbytes).SerializeToString()
+    with pytest.raises(grpc.RpcError) as refused:
+        peer.channel.unary_unary(path, identity, identity)(request, timeout=TIMEOUT_S)
+    assert refused.value.code() is code
+    assert len(refused.value.details() or "") < 2000

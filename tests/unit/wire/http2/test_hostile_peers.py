@@ -160,6 +160,9 @@ def test_a_head_request_gets_headers_alone() -> None:
 def test_a_malformed_deadline_ends_the_call_as_internal() -> None:
     answer = answered(HELLO + headers(END, 1, REQUEST + encode([("grpc-timeout", "1x")])))
     assert encode([("grpc-status", "13")]) in answer
+    answer = answered(HELLO + headers(END, 1, REQUEST + encode([("grpc-timeout", "1x" * 4000)])))
+    assert encode([("grpc-status", "13")]) in answer
+    assert len(answer) < 1000
 
 
 def test_a_call_beside_the_running_one_is_refused_and_the_running_one_goes_on() -> None:
