@@ -310,6 +310,7 @@ class BaseCall(Stream):
         blocking, self._connection.blocking = self._connection.blocking, False
         try:
             self._connection.handle_available_frames()
+            self._connection.flush()
         except (ConnectionError, TimeoutError):
             return True
         finally:

@@ -220,6 +220,26 @@ def test_checking_for_cancellation_loses_no_received_data() -> None:
         assert call.read(len(message)) == message
 
 
+def test_a_ping_is_answered_where_a_waiting_call_is_checked_for_cancellation() -> None:
+    """Or clients with a short keepalive would take the connection for dead."""
+    acknowledged = threading.Event()
+
+    def answer(call: ServerCall) -> None:
+        while not acknowledged.is_set() and not call.cancelled():
+            time.sleep(0.001)
+        call.end()
+
+    near, far = pair("unix")
+    with in_thread(serve_until_gone, far, answer), closing(ClientConnection(near, "localhost")) as connection:
+        call = connection.call("/a/b")
+        call.send_message(b"", end=True)
+        near.sendall(frames.frame(frames.PING, 0, 0, b"are you?"))
+        received = b""
+        while frames.frame(frames.PING, frames.ACK, 0, b"are you?") not in received:
+            received += near.recv(1000)
+        acknowledged.set()
+
+
 def test_a_client_that_has_gone_counts_as_cancelled() -> None:
     begun, seen = threading.Event(), threading.Event()
 
