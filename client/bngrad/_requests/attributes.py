@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+import inspect
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,15 +40,7 @@ class TensorFlowAttributes(NamedTuple):
             TypeError: One has the wrong type.
             InvalidArgumentError: One has a value that the protocol cannot express.
         """
-        if not isinstance(self.is_training, bool | np.bool_):
-            raise TypeError(f"is_training must be a bool, not {self.is_training!r}")
-        return {
-            "epsilon": _epsilon(self.epsilon),
-            "data_format": _data_format(self.data_format),
-            "is_training": bool(self.is_training),
-            "reserve_space_2_kind": _kind("reserve_space_2_kind", self.reserve_space_2_kind),
-            **_priority(self.priority),
-        }
+        return _kept(_tensorflow_fields, self)
 
 
 class OneDnnAttributes(NamedTuple):
@@ -59,12 +53,41 @@ class OneDnnAttributes(NamedTuple):
 
     def checked(self) -> dict[str, Any]:
         """Returns the fields of the request; see `TensorFlowAttributes.checked`."""
-        return {
-            "epsilon": _epsilon(self.epsilon),
-            "data_format": _data_format(self.data_format),
-            "variance_kind": _kind("variance_kind", self.variance_kind),
-            **_priority(self.priority),
-        }
+        return _kept(_onednn_fields, self)
+
+
+def _kept(fields: Callable[..., dict[str, Any]], attributes: tuple[Any, ...]) -> dict[str, Any]:
+    """Returns the fields of attributes; the next calls, which mostly have the same, take them from a cache."""
+    try:
+        return dict(fields(*attributes))
+    except TypeError:  # of a wrong type, which may not even have a hash
+        checked: dict[str, Any] = inspect.unwrap(fields)(*attributes)
+        return checked
+
+
+@functools.lru_cache(maxsize=256, typed=True)
+def _tensorflow_fields(
+    epsilon: float, data_format: str, is_training: bool, reserve_space_2_kind: str, priority: int
+) -> dict[str, Any]:
+    if not isinstance(is_training, bool | np.bool_):
+        raise TypeError(f"is_training must be a bool, not {is_training!r}")
+    return {
+        "epsilon": _epsilon(epsilon),
+        "data_format": _data_format(data_format),
+        "is_training": bool(is_training),
+        "reserve_space_2_kind": _kind("reserve_space_2_kind", reserve_space_2_kind),
+        **_priority(priority),
+    }
+
+
+@functools.lru_cache(maxsize=256, typed=True)
+def _onednn_fields(epsilon: float, data_format: str, variance_kind: str, priority: int) -> dict[str, Any]:
+    return {
+        "epsilon": _epsilon(epsilon),
+        "data_format": _data_format(data_format),
+        "variance_kind": _kind("variance_kind", variance_kind),
+        **_priority(priority),
+    }
 
 
 def _epsilon(epsilon: float) -> float:

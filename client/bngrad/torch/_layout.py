@@ -67,9 +67,11 @@ def from_client(array: Array, x: Tensor, *, channels_last: bool) -> Tensor:
 
 def _array(tensor: Tensor) -> Array:
     """Returns a view of a tensor in the CPU's memory; NumPy does not know PyTorch's bfloat16."""
-    if tensor.dtype == torch.bfloat16:
-        return tensor.detach().cpu().resolve_neg().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return tensor.numpy(force=True)
+    if tensor.dtype != torch.bfloat16:
+        return tensor.numpy(force=True)
+    is_plain = tensor.is_cpu and not tensor.is_neg()
+    plain = tensor if is_plain else tensor.cpu().resolve_neg()
+    return plain.view(torch.int16).numpy().view(ml_dtypes.bfloat16)  # integers need no gradient
 
 
 def _in_pinned_memory(tensors: Sequence[Tensor]) -> list[Tensor]:

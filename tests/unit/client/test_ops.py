@@ -385,6 +385,13 @@ def test_an_epsilon_that_float32_does_not_hold_is_refused(epsilon: Any) -> None:
     assert refused.value.violations[0].field == "epsilon"
 
 
+def test_attributes_that_equal_good_ones_of_earlier_calls_are_refused_for_their_type() -> None:
+    v3(epsilon=1.0, is_training=True, priority=1)
+    for wrong in ({"epsilon": True}, {"is_training": 1}, {"priority": True}, {"priority": 1.0}):
+        with pytest.raises(TypeError, match=next(iter(wrong))):
+            v3(**{"epsilon": 1.0, "is_training": True, "priority": 1} | wrong)
+
+
 def test_is_training_may_be_a_numpy_bool() -> None:
     assert v3_message(is_training=np.True_).is_training
     assert not v3_message(is_training=np.False_).is_training

@@ -284,6 +284,11 @@ class BufferedSocket:
                     raise EndOfConnectionError(self.broken) from None
                 raise
 
+    @property
+    def may_have_input(self) -> bool:
+        """Whether something is buffered or has arrived, or, with TLS, may have; to receive nothing takes longer."""
+        return self.high > self.low or self.tls is not None or bool(self._poll.poll(0))
+
     def fill_nonblocking(self) -> bool:
         """Buffers what has arrived, without waiting; returns False if nothing has, or if there is no room.
 

@@ -64,7 +64,7 @@ class ClientConnection(BaseConnection):
     @property
     def usable(self) -> bool:
         """Whether a call can begin: no error, no GOAWAY, no unfinished call, a number left, and the peer not gone."""
-        if self.io.broken is None and self.stream is None:
+        if self.io.broken is None and self.stream is None and self.io.may_have_input:
             try:
                 self.handle_available_frames()
             except (ConnectionError, TimeoutError):

@@ -34,6 +34,8 @@ _ANSWER_NBYTES = 2048
 _RESPONSE = [(":status", "200"), ("content-type", header_block.CONTENT_TYPE)]
 _RESPONSE_BLOCK = header_block.encode(_RESPONSE)
 _OK_BLOCK = header_block.encode(header_block.status_headers(0, "", b""))
+_ENDED_HERE = RpcError(Status.CANCELLED, "the call was ended here")
+"""The failure of every ended call, which raises copies of it: an error takes long to make."""
 _CONTENT_LENGTH = re.compile("[0-9]{1,18}")
 _NOT_GRPC_BLOCK = header_block.encode([(":status", "415"), ("content-type", "text/plain")])
 _NOT_GRPC_TEXT = b"This port serves gRPC: POST with content-type application/grpc.\n"
@@ -367,7 +369,7 @@ class ServerCall(BaseCall):
             connection.send_window -= size
             connection.earn(_ANSWER_NBYTES)
             connection.outbound.append(_whole_response(self.id, messages, trailers))
-            self.failure = RpcError(Status.CANCELLED, "the call was ended here")
+            self.failure = _ENDED_HERE
             connection.close_stream(self)
             connection.flush()
             return
@@ -417,7 +419,7 @@ class ServerCall(BaseCall):
             connection.append_headers(self.id, block, frames.END_STREAM)
             if not self.ended:
                 connection.outbound.append(frames.rst_stream(self.id, ErrorCode.NO_ERROR))
-        self.failure = self.failure or RpcError(Status.CANCELLED, "the call was ended here")
+        self.failure = self.failure or _ENDED_HERE
         connection.close_stream(self)
         connection.flush()
 
