@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 import sys
 
 from bngrad_cli.main import main as main_command
@@ -15,14 +17,25 @@ _MODULES = {
     ),
 }  # fmt: skip
 """The modules that a command may lack, by the extra that installs them."""
+_UNWRITTEN = {errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC}
+"""The errors of a file that takes no more, such as one on a full disk."""
 
 
 def main() -> None:
-    """Runs the command line, or names the extra to install for it."""
+    """Runs the command line, or says which extra it lacks or why its output cannot be written."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # an encoding such as Latin-1 lacks marks and bars
     try:
-        main_command(prog_name="bngrad")
+        try:
+            main_command(prog_name="bngrad")
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # an error at the interpreter's exit would be printed as a traceback
+    except OSError as error:
+        if error.errno not in {errno.EPIPE, *_UNWRITTEN}:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what the exit writes
+        sys.exit(1 if error.errno == errno.EPIPE else f"bngrad: cannot write the output: {error.strerror}")
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         extra = next((extra for extra, modules in _MODULES.items() if missing in modules), None)

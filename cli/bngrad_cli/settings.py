@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -168,7 +169,7 @@ def load(config: Path | None, flags: dict[str, Any]) -> tuple[ServerConfig, list
     try:
         effective = ServerConfig.model_validate(values)
     except ValidationError as error:
-        raise SettingsError("\n".join(_complaints(error, origins))) from error
+        raise SettingsError("\n".join(_complaints(error, values, origins))) from error
     return effective, [
         Setting(setting_name(name), field, getattr(effective, name), origins.get(setting_name(name), "default"))
         for name, field in ServerConfig.model_fields.items()
@@ -176,11 +177,12 @@ def load(config: Path | None, flags: dict[str, Any]) -> tuple[ServerConfig, list
 
 
 def _read_file(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        what = "it is no file" if path.exists() else "there is no such file"
-        raise SettingsError(f"cannot read settings from {path}: {what}")
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise SettingsError(f"cannot read settings from {path}: it is no file")
         values = TomlConfigSettingsSource(ServerConfig, path).toml_data
+    except FileNotFoundError as error:
+        raise SettingsError(f"cannot read settings from {path}: there is no such file") from error
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise SettingsError(f"cannot read settings from {path}: {reason}") from error
@@ -212,7 +214,7 @@ def _hint(name: str, spell: Callable[[str], str]) -> str:
     return f"; did you mean {spell(similar[0])}?" if similar else ""
 
 
-def _complaints(error: ValidationError, origins: dict[str, str]) -> Iterator[str]:
+def _complaints(error: ValidationError, values: dict[str, Any], origins: dict[str, str]) -> Iterator[str]:
     """Describes what is wrong, a line for each setting."""
     seen: set[str] = set()
     for each in error.errors(include_url=False):
@@ -223,5 +225,6 @@ def _complaints(error: ValidationError, origins: dict[str, str]) -> Iterator[str
             continue
         name = setting_name(str(each["loc"][0]))
         if name not in seen:
-            yield f"{origins[name]} is {each['input']!r}; {message}"
+            is_of_a_list = len(each["loc"]) > 1
+            yield f"{origins[name]} is {each['input'] if is_of_a_list else values[name]!r}; {message}"
         seen.add(name)

@@ -24,7 +24,10 @@ _SERVING = b"\x08\x01"
 """A ``grpc.health.v1.HealthCheckResponse`` with SERVING."""
 _TLS_HINTS = {
     "WRONG_VERSION_NUMBER": "it speaks none, so leave out the options of TLS: ",
+    "certificate has expired": "its certificate has expired, or the clock here is wrong: ",
+    "certificate is not yet valid": "its certificate is not yet valid, or the clock here is wrong: ",
     "CERTIFICATE_VERIFY_FAILED": "no authority known here has signed its certificate, see --tls-ca: ",
+    "Hostname Verification Check failed": "its certificate is for other names: ",
     "security handshaker": "--tls-ca, --tls-certificate or --tls-key has nothing of use: ",
 }
 

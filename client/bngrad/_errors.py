@@ -120,6 +120,15 @@ class UnimplementedError(BngradError, NotImplementedError):
     """The server at the target does not know the call: it is another service, or an older bngrad."""
 
 
+_TLS_HINTS = {
+    "WRONG_VERSION_NUMBER": "This client uses TLS, and what listens there does not.",
+    "certificate has expired": "Its certificate has expired, or the clock here is wrong.",
+    "certificate is not yet valid": "Its certificate is not yet valid, or the clock here is wrong.",
+    "CERTIFICATE_VERIFY_FAILED": "bngrad.Tls(ca=...) should name the authority that has signed its certificate.",
+    "Hostname Verification Check failed": "Its certificate is for other names; see bngrad.Tls(server_name=...).",
+}
+"""What to do about a handshake that failed, by a part of the message; the first that is found counts."""
+
 _CLASSES: dict[grpc.StatusCode, type[BngradError]] = {
     grpc.StatusCode.CANCELLED: UnavailableError,  # A stopping server gives calls up.
     grpc.StatusCode.DATA_LOSS: InternalError,
@@ -177,7 +186,7 @@ def from_status(code: grpc.StatusCode, message: str, details: bytes, target: str
     if cls is ResourceExhaustedError:
         return ResourceExhaustedError(f"{target} answered {code.name}: {message}", _retry_delay_s(details))
     if cls is UnavailableError:
-        return UnavailableError(f"{target} is not available: {message}. {_what_to_check(message)}")
+        return UnavailableError(f"{target} is not available: {message.rstrip('.')}. {_what_to_check(message)}")
     if cls is DeadlineExceededError:
         return DeadlineExceededError(f"{target} did not answer within the timeout of {timeout} s: {message}")
     if cls is UnimplementedError:
@@ -188,8 +197,9 @@ def from_status(code: grpc.StatusCode, message: str, details: bytes, target: str
 
 def _what_to_check(message: str) -> str:
     """Returns what to do about a server that is not available; TLS on one side alone looks like a lost connection."""
-    if "WRONG_VERSION_NUMBER" in message:
-        return "This client uses TLS, and what listens there does not."
+    for sign, hint in _TLS_HINTS.items():
+        if sign in message:
+            return hint
     is_lost = "Socket closed" in message or "Connection reset" in message
     return "Is `bngrad serve` running there?" + (" Both sides must use TLS, or neither." if is_lost else "")
 

@@ -173,7 +173,8 @@ class Server:
         try:
             lease_server = LeaseServer(self.engine.regions, self._config.shared_group, self._servicer.authenticator)
         except LookupError as error:
-            raise ListenError(f"cannot share memory with clients on this host: {error}") from error
+            group = self._config.shared_group
+            raise ListenError(f"shared_group is {group!r}; it should be a group of this host") from error
         except OSError as error:
             logger.warning("no memory is shared with clients on this host: %s", error)
             return None

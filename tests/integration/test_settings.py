@@ -12,6 +12,7 @@ import pytest
 import bngrad
 
 COMMAND = (sys.executable, "-m", "bngrad_cli", "serve")
+CPU = ("--device", "cpu", "--listen", "127.0.0.1:0", "--workers", "1")
 
 
 def test_a_server_uses_settings_of_file_environment_and_flags(tmp_path: Path) -> None:
@@ -43,3 +44,9 @@ def test_a_server_does_not_start_with_an_impossible_setting(
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr.startswith(complaint)
     assert ended.stderr.count("\n") == 1
+
+
+def test_a_server_does_not_start_with_an_unknown_group() -> None:
+    ended = subprocess.run([*COMMAND, *CPU, "--shared-group", "nobodys"], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr.endswith("Error: shared_group is 'nobodys'; it should be a group of this host\n")

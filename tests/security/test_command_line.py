@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.security.authority import HOSTS
 from tests.security.conftest import Guarded
 from tests.servers import run_bngrad
 
@@ -38,6 +39,24 @@ def test_missing_credentials_are_named(guarded: Guarded, known: tuple[str, ...],
     assert ended.returncode == 1
     assert message in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("names", "expired", "hint"),
+    [
+        (("other.example",), False, "its certificate is for other names: "),
+        (HOSTS, True, "its certificate has expired, or the clock here is wrong: "),
+    ],
+)
+def test_a_servers_certificate_is_refused_with_the_reason(
+    tmp_path: Path, names: tuple[str, ...], expired: bool, hint: str
+) -> None:
+    guarded = Guarded(tmp_path, client_ca=False)
+    guarded.show(guarded.authority.issue(*names, expired=expired))
+    with guarded.running():
+        ended = run_bngrad("check", "--tls-ca", str(guarded.authority.path), "--timeout", "60", guarded.server.target)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert f"{guarded.server.target} is not reached by TLS: {hint}" in ended.stderr
 
 
 def test_an_invalid_token_is_named(guarded: Guarded, known: tuple[str, ...], tmp_path: Path) -> None:

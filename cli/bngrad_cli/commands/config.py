@@ -8,10 +8,10 @@ from typing import Any
 
 import click
 
-from bngrad_cli.settings import Setting, as_text, default_text, load, metavar, settings_options
+from bngrad_cli.settings import Setting, SettingsCommand, as_text, default_text, load, metavar, settings_options
 
 
-@click.command()
+@click.command(cls=SettingsCommand)
 @settings_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: the value and the origin of each setting.")
 @click.option("--toml", "as_toml", is_flag=True, help="Print a file for --config.")

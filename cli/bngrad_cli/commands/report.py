@@ -61,13 +61,22 @@ def report(device: str, output: TextIO, is_long: bool) -> None:
         document |= _tested(device, is_long)
     except Exception as error:
         document["failure"] = f"{type(error).__name__}: {error}"
-    output.write(json.dumps(document, indent=2) + "\n")
-    output.flush()
     failure = document.get("failure")
     click.echo(f"{device}: {failure or document['self_test']}", err=True)
-    click.echo(f"written to {output.name}", err=True)
+    is_written = _write(document, output)
     sys.stderr.flush()
-    os._exit(1 if failure else 0)  # a normal exit would call into a device that may hang
+    os._exit(1 if failure or not is_written else 0)  # a normal exit would call into a device that may hang
+
+
+def _write(document: dict[str, Any], output: TextIO) -> bool:
+    try:
+        output.write(json.dumps(document, indent=2) + "\n")
+        output.flush()
+    except OSError as error:
+        click.echo(f"Error: cannot write {output.name}: {error.strerror}", err=True)
+        return False
+    click.echo(f"written to {output.name}", err=True)
+    return True
 
 
 def _versions() -> dict[str, str]:

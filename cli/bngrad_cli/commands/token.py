@@ -17,7 +17,7 @@ def token() -> None:
     """Makes the tokens by which a server knows its clients."""
 
 
-@token.command()
+@token.command(short_help="Makes a token, and its line for the server's file.")
 @click.argument("name")
 @click.option(
     "--token-file",

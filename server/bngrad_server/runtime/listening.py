@@ -6,6 +6,7 @@ import errno
 import os
 import resource
 import socket
+import stat
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
@@ -111,17 +112,26 @@ def has_listener(path: Path) -> bool:
 def _path_fault(path: Path) -> str | None:
     if len(os.fsencode(path)) > _MAX_PATH_NBYTES:
         return f"a socket's path has at most {_MAX_PATH_NBYTES} bytes"
-    if not path.parent.is_dir():
-        return f"there is no folder {path.parent}"
-    if path.exists() and not path.is_socket():
-        return "the path exists and is not a socket"
-    if has_listener(path):
-        return "the address is taken"
-    try:  # at a name beside it, so that the socket of a server that starts at this moment stays
+    try:
+        if not stat.S_ISDIR(_mode(path.parent)):
+            return f"there is no folder {path.parent}"
+        if (mode := _mode(path)) and not stat.S_ISSOCK(mode):
+            return "the path exists and is not a socket"
+        if has_listener(path):
+            return "the address is taken"
+        # At a name beside it, so that the socket of a server that starts at this moment stays.
         with tempfile.TemporaryDirectory(dir=path.parent):
             return None
     except OSError as error:
         return f"no socket can be made in {path.parent}: {error.strerror}"
+
+
+def _mode(path: Path) -> int:
+    """The mode of a file; 0 if there is none."""
+    try:
+        return os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
 
 
 def _bind_all(host: str, port: int) -> list[tuple[str, int]]:

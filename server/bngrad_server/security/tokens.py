@@ -7,11 +7,14 @@ comments from ``#`` on, are ignored.
 from __future__ import annotations
 
 import hmac
+import logging
 from pathlib import Path
 
 from bngrad_server.security.permissions import read_guarded
 from bngrad_server.security.reload import ReloadedFiles
 from bngrad_wire.token_format import hash_token, parse_line
+
+logger = logging.getLogger(__name__)
 
 _SCHEME = "bearer "
 
@@ -50,4 +53,6 @@ def _read(path: Path) -> list[tuple[str, bytes]]:
         if token is None:
             raise ValueError(f"line {number} of {path} must be NAME sha256:HASH, as `bngrad token new NAME` prints it")
         tokens.append(token)
+    if not tokens:
+        logger.warning("%s has no token, so every call is refused: add a line of `bngrad token new NAME`", path)
     return tokens

@@ -26,8 +26,9 @@ def test_shapes_are_read_with_their_counts() -> None:
     "text", ["resnet", "2x3x4", "2x3x4x5*", "2x3x4x0", "2x3x4x5*0", "99999x99999x9x9", "", "1x2x3x4,"]
 )
 def test_other_shapes_are_refused(text: str) -> None:
-    with pytest.raises(click.BadParameter, match="should"):
+    with pytest.raises(click.BadParameter, match="should") as refused:
         shapes.parse(text)
+    assert refused.value.format_message().startswith("Invalid value for '--model': ")
 
 
 def test_a_count_of_none_is_named() -> None:

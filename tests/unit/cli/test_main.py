@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import click
 import pytest
 from click.testing import CliRunner
@@ -39,6 +44,25 @@ def test_without_the_cli_extra_a_command_says_what_to_install(command: str) -> N
 def test_the_clients_packages_are_enough_for_a_command(command: str) -> None:
     ended = run_without("rich", *SERVER_EXTRA, "bngrad_server", arguments=(command, "--help"))
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("config",), ("config", "--json"), ("token", "new", "alice")])
+@pytest.mark.parametrize("buffered", ["", "1"])
+def test_a_full_disk_is_reported_in_one_line(arguments: tuple[str, ...], buffered: str) -> None:
+    environment = {**os.environ, "PYTHONUNBUFFERED": buffered}
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "bngrad_cli", *arguments]
+        ended = subprocess.run(command, env=environment, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (ended.returncode, ended.stderr) == (1, "bngrad: cannot write the output: No space left on device\n")
+
+
+def test_a_reader_that_has_gone_is_no_error_to_report() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "bngrad_cli", "config", "--json"]
+    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (1, "")
 
 
 def test_the_version_is_the_packages() -> None:

@@ -46,6 +46,12 @@ def test_a_report_that_cannot_be_written_is_refused_before_the_test(tmp_path: Pa
     assert "Traceback" not in done.stderr
 
 
+def test_a_report_on_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    done = report(tmp_path, "--output", "/dev/full")
+    assert done.returncode == 1
+    assert done.stderr.endswith("\nError: cannot write /dev/full: No space left on device\n")
+
+
 def test_a_report_may_go_to_the_standard_output(tmp_path: Path) -> None:
     done = report(tmp_path, "--output", "-")
     assert "passed its self-test" in json.loads(done.stdout)["self_test"]

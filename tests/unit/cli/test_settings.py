@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from tests.permissions import denied
 from tests.unit.cli.settings_page import PAGE, with_table
 
 from bngrad_cli import settings
@@ -129,6 +130,7 @@ def test_the_table_tells_a_value_of_none_from_the_default() -> None:
         ([], {}, "[max_wait]\nx = 1", "max_wait in {file} is {{'x': 1}}; it should be a valid number"),
         ([], {}, "max_wait = ", "cannot read settings from {file}: Invalid value"),
         (["--config", "/nowhere.toml"], {}, "", "cannot read settings from /nowhere.toml: there is no such file"),
+        (["--max-message-bytes", "10GiB"], {}, "", "--max-message-bytes is '10GiB'; it should be less than or equal"),
         (["--socket-mode", "999"], {}, "", "--socket-mode is '999'; it should be three octal digits for owner, group"),
         (["--arena-bytes", "lots"], {}, "", "--arena-bytes is 'lots'; it should be a number, perhaps with"),
         (["--listen", "a:99999"], {}, "", "--listen is 'a:99999'; it should be HOST:PORT or unix:PATH, with a port"),
@@ -159,6 +161,12 @@ def test_an_invalid_setting_is_named_in_one_line_with_exit_code_2(
         assert result.exit_code == 2
         assert result.output.startswith("Error: " + complaint.format(file=file))
         assert result.output.count("\n") == 1
+
+
+def test_a_file_that_may_not_be_looked_at_is_named(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "stat", denied(file, os.stat))
+    result = run("--config", file)
+    assert (result.exit_code, result.output) == (2, f"Error: cannot read settings from {file}: Permission denied\n")
 
 
 def test_all_invalid_settings_are_named() -> None:

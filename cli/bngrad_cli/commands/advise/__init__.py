@@ -34,7 +34,7 @@ _COLUMNS = (SERVER, LOCAL, PYTORCH)
     help="The layers: ResNet-50's, or shapes of their inputs in the order of --data-format, such as "
     "32x64x56x56*6,32x128x28x28 for seven layers, six of them of one shape.",
 )
-@click.option("--batch", type=click.IntRange(min=1), help="Images in a batch of ResNet-50.  [default: 32]")
+@click.option("--batch", type=click.IntRange(min=1), show_default="32", help="Images in a batch of ResNet-50.")
 @click.option(
     "--dtype",
     type=click.Choice(list(DTYPES)),

@@ -10,6 +10,7 @@ import click
 
 DataFormat = Literal["NCHW", "NHWC"]
 
+_OPTION = "'--model'"
 _MAX_ELEMENTS = 1 << 31
 _SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)x(\d+)(?:\*(\d+))?")
 
@@ -54,11 +55,12 @@ def parse(text: str) -> list[Layer]:
         found = _SHAPE.fullmatch(part.strip())
         if found is None:
             expected = "resnet50, or shapes such as 32x64x56x56*6,32x128x28x28"
-            raise click.BadParameter(f"it should be {expected}, not {text!r}")
+            raise click.BadParameter(f"it should be {expected}, not {text!r}", param_hint=_OPTION)
         a, b, c, d, count = (int(number or 1) for number in found.groups())
         if count == 0:
-            raise click.BadParameter(f"the count of {part.strip()} should be at least one")
+            raise click.BadParameter(f"the count of {part.strip()} should be at least one", param_hint=_OPTION)
         if not 0 < a * b * c * d <= _MAX_ELEMENTS:
-            raise click.BadParameter(f"{part.strip()} should have at least one and at most 2**31 elements")
+            expected = "at least one and at most 2**31 elements"
+            raise click.BadParameter(f"{part.strip()} should have {expected}", param_hint=_OPTION)
         layers.append(Layer((a, b, c, d), count))
     return layers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import resource
 import socket
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.permissions import denied
 
 from bngrad_server.errors import ListenError
 from bngrad_server.runtime.listening import (
@@ -52,6 +54,13 @@ def test_a_socket_that_was_left_behind_is_free(tmp_path: Path) -> None:
 def test_a_path_that_cannot_be_listened_on_has_a_reason(path: str, reason: str) -> None:
     with pytest.raises(ListenError, match=rf"^cannot listen on unix:{re.escape(path)}: {reason}$"):
         check_path(Path(path))
+
+
+def test_a_folder_that_may_not_be_looked_into_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "socket"
+    monkeypatch.setattr(os, "stat", denied(path, os.stat))  # root would be let in
+    with pytest.raises(ListenError, match=f"unix:{path}: no socket can be made in {tmp_path}: Permission denied$"):
+        check_path(path)
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,15 @@ def test_an_error_names_a_malformed_line_without_quoting_it(tmp_path: Path, text
     assert "0000" not in str(refused.value)
 
 
+def test_a_file_without_tokens_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "tokens"
+    path.write_text("# none yet\n")
+    path.chmod(0o600)
+    Tokens(path)
+    warning = f"{path} has no token, so every call is refused: add a line of `bngrad token new NAME`"
+    assert [record.getMessage() for record in caplog.records] == [warning]
+
+
 def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         Tokens(tmp_path / "tokens")
