@@ -88,4 +88,6 @@ def print_error(error: Any) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
     sys.exit(main(*sys.argv[1:]))

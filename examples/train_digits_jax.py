@@ -22,8 +22,8 @@ STEPS, BATCH, RATE = 60, 32, 0.1
 Norm = Callable[[Any, Any, Any], Any]
 
 
-def main() -> None:
-    stock, ours = losses(sys.argv[1])
+def main(target: str) -> None:
+    stock, ours = losses(target)
     difference = max(abs(a - b) for a, b in zip(stock, ours, strict=True))
     print(f"loss after {STEPS} steps: {stock[-1]:.4f} with JAX, {ours[-1]:.4f} with bngrad")
     print(f"the losses differ by {difference:.1e} at most")
@@ -75,4 +75,6 @@ def train(norm: Norm) -> list[float]:
 
 
 if __name__ == "__main__":
-    main()
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    main(sys.argv[1])

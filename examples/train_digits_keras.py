@@ -26,8 +26,8 @@ class Losses(keras.callbacks.Callback):  # type: ignore[misc]  # Keras ships no 
         self.values.append(logs["loss"])
 
 
-def main() -> None:
-    stock, ours = losses(sys.argv[1])
+def main(target: str) -> None:
+    stock, ours = losses(target)
     difference = max(abs(a - b) for a, b in zip(stock, ours, strict=True))
     print(f"loss after {len(ours)} steps: {stock[-1]:.4f} with Keras, {ours[-1]:.4f} with bngrad")
     print(f"the losses differ by {difference:.1e} at most")
@@ -65,4 +65,6 @@ def train(model: Any) -> list[float]:
 
 
 if __name__ == "__main__":
-    main()
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    main(sys.argv[1])

@@ -18,8 +18,8 @@ STEPS = 120
 BATCH = 32
 
 
-def main() -> None:
-    stock, ours = losses(sys.argv[1])
+def main(target: str) -> None:
+    stock, ours = losses(target)
     difference = max(abs(a - b) for a, b in zip(stock, ours, strict=True))
     print(f"loss after {STEPS} steps: {stock[-1]:.4f} with PyTorch, {ours[-1]:.4f} with bngrad")
     print(f"the losses differ by {difference:.1e} at most")
@@ -60,4 +60,6 @@ def train(model: nn.Module) -> list[float]:
 
 
 if __name__ == "__main__":
-    main()
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    main(sys.argv[1])

@@ -40,6 +40,14 @@ def test_an_example_runs_against_a_server(server: EmbeddedServer, name: str, wor
     assert words in output_of(EXAMPLES / f"{name}.py", server.target)
 
 
+@pytest.mark.parametrize("name", ["train_digits_torch", "stock_python_client"])
+def test_an_example_without_a_target_says_how_to_run_it(name: str) -> None:
+    ended = subprocess.run([sys.executable, EXAMPLES / f"{name}.py"], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert f"python examples/{name}.py localhost:50051" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
 def test_the_quickstart_starts_a_server_of_its_own() -> None:
     assert "FusedBatchNormGradV2" in output_of(EXAMPLES / "quickstart.py")
 
