@@ -45,6 +45,7 @@ def _print_table(effective: list[Setting]) -> None:
     from rich.table import Table  # noqa: PLC0415
 
     table = Table("setting", "value", "unit", "origin", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.columns[1].overflow = "fold"  # rather than cut
     for each in effective:
         unit = metavar(each.field)
         table.add_row(

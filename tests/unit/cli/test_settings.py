@@ -103,6 +103,10 @@ def test_the_table_tells_a_value_of_none_from_the_default() -> None:
     assert "advertise_stream none --advertise-stream" in shown[1]
 
 
+def test_the_table_cuts_no_value() -> None:
+    assert "…" not in run("--listen", f"unix:/{'long/' * 18}socket").output
+
+
 @pytest.mark.parametrize(
     ("arguments", "environment", "content", "complaint"),
     [

@@ -19,7 +19,10 @@ from typing import Any
 
 import pytest
 
-FAILURE = {"time": 99.0, "code": "UNAVAILABLE", "client": "process 7", "request_id": "0123", "message": "it broke"}
+FAILURE = {
+    "time": 99.0, "code": "UNAVAILABLE", "client": "process 7", "request_id": "0123",
+    "message": "it broke" + " and more" * 20,
+}  # fmt: skip
 STATUS: dict[str, Any] = {
     "server": {
         "version": "1.2.3",
@@ -92,6 +95,7 @@ def test_a_small_terminal_shows_failures_and_q_ends_it(address: str) -> None:
     os.close(inner)
     screen = read_until(terminal, "q to quit")
     assert screen.count("it broke") == 5
+    assert screen.count("cpu:") == 4
     os.write(terminal, b"q")
     assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
     os.close(terminal)

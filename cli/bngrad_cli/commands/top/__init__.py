@@ -34,7 +34,12 @@ _TIMEOUT_S = 5.0
 @click.option("--once", is_flag=True, help="Print the screen once, for scripts.")
 @click.option("--json", "as_json", is_flag=True, help="Print the server's status once, as JSON.")
 @click.option(
-    "--interval", type=click.FloatRange(min=0.1), default=1.0, show_default=True, help="Seconds between updates."
+    "--interval",
+    type=click.FloatRange(min=0.1),
+    default=1.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Time between updates.",
 )
 def top(address: str, *, once: bool, as_json: bool, interval: float) -> None:
     """Shows a server's activity in the terminal.
@@ -51,7 +56,7 @@ def top(address: str, *, once: bool, as_json: bool, interval: float) -> None:
         with (
             contextlib.suppress(KeyboardInterrupt),
             _keys() as keys,
-            Live(_fitted(screen(address, status), console), console=console, screen=True) as live,
+            Live(_fitted(screen(address, status, is_short=True), console), console=console, screen=True) as live,
         ):
             while not keys.wait_for_q(interval):
                 live.update(_fitted(_update(address), console))
@@ -119,6 +124,6 @@ def _fitted(content: RenderableType, console: Console) -> RenderableType:
 def _update(address: str) -> RenderableType:
     """Returns the screen, with the error if the server does not answer."""
     try:
-        return screen(address, _status(address))
+        return screen(address, _status(address), is_short=True)
     except click.ClickException as error:
         return Panel(Text(error.message, style="red"), title=f"bngrad on {address}")

@@ -19,12 +19,12 @@ _FRONT = {"name": "front", "state": "ready", "restarts": 0, "description": "comp
 """The front process of a server that has computed requests there, as a row of the devices."""
 
 
-def screen(address: str, status: dict[str, Any]) -> RenderableType:
-    """Returns what is shown of the status of the server at this address."""
+def screen(address: str, status: dict[str, Any], *, is_short: bool = False) -> RenderableType:
+    """Returns what is shown of the status of the server at this address; with ``is_short``, a line for each failure."""
     server, points = status["server"], status["points"]
     parts: list[RenderableType] = [_head(address, server), _numbers(server, points)]
     if server["failures"]:  # before what is less urgent, so that a small terminal shows them
-        parts.append(_failures(server))
+        parts.append(_failures(server, is_short))
     parts.append(_devices(server, points))
     if status["recent"] is not None:
         parts += [_times(status["recent"]), _minute(status["recent"], points)]
@@ -102,17 +102,24 @@ def _minute(recent: dict[str, Any], points: list[dict[str, Any]]) -> RenderableT
     return table
 
 
-def _failures(server: dict[str, Any]) -> RenderableType:
+def _failures(server: dict[str, Any], is_short: bool) -> RenderableType:
     table = Table(
         box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title="recent failures", title_justify="left"
     )
     for name in ("ago", "status", "client", "request", "why"):
-        table.add_column(name, no_wrap=name != "why")
+        table.add_column(name, no_wrap=is_short or name != "why")
     for failure in server["failures"][:_SHOWN_FAILURES]:
-        ago = f"{max(server['time'] - failure['time'], 0):.0f} s"
+        ago = _ago(max(server["time"] - failure["time"], 0))
         texts = (failure["code"], failure["client"], failure["request_id"], failure["message"])
         table.add_row(ago, *(Text(printable(text)) for text in texts))
     return table
+
+
+def _ago(seconds: float) -> str:
+    for unit, name in ((3600, "h"), (60, "min")):
+        if seconds >= 2 * unit:
+            return f"{seconds / unit:.0f} {name}"
+    return f"{seconds:.0f} s"
 
 
 def _sparkline(values: list[float]) -> str:
