@@ -104,7 +104,7 @@ def default_text(field: FieldInfo) -> str:
     computed = next((each for each in field.metadata if isinstance(each, Computed)), None)
     if computed is not None:
         return computed
-    for unit, factor in (("GiB", 2**30), ("MiB", 2**20)):
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if metavar(field) == "BYTES" and field.default and field.default % factor == 0:
             return f"{field.default // factor}{unit}"
     return as_text(field.default)

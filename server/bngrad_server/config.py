@@ -102,16 +102,16 @@ class ServerConfig(BaseSettings):
         IN_MEMORY,
         Computed("a quarter of the memory"),
     ] = Field(default_factory=lambda: default_arena_bytes() // 2)
-    """Memory that clients on this host may share with the workers, each at most half of it, 0 for none; the system
-    provides pages when they are first used."""
+    """Memory that clients on this host may share with the workers; 0 for none. One client gets at most half of it. The
+    system provides pages when they are first used."""
     pinned_bytes: Bytes = Field(default=32 * 2**30, ge=0)
     """Memory that GPU workers may page-lock, so that copies are fast and overlap with kernels: the arena if it fits,
     then the memory that clients share. The system provides it at once."""
     gpu_memory_bytes: Annotated[
         Bytes, at_least(64 * _MIB, "64MiB", "copies and kernels have to overlap", or_none=True)
     ] = 0
-    """Memory of each GPU that its worker may take for tensors, for what else runs there; 0 for no limit but nine tenths
-    of it. Requests that do not fit are computed in parts."""
+    """Most memory of each GPU that its worker takes for tensors, to leave room for other programs; 0 for nine tenths of
+    it. Requests that do not fit are computed in parts."""
     shared_group: Annotated[str | None, Metavar("GROUP"), Computed("none")] = None
     """Group of users that may share memory, besides the server's own user."""
     stream_port: Annotated[Port, Computed("0, a free one")] = 0
@@ -137,8 +137,8 @@ class ServerConfig(BaseSettings):
     """A batch gets no more requests once its tensors have this size. Large requests gain nothing from batching."""
     front_bytes: Bytes = Field(default=384 * 2**10, ge=0)
     """Requests for a CPU whose tensors have at most this size are computed in the server's front process, in less time
-    than a hop to a worker process takes; larger ones too if their tensors are in shared memory, up to 1024 times this
-    size while nothing else is in the server. 0 for none, so that all computing is done by workers."""
+    than a hop to a worker process takes. So are requests in shared memory of up to 1024 times this size while nothing
+    else is in the server. 0 leaves all computing to workers."""
     max_batch_delay_s: Seconds = Field(default=0.0, ge=0)
     """How long a request may wait for others to fill its batch while a worker is free. 0 is best unless requests are
     tiny."""
@@ -150,9 +150,9 @@ class ServerConfig(BaseSettings):
     transfer_timeout_s: Annotated[
         Seconds, at_least(1, "1 s", "connections whose clients do not answer a ping in that time are closed")
     ] = 30.0
-    """How long a client may keep the server waiting: between two messages on grpcio's port, for the next request of an
-    exchange, and on the server's own port, where every byte is seen, for at most 5 s amid a transfer. Uploads and
-    downloads have to move 128 KiB a second on average, since they hold memory."""
+    """How long a client may keep the server waiting for the next message of a call on grpcio's port, or for the next
+    request of an exchange. On the server's own port a transfer may stand still for as long, but at most 5 s. Uploads
+    and downloads have to move 128 KiB a second on average, since they hold memory."""
     worker_timeout_s: Annotated[
         Seconds, at_least(1, "1 s", "healthy workers may be silent for a good part of that")
     ] = 5.0
@@ -177,18 +177,18 @@ class ServerConfig(BaseSettings):
     socket_mode: Mode = "0600"
     """Permissions of the Unix sockets to listen on, in octal: users who may write to one may call."""
     max_client_requests: Annotated[int, Computed("0, no limit")] = Field(default=0, ge=0)
-    """Most requests in the server at once of one client: the owner of a token, the name in a certificate, else the host
-    or, with shared memory, the process; all others at a unix:PATH of listen are one client. Further ones are refused,
-    and the client retries later."""
+    """Most requests of one client in the server at once; further ones are refused, and the client retries later. A
+    client is the owner of a token, the name in a certificate, else a host or, with shared memory, a process; all others
+    at a unix:PATH of listen are one client."""
     max_client_bytes: Annotated[Bytes, Computed("0, no limit")] = Field(default=0, ge=0)
-    """Most bytes of tensors in the server at once of one client. Further requests are refused, and the client retries
-    later; one that is larger by itself is always refused."""
+    """Most bytes of one client's tensors in the server at once; further requests are refused, and the client retries
+    later. One that is larger by itself is always refused."""
 
     http: Annotated[HttpAddress | None, Metavar("HOST:PORT"), Computed("none")] = None
     """Address to serve HTTP on: /metrics, /healthz, /readyz, and a dashboard at /. It has neither TLS nor tokens."""
     http_names: Annotated[HostNames | None, Metavar("NAMES"), Computed("none")] = None
-    """Names, with commas between them, by which the HTTP port may be asked, besides addresses, the machine's own names
-    and those of private networks: names of the public internet, for example behind a proxy."""
+    """Further host names by which the HTTP port may be asked, with commas between them, such as a proxy's. Addresses,
+    the machine's own names and those of private networks are always answered."""
     log_format: Literal["console", "json"] = "console"
     """Format of the log on stderr: lines for people, or a JSON object in each line."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
