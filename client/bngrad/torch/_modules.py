@@ -68,6 +68,11 @@ class _ClientBatchNorm(_BatchNorm):
         """The client that computes the backward pass; None if PyTorch does, as in a layer that was unpickled."""
         return self._client.client
 
+    def extra_repr(self) -> str:
+        """Returns what PyTorch prints of the layer, and its client."""
+        text = super().extra_repr()  # type: ignore[no-untyped-call]
+        return f"{text}, client={self.client!r}" if self._client.name else str(text)
+
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - PyTorch's name
         """Normalises as PyTorch's layer does.
 

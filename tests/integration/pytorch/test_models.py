@@ -53,6 +53,14 @@ def test_a_layer_alone_is_converted(client: bngrad.Client) -> None:
     assert isinstance(layer, bngrad.torch.BatchNorm1d)
 
 
+def test_a_printed_model_tells_which_layers_have_a_client(client: bngrad.Client) -> None:
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.LayerNorm(3))
+    stock = repr(model)
+    converted = repr(bngrad.torch.convert_batchnorm(model, client))
+    assert converted == stock.replace("track_running_stats=True)", f"track_running_stats=True, client={client!r})")
+    assert repr(bngrad.torch.revert_batchnorm(model)) == stock
+
+
 def test_subclasses_stay_as_they_are(client: bngrad.Client) -> None:
     class Own(nn.BatchNorm2d):
         pass
