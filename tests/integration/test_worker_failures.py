@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -48,6 +49,8 @@ def test_a_request_survives_the_worker_that_held_it(own_server: EmbeddedServer) 
         os.kill(worker, signal.SIGKILL)
         assert_gradients(SPEC, INPUTS, answer.result(60))
         assert client.server_info().devices[0].restarts == 1
+    again = r"worker of device cpu was killed by SIGKILL\n.*worker of device cpu is ready again, [0-9.]+ s after"
+    wait_until(lambda: re.search(again, own_server.stderr()) is not None)
 
 
 def test_a_request_is_not_given_up_for_workers_that_die_before_they_have_read_it() -> None:

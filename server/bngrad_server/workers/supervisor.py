@@ -95,6 +95,7 @@ class Supervisor:
         self._restarts = 0
         self._busy_before_s = 0.0  # by the workers before
         self._ready_since: float | None = None
+        self._ended_at: float | None = None  # the worker before
         self._closing = threading.Event()
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"supervisor-{name}", daemon=True)
@@ -204,6 +205,7 @@ class Supervisor:
             ending = worker.close()
         if not self._closing.is_set() and (self._description or not self._failure):  # else the server ends with it
             logger.error("worker of device %s %s%s", self.name, ending, reason)
+            self._ended_at = time.monotonic()
         return ready_since is not None and time.monotonic() - ready_since > _SOUND_AFTER_S
 
     def _watch(self, worker: WorkerProcess) -> str:
@@ -245,6 +247,9 @@ class Supervisor:
             self._mapping = worker
         self._description, self._memory_bytes = description, memory_bytes
         self._ready_since = time.monotonic()
+        if self._ended_at is not None:
+            away_s = self._ready_since - self._ended_at
+            logger.info("worker of device %s is ready again, %.1f s after the one before it ended", self.name, away_s)
         for _ in range(worker.slots):
             self._batcher.offer(worker)
         self._on_change()
