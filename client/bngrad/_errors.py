@@ -120,6 +120,8 @@ class UnimplementedError(BngradError, NotImplementedError):
     """The server at the target does not know the call: it is another service, or an older bngrad."""
 
 
+_MESSAGE_TOO_LARGE = "Received message larger than max"
+_MESSAGE_HINT = "; leave out transport='unary', or give the server a larger --max-message-bytes"
 _TLS_HINTS = {
     "WRONG_VERSION_NUMBER": "This client uses TLS, and what listens there does not.",
     "certificate has expired": "Its certificate has expired, or the clock here is wrong.",
@@ -184,7 +186,8 @@ def from_status(code: grpc.StatusCode, message: str, details: bytes, target: str
         violations = _detail(details, error_details_pb2.BadRequest).field_violations
         return InvalidArgumentError(message, [FieldViolation(each.field, each.description) for each in violations])
     if cls is ResourceExhaustedError:
-        return ResourceExhaustedError(f"{target} answered {code.name}: {message}", _retry_delay_s(details))
+        hint = _MESSAGE_HINT if _MESSAGE_TOO_LARGE in message and not message.startswith("CLIENT") else ""
+        return ResourceExhaustedError(f"{target} answered {code.name}: {message}{hint}", _retry_delay_s(details))
     if cls is UnavailableError:
         return UnavailableError(f"{target} is not available: {message.rstrip('.')}. {_what_to_check(message)}")
     if cls is DeadlineExceededError:

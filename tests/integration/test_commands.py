@@ -349,6 +349,7 @@ def test_bench_goes_on_when_a_request_is_too_large_for_a_transport() -> None:
     errors = {each["transport"]: each["error"] for each in json.loads(ended.stdout)["measurements"]}
     assert errors["auto"] is errors["stream"] is None
     assert "RESOURCE_EXHAUSTED" in errors["unary"]
+    assert "; leave out transport='unary', or give the server a larger --max-message-bytes" in errors["unary"]
     assert "shares no memory" in errors["shared"]
 
 
