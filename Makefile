@@ -85,7 +85,7 @@ proto: $(VENV)/dev.stamp  ## Generates the code beside the .proto files
 		--plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc --mypy_grpc_out=protos \
 		protos/bngrad_protos/v1/*.proto
 
-settings-page: $(VENV)/dev.stamp  ## Generates the table of docs/settings.md from the settings model
+settings-page: $(VENV)/dev.stamp  ## Generates the tables of docs/settings.md from the settings model
 	$(BIN)/python -m tests.unit.cli.settings_page
 
 kernels-page: $(VENV)/dev.stamp  ## Generates the tables of the kernels in docs/performance.md from benchmarks/results/

@@ -1,29 +1,35 @@
-"""Writes the table of settings into docs/settings.md, from the model: ``make settings-page``."""
+"""Writes the tables of settings into docs/settings.md, from the model: ``make settings-page``."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-from bngrad_cli.settings import default_text, flag, metavar, variable
+from bngrad_cli.settings import GROUPS, default_text, flag, metavar, variable
 from bngrad_server.config import ServerConfig, setting_name
 
 PAGE = Path(__file__).parents[3] / "docs" / "settings.md"
-_TABLE = re.compile(r"(<!-- table: [^\n]*-->\n)(.*?)(<!-- end of table -->\n)", re.DOTALL)
+_TABLES = re.compile(r"(<!-- tables: [^\n]*-->\n)(.*?)(<!-- end of tables -->\n)", re.DOTALL)
+_FIELDS = {setting_name(name): field for name, field in ServerConfig.model_fields.items()}
 
 
-def with_table(page: str) -> str:
-    """Returns the page with the table of the model's settings."""
-    rows = ["| option, variable | value | default | what it is |", "|---|---|---|---|"]
-    for field_name, field in ServerConfig.model_fields.items():
-        name = setting_name(field_name)
-        names = f"`{flag(name)}` `{variable(name)}`"
-        value = metavar(field).replace("|", "\\|")
-        rows.append(f"| {names} | {value} | {default_text(field)} | {' '.join((field.description or '').split())} |")
-    page, count = _TABLE.subn(lambda found: found[1] + "\n".join(rows) + "\n" + found[3], page)
-    assert count == 1, "the page has lost its table"
+def with_tables(page: str) -> str:
+    """Returns the page with a table of the model's settings for each group."""
+    tables = "".join(_section(title, names) for title, names in GROUPS.items())
+    page, count = _TABLES.subn(lambda found: f"{found[1]}{tables}\n{found[3]}", page)
+    assert count == 1, "the page has lost its tables"
     return page
 
 
+def _section(title: str, names: tuple[str, ...]) -> str:
+    rows = [f"\n## {title}\n", "| option, variable | value | default | what it is |", "|---|---|---|---|"]
+    for name in names:
+        field = _FIELDS[name]
+        value = metavar(field).replace("|", "\\|")
+        text = " ".join((field.description or "").split())
+        rows.append(f"| `{flag(name)}` `{variable(name)}` | {value} | {default_text(field)} | {text} |")
+    return "\n".join(rows) + "\n"
+
+
 if __name__ == "__main__":
-    PAGE.write_text(with_table(PAGE.read_text()))
+    PAGE.write_text(with_tables(PAGE.read_text()))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 from tests.permissions import denied
-from tests.unit.cli.settings_page import PAGE, with_table
+from tests.unit.cli.settings_page import PAGE, with_tables
 
 from bngrad_cli import settings
 from bngrad_cli.main import main as command_line
@@ -208,7 +208,7 @@ def test_help_has_the_unit_variable_and_default_of_each_setting() -> None:
 
 def test_the_page_of_settings_is_up_to_date() -> None:
     page = PAGE.read_text()
-    assert with_table(page) == page, "run: make settings-page"
+    assert with_tables(page) == page, "run: make settings-page"
 
 
 def test_the_help_of_serve_has_every_setting_once_in_groups_with_examples() -> None:
