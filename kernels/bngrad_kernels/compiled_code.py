@@ -25,21 +25,32 @@ def write(path: Path, code: bytes) -> None:
     descriptor, draft = tempfile.mkstemp(dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            file.write(code + hashlib.sha256(code).digest())
+            file.write(sealed(code))
             file.flush()
             os.fchmod(descriptor, _MODE)
             os.fsync(descriptor)
         Path(draft).replace(path)
-    except BaseException:
+    except BaseException as error:
         Path(draft).unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)  # on a full disk a file is written without being named
         raise
 
 
 def read(path: Path) -> bytes | None:
     """Returns the code of a file; None if there is none, or it cannot be read or is damaged."""
     try:
-        data = path.read_bytes()
+        return unsealed(path.read_bytes())
     except OSError:
         return None
+
+
+def sealed(code: bytes) -> bytes:
+    """Returns code with its digest after it."""
+    return code + hashlib.sha256(code).digest()
+
+
+def unsealed(data: bytes) -> bytes | None:
+    """Returns the code of what `sealed` has made; None if it is damaged, or something else."""
     code, digest = data[:-_DIGEST_NBYTES], data[-_DIGEST_NBYTES:]
     return code if hashlib.sha256(code).digest() == digest else None

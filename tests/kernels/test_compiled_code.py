@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,3 +34,12 @@ def test_a_kernel_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError):
         compiled_code.write(tmp_path / "kernel.o", b"code")
     assert [path.name for path in tmp_path.iterdir()] == ["kernel.o"]
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as writing to a full disk does
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/kernel.o'"):
+        compiled_code.write(tmp_path / "kernel.o", b"code")

@@ -147,6 +147,18 @@ def test_a_kernel_that_cannot_be_compiled_is_an_error_that_says_why(monkeypatch:
         backends.create("cpu").warm_up()
 
 
+def test_a_kernel_that_the_cache_cannot_keep_is_used(caplog: pytest.LogCaptureFixture) -> None:
+    loader.path(FIRST, host()).mkdir()  # as on a full disk, the kernel cannot be written there
+    backends.create("cpu").warm_up()
+    assert not loader.is_compiled(FIRST, host())
+    (said,) = (record.getMessage() for record in caplog.records)
+    not_kept = "the kernel float32-1 could not be kept: [Errno 21] Is a directory: "
+    assert said.startswith(not_kept)
+    assert said.endswith("; each process compiles it for itself")
+    ((kernel, failure),) = warm.fill(host(), [FIRST], jobs=1)
+    assert (kernel, failure.startswith(not_kept)) == (FIRST, True)
+
+
 @pytest.mark.parametrize("kind", ["of another user", "link", "open to all"])
 def test_a_folder_that_others_may_write_to_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str

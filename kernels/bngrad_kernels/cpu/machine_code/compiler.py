@@ -1,6 +1,7 @@
 """Compiles one kernel: ``python -m bngrad_kernels.cpu.machine_code.compiler KERNEL FILE``.
 
-The processor to compile for is named by ``NUMBA_CPU_NAME`` and ``NUMBA_CPU_FEATURES``, as Numba reads them.
+The processor to compile for is named by ``NUMBA_CPU_NAME`` and ``NUMBA_CPU_FEATURES``, as Numba reads them. Code that
+cannot be written to the file, as on a full disk, goes to the standard output, and the reason to stderr.
 """
 
 from __future__ import annotations
@@ -26,7 +27,12 @@ def main() -> None:
     gc.disable()  # the process ends soon
     # Numba would import it, for what no kernel here uses.
     sys.modules["scipy"] = None  # type: ignore[assignment]
-    compiled_code.write(Path(file), _object_code(name))
+    code = _object_code(name)
+    try:
+        compiled_code.write(Path(file), code)
+    except OSError as error:
+        print(error, file=sys.stderr)
+        sys.stdout.buffer.write(compiled_code.sealed(code))
 
 
 def _object_code(name: str) -> bytes:

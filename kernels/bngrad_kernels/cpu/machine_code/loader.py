@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import logging
 import os
 import subprocess
 from collections.abc import Callable
@@ -16,7 +17,9 @@ from bngrad_kernels import compiled_code
 from bngrad_kernels.child import module_command
 from bngrad_kernels.cpu.machine_code import cache
 from bngrad_kernels.cpu.machine_code.kernels import SYMBOL, Kernel, host
-from bngrad_kernels.errors import DeviceUnavailableError
+from bngrad_kernels.errors import DeviceUnavailableError, KernelNotKeptError
+
+logger = logging.getLogger(__name__)
 
 
 class LoadedKernel(NamedTuple):
@@ -75,16 +78,19 @@ def compile_once(kernel: Kernel, cpu: str, lock: str) -> None:
 
     Raises:
         DeviceUnavailableError: It could not be compiled.
+        KernelNotKeptError: It was compiled, and the cache cannot keep it.
     """
     with _opened(path(kernel, cpu).with_suffix(lock)) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         if is_compiled(kernel, cpu):
             return
         process = _begin(kernel, cpu, file.fileno())
-        _, errors = process.communicate()
+        output, errors = process.communicate()
+    lines = errors.decode(errors="replace").strip().splitlines() or [f"exit code {process.returncode}"]
     if process.returncode:
-        lines = errors.decode(errors="replace").strip().splitlines() or [f"exit code {process.returncode}"]
         raise DeviceUnavailableError(f"the kernel {kernel} could not be compiled: {lines[-1]}")
+    if output and (code := compiled_code.unsealed(output)) is not None:
+        raise KernelNotKeptError(f"the kernel {kernel} could not be kept: {lines[-1]}", code)
 
 
 def _opened(lock: Path) -> IO[str]:
@@ -100,7 +106,7 @@ def _begin(kernel: Kernel, cpu: str, lock_fd: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(  # noqa: S603 - our own module
         module_command("bngrad_kernels.cpu.machine_code.compiler", kernel, path(kernel, cpu)),
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         # Numba would add the features of this processor.
         env={**own, "NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": ""},
@@ -113,7 +119,11 @@ def _code(kernel: Kernel) -> bytes:
     file = path(kernel, host())
     found = compiled_code.read(file)
     if found is None:
-        compile_once(kernel, host(), ".lock")
+        try:
+            compile_once(kernel, host(), ".lock")
+        except KernelNotKeptError as error:
+            logger.warning("%s; each process compiles it for itself", error)
+            return error.code
         found = compiled_code.read(file)
     if found is None:
         raise DeviceUnavailableError(f"the kernel {kernel} was compiled, but {file} cannot be read")
