@@ -41,7 +41,7 @@ def main() -> None:
         extra = next((extra for extra, modules in _MODULES.items() if missing in modules), None)
         if extra is None:
             raise
-        install = f"pip install 'bngrad[{extra}]', or in a checkout pip install '.[{extra}]'"
+        install = f"pip install '.[{extra}]' in a checkout of bngrad"
         sys.exit(f"bngrad: this command needs the module {missing}: {install}")
 
 

@@ -37,7 +37,8 @@ def devices(wanted: str = "auto") -> Devices:
             raise ValueError(f"device must name each device once, not {wanted!r}")
         return Devices(names, None)
     if importlib.util.find_spec("cupy") is None:
-        return Devices(["cpu"], "CuPy is not installed: pip install 'bngrad[cuda12]' or 'bngrad[cuda13]' brings it")
+        brings = "pip install '.[cuda12]' or '.[cuda13]' in a checkout of bngrad brings it"
+        return Devices(["cpu"], f"CuPy is not installed: {brings}")
     from bngrad_kernels.cuda import probe  # noqa: PLC0415
 
     usable, reasons = probe.usable()

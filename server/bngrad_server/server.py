@@ -195,7 +195,7 @@ def _tracing() -> Tracing:
     try:
         from bngrad_server.telemetry.tracing import Tracing  # noqa: PLC0415 - only the otel extra has what it imports
     except ModuleNotFoundError as error:
-        raise TracingError(f"traces need {error.name}: pip install 'bngrad[server,otel]'") from error
+        raise TracingError(f"traces need {error.name}: pip install '.[server,otel]' in a checkout of bngrad") from error
     return Tracing()
 
 

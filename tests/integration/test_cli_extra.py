@@ -1,4 +1,4 @@
-"""The commands of ``pip install 'bngrad[cli]'`` against a real server, without the server's packages."""
+"""The commands of ``pip install '.[cli]'`` against a real server, without the server's packages."""
 
 from __future__ import annotations
 

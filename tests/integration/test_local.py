@@ -271,7 +271,7 @@ try:
 except ModuleNotFoundError as error:
     print(error)
 """
-    assert "pip install 'bngrad[local]'" in python(CALL + code)
+    assert "pip install '.[local]' in a checkout of bngrad" in python(CALL + code)
 
 
 def test_calls_are_computed_here_while_the_server_is_dead(caplog: pytest.LogCaptureFixture) -> None:

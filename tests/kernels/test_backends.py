@@ -54,4 +54,4 @@ except DeviceUnavailableError as error:
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=os.environ, check=True)
     assert "CuPy cannot be imported" in done.stdout
-    assert "pip install 'bngrad[cuda12]' or 'bngrad[cuda13]'" in done.stdout
+    assert "pip install '.[cuda12]' or '.[cuda13]' in a checkout of bngrad" in done.stdout

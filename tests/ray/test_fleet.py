@@ -18,7 +18,7 @@ from tests.servers import is_running, wait_until
 import bngrad
 from bngrad_kernels.spec import FLOAT32, Spec
 
-ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'bngrad[ray]'", exc_type=ImportError)
+ray = pytest.importorskip("ray", reason="Ray is not installed: make test-ray", exc_type=ImportError)
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 SPEC = Spec(FLOAT32, (4, 16, 16, 32), 3)

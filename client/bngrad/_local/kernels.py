@@ -73,7 +73,7 @@ class LocalKernels:
         """
         if importlib.util.find_spec("numba") is None:
             raise ModuleNotFoundError(
-                "to compute in this process needs Numba: pip install 'bngrad[local]'", name="numba"
+                "to compute in this process needs Numba: pip install '.[local]' in a checkout of bngrad", name="numba"
             )
         self._pool = Pool(None)
 

@@ -15,7 +15,7 @@ try:
     import jax
     import jax.numpy as jnp
 except ImportError as error:
-    raise ImportError("bngrad.jax needs JAX: pip install 'bngrad[jax]'") from error
+    raise ImportError("bngrad.jax needs JAX: pip install '.[jax]' in a checkout of bngrad") from error
 
 import numpy as np
 

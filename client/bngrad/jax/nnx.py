@@ -15,7 +15,7 @@ try:
     from flax import nnx
     from flax.nnx.nn.dtypes import promote_dtype
 except ImportError as error:
-    raise ImportError("bngrad.jax.nnx needs Flax: pip install 'bngrad[jax]'") from error
+    raise ImportError("bngrad.jax.nnx needs Flax: pip install '.[jax]' in a checkout of bngrad") from error
 
 import jax.numpy as jnp
 

@@ -16,7 +16,9 @@ try:
     import tensorflow as tf
     from keras import ops
 except ImportError as error:
-    raise ImportError("bngrad.keras needs Keras and TensorFlow: pip install 'bngrad[keras]'") from error
+    raise ImportError(
+        "bngrad.keras needs Keras and TensorFlow: pip install '.[keras]' in a checkout of bngrad"
+    ) from error
 
 from bngrad._client import Client
 from bngrad.tensorflow._gradients import gradients

@@ -11,7 +11,7 @@ from __future__ import annotations
 try:
     import ray as _ray  # noqa: F401
 except ImportError as error:
-    raise ImportError("bngrad.ray needs Ray: pip install 'bngrad[ray]'") from error
+    raise ImportError("bngrad.ray needs Ray: pip install '.[ray]' in a checkout of bngrad") from error
 
 from bngrad.ray._fleet import Fleet, start
 from bngrad.ray._replica import State

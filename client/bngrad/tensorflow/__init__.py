@@ -16,7 +16,9 @@ try:
     import tensorflow as tf
     from tensorflow.python.ops import gen_nn_ops
 except ImportError as error:
-    raise ImportError("bngrad.tensorflow needs TensorFlow: pip install 'bngrad[tensorflow]'") from error
+    raise ImportError(
+        "bngrad.tensorflow needs TensorFlow: pip install '.[tensorflow]' in a checkout of bngrad"
+    ) from error
 
 from bngrad._client import Client
 from bngrad.tensorflow._gradients import gradients

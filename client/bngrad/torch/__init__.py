@@ -10,7 +10,7 @@ from __future__ import annotations
 try:
     import torch as _torch  # noqa: F401
 except ImportError as error:
-    raise ImportError("bngrad.torch needs PyTorch: pip install 'bngrad[torch]'") from error
+    raise ImportError("bngrad.torch needs PyTorch: pip install '.[torch]' in a checkout of bngrad") from error
 
 from bngrad.torch._modules import BatchNorm1d, BatchNorm2d, BatchNorm3d, convert_batchnorm, revert_batchnorm
 from bngrad.torch._ops import batch_norm_grad, batch_norm_grad_grad

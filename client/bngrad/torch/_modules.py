@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, Literal, TypeVar
@@ -273,6 +274,9 @@ def convert_batchnorm(
     Raises:
         TypeError: The client is none.
         ValueError: ``where`` is neither.
+
+    Warns:
+        UserWarning: The model has no such layer.
     """
     if where not in ("everywhere", "measured"):
         raise ValueError(f"where must be 'everywhere' or 'measured', not {where!r}")
@@ -284,6 +288,9 @@ def convert_batchnorm(
             module._client = reference
             module._inputs = Inputs()
             module._placement = placements.add(name or type(module).__name__) if where == "measured" else None
+    if not any(isinstance(module, _ClientBatchNorm) for module in model.modules()):
+        expected = "torch.nn.BatchNorm1d, BatchNorm2d or BatchNorm3d; subclasses stay as they are"
+        warnings.warn(f"convert_batchnorm changed nothing: the model has no {expected}", stacklevel=2)
     return model
 
 

@@ -59,7 +59,8 @@ def compiler_version() -> tuple[int, int]:
         major, minor = nvrtc.getVersion()
     except Exception as error:  # pathfinder and CuPy raise different errors
         raise DeviceUnavailableError(
-            "NVRTC, the CUDA compiler, is not installed: pip install 'bngrad[cuda12]' or 'bngrad[cuda13]' brings it"
+            "NVRTC, the CUDA compiler, is not installed: pip install '.[cuda12]' or '.[cuda13]' in a checkout of bngrad"
+            " brings it"
         ) from error
     return major, minor
 

@@ -39,7 +39,8 @@ def count() -> int:
         from cupy.cuda import runtime  # noqa: PLC0415 - optional
     except ImportError as error:
         raise DeviceUnavailableError(
-            f"CuPy cannot be imported ({error}): pip install 'bngrad[cuda12]' or 'bngrad[cuda13]' brings it"
+            f"CuPy cannot be imported ({error}): pip install '.[cuda12]' or '.[cuda13]' in a checkout of bngrad "
+            "brings it"
         ) from error
     try:
         found: int = runtime.getDeviceCount()

@@ -61,11 +61,13 @@ def test_a_printed_model_tells_which_layers_have_a_client(client: bngrad.Client)
     assert repr(bngrad.torch.revert_batchnorm(model)) == stock
 
 
-def test_subclasses_stay_as_they_are(client: bngrad.Client) -> None:
+def test_subclasses_stay_as_they_are_and_a_model_of_nothing_else_is_told(client: bngrad.Client) -> None:
     class Own(nn.BatchNorm2d):
         pass
 
-    model = bngrad.torch.convert_batchnorm(nn.Sequential(Own(3), nn.SyncBatchNorm(3), nn.LazyBatchNorm2d()), client)
+    model = nn.Sequential(Own(3), nn.SyncBatchNorm(3), nn.LazyBatchNorm2d())
+    with pytest.warns(UserWarning, match="convert_batchnorm changed nothing: the model has no torch.nn.BatchNorm1d"):
+        bngrad.torch.convert_batchnorm(model, client)
     assert [type(module) for module in model] == [Own, nn.SyncBatchNorm, nn.LazyBatchNorm2d]
 
 

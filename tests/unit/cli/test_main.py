@@ -20,7 +20,7 @@ from bngrad_wire import __version__
 def test_without_the_server_extra_a_command_of_the_server_says_what_to_install(command: str) -> None:
     ended = run_without("rich", *SERVER_EXTRA, arguments=(command,))
     assert ended.returncode == 1
-    hint = "pip install 'bngrad[server]', or in a checkout pip install '.[server]'"
+    hint = "pip install '.[server]' in a checkout of bngrad"
     assert ended.stderr == f"bngrad: this command needs the module pydantic: {hint}\n"
 
 
@@ -36,7 +36,7 @@ def test_other_commands_need_neither_the_server_nor_its_extra(command: str) -> N
 def test_without_the_cli_extra_a_command_says_what_to_install(command: str) -> None:
     ended = run_without("rich", *SERVER_EXTRA, arguments=(command,))
     assert ended.returncode == 1
-    hint = "pip install 'bngrad[cli]', or in a checkout pip install '.[cli]'"
+    hint = "pip install '.[cli]' in a checkout of bngrad"
     assert ended.stderr == f"bngrad: this command needs the module rich: {hint}\n"
 
 
