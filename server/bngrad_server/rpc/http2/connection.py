@@ -10,7 +10,7 @@ import termios
 from dataclasses import dataclass
 
 from bngrad_server.rpc.http2.handlers import Http2Handler
-from bngrad_server.rpc.http2.waste import Waste
+from bngrad_server.rpc.http2.limits.waste import Waste
 from bngrad_server.rpc_context import RpcContext
 from bngrad_server.staged_request import StagedRequest
 from bngrad_wire import http2

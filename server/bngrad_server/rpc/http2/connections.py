@@ -21,10 +21,10 @@ from bngrad_server.rpc.futile_calls import FutileCalls, is_before
 from bngrad_server.rpc.http2.connection import Connection, InlineCall
 from bngrad_server.rpc.http2.handlers import Http2Handler, abort
 from bngrad_server.rpc.http2.inline_calls import InlineCalls
-from bngrad_server.rpc.http2.penalties import Penalties, peer_of
-from bngrad_server.rpc.http2.places import Places
+from bngrad_server.rpc.http2.limits.penalties import Penalties, peer_of
+from bngrad_server.rpc.http2.limits.places import Places
+from bngrad_server.rpc.http2.limits.waste import Paused
 from bngrad_server.rpc.http2.receiving import ReceivingCalls
-from bngrad_server.rpc.http2.waste import Paused
 from bngrad_server.rpc.servicer import UNARY_OPS, Servicer
 from bngrad_server.rpc_context import RpcContext
 from bngrad_server.runtime.event_loop import EventLoop
@@ -40,7 +40,7 @@ there is none, the new one is closed; its client falls back to grpcio."""
 _FRAME_TIMEOUT_S = 5.0
 """How long a frame or header block may take to arrive while no call runs."""
 _BREACH_SCORE = 16.0
-"""What a breach of the protocol counts for in `bngrad_server.rpc.http2.penalties`."""
+"""What a breach of the protocol counts for in `bngrad_server.rpc.http2.limits.penalties`."""
 _FUTILE_SCORE = 2.0
 """What a call with a malformed message, or one more that was cancelled, counts for, there and for the next calls."""
 _STALL_TIMEOUT_S = 60.0

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from bngrad_server.errors import OverloadedError
 from bngrad_server.rpc.http2.connection import Connection, WaitingCall
-from bngrad_server.rpc.http2.places import ThreadShares
+from bngrad_server.rpc.http2.limits.places import ThreadShares
 from bngrad_server.rpc_context import RpcContext
 from bngrad_wire import http2
 

@@ -17,8 +17,8 @@ from collections.abc import Callable
 from functools import partial
 
 from bngrad_server.rpc.http2.handlers import Http2Handler
-from bngrad_server.rpc.http2.penalties import Penalties, peer_of
-from bngrad_server.rpc.http2.places import Places
+from bngrad_server.rpc.http2.limits.penalties import Penalties, peer_of
+from bngrad_server.rpc.http2.limits.places import Places
 from bngrad_server.rpc.http2.refusal import refuse
 from bngrad_server.rpc.other_calls import OtherCalls
 from bngrad_server.rpc.servicer import Servicer

@@ -27,7 +27,7 @@ from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.codec.ops import OPS
 from bngrad_server.rpc import futile_calls
 from bngrad_server.rpc.http2 import connections
-from bngrad_server.rpc.http2.penalties import Penalties
+from bngrad_server.rpc.http2.limits.penalties import Penalties
 from bngrad_server.rpc.http2.receiving import ReceivingCalls
 from bngrad_server.rpc.servicer import EXCHANGE_PATH
 from bngrad_wire import http2, messages

@@ -14,7 +14,7 @@ from tests.unit.server.rpc.http2.service import PATH, Service, ask, check_answer
 from tests.unit.server.workers.additions import wait_until
 
 from bngrad_server.rpc.http2 import strangers
-from bngrad_server.rpc.http2.penalties import Penalties
+from bngrad_server.rpc.http2.limits.penalties import Penalties
 from bngrad_server.security.auth import Authenticator
 from bngrad_server.security.tokens import Tokens
 from bngrad_wire.http2 import frames

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bngrad_server.rpc.http2.places import Places, ThreadShares
+from bngrad_server.rpc.http2.limits.places import Places, ThreadShares
 
 
 def test_the_client_with_most_places_gives_up_its_first() -> None:

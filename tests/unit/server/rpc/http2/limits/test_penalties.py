@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.clock import Clock
 
-from bngrad_server.rpc.http2.penalties import Penalties, peer_of
+from bngrad_server.rpc.http2.limits.penalties import Penalties, peer_of
 
 
 def test_a_few_failures_are_free_and_many_delay_up_to_a_second() -> None:
