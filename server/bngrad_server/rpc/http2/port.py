@@ -11,8 +11,8 @@ import socket
 from functools import partial
 from typing import Any
 
+from bngrad_server.rpc.http2.accepting.strangers import Strangers
 from bngrad_server.rpc.http2.connections import Http2Connections
-from bngrad_server.rpc.http2.strangers import Strangers
 from bngrad_server.rpc.other_calls import OtherCalls
 from bngrad_server.rpc.servicer import Servicer
 from bngrad_server.runtime.event_loop import EventLoop

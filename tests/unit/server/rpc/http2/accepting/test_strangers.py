@@ -13,7 +13,7 @@ from tests.raw_http2 import is_closed
 from tests.unit.server.rpc.http2.service import PATH, Service, ask, check_answered, code_of
 from tests.unit.server.workers.additions import wait_until
 
-from bngrad_server.rpc.http2 import strangers
+from bngrad_server.rpc.http2.accepting import strangers
 from bngrad_server.rpc.http2.limits.penalties import Penalties
 from bngrad_server.security.auth import Authenticator
 from bngrad_server.security.tokens import Tokens

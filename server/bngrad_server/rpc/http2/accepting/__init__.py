@@ -1,0 +1,1 @@
+"""Connections of the HTTP/2 port until their first call."""
