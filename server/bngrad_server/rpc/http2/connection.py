@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
-import select
 import socket
-import struct
-import termios
 from dataclasses import dataclass
 
 from bngrad_server.rpc.http2.handlers import Http2Handler
@@ -16,7 +12,6 @@ from bngrad_server.staged_request import StagedRequest
 from bngrad_wire import http2
 
 _MAX_INLINE_RESPONSE_NBYTES = 64 * 1024
-_INT = struct.Struct("@i")
 
 
 class InlineCall:
@@ -95,19 +90,6 @@ class Connection:
         self.waiting_call: WaitingCall | None = None
         self.is_watched = False
         self.is_outdated = False
-
-    @property
-    def undelivered_nbytes(self) -> int:
-        """How many bytes were sent that the client's host does not have yet; 0 if it is gone."""
-        # What was sent to a Unix socket is in the client's already.
-        if self.sock.family == socket.AF_UNIX or self.http.io.broken is not None:
-            return 0
-        poll = select.poll()
-        poll.register(self.fd, 0)
-        if poll.poll(0):
-            return 0
-        nbytes: int = _INT.unpack(fcntl.ioctl(self.fd, termios.TIOCOUTQ, bytes(_INT.size)))[0]
-        return nbytes
 
     @property
     def awaits_message(self) -> bool:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from bngrad_server.rpc.http2.accepting.strangers import Strangers
-from bngrad_server.rpc.http2.connections import Http2Connections
+from bngrad_server.rpc.http2.calls import Http2Calls
 from bngrad_server.rpc.other_calls import OtherCalls
 from bngrad_server.rpc.servicer import Servicer
 from bngrad_server.runtime.event_loop import EventLoop
@@ -32,7 +32,8 @@ class Http2Port:
         Dispatcher(self._event_loop, servicer.batcher)
         servicer.shared_requests.event_loop = self._event_loop
         self._strangers = strangers = Strangers(servicer, others, certificates, self._add, self._renew)
-        self._connections = Http2Connections(servicer, self._event_loop, strangers.penalise, strangers.take_back)
+        self._calls = Http2Calls(servicer, self._event_loop, strangers.penalise, strangers.take_back)
+        self._connections = self._calls.connections
 
     def listen_on_port(self, host: str, port: int) -> int:
         """Listens on a TCP port of every address of a host, and returns it; 0 chooses a free one.
@@ -73,7 +74,7 @@ class Http2Port:
             self._connections.threads.shutdown()
 
     def _add(self, *first_call: Any) -> None:
-        self._event_loop.call_in_background(partial(self._connections.add, *first_call))
+        self._event_loop.call_in_background(partial(self._calls.add, *first_call))
 
     def _renew(self) -> None:
         self._event_loop.call_in_background(self._connections.renew)

@@ -19,6 +19,9 @@ from bngrad_wire.limits import MAX_PROTOBUF_NBYTES, REGION_NBYTES
 
 PATH = "/bngrad.v1.BatchNormGradService/FusedBatchNormGradV3"
 REQUEST = request_of(inputs()).SerializeToString()
+TOO_MANY_FIELDS = b"\x78\0" * 2**17
+"""More fields than a message may have."""
+INVALID_ARGUMENT, DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED = 3, 4, 8
 
 
 class Service:
@@ -110,3 +113,30 @@ def code_of(call: http2.ClientCall) -> int:
     with pytest.raises(http2.RpcError) as caught:
         call.receive_message()
     return caught.value.code
+
+
+def busy(service: Service, n_waiting: int) -> tuple[http2.ClientCall, list[http2.ClientCall]]:
+    """A call that is computed until the worker may run, and calls that wait for it."""
+    service.worker.may_run.clear()
+    running = ask(service.connect())
+    wait_until(lambda: service.worker.batches == [1])
+    waiting = [ask(service.connect()) for _ in range(n_waiting)]
+    wait_until(lambda: service.waiting == n_waiting)
+    return running, waiting
+
+
+def half_made(service: Service, count: int, source: str = "127.0.0.2") -> tuple[list[socket.socket], bytes]:
+    """Connections over TCP that lack the returned end of a message; those of a source are one client's."""
+    near, far = socket.socketpair()
+    with near, far:
+        ask(http2.ClientConnection(near, "here"))
+        data = far.recv(2**20)
+    bad = [service.socket(over_tcp=True, source=source) for _ in range(count)]
+    for each in bad:
+        each.sendall(data[:-20])
+    return bad, data[-20:]
+
+
+def receiving(service: Service) -> int:
+    """How many connections have a thread or wait for one, to receive a message."""
+    return len(service.port._calls._receiving)

@@ -1,0 +1,47 @@
+"""The last answers of connections that are to be closed."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor, wait
+
+import pytest
+from tests.unit.server.rpc.http2.service import Service, ask, read_answer
+from tests.unit.server.workers.additions import TIMEOUT_S, inputs, request_of, wait_until
+
+from bngrad_server.rpc.http2 import delivery
+from bngrad_wire import http2
+from bngrad_wire.http2 import frames
+
+DELAY_S = 60.0
+
+
+def answered_but_undelivered(service: Service) -> tuple[http2.ClientConnection, http2.ClientCall]:
+    """A call that the server has answered, and whose client has room for a few KiB of the answer."""
+    sock = service.socket(over_tcp=True, receive_nbytes=4096)
+    connection = http2.ClientConnection(sock, "here")
+    call = ask(connection, request_of(inputs(shape=(2, 32, 64, 16))).SerializeToString())
+    wait_until(lambda: service.worker.batches == [1] and service.is_at_rest)
+    return connection, call
+
+
+def test_a_client_receives_its_last_answer_after_the_server_was_told_to_stop(service: Service) -> None:
+    connection, call = answered_but_undelivered(service)
+    with ThreadPoolExecutor(1) as thread:
+        stopped = thread.submit(service.port.stop, TIMEOUT_S)
+        wait([stopped], 0.3)
+        connection.io.send([frames.frame(frames.PING, 0, 0, bytes(8))])  # a closed socket would answer with a reset
+        assert len(read_answer(call).x_backprop.data) == 2**18
+        stopped.result(TIMEOUT_S)
+    assert service.port._connections.drained.is_set()
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_a_client_that_does_not_receive_its_last_answer_does_not_keep_the_server(
+    service: Service, monkeypatch: pytest.MonkeyPatch, is_gone: bool
+) -> None:
+    monkeypatch.setattr(delivery, "_TIMEOUT_S", DELAY_S if is_gone else 0.5)
+    connection, _ = answered_but_undelivered(service)
+    if is_gone:
+        connection.close()
+    service.port.stop(TIMEOUT_S)
+    assert service.port._connections.drained.is_set()
