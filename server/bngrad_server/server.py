@@ -85,7 +85,7 @@ class Server:
     @property
     def endpoints(self) -> tuple[str, str]:
         """The HTTP/2 port and the directory for clients on this host, each "none" if there is none."""
-        given = self._servicer.endpoints
+        given = self._servicer.info.endpoints
         place = format_host_port(given.stream_host, given.stream_port) if given.stream_host else given.stream_port
         return f"port {place}" if place else "none", given.local_directory or "none"
 
@@ -158,7 +158,8 @@ class Server:
         """Has ServerInfo tell clients where to find the HTTP/2 port."""
         if self._config.advertise_stream != NONE:
             host, port = self._config.advertised_stream or ("", port)
-            self._servicer.endpoints.stream_host, self._servicer.endpoints.stream_port = host, port
+            endpoints = self._servicer.info.endpoints
+            endpoints.stream_host, endpoints.stream_port = host, port
 
     def _listen_for_http(self) -> MonitorSupervisor | None:
         address = self._config.http
@@ -179,7 +180,7 @@ class Server:
             logger.warning("no memory is shared with clients on this host: %s", error)
             return None
         self._http2_port.listen_on_socket(lease_server.calls)
-        self._servicer.endpoints.local_directory = str(lease_server.directory)
+        self._servicer.info.endpoints.local_directory = str(lease_server.directory)
         return lease_server
 
     def _update_health(self) -> None:

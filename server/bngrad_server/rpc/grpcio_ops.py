@@ -83,7 +83,7 @@ class OpHandlers(grpc.GenericRpcHandler):
         self._handlers[EXCHANGE_PATH] = grpc.stream_stream_rpc_method_handler(
             _run_in(exchange, _exchange(servicer, exchange_places, throttle, futile))
         )
-        self._handlers[SERVER_INFO_PATH] = grpc.unary_unary_rpc_method_handler(lambda *_: servicer.server_info())
+        self._handlers[SERVER_INFO_PATH] = grpc.unary_unary_rpc_method_handler(lambda *_: servicer.info.response())
         inline = InlineExecutor()
         self._busy: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(
             _run_in(inline, _refuse("too many calls wait for a thread", lambda context: None))

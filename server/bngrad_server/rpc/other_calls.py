@@ -26,7 +26,7 @@ def other_calls(servicer: Servicer, health: Health, *, has_reflection: bool) -> 
     """Returns what answers them; they raise google.protobuf's DecodeError, or `bngrad_wire.http2.RpcError`."""
     reflected = {f"/{reflection.SERVICE_NAME}/ServerReflectionInfo": _reflect} if has_reflection else {}
     return {
-        SERVER_INFO_PATH: lambda _: servicer.server_info(),
+        SERVER_INFO_PATH: lambda _: servicer.info.response(),
         f"/{grpc_health.SERVICE_NAME}/Check": lambda message: _check(health, message),
         **reflected,
     }

@@ -20,11 +20,11 @@ from bngrad_server.engine import Engine
 from bngrad_server.errors import MessageTooLargeError, code_of
 from bngrad_server.memory.ahead import Lease
 from bngrad_server.memory.received_message import ReceivedMessage
+from bngrad_server.rpc.server_info import ServerInfo
 from bngrad_server.rpc_context import RpcContext
 from bngrad_server.security.auth import ALLOW_ALL, Authenticator
 from bngrad_server.staged_request import StagedRequest
-from bngrad_server.workers.supervisor import WorkerState
-from bngrad_wire import __version__, chunks, messages
+from bngrad_wire import chunks, messages
 from bngrad_wire.chunks import AHEAD_CHUNK, REQUEST_CHUNK, ChunkField, MessageSource
 from bngrad_wire.fields import MAX_NBYTES
 from bngrad_wire.messages import Buffer
@@ -43,7 +43,6 @@ _UNCOUNTED_NBYTES = 64 * 1024
 """Messages up to this size are not counted: a connection has a buffer for as much anyway."""
 _BEGINNING_NBYTES = 16 * 1024
 """How much of a larger message is checked before the rest is received."""
-_WORKER_STATES = {WorkerState.STARTING: pb.WORKER_STATE_STARTING, WorkerState.READY: pb.WORKER_STATE_READY}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +76,7 @@ class Servicer:
         max_message_nbytes: The largest message that the HTTP/2 port receives whole.
         max_wait_s: How long a call may wait for the server.
         end_lease: Forgets the tensors that were sent ahead over a connection.
-        endpoints: Where clients find the HTTP/2 port and shared memory, as ServerInfo reports it.
+        info: What ServerInfo answers.
     """
 
     def __init__(self, engine: Engine, max_message_bytes: int, authenticator: Authenticator = ALLOW_ALL) -> None:
@@ -88,12 +87,11 @@ class Servicer:
         self.load = engine.load
         self.observer = engine.observer
         self.authenticator = authenticator
-        self.endpoints = pb.Endpoints(small_request_bytes=engine.small_requests.max_nbytes)
+        self.info = ServerInfo(engine, max_message_bytes)
         self.max_message_nbytes = engine.max_message_nbytes
         self.max_wait_s = engine.max_wait_s
         self.end_lease = engine.ahead.end
         self._engine = engine
-        self._max_message_bytes = max_message_bytes
         self._readers = {op.name: RequestReader(op, chunked=False) for op in OPS}
         self._chunked_readers = {op.exchange_number: RequestReader(op, chunked=True) for op in OPS}
 
@@ -355,31 +353,6 @@ class Servicer:
                 transport = reader.transport_of(data) if request is None else request.transport
             self.observer.failed(reader.op.name, transport, rpc, error, received_at)
             raise
-
-    def server_info(self) -> bytes:
-        """Returns the serialised response of ServerInfo."""
-        devices = [
-            pb.Device(
-                name=status.name,
-                description=status.description,
-                state=_WORKER_STATES[status.state],
-                restarts=status.restarts,
-                memory_bytes=status.memory_bytes,
-            )
-            for status in self._engine.pool.status()
-        ]
-        limits = pb.Limits(max_message_bytes=self._max_message_bytes, arena_bytes=self._engine.arena.nbytes)
-        return pb.ServerInfoResponse(
-            version=__version__,
-            devices=devices,
-            limits=limits,
-            ops=UNARY_OPS.values(),
-            endpoints=self.endpoints,
-            requests=self._engine.admission.requests,
-            batch_sizes=self._engine.batcher.counts.sizes,
-            device_remark=self._engine.device_remark,
-            compiling=self._engine.pool.compiling,
-        ).SerializeToString()
 
 
 def _in_arena(view: memoryview | None) -> memoryview:
