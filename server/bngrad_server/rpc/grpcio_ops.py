@@ -28,7 +28,8 @@ from bngrad_server.rpc.grpcio_calls import (
     receive_required,
     rpc_context,
 )
-from bngrad_server.rpc.servicer import EXCHANGE_PATH, SERVER_INFO_PATH, UNARY_OPS, ExchangeSource, Servicer
+from bngrad_server.rpc.request_receiver import ExchangeSource
+from bngrad_server.rpc.servicer import EXCHANGE_PATH, SERVER_INFO_PATH, UNARY_OPS, Servicer
 from bngrad_server.rpc_context import MessageTraffic, RpcContext
 from bngrad_server.runtime.executors import HandlerExecutor, InlineExecutor
 from bngrad_server.runtime.tcp_throttle import TcpThrottle

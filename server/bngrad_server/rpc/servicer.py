@@ -6,10 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from functools import partial
-
-import grpc
 
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.codec import exchange
@@ -17,9 +14,10 @@ from bngrad_server.codec.ops import OPS
 from bngrad_server.codec.request import InvalidRequestError
 from bngrad_server.codec.request_reader import RequestReader, ahead_header
 from bngrad_server.engine import Engine
-from bngrad_server.errors import MessageTooLargeError, code_of
+from bngrad_server.errors import MessageTooLargeError
 from bngrad_server.memory.ahead import Lease
 from bngrad_server.memory.received_message import ReceivedMessage
+from bngrad_server.rpc.request_receiver import ExchangeSource, RequestReceiver
 from bngrad_server.rpc.server_info import ServerInfo
 from bngrad_server.rpc_context import RpcContext
 from bngrad_server.security.auth import ALLOW_ALL, Authenticator
@@ -37,30 +35,6 @@ EXCHANGE_PATH = f"{_PREFIX}Exchange"
 SEND_AHEAD_PATH = f"{_PREFIX}SendAhead"
 SERVER_INFO_PATH = f"{_PREFIX}ServerInfo"
 
-_REFUSED = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNIMPLEMENTED}
-"""How a call ends whose message is malformed, too large, out of order or compressed, so that its op is not known."""
-_UNCOUNTED_NBYTES = 64 * 1024
-"""Messages up to this size are not counted: a connection has a buffer for as much anyway."""
-_BEGINNING_NBYTES = 16 * 1024
-"""How much of a larger message is checked before the rest is received."""
-
-
-@dataclass(frozen=True, slots=True)
-class ExchangeSource:
-    """What a port receives of an exchange.
-
-    Attributes:
-        requests: The messages, read where a request may follow or the exchange may end.
-        chunks: The same messages, read where a chunk must follow.
-        chunk_nbytes: The size of the chunks of responses.
-        max_message_nbytes: The largest request to read, without its chunks.
-    """
-
-    requests: MessageSource
-    chunks: MessageSource
-    chunk_nbytes: int
-    max_message_nbytes: int
-
 
 class Servicer:
     """Answers calls with the engine.
@@ -77,6 +51,7 @@ class Servicer:
         max_wait_s: How long a call may wait for the server.
         end_lease: Forgets the tensors that were sent ahead over a connection.
         info: What ServerInfo answers.
+        receive: Receives the message of a unary call, see `RequestReceiver.receive`.
     """
 
     def __init__(self, engine: Engine, max_message_bytes: int, authenticator: Authenticator = ALLOW_ALL) -> None:
@@ -94,6 +69,8 @@ class Servicer:
         self._engine = engine
         self._readers = {op.name: RequestReader(op, chunked=False) for op in OPS}
         self._chunked_readers = {op.exchange_number: RequestReader(op, chunked=True) for op in OPS}
+        self._receiver = RequestReceiver(engine, self._readers, self._chunked_readers)
+        self.receive = self._receiver.receive
 
     def answer_at_once(
         self,
@@ -228,7 +205,7 @@ class Servicer:
         Raises:
             Exception: See `unary`; the exchange is then over.
         """
-        while (received := self._next_request(source, rpc)) is not None:
+        while (received := self._receiver.next_request(source, rpc)) is not None:
             number, message = received
             try:
                 staged = self._stage(self._chunked_readers[number], message.data, rpc)
@@ -271,65 +248,12 @@ class Servicer:
                 ticket = self._engine.receive_ahead(ahead_header(message.tensor), lease, rpc, read_into)
             return pb.SendAheadResponse(ticket=ticket).SerializeToString()
         except Exception as error:
-            if (code := code_of(error)) in _REFUSED:
-                self.observer.metrics.refused_call(code.name)
+            self._receiver.count_refused(error)
             raise
-
-    def receive(self, source: MessageSource, nbytes: int, rpc: RpcContext, op_name: str = "") -> ReceivedMessage:
-        """Receives a message whose size is known, and counts it if it is large and does not lie in memory already.
-
-        Args:
-            source: Gives the message.
-            nbytes: Its size.
-            rpc: Its call.
-            op_name: The op of a unary call; empty for a request of an exchange.
-
-        Raises:
-            DecodeError: Its beginning shows that it is malformed; the rest was not received.
-            Exception: See `bngrad_server.engine.Engine.receive`.
-        """
-        if nbytes > _UNCOUNTED_NBYTES and rpc.traffic.counts_bytes:
-            return self._engine.receive(nbytes, rpc, partial(self._read_checked, source, nbytes, op_name))
-        with self.transfers.watched(nbytes, rpc):
-            return ReceivedMessage(source.read(nbytes))
-
-    def _read_checked(self, source: MessageSource, nbytes: int, op_name: str) -> bytes:
-        """Reads a large message, as far as it may be a good one."""
-        beginning = source.read(_BEGINNING_NBYTES)
-        if op_name:
-            self._readers[op_name].check_beginning(beginning, nbytes)
-        else:
-            part = messages.only_field(beginning, nbytes)
-            if part is not None and (reader := self._chunked_readers.get(part[0])) is not None:
-                reader.check_beginning(beginning[part[1] :], nbytes - part[1])
-        return source.read(nbytes - _BEGINNING_NBYTES, beginning)
 
     def _receive_chunks(self, source: MessageSource, chunk: ChunkField, tensor: memoryview) -> None:
         """Fills a tensor of the arena."""
         exchange.receive_chunks(self._engine.arena.source_for(tensor, source), chunk, tensor)
-
-    def _next_request(self, source: ExchangeSource, rpc: RpcContext) -> tuple[int, ReceivedMessage] | None:
-        """Receives the next request of an exchange, see `exchange.request_of`; None at the end of the exchange."""
-        try:
-            with self.transfers.watched(0, rpc):  # the wait for it, too, since it occupies a thread
-                nbytes = source.requests.receive_message()
-            if nbytes is None:
-                return None
-            if nbytes > source.max_message_nbytes:
-                limit = f"at most {source.max_message_nbytes} bytes beside its chunks"
-                raise MessageTooLargeError(f"a request must have {limit}, not {nbytes}")
-            message = self.receive(source.requests, nbytes, rpc)
-            try:
-                rpc.check()
-                number, message.data = exchange.request_of(message.data)
-            except BaseException:
-                message.release()
-                raise
-            return number, message
-        except Exception as error:
-            if (code := code_of(error)) in _REFUSED:
-                self.observer.metrics.refused_call(code.name)
-            raise
 
     def _stage(self, reader: RequestReader, data: bytes, rpc: RpcContext) -> StagedRequest:
         staged = self._try_to_stage(reader, data, rpc, may_wait=True)

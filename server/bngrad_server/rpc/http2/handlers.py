@@ -18,7 +18,8 @@ from bngrad_server.memory.ahead import Lease
 from bngrad_server.memory.received_message import ReceivedMessage
 from bngrad_server.rpc.http2.refusal import refuse
 from bngrad_server.rpc.other_calls import OtherCalls
-from bngrad_server.rpc.servicer import EXCHANGE_PATH, SEND_AHEAD_PATH, UNARY_OPS, ExchangeSource, Servicer
+from bngrad_server.rpc.request_receiver import ExchangeSource
+from bngrad_server.rpc.servicer import EXCHANGE_PATH, SEND_AHEAD_PATH, UNARY_OPS, Servicer
 from bngrad_server.rpc_context import RpcContext, no_check
 from bngrad_server.staged_request import StagedRequest
 from bngrad_server.telemetry.load import LoadListener
