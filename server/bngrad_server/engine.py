@@ -78,14 +78,14 @@ class Engine:
         self.transfers = TransferWatchdog(config.transfer_timeout_s, memories, limits_clients=knows_clients)
         self.observer = observer or Observer()
         self._trimmer = MemoryTrimmer(
-            lambda: self.admission.requests + self._messages.used_bytes, lambda: self.batcher.counts.ended
+            lambda: self.admission.admitted + self._messages.used_bytes, lambda: self.batcher.counts.ended
         )
         self.max_wait_s = config.max_wait_s
         kernels = FrontKernels(config.threads * config.workers if config.has_cores_for_all else config.threads)
         front_nbytes = config.front_bytes if set(names) == {"cpu"} else 0
         self.small_requests = SmallRequests(kernels, front_nbytes)
         self.shared_requests = SharedRequests(
-            kernels, self.regions, front_nbytes, is_idle=lambda: not self.admission.requests
+            kernels, self.regions, front_nbytes, is_idle=lambda: not self.admission.admitted
         )
 
     def stage(

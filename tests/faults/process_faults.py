@@ -144,6 +144,7 @@ def stop_the_server_at_once(scene: Harness, seconds: float, rng: Random) -> None
     service = scene.service
     for pid in service.workers():
         os.kill(pid, signal.SIGSTOP)
+    time.sleep(0.5)  # by then every caller has sent a request that the front process does not compute itself
     with service.client() as client:
         wait_until(lambda: client.server_info().requests > 0)
     logged = len(service.log())

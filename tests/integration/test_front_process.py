@@ -15,11 +15,14 @@ import numpy as np
 import psutil
 import pytest
 from tests.integration import second_order
+from tests.integration.load import Load
+from tests.integration.problems import random_inputs
 from tests.raw_http2 import RawConnection, whole_call
 from tests.servers import PATIENT_SUPERVISOR, TIMEOUT_S, TRANSPORTS, Transport, wait_until, worker_pid
 
 import bngrad
 from bngrad_cli.embedded import EmbeddedServer
+from bngrad_kernels.spec import FLOAT32, Spec
 from bngrad_wire.http2 import frames
 
 SMALL, MEDIUM, LARGE = (2, 3, 5, 7), (2, 50, 50, 5), (2, 64, 64, 7)
@@ -125,6 +128,19 @@ def test_beside_another_request_only_brief_ones_need_no_worker(server: EmbeddedS
             with pytest.raises(bngrad.DeadlineExceededError):
                 bits(client, inputs(LONG), timeout=0.5)
         assert waiting.result()
+
+
+@pytest.mark.parametrize("transport", ["shared", "stream"])
+def test_the_server_knows_how_many_requests_wait_for_its_front_process(
+    server: EmbeddedServer, transport: Transport
+) -> None:
+    with (
+        bngrad.Client(server.target, transport=transport) as client,
+        bngrad.Client(server.target) as other,
+    ):
+        with Load(client, [random_inputs(Spec(FLOAT32, (4, 16, 16, 32), 3), 1)], callers=8):
+            wait_until(lambda: other.server_info().requests >= 4)
+        wait_until(lambda: other.server_info().requests == 0)
 
 
 def test_many_clients_in_shared_memory_get_the_bits_of_workers(server: EmbeddedServer) -> None:

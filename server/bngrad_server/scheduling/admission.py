@@ -21,6 +21,8 @@ _WINDOW_S = 0.5
 _WINDOWS = 8
 _SHORTEST_RETRY_S, _LONGEST_RETRY_S = 0.02, 5.0
 _CLIENT_RETRY_S = 0.05
+_ROUND_S = 0.2
+"""How long a round of the event loop tells how many requests wait for it: twice as long as the loop ever waits."""
 _REFUSED_S = 5.0
 """How long a client that was refused for its limits is expected to ask for as much; later requests may be small."""
 
@@ -34,7 +36,7 @@ class Admission:
     twice the number of requests, so that no client is kept out by the requests of another.
 
     Attributes:
-        requests: How many requests are admitted now.
+        admitted: How many requests are admitted now.
         on_leave: What is called when a request has left, if clients have limits.
     """
 
@@ -48,7 +50,7 @@ class Admission:
         self._max_requests = max_requests
         self._max_wait_s = max_wait_s
         self._mutex = threading.Lock()
-        self.requests = 0
+        self.admitted = 0
         self._transfers = 0
         self._work = 0
         self._requests_of: Counter[str] = Counter()
@@ -61,6 +63,26 @@ class Admission:
         self._window_start = time.monotonic()
         self._window_work = 0
         self._was_busy = False  # all through the window
+        self._round = 0
+        self._round_at = 0.0
+        self._in_round = self._in_round_before = 0
+
+    @property
+    def requests(self) -> int:
+        """How many requests are in the server, also those that wait for the event loop to compute them itself.
+
+        The latter lie unread in their connections, so the loop only learns how many they are from round to round.
+        """
+        is_recent = time.monotonic() - self._round_at < _ROUND_S
+        return self.admitted + (max(self._in_round, self._in_round_before) if is_recent else 0)
+
+    def count_in_round(self, number: int) -> None:
+        """Counts a request that was computed in the event loop's round of this number; for the loop's thread."""
+        if number != self._round:
+            self._in_round_before = self._in_round if number == self._round + 1 else 0
+            self._in_round = 0
+            self._round, self._round_at = number, time.monotonic()
+        self._in_round += 1
 
     def room(self, client: str) -> float:
         """How many bytes of tensors a client may have besides those of its requests; infinite without a limit."""
@@ -93,7 +115,7 @@ class Admission:
         work = nbytes + _WORK_OF_ANY_REQUEST
         with self._mutex:
             self._check(client, work, deadline)
-            self.requests += 1
+            self.admitted += 1
             self._work += work
             self._requests_of[client] += 1
             self._work_of[client] += work
@@ -122,7 +144,7 @@ class Admission:
         """Ends the admission of a request; the work of one that was not computed is not counted in the rate."""
         work = nbytes + _WORK_OF_ANY_REQUEST
         with self._mutex:
-            self.requests -= 1
+            self.admitted -= 1
             self._was_busy &= self._is_busy
             self._work -= work
             self._requests_of[client] -= 1
@@ -163,28 +185,28 @@ class Admission:
 
     @property
     def _is_busy(self) -> bool:
-        return self.requests - self._transfers >= _BUSY_REQUESTS
+        return self.admitted - self._transfers >= _BUSY_REQUESTS
 
     def _check(self, client: str, work: int, deadline: float | None) -> None:
         if self._limits_clients:
             self._check_client(client, work)
-        if self.requests < _ALWAYS_REQUESTS:
+        if self.admitted < _ALWAYS_REQUESTS:
             return
         max_wait_s = self._max_wait_s
         if deadline is not None:
             # Half, so that an admitted request meets its deadline even if the estimate was too low.
             max_wait_s = max(min(max_wait_s, (deadline - time.monotonic()) / 2), _SHORTEST_RETRY_S)
-        total = self._fullness(self.requests + 1, self._work + work, max_wait_s)
+        total = self._fullness(self.admitted + 1, self._work + work, max_wait_s)
         if total <= 1:
             return
         own = self._fullness(self._requests_of[client] + 1, self._work_of[client] + work, max_wait_s)
         clients = len(self._requests_of) + (client not in self._requests_of)
-        if own * clients <= 1 and self.requests < 2 * self._max_requests:
+        if own * clients <= 1 and self.admitted < 2 * self._max_requests:
             return
         excess_s = (total - 1) / total * self._wait_s(self._work + work)
         # Rounded, so that equal errors recur: their serialised statuses are cached.
         retry_delay_s = round(min(max(excess_s, _SHORTEST_RETRY_S), _LONGEST_RETRY_S), 2)
-        is_many = self.requests >= self._max_requests
+        is_many = self.admitted >= self._max_requests
         load = f"{self._max_requests} requests" if is_many else f"about {self._wait_s(self._work):.1f} s of work"
         raise OverloadedError(f"the server is full: {load}", retry_delay_s)
 

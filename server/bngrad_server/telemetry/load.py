@@ -72,7 +72,7 @@ class LoadMeter:
     def trailers(self) -> LoadTrailers:
         """Returns the report to send with an answer; the same one until there is a new one."""
         self._samples += 1
-        self._requests += self._admission.requests
+        self._requests += self._admission.admitted
         now = time.monotonic()
         if now >= self._due_at and self._mutex.acquire(blocking=False):
             try:

@@ -28,7 +28,7 @@ def report_of(meter: LoadMeter) -> LoadReport:
 def test_rate_and_utilization_are_those_of_the_last_seconds(clock: Clock) -> None:
     counts, admission = BatchCounts(), Admission(100, 10.0)
     meter = LoadMeter(counts, admission, lambda: 2)
-    admission.requests = 3
+    admission.admitted = 3
     meter.trailers()
     for _ in range(100):
         clock.now += 0.21

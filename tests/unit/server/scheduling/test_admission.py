@@ -238,3 +238,19 @@ def test_a_request_beyond_the_limit_of_a_client_is_refused_for_good(other_nbytes
     gate.enter("greedy", other_nbytes, None)
     with pytest.raises(RequestTooLargeError, match=f"of 11534336 bytes is more than the {10 * MB} .*max_client_bytes"):
         gate.enter("greedy", 11 * MB, None)
+
+
+def test_requests_that_the_event_loop_computes_count_until_it_has_been_idle_for_a_while(clock: Clock) -> None:
+    gate = Admission(100, 10.0)
+    gate.enter("one", MB, None)
+    for number in (7, 7, 7, 8):
+        gate.count_in_round(number)
+    assert gate.requests == 1 + 3  # that of round 8 may be the first of several
+    gate.count_in_round(9)
+    assert gate.requests == 1 + 1
+    for number in (10, 10, 12):
+        gate.count_in_round(number)
+    assert gate.requests == 1 + 1  # in round 11 there was none
+    assert gate.admitted == 1
+    clock.now += 0.3
+    assert gate.requests == 1
