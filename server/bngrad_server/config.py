@@ -35,6 +35,8 @@ MAX_CALLS = 64
 """The most calls of an op that grpcio's port answers at once. Each takes a thread, a unary one also a message."""
 _MAX_THREADS = 1024
 """Even two cores start that many in a second; for four times as many, a worker is silent for too long."""
+_MAX_WORKERS = 256
+"""Two cores start that many in 47 s, with 5 GB of memory; of twice as many, none was ready after 90 s."""
 _LEAST_DEFAULT_MESSAGE_BYTES = 2**26
 _MIB = 2**20
 
@@ -85,9 +87,9 @@ class ServerConfig(BaseSettings):
     none."""
     threads: Annotated[int, Computed("every core")] = Field(default_factory=machine.cores, ge=1, le=_MAX_THREADS)
     """Threads of each CPU worker, at most 1024. Results have the same bits for any number."""
-    workers: int = Field(default=2, ge=1)
-    """Worker processes on a CPU. With more than one, small requests run side by side, and serving goes on if one
-    dies."""
+    workers: int = Field(default=2, ge=1, le=_MAX_WORKERS)
+    """Worker processes on a CPU, at most 256. With more than one, small requests run side by side, and serving goes on
+    if one dies."""
     arena_bytes: Annotated[
         Bytes,
         at_least(_MIB, "1MiB", "the tensors of every request have to fit in"),
@@ -135,7 +137,7 @@ class ServerConfig(BaseSettings):
     """Most requests in a batch. A larger batch makes small requests cheaper, but delays the first of them."""
     max_batch_bytes: Bytes = Field(default=8 * 2**20, ge=1)
     """A batch gets no more requests once its tensors have this size. Large requests gain nothing from batching."""
-    front_bytes: Bytes = Field(default=384 * 2**10, ge=0)
+    front_bytes: Annotated[Bytes, IN_MEMORY] = Field(default=384 * 2**10, ge=0)
     """Requests for a CPU whose tensors have at most this size are computed in the server's front process, in less time
     than a hop to a worker process takes. So are requests in shared memory of up to 1024 times this size while nothing
     else is in the server. 0 leaves all computing to workers."""

@@ -23,6 +23,8 @@ from bngrad_server.config import ServerConfig
         ({"pinned_bytes": -1}, "pinned_bytes\n.*greater than or equal to 0"),
         ({"threads": 0}, "threads\n.*greater than or equal to 1"),
         ({"threads": 20000}, "threads\n.*less than or equal to 1024"),
+        ({"workers": 2000}, "workers\n.*less than or equal to 256"),
+        ({"front_bytes": 10**20}, "front_bytes\n.*memory"),
         ({"threads": True}, "threads\n.*should be a number, not a boolean"),
         ({"stream_port": False}, "stream_port\n.*should be a number, not a boolean"),
         ({"max_wait_s": True}, "max_wait_s\n.*should be a number, not a boolean"),
