@@ -33,14 +33,13 @@ class Health(health_pb2_grpc.HealthServicer):
         It asks under a lock: of two threads at once, the one that asked first must not report last.
         """
         with self._mutex:
-            self._is_serving = is_serving() and not self._is_closed
-            for changed in self._watchers:
-                changed.set()
+            self._report(is_serving=is_serving() and not self._is_closed)
 
     def close(self) -> None:
         """Reports for good that the services are not serving, and ends the watching calls."""
-        self._is_closed = True
-        self.update(lambda: False)
+        with self._mutex:
+            self._is_closed = True
+            self._report(is_serving=False)
 
     def Check(self, request: pb.HealthCheckRequest, context: grpc.ServicerContext) -> pb.HealthCheckResponse:  # noqa: N802 - the protocol's name
         """See health.proto."""
@@ -70,6 +69,12 @@ class Health(health_pb2_grpc.HealthServicer):
             with self._mutex:
                 self._watchers.discard(changed)
 
+    def _report(self, *, is_serving: bool) -> None:
+        """Reports from now on whether the services are serving; the caller holds the mutex."""
+        self._is_serving = is_serving
+        for changed in self._watchers:
+            changed.set()
+
     def _changes(
         self, service: str, context: grpc.ServicerContext, changed: threading.Event
     ) -> Iterator[pb.HealthCheckResponse]:
@@ -78,7 +83,8 @@ class Health(health_pb2_grpc.HealthServicer):
             yield pb.HealthCheckResponse(status=pb.HealthCheckResponse.SERVICE_UNKNOWN)
         reported = None
         while context.is_active():
-            is_closed, is_serving = self._is_closed, self._is_serving
+            with self._mutex:  # closed, but still serving, would end the call without a last report
+                is_closed, is_serving = self._is_closed, self._is_serving
             if is_serving is not reported and service in self._services:
                 reported = is_serving
                 yield _response(is_serving=is_serving)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, cast
 
 import grpc
@@ -49,6 +51,45 @@ def test_a_closed_server_never_serves_again() -> None:
     health.close()
     health.update(lambda: True)
     assert not is_serving(health)
+
+
+class _Watcher:
+    """The context of a watching call, which can wake it."""
+
+    def __init__(self) -> None:
+        self.wake: Callable[[], None] = lambda: None
+
+    def add_callback(self, callback: Callable[[], None]) -> bool:
+        self.wake = callback
+        return True
+
+    def is_active(self) -> bool:
+        return True
+
+
+def test_who_watches_is_told_of_the_end_also_if_woken_while_it_begins() -> None:
+    health, watcher = Health(("",)), _Watcher()
+    health.update(lambda: True)
+    changes = health.Watch(pb.HealthCheckRequest(), cast(Any, watcher))
+    assert next(changes).status == pb.HealthCheckResponse.SERVING
+    asked, may_answer = threading.Event(), threading.Event()
+
+    def slowly() -> bool:
+        asked.set()
+        return may_answer.wait(TIMEOUT_S)
+
+    with ThreadPoolExecutor() as threads:
+        slow = threads.submit(health.update, slowly)
+        assert asked.wait(TIMEOUT_S)
+        closed = threads.submit(health.close)
+        wait([closed], 0.2)  # it would end within that, did it not wait for the slow one
+        watcher.wake()
+        last = threads.submit(list, changes)
+        wait([last], 0.2)
+        may_answer.set()
+        for each in (slow, closed):
+            each.result(TIMEOUT_S)
+    assert [response.status for response in last.result()][-1:] == [pb.HealthCheckResponse.NOT_SERVING]
 
 
 @pytest.mark.parametrize(
