@@ -18,13 +18,15 @@ from bngrad_server.rpc.servicer import SERVER_INFO_PATH, SERVICE, Servicer
 
 OtherCalls = Mapping[str, Callable[[bytes], bytes]]
 """What answers a message with a message, by the paths of the calls."""
+REFLECTION_PATH = f"/{reflection.SERVICE_NAME}/ServerReflectionInfo"
+"""The one of them that is no unary call."""
 REFLECTED = (SERVICE.full_name, grpc_health.SERVICE_NAME, reflection.SERVICE_NAME)
 """The services that reflection lists."""
 
 
 def other_calls(servicer: Servicer, health: Health, *, has_reflection: bool) -> OtherCalls:
     """Returns what answers them; they raise google.protobuf's DecodeError, or `bngrad_wire.http2.RpcError`."""
-    reflected = {f"/{reflection.SERVICE_NAME}/ServerReflectionInfo": _reflect} if has_reflection else {}
+    reflected = {REFLECTION_PATH: _reflect} if has_reflection else {}
     return {
         SERVER_INFO_PATH: lambda _: servicer.info.response(),
         f"/{grpc_health.SERVICE_NAME}/Check": lambda message: _check(health, message),

@@ -17,7 +17,7 @@ from bngrad_server.errors import MessageTooLargeError, cut
 from bngrad_server.memory.ahead import Lease
 from bngrad_server.memory.received_message import ReceivedMessage
 from bngrad_server.rpc.http2.refusal import refuse
-from bngrad_server.rpc.other_calls import OtherCalls
+from bngrad_server.rpc.other_calls import REFLECTION_PATH, OtherCalls
 from bngrad_server.rpc.request_receiver import ExchangeSource
 from bngrad_server.rpc.servicer import EXCHANGE_PATH, SEND_AHEAD_PATH, UNARY_OPS, Servicer
 from bngrad_server.rpc_context import RpcContext, no_check
@@ -172,11 +172,13 @@ class Http2Handler:
         refuse(call, error)
 
     def _answer_other(self, call: http2.ServerCall, rpc: RpcContext) -> None:
-        """Answers each message of a call that is no op, until the client has sent all or pauses."""
-        answer = self._others[call.path]
+        """Answers the message of a call that is no op, or each message of a reflection until the client pauses."""
+        answer, is_unary = self._others[call.path], call.path != REFLECTION_PATH
         waits = self._io.waits
         with self._servicer.transfers.watched(0, rpc):
             nbytes = call.receive_message()
+            if nbytes is None and is_unary:
+                raise http2.RpcError(grpc.StatusCode.INVALID_ARGUMENT.value[0], "the call has no request")
             while nbytes is not None:
                 if nbytes > _OTHER_NBYTES:
                     raise MessageTooLargeError(f"the request must have at most {_OTHER_NBYTES} bytes, not {nbytes}")
@@ -188,6 +190,8 @@ class Http2Handler:
                     break
                 finally:
                     self._io.waits = waits
+                if is_unary:  # as grpcio does: whatever follows has no answer
+                    break
             call.end()
 
     def end(self, call: http2.ServerCall) -> None:

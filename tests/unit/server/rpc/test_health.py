@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2 as pb
 from tests.unit.server.rpc.peers import Peer, identity
 
 from bngrad_server.rpc.health import Health
+from bngrad_server.rpc.servicer import SERVER_INFO_PATH
 
 TIMEOUT_S = 20.0
 
@@ -107,3 +108,15 @@ def test_an_answer_that_quotes_a_long_name_fits_the_metadata_of_clients(
         peer.channel.unary_unary(path, identity, identity)(request, timeout=TIMEOUT_S)
     assert refused.value.code() is code
     assert len(refused.value.details() or "") < 2000
+
+
+@pytest.mark.parametrize("path", ["/grpc.health.v1.Health/Check", SERVER_INFO_PATH])
+def test_a_unary_call_has_one_answer_to_its_first_message(peer: Peer, path: str) -> None:
+    call = peer.channel.stream_stream(path, identity, identity)
+    assert len(list(call(iter([b"", b""]), timeout=TIMEOUT_S))) == 1
+    with pytest.raises(grpc.RpcError) as refused:
+        list(call(iter([]), timeout=TIMEOUT_S))
+    assert (refused.value.code(), refused.value.details()) == (
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "the call has no request",
+    )
