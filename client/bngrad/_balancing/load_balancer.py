@@ -49,6 +49,8 @@ class LoadBalancer:
         self._servers: dict[Address, Upstream] = {}
         self._usable: list[Upstream] = []
         """The servers that are up; all of them if none is."""
+        self._leaving: set[Upstream] = set()
+        """Those that are no longer servers of the client, but have calls in flight."""
         self._in_flight = self._calls = 0
         self._usual_capacity: float | None = None
         self._others = 0.0
@@ -129,6 +131,8 @@ class LoadBalancer:
             server.count(-1)
             self._in_flight -= 1
             is_over = server.in_flight == 0 and server.retired.is_set()
+            if is_over:
+                self._leaving.discard(server)
         if is_over:
             server.selector.close()
 
@@ -168,7 +172,7 @@ class LoadBalancer:
         """Closes the connections to every server."""
         with self._mutex:
             self._closed = True
-            servers = list(self._servers.values())
+            servers = [*self._servers.values(), *self._leaving]
         for server in servers:
             server.retired.set()
             server.selector.close()
@@ -217,6 +221,7 @@ class LoadBalancer:
             for server in probed:
                 server.is_probed = True
             idle = [server for server in gone if server.in_flight == 0]
+            self._leaving.update(server for server in gone if server.in_flight)
             self._list_usable()
         for server in idle:
             server.selector.close()

@@ -262,3 +262,34 @@ def test_a_look_up_keeps_no_client_alive() -> None:
     assert balancer() is None
     held.set()
     wait_until(lambda: not any(thread.name == "bngrad-lookup" for thread in threading.enumerate()))
+
+
+def test_closing_ends_calls_to_servers_that_are_no_longer_among_the_targets() -> None:
+    arrived, released = threading.Event(), threading.Event()
+
+    def hold(method: str, request: bytes, context: grpc.ServicerContext) -> bytes:
+        arrived.set()
+        released.wait(SECONDS)
+        return echo(method, request, context)
+
+    with ExitStack() as stack:
+        targets = [stack.enter_context(peer(hold))]
+        stack.callback(released.set)
+        client = bngrad.Client(lambda: targets, timeout=SECONDS / 2)
+        threads = stack.enter_context(ThreadPoolExecutor(1))
+        call = threads.submit(client.server_info)
+        assert arrived.wait(SECONDS)
+        with fleet(1) as served:
+            targets[:] = served.targets
+
+            def reach_other() -> bool:
+                client.fused_batch_norm_grad_v2(*inputs(1))
+                return served.get_calls(0)
+
+            time.sleep(0.1)
+            wait_until(reach_other)
+            began = time.monotonic()
+            client.close()
+            with pytest.raises(bngrad.ClientClosedError):
+                call.result(SECONDS)
+            assert time.monotonic() - began < SECONDS / 4
