@@ -45,7 +45,7 @@ def for_client(tensors: Sequence[Tensor], *, channels_last: bool) -> list[Array]
 
 def vector(values: Tensor) -> Array:
     """Returns values per channel as the client takes them."""
-    return _array(values.float())
+    return _array(values if values.dtype is torch.float32 else values.float())
 
 
 def output_like(array: Array, x: Tensor) -> Tensor | None:
