@@ -1,7 +1,8 @@
 """The self-test of a GPU: every kernel computes small problems, which are compared with the reference.
 
 The shapes reach every kernel, and tiles whose blocks wait for each other. Each problem is computed alone, then all in
-one batch, whose bits must be the same; then one is copied from and to page-locked memory. A GPU that fails is not used.
+one batch, whose bits must be the same; then one is copied from and to page-locked memory, and computed once more with a
+copy ahead of x. A GPU that fails is not used.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import itertools
 import mmap
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -54,6 +55,9 @@ class Computer(Protocol):
 
     def unregister(self, memory: Array) -> None:
         """Undoes `register`."""
+
+    def copy_ahead(self, memory: Array) -> Any | None:
+        """Begins to copy an input."""
 
 
 def run(computer: Computer, *, is_long: bool = False, limit_s: float = _LIMIT_S) -> int:
@@ -155,6 +159,9 @@ class _SelfTest:
             outputs = np.empty_like(plain.scale_backprop), np.empty_like(plain.offset_backprop)
             locked = Problem(spec, large[0], large[1], *small, large[2], *outputs)
             self._batch("a copy of page-locked memory", [locked], [expected])
+            self.step = "a copy ahead"
+            locked.on_device = {"x": self._computer.copy_ahead(large[1].reshape(-1).view(np.uint8))}
+            self._batch(self.step, [locked], [expected])
         finally:
             self._computer.unregister(memory)
 

@@ -115,6 +115,11 @@ FAILED = f"failed its self-test: kernel {KERNEL}, float32 (100, 64, 1) in traini
     [
         ("nothing is written", KERNEL, FAILED + "is wrong: x_backprop is NaN"),
         ("launch fails", KERNEL, FAILED + "failed: CUDA_ERROR_LAUNCH_FAILED: unspecified launch failure"),
+        (
+            "nothing is copied on the device",
+            "",
+            "a copy ahead is wrong: float32 (1100, 64, 1) in training has other bits",
+        ),
         ("memory", "2000000", "CuPy 14.2.0: the GPU has no 1048576 bytes left"),
         ("page-locked memory", "1000", "CuPy 14.2.0: the host has no 4096 bytes left that can be page-locked"),
     ],

@@ -112,6 +112,8 @@ def memcpyAsync(target: int, source: int, nbytes: int, kind: int, stream: int) -
     require_ints(target, source, nbytes, kind, stream)
     if kind == memcpyDeviceToDevice:
         print("copied on the device", file=sys.stderr)
+        if incidents.take("nothing is copied on the device"):
+            return
     else:
         _require_whole(source if kind == memcpyHostToDevice else target, nbytes)
     ctypes.memmove(target, source, nbytes)
