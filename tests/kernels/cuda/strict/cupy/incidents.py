@@ -27,6 +27,11 @@ def take(what: str, where: str = "") -> bool:
     return True
 
 
+def tell(what: str) -> None:
+    """Writes a line to stderr at once: print writes the line's end apart, and other lines may come between."""
+    os.write(2, f"{what}\n".encode())
+
+
 def number(what: str, otherwise: int) -> int:
     """The number in the incident's file, or another one without the file."""
     path = Path(os.environ.get("EMULATED_INCIDENTS", "/nonexistent")) / what

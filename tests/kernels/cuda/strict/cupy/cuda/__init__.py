@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 
 import numpy as np
 
+from cupy import incidents
 from cupy.cuda import driver, runtime
 
 __all__ = ["Event", "Memory", "MemoryPool", "Stream", "alloc_pinned_memory", "driver", "runtime"]
@@ -101,7 +101,7 @@ class MemoryPool:
         else:
             fitting = [Memory(size)]
             self._total += size
-        print(f"took {size} bytes from a pool", file=sys.stderr)
+        incidents.tell(f"took {size} bytes from a pool")
         return MemoryPointer(self, fitting[0])
 
     def free_all_blocks(self) -> None:

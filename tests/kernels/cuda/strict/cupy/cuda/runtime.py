@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import sys
 import threading
 from typing import Any
 
@@ -111,7 +110,7 @@ def hostUnregister(pointer: int) -> None:  # noqa: N802
 def memcpyAsync(target: int, source: int, nbytes: int, kind: int, stream: int) -> None:  # noqa: N802
     require_ints(target, source, nbytes, kind, stream)
     if kind == memcpyDeviceToDevice:
-        print("copied on the device", file=sys.stderr)
+        incidents.tell("copied on the device")
         if incidents.take("nothing is copied on the device"):
             return
     else:
@@ -133,5 +132,5 @@ def _require_whole(host: int, nbytes: int) -> None:
     for start, size in _registered.items():
         begins, ends = start <= host < start + size, start < host + nbytes <= start + size
         if begins != ends:
-            print("a copy crosses the end of page-locked memory", file=sys.stderr)
+            incidents.tell("a copy crosses the end of page-locked memory")
             raise CUDARuntimeError(713)
