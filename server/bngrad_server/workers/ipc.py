@@ -65,8 +65,8 @@ class AheadChange(NamedTuple):
     """
 
     number: int
-    offset: int = 0
-    nbytes: int = 0
+    offset: int
+    nbytes: int
 
     def packed(self) -> bytes:
         """The packet."""
