@@ -10,7 +10,7 @@ LOCK := $(BIN)/uv pip compile --quiet --universal --python-version 3.10 --no-hea
 HASHES := --generate-hashes --constraint requirements/dev.txt
 
 .PHONY: help demo test test-fast test-kernels test-ray soak lint docs dist proto settings-page kernels-page transport-page lock audit image-test fleet-test bench bench-transport bench-load bench-hostile \
-	gpu-test gpu-test-kernels gpu-test-sanitizer gpu-test-server gpu-bench gpu-sweep gpu-simulate clean
+	gpu-test gpu-test-kernels gpu-test-sanitizer gpu-test-server gpu-bench gpu-sweep clean
 
 help:  ## Lists the targets
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand --tabs=22
@@ -136,11 +136,6 @@ gpu-bench:  ## GPU machine: compares with PyTorch and cuDNN; options in BENCH
 
 gpu-sweep:  ## GPU machine: measures alternatives to the plan's constants
 	$(GPU_PYTHON) -m benchmarks.gpu.sweep
-
-gpu-simulate: $(VENV)/dev.stamp  ## Runs the kernels' PTX on GPGPU-Sim, without a GPU; see docs/cuda.md
-	@test -n "$(SIMULATOR)" || { echo "SIMULATOR=FOLDER must name the folder where GPGPU-Sim was built, see docs/cuda.md" >&2; exit 2; }
-	BNGRAD_SIMULATOR=$(SIMULATOR) $(BIN)/python -m pytest -c tests/gpu/pytest.ini --rootdir $(CURDIR) \
-		-o faulthandler_timeout=1200 tests/gpu/test_simulated.py
 
 clean:  ## Deletes the virtual environment
 	rm -rf $(VENV)

@@ -32,8 +32,6 @@ from benchmarks.gpu.timing import ROUNDS, launches_each, sets_of, time_of
 
 from bngrad_kernels.cuda.backend import CudaBackend
 from bngrad_kernels.cuda.device import CupyDevice
-from bngrad_kernels.cuda.kernel_selection import KernelKind, choose_kernel, is_read_from_cache
-from bngrad_kernels.cuda.plan import cut
 from bngrad_kernels.problem import Problem
 
 RESULTS = Path(__file__).parent / "results" / "gpu-kernels.json"
@@ -168,7 +166,7 @@ def _layer(device: CupyDevice, case: Case, copy: float) -> list[Row]:
 
     best = min(seconds[name] for name in _PEERS if name in seconds)
     row: Row = {
-        "case": str(case), "kernel": _kernel_kind(device, case),
+        "case": str(case), "kernel": resident[0].kind,
         "layout": case.layout, "dtype": case.dtype, "batch": case.batch, "chw": case.chw,
         "is_training": case.is_training, "tensor_nbytes": case.tensor_nbytes, "seconds": seconds,
         "floor_seconds": floor, "to_floor": seconds["bngrad"] / floor, "to_best_peer": seconds["bngrad"] / best,
@@ -197,17 +195,6 @@ def _second_order(device: CupyDevice, case: Case, copy: float) -> list[Row]:
           f"{ours / floor:.2f} of it, ratio {ours / theirs:.3f}", flush=True)  # fmt: skip
     return [{"case": str(case), "seconds": ours, "pytorch_seconds": theirs, "floor_seconds": floor,
              **_complaint(map(complaint, sets, resident))}]  # fmt: skip
-
-
-def _kernel_kind(device: CupyDevice, case: Case) -> str:
-    """The kind of kernel and, if streamed, where it should find y_backprop and x when it reads them again."""
-    planned = cut(case.spec)
-    kind = choose_kernel(planned, case.spec.channels, device.traits, is_training=case.is_training)
-    if kind is not KernelKind.STREAMED:
-        return str(kind.value)
-    group_nbytes = 2 * planned.rows * planned.inner * planned.group_channels * case.spec.dtype.itemsize
-    is_cached = is_read_from_cache(group_nbytes, device.traits.cache_nbytes)
-    return f"{kind.value}, {'cache' if is_cached else 'memory'}"
 
 
 def _copy_bandwidth() -> float:

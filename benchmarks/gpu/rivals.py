@@ -36,7 +36,8 @@ class Resident:
         made = template(Piece(problem, 0, spec.channels), device.traits)
         table = schedule_tiles([made] * len(batch), range(len(batch)), device.traits.cache_nbytes)
         scratch = -(-(made.partials_nbytes + made.coefficients_nbytes) // _ALIGNMENT) * _ALIGNMENT
-        counters = (1 + 2 * made.groups * len(batch)) * _COUNTER_NBYTES
+        each_counters = made.arrived_counters + made.groups
+        counters = (1 + each_counters * len(batch)) * _COUNTER_NBYTES
         self._scratch = torch.empty(scratch * len(batch), dtype=torch.uint8, device="cuda")
         self._counters = torch.zeros(launches * counters, dtype=torch.uint8, device="cuda")
         self._work_tiles = torch.from_numpy(table.view(np.uint8).copy()).cuda()
@@ -48,12 +49,13 @@ class Resident:
             records["coefficients"][:, i] = self._scratch.data_ptr() + i * scratch
             records["partials"][:, i] = records["coefficients"][:, i] + made.coefficients_nbytes
             first = self._counters.data_ptr() + np.arange(launches, dtype=np.uint64) * counters + _COUNTER_NBYTES
-            records["arrived"][:, i] = first + i * 2 * made.groups * _COUNTER_NBYTES
-            records["ready"][:, i] = records["arrived"][:, i] + made.groups * _COUNTER_NBYTES
+            records["arrived"][:, i] = first + i * each_counters * _COUNTER_NBYTES
+            records["ready"][:, i] = records["arrived"][:, i] + made.arrived_counters * _COUNTER_NBYTES
         self._descriptors = torch.from_numpy(records.view(np.uint8).reshape(-1).copy()).cuda()
         self._records_nbytes, self._counters_nbytes = records[0].nbytes, counters
         self._launch = Launch(made.kernel, self._work_tiles.data_ptr(), len(table), 0, made.resident_nbytes)
         self._kernel = device.kernel(made.kernel.symbol)
+        self.kind: str = made.kernel.kind.value
         self._next = 0
 
     def __call__(self) -> None:

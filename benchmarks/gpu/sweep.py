@@ -27,14 +27,15 @@ CASES = [
     Case("NHWC", "bfloat16", 32, (256, 56, 56), False),
 ]  # fmt: skip
 CONSTANTS: list[tuple[Any, str, list[int]]] = [
-    (plan, "_LONGEST_CHAIN", [8, 16, 32]),
-    (plan, "_SHORTEST_CHAIN", [2, 4, 8]),
-    (plan, "_ENOUGH_TILES", [128, 256, 512, 1024, 2048]),
-    (plan, "_CACHED_NBYTES", [8 * _MB, 14 * _MB, 20 * _MB, 28 * _MB]),
-    (plan, "_RUN_NBYTES", [64, 128, 256]),
+    (plan, "_LONGEST_TILE", [8, 12, 16, 24, 32]),
+    (plan, "_SHORTEST_TILE", [2, 4, 8]),
+    (plan, "_BLOCKS", [1, 132, 264, 528]),
+    (plan, "_RUN_NBYTES", [64, 128, 256, 512]),
+    (plan, "_WORTHWHILE_NBYTES", [8 << 10, 32 << 10, 64 << 10]),
+    (kernel_selection, "_SHORT_ROW_NBYTES", [0, 512]),
     (kernel_selection, "_MOST_AHEAD_NBYTES", [4 * _MB, 8 * _MB, 16 * _MB, 24 * _MB]),
     (kernel_selection, "_LEAST_AHEAD_SHARE", [8, 16, 32, 64]),
-    (kernel_selection, "_SMALL_NBYTES", [0, 32 << 10, 64 << 10, 100 << 10, 200 << 10]),
+    (kernel_selection, "_SMALL_NBYTES", [0, 32 << 10, 64 << 10, 100 << 10]),
 ]
 
 

@@ -36,7 +36,7 @@ CUDA_SHAPES = {
         (4, 5, 2), (300, 5, 3), (40, 64, 2), (40, 24, 9), (32, 64, 49), (32, 70, 49), (7, 100, 49),  # several channels
         (9, 3, 127), (9, 3, 128), (9, 6, 196), (9, 3, 511),  # rows that hardly fit the threads
         (2, 3, 4000), (40, 3, 1024), (40, 2, 1023), (1, 1, 100_003), (3, 1, 17),  # one channel a group
-        (70_000, 16, 1), (1, 2, 1_100_000),  # several segments a tile
+        (70_000, 16, 1), (1, 2, 1_100_000),  # several sections a group
     ],
     2: [
         (4, 1, 1), (3, 5, 1), (1, 1, 1),  # less than a vector

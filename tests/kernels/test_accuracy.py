@@ -87,7 +87,7 @@ def test_bfloat16_statistics_are_rounded_once(backend: Backend) -> None:
         cpu=each(ORDERS, [(2**20, 2, 1), (4, 2, 2**18), (2**15, 2, 32)]),
         cuda=[
             *each([1], [(2**18, 4, 1), (4, 2, 2**17), (2**14, 2, 32)]),
-            *each([2], [(70_000, 16, 1), (1, 1, 1_100_000)]),  # several segments a tile
+            *each([2], [(70_000, 16, 1), (1, 1, 1_100_000)]),  # several sections a group
         ],
     ),
     indirect=["backend"],

@@ -5,12 +5,13 @@
 #include "second_order.cuh"
 #include "streamed.cuh"
 
-#define BNGRAD_KERNEL(blocks, name, ...)                                                                           \
-    extern "C" __global__ void __launch_bounds__(bngrad::kThreads, blocks)                                         \
-        name(const bngrad::Descriptor *descriptors, const bngrad::WorkTile *work_tiles, unsigned tile_count,       \
-             unsigned *tile_counter) {                                                                             \
-        __shared__ bngrad::Shared shared;                                                                          \
-        bngrad::run<__VA_ARGS__>(descriptors, bngrad::TileScheduler(work_tiles, tile_count, tile_counter), shared); \
+#define BNGRAD_KERNEL(blocks, name, ...)                                                                     \
+    extern "C" __global__ void __launch_bounds__(bngrad::kThreads, blocks)                                   \
+        name(const bngrad::Descriptor *descriptors, const bngrad::WorkTile *work_tiles, unsigned tile_count, \
+             unsigned *tile_counter) {                                                                       \
+        __shared__ bngrad::Shared shared;                                                                    \
+        bngrad::TileScheduler scheduler(work_tiles, tile_count, tile_counter, shared);                       \
+        bngrad::run<__VA_ARGS__>(descriptors, scheduler, shared);                                            \
     }
 
 #define BNGRAD_STREAMED(blocks, name, ...)                                     \

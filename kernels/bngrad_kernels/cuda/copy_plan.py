@@ -128,10 +128,10 @@ class CopyPlan:
         groups = [each.groups for each in self._templates]
         # These come first, so that nothing a descriptor points to has offset 0, which stands for null.
         tile_counter = self._take(max(1, len(kernels)) * _COUNTER_NBYTES)
-        counters = self._take(2 * sum(groups) * _COUNTER_NBYTES)
-        before = list(itertools.accumulate(groups, initial=0))
-        self._offsets["arrived"] = [counters + _COUNTER_NBYTES * each for each in before[:-1]]
-        self._offsets["ready"] = [counters + _COUNTER_NBYTES * (before[-1] + each) for each in before[:-1]]
+        for name, counts in (("arrived", [each.arrived_counters for each in self._templates]), ("ready", groups)):
+            counters = self._take(sum(counts) * _COUNTER_NBYTES)
+            before = itertools.accumulate(counts[:-1], initial=0)
+            self._offsets[name] = [counters + _COUNTER_NBYTES * each for each in before]
         self._counters_end = self.nbytes
         self.descriptors = self._take(self._records.nbytes)
         self._tables: list[tuple[int, Array]] = []

@@ -9,6 +9,7 @@ typedef long long int64;
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kMaxGroupChannels = 256;
+constexpr int kSectionTiles = 32;
 
 // Tensors have shape (rows, channels, inner), the op's other arrays (channels,). Each order uses the pointers of its
 // own inputs and outputs. A null scale stands for ones.
@@ -17,12 +18,12 @@ struct Descriptor {
     const void *grad_scale_backprop, *grad_offset_backprop, *scale, *reserve_space_1, *reserve_space_2;
     void *x_backprop, *scale_backprop, *offset_backprop;  // of the first order
     void *grad_y_backprop, *grad_x, *grad_scale;          // of the second
-    double *partials;      // (groups, tiles, group_channels, sums)
+    double *partials;      // (groups, tiles + sections, group_channels, sums)
     float4 *coefficients;  // (groups, group_channels, quads)
-    unsigned *arrived;     // (groups,): how many tiles are summed; zero at the start
+    unsigned *arrived;     // (groups, sections + 1): how many tiles of each section, and sections; zero at first
     unsigned *ready;       // (groups,): whether the coefficients are there
     int64 rows, channels, inner;
-    int64 group_channels, vectors, sweep, chain, segments, tiles, parts;
+    int64 group_channels, vectors, sweep, tiles, parts, sections;
     int64 row_gap;  // elements between the end of a group's last vector in a row and its first vector in the next row
     int64 slots;                               // of a group: rows * vectors
     int64 tile_slots, tile_steps, tile_rows;   // of a whole tile; no rows in a group of one channel

@@ -9,7 +9,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bngrad_kernels.cuda.kernel_selection import INPUTS, KernelKind, Traits, choose_kernel, lookahead, resident_nbytes
+from bngrad_kernels.cuda.kernel_selection import (
+    INPUTS,
+    KernelKind,
+    Traits,
+    choose_kernel,
+    has_short_rows,
+    lookahead,
+    resident_nbytes,
+)
 from bngrad_kernels.cuda.plan import Cut, cut
 from bngrad_kernels.problem import AnyProblem, Array
 from bngrad_kernels.spec import BFLOAT16, TENSOR_DTYPES, ReserveSpace2Kind, Spec
@@ -24,7 +32,7 @@ DESCRIPTOR = np.dtype(
     + [
         (name, np.int64)
         for name in (
-            "rows", "channels", "inner", "group_channels", "vectors", "sweep", "chain", "segments", "tiles", "parts",
+            "rows", "channels", "inner", "group_channels", "vectors", "sweep", "tiles", "parts", "sections",
             "row_gap", "slots", "tile_slots", "tile_steps", "tile_rows", "row_step", "vector_step", "index_step",
             "parts_shift", "inner_reciprocal", "vectors_reciprocal", "is_inverse_std", "has_bfloat16_stats",
         )
@@ -43,6 +51,8 @@ SUM, APPLY, INFER, RESIDE = range(4)
 
 _RECIPROCAL_BITS = 20
 """``kReciprocalBits`` of descriptor.cuh."""
+_SECTION_TILES = 32
+"""``kSectionTiles`` of descriptor.cuh."""
 _SUMS, _QUADS = {1: 2, 2: 7}, {1: 1, 2: 3}
 """``kSums`` and ``kQuads`` by the order; fewer are used in inference."""
 
@@ -93,7 +103,8 @@ class Template(NamedTuple):
         kernel: The kernel that computes them.
         groups: How many groups of channels they have.
         resident_nbytes: The shared memory that a block needs to hold a group; 0 unless the kernel is resident.
-        partials_nbytes: The size of the sums of tiles.
+        partials_nbytes: The size of the sums of tiles and of sections of tiles.
+        arrived_counters: How many numbers count tiles and sections that are summed.
         coefficients_nbytes: The size of the coefficients.
         descriptor: The bytes of a `DESCRIPTOR` without pointers.
         work_tiles: The `WORK_TILE`s, for descriptor 0; those that apply come after all that sum.
@@ -106,6 +117,7 @@ class Template(NamedTuple):
     groups: int
     resident_nbytes: int
     partials_nbytes: int
+    arrived_counters: int
     coefficients_nbytes: int
     descriptor: bytes
     work_tiles: Array
@@ -125,9 +137,10 @@ def _template(spec: Spec, channels: int, traits: Traits) -> Template:
     kernel = KernelVariant(spec.order, spec.dtype.name, kind, planned.is_vectorised(channels))
     groups = planned.groups(channels)
     record = np.zeros(1, DESCRIPTOR)
-    for name in ("rows", "inner", "group_channels", "vectors", "sweep", "chain", "segments", "tiles", "parts"):
+    for name in ("rows", "inner", "group_channels", "vectors", "sweep", "tile_steps", "tiles", "parts"):
         record[name] = getattr(planned, name)
     record["channels"] = channels
+    sections = record["sections"] = -(-planned.tiles // _SECTION_TILES)
     for name, value in _steps(planned, channels, planned.lanes if kernel.is_vectorised else 1).items():
         record[name] = value
     record["is_inverse_std"] = spec.reserve_space_2_kind is ReserveSpace2Kind.INVERSE_STD
@@ -140,7 +153,8 @@ def _template(spec: Spec, channels: int, traits: Traits) -> Template:
         kernel=kernel,
         groups=groups,
         resident_nbytes=resident_nbytes(planned) if kind is KernelKind.RESIDENT else 0,
-        partials_nbytes=groups * planned.group_channels * planned.tiles * _SUMS[spec.order] * 8,
+        partials_nbytes=groups * (planned.tiles + sections) * planned.group_channels * _SUMS[spec.order] * 8,
+        arrived_counters=groups * (sections + 1),
         coefficients_nbytes=groups * planned.group_channels * _QUADS[spec.order] * 16,
         descriptor=record.tobytes(),
         work_tiles=work_tiles,
@@ -151,14 +165,13 @@ def _template(spec: Spec, channels: int, traits: Traits) -> Template:
 
 def _steps(planned: Cut, channels: int, stride: int) -> dict[str, int]:
     """What follows from the cut; ``stride`` elements lie between the first lanes of two vectors."""
-    row_length, tile_steps = channels * planned.inner, planned.segments * planned.chain
+    row_length = channels * planned.inner
     row_step, vector_step = divmod(planned.sweep, planned.vectors)
     return {
         "row_gap": row_length - planned.vectors * stride,
         "slots": planned.rows * planned.vectors,
-        "tile_slots": tile_steps * planned.sweep,
-        "tile_steps": tile_steps,
-        "tile_rows": tile_steps * row_step if planned.group_channels > 1 else 0,
+        "tile_slots": planned.tile_steps * planned.sweep,
+        "tile_rows": planned.tile_steps * row_step if planned.group_channels > 1 else 0,
         "row_step": row_step,
         "vector_step": vector_step,
         "index_step": row_step * row_length + vector_step * stride,
@@ -169,18 +182,28 @@ def _steps(planned: Cut, channels: int, stride: int) -> dict[str, int]:
 
 
 def _work_tiles_of(planned: Cut, kind: KernelKind, groups: int, group_nbytes: int) -> tuple[Array, Array]:
+    """A piece's work tiles, and how many bytes of it are summed before each starts.
+
+    Groups with short rows take turns tile by tile, one half of the groups after the other, as their neighbours are read
+    from the same pages of memory. They are applied once all are summed; other groups once each of them is.
+    """
     tiles = 1 if kind is KernelKind.RESIDENT else planned.tiles
+    takes_turns = has_short_rows(planned)
+    together = -(-groups // 2) if takes_turns else 1
     group, tile = np.divmod(np.arange(groups * tiles, dtype=np.int64), tiles)
+    order = np.lexsort((group, tile, group // together))
+    group, tile = group[order], tile[order]
     sums = np.zeros((groups * tiles, len(WORK_TILE)), np.int32)
     sums[:, PHASE] = {KernelKind.SINGLE: INFER, KernelKind.RESIDENT: RESIDE, KernelKind.STREAMED: SUM}[kind]
     sums[:, GROUP], sums[:, TILE] = group, tile
-    starts = group * group_nbytes + tile * (group_nbytes // tiles)
+    starts = np.arange(groups * tiles, dtype=np.int64) * (group_nbytes // tiles)
     if kind is not KernelKind.STREAMED or planned.rows == 0:
         return sums, starts
     applies = sums.copy()
     applies[:, PHASE] = APPLY
     applies[:, TILE] = tiles - 1 - tile  # the data read last is the most likely to be in the cache still
-    return np.concatenate((sums, applies)), np.concatenate((starts, (group + 1) * group_nbytes))
+    ends = np.full_like(group, groups) if takes_turns else group + 1
+    return np.concatenate((sums, applies)), np.concatenate((starts, ends * group_nbytes))
 
 
 def schedule_tiles(templates: Sequence[Template], descriptors: Sequence[int], cache_nbytes: int) -> Array:

@@ -22,14 +22,11 @@ struct FirstOrder {
 
     static __device__ __forceinline__ Inputs<kInputs> inputs(const Descriptor &d) { return {{d.y_backprop, d.x}}; }
 
-    static __device__ __forceinline__ float load_mean(const Descriptor &d, int64 channel) {
-        return float(load_stat(d, d.reserve_space_1, channel));
-    }
-
     // stats: the mean, and scale * rstd.
     static __device__ __forceinline__ void load_stats(const Descriptor &d, int64 channel, Shared &shared) {
-        shared.stats[0][threadIdx.x] = load_mean(d, channel);
-        shared.stats[1][threadIdx.x] = float(load_scale(d, channel) * load_rstd(d, channel));
+        shared.stats[0][threadIdx.x] = load_stat(d, d.reserve_space_1, channel);
+        const double rstd = rstd_of(d, load_stat(d, d.reserve_space_2, channel));
+        shared.stats[1][threadIdx.x] = float(load_scale(d, channel) * rstd);
     }
 
     // Sums dy and dy * (x - mean).
@@ -45,46 +42,59 @@ struct FirstOrder {
 #pragma unroll
             for (int lane = 0; lane < kLanes; ++lane) {
                 const int channel = iterator.channel(d, lane);
-                mean[lane] = is_training ? load_mean(d, first_channel + channel) : shared.stats[0][channel];
-                if (!is_training) gain[lane] = shared.stats[1][channel];
+                if (is_training) {
+                    mean[lane] = load_stat(d, d.reserve_space_1, first_channel + channel);
+                } else {
+                    mean[lane] = shared.stats[0][channel], gain[lane] = shared.stats[1][channel];
+                }
             }
         }
 
-        __device__ __forceinline__ void begin_segment() {
+        __device__ __forceinline__ void begin() {
 #pragma unroll
             for (int lane = 0; lane < kLanes; ++lane) sum_dy[lane] = sum_dy_xc[lane] = 0;
         }
 
-        __device__ __forceinline__ void add(const Descriptor &d, const TileIterator<T, vectorised> &iterator,
-                                            const Position &at, const uint4 *packs) {
+        __device__ __forceinline__ void add(const Descriptor &d, const TileIterator<T, vectorised> &at,
+                                            const uint4 *packs) {
             float dy[kLanes], x[kLanes];
             T::unpack(packs[0], dy);
             T::unpack(packs[1], x);
 #pragma unroll
             for (int lane = 0; lane < kLanes; ++lane) {
-                if (vectorised || at.lanes >> lane & 1) {
+                if (at.holds(lane)) {
                     sum_dy[lane] = __fadd_rn(sum_dy[lane], dy[lane]);
                     sum_dy_xc[lane] = __fmaf_rn(dy[lane], __fsub_rn(x[lane], mean[lane]), sum_dy_xc[lane]);
                 }
                 if (!is_training) dy[lane] = __fmul_rn(gain[lane], dy[lane]);
             }
-            if (!is_training) iterator.store(d.x_backprop, at, dy);
+            if (!is_training) at.store(d.x_backprop, dy);
         }
 
         __device__ __forceinline__ float get(int sum, int lane) const { return sum ? sum_dy_xc[lane] : sum_dy[lane]; }
     };
 
+    // What `finish` needs of a channel beside its sums.
+    struct Constants {
+        float scale, mean, reserve_space_2;
+    };
+
+    static __device__ __forceinline__ Constants constants(const Descriptor &d, int64 channel) {
+        return {load_scale(d, channel), load_stat(d, d.reserve_space_1, channel),
+                load_stat(d, d.reserve_space_2, channel)};
+    }
+
     // The coefficients: gain, mean of dy, slope, mean of x.
-    static __device__ __forceinline__ void finish(const Descriptor &d, int64 channel, const Sums<kSums> &sum,
-                                                  float4 *coefficients) {
-        const double rstd = load_rstd(d, channel), elements = double(d.rows) * double(d.inner);
+    static __device__ __forceinline__ void finish(const Descriptor &d, int64 channel, const Constants &constants,
+                                                  const Sums<kSums> &sum, float4 *coefficients) {
+        const double rstd = rstd_of(d, constants.reserve_space_2), elements = double(d.rows) * double(d.inner);
         const bool is_empty = elements == 0;
         store_stat(d, d.offset_backprop, channel, sum.of[0]);
         store_stat(d, d.scale_backprop, channel, is_empty ? 0.0 : sum.of[1] * rstd);
         if (is_training && !is_empty) {
-            *coefficients = make_float4(float(load_scale(d, channel) * rstd), float(sum.of[0] / elements),
+            *coefficients = make_float4(float(constants.scale * rstd), float(sum.of[0] / elements),
                                         float(sum.of[1] / elements * rstd * rstd),
-                                        float(load_stat(d, d.reserve_space_1, channel)));
+                                        constants.mean);
         }
     }
 
@@ -98,13 +108,13 @@ struct FirstOrder {
                                             const float4 *coefficients) {
 #pragma unroll
             for (int lane = 0; lane < kLanes; ++lane) {
-                const float4 c = __ldcg(coefficients + iterator.channel(d, lane));
+                const float4 c = coefficients[iterator.channel(d, lane)];
                 gain[lane] = c.x, mean_dy[lane] = c.y, slope[lane] = c.z, mean[lane] = c.w;
             }
         }
 
-        __device__ __forceinline__ void write(const Descriptor &d, const TileIterator<T, vectorised> &iterator,
-                                              const Position &at, const uint4 *packs) const {
+        __device__ __forceinline__ void write(const Descriptor &d, const TileIterator<T, vectorised> &at,
+                                            const uint4 *packs) const {
             float dy[kLanes], xc[kLanes];
             T::unpack(packs[0], dy);
             T::unpack(packs[1], xc);
@@ -114,7 +124,7 @@ struct FirstOrder {
                 xc[lane] = __fsub_rn(xc[lane], mean[lane]);
                 dy[lane] = __fmul_rn(gain[lane], __fmaf_rn(-slope[lane], xc[lane], centred));
             }
-            iterator.store(d.x_backprop, at, dy);
+            at.store(d.x_backprop, dy);
         }
     };
 };

@@ -8,14 +8,13 @@ whole channel, so the inputs are needed a second time.
 |---|---|---|---|
 | inference | one pass | - | 3; second order 5 |
 | first order, training; a group has at most 64 KiB | resident | shared memory | 3 |
-| training; a group and what is summed before its second pass fit half of the second-level cache | streamed | cache | 3; 5 |
-| training; everything else | streamed | memory, the end of a group from the cache | up to 5; 8 |
+| training; rows of more than 512 bytes | streamed, group by group | cache, if a group fits it | 3 to 5; 5 to 8 |
+| training; shorter rows, as in most channels-last tensors | streamed, all groups together | cache, if all fit it | 3 to 5; 5 to 8 |
 
-The size of a group is that of its inputs. Small groups go to one block each, which then need not wait for others. Larger
-ones would leave room for one block a multiprocessor, which reads, adds up and writes one after the other: by
-benchmarks/gpu/model.py that takes up to half as long again as streaming. A group is streamed if its vectors cannot be
-loaded in one piece, or if another problem of the same launch has to be streamed. Only half of the cache counts, since
-each half of a large GPU's cache is closer to half of its multiprocessors.
+Sizes are those of a group's inputs. Small groups go to one block each, which then need not wait for others. Larger ones
+would leave room for one block a multiprocessor, which reads, adds up and writes one after the other. A group is streamed
+if its vectors cannot be loaded in one piece, or if another problem of the same launch has to be streamed. Only half of
+the cache counts, since each half of a large GPU's cache is closer to half of its multiprocessors.
 """  # noqa: E501 - the table
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from bngrad_kernels.cuda.plan import VECTOR_NBYTES, Cut
 INPUTS = {1: 2, 2: 3}
 """How many tensors a kernel reads, by order."""
 _SMALL_NBYTES = 64 << 10
+_SHORT_ROW_NBYTES = 512
 STATIC_SHARED_NBYTES = 22 << 10
 """The static shared memory of a kernel, rounded up by more than CUDA's own share of 1 KiB."""
 _MOST_AHEAD_NBYTES = 16 << 20
@@ -79,9 +79,9 @@ def resident_nbytes(planned: Cut) -> int:
     return INPUTS[1] * planned.rows * planned.vectors * VECTOR_NBYTES
 
 
-def is_read_from_cache(group_nbytes: int, cache_nbytes: int) -> bool:
-    """Whether a streamed group, whose inputs have ``group_nbytes``, should still be in the cache when read again."""
-    return group_nbytes + lookahead(group_nbytes, cache_nbytes) <= cache_nbytes // 2
+def has_short_rows(planned: Cut) -> bool:
+    """Whether the rows of a group are so short that memory is read slowly if its neighbours are not read as well."""
+    return planned.group_channels * planned.inner * VECTOR_NBYTES <= _SHORT_ROW_NBYTES * planned.lanes
 
 
 def lookahead(group_nbytes: int, cache_nbytes: int) -> int:

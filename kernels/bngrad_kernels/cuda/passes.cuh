@@ -14,7 +14,7 @@
 
 namespace bngrad {
 
-__device__ __forceinline__ double load_stat(const Descriptor &d, const void *stats, int64 channel) {
+__device__ __forceinline__ float load_stat(const Descriptor &d, const void *stats, int64 channel) {
     if (!d.has_bfloat16_stats) return static_cast<const float *>(stats)[channel];
     return __uint_as_float(unsigned(static_cast<const unsigned short *>(stats)[channel]) << 16);
 }
@@ -27,13 +27,13 @@ __device__ __forceinline__ void store_stat(const Descriptor &d, void *stats, int
     }
 }
 
-__device__ __forceinline__ double load_rstd(const Descriptor &d, int64 channel) {
-    const double given = load_stat(d, d.reserve_space_2, channel);
-    return d.is_inverse_std ? given : 1.0 / sqrt(given + d.epsilon);
+__device__ __forceinline__ float load_scale(const Descriptor &d, int64 channel) {
+    return d.scale ? load_stat(d, d.scale, channel) : 1.f;
 }
 
-__device__ __forceinline__ double load_scale(const Descriptor &d, int64 channel) {
-    return d.scale ? load_stat(d, d.scale, channel) : 1.0;
+// The reciprocal of the standard deviation, from an element of reserve_space_2.
+__device__ __forceinline__ double rstd_of(const Descriptor &d, double given) {
+    return d.is_inverse_std ? given : 1.0 / sqrt(given + d.epsilon);
 }
 
 // The tensors that a pass reads.
@@ -49,63 +49,107 @@ struct ResidentVectors {
     __device__ __forceinline__ ResidentVectors(const Descriptor &d, int64 tile)
         : slot(int(tile * d.tile_slots + threadIdx.x)), slots(int(d.slots)) {}
 
-    __device__ __forceinline__ uint4 &vector(int input) const { return dynamic_shared()[input * slots + slot]; }
+    __device__ __forceinline__ uint4 *vector(int input) const { return dynamic_shared() + input * slots + slot; }
 };
 
-// Where a pass reads its vectors, and whether it copies them to shared memory.
-enum class Source { kMemory, kMemoryToShared, kShared };
+// Where a pass reads its vectors.
+enum class Source { kMemory, kShared };
 
-// Some steps of an iterator: the position of each, and a vector of each input, which may still be on its way.
-template <int batch, int count>
-struct Steps {
-    Position positions[batch];
-    uint4 packs[batch][count];
-};
+// A thread's way through a tile, with the vectors of the next `batch` steps on their way: each step that is used makes
+// room for the next load at once.
+template <Source source, Access access, int batch, typename T, bool vectorised, int count>
+class Pipeline {
+   public:
+    using Iterator = TileIterator<T, vectorised>;
 
-// Starts to load up to `batch` of the iterator's next `left` steps.
-template <Source source, Access access, int batch, int count, typename Iterator>
-__device__ __forceinline__ void load_steps(const Descriptor &d, Iterator &iterator, const Inputs<count> &inputs,
-                                           ResidentVectors &resident, int left, Steps<batch, count> &loaded) {
+    // Starts the first loads.
+    __device__ __forceinline__ Pipeline(const Descriptor &d, const Iterator &start, const Inputs<count> &inputs,
+                                        int64 tile)
+        : used_(start), loaded_(start), inputs_(inputs), resident_(d, tile), left_(start.steps) {
+        if (left_ >= batch) {  // without conditions, so that no load waits for another
 #pragma unroll
-    for (int i = 0; i < batch; ++i) {
-        if (i < left) {
-            loaded.positions[i] = iterator.position();
+            for (int i = 0; i < batch; ++i) load(d, i);
+        } else {
 #pragma unroll
-            for (int k = 0; k < count; ++k) {
-                loaded.packs[i][k] = source == Source::kShared
-                                         ? resident.vector(k)
-                                         : iterator.template load<access>(inputs.of[k], loaded.positions[i]);
+            for (int i = 0; i < batch; ++i) {
+                if (i < left_) load(d, i);
             }
-            if (source == Source::kShared) resident.slot += int(d.sweep);
+        }
+    }
+
+    // Calls use(iterator, packs) for each step, where the iterator is at the step.
+    template <typename Use>
+    __device__ __forceinline__ void for_each(const Descriptor &d, const Use &use) {
+#pragma unroll 1
+        for (; left_ >= 2 * batch; left_ -= batch) {
+#pragma unroll
+            for (int i = 0; i < batch; ++i) {
+                use_one(d, i, use);
+                load(d, i);
+            }
+        }
+#pragma unroll 1
+        for (; left_ > 0; left_ -= batch) {
+#pragma unroll
+            for (int i = 0; i < batch; ++i) {
+                if (i < left_) use_one(d, i, use);
+                if (i + batch < left_) load(d, i);
+            }
+        }
+    }
+
+   private:
+    template <typename Use>
+    __device__ __forceinline__ void use_one(const Descriptor &d, int i, const Use &use) {
+        use(used_, packs_[i]);
+        used_.advance(d);
+    }
+
+    __device__ __forceinline__ void load(const Descriptor &d, int i) {
+#pragma unroll
+        for (int k = 0; k < count; ++k) {
+            packs_[i][k] =
+                source == Source::kShared ? *resident_.vector(k) : loaded_.template load<access>(inputs_.of[k]);
+        }
+        if (source == Source::kShared) resident_.slot += int(d.sweep);
+        loaded_.advance(d);
+    }
+
+    Iterator used_, loaded_;  // the next step to use, and the next one to load
+    Inputs<count> inputs_;
+    ResidentVectors resident_;
+    int left_;  // how many steps are not used yet
+    uint4 packs_[batch][count];
+};
+
+// Copies a group to shared memory. Each thread copies the vectors that it will read, all of them at once.
+template <typename Order>
+__device__ __forceinline__ void copy_group_to_shared(const Descriptor &d, int64 group) {
+    const Inputs<Order::kInputs> inputs = Order::inputs(d);
+#pragma unroll 1
+    for (int tile = 0; tile < int(d.tiles); ++tile) {
+        TileIterator<typename Order::Element, true> iterator(d, group, tile);
+        ResidentVectors resident(d, tile);
+#pragma unroll 1
+        for (int step = 0; step < iterator.steps; ++step) {
+#pragma unroll
+            for (int k = 0; k < Order::kInputs; ++k) copy_async(iterator.address(inputs.of[k]), resident.vector(k));
+            resident.slot += int(d.sweep);
             iterator.advance(d);
         }
     }
-}
-
-// Calls use(position, packs) for up to `batch` of `left` steps.
-template <Source source, int batch, int count, typename Use>
-__device__ __forceinline__ void use_steps(const Descriptor &d, ResidentVectors &resident, int left,
-                                          const Steps<batch, count> &loaded, const Use &use) {
-#pragma unroll
-    for (int i = 0; i < batch; ++i) {
-        if (i < left) {
-            use(loaded.positions[i], loaded.packs[i]);
-            if (source == Source::kMemoryToShared) {
-#pragma unroll
-                for (int k = 0; k < count; ++k) resident.vector(k) = loaded.packs[i][k];
-                resident.slot += int(d.sweep);
-            }
-        }
-    }
+    wait_for_copies();
 }
 
 // Sums a tile and writes its sums to the partials.
-template <typename Order, bool vectorised, bool is_resident>
-__device__ __forceinline__ void sum_tile(const Descriptor &d, int64 group, int64 tile, Shared &shared) {
+// It calls `overlap` when all inputs are read.
+template <typename Order, bool vectorised, bool is_resident, typename Overlap>
+__device__ __forceinline__ void sum_tile(const Descriptor &d, int64 group, int64 tile, Shared &shared,
+                                         const Overlap &overlap) {
     using T = typename Order::Element;
     using Summing = typename Order::template Summing<vectorised>;
-    constexpr Source kSource = is_resident ? Source::kMemoryToShared : Source::kMemory;
-    constexpr Access kAccess = Order::kIsTraining && !is_resident ? Access::kKeep : Access::kLastUse;
+    constexpr Source kSource = is_resident ? Source::kShared : Source::kMemory;
+    constexpr Access kAccess = Order::kIsTraining ? Access::kKeep : Access::kLastUse;
     const int64 first_channel = group * d.group_channels;
     if constexpr (!Order::kIsTraining) {
         if (threadIdx.x < min(d.group_channels, d.channels - first_channel)) {
@@ -114,61 +158,60 @@ __device__ __forceinline__ void sum_tile(const Descriptor &d, int64 group, int64
         __syncthreads();
     }
 
-    TileIterator<T, vectorised> iterator(d, group, tile);
+    const TileIterator<T, vectorised> iterator(d, group, tile);
+    Pipeline<kSource, kAccess, Summing::kBatch, T, vectorised, Order::kInputs> pipeline(d, iterator, Order::inputs(d),
+                                                                                        tile);
     Summing summing(d, iterator, first_channel, shared);
-    ResidentVectors resident(d, tile);
-    double *const partials = partials_of<Order::kSums>(d, group, tile, 0);
-    int left = iterator.steps;
-#pragma unroll 1
-    for (int segment = 0; segment < int(d.segments); ++segment) {
-        const int steps = min(left, int(d.chain));
-        left -= steps;
-        summing.begin_segment();
-#pragma unroll 1
-        for (int step = 0; step < steps; step += Summing::kBatch) {
-            Steps<Summing::kBatch, Order::kInputs> loaded;
-            load_steps<kSource, kAccess>(d, iterator, Order::inputs(d), resident, steps - step, loaded);
-            use_steps<kSource>(d, resident, steps - step, loaded, [&](const Position &at, const uint4 *packs) {
-                summing.add(d, iterator, at, packs);
-            });
-        }
-        if (d.group_channels == 1) {
-            sum_channel<Order::kSums, T::kLanes>(summing, segment, partials, shared);
-        } else {
-            sum_channels<Order::kSums, T::kLanes, vectorised>(d, summing, segment, partials, shared);
-        }
+    summing.begin();
+    pipeline.for_each(d, [&](const TileIterator<T, vectorised> &at, const uint4 *packs) {
+        summing.add(d, at, packs);
+    });
+    overlap();
+    double *const partials = partials_of<Order::kSums>(d, group, tile);
+    if (d.group_channels == 1) {
+        sum_channel<Order::kSums, T::kLanes>(summing, partials, shared);
+    } else {
+        sum_channels<Order::kSums, T::kLanes, vectorised>(d, summing, partials, shared);
     }
 }
 
-// Finishes a group whose tiles are all summed: writes its 1-D outputs and its coefficients.
+// Finishes a group from `count` rows of partials: writes its 1-D outputs and its coefficients.
 template <typename Order>
-__device__ __forceinline__ void finish_group(const Descriptor &d, int64 group) {
-    const Sums<Order::kSums> sum = sum_tiles<Order::kSums>(d, group);
+__device__ __forceinline__ void finish_group(const Descriptor &d, int64 group, const double *partials, int count) {
     const int64 within = threadIdx.x >> int(d.parts_shift), channel = group * d.group_channels + within;
-    if (threadIdx.x & unsigned(d.parts - 1) || within >= d.group_channels || channel >= d.channels) return;
-    Order::finish(d, channel, sum, d.coefficients + (group * d.group_channels + within) * Order::kQuads);
+    const bool exists = within < d.group_channels && channel < d.channels;
+    const typename Order::Constants constants = Order::constants(d, exists ? channel : 0);
+    const Sums<Order::kSums> sum = add_up<Order::kSums>(d, partials, count);
+    if (threadIdx.x & unsigned(d.parts - 1) || !exists) return;
+    Order::finish(d, channel, constants, sum, d.coefficients + (group * d.group_channels + within) * Order::kQuads);
 }
 
-// Writes the outputs of a tile, with the inputs from memory or, if resident, shared memory. The first steps are on their
-// way when it calls `wait`, which returns once the tile's group is finished.
+// Copies a group's coefficients to shared memory: if each thread read its own from the second-level cache, all blocks
+// would crowd at a few of its lines.
+template <typename Order>
+__device__ __forceinline__ void copy_coefficients(const Descriptor &d, int64 group, Shared &shared) {
+    const int first = int(group * d.group_channels) * Order::kQuads, count = int(d.group_channels) * Order::kQuads;
+    for (int i = threadIdx.x; i < count; i += kThreads) shared.coefficients[i] = __ldcg(d.coefficients + first + i);
+    __syncthreads();
+}
+
+// Writes the outputs of a tile, with the inputs from memory or, if resident, shared memory. The first loads are on
+// their way when it calls `wait`, which returns once the group's coefficients are in shared memory.
 template <typename Order, bool vectorised, bool is_resident, typename Wait>
-__device__ __forceinline__ void apply_tile(const Descriptor &d, int64 group, int64 tile, const Wait &wait) {
+__device__ __forceinline__ void apply_tile(const Descriptor &d, int64 group, int64 tile, const Shared &shared,
+                                           const Wait &wait) {
+    using T = typename Order::Element;
     using Applying = typename Order::template Applying<vectorised>;
     constexpr Source kSource = is_resident ? Source::kShared : Source::kMemory;
     constexpr int kBatch = is_resident ? 1 : Applying::kBatch;
-    TileIterator<typename Order::Element, vectorised> iterator(d, group, tile);
-    ResidentVectors resident(d, tile);
-    Steps<kBatch, Order::kInputs> loaded;
-    load_steps<kSource, Access::kLastUse>(d, iterator, Order::inputs(d), resident, iterator.steps, loaded);
+    const TileIterator<T, vectorised> iterator(d, group, tile);
+    Pipeline<kSource, Access::kLastUse, kBatch, T, vectorised, Order::kInputs> pipeline(d, iterator, Order::inputs(d),
+                                                                                        tile);
     wait();
-    const Applying applying(d, iterator, d.coefficients + group * d.group_channels * Order::kQuads);
-#pragma unroll 1
-    for (int left = iterator.steps; left > 0; left -= kBatch) {
-        use_steps<kSource>(d, resident, left, loaded, [&](const Position &at, const uint4 *packs) {
-            applying.write(d, iterator, at, packs);
-        });
-        load_steps<kSource, Access::kLastUse>(d, iterator, Order::inputs(d), resident, left - kBatch, loaded);
-    }
+    const Applying applying(d, iterator, shared.coefficients);
+    pipeline.for_each(d, [&](const TileIterator<T, vectorised> &at, const uint4 *packs) {
+        applying.write(d, at, packs);
+    });
 }
 
 }  // namespace bngrad

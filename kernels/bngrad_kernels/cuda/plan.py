@@ -2,9 +2,8 @@
 
 A tensor is (outer, channels, inner) in memory. Its channels are cut into groups, whose sums are independent. A row of a
 group is ``group_channels * inner`` contiguous elements, cut into vectors of 16 bytes; the vectors of all rows are the
-group's slots. The threads of a block take ``sweep`` slots in each step. After a segment of at most ``chain`` steps the
-threads' sums are added up in float64. A tile of ``segments`` segments is a block's unit of work. Both orders use the
-same cut.
+group's slots. The threads of a block take ``sweep`` slots in each step. A tile of ``tile_steps`` steps is the unit of a
+block's work; at its end the threads' sums are added up in float64. Both orders use the same cut.
 
 The bits depend neither on where a group begins nor on whether its vectors can be loaded in one piece: a sum runs over
 the rows of one channel, in an order that `Cut` gives. So a range of channels has the same bits as within the whole.
@@ -26,18 +25,14 @@ _WARP = 32
 _MAX_GROUP_CHANNELS = 256
 _PLANES_FROM = 512
 """With at least this many inner elements a group is one channel, as its rows fill the threads well enough."""
-_RUN_NBYTES, _SHORT_RUN_NBYTES = 128, 64
-"""The minimum length of a contiguous read: a cache line, or the unit of memory transfers."""
-_CACHED_NBYTES, _LARGEST_CACHED_NBYTES = 14 << 20, 55 << 20
-"""A group with at most this much y_backprop and x is still in the second-level cache at its second read: on an A100 or
-H100 with room for what is summed ahead, see `kernel_selection`; and on a B200, the GPU with the largest cache."""
+_RUN_NBYTES = 256
+"""The minimum length of a contiguous read; shorter ones make the memory slower."""
 _WORTHWHILE_NBYTES = 32 << 10
 """Groups are widened to at least this size, as scheduling a work tile has a cost."""
-_ENOUGH_TILES = 512
-"""Chains are shortened until there are this many tiles, so that every multiprocessor has work."""
-_LONGEST_CHAIN, _SHORTEST_CHAIN = 32, 4
-_MAX_TILES = 256
-"""The limit for a group, since other blocks wait while one block adds up the tiles' sums."""
+_BLOCKS = 264
+"""How many blocks an H100 runs at a time: small tensors are cut into about as many tiles, or a multiple."""
+_LONGEST_TILE, _SHORTEST_TILE = 16, 8
+"""Steps of a tile. The longest is also the limit for a thread's chain of additions in float32."""
 
 
 class Cut(NamedTuple):
@@ -50,8 +45,8 @@ class Cut(NamedTuple):
         group_channels: Channels of a group; the last group may have fewer.
         vectors: Vectors of a row of a group; the last one may be partly filled.
         sweep: Active threads of a block: a multiple of ``vectors``, or all if a group is one channel.
-        chain: The maximum number of terms that a thread adds up on its own, in float32 in the first order.
-        segments: Segments of a tile; the last tile may have fewer.
+        tile_steps: Steps of a tile; the last tile may have fewer. A thread adds up at most this many terms of a lane on
+            its own, in float32 in the first order.
         tiles: Tiles of a group; at least 1.
         parts: Threads that add up one channel's numbers; a power of two.
     """
@@ -62,8 +57,7 @@ class Cut(NamedTuple):
     group_channels: int
     vectors: int
     sweep: int
-    chain: int
-    segments: int
+    tile_steps: int
     tiles: int
     parts: int
 
@@ -90,9 +84,7 @@ def _cut(outer: int, channels: int, inner: int, itemsize: int) -> Cut:
     vectors = -(-group_channels * max(inner, 1) // lanes)
     sweep = _sweep(group_channels, vectors)
     slots = outer * vectors if inner else 0
-    chain = _chain(-(-channels // group_channels), -(-slots // sweep))
-    all_segments = max(1, -(-slots // (sweep * chain)))
-    segments = -(-all_segments // _MAX_TILES)
+    tile_steps = _tile_steps(max(1, -(-channels // group_channels)), -(-slots // sweep))
     parts = min(_WARP, _power_of_two(THREADS // group_channels))
     return Cut(
         rows=outer if inner else 0,
@@ -101,19 +93,18 @@ def _cut(outer: int, channels: int, inner: int, itemsize: int) -> Cut:
         group_channels=group_channels,
         vectors=vectors,
         sweep=sweep,
-        chain=chain,
-        segments=segments,
-        tiles=-(-all_segments // segments),
+        tile_steps=tile_steps,
+        tiles=max(1, -(-slots // (sweep * tile_steps))),
         parts=parts,
     )
 
 
-def _chain(groups: int, steps: int) -> int:
-    """Short enough for every multiprocessor to have a tile, as far as a group may have more tiles."""
-    chain = _LONGEST_CHAIN
-    while chain > _SHORTEST_CHAIN and steps < chain * min(_MAX_TILES, -(-_ENOUGH_TILES // max(groups, 1))):
-        chain //= 2
-    return chain
+def _tile_steps(groups: int, steps: int) -> int:
+    """Such that the tiles of a group are alike, and that there are as many tiles as blocks, or a multiple."""
+    tiles = -(-steps // _LONGEST_TILE)
+    wanted = -(-groups * tiles // _BLOCKS) * _BLOCKS
+    tiles = max(1, tiles, min(-(-wanted // groups), steps // _SHORTEST_TILE))
+    return max(1, -(-steps // tiles))
 
 
 def _sweep(group_channels: int, vectors: int) -> int:
@@ -121,21 +112,14 @@ def _sweep(group_channels: int, vectors: int) -> int:
 
 
 def _group_channels(outer: int, channels: int, inner: int, lanes: int) -> int:
-    """Wide enough for contiguous reads of a cache line, and narrow enough to be read again from the cache."""
+    """The narrowest that gives long contiguous reads and enough work, of those that keep the most lanes busy."""
     if inner >= _PLANES_FROM or channels == 1:
         return 1
     itemsize = VECTOR_NBYTES // lanes
-
-    def narrowest(run_nbytes: int) -> int:
-        group_nbytes = [(width, 2 * outer * width * inner * itemsize) for width in widths]
-        wide = [width for width, nbytes in group_nbytes
-                if width * inner * itemsize >= run_nbytes and nbytes >= _WORTHWHILE_NBYTES]  # fmt: skip
-        return max(wide or widths[-1:], key=lambda width: (_busy(width, channels, inner, lanes), -width))
-
     widths = list(_widths(channels, inner, lanes))
-    width, short = narrowest(_RUN_NBYTES), narrowest(_SHORT_RUN_NBYTES)
-    nbytes, short_nbytes = (2 * outer * each * inner * itemsize for each in (width, short))
-    return short if short_nbytes <= _LARGEST_CACHED_NBYTES and nbytes > _CACHED_NBYTES else width
+    rows = [(width, width * inner * itemsize) for width in widths]
+    wide = [width for width, nbytes in rows if nbytes >= _RUN_NBYTES and 2 * outer * nbytes >= _WORTHWHILE_NBYTES]
+    return max(wide or widths[-1:], key=lambda width: (_busy(width, channels, inner, lanes), -width))
 
 
 def _widths(channels: int, inner: int, lanes: int) -> Iterator[int]:

@@ -12,6 +12,12 @@ __device__ __forceinline__ uint4 *dynamic_shared() {
     return memory;
 }
 
+__device__ __forceinline__ unsigned load_relaxed(const unsigned *address) {
+    unsigned value;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+
 __device__ __forceinline__ unsigned load_acquire(const unsigned *address) {
     unsigned value;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
@@ -28,6 +34,22 @@ __device__ __forceinline__ unsigned add_acq_rel(unsigned *address, unsigned valu
     unsigned before;
     asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(address), "r"(value) : "memory");
     return before;
+}
+
+// Starts to copy 16 bytes from global to shared memory, for the calling thread alone.
+__device__ __forceinline__ void copy_async(const uint4 *from, uint4 *to) {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(unsigned(__cvta_generic_to_shared(to))), "l"(from)
+                 : "memory");
+#else
+    *to = __ldcs(from);
+#endif
+}
+
+__device__ __forceinline__ void wait_for_copies() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
 }
 
 __device__ __forceinline__ float half_to_float(unsigned short bits) {

@@ -11,16 +11,21 @@ template <typename Order>
 struct Resident {
     static __device__ __forceinline__ void compute(const Descriptor &d, const WorkTile &work_tile,
                                                    TileScheduler &scheduler, Shared &shared) {
+        copy_group_to_shared<Order>(d, work_tile.group);
 #pragma unroll 1
         for (int tile = 0; tile < int(d.tiles); ++tile) {
-            sum_tile<Order, true, true>(d, work_tile.group, tile, shared);
+            sum_tile<Order, true, true>(d, work_tile.group, tile, shared, [] {});
+            __syncthreads();
         }
-        scheduler.fetch_next();
+        scheduler.fetch_index();
+        finish_group<Order>(d, work_tile.group, partials_of<Order::kSums>(d, work_tile.group, 0), int(d.tiles));
+        scheduler.fetch_tile();
         __syncthreads();
-        finish_group<Order>(d, work_tile.group);
-        __syncthreads();
+        copy_coefficients<Order>(d, work_tile.group, shared);
 #pragma unroll 1
-        for (int tile = 0; tile < int(d.tiles); ++tile) apply_tile<Order, true, true>(d, work_tile.group, tile, [] {});
+        for (int tile = 0; tile < int(d.tiles); ++tile) {
+            apply_tile<Order, true, true>(d, work_tile.group, tile, shared, [] {});
+        }
     }
 };
 

@@ -44,21 +44,21 @@ struct SecondOrder<T, true> {
             }
         }
 
-        __device__ __forceinline__ void begin_segment() {
+        __device__ __forceinline__ void begin() {
 #pragma unroll
             for (int lane = 0; lane < kLanes; ++lane) {
                 u[lane] = dy[lane] = x[lane] = u_dy[lane] = u_x[lane] = dy_x[lane] = x_x[lane] = 0;
             }
         }
 
-        __device__ __forceinline__ void add(const Descriptor &, const TileIterator<T, vectorised> &, const Position &at,
+        __device__ __forceinline__ void add(const Descriptor &, const TileIterator<T, vectorised> &at,
                                             const uint4 *packs) {
             float values[kInputs][kLanes];
 #pragma unroll
             for (int i = 0; i < kInputs; ++i) T::unpack(packs[i], values[i]);
 #pragma unroll
             for (int lane = 0; lane < kLanes; ++lane) {
-                if (vectorised || at.lanes >> lane & 1) {
+                if (at.holds(lane)) {
                     const double new_u = values[0][lane], new_dy = values[1][lane];
                     const double new_x = values[2][lane] - pivot[lane];
                     u[lane] += new_u;
@@ -85,19 +85,29 @@ struct SecondOrder<T, true> {
         }
     };
 
+    // What `finish` needs of a channel beside its sums.
+    struct Constants {
+        float scale, a, b, pivot;
+    };
+
+    static __device__ __forceinline__ Constants constants(const Descriptor &d, int64 channel) {
+        return {load_scale(d, channel), load_stat(d, d.grad_scale_backprop, channel),
+                load_stat(d, d.grad_offset_backprop, channel), load_pivot(d, channel)};
+    }
+
     // The formulae of reference.py, with the terms of each tensor collected. The coefficients are: mean; rstd; those of
     // u, xh and 1 in grad_y_backprop; those of dy, u, xh and 1 in grad_x. The error of rounding the mean to float32 is
     // corrected in the coefficients of 1.
-    static __device__ __forceinline__ void finish(const Descriptor &d, int64 channel, const Sums<kSums> &sum,
-                                                  float4 *coefficients) {
+    static __device__ __forceinline__ void finish(const Descriptor &d, int64 channel, const Constants &constants,
+                                                  const Sums<kSums> &sum, float4 *coefficients) {
         const double m = double(d.rows) * double(d.inner);
         if (m == 0) {
             store_stat(d, d.grad_scale, channel, 0.0);
             return;
         }
-        const double scale = load_scale(d, channel), a = load_stat(d, d.grad_scale_backprop, channel);
+        const double scale = constants.scale, a = constants.a;
         const double x_mean = sum.of[kX] / m, u_mean = sum.of[kU] / m, dy_mean = sum.of[kDy] / m;
-        const double mean = load_pivot(d, channel) + x_mean, variance = sum.of[kXX] / m - x_mean * x_mean;
+        const double mean = constants.pivot + x_mean, variance = sum.of[kXX] / m - x_mean * x_mean;
         const double rstd = 1.0 / sqrt((variance < 0.0 ? 0.0 : variance) + d.epsilon);  // NaN stays
         const double u_xh = rstd * (sum.of[kUX] / m - x_mean * u_mean);
         const double dy_xh = rstd * (sum.of[kDyX] / m - x_mean * dy_mean);
@@ -106,7 +116,7 @@ struct SecondOrder<T, true> {
 
         const double gain = scale * rstd, rest_xh = (mean - float(mean)) * rstd;
         const double y_by_xh = a - gain * u_xh;
-        const double y_by_1 = load_stat(d, d.grad_offset_backprop, channel) - gain * u_mean - y_by_xh * rest_xh;
+        const double y_by_1 = constants.b - gain * u_mean - y_by_xh * rest_xh;
         const double x_by_dy = rstd * y_by_xh, x_by_u = -gain * rstd * dy_xh;
         const double x_by_xh = -(x_by_dy * dy_xh + x_by_u * u_xh + gain * rstd * u_p_dy);
         const double x_by_1 = -(x_by_dy * dy_mean + x_by_u * u_mean + x_by_xh * rest_xh);
@@ -126,15 +136,15 @@ struct SecondOrder<T, true> {
 #pragma unroll
             for (int lane = 0; lane < kLanes; ++lane) {
                 const float4 *const its = coefficients + iterator.channel(d, lane) * kQuads;
-                const float4 first = __ldcg(its), second = __ldcg(its + 1), third = __ldcg(its + 2);
+                const float4 first = its[0], second = its[1], third = its[2];
                 mean[lane] = first.x, rstd[lane] = first.y, y_by_u[lane] = first.z, y_by_xh[lane] = first.w;
                 y_by_1[lane] = second.x, x_by_dy[lane] = second.y, x_by_u[lane] = second.z, x_by_xh[lane] = second.w;
                 x_by_1[lane] = third.x;
             }
         }
 
-        __device__ __forceinline__ void write(const Descriptor &d, const TileIterator<T, vectorised> &iterator,
-                                              const Position &at, const uint4 *packs) const {
+        __device__ __forceinline__ void write(const Descriptor &d, const TileIterator<T, vectorised> &at,
+                                              const uint4 *packs) const {
             float u[kLanes], dy[kLanes], x[kLanes];
             T::unpack(packs[0], u);
             T::unpack(packs[1], dy);
@@ -146,8 +156,8 @@ struct SecondOrder<T, true> {
                 u[lane] = __fmaf_rn(y_by_u[lane], u[lane], __fmaf_rn(y_by_xh[lane], xh, y_by_1[lane]));
                 dy[lane] = __fmaf_rn(x_by_dy[lane], dy[lane], by_x);
             }
-            iterator.store(d.grad_y_backprop, at, u);
-            iterator.store(d.grad_x, at, dy);
+            at.store(d.grad_y_backprop, u);
+            at.store(d.grad_x, dy);
         }
     };
 };
@@ -165,11 +175,11 @@ struct SecondOrder<T, false> {
 
     // stats: the mean; the coefficients of u, of xc = x - mean (also that of dy in grad_x), and of 1.
     static __device__ __forceinline__ void load_stats(const Descriptor &d, int64 channel, Shared &shared) {
-        const double rstd = load_rstd(d, channel);
-        shared.stats[0][threadIdx.x] = float(load_stat(d, d.reserve_space_1, channel));
+        const double rstd = rstd_of(d, load_stat(d, d.reserve_space_2, channel));
+        shared.stats[0][threadIdx.x] = load_stat(d, d.reserve_space_1, channel);
         shared.stats[1][threadIdx.x] = float(load_scale(d, channel) * rstd);
         shared.stats[2][threadIdx.x] = float(load_stat(d, d.grad_scale_backprop, channel) * rstd);
-        shared.stats[3][threadIdx.x] = float(load_stat(d, d.grad_offset_backprop, channel));
+        shared.stats[3][threadIdx.x] = load_stat(d, d.grad_offset_backprop, channel);
     }
 
     template <bool vectorised>
@@ -188,35 +198,43 @@ struct SecondOrder<T, false> {
             }
         }
 
-        __device__ __forceinline__ void begin_segment() {
+        __device__ __forceinline__ void begin() {
 #pragma unroll
             for (int lane = 0; lane < kLanes; ++lane) u_dy[lane] = 0;
         }
 
-        __device__ __forceinline__ void add(const Descriptor &d, const TileIterator<T, vectorised> &iterator,
-                                            const Position &at, const uint4 *packs) {
+        __device__ __forceinline__ void add(const Descriptor &d, const TileIterator<T, vectorised> &at,
+                                            const uint4 *packs) {
             float u[kLanes], dy[kLanes], x[kLanes];
             T::unpack(packs[0], u);
             T::unpack(packs[1], dy);
             T::unpack(packs[2], x);
 #pragma unroll
             for (int lane = 0; lane < kLanes; ++lane) {
-                if (vectorised || at.lanes >> lane & 1) u_dy[lane] = __fma_rn(u[lane], dy[lane], u_dy[lane]);
+                if (at.holds(lane)) u_dy[lane] = __fma_rn(u[lane], dy[lane], u_dy[lane]);
                 const float xc = __fsub_rn(x[lane], mean[lane]);
                 u[lane] = __fmaf_rn(by_u[lane], u[lane], __fmaf_rn(by_xc[lane], xc, by_1[lane]));
                 dy[lane] = __fmul_rn(by_xc[lane], dy[lane]);
             }
-            iterator.store(d.grad_y_backprop, at, u);
-            iterator.store(d.grad_x, at, dy);
+            at.store(d.grad_y_backprop, u);
+            at.store(d.grad_x, dy);
         }
 
         __device__ __forceinline__ double get(int, int lane) const { return u_dy[lane]; }
     };
 
-    static __device__ __forceinline__ void finish(const Descriptor &d, int64 channel, const Sums<kSums> &sum,
-                                                  float4 *) {
+    struct Constants {
+        float reserve_space_2;
+    };
+
+    static __device__ __forceinline__ Constants constants(const Descriptor &d, int64 channel) {
+        return {load_stat(d, d.reserve_space_2, channel)};
+    }
+
+    static __device__ __forceinline__ void finish(const Descriptor &d, int64 channel, const Constants &constants,
+                                                  const Sums<kSums> &sum, float4 *) {
         const bool is_empty = d.rows == 0;
-        store_stat(d, d.grad_scale, channel, is_empty ? 0.0 : sum.of[0] * load_rstd(d, channel));
+        store_stat(d, d.grad_scale, channel, is_empty ? 0.0 : sum.of[0] * rstd_of(d, constants.reserve_space_2));
     }
 };
 

@@ -21,7 +21,7 @@ from bngrad_kernels.problem import AnyProblem, Array, GradGradProblem, Problem
 from bngrad_kernels.spec import FLOAT32, TENSOR_DTYPES, Spec
 
 SHAPES = [
-    (100, 64, 1),  # channels last: vectors, several tiles
+    (400, 64, 1),  # channels last: vectors, several tiles
     (20, 30, 1),  # the same, element by element
     (4, 16, 49),  # channels first, several channels a group
     (3, 3, 600),  # channels first, a channel a group: vectors

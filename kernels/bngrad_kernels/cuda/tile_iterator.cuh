@@ -21,12 +21,7 @@ __device__ __forceinline__ Word read(const Word *address) {
     return access == Access::kKeep ? __ldg(address) : __ldcs(address);
 }
 
-// A thread's position in a tensor.
-struct Position {
-    int64 index;     // the element of the first lane
-    unsigned lanes;  // a bit for each lane that holds an element of the group
-};
-
+// A thread's position in a tile.
 template <typename T, bool vectorised>
 struct TileIterator {
     static constexpr int kLanes = T::kLanes;
@@ -68,14 +63,8 @@ struct TileIterator {
         return vectorised ? vector * kLanes + lane : vector + lane * vectors;
     }
 
-    __device__ __forceinline__ Position position() const {
-        unsigned lanes = 1;  // a vectorised load lies wholly in the group, or its thread is idle
-        if constexpr (!vectorised) {
-#pragma unroll
-            for (int lane = 1; lane < kLanes; ++lane) lanes |= unsigned(column(lane) < columns) << lane;
-        }
-        return {index, lanes};
-    }
+    // Whether a lane holds an element of the group. A vectorised load lies wholly in the group, or its thread is idle.
+    __device__ __forceinline__ bool holds(int lane) const { return vectorised || column(lane) < columns; }
 
     __device__ __forceinline__ void advance(const Descriptor &d) {
         vector += vector_step;
@@ -86,29 +75,34 @@ struct TileIterator {
         }
     }
 
+    // The address of a vector.
+    __device__ __forceinline__ const uint4 *address(const void *tensor) const {
+        return reinterpret_cast<const uint4 *>(static_cast<const Bits *>(tensor) + index);
+    }
+
     template <Access access>
-    __device__ __forceinline__ uint4 load(const void *tensor, const Position &at) const {
-        const Bits *elements = static_cast<const Bits *>(tensor) + at.index;
+    __device__ __forceinline__ uint4 load(const void *tensor) const {
         if constexpr (vectorised) {
-            return read<access>(reinterpret_cast<const uint4 *>(elements));
+            return read<access>(address(tensor));
         } else {
+            const Bits *elements = static_cast<const Bits *>(tensor) + index;
             Bits bits[kLanes];
 #pragma unroll
             for (int lane = 0; lane < kLanes; ++lane) {
-                bits[lane] = at.lanes >> lane & 1 ? read<access>(elements + lane * vectors) : Bits(0);
+                bits[lane] = holds(lane) ? read<access>(elements + lane * vectors) : Bits(0);
             }
             return T::gather(bits);
         }
     }
 
-    __device__ __forceinline__ void store(void *tensor, const Position &at, const float *values) const {
-        Bits *elements = static_cast<Bits *>(tensor) + at.index;
+    __device__ __forceinline__ void store(void *tensor, const float *values) const {
+        Bits *elements = static_cast<Bits *>(tensor) + index;
         if constexpr (vectorised) {
             __stcs(reinterpret_cast<uint4 *>(elements), T::pack(values));
         } else {
 #pragma unroll
             for (int lane = 0; lane < kLanes; ++lane) {
-                if (at.lanes >> lane & 1) __stcs(elements + lane * vectors, T::narrow(values[lane]));
+                if (holds(lane)) __stcs(elements + lane * vectors, T::narrow(values[lane]));
             }
         }
     }

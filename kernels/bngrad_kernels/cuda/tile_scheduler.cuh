@@ -6,37 +6,50 @@
 
 namespace bngrad {
 
-// One block's side of the scheduler. The index of the next work tile is fetched while the current one is computed,
-// since the atomic takes a while. It is fetched only once the current work tile waits for nothing more: otherwise a
-// waiting block could hold a work tile that others wait for.
+// One block's side of the scheduler. The next work tile is fetched while the current one is computed: first its index,
+// by an atomic, then the work tile itself. A block takes its work tiles in their order, so that the first one which is
+// not done never waits: what it waits for comes before it.
 class TileScheduler {
    public:
-    __device__ __forceinline__ TileScheduler(const WorkTile *__restrict__ work_tiles, unsigned tile_count,
-                                             unsigned *tile_counter)
-        : work_tiles_(work_tiles), tile_count_(tile_count), tile_counter_(tile_counter) {
-        fetch_next();
+    __device__ __forceinline__ TileScheduler(const WorkTile *work_tiles, unsigned tile_count, unsigned *tile_counter,
+                                             Shared &shared)
+        : work_tiles_(work_tiles), tile_count_(tile_count), tile_counter_(tile_counter), shared_(shared) {
+        fetch_index();
+        fetch_tile();
     }
 
     // Starts to fetch the index of the next work tile.
-    __device__ __forceinline__ void fetch_next() {
-        if (threadIdx.x == 0) next_ = atomicAdd(tile_counter_, 1u);
+    __device__ __forceinline__ void fetch_index() {
+        if (threadIdx.x == 0) index_ = atomicAdd(tile_counter_, 1u);
     }
 
-    // Gives all threads the work tile whose index was fetched; returns false if there is none.
-    __device__ __forceinline__ bool next(WorkTile &work_tile, Shared &shared) const {
+    // Starts to fetch the next work tile, once its index is there.
+    __device__ __forceinline__ void fetch_tile() {
+        if (threadIdx.x == 0 && index_ < tile_count_) {
+            copy_async(reinterpret_cast<const uint4 *>(work_tiles_ + index_),
+                       reinterpret_cast<uint4 *>(&shared_.work_tiles[turn_]));
+        }
+    }
+
+    // Returns the work tile that was fetched, which stays there until the next one is asked for; null if there is none.
+    __device__ __forceinline__ const WorkTile *next() {
         __syncthreads();
-        if (threadIdx.x == 0) shared.tile_index = next_;
+        if (threadIdx.x == 0) {
+            wait_for_copies();
+            shared_.tile_index = index_;
+        }
         __syncthreads();
-        if (shared.tile_index >= tile_count_) return false;
-        work_tile = work_tiles_[shared.tile_index];
-        return true;
+        turn_ ^= 1;
+        return shared_.tile_index < tile_count_ ? &shared_.work_tiles[turn_ ^ 1] : nullptr;
     }
 
    private:
     const WorkTile *work_tiles_;
     unsigned tile_count_;
     unsigned *tile_counter_;
-    unsigned next_ = 0;  // in thread 0
+    Shared &shared_;
+    unsigned index_ = 0;  // in thread 0, as the next one
+    int turn_ = 0;
 };
 
 // Copies a descriptor to shared memory, where streaming tensors cannot evict it as they would from a cache.
@@ -49,17 +62,16 @@ __device__ __forceinline__ void copy_descriptor(const Descriptor &from, Descript
     __syncthreads();
 }
 
-// Computes work tiles until none is left. Kernel::compute calls fetch_next once for each work tile.
+// Computes work tiles until none is left. Kernel::compute calls fetch_index and then fetch_tile once for each.
 template <typename Kernel>
-__device__ __forceinline__ void run(const Descriptor *__restrict__ descriptors, TileScheduler scheduler,
-                                    Shared &shared) {
-    WorkTile work_tile;
-    for (int described = -1; scheduler.next(work_tile, shared);) {
-        if (work_tile.descriptor != described) {
-            copy_descriptor(descriptors[work_tile.descriptor], shared.descriptor);
-            described = work_tile.descriptor;
+__device__ __forceinline__ void run(const Descriptor *descriptors, TileScheduler &scheduler, Shared &shared) {
+    int described = -1;
+    while (const WorkTile *work_tile = scheduler.next()) {
+        if (work_tile->descriptor != described) {
+            copy_descriptor(descriptors[work_tile->descriptor], shared.descriptor);
+            described = work_tile->descriptor;
         }
-        Kernel::compute(shared.descriptor, work_tile, scheduler, shared);
+        Kernel::compute(shared.descriptor, *work_tile, scheduler, shared);
     }
 }
 

@@ -236,7 +236,7 @@ def ranges_of(spec: Spec, piece_nbytes: int, stream_nbytes: int) -> list[tuple[i
     ("shape", "stream_nbytes", "width"),
     [
         ((1000, 256), 1 << 30, 256),  # as it is
-        ((1000, 256), 100 * 12_020, 96),  # whole groups of 32 channels
+        ((1000, 256), 100 * 12_020, 64),  # whole groups of 64 channels
         ((1000, 256), 11 * 12_020, 8),  # whole vectors of 4
         ((1000, 256), 3 * 12_020, 3),
         ((1000, 256), 1, 1),  # a channel at least

@@ -65,14 +65,28 @@ def test_every_tile_is_summed_once_and_applied_once_after_all_sums_of_its_group(
     assert all(applied[key] == summed[key] for key in applied)
 
 
-def test_a_group_is_applied_soon_after_it_is_summed_and_backwards() -> None:
-    spec = Spec(FLOAT16, (100_352, 256), 1)
+def test_a_group_with_long_rows_is_applied_soon_after_it_is_summed_and_backwards() -> None:
+    spec = Spec(FLOAT16, (32, 64, 112 * 112), 1)
     table = drawn(spec)
     tiles = template(whole(spec), TRAITS).cut.tiles
     first = table[table[:, GROUP] == 0]
     assert first[:, TILE].tolist() == [*range(tiles), *reversed(range(tiles))]
     between = np.flatnonzero(table[:, GROUP] == 0)[tiles] - tiles
-    assert 0 < between < 2 * tiles  # other groups are summed meanwhile, as far as the cache has room
+    assert 0 < between < 20 * tiles  # other groups are summed meanwhile, as far as the cache has room
+
+
+def test_groups_with_short_rows_take_turns_by_halves_and_are_applied_once_all_are_summed() -> None:
+    spec = Spec(FLOAT16, (100_352, 512), 1)
+    table = drawn(spec)
+    made = template(whole(spec), TRAITS)
+    assert made.groups == 4
+    sums, applies = np.split(table, 2)
+    assert set(sums[:, PHASE]) == {SUM}
+    half = made.cut.tiles * 2
+    assert sums[:half, GROUP].tolist() == [0, 1] * made.cut.tiles
+    assert sums[half:, GROUP].tolist() == [2, 3] * made.cut.tiles
+    assert applies[:, GROUP].tolist() == sums[:, GROUP].tolist()
+    assert applies[:half, TILE].tolist() == sums[:half, TILE].tolist()[::-1]
 
 
 def test_inference_takes_one_pass() -> None:

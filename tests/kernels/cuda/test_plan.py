@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -8,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.kernels.problems import DTYPES
 
-from bngrad_kernels.cuda.kernel_selection import is_read_from_cache
+from bngrad_kernels.cuda.kernel_selection import has_short_rows
 from bngrad_kernels.cuda.plan import THREADS, VECTOR_NBYTES, Cut, cut
-from bngrad_kernels.spec import Spec
+from bngrad_kernels.spec import FLOAT32, Spec
 
 RESNET50 = [(64, 112), (64, 56), (256, 56), (128, 28), (512, 28), (256, 14), (1024, 14), (512, 7), (2048, 7)]
 SIZES = st.one_of(st.integers(0, 3000), st.integers(0, 2**33))
@@ -34,9 +35,9 @@ def test_every_cut_is_one_that_the_kernels_can_do(outer: int, channels: int, inn
     assert 1 <= planned.sweep <= THREADS
     assert planned.parts in {1, 2, 4, 8, 16, 32}
     assert planned.parts * planned.group_channels <= THREADS
-    assert 4 <= planned.chain <= 32
-    assert 1 <= planned.tiles <= 256
-    slots, tile = planned.rows * planned.vectors, planned.segments * planned.chain * planned.sweep
+    assert 1 <= planned.tile_steps <= 16
+    slots, tile = planned.rows * planned.vectors, planned.tile_steps * planned.sweep
+    assert planned.tiles >= 1
     assert planned.tiles * tile >= slots
     assert (planned.tiles - 1) * tile < max(slots, 1)
 
@@ -60,19 +61,26 @@ def test_the_layers_of_resnet50_are_read_in_whole_vectors_and_long_runs_by_busy_
     spec = Spec(dtype, shape, 3 if channels_last else 1)
     planned = cut(spec)
     assert planned.is_vectorised(channels)
-    assert planned.group_channels * planned.inner * dtype.itemsize >= 64
+    row_nbytes = planned.group_channels * planned.inner * dtype.itemsize
+    assert row_nbytes >= min(256, channels * dtype.itemsize)
     assert planned.sweep >= 0.9 * THREADS
-    assert planned.groups(channels) * planned.tiles >= 64  # there is work for many processors
+    assert planned.groups(channels) * planned.tiles >= 32  # there is work for many processors
+    assert has_short_rows(planned) == channels_last
     if not channels_last:
         assert group_nbytes(spec, planned) <= 28 << 20  # the second time, it is read from the cache
 
 
-def test_channels_last_groups_are_narrowed_where_that_makes_them_fit_the_cache() -> None:
-    for dtype in DTYPES:
-        wide, narrow, large, huge = (Spec(dtype, (batch, 28, 28, 128), 3) for batch in (64, 128, 512, 1024))
-        assert [cut(spec).group_channels * dtype.itemsize for spec in (wide, narrow, large, huge)] == [128, 64, 64, 128]
-        assert group_nbytes(narrow, cut(narrow)) <= 14 << 20  # of an A100's or H100's
-        assert is_read_from_cache(group_nbytes(large, cut(large)), 126 << 20)  # of a B200's
+@pytest.mark.parametrize("steps", [1, 7, 8, 63, 264 * 5, 264 * 16, 264 * 17, 100_000])
+def test_tiles_are_alike_and_about_as_many_as_blocks_or_a_multiple(steps: int) -> None:
+    planned = cut(Spec(FLOAT32, (steps * 16, 64), 1))  # a step of 256 threads takes 16 rows of 64 channels
+    assert planned.sweep == THREADS
+    assert planned.tile_steps <= 16
+    assert (planned.tiles - 1) * planned.tile_steps < steps <= planned.tiles * planned.tile_steps
+    if steps >= 264 * 8:
+        waves = planned.tiles / 264
+        assert waves > 0.9 * math.ceil(waves)
+    else:
+        assert planned.tile_steps >= min(steps, 8)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

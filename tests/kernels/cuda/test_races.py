@@ -45,9 +45,9 @@ def test_the_kernels_have_no_races(sources: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "right", "wrong"),
     [
-        ("sums.cuh", "    __syncthreads();\n", ""),  # between writing shared memory and reading it
+        ("sums.cuh", "        __syncthreads();\n", ""),  # between writing shared memory and reading it
         ("streamed.cuh", "add_acq_rel(", "atomicAdd("),  # publishes a tile's sums
-        ("streamed.cuh", "                wait_for_group(d, work_tile.group);\n", ""),
+        ("streamed.cuh", "                    wait_for_group(d, work_tile.group);\n", ""),
     ],
     ids=["barrier", "order", "wait"],
 )

@@ -107,7 +107,7 @@ def probe(folder: Path) -> tuple[list[str], list[str]]:
 
 
 KERNEL = "first_float32_training_vectors"
-FAILED = f"failed its self-test: kernel {KERNEL}, float32 (100, 64, 1) in training, "
+FAILED = f"failed its self-test: kernel {KERNEL}, float32 (400, 64, 1) in training, "
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ FAILED = f"failed its self-test: kernel {KERNEL}, float32 (100, 64, 1) in traini
             "a copy ahead is wrong: float32 (1100, 64, 1) in training has other bits",
         ),
         ("memory", "2000000", "CuPy 14.2.0: the GPU has no 1048576 bytes left"),
-        ("page-locked memory", "1000", "CuPy 14.2.0: the host has no 4096 bytes left that can be page-locked"),
+        ("page-locked memory", "1000", "CuPy 14.2.0: the host has no 8192 bytes left that can be page-locked"),
     ],
 )
 def test_auto_does_not_use_a_gpu_that_fails_and_says_why(

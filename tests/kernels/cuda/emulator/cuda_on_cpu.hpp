@@ -33,7 +33,9 @@ struct uint4 { unsigned x, y, z, w; };
 #include "fibers.hpp"
 
 struct float4 { float x, y, z, w; };
+struct double2 { double x, y; };
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+inline double2 make_double2(double x, double y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 template <typename Number>
@@ -70,9 +72,12 @@ inline double __shfl_xor_sync(unsigned, double value, int mask) {
 
 namespace bngrad {
 
+inline unsigned load_relaxed(const unsigned *address) { return __atomic_load_n(address, __ATOMIC_RELAXED); }
 inline unsigned load_acquire(const unsigned *address) { return __atomic_load_n(address, __ATOMIC_ACQUIRE); }
 inline void store_release(unsigned *address, unsigned value) { __atomic_store_n(address, value, __ATOMIC_RELEASE); }
 inline unsigned add_acq_rel(unsigned *address, unsigned value) { return add(address, value, __ATOMIC_ACQ_REL); }
+inline void copy_async(const uint4 *from, uint4 *to) { *to = *from; }
+inline void wait_for_copies() {}
 inline float half_to_float(unsigned short bits) {
     _Float16 half;
     std::memcpy(&half, &bits, 2);
