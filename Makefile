@@ -88,8 +88,9 @@ proto: $(VENV)/dev.stamp  ## Generates the code beside the .proto files
 settings-page: $(VENV)/dev.stamp  ## Generates the tables of docs/settings.md from the settings model
 	$(BIN)/python -m tests.unit.cli.settings_page
 
-kernels-page: $(VENV)/dev.stamp  ## Generates the tables of the kernels in docs/performance.md from benchmarks/results/
+kernels-page: $(VENV)/dev.stamp  ## Generates the tables of the kernels in docs/performance.md and docs/cuda.md from benchmarks/results/
 	$(BIN)/python -m benchmarks.kernels.page
+	$(BIN)/python -m benchmarks.gpu.page
 
 transport-page: $(VENV)/dev.stamp  ## Generates the tables of the transports in docs/ from benchmarks/results/
 	$(BIN)/python -m benchmarks.transport.page

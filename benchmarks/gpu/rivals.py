@@ -23,7 +23,7 @@ _COUNTER_NBYTES, _ALIGNMENT = 4, 256
 class Resident:
     """One launch of bngrad's kernel over tensors in device memory.
 
-    The tables are written once. A launch counts tickets and strips in memory that must be zero, and in the service
+    The tables are written once. A launch counts work tiles and arrivals in memory that must be zero, and in a server
     arrives so with the tables; here each launch has a copy of its own, so that nothing but the kernel is timed.
     """
 

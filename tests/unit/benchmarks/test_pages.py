@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from benchmarks.gpu import page as gpu
 from benchmarks.kernels import page as kernels
 from benchmarks.pages import Part
 from benchmarks.transport import page as transport
 
 
-@pytest.mark.parametrize("part", [*kernels.PARTS, *transport.PARTS], ids=lambda part: f"{part.page.name}-{part.name}")
+@pytest.mark.parametrize("part", [*kernels.PARTS, *gpu.PARTS, *transport.PARTS], ids=lambda part: f"{part.page.name}-{part.name}")
 def test_the_tables_on_a_page_are_those_of_the_committed_results(part: Part) -> None:
     assert part.whole_page() == part.page.read_text(), "run make kernels-page transport-page"
 
