@@ -10,8 +10,10 @@ from benchmarks.kernels import page as kernels
 from benchmarks.pages import Part
 from benchmarks.transport import page as transport
 
+PARTS = [*kernels.PARTS, *gpu.PARTS, *transport.PARTS]
 
-@pytest.mark.parametrize("part", [*kernels.PARTS, *gpu.PARTS, *transport.PARTS], ids=lambda part: f"{part.page.name}-{part.name}")
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: f"{part.page.name}-{part.name}")
 def test_the_tables_on_a_page_are_those_of_the_committed_results(part: Part) -> None:
     assert part.whole_page() == part.page.read_text(), "run make kernels-page transport-page"
 
