@@ -63,10 +63,12 @@ def network() -> Any:
     return keras.Sequential([*layers, keras.layers.Flatten(), inner, keras.layers.Dense(10)])
 
 
-def losses(model: Any) -> list[float]:
-    """Trains a model for two epochs, and returns the loss of each."""
+def losses(model: Any, seed: int | None = None) -> list[float]:
+    """Trains a model for two epochs, and returns the loss of each; a seed changes the images by 1e-7 of themselves."""
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(96, 16, 16, 3)).astype(np.float32), rng.integers(0, 10, 96)
+    if seed is not None:
+        x *= (1 + 1e-7 * np.random.default_rng(seed).normal(size=x.shape)).astype(np.float32)
     optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
     model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     fitted = model.fit(x, y, batch_size=32, epochs=2, shuffle=False, verbose=0)
@@ -76,12 +78,16 @@ def losses(model: Any) -> list[float]:
 
 def test_a_converted_model_trains_as_keras_own(counted: Any, policy: str) -> None:
     stock, converted = network(), bngrad.keras.convert(network(), counted)
-    np.testing.assert_allclose(losses(converted), losses(stock), atol=1e-3)
+    expected, atol = losses(stock), 1e-3
+    if policy in {"float16", "bfloat16"}:  # 1e-3 is about one step of such a loss, and Keras' own may be further off
+        atol = max(atol, *(np.abs(np.subtract(losses(network(), seed), expected)).max() for seed in range(5)))
+    np.testing.assert_allclose(losses(converted), expected, rtol=0, atol=atol)
     assert counted.calls == 2 * 3 * 3, "epochs, batches, layers"
     for ours, theirs in zip(converted.get_weights(), stock.get_weights(), strict=True):
         assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+    stock.set_weights(converted.get_weights())
     x = np.ones((2, 16, 16, 3), np.float32)
-    np.testing.assert_allclose(converted.predict(x, verbose=0), stock.predict(x, verbose=0), atol=2e-2)
+    np.testing.assert_allclose(converted.predict(x, verbose=0), stock.predict(x, verbose=0), rtol=1e-3, atol=1e-3)
     assert not converted.jit_compile
 
 

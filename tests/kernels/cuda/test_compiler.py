@@ -102,7 +102,7 @@ def sums_of_sums(code: bytes) -> Iterator[str]:
     From sm_70 to sm_120 an instruction has 16 bytes, some bits of which tell the operation, as nvdisasm 13.5 shows.
     """
     for low, high in struct.iter_unpack("<QQ", code):
-        if low & 0x1FF == 0x181 and high >> 12 & 15 == 15 and high >> 9 & 7 in {5, 6}:
+        if low & 0x1FF == 0x181 and high >> 12 & 0xFF in {0xEF, 0xF4} and high >> 9 & 7 in {5, 6}:
             yield LOAD
         elif low & 0x1FF == 0x29:
             yield ADD_64
