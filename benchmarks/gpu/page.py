@@ -36,10 +36,11 @@ def _tables() -> str:
 
 def _machine(machine: Row) -> str:
     driver = machine["nvidia_smi"].splitlines()[-1].split(", ")[1]
+    device = machine["device"].replace(", driver", ", CUDA driver")
     files = {"batch 32": _NOW, "batch 256": _LARGE, "before": _BEFORE}
     links = ", ".join(f"[{name}](../benchmarks/results/{file})" for name, file in files.items())
     return (
-        f"{machine['device']}, driver {driver}, NVRTC {machine['nvrtc']}, PyTorch {machine['torch']}, cuDNN "
+        f"{device}, driver {driver}, NVRTC {machine['nvrtc']}, PyTorch {machine['torch']}, cuDNN "
         f"{machine['cudnn']}, commit {machine['commit']}; all figures: {links}. ResNet-50's layers, geometric means:"
     )
 
