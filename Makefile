@@ -22,7 +22,7 @@ demo: $(VENV)/server.stamp  ## Starts a CPU server and sends it real gradients
 test test-fast test-kernels: export PYTHONDONTWRITEBYTECODE :=
 
 test: $(VENV)/dev.stamp  ## Runs every test, four files at a time, since many wait rather than compute
-	$(BIN)/pytest --numprocesses 4 --dist loadfile
+	$(BIN)/pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test-fast: $(VENV)/dev.stamp  ## Runs the unit tests of client, wire, protos, server and command line, without slow ones; 4 at a time, as they wait
 	$(BIN)/pytest --numprocesses 4 --dist worksteal -m "not slow" \
