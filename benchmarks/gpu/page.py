@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Iterator
+from statistics import geometric_mean
 from typing import Any
 
 from benchmarks.pages import DOCS, RESULTS, Part
@@ -61,14 +61,22 @@ def _ratios(rows: list[Row]) -> Iterator[str]:
     """To PyTorch, to the faster of PyTorch and cuDNN, the worst of these, and to a copy."""
     to_best = [row["to_best_peer"] for row in rows]
     to_pytorch = [row["seconds"]["bngrad"] / row["seconds"]["pytorch"] for row in rows]
-    for ratio in (_mean(to_pytorch), _mean(to_best), max(to_best), _mean([row["to_floor"] for row in rows])):
+    for ratio in (
+        geometric_mean(to_pytorch),
+        geometric_mean(to_best),
+        max(to_best),
+        geometric_mean([row["to_floor"] for row in rows]),
+    ):
         yield f"{ratio:.2f}"
 
 
 def _overall(rows: list[Row], before: list[Row]) -> str:
     old = {row["case"]: row["seconds"]["bngrad"] for row in before}
     saved = [
-        1 - _mean([row["seconds"]["bngrad"] / old[row["case"]] for row in rows if row["is_training"] == is_training])
+        1
+        - geometric_mean(
+            [row["seconds"]["bngrad"] / old[row["case"]] for row in rows if row["is_training"] == is_training]
+        )
         for is_training in (True, False)
     ]
     mean, slower = _to_best(rows)
@@ -83,7 +91,7 @@ def _overall(rows: list[Row], before: list[Row]) -> str:
 def _to_best(rows: list[Row]) -> tuple[float, int]:
     """The mean ratio to the faster library, and in how many cases bngrad is slower."""
     ratios = [row["to_best_peer"] for row in rows]
-    return _mean(ratios), sum(ratio > 1 for ratio in ratios)
+    return geometric_mean(ratios), sum(ratio > 1 for ratio in ratios)
 
 
 def _second_order(rows: list[Row], before: list[Row]) -> Iterator[str]:
@@ -92,10 +100,6 @@ def _second_order(rows: list[Row], before: list[Row]) -> Iterator[str]:
         times = row["seconds"], old[row["case"]], row["pytorch_seconds"], row["floor_seconds"]
         case = " ".join(row["case"].replace("training", "").split())
         yield f"| {case} | {' | '.join(f'{1e6 * seconds:,.0f}' for seconds in times)} |"
-
-
-def _mean(ratios: list[float]) -> float:
-    return statistics.geometric_mean(ratios)
 
 
 PARTS = (Part(DOCS / "cuda.md", "gpu", _tables),)

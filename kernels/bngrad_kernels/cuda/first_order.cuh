@@ -47,12 +47,8 @@ struct FirstOrder {
                 } else {
                     mean[lane] = shared.stats[0][channel], gain[lane] = shared.stats[1][channel];
                 }
+                sum_dy[lane] = sum_dy_xc[lane] = 0;
             }
-        }
-
-        __device__ __forceinline__ void begin() {
-#pragma unroll
-            for (int lane = 0; lane < kLanes; ++lane) sum_dy[lane] = sum_dy_xc[lane] = 0;
         }
 
         __device__ __forceinline__ void add(const Descriptor &d, const TileIterator<T, vectorised> &at,

@@ -2,9 +2,9 @@
 //
 // An Order defines the arithmetic. It reads kInputs tensors, and has kSums sums and 4 * kQuads coefficients per
 // channel. In inference `load_stats` computes what the only pass needs of a channel; in training each thread loads
-// that itself, so that the pass starts at once. `Summing` adds vectors to a thread's chains, one segment at a time,
-// and in inference also writes the outputs. `finish` writes a channel's 1-D outputs and its coefficients. `Applying`
-// writes vectors of outputs from these coefficients.
+// that itself, so that the pass starts at once. `Summing` adds vectors to a thread's chains, and in inference also
+// writes the outputs. `finish` writes a channel's 1-D outputs and its coefficients, from its sums and what `constants`
+// loads while these are added up. `Applying` writes vectors of outputs from the coefficients.
 #pragma once
 
 #include "descriptor.cuh"
@@ -141,8 +141,7 @@ __device__ __forceinline__ void copy_group_to_shared(const Descriptor &d, int64 
     wait_for_copies();
 }
 
-// Sums a tile and writes its sums to the partials.
-// It calls `overlap` when all inputs are read.
+// Sums a tile and writes its sums to the partials. It calls `overlap` when all inputs are read.
 template <typename Order, bool vectorised, bool is_resident, typename Overlap>
 __device__ __forceinline__ void sum_tile(const Descriptor &d, int64 group, int64 tile, Shared &shared,
                                          const Overlap &overlap) {
@@ -162,7 +161,6 @@ __device__ __forceinline__ void sum_tile(const Descriptor &d, int64 group, int64
     Pipeline<kSource, kAccess, Summing::kBatch, T, vectorised, Order::kInputs> pipeline(d, iterator, Order::inputs(d),
                                                                                         tile);
     Summing summing(d, iterator, first_channel, shared);
-    summing.begin();
     pipeline.for_each(d, [&](const TileIterator<T, vectorised> &at, const uint4 *packs) {
         summing.add(d, at, packs);
     });

@@ -100,7 +100,7 @@ def _cut(outer: int, channels: int, inner: int, itemsize: int) -> Cut:
 
 
 def _tile_steps(groups: int, steps: int) -> int:
-    """Such that the tiles of a group are alike, and that there are as many tiles as blocks, or a multiple."""
+    """The steps of a tile: a group's tiles have equally many, and there are as many tiles as blocks, or a multiple."""
     tiles = -(-steps // _LONGEST_TILE)
     wanted = -(-groups * tiles // _BLOCKS) * _BLOCKS
     tiles = max(1, tiles, min(-(-wanted // groups), steps // _SHORTEST_TILE))

@@ -41,12 +41,6 @@ struct SecondOrder<T, true> {
 #pragma unroll
             for (int lane = 0; lane < kLanes; ++lane) {
                 pivot[lane] = load_pivot(d, first_channel + iterator.channel(d, lane));
-            }
-        }
-
-        __device__ __forceinline__ void begin() {
-#pragma unroll
-            for (int lane = 0; lane < kLanes; ++lane) {
                 u[lane] = dy[lane] = x[lane] = u_dy[lane] = u_x[lane] = dy_x[lane] = x_x[lane] = 0;
             }
         }
@@ -195,12 +189,8 @@ struct SecondOrder<T, false> {
                 const int channel = iterator.channel(d, lane);
                 mean[lane] = shared.stats[0][channel], by_u[lane] = shared.stats[1][channel];
                 by_xc[lane] = shared.stats[2][channel], by_1[lane] = shared.stats[3][channel];
+                u_dy[lane] = 0;
             }
-        }
-
-        __device__ __forceinline__ void begin() {
-#pragma unroll
-            for (int lane = 0; lane < kLanes; ++lane) u_dy[lane] = 0;
         }
 
         __device__ __forceinline__ void add(const Descriptor &d, const TileIterator<T, vectorised> &at,

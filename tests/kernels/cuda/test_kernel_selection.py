@@ -35,7 +35,9 @@ def kinds(spec: Spec) -> list[str]:
     ],
     ids=str,
 )
-def test_small_groups_are_resident_on_every_gpu(shape: tuple[int, ...], axis: int, expected: str) -> None:
+def test_every_gpu_keeps_small_groups_resident_and_streams_the_others(
+    shape: tuple[int, ...], axis: int, expected: str
+) -> None:
     assert kinds(Spec(BFLOAT16, shape, axis)) == [expected] * len(GPUS)
 
 

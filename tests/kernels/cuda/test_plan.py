@@ -71,7 +71,7 @@ def test_the_layers_of_resnet50_are_read_in_whole_vectors_and_long_runs_by_busy_
 
 
 @pytest.mark.parametrize("steps", [1, 7, 8, 63, 264 * 5, 264 * 16, 264 * 17, 100_000])
-def test_tiles_are_alike_and_about_as_many_as_blocks_or_a_multiple(steps: int) -> None:
+def test_tiles_have_equal_steps_and_are_about_as_many_as_blocks_or_a_multiple(steps: int) -> None:
     planned = cut(Spec(FLOAT32, (steps * 16, 64), 1))  # a step of 256 threads takes 16 rows of 64 channels
     assert planned.sweep == THREADS
     assert planned.tile_steps <= 16
