@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
-import struct
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,7 +16,18 @@ from bngrad_kernels import machine
 from bngrad_kernels.backend import Backend
 from bngrad_kernels.cpu.machine_code import loader
 from bngrad_kernels.cpu.machine_code.kernels import FIRST, Kernel, host
-from bngrad_kernels.cpu.plan import BEGIN, CALL, COUNTER_NBYTES, GROUPS, PROBLEMS, RECORD, Plan, plan
+from bngrad_kernels.cpu.plan import Plan, plan
+from bngrad_kernels.cpu.records import (
+    BEGIN,
+    GROUPS,
+    PROBLEMS,
+    begin_of,
+    new_call,
+    place,
+    place_at,
+    place_workspace,
+    share_workspace,
+)
 from bngrad_kernels.cpu.threads import threads as team
 from bngrad_kernels.problem import AnyProblem, Array
 from bngrad_kernels.spec import Spec
@@ -25,24 +35,11 @@ from bngrad_kernels.spec import Spec
 ALONE_BELOW_NBYTES = 1 << 20
 """Smaller tensors are computed by one thread: waking the others, which sleep, would cost more."""
 
-_MAX_SLOT_NBYTES = 16 << 20
-"""A problem that needs a larger workspace, as for very many channels, is computed in parts, one after the other."""
+_MAX_SLOT_NBYTES, _MAX_SCRATCH_NBYTES = 16 << 20, 1 << 20
+"""A problem that needs larger memory, as for very many channels, is computed in parts, one after the other."""
 
 _ALL_CORES = threading.Lock()
 """Held where problems run on several threads, as more than one at a time would only share the same cores."""
-
-FIRST_ORDER = (
-    "y_backprop", "x", "x_backprop", "scale", "reserve_space_1", "reserve_space_2", "scale_backprop", "offset_backprop",
-)  # fmt: skip
-"""The tensors of a `bngrad_kernels.problem.Problem` in the order of a record, and of the arguments for `bound_at`."""
-
-_X_BACKPROP = FIRST_ORDER.index("x_backprop")
-_CALL = struct.Struct(f"{CALL.itemsize // 8}q")
-_FIELD = struct.Struct("q")
-_ADDRESSES = struct.Struct(f"{len(FIRST_ORDER)}q")
-"""The first fields of a record."""
-_OFFSETS = {name: 8 * i for i, name in enumerate(RECORD.names or ())}
-_RECORD_NAMES = {"reserve_space_1": "mean"}
 
 
 class CpuBackend(Backend):
@@ -92,14 +89,14 @@ class CpuBackend(Backend):
         It computes in the calling thread, which keeps the interpreter's lock: for problems of microseconds.
         """
         planned = plan(problem.spec, problem.channels)
-        workspace = np.empty(planned.slot_nbytes + 64, np.uint8)
+        workspace = np.empty(planned.slot_nbytes + planned.scratch_nbytes + 64, np.uint8)
         records = bytearray(planned.record)
-        _place(records, problem)
-        _FIELD.pack_into(records, _OFFSETS["workspace"], -(-workspace.ctypes.data // 64) * 64)
-        call = self._call(records, 1, 1, PROBLEMS)
+        place(records, problem)
+        place_workspace(records, -(-workspace.ctypes.data // 64) * 64, planned.slot_nbytes)
+        call = new_call(records, 1, PROBLEMS, self._team.functions)
         kernel = self._load(problem.spec.dtype, problem.spec.order)
         return _Bound(
-            ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(kernel.address), _begin(call), (records, call, workspace)
+            ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(kernel.address), begin_of(call), (records, call, workspace)
         )
 
     def bound_to_team(self, problem: AnyProblem) -> Callable[[], None]:
@@ -108,17 +105,17 @@ class CpuBackend(Backend):
         The calls must not overlap.
         """
         record, planned = problem.prepared or _prepare(problem)
-        if self._is_alone(problem.tensor_nbytes) or planned.slot_nbytes > _MAX_SLOT_NBYTES:
+        if self._is_alone(problem.tensor_nbytes) or not _fits(planned):
             return lambda: self.run([problem])
         return self._bound_to_team(problem.spec, record, planned)
 
     def bound_at(self, spec: Spec) -> Callable[..., None]:
         """Returns what computes problems of a spec of the first order, all channels, wherever their tensors are.
 
-        Its arguments are the addresses of the tensors of `FIRST_ORDER`; 0 for a scale of ones. Calls may overlap.
+        Its arguments are the addresses of `records.FIRST_ORDER`; 0 for a scale of ones. Calls may overlap.
         """
         planned = plan(spec)
-        if self._is_alone(spec.tensor_nbytes) or planned.slot_nbytes > _MAX_SLOT_NBYTES:
+        if self._is_alone(spec.tensor_nbytes) or not _fits(planned):
             return functools.partial(self._run_at, spec, planned)
         return self._bound_to_team(spec, planned.record, planned)
 
@@ -126,15 +123,15 @@ class CpuBackend(Backend):
         """Returns what computes a record with all threads, at the addresses in it or at those that it is given."""
         slots, work = self._division(planned)
         records = bytearray(record)
-        call = self._call(records, 1, self._threads, work)
-        begin, unused = _begin(call), bytes(call)
+        call = new_call(records, self._threads, work, self._team.functions)
+        begin, unused = begin_of(call), bytes(call)
         kernel = self._load(spec.dtype, spec.order)
 
         def run(*addresses: int) -> None:
             with _ALL_CORES:
                 if addresses:
-                    _place_at(records, planned, addresses)
-                _FIELD.pack_into(records, _OFFSETS["workspace"], self._workspace(planned.slot_nbytes * slots))
+                    place_at(records, planned, addresses)
+                self._give_workspace(records, planned, slots, self._threads)
                 call[:] = unused
                 self._team.run(kernel.address, begin, self._threads)
 
@@ -143,10 +140,9 @@ class CpuBackend(Backend):
     def _run_at(self, spec: Spec, whole: Plan, *addresses: int) -> None:
         """Computes a problem with one thread, or one that needs too large a workspace in parts."""
         run = self._run_alone if self._is_alone(spec.tensor_nbytes) else self._run_split
-        fits = whole.slot_nbytes <= _MAX_SLOT_NBYTES
-        for planned in [whole] if fits else [plan(spec, part) for part in _narrow(whole)]:
+        for planned in [whole] if _fits(whole) else [plan(spec, part) for part in _parts(whole)]:
             record = bytearray(planned.record)
-            _place_at(record, planned, addresses)
+            place_at(record, planned, addresses)
             run(spec, record, planned)
 
     def run(self, problems: Sequence[AnyProblem]) -> None:
@@ -156,8 +152,8 @@ class CpuBackend(Backend):
             if problem.channel_count == 0:
                 continue
             record, planned = problem.prepared or _prepare(problem)
-            if planned.slot_nbytes > _MAX_SLOT_NBYTES:
-                self.run([replace(problem, channels=part, prepared=None) for part in _narrow(planned)])
+            if not _fits(planned):
+                self.run([replace(problem, channels=part, prepared=None) for part in _parts(planned)])
             elif self._is_alone(problem.tensor_nbytes):
                 small.append(problem)
             else:
@@ -174,7 +170,7 @@ class CpuBackend(Backend):
     def _run_alone(self, spec: Spec, record: bytes | bytearray, planned: Plan) -> None:
         """Computes a problem with one thread."""
         records = bytearray(record)
-        _FIELD.pack_into(records, _OFFSETS["workspace"], self._workspace(planned.slot_nbytes))
+        self._give_workspace(records, planned, 1, 1)
         self._run(spec, records, 1, PROBLEMS)
 
     def _run_small(self, problems: list[AnyProblem]) -> None:
@@ -184,17 +180,16 @@ class CpuBackend(Backend):
         prepared = [problem.prepared or _prepare(problem) for problem in problems]
         records = bytearray(b"".join(record for record, _ in prepared))
         slot_nbytes = max(planned.slot_nbytes for _, planned in prepared)
-        workspace = self._workspace(slot_nbytes * threads)
-        for start in range(0, len(records), RECORD.itemsize):
-            _FIELD.pack_into(records, start + _OFFSETS["workspace"], workspace)
-            _FIELD.pack_into(records, start + _OFFSETS["slot_nbytes"], slot_nbytes)
+        scratch_nbytes = max(planned.scratch_nbytes for _, planned in prepared)
+        workspace = self._workspace((slot_nbytes + scratch_nbytes) * threads)
+        share_workspace(records, workspace, slot_nbytes, scratch_nbytes, threads)
         self._run(problems[0].spec, records, threads, PROBLEMS)
 
     def _run_split(self, spec: Spec, record: bytes | bytearray, planned: Plan) -> None:
         """Computes a problem with all threads."""
         slots, work = self._division(planned)
         records = bytearray(record)
-        _FIELD.pack_into(records, _OFFSETS["workspace"], self._workspace(planned.slot_nbytes * slots))
+        self._give_workspace(records, planned, slots, self._threads)
         self._run(spec, records, self._threads, work)
 
     def _division(self, planned: Plan) -> tuple[int, int]:
@@ -204,22 +199,12 @@ class CpuBackend(Backend):
 
     def _run(self, spec: Spec, records: bytearray, threads: int, work: int) -> None:
         kernel = self._kernels.get((spec.dtype, spec.order)) or self._load(spec.dtype, spec.order)
-        count = len(records) // RECORD.itemsize
-        call = self._call(records, count, threads, work)
+        call = new_call(records, threads, work, self._team.functions)
         if threads == 1:
-            kernel.function(_begin(call))
+            kernel.function(begin_of(call))
         else:
             with _ALL_CORES:
-                self._team.run(kernel.address, _begin(call), threads)
-
-    def _call(self, records: bytearray, count: int, threads: int, work: int) -> bytearray:
-        """Makes a `CALL` that begins with some work, followed by its counters."""
-        call = bytearray(CALL.itemsize + (2 + threads) * COUNTER_NBYTES)
-        phase = _begin(call) + CALL.itemsize
-        counters = phase, phase + COUNTER_NBYTES, phase + 2 * COUNTER_NBYTES
-        _CALL.pack_into(call, 0, _begin(records), count, threads, *self._team.functions, *counters, 0, 1, 0)
-        _FIELD.pack_into(call, CALL.itemsize, work)
-        return call
+                self._team.run(kernel.address, begin_of(call), threads)
 
     def _load(self, dtype: np.dtype[Any], order: int) -> loader.LoadedKernel:
         """Loads the kernel of an element type and an order, unless another thread just did."""
@@ -227,6 +212,11 @@ class CpuBackend(Backend):
             if (dtype, order) not in self._kernels:
                 self._kernels[dtype, order] = loader.load(Kernel(dtype.name, order))
             return self._kernels[dtype, order]
+
+    def _give_workspace(self, record: bytearray, planned: Plan, slots: int, threads: int) -> None:
+        """Completes a record with the addresses of scratch memory for some slots and threads."""
+        slots_nbytes = planned.slot_nbytes * slots
+        place_workspace(record, self._workspace(slots_nbytes + planned.scratch_nbytes * threads), slots_nbytes)
 
     def _workspace(self, nbytes: int) -> int:
         """Returns the address of scratch memory, which each calling thread keeps for its next problem."""
@@ -252,10 +242,15 @@ class _Bound:
         self._function(self._address)
 
 
-def _narrow(planned: Plan) -> list[range]:
-    """Parts of the channels of a plan, whose workspaces are small enough; each begins at a cache line."""
+def _fits(planned: Plan) -> bool:
+    return planned.slot_nbytes <= _MAX_SLOT_NBYTES and planned.scratch_nbytes <= _MAX_SCRATCH_NBYTES
+
+
+def _parts(planned: Plan) -> list[range]:
+    """Parts of the channels of a plan, which need little enough memory; each begins at a cache line."""
     channels = range(planned.geometry.first, planned.geometry.stop)
-    width = len(channels) * _MAX_SLOT_NBYTES // planned.slot_nbytes // 64 * 64
+    share = min(_MAX_SLOT_NBYTES / planned.slot_nbytes, _MAX_SCRATCH_NBYTES / planned.scratch_nbytes)
+    width = int(len(channels) * share) // 64 * 64
     return [channels[start : start + width] for start in range(0, len(channels), width)]
 
 
@@ -263,47 +258,10 @@ def _prepare(problem: AnyProblem) -> tuple[bytes, Plan]:
     """Returns, and keeps for the next run, a problem's record with all addresses but the workspace's, and its plan."""
     planned = plan(problem.spec, problem.channels)
     record = bytearray(planned.record)
-    _place(record, problem)
+    place(record, problem)
     prepared = bytes(record), planned
     problem.prepared = prepared
     return prepared
-
-
-def _place(record: bytearray, problem: AnyProblem) -> None:
-    """Completes the record of a plan but for the workspace; NumPy would take three times as long to set its fields."""
-    for name in (*problem.large_inputs, *problem.small_inputs, *problem.small_outputs):
-        array = getattr(problem, name)
-        _put(record, name, 0 if array is None else _address(array))
-    for name in problem.large_outputs:
-        _put(record, name, _address(getattr(problem, name)), is_large_output=True)
-
-
-def _place_at(record: bytearray, planned: Plan, addresses: Sequence[int]) -> None:
-    """Completes the record of a plan of the first order but for the workspace."""
-    _ADDRESSES.pack_into(record, 0, *addresses)
-    streams = _OFFSETS["streams"]
-    is_aligned = addresses[_X_BACKPROP] % 64 == 0
-    _FIELD.pack_into(record, streams, _FIELD.unpack_from(planned.record, streams)[0] if is_aligned else 0)
-
-
-def _put(record: bytearray, name: str, address: int, *, is_large_output: bool = False) -> None:
-    """Writes the address of a tensor; a large output that begins within a cache line does not bypass the caches."""
-    _FIELD.pack_into(record, _OFFSETS[_RECORD_NAMES.get(name, name)], address)
-    if is_large_output and address % 64:
-        _FIELD.pack_into(record, _OFFSETS["streams"], 0)
-
-
-def _address(array: Array) -> int:
-    try:
-        return _begin(array)
-    except (TypeError, ValueError):  # it is read-only, empty, or of bfloat16; NumPy takes four times as long
-        address: int = array.__array_interface__["data"][0]
-        return address
-
-
-def _begin(memory: Any) -> int:
-    """The address of memory that may be written to."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 def _sort_key(problem: AnyProblem) -> tuple[int, int]:

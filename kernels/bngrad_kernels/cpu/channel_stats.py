@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from bngrad_kernels.cpu.machine_code.hints import out_of_line
 from bngrad_kernels.cpu.machine_code.linked import internal
 from bngrad_kernels.cpu.plan import LANES
-from bngrad_kernels.cpu.simd import add, load_head, load_scalar, mul, out_of_line, store_head, store_scalar
+from bngrad_kernels.cpu.simd import add, load_head, load_scalar, mul, store_head, store_scalar, sub
 from bngrad_kernels.cpu.simd64 import (
     divide64,
     load64,
@@ -59,9 +60,29 @@ def sums_of(p: Any, slot: int, part: int) -> int:
 
 
 @internal
-def chains_of(p: Any, slot: int, t: int) -> int:
-    """The address of the rows of float32 of tile t: two that it adds to its sums now and then, and its means."""
-    return sums_of(p, slot, p.tiles + 1) + t * p.chains * p.padded * 4
+def scratch_of(p: Any, member: int) -> int:
+    """The address of the memory that a thread has for itself: rows for tables in float32, then for sums in float64."""
+    return p.scratch + member * p.scratch_nbytes
+
+
+@internal
+def scratch_sums(p: Any, scratch: int) -> int:
+    """The address of a thread's rows of sums, which stay in its cache while it sums a tile."""
+    return scratch + p.tables * p.padded * 4
+
+
+@internal
+def clear_sums(p: Any, scratch: int) -> None:
+    """Begins the sums of a tile."""
+    for column in range(0, p.sums * p.padded, LANES):
+        store64(scratch_sums(p, scratch), column, zero64())
+
+
+@internal
+def keep_sums(p: Any, scratch: int, slot: int, t: int) -> None:
+    """Copies the sums of tile t to their place."""
+    for column in range(0, p.sums * p.padded, LANES):
+        store64(sums_of(p, slot, t + 1), column, load64(scratch_sums(p, scratch), column))
 
 
 @internal
@@ -227,3 +248,9 @@ def rstd_of(p: Any, c: int) -> float:
     """The inverse standard deviation of a channel, from reserve_space_2."""
     value = stat(p, p.reserve_space_2, c)
     return value if p.is_inverse_std else 1.0 / math.sqrt(value + p.epsilon)
+
+
+@internal
+def x_backprop(dy: Any, x: Any, mean: Any, gain: Any, shift: Any, slope: Any) -> Any:
+    """The gradient of x from the coefficients of its channels."""
+    return mul(gain, sub(sub(dy, shift), mul(sub(x, mean), slope)))

@@ -7,13 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from bngrad_kernels.cpu import channel_stats, column_sums, plane_sums
+from bngrad_kernels.cpu import channel_stats, plane_sums
+from bngrad_kernels.cpu.channel_stats import scratch_of
+from bngrad_kernels.cpu.columns import tiles as column_tiles
+from bngrad_kernels.cpu.machine_code.hints import fence, out_of_line
 from bngrad_kernels.cpu.machine_code.linked import internal
-from bngrad_kernels.cpu.plan import APPLY, BEGIN, END, FINISH, GROUPS, PROBLEMS, RECORD, SUMS
+from bngrad_kernels.cpu.plan import RECORD
+from bngrad_kernels.cpu.records import APPLY, BEGIN, END, FINISH, GROUPS, PROBLEMS, SUMS
 from bngrad_kernels.cpu.second_order import channel_stats as channel_stats_2
 from bngrad_kernels.cpu.second_order import column_sums as column_sums_2
 from bngrad_kernels.cpu.second_order import plane_sums as plane_sums_2
-from bngrad_kernels.cpu.simd import fence, out_of_line
 from bngrad_kernels.cpu.team import (
     begin_phase,
     count,
@@ -50,7 +53,7 @@ def _kernel(stats: Any, columns: Any, planes: Any) -> Callable[[Any, Any], None]
     def problem(tag: Any, call: Any, i: int, slot: int) -> None:
         p = record_at(call.records + i * _NBYTES)
         for g in range(p.groups):
-            group(tag, p, g, slot)
+            group(tag, p, g, slot, slot)
 
     @internal
     def share(tag: Any, call: Any, p: Any, member: int) -> None:
@@ -91,13 +94,13 @@ def _kernel(stats: Any, columns: Any, planes: Any) -> Callable[[Any, Any], None]
         if work == _PROBLEMS:
             problem(tag, call, part, member)
         elif work == _GROUPS:
-            group(tag, p, part, member)
+            group(tag, p, part, member, member)
         elif work == _BEGIN:
             begin(tag, p, g, slot)
         elif work == _SUMS:
-            tiles(tag, p, g, part, part + 1, slot, work)
+            tiles(tag, p, g, part, part + 1, slot, member, work)
         elif work == _APPLY:
-            tiles(tag, p, g, last - 1 - taken, last - taken, slot, work)
+            tiles(tag, p, g, last - 1 - taken, last - taken, slot, member, work)
         else:
             repeats = finish(p, g, slot, call.may_repeat, part, call.threads)
             if part == 0:
@@ -121,30 +124,31 @@ def _kernel(stats: Any, columns: Any, planes: Any) -> Callable[[Any, Any], None]
         return phase_after(phase, _SUMS if work == _BEGIN else _FINISH)
 
     @internal
-    def group(tag: Any, p: Any, g: int, slot: int) -> None:
+    def group(tag: Any, p: Any, g: int, slot: int, member: int) -> None:
         out_of_line()
         begin(tag, p, g, slot)
-        tiles(tag, p, g, np.int64(0), p.tiles, slot, _SUMS)
+        tiles(tag, p, g, np.int64(0), p.tiles, slot, member, _SUMS)
         if finish(p, g, slot, np.int64(1), np.int64(0), np.int64(1)):
-            tiles(tag, p, g, np.int64(0), p.tiles, slot, _SUMS)
+            tiles(tag, p, g, np.int64(0), p.tiles, slot, member, _SUMS)
             finish(p, g, slot, np.int64(0), np.int64(0), np.int64(1))
         if p.is_training:
-            tiles(tag, p, g, np.int64(0), p.tiles, slot, _APPLY)
+            tiles(tag, p, g, np.int64(0), p.tiles, slot, member, _APPLY)
 
     @internal
-    def tiles(tag: Any, p: Any, g: int, first: int, last: int, slot: int, work: int) -> None:
+    def tiles(tag: Any, p: Any, g: int, first: int, last: int, slot: int, member: int, work: int) -> None:
         """Sums tiles in order, or writes their outputs in reverse order: what was read last is still in the cache."""
         out_of_line()
+        scratch = scratch_of(p, member)
         for i in range(last - first):
             if work == _SUMS:
                 if p.is_planes:
                     planes_sums(tag, p, g, first + i, slot)
                 else:
-                    columns_sums(tag, p, g, first + i, slot)
+                    columns_sums(tag, p, g, first + i, slot, scratch)
             elif p.is_planes:
                 planes_apply(tag, p, g, last - 1 - i, slot)
             else:
-                columns_apply(tag, p, g, last - 1 - i, slot)
+                columns_apply(tag, p, g, last - 1 - i, slot, scratch)
         if p.streams:
             fence()
 
@@ -152,7 +156,7 @@ def _kernel(stats: Any, columns: Any, planes: Any) -> Callable[[Any, Any], None]
 
 
 KERNELS = {
-    1: _kernel(channel_stats, column_sums, plane_sums),
+    1: _kernel(channel_stats, column_tiles, plane_sums),
     2: _kernel(channel_stats_2, column_sums_2, plane_sums_2),
 }
 """By the order of the gradients."""

@@ -2,13 +2,13 @@
 
 Both kernels divide the work in the same way. The channels are cut into independent groups. The elements of a group are
 cut into tiles, whose sums are added in the order of the tiles. The tiles, and the order of additions within them,
-follow from the shape alone, and so do the bits; it does not matter which thread computes which tile. The width of a
+follow from shape and dtype alone, and so do the bits; it does not matter which thread computes which tile. The width of a
 group does not affect the bits either, since no sum runs over more than one channel.
 
 The columns kernel treats the tensor as a matrix of ``rows`` x ``columns`` and sums down the columns. It computes
 channels-last tensors, and planes too small to fill vectors: there each element of a plane is a column, and the columns
-of a channel are added up at the end. Short rows are folded: ``fold`` consecutive rows count as one, so that its vectors
-are full. Channels-last tensors have a single group.
+of a channel are added up at the end. Narrow rows are folded: ``fold`` consecutive rows count as one, so that its vectors
+are full. A row of up to 256 bytes is then short: its sums stay in registers. Channels-last tensors have a single group.
 
 The planes kernel sums along the planes of channels-first tensors, with one channel per group.
 
@@ -30,8 +30,9 @@ LANES = 16
 LINE = 2 * LANES
 """This many elements fill whole cache lines, whatever their type."""
 
-_SHORT = 512
-"""The columns kernel folds rows shorter than this, if the tensor is long enough."""
+_SHORT, _SHORT_NBYTES, _LONG = 64, 256, 512
+"""The columns kernel folds rows to whole lines of at least 64 columns, if these take at most 256 bytes: such rows are
+short. It folds others to whole vectors of at least 512 columns, if the tensor is long enough."""
 _GROUP_CHANNELS = 32
 """The channels of a group of small planes, chosen for the second-level cache; a multiple of 32 keeps stores aligned."""
 _PLANES_FROM = 128
@@ -48,6 +49,9 @@ _STREAM_PLANES_FROM = 512
 """Planes of at least this many elements are streamed; shorter ones lose more at their ends, which do not fill lines."""
 _LINE_NBYTES = 64
 """The size of a cache line; streaming should write whole lines."""
+BAND = 16
+"""Rows that the columns kernel sums in float32: 8 additions of pairs, hence an error below 11 * 2**-24 of the sum of
+moduli."""
 BLOCK = 1024
 """Columns that the columns kernel computes at once: their tables fill half of a first-level cache."""
 _AHEAD_NBYTES = 3072
@@ -67,6 +71,7 @@ class Geometry(NamedTuple):
         columns: The length of a row.
         fold: How many rows of the tensor form a row of the matrix.
         last_fold: How many form the last row.
+        is_short: Whether the sums of a row stay in registers over a band.
         span: How many neighbouring columns belong to one channel.
         groups: How many groups there are.
         group_channels: The channels of a group; the last group may have fewer.
@@ -88,6 +93,7 @@ class Geometry(NamedTuple):
     columns: int
     fold: int
     last_fold: int
+    is_short: bool
     span: int
     groups: int
     group_channels: int
@@ -105,19 +111,21 @@ class Slot(NamedTuple):
     Attributes:
         tables: Rows of float32: coefficients.
         sums: Rows of float64: sums, of the group and of each tile.
-        chains: Rows of float32 for each tile: those in which it accumulates first, and a rearranged table.
     """
 
     tables: int
     sums: int
-    chains: int
 
     def nbytes(self, cut: Geometry) -> int:
         """The size of the slot, in bytes."""
-        return cut.padded * (4 * self.tables + 8 * self.sums * (cut.tiles + 1) + 4 * self.chains * cut.tiles)
+        return cut.padded * (4 * self.tables + 8 * self.sums * (cut.tiles + 1))
+
+    def scratch_nbytes(self, cut: Geometry) -> int:
+        """The size of the memory that each thread has for itself, in bytes."""
+        return cut.padded * (4 * self.tables + 8 * self.sums)
 
 
-SLOTS = {1: Slot(tables=4, sums=2, chains=3), 2: Slot(tables=11, sums=7, chains=0)}
+SLOTS = {1: Slot(tables=4, sums=2), 2: Slot(tables=11, sums=7)}
 """By the order of the gradients."""
 
 RECORD = np.dtype(
@@ -127,38 +135,12 @@ RECORD = np.dtype(
             "y_backprop", "x", "x_backprop", "scale", "mean", "reserve_space_2", "scale_backprop", "offset_backprop",
             "grad_x_backprop", "grad_scale_backprop", "grad_offset_backprop", "grad_y_backprop", "grad_x", "grad_scale",
             "is_training", "is_inverse_std", "is_stats_bfloat16", "streams", "ahead", "workspace",
-            "slot_nbytes", "order", *Slot._fields, *Geometry._fields,
+            "slot_nbytes", "scratch", "scratch_nbytes", "order", *Slot._fields, *Geometry._fields,
         )
     ]
     + [("epsilon", np.float64)]
 )  # fmt: skip
 """The description of a problem for the kernels: addresses, flags, geometry."""
-
-CALL = np.dtype(
-    [
-        (name, np.int64)
-        for name in (
-            "records", "count", "threads", "member", "usleep", "phase", "done", "taken", "group",
-            "may_repeat", "repeats",
-        )
-    ]
-)  # fmt: skip
-"""The call of a kernel: the address of its records and their number; among how many threads the work is shared; the C
-functions by which a thread learns its number in the team, and sleeps; the addresses of the team's counters; which group
-is computed, and whether its sums may have to be taken again, and have to.
-
-The first counter has the phase that the team is in, the second how many parts of it are done, and further ones how many
-parts of each thread's share are taken.
-"""
-
-PROBLEMS, GROUPS, BEGIN, SUMS, FINISH, APPLY, END = range(7)
-"""What a team does in a phase. A call begins with whole problems, with whole groups of a problem, or with the first of
-its groups, whose further phases are: its first tables; the sums of its tiles; the sums of these, and the other tables;
-the outputs of its tiles.
-"""
-
-COUNTER_NBYTES = 64
-"""Counters are this far apart, so that threads that change different ones do not wait for each other."""
 
 
 class Plan(NamedTuple):
@@ -167,11 +149,13 @@ class Plan(NamedTuple):
     Attributes:
         geometry: The cut.
         slot_nbytes: The size of a slot of the workspace, in bytes.
+        scratch_nbytes: The size of the memory that each thread has for itself, in bytes.
         record: The bytes of a `RECORD`, to be completed with addresses.
     """
 
     geometry: Geometry
     slot_nbytes: int
+    scratch_nbytes: int
     record: bytes
 
 
@@ -185,7 +169,7 @@ def plan(spec: Spec, part: range | None = None) -> Plan:
     part = range(spec.channels) if part is None else part
     if not (0 <= part.start <= part.stop <= spec.channels and part.step == 1):
         raise ValueError(f"channels must be neighbours in range(0, {spec.channels}), not {part}")
-    cut, slot = geometry(spec.outer, spec.channels, spec.inner, part), SLOTS[spec.order]
+    cut, slot = geometry(spec, part), SLOTS[spec.order]
     values = {
         "is_training": spec.is_training,
         "is_inverse_std": spec.reserve_space_2_kind is ReserveSpace2Kind.INVERSE_STD,
@@ -193,6 +177,7 @@ def plan(spec: Spec, part: range | None = None) -> Plan:
         "streams": _is_worth_streaming(spec, cut),
         "ahead": _ahead(spec, cut),
         "slot_nbytes": slot.nbytes(cut),
+        "scratch_nbytes": slot.scratch_nbytes(cut),
         "epsilon": spec.epsilon,
         "order": spec.order,
         **slot._asdict(),
@@ -201,7 +186,7 @@ def plan(spec: Spec, part: range | None = None) -> Plan:
     record = np.zeros(1, RECORD)
     for name, value in values.items():
         record[name] = value
-    return Plan(cut, slot.nbytes(cut), record.tobytes())
+    return Plan(cut, slot.nbytes(cut), slot.scratch_nbytes(cut), record.tobytes())
 
 
 def _is_worth_streaming(spec: Spec, cut: Geometry) -> bool:
@@ -228,16 +213,18 @@ def _ahead(spec: Spec, cut: Geometry) -> int:
     return 2 * -(-elements // max(2 * own, 1)) * cut.columns
 
 
-def geometry(outer: int, channels: int, inner: int, part: range) -> Geometry:
-    """The cut of a part of the channels of a tensor of (outer, channels, inner)."""
-    if inner >= _PLANES_FROM or (inner > LANES and outer < 8):
-        return _planes(outer, channels, inner, part)
-    return _columns(outer, channels, inner, part)
+def geometry(spec: Spec, part: range) -> Geometry:
+    """The cut of a part of the channels of a problem."""
+    if spec.inner >= _PLANES_FROM or (spec.inner > LANES and spec.outer < 8):
+        return _planes(spec.outer, spec.channels, spec.inner, part)
+    return _columns(spec, part)
 
 
-def _columns(outer: int, channels: int, inner: int, part: range) -> Geometry:
+def _columns(spec: Spec, part: range) -> Geometry:
+    outer, channels, inner = spec.outer, spec.channels, spec.inner
     width = channels * inner
-    fold = min(_fold(width), outer)
+    is_short = spec.order == 1 and 0 < _short_fold(width) * width * spec.dtype.itemsize <= _SHORT_NBYTES
+    fold = min(_short_fold(width) if is_short else _long_fold(width), outer)
     rows = -(-outer // max(fold, 1))
     # The tiles are those of the whole tensor, whose groups may be wider than those of the part.
     widest = channels if inner == 1 or fold > 1 else min(channels, _GROUP_CHANNELS)
@@ -251,6 +238,7 @@ def _columns(outer: int, channels: int, inner: int, part: range) -> Geometry:
         columns=fold * width,
         fold=fold,
         last_fold=outer - (rows - 1) * fold,
+        is_short=is_short,
         span=inner,
         groups=-(-len(part) // max(group, 1)),
         group_channels=group,
@@ -263,11 +251,16 @@ def _columns(outer: int, channels: int, inner: int, part: range) -> Geometry:
     )  # fmt: skip
 
 
-def _fold(width: int) -> int:
-    if not 0 < width < _SHORT:
+def _short_fold(width: int) -> int:
+    lines = LINE // math.gcd(width, LINE)
+    return lines * -(-_SHORT // max(lines * width, 1))
+
+
+def _long_fold(width: int) -> int:
+    if not 0 < width < _LONG:
         return 1
-    full = LANES // math.gcd(width, LANES)
-    return full * -(-_SHORT // (full * width))
+    vectors = LANES // math.gcd(width, LANES)
+    return vectors * -(-_LONG // (vectors * width))
 
 
 def _planes(outer: int, channels: int, inner: int, part: range) -> Geometry:
@@ -281,6 +274,7 @@ def _planes(outer: int, channels: int, inner: int, part: range) -> Geometry:
         columns=channels * inner,
         fold=1,
         last_fold=1,
+        is_short=False,
         span=1,
         groups=len(part),
         group_channels=1,

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from bngrad_kernels.cpu.channel_stats import GAIN, MEAN, SHIFT, SLOPE, first_channel, sums_of, table
-from bngrad_kernels.cpu.column_sums import x_backprop
+from bngrad_kernels.cpu.channel_stats import GAIN, MEAN, SHIFT, SLOPE, first_channel, sums_of, table, x_backprop
 from bngrad_kernels.cpu.machine_code.linked import internal
 from bngrad_kernels.cpu.plan import LANES, LINE
 from bngrad_kernels.cpu.simd import (

@@ -190,20 +190,6 @@ def store_head(typingctx: Any, tag: Any, address: Any, index: Any, value: Any, c
 
 
 @intrinsic
-def prefetch(typingctx: Any, tag: Any, address: Any, index: Any) -> Any:
-    """Prefetches the cache lines of 32 elements that begin one; any address is allowed."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        element = llvm.MEMORY_TYPES[tag]
-        for start in range(0, 2 * LANES, 64 // llvm.itemsize(element)):
-            index = builder.add(args[2], llvm.I64(start))
-            llvm.prefetch(builder, llvm.pointer(builder, element, args[1], index))
-        return context.get_dummy_value()
-
-    return types.none(tag, types.int64, types.int64), codegen
-
-
-@intrinsic
 def zero(typingctx: Any) -> Any:
     """Zeros in float32."""
 
@@ -288,25 +274,3 @@ def store_scalar(typingctx: Any, tag: Any, address: Any, index: Any, value: Any)
         return context.get_dummy_value()
 
     return types.none(tag, types.int64, types.int64, types.float64), codegen
-
-
-@intrinsic
-def fence(typingctx: Any) -> Any:
-    """Orders streamed stores before all later stores; nothing else does."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.fence("seq_cst")
-        return context.get_dummy_value()
-
-    return types.none(), codegen
-
-
-@intrinsic
-def out_of_line(typingctx: Any) -> Any:
-    """Prevents inlining of the calling function, which each of its own callers would compile again."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.function.attributes.add("noinline")
-        return context.get_dummy_value()
-
-    return types.none(), codegen

@@ -18,7 +18,8 @@ from numba.extending import intrinsic
 
 from bngrad_kernels.cpu import llvm
 from bngrad_kernels.cpu.machine_code.linked import internal
-from bngrad_kernels.cpu.plan import CALL, COUNTER_NBYTES, RECORD
+from bngrad_kernels.cpu.plan import RECORD
+from bngrad_kernels.cpu.records import CALL, COUNTER_NBYTES
 
 _COUNTER_NBYTES = np.int64(COUNTER_NBYTES)
 _LOOKS = 2000

@@ -15,7 +15,7 @@ BACKENDS = {threads: backends.create("cpu", threads=threads) for threads in (1, 
 POISON = 0xA5
 
 SHAPES = [  # (outer, C, inner): folded rows with and without a short last one, long rows, small planes, long planes
-    (33, 64, 1), (5000, 64, 1), (4001, 6, 1), (203, 100, 1), (35, 1500, 1), (130, 2048, 1), (1, 40, 1),
+    (33, 64, 1), (5000, 64, 1), (300, 128, 1), (4001, 6, 1), (203, 100, 1), (35, 1500, 1), (130, 2048, 1), (1, 40, 1),
     (300, 5, 3), (7, 100, 49), (32, 70, 49), (9, 13, 127), (1, 7, 129), (3, 9, 17), (9, 3, 196), (4, 5, 20_000),
 ]  # fmt: skip
 

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import pytest
 from tests.kernels.cpu import fixed_bits
 
-from bngrad_kernels.cpu import backend
+from bngrad_kernels.cpu import backend, records
 from bngrad_kernels.cpu.backend import CpuBackend
 from bngrad_kernels.problem import AnyProblem
 
@@ -38,7 +38,7 @@ def bind_at(made: CpuBackend, problem: AnyProblem) -> Callable[[], None]:
     """By the addresses of a problem of the first order, all of whose channels are computed."""
     if problem.spec.order == 2 or problem.channels is not None or not problem.spec.channels:
         return lambda: made.run([problem])
-    arrays = (getattr(problem, name) for name in backend.FIRST_ORDER)
+    arrays = (getattr(problem, name) for name in records.FIRST_ORDER)
     addresses = [0 if array is None else array.ctypes.data for array in arrays]
     run = made.bound_at(problem.spec)
     return lambda: run(*addresses)

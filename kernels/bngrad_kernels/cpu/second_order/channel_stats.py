@@ -26,8 +26,9 @@ from bngrad_kernels.cpu.channel_stats import (
     table,
     write_stat,
 )
+from bngrad_kernels.cpu.machine_code.hints import out_of_line
 from bngrad_kernels.cpu.machine_code.linked import internal
-from bngrad_kernels.cpu.simd import load_scalar, out_of_line
+from bngrad_kernels.cpu.simd import load_scalar
 
 (MEAN, MEAN_REST, RSTD, GRAD_DX_MEAN, DY_MEAN, DY_BY_GRAD_DX, DY_BY_XH, DY_OFFSET, X_BY_DY, X_BY_GRAD_DX, X_BY_XH) = (
     map(np.int64, range(11))

@@ -1,4 +1,4 @@
-"""The columns kernel of the second order, see `bngrad_kernels.cpu.column_sums`; all additions are in float64."""
+"""The columns kernel of the second order, see `bngrad_kernels.cpu.columns`; all additions are in float64."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from bngrad_kernels.cpu.channel_stats import sums_of, table
-from bngrad_kernels.cpu.column_sums import first_row, index_of, run_columns, runs_of, whole_rows
+from bngrad_kernels.cpu.channel_stats import clear_sums, keep_sums, scratch_sums, table
+from bngrad_kernels.cpu.columns.tiles import first_row, index_of, run_columns, runs_of, whole_rows
+from bngrad_kernels.cpu.machine_code.hints import prefetch
 from bngrad_kernels.cpu.machine_code.linked import internal
 from bngrad_kernels.cpu.plan import LANES, LINE
 from bngrad_kernels.cpu.second_order.channel_stats import MEAN
 from bngrad_kernels.cpu.second_order.elements import coefficients, read_terms, stream_outputs, write_outputs
-from bngrad_kernels.cpu.simd import add, fma, load, prefetch
-from bngrad_kernels.cpu.simd64 import load64, store64, zero64
+from bngrad_kernels.cpu.simd import add, fma, load
+from bngrad_kernels.cpu.simd64 import load64, store64
 
 _BAND = 16
 """Rows computed at once."""
@@ -24,22 +25,21 @@ _F32 = np.float32(0)
 
 
 @internal
-def sums(tag: Any, p: Any, g: int, t: int, slot: int) -> None:
+def sums(tag: Any, p: Any, g: int, t: int, slot: int, scratch: int) -> None:
     """Sums a tile; in inference, also writes its outputs."""
-    into = sums_of(p, slot, t + 1)
-    for column in range(0, p.sums * p.padded, LANES):
-        store64(into, column, zero64())
-    _for_each_row(tag, p, g, t, slot, np.int64(1), 1 - p.is_training)
+    clear_sums(p, scratch)
+    _for_each_row(tag, p, g, t, slot, scratch, np.int64(1), 1 - p.is_training)
+    keep_sums(p, scratch, slot, t)
 
 
 @internal
-def apply(tag: Any, p: Any, g: int, t: int, slot: int) -> None:
+def apply(tag: Any, p: Any, g: int, t: int, slot: int, scratch: int) -> None:
     """Writes the outputs of a tile."""
-    _for_each_row(tag, p, g, t, slot, np.int64(0), np.int64(1))
+    _for_each_row(tag, p, g, t, slot, scratch, np.int64(0), np.int64(1))
 
 
 @internal
-def _for_each_row(tag: Any, p: Any, g: int, t: int, slot: int, summing: int, writing: int) -> None:
+def _for_each_row(tag: Any, p: Any, g: int, t: int, slot: int, scratch: int, summing: int, writing: int) -> None:
     """Goes through a tile band by band, block by block."""
     start, stop, whole = first_row(p, t), first_row(p, t + 1), whole_rows(p)
     for band in range(start, stop, _BAND):
@@ -50,7 +50,7 @@ def _for_each_row(tag: Any, p: Any, g: int, t: int, slot: int, summing: int, wri
                 for run in range(runs_of(p, fold)):
                     index, shift = index_of(p, g, row) + run * p.channels * p.span, run * p.pitch
                     if summing:
-                        _sum_columns(tag, p, slot, t, index, shift, first, end)
+                        _sum_columns(tag, p, slot, scratch, index, shift, first, end)
                     if writing:
                         _write_columns(tag, p, slot, index, shift, first, end)
 
@@ -69,9 +69,9 @@ def _write_columns(tag: Any, p: Any, slot: int, index: int, shift: int, first: i
 
 
 @internal
-def _sum_columns(tag: Any, p: Any, slot: int, t: int, index: int, shift: int, first: int, end: int) -> None:
+def _sum_columns(tag: Any, p: Any, slot: int, scratch: int, index: int, shift: int, first: int, end: int) -> None:
     pivots = table(p, slot, MEAN)
-    into, row_nbytes = sums_of(p, slot, t + 1), p.padded * 8
+    into, row_nbytes = scratch_sums(p, scratch), p.padded * 8
     for offset in range(first, end, LANES):
         at, column = index + offset, shift + offset
         if offset % LINE == 0:

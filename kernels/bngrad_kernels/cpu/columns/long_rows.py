@@ -1,0 +1,128 @@
+"""The whole lines of long rows: memory is read in address order.
+
+A core cannot have enough cache misses in flight for any other. Two rows are read at a time; their sums go to a row of
+float32 in the first-level cache, and from there to float64 once per band.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from bngrad_kernels.cpu.columns.elements import add_line_to_sums, coefficients, gradients, sum_of_products, write_line
+from bngrad_kernels.cpu.machine_code.hints import prefetch
+from bngrad_kernels.cpu.machine_code.linked import internal
+from bngrad_kernels.cpu.plan import LANES, LINE
+from bngrad_kernels.cpu.simd import add, fma, in_line_order, load, load_line, mul, store, sub, zero
+
+_F32 = np.float32(0)
+
+
+@internal
+def add_rows(
+    tag: Any,
+    tensors: Any,
+    means: int,
+    chains: int,
+    into: int,
+    padded: int,
+    at: int,
+    start: int,
+    columns: int,
+    rows: int,
+) -> None:
+    """Adds a band of rows to the sums of their columns."""
+    places = means, chains, chains + 4 * padded
+    for _ in range(rows // 2):
+        _add_pair(tag, tensors, places, at, start, columns)
+        at += 2 * tensors[2]
+    if rows % 2:
+        _add_row(tag, tensors, places, at, start, columns)
+    _flush(tag, chains, into, start, columns)
+    _flush(tag, chains, into, padded + start, columns)
+
+
+@internal
+def write_rows(tag: Any, tensors: Any, tables: Any, at: int, start: int, columns: int, rows: int) -> None:
+    """Writes x_backprop of some rows."""
+    y_backprop, x, out, pitch, ahead, streams = tensors
+    for _ in range(rows):
+        for column in range(start, start + columns - LINE + 1, LINE):
+            index = at + column
+            prefetch(tag, y_backprop, index + ahead)
+            prefetch(tag, x, index + ahead)
+            dy, xs = load_line(tag, y_backprop, index), load_line(tag, x, index)
+            dx0 = gradients(dy[0], xs[0], coefficients(tables, column))
+            dx1 = gradients(dy[1], xs[1], coefficients(tables, column + LANES))
+            write_line(tag, out, index, dx0, dx1, streams)
+        at += pitch
+
+
+@internal
+def scale_rows(tag: Any, tensors: Any, gain: int, at: int, start: int, columns: int, rows: int) -> None:
+    """Writes x_backprop of some rows in inference."""
+    y_backprop, out, pitch, streams = tensors
+    for _ in range(rows):
+        for column in range(start, start + columns - LINE + 1, LINE):
+            dy = load_line(tag, y_backprop, at + column)
+            gain0, gain1 = in_line_order(tag, load(_F32, gain, column), load(_F32, gain, column + LANES))
+            write_line(tag, out, at + column, mul(gain0, dy[0]), mul(gain1, dy[1]), streams)
+        at += pitch
+
+
+@internal
+def _add_pair(tag: Any, tensors: Any, places: Any, upper: int, start: int, columns: int) -> None:
+    """Adds two rows to their chains."""
+    y_backprop, x, pitch, ahead = tensors
+    lower, later, gap = upper + pitch, upper + start + ahead, pitch - columns
+    for column in range(start, start + columns - LINE + 1, LINE):
+        place = 2 * (column - start)  # a pair of rows is prefetched in the order of addresses: first its upper row
+        if place >= columns:
+            place += gap
+        prefetch(tag, y_backprop, later + place)
+        prefetch(tag, y_backprop, later + place + LINE)
+        prefetch(tag, x, later + place)
+        prefetch(tag, x, later + place + LINE)
+        upper_dy, upper_x = load_line(tag, y_backprop, upper + column), load_line(tag, x, upper + column)
+        lower_dy, lower_x = load_line(tag, y_backprop, lower + column), load_line(tag, x, lower + column)
+        _add_two_to_chains(places, column, upper_dy[0], lower_dy[0], upper_x[0], lower_x[0])
+        _add_two_to_chains(places, column + LANES, upper_dy[1], lower_dy[1], upper_x[1], lower_x[1])
+
+
+@internal
+def _add_two_to_chains(places: Any, column: int, upper_dy: Any, lower_dy: Any, upper_x: Any, lower_x: Any) -> None:
+    """Adds 16 columns of two rows."""
+    means, dy_sums, dy_xc_sums = places
+    mean = load(_F32, means, column)
+    products = sum_of_products(upper_dy, sub(upper_x, mean), lower_dy, sub(lower_x, mean))
+    store(_F32, dy_sums, column, add(load(_F32, dy_sums, column), add(upper_dy, lower_dy)))
+    store(_F32, dy_xc_sums, column, add(load(_F32, dy_xc_sums, column), products))
+
+
+@internal
+def _add_row(tag: Any, tensors: Any, places: Any, at: int, start: int, columns: int) -> None:
+    """Adds a row to its chains."""
+    y_backprop, x, _, _ = tensors
+    for column in range(start, start + columns - LINE + 1, LINE):
+        dy, xs = load_line(tag, y_backprop, at + column), load_line(tag, x, at + column)
+        _add_one_to_chains(places, column, dy[0], xs[0])
+        _add_one_to_chains(places, column + LANES, dy[1], xs[1])
+
+
+@internal
+def _add_one_to_chains(places: Any, column: int, dy: Any, x: Any) -> None:
+    """Adds 16 columns of a row."""
+    means, dy_sums, dy_xc_sums = places
+    xc = sub(x, load(_F32, means, column))
+    store(_F32, dy_sums, column, add(load(_F32, dy_sums, column), dy))
+    store(_F32, dy_xc_sums, column, fma(dy, xc, load(_F32, dy_xc_sums, column)))
+
+
+@internal
+def _flush(tag: Any, chains: int, sums: int, start: int, columns: int) -> None:
+    """Adds the chains to the sums in float64, and begins them again."""
+    for column in range(start, start + columns - LINE + 1, LINE):
+        add_line_to_sums(tag, sums, column, load(_F32, chains, column), load(_F32, chains, column + LANES))
+        store(_F32, chains, column, zero())
+        store(_F32, chains, column + LANES, zero())
