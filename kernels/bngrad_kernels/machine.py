@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 
 ROOT = Path("/sys/fs/cgroup")
 GROUPS = Path("/proc/self/cgroup")
+CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
 def processor() -> str:
@@ -17,6 +18,12 @@ def processor() -> str:
     if "model name" not in facts:
         return platform.processor() or platform.machine()
     return f"{facts['model name']} (family {facts['cpu family']}, model {facts['model']})"
+
+
+def cache_nbytes() -> int:
+    """Returns the bytes of the largest cache, which cores share; 0 if Linux does not say."""
+    sizes = [_text(file).strip() for file in CACHES.glob("index*/size")]
+    return max((int(size[:-1]) << 10 for size in sizes if size.endswith("K")), default=0)
 
 
 def memory_bytes() -> int:

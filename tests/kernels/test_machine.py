@@ -1,4 +1,4 @@
-"""The limits of a container."""
+"""The limits of a container, and the caches."""
 
 from __future__ import annotations
 
@@ -88,6 +88,19 @@ def test_the_limits_of_the_group_of_this_process_and_of_all_that_hold_it_count(
     files = {**files, "other.slice/cpu.max": "1000 100000", "other.slice/memory.max": "1"}
     make_tree(monkeypatch, tmp_path, files, groups)
     assert (machine.cores(), machine.memory_bytes()) == (1, 1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "nbytes"), [({}, 0), ({"0": "48K", "2": "1024K", "3": "32768K"}, 32 << 20), ({"0": "?"}, 0)], ids=str
+)
+def test_the_largest_cache_counts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sizes: dict[str, str], nbytes: int
+) -> None:
+    for index, size in sizes.items():
+        (tmp_path / f"index{index}").mkdir()
+        (tmp_path / f"index{index}/size").write_text(f"{size}\n")
+    monkeypatch.setattr(machine, "CACHES", tmp_path)
+    assert machine.cache_nbytes() == nbytes
 
 
 def make_tree(monkeypatch: pytest.MonkeyPatch, folder: Path, files: dict[str, str], groups: str | None) -> None:
