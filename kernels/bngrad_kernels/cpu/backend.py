@@ -249,7 +249,7 @@ def _fits(planned: Plan) -> bool:
 def _parts(planned: Plan) -> list[range]:
     """Parts of the channels of a plan, which need little enough memory; each begins at a cache line."""
     channels = range(planned.geometry.first, planned.geometry.stop)
-    share = min(_MAX_SLOT_NBYTES / planned.slot_nbytes, _MAX_SCRATCH_NBYTES / planned.scratch_nbytes)
+    share = min(_MAX_SLOT_NBYTES / planned.slot_nbytes, _MAX_SCRATCH_NBYTES / max(planned.scratch_nbytes, 1))
     width = int(len(channels) * share) // 64 * 64
     return [channels[start : start + width] for start in range(0, len(channels), width)]
 

@@ -61,28 +61,15 @@ def sums_of(p: Any, slot: int, part: int) -> int:
 
 @internal
 def scratch_of(p: Any, member: int) -> int:
-    """The address of the memory that a thread has for itself: rows for tables in float32, then for sums in float64."""
+    """The address of the rows of float32 that a thread has for itself, which stay in its cache."""
     return p.scratch + member * p.scratch_nbytes
 
 
 @internal
-def scratch_sums(p: Any, scratch: int) -> int:
-    """The address of a thread's rows of sums, which stay in its cache while it sums a tile."""
-    return scratch + p.tables * p.padded * 4
-
-
-@internal
-def clear_sums(p: Any, scratch: int) -> None:
-    """Begins the sums of a tile."""
+def clear_sums(p: Any, slot: int, t: int) -> None:
+    """Begins the sums of tile t."""
     for column in range(0, p.sums * p.padded, LANES):
-        store64(scratch_sums(p, scratch), column, zero64())
-
-
-@internal
-def keep_sums(p: Any, scratch: int, slot: int, t: int) -> None:
-    """Copies the sums of tile t to their place."""
-    for column in range(0, p.sums * p.padded, LANES):
-        store64(sums_of(p, slot, t + 1), column, load64(scratch_sums(p, scratch), column))
+        store64(sums_of(p, slot, t + 1), column, zero64())
 
 
 @internal

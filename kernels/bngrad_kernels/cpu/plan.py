@@ -123,13 +123,11 @@ class Slot(NamedTuple):
         """The size of the slot, in bytes."""
         return cut.padded * (4 * self.tables + 8 * self.sums * (cut.tiles + 1))
 
-    def scratch_nbytes(self, cut: Geometry) -> int:
-        """The size of the memory that each thread has for itself, in bytes."""
-        return cut.padded * (4 * self.tables + 8 * self.sums)
-
 
 SLOTS = {1: Slot(tables=4, sums=2), 2: Slot(tables=11, sums=7)}
 """By the order of the gradients."""
+_SCRATCH_ROWS = {1: 4, 2: 0}
+"""The rows of float32 that each thread has for itself: sums of a band, and tables in another order."""
 
 RECORD = np.dtype(
     [
@@ -173,6 +171,7 @@ def plan(spec: Spec, part: range | None = None) -> Plan:
     if not (0 <= part.start <= part.stop <= spec.channels and part.step == 1):
         raise ValueError(f"channels must be neighbours in range(0, {spec.channels}), not {part}")
     cut, slot = geometry(spec, part), SLOTS[spec.order]
+    scratch_nbytes = 4 * _SCRATCH_ROWS[spec.order] * cut.padded
     values = {
         "is_training": spec.is_training,
         "is_inverse_std": spec.reserve_space_2_kind is ReserveSpace2Kind.INVERSE_STD,
@@ -180,7 +179,7 @@ def plan(spec: Spec, part: range | None = None) -> Plan:
         "streams": _is_worth_streaming(spec, cut),
         "ahead": _ahead(spec, cut),
         "slot_nbytes": slot.nbytes(cut),
-        "scratch_nbytes": slot.scratch_nbytes(cut),
+        "scratch_nbytes": scratch_nbytes,
         "epsilon": spec.epsilon,
         "order": spec.order,
         **slot._asdict(),
@@ -189,7 +188,7 @@ def plan(spec: Spec, part: range | None = None) -> Plan:
     record = np.zeros(1, RECORD)
     for name, value in values.items():
         record[name] = value
-    return Plan(cut, slot.nbytes(cut), slot.scratch_nbytes(cut), record.tobytes())
+    return Plan(cut, slot.nbytes(cut), scratch_nbytes, record.tobytes())
 
 
 def _is_worth_streaming(spec: Spec, cut: Geometry) -> bool:

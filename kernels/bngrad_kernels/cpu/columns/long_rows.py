@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from bngrad_kernels.cpu.columns.elements import add_line_to_sums, coefficients, gradients, sum_of_products, write_line
-from bngrad_kernels.cpu.machine_code.hints import prefetch
+from bngrad_kernels.cpu.machine_code.hints import out_of_line, prefetch
 from bngrad_kernels.cpu.machine_code.linked import internal
 from bngrad_kernels.cpu.plan import LANES, LINE
 from bngrad_kernels.cpu.simd import add, fma, in_line_order, load, load_line, mul, store, sub, zero
@@ -33,6 +33,7 @@ def add_rows(
     rows: int,
 ) -> None:
     """Adds a band of rows to the sums of their columns."""
+    out_of_line()
     places = means, chains, chains + 4 * padded
     for _ in range(rows // 2):
         _add_pair(tag, tensors, places, at, start, columns)
@@ -46,6 +47,7 @@ def add_rows(
 @internal
 def write_rows(tag: Any, tensors: Any, tables: Any, at: int, start: int, columns: int, rows: int) -> None:
     """Writes x_backprop of some rows."""
+    out_of_line()
     y_backprop, x, out, pitch, ahead, streams = tensors
     for _ in range(rows):
         for column in range(start, start + columns - LINE + 1, LINE):
@@ -62,6 +64,7 @@ def write_rows(tag: Any, tensors: Any, tables: Any, at: int, start: int, columns
 @internal
 def scale_rows(tag: Any, tensors: Any, gain: int, at: int, start: int, columns: int, rows: int) -> None:
     """Writes x_backprop of some rows in inference."""
+    out_of_line()
     y_backprop, out, pitch, streams = tensors
     for _ in range(rows):
         for column in range(start, start + columns - LINE + 1, LINE):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from bngrad_kernels.cpu.columns.elements import add_line_to_sums, coefficients, gradients, sum_of_products, write_line
-from bngrad_kernels.cpu.machine_code.hints import in_order, prefetch
+from bngrad_kernels.cpu.machine_code.hints import in_order, out_of_line, prefetch
 from bngrad_kernels.cpu.machine_code.linked import internal
 from bngrad_kernels.cpu.plan import BAND, LANES, LINE
 from bngrad_kernels.cpu.simd import add, fma, in_line_order, load, load_line, mul, sub, zero
@@ -23,6 +23,7 @@ def add_rows(
     tag: Any, tensors: Any, means: int, into: int, padded: int, at: int, start: int, columns: int, rows: int
 ) -> None:
     """Adds some rows to the sums of their columns."""
+    out_of_line()
     pitch, stop = tensors[2], start + columns - columns % LINE
     for row in range(0, rows, BAND):
         count, column, index = min(BAND, rows - row), start, at + row * pitch
@@ -39,6 +40,7 @@ def add_rows(
 @internal
 def write_rows(tag: Any, tensors: Any, tables: Any, at: int, start: int, columns: int, rows: int) -> None:
     """Writes x_backprop of some rows."""
+    out_of_line()
     stop, column = start + columns - columns % LINE, start
     if column + 4 * LINE <= stop:
         _write_lines(tag, tensors, tables, at + column, column, rows, 4)
@@ -53,6 +55,7 @@ def write_rows(tag: Any, tensors: Any, tables: Any, at: int, start: int, columns
 @internal
 def scale_rows(tag: Any, tensors: Any, gain: int, at: int, start: int, columns: int, rows: int) -> None:
     """Writes x_backprop of some rows in inference."""
+    out_of_line()
     y_backprop, out, pitch, streams = tensors
     for column in range(start, start + columns - LINE + 1, LINE):
         gain0, gain1 = in_line_order(tag, load(_F32, gain, column), load(_F32, gain, column + LANES))

@@ -14,8 +14,7 @@ from bngrad_kernels.cpu.channel_stats import (
     channels,
     clear_sums,
     first_channel,
-    keep_sums,
-    scratch_sums,
+    sums_of,
     table,
 )
 from bngrad_kernels.cpu.columns import long_rows, row_ends, short_rows
@@ -31,7 +30,7 @@ _F32 = np.float32(0)
 @internal
 def sums(tag: Any, p: Any, g: int, t: int, slot: int, scratch: int) -> None:
     """Sums a tile; in inference, also writes its x_backprop."""
-    clear_sums(p, scratch)
+    clear_sums(p, slot, t)
     for column in range(0, 2 * p.padded, LANES):
         store(_F32, scratch, column, zero())
     _arrange(tag, p, g, table(p, slot, MEAN), _line_means(tag, p, slot, scratch))
@@ -41,12 +40,13 @@ def sums(tag: Any, p: Any, g: int, t: int, slot: int, scratch: int) -> None:
     while row < whole:
         rows = min(_panel_rows(p, columns), whole - row)
         for column in range(0, columns, BLOCK):
-            _sum_panel(tag, p, slot, scratch, index_of(p, g, row), rows, p.runs, column, min(BLOCK, columns - column))
+            _sum_panel(
+                tag, p, slot, t, scratch, index_of(p, g, row), rows, p.runs, column, min(BLOCK, columns - column)
+            )
         row += rows
     if stop > whole:
         runs, columns = runs_of(p, p.last_fold), run_columns(p, g, p.last_fold)
-        _sum_panel(tag, p, slot, scratch, index_of(p, g, whole), 1, runs, 0, columns)
-    keep_sums(p, scratch, slot, t)
+        _sum_panel(tag, p, slot, t, scratch, index_of(p, g, whole), 1, runs, 0, columns)
 
 
 @internal
@@ -60,7 +60,8 @@ def apply(tag: Any, p: Any, g: int, t: int, slot: int, scratch: int) -> None:
     while row < whole:
         rows = min(_panel_rows(p, columns), whole - row)
         for column in range(0, columns, BLOCK):
-            _write_panel(tag, p, slot, scratch, index_of(p, g, row), rows, p.runs, column, min(BLOCK, columns - column))
+            width = min(BLOCK, columns - column)
+            _write_panel(tag, p, slot, scratch, index_of(p, g, row), rows, p.runs, column, width)
         row += rows
     if stop > whole:
         runs, columns = runs_of(p, p.last_fold), run_columns(p, g, p.last_fold)
@@ -75,12 +76,12 @@ def _panel_rows(p: Any, columns: int) -> int:
 
 @internal
 def _sum_panel(
-    tag: Any, p: Any, slot: int, scratch: int, index: int, rows: int, runs: int, first: int, columns: int
+    tag: Any, p: Any, slot: int, t: int, scratch: int, index: int, rows: int, runs: int, first: int, columns: int
 ) -> None:
     """Sums a range of columns of each run over some rows; in inference, also writes x_backprop there."""
     tensors = p.y_backprop, p.x, p.columns, p.ahead
     means, line_means = table(p, slot, MEAN), _line_means(tag, p, slot, scratch)
-    chains, into, padded = scratch, scratch_sums(p, scratch), p.padded
+    chains, into, padded = scratch, sums_of(p, slot, t + 1), p.padded
     for run in range(runs):
         at, start = index + run * _gap(p), run * p.pitch + first
         if p.is_short:

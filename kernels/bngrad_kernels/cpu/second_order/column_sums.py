@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from bngrad_kernels.cpu.channel_stats import clear_sums, keep_sums, scratch_sums, table
+from bngrad_kernels.cpu.channel_stats import clear_sums, sums_of, table
 from bngrad_kernels.cpu.columns.tiles import first_row, index_of, run_columns, runs_of, whole_rows
 from bngrad_kernels.cpu.machine_code.hints import prefetch
 from bngrad_kernels.cpu.machine_code.linked import internal
@@ -25,21 +25,20 @@ _F32 = np.float32(0)
 
 
 @internal
-def sums(tag: Any, p: Any, g: int, t: int, slot: int, scratch: int) -> None:
+def sums(tag: Any, p: Any, g: int, t: int, slot: int, _scratch: int) -> None:
     """Sums a tile; in inference, also writes its outputs."""
-    clear_sums(p, scratch)
-    _for_each_row(tag, p, g, t, slot, scratch, np.int64(1), 1 - p.is_training)
-    keep_sums(p, scratch, slot, t)
+    clear_sums(p, slot, t)
+    _for_each_row(tag, p, g, t, slot, np.int64(1), 1 - p.is_training)
 
 
 @internal
-def apply(tag: Any, p: Any, g: int, t: int, slot: int, scratch: int) -> None:
+def apply(tag: Any, p: Any, g: int, t: int, slot: int, _scratch: int) -> None:
     """Writes the outputs of a tile."""
-    _for_each_row(tag, p, g, t, slot, scratch, np.int64(0), np.int64(1))
+    _for_each_row(tag, p, g, t, slot, np.int64(0), np.int64(1))
 
 
 @internal
-def _for_each_row(tag: Any, p: Any, g: int, t: int, slot: int, scratch: int, summing: int, writing: int) -> None:
+def _for_each_row(tag: Any, p: Any, g: int, t: int, slot: int, summing: int, writing: int) -> None:
     """Goes through a tile band by band, block by block."""
     start, stop, whole = first_row(p, t), first_row(p, t + 1), whole_rows(p)
     for band in range(start, stop, _BAND):
@@ -50,7 +49,7 @@ def _for_each_row(tag: Any, p: Any, g: int, t: int, slot: int, scratch: int, sum
                 for run in range(runs_of(p, fold)):
                     index, shift = index_of(p, g, row) + run * p.channels * p.span, run * p.pitch
                     if summing:
-                        _sum_columns(tag, p, slot, scratch, index, shift, first, end)
+                        _sum_columns(tag, p, slot, t, index, shift, first, end)
                     if writing:
                         _write_columns(tag, p, slot, index, shift, first, end)
 
@@ -69,9 +68,9 @@ def _write_columns(tag: Any, p: Any, slot: int, index: int, shift: int, first: i
 
 
 @internal
-def _sum_columns(tag: Any, p: Any, slot: int, scratch: int, index: int, shift: int, first: int, end: int) -> None:
+def _sum_columns(tag: Any, p: Any, slot: int, t: int, index: int, shift: int, first: int, end: int) -> None:
     pivots = table(p, slot, MEAN)
-    into, row_nbytes = scratch_sums(p, scratch), p.padded * 8
+    into, row_nbytes = sums_of(p, slot, t + 1), p.padded * 8
     for offset in range(first, end, LANES):
         at, column = index + offset, shift + offset
         if offset % LINE == 0:
