@@ -16,7 +16,7 @@ from bngrad_kernels import machine
 from bngrad_kernels.backend import Backend
 from bngrad_kernels.cpu.machine_code import loader
 from bngrad_kernels.cpu.machine_code.kernels import FIRST, Kernel, host
-from bngrad_kernels.cpu.plan import Plan, plan
+from bngrad_kernels.cpu.plan import PAGE_NBYTES, Plan, plan
 from bngrad_kernels.cpu.records import (
     BEGIN,
     GROUPS,
@@ -92,7 +92,7 @@ class CpuBackend(Backend):
         workspace = np.empty(planned.slot_nbytes + planned.scratch_nbytes + 64, np.uint8)
         records = bytearray(planned.record)
         place(records, problem)
-        place_workspace(records, -(-workspace.ctypes.data // 64) * 64, planned.slot_nbytes)
+        place_workspace(records, -(-workspace.ctypes.data // 64) * 64, planned.scratch_nbytes)
         call = new_call(records, 1, PROBLEMS, self._team.functions)
         kernel = self._load(problem.spec.dtype, problem.spec.order)
         return _Bound(
@@ -215,15 +215,15 @@ class CpuBackend(Backend):
 
     def _give_workspace(self, record: bytearray, planned: Plan, slots: int, threads: int) -> None:
         """Completes a record with the addresses of scratch memory for some slots and threads."""
-        slots_nbytes = planned.slot_nbytes * slots
-        place_workspace(record, self._workspace(slots_nbytes + planned.scratch_nbytes * threads), slots_nbytes)
+        scratch_nbytes = planned.scratch_nbytes * threads
+        place_workspace(record, self._workspace(scratch_nbytes + planned.slot_nbytes * slots), scratch_nbytes)
 
     def _workspace(self, nbytes: int) -> int:
-        """Returns the address of scratch memory, which each calling thread keeps for its next problem."""
+        """Returns the address of a page of scratch memory, which each calling thread keeps for its next problem."""
         if getattr(self._local, "nbytes", -1) < nbytes:
             self._local.nbytes = nbytes
-            self._local.memory = np.empty(nbytes + 64, np.uint8)
-            self._local.address = -(-self._local.memory.ctypes.data // 64) * 64
+            self._local.memory = np.empty(nbytes + PAGE_NBYTES, np.uint8)
+            self._local.address = -(-self._local.memory.ctypes.data // PAGE_NBYTES) * PAGE_NBYTES
         start: int = self._local.address
         return start
 

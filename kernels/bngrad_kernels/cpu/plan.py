@@ -44,10 +44,12 @@ _COLUMNS_TILE, _PLANES_TILE = 1 << 16, 1 << 14
 _TILE_ROWS = 64
 """The minimum number of rows of a tile in the columns kernel, as each tile has its own sums of every column."""
 _MAX_TILES = 64
-_STREAM_FROM_NBYTES = {4: 12 << 20 if machine.cache_nbytes() >= 32 << 20 else 3 << 20, 2: 12 << 20}
+_STREAM_FROM_NBYTES = {4: 3 << 20, 2: 12 << 20}
 """By element size: the outputs of tensors of at least this size bypass the caches (non-temporal stores). At about this
-size the next reader loses what the kernel gains, on an Intel Xeon with a cache of 16 MB; an AMD EPYC with 32 MB takes a
-quarter longer to write a tensor of 3 or 6 MB past it."""
+size the next reader loses what the kernel gains."""
+_IS_CACHE_LARGE = machine.cache_nbytes() >= 32 << 20
+"""Whether training streams no outputs below 12 MiB: of 3 or 6 MB, that takes an AMD EPYC a third longer where its cores
+share 32 MB, and a tenth less where they share no cache."""
 _STREAM_PLANES_FROM = 512
 """Planes of at least this many elements are streamed; shorter ones lose more at their ends, which do not fill lines."""
 _LINE_NBYTES = 64
@@ -63,7 +65,7 @@ apart would share a set of the first-level cache."""
 
 
 class Geometry(NamedTuple):
-    """The cut of a tensor. Everything that affects the bits follows from the shape, not from the channels to compute.
+    """The cut of a tensor. What affects the bits follows from shape and dtype, not from the channels to compute.
 
     Attributes:
         outer: See `Spec.outer`; so are channels and inner.
@@ -127,7 +129,9 @@ class Slot(NamedTuple):
 SLOTS = {1: Slot(tables=4, sums=2), 2: Slot(tables=11, sums=7)}
 """By the order of the gradients."""
 _SCRATCH_ROWS = {1: 4, 2: 0}
-"""The rows of float32 that each thread has for itself: sums of a band, and tables in another order."""
+"""The rows of float32 that each thread has for itself: sums of a band, and tables in another order. They fill pages, as
+far as a core prefetches: it must not take from another one what that writes."""
+PAGE_NBYTES = 4096
 
 RECORD = np.dtype(
     [
@@ -171,7 +175,7 @@ def plan(spec: Spec, part: range | None = None) -> Plan:
     if not (0 <= part.start <= part.stop <= spec.channels and part.step == 1):
         raise ValueError(f"channels must be neighbours in range(0, {spec.channels}), not {part}")
     cut, slot = geometry(spec, part), SLOTS[spec.order]
-    scratch_nbytes = 4 * _SCRATCH_ROWS[spec.order] * cut.padded
+    scratch_nbytes = -(-4 * _SCRATCH_ROWS[spec.order] * cut.padded // PAGE_NBYTES) * PAGE_NBYTES
     values = {
         "is_training": spec.is_training,
         "is_inverse_std": spec.reserve_space_2_kind is ReserveSpace2Kind.INVERSE_STD,
@@ -197,7 +201,8 @@ def _is_worth_streaming(spec: Spec, cut: Geometry) -> bool:
     They should if the tensor is large, and its planes are long or the part shares no cache line of a row with another.
     """
     itemsize = spec.dtype.itemsize
-    if spec.tensor_nbytes < _STREAM_FROM_NBYTES[itemsize]:
+    is_read_twice = spec.order == 1 and spec.is_training
+    if spec.tensor_nbytes < _STREAM_FROM_NBYTES[2 if is_read_twice and _IS_CACHE_LARGE else itemsize]:
         return False
     if cut.is_planes:
         return cut.inner >= _STREAM_PLANES_FROM

@@ -69,19 +69,19 @@ def place_at(record: bytearray, planned: Plan, addresses: Sequence[int]) -> None
     _FIELD.pack_into(record, streams, _FIELD.unpack_from(planned.record, streams)[0] if is_aligned else 0)
 
 
-def place_workspace(record: bytearray, address: int, slots_nbytes: int) -> None:
-    """Writes to a record where its slots begin, and behind them the memory of each thread."""
-    _FIELD.pack_into(record, _OFFSETS["workspace"], address)
-    _FIELD.pack_into(record, _OFFSETS["scratch"], address + slots_nbytes)
+def place_workspace(record: bytearray, address: int, scratch_nbytes: int) -> None:
+    """Writes to a record where the memory of each thread begins, and behind all of that its slots."""
+    _FIELD.pack_into(record, _OFFSETS["scratch"], address)
+    _FIELD.pack_into(record, _OFFSETS["workspace"], address + scratch_nbytes)
 
 
 def share_workspace(records: bytearray, address: int, slot_nbytes: int, scratch_nbytes: int, threads: int) -> None:
     """Writes the same workspace to several records, with a slot for each thread."""
     workspace = {
-        "workspace": address,
-        "slot_nbytes": slot_nbytes,
-        "scratch": address + slot_nbytes * threads,
+        "scratch": address,
         "scratch_nbytes": scratch_nbytes,
+        "workspace": address + scratch_nbytes * threads,
+        "slot_nbytes": slot_nbytes,
     }
     for start in range(0, len(records), RECORD.itemsize):
         for name, value in workspace.items():

@@ -9,7 +9,17 @@ import numpy as np
 from bngrad_kernels.cpu.channel_stats import x_backprop
 from bngrad_kernels.cpu.machine_code.linked import internal
 from bngrad_kernels.cpu.plan import LANES
-from bngrad_kernels.cpu.simd import add, fma, from_line_order, load, mul, store_line, stream_line
+from bngrad_kernels.cpu.simd import (
+    add,
+    fma,
+    from_line_order,
+    in_line_order,
+    load,
+    load_line,
+    mul,
+    store_line,
+    stream_line,
+)
 from bngrad_kernels.cpu.simd64 import load64, store64, widen64
 
 _F32 = np.float32(0)
@@ -56,3 +66,16 @@ def write_line(tag: Any, address: int, index: int, first: Any, second: Any, stre
         stream_line(tag, address, index, first, second)
     else:
         store_line(tag, address, index, first, second)
+
+
+@internal
+def gains_of_line(tag: Any, gain: int, column: int) -> Any:
+    """The gains of a line, in its order."""
+    return in_line_order(tag, load(_F32, gain, column), load(_F32, gain, column + LANES))
+
+
+@internal
+def scale_line(tag: Any, y_backprop: int, out: int, index: int, gains: Any, streams: int) -> None:
+    """Writes a line of x_backprop in inference."""
+    dy = load_line(tag, y_backprop, index)
+    write_line(tag, out, index, mul(gains[0], dy[0]), mul(gains[1], dy[1]), streams)

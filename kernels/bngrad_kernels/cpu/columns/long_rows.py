@@ -10,36 +10,41 @@ from typing import Any
 
 import numpy as np
 
-from bngrad_kernels.cpu.columns.elements import add_line_to_sums, coefficients, gradients, sum_of_products, write_line
+from bngrad_kernels.cpu.columns.elements import (
+    add_line_to_sums,
+    coefficients,
+    gains_of_line,
+    gradients,
+    scale_line,
+    sum_of_products,
+    write_line,
+)
 from bngrad_kernels.cpu.machine_code.hints import out_of_line, prefetch
 from bngrad_kernels.cpu.machine_code.linked import internal
 from bngrad_kernels.cpu.plan import LANES, LINE
-from bngrad_kernels.cpu.simd import add, fma, in_line_order, load, load_line, mul, store, sub, zero
+from bngrad_kernels.cpu.simd import add, fma, load, load_line, store, sub, zero
 
 _F32 = np.float32(0)
 
 
 @internal
 def add_rows(
-    tag: Any,
-    tensors: Any,
-    means: int,
-    chains: int,
-    into: int,
-    padded: int,
-    at: int,
-    start: int,
-    columns: int,
-    rows: int,
-) -> None:
-    """Adds a band of rows to the sums of their columns."""
+    tag: Any, tensors: Any, tables: Any, chains: int, into: int, padded: int,
+    at: int, start: int, columns: int, rows: int,
+) -> None:  # fmt: skip
+    """Adds a band of rows to the sums of their columns; in inference, also writes x_backprop."""
     out_of_line()
+    means, gain = tables
     places = means, chains, chains + 4 * padded
     for _ in range(rows // 2):
         _add_pair(tag, tensors, places, at, start, columns)
-        at += 2 * tensors[2]
+        if gain:
+            _scale_rows(tag, tensors, gain, at, start, columns, 2)
+        at += 2 * tensors[3]
     if rows % 2:
         _add_row(tag, tensors, places, at, start, columns)
+        if gain:
+            _scale_rows(tag, tensors, gain, at, start, columns, 1)
     _flush(tag, chains, into, start, columns)
     _flush(tag, chains, into, padded + start, columns)
 
@@ -62,22 +67,19 @@ def write_rows(tag: Any, tensors: Any, tables: Any, at: int, start: int, columns
 
 
 @internal
-def scale_rows(tag: Any, tensors: Any, gain: int, at: int, start: int, columns: int, rows: int) -> None:
-    """Writes x_backprop of some rows in inference."""
+def _scale_rows(tag: Any, tensors: Any, gain: int, at: int, start: int, columns: int, rows: int) -> None:
     out_of_line()
-    y_backprop, out, pitch, streams = tensors
+    y_backprop, _, out, pitch, _, streams = tensors
     for _ in range(rows):
         for column in range(start, start + columns - LINE + 1, LINE):
-            dy = load_line(tag, y_backprop, at + column)
-            gain0, gain1 = in_line_order(tag, load(_F32, gain, column), load(_F32, gain, column + LANES))
-            write_line(tag, out, at + column, mul(gain0, dy[0]), mul(gain1, dy[1]), streams)
+            scale_line(tag, y_backprop, out, at + column, gains_of_line(tag, gain, column), streams)
         at += pitch
 
 
 @internal
 def _add_pair(tag: Any, tensors: Any, places: Any, upper: int, start: int, columns: int) -> None:
     """Adds two rows to their chains."""
-    y_backprop, x, pitch, ahead = tensors
+    y_backprop, x, _, pitch, ahead, _ = tensors
     lower, later, gap = upper + pitch, upper + start + ahead, pitch - columns
     for column in range(start, start + columns - LINE + 1, LINE):
         place = 2 * (column - start)  # a pair of rows is prefetched in the order of addresses: first its upper row
@@ -106,7 +108,7 @@ def _add_two_to_chains(places: Any, column: int, upper_dy: Any, lower_dy: Any, u
 @internal
 def _add_row(tag: Any, tensors: Any, places: Any, at: int, start: int, columns: int) -> None:
     """Adds a row to its chains."""
-    y_backprop, x, _, _ = tensors
+    y_backprop, x, _, _, _, _ = tensors
     for column in range(start, start + columns - LINE + 1, LINE):
         dy, xs = load_line(tag, y_backprop, at + column), load_line(tag, x, at + column)
         _add_one_to_chains(places, column, dy[0], xs[0])

@@ -16,16 +16,19 @@ _F32 = np.float32(0)
 
 @internal
 def add_rows(
-    tag: Any, tensors: Any, means: int, into: int, padded: int, at: int, start: int, columns: int, rows: int
+    tag: Any, tensors: Any, tables: Any, into: int, padded: int, at: int, start: int, columns: int, rows: int
 ) -> None:
-    """Adds some rows to the sums of their columns, in the same order as whole lines."""
+    """Adds some rows to the sums of their columns, as for whole lines; in inference, also writes x_backprop."""
+    means, gain = tables
     stop = start + columns
     for column in range(stop - columns % LINE, stop, LANES):
         for row in range(0, rows, BAND):
-            index, count = at + row * tensors[2] + column, min(BAND, rows - row)
+            index, count = at + row * tensors[3] + column, min(BAND, rows - row)
             dy_sum, dy_xc_sum = _sums_of_band(tag, tensors, load(_F32, means, column), index, stop - column, count)
             add_to_sums(into, column, dy_sum)
             add_to_sums(into, padded + column, dy_xc_sum)
+        if gain:
+            _scale_rows(tag, tensors, load(_F32, gain, column), at + column, stop - column, rows)
 
 
 @internal
@@ -42,21 +45,17 @@ def write_rows(tag: Any, tensors: Any, tables: Any, at: int, start: int, columns
 
 
 @internal
-def scale_rows(tag: Any, tensors: Any, gain: int, at: int, start: int, columns: int, rows: int) -> None:
-    """Writes x_backprop of some rows in inference."""
-    y_backprop, out, pitch, _ = tensors
-    stop = start + columns
-    for column in range(stop - columns % LINE, stop, LANES):
-        count = stop - column
-        for row in range(rows):
-            index = at + row * pitch + column
-            store_head(tag, out, index, mul(load(_F32, gain, column), load_head(tag, y_backprop, index, count)), count)
+def _scale_rows(tag: Any, tensors: Any, gain: Any, index: int, count: int, rows: int) -> None:
+    y_backprop, _, out, pitch, _, _ = tensors
+    for _ in range(rows):
+        store_head(tag, out, index, mul(gain, load_head(tag, y_backprop, index, count)), count)
+        index += pitch
 
 
 @internal
 def _sums_of_band(tag: Any, tensors: Any, mean: Any, index: int, count: int, rows: int) -> Any:
     """The sums of up to 16 columns over a band."""
-    y_backprop, x, pitch, _ = tensors
+    y_backprop, x, _, pitch, _, _ = tensors
     dy_sum, dy_xc_sum = zero(), zero()
     for _ in range(rows // 2):
         lower = index + pitch

@@ -9,32 +9,35 @@ from typing import Any
 
 import numpy as np
 
-from bngrad_kernels.cpu.columns.elements import add_line_to_sums, coefficients, gradients, sum_of_products, write_line
+from bngrad_kernels.cpu.columns.elements import (
+    add_line_to_sums,
+    coefficients,
+    gains_of_line,
+    gradients,
+    scale_line,
+    sum_of_products,
+    write_line,
+)
 from bngrad_kernels.cpu.machine_code.hints import in_order, out_of_line, prefetch
 from bngrad_kernels.cpu.machine_code.linked import internal
 from bngrad_kernels.cpu.plan import BAND, LANES, LINE
-from bngrad_kernels.cpu.simd import add, fma, in_line_order, load, load_line, mul, sub, zero
+from bngrad_kernels.cpu.simd import add, fma, load, load_line, sub, zero
 
 _F32 = np.float32(0)
 
 
 @internal
 def add_rows(
-    tag: Any, tensors: Any, means: int, into: int, padded: int, at: int, start: int, columns: int, rows: int
+    tag: Any, tensors: Any, tables: Any, into: int, padded: int, at: int, start: int, columns: int, rows: int
 ) -> None:
-    """Adds some rows to the sums of their columns."""
+    """Adds some rows to the sums of their columns; in inference, also writes x_backprop."""
     out_of_line()
-    pitch, stop = tensors[2], start + columns - columns % LINE
+    means, gain = tables
     for row in range(0, rows, BAND):
-        count, column, index = min(BAND, rows - row), start, at + row * pitch
-        if column + 4 * LINE <= stop:
-            _add_lines(tag, tensors, means, into, padded, index + column, column, count, 4)
-            column += 4 * LINE
-        if column + 2 * LINE <= stop:
-            _add_lines(tag, tensors, means, into, padded, index + column, column, count, 2)
-            column += 2 * LINE
-        if column < stop:
-            _add_lines(tag, tensors, means, into, padded, index + column, column, count, 1)
+        count, index = min(BAND, rows - row), at + row * tensors[3]
+        _add_band(tag, tensors, means, into, padded, index, start, columns, count)
+        if gain:
+            _scale_rows(tag, tensors, gain, index, start, columns, count)
 
 
 @internal
@@ -53,16 +56,27 @@ def write_rows(tag: Any, tensors: Any, tables: Any, at: int, start: int, columns
 
 
 @internal
-def scale_rows(tag: Any, tensors: Any, gain: int, at: int, start: int, columns: int, rows: int) -> None:
-    """Writes x_backprop of some rows in inference."""
-    out_of_line()
-    y_backprop, out, pitch, streams = tensors
+def _scale_rows(tag: Any, tensors: Any, gain: int, at: int, start: int, columns: int, rows: int) -> None:
+    y_backprop, _, out, pitch, _, streams = tensors
     for column in range(start, start + columns - LINE + 1, LINE):
-        gain0, gain1 = in_line_order(tag, load(_F32, gain, column), load(_F32, gain, column + LANES))
+        gains = gains_of_line(tag, gain, column)
         for row in range(rows):
-            index = at + row * pitch + column
-            dy = load_line(tag, y_backprop, index)
-            write_line(tag, out, index, mul(gain0, dy[0]), mul(gain1, dy[1]), streams)
+            scale_line(tag, y_backprop, out, at + row * pitch + column, gains, streams)
+
+
+@internal
+def _add_band(
+    tag: Any, tensors: Any, means: int, into: int, padded: int, at: int, start: int, columns: int, rows: int
+) -> None:
+    column, stop = start, start + columns - columns % LINE
+    if column + 4 * LINE <= stop:
+        _add_lines(tag, tensors, means, into, padded, at + column, column, rows, 4)
+        column += 4 * LINE
+    if column + 2 * LINE <= stop:
+        _add_lines(tag, tensors, means, into, padded, at + column, column, rows, 2)
+        column += 2 * LINE
+    if column < stop:
+        _add_lines(tag, tensors, means, into, padded, at + column, column, rows, 1)
 
 
 @internal
@@ -83,7 +97,7 @@ def _add_lines(
         if lines > 2:
             line2 = _with_pair(tag, tensors, mean2, index + 2 * LINE, line2)
             line3 = _with_pair(tag, tensors, mean3, index + 3 * LINE, line3)
-        index += 2 * tensors[2]
+        index += 2 * tensors[3]
     if rows % 2:
         line0 = _with_row(tag, tensors, mean0, index, line0)
         if lines > 1:
@@ -107,7 +121,7 @@ def _means_of_line(means: int, column: int) -> Any:
 @internal
 def _with_pair(tag: Any, tensors: Any, mean: Any, upper: int, line: Any) -> Any:
     """The sums of a line, with two rows added."""
-    y_backprop, x, pitch, _ = tensors
+    y_backprop, x, _, pitch, _, _ = tensors
     lower = upper + pitch
     in_order()  # LLVM would read one row after the other, which takes a tenth longer
     upper_dy, lower_dy = load_line(tag, y_backprop, upper), load_line(tag, y_backprop, lower)
@@ -124,7 +138,7 @@ def _with_pair(tag: Any, tensors: Any, mean: Any, upper: int, line: Any) -> Any:
 @internal
 def _with_row(tag: Any, tensors: Any, mean: Any, index: int, line: Any) -> Any:
     """The sums of a line, with a row added."""
-    y_backprop, x, _, _ = tensors
+    y_backprop, x, _, _, _, _ = tensors
     dy, xs = load_line(tag, y_backprop, index), load_line(tag, x, index)
     return (
         add(line[0], dy[0]), add(line[1], dy[1]),

@@ -79,18 +79,16 @@ def _sum_panel(
     tag: Any, p: Any, slot: int, t: int, scratch: int, index: int, rows: int, runs: int, first: int, columns: int
 ) -> None:
     """Sums a range of columns of each run over some rows; in inference, also writes x_backprop there."""
-    tensors = p.y_backprop, p.x, p.columns, p.ahead
-    means, line_means = table(p, slot, MEAN), _line_means(tag, p, slot, scratch)
-    chains, into, padded = scratch, sums_of(p, slot, t + 1), p.padded
+    gain = np.int64(0) if p.is_training else table(p, slot, GAIN)
+    tables, line_tables = (table(p, slot, MEAN), gain), (_line_means(tag, p, slot, scratch), gain)
+    tensors, into, padded = _tensors(p), sums_of(p, slot, t + 1), p.padded
     for run in range(runs):
         at, start = index + run * _gap(p), run * p.pitch + first
         if p.is_short:
-            short_rows.add_rows(tag, tensors, line_means, into, padded, at, start, columns, rows)
+            short_rows.add_rows(tag, tensors, line_tables, into, padded, at, start, columns, rows)
         else:
-            long_rows.add_rows(tag, tensors, line_means, chains, into, padded, at, start, columns, rows)
-        row_ends.add_rows(tag, tensors, means, into, padded, at, start, columns, rows)
-    if not p.is_training:
-        _scale_panel(tag, p, slot, index, rows, runs, first, columns)
+            long_rows.add_rows(tag, tensors, line_tables, scratch, into, padded, at, start, columns, rows)
+        row_ends.add_rows(tag, tensors, tables, into, padded, at, start, columns, rows)
 
 
 @internal
@@ -98,7 +96,7 @@ def _write_panel(
     tag: Any, p: Any, slot: int, scratch: int, index: int, rows: int, runs: int, first: int, columns: int
 ) -> None:
     """Writes x_backprop of a range of columns of each run over some rows."""
-    tensors = p.y_backprop, p.x, p.x_backprop, p.columns, p.ahead, p.streams
+    tensors = _tensors(p)
     tables = table(p, slot, MEAN), table(p, slot, GAIN), table(p, slot, SHIFT), table(p, slot, SLOPE)
     line_tables = (
         _line_table(tag, p, slot, scratch, MEAN), _line_table(tag, p, slot, scratch, GAIN),
@@ -114,16 +112,9 @@ def _write_panel(
 
 
 @internal
-def _scale_panel(tag: Any, p: Any, slot: int, index: int, rows: int, runs: int, first: int, columns: int) -> None:
-    """Writes x_backprop in inference, as `_write_panel`."""
-    tensors, gain = (p.y_backprop, p.x_backprop, p.columns, p.streams), table(p, slot, GAIN)
-    for run in range(runs):
-        at, start = index + run * _gap(p), run * p.pitch + first
-        if p.is_short:
-            short_rows.scale_rows(tag, tensors, gain, at, start, columns, rows)
-        else:
-            long_rows.scale_rows(tag, tensors, gain, at, start, columns, rows)
-        row_ends.scale_rows(tag, tensors, gain, at, start, columns, rows)
+def _tensors(p: Any) -> Any:
+    """The tensors, the distance of rows, that of what is prefetched, and whether x_backprop is streamed."""
+    return p.y_backprop, p.x, p.x_backprop, p.columns, p.ahead, p.streams
 
 
 @internal
