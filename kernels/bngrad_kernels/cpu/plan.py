@@ -32,9 +32,11 @@ LANES = 16
 LINE = 2 * LANES
 """This many elements fill whole cache lines, whatever their type."""
 
-_SHORT, _SHORT_NBYTES, _LONG = 64, 256, 512
-"""The columns kernel folds rows to whole lines of at least 64 columns, if these take at most 256 bytes: such rows are
-short. It folds others to whole vectors of at least 512 columns, if the tensor is long enough."""
+SHORT, _SHORT_NBYTES = 4 * LINE, 256
+"""The sums of a row of up to 256 bytes stay in registers, and so do the coefficients of up to 128 columns."""
+_MIN_COLUMNS, _MAX_LINES_COLUMNS = 64, 512
+"""The columns kernel folds rows to whole lines of at least 64 columns, if that takes at most 512 columns, and others to
+whole vectors of at least 512, if the tensor is long enough."""
 _GROUP_CHANNELS = 32
 """The channels of a group of small planes, chosen for the second-level cache; a multiple of 32 keeps stores aligned."""
 _PLANES_FROM = 128
@@ -230,8 +232,7 @@ def geometry(spec: Spec, part: range) -> Geometry:
 def _columns(spec: Spec, part: range) -> Geometry:
     outer, channels, inner = spec.outer, spec.channels, spec.inner
     width = channels * inner
-    is_short = spec.order == 1 and 0 < _short_fold(width) * width * spec.dtype.itemsize <= _SHORT_NBYTES
-    fold = min(_short_fold(width) if is_short else _long_fold(width), outer)
+    fold = min(_fold(width, spec.order), outer)
     rows = -(-outer // max(fold, 1))
     # The tiles are those of the whole tensor, whose groups may be wider than those of the part.
     widest = channels if inner == 1 or fold > 1 else min(channels, _GROUP_CHANNELS)
@@ -245,7 +246,7 @@ def _columns(spec: Spec, part: range) -> Geometry:
         columns=fold * width,
         fold=fold,
         last_fold=outer - (rows - 1) * fold,
-        is_short=is_short,
+        is_short=_fold(width, spec.order) * width * spec.dtype.itemsize <= _SHORT_NBYTES,
         span=inner,
         groups=-(-len(part) // max(group, 1)),
         group_channels=group,
@@ -258,16 +259,14 @@ def _columns(spec: Spec, part: range) -> Geometry:
     )  # fmt: skip
 
 
-def _short_fold(width: int) -> int:
-    lines = LINE // math.gcd(width, LINE)
-    return lines * -(-_SHORT // max(lines * width, 1))
-
-
-def _long_fold(width: int) -> int:
-    if not 0 < width < _LONG:
+def _fold(width: int, order: int) -> int:
+    if not 0 < width < _MAX_LINES_COLUMNS:
         return 1
-    vectors = LANES // math.gcd(width, LANES)
-    return vectors * -(-_LONG // (vectors * width))
+    lines, vectors = LINE // math.gcd(width, LINE), LANES // math.gcd(width, LANES)
+    fold = lines * -(-_MIN_COLUMNS // (lines * width))
+    if order == 1 and fold * width <= _MAX_LINES_COLUMNS:
+        return fold
+    return vectors * -(-_MAX_LINES_COLUMNS // (vectors * width))
 
 
 def _planes(outer: int, channels: int, inner: int, part: range) -> Geometry:

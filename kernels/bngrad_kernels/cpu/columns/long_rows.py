@@ -19,9 +19,9 @@ from bngrad_kernels.cpu.columns.elements import (
     sum_of_products,
     write_line,
 )
-from bngrad_kernels.cpu.machine_code.hints import out_of_line, prefetch
+from bngrad_kernels.cpu.machine_code.hints import in_order, out_of_line, prefetch
 from bngrad_kernels.cpu.machine_code.linked import internal
-from bngrad_kernels.cpu.plan import LANES, LINE
+from bngrad_kernels.cpu.plan import BAND, LANES, LINE
 from bngrad_kernels.cpu.simd import add, fma, load, load_line, store, sub, zero
 
 _F32 = np.float32(0)
@@ -32,21 +32,14 @@ def add_rows(
     tag: Any, tensors: Any, tables: Any, chains: int, into: int, padded: int,
     at: int, start: int, columns: int, rows: int,
 ) -> None:  # fmt: skip
-    """Adds a band of rows to the sums of their columns; in inference, also writes x_backprop."""
+    """Adds some rows to the sums of their columns; in inference, also writes x_backprop."""
     out_of_line()
     means, gain = tables
     places = means, chains, chains + 4 * padded
-    for _ in range(rows // 2):
-        _add_pair(tag, tensors, places, at, start, columns)
-        if gain:
-            _scale_rows(tag, tensors, gain, at, start, columns, 2)
-        at += 2 * tensors[3]
-    if rows % 2:
-        _add_row(tag, tensors, places, at, start, columns)
-        if gain:
-            _scale_rows(tag, tensors, gain, at, start, columns, 1)
-    _flush(tag, chains, into, start, columns)
-    _flush(tag, chains, into, padded + start, columns)
+    for row in range(0, rows, BAND):
+        _add_band(tag, tensors, places, gain, at + row * tensors[3], start, columns, min(BAND, rows - row))
+        _flush(tag, chains, into, start, columns)
+        _flush(tag, chains, into, padded + start, columns)
 
 
 @internal
@@ -59,11 +52,25 @@ def write_rows(tag: Any, tensors: Any, tables: Any, at: int, start: int, columns
             index = at + column
             prefetch(tag, y_backprop, index + ahead)
             prefetch(tag, x, index + ahead)
+            in_order()  # LLVM would prefetch after the computation
             dy, xs = load_line(tag, y_backprop, index), load_line(tag, x, index)
             dx0 = gradients(dy[0], xs[0], coefficients(tables, column))
             dx1 = gradients(dy[1], xs[1], coefficients(tables, column + LANES))
             write_line(tag, out, index, dx0, dx1, streams)
         at += pitch
+
+
+@internal
+def _add_band(tag: Any, tensors: Any, places: Any, gain: int, at: int, start: int, columns: int, rows: int) -> None:
+    for _ in range(rows // 2):
+        _add_pair(tag, tensors, places, at, start, columns)
+        if gain:
+            _scale_rows(tag, tensors, gain, at, start, columns, 2)
+        at += 2 * tensors[3]
+    if rows % 2:
+        _add_row(tag, tensors, places, at, start, columns)
+        if gain:
+            _scale_rows(tag, tensors, gain, at, start, columns, 1)
 
 
 @internal

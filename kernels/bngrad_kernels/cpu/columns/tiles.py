@@ -19,7 +19,7 @@ from bngrad_kernels.cpu.channel_stats import (
 )
 from bngrad_kernels.cpu.columns import long_rows, row_ends, short_rows
 from bngrad_kernels.cpu.machine_code.linked import internal
-from bngrad_kernels.cpu.plan import BAND, BLOCK, LANES, LINE
+from bngrad_kernels.cpu.plan import BAND, BLOCK, LANES, LINE, SHORT
 from bngrad_kernels.cpu.simd import in_line_order, is_rearranged, load, store, zero
 
 _PANEL = 1 << 14
@@ -38,11 +38,10 @@ def sums(tag: Any, p: Any, g: int, t: int, slot: int, scratch: int) -> None:
     whole, columns = min(stop, whole_rows(p)), run_columns(p, g, p.fold)
     row = start
     while row < whole:
-        rows = min(_panel_rows(p, columns), whole - row)
+        rows = min(_panel_rows(columns), whole - row)
         for column in range(0, columns, BLOCK):
-            _sum_panel(
-                tag, p, slot, t, scratch, index_of(p, g, row), rows, p.runs, column, min(BLOCK, columns - column)
-            )
+            width = min(BLOCK, columns - column)
+            _sum_panel(tag, p, slot, t, scratch, index_of(p, g, row), rows, p.runs, column, width)
         row += rows
     if stop > whole:
         runs, columns = runs_of(p, p.last_fold), run_columns(p, g, p.last_fold)
@@ -58,7 +57,7 @@ def apply(tag: Any, p: Any, g: int, t: int, slot: int, scratch: int) -> None:
     whole, columns = min(stop, whole_rows(p)), run_columns(p, g, p.fold)
     row = start
     while row < whole:
-        rows = min(_panel_rows(p, columns), whole - row)
+        rows = min(_panel_rows(columns), whole - row)
         for column in range(0, columns, BLOCK):
             width = min(BLOCK, columns - column)
             _write_panel(tag, p, slot, scratch, index_of(p, g, row), rows, p.runs, column, width)
@@ -69,9 +68,9 @@ def apply(tag: Any, p: Any, g: int, t: int, slot: int, scratch: int) -> None:
 
 
 @internal
-def _panel_rows(p: Any, columns: int) -> int:
-    """The rows of a panel: several bands of short rows, or one of long rows."""
-    return max(1, _PANEL // max(columns, 1) // BAND) * BAND if p.is_short else BAND
+def _panel_rows(columns: int) -> int:
+    """The rows of a panel: whole bands."""
+    return max(1, _PANEL // max(columns, 1) // BAND) * BAND
 
 
 @internal
@@ -104,7 +103,7 @@ def _write_panel(
     )  # fmt: skip
     for run in range(runs):
         at, start = index + run * _gap(p), run * p.pitch + first
-        if p.is_short:
+        if columns <= SHORT:
             short_rows.write_rows(tag, tensors, line_tables, at, start, columns, rows)
         else:
             long_rows.write_rows(tag, tensors, line_tables, at, start, columns, rows)
