@@ -235,7 +235,7 @@ def _columns(spec: Spec, part: range) -> Geometry:
     fold = min(_fold(width, spec.order), outer)
     rows = -(-outer // max(fold, 1))
     # The tiles are those of the whole tensor, whose groups may be wider than those of the part.
-    widest = channels if inner == 1 or fold > 1 else min(channels, _GROUP_CHANNELS)
+    widest = channels if inner == 1 or width < _MAX_LINES_COLUMNS else min(channels, _GROUP_CHANNELS)
     group = min(widest, len(part))
     runs = fold if fold > 1 and len(part) < channels else 1
     own = fold * group * inner
