@@ -251,12 +251,11 @@ class CallRunner:
         attempts: Attempts | None = None
         while True:
             self._load_balancer.prepare(deadline, cancellation, started_at if attempts is None else time.monotonic())
-            server = self._load_balancer.acquire(
-                attempts.waiting() if attempts else (), in_order=in_order, preferred=preferred
-            )
+            is_hopeless = not self._load_balancer.was_reached or not self._retry_budget.allows
+            excluded = attempts.excluded(is_hopeless) if attempts else ()
+            server = self._load_balancer.acquire(excluded, in_order=in_order, preferred=preferred)
             if server is None:
                 assert attempts is not None
-                is_hopeless = not self._load_balancer.was_reached or not self._retry_budget.allows
                 attempts.wait(is_hopeless, cancellation)
                 continue
             try:

@@ -91,25 +91,28 @@ class Attempts:
                 del error  # breaks the cycle of the error and this frame, which would keep the call's tensors
         self._last = _without_frames(error)
 
-    def waiting(self) -> set[Hashable]:
-        """Returns the servers that must not be tried yet."""
+    def excluded(self, is_hopeless: bool) -> set[Hashable]:
+        """Returns the servers that must not be tried yet, or again if trying again would be hopeless."""
+        if self._gives_up(is_hopeless):
+            return set(self._ready_at)
         now = time.monotonic()
         return {server for server, at in self._ready_at.items() if at > now}
 
     def wait(self, is_hopeless: bool, cancellation: Cancellation) -> None:
-        """Waits until a server may be tried again; raises the last error if that would not help or ``is_hopeless``."""
+        """Waits until a server may be tried again; raises the last error if that would not help or be hopeless."""
         now = time.monotonic()
         seconds = min((at - now for at in self._ready_at.values() if at > now), default=0.0)
-        if isinstance(self._last, UnavailableError):
-            tried = min(self._failures.values())
-            is_hopeless |= self._deadline.at is None and tried >= _MAX_ENDLESS_ATTEMPTS
-        else:
-            is_hopeless = False
-        if is_hopeless or cancellation.cancelled or seconds == math.inf or not self._deadline.allows(seconds):
+        gives_up = self._gives_up(is_hopeless) or cancellation.cancelled
+        if gives_up or seconds == math.inf or not self._deadline.allows(seconds):
             raise self._take_last()
         cancellation.sleep(seconds)
         if cancellation.cancelled:
             raise self._take_last()
+
+    def _gives_up(self, is_hopeless: bool) -> bool:
+        if not isinstance(self._last, UnavailableError):
+            return False
+        return is_hopeless or (self._deadline.at is None and min(self._failures.values()) >= _MAX_ENDLESS_ATTEMPTS)
 
     def _take_last(self) -> BngradError:
         """Returns the last error and forgets it, so that only the caller refers to it."""

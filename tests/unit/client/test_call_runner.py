@@ -28,6 +28,7 @@ from tests.unit.client.peer import echo, info, peer
 
 import bngrad
 import bngrad.aio
+from bngrad._balancing import retry
 from bngrad.typing import Transport
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_wire.http2 import RpcError
@@ -163,14 +164,22 @@ def test_the_last_error_gives_the_number_and_duration_of_the_attempts(client_cla
     assert isinstance(broken.value.__cause__, grpc.RpcError)
 
 
-def test_without_a_deadline_an_unavailable_server_is_tried_five_times(client_class: ClientClass) -> None:
+@pytest.mark.parametrize("delay_s", [0.01, 0.0])
+def test_without_a_deadline_an_unavailable_server_is_tried_five_times(
+    client_class: ClientClass, delay_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retry, "delay_s", lambda failures, hint_s: delay_s)
     flaky = Flaky(*[UNAVAILABLE] * 9)
     with peer(flaky) as target, pytest.raises(bngrad.UnavailableError, match=r"\(5 attempts in "):
         call(client_class, target, timeout=math.inf)
     assert len(flaky.times) == 5
 
 
-def test_an_address_that_has_never_answered_is_not_tried_again(client_class: ClientClass) -> None:
+@pytest.mark.parametrize("delay_s", [1.0, 0.0])
+def test_an_address_that_has_never_answered_is_not_tried_again(
+    client_class: ClientClass, delay_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retry, "delay_s", lambda failures, hint_s: delay_s)
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         target = f"127.0.0.1:{bound.getsockname()[1]}"

@@ -85,15 +85,15 @@ def test_permanent_errors_are_raised_at_once(error: BngradError) -> None:
 def test_a_server_is_waited_for_and_then_tried_again() -> None:
     made = attempts()
     made.failed("a", ResourceExhaustedError("full", 0.5))
-    assert made.waiting() == {"a"}
+    assert made.excluded(False) == {"a"}
     made.wait(False, Cancellation())
-    assert made.waiting() == set()
+    assert made.excluded(False) == set()
 
 
 def test_a_server_that_shares_nothing_is_not_tried_again() -> None:
     made, error = attempts(), NotSharedError("elsewhere")
     made.failed("a", error)
-    assert made.waiting() == {"a"}
+    assert made.excluded(False) == {"a"}
     with pytest.raises(NotSharedError):
         made.wait(False, Cancellation())
 
