@@ -49,9 +49,9 @@ _MAX_TILES = 64
 _STREAM_FROM_NBYTES = {4: 3 << 20, 2: 12 << 20}
 """By element size: the outputs of tensors of at least this size bypass the caches (non-temporal stores). At about this
 size the next reader loses what the kernel gains."""
-_IS_CACHE_LARGE = machine.cache_nbytes() >= 32 << 20
-"""Whether training streams no outputs below 12 MiB: of 3 or 6 MB, that takes an AMD EPYC a third longer where its cores
-share 32 MB, and a tenth less where they share no cache."""
+_STREAM_TRAINING_FROM_NBYTES = 12 << 20 if machine.cache_nbytes() >= 32 << 20 else 0
+"""The same for the first order in training, if it is more: to write 3 or 6 MB past its caches takes an AMD EPYC a third
+longer where its cores share 32 MB, and a tenth less where they share no cache."""
 _STREAM_PLANES_FROM = 512
 """Planes of at least this many elements are streamed; shorter ones lose more at their ends, which do not fill lines."""
 _LINE_NBYTES = 64
@@ -131,8 +131,8 @@ class Slot(NamedTuple):
 SLOTS = {1: Slot(tables=4, sums=2), 2: Slot(tables=11, sums=7)}
 """By the order of the gradients."""
 _SCRATCH_ROWS = {1: 4, 2: 0}
-"""The rows of float32 that each thread has for itself: sums of a band, and tables in another order. They fill pages, as
-far as a core prefetches: it must not take from another one what that writes."""
+"""The rows of float32 that each thread has for itself: sums of a band, and tables in another order. No two threads
+share a page: a core prefetches up to its end, and would take from another core what that writes."""
 PAGE_NBYTES = 4096
 
 RECORD = np.dtype(
@@ -203,8 +203,10 @@ def _is_worth_streaming(spec: Spec, cut: Geometry) -> bool:
     They should if the tensor is large, and its planes are long or the part shares no cache line of a row with another.
     """
     itemsize = spec.dtype.itemsize
-    is_read_twice = spec.order == 1 and spec.is_training
-    if spec.tensor_nbytes < _STREAM_FROM_NBYTES[2 if is_read_twice and _IS_CACHE_LARGE else itemsize]:
+    from_nbytes = _STREAM_FROM_NBYTES[itemsize]
+    if spec.order == 1 and spec.is_training:
+        from_nbytes = max(from_nbytes, _STREAM_TRAINING_FROM_NBYTES)
+    if spec.tensor_nbytes < from_nbytes:
         return False
     if cut.is_planes:
         return cut.inner >= _STREAM_PLANES_FROM

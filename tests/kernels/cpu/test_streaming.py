@@ -33,6 +33,7 @@ SHIFTS = [0, 64, 4]
 def streaming_from(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> Iterator[None]:
     with monkeypatch.context() as patch:
         patch.setattr(plan, "_STREAM_FROM_NBYTES", {2: nbytes, 4: nbytes})
+        patch.setattr(plan, "_STREAM_TRAINING_FROM_NBYTES", 0)
         plan.plan.cache_clear()
         yield
     plan.plan.cache_clear()

@@ -1,6 +1,6 @@
-"""The whole lines of short rows, of up to 128 columns: their sums stay in registers over a band.
+"""The whole lines of up to 128 columns: their coefficients stay in registers, and the sums of short rows over a band.
 
-Memory is read in address order here too, and the processor alone prefetches it better than with our help.
+Memory is read in address order here too. The processor alone prefetches what is summed better than with our help.
 """
 
 from __future__ import annotations

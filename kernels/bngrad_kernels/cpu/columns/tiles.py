@@ -34,18 +34,7 @@ def sums(tag: Any, p: Any, g: int, t: int, slot: int, scratch: int) -> None:
     for column in range(0, 2 * p.padded, LANES):
         store(_F32, scratch, column, zero())
     _arrange(tag, p, g, table(p, slot, MEAN), _line_means(tag, p, slot, scratch))
-    start, stop = first_row(p, t), first_row(p, t + 1)
-    whole, columns = min(stop, whole_rows(p)), run_columns(p, g, p.fold)
-    row = start
-    while row < whole:
-        rows = min(_panel_rows(columns), whole - row)
-        for column in range(0, columns, BLOCK):
-            width = min(BLOCK, columns - column)
-            _sum_panel(tag, p, slot, t, scratch, index_of(p, g, row), rows, p.runs, column, width)
-        row += rows
-    if stop > whole:
-        runs, columns = runs_of(p, p.last_fold), run_columns(p, g, p.last_fold)
-        _sum_panel(tag, p, slot, t, scratch, index_of(p, g, whole), 1, runs, 0, columns)
+    _for_each_panel(tag, p, g, t, slot, scratch, np.int64(1))
 
 
 @internal
@@ -53,18 +42,34 @@ def apply(tag: Any, p: Any, g: int, t: int, slot: int, scratch: int) -> None:
     """Writes x_backprop of a tile."""
     for which in range(4):
         _arrange(tag, p, g, table(p, slot, which), _line_table(tag, p, slot, scratch, which))
-    start, stop = first_row(p, t), first_row(p, t + 1)
+    _for_each_panel(tag, p, g, t, slot, scratch, np.int64(0))
+
+
+@internal
+def _for_each_panel(tag: Any, p: Any, g: int, t: int, slot: int, scratch: int, is_summing: int) -> None:
+    """Goes through a tile panel by panel: sums it, or writes x_backprop."""
+    row, stop = first_row(p, t), first_row(p, t + 1)
     whole, columns = min(stop, whole_rows(p)), run_columns(p, g, p.fold)
-    row = start
     while row < whole:
         rows = min(_panel_rows(columns), whole - row)
         for column in range(0, columns, BLOCK):
             width = min(BLOCK, columns - column)
-            _write_panel(tag, p, slot, scratch, index_of(p, g, row), rows, p.runs, column, width)
+            _panel(tag, p, slot, t, scratch, index_of(p, g, row), rows, p.runs, column, width, is_summing)
         row += rows
     if stop > whole:
         runs, columns = runs_of(p, p.last_fold), run_columns(p, g, p.last_fold)
-        _write_panel(tag, p, slot, scratch, index_of(p, g, whole), 1, runs, 0, columns)
+        _panel(tag, p, slot, t, scratch, index_of(p, g, whole), 1, runs, 0, columns, is_summing)
+
+
+@internal
+def _panel(
+    tag: Any, p: Any, slot: int, t: int, scratch: int,
+    index: int, rows: int, runs: int, first: int, columns: int, is_summing: int,
+) -> None:  # fmt: skip
+    if is_summing:
+        _sum_panel(tag, p, slot, t, scratch, index, rows, runs, first, columns)
+    else:
+        _write_panel(tag, p, slot, scratch, index, rows, runs, first, columns)
 
 
 @internal
