@@ -149,7 +149,7 @@ def _unary(
             with ExitStack() as until_sent:
                 with op, places.part(rpc.client, 1, context, max_wait_s):
                     op.begin_to_receive()
-                    next_message = partial(receive_required, requests, op, context)
+                    next_message = partial(receive_required, requests, op)
                     call = servicer.unary_copy(
                         op_name, _receive_request(servicer, op_name, rpc, next_message), rpc, room
                     )
@@ -196,7 +196,7 @@ def _exchange(
         op = peer.op(account_of(rpc, servicer.authenticator))
         source = ExchangeSource(
             WholeMessages(partial(receive, requests, op)),
-            WholeMessages(counted(partial(receive_required, requests, op, context), traffic)),
+            WholeMessages(counted(partial(receive_required, requests, op), traffic)),
             _CHUNK_NBYTES,
             MAX_PROTOBUF_NBYTES,
         )
