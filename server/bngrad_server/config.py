@@ -173,7 +173,7 @@ class ServerConfig(BaseSettings):
     open_health: bool = False
     """Whether grpc.health.v1 answers without a token."""
     insecure: bool = False
-    """Whether the network is protected otherwise: no warnings about ports without TLS or tokens."""
+    """Whether the network is protected otherwise: no warnings about ports without TLS or tokens, or about http."""
     reflection: bool = True
     """Whether gRPC server reflection lists the methods."""
     socket_mode: Mode = "0600"
@@ -187,7 +187,8 @@ class ServerConfig(BaseSettings):
     later. One that is larger by itself is always refused."""
 
     http: Annotated[HttpAddress | None, Metavar("HOST:PORT"), Computed("none")] = None
-    """Address to serve HTTP on: /metrics, /healthz, /readyz, and a dashboard at /. It has neither TLS nor tokens."""
+    """Address to serve HTTP on: /metrics, /healthz, /readyz, and a dashboard at /. It has neither TLS nor tokens; the
+    server warns if other hosts can reach it."""
     http_names: Annotated[HostNames | None, Metavar("NAMES"), Computed("none")] = None
     """Further host names by which the HTTP port may be asked, with commas between them, such as a proxy's. Addresses,
     the machine's own names and those of private networks are always answered."""

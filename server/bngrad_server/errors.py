@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError
 from typing import Any
 
@@ -26,6 +26,25 @@ _LONGEST_DESCRIPTION_NBYTES = 256
 
 REFUSAL = "a valid token is needed"
 """The only text that a client without a token ever gets, whatever it called."""
+
+
+class SettingError(Exception):
+    """Settings have values of which this host has no use, such as files that cannot be read.
+
+    Attributes:
+        values: The values by the names of the settings.
+        expected: What is expected of them.
+    """
+
+    def __init__(self, values: Mapping[str, object], expected: str) -> None:
+        self.values = values
+        self.expected = expected
+        super().__init__(self.told({}))
+
+    def told(self, origins: Mapping[str, str]) -> str:
+        """Returns the message, with each setting named by its origin, such as a flag, where that is known."""
+        given = " and ".join(f"{origins.get(name, name)} is {str(value)!r}" for name, value in self.values.items())
+        return f"{given}; {self.expected}"
 
 
 class ListenError(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import grp
 import logging
 import os
 import threading
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from bngrad_server.config import ServerConfig
 from bngrad_server.engine import Engine
-from bngrad_server.errors import ListenError, TracingError
+from bngrad_server.errors import SettingError, TracingError
 from bngrad_server.memory.leases import LeaseServer
 from bngrad_server.monitor.status import engine_status
 from bngrad_server.monitor.supervisor import MonitorSupervisor
@@ -49,9 +50,11 @@ class Server:
         """Listens; health checks report NOT_SERVING.
 
         Raises:
+            SettingError: The file or group of a setting cannot be used.
             ListenError: An address is taken, malformed, or may not be used.
             TracingError: Spans cannot be exported.
         """
+        _check_group(config.shared_group)
         self._config = config
         self._started_at = time.time()
         self._stopping = False
@@ -173,9 +176,6 @@ class Server:
             return None
         try:
             lease_server = LeaseServer(self.engine.regions, self._config.shared_group, self._servicer.authenticator)
-        except LookupError as error:
-            group = self._config.shared_group
-            raise ListenError(f"shared_group is {group!r}; it should be a group of this host") from error
         except OSError as error:
             logger.warning("no memory is shared with clients on this host: %s", error)
             return None
@@ -192,6 +192,14 @@ def _max_message_bytes(config: ServerConfig, engine: Engine) -> int:
     return min(config.max_message_bytes, engine.max_message_nbytes) if config.one_port else config.max_message_bytes
 
 
+def _check_group(name: str | None) -> None:
+    try:
+        if name is not None:
+            grp.getgrnam(name)
+    except KeyError as error:
+        raise SettingError({"shared_group": name}, "it should be a group of this host") from error
+
+
 def _tracing() -> Tracing:
     try:
         from bngrad_server.telemetry.tracing import Tracing  # noqa: PLC0415 - only the otel extra has what it imports
@@ -204,6 +212,7 @@ def serve(config: ServerConfig) -> None:
     """Serves until SIGTERM or SIGINT, then drains. A second signal, or one before the server is ready, exits at once.
 
     Raises:
+        SettingError: The file or group of a setting cannot be used.
         ListenError: An address is taken, malformed, or may not be used.
         WorkerStartError: A worker could not start.
         TracingError: Spans cannot be exported.

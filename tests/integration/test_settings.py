@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -46,7 +47,34 @@ def test_a_server_does_not_start_with_an_impossible_setting(
     assert ended.stderr.count("\n") == 1
 
 
-def test_a_server_does_not_start_with_an_unknown_group() -> None:
-    ended = subprocess.run([*COMMAND, *CPU, "--shared-group", "nobodys"], capture_output=True, text=True)
+@pytest.mark.parametrize(
+    ("arguments", "environment", "complaint"),
+    [
+        (("--shared-group", "nobodys"), {}, "--shared-group is 'nobodys'; it should be a group of this host"),
+        (
+            (),
+            {"BNGRAD_TOKEN_FILE": "/nowhere"},
+            "BNGRAD_TOKEN_FILE is '/nowhere'; it should be a file that can be read: No such file or directory",
+        ),
+        (
+            ("--tls-certificate", "/a", "--tls-key", "/b"),
+            {},
+            "--tls-certificate is '/a'; it should be a file that can be read: No such file or directory",
+        ),
+    ],
+)
+def test_a_setting_of_which_this_host_has_no_use_is_as_wrong_as_others(
+    arguments: tuple[str, ...], environment: dict[str, str], complaint: str
+) -> None:
+    environment = {**os.environ, **environment}
+    ended = subprocess.run([*COMMAND, *CPU, *arguments], env=environment, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.endswith(f"Error: {complaint}\n")
+
+
+def test_an_address_that_is_taken_is_no_wrong_setting() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        ended = subprocess.run([*COMMAND, "--listen", address], capture_output=True, text=True)
     assert (ended.returncode, ended.stdout) == (1, "")
-    assert ended.stderr.endswith("Error: shared_group is 'nobodys'; it should be a group of this host\n")
+    assert ended.stderr.endswith(f"Error: cannot listen on {address}: Address already in use\n")

@@ -37,12 +37,15 @@ def test_health_may_be_open_and_reflection_off(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--token-file", "no-such-file"), "cannot read no-such-file, token_file: No such file or directory"),
+        (
+            ("--token-file", "no-such-file"),
+            "--token-file is 'no-such-file'; it should be a file that can be read: No such file",
+        ),
         (
             ("--tls-certificate", "no-such-file", "--tls-key", "x"),
-            "cannot read no-such-file, tls_certificate: No such file or directory",
+            "--tls-certificate is 'no-such-file'; it should be a file that can be read: No such file",
         ),
-        (("--token-file", __file__), f"cannot set up TLS and tokens: line 1 of {__file__} must be NAME sha256:HASH"),
+        (("--token-file", __file__), f"--token-file is {__file__!r}; line 1 of {__file__} must be NAME sha256:HASH"),
         (("--tls-certificate", __file__, "--tls-key", __file__), "are not a certificate and its key"),
     ],
 )

@@ -29,17 +29,19 @@ def serve(config: Path | None, **flags: Any) -> None:
           --tls-certificate server.pem --tls-key server.key --token-file tokens
     """  # noqa: D301 - click wants the character \b
     _open_standard_files()
-    effective, _ = settings.load(config, flags)
+    effective, given = settings.load(config, flags)
     from bngrad_server.runtime.malloc import use_one_heap  # noqa: PLC0415
 
     use_one_heap()  # before NumPy and the log start threads
     from bngrad_server import server  # noqa: PLC0415 - help, completion and wrong settings do not need it
-    from bngrad_server.errors import ListenError, TracingError, WorkerStartError  # noqa: PLC0415
+    from bngrad_server.errors import ListenError, SettingError, TracingError, WorkerStartError  # noqa: PLC0415
     from bngrad_server.telemetry import logs  # noqa: PLC0415
 
     logs.set_up(effective.log_format, effective.log_level)
     try:
         server.serve(effective)
+    except SettingError as error:
+        raise settings.SettingsError(error.told({each.name: each.origin for each in given})) from error
     except (ListenError, TracingError, WorkerStartError) as error:
         raise click.ClickException(str(error)) from error
 

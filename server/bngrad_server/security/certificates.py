@@ -111,7 +111,7 @@ def _read(certificate_path: Path, key_path: Path, client_ca_path: Path | None) -
     context.options |= ssl.OP_NO_TICKET
     context.num_tickets = 0
     try:
-        context.load_cert_chain(certificate_path, key_path, password=_no_password)
+        context.load_cert_chain(certificate_path, key_path, password=partial(_refuse_password, key_path))
     except ssl.SSLError as error:
         raise ValueError(f"{certificate_path} and {key_path} are not a certificate and its key: {error}") from error
     if client_ca is not None:
@@ -123,5 +123,5 @@ def _read(certificate_path: Path, key_path: Path, client_ca_path: Path | None) -
     return _Loaded(certificate, key, client_ca, context)
 
 
-def _no_password() -> str:
-    raise ValueError("the private key must not be encrypted: a server has no way to ask for the password")
+def _refuse_password(key_path: Path) -> str:
+    raise ValueError(f"the key in {key_path} must not be encrypted: a server has no way to ask for the password")

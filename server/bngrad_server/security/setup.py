@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 import grpc
 
 from bngrad_server.config import ServerConfig
-from bngrad_server.errors import ListenError
+from bngrad_server.errors import SettingError
 from bngrad_server.security.auth import Authenticator
 from bngrad_server.security.certificates import Certificates
 from bngrad_server.security.tokens import Tokens
@@ -25,19 +27,17 @@ def set_up(config: ServerConfig, metrics: Metrics) -> tuple[Certificates | None,
     """Returns the server's certificates, None without TLS, and the authenticator of its calls.
 
     Raises:
-        ListenError: A file cannot be read, or has the wrong content.
+        SettingError: A file cannot be read, or has the wrong content.
     """
-    certificates = None
-    try:
-        if config.tls_certificate is not None and config.tls_key is not None:
+    certificates = tokens = None
+    if config.tls_certificate is not None and config.tls_key is not None:
+        with _usable(
+            tls_certificate=config.tls_certificate, tls_key=config.tls_key, tls_client_ca=config.tls_client_ca
+        ):
             certificates = Certificates(config.tls_certificate, config.tls_key, config.tls_client_ca)
-        tokens = None if config.token_file is None else Tokens(config.token_file)
-    except OSError as error:
-        names = ("tls_certificate", "tls_key", "tls_client_ca", "token_file")
-        settings = [name for name in names if str(getattr(config, name)) == error.filename]
-        raise ListenError(f"cannot read {error.filename}, {' and '.join(settings)}: {error.strerror}") from error
-    except ValueError as error:
-        raise ListenError(f"cannot set up TLS and tokens: {error}") from error
+    if config.token_file is not None:
+        with _usable(token_file=config.token_file):
+            tokens = Tokens(config.token_file)
     on_refusal = partial(metrics.refused_call, grpc.StatusCode.UNAUTHENTICATED.name)
     authenticator = Authenticator(
         tokens,
@@ -47,16 +47,34 @@ def set_up(config: ServerConfig, metrics: Metrics) -> tuple[Certificates | None,
     )
     if not config.insecure:
         knows_clients = authenticator.requires_token or authenticator.requires_certificate
-        for warning in exposure_warnings(config.listen, has_tls=certificates is not None, knows_clients=knows_clients):
+        has_tls = certificates is not None
+        for warning in exposure_warnings(config.listen, config.http, has_tls=has_tls, knows_clients=knows_clients):
             logger.warning("%s", warning)
     return certificates, authenticator
 
 
-def exposure_warnings(addresses: Sequence[str], *, has_tls: bool, knows_clients: bool) -> Iterator[str]:
+@contextmanager
+def _usable(**files: Path | None) -> Iterator[None]:
+    """Turns errors of reading the files of settings into a SettingError of those settings that are the cause."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        text = expected = str(error)
+        if isinstance(error, OSError):
+            text, expected = str(error.filename), f"it should be a file that can be read: {error.strerror}"
+        given = {name: path for name, path in files.items() if path is not None}
+        named = {name: path for name, path in given.items() if f" {path} " in f" {text} "}
+        raise SettingError(named or given, expected) from error
+
+
+def exposure_warnings(
+    addresses: Sequence[str], http: str | None, *, has_tls: bool, knows_clients: bool
+) -> Iterator[str]:
     """Warns of addresses that other hosts can reach, a sentence for each.
 
     Args:
         addresses: Where the server listens, ``HOST:PORT`` or ``unix:PATH``.
+        http: Where it serves HTTP, if it does.
         has_tls: Whether TCP connections are encrypted.
         knows_clients: Whether clients need tokens or certificates.
     """
@@ -71,3 +89,9 @@ def exposure_warnings(addresses: Sequence[str], *, has_tls: bool, knows_clients:
             )
         elif not knows_clients:
             yield f"{address} can be reached from other hosts, and {_ANYONE_MAY_CALL}, or say --insecure."
+    if http is not None and not is_local(http):
+        yield (
+            f"{http}, the address of --http, can be reached from other hosts and has neither TLS nor tokens: any "
+            "client that reaches it may read the metrics and the dashboard. Use 127.0.0.1, or say --insecure if the "
+            "network is protected otherwise."
+        )
