@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,6 +14,23 @@ from bngrad_cli.target import Target
 from bngrad_wire.addresses import MAX_PORT, host_and_port, unix_path
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+_LONGEST_S = 7 * 24 * 3600
+"""Timers do not take every number."""
+
+
+class Seconds(click.FloatRange):
+    """A duration of at most a week, above 0 unless another least one is given."""
+
+    def __init__(self, least: float | None = None) -> None:
+        super().__init__(min=least or 0, max=_LONGEST_S, min_open=least is None)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """See `click.ParamType`; what is not a number is in every range of click's."""
+        number = float(super().convert(value, param, ctx))
+        if math.isnan(number):
+            self.fail(f"{value!r} is not a number.", param, ctx)
+        return number
 
 
 def _address(context: click.Context, parameter: click.Parameter, value: str) -> str:
@@ -36,7 +54,7 @@ def with_target(default_timeout_s: float) -> Callable[[Command], Command]:
         @click.option(
             "--timeout",
             "timeout_s",
-            type=click.FloatRange(min=0, min_open=True),
+            type=Seconds(),
             default=default_timeout_s,
             show_default=True,
             metavar="SECONDS",

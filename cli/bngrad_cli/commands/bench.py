@@ -21,7 +21,7 @@ import bngrad
 from bngrad_cli.load_generator import Measurement, measure
 from bngrad_cli.sample_requests import DTYPES, SampleRequest, random_request
 from bngrad_cli.target import Target, TargetError
-from bngrad_cli.target_options import with_target
+from bngrad_cli.target_options import Seconds, with_target
 from bngrad_cli.terminal import wide_console
 
 _TRANSPORTS = ("auto", "shared", "stream", "unary")
@@ -46,7 +46,7 @@ fastest transport; with shared, the arrays of the caller lie in shared memory.""
 @with_target(default_timeout_s=60)
 @click.option(
     "--seconds",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Seconds(),
     default=1.0,
     show_default=True,
     metavar="SECONDS",

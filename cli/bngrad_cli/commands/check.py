@@ -10,7 +10,7 @@ from functools import partial
 import click
 
 from bngrad_cli.target import NotOfferedError, Target, TargetError
-from bngrad_cli.target_options import with_target
+from bngrad_cli.target_options import Seconds, with_target
 
 _RETRY_DELAY_S = 0.25
 
@@ -25,7 +25,7 @@ Step = Callable[[Target], str]
 @click.option(
     "--wait",
     "wait_s",
-    type=click.FloatRange(min=0),
+    type=Seconds(0),
     default=0,
     metavar="SECONDS",
     help="How long to wait for the server to be healthy, for one that has just been started.",

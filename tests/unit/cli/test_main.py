@@ -74,6 +74,11 @@ def test_the_version_is_the_packages() -> None:
     [
         (["serve", "--thread", "1"], "--threads"),
         (["serve", "x"], "unexpected"),
+        (["info", "--timeout", "nan"], "Invalid value for '--timeout': 'nan' is not a number"),
+        (["check", "--timeout", "inf"], "Invalid value for '--timeout': inf is not in the range"),
+        (["check", "--timeout", "1e300"], "Invalid value for '--timeout': 1e+300 is not in the range"),
+        (["bench", "--seconds", "nan"], "Invalid value for '--seconds': 'nan' is not a number"),
+        (["top", "--interval", "inf"], "Invalid value for '--interval': inf is not in the range"),
         (["check", "--quick", "--long"], "--quick and --long exclude each other"),
     ],
 )

@@ -18,7 +18,7 @@ from bngrad_cli.commands.advise.contestants import LOCAL, PYTORCH, SERVER
 from bngrad_cli.commands.advise.verdict import Advice, Times
 from bngrad_cli.sample_requests import DTYPES
 from bngrad_cli.target import Target
-from bngrad_cli.target_options import with_target
+from bngrad_cli.target_options import Seconds, with_target
 from bngrad_cli.terminal import wide_console
 
 _COLUMNS = (SERVER, LOCAL, PYTORCH)
@@ -51,7 +51,7 @@ _COLUMNS = (SERVER, LOCAL, PYTORCH)
 )
 @click.option(
     "--seconds",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Seconds(),
     default=1.0,
     show_default=True,
     metavar="SECONDS",

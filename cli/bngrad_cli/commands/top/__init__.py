@@ -24,6 +24,7 @@ from rich.segment import Segment, Segments
 from rich.text import Text
 
 from bngrad_cli.commands.top.screen import screen
+from bngrad_cli.target_options import Seconds
 from bngrad_cli.terminal import MIN_COLUMNS, wide_console
 
 _TIMEOUT_S = 5.0
@@ -35,7 +36,7 @@ _TIMEOUT_S = 5.0
 @click.option("--json", "as_json", is_flag=True, help="Print the server's status once, as JSON.")
 @click.option(
     "--interval",
-    type=click.FloatRange(min=0.1),
+    type=Seconds(0.1),
     default=1.0,
     show_default=True,
     metavar="SECONDS",
