@@ -21,12 +21,17 @@ from bngrad_protos.v1 import batch_norm_grad_pb2_grpc as pb_grpc
 
 CHANNELS = 16
 EPSILON = np.float32(1e-3)
+MAX_BATCH = 100_000
 
 
 def main(*arguments: str) -> int:
     bad = "--bad" in arguments
-    target, *batch = (argument for argument in arguments if argument != "--bad")
-    shape = (int(batch[0]) if batch else 2, 8, 8, CHANNELS)
+    words = [argument for argument in arguments if argument != "--bad"]
+    batch = parse_batch(words[1]) if len(words) == 2 else 2
+    if len(words) not in (1, 2) or words[0].startswith("-") or not batch:
+        print(f"{__doc__}BATCH is a whole number from 1 to {MAX_BATCH}.", file=sys.stderr)
+        return 2
+    target, shape = words[0], (batch, 8, 8, CHANNELS)
     rng = np.random.default_rng(0)
     y_backprop, x = rng.uniform(-1, 1, (2, *shape)).astype(np.float32)
     scale = rng.uniform(0.5, 1.5, CHANNELS).astype(np.float32)
@@ -55,6 +60,12 @@ def main(*arguments: str) -> int:
         matches("offset_backprop", response.offset_backprop, offset_backprop, 1e-6),
     ]
     return 0 if all(good) else 1
+
+
+def parse_batch(word: str) -> int:
+    """Returns 0 for a word that is no batch."""
+    batch = int(word) if word.isdecimal() and len(word) < 10 else 0
+    return batch if batch <= MAX_BATCH else 0
 
 
 def to_tensor(array: Any) -> pb.Tensor:
@@ -88,6 +99,4 @@ def print_error(error: Any) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2:
-        sys.exit(__doc__)
     sys.exit(main(*sys.argv[1:]))

@@ -5,6 +5,7 @@
 //   client localhost:50051 --bad    sends a scale of the wrong length
 //   client gpu1.example:50051 --ca ca.pem --token-file alice.token
 #include <algorithm>
+#include <charconv>
 #include <cmath>
 #include <iostream>
 #include <random>
@@ -20,6 +21,7 @@ using Doubles = std::vector<double>;
 
 constexpr int kHeight = 8, kWidth = 8, kChannels = 16;
 constexpr float kEpsilon = 1e-3f;
+constexpr int kMaxBatch = 100000;
 
 struct Inputs {
   Floats y_backprop, x, scale, mean, variance;
@@ -124,9 +126,22 @@ int Run(const std::string& target, const bngrad::Options& options, int batch, bo
   return good ? 0 : 1;
 }
 
+int Usage() {
+  std::cerr << "usage: client TARGET [BATCH] [--bad] [--ca FILE] [--certificate FILE --key FILE] [--token-file FILE]\n"
+            << "BATCH is a whole number from 1 to " << kMaxBatch << "\n";
+  return 2;
+}
+
+// Returns 0 for a word that is no batch.
+int ParseBatch(const std::string& word) {
+  int batch = 0;
+  const char* end = word.data() + word.size();
+  const auto [stop, error] = std::from_chars(word.data(), end, batch);
+  return error == std::errc() && stop == end && batch > 0 && batch <= kMaxBatch ? batch : 0;
+}
+
 int main(int argc, char** argv) {
-  std::string target;
-  int batch = 2;
+  std::vector<std::string> words;
   bool bad = false;
   bngrad::Options options;
   for (int i = 1; i < argc; ++i) {
@@ -138,15 +153,14 @@ int main(int argc, char** argv) {
                                                   : nullptr;
     if (path != nullptr && i + 1 < argc) *path = argv[++i];
     else if (word == "--bad") bad = true;
-    else if (target.empty()) target = word;
-    else batch = std::stoi(word);
+    else if (word.rfind("-", 0) == 0) return Usage();
+    else words.push_back(word);
   }
-  if (target.empty()) {
-    std::cerr << "usage: client TARGET [BATCH] [--bad] [--ca FILE] [--certificate FILE --key FILE] [--token-file FILE]\n";
-    return 2;
-  }
+  if (words.empty() || words.size() > 2) return Usage();
+  const int batch = words.size() > 1 ? ParseBatch(words[1]) : 2;
+  if (batch == 0) return Usage();
   try {
-    return Run(target, options, batch, bad);
+    return Run(words[0], options, batch, bad);
   } catch (const std::exception& error) {
     std::cerr << error.what() << "\n";
     return 2;

@@ -27,6 +27,7 @@ import (
 const (
 	height, width, channels = 8, 8, 16
 	epsilon                 = float32(1e-3)
+	maxBatch                = 100000
 )
 
 type inputs struct{ yBackprop, x, scale, mean, variance []float32 }
@@ -149,14 +150,18 @@ func main() {
 	flag.StringVar(&options.Key, "key", "", "this client's key")
 	flag.StringVar(&options.TokenFile, "token-file", "", "the token")
 	bad := flag.Bool("bad", false, "send a scale of the wrong length")
+	flag.Usage = func() {
+		fmt.Fprintln(os.Stderr, "usage: example [options] TARGET [BATCH]")
+		fmt.Fprintln(os.Stderr, "BATCH is a whole number from 1 to", maxBatch)
+		flag.PrintDefaults()
+	}
 	flag.Parse()
 	batch, err := 2, error(nil)
 	if flag.NArg() > 1 {
 		batch, err = strconv.Atoi(flag.Arg(1))
 	}
-	if flag.NArg() < 1 || err != nil {
-		fmt.Fprintln(os.Stderr, "usage: example [options] TARGET [BATCH]")
-		flag.PrintDefaults()
+	if flag.NArg() < 1 || flag.NArg() > 2 || err != nil || batch < 1 || batch > maxBatch {
+		flag.Usage()
 		os.Exit(2)
 	}
 	if err := run(flag.Arg(0), options, batch, *bad); err != nil {

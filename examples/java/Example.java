@@ -8,15 +8,19 @@ import bngrad.v1.Tensor;
 import google.rpc.BadRequestOuterClass.BadRequest.FieldViolation;
 import io.grpc.StatusRuntimeException;
 import java.util.ArrayDeque;
+import java.util.ArrayList;
 import java.util.Arrays;
 import java.util.HashMap;
 import java.util.List;
 import java.util.Map;
 import java.util.Random;
+import java.util.Set;
 
 public final class Example {
   private static final int HEIGHT = 8, WIDTH = 8, CHANNELS = 16;
   private static final float EPSILON = 1e-3f;
+  private static final int MAX_BATCH = 100000;
+  private static final Set<String> PATHS = Set.of("--ca", "--certificate", "--key", "--token-file");
   private static final Random RANDOM = new Random(0);
 
   private record Inputs(float[] yBackprop, float[] x, float[] scale, float[] mean, float[] variance) {}
@@ -81,21 +85,32 @@ public final class Example {
     return error <= tolerance * largest;
   }
 
+  private static void exitWithUsage() {
+    System.err.println("usage: Example TARGET [BATCH] [--bad] [--ca FILE] [--certificate FILE --key FILE] [--token-file FILE]");
+    System.err.println("BATCH is a whole number from 1 to " + MAX_BATCH);
+    System.exit(2);
+  }
+
+  /** Returns 0 for a word that is no batch. */
+  private static int parseBatch(String word) {
+    int batch = word.matches("[0-9]{1,9}") ? Integer.parseInt(word) : 0;
+    return batch <= MAX_BATCH ? batch : 0;
+  }
+
   public static void main(String[] arguments) throws Exception {
     Map<String, String> options = new HashMap<>();
-    List<String> words = new java.util.ArrayList<>();
+    List<String> words = new ArrayList<>();
     ArrayDeque<String> rest = new ArrayDeque<>(Arrays.asList(arguments));
     while (!rest.isEmpty()) {
       String word = rest.remove();
       if (word.equals("--bad")) options.put(word, "");
-      else if (word.startsWith("--") && !rest.isEmpty()) options.put(word, rest.remove());
+      else if (PATHS.contains(word) && !rest.isEmpty()) options.put(word, rest.remove());
+      else if (word.startsWith("-")) exitWithUsage();
       else words.add(word);
     }
-    if (words.isEmpty()) {
-      System.err.println("usage: Example TARGET [BATCH] [--bad] [--ca FILE] [--certificate FILE --key FILE] [--token-file FILE]");
-      System.exit(2);
-    }
-    int batch = words.size() > 1 ? Integer.parseInt(words.get(1)) : 2;
+    if (words.isEmpty() || words.size() > 2) exitWithUsage();
+    int batch = words.size() > 1 ? parseBatch(words.get(1)) : 2;
+    if (batch == 0) exitWithUsage();
     BngradClient.Options paths = new BngradClient.Options(
         options.get("--ca"), options.get("--certificate"), options.get("--key"), options.get("--token-file"));
 

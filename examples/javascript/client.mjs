@@ -9,6 +9,7 @@ import { Client, explain, tensor, values } from "./bngrad.mjs";
 
 const HEIGHT = 8, WIDTH = 8, CHANNELS = 16;
 const EPSILON = Math.fround(1e-3);
+const MAX_BATCH = 100000;
 
 let state = 1;
 function random() {
@@ -61,21 +62,33 @@ function matches(name, actual, expected, tolerance) {
   return error <= tolerance;
 }
 
-const { values: options, positionals: [target, batchSize = "2"] } = parseArgs({
-  allowPositionals: true,
-  options: {
-    bad: { type: "boolean", default: false },
-    ca: { type: "string" },
-    certificate: { type: "string" },
-    key: { type: "string" },
-    "token-file": { type: "string" },
-  },
-});
-if (target === undefined) {
-  console.error("usage: node client.mjs TARGET [BATCH] [--bad] [--ca FILE] [--token-file FILE]");
+function exitWithUsage(reason) {
+  if (reason) console.error(reason);
+  console.error("usage: node client.mjs TARGET [BATCH] [--bad] [--ca FILE] [--certificate FILE --key FILE] [--token-file FILE]");
+  console.error(`BATCH is a whole number from 1 to ${MAX_BATCH}`);
   process.exit(2);
 }
-const batch = Number(batchSize);
+
+function parseArguments() {
+  try {
+    return parseArgs({
+      allowPositionals: true,
+      options: {
+        bad: { type: "boolean", default: false },
+        ca: { type: "string" },
+        certificate: { type: "string" },
+        key: { type: "string" },
+        "token-file": { type: "string" },
+      },
+    });
+  } catch (error) {
+    return exitWithUsage(error.message);
+  }
+}
+
+const { values: options, positionals: [target, batchSize = "2", ...more] } = parseArguments();
+const batch = /^[0-9]+$/.test(batchSize) ? Number(batchSize) : 0;
+if (target === undefined || more.length || batch < 1 || batch > MAX_BATCH) exitWithUsage();
 
 const inputs = randomInputs(batch);
 const shape = [batch, HEIGHT, WIDTH, CHANNELS];

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -129,6 +130,27 @@ def test_a_stock_client_works(
     output = run(*client, *options, targets[transport], *batch, exit_code=exit_code)
     for word in words:
         assert word in output.replace("InvalidArgument", "INVALID_ARGUMENT")  # as Go calls it
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *((batch,) for batch in ("x", "2x", "1.5", "0", "-1", "", "100001", "99999999999", "9" * 30)),
+        ("2", "3"),
+        ("--surprise",),
+        ("--ca",),
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("language", ["cpp", "javascript", "python", "go", "java"])
+def test_a_client_that_is_called_wrongly_says_how_to_call_it(
+    request: pytest.FixtureRequest, language: str, words: tuple[str, ...]
+) -> None:
+    client = request.getfixturevalue(language)
+    options = words if words[0].startswith("--") else ()
+    output = run(*client, *options, "localhost:1", *(() if options else words), exit_code=2)
+    assert "BATCH" in output
+    assert not re.search("Traceback|Exception|terminate|panic|at .*mjs", output)
 
 
 @pytest.mark.parametrize(
