@@ -23,7 +23,8 @@ MAX_CHUNK_FIELDS = 16
 MAX_NBYTES = 64 * 1024
 """The most bytes of a message beside the elements of its tensors, or beside the one part of an exchange's message."""
 MAX_TAG_NBYTES = 5
-MAX_LENGTH_NBYTES = 10
+MAX_LENGTH_NBYTES = 5
+"""As in protobuf 7, whichever is installed: 6 took ten, of which no valid length needs more than five."""
 
 _MAX_DEPTH = 100
 """Protobuf's limit for nested groups."""
@@ -132,6 +133,8 @@ def read_varint(data: bytes | bytearray | memoryview, position: int, end: int, m
             return (value | byte << shift) & _MAX_VARINT, at
         value |= (byte & 0x7F) << shift
         shift += 7
+    if at - position == max_nbytes:
+        raise DecodeError(f"the varint at byte {position} has more than {max_nbytes} bytes")
     if at == len(data) < end or position > len(data):
         raise TruncatedError("the message goes on")
     raise DecodeError(f"the varint at byte {position} has no end")

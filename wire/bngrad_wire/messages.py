@@ -85,7 +85,7 @@ class Decoder(Generic[AnyMessage, Meaning]):
         """Returns what a message means.
 
         Raises:
-            DecodeError: Protobuf would reject the message as malformed, or it exceeds the bounds.
+            DecodeError: Protobuf 7 would reject the message as malformed, or it exceeds the bounds.
         """
         meaning = self.known(data)
         return self._read(data) if meaning is None else meaning

@@ -58,7 +58,7 @@ def test_a_message_without_a_request_is_refused(message: bytes, found: str) -> N
     [
         (UNKNOWN * 256, "must have at most 256 fields"),
         (sized(15, bytes(2**16)), "must have at most 65536 bytes beside the elements"),
-        (b"\xff" * 6, "has no end"),
+        (b"\xff" * 6, "has more than 5 bytes"),
     ],
 )
 def test_what_comes_beside_a_request_is_limited(beside: bytes, words: str) -> None:
