@@ -13,7 +13,8 @@ from __future__ import annotations
 from bngrad_wire.http2.buffered_socket import set_timeout
 from bngrad_wire.http2.client import ClientCall, ClientConnection
 from bngrad_wire.http2.errors import PeerGoneError, PeerLostError, ProtocolError, RpcError
-from bngrad_wire.http2.server import ServerCall, ServerConnection
+from bngrad_wire.http2.server.call import ServerCall
+from bngrad_wire.http2.server.connection import ServerConnection
 from bngrad_wire.http2.tls import TlsSocket
 
 __all__ = [

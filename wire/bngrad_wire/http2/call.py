@@ -9,9 +9,9 @@ from typing import NoReturn, TypeVar
 
 from bngrad_wire.http2 import frames
 from bngrad_wire.http2.connection import BaseConnection
-from bngrad_wire.http2.connection_state import Stream
 from bngrad_wire.http2.errors import ErrorCode, RpcError, Status
 from bngrad_wire.http2.frames import Buffer
+from bngrad_wire.http2.stream import Stream
 
 PREFIX = Struct(">BI")
 _MAX_MESSAGES = 8
@@ -214,7 +214,7 @@ class BaseCall(Stream):
             self._fail(f"a message is flagged {compressed}, neither 0 nor 1")
         self.remaining = size
         if size >= _LARGE_NBYTES:
-            self._expect_large_message()
+            self._connection.allow_large_frames()
         return int(size)
 
     def read(self, nbytes: int, beginning: bytes = b"") -> bytes:
@@ -282,9 +282,6 @@ class BaseCall(Stream):
                 return False
             connection.handle_frame()
         return True
-
-    def _expect_large_message(self) -> None:
-        """Is called before a large message is read."""
 
     def _fail(self, reason: str) -> NoReturn:
         """Fails this call alone, because the peer broke gRPC's framing of messages."""

@@ -153,7 +153,7 @@ class ClientCall(BaseCall):
         end, parts, frame_count, blocks_nbytes = found
         data = parts[0] if len(parts) == 1 else b"".join(parts)
         messages = split_messages(data)
-        if messages is None or not connection.accept_whole(frame_count, blocks_nbytes, len(data)):
+        if messages is None or not connection.account_for_frames(frame_count, blocks_nbytes, len(data)):
             return None
         connection.acknowledge_received_data(len(data), None)
         io.low = end

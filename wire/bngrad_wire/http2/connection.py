@@ -11,9 +11,11 @@ from hpack import HPACKError
 from bngrad_wire.http2 import frames
 from bngrad_wire.http2.block_decoder import BlockDecoder, HeaderBlock
 from bngrad_wire.http2.buffered_socket import BUFFER_NBYTES
-from bngrad_wire.http2.connection_state import EARNING_SHIFT, ConnectionState, Stream
+from bngrad_wire.http2.connection_state import EARNING_SHIFT, ConnectionState
 from bngrad_wire.http2.errors import ErrorCode
+from bngrad_wire.http2.stream import Stream
 
+_LARGE_FRAMES = frames.settings({frames.MAX_FRAME_SIZE: frames.LARGEST_FRAME_SIZE})
 _MAX_CONTROL_NBYTES = BUFFER_NBYTES - frames.HEADER_NBYTES
 """The longest payload that is accepted of frames other than DATA: what the buffer holds."""
 _MAX_BLOCK_NBYTES = BUFFER_NBYTES
@@ -66,12 +68,18 @@ class BaseConnection(ConnectionState):
     def stream_opened(self, stream_id: int, block: HeaderBlock, end: bool) -> None:
         """Handles the header block that opens a stream."""
 
+    def allow_large_frames(self) -> None:
+        """Accepts frames of any size from now on; until then, a client's frames are short, as is what they can ask."""
+        if self.max_receive_frame_size < frames.LARGEST_FRAME_SIZE:
+            self.max_receive_frame_size = frames.LARGEST_FRAME_SIZE
+            self.send_control(_LARGE_FRAMES)
+
     def close_stream(self, stream: Stream) -> None:
         """Closes a stream on this side; data that is unread, or arrives later, is discarded."""
         if stream is self.stream:
             self.stream = None
             if not stream.peer_ended:
-                self.closed_early(stream.id)
+                self.expect_late_frames(stream.id)
             self._skip_left += self.data_left
             unread = self.data_left + len(stream.receive_buffer)
             self.data_left = 0
@@ -100,10 +108,10 @@ class BaseConnection(ConnectionState):
         """Returns what a header block means that was decoded before; None for any other."""
         return self._decoder.known(block)
 
-    def accept_whole(self, frame_count: int, blocks_nbytes: int, data_nbytes: int) -> bool:
-        """Accounts for the frames of the running call that are taken from the buffer at once, as `handle_frame` would.
+    def account_for_frames(self, frame_count: int, blocks_nbytes: int, data_nbytes: int) -> bool:
+        """Takes frames of the running call off budget and windows at once, as `handle_frame` does one by one.
 
-        Returns False, and does nothing, where that might have more consequences. The caller acknowledges the data.
+        Returns False, and does nothing, if they exceed these. The caller acknowledges the data.
         """
         stream, cost = self.stream, frame_count + (blocks_nbytes >> EARNING_SHIFT)
         assert stream is not None
@@ -158,9 +166,9 @@ class BaseConnection(ConnectionState):
 
     @property
     def is_amid_frame(self) -> bool:
-        """Whether a frame, or a header block, has begun to arrive and is not whole; a payload to be skipped aside.
+        """Whether a frame or header block has begun to arrive and is not whole; to be asked when no input is pending.
 
-        While there is buffered input to handle, this says nothing.
+        A payload that is skipped does not count.
         """
         return self.io.high > self.io.low or self._partial_block is not None
 

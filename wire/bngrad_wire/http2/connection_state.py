@@ -1,4 +1,4 @@
-"""What both ends of a connection know of it and of its streams, and the control frames that change that (RFC 9113)."""
+"""What both ends of a connection know of it, and the control frames that change that (RFC 9113)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from typing import ClassVar, NoReturn
 
 from bngrad_wire.http2 import frames
-from bngrad_wire.http2.block_decoder import HeaderBlock
 from bngrad_wire.http2.buffered_socket import BufferedSocket
 from bngrad_wire.http2.errors import (
     ErrorCode,
@@ -20,6 +19,7 @@ from bngrad_wire.http2.errors import (
     error_of_reset,
 )
 from bngrad_wire.http2.frames import Buffer
+from bngrad_wire.http2.stream import Stream
 
 WINDOW_UPDATE_NBYTES = 2**28
 """The window of the peer is restored in steps of at least this."""
@@ -39,42 +39,6 @@ _TABLE_SIZE_ZERO = b"\x20"
 _PAYLOAD_NBYTES = {frames.PRIORITY: 5, frames.RST_STREAM: 4, frames.PING: 8, frames.WINDOW_UPDATE: 4}
 _CONNECTION_FRAMES = {frames.SETTINGS, frames.PING, frames.GOAWAY}
 _STREAM_FRAMES = {frames.PRIORITY, frames.RST_STREAM}
-
-
-class Stream(ABC):
-    """A stream; calls are its subclasses.
-
-    Attributes:
-        id: The stream's number.
-        send_window: Bytes that the peer accepts on this stream for now; negative after its SETTINGS shrank it.
-        receive_window: Bytes that the peer may send on this stream for now.
-        unacknowledged: Bytes that were consumed, and not yet added to the peer's window again.
-        content_left: Bytes of the request that are still to come, where its content-length tells.
-        receive_buffer: DATA that arrived before it was read.
-        ended: No more DATA is to be received, as the peer has ended the stream; there may still be some to read.
-        peer_ended: The peer has ended or reset the stream, so that it may send no more.
-        reset: The peer has reset the stream.
-        failure: Why the call failed; None while it has not.
-    """
-
-    def __init__(self, stream_id: int, send_window: int) -> None:
-        self.id = stream_id
-        self.send_window = send_window
-        self.receive_window = frames.MAX_WINDOW
-        self.unacknowledged = 0
-        self.content_left: int | None = None
-        self.receive_buffer = bytearray()
-        self.ended = False
-        self.peer_ended = False
-        self.reset = False
-        self.failure: RpcError | None = None
-
-    @abstractmethod
-    def headers_received(self, block: HeaderBlock, end: bool) -> None:
-        """Handles a header block of this stream."""
-
-    def progressed(self) -> None:  # noqa: B027  # most streams are asked by the thread that waits for them
-        """Is called after a window was opened, and when the peer has ended or reset a stream that takes no DATA."""
 
 
 class ConnectionState(ABC):
@@ -145,6 +109,12 @@ class ConnectionState(ABC):
             stream.failure = RpcError(Status.INTERNAL, reason)
         self._end_by_reset(stream)
 
+    def append_headers(self, stream_id: int, block: bytes, flags: int) -> None:
+        """Adds a header block to the outbound frames."""
+        if self.table_size_update:
+            block, self.table_size_update = self.table_size_update + block, b""
+        self.outbound += frames.header_block(stream_id, block, flags)
+
     def send_control(self, frame: bytes) -> None:
         """Appends a frame that responds to one of the peer's to `outbound`, and sends all of that if `blocking`."""
         self.outbound.append(frame)
@@ -162,7 +132,7 @@ class ConnectionState(ABC):
             if rest := self.io.send(pieces, blocking=self.blocking):
                 self.outbound.append(rest)
 
-    def closed_early(self, stream_id: int) -> None:
+    def expect_late_frames(self, stream_id: int) -> None:
         """Expects late frames of a stream that this end closed before the peer did."""
         self._closed_early[stream_id] = None
         if len(self._closed_early) > _MAX_CLOSED_EARLY:

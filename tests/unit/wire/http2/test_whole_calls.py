@@ -21,7 +21,7 @@ from bngrad_wire.http2 import (
     frames,
     header_block,
 )
-from bngrad_wire.http2 import server as server_module
+from bngrad_wire.http2.server import connection as server_module
 
 PATH = "/echo.Echo/echo"
 CALL_BLOCK = header_block.encode(

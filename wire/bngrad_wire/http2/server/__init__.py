@@ -1,0 +1,1 @@
+"""The server end of a connection, and its calls."""

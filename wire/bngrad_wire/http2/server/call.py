@@ -1,0 +1,123 @@
+"""A call as its server sees it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+from bngrad_wire.http2 import frames, header_block
+from bngrad_wire.http2.block_decoder import HeaderBlock
+from bngrad_wire.http2.call import PREFIX, BaseCall, split_messages
+from bngrad_wire.http2.connection import BaseConnection
+from bngrad_wire.http2.errors import ErrorCode, RpcError, Status
+from bngrad_wire.http2.server.request_headers import CallHeaders, check_trailers
+
+_MESSAGE_NBYTES = 2048
+"""What a message of a response earns the client, as if it had sent this much more."""
+_RESPONSE_BLOCK = header_block.encode([(":status", "200"), ("content-type", header_block.CONTENT_TYPE)])
+_OK_BLOCK = header_block.encode(header_block.status_headers(0, "", b""))
+_ENDED_HERE = RpcError(Status.CANCELLED, "the call was ended here")
+"""The failure of every ended call, which raises copies of it: an error takes long to make."""
+
+
+class ServerCall(BaseCall):
+    """A call as its server sees it, until `end`.
+
+    Attributes:
+        path: "/package.Service/Method".
+        timeout_s: The client's deadline, in seconds from the start of the call; None is no limit.
+        metadata: All headers except pseudo-headers; binary ones are still in base64.
+    """
+
+    def __init__(self, connection: BaseConnection, stream_id: int, headers: CallHeaders) -> None:
+        super().__init__(connection, stream_id)
+        self.path, self.timeout_s, self.metadata, _ = headers
+        self._headers_sent = False
+
+    def received_messages(self) -> list[bytearray] | None:
+        """Returns the messages of a call that has arrived whole and that nothing was read of, without reading them.
+
+        None if it has not arrived whole, or a message is compressed or cut off.
+        """
+        return split_messages(self.receive_buffer) if self.is_fully_received else None
+
+    def answer(self, messages: Sequence[bytes], trailers: bytes = b"") -> None:
+        """Sends the whole response, of some short messages, and ends the call with status OK; see `end`.
+
+        What was not read of the call counts as read.
+        """
+        connection = self._connection
+        size = sum(map(len, messages)) + len(messages) * PREFIX.size
+        is_plain = not (self._headers_sent or connection.table_size_update or self.failure is not None)
+        if is_plain and self.ended and size <= min(frames.MIN_FRAME_SIZE, self.send_window, connection.send_window):
+            connection.send_window -= size
+            connection.earn(_MESSAGE_NBYTES)
+            connection.outbound.append(_whole_response(self.id, messages, trailers))
+            self.failure = _ENDED_HERE
+            connection.close_stream(self)
+            connection.flush()
+            return
+        for message in messages:
+            self.send_message(message, more=True)
+        self.end(trailers=trailers)
+
+    def headers_received(self, block: HeaderBlock, end: bool) -> None:
+        """Handles the client's trailers, whose contents are ignored."""
+        check_trailers(self._connection, self, block, end)
+        self.ended = True
+
+    def _begin_message(self) -> None:
+        self._connection.earn(_MESSAGE_NBYTES)
+        if not self._headers_sent:
+            self._headers_sent = True
+            self._connection.append_headers(self.id, _RESPONSE_BLOCK, 0)
+
+    def end(self, code: int = 0, message: str = "", details: bytes = b"", *, trailers: bytes = b"") -> None:
+        """Ends the call with a status; does nothing if it has ended or the client has reset it.
+
+        Args:
+            code: gRPC's status code; 0 is OK.
+            message: What went wrong; any text.
+            details: A serialised ``google.rpc.Status``.
+            trailers: More trailers, as `bngrad_wire.http2.header_block.encode` encodes them.
+
+        Raises:
+            PeerGoneError: The connection is gone.
+            TimeoutError: The socket's timeout passed.
+        """
+        block = _OK_BLOCK
+        if code or message or details:
+            block = _status_block(code, message, details)
+        block += trailers
+        connection = self._connection
+        if connection.stream is not self:
+            return
+        if self.failure is None and not self.ended:
+            connection.handle_available_frames()
+        if self.failure is None:
+            if not self._headers_sent:
+                block = _RESPONSE_BLOCK + block
+            connection.append_headers(self.id, block, frames.END_STREAM)
+            if not self.ended:
+                connection.outbound.append(frames.rst_stream(self.id, ErrorCode.NO_ERROR))
+        self.failure = self.failure or _ENDED_HERE
+        connection.close_stream(self)
+        connection.flush()
+
+
+def _whole_response(stream_id: int, messages: Sequence[bytes], trailers: bytes) -> bytes:
+    """The frames of a response with status OK."""
+    size = sum(map(len, messages)) + len(messages) * PREFIX.size
+    pieces = [
+        frames.frame(frames.HEADERS, frames.END_HEADERS, stream_id, _RESPONSE_BLOCK),
+        frames.frame_header(size, frames.DATA, 0, stream_id),
+    ]
+    for message in messages:
+        pieces += (PREFIX.pack(0, len(message)), message)
+    pieces.append(frames.frame(frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, stream_id, _OK_BLOCK + trailers))
+    return b"".join(pieces)
+
+
+@functools.lru_cache(maxsize=256)
+def _status_block(code: int, message: str, details: bytes) -> bytes:
+    return header_block.encode(header_block.status_headers(code, message, details))
