@@ -108,6 +108,16 @@ class ClientConnection(BaseConnection):
         """Fails: push is disabled, so a server must not open streams."""
         self.connection_error(ErrorCode.PROTOCOL_ERROR, f"the server opened stream {stream_id}")
 
+    @property
+    def last_peer_stream_id(self) -> int:
+        """Returns 0: a server opens no streams."""
+        return 0
+
+    def _handle_rst_stream(self, stream_id: int, code: int) -> None:
+        """Ignores a reset after the whole response: the server needs no more of the request (RFC 9113, section 8.1)."""
+        if self.stream is None or self.stream.id != stream_id or not self.stream.peer_ended:
+            super()._handle_rst_stream(stream_id, code)
+
     def goaway_ends_call(self, last_stream_id: int) -> bool:
         """Returns whether the server will not handle the running call."""
         return self.stream is not None and self.stream.id > last_stream_id

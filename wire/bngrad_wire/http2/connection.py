@@ -219,13 +219,13 @@ class BaseConnection(ConnectionState):
         try:
             if self.frame_budget < 0:
                 self.charge(0)
-            if self._partial_block is not None:
-                self._continue_block(self._partial_block, length, kind, flags, stream_id)
-            elif not self.settings_received and kind != frames.SETTINGS:
+            if not self.settings_received and kind != frames.SETTINGS:
                 self.connection_error(ErrorCode.PROTOCOL_ERROR, f"the first frame is of type {kind}, not SETTINGS")
             elif length > self.max_receive_frame_size:
                 reason = f"a frame of type {kind} has {length} bytes; the limit is {self.max_receive_frame_size}"
                 self.connection_error(ErrorCode.FRAME_SIZE_ERROR, reason)
+            elif self._partial_block is not None:
+                self._continue_block(self._partial_block, length, kind, flags, stream_id)
             elif kind == frames.DATA:
                 self._handle_data(length, flags, stream_id)
             elif kind > frames.CONTINUATION:

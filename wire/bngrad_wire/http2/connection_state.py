@@ -78,7 +78,13 @@ class ConnectionState(ABC):
         self._budget_at = time.monotonic()
         self._closed_early: dict[int, None] = {}
         self._receive_window = frames.MAX_WINDOW
+        self._is_frame_cut = False  # of what was sent last
         self._unacknowledged = 0
+
+    @property
+    @abstractmethod
+    def last_peer_stream_id(self) -> int:
+        """The greatest number of a stream that the peer has opened, which GOAWAY names."""
 
     @abstractmethod
     def goaway_ends_call(self, last_stream_id: int) -> bool:
@@ -89,7 +95,7 @@ class ConnectionState(ABC):
 
         A running call is lost.
         """
-        self.io.close(frames.goaway(self.last_stream_id, ErrorCode.NO_ERROR))
+        self._close_socket(ErrorCode.NO_ERROR)
         self.stream = None  # The two refer to each other, and would live until garbage is collected.
 
     def connection_error(self, code: ErrorCode, reason: str) -> NoReturn:
@@ -98,9 +104,13 @@ class ConnectionState(ABC):
         Raises:
             ProtocolError: Always.
         """
-        self.io.close(frames.goaway(self.last_stream_id, code, reason))
+        self._close_socket(code, reason)
         self.io.broken = reason
         raise ProtocolError(reason)
+
+    def _close_socket(self, code: ErrorCode, reason: str = "") -> None:
+        goaway = frames.goaway(self.last_peer_stream_id, code, reason)
+        self.io.close(b"" if self._is_frame_cut else goaway)  # amid another frame, the peer would take it for content
 
     def stream_error(self, stream: Stream, code: ErrorCode, reason: str) -> None:
         """Resets a stream because the peer broke the protocol on it alone (RFC 9113, section 5.4.2)."""
@@ -129,7 +139,9 @@ class ConnectionState(ABC):
         """Sends `outbound`; if not `blocking`, as much of it as the socket takes."""
         if self.outbound:
             pieces, self.outbound = self.outbound, []
-            if rest := self.io.send(pieces, blocking=self.blocking):
+            rest = self.io.send(pieces, blocking=self.blocking)
+            self._is_frame_cut = rest != b""
+            if rest:
                 self.outbound.append(rest)
 
     def expect_late_frames(self, stream_id: int) -> None:
@@ -147,7 +159,7 @@ class ConnectionState(ABC):
             self._unacknowledged = 0
         if stream is not None:
             stream.unacknowledged += nbytes
-            if stream.unacknowledged >= WINDOW_UPDATE_NBYTES and not stream.ended:
+            if stream.unacknowledged >= WINDOW_UPDATE_NBYTES and not (stream.peer_ended or stream.reset):
                 self.send_control(frames.window_update(stream.id, stream.unacknowledged))
                 stream.receive_window += stream.unacknowledged
                 stream.unacknowledged = 0

@@ -107,7 +107,7 @@ def goaway(last_stream_id: int, code: ErrorCode, reason: str = "") -> bytes:
     return frame(GOAWAY, 0, 0, UINT32.pack(last_stream_id) + UINT32.pack(code) + reason.encode())
 
 
-def find_data(buffer: bytearray, low: int, high: int, stream_id: int) -> WholeData | int | None:
+def find_data(buffer: bytearray, low: int, high: int, stream_id: int, max_length: int) -> WholeData | int | None:
     """Finds all DATA of a stream in a buffer, which is cheaper than to handle it frame by frame.
 
     Args:
@@ -115,10 +115,11 @@ def find_data(buffer: bytearray, low: int, high: int, stream_id: int) -> WholeDa
         low: Where the DATA begins.
         high: Where the buffer's contents end.
         stream_id: The stream's number.
+        max_length: The longest payload that a frame may have.
 
     Returns:
         The data if it is there to its end; else the offset up to which more must arrive before it can be; None if
-        something else comes in between, or if it has very many frames.
+        something else comes in between, or if it has very many frames, or one that is too long.
     """
     view = memoryview(buffer)
     contents: list[memoryview] = []
@@ -128,7 +129,7 @@ def find_data(buffer: bytearray, low: int, high: int, stream_id: int) -> WholeDa
         if start > high:
             return start
         length, kind, flags, data_stream_id = parse_header(buffer, position)
-        if kind != DATA or flags & ~END_STREAM or data_stream_id != stream_id:
+        if kind != DATA or flags & ~END_STREAM or data_stream_id != stream_id or length > max_length:
             return None
         position = start + length
         if position > high:

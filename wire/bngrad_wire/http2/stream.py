@@ -21,7 +21,7 @@ class Stream(ABC):
         receive_buffer: DATA that arrived before it was read.
         ended: No more DATA is to be received, as the peer has ended the stream; there may still be some to read.
         peer_ended: The peer has ended or reset the stream, so that it may send no more.
-        reset: The peer has reset the stream.
+        reset: Either end has reset the stream.
         failure: Why the call failed; None while it has not.
     """
 

@@ -146,6 +146,14 @@ CASES = {
     "PRIORITY of a stream that depends on itself": ([frame(frames.PRIORITY, 0, 3, priority_of(3))], WRONG),
     "DATA that is too long": ([BEGUN, data(0, 1, bytes(2**14 + 1))], {0: ErrorCode.FRAME_SIZE_ERROR}),
     "HEADERS that are too long": ([headers(END, 1, bytes(2**14 + 1))], {0: ErrorCode.FRAME_SIZE_ERROR}),
+    "CONTINUATION that is too long": (
+        [headers(0, 1, encode(CALL)), frame(frames.CONTINUATION, 4, 1, bytes(2**14 + 1))],
+        {0: ErrorCode.FRAME_SIZE_ERROR},
+    ),
+    "DATA that is too long, of a call that has arrived whole": (
+        [BEGUN + data(1, 1, b"\0\0\0\0\5hello"), opening(CALL, end=False, stream_id=3) + data(1, 3, bytes(2**14 + 1))],
+        {0: ErrorCode.FRAME_SIZE_ERROR},
+    ),
     "window of a stream too large": ([BEGUN, window_update(1, 2**31 - 1)], {1: ErrorCode.FLOW_CONTROL_ERROR}),
     "longer than it said": ([opening(TEN, end=False), data(0, 1, bytes(11))], RESET),
     "shorter than it said": ([opening(TEN, end=False), data(0, 1, bytes(5)), data(1, 1, bytes(4))], RESET),

@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from tests.unit.wire.http2.peers import HELLO, TIMEOUT_S, answered, called, heard, pair, serve, unary
 
 from bngrad_wire import http2
-from bngrad_wire.http2 import ClientConnection, PeerGoneError, ProtocolError, RpcError, ServerConnection, frames
+from bngrad_wire.http2 import (
+    ClientConnection,
+    PeerGoneError,
+    ProtocolError,
+    RpcError,
+    ServerConnection,
+    connection_state,
+    frames,
+)
 from bngrad_wire.http2 import call as http2_call
 from bngrad_wire.http2.errors import ErrorCode
 from bngrad_wire.http2.frames import frame, window_update
@@ -145,6 +153,13 @@ def test_a_request_that_is_not_grpc_gets_an_http_status() -> None:
     request = encode([(":method", "GET"), (":scheme", "http"), (":path", "/")])
     answer = answered(HELLO + headers(END, 1, request))
     assert encode([(":status", "415")]) in answer
+
+
+def test_a_long_request_that_is_not_grpc_keeps_its_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_state, "WINDOW_UPDATE_NBYTES", 5000)
+    upload = headers(frames.END_HEADERS, 1, encode([(":method", "PUT"), (":scheme", "http"), (":path", "/")]))
+    upload += frame(frames.DATA, 0, 1, bytes(5000))
+    assert heard((HELLO + upload, window_update(1, 5000)), (frame(frames.DATA, 1, 1, b""), b"This port serves gRPC"))
 
 
 def test_a_head_request_gets_headers_alone() -> None:

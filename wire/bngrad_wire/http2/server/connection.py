@@ -131,7 +131,7 @@ class ServerConnection(BaseConnection):
         block = self.known_block(bytes(io.buffer[start:end]))
         if block is None or block is not self._last_block or not self._is_next_stream(stream_id):
             return None
-        whole = frames.find_data(io.buffer, end, io.high, stream_id)
+        whole = frames.find_data(io.buffer, end, io.high, stream_id, self.max_receive_frame_size)
         if whole is None or isinstance(whole, int):
             self._is_rest_missing = whole is not None and io.is_large and whole - io.low <= LARGE_BUFFER_NBYTES
             return None
@@ -164,7 +164,7 @@ class ServerConnection(BaseConnection):
     def goaway(self) -> None:
         """Tells the client that no more calls are accepted; it may retry elsewhere one that it began meanwhile."""
         self._sent_goaway = True
-        self.io.send([frames.goaway(self.last_stream_id, ErrorCode.NO_ERROR)])
+        self.send_control(frames.goaway(self.last_peer_stream_id, ErrorCode.NO_ERROR))
 
     def _read_preface(self) -> None:
         io = self.io
@@ -226,6 +226,11 @@ class ServerConnection(BaseConnection):
         self.send_control(frames.rst_stream(stream_id, code))
         if not end:
             self.expect_late_frames(stream_id)
+
+    @property
+    def last_peer_stream_id(self) -> int:
+        """The greatest number of any stream: the client opens all."""
+        return self.last_stream_id
 
     def goaway_ends_call(self, last_stream_id: int) -> bool:
         """Returns False: the running call was opened by the client itself."""

@@ -26,8 +26,6 @@ from bngrad_server.rpc_context import RpcContext
 from bngrad_server.runtime.event_loop import EventLoop
 from bngrad_server.security.certificates import Certificates
 from bngrad_wire import http2
-from bngrad_wire.http2 import frames
-from bngrad_wire.http2.errors import ErrorCode
 
 logger = logging.getLogger(__name__)
 
@@ -252,7 +250,7 @@ class Strangers:
         stranger.has_ended = True
         stranger.until = time.monotonic() + _LAST_WORDS_S
         try:
-            http.send_control(frames.goaway(http.last_stream_id, ErrorCode.NO_ERROR))
+            http.goaway()
             http.flush()
         except OSError:
             self._close(stranger)
