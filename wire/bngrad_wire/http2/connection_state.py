@@ -24,7 +24,7 @@ from bngrad_wire.http2.stream import Stream
 WINDOW_UPDATE_NBYTES = 2**28
 """The window of the peer is restored in steps of at least this."""
 EARNING_SHIFT = 8
-"""DATA of a running call, in either direction, earns a frame for each 256 bytes; a header block costs one for these."""
+"""DATA of a running call, in either direction, earns a frame for each 256 bytes; headers and SETTINGS cost one."""
 _FRAMES_PER_SECOND = 2000
 """What a peer may send that moves no call forward. A frame costs one, and what it brings earns some back; so may a peer
 save up as much, but no more."""
@@ -60,7 +60,7 @@ class ConnectionState(ABC):
     """
 
     _frames_per_reset: ClassVar[int]
-    """What it costs the peer to reset a running call, above the frame itself."""
+    """What the reset of a running call costs the peer that caused it, above the frame itself."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.io = BufferedSocket(sock)
@@ -244,6 +244,8 @@ class ConnectionState(ABC):
             return
         if len(payload) % frames.SETTING.size:
             self.connection_error(ErrorCode.FRAME_SIZE_ERROR, f"SETTINGS of {len(payload)} bytes")
+        if cost := len(payload) >> EARNING_SHIFT:
+            self.charge(cost)
         for key, value in frames.SETTING.iter_unpack(payload):
             if key == frames.INITIAL_WINDOW_SIZE:
                 self._set_initial_send_window(value)
@@ -273,12 +275,12 @@ class ConnectionState(ABC):
         if stream is None:
             self._closed_early.pop(stream_id, None)
             return
-        self.charge(self._frames_per_reset)
         stream.peer_ended = True
         stream.failure = stream.failure or error_of_reset(code)
         self._end_by_reset(stream)
 
     def _end_by_reset(self, stream: Stream) -> None:
+        self.charge(self._frames_per_reset)
         stream.ended = stream.reset = True
         self.acknowledge_received_data(len(stream.receive_buffer), None)
         stream.receive_buffer.clear()

@@ -274,6 +274,38 @@ def test_every_frame_counts(state: str, flood: str) -> None:
         answered(HELLO + STATES[state] + FLOODS[flood] * 10_000)
 
 
+def test_settings_cost_by_their_length_as_header_blocks_do() -> None:
+    long = frame(frames.SETTINGS, 0, 0, frames.SETTING.pack(frames.INITIAL_WINDOW_SIZE, 65_535) * 2730)
+    near, far = pair("unix")
+    with near, closing(ServerConnection(far)) as connection:
+        near.sendall(HELLO + CALL)
+        assert connection.accept() is not None
+        near.recv(1000)
+
+        def send(count: int) -> None:
+            for _ in range(count):
+                near.sendall(long)
+                connection.handle_frame()
+                near.recv(1000)
+
+        with pytest.raises(ProtocolError, match="more than 2000 frames within a second"):
+            send(100)
+
+
+def overflow(number: int) -> bytes:
+    """Makes the server itself reset a call."""
+    return window_update(number, 2**31 - 1)
+
+
+@pytest.mark.parametrize("reset", [lambda number: frames.rst_stream(number, ErrorCode.CANCEL), overflow])
+def test_calls_that_are_reset_cost_as_much_whichever_end_the_client_has_reset_them(
+    reset: Callable[[int], bytes],
+) -> None:
+    calls = [headers(frames.END_HEADERS, number, REQUEST) + reset(number) for number in range(1, 1001, 2)]
+    with pytest.raises(ProtocolError, match="more than 2000 frames within a second"):
+        answered(HELLO + b"".join(calls))
+
+
 def test_what_moves_calls_forward_earns_frames() -> None:
     """A thousand calls of small messages, and one of ten megabytes with a window update for each of its frames."""
     calls = b"".join(
