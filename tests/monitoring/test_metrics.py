@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import threading
 import urllib.parse
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -58,7 +60,32 @@ def test_what_the_front_process_computes_keeps_it_busy() -> None:
             return bool(points) and points[-1]["busy"]["front"] > 0
 
         wait_until(is_busy)
-        assert samples(http)["bngrad_front_busy_seconds_total", ()] > 0
+        found = samples(http)
+        assert found["bngrad_event_loop_busy_seconds_total", ()] > found["bngrad_front_busy_seconds_total", ()] > 0
+
+
+def test_requests_that_wait_for_the_event_loop_are_in_the_queue() -> None:
+    """More of them than a round of the loop takes."""
+    with (
+        EmbeddedServer(device="cpu", options=HTTP) as server,
+        bngrad.Client(server.target, transport="stream") as client,
+    ):
+        http = http_of(server)
+        call(client)
+        with ThreadPoolExecutor(32) as pool:
+            stop = threading.Event()
+
+            def repeat() -> None:
+                while not stop.is_set():
+                    call(client)
+
+            for _ in range(32):
+                pool.submit(repeat)
+            try:
+                wait_until(lambda: samples(http)["bngrad_queue_requests", ()] > 16)
+            finally:
+                stop.set()
+        wait_until(lambda: samples(http)["bngrad_queue_requests", ()] == 0)
 
 
 def test_the_stages_add_up_to_the_time_of_the_requests(http: str) -> None:

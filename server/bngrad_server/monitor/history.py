@@ -64,8 +64,8 @@ def _point(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
 
 
 def _busy(status: dict[str, Any]) -> dict[str, float]:
-    """For how long each device computed, and the front process itself, whose name is "front"."""
-    return {"front": status["front_busy_s"], **{device["name"]: device["busy_s"] for device in status["devices"]}}
+    """For how long each device computed; "front" is the event loop, which has more to do than to compute."""
+    return {"front": status["event_loop_busy_s"], **{device["name"]: device["busy_s"] for device in status["devices"]}}
 
 
 def _recent(begin: dict[str, Any], end: dict[str, Any]) -> dict[str, Any]:

@@ -78,6 +78,8 @@ def _counters(status: Status) -> Iterator[Metric]:
     yield _counter("bngrad_device_busy_seconds", text, _by_device(status, "busy_s"), "device")
     text = "Seconds in which the front process computed requests itself."
     yield _counter("bngrad_front_busy_seconds", text, status["front_busy_s"])
+    text = "Seconds in which the event loop's thread was busy; its rate is the utilisation."
+    yield _counter("bngrad_event_loop_busy_seconds", text, status["event_loop_busy_s"])
 
 
 def _gauges(status: Status) -> Iterator[Metric]:
@@ -91,7 +93,7 @@ def _gauges(status: Status) -> Iterator[Metric]:
     yield _gauge("bngrad_workers_ready", "Workers that take requests.", len(ready))
     text = "Requests in the server, whether received, waiting, computed or sent."
     yield _gauge("bngrad_requests_in_flight", text, status["in_flight"])
-    yield _gauge("bngrad_queue_requests", "Requests that wait for a worker.", queue["requests"])
+    yield _gauge("bngrad_queue_requests", "Requests that wait for a worker or the event loop.", queue["requests"])
     yield _gauge("bngrad_queue_bytes", "Bytes of the tensors of requests that wait for a worker.", queue["bytes"])
     yield _gauge("bngrad_arena_bytes", "Memory for the tensors of all requests in flight.", arena["bytes"])
     yield _gauge("bngrad_arena_used_bytes", "Memory of the arena that is in use.", arena["used"])

@@ -11,11 +11,11 @@ from bngrad_server.engine import Engine
 def engine_status(engine: Engine) -> dict[str, Any]:
     """Returns the state of an engine; counters count since the start, sizes are in bytes."""
     batcher, arena, regions = engine.batcher, engine.arena, engine.regions
-    counts, (jobs, jobs_nbytes) = batcher.counts, batcher.waiting()
+    counts, (jobs, jobs_nbytes), unread = batcher.counts, batcher.waiting(), engine.load.unread
     return {
         **engine.observer.metrics.status(),
-        "in_flight": engine.admission.requests,
-        "queue": {"requests": jobs, "bytes": jobs_nbytes},
+        "in_flight": engine.admission.admitted + unread,
+        "queue": {"requests": jobs + unread, "bytes": jobs_nbytes},
         "batches": {
             "sizes": list(counts.sizes),
             "requests": counts.jobs,
@@ -28,6 +28,7 @@ def engine_status(engine: Engine) -> dict[str, Any]:
         "ahead": {"count": len(engine.ahead), "bytes": engine.ahead.nbytes, "evicted": engine.ahead.evicted},
         "regions": {"count": len(regions), "bytes": regions.nbytes, "kept": regions.kept_nbytes},
         "front_busy_s": counts.front_busy_s,
+        "event_loop_busy_s": engine.load.event_loop_busy_s,
         "devices": [{**asdict(device), "state": device.state.value} for device in engine.pool.status()],
         "compiling": list(engine.pool.compiling),
         "failures": engine.observer.recent_failures(),

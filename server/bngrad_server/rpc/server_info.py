@@ -42,7 +42,7 @@ class ServerInfo:
             limits=limits,
             ops=[op.name for op in OPS],
             endpoints=self.endpoints,
-            requests=self._engine.admission.requests,
+            requests=self._engine.load.requests,
             batch_sizes=self._engine.batcher.counts.sizes,
             device_remark=self._engine.device_remark,
             compiling=self._engine.pool.compiling,

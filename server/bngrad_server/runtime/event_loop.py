@@ -20,6 +20,8 @@ _MAX_CALLBACKS = 64
 """The most of these callbacks: the others wait for the next round."""
 _MAX_LIMITED = 2
 """The most of both for a loop that may only use a share of a core, so that it often looks how much it has used."""
+_MAX_COUNTED = 2048
+"""The most descriptors that `EventLoop.count_ready` counts."""
 _MAX_CREDIT_S = 0.002
 """How much such a loop may save up: for as long, other threads may wait for Python's lock, since it is released for too
 short a time by short system calls."""
@@ -56,6 +58,7 @@ class EventLoop:
         on_tick: Called ten times a second.
         can_stop: Tells, after `stop`, whether the thread may end.
         rounds: How many rounds of events it has begun.
+        busy_s: For how many seconds it did not wait, up to the round before.
     """
 
     def __init__(self, name: str, cpu_share: float | None = None) -> None:
@@ -64,6 +67,7 @@ class EventLoop:
         self.on_tick: Callback = lambda: None
         self.can_stop: Callable[[], bool] = lambda: True
         self.rounds = 0
+        self.busy_s = 0.0
         self._ready: deque[Callback] = deque()
         self._background: deque[Callback] = deque()
         self._epoll = select.epoll()
@@ -110,6 +114,14 @@ class EventLoop:
         """Whether callbacks wait for the thread, which must be the calling one."""
         return bool(self._ready or self._epoll.poll(0, 1))
 
+    def count_ready(self) -> int:
+        """Returns how many descriptors of `add_reader` wait for their callbacks; any thread may call this."""
+        try:
+            events = self._epoll.poll(0, _MAX_COUNTED)  # level-triggered, so it takes nothing from the thread
+        except (OSError, ValueError):  # the loop has ended
+            return 0
+        return sum(fd in self._readers and fd != self._waker for fd, _ in events)
+
     def add_reader(self, fd: int, callback: Callback) -> None:
         """Runs the callback whenever the descriptor is readable, or its other end is closed."""
         self._epoll.register(fd, select.EPOLLIN)
@@ -135,11 +147,14 @@ class EventLoop:
     def _run(self) -> None:
         limit = None if self._cpu_share is None else _CpuLimit(self._cpu_share)
         max_events, max_callbacks = (_MAX_EVENTS, _MAX_CALLBACKS) if limit is None else (_MAX_LIMITED, _MAX_LIMITED)
-        next_tick = time.monotonic() + _TICK_S
-        due = next_tick
+        woken_at = time.monotonic()
+        due = next_tick = woken_at + _TICK_S
         while self._background or not (self._stopping and self.can_stop()):
-            timeout_s = 0.0 if self._ready or self._background else max(0.0, min(due, next_tick) - time.monotonic())
+            now = time.monotonic()
+            self.busy_s += now - woken_at
+            timeout_s = 0.0 if self._ready or self._background else max(0.0, min(due, next_tick) - now)
             events = self._epoll.poll(timeout_s, max_events)
+            woken_at = time.monotonic()
             self.rounds += 1
             for fd, _ in events:
                 self._run_priority_readers()

@@ -21,8 +21,6 @@ _WINDOW_S = 0.5
 _WINDOWS = 8
 _SHORTEST_RETRY_S, _LONGEST_RETRY_S = 0.02, 5.0
 _CLIENT_RETRY_S = 0.05
-_ROUND_S = 0.2
-"""How long a round of the event loop tells how many requests wait for it: twice as long as the loop ever waits."""
 _REFUSED_S = 5.0
 """How long a client that was refused for its limits is expected to ask for as much; later requests may be small."""
 
@@ -63,26 +61,6 @@ class Admission:
         self._window_start = time.monotonic()
         self._window_work = 0
         self._was_busy = False  # all through the window
-        self._round = 0
-        self._round_at = 0.0
-        self._in_round = self._in_round_before = 0
-
-    @property
-    def requests(self) -> int:
-        """How many requests are in the server, also those that wait for the event loop to compute them itself.
-
-        The latter lie unread in their connections, so the loop only learns how many they are from round to round.
-        """
-        is_recent = time.monotonic() - self._round_at < _ROUND_S
-        return self.admitted + (max(self._in_round, self._in_round_before) if is_recent else 0)
-
-    def count_in_round(self, number: int) -> None:
-        """Counts a request that was computed in the event loop's round of this number; for the loop's thread."""
-        if number != self._round:
-            self._in_round_before = self._in_round if number == self._round + 1 else 0
-            self._in_round = 0
-            self._round, self._round_at = number, time.monotonic()
-        self._in_round += 1
 
     def room(self, client: str) -> float:
         """How many bytes of tensors a client may have besides those of its requests; infinite without a limit."""

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from bngrad_server.runtime.event_loop import EventLoop
 from bngrad_server.scheduling.admission import Admission
 from bngrad_server.scheduling.batch import BatchCounts
 from bngrad_wire.http2 import header_block
@@ -54,7 +55,13 @@ class LoadListener:
 
 
 class LoadMeter:
-    """Reports the rate of requests, how busy the workers are, and how many requests are in the server."""
+    """Reports the rate of requests, how busy the workers are, and how many requests are in the server.
+
+    Attributes:
+        event_loop: Computes requests in its thread; the HTTP/2 port sets it.
+    """
+
+    event_loop: EventLoop | None = None
 
     def __init__(self, counts: BatchCounts, admission: Admission, slots: Callable[[], int]) -> None:
         """Measures from now on; ``slots`` returns how many batches the workers can compute at a time."""
@@ -63,16 +70,31 @@ class LoadMeter:
         self._slots = slots
         self._mutex = threading.Lock()
         self._at = time.monotonic()
-        self._before = (0, 0.0)
+        self._before = (0, 0.0, 0.0)
         self._rate = self._busy = 0.0
         self._samples, self._requests = 0, 0
         self._due_at = 0.0
         self._trailers = LoadTrailers(LoadReport(0.0, 0.0, 0.0))
 
+    @property
+    def unread(self) -> int:
+        """How many requests wait in their connections for the event loop, which may compute them itself."""
+        return 0 if self.event_loop is None else self.event_loop.count_ready()
+
+    @property
+    def requests(self) -> int:
+        """How many requests are in the server."""
+        return self._admission.admitted + self.unread
+
+    @property
+    def event_loop_busy_s(self) -> float:
+        """For how many seconds the event loop's thread was busy, with requests and with their connections."""
+        return 0.0 if self.event_loop is None else self.event_loop.busy_s
+
     def trailers(self) -> LoadTrailers:
         """Returns the report to send with an answer; the same one until there is a new one."""
         self._samples += 1
-        self._requests += self._admission.admitted
+        self._requests += self._admission.admitted or 1  # one that the front process has computed is not admitted
         now = time.monotonic()
         if now >= self._due_at and self._mutex.acquire(blocking=False):
             try:
@@ -86,11 +108,13 @@ class LoadMeter:
 
     def _measure(self, now: float) -> None:
         seconds = max(now - self._at, 1e-3)
-        counts = self._counts.ended, self._counts.busy_s
+        counts = self._counts.ended, self._counts.busy_s - self._counts.front_busy_s, self._counts.front_busy_s
+        ended, workers_s, front_s = (new - old for new, old in zip(counts, self._before, strict=True))
         part = -math.expm1(-seconds / _MEMORY_S)
-        self._rate += part * ((counts[0] - self._before[0]) / seconds - self._rate)
-        self._busy += part * ((counts[1] - self._before[1]) / seconds - self._busy)
-        requests = self._requests / max(self._samples, 1)
+        self._rate += part * (ended / seconds - self._rate)
+        busy_s = workers_s / max(self._slots(), 1) + front_s  # more workers make the front process no faster
+        self._busy += part * (busy_s / seconds - self._busy)
+        requests = self._requests / max(self._samples, 1) + self.unread
         self._at, self._before, self._due_at = now, counts, now + _INTERVAL_S
         self._samples = self._requests = 0
-        self._trailers = LoadTrailers(LoadReport(self._rate, self._busy / max(self._slots(), 1), requests))
+        self._trailers = LoadTrailers(LoadReport(self._rate, self._busy, requests))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 from tests.clock import Clock
 
+from bngrad_server.runtime.event_loop import EventLoop
 from bngrad_server.scheduling.admission import Admission
 from bngrad_server.scheduling.batch import BatchCounts
 from bngrad_server.telemetry import load
@@ -40,6 +43,35 @@ def test_rate_and_utilization_are_those_of_the_last_seconds(clock: Clock) -> Non
     assert report.utilization == pytest.approx(0.5, rel=0.5)
     assert report.capacity == pytest.approx(200, rel=0.01)
     assert report.requests == 3
+
+
+@pytest.mark.parametrize("slots", [1, 4])
+def test_more_workers_do_not_make_the_front_process_seem_faster(clock: Clock, slots: int) -> None:
+    counts = BatchCounts()
+    meter = LoadMeter(counts, Admission(100, 10.0), lambda: slots)
+    meter.trailers()
+    clock.now += 0.3
+    counts.ended, counts.busy_s, counts.front_busy_s = 30, 0.1, 0.1
+    assert report_of(meter).capacity == pytest.approx(300, rel=0.01)
+
+
+def test_requests_that_the_front_process_computes_are_in_the_server_too(clock: Clock) -> None:
+    meter = LoadMeter(counts := BatchCounts(), Admission(100, 10.0), lambda: 1)
+    meter.trailers()
+    counts.ended, counts.busy_s = 1, 0.1
+    ends = [socket.socketpair() for _ in range(3)]
+    meter.event_loop = event_loop = EventLoop("never started")
+    for near, far in ends:
+        event_loop.add_reader(near.fileno(), lambda: None)
+        far.send(b"unread")
+    assert meter.requests == meter.unread == 3
+    clock.now += 0.3
+    assert report_of(meter).requests == 1 + 3  # the one that is answered has been read
+    for near, far in ends:
+        event_loop.remove_reader(near.fileno())
+        near.close()
+        far.close()
+    assert meter.requests == 0
 
 
 def test_the_capacity_outlasts_a_pause(clock: Clock) -> None:

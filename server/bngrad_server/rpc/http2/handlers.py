@@ -117,7 +117,6 @@ class Http2Handler:
         responses = self._servicer.answer_at_once(call.path, received, rpc, call.send_room, in_event_loop=True)
         if responses is None:
             return False
-        self._servicer.admission.count_in_round(self._servicer.shared_requests.event_loop.rounds)
         call.answer(responses, self._load_trailers())
         return True
 

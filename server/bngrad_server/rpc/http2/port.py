@@ -30,7 +30,7 @@ class Http2Port:
         """Listens nowhere yet; the TCP port will have no TLS without certificates."""
         self._event_loop = EventLoop("http2-loop")
         Dispatcher(self._event_loop, servicer.batcher)
-        servicer.shared_requests.event_loop = self._event_loop
+        servicer.shared_requests.event_loop = servicer.load.event_loop = self._event_loop
         self._strangers = strangers = Strangers(servicer, others, certificates, self._add, self._renew)
         self._calls = Http2Calls(servicer, self._event_loop, strangers.penalise, strangers.take_back)
         self._connections = self._calls.connections

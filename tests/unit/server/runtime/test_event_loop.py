@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import threading
 import time
 from functools import partial
+
+from tests.servers import wait_until
 
 from bngrad_server.runtime.event_loop import EventLoop
 
@@ -66,6 +70,52 @@ def test_callbacks_in_the_background_wait_for_those_that_come_later() -> None:
     loop.start()
     loop.stop(20)
     assert order == ["background 0", "background 1", "background 2", "soon", "last"]
+
+
+def test_it_is_busy_while_callbacks_run_and_not_while_it_waits() -> None:
+    loop = EventLoop("counted")
+    loop.start()
+    time.sleep(0.4)
+    assert loop.busy_s < 0.2
+    has_slept = threading.Event()
+    loop.call_soon(partial(time.sleep, 0.5))
+    loop.call_soon(has_slept.set)
+    assert has_slept.wait(20)
+    loop.stop(20)
+    assert 0.4 < loop.busy_s < 0.9
+    assert loop.count_ready() == 0
+
+
+def test_another_thread_counts_the_descriptors_that_wait_for_the_loop() -> None:
+    loop = EventLoop("blocked")
+    pipes = [os.pipe() for _ in range(40)]
+    is_blocked, go_on = threading.Event(), threading.Event()
+    served: list[int] = []
+
+    def serve(fd: int) -> None:
+        loop.remove_reader(fd)
+        served.append(fd)
+
+    def block() -> None:
+        is_blocked.set()
+        go_on.wait(20)
+
+    for reader, _ in pipes:
+        loop.add_reader(reader, partial(serve, reader))
+    loop.start()
+    loop.call_soon(block)
+    assert is_blocked.wait(20)
+    assert loop.count_ready() == 0
+    for _, writer in pipes[:35]:
+        os.write(writer, b"x")
+    loop.call_soon(block)  # its waker does not count
+    assert [loop.count_ready() for _ in range(3)] == [35] * 3
+    go_on.set()
+    wait_until(lambda: len(served) == 35)
+    loop.stop(20)
+    assert sorted(served) == sorted(reader for reader, _ in pipes[:35])
+    for fd in itertools.chain(*pipes):
+        os.close(fd)
 
 
 def test_a_limited_loop_saves_little_up_while_it_is_idle() -> None:

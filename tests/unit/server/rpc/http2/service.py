@@ -68,7 +68,7 @@ class Service:
 
     @property
     def is_at_rest(self) -> bool:
-        return self.engine.arena.used_bytes == 0 and self.engine.admission.requests == 0
+        return self.engine.arena.used_bytes == 0 and self.engine.admission.admitted == 0
 
     def close(self) -> None:
         self.worker.may_run.set()

@@ -80,7 +80,7 @@ def test_a_client_that_disconnects_or_resets_leaves_no_memory_or_request_behind(
             call._connection.close()
         else:
             call.cancel()
-    wait_until(lambda: service.engine.admission.requests == 1)
+    wait_until(lambda: service.engine.admission.admitted == 1)
     assert service.waiting == 1
     assert service.engine.arena.used_bytes
     service.worker.may_run.set()

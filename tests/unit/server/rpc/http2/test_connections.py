@@ -192,7 +192,7 @@ def test_draining_answers_running_calls_and_leaves_no_thread(service: Service) -
         check_answered(ask(connection))
     service.worker.may_run.clear()
     calls = [ask(connection) for connection in others]
-    wait_until(lambda: service.engine.admission.requests == 3)
+    wait_until(lambda: service.engine.admission.admitted == 3)
     stopping = threading.Thread(target=service.port.stop, args=(TIMEOUT_S,))
     stopping.start()
     wait_until(lambda: not idle.usable)
