@@ -261,7 +261,7 @@ def in_wire_layout(x: Array) -> tuple[Array, Array]:
 
 
 def _check_out(name: str, out: Array, like: Array, others: Mapping[str, Array]) -> None:
-    """Checks an array for an output: its dtype and shape, that it is writeable, and overlaps none of the others."""
+    """Checks an array for an output: its dtype and shape, that it is writeable, and overlaps nothing, nor itself."""
     problem = ""
     if (out.dtype, out.shape) != (like.dtype, like.shape):
         problem = f"must have shape {like.shape} of {like.dtype}, not {out.shape} of {out.dtype}"
@@ -269,5 +269,23 @@ def _check_out(name: str, out: Array, like: Array, others: Mapping[str, Array]) 
         problem = "must be writeable"
     elif overlapped := [field for field, array in others.items() if np.may_share_memory(out, array)]:
         problem = f"must not overlap {overlapped[0]}"
+    elif not _is_disjoint(out):
+        problem = f"must have memory of its own for each element of shape {out.shape}, not strides {out.strides}"
     if problem:
         raise invalid_argument(FieldViolation(name, f"{name} {problem}"))
+
+
+def _is_disjoint(array: Array) -> bool:
+    """Returns whether no two elements share memory: each stride passes what the shorter ones reach.
+
+    So it is with every view that slices and transposes make; also refused are strides that interleave elements.
+    """
+    if array.flags.c_contiguous:
+        return True
+    reached = array.itemsize
+    for stride, length in sorted(zip(map(abs, array.strides), array.shape, strict=True)):
+        if length > 1:
+            if stride < reached:
+                return False
+            reached += stride * (length - 1)
+    return True

@@ -11,6 +11,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
+from numpy.lib.stride_tricks import as_strided
 
 import bngrad
 from bngrad._requests import codec, ops
@@ -266,7 +268,15 @@ def test_tensors_in_any_other_memory_layout_keep_their_data_format(y_backprop: A
     assert request.large["x"].shape == x.shape
 
 
-@pytest.mark.parametrize("make", [np.empty_like, lambda like: np.empty((*like.shape[:-1], 10), like.dtype)[..., ::2]])
+@pytest.mark.parametrize(
+    "make",
+    [
+        np.empty_like,
+        lambda like: np.empty((*like.shape[:-1], 10), like.dtype)[..., ::2],
+        lambda like: np.empty(like.shape[::-1], like.dtype).T[::-1, :, ::-1],
+        lambda like: np.empty((9, 9, 9, 9), like.dtype)[tuple(slice(length) for length in like.shape)],
+    ],
+)
 def test_out_may_be_any_writeable_array_of_the_dtype_and_shape_of_x(make: Callable[[Any], Any]) -> None:
     out = make(X)
     request = v3(out=out)
@@ -283,8 +293,10 @@ def test_out_may_be_any_writeable_array_of_the_dtype_and_shape_of_x(make: Callab
         (np.broadcast_to(np.float32(0), X.shape), "be writeable"),
         (X, "not overlap y_backprop"),
         (X.reshape(-1)[::-1].reshape(X.shape), "not overlap y_backprop"),
+        (torch.zeros(5).expand(X.shape), r"have memory of its own for each element .*, not strides \(0, 0, 0, 4\)"),
+        (as_strided(np.zeros(999, np.float32), X.shape, (240, 80, 16, 4)), "have memory of its own for each element"),
     ],
-    ids=["dtype", "byte-order", "shape", "read-only", "same", "reversed"],
+    ids=["dtype", "byte-order", "shape", "read-only", "same", "reversed", "expanded", "sliding"],
 )
 def test_an_out_that_cannot_take_the_gradient_is_refused(out: Any, complaint: str) -> None:
     with pytest.raises(bngrad.InvalidArgumentError, match=f"^out must {complaint}") as refused:
