@@ -16,7 +16,7 @@ from bngrad_wire.addresses import MAX_PORT, host_and_port, unix_path
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 _LONGEST_S = 7 * 24 * 3600
-"""Timers do not take every number."""
+"""Sockets and locks refuse timeouts that are far longer."""
 
 
 class Seconds(click.FloatRange):

@@ -29,7 +29,7 @@ REFUSAL = "a valid token is needed"
 
 
 class SettingError(Exception):
-    """Settings have values of which this host has no use, such as files that cannot be read.
+    """Settings have values that this host cannot use, such as files that cannot be read.
 
     Attributes:
         values: The values by the names of the settings.

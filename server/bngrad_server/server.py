@@ -168,7 +168,10 @@ class Server:
         address = self._config.http
         if address is None:
             return None
-        return MonitorSupervisor(address, self._config.http_names or "", self.status)
+        monitor = MonitorSupervisor(address, self._config.http_names or "", self.status)
+        if not self._config.insecure:
+            setup.warn_of_http(monitor.address)
+        return monitor
 
     def _listen_for_leases(self) -> LeaseServer | None:
         """Listens on the sockets for clients on this host; None if no memory is to be shared."""

@@ -56,14 +56,9 @@ def test_a_server_does_not_start_with_an_impossible_setting(
             {"BNGRAD_TOKEN_FILE": "/nowhere"},
             "BNGRAD_TOKEN_FILE is '/nowhere'; it should be a file that can be read: No such file or directory",
         ),
-        (
-            ("--tls-certificate", "/a", "--tls-key", "/b"),
-            {},
-            "--tls-certificate is '/a'; it should be a file that can be read: No such file or directory",
-        ),
     ],
 )
-def test_a_setting_of_which_this_host_has_no_use_is_as_wrong_as_others(
+def test_a_setting_that_this_host_cannot_use_is_as_wrong_as_others(
     arguments: tuple[str, ...], environment: dict[str, str], complaint: str
 ) -> None:
     environment = {**os.environ, **environment}

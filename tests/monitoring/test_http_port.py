@@ -134,8 +134,7 @@ def test_a_taken_port_is_named(http: str) -> None:
 
 def test_a_name_that_no_host_can_have_is_reported_in_one_line() -> None:
     complaint = r"the server did not start:\nError: cannot listen on a\.\.b:80: it names no host\n$"
-    options = ("--http", "a..b:80", "--insecure")  # else a warning of an address for other hosts comes first
-    with pytest.raises(ServerStartError, match=complaint), EmbeddedServer(options=options):
+    with pytest.raises(ServerStartError, match=complaint), EmbeddedServer(options=("--http", "a..b:80")):
         pass
 
 
@@ -155,10 +154,13 @@ def test_a_host_answers_at_all_its_addresses(tmp_path: Path, monkeypatch: pytest
         assert [get(f"http://{host}:{port}/healthz").status for host in ("127.0.0.1", "127.0.0.2")] == [200, 200]
 
 
-def test_every_address_of_ipv6_is_every_address_of_ipv4_too() -> None:
-    with EmbeddedServer(options=("--http", "[::]:0")) as server:
+@pytest.mark.parametrize("options", [(), ("--insecure",)])
+def test_every_address_of_ipv6_is_every_address_of_ipv4_too_with_a_warning(options: tuple[str, ...]) -> None:
+    with EmbeddedServer(options=("--http", "[::]:0", *options)) as server:
         _, port = address_of(http_of(server))
         assert get(f"http://127.0.0.1:{port}/healthz").status == 200
+        warning = f"[::]:{port}, the address of --http, can be reached from other hosts"
+        assert (warning in server.stderr()) is not bool(options)
 
 
 def test_an_invalid_address_is_named() -> None:

@@ -24,7 +24,7 @@ MAX_NBYTES = 64 * 1024
 """The most bytes of a message beside the elements of its tensors, or beside the one part of an exchange's message."""
 MAX_TAG_NBYTES = 5
 MAX_LENGTH_NBYTES = 5
-"""As in protobuf 7, whichever is installed: 6 took ten, of which no valid length needs more than five."""
+"""As in protobuf 7; protobuf 6 takes ten. No valid length needs more than five."""
 
 _MAX_DEPTH = 100
 """Protobuf's limit for nested groups."""

@@ -261,7 +261,7 @@ def in_wire_layout(x: Array) -> tuple[Array, Array]:
 
 
 def _check_out(name: str, out: Array, like: Array, others: Mapping[str, Array]) -> None:
-    """Checks an array for an output: its dtype and shape, that it is writeable, and overlaps nothing, nor itself."""
+    """Checks an array for an output: dtype and shape, that it is writeable, and overlaps neither others nor itself."""
     problem = ""
     if (out.dtype, out.shape) != (like.dtype, like.shape):
         problem = f"must have shape {like.shape} of {like.dtype}, not {out.shape} of {out.dtype}"

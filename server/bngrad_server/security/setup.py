@@ -47,8 +47,7 @@ def set_up(config: ServerConfig, metrics: Metrics) -> tuple[Certificates | None,
     )
     if not config.insecure:
         knows_clients = authenticator.requires_token or authenticator.requires_certificate
-        has_tls = certificates is not None
-        for warning in exposure_warnings(config.listen, config.http, has_tls=has_tls, knows_clients=knows_clients):
+        for warning in exposure_warnings(config.listen, has_tls=certificates is not None, knows_clients=knows_clients):
             logger.warning("%s", warning)
     return certificates, authenticator
 
@@ -67,14 +66,11 @@ def _usable(**files: Path | None) -> Iterator[None]:
         raise SettingError(named or given, expected) from error
 
 
-def exposure_warnings(
-    addresses: Sequence[str], http: str | None, *, has_tls: bool, knows_clients: bool
-) -> Iterator[str]:
+def exposure_warnings(addresses: Sequence[str], *, has_tls: bool, knows_clients: bool) -> Iterator[str]:
     """Warns of addresses that other hosts can reach, a sentence for each.
 
     Args:
         addresses: Where the server listens, ``HOST:PORT`` or ``unix:PATH``.
-        http: Where it serves HTTP, if it does.
         has_tls: Whether TCP connections are encrypted.
         knows_clients: Whether clients need tokens or certificates.
     """
@@ -89,9 +85,14 @@ def exposure_warnings(
             )
         elif not knows_clients:
             yield f"{address} can be reached from other hosts, and {_ANYONE_MAY_CALL}, or say --insecure."
-    if http is not None and not is_local(http):
-        yield (
-            f"{http}, the address of --http, can be reached from other hosts and has neither TLS nor tokens: any "
-            "client that reaches it may read the metrics and the dashboard. Use 127.0.0.1, or say --insecure if the "
-            "network is protected otherwise."
+
+
+def warn_of_http(address: str) -> None:
+    """Warns of an address of HTTP that other hosts can reach."""
+    if not is_local(address):
+        logger.warning(
+            "%s, the address of --http, can be reached from other hosts and has neither TLS nor tokens: any client "
+            "that reaches it may read the metrics and the dashboard. Use 127.0.0.1, or say --insecure if the network "
+            "is protected otherwise.",
+            address,
         )

@@ -94,14 +94,12 @@ class ClientConnection(BaseConnection):
             block += _timeout(timeout_s)
         if metadata:
             block += header_block.encode(metadata)
-        if self.table_size_update:
-            block, self.table_size_update = self.table_size_update + block, b""
         call = ClientCall(self, self._next_id)
         self.last_stream_id = self._next_id
         self._next_id += 2
         self.stream = call
         self.earn(_CALL_NBYTES)
-        self.outbound += frames.header_block(call.id, block, 0)
+        self.append_headers(call.id, block, 0)
         return call
 
     def stream_opened(self, stream_id: int, block: HeaderBlock, end: bool) -> None:

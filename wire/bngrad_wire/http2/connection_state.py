@@ -140,7 +140,7 @@ class ConnectionState(ABC):
         if self.outbound:
             pieces, self.outbound = self.outbound, []
             rest = self.io.send(pieces, blocking=self.blocking)
-            self._is_frame_cut = rest != b""
+            self._is_frame_cut = bool(rest)
             if rest:
                 self.outbound.append(rest)
 

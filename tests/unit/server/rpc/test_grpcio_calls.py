@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,9 +15,10 @@ from tests.unit.server.rpc.peers import PORTS, Peer, identity, peer_behind
 from tests.unit.server.workers.additions import NBYTES, TIMEOUT_S, inputs, request_of, wait_until
 
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
+from bngrad_server.rpc import grpcio_calls
 from bngrad_server.rpc.servicer import EXCHANGE_PATH, UNARY_OPS
 
-AT_ONCE_S = 1.0
+AT_ONCE_S = 2.0
 CALLS = 32
 (UNARY_PATH, UNARY_NAME), *_ = UNARY_OPS.items()
 
@@ -31,6 +34,12 @@ def partial_exchange() -> list[bytes]:
     request = request_of(inputs(), chunked=True)
     header = pb.ExchangeRequest(fused_batch_norm_grad_v3=request).SerializeToString()
     return [header, pb.ExchangeRequest(chunk=bytes(NBYTES)).SerializeToString()]
+
+
+def waiting_handlers() -> int:
+    """How many threads wait for a message that their call needs."""
+    stacks = [[frame.f_code for frame, _ in traceback.walk_stack(top)] for top in sys._current_frames().values()]
+    return sum(grpcio_calls.receive_required.__code__ in stack for stack in stacks)
 
 
 @pytest.mark.parametrize("path", [UNARY_PATH, EXCHANGE_PATH])
@@ -58,7 +67,7 @@ def test_a_call_that_is_cancelled_before_its_request_is_whole_counts_as_cancelle
 
     may_end = threading.Event()
     calls = [peer.channel.stream_stream(path, identity, identity)(messages(), timeout=TIMEOUT_S) for _ in range(CALLS)]
-    time.sleep(0.5)  # for the handlers to ask for the next message
+    wait_until(lambda: waiting_handlers() == CALLS)
     for call in calls:
         call.cancel()
     may_end.set()

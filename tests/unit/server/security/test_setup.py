@@ -4,45 +4,36 @@ from __future__ import annotations
 
 import pytest
 
-from bngrad_server.config import ServerConfig
-from bngrad_server.security.setup import exposure_warnings, set_up
-from bngrad_server.telemetry.metrics import Metrics
+from bngrad_server.security.setup import exposure_warnings, warn_of_http
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "127.9.9.9:1", "localhost:1", "[::1]:1", "unix:/a"])
 def test_local_addresses_need_no_warning(address: str) -> None:
-    assert not list(exposure_warnings([address], None, has_tls=False, knows_clients=False))
+    assert not list(exposure_warnings([address], has_tls=False, knows_clients=False))
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:1", "[::]:1", "10.0.0.1:1", "host:1", "*:1", "unix-abstract:1"])
 def test_addresses_of_other_hosts_need_tls_and_known_clients(address: str) -> None:
-    assert not list(exposure_warnings([address], None, has_tls=True, knows_clients=True))
-    (only_tls,) = exposure_warnings([address], None, has_tls=True, knows_clients=False)
+    assert not list(exposure_warnings([address], has_tls=True, knows_clients=True))
+    (only_tls,) = exposure_warnings([address], has_tls=True, knows_clients=False)
     assert only_tls.startswith(f"{address} can be reached from other hosts, and any client that reaches it may call")
-    (only_tokens,) = exposure_warnings([address], None, has_tls=False, knows_clients=True)
+    (only_tokens,) = exposure_warnings([address], has_tls=False, knows_clients=True)
     assert only_tokens.startswith(f"{address} CAN BE REACHED FROM OTHER HOSTS WITHOUT TLS")
     assert "any client" not in only_tokens
-    (nothing,) = exposure_warnings([address], None, has_tls=False, knows_clients=False)
+    (nothing,) = exposure_warnings([address], has_tls=False, knows_clients=False)
     assert "WITHOUT TLS" in nothing
     assert "any client that reaches it may call" in nothing
 
 
 def test_each_address_has_its_warning() -> None:
-    assert (
-        len(list(exposure_warnings(["0.0.0.0:1", "unix:/a", "[::]:2"], None, has_tls=False, knows_clients=False))) == 2
-    )
+    assert len(list(exposure_warnings(["0.0.0.0:1", "unix:/a", "[::]:2"], has_tls=False, knows_clients=False))) == 2
 
 
-def test_an_http_port_for_other_hosts_has_a_warning_whatever_the_others_need() -> None:
-    (warning,) = exposure_warnings(["unix:/a"], "0.0.0.0:9464", has_tls=True, knows_clients=True)
-    assert warning.startswith("0.0.0.0:9464, the address of --http, can be reached from other hosts")
-    for http in (None, "127.0.0.1:9464", "localhost:9464", "[::1]:9464"):
-        assert not list(exposure_warnings(["unix:/a"], http, has_tls=False, knows_clients=False))
-
-
-@pytest.mark.parametrize("insecure", [False, True])
-def test_a_server_warns_of_its_http_port_unless_the_network_is_protected(
-    caplog: pytest.LogCaptureFixture, *, insecure: bool
+@pytest.mark.parametrize(
+    ("address", "is_exposed"), [("0.0.0.0:9464", True), ("127.0.0.1:9464", False), ("[::1]:9464", False)]
+)
+def test_http_for_other_hosts_has_a_warning(
+    caplog: pytest.LogCaptureFixture, address: str, *, is_exposed: bool
 ) -> None:
-    set_up(ServerConfig(listen=("unix:/a",), http="0.0.0.0:9464", insecure=insecure), Metrics(()))
-    assert ("--http" in caplog.text) is not insecure
+    warn_of_http(address)
+    assert (f"{address}, the address of --http, can be reached from other hosts" in caplog.text) is is_exposed
