@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 LOCK := $(BIN)/uv pip compile --quiet --universal --python-version 3.10 --no-header --no-annotate --upgrade
 HASHES := --generate-hashes --constraint requirements/dev.txt
 
-.PHONY: help demo test test-fast test-kernels test-ray soak lint docs dist proto settings-page kernels-page transport-page lock audit image-test fleet-test bench bench-transport bench-load bench-hostile \
+.PHONY: help demo test test-fast test-kernels test-ray soak lint docs dist proto settings-page kernels-page transport-page lock audit image-test fleet-test bench bench-transport bench-triton bench-load bench-hostile \
 	gpu-test gpu-test-kernels gpu-test-sanitizer gpu-test-server gpu-bench gpu-sweep clean
 
 help:  ## Lists the targets
@@ -101,6 +101,21 @@ bench: $(VENV)/dev.stamp  ## Compares the CPU kernels with TensorFlow, PyTorch a
 
 bench-transport: $(VENV)/dev.stamp  ## Compares round trips with plain protobuf, bare gRPC, Arrow Flight and the kernel alone
 	$(BIN)/python -m benchmarks.bench_transport $(TRANSPORT)
+
+# Not in requirements/dev.txt: 153 MB. The server has an environment of its own, since its Python backend needs NumPy 1.
+TRITON_SERVER := nvidia-pytriton==0.7.0
+TRITON_CLIENT := tritonclient==2.73.0 python-rapidjson==1.25
+
+bench-triton: build/triton/stamp  ## Installs Triton Inference Server, and compares round trips with it
+	$(BIN)/python -m benchmarks.bench_transport --networks tcp --contestants bngrad-auto bngrad-shared bngrad-stream \
+		bngrad-unary triton triton-shared flight kernel $(TRANSPORT)
+
+build/triton/stamp: $(VENV)/dev.stamp
+	$(PYTHON) -m venv build/triton
+	build/triton/bin/pip install --quiet --no-deps $(TRITON_SERVER) numpy==1.26.4
+	build/triton/bin/pip install --quiet --no-deps --constraint requirements/dev.txt numba llvmlite ml_dtypes --editable .
+	$(BIN)/pip install --quiet --no-deps $(TRITON_CLIENT)
+	touch $@
 
 bench-load: $(VENV)/dev.stamp  ## Measures goodput and latency below and above saturation, and with killed workers
 	$(BIN)/python -m benchmarks.bench_load $(LOAD)

@@ -36,7 +36,7 @@ def main() -> None:
     kernel = Kernel(options.threads)
     with tempfile.TemporaryDirectory() as folder:
         for network in options.networks:
-            print(f"\n{NETWORKS[network]}\n{results.header()}", flush=True)
+            print(f"\n{NETWORKS[network]}\n{results.header(options.contestants)}", flush=True)
             with connected(options.contestants, network, kernel, options.threads, Path(folder)) as prepares:
                 for nbytes in options.sizes:
                     cells = _latencies(network, nbytes, prepares, kernel, options)
@@ -60,7 +60,12 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_transport", description=__doc__)
-    default = [name for name in CONTESTANTS if name != "bngrad"]  # The same as bngrad-auto.
+    others = (
+        "bngrad",
+        "triton",
+        "triton-shared",
+    )  # The first is the same as bngrad-auto; make bench-triton runs the rest.
+    default = [name for name in CONTESTANTS if name not in others]
     parser.add_argument("--contestants", nargs="+", choices=list(CONTESTANTS), default=default)
     parser.add_argument("--networks", nargs="+", choices=list(NETWORKS), default=list(NETWORKS))
     parser.add_argument("--sizes", nargs="+", type=inputs.size, default=list(map(inputs.size, _SIZES)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -35,6 +36,17 @@ def _bngrad(title: str, **arguments: Any) -> Contestant:
     return Contestant(f"bngrad, {title}", _BNGRAD, partial(sdk.connect, **arguments))
 
 
+def _triton(title: str, function: str) -> Contestant:
+    """Imports Triton's client when it connects, since only ``make bench-triton`` installs that."""
+
+    def connect(target: str) -> AbstractContextManager[Prepare]:
+        client = importlib.import_module("benchmarks.transport.triton.client")
+        connected: AbstractContextManager[Prepare] = getattr(client, function)(target)
+        return connected
+
+    return Contestant(f"Triton, {title}", "triton", connect)
+
+
 CONTESTANTS: Mapping[str, Contestant] = {
     "bngrad": _bngrad("plain client"),
     "bngrad-auto": _bngrad("auto", transport="auto"),
@@ -47,6 +59,8 @@ CONTESTANTS: Mapping[str, Contestant] = {
     EMPTY: Contestant("empty gRPC call", "echo", partial(echo.connect, empty=True)),
     "flight": Contestant("Arrow Flight", "flight", arrow_flight.connect),
     "flight-echo": Contestant("Arrow Flight, no compute", "flight", partial(arrow_flight.connect, compute=False)),
+    "triton": _triton("gRPC", "connect"),
+    "triton-shared": _triton("system shared memory", "connect_shared"),
     "sockets": Contestant("bare sockets, no compute", "sockets", sockets.connect),
     KERNEL: Contestant("kernel in process", "", in_process.connect),
 }

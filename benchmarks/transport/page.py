@@ -12,15 +12,18 @@ from benchmarks.pages import DOCS, RESULTS, Part
 from benchmarks.transport.contestants import CONTESTANTS, NETWORKS, TCP
 from benchmarks.transport.inputs import label
 from benchmarks.transport.results import Results
-from benchmarks.transport.targets import TARGETS, Target
+from benchmarks.transport.targets import RATE_NBYTES, TARGETS, Target
 
 
-def _of_each_processor(table: Callable[[Results], list[str]]) -> str:
-    """Returns a table for each file of results."""
+def _of_each_processor(benchmark: str, *tables: Callable[[Results], list[str]]) -> str:
+    """Returns the tables of each of the benchmark's files of results."""
     lines: list[str] = []
-    for path in sorted(RESULTS.glob("transport-*.json")):
+    for path in sorted(RESULTS.glob(f"{benchmark}-*.json")):
         document = json.loads(path.read_text())
-        lines += [*_beginning(path, document["machine"]), *table(Results.of_json(document)), ""]
+        results = Results.of_json(document)
+        lines += _beginning(path, document["machine"])
+        for table in tables:
+            lines += [*table(results), ""]
     return "\n".join(lines)
 
 
@@ -58,6 +61,18 @@ def _medians(results: Results) -> list[str]:
     return lines
 
 
+def _rates(results: Results) -> list[str]:
+    """Returns the table of the requests per second over TCP."""
+    rates = [rate for rate in results.rates if rate.network == TCP]
+    callers = sorted({rate.callers for rate in rates})
+    title = f"requests/s, {label(RATE_NBYTES)}"
+    lines = [f"| {title} | {' | '.join(f'{count} at once' for count in callers)} |", f"|---|{'---|' * len(callers)}"]
+    for name in dict.fromkeys(rate.contestant for rate in rates):
+        cells = [f"{results.rate(TCP, count, name) or 0:.0f}" for count in callers]
+        lines.append(f"| {CONTESTANTS[name].title} | {' | '.join(cells)} |")
+    return lines
+
+
 def _beginning(path: Path, machine: dict[str, Any]) -> list[str]:
     versions = machine["versions"]
     return [
@@ -75,8 +90,9 @@ def _milliseconds(time: float | None) -> str:
 
 
 PARTS = (
-    Part(DOCS / "transport.md", "transports", partial(_of_each_processor, _targets)),
-    Part(DOCS / "performance.md", "transports", partial(_of_each_processor, _medians)),
+    Part(DOCS / "transport.md", "transports", partial(_of_each_processor, "transport", _targets)),
+    Part(DOCS / "performance.md", "transports", partial(_of_each_processor, "transport", _medians)),
+    Part(DOCS / "performance.md", "triton", partial(_of_each_processor, "triton", _medians, _rates)),
 )
 
 if __name__ == "__main__":

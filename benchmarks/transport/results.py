@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ _RATIOS_TO = {
     "protobuf": "/protobuf",
     "kernel": "/kernel",
     "sockets": "/sockets",
+    "triton": "/triton",
 }
 
 
@@ -84,8 +85,9 @@ class Results:
                      if (r.network, r.callers, r.contestant) == (network, callers, contestant)), None)  # fmt: skip
 
 
-def header() -> str:
-    ratios = "".join(f"{title:>10}" for title in _RATIOS_TO.values())
+def header(names: Collection[str]) -> str:
+    """The columns for these contestants: ratios to those among them that others are compared with."""
+    ratios = "".join(f"{title:>10}" for name, title in _RATIOS_TO.items() if name in names)
     return (f"{'3 x tensor':>10}  {'contestant':19}{'p50 ms':>10}{'p99 ms':>10}{'calls':>7}{'GB/s':>8}{ratios}"
             "   (times of p50)")  # fmt: skip
 
@@ -98,7 +100,7 @@ def lines(cells: list[Cell]) -> str:
 
 def _line(cell: Cell, p50: Mapping[str, float]) -> str:
     speed = cell.gigabytes_per_second
-    ratios = "".join(f"{cell.p50 / p50[name]:10.2f}" if name in p50 else f"{'-':>10}" for name in _RATIOS_TO)
+    ratios = "".join(f"{cell.p50 / p50[name]:10.2f}" for name in _RATIOS_TO if name in p50)
     return (
         f"{label(cell.nbytes):>10}  {cell.contestant:19}{cell.p50:10.3f}{cell.p99:10.3f}{cell.calls:7}"
         f"{'-' if speed is None else f'{speed:.3f}':>8}{ratios}"

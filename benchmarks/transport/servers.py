@@ -14,7 +14,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-_MODULES = {"protobuf": "protobuf", "echo": "echo", "flight": "arrow_flight", "sockets": "sockets"}
+_MODULES = {
+    "protobuf": "protobuf",
+    "echo": "echo",
+    "flight": "arrow_flight",
+    "sockets": "sockets",
+    "triton": "triton.server",
+}
 _READY = "ready on "
 _STOP_TIMEOUT_S = 10.0
 

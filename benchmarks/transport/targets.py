@@ -78,9 +78,9 @@ def verdicts(results: Results, networks: list[str]) -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    words = {True: "met", False: "NOT MET", None: "not measured"}
+    """Returns the targets whose contestants were measured."""
     return "\n".join(
-        f"{NETWORKS[row['network']]:14}{row['target']:68}"
-        f"{'-' if row['ratio'] is None else format(row['ratio'], '.2f'):>8}  {words[row['met']]}"
+        f"{NETWORKS[row['network']]:14}{row['target']:68}{row['ratio']:8.2f}  {'met' if row['met'] else 'NOT MET'}"
         for row in rows
+        if row["ratio"] is not None
     )
