@@ -20,7 +20,7 @@ from pathlib import Path
 
 from benchmarks.kernels import report
 from benchmarks.transport import Prepare, inputs, measure, plot, results, targets
-from benchmarks.transport.contestants import CONTESTANTS, EMPTY, NETWORKS, connected
+from benchmarks.transport.contestants import CONTESTANTS, EMPTY, NETWORKS, TLS, TRITON, connected
 from benchmarks.transport.kernel import Kernel
 from benchmarks.transport.results import Cell, Rate, Results
 
@@ -60,12 +60,8 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_transport", description=__doc__)
-    others = (
-        "bngrad",
-        "triton",
-        "triton-shared",
-    )  # The first is the same as bngrad-auto; make bench-triton runs the rest.
-    default = [name for name in CONTESTANTS if name not in others]
+    optional = "bngrad", *TLS, *TRITON  # bngrad is the same as bngrad-auto; the others have targets of the Makefile.
+    default = [name for name in CONTESTANTS if name not in optional]
     parser.add_argument("--contestants", nargs="+", choices=list(CONTESTANTS), default=default)
     parser.add_argument("--networks", nargs="+", choices=list(NETWORKS), default=list(NETWORKS))
     parser.add_argument("--sizes", nargs="+", type=inputs.size, default=list(map(inputs.size, _SIZES)))

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from benchmarks.transport import Call, Gradients, Prepare
+from benchmarks.transport import Call, Gradients, Prepare, certificates
 from benchmarks.transport.kernel import Kernel
 from pyarrow import flight
 
@@ -30,8 +30,8 @@ _CLIENT_OPTIONS = [("grpc.http2.lookahead_bytes", 1 << 30)]
 
 
 class _Server(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no types.
-    def __init__(self, location: str, kernel: Kernel) -> None:
-        super().__init__(location)
+    def __init__(self, location: str, kernel: Kernel, **options: Any) -> None:
+        super().__init__(location, **options)
         self._kernel = kernel
 
     def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
@@ -53,8 +53,12 @@ class _Server(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no 
                     _send(writer, _ANSWER, [y_backprop], (), terms["batch_elements"])
 
 
-def start(address: str, threads: int) -> tuple[str, object]:
+def start(address: str, threads: int, *, encrypted: bool = False) -> tuple[str, object]:
     """Serves for as long as the second object lives; the first is the address that clients take."""
+    if encrypted:
+        pair = certificates.CERTIFICATE.read_bytes(), certificates.KEY.read_bytes()
+        server = _Server(f"grpc+tls://{address}", Kernel(threads), tls_certificates=[pair])
+        return f"grpc+tls://127.0.0.1:{server.port}", server
     unix = address.startswith("unix:")
     location = "grpc+unix://" + address.removeprefix("unix:") if unix else f"grpc://{address}"
     server = _Server(location, Kernel(threads))
@@ -62,8 +66,9 @@ def start(address: str, threads: int) -> tuple[str, object]:
 
 
 @contextlib.contextmanager
-def connect(target: str, *, compute: bool = True) -> Iterator[Prepare]:
-    with flight.FlightClient(target, generic_options=_CLIENT_OPTIONS) as client:
+def connect(target: str, *, compute: bool = True, encrypted: bool = False) -> Iterator[Prepare]:
+    authorities = certificates.CA.read_bytes() if encrypted else None
+    with flight.FlightClient(target, tls_root_certs=authorities, generic_options=_CLIENT_OPTIONS) as client:
 
         @contextlib.contextmanager
         def prepare(problem: Problem) -> Iterator[Call]:

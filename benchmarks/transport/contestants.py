@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.transport import Prepare, arrow_flight, echo, protobuf, sdk, servers, sockets
+from benchmarks.transport import Prepare, arrow_flight, certificates, echo, protobuf, sdk, servers, sockets
 from benchmarks.transport import kernel as in_process
 from benchmarks.transport.kernel import Kernel
 
@@ -20,7 +20,11 @@ from bngrad_cli.embedded import EmbeddedServer
 TCP, UNIX = "tcp", "unix"
 NETWORKS = {TCP: "TCP loopback", UNIX: "Unix socket"}
 KERNEL, EMPTY = "kernel", "grpc-empty"
-_BNGRAD = "bngrad"
+_BNGRAD, _BNGRAD_TLS, _FLIGHT_TLS = "bngrad", "bngrad-tls", "flight-tls"
+TLS = tuple(f"{name}-tls" for name in ("bngrad-stream", "bngrad-unary", "flight"))
+"""Those that encrypt, over TCP."""
+TRITON = "triton", "triton-shared"
+"""Those that ``make bench-triton`` installs, over TCP."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,12 @@ class Contestant:
     title: str
     server: str
     connect: Callable[..., AbstractContextManager[Prepare]]
+
+
+_OPTIONS = {
+    _BNGRAD: (),
+    _BNGRAD_TLS: ("--tls-certificate", str(certificates.CERTIFICATE), "--tls-key", str(certificates.KEY)),
+}
 
 
 def _bngrad(title: str, **arguments: Any) -> Contestant:
@@ -62,6 +72,9 @@ CONTESTANTS: Mapping[str, Contestant] = {
     "triton": _triton("gRPC", "connect"),
     "triton-shared": _triton("system shared memory", "connect_shared"),
     "sockets": Contestant("bare sockets, no compute", "sockets", sockets.connect),
+    TLS[0]: Contestant("bngrad, stream, TLS", _BNGRAD_TLS, partial(sdk.connect, transport="stream", encrypted=True)),
+    TLS[1]: Contestant("bngrad, unary, TLS", _BNGRAD_TLS, partial(sdk.connect, transport="unary", encrypted=True)),
+    TLS[2]: Contestant("Arrow Flight, TLS", _FLIGHT_TLS, partial(arrow_flight.connect, encrypted=True)),
     KERNEL: Contestant("kernel in process", "", in_process.connect),
 }
 
@@ -70,7 +83,13 @@ CONTESTANTS: Mapping[str, Contestant] = {
 def connected(
     names: list[str], network: str, kernel: Kernel, threads: int, folder: Path
 ) -> Iterator[dict[str, Prepare]]:
-    """Starts the servers that contestants need, each in a process of its own, and connects the contestants."""
+    """Starts the servers that contestants need, each in a process of its own, and connects the contestants.
+
+    Those that know TCP only are left out of other networks.
+    """
+    names = [name for name in names if network == TCP or name not in (*TLS, *TRITON)]
+    if set(TLS) & set(names):
+        certificates.make()
     with contextlib.ExitStack() as stack:
         targets: dict[str, Any] = {"": kernel}
         for kind in dict.fromkeys(CONTESTANTS[name].server for name in names):
@@ -84,8 +103,9 @@ def connected(
 
 @contextlib.contextmanager
 def _server(kind: str, address: str, threads: int) -> Iterator[str]:
-    if kind == _BNGRAD:
-        options = ("--threads", str(threads), "--max-message-bytes", "1GiB")  # whole requests, on any machine
+    if kind in _OPTIONS:
+        whole_requests = "--max-message-bytes", "1GiB"
+        options = "--threads", str(threads), *whole_requests, *_OPTIONS[kind]
         with EmbeddedServer(address, options=options) as server:
             yield server.target
     else:

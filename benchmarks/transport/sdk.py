@@ -7,17 +7,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from benchmarks.transport import Call, Gradients, Prepare
+from benchmarks.transport import Call, Gradients, Prepare, certificates
 
 import bngrad
 from bngrad_kernels.problem import Problem
 
 
 @contextlib.contextmanager
-def connect(target: str, *, in_region: bool = False, **arguments: Any) -> Iterator[Prepare]:
+def connect(target: str, *, in_region: bool = False, encrypted: bool = False, **arguments: Any) -> Iterator[Prepare]:
     """Connects a client with these arguments; ``in_region`` places the tensors in shared memory."""
     client: Any
-    with bngrad.Client(target, **arguments) as client:
+    tls = bngrad.Tls(ca=certificates.CA) if encrypted else False
+    with bngrad.Client(target, tls=tls, **arguments) as client:
 
         @contextlib.contextmanager
         def prepare(problem: Problem) -> Iterator[Call]:

@@ -18,6 +18,7 @@ _MODULES = {
     "protobuf": "protobuf",
     "echo": "echo",
     "flight": "arrow_flight",
+    "flight-tls": "arrow_flight",
     "sockets": "sockets",
     "triton": "triton.server",
 }
@@ -37,7 +38,8 @@ def main() -> None:
     options = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The benchmark handles Ctrl-C, and then closes stdin.
     module = importlib.import_module(f"benchmarks.transport.{_MODULES[options.kind]}")
-    address, server = module.start(options.address, options.threads)
+    tls = {"encrypted": True} if options.kind.endswith("-tls") else {}
+    address, server = module.start(options.address, options.threads, **tls)
     assert server is not None
     print(_READY + address, flush=True)
     sys.stdin.read()
