@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 LOCK := $(BIN)/uv pip compile --quiet --universal --python-version 3.10 --no-header --no-annotate --upgrade
 HASHES := --generate-hashes --constraint requirements/dev.txt
 
-.PHONY: help demo test test-fast test-kernels test-ray soak lint docs dist proto settings-page kernels-page transport-page lock audit image-test fleet-test bench bench-transport bench-triton bench-load bench-hostile \
+.PHONY: help demo test test-fast test-kernels test-ray soak lint docs dist proto settings-page kernels-page transport-page lock audit image-test fleet-test bench bench-transport bench-tls bench-triton bench-load bench-hostile \
 	gpu-test gpu-test-kernels gpu-test-sanitizer gpu-test-server gpu-bench gpu-sweep clean
 
 help:  ## Lists the targets
@@ -101,6 +101,10 @@ bench: $(VENV)/dev.stamp  ## Compares the CPU kernels with TensorFlow, PyTorch a
 
 bench-transport: $(VENV)/dev.stamp  ## Compares round trips with plain protobuf, bare gRPC, Arrow Flight and the kernel alone
 	$(BIN)/python -m benchmarks.bench_transport $(TRANSPORT)
+
+bench-tls: $(VENV)/dev.stamp  ## Measures what TLS costs, beside Arrow Flight
+	$(BIN)/python -m benchmarks.bench_transport --networks tcp --contestants bngrad-stream bngrad-stream-tls \
+		bngrad-unary bngrad-unary-tls flight flight-tls $(TRANSPORT)
 
 # Not in requirements/dev.txt: 153 MB. The server has an environment of its own, since its Python backend needs NumPy 1.
 TRITON_SERVER := nvidia-pytriton==0.7.0

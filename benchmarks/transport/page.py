@@ -1,4 +1,4 @@
-"""Writes the transports' tables into docs/transport.md and docs/performance.md: ``make transport-page``."""
+"""Writes the transports' tables of docs/transport.md, docs/performance.md and docs/security.md: ``make transport-page``."""
 
 from __future__ import annotations
 
@@ -92,6 +92,7 @@ def _milliseconds(time: float | None) -> str:
 PARTS = (
     Part(DOCS / "transport.md", "transports", partial(_of_each_processor, "transport", _targets)),
     Part(DOCS / "performance.md", "transports", partial(_of_each_processor, "transport", _medians)),
+    Part(DOCS / "security.md", "tls", partial(_of_each_processor, "tls", _medians, _rates)),
     Part(DOCS / "performance.md", "triton", partial(_of_each_processor, "triton", _medians, _rates)),
 )
 
