@@ -1,4 +1,4 @@
-"""Writes the transports' tables of docs/transport.md, docs/performance.md and docs/security.md: ``make transport-page``."""
+"""Writes the tables of transports in docs/: ``make transport-page``."""
 
 from __future__ import annotations
 

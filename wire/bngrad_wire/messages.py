@@ -29,9 +29,14 @@ _Skeleton: TypeAlias = tuple[tuple[int, int, bytes], ...]
 _DATA_FIELD = pb.Tensor.DESCRIPTOR.fields_by_name["data"].number
 PREFIX_NBYTES = 6
 """How much of a message `only_field` needs, in bytes."""
-_LAYOUTS_PER_LENGTH = 32
-_MAX_LENGTHS = 64
 _MAX_CACHED_NBYTES = 1024
+"""How many bytes beside its elements a message may have whose layout is cached."""
+_MAX_LAYOUTS = 2048
+"""How many layouts a decoder caches before it begins anew; each array in shared memory makes one."""
+_MAX_LIKE = 32
+"""How many of them may begin alike."""
+_MAX_BEGINNINGS = 8
+"""How many lengths the beginnings of messages of one length may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +70,7 @@ class Layout(Generic[AnyMessage]):
 class Decoder(Generic[AnyMessage, Meaning]):
     """Reads messages of one type.
 
-    Messages that differ in their elements alone have the same meaning, so the last meanings are cached. The bounds of
+    Messages that differ in their elements alone have the same meaning, so meanings are cached. The bounds of
     `bngrad_wire.fields` hold, for the cache too: no sequence of messages fills it with more than a few megabytes.
     """
 
@@ -78,7 +83,9 @@ class Decoder(Generic[AnyMessage, Meaning]):
             for field in message_type.DESCRIPTOR.fields
             if field.message_type is pb.Tensor.DESCRIPTOR
         }
-        self._cache: dict[int, tuple[tuple[_Skeleton, Meaning], ...]] = {}
+        self._ends: dict[int, tuple[int, ...]] = {}  # where the elements begin, by the length of the message
+        self._layouts: dict[tuple[int, bytes], tuple[tuple[_Skeleton, Meaning], ...]] = {}  # by length and beginning
+        self._count = 0  # of layouts cached since it was last empty
         self._mutex = threading.Lock()
 
     def decode(self, data: bytes) -> Meaning:
@@ -92,12 +99,14 @@ class Decoder(Generic[AnyMessage, Meaning]):
 
     def known(self, data: Buffer) -> Meaning | None:
         """Returns what a message means if that is cached, at next to no cost."""
-        for skeleton, meaning in self._cache.get(len(data), ()):
-            for start, end, piece in skeleton:
-                if data[start:end] != piece:
-                    break
-            else:
-                return meaning
+        nbytes = len(data)
+        for elements in self._ends.get(nbytes, ()):
+            for skeleton, meaning in self._layouts.get((nbytes, bytes(data[:elements])), ()):
+                for start, end, piece in skeleton:
+                    if data[start:end] != piece:
+                        break
+                else:
+                    return meaning
         return None
 
     def check_beginning(self, beginning: bytes, nbytes: int) -> None:
@@ -113,12 +122,20 @@ class Decoder(Generic[AnyMessage, Meaning]):
         layout, skeleton = self._parse(data)
         meaning = self._interpret(layout)
         if sum(len(piece) for _, _, piece in skeleton) <= _MAX_CACHED_NBYTES:
-            with self._mutex:
-                if len(data) not in self._cache and len(self._cache) >= _MAX_LENGTHS:
-                    del self._cache[next(iter(self._cache))]
-                known = self._cache.get(len(data), ())
-                self._cache[len(data)] = ((skeleton, meaning), *known[: _LAYOUTS_PER_LENGTH - 1])
+            self._add(len(data), skeleton, meaning)
         return meaning
+
+    def _add(self, nbytes: int, skeleton: _Skeleton, meaning: Meaning) -> None:
+        (_, elements, beginning), *rest = skeleton
+        with self._mutex:
+            if self._count >= _MAX_LAYOUTS:
+                self._ends, self._layouts, self._count = {}, {}, 0
+            self._count += 1
+            ends = self._ends.get(nbytes, ())
+            if elements not in ends:
+                self._ends[nbytes] = (elements, *ends[: _MAX_BEGINNINGS - 1])
+            alike = self._layouts.get((nbytes, beginning), ())
+            self._layouts[nbytes, beginning] = ((tuple(rest), meaning), *alike[: _MAX_LIKE - 1])
 
     def _parse(self, data: bytes) -> tuple[Layout[AnyMessage], _Skeleton]:
         """Splits off the elements, and parses the rest with protobuf, which merges fields that come twice."""

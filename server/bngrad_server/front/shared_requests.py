@@ -34,8 +34,10 @@ _ROUND_S = 0.001
 """How much of a round of the event loop brief ones may take."""
 _CROWDED_S = 1.0
 """For how long longer ones go to workers once others have waited for one."""
-_MAX_KNOWN = 128
-"""Two ResNet-50 have 106 layers; each takes its 1-D tensors, at most as much as a small request."""
+_MAX_KNOWN_NBYTES = 48 << 20
+"""How much memory the requests that were computed before may take."""
+_KNOWN_NBYTES = 8 << 10
+"""What one of them takes beside its 1-D tensors, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,7 @@ class SharedRequests:
         self._small_nbytes = small_nbytes
         self._is_idle = is_idle
         self._known: dict[int, _Known] = {}
+        self._known_nbytes = 0
         self._mapped: dict[int, MappedFile] = {}
         self._round = 0
         self._round_s = 0.0  # for which requests were computed in that round
@@ -110,7 +113,7 @@ class SharedRequests:
     def forget(self, region: Region) -> None:
         """Unmaps a region that is no longer leased; for any thread."""
         if self._mapped.pop(region.number, None) is not None:
-            self._known.clear()  # their arrays would keep the memory mapped
+            self._forget_known()  # their arrays would keep the memory mapped
 
     def _has_time(self, nbytes: int) -> bool:
         """Whether a request that is not small may be computed now."""
@@ -130,8 +133,8 @@ class SharedRequests:
         self._round_s += now - began
 
     def _prepare(self, request: Request) -> _Known:
-        if len(self._known) >= _MAX_KNOWN:
-            self._known.clear()
+        if self._known_nbytes > _MAX_KNOWN_NBYTES:
+            self._forget_known()
         regions: list[Region] = []
         places: list[Place] = []
         fields = request.op.large_inputs + request.op.locations
@@ -145,10 +148,15 @@ class SharedRequests:
             memories = {region.number: self._memory(region) for region in regions}
             prepared = Prepared(request, places, {**memories, ARENA: aligned_memory(request.sizes.all_stats)})
             known = self._known[id(request)] = _Known(prepared, regions, self._run(prepared))
+            self._known_nbytes += _KNOWN_NBYTES + request.sizes.all_stats
             return known
         finally:
             for region in regions:
                 self._regions.release(region)
+
+    def _forget_known(self) -> None:
+        self._known.clear()
+        self._known_nbytes = 0
 
     def _memory(self, region: Region) -> memoryview:
         if region.number not in self._mapped:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import math
 import os
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from bngrad_server.codec.request import Request
 from bngrad_server.codec.request_reader import RequestReader
 from bngrad_server.front import shared_requests
 from bngrad_server.front.kernels import FrontKernels
+from bngrad_server.front.prepared import Prepared
 from bngrad_server.front.shared_requests import SharedRequests
 from bngrad_server.memory.regions import Region, Regions
 from bngrad_server.runtime.event_loop import EventLoop
@@ -137,6 +139,13 @@ def test_after_others_have_waited_for_a_long_one_workers_compute_the_next_for_a_
     assert server.takes(BRIEF)
     clock.now += shared_requests._CROWDED_S
     assert server.takes(LONG)
+
+
+def test_what_is_kept_of_requests_takes_limited_memory(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_requests, "_MAX_KNOWN_NBYTES", 10 * shared_requests._KNOWN_NBYTES)
+    for rows in range(1, 40):
+        server.compute((1, rows, 4, 4))
+    assert 0 < sum(isinstance(each, Prepared) for each in gc.get_objects()) <= 11
 
 
 def test_places_are_checked_again_once_a_lease_has_ended(server: Server) -> None:
