@@ -21,7 +21,7 @@ TCP, UNIX = "tcp", "unix"
 NETWORKS = {TCP: "TCP loopback", UNIX: "Unix socket"}
 KERNEL, EMPTY = "kernel", "grpc-empty"
 _BNGRAD, _BNGRAD_TLS, _FLIGHT_TLS = "bngrad", "bngrad-tls", "flight-tls"
-TLS = tuple(f"{name}-tls" for name in ("bngrad-stream", "bngrad-unary", "flight"))
+TLS = "bngrad-stream-tls", "bngrad-unary-tls", "flight-tls"
 """Those that encrypt, over TCP."""
 TRITON = "triton", "triton-shared"
 """Those that ``make bench-triton`` installs, over TCP."""
@@ -72,9 +72,13 @@ CONTESTANTS: Mapping[str, Contestant] = {
     "triton": _triton("gRPC", "connect"),
     "triton-shared": _triton("system shared memory", "connect_shared"),
     "sockets": Contestant("bare sockets, no compute", "sockets", sockets.connect),
-    TLS[0]: Contestant("bngrad, stream, TLS", _BNGRAD_TLS, partial(sdk.connect, transport="stream", encrypted=True)),
-    TLS[1]: Contestant("bngrad, unary, TLS", _BNGRAD_TLS, partial(sdk.connect, transport="unary", encrypted=True)),
-    TLS[2]: Contestant("Arrow Flight, TLS", _FLIGHT_TLS, partial(arrow_flight.connect, encrypted=True)),
+    "bngrad-stream-tls": Contestant(
+        "bngrad, stream, TLS", _BNGRAD_TLS, partial(sdk.connect, transport="stream", encrypted=True)
+    ),
+    "bngrad-unary-tls": Contestant(
+        "bngrad, unary, TLS", _BNGRAD_TLS, partial(sdk.connect, transport="unary", encrypted=True)
+    ),
+    "flight-tls": Contestant("Arrow Flight, TLS", _FLIGHT_TLS, partial(arrow_flight.connect, encrypted=True)),
     KERNEL: Contestant("kernel in process", "", in_process.connect),
 }
 
