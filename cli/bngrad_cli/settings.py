@@ -25,7 +25,21 @@ _FIELDS = {setting_name(name): field for name, field in ServerConfig.model_field
 # The variables of the tests, and those that Kubernetes sets in a pod for a Service whose name begins with bngrad.
 _NO_SETTING = re.compile(r"BNGRAD_(CONFIG$|TEST_|REQUIRE_|(\w+_)?SERVICE_(HOST|PORT)|(\w+_)?PORT_\d+_(TCP|UDP))")
 _NAME = re.compile(rf"\b({'|'.join(_FIELDS)})\b")
+_BOOLEAN = "it should be true or false"
+_STRING = "it should be a string, in quotes"
 _WHOLE_NUMBER = "it should be a whole number"
+_EXPECTED = {
+    "bool_parsing": _BOOLEAN,
+    "bool_type": _BOOLEAN,
+    "float_type": "it should be a number",
+    "int_from_float": _WHOLE_NUMBER,
+    "int_parsing": _WHOLE_NUMBER,
+    "int_type": _WHOLE_NUMBER,
+    "path_type": _STRING,
+    "string_type": _STRING,
+    "tuple_type": "it should be a list of strings",
+}
+"""What is expected, by the type of pydantic's error, where its own words are those of a programmer."""
 
 
 GROUPS = {
@@ -219,7 +233,7 @@ def _complaints(error: ValidationError, values: dict[str, Any], origins: dict[st
     seen: set[str] = set()
     for each in error.errors(include_url=False):
         message = each["msg"].removeprefix("Value error, ").replace("Input should", "it should", 1)
-        message = _WHOLE_NUMBER if each["type"] == "int_parsing" else message
+        message = _EXPECTED.get(each["type"], message)
         if not each["loc"]:  # a check of several settings
             yield _NAME.sub(lambda found: origins.get(found[0]) or flag(found[0]), message)
             continue

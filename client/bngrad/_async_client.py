@@ -70,7 +70,7 @@ class Client:
         options: Iterable[tuple[str, Any]] = (),
         fallback: Literal["local"] | None = None,
     ) -> None:
-        """Connects to nothing yet, and may be called before there is an event loop.
+        """Makes a client, which connects when it is first used; there need not be an event loop yet.
 
         Args:
             target: The address of a server, of several that share the calls, or a function that returns them and may

@@ -93,7 +93,7 @@ class Client:
         options: Iterable[tuple[str, Any]] = (),
         fallback: Literal["local"] | None = None,
     ) -> None:
-        """Connects to nothing yet.
+        """Makes a client, which connects when it is first used.
 
         Args:
             target: ``HOST:PORT``, ``unix:PATH`` or any other gRPC target; or several of these, whose servers share the

@@ -48,7 +48,7 @@ def check_targets(target: Sequence[str]) -> list[str]:
     """Returns the targets, each once, if all are valid."""
     targets = [target] if isinstance(target, str) else target
     if isinstance(targets, bytes) or not isinstance(targets, Sequence):
-        raise TypeError(f"target must be a str, not {target!r}, or a sequence of str, or a function that returns one")
+        raise TypeError(f"target must be a str, a sequence of str or a function that returns either, not {target!r}")
     for each in targets:
         if not isinstance(each, str):
             raise TypeError(f"target must be a str, not {each!r}")

@@ -234,7 +234,8 @@ class Engine:
         client, nbytes = rpc.client, header.nbytes
         self.admission.check(client, rpc.deadline)
         if self.ahead.nbytes_of(client) + nbytes > self.admission.room(client):
-            raise OverloadedError("this client has as many bytes as it may (max_client_bytes)", _RETRY_S)
+            problem = f"{nbytes} bytes sent ahead are more than this client may have besides (max_client_bytes)"
+            raise OverloadedError(problem, _RETRY_S)
         block = self.ahead.allocate(nbytes, client)
         try:
             with self.transfers.upload(nbytes, rpc, self.arena, block, is_spare=True):

@@ -183,7 +183,7 @@ def test_a_request_larger_than_the_arena_is_refused() -> None:
     tensor, stats = np.zeros((2**15, 4), np.float32), np.zeros(4, np.float32)
     options = ("--arena-bytes", "1MiB", "--shared-bytes", "0")
     with EmbeddedServer(device=DEVICE, options=options) as server, bngrad.Client(server.target) as client:
-        with pytest.raises(bngrad.ResourceExhaustedError, match=r"needs \d+ bytes of staging memory, and the server"):
+        with pytest.raises(bngrad.ResourceExhaustedError, match=r"needs \d+ bytes of memory for tensors, and the"):
             client.batch_norm_training_backprop(tensor, tensor, stats, stats, epsilon=1e-3)
         small = tensor[:1]
         client.batch_norm_training_backprop(small, small, stats, stats, epsilon=1e-3)

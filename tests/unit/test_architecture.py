@@ -55,6 +55,12 @@ def test_paths_in_pages_exist(page: str) -> None:
     assert [path for path in paths if not list(ROOT.glob(path))] == []
 
 
+def test_every_folder_of_tests_is_described() -> None:
+    (row,) = re.findall(r"^\| `tests` \|.*", (ROOT / "CONTRIBUTING.md").read_text(), flags=re.MULTILINE)
+    folders = {file.relative_to(ROOT / "tests").parts[0] for file in (ROOT / "tests").glob("*/*.py")}
+    assert [folder for folder in sorted(folders) if f"`{folder}`" not in row] == []
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_modules_in_pages_exist(page: str) -> None:
     """A name after a module's own must occur in that module's source."""

@@ -151,7 +151,8 @@ class ResponseReader:
         arrays = {}
         for (field, dtype, shape, start), out in zip_longest(tensors, large):
             if out is not None and (out.dtype != dtype or out.shape != shape):
-                raise InternalError(f"the server's {field} has shape {shape} of {dtype.name}, not {out.shape}")
+                has, expected = f"shape {shape} of {dtype.name}", f"{out.shape} of {out.dtype.name}"
+                raise InternalError(f"the server's {field} has {has}, not {expected}")
             if apart and out is not None:
                 arrays[field] = out
                 continue

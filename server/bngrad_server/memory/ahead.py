@@ -114,7 +114,7 @@ class AheadTensors:
                     return block
                 if not self._evict_of_richest(above=self._nbytes_of[client] + counted):
                     break
-        raise OverloadedError(f"no {nbytes} bytes of staging memory are free for a tensor sent ahead", _RETRY_S)
+        raise OverloadedError(f"no {nbytes} bytes of memory are free for a tensor sent ahead", _RETRY_S)
 
     def free(self, block: Block) -> None:
         """Takes memory back that has become no tensor."""

@@ -136,7 +136,7 @@ class Allocator:
                     continue
                 rest_s = _CHECK_INTERVAL_S if deadline is None else min(_CHECK_INTERVAL_S, deadline - time.monotonic())
                 if rest_s <= 0:
-                    raise TimeoutError(f"no {nbytes} bytes of staging memory became free in time")
+                    raise TimeoutError(f"no {nbytes} bytes of memory for tensors became free in time")
                 if is_cancelled():
                     raise CancelledError
                 waiter.granted.wait(rest_s)
@@ -216,7 +216,7 @@ class Allocator:
         nbytes = _round_up(nbytes)
         if nbytes > self.nbytes:
             raise ArenaTooSmallError(
-                f"the request needs {nbytes} bytes of staging memory, and the server has {self.nbytes}"
+                f"the request needs {nbytes} bytes of memory for tensors, and the server has {self.nbytes}"
             )
         return nbytes
 

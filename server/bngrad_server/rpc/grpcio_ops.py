@@ -68,9 +68,10 @@ class OpHandlers(grpc.GenericRpcHandler):
         unary, exchange = (HandlerExecutor(_OP_THREADS, name) for name in ("grpcio-unary", "grpcio-exchange"))
         # The message of a unary call says how large the request is: that of a client at its limits is not received.
         is_worthwhile = servicer.admission.is_worthwhile
-        unary_places = FairShares("places, or of requests and bytes", MAX_CALLS, _MAX_WAITING, is_worthwhile)
+        places = f"{MAX_CALLS} places for unary calls, or of requests and bytes"
+        unary_places = FairShares(places, MAX_CALLS, _MAX_WAITING, is_worthwhile)
         servicer.admission.on_leave.append(unary_places.serve)
-        exchange_places = FairShares("places", MAX_CALLS, _MAX_WAITING)
+        exchange_places = FairShares(f"{MAX_CALLS} places for exchanges", MAX_CALLS, _MAX_WAITING)
         unsent = FairShares("memory for unsent answers", config.arena_bytes // 2)
         self._futile = futile = FutileCalls()
         self._executors = {**dict.fromkeys(UNARY_OPS, unary), EXCHANGE_PATH: exchange}

@@ -323,7 +323,7 @@ def test_a_target_must_not_be_a_url(client_class: ClientClass, target: str) -> N
 
 @pytest.mark.parametrize("target", [None, 50051, b"localhost:50051"])
 def test_a_target_must_be_a_str(client_class: ClientClass, target: Any) -> None:
-    with pytest.raises(TypeError, match="target must be a str, not "):
+    with pytest.raises(TypeError, match=f"target must be a str, a sequence .*, not {target!r}"):
         client_class(target)
 
 

@@ -23,9 +23,15 @@ def test_one_target_or_several(target: Any, targets: list[str]) -> None:
     assert check_targets(target) == targets
 
 
-@pytest.mark.parametrize("target", [None, 5, b"a:1", {"a:1"}, ["a:1", None], [b"a:1"], [["a:1"]]])
-def test_targets_must_be_strings(target: Any) -> None:
-    with pytest.raises(TypeError, match="target must be a str, not "):
+@pytest.mark.parametrize("target", [None, 5, b"a:1", {"a:1"}])
+def test_a_target_must_be_a_string_a_sequence_or_a_function(target: Any) -> None:
+    with pytest.raises(TypeError, match=rf"^target must be a str, a sequence .* returns either, not {target!r}$"):
+        check_targets(target)
+
+
+@pytest.mark.parametrize("target", [["a:1", None], [b"a:1"], [["a:1"]]])
+def test_each_of_several_targets_must_be_a_string(target: Any) -> None:
+    with pytest.raises(TypeError, match=r"^target must be a str, not "):
         check_targets(target)
 
 

@@ -45,7 +45,8 @@ _TIMEOUT_S = 5.0
 def top(address: str, *, once: bool, as_json: bool, interval: float) -> None:
     """Shows a server's activity in the terminal.
 
-    ADDRESS is its HTTP port: the value of `bngrad serve --http`. The key q, or Ctrl-C, ends it.
+    ADDRESS is its HTTP port, the value of `bngrad serve --http`; by default localhost:9464. The key q, or Ctrl-C,
+    ends it.
     """
     console = Console()
     status = _status(address)

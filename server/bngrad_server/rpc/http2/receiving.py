@@ -95,6 +95,7 @@ class ReceivingCalls:
                 if deadline is not None and deadline <= now:
                     error: Exception = TimeoutError("the deadline has passed while the call waited for a thread")
                 else:
-                    reason = "this client has its share of the threads that receive messages, or of requests and bytes"
+                    threads = f"{_THREADS} threads that receive messages"
+                    reason = f"this client has its share of the {threads}, or of requests and bytes"
                     error = OverloadedError(reason, _RETRY_S)
                 yield connection, waiting, error
