@@ -25,7 +25,7 @@ from bngrad_cli.embedded import EmbeddedServer
 from bngrad_kernels.spec import FLOAT32, Spec
 from bngrad_wire.http2 import frames
 
-SMALL, MEDIUM, LARGE = (2, 3, 5, 7), (2, 50, 50, 5), (2, 64, 64, 7)
+SMALL, MEDIUM, LARGE = (2, 3, 5, 7), (2, 50, 50, 5), (2, 96, 96, 7)
 BRIEF, LONG = (2, 64, 64, 30), (2, 80, 80, 64)
 """Both are large; in shared memory, the first has less than 3 MiB in all, the second more."""
 

@@ -27,7 +27,7 @@ from bngrad_wire.messages import Buffer
 
 logger = logging.getLogger(__name__)
 
-_BRIEF, _LARGEST = 8, 1024
+_BRIEF, _LARGEST = 4, 512
 """How many times as large as a small request brief ones are at most, 3 MiB by default, and those computed here alone,
 384 MiB, which take some hundredths of a second."""
 _ROUND_S = 0.001
