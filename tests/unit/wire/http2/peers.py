@@ -136,16 +136,18 @@ def grpcio_server(
 def answered(data: bytes) -> bytes:
     """Returns what the echo server sends to a client that sends ``data`` and closes; raises what the server raises."""
     near, far = pair("unix")
+    answer = bytearray()
+
+    def hear() -> None:
+        with suppress(ConnectionResetError):
+            while chunk := near.recv(65536):
+                answer.extend(chunk)
+
     with near:
         near.sendall(data)
         near.shutdown(socket.SHUT_WR)
-        try:
+        with in_thread(hear):
             serve(far)
-        finally:
-            answer = bytearray()
-            with suppress(ConnectionResetError):
-                while chunk := near.recv(65536):
-                    answer += chunk
     return bytes(answer)
 
 
