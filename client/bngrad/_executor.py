@@ -12,7 +12,8 @@ from typing import ParamSpec, TypeAlias, TypeVar
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
-_Queue: TypeAlias = SimpleQueue[Callable[[], None] | None]
+_Queue: TypeAlias = SimpleQueue[tuple[Callable[[], None], bool] | None]
+"""What to run, and whether a thread is reserved for it; others wait for one."""
 
 
 class DaemonExecutor(Executor):
@@ -41,9 +42,8 @@ class DaemonExecutor(Executor):
         with self._mutex:
             if not self._end.alive:
                 raise RuntimeError("the executor was shut down")
-            if not self._idle.acquire(blocking=False) and self._count < self._max_workers:
-                self._start_thread()
-            self._queue.put(partial(_run, future, call))
+            has_thread = self._idle.acquire(blocking=False) or self._start_thread()
+            self._queue.put((partial(_run, future, call), has_thread))
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -51,15 +51,19 @@ class DaemonExecutor(Executor):
         with self._mutex:
             self._end()
 
-    def _start_thread(self) -> None:
+    def _start_thread(self) -> bool:
+        """Starts one more thread; returns False if there are as many as may be, or the system has no more."""
+        if self._count == self._max_workers:
+            return False
         thread = threading.Thread(target=_work, args=(self._queue, self._idle), name=self._thread_name, daemon=True)
         try:
             thread.start()
         except RuntimeError:
             if not self._count:
                 raise
-        else:
-            self._count += 1
+            return False
+        self._count += 1
+        return True
 
 
 def _run(future: Future[Result], call: Callable[[], Result]) -> None:
@@ -75,8 +79,10 @@ def _run(future: Future[Result], call: Callable[[], Result]) -> None:
 
 
 def _work(queue: _Queue, idle: threading.Semaphore) -> None:
-    while (run := queue.get()) is not None:
+    while (item := queue.get()) is not None:
+        run, was_reserved = item
         run()
-        del run  # frees its arguments before the next wait
-        idle.release()
+        del item, run  # frees its arguments before the next wait
+        if was_reserved:
+            idle.release()
     queue.put(None)  # for the other threads

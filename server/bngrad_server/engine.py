@@ -108,8 +108,8 @@ class Engine:
             CancelledError: The client cancelled the call.
         """
         self.ahead.limit(rpc.client, self.admission.room(rpc.client) - request.new_nbytes)
-        self.admission.enter(rpc.client, request.tensors_nbytes, rpc.deadline)
         staged = StagedRequest(request, rpc, received_at, self.arena, self.regions, self.ahead, self._close)
+        self.admission.enter(rpc.client, request.tensors_nbytes, rpc.deadline)
         try:
             nbytes = staged.find_tensors()
             arena = self.arena

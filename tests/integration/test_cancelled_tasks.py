@@ -11,7 +11,8 @@ from types import FrameType
 
 import numpy as np
 import pytest
-from tests.servers import TIMEOUT_S, Transport
+from tests.monitoring.conftest import HTTP, http_of, samples
+from tests.servers import DEVICE, PATIENT_SUPERVISOR, TIMEOUT_S, Transport, wait_until
 
 import bngrad
 from bngrad import aio
@@ -27,6 +28,7 @@ STEPS = 7
 AT_A_MUTEX_S = 0.05
 SHAPE = (4, 64, 64, 32)
 UNTOUCHED = -1.0
+COUNTS = ("bngrad_requests_in_flight", "bngrad_queue_requests", "bngrad_arena_used_bytes", "bngrad_ahead_tensors")
 
 
 @pytest.mark.parametrize("is_contiguous", [True, False], ids=["contiguous", "strided"])
@@ -58,6 +60,36 @@ def test_a_cancelled_call_no_longer_writes_its_output(
             np.testing.assert_array_equal(out, expected)
 
     asyncio.run(calls())
+
+
+def test_cancelled_tasks_with_tensors_that_were_sent_ahead_leave_nothing_behind(transport: Transport) -> None:
+    x, stats = np.random.default_rng(0).normal(size=SHAPE).astype(np.float32), np.ones((3, SHAPE[-1]), np.float32)
+
+    async def gradient(client: aio.Client) -> bytes:
+        with await client.send_ahead(x) as handle:
+            return (await client.fused_batch_norm_grad_v2(x, handle, *stats)).x_backprop.tobytes()
+
+    async def calls(server: EmbeddedServer) -> None:
+        async with aio.Client(server.target, transport=transport, timeout=TIMEOUT_S) as client:
+            expected = await gradient(client)
+            begin = time.monotonic()
+            assert await gradient(client) == expected
+            seconds = time.monotonic() - begin
+            for moment in range(MOMENTS):
+                tasks = [asyncio.ensure_future(gradient(client)) for _ in range(4)]
+                await asyncio.sleep(2 * seconds * moment / MOMENTS)
+                for task in tasks:
+                    task.cancel()
+                _, pending = await asyncio.wait(tasks, timeout=TIMEOUT_S)
+                assert not pending
+                assert await gradient(client) == expected
+            wait_until(lambda: not client._calls._running)
+            (upstream,) = client._calls._load_balancer._servers.values()
+            assert upstream.in_flight == 0
+            wait_until(lambda: not any(samples(http_of(server))[name, ()] for name in COUNTS))
+
+    with EmbeddedServer(device=DEVICE, options=(*PATIENT_SUPERVISOR, *HTTP)) as server:
+        asyncio.run(calls(server))
 
 
 @pytest.mark.parametrize("transport", ["stream", "shared"])

@@ -50,10 +50,7 @@ def as_array(field: str, value: Any) -> Array:
     if value is None:
         raise invalid_argument(FieldViolation(field, f"{field} must be an array, not None"))
     if isinstance(value, np.ndarray):
-        if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
-            masked = np.ma.getmaskarray(value).sum()
-            description = f"{field} must have no masked elements, but has {masked}: fill them first"
-            raise invalid_argument(FieldViolation(field, description))
+        _check_mask(field, value, "fill")
         return np.asarray(value)
     if isinstance(value, AheadTensor):
         return array_of(field, value)
@@ -73,9 +70,12 @@ def as_output(field: str, value: Any) -> Array | None:
 
     Raises:
         TypeError: It is none of these.
-        InvalidArgumentError: The tensor cannot be written to as memory of the CPU.
+        InvalidArgumentError: The array has masked elements, or the tensor cannot be written to as memory of the CPU.
     """
-    if value is None or isinstance(value, np.ndarray):
+    if value is None:
+        return None
+    if isinstance(value, np.ndarray):
+        _check_mask(field, value, "unmask")
         return value
     if not _is_torch(value):
         raise TypeError(f"{field} must be a NumPy array or a PyTorch tensor, not {type(value).__name__}")
@@ -84,6 +84,13 @@ def as_output(field: str, value: Any) -> Array | None:
         description = f"{field} must neither require a gradient nor be a negated view, but {has}"
         raise invalid_argument(FieldViolation(field, description))
     return as_array(field, value)
+
+
+def _check_mask(field: str, array: Array, remedy: str) -> None:
+    if isinstance(array, np.ma.MaskedArray) and np.ma.is_masked(array):
+        masked = np.ma.getmaskarray(array).sum()
+        description = f"{field} must have no masked elements, but has {masked}: {remedy} them first"
+        raise invalid_argument(FieldViolation(field, description))
 
 
 def _foreign_device(value: Any) -> str | None:

@@ -36,6 +36,7 @@ def to_wire_layout(tensors: Mapping[str, Array]) -> dict[str, Array]:
 
     Raises:
         InvalidArgumentError: The protocol does not have the dtype.
+        MemoryError: There is no memory for a copy.
     """
     straight = {}
     violations = []
@@ -44,14 +45,21 @@ def to_wire_layout(tensors: Mapping[str, Array]) -> dict[str, Array]:
         if dtype in _DATA_TYPES and array.flags.c_contiguous:
             straight[field] = array
         elif (little_endian := dtype.newbyteorder("<") if dtype.kind == "f" else dtype) in _DATA_TYPES:
-            # Not ascontiguousarray, which adds a dimension to a scalar.
-            straight[field] = array.astype(little_endian, order="C", copy=False)
+            straight[field] = _in_c_order(field, array, little_endian)
         else:
             description = f"{field} must have dtype {_expected_dtypes(field)}, not {dtype.name}"
             violations.append(FieldViolation(field, description))
     if violations:
         raise invalid_argument(*violations)
     return straight
+
+
+def _in_c_order(field: str, array: Array, dtype: np.dtype[Any]) -> Array:
+    try:
+        return array.astype(dtype, order="C", copy=False)  # ascontiguousarray adds a dimension to a scalar
+    except MemoryError as error:  # a view may have far more elements than its memory
+        problem = f"must fit into memory in C order, but shape {array.shape} of {dtype.name} has {array.nbytes} bytes"
+        raise MemoryError(f"{field} {problem}") from error
 
 
 def elements_of(array: Array) -> Buffer:

@@ -164,14 +164,14 @@ class EventLoop:
             if time.monotonic() >= next_tick:
                 _call(self.on_tick)
                 next_tick = time.monotonic() + _TICK_S
-            due = self.after_events()
+            due = self._after_events()
             if self._ready:
                 for _ in range(min(len(self._ready), max_callbacks)):
                     _call(self._ready.popleft())
-                due = self.after_events()
+                due = self._after_events()
             if self._background:
                 _call(self._background.popleft())
-                due = self.after_events()
+                due = self._after_events()
             if limit is not None:
                 limit.check()
         self._epoll.close()
@@ -183,7 +183,14 @@ class EventLoop:
         if self._priority_readers and (events := self._priority_epoll.poll(0)):
             for fd, _ in events:
                 _call(self._priority_readers[fd])
-            self.after_events()
+            self._after_events()
+
+    def _after_events(self) -> float:
+        try:
+            return self.after_events()
+        except Exception:
+            logger.exception("the callback after events failed")
+            return float("inf")  # the next tick calls it again
 
     def _clear_waker(self) -> None:
         os.eventfd_read(self._waker)

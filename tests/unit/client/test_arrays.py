@@ -120,6 +120,16 @@ def test_every_wrong_argument_is_named_at_once() -> None:
     assert [violation.field for violation in refused.value.violations] == ["x", "reserve_space_1"]
 
 
+def test_an_output_with_masked_elements_is_refused_and_one_without_is_taken() -> None:
+    out = np.ma.masked_equal(np.array([1, 2, 2], np.float32), 2)
+    complaint = r"^out must have no masked elements, but has 2: unmask them first$"
+    with pytest.raises(bngrad.InvalidArgumentError, match=complaint) as refused:
+        as_output("out", out)
+    assert [violation.field for violation in refused.value.violations] == ["out"]
+    out.mask = False
+    assert as_output("out", out) is out
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_outputs_are_written_to_torch_tensors(dtype: torch.dtype) -> None:
     tensor = torch.zeros(2, 3, dtype=dtype)

@@ -186,6 +186,22 @@ def test_a_request_too_large_for_a_message_is_refused_before_it_is_copied() -> N
     assert sum(map(len, request.header_pieces())) < 1000
 
 
+@pytest.mark.parametrize(
+    "view",
+    [
+        np.broadcast_to(np.float32(1), (2**50, 1, 1, 5)),
+        as_strided(STATS, (2**50, 1, 1, 5), (0, 0, 0, 4)),
+        torch.ones(1).expand(2**50, 1, 1, 5),
+    ],
+    ids=["broadcast", "strided", "expanded"],
+)
+def test_a_view_that_is_too_large_to_be_copied_is_named(view: Any) -> None:
+    shape = re.escape(str((2**50, 1, 1, 5)))
+    problem = f"must fit into memory in C order, but shape {shape} of float32 has {5 * 2**52} bytes"
+    with pytest.raises(MemoryError, match=f"^x {problem}$"):
+        v3(view)
+
+
 def test_the_header_of_an_exchange_is_the_request_without_the_elements_of_the_large_tensors() -> None:
     request = v3(X + 1, rs3=STATS)
     expected = pb.FusedBatchNormGradV3Request.FromString(message(request))

@@ -43,6 +43,24 @@ def test_a_whole_request_is_answered(peer: Peer) -> None:
         check_answer(answer, answer.x_backprop.data, arrays)
 
 
+def test_a_request_for_which_there_is_no_memory_is_not_counted_as_admitted(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    arrays = inputs()
+    request = request_of(arrays).SerializeToString()
+    with monkeypatch.context() as patch:
+        patch.setattr("bngrad_server.engine.StagedRequest", fail)
+        for _ in range(3):
+            with pytest.raises(grpc.RpcError):
+                peer.unary("FusedBatchNormGradV3", request)
+    assert peer.engine.admission.admitted == 0
+    answer = V3Response.FromString(peer.unary("FusedBatchNormGradV3", request))
+    check_answer(answer, answer.x_backprop.data, arrays)
+
+
 @pytest.mark.parametrize("chunk_nbytes", [1000, 333, NBYTES, NBYTES - 1])
 def test_an_exchange_answers_request_after_request(peer: Peer, chunk_nbytes: int) -> None:
     messages, all_arrays = [], [inputs(seed) for seed in range(3)]

@@ -88,6 +88,34 @@ def test_it_is_busy_while_callbacks_run_and_not_while_it_waits() -> None:
     assert loop.count_ready() == 0
 
 
+def test_it_goes_on_after_its_callback_after_events_has_failed() -> None:
+    loop = EventLoop("failing")
+    reader, writer = os.pipe()
+    is_read = threading.Event()
+    failures = 0
+
+    def fail() -> float:
+        nonlocal failures
+        failures += 1
+        raise MemoryError
+
+    def read() -> None:
+        loop.remove_priority_reader(reader)
+        is_read.set()
+
+    loop.after_events = fail
+    loop.add_priority_reader(reader, read)
+    loop.start()
+    wait_until(lambda: failures >= 3)
+    os.write(writer, b"x")
+    assert is_read.wait(20)
+    loop.after_events = lambda: float("inf")
+    loop.stop(20)
+    assert not loop.is_alive
+    os.close(reader)
+    os.close(writer)
+
+
 def test_another_thread_counts_the_descriptors_that_wait_for_the_loop() -> None:
     loop = EventLoop("blocked")
     pipes = [os.pipe() for _ in range(40)]

@@ -19,6 +19,7 @@ import pytest
 from tests.garbage import no_exceptions_left
 from tests.unit.server.scheduling.workers import (
     TIMEOUT_S,
+    GatedRun,
     GatedWorker,
     Requests,
     job,
@@ -45,6 +46,13 @@ def requests() -> Iterator[Requests]:
 @pytest.fixture
 def worker() -> GatedWorker:
     return GatedWorker()
+
+
+class UnableWorker(GatedWorker):
+    """A worker that raises when it is to begin."""
+
+    def begin(self, parts: Sequence[Part]) -> GatedRun:
+        raise MemoryError
 
 
 @contextmanager
@@ -285,6 +293,48 @@ def test_an_unexpected_error_of_a_worker_ends_its_leader_alone(requests: Request
     successor = requests.offer()
     assert successor.compute() == [rider]
     riding.result(TIMEOUT_S)
+
+
+def test_a_batch_that_cannot_be_begun_ends_its_leader_alone(requests: Requests) -> None:
+    leader, rider = job(), job()
+    leading, riding = requests.run(leader, rider)
+    broken = UnableWorker()
+    requests.batcher.offer(broken)
+    with pytest.raises(MemoryError):
+        leading.result(TIMEOUT_S)
+    assert leader.has_ended
+    assert broken.killed
+    successor = requests.offer()
+    assert successor.compute() == [rider]
+    riding.result(TIMEOUT_S)
+
+
+def test_batches_of_the_event_loop_that_cannot_be_begun_are_answered_and_others_go_on() -> None:
+    batcher, event_loop = Batcher(max_jobs=3, max_bytes=4000), EventLoop("event-loop")
+    Dispatcher(event_loop, batcher)
+    event_loop.start()
+
+    def submit() -> tuple[Job, threading.Event]:
+        only, has_ended = job(), threading.Event()
+        only.on_end = has_ended.set
+        batcher.submit(only)
+        return only, has_ended
+
+    submitted = [submit() for _ in range(3)]
+    for _ in range(2 * MAX_ATTEMPTS):
+        batcher.offer(UnableWorker())
+    for only, has_ended in submitted:
+        assert has_ended.wait(TIMEOUT_S)
+        with pytest.raises(ComputeError, match="2 workers died while computing this request"):
+            only.check()
+    assert batcher.waiting() == (0, 0)
+    batcher.offer(RandomWorker(World(random.Random(0), lambda _: False), slots=1))
+    only, has_ended = submit()
+    event_loop.call_soon(lambda: None)
+    assert has_ended.wait(TIMEOUT_S)
+    only.check()
+    event_loop.stop(TIMEOUT_S)
+    assert not event_loop.is_alive
 
 
 def test_a_worker_that_was_withdrawn_gets_no_job(requests: Requests, worker: GatedWorker) -> None:
