@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import sys
 import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -35,7 +34,6 @@ _LAYERS = {
 }
 _PERCENTILES = (50, 90, 99)
 _TICKS_PER_S = 10
-_INTERRUPTED = 130
 _CAPTION = """\
 Layers of ResNet-50 at batch 32, and a tiny one. ms: 50, 90 and 99 % of the
 calls took at most this long. GB/s: tensors sent and received. auto chooses the
@@ -109,7 +107,7 @@ def bench(
     else:
         _print_table(target, server, dtype, concurrency, done)
     if stopping.is_set():
-        sys.exit(_INTERRUPTED)
+        raise KeyboardInterrupt
     if done[-1].has_failed:
         raise TargetError(str(done[-1].error))
 

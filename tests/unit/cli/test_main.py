@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner
+from tests.servers import interruptible
 from tests.unit.cli.extras import SERVER_EXTRA, run_without
 
 from bngrad_cli.main import main as command_line
@@ -63,6 +66,40 @@ def test_a_reader_that_has_gone_is_no_error_to_report() -> None:
     ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     assert (ended.returncode, ended.stderr) == (1, "")
+
+
+def test_an_error_is_not_printed_elsewhere_when_stderr_is_closed() -> None:
+    command = f"{sys.executable} -m bngrad_cli nothing 2>&-"
+    ended = subprocess.run(["/bin/sh", "-c", command], stdout=subprocess.PIPE, text=True)
+    assert (ended.returncode, ended.stdout) == (2, "")
+
+
+def test_ctrl_c_ends_a_command_with_its_exit_code_and_no_message(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(f"{tmp_path}/socket")
+        listening.listen()
+        command = [sys.executable, "-m", "bngrad_cli", "check", "--quick", f"unix:{tmp_path}/socket"]
+        with interruptible(command, stderr=subprocess.PIPE) as process:
+            listening.accept()[0].close()  # the command runs, and waits for an answer to its next connection
+            process.send_signal(signal.SIGINT)
+            output, errors = process.communicate(timeout=60)
+    assert (process.returncode, output, errors) == (130, "", "")
+
+
+def test_ctrl_c_amid_the_imports_prints_no_traceback() -> None:
+    code = """
+import os, signal, sys
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == "click":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupt())
+from bngrad_cli.__main__ import main
+main()
+"""
+    with interruptible([sys.executable, "-c", code], stderr=subprocess.PIPE) as process:
+        assert process.communicate(timeout=60) == ("", "")
+    assert process.returncode == -signal.SIGINT
 
 
 def test_the_version_is_the_packages() -> None:
