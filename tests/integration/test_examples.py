@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
+from tests.servers import BNGRAD, TIMEOUT_S, interruptible, is_running, wait_until
 
 from bngrad_cli.embedded import EmbeddedServer
 
@@ -57,6 +60,19 @@ def test_the_demo_finds_every_answer_within_its_bounds() -> None:
     assert "All 9 answers are within their bounds." in output
     assert "32x56x56x64" in output
     assert max(map(len, output.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_the_server_of_a_demo_does_not_outlive_it(number: int, code: int) -> None:
+    with interruptible([*BNGRAD, "demo"], stderr=subprocess.PIPE) as demo:
+        assert demo.stdout is not None
+        assert any(line.startswith("Ready on ") for line in demo.stdout)
+        processes = psutil.Process(demo.pid).children(recursive=True)
+        assert len(processes) > 2
+        demo.send_signal(number)
+        _, errors = demo.communicate(timeout=TIMEOUT_S)
+        assert (demo.returncode, errors) == (code, "")
+    wait_until(lambda: not any(is_running(process.pid) for process in processes))
 
 
 def test_the_shipped_gradients_are_those_of_the_script(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from rich.table import Table
 import bngrad
 from bngrad_cli.embedded import EmbeddedServer, ServerStartError
 from bngrad_cli.sample_requests import BFLOAT16, SampleRequest, random_request
+from bngrad_cli.terminal import exit_on_sigterm
 from bngrad_kernels import tolerances
 
 _RESNET50_LAYER = (32, 56, 56, 64)
@@ -53,6 +54,7 @@ def demo() -> None:
     The server computes on the CPU. The gradients were recorded while a small convolutional network learnt handwritten
     digits; random tensors of the size of a ResNet-50 layer follow. The exit code is 1 if an error exceeds its bound.
     """
+    exit_on_sigterm()
     console = Console()
     requests = [*_digits(), *_resnet50()]
     with contextlib.ExitStack() as stack:
