@@ -38,7 +38,7 @@ def _address(context: click.Context, parameter: click.Parameter, value: str) -> 
     is_valid = bool(unix_path(value)) if place is None else 0 < place[1] <= MAX_PORT
     if not is_valid:
         expected = f"it should be HOST:PORT or unix:PATH, with a port of at most {MAX_PORT}"
-        raise click.BadParameter(f"{expected}, not {value!r}")
+        raise click.BadParameter(f"{expected}, not {value!r}", param_hint="TARGET")
     return value
 
 
@@ -81,4 +81,4 @@ def with_target(default_timeout_s: float) -> Callable[[Command], Command]:
 
 
 def _file_option(name: str, text: str) -> Callable[[Command], Command]:
-    return click.option(name, type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help=text)
+    return click.option(name, type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE", help=text)
