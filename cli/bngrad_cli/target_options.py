@@ -19,17 +19,21 @@ _LONGEST_S = 7 * 24 * 3600
 """Sockets and locks refuse timeouts that are far longer."""
 
 
-class Seconds(click.FloatRange):
+class Seconds(click.types.FloatParamType):
     """A duration of at most a week, above 0 unless another least one is given."""
 
     def __init__(self, least: float | None = None) -> None:
-        super().__init__(min=least or 0, max=_LONGEST_S, min_open=least is None)
+        self._least = least
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """See `click.ParamType`; what is not a number is in every range of click's."""
-        number = float(super().convert(value, param, ctx))
-        if math.isnan(number):
-            self.fail(f"{value!r} is not a number.", param, ctx)
+        """See `click.ParamType`."""
+        try:
+            number = float(value)
+        except ValueError:
+            number = math.nan
+        if not (number > 0 if self._least is None else number >= self._least) or number > _LONGEST_S:
+            least = "above 0" if self._least is None else f"at least {self._least:g}"
+            self.fail(f"it should be a number of seconds, {least} and at most {_LONGEST_S}, not {value!r}", param, ctx)
         return number
 
 

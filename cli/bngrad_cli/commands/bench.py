@@ -45,7 +45,7 @@ fastest transport; with shared, the arrays of the caller lie in shared memory.""
 @click.option(
     "--seconds",
     type=Seconds(),
-    default=1.0,
+    default=1,
     show_default=True,
     metavar="SECONDS",
     help="How long to measure each line of the table.",
@@ -55,6 +55,7 @@ fastest transport; with shared, the arrays of the caller lie in shared memory.""
     type=click.IntRange(1, 256),
     default=1,
     show_default=True,
+    metavar="INTEGER",
     help="Threads that call at the same time.",
 )
 @click.option(
@@ -63,8 +64,7 @@ fastest transport; with shared, the arrays of the caller lie in shared memory.""
     type=click.Choice(list(_LAYERS)),
     multiple=True,
     default=tuple(_LAYERS),
-    show_default="all",
-    help="Shape of the tensors; may be given several times.",
+    help="Shape of the tensors; may be given several times. Default: all.",
 )
 @click.option(
     "--transport",
@@ -72,8 +72,7 @@ fastest transport; with shared, the arrays of the caller lie in shared memory.""
     type=click.Choice(_TRANSPORTS),
     multiple=True,
     default=_TRANSPORTS,
-    show_default="all",
-    help="Transport of the tensors; may be given several times.",
+    help="Transport of the tensors; may be given several times. Default: all.",
 )
 @click.option(
     "--dtype",
@@ -94,8 +93,8 @@ def bench(
 ) -> None:
     """Measures how fast a server answers.
 
-    TARGET is HOST:PORT or unix:PATH, by default localhost:50051. Ctrl-C ends the measurement early, and prints the
-    table of what was measured until then.
+    TARGET is HOST:PORT or unix:PATH, by default localhost:50051. The whole table takes about half a minute.
+    Ctrl-C ends the measurement early, and prints the table of what was measured until then.
     """
     target.check_serving()
     with target.client() as client:
@@ -198,12 +197,13 @@ def _print_table(
         table.add_row(*where, each.transport, *(_short(number) for number in _numbers(each).values()))
     console = wide_console()
     devices = ", ".join(dict.fromkeys(device.description for device in server.devices))
-    console.print(f"bngrad {server.version} on {target.address}: {len(server.devices)} x {devices}", highlight=False)
+    heading = f"bngrad {server.version} on {target.address}: {len(server.devices)} x {devices}"
+    console.print(heading, highlight=False, markup=False, soft_wrap=True)
     console.print(f"{dtype}, {concurrency} at once", highlight=False)
     console.print(table)
     for each in done:
         if each.error and not each.has_failed:
-            console.print(f"{each.layer} {each.transport}: {each.error}", highlight=False)
+            console.print(f"{each.layer} {each.transport}: {each.error}", highlight=False, markup=False, soft_wrap=True)
     console.print(_CAPTION, highlight=False)
 
 

@@ -30,8 +30,8 @@ _TIMED_CALLS = 5
 _CAPTION = """\
 V3 and V2 are FusedBatchNormGradV3 and V2, oneDNN is BatchNormTrainingBackprop.
 ms: the median round trip of the client. GB/s: tensors sent and received.
-error: the largest error against float64, relative to the moduli of the terms
-that were added up, of the output that is nearest to its bound."""
+error: the largest error against float64, relative to the sum of the absolute
+values of what was added up, of the output that is nearest to its bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,7 @@ def demo() -> None:
 
     The server computes on the CPU. The gradients were recorded while a small convolutional network learnt handwritten
     digits; random tensors of the size of a ResNet-50 layer follow. The exit code is 1 if an error exceeds its bound.
+    All takes about ten seconds, and longer at the first start.
     """
     exit_on_sigterm()
     console = Console()

@@ -102,6 +102,13 @@ main()
     assert process.returncode == -signal.SIGINT
 
 
+def test_a_narrow_terminal_has_the_names_of_all_settings() -> None:
+    command = [sys.executable, "-m", "bngrad_cli", "config"]
+    ended = subprocess.run(command, env={**os.environ, "COLUMNS": "40"}, capture_output=True, text=True, check=True)
+    assert "max_client_requests" in ended.stdout
+    assert "…" not in ended.stdout
+
+
 def test_the_version_is_the_packages() -> None:
     assert CliRunner().invoke(command_line, ["--version"]).output == f"bngrad, version {__version__}\n"
 
@@ -111,11 +118,17 @@ def test_the_version_is_the_packages() -> None:
     [
         (["serve", "--thread", "1"], "--threads"),
         (["serve", "x"], "unexpected"),
-        (["info", "--timeout", "nan"], "Invalid value for '--timeout': 'nan' is not a number"),
-        (["check", "--timeout", "inf"], "Invalid value for '--timeout': inf is not in the range"),
-        (["check", "--timeout", "1e300"], "Invalid value for '--timeout': 1e+300 is not in the range"),
-        (["bench", "--seconds", "nan"], "Invalid value for '--seconds': 'nan' is not a number"),
-        (["top", "--interval", "inf"], "Invalid value for '--interval': inf is not in the range"),
+        (
+            ["info", "--timeout", "nan"],
+            "Invalid value for '--timeout': it should be a number of seconds, above 0 and at most 604800, not 'nan'",
+        ),
+        (["check", "--timeout", "inf"], "at most 604800, not 'inf'"),
+        (["check", "--timeout", "1e300"], "at most 604800, not '1e300'"),
+        (
+            ["bench", "--seconds", "nan"],
+            "Invalid value for '--seconds': it should be a number of seconds, above 0 and at most 604800, not 'nan'",
+        ),
+        (["top", "--interval", "inf"], "at least 0.1 and at most 604800, not 'inf'"),
         (["check", "--quick", "--long"], "--quick and --long exclude each other"),
     ],
 )

@@ -58,10 +58,10 @@ def _is_address(value: str) -> bool:
 @click.option(
     "--interval",
     type=Seconds(0.1),
-    default=1.0,
+    default=1,
     show_default=True,
     metavar="SECONDS",
-    help="Time between updates.",
+    help="Time between updates, at least 0.1.",
 )
 def top(address: str, *, once: bool, as_json: bool, interval: float) -> None:
     """Shows a server's activity in the terminal.
