@@ -43,11 +43,34 @@ def test_an_example_runs_against_a_server(server: EmbeddedServer, name: str, wor
     assert words in output_of(EXAMPLES / f"{name}.py", server.target)
 
 
-@pytest.mark.parametrize(("name", "exit_code"), [("train_digits_torch", 1), ("stock_python_client", 2)])
-def test_an_example_without_a_target_says_how_to_run_it(name: str, exit_code: int) -> None:
-    ended = subprocess.run([sys.executable, EXAMPLES / f"{name}.py"], capture_output=True, text=True)
-    assert (ended.returncode, ended.stdout) == (exit_code, "")
-    assert f"python examples/{name}.py localhost:50051" in ended.stderr
+NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
+
+
+def run_example(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", f"examples.{name}", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=EXAMPLES.parent)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_has_help(name: str) -> None:
+    ended = run_example(name, "--help")
+    assert ended.returncode == 0, ended.stderr
+    assert name in ended.stdout
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_wrong_arguments_of_an_example_are_refused(name: str) -> None:
+    ended = run_example(name, "localhost:1", "2", "three")
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert name in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("plot_losses", "record_digits")])
+def test_an_example_without_a_server_says_so(name: str) -> None:
+    ended = run_example(name, "localhost:1")
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert "Connection refused" in ended.stderr
     assert "Traceback" not in ended.stderr
 
 
