@@ -21,7 +21,7 @@ from rich.table import Table
 import bngrad
 from bngrad_cli.embedded import EmbeddedServer, ServerStartError
 from bngrad_cli.sample_requests import BFLOAT16, SampleRequest, random_request
-from bngrad_cli.terminal import exit_on_sigterm
+from bngrad_cli.terminal import exit_on_sigterm, wide_console
 from bngrad_kernels import tolerances
 
 _RESNET50_LAYER = (32, 56, 56, 64)
@@ -72,7 +72,7 @@ def demo() -> None:
         description = f"{len(devices)} workers: {devices[0].description}"
         console.print(f"Ready on {server.target} after {seconds:.1f} s:\n{description}.")
         results = [_measure(request, client) for request in track(requests, "Requests", console=console)]
-    console.print(_table(requests, results))
+    wide_console().print(_table(requests, results))
     console.print(_CAPTION)
     wrong = sum(not result.is_right for result in results)
     if wrong:
