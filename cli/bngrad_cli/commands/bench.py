@@ -21,7 +21,7 @@ from bngrad_cli.load_generator import Measurement, measure
 from bngrad_cli.sample_requests import DTYPES, SampleRequest, random_request
 from bngrad_cli.target import Target, TargetError
 from bngrad_cli.target_options import Seconds, with_target
-from bngrad_cli.terminal import wide_console
+from bngrad_cli.terminal import exit_on_sigterm, wide_console
 
 _TRANSPORTS = ("auto", "shared", "stream", "unary")
 _LAYERS = {
@@ -96,6 +96,7 @@ def bench(
     TARGET is HOST:PORT or unix:PATH, by default localhost:50051. The whole table takes about half a minute.
     Ctrl-C ends the measurement early, and prints the table of what was measured until then.
     """
+    exit_on_sigterm()
     target.check_serving()
     with target.client() as client:
         server = client.server_info()

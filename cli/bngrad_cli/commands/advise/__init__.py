@@ -19,7 +19,7 @@ from bngrad_cli.commands.advise.verdict import Advice, Times
 from bngrad_cli.sample_requests import DTYPES
 from bngrad_cli.target import Target
 from bngrad_cli.target_options import Seconds, with_target
-from bngrad_cli.terminal import wide_console
+from bngrad_cli.terminal import exit_on_sigterm, wide_console
 
 _COLUMNS = (SERVER, LOCAL, PYTORCH)
 
@@ -81,6 +81,7 @@ def advise(
         raise click.UsageError("--batch is for resnet50: the first number of a shape is its batch")
     else:
         layers = shapes.parse(model)
+    exit_on_sigterm()
     target.check_serving()
     with target.client() as client, ExitStack() as stack:
         server = client.server_info()
