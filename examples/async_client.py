@@ -5,6 +5,7 @@ python examples/async_client.py localhost:50051
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import sys
 
@@ -27,6 +28,9 @@ async def main(target: str) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit(__doc__)
-    asyncio.run(main(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("target", help="the server: HOST:PORT or unix:PATH")
+    try:
+        asyncio.run(main(parser.parse_args().target))
+    except bngrad.BngradError as error:
+        sys.exit(f"{parser.prog}: {error}")

@@ -5,6 +5,7 @@ python examples/jax_gradient.py localhost:50051
 
 from __future__ import annotations
 
+import argparse
 import functools
 import sys
 from typing import Any
@@ -48,6 +49,7 @@ def main(target: str) -> None:
     x, weights = np.random.default_rng(0).standard_normal((2, 32, 28, 28, 64), np.float32)
     arguments = x, np.ones(64, np.float32), np.zeros(64, np.float32)
     with bngrad.Client(target) as client:
+        client.server_info()  # without a server, its error is clearer than that of a compiled function
 
         def loss(x: Any, scale: Any, offset: Any, by_client: bool) -> Any:
             y = batch_norm(x, scale, offset, client) if by_client else _forward(x, scale, offset, client)[0]
@@ -61,6 +63,9 @@ def main(target: str) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit(__doc__)
-    main(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("target", help="the server: HOST:PORT or unix:PATH")
+    try:
+        main(parser.parse_args().target)
+    except bngrad.BngradError as error:
+        sys.exit(f"{parser.prog}: {error}")

@@ -5,10 +5,13 @@ python -m examples.plot_losses localhost:50051 losses.png
 
 from __future__ import annotations
 
+import argparse
 import sys
 
 import matplotlib.pyplot as plt
 from examples import train_digits_jax, train_digits_keras, train_digits_torch
+
+import bngrad
 
 EXAMPLES = {"PyTorch": train_digits_torch, "Keras on TensorFlow": train_digits_keras, "JAX": train_digits_jax}
 
@@ -26,6 +29,11 @@ def main(target: str, path: str) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3:
-        sys.exit(__doc__)
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("target", help="the server: HOST:PORT or unix:PATH")
+    parser.add_argument("path", help="the image to write, such as losses.png")
+    arguments = parser.parse_args()
+    try:
+        main(arguments.target, arguments.path)
+    except (bngrad.BngradError, OSError) as error:
+        sys.exit(f"{parser.prog}: {error}")

@@ -6,7 +6,7 @@ python examples/quickstart.py localhost:50051  uses the server there
 
 from __future__ import annotations
 
-import contextlib
+import argparse
 import sys
 
 import numpy as np
@@ -35,10 +35,16 @@ def main(target: str) -> None:
 
 
 if __name__ == "__main__":
-    with contextlib.ExitStack() as stack:
-        if len(sys.argv) > 1:
-            main(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("target", nargs="?", help="the server: HOST:PORT or unix:PATH")
+    target = parser.parse_args().target
+    try:
+        if target is not None:
+            main(target)
         else:
             from bngrad_cli.embedded import EmbeddedServer
 
-            main(stack.enter_context(EmbeddedServer()).target)
+            with EmbeddedServer() as server:
+                main(server.target)
+    except bngrad.BngradError as error:
+        sys.exit(f"{parser.prog}: {error}")

@@ -25,6 +25,9 @@ MAX_BATCH = 100_000
 
 
 def main(*arguments: str) -> int:
+    if "--help" in arguments:
+        print(__doc__.strip())
+        return 0
     bad = "--bad" in arguments
     words = [argument for argument in arguments if argument != "--bad"]
     batch = parse_batch(words[1]) if len(words) == 2 else 2

@@ -5,6 +5,7 @@ python examples/tensorflow_gradient.py localhost:50051
 
 from __future__ import annotations
 
+import argparse
 import sys
 from typing import Any
 
@@ -43,6 +44,9 @@ def main(target: str) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit(__doc__)
-    main(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("target", help="the server: HOST:PORT or unix:PATH")
+    try:
+        main(parser.parse_args().target)
+    except bngrad.BngradError as error:
+        sys.exit(f"{parser.prog}: {error}")

@@ -5,6 +5,7 @@ python examples/train_digits_jax.py localhost:50051
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -32,6 +33,7 @@ def main(target: str) -> None:
 def losses(target: str) -> tuple[list[float], list[float]]:
     """Returns the losses with JAX alone, and with bngrad."""
     with bngrad.Client(target) as client:
+        client.server_info()  # without a server, its error is clearer than that of a compiled function
         ours = train(lambda *arguments: bngrad.jax.batch_norm(*arguments, client=client)[0])  # the one line
     return train(stock_norm), ours
 
@@ -75,6 +77,9 @@ def train(norm: Norm) -> list[float]:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit(__doc__)
-    main(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("target", help="the server: HOST:PORT or unix:PATH")
+    try:
+        main(parser.parse_args().target)
+    except bngrad.BngradError as error:
+        sys.exit(f"{parser.prog}: {error}")

@@ -5,6 +5,7 @@ python examples/train_digits_keras.py localhost:50051
 
 from __future__ import annotations
 
+import argparse
 import sys
 from typing import Any
 
@@ -36,6 +37,7 @@ def main(target: str) -> None:
 def losses(target: str) -> tuple[list[float], list[float]]:
     """Returns the losses with Keras alone, and with bngrad."""
     with bngrad.Client(target) as client:
+        client.server_info()  # without a server, its error is clearer than that of a compiled function
         ours = train(bngrad.keras.convert(network(), client))  # the one line
     return train(network()), ours
 
@@ -65,6 +67,9 @@ def train(model: Any) -> list[float]:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit(__doc__)
-    main(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("target", help="the server: HOST:PORT or unix:PATH")
+    try:
+        main(parser.parse_args().target)
+    except bngrad.BngradError as error:
+        sys.exit(f"{parser.prog}: {error}")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 import io
 import os
+import signal
 import sys
-
-from bngrad_cli.main import main as main_command
+from pathlib import Path
 
 _MODULES = {
     "cli": ("rich",),
@@ -23,14 +23,14 @@ _UNWRITTEN = {errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC}
 
 def main() -> None:
     """Runs the command line, or says which extra it lacks or why its output cannot be written."""
+    _open_standard_files()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # an encoding such as Latin-1 lacks marks and bars
     try:
         try:
-            main_command(prog_name="bngrad")
+            _run()
         finally:
-            if sys.stdout is not None:
-                sys.stdout.flush()  # an error at the interpreter's exit would be printed as a traceback
+            sys.stdout.flush()  # an error at the interpreter's exit would be printed as a traceback
     except OSError as error:
         if error.errno not in {errno.EPIPE, *_UNWRITTEN}:
             raise
@@ -43,6 +43,25 @@ def main() -> None:
             raise
         install = f"pip install '.[{extra}]' in a checkout of bngrad"
         sys.exit(f"bngrad: this command needs the module {missing}: {install}")
+
+
+def _run() -> None:
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C amid these imports would print a traceback
+    from bngrad_cli.main import main as main_command  # noqa: PLC0415
+
+    signal.signal(signal.SIGINT, handler)
+    main_command(prog_name="bngrad")
+
+
+def _open_standard_files() -> None:
+    """Opens /dev/null for each that is closed: other files would take its descriptor, and child processes lack it."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            file = Path(os.devnull).open(mode, errors="replace")  # noqa: SIM115 - stays open
+            os.set_inheritable(file.fileno(), True)
+            setattr(sys, name, file)
 
 
 if __name__ == "__main__":

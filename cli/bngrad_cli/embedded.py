@@ -21,6 +21,8 @@ class ServerStartError(Exception):
 class EmbeddedServer:
     """Runs ``bngrad serve`` during a ``with`` block, with the given options and no settings of the environment.
 
+    The system kills the server when the thread that entered the block has gone, even if it was killed.
+
     Attributes:
         target: The first address on which the server listens, for clients.
         process: The server's front process.
@@ -48,25 +50,32 @@ class EmbeddedServer:
         """
         self._stderr = tempfile.TemporaryFile()
         self.process = subprocess.Popen(  # noqa: S603 - our own module
-            module_command("bngrad_cli", *self._arguments),
+            module_command("bngrad_cli.child", os.getpid(), *self._arguments),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
             text=True,
             env={name: value for name, value in os.environ.items() if not name.startswith("BNGRAD_")},
         )
-        assert self.process.stdout is not None
-        ready = re.search(r" ready on ([^\s,]+?)[,:] ", self.process.stdout.readline())
-        if ready is None:
-            with self._stderr:
-                self.stop()
-                raise ServerStartError(f"the server did not start:\n{self.stderr()}")
-        self.target = ready[1]
+        try:
+            self.target = self._wait_until_ready()
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.stop()
         self._stderr.close()
+
+    def _wait_until_ready(self) -> str:
+        """Returns the first address on which the server listens."""
+        assert self.process.stdout is not None
+        ready = re.search(r" ready on ([^\s,]+?)[,:] ", self.process.stdout.readline())
+        if ready is None:
+            self.stop()
+            raise ServerStartError(f"the server did not start:\n{self.stderr()}")
+        return ready[1]
 
     def stop(self) -> int:
         """Stops the server, kills it after a timeout, and returns its exit code."""

@@ -92,9 +92,11 @@ def measure(
             try:
                 while wait(running, _TICK_S).not_done:
                     on_tick()
-            except KeyboardInterrupt:
+            except (KeyboardInterrupt, SystemExit) as error:
                 stopping.set()
                 client.close()
+                if isinstance(error, SystemExit):
+                    raise
         for each in running:
             each.result()
     except KeyboardInterrupt:

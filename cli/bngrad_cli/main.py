@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
@@ -26,6 +27,10 @@ _COMMANDS = {
 }
 
 
+_INTERRUPTED = 130
+"""The exit code after Ctrl-C, as in shells: 128, and the number of SIGINT."""
+
+
 class _Commands(click.Group):
     """Imports a command only when it runs, so that small ones, help and completion start fast."""
 
@@ -40,6 +45,12 @@ class _Commands(click.Group):
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
         command: click.Command = getattr(importlib.import_module(f"bngrad_cli.commands.{cmd_name}"), cmd_name)
         return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            ctx.exit(_INTERRUPTED)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

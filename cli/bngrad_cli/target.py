@@ -93,14 +93,18 @@ class Target:
         """Returns the metadata of calls on the channel.
 
         Raises:
-            TargetError: The token would travel unencrypted, or cannot be read.
+            TargetError: The token would travel unencrypted, cannot be read, or is none.
         """
-        token = _read(self.token_file)
-        if token is None:
+        content = _read(self.token_file)
+        if content is None:
             return ()
+        token = content.decode(errors="replace").strip()
+        if not token or not token.isascii() or not token.isprintable() or " " in token:
+            expected = "one token, as `bngrad token new` prints it, without blanks or further lines"
+            raise TargetError(f"{self.token_file}, the file of --token-file, should hold {expected}")
         if not self.tls and not is_local(self.address):
             raise TargetError(f"the token would travel unencrypted to {self.address}: give --tls or --tls-ca as well")
-        return (("authorization", f"Bearer {token.decode(errors='replace').strip()}"),)
+        return (("authorization", f"Bearer {token}"),)
 
     def connect(self) -> None:
         """Checks that a connection can be made; the system's errors say more than gRPC's.

@@ -19,17 +19,21 @@ _LONGEST_S = 7 * 24 * 3600
 """Sockets and locks refuse timeouts that are far longer."""
 
 
-class Seconds(click.FloatRange):
+class Seconds(click.types.FloatParamType):
     """A duration of at most a week, above 0 unless another least one is given."""
 
     def __init__(self, least: float | None = None) -> None:
-        super().__init__(min=least or 0, max=_LONGEST_S, min_open=least is None)
+        self._least = least
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """See `click.ParamType`; what is not a number is in every range of click's."""
-        number = float(super().convert(value, param, ctx))
-        if math.isnan(number):
-            self.fail(f"{value!r} is not a number.", param, ctx)
+        """See `click.ParamType`."""
+        try:
+            number = float(value)
+        except ValueError:
+            number = math.nan
+        if not (number > 0 if self._least is None else number >= self._least) or number > _LONGEST_S:
+            least = "above 0" if self._least is None else f"at least {self._least:g}"
+            self.fail(f"it should be a number of seconds, {least} and at most {_LONGEST_S}, not {value!r}", param, ctx)
         return number
 
 
@@ -38,7 +42,7 @@ def _address(context: click.Context, parameter: click.Parameter, value: str) -> 
     is_valid = bool(unix_path(value)) if place is None else 0 < place[1] <= MAX_PORT
     if not is_valid:
         expected = f"it should be HOST:PORT or unix:PATH, with a port of at most {MAX_PORT}"
-        raise click.BadParameter(f"{expected}, not {value!r}")
+        raise click.BadParameter(f"{expected}, not {value!r}", param_hint="TARGET")
     return value
 
 
@@ -81,4 +85,4 @@ def with_target(default_timeout_s: float) -> Callable[[Command], Command]:
 
 
 def _file_option(name: str, text: str) -> Callable[[Command], Command]:
-    return click.option(name, type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help=text)
+    return click.option(name, type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="FILE", help=text)

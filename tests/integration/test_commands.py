@@ -371,6 +371,17 @@ def test_bench_that_is_interrupted_prints_what_it_has(server: EmbeddedServer) ->
     assert measurement["error"] is None
 
 
+def test_bench_ends_at_once_by_sigterm(server: EmbeddedServer) -> None:
+    arguments = (*BNGRAD, "bench", server.target, "--seconds", "600", "--layer", "tiny")
+    with bngrad.Client(server.target) as client:
+        before = sum(client.server_info().batch_sizes)
+        with interruptible(arguments, stderr=subprocess.PIPE) as process:
+            wait_until(lambda: sum(client.server_info().batch_sizes) > before + 20)
+            process.terminate()
+            output, errors = process.communicate(timeout=TIMEOUT_S)
+    assert (process.returncode, output, errors) == (143, "", "")
+
+
 def test_bench_stops_when_the_server_dies(own_server: EmbeddedServer) -> None:
     arguments = (*BNGRAD, "bench", own_server.target, "--seconds", "600", "--layer", "tiny", "--timeout", "3")
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

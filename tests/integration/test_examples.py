@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
+from tests.servers import BNGRAD, TIMEOUT_S, interruptible, is_running, wait_until
 
 from bngrad_cli.embedded import EmbeddedServer
 
@@ -40,11 +44,34 @@ def test_an_example_runs_against_a_server(server: EmbeddedServer, name: str, wor
     assert words in output_of(EXAMPLES / f"{name}.py", server.target)
 
 
-@pytest.mark.parametrize(("name", "exit_code"), [("train_digits_torch", 1), ("stock_python_client", 2)])
-def test_an_example_without_a_target_says_how_to_run_it(name: str, exit_code: int) -> None:
-    ended = subprocess.run([sys.executable, EXAMPLES / f"{name}.py"], capture_output=True, text=True)
-    assert (ended.returncode, ended.stdout) == (exit_code, "")
-    assert f"python examples/{name}.py localhost:50051" in ended.stderr
+NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
+
+
+def run_example(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", f"examples.{name}", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=EXAMPLES.parent)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_has_help(name: str) -> None:
+    ended = run_example(name, "--help")
+    assert ended.returncode == 0, ended.stderr
+    assert name in ended.stdout
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_wrong_arguments_of_an_example_are_refused(name: str) -> None:
+    ended = run_example(name, "localhost:1", "2", "three")
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert name in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("plot_losses", "record_digits")])
+def test_an_example_without_a_server_says_so(name: str) -> None:
+    ended = run_example(name, "localhost:1")
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert "Connection refused" in ended.stderr
     assert "Traceback" not in ended.stderr
 
 
@@ -52,11 +79,25 @@ def test_the_quickstart_starts_a_server_of_its_own() -> None:
     assert "FusedBatchNormGradV2" in output_of(EXAMPLES / "quickstart.py")
 
 
-def test_the_demo_finds_every_answer_within_its_bounds() -> None:
+def test_the_demo_finds_every_answer_within_its_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")  # the table is wider, and keeps its numbers
     output = output_of("-m", "bngrad_cli", "demo")
     assert "All 9 answers are within their bounds." in output
-    assert "32x56x56x64" in output
+    assert re.search(r"32x56x56x64 bfloat16 NHWC +[0-9.]+ +[0-9.]+ [0-9.e-]+ [0-9.e-]+ *\n", output)
     assert max(map(len, output.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_the_server_of_a_demo_does_not_outlive_it(number: int, code: int) -> None:
+    with interruptible([*BNGRAD, "demo"], stderr=subprocess.PIPE) as demo:
+        assert demo.stdout is not None
+        assert any(line.startswith("Ready on ") for line in demo.stdout)
+        processes = psutil.Process(demo.pid).children(recursive=True)
+        assert len(processes) > 2
+        demo.send_signal(number)
+        _, errors = demo.communicate(timeout=TIMEOUT_S)
+        assert (demo.returncode, errors) == (code, "")
+    wait_until(lambda: not any(is_running(process.pid) for process in processes))
 
 
 def test_the_shipped_gradients_are_those_of_the_script(tmp_path: Path) -> None:

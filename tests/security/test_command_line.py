@@ -78,3 +78,20 @@ def test_a_certificate_needs_its_key(known: tuple[str, ...]) -> None:
     ended = run_bngrad("info", *known[2:4])
     assert ended.returncode == 2
     assert "--tls-certificate and --tls-key need each other" in ended.stderr
+
+
+@pytest.mark.parametrize("option", ["--tls-ca", "--token-file"])
+def test_a_file_that_is_missing_is_a_wrong_command_line(tmp_path: Path, option: str) -> None:
+    ended = run_bngrad("check", option, f"{tmp_path}/missing")
+    assert ended.returncode == 2
+    assert f"Invalid value for '{option}': File '{tmp_path}/missing' does not exist" in ended.stderr
+
+
+@pytest.mark.parametrize("content", ["", "one\ntwo\n", "name sha256:0123", "\0"])
+@pytest.mark.parametrize("command", ["check", "info"])
+def test_a_file_without_exactly_one_token_is_refused(tmp_path: Path, command: str, content: str) -> None:
+    token = tmp_path / "token"
+    token.write_text(content)
+    ended = run_bngrad(command, "--token-file", str(token))
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert f"{token}, the file of --token-file, should hold one token" in ended.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import sys
 import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -22,7 +21,7 @@ from bngrad_cli.load_generator import Measurement, measure
 from bngrad_cli.sample_requests import DTYPES, SampleRequest, random_request
 from bngrad_cli.target import Target, TargetError
 from bngrad_cli.target_options import Seconds, with_target
-from bngrad_cli.terminal import wide_console
+from bngrad_cli.terminal import exit_on_sigterm, wide_console
 
 _TRANSPORTS = ("auto", "shared", "stream", "unary")
 _LAYERS = {
@@ -35,7 +34,6 @@ _LAYERS = {
 }
 _PERCENTILES = (50, 90, 99)
 _TICKS_PER_S = 10
-_INTERRUPTED = 130
 _CAPTION = """\
 Layers of ResNet-50 at batch 32, and a tiny one. ms: 50, 90 and 99 % of the
 calls took at most this long. GB/s: tensors sent and received. auto chooses the
@@ -47,7 +45,7 @@ fastest transport; with shared, the arrays of the caller lie in shared memory.""
 @click.option(
     "--seconds",
     type=Seconds(),
-    default=1.0,
+    default=1,
     show_default=True,
     metavar="SECONDS",
     help="How long to measure each line of the table.",
@@ -57,6 +55,7 @@ fastest transport; with shared, the arrays of the caller lie in shared memory.""
     type=click.IntRange(1, 256),
     default=1,
     show_default=True,
+    metavar="INTEGER",
     help="Threads that call at the same time.",
 )
 @click.option(
@@ -65,8 +64,7 @@ fastest transport; with shared, the arrays of the caller lie in shared memory.""
     type=click.Choice(list(_LAYERS)),
     multiple=True,
     default=tuple(_LAYERS),
-    show_default="all",
-    help="Shape of the tensors; may be given several times.",
+    help="Shape of the tensors; may be given several times. Default: all.",
 )
 @click.option(
     "--transport",
@@ -74,8 +72,7 @@ fastest transport; with shared, the arrays of the caller lie in shared memory.""
     type=click.Choice(_TRANSPORTS),
     multiple=True,
     default=_TRANSPORTS,
-    show_default="all",
-    help="Transport of the tensors; may be given several times.",
+    help="Transport of the tensors; may be given several times. Default: all.",
 )
 @click.option(
     "--dtype",
@@ -96,9 +93,10 @@ def bench(
 ) -> None:
     """Measures how fast a server answers.
 
-    TARGET is HOST:PORT or unix:PATH, by default localhost:50051. Ctrl-C ends the measurement early, and prints the
-    table of what was measured until then.
+    TARGET is HOST:PORT or unix:PATH, by default localhost:50051. The whole table takes about half a minute.
+    Ctrl-C ends the measurement early, and prints the table of what was measured until then.
     """
+    exit_on_sigterm()
     target.check_serving()
     with target.client() as client:
         server = client.server_info()
@@ -109,7 +107,7 @@ def bench(
     else:
         _print_table(target, server, dtype, concurrency, done)
     if stopping.is_set():
-        sys.exit(_INTERRUPTED)
+        raise KeyboardInterrupt
     if done[-1].has_failed:
         raise TargetError(str(done[-1].error))
 
@@ -200,12 +198,13 @@ def _print_table(
         table.add_row(*where, each.transport, *(_short(number) for number in _numbers(each).values()))
     console = wide_console()
     devices = ", ".join(dict.fromkeys(device.description for device in server.devices))
-    console.print(f"bngrad {server.version} on {target.address}: {len(server.devices)} x {devices}", highlight=False)
+    heading = f"bngrad {server.version} on {target.address}: {len(server.devices)} x {devices}"
+    console.print(heading, highlight=False, markup=False, soft_wrap=True)
     console.print(f"{dtype}, {concurrency} at once", highlight=False)
     console.print(table)
     for each in done:
         if each.error and not each.has_failed:
-            console.print(f"{each.layer} {each.transport}: {each.error}", highlight=False)
+            console.print(f"{each.layer} {each.transport}: {each.error}", highlight=False, markup=False, soft_wrap=True)
     console.print(_CAPTION, highlight=False)
 
 

@@ -27,8 +27,9 @@ Step = Callable[[Target], str]
     "wait_s",
     type=Seconds(0),
     default=0,
+    show_default=True,
     metavar="SECONDS",
-    help="How long to wait for the server to be healthy, for one that has just been started.",
+    help="How long to wait until the server is healthy, for one that has just been started.",
 )
 @click.option(
     "--long",

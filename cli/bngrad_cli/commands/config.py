@@ -41,10 +41,12 @@ def _toml(setting: Setting) -> str:
 
 def _print_table(effective: list[Setting]) -> None:
     from rich import box  # noqa: PLC0415 - JSON and TOML do not need it
-    from rich.console import Console  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415
 
+    from bngrad_cli.terminal import wide_console  # noqa: PLC0415
+
     table = Table("setting", "value", "unit", "origin", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.columns[0].no_wrap = True
     table.columns[1].overflow = "fold"  # rather than cut
     for each in effective:
         unit = metavar(each.field)
@@ -55,4 +57,4 @@ def _print_table(effective: list[Setting]) -> None:
             each.origin,
             style="bold" if each.origin != "default" else None,
         )
-    Console().print(table)
+    wide_console().print(table)

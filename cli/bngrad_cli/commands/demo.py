@@ -21,6 +21,7 @@ from rich.table import Table
 import bngrad
 from bngrad_cli.embedded import EmbeddedServer, ServerStartError
 from bngrad_cli.sample_requests import BFLOAT16, SampleRequest, random_request
+from bngrad_cli.terminal import exit_on_sigterm, wide_console
 from bngrad_kernels import tolerances
 
 _RESNET50_LAYER = (32, 56, 56, 64)
@@ -29,8 +30,8 @@ _TIMED_CALLS = 5
 _CAPTION = """\
 V3 and V2 are FusedBatchNormGradV3 and V2, oneDNN is BatchNormTrainingBackprop.
 ms: the median round trip of the client. GB/s: tensors sent and received.
-error: the largest error against float64, relative to the moduli of the terms
-that were added up, of the output that is nearest to its bound."""
+error: the largest error against float64, relative to the sum of the absolute
+values of what was added up, of the output that is nearest to its bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,9 @@ def demo() -> None:
 
     The server computes on the CPU. The gradients were recorded while a small convolutional network learnt handwritten
     digits; random tensors of the size of a ResNet-50 layer follow. The exit code is 1 if an error exceeds its bound.
+    All takes about ten seconds, and longer at the first start.
     """
+    exit_on_sigterm()
     console = Console()
     requests = [*_digits(), *_resnet50()]
     with contextlib.ExitStack() as stack:
@@ -69,7 +72,7 @@ def demo() -> None:
         description = f"{len(devices)} workers: {devices[0].description}"
         console.print(f"Ready on {server.target} after {seconds:.1f} s:\n{description}.")
         results = [_measure(request, client) for request in track(requests, "Requests", console=console)]
-    console.print(_table(requests, results))
+    wide_console().print(_table(requests, results))
     console.print(_CAPTION)
     wrong = sum(not result.is_right for result in results)
     if wrong:

@@ -49,7 +49,7 @@ def _lines(server: bngrad.ServerInfo) -> list[tuple[str, str]]:
         ("largest message", f"{server.max_message_bytes / 2**20:.1f} MiB"),
         ("memory for tensors", f"{server.arena_bytes / 2**30:.2f} GiB"),
         ("large tensors", _stream_address(server)),
-        ("clients on its host", server.local_directory or "share no memory with it"),
+        ("shared memory", server.local_directory or "none"),
         ("ops", ", ".join(server.ops)),
     ]
 

@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -29,8 +30,22 @@ _ROUNDS = 7
 _SHAPES = {"a small problem": (32, 64, 49), "25 MB of float32": (32, 64, 3136)}
 
 
+def _gpu(context: click.Context, parameter: click.Parameter, value: str) -> str:
+    if not re.fullmatch(r"cuda:[0-9]+", value):
+        raise click.BadParameter(f"it should name a GPU, such as cuda:0, not {value!r}")
+    return value
+
+
 @click.command()
-@click.option("--device", default="cuda:0", show_default=True, metavar="DEVICE", help="The GPU to test.")
+@click.option(
+    "--device",
+    default="cuda:0",
+    show_default=True,
+    is_eager=True,  # refused before the file of --output is made
+    callback=_gpu,
+    metavar="DEVICE",
+    help="The GPU to test.",
+)
 @click.option(
     "--output",
     type=click.File("w", lazy=False),
@@ -47,8 +62,6 @@ def report(device: str, output: TextIO, is_long: bool) -> None:
     and some times. It holds no tensors of yours, no names of users or hosts, no paths and no settings. The exit code is
     1 if the GPU fails.
     """
-    if not device.startswith("cuda:"):
-        raise click.UsageError(f"--device is {device!r}, and should name a GPU, such as cuda:0")
     document: dict[str, Any] = {
         "made": time.strftime("%Y-%m-%d", time.gmtime()),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,6 @@ def serve(config: Path | None, **flags: Any) -> None:
       bngrad serve --listen 0.0.0.0:50051 --stream-port 50052 \\
           --tls-certificate server.pem --tls-key server.key --token-file tokens
     """  # noqa: D301 - click wants the character \b
-    _open_standard_files()
     effective, given = settings.load(config, flags)
     from bngrad_server.runtime.malloc import use_one_heap  # noqa: PLC0415
 
@@ -44,12 +41,3 @@ def serve(config: Path | None, **flags: Any) -> None:
         raise settings.SettingsError(error.told({each.name: each.origin for each in given})) from error
     except (ListenError, TracingError, WorkerStartError) as error:
         raise click.ClickException(str(error)) from error
-
-
-def _open_standard_files() -> None:
-    """Opens /dev/null for each that is closed: other files would take its descriptor, and child processes lack it."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            file = Path(os.devnull).open(mode)  # noqa: SIM115 - stays open
-            os.set_inheritable(file.fileno(), True)
-            setattr(sys, name, file)

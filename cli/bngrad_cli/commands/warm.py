@@ -16,11 +16,11 @@ from bngrad_kernels.cpu.machine_code.warm import fill, missing
 @click.command()
 @click.option(
     "--cpu", "levels", multiple=True, type=click.Choice(LEVELS),
-    help="A level of processors; may be repeated. Default: the level of this one.",
+    help="Level of processors; may be given several times. Default: that of this processor.",
 )  # fmt: skip
 @click.option(
-    "--jobs", type=click.IntRange(min=1), default=len(os.sched_getaffinity(0)), show_default="one per core",
-    help="How many kernels to compile at once.",
+    "--jobs", type=click.IntRange(min=1), default=len(os.sched_getaffinity(0)), metavar="INTEGER",
+    help="How many kernels to compile at once. Default: one per core.",
 )  # fmt: skip
 def warm(levels: tuple[str, ...], jobs: int) -> None:
     """Compiles the CPU kernels before a server needs them.

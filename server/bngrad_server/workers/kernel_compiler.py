@@ -32,7 +32,9 @@ class KernelCompiler:
         self._thread = threading.Thread(target=self._run, name="kernel-compiler", daemon=True)
 
     def start(self) -> None:
-        """Starts the process and the thread."""
+        """Starts the process and the thread, if the cache lacks a kernel."""
+        if not _are_kernels_missing():
+            return
         self._process = subprocess.Popen(  # noqa: S603 - our own module
             module_command("bngrad_kernels.cpu.machine_code.warm"),
             stdin=subprocess.PIPE,  # the process ends once this one has closed it
@@ -72,3 +74,12 @@ class KernelCompiler:
         elif all_succeed and not self._closing:
             logger.info("all kernels are compiled, after %.0f s", time.monotonic() - started_at)
         self.compiling = ()
+
+
+def _are_kernels_missing() -> bool:
+    from bngrad_kernels.cpu.machine_code import warm  # noqa: PLC0415 - a server of GPUs does not need LLVM
+
+    try:
+        return bool(warm.missing_in_background())
+    except OSError:
+        return True  # the process has the same error, and the log then tells of it

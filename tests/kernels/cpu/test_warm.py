@@ -1,10 +1,14 @@
-"""The process that compiles kernels in the background of a server."""
+"""The process that compiles kernels in the background of a server, and ``bngrad warm``."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
+
+from tests.servers import BNGRAD, TIMEOUT_S, children_of, interruptible, wait_until
 
 from bngrad_kernels.cpu.machine_code import warm
 
@@ -23,3 +27,13 @@ def test_it_ends_without_a_word_if_its_server_was_killed_as_it_started() -> None
     finally:
         os.close(write)
     assert ended.stderr == b""
+
+
+def test_ctrl_c_ends_the_command_with_the_kernel_that_it_compiles(tmp_path: Path) -> None:
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    with interruptible([*BNGRAD, "warm", "--jobs", "1"], stderr=subprocess.PIPE, env=environment) as process:
+        wait_until(lambda: children_of(process.pid, "bngrad_kernels.cpu.machine_code.compiler"))
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=TIMEOUT_S)
+    assert (process.returncode, errors) == (130, "")
+    assert len(list(tmp_path.rglob("*.o"))) == 1

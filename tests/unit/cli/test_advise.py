@@ -44,20 +44,20 @@ LAYERS = [Layer((1, 1, 1, 250), 3), Layer((1, 1, 1, 500), 1)]
     [
         (
             [{"server": 1, "local:": 2, "PyTorch": 4}] * 2,
-            "server pays for 4 of 4 layers, whose backward passes then take 0.25 times",
+            "use server for 4 of 4 layers; all backward passes then take 0.25 times",
             'bngrad.torch.convert_batchnorm(model, bngrad.Client("host:1"))',
         ),
         (
             [{"server": 9, "PyTorch": 4}, {"server": 2, "PyTorch": 4}],
-            "server pays for 1 of 4 layers, whose backward passes then take 0.88 times",
+            "use server for 1 of 4 layers; all backward passes then take 0.88 times",
             'bngrad.torch.convert_batchnorm(model, bngrad.Client("host:1"), where="measured")',
         ),
         (
             [{"server": 9, "local:": 2, "PyTorch": 4}, {"server": 9, "local:": 4.1, "PyTorch": 4}],
-            "local: pays for 4 of 4 layers, whose backward passes then take 0.63 times",
+            "use local: for 4 of 4 layers; all backward passes then take 0.63 times",
             'bngrad.torch.convert_batchnorm(model, bngrad.Client("local:"))',
         ),
-        ([{"server": 5, "PyTorch": 4}] * 2, "PyTorch alone is the fastest; times as long as it: server 1.25", ""),
+        ([{"server": 5, "PyTorch": 4}] * 2, "PyTorch alone is the fastest; server takes 1.25 times as long", ""),
         ([{"server": 5, "local:": 4}] * 2, "local: takes 0.80 times as long as server; compare with PyTorch", ""),
         ([{"server": 5}] * 2, "nothing to compare the server with", ""),
     ],

@@ -60,4 +60,5 @@ def test_a_report_may_go_to_the_standard_output(tmp_path: Path) -> None:
 def test_only_gpus_are_reported_on(tmp_path: Path) -> None:
     done = report(tmp_path, "--device", "cpu")
     assert done.returncode == 2
-    assert "should name a GPU, such as cuda:0" in done.stderr
+    assert "Invalid value for '--device': it should name a GPU, such as cuda:0, not 'cpu'" in done.stderr
+    assert not list(tmp_path.glob("*.json"))

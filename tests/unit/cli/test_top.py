@@ -1,13 +1,15 @@
-"""``bngrad top`` in a terminal of 80 columns and 24 lines."""
+"""``bngrad top``: its screen, the terminals that it runs in, and its address."""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import http.server
 import json
 import os
 import pty
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -18,6 +20,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
+
+from bngrad_cli.main import main as command_line
 
 FAILURE = {
     "time": 99.0, "code": "UNAVAILABLE", "client": "process 7", "request_id": "0123",
@@ -83,19 +88,60 @@ def read_until(terminal: int, words: str) -> str:
     return text
 
 
-def test_a_small_terminal_shows_failures_and_q_ends_it(address: str) -> None:
+@contextlib.contextmanager
+def top_in_a_terminal(address: str, *options: str) -> Iterator[tuple[int, int]]:
+    """Runs the command in a terminal of 80 columns and 24 lines; yields the terminal and the process id."""
     terminal, inner = pty.openpty()
     fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
-    command = [sys.executable, "-m", "bngrad_cli", "top", address, "--interval", "1000"]
+    command = [sys.executable, "-m", "bngrad_cli", "top", address, *options]
     # A process of its own session, whose controlling terminal is this one; its size, not COLUMNS, counts.
     start = "import os, sys; os.setsid(); os.open(os.ttyname(0), os.O_RDWR); os.execv(sys.argv[1], sys.argv[1:])"
     environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")} | {"TERM": "xterm"}
     files = [(os.POSIX_SPAWN_DUP2, inner, fd) for fd in (0, 1, 2)]
     process = os.posix_spawn(sys.executable, [sys.executable, "-c", start, *command], environment, file_actions=files)
-    os.close(inner)
-    screen = read_until(terminal, "q to quit")
-    assert screen.count("it broke") == 5
-    assert screen.count("cpu:") == 4
-    os.write(terminal, b"q")
-    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
-    os.close(terminal)
+    try:
+        yield terminal, process
+    finally:
+        os.close(inner)
+        os.close(terminal)
+
+
+def exit_code(process: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+
+def test_a_small_terminal_shows_failures_and_q_ends_it(address: str) -> None:
+    with top_in_a_terminal(address, "--interval", "1000") as (terminal, process):
+        screen = read_until(terminal, "q to quit")
+        assert screen.count("it broke") == 5
+        assert screen.count("cpu:") == 4
+        os.write(terminal, b"q")
+        assert exit_code(process) == 0
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 143)])
+def test_a_signal_ends_it_and_leaves_the_terminal_as_it_was(address: str, number: int, code: int) -> None:
+    with top_in_a_terminal(address, "--interval", "1000") as (terminal, process):
+        before = termios.tcgetattr(terminal)
+        read_until(terminal, "q to quit")
+        os.kill(process, number)
+        read_until(terminal, "\x1b[?1049l")  # shows the screen that was there before
+        assert exit_code(process) == code
+        assert termios.tcgetattr(terminal) == before
+
+
+def test_without_a_terminal_the_screen_is_printed_once(address: str) -> None:
+    command = [sys.executable, "-m", "bngrad_cli", "top", address]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.startswith(f"bngrad 1.2.3 on {address}: ready")
+
+
+@pytest.mark.parametrize(
+    "address", ["", "host", "host:0", "host:65536", "unix:/socket", "http://", "http://host:x", "http://host:65536"]
+)
+def test_a_malformed_address_is_a_wrong_command_line(address: str) -> None:
+    result = CliRunner().invoke(command_line, ["top", address])
+    assert result.exit_code == 2
+    assert "Invalid value for ADDRESS: it should be HOST:PORT or http://HOST:PORT" in result.output
+    assert repr(address) in result.output

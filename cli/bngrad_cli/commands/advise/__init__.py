@@ -19,7 +19,7 @@ from bngrad_cli.commands.advise.verdict import Advice, Times
 from bngrad_cli.sample_requests import DTYPES
 from bngrad_cli.target import Target
 from bngrad_cli.target_options import Seconds, with_target
-from bngrad_cli.terminal import wide_console
+from bngrad_cli.terminal import exit_on_sigterm, wide_console
 
 _COLUMNS = (SERVER, LOCAL, PYTORCH)
 
@@ -34,7 +34,9 @@ _COLUMNS = (SERVER, LOCAL, PYTORCH)
     help="The layers: ResNet-50's, or shapes of their inputs in the order of --data-format, such as "
     "32x64x56x56*6,32x128x28x28 for seven layers, six of them of one shape.",
 )
-@click.option("--batch", type=click.IntRange(min=1), show_default="32", help="Images in a batch of ResNet-50.")
+@click.option(
+    "--batch", type=click.IntRange(min=1), metavar="INTEGER", help="Images in a batch of ResNet-50. Default: 32."
+)
 @click.option(
     "--dtype",
     type=click.Choice(list(DTYPES)),
@@ -52,7 +54,7 @@ _COLUMNS = (SERVER, LOCAL, PYTORCH)
 @click.option(
     "--seconds",
     type=Seconds(),
-    default=1.0,
+    default=1,
     show_default=True,
     metavar="SECONDS",
     help="How long to measure each shape.",
@@ -79,6 +81,7 @@ def advise(
         raise click.UsageError("--batch is for resnet50: the first number of a shape is its batch")
     else:
         layers = shapes.parse(model)
+    exit_on_sigterm()
     target.check_serving()
     with target.client() as client, ExitStack() as stack:
         server = client.server_info()
@@ -94,8 +97,10 @@ def advise(
         return
     console = wide_console()
     devices = ", ".join(dict.fromkeys(device.description for device in server.devices))
-    console.print(f"{SERVER}: bngrad {server.version} on {target.address}: {devices}", highlight=False)
-    console.print(f"{dtype} {data_format}; milliseconds of one backward pass, medians", highlight=False)
+    heading = f"{SERVER}: bngrad {server.version} on {target.address}: {devices}"
+    console.print(heading, highlight=False, markup=False, soft_wrap=True)
+    units = "MB: tensors of a call; milliseconds of a backward pass, medians"
+    console.print(f"{dtype} {data_format}; {units}", highlight=False)
     console.print(_table(times))
     _print_rest(console, times, missing, advice)
 
@@ -124,7 +129,7 @@ def _as_json(times: Times, missing: Mapping[str, str], advice: Advice) -> dict[s
 def _table(times: Times) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("layer", no_wrap=True)
-    for name in ("times", "MB", *_COLUMNS):
+    for name in ("count", "MB", *_COLUMNS):
         table.add_column(name, no_wrap=True, justify="right")
     table.add_column("fastest", no_wrap=True)
     for layer, found in zip(times.layers, times.milliseconds, strict=True):
@@ -132,9 +137,13 @@ def _table(times: Times) -> Table:
         fastest = min(found, key=found.__getitem__) if len(found) > 1 else "-"
         table.add_row(str(layer), str(layer.count), f"{times.nbytes(layer) / 1e6:.1f}", *numbers, fastest)
     measured = times.milliseconds[0]
-    totals = [f"{times.total(name):.0f}" if name in measured else "-" for name in _COLUMNS]
+    totals = [_total(times.total(name)) if name in measured else "-" for name in _COLUMNS]
     table.add_row("all", str(times.count), "", *totals, "")
     return table
+
+
+def _total(milliseconds: float) -> str:
+    return f"{milliseconds:.0f}" if milliseconds >= 100 else f"{milliseconds:.2f}"
 
 
 def _print_rest(console: Console, times: Times, missing: Mapping[str, str], advice: Advice) -> None:
@@ -144,5 +153,7 @@ def _print_rest(console: Console, times: Times, missing: Mapping[str, str], advi
         bandwidth = f"{gigabits:.0f}" if gigabits >= 10 else f"{gigabits:.2g}"
         lines.append(f"A network needs {bandwidth} Gbit/s to move the tensors in the time of computing here.")
     lines.append(f"Verdict: {advice.verdict}")
-    for line in (*lines, f"  {advice.code}" if advice.code else ""):
+    if advice.code:
+        lines.append(f"  {advice.code}")
+    for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -90,10 +90,10 @@ def _beside_pytorch(times: Times, target: str, clients: Sequence[str]) -> Advice
     ways = [(PYTORCH,), *((name,) for name in clients), *((name, PYTORCH) for name in clients)]
     names = min(ways, key=lambda way: times.total(*way) * (1 if len(way) == 1 else _WORTHWHILE))
     if names == (PYTORCH,):
-        others = ", ".join(f"{name} {times.total(name) / stock:.2f}" for name in clients)
-        return Advice(f"PyTorch alone is the fastest; times as long as it: {others}")
+        others = ", ".join(f"{name} takes {times.total(name) / stock:.2f} times as long" for name in clients)
+        return Advice(f"PyTorch alone is the fastest; {others}")
     count = times.count if len(names) == 1 else times.layers_won(names[0])
-    told = f"{names[0]} pays for {count} of {times.count} layers, whose backward passes then take"
+    told = f"use {names[0]} for {count} of {times.count} layers; all backward passes then take"
     code = f'bngrad.torch.convert_batchnorm(model, bngrad.Client("{target if names[0] == SERVER else LOCAL}")'
     code += ")" if len(names) == 1 else ', where="measured")'
-    return Advice(f"{told} {times.total(*names) / stock:.2f} times as long as by PyTorch alone", code)
+    return Advice(f"{told} {times.total(*names) / stock:.2f} times as long as with PyTorch alone", code)

@@ -15,6 +15,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
 import click
 from rich.console import Console, Group, RenderableType
@@ -25,53 +26,76 @@ from rich.text import Text
 
 from bngrad_cli.commands.top.screen import screen
 from bngrad_cli.target_options import Seconds
-from bngrad_cli.terminal import MIN_COLUMNS, wide_console
+from bngrad_cli.terminal import MIN_COLUMNS, exit_on_sigterm, wide_console
+from bngrad_wire.addresses import MAX_PORT, host_and_port
 
 _TIMEOUT_S = 5.0
+_SCHEMES = ("http://", "https://")
+
+
+def _address(context: click.Context, parameter: click.Parameter, value: str) -> str:
+    if not _is_address(value):
+        expected = f"it should be HOST:PORT or http://HOST:PORT, with a port of at most {MAX_PORT}"
+        raise click.BadParameter(f"{expected}, not {value!r}", param_hint="ADDRESS")
+    return value
+
+
+def _is_address(value: str) -> bool:
+    if not value.startswith(_SCHEMES):
+        place = host_and_port(value)
+        return place is not None and 0 < place[1] <= MAX_PORT
+    try:
+        parts = urlsplit(value)
+        return bool(parts.hostname) and parts.port != 0
+    except ValueError:  # the port is no number, or too large
+        return False
 
 
 @click.command()
-@click.argument("address", default="localhost:9464")
-@click.option("--once", is_flag=True, help="Print the screen once, for scripts.")
+@click.argument("address", default="localhost:9464", callback=_address)
+@click.option("--once", is_flag=True, help="Print the screen once, as where the output is no terminal.")
 @click.option("--json", "as_json", is_flag=True, help="Print the server's status once, as JSON.")
 @click.option(
     "--interval",
     type=Seconds(0.1),
-    default=1.0,
+    default=1,
     show_default=True,
     metavar="SECONDS",
-    help="Time between updates.",
+    help="Time between updates, at least 0.1.",
 )
 def top(address: str, *, once: bool, as_json: bool, interval: float) -> None:
     """Shows a server's activity in the terminal.
 
-    ADDRESS is its HTTP port, the value of `bngrad serve --http`; by default localhost:9464. The key q, or Ctrl-C,
-    ends it.
+    ADDRESS is the server's HTTP port, by default localhost:9464: the value of `bngrad serve --http`, as HOST:PORT or
+    as a URL. The key q, or Ctrl-C, ends the command.
     """
+    if once and as_json:
+        raise click.UsageError("--once and --json exclude each other")
+    exit_on_sigterm()
     console = Console()
     status = _status(address)
     if as_json:
         click.echo(json.dumps(status))
-    elif once:
+    elif once or not console.is_terminal or console.is_dumb_terminal:
         wide_console().print(screen(address, status))
     else:
-        with (
-            contextlib.suppress(KeyboardInterrupt),
-            _keys() as keys,
-            Live(_fitted(screen(address, status, is_short=True), console), console=console, screen=True) as live,
-        ):
+        live = Live(_fitted(screen(address, status, is_short=True), console), console=console, screen=True)
+        with contextlib.suppress(KeyboardInterrupt), _keys() as keys, contextlib.ExitStack() as stack:
+            stack.callback(live.stop)  # also if a signal interrupts the start
+            live.start(refresh=True)
             while not keys.wait_for_q(interval):
                 live.update(_fitted(_update(address), console))
 
 
 def _status(address: str) -> dict[str, Any]:
-    url = address if address.startswith(("http://", "https://")) else f"http://{address}"
+    url = address if address.startswith(_SCHEMES) else f"http://{address}"
     try:
         with urllib.request.urlopen(f"{url.rstrip('/')}/status.json", timeout=_TIMEOUT_S) as answer:  # noqa: S310
             status: dict[str, Any] = json.load(answer)
     except (OSError, ValueError, http.client.HTTPException) as error:
         is_other = isinstance(error, (ValueError, http.client.HTTPException))
-        reason = "it is not an HTTP port of bngrad" if is_other else getattr(error, "reason", None) or error
+        reason = getattr(error, "reason", None) or error
+        reason = "it is not an HTTP port of bngrad" if is_other else getattr(reason, "strerror", None) or reason
         hint = "start the server with --http HOST:PORT, and give that address here"
         raise click.ClickException(f"cannot read {url}/status.json: {reason}; {hint}") from error
     return status

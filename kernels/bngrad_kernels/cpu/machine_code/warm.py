@@ -25,12 +25,20 @@ def missing(cpu: str) -> list[Kernel]:
     return [kernel for kernel in KERNELS if not loader.is_compiled(kernel, cpu)]
 
 
+def missing_in_background() -> list[Kernel]:
+    """The kernels that the cache lacks for this processor, but for the first, which workers compile themselves."""
+    return [kernel for kernel in missing(host()) if kernel != FIRST]
+
+
 def fill(cpu: str, kernels: Iterable[Kernel], jobs: int) -> Iterator[tuple[Kernel, str]]:
     """Compiles kernels, ``jobs`` at a time; yields each with an empty string, or a sentence why it failed."""
     with ThreadPoolExecutor(jobs) as threads:
         futures = {threads.submit(_compile, kernel, cpu): kernel for kernel in kernels}
-        for future in as_completed(futures):
-            yield futures[future], future.result()
+        try:
+            for future in as_completed(futures):
+                yield futures[future], future.result()
+        finally:
+            threads.shutdown(cancel_futures=True)  # after Ctrl-C, no further kernel is begun
 
 
 def _compile(kernel: Kernel, cpu: str) -> str:
@@ -47,11 +55,10 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server says when to end
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # no traceback if the server was killed
     os.nice(_LOWEST_PRIORITY)
-    cpu = host()
-    kernels = [kernel for kernel in missing(cpu) if kernel != FIRST]
+    kernels = missing_in_background()
     print(*kernels, flush=True)
     threading.Thread(target=_end_with_input, daemon=True).start()
-    for kernel, failure in fill(cpu, kernels, min(2, len(os.sched_getaffinity(0)))):
+    for kernel, failure in fill(host(), kernels, min(2, len(os.sched_getaffinity(0)))):
         print(kernel, failure, flush=True)
 
 

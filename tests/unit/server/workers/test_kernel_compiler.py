@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from tests.servers import children_of, wait_until
 
+from bngrad_kernels.cpu.machine_code import warm
+from bngrad_kernels.cpu.machine_code.kernels import host
 from bngrad_server.workers.kernel_compiler import KernelCompiler
 
 
@@ -22,9 +24,17 @@ def test_a_compiler_that_is_killed_has_not_compiled_all(
     with closing(KernelCompiler()) as compiler:
         compiler.start()
         wait_until(lambda: compiler.compiling)
-        (process,) = children_of(os.getpid(), "bngrad_kernels.cpu.machine_code.warm")
+        (process,) = children_of(os.getpid(), warm.__name__)
         for each in (process, *process.children()):
             each.send_signal(signal.SIGKILL)
         wait_until(lambda: not compiler.compiling)
     said = "the compiler of kernels ended with exit code -9; requests compile what they need"
     assert [record.getMessage() for record in caplog.records][1:] == [said]
+
+
+def test_no_process_is_started_when_all_kernels_are_compiled() -> None:
+    list(warm.fill(host(), warm.missing(host()), len(os.sched_getaffinity(0))))
+    with closing(KernelCompiler()) as compiler:
+        compiler.start()
+        assert children_of(os.getpid(), warm.__name__) == []
+        assert compiler.compiling == ()
