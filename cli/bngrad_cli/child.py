@@ -1,12 +1,21 @@
-"""Runs the command line as a child process that the system kills when its parent dies: ``PARENT_PID ARGUMENTS...``."""
+"""Runs the command line as a child process, and stops it once its parent has gone: then its stdin, a pipe, ends."""
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import threading
 
 from bngrad_cli.__main__ import main
-from bngrad_server.runtime.processes import die_with_parent
+
+
+def _stop_with_parent() -> None:
+    while os.read(sys.stdin.fileno(), 1):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
 
 if __name__ == "__main__":
-    die_with_parent(int(sys.argv.pop(1)))
+    threading.Thread(target=_stop_with_parent, name="await-parent", daemon=True).start()
     main()

@@ -21,7 +21,7 @@ class ServerStartError(Exception):
 class EmbeddedServer:
     """Runs ``bngrad serve`` during a ``with`` block, with the given options and no settings of the environment.
 
-    The system kills the server when the thread that entered the block has gone, even if it was killed.
+    The server stops when this process has gone, also if it was killed.
 
     Attributes:
         target: The first address on which the server listens, for clients.
@@ -50,8 +50,8 @@ class EmbeddedServer:
         """
         self._stderr = tempfile.TemporaryFile()
         self.process = subprocess.Popen(  # noqa: S603 - our own module
-            module_command("bngrad_cli.child", os.getpid(), *self._arguments),
-            stdin=subprocess.DEVNULL,
+            module_command("bngrad_cli.child", *self._arguments),
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
             text=True,
@@ -81,8 +81,9 @@ class EmbeddedServer:
         """Stops the server, kills it after a timeout, and returns its exit code."""
         self.process.terminate()
         code = end_process(self.process, _STOP_TIMEOUT_S)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+        for file in (self.process.stdin, self.process.stdout):
+            assert file is not None
+            file.close()
         return code
 
     def stderr(self) -> str:

@@ -94,8 +94,13 @@ def top_in_a_terminal(address: str, *options: str) -> Iterator[tuple[int, int]]:
     terminal, inner = pty.openpty()
     fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
     command = [sys.executable, "-m", "bngrad_cli", "top", address, *options]
-    # A process of its own session, whose controlling terminal is this one; its size, not COLUMNS, counts.
-    start = "import os, sys; os.setsid(); os.open(os.ttyname(0), os.O_RDWR); os.execv(sys.argv[1], sys.argv[1:])"
+    # A process of its own session, whose controlling terminal is this one; its size, not COLUMNS, counts. Where the tests
+    # run in the background of a script, SIGINT is ignored, and child processes would inherit that.
+    start = """import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.setsid()
+os.open(os.ttyname(0), os.O_RDWR)
+os.execv(sys.argv[1], sys.argv[1:])"""
     environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")} | {"TERM": "xterm"}
     files = [(os.POSIX_SPAWN_DUP2, inner, fd) for fd in (0, 1, 2)]
     process = os.posix_spawn(sys.executable, [sys.executable, "-c", start, *command], environment, file_actions=files)

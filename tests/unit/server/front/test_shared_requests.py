@@ -151,7 +151,7 @@ def test_what_is_kept_of_requests_takes_limited_memory(server: Server, monkeypat
 
 
 def _count_prepared() -> int:
-    return sum(isinstance(each, Prepared) for each in gc.get_objects())
+    return sum(type(each) is Prepared for each in gc.get_objects())
 
 
 def test_places_are_checked_again_once_a_lease_has_ended(server: Server) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.servers import children_of, wait_until
 
-from bngrad_kernels.cpu.machine_code import warm
+from bngrad_kernels.cpu.machine_code import cache, warm
 from bngrad_kernels.cpu.machine_code.kernels import host
 from bngrad_server.workers.kernel_compiler import KernelCompiler
 
@@ -20,6 +20,7 @@ def test_a_compiler_that_is_killed_has_not_compiled_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cache, "folder", cache.folder.__wrapped__)  # looks for it again
     caplog.set_level(logging.INFO)
     with closing(KernelCompiler()) as compiler:
         compiler.start()
