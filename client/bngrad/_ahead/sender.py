@@ -85,11 +85,11 @@ def _send(
     """Sends a tensor; if that fails, the call that needs the tensor sends it, and raises an error if there is one."""
     with suppress(Exception):
         load_balancer.prepare(deadline, running, time.monotonic())
-        upstream = load_balancer.acquire()
-        if upstream is None:
+        use = load_balancer.acquire()
+        if use is None:
             return
         try:
-            server = upstream.selector
+            server = use.server.selector
             tensor = upload.begin(server)
             if tensor is not None:
                 place = None
@@ -98,7 +98,7 @@ def _send(
                 finally:
                     upload.end(place)
         finally:
-            load_balancer.release(upstream)
+            load_balancer.release(use)
 
 
 def _forget_all(forgotten: dict[Server, list[bytes]], running: Cancellation, timeout: float) -> None:
