@@ -29,9 +29,10 @@ class AheadSender:
         # The thread must not refer to self, and neither must uploads, or a client that is not closed would never end.
         self._queue: _Queue = SimpleQueue()
         self._running = Cancellation()
-        self._arguments = load_balancer, timeout
+        arguments = self._queue, self._running, load_balancer, timeout
+        # One object, which Python starts once, also after Ctrl-C has come amid that.
+        self._thread = threading.Thread(target=_work, args=arguments, name="bngrad-ahead", daemon=True)
         self._mutex = threading.Lock()
-        self._is_started = False
         self._end = weakref.finalize(self, _end, self._queue, self._running)
         self._end.atexit = False
 
@@ -39,10 +40,8 @@ class AheadSender:
         """Begins to send a tensor in C order, which must not change until it was used."""
         upload = Upload(tensor, self._queue.put)
         with self._mutex, suppress(RuntimeError):  # the system has no more threads: calls send the tensor
-            if not self._is_started:
-                arguments = (self._queue, self._running, *self._arguments)
-                threading.Thread(target=_work, args=arguments, name="bngrad-ahead", daemon=True).start()
-                self._is_started = True
+            if self._thread.ident is None:
+                self._thread.start()
         self._queue.put(upload)
         return upload
 

@@ -56,12 +56,15 @@ def no_thread(name: str) -> Iterator[None]:
 
 
 @contextmanager
-def interrupt_after(function: str, caller: str = "") -> Iterator[None]:
-    """Raises KeyboardInterrupt where a built-in function has returned to any, or this, function of the client."""
+def interrupt_after(function: str, caller: str = "", module: str = "bngrad.") -> Iterator[None]:
+    """Raises KeyboardInterrupt where a built-in function has returned to any, or this, function of the client.
+
+    Another module may take the client's place.
+    """
 
     def profile(frame: FrameType, event: str, argument: Any) -> None:
-        in_client = frame.f_globals["__name__"].startswith("bngrad.") and caller in ("", frame.f_code.co_name)
-        if event == "c_return" and in_client and argument.__name__ == function:
+        is_there = frame.f_globals["__name__"].startswith(module) and caller in ("", frame.f_code.co_name)
+        if event == "c_return" and is_there and argument.__name__ == function:
             sys.setprofile(None)
             raise KeyboardInterrupt
 
