@@ -57,10 +57,7 @@ def no_thread(name: str) -> Iterator[None]:
 
 @contextmanager
 def interrupt_after(function: str, caller: str = "", module: str = "bngrad.") -> Iterator[None]:
-    """Raises KeyboardInterrupt where a built-in function has returned to any, or this, function of the client.
-
-    Another module may take the client's place.
-    """
+    """Raises KeyboardInterrupt where a built-in function has returned to any, or this, function of such a module."""
 
     def profile(frame: FrameType, event: str, argument: Any) -> None:
         is_there = frame.f_globals["__name__"].startswith(module) and caller in ("", frame.f_code.co_name)
@@ -76,16 +73,19 @@ def interrupt_after(function: str, caller: str = "", module: str = "bngrad.") ->
         sys.setprofile(None)
 
 
-def interrupt_at(step: int, call: Callable[[], object]) -> bool:
-    """Raises KeyboardInterrupt at a step of the client's code in a call; returns whether the call has so many steps.
+def interrupt_at(step: int, call: Callable[[], object], modules: tuple[str, ...] = ("bngrad.",)) -> bool:
+    """Raises KeyboardInterrupt at a step of a call, in modules whose names begin so.
 
     The steps are where a function begins or ends: there Python looks for signals.
+
+    Returns:
+        Whether the call has so many steps.
     """
     left = step
 
     def profile(frame: FrameType, event: str, argument: Any) -> None:
         nonlocal left
-        if event in ("call", "return", "c_return") and frame.f_globals["__name__"].startswith("bngrad."):
+        if event in ("call", "return", "c_return") and frame.f_globals["__name__"].startswith(modules):
             left -= 1
             if left < 0:
                 sys.setprofile(None)
