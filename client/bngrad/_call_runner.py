@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -85,7 +84,6 @@ class CallRunner:
         self._own_memory = Pool(None)
         self._ahead = AheadSender(self._load_balancer, self._timeout)
         self._identity = object()
-        self._mutex = threading.Lock()
         self._running: set[Cancellation] = set()
         self._closed = False
         self._process = os.getpid()
@@ -167,9 +165,8 @@ class CallRunner:
         """Ends every call. Does nothing when called again, or in a forked child, whose parent keeps the client."""
         if self._process != os.getpid():
             return
-        with self._mutex:
-            self._closed = True
-            running = list(self._running)
+        self._closed = True
+        running = list(self._running)
         self._ahead.close()
         self._load_balancer.close()
         for cancellation in running:
@@ -195,19 +192,18 @@ class CallRunner:
 
     def _run(self, call: Callable[[], Result], cancellation: Cancellation) -> Result:
         """Runs a call that `close` ends with a `ClientClosedError`."""
-        self.check_open()  # before the mutex, which may have been locked at the moment of a fork
-        with self._mutex:
-            self.check_open()
-            self._running.add(cancellation)
         try:
-            if cancellation.cancelled:
-                raise UnavailableError("the call was cancelled")
-            return call()
-        except (BngradError, LeaseError, ValueError) as error:
-            # grpcio raises ValueError on a channel that another thread has just closed.
-            if self._closed:
-                raise ClientClosedError(f"{self.name} was closed during the call") from error
-            raise
+            self._running.add(cancellation)  # before the client is found open, or `close` might not see it
+            self.check_open()
+            try:
+                if cancellation.cancelled:
+                    raise UnavailableError("the call was cancelled")
+                return call()
+            except (BngradError, LeaseError, ValueError) as error:
+                # grpcio raises ValueError on a channel that another thread has just closed.
+                if self._closed:
+                    raise ClientClosedError(f"{self.name} was closed during the call") from error
+                raise
         finally:
             self._running.discard(cancellation)
 
@@ -253,11 +249,12 @@ class CallRunner:
             self._load_balancer.prepare(deadline, cancellation, started_at if attempts is None else time.monotonic())
             is_hopeless = not self._load_balancer.was_reached or not self._retry_budget.allows
             excluded = attempts.excluded(is_hopeless) if attempts else ()
-            server = self._load_balancer.acquire(excluded, in_order=in_order, preferred=preferred)
-            if server is None:
+            use = self._load_balancer.acquire(excluded, in_order=in_order, preferred=preferred)
+            if use is None:
                 assert attempts is not None
                 attempts.wait(is_hopeless, cancellation)
                 continue
+            server = use.server
             try:
                 result = attempt(server.selector)
             except BngradError as error:
@@ -275,7 +272,7 @@ class CallRunner:
                 self._retry_budget.succeeded()
                 return result
             finally:
-                self._load_balancer.release(server)
+                self._load_balancer.release(use)
 
 
 def _local_kernels() -> LocalKernels:

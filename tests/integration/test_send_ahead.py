@@ -7,6 +7,7 @@ import math
 import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -15,12 +16,15 @@ import pytest
 from tests.integration.problems import Case, random_inputs
 from tests.integration.status_details import violations
 from tests.monitoring.conftest import HTTP, http_of, samples
-from tests.servers import Transport, free_port, python, targets_of, wait_until
+from tests.servers import Transport, endpoints_of, free_port, python, targets_of, wait_until
+from tests.unit.client.calls import shared_pool
 
 import bngrad
+from bngrad._transports import endpoints
 from bngrad_cli.embedded import EmbeddedServer
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_protos.v1 import batch_norm_grad_pb2_grpc as pb_grpc
+from bngrad_wire.lease_protocol import CALLS
 
 CASE = Case("v3", "NHWC", (16, 28, 28, 64))
 INPUTS = random_inputs(CASE.spec())
@@ -207,6 +211,33 @@ def test_memory_is_free_once_handles_have_gone(client: bngrad.Client, http: str)
     del used
     gc.collect()
     wait_for_ahead(http, 0)
+
+
+@pytest.mark.parametrize("is_full", [False, True], ids=["copied", "not copied"])
+def test_memory_is_free_where_the_next_tensor_is_to_be_copied_into_shared_memory(
+    is_full: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one is sent while the client does not reach the server's Unix socket."""
+    monkeypatch.setattr(endpoints, "_BLOCKED_S", 0.1)
+    with (
+        EmbeddedServer(options=(*OPTIONS, "--shared-bytes", "64MiB")) as server,
+        bngrad.Client(server.target) as client,
+        bngrad.Client(server.target) as other,
+    ):
+        shared = other.empty((1,)) if is_full else None
+        path = Path(endpoints_of(server.target).local_directory, CALLS)
+        hidden = path.rename(path.with_name("hidden"))
+        plain = gradients(client, INPUTS.x)
+        first = client.send_ahead(INPUTS.x)
+        wait_for_ahead(http_of(server), 1)
+        hidden.rename(path)
+        wait_until(lambda: gradients(client, INPUTS.x) == plain and shared_pool(client) is not None)
+        assert ahead(http_of(server)) == 1
+        first.close()
+        second = client.send_ahead(INPUTS.x)
+        wait_for_ahead(http_of(server), 0)
+        assert gradients(client, second) == plain
+        del shared
 
 
 def test_memory_is_free_once_the_client_was_killed(server: EmbeddedServer, http: str) -> None:

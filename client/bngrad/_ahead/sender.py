@@ -29,9 +29,10 @@ class AheadSender:
         # The thread must not refer to self, and neither must uploads, or a client that is not closed would never end.
         self._queue: _Queue = SimpleQueue()
         self._running = Cancellation()
-        self._arguments = load_balancer, timeout
+        arguments = self._queue, self._running, load_balancer, timeout
+        # One object, which Python starts once, also after Ctrl-C has come amid that.
+        self._thread = threading.Thread(target=_work, args=arguments, name="bngrad-ahead", daemon=True)
         self._mutex = threading.Lock()
-        self._is_started = False
         self._end = weakref.finalize(self, _end, self._queue, self._running)
         self._end.atexit = False
 
@@ -39,10 +40,8 @@ class AheadSender:
         """Begins to send a tensor in C order, which must not change until it was used."""
         upload = Upload(tensor, self._queue.put)
         with self._mutex, suppress(RuntimeError):  # the system has no more threads: calls send the tensor
-            if not self._is_started:
-                arguments = (self._queue, self._running, *self._arguments)
-                threading.Thread(target=_work, args=arguments, name="bngrad-ahead", daemon=True).start()
-                self._is_started = True
+            if self._thread.ident is None:
+                self._thread.start()
         self._queue.put(upload)
         return upload
 
@@ -85,11 +84,11 @@ def _send(
     """Sends a tensor; if that fails, the call that needs the tensor sends it, and raises an error if there is one."""
     with suppress(Exception):
         load_balancer.prepare(deadline, running, time.monotonic())
-        upstream = load_balancer.acquire()
-        if upstream is None:
+        use = load_balancer.acquire()
+        if use is None:
             return
         try:
-            server = upstream.selector
+            server = use.server.selector
             tensor = upload.begin(server)
             if tensor is not None:
                 place = None
@@ -98,7 +97,7 @@ def _send(
                 finally:
                     upload.end(place)
         finally:
-            load_balancer.release(upstream)
+            load_balancer.release(use)
 
 
 def _forget_all(forgotten: dict[Server, list[bytes]], running: Cancellation, timeout: float) -> None:

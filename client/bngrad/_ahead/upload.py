@@ -63,12 +63,14 @@ class Upload:
         self._state = _State.QUEUED
         self._place: Place | None = None
         self._is_wanted = True
-        # Reentrant, since the garbage collector may run `close` in a thread that has it.
-        self._changed = threading.Condition(threading.RLock())
+        # Reentrant, since the garbage collector may run `close` in a thread that has it. It is not taken by way of the
+        # condition: that runs Python code, and Ctrl-C amid it would leave the mutex taken.
+        self._mutex = threading.RLock()
+        self._changed = threading.Condition(self._mutex)
 
     def begin(self, server: Server) -> Array | None:
         """Returns the tensor, which is sent now, until `end`; None if it need not be sent any longer."""
-        with self._changed:
+        with self._mutex:
             tensor, self._tensor = self._tensor, None
             if tensor is not None:
                 self.server, self._state = server, _State.SENDING
@@ -76,7 +78,7 @@ class Upload:
 
     def end(self, place: Place | None) -> None:
         """Ends the sending; the place is None if it failed."""
-        with self._changed:
+        with self._mutex:
             self._state = _State.ENDED
             self._place = place
             self._changed.notify_all()
@@ -88,14 +90,14 @@ class Upload:
 
         Waits while it is being sent there. If it still waits for that, it will not be sent ahead.
         """
-        with self._changed:
+        with self._mutex:
             if self._state is _State.QUEUED:
                 self._tensor, self._state = None, _State.ENDED
             if self.server is not server:
                 return None
             if self._state is _State.ENDED:
                 return self._place
-        with cancellation.calls(self._wake), self._changed:
+        with cancellation.calls(self._wake), self._mutex:
             self._changed.wait_for(
                 lambda: self._state is _State.ENDED or cancellation.cancelled, deadline.remaining_s()
             )
@@ -103,14 +105,14 @@ class Upload:
 
     def forget(self) -> None:
         """Has the server forget the tensor, or finds that it has."""
-        with self._changed:
+        with self._mutex:
             place, self._place = self._place, None
         if place is not None and place.ticket:
             self._on_forget(place)
 
     def close(self) -> None:
         """Has the server forget the tensor, also if it is only being sent now."""
-        with self._changed:
+        with self._mutex:
             self._is_wanted = False
             self._tensor = None
             if self._state is _State.QUEUED:
@@ -118,5 +120,5 @@ class Upload:
         self.forget()
 
     def _wake(self) -> None:
-        with self._changed:
+        with self._mutex:
             self._changed.notify_all()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Container, Sequence
 from bngrad._balancing.resolver import Address, Resolver
 from bngrad._balancing.retry import delay_s
 from bngrad._balancing.subset import Subset
-from bngrad._balancing.upstream import Selector, Upstream, choose
+from bngrad._balancing.upstream import Selector, Upstream, Use, choose
 from bngrad._deadline import Cancellation, Deadline
 from bngrad._errors import BngradError, DeadlineExceededError, NotSharedError, UnavailableError
 from bngrad_wire.load_report import LoadReport
@@ -51,7 +51,9 @@ class LoadBalancer:
         """The servers that are up; all of them if none is."""
         self._leaving: set[Upstream] = set()
         """Those that are no longer servers of the client, but have calls in flight."""
-        self._in_flight = self._calls = 0
+        self._in_flight = 0
+        """At least as many calls as are in flight: Ctrl-C may keep some from being subtracted; see `_count_again`."""
+        self._calls = 0
         self._usual_capacity: float | None = None
         self._others = 0.0
         """What part of the requests in the servers are those of other clients."""
@@ -91,8 +93,8 @@ class LoadBalancer:
 
     def acquire(
         self, excluded: Container[object] = (), *, in_order: bool = False, preferred: Container[object] = ()
-    ) -> Upstream | None:
-        """Returns the server for the next call, until `release`; None if all that could be used are excluded.
+    ) -> Use | None:
+        """Chooses the server for the next call, until `release`; returns None if all that could be used are excluded.
 
         Args:
             excluded: Servers that must not be used yet.
@@ -111,10 +113,12 @@ class LoadBalancer:
                 chosen = usable[0]
             else:
                 chosen = choose(usable, self._usual_capacity or 1.0, self._others, self._calls)
-            chosen.count(1)
+            use = Use(chosen)
             self._in_flight += 1
+            chosen.count(begun=use)
             self._calls += 1
-            needs_more = self._in_flight > self._subset.size and not self._subset.is_all
+            size = self._subset.size
+            needs_more = self._in_flight > size and not self._subset.is_all and self._count_again() > size
             if needs_more:
                 self._subset.size *= 2
             needs_check = chosen.is_silent and chosen.is_up and not chosen.is_probed and len(self._servers) > 1
@@ -123,14 +127,15 @@ class LoadBalancer:
             self._begin_to_probe(chosen)
         if needs_more:
             self._choose_members()
-        return chosen
+        return use
 
-    def release(self, server: Upstream) -> None:
+    def release(self, use: Use) -> None:
         """Ends the use that `acquire` began."""
+        server = use.server
         with self._mutex:
-            server.count(-1)
+            server.count(ended=use)
             self._in_flight -= 1
-            is_over = server.in_flight == 0 and server.retired.is_set()
+            is_over = server.retired.is_set() and not server.in_flight
             if is_over:
                 self._leaving.discard(server)
         if is_over:
@@ -220,8 +225,9 @@ class LoadBalancer:
             probed = [] if is_first else list(new.values())
             for server in probed:
                 server.is_probed = True
-            idle = [server for server in gone if server.in_flight == 0]
-            self._leaving.update(server for server in gone if server.in_flight)
+            self._leaving.update(gone)
+            idle = [server for server in self._leaving if not server.in_flight]
+            self._leaving.difference_update(idle)
             self._list_usable()
         for server in idle:
             server.selector.close()
@@ -246,6 +252,11 @@ class LoadBalancer:
         """Marks a server as up or down; the mutex is held."""
         server.is_up, server.has_failed = is_up, has_failed
         self._list_usable()
+
+    def _count_again(self) -> int:
+        """Returns how many calls are in flight, and corrects the count; the mutex is held."""
+        self._in_flight = sum(server.in_flight for server in (*self._servers.values(), *self._leaving))
+        return self._in_flight
 
     def _list_usable(self) -> None:
         servers = list(self._servers.values())

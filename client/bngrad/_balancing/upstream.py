@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -76,12 +77,18 @@ class Selector(Protocol):
         ...
 
 
+class Use:
+    """A call in flight to a server. Once this object has gone the call is no longer in flight, whatever ended it."""
+
+    def __init__(self, server: Upstream) -> None:
+        self.server = server
+
+
 class Upstream:
     """One server of a client, as the load balancer sees it.
 
     Attributes:
         selector: Makes the calls to it.
-        in_flight: How many calls it has.
         is_up: Whether it gets calls; a server that is down gets them only if all are.
         has_failed: Whether it is known not to be available, or to have no worker that is ready.
         strikes: How often it was marked down since it last answered a call.
@@ -93,7 +100,6 @@ class Upstream:
 
     def __init__(self, selector: Selector, *, is_up: bool = True) -> None:
         self.selector = selector
-        self.in_flight = 0
         self.is_up = is_up
         self.has_failed = False
         self.strikes = 0
@@ -104,15 +110,24 @@ class Upstream:
         self._reported_at = self._counted_at = self._heard_at = time.monotonic()
         self._calls_at_report = 0
         self._calls_s = 0.0
+        self._uses: set[weakref.ref[Use]] = set()
 
-    def count(self, calls: int) -> None:
-        """Adds to the calls in flight."""
+    @property
+    def in_flight(self) -> int:
+        """How many calls it has."""
+        return len(self._uses)
+
+    def count(self, *, begun: Use | None = None, ended: Use | None = None) -> None:
+        """Counts the calls in flight, with one that begins, or without one that ends."""
         now = time.monotonic()
-        if calls < 0 or not self.in_flight:
+        if ended is not None or not self._uses:
             self._heard_at = now
-        self._calls_s += self.in_flight * (now - self._counted_at)
+        self._calls_s += len(self._uses) * (now - self._counted_at)
         self._counted_at = now
-        self.in_flight += calls
+        if begun is not None:
+            self._uses.add(weakref.ref(begun, self._uses.discard))
+        if ended is not None:
+            self._uses.discard(weakref.ref(ended))
 
     @property
     def is_silent(self) -> bool:
@@ -130,7 +145,7 @@ class Upstream:
             load: The report.
             calls: How many calls the client has made so far.
         """
-        self.count(0)
+        self.count()
         own = self._calls_s / max(self._counted_at - self._reported_at, 1e-9)
         self._reported_at, self._calls_s = self._counted_at, 0.0
         self.load, self.capacity, self._calls_at_report = load, load.capacity, calls
@@ -140,7 +155,7 @@ class Upstream:
         """Returns how long a call would take there in relation to other servers; see `choose`."""
         is_known = is_fresh(now - self._reported_at, calls - self._calls_at_report, servers)
         capacity = self.capacity if is_known else None
-        ahead = self.in_flight + 1.0
+        ahead = len(self._uses) + 1.0
         if others:
             ahead += others * (random.expovariate(1.0) - 1.0)
         return ahead / (capacity or usual)

@@ -29,7 +29,8 @@ class Copier:
         """Starts no thread yet."""
         self._queue: SimpleQueue[_Copies | None] = SimpleQueue()
         self._mutex = threading.Lock()
-        self._is_started = False
+        # One object, which Python starts once, also after Ctrl-C has come amid that.
+        self._thread = threading.Thread(target=_help, args=(self._queue,), name="bngrad-copy", daemon=True)
         self._end = weakref.finalize(self, self._queue.put, None)
 
     def copy(self, pairs: Sequence[tuple[Array, Array]]) -> None:
@@ -53,12 +54,11 @@ class Copier:
         self._end()
 
     def _has_thread(self) -> bool:
-        if not self._is_started and self._end.alive:
+        if self._thread.ident is None and self._end.alive:
             with self._mutex, contextlib.suppress(RuntimeError):  # the system has no more threads
-                if not self._is_started:
-                    threading.Thread(target=_help, args=(self._queue,), name="bngrad-copy", daemon=True).start()
-                    self._is_started = True
-        return self._is_started and self._end.alive
+                if self._thread.ident is None:
+                    self._thread.start()
+        return self._thread.ident is not None and self._end.alive
 
 
 class _Copies:

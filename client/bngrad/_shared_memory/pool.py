@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from bngrad_wire.limits import REGION_NBYTES
 _GONE = "the server has gone, or the client was closed"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class PoolBlock:
     """A block of a region, in bytes."""
 
@@ -37,16 +38,13 @@ class PoolBlock:
     nbytes: int
 
 
-class _Owner(np.ndarray[Any, Any]):
-    """The bytes of a block, which are returned to the pool when the last array in them has gone."""
+class _Loan(weakref.ref[Array]):
+    """Refers to the memory of a block that is in use; comes back to the pool when the last array there has gone.
+
+    No Python code runs for that, since Ctrl-C could end it.
+    """
 
     block: PoolBlock | None = None
-    returned: deque[PoolBlock]
-
-    def __del__(self) -> None:
-        block = self.block
-        if block is not None and not block.region.is_forgotten:
-            self.returned.append(block)
 
 
 class Located(NamedTuple):
@@ -71,9 +69,11 @@ class Pool:
         self._mutex = threading.Lock()
         self._growing = threading.RLock()
         self._regions: list[PoolRegion] = []
+        # By size. A block may be there twice, or be in use, where Ctrl-C came amid a change.
         self._free: dict[int, list[PoolBlock]] = {}
+        self._in_use: dict[PoolBlock, _Loan] = {}
         # Arrays that go append here, at any moment and in any thread, so without a lock.
-        self._returned: deque[PoolBlock] = deque()
+        self._returned: deque[_Loan] = deque()
         self._copier = Copier()
         self._closed = False
 
@@ -97,17 +97,9 @@ class Pool:
     ) -> Located:
         """Does as `empty`, and says where the array lies."""
         nbytes = math.prod(shape) * dtype.itemsize
-        block = self._take(_size_class(nbytes), deadline, cancellation)
-        owner: _Owner | None = None
-        try:
-            block.region.ask_for_huge_pages(block.offset, block.nbytes)
-            owner = _Owner(max(nbytes, 1), np.uint8, block.region.memory, block.offset)
-            owner.returned, owner.block = self._returned, block
-        except BaseException:  # such as Ctrl-C
-            if owner is None or owner.block is None:
-                self._returned.append(block)
-            raise
-        return Located(np.ndarray(shape, dtype, owner.data), block.region, block.offset)
+        block, memory = self._take(_size_class(nbytes), deadline, cancellation)
+        block.region.ask_for_huge_pages(block.offset, block.nbytes)
+        return Located(np.ndarray(shape, dtype, memory.data), block.region, block.offset)
 
     def copies(self, arrays: Sequence[Array], deadline: Deadline, cancellation: Cancellation) -> list[Located]:
         """Returns arrays in this memory: those that lie in it, and copies of the others.
@@ -157,57 +149,76 @@ class Pool:
             for region in list(self._regions):
                 self._forget(region)
 
-    def _take(self, nbytes: int, deadline: Deadline, cancellation: Cancellation) -> PoolBlock:
-        block = self._find(nbytes)
-        if block is not None:
-            return block
+    def _take(self, nbytes: int, deadline: Deadline, cancellation: Cancellation) -> tuple[PoolBlock, Array]:
+        """Returns a block and its memory; it is in use as long as anything refers to the latter."""
+        if (taken := self._find(nbytes)) is not None:
+            return taken
         # One thread at a time, or each would lease a region; not under the mutex, since the server may be slow.
         try:
             if not acquire(self._growing, deadline, cancellation):
                 if cancellation.cancelled:
                     raise LeaseEndedError("the call was cancelled")
                 raise LeaseLateError("another call still waits for memory")
-            while (block := self._find(nbytes)) is None:
+            while (taken := self._find(nbytes)) is None:
                 self._grow(max(nbytes, REGION_NBYTES), deadline, cancellation)
-            return block
+            return taken
         finally:
             try:  # noqa: SIM105 - Ctrl-C could come before suppress() has begun
                 self._growing.release()
             except RuntimeError:  # it is not held
                 pass
 
-    def _find(self, nbytes: int) -> PoolBlock | None:
-        """Returns a block of the existing regions."""
+    def _find(self, nbytes: int) -> tuple[PoolBlock, Array] | None:
+        """Takes a block of the existing regions."""
         with self._mutex:
             self._collect()
-            free = self._free.get(nbytes)
-            block = free.pop() if free else self._cut(nbytes)
-            if block is not None:
-                block.region.blocks += 1
-            return block
+            while free := self._free.get(nbytes) or self._cut(nbytes):
+                block = free[-1]
+                memory = None if block in self._in_use else self._lend(block)
+                free.pop()  # only now, or Ctrl-C could lose the block
+                if memory is not None:
+                    return block, memory
+            return None
+
+    def _lend(self, block: PoolBlock) -> Array:
+        memory = np.ndarray(block.nbytes, np.uint8, block.region.memory, block.offset)
+        loan = _Loan(memory, self._returned.append)
+        loan.block = block
+        self._in_use[block] = loan
+        return memory
 
     def _collect(self) -> None:
         while self._returned:
-            block = self._returned.popleft()
-            block.region.blocks -= 1
-            if block.region in self._regions:
-                self._free.setdefault(block.nbytes, []).append(block)
+            loan = self._returned[0]
+            block = loan.block
+            if block is not None and self._in_use.get(block) is loan:
+                if block.region in self._regions:
+                    self._free.setdefault(block.nbytes, []).append(block)
+                del self._in_use[block]
+            self._returned.popleft()  # only now, as above
 
-    def _cut(self, nbytes: int) -> PoolBlock | None:
-        """Returns a new block of a region that has room, or that has no arrays left and can start again."""
+    def _cut(self, nbytes: int) -> list[PoolBlock]:
+        """Frees a new block of a region that has room, or that has no arrays left and can start again.
+
+        Returns:
+            The free blocks of this size.
+        """
+        free = self._free.setdefault(nbytes, [])
         for region in self._regions:
-            if region.used + nbytes > region.nbytes and region.blocks == 0 and nbytes <= region.nbytes:
+            if region.used + nbytes > region.nbytes >= nbytes and not self._is_used(region):
                 self._drop_free_blocks(region)
                 region.used = 0
             if region.used + nbytes <= region.nbytes:
-                region.used += nbytes
-                return PoolBlock(region, region.used - nbytes, nbytes)
-        return None
+                block = PoolBlock(region, region.used, nbytes)
+                region.used += nbytes  # Ctrl-C comes after a call, so not between these two
+                free.append(block)
+                break
+        return free
 
     def _grow(self, nbytes: int, deadline: Deadline, cancellation: Cancellation) -> None:
         """Adds a region."""
         with self._mutex:
-            for region in [region for region in self._regions if region.blocks == 0]:
+            for region in [region for region in self._regions if not self._is_used(region)]:
                 self._forget(region)  # too small: the new region must be larger
         region = self._new_region(nbytes, deadline, cancellation)
         with self._mutex:
@@ -231,22 +242,23 @@ class Pool:
         except OSError as error:
             raise LeaseError(f"the leased memory cannot be mapped: {error}") from error
 
+    def _is_used(self, region: PoolRegion) -> bool:
+        return any(block.region is region for block in self._in_use)
+
     def _forget(self, region: PoolRegion) -> None:
-        region.is_forgotten = True
         self._drop_free_blocks(region)
         self._regions.remove(region)
-        if region.blocks == 0:
+        blocks = [block for block in self._in_use if block.region is region]
+        for block in blocks:
+            del self._in_use[block]  # the memory goes with the last array in it
+        if not blocks:
             with contextlib.suppress(BufferError):  # the last array is just going
                 region.unmap()  # before the lease ends, or the server would still count it
         region.close()
 
     def _drop_free_blocks(self, region: PoolRegion) -> None:
-        for nbytes, blocks in list(self._free.items()):
-            kept = [block for block in blocks if block.region is not region]
-            if kept:
-                self._free[nbytes] = kept
-            else:
-                del self._free[nbytes]
+        for blocks in self._free.values():
+            blocks[:] = [block for block in blocks if block.region is not region]
 
 
 def _size_class(nbytes: int) -> int:

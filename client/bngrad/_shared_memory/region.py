@@ -23,15 +23,11 @@ class PoolRegion:
         address: Where it begins in this process.
         nbytes: Its size.
         used: How many bytes were cut off.
-        blocks: How many blocks are in use.
-        is_forgotten: Whether the pool uses it no longer: its memory goes with the last array in it.
     """
 
     def __init__(self, nbytes: int, lease: tuple[socket.socket, bytes, int] | None) -> None:
         self.nbytes = nbytes
         self.used = 0
-        self.blocks = 0
-        self.is_forgotten = False
         self.key = b""
         self._socket: socket.socket | None = None
         self._answer_is_due = False

@@ -78,6 +78,11 @@ class AheadConnection:
             raise
         return codec.read_ticket(response)
 
+    def forget(self, tickets: Sequence[bytes], deadline: Deadline, cancellation: Cancellation) -> None:
+        """Has the server forget tensors, by the connection that they were sent on; raises the errors of `send`."""
+        if tickets and self._calls is not None:
+            self.send(self._calls, None, tickets, deadline, cancellation)
+
     def close(self) -> None:
         """Closes the connection, so that the server forgets the tensors."""
         with self._mutex:

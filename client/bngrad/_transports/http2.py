@@ -21,7 +21,7 @@ from bngrad._transports.connection_pool import ConnectionPool, Lent, NotConnecte
 from bngrad._transports.connector import Address
 from bngrad._transports.reported_load import ReportedLoad
 from bngrad._transports.tracing import trace_context
-from bngrad._transports.turns import NoTurnError, Turns
+from bngrad._transports.turns import NoTurnError, Turn, Turns
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_wire import chunks, http2, messages
 from bngrad_wire.messages import Buffer
@@ -169,11 +169,11 @@ class Http2Transport:
 
         if sum(map(len, (*tensors, *targets))) < self.unary_below_nbytes:
             return self._call(method, deadline, cancellation, talk)
-        self._take_turn(deadline, cancellation)
+        turn = self._take_turn(deadline, cancellation)
         try:
             return self._call(method, deadline, cancellation, talk)
         finally:
-            self._turns.give_back()
+            self._turns.give_back(turn)
 
     def send_ahead(
         self, method: str, message: bytes, tensor: memoryview, deadline: Deadline, cancellation: Cancellation
@@ -206,10 +206,10 @@ class Http2Transport:
         """Closes the idle connections; those in use are closed when their calls end."""
         self._connections.close()
 
-    def _take_turn(self, deadline: Deadline, cancellation: Cancellation) -> None:
+    def _take_turn(self, deadline: Deadline, cancellation: Cancellation) -> Turn:
         """Waits until another large exchange may begin."""
         try:
-            self._turns.take(deadline, cancellation)
+            return self._turns.take(deadline, cancellation)
         except NoTurnError as error:
             if cancellation.cancelled:
                 raise NotConnectedError("the call was cancelled") from error

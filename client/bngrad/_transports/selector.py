@@ -158,6 +158,7 @@ class TransportSelector:
         """
         endpoints = self._discovery.endpoints(self._ask_endpoints, deadline, cancellation)
         if tensor is not None and endpoints.pool is not None and self._shares_ahead(tensor):
+            self._ahead.forget(forget, deadline, cancellation)  # first, since the copy may fail
             (copy,) = endpoints.pool.copies([tensor], deadline, cancellation)
             return Place(self, copy=copy.array)
         transport = next(self._http2_transports(endpoints), None)

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.fleet.balancing import BALANCINGS, Known, View, weighted
 from benchmarks.fleet.model import Model, Outcome, Scenario
 
-from bngrad._balancing.upstream import Upstream, choose
+from bngrad._balancing.upstream import Upstream, Use, choose
 from bngrad_wire.load_report import LoadReport
 
 MEAN_S = 0.01
@@ -47,10 +47,13 @@ def test_the_choice_among_few_is_that_of_the_sdk() -> None:
     for others in (0.0, 1.0):
         real, view = [Upstream(cast("Any", None)) for _ in range(3)], View(rng)
         view.others = others
+        in_flight: list[Use] = []
         for number, (server, rate, calls) in enumerate(zip(real, (30.0, 60.0, 90.0), (0, 1, 4), strict=True)):
             report = LoadReport(rate=rate, utilization=1.0, requests=3.0)
             server.note(report, 0)
-            server.count(calls)
+            for use in (uses := [Use(server) for _ in range(calls)]):
+                server.count(begun=use)
+            in_flight += uses
             view.known[number] = Known(calls, report, report.capacity, reported_at=time.monotonic())
         theirs = Counter(real.index(choose(real, 1.0, others, 0)) for _ in range(3000))
         ours = Counter(weighted(view, range(3), time.monotonic(), rng) for _ in range(3000))

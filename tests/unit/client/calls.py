@@ -6,7 +6,7 @@ import asyncio
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, TypeAlias
 
@@ -56,12 +56,12 @@ def no_thread(name: str) -> Iterator[None]:
 
 
 @contextmanager
-def interrupt_after(function: str, caller: str = "") -> Iterator[None]:
-    """Raises KeyboardInterrupt where a built-in function has returned to any, or this, function of the client."""
+def interrupt_after(function: str, caller: str = "", module: str = "bngrad.") -> Iterator[None]:
+    """Raises KeyboardInterrupt where a built-in function has returned to any, or this, function of such a module."""
 
     def profile(frame: FrameType, event: str, argument: Any) -> None:
-        in_client = frame.f_globals["__name__"].startswith("bngrad.") and caller in ("", frame.f_code.co_name)
-        if event == "c_return" and in_client and argument.__name__ == function:
+        is_there = frame.f_globals["__name__"].startswith(module) and caller in ("", frame.f_code.co_name)
+        if event == "c_return" and is_there and argument.__name__ == function:
             sys.setprofile(None)
             raise KeyboardInterrupt
 
@@ -71,6 +71,33 @@ def interrupt_after(function: str, caller: str = "") -> Iterator[None]:
             yield
     finally:
         sys.setprofile(None)
+
+
+def interrupt_at(step: int, call: Callable[[], object], modules: tuple[str, ...] = ("bngrad.",)) -> bool:
+    """Raises KeyboardInterrupt at a step of a call, in modules whose names begin so.
+
+    The steps are where a function begins or ends: there Python looks for signals.
+
+    Returns:
+        Whether the call has so many steps.
+    """
+    left = step
+
+    def profile(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal left
+        if event in ("call", "return", "c_return") and frame.f_globals["__name__"].startswith(modules):
+            left -= 1
+            if left < 0:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    sys.setprofile(profile)
+    try:
+        with suppress(KeyboardInterrupt):
+            call()
+    finally:
+        sys.setprofile(None)
+    return left < 0
 
 
 def inputs(number: int, shape: tuple[int, ...] = (2, 3, 3, 4)) -> tuple[Any, ...]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
+import pytest
+from tests.unit.client.calls import SECONDS, interrupt_at
 
 from bngrad._ahead.upload import Place, Upload
 from bngrad._deadline import ENDLESS, Cancellation, Deadline
@@ -94,3 +97,17 @@ def test_copies_in_shared_memory_are_no_servers_business() -> None:
     copied.end(Place(SERVER, copy=TENSOR))
     copied.close()
     assert (forgotten, found(copied)) == ([], None)
+
+
+@pytest.mark.parametrize("call", [found, lambda sent: sent.close()], ids=["place", "close"])
+def test_an_interrupt_at_any_step_lets_the_sender_go_on(call: Callable[[Upload], object]) -> None:
+    for step in itertools.count():
+        sent, _ = upload()
+        is_over = not interrupt_at(step, lambda: call(sent), ("bngrad.", "threading"))  # noqa: B023 - it is called here
+        sender = threading.Thread(target=sent.begin, args=(SERVER,), daemon=True)
+        sender.start()
+        sender.join(SECONDS)
+        assert not sender.is_alive()
+        if is_over:
+            break
+    assert step > 2

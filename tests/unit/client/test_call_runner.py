@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import math
 import re
 import socket
@@ -22,7 +23,19 @@ import pytest
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 from tests.servers import wait_until
-from tests.unit.client.calls import LARGE, SECONDS, SMALL, ClientClass, inputs, is_shared, located, right, tensor, use
+from tests.unit.client.calls import (
+    LARGE,
+    SECONDS,
+    SMALL,
+    ClientClass,
+    inputs,
+    interrupt_at,
+    is_shared,
+    located,
+    right,
+    tensor,
+    use,
+)
 from tests.unit.client.endpoints import Server, server
 from tests.unit.client.peer import echo, info, peer
 
@@ -494,3 +507,20 @@ def test_probes_end_with_a_client_that_was_never_closed() -> None:
             gc.collect()
             time.sleep(0.01)
         assert not any(thread.is_alive() for thread in probes)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of sockets that have gone unclosed
+def test_after_an_interrupt_at_any_step_no_call_is_in_flight() -> None:
+    with server() as served, bngrad.Client(served.target, transport="stream") as client:
+        x = tensor(SMALL)
+        right(client, x, served)
+        balancer = client._calls._load_balancer
+        (upstream,) = balancer._servers.values()
+        for step in itertools.count():
+            is_over = not interrupt_at(step, lambda: right(client, x, served))
+            assert not client._calls._running
+            assert not upstream.in_flight
+            assert not balancer._count_again()
+            if is_over:
+                break
+        assert step > 100

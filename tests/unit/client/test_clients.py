@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
+from tests.servers import wait_until
 from tests.unit.client.calls import SECONDS, ClientClass, inputs, interrupt_after, no_thread, use
 from tests.unit.client.peer import echo, info, peer
 
@@ -460,6 +461,20 @@ def test_a_call_sends_its_tensors_itself_where_no_thread_can_send_them_ahead() -
             ahead = client.send_ahead(x)
         for handle in (ahead, client.send_ahead(x)):
             assert all(map(np.array_equal, client.fused_batch_norm_grad_v2(handle, *tensors), tensors))
+
+
+def test_an_interrupt_while_the_thread_that_sends_ahead_starts_leads_to_no_other_one() -> None:
+    def senders() -> set[threading.Thread]:
+        return {thread for thread in threading.enumerate() if thread.name == "bngrad-ahead"}
+
+    before = senders()
+    with bngrad.Client("127.0.0.1:1") as client:
+        with interrupt_after("start_new_thread", module="threading"):
+            client.send_ahead(np.ones(3, np.float32))
+        (sender,) = senders() - before
+        wait_until(sender.is_alive)
+        client.send_ahead(np.ones(3, np.float32))
+        assert senders() - before == {sender}
 
 
 def test_threads_that_share_a_client_get_their_own_answers() -> None:

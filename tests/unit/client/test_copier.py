@@ -13,6 +13,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from tests.servers import wait_until
+from tests.unit.client.calls import interrupt_after
 
 from bngrad._shared_memory.copier import Copier
 from bngrad.typing import Array
@@ -78,6 +80,16 @@ def test_the_caller_copies_alone_without_a_second_thread(
     target, source = pair(8 * MIB)
     copier.copy([(target, source)])
     assert target.tobytes() == source.tobytes()
+
+
+def test_an_interrupt_while_the_thread_starts_leads_to_no_other_one(copier: Copier) -> None:
+    before = set(helpers())
+    with interrupt_after("start_new_thread", module="threading"):
+        copier.copy([pair(8 * MIB)])
+    (helper,) = set(helpers()) - before
+    wait_until(helper.is_alive)
+    copier.copy([pair(8 * MIB)])
+    assert set(helpers()) - before == {helper}
 
 
 def test_a_failure_of_the_second_thread_is_raised(copier: Copier, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,8 @@ from tests.unit.client.peer import echo, peer
 import bngrad
 import bngrad.aio
 from bngrad._balancing import resolver, subset, upstream
+from bngrad._balancing.upstream import Selector
+from bngrad._transports.selector import TransportSelector
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 
 
@@ -233,6 +235,34 @@ def test_a_client_with_more_calls_in_flight_than_its_part_has_servers_uses_more(
         call(50)
         assert len(served.calls) == 2
         wait_until(lambda: len(served.calls) == 8 or bool(list(threads.map(call, [10] * 8))))
+
+
+def test_a_server_that_has_left_is_closed_after_a_call_that_ctrl_c_ended() -> None:
+    with fleet(3) as served:
+        targets = served.targets[:1]
+        with bngrad.Client(lambda: targets) as client:
+
+            def gets_calls(number: int) -> bool:
+                client.fused_batch_norm_grad_v2(*inputs(1))
+                return served.get_calls(number)
+
+            assert gets_calls(0)
+            balancer = client._calls._load_balancer
+            use = balancer.acquire()
+            assert use is not None
+            selector = use.server.selector
+            targets[:] = served.targets[1:2]
+            wait_until(lambda: gets_calls(1))
+            assert not has_closed(selector)
+            del use  # Ctrl-C came before it was released
+            targets[:] = served.targets[2:]
+            wait_until(lambda: gets_calls(2))
+            assert has_closed(selector)
+
+
+def has_closed(selector: Selector) -> bool:
+    assert isinstance(selector, TransportSelector)
+    return selector._discovery._closed
 
 
 def test_a_token_is_not_sent_unencrypted_to_a_host_that_a_function_names() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import random
 import resource
@@ -21,7 +22,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from tests.unit.client.calls import interrupt_after
+from tests.unit.client.calls import interrupt_after, interrupt_at
 
 from bngrad._deadline import ENDLESS, Cancellation, Deadline
 from bngrad._shared_memory import lease as lease_module
@@ -359,11 +360,20 @@ def test_after_an_interrupt_other_threads_get_memory(pool: Pool) -> None:
         assert threads.submit(pool.empty, (1,), BYTE, Deadline.after(2)).result(SECONDS).size == 1
 
 
-@pytest.mark.parametrize("function", ["prod", "max"])
-def test_an_interrupt_loses_no_memory(pool: Pool, function: str) -> None:
-    with interrupt_after(function, caller="new"):
-        pool.empty((1000,), BYTE)
-    assert place_of(pool, pool.empty((1000,), BYTE))[1] == 0
+def test_an_interrupt_at_any_step_loses_no_memory() -> None:
+    for step in itertools.count():
+        with closing(Pool(None)) as pool:
+            first = pool.empty((1000,), BYTE)
+            cuts = interrupt_at(step, lambda: pool.empty((2000,), BYTE))
+            reuses = interrupt_at(step, lambda: pool.empty((2000,), BYTE))
+            arrays = [first, *(pool.empty((2000,), BYTE) for _ in range(3))]
+            assert sorted(place_of(pool, array)[1] for array in arrays) == [0, 1024, 3072, 5120]
+            del first, arrays
+            assert place_of(pool, pool.empty((REGION_NBYTES,), BYTE))[1] == 0
+            assert len(pool._regions) == 1
+        if not cuts and not reuses:
+            break
+    assert step > 10
 
 
 def test_a_cancelled_call_does_not_wait_for_the_memory_of_another_call(tmp_path: Path) -> None:

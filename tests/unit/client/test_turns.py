@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 from tests.servers import wait_until
+from tests.unit.client.calls import interrupt_at
 
 from bngrad._deadline import ENDLESS, Cancellation, Deadline
+from bngrad._transports import turns as turns_module
 from bngrad._transports.turns import NoTurnError, Turns
 
 SECONDS = 30.0
+SHORT_S = 0.002
 
 
 @contextmanager
 def turn(turns: Turns, deadline: Deadline = ENDLESS, cancellation: Cancellation | None = None) -> Iterator[None]:
-    turns.take(deadline, cancellation or Cancellation())
+    taken = turns.take(deadline, cancellation or Cancellation())
     try:
         yield
     finally:
-        turns.give_back()
+        turns.give_back(taken)
 
 
 class Calls:
@@ -88,6 +92,39 @@ def test_an_interrupt_ends_the_wait_and_takes_no_turn(calls: Calls) -> None:
         calls.run("a", ENDLESS, Interrupted())
     calls.wait("b").result(SECONDS)
     assert calls.order == ["b"]
+
+
+@pytest.mark.parametrize("others", [0, 1, 2], ids="{} others".format)
+def test_no_turn_is_lost_by_an_interrupt_at_any_step(others: int) -> None:
+    for step in itertools.count():
+        turns = Turns(2)
+        with ExitStack() as running:
+            for _ in range(others):
+                running.enter_context(turn(turns))
+            is_over = not interrupt_at(step, lambda: call_soon(turns))  # noqa: B023 - it is called here
+        with turn(turns, Deadline.after(SHORT_S)), turn(turns, Deadline.after(SHORT_S)):
+            assert turns.waiting == 0
+        if is_over:
+            break
+    assert step > 5
+
+
+def test_a_call_that_an_interrupt_kept_from_being_woken_begins_nevertheless(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns_module, "_LOOK_S", SHORT_S)
+    for step in itertools.count():
+        calls = Calls()
+        taken = [calls.turns.take(ENDLESS, Cancellation())]
+        waiting = calls.wait("a")
+        is_over = not interrupt_at(step, lambda: calls.turns.give_back(taken.pop()))  # noqa: B023 - it is called here
+        waiting.result(SECONDS)
+        if is_over:
+            break
+    assert step > 5
+
+
+def call_soon(turns: Turns) -> None:
+    with suppress(NoTurnError), turn(turns, Deadline.after(SHORT_S)):
+        pass
 
 
 def test_no_turn_is_lost_among_many_calls() -> None:

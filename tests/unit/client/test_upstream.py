@@ -10,17 +10,24 @@ from typing import Any, cast
 import pytest
 
 from bngrad._balancing import upstream
-from bngrad._balancing.upstream import Upstream, choose
+from bngrad._balancing.upstream import Upstream, Use, choose
 from bngrad_wire.load_report import LoadReport
 
 
-def server(in_flight: int = 0, rate: float = 0.0) -> Upstream:
-    """Returns a server with calls in flight, and a report of its rate under full load, if that is not 0."""
+def server(rate: float = 0.0) -> Upstream:
+    """Returns a server with a report of its rate under full load, if that is not 0."""
     made = Upstream(cast(Any, None))
     if rate:
         made.note(LoadReport(rate, 1.0, 1.0), 0)
-    made.count(in_flight)
     return made
+
+
+def begin(server: Upstream, calls: int = 1) -> list[Use]:
+    """Begins calls to a server, which are in flight as long as what is returned."""
+    uses = [Use(server) for _ in range(calls)]
+    for use in uses:
+        server.count(begun=use)
+    return uses
 
 
 def share(
@@ -32,7 +39,11 @@ def share(
 
 
 def test_the_server_with_the_fewest_calls_gets_the_next_one() -> None:
-    assert share([server(2), server(1), server(3)]) == [0, 1, 0]
+    servers = [server(), server(), server()]
+    uses = list(map(begin, servers, [2, 1, 3]))
+    assert share(servers) == [0, 1, 0]
+    del uses[2]
+    assert share(servers) == [0, 0, 1]
 
 
 def test_equal_servers_get_equal_shares() -> None:
@@ -42,9 +53,9 @@ def test_equal_servers_get_equal_shares() -> None:
 
 def test_calls_are_divided_by_speed() -> None:
     servers = [server(rate=300), server(rate=100)]
-    for _ in range(400):
-        choose(servers, 200.0, 0.0, 0).count(1)
+    uses = [begin(choose(servers, 200.0, 0.0, 0)) for _ in range(400)]
     assert servers[0].in_flight == pytest.approx(300, abs=20)
+    assert servers[0].in_flight + servers[1].in_flight == len(uses)
 
 
 def test_calls_are_divided_by_speed_at_random_if_most_requests_are_those_of_others() -> None:
@@ -57,10 +68,11 @@ def test_the_part_of_the_requests_that_are_own_is_known(monkeypatch: pytest.Monk
     now = 100.0
     monkeypatch.setattr(upstream, "time", SimpleNamespace(monotonic=lambda: now))
     busy = server()
-    busy.count(3)
+    uses = begin(busy, 3)
     now += 1.0
     assert busy.note(LoadReport(100, 1.0, 12.0), 0) == pytest.approx(0.25)
-    busy.count(-3)
+    for use in uses:
+        busy.count(ended=use)
     now += 1.0
     assert busy.note(LoadReport(100, 1.0, 12.0), 0) == pytest.approx(0)
     assert busy.note(LoadReport(0, 0.0, 0.0), 0) is None
