@@ -94,8 +94,8 @@ def top_in_a_terminal(address: str, *options: str) -> Iterator[tuple[int, int]]:
     terminal, inner = pty.openpty()
     fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
     command = [sys.executable, "-m", "bngrad_cli", "top", address, *options]
-    # A process of its own session, whose controlling terminal is this one; its size, not COLUMNS, counts. Where the tests
-    # run in the background of a script, SIGINT is ignored, and child processes would inherit that.
+    # A process of its own session, whose controlling terminal is this one; its size, not COLUMNS, counts.
+    # Where the tests run in the background of a script, SIGINT is ignored, and it would inherit that.
     start = """import os, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 os.setsid()
