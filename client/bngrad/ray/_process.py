@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import subprocess
 import threading
@@ -98,16 +97,17 @@ class ServerProcess:
         """Runs a server to its end; returns whether it was ready, and its exit code."""
         listen = self._target or f"{self._host}:0"
         # As a child, it does not outlive an actor that is killed.
-        command = module_command("bngrad_cli.child", os.getpid(), "serve", "--listen", listen, *self._options)
+        command = module_command("bngrad_cli.child", "serve", "--listen", listen, *self._options)
         with self._mutex:
             if self._stopping.is_set():
                 return False, 0
             process = subprocess.Popen(  # noqa: S603 - our own module
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
             )
             self._process = process
+        assert process.stdin is not None
         assert process.stdout is not None
-        with process.stdout:
+        with process.stdin, process.stdout:
             ready = _READY.search(process.stdout.readline())
             if ready:
                 self._target = ready[1]
