@@ -33,8 +33,8 @@ _MAX_CACHED_NBYTES = 1024
 """How many bytes beside its elements a message may have whose layout is cached."""
 _MAX_LAYOUTS = 2048
 """How many layouts a decoder caches before it begins anew; each array in shared memory makes one."""
-_MAX_LIKE = 32
-"""How many of them may begin alike."""
+_MAX_WITH_BEGINNING = 32
+"""How many of them may have the same beginning."""
 _MAX_BEGINNINGS = 8
 """How many lengths the beginnings of messages of one length may have."""
 
@@ -134,8 +134,8 @@ class Decoder(Generic[AnyMessage, Meaning]):
             ends = self._ends.get(nbytes, ())
             if elements not in ends:
                 self._ends[nbytes] = (elements, *ends[: _MAX_BEGINNINGS - 1])
-            alike = self._layouts.get((nbytes, beginning), ())
-            self._layouts[nbytes, beginning] = ((tuple(rest), meaning), *alike[: _MAX_LIKE - 1])
+            known = self._layouts.get((nbytes, beginning), ())
+            self._layouts[nbytes, beginning] = ((tuple(rest), meaning), *known[: _MAX_WITH_BEGINNING - 1])
 
     def _parse(self, data: bytes) -> tuple[Layout[AnyMessage], _Skeleton]:
         """Splits off the elements, and parses the rest with protobuf, which merges fields that come twice."""

@@ -351,7 +351,7 @@ def test_hundreds_of_layouts_are_known_at_once(sent: list[bytes]) -> None:
         ([located_message(0, 2**20 + n) for n in range(500)], 32),
         ([sized(1, sized(5, bytes(n)) + sized(3, bytes(20 - n))) for n in range(20)], 8),
     ],
-    ids=["any", "that begin alike", "whose beginnings have different lengths"],
+    ids=["any", "with the same beginning", "whose beginnings have different lengths"],
 )
 def test_a_decoder_caches_a_limited_number_of_layouts(sent: list[bytes], most: int) -> None:
     decoder = new_decoder()
