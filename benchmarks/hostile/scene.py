@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from typing import Any
 import psutil
 import trustme
 from benchmarks.hostile.victim import Victim
+from benchmarks.ports import free_port
 
 from bngrad_cli.embedded import EmbeddedServer
 from bngrad_wire.token_format import new_token
@@ -150,7 +150,7 @@ def serving(*, tls: bool, is_limited: bool) -> Iterator[Scene]:
             lines.append(line)
         (directory / "tokens").write_text("\n".join(lines) + "\n")
         (directory / "tokens").chmod(0o600)
-        http = f"127.0.0.1:{_free_port()}"
+        http = f"127.0.0.1:{free_port()}"
         options = [
             *("--listen", f"unix:{directory}/bngrad.sock", "--http", http, "--channelz"),
             *("--token-file", str(directory / "tokens"), "--arena-bytes", str(ARENA_BYTES)),
@@ -177,9 +177,3 @@ def _certificate(directory: Path) -> tuple[str, list[str]]:
     own.cert_chain_pems[0].write_to_path(certificate)
     own.private_key_pem.write_to_path(key)
     return str(ca), ["--tls-certificate", str(certificate), "--tls-key", str(key)]
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port

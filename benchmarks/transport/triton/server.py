@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import tritonclient.grpc as triton
+from benchmarks.ports import free_port
 from benchmarks.transport.triton import MODEL, THREADS
 
 from bngrad_server.runtime.processes import die_with_parent
@@ -33,7 +33,7 @@ def start(address: str, threads: int) -> tuple[str, object]:
         RuntimeError: The server ended, or was not ready in time.
     """
     assert address == "127.0.0.1:0", address
-    target = f"127.0.0.1:{_free_port()}"
+    target = f"127.0.0.1:{free_port()}"
     process = subprocess.Popen(
         _command(target),
         env=_environment(threads),
@@ -70,13 +70,6 @@ def _environment(threads: int) -> dict[str, str]:
         "LD_LIBRARY_PATH": str(_PACKAGES / "nvidia_pytriton.libs"),
         "PATH": f"{_ENVIRONMENT / 'bin'}:{os.environ['PATH']}",
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def _wait(process: subprocess.Popen[Any], target: str) -> None:
