@@ -24,6 +24,8 @@ _LONGEST_MESSAGE_NBYTES = 1024
 _LONGEST_DESCRIPTION_NBYTES = 256
 """Messages may quote input of any length, but clients accept headers of 8 KiB, and drop the connection over 16."""
 
+_NO_MEMORY_RETRY_S = 1.0
+
 REFUSAL = "a valid token is needed"
 """The only text that a client without a token ever gets, whatever it called."""
 
@@ -164,6 +166,11 @@ def _with_retry_delay(code: grpc.StatusCode, message: str, retry_delay_s: float)
     return told
 
 
+def _tell_no_memory(code: grpc.StatusCode, error: Exception) -> _Told:
+    logger.error("a call found no memory", exc_info=error)
+    return _with_retry_delay(code, "the server has no memory left for this call", _NO_MEMORY_RETRY_S)
+
+
 def _tell_stopping(code: grpc.StatusCode, error: Exception) -> _Told:
     return _status(grpc.StatusCode.UNAVAILABLE, "the server is stopping")
 
@@ -182,6 +189,7 @@ _TABLE: dict[type[BaseException], tuple[grpc.StatusCode, _Tell]] = {
     RequestTooLargeError: (grpc.StatusCode.RESOURCE_EXHAUSTED, _tell_text),
     MessageTooLargeError: (grpc.StatusCode.RESOURCE_EXHAUSTED, _tell_text),
     UnknownTicketError: (grpc.StatusCode.FAILED_PRECONDITION, _tell_text),
+    MemoryError: (grpc.StatusCode.RESOURCE_EXHAUSTED, _tell_no_memory),
     TimeoutError: (grpc.StatusCode.DEADLINE_EXCEEDED, _tell_text),
     UnauthenticatedError: (grpc.StatusCode.UNAUTHENTICATED, _tell_text),
     ComputeError: (grpc.StatusCode.INTERNAL, _tell_text),

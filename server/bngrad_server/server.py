@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from bngrad_server.config import ServerConfig
 from bngrad_server.engine import Engine
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from bngrad_server.telemetry.tracing import Tracing
 
 logger = logging.getLogger(__name__)
+
+_CHECK_S = 1.0
+"""How often the main thread looks whether the threads that serve still run."""
 
 
 class Server:
@@ -106,13 +109,24 @@ class Server:
             self._lease_server.start()
         self.engine.pool.start()
 
+    @property
+    def failed_part(self) -> str:
+        """The part of the started server whose thread has ended by itself; empty if there is none."""
+        alive = {
+            "grpcio's port": self._grpcio_port.is_alive,
+            "the HTTP/2 port": self._http2_port.is_alive,
+            "the leases": self._lease_server is None or self._lease_server.is_alive,
+        }
+        return next((name for name, is_alive in alive.items() if not is_alive), "")
+
     def stop(self, drain_timeout_s: float) -> None:
         """Refuses new requests, waits for the running ones until the timeout, then ends the workers."""
         self._stopping = True
         self._health.close()
         stopped = self._grpcio_port.stop(drain_timeout_s)
         self._http2_port.stop(drain_timeout_s)
-        stopped.wait()
+        while not stopped.wait(_CHECK_S) and self._grpcio_port.is_alive:
+            pass  # without its thread, grpcio never stops
         if self._lease_server is not None:
             self._lease_server.close()
         if self._monitor is not None:
@@ -211,8 +225,17 @@ def _tracing() -> Tracing:
     return Tracing()
 
 
+def _end_at_once(failed_part: str) -> NoReturn:
+    """Ends the process as if it were killed, so that clients whose calls would hang call another server."""
+    logger.critical("the server ends, since the thread of %s has ended", failed_part)
+    logging.shutdown()
+    os._exit(1)
+
+
 def serve(config: ServerConfig) -> None:
     """Serves until SIGTERM or SIGINT, then drains. A second signal, or one before the server is ready, exits at once.
+
+    So does the process, with exit code 1, if a thread has ended without which calls would hang.
 
     Raises:
         SettingError: The file or group of a setting cannot be used.
@@ -237,7 +260,9 @@ def serve(config: ServerConfig) -> None:
         devices = ", ".join(f"{status.name} ({status.description})" for status in server.engine.pool.status())
         print(f"bngrad {__version__} ready on {', '.join(server.addresses)}: {devices}", flush=True)
         logger.info("large tensors: %s; clients on this host: %s; HTTP: %s", *server.endpoints, server.http_address)
-        stopping.wait()
+        while not stopping.wait(_CHECK_S):
+            if failed_part := server.failed_part:
+                _end_at_once(failed_part)
         logger.info("draining")
     finally:
         server.stop(config.drain_timeout_s)

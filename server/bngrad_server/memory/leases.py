@@ -83,6 +83,11 @@ class LeaseServer:
         """Begins to lease regions, each for the life of a connection."""
         self._thread.start()
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
     def close(self) -> None:
         """Ends every lease and removes the directory."""
         self._waker.close()

@@ -47,6 +47,7 @@ class GrpcioPort:
         self._certificates = certificates
         observer = servicer.observer
         self._throttle = TcpThrottle(config.max_message_bytes, config.max_client_bytes)
+        self._thread: threading.Thread | None = None
         self._limiter = RpcLimiter(_OTHER_THREADS - FREE_THREADS, servicer.authenticator)
         self._server = grpc.server(
             HandlerExecutor(_OTHER_THREADS, "grpcio-other"),
@@ -100,8 +101,16 @@ class GrpcioPort:
 
     def start(self) -> None:
         """Starts to accept connections."""
+        others = set(threading.enumerate())
         self._server.start()
+        new = (each for each in threading.enumerate() if each not in others)
+        self._thread = next((each for each in new if "_serve" in each.name), None)
         self._throttle.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread of grpcio runs that begins all calls; it ends if it gets no memory for a message."""
+        return self._thread is None or self._thread.is_alive()
 
     def stop(self, drain_timeout_s: float) -> threading.Event:
         """Refuses new calls; returns an event that is set once the running ones end, or at the timeout."""

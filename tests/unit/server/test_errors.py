@@ -27,6 +27,7 @@ class _PoolTimeoutError(TimeoutError):
         (errors.OverloadedError("full", 0.5), "RESOURCE_EXHAUSTED", "RESOURCE_EXHAUSTED", "full"),
         (errors.ArenaTooSmallError("large"), "RESOURCE_EXHAUSTED", "RESOURCE_EXHAUSTED", "large"),
         (errors.MessageTooLargeError("large"), "RESOURCE_EXHAUSTED", "RESOURCE_EXHAUSTED", "large"),
+        (MemoryError("secret"), "RESOURCE_EXHAUSTED", "RESOURCE_EXHAUSTED", "no memory left"),
         (TimeoutError("late"), "DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED", "late"),
         (_PoolTimeoutError("late"), "DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED", "late"),
         (errors.UnauthenticatedError(), "UNAUTHENTICATED", "UNAUTHENTICATED", errors.REFUSAL),
@@ -60,11 +61,12 @@ def test_only_unexpected_exceptions_are_logged(caplog: pytest.LogCaptureFixture)
     assert "RuntimeError: broken" in caplog.text
 
 
-def test_a_full_server_tells_when_to_retry() -> None:
-    _, status = errors.grpc_status(errors.OverloadedError("full", 0.25))
+@pytest.mark.parametrize(("error", "delay_ms"), [(errors.OverloadedError("full", 0.25), 250), (MemoryError(), 1000)])
+def test_a_full_server_tells_when_to_retry(error: Exception, delay_ms: int) -> None:
+    _, status = errors.grpc_status(error)
     retry_info = error_details_pb2.RetryInfo()
     assert status.details[0].Unpack(retry_info)
-    assert retry_info.retry_delay.ToMilliseconds() == 250
+    assert retry_info.retry_delay.ToMilliseconds() == delay_ms
 
 
 def test_what_is_wrong_with_a_request_is_told_by_field() -> None:

@@ -56,6 +56,11 @@ class Http2Port:
         self._strangers.start()
 
     @property
+    def is_alive(self) -> bool:
+        """Whether its threads run that accept connections and begin calls."""
+        return self._event_loop.is_alive and self._strangers.is_alive
+
+    @property
     def connections(self) -> int:
         """The number of connections that have made a call."""
         return len(self._connections)

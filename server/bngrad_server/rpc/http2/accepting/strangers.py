@@ -82,6 +82,11 @@ class Strangers:
         self._acceptor.resume()
         self._event_loop.start()
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._event_loop.is_alive
+
     def stop(self) -> None:
         """Closes listeners and strangers, and ends the thread."""
         if self._event_loop.is_alive:

@@ -1,0 +1,87 @@
+"""The system gives the front process no more memory."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import grpc
+import psutil
+import pytest
+from tests.integration.status_details import retry_delay_s
+from tests.raw_http2 import path_of, request
+from tests.servers import ONE_WORKER, TIMEOUT_S, descriptors_of, is_running, targets_of, wait_until
+
+from bngrad_cli.embedded import EmbeddedServer
+
+MIB = 2**20
+OP = path_of("FusedBatchNormGradV2")
+SMALL = request(4096).SerializeToString()
+LARGE = request(16 * MIB).SerializeToString()
+ARENA = ("--arena-bytes", "256MiB")
+"""A quarter of it is for received messages: room for one large one."""
+OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+
+
+@contextmanager
+def nearly_without_memory(server: EmbeddedServer, spare_nbytes: int) -> Iterator[None]:
+    """Lets the front process take only so much more memory."""
+    front, limit = server.process.pid, resource.RLIMIT_AS
+    soft, hard = resource.prlimit(front, limit)
+    resource.prlimit(front, limit, (psutil.Process(front).memory_info().vms + spare_nbytes, hard))
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):
+            resource.prlimit(front, limit, (soft, hard))
+
+
+def test_calls_without_memory_are_refused_for_now_and_leave_nothing_behind() -> None:
+    with (
+        EmbeddedServer(options=(*ONE_WORKER, *ARENA)) as server,
+        grpc.insecure_channel(targets_of(server.target)["tcp"], options=OPTIONS) as channel,
+    ):
+        call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(OP)
+        for message in (SMALL, LARGE):
+            call(message, timeout=TIMEOUT_S)
+        descriptors = len(descriptors_of(server.process.pid))
+        with nearly_without_memory(server, len(LARGE) // 2):
+            for _ in range(3):
+                with pytest.raises(grpc.RpcError, match="the server has no memory left for this call") as caught:
+                    call(LARGE, timeout=TIMEOUT_S)
+                assert retry_delay_s(caught.value) > 0
+                call(SMALL, timeout=TIMEOUT_S)
+        call(LARGE, timeout=TIMEOUT_S)
+        wait_until(lambda: len(descriptors_of(server.process.pid)) <= descriptors)
+        assert "MemoryError" in server.stderr()
+
+
+@pytest.fixture
+def server_without_grpcio() -> Iterator[EmbeddedServer]:
+    """A server that has just received a message on grpcio's port, but got no memory to give it to Python.
+
+    This ends the thread of grpcio that begins all calls. With even less memory, grpcio itself aborts the process.
+    """
+    with (
+        EmbeddedServer(options=(*ONE_WORKER, "--drain-timeout", "1")) as server,
+        grpc.insecure_channel(server.target, options=OPTIONS) as channel,
+    ):
+        call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(OP)
+        call(SMALL, timeout=TIMEOUT_S)
+        with nearly_without_memory(server, len(LARGE) * 3 // 2):
+            pending = call.future(LARGE, timeout=TIMEOUT_S)
+            wait_until(lambda: "MemoryError" in server.stderr() or not is_running(server.process.pid), poll_s=0.001)
+            yield server
+            pending.cancel()
+            server.process.kill()
+
+
+def test_a_server_ends_whose_calls_on_grpcios_port_would_hang(server_without_grpcio: EmbeddedServer) -> None:
+    assert server_without_grpcio.process.wait(TIMEOUT_S) == 1
+    assert "the server ends, since the thread of grpcio's port has ended" in server_without_grpcio.stderr()
+
+
+def test_a_server_that_is_stopped_does_not_wait_for_these_calls(server_without_grpcio: EmbeddedServer) -> None:
+    server_without_grpcio.process.terminate()
+    server_without_grpcio.process.wait(TIMEOUT_S)
