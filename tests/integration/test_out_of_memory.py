@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -11,7 +12,7 @@ import psutil
 import pytest
 from tests.integration.status_details import retry_delay_s
 from tests.raw_http2 import path_of, request
-from tests.servers import ONE_WORKER, TIMEOUT_S, descriptors_of, is_running, targets_of, wait_until
+from tests.servers import ONE_WORKER, TIMEOUT_S, descriptors_of, is_running, targets_of, wait_until, worker_pid
 
 from bngrad_cli.embedded import EmbeddedServer
 
@@ -55,6 +56,23 @@ def test_calls_without_memory_are_refused_for_now_and_leave_nothing_behind() -> 
         call(LARGE, timeout=TIMEOUT_S)
         wait_until(lambda: len(descriptors_of(server.process.pid)) <= descriptors)
         assert "MemoryError" in server.stderr()
+
+
+def test_a_worker_outlives_the_want_of_memory() -> None:
+    """Neither its answers nor its heartbeats need memory of the front process."""
+    options = ("--workers", "1", "--front-bytes", "0", "--worker-timeout", "1", *ARENA)
+    with (
+        EmbeddedServer(options=options) as server,
+        grpc.insecure_channel(targets_of(server.target)["tcp"]) as channel,
+    ):
+        call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(OP)
+        call(SMALL, timeout=TIMEOUT_S)
+        worker = worker_pid(server)
+        with nearly_without_memory(server, 0):
+            for _ in range(20):
+                call(SMALL, timeout=TIMEOUT_S)
+                time.sleep(0.1)
+        assert worker_pid(server) == worker
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import itertools
 import pickle
+import socket
 import struct
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -84,6 +85,21 @@ _SPEC_NUMBER = struct.Struct("<I")
 _LARGE = {order: problem.large_inputs + problem.large_outputs for order, problem in PROBLEM_TYPES.items()}
 _FORMATS = {len(names): struct.Struct(f"<I?q{3 * len(names)}q2q") for names in _LARGE.values()}
 """Packed tasks, by the number of their tensors of the shape of x."""
+
+
+class PacketReceiver:
+    """Receives packets into memory of its own: for want of memory, the front process would lose a sound worker."""
+
+    def __init__(self) -> None:
+        self._buffer = memoryview(bytearray(MAX_PACKET_NBYTES))
+
+    def receive(self, sock: socket.socket) -> bytes:
+        """Receives a packet, for one thread at a time; empty once the other end is closed.
+
+        Raises:
+            OSError: See `socket.socket.recv`.
+        """
+        return bytes(self._buffer[: sock.recv_into(self._buffer)])
 
 
 def pickled(content: Any, kind: bytes = b"") -> bytes:

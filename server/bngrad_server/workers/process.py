@@ -18,7 +18,7 @@ from bngrad_server.memory.arena import Arena
 from bngrad_server.memory.regions import Region
 from bngrad_server.runtime.processes import end_process
 from bngrad_server.scheduling.job import Part
-from bngrad_server.workers.ipc import MAX_PACKET_NBYTES, AheadChange
+from bngrad_server.workers.ipc import AheadChange, PacketReceiver
 from bngrad_server.workers.worker_slot import BusyTime, WorkerSlot
 
 _EXIT_TIMEOUT_S = 5.0
@@ -36,6 +36,7 @@ class WorkerProcess:
         self.slots = slots
         self._busy_time = BusyTime()
         self._slots = [WorkerSlot(self._busy_time, compiles=device == "cpu") for _ in range(slots)]
+        self._receiver = PacketReceiver()
         self._heartbeat, their_heartbeat = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._ahead, their_ahead = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._ahead.setblocking(False)
@@ -60,7 +61,7 @@ class WorkerProcess:
         """Receives the next `Report` packet; empty once the process has ended, None if none came in time."""
         self._heartbeat.settimeout(timeout_s)
         try:
-            return self._heartbeat.recv(MAX_PACKET_NBYTES)
+            return self._receiver.receive(self._heartbeat)
         except TimeoutError:
             return None
         except OSError:

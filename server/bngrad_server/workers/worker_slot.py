@@ -17,7 +17,7 @@ from bngrad_kernels.spec import Spec
 from bngrad_server.errors import WorkerDiedError
 from bngrad_server.memory.regions import Region
 from bngrad_server.scheduling.job import Part
-from bngrad_server.workers.ipc import MAX_FDS, MAX_PACKET_NBYTES, OK, Message, pack_task, pickled, unpickled
+from bngrad_server.workers.ipc import MAX_FDS, OK, Message, PacketReceiver, pack_task, pickled, unpickled
 
 _MAX_SPECS = 4096
 """How many specs have numbers at once."""
@@ -74,6 +74,7 @@ class WorkerSlot:
         weakref.finalize(self, self._socket.close)  # not before: a thread may be about to wait for an answer
         self._writable = select.poll()
         self._writable.register(self._socket, select.POLLOUT)
+        self._receiver = PacketReceiver()
         self._busy_time = busy_time
         self._taken = threading.Lock()
         self._late_at: float | None = None
@@ -188,7 +189,7 @@ class WorkerSlot:
 
     def _receive(self) -> bytes:
         try:
-            packet = self._socket.recv(MAX_PACKET_NBYTES)
+            packet = self._receiver.receive(self._socket)
         except ConnectionResetError as error:  # it closed the socket before it had read all that it was sent
             raise WorkerDiedError(f"closed its socket: {error}", saw_batch=False) from error
         except OSError as error:
