@@ -244,10 +244,14 @@ class BufferedSocket:
         self.high += self._receive(self._view[self.high :], flags)
 
     def enlarge(self) -> None:
-        """Exchanges the buffer for a large one, if one is free, until `shrink`."""
+        """Exchanges the buffer for a large one, if one is free and there is memory for it, until `shrink`."""
         if not self.is_large and _spare_buffers:
             with suppress(IndexError):  # another thread took it
-                self._exchange(_spare_buffers.pop() or bytearray(LARGE_BUFFER_NBYTES))
+                spare = _spare_buffers.pop()
+                try:
+                    self._exchange(spare or bytearray(LARGE_BUFFER_NBYTES))
+                except MemoryError:
+                    _spare_buffers.append(spare)
 
     def shrink(self) -> None:
         """Gives the large buffer back, unless there is something in it."""
