@@ -78,7 +78,7 @@ class EventLoop:
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = False
         self._cpu_share = cpu_share
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run_to_the_end, name=name, daemon=True)
         self.add_reader(self._waker, self._clear_waker)
 
     @property
@@ -143,6 +143,16 @@ class EventLoop:
         if self._readers.pop(fd, None) is not None:
             with contextlib.suppress(OSError):  # it was closed
                 self._epoll.unregister(fd)
+
+    def _run_to_the_end(self) -> None:
+        while True:
+            try:
+                self._run()
+            except MemoryError:  # the events are still there: the next round has them
+                with contextlib.suppress(MemoryError):
+                    logger.error("a round of the event loop found no memory", exc_info=True)
+            else:
+                return
 
     def _run(self) -> None:
         limit = None if self._cpu_share is None else _CpuLimit(self._cpu_share)

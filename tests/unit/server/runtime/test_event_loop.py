@@ -4,16 +4,33 @@ from __future__ import annotations
 
 import itertools
 import os
+import subprocess
+import sys
 import threading
 import time
 from functools import partial
 
+import pytest
 from tests.servers import wait_until
 
 from bngrad_server.runtime.event_loop import EventLoop
 
 _SHARE = 0.05
 _CALLBACK_S = 0.002
+_WITHOUT_MEMORY = """
+import _testcapi, threading, time
+from bngrad_server.runtime.event_loop import EventLoop
+
+loop = EventLoop("starved")
+loop.start()
+for number in range(100):
+    loop.call_soon(lambda: _testcapi.set_nomemory(number, number + 1))
+    time.sleep(0.005)
+    _testcapi.remove_mem_hooks()
+    done = threading.Event()
+    loop.call_soon(done.set)
+    assert done.wait(10), number
+"""
 
 
 def test_a_limited_loop_computes_for_its_share_of_a_core() -> None:
@@ -171,3 +188,9 @@ def test_a_limited_loop_saves_little_up_while_it_is_idle() -> None:
     assert has_ended.wait(20)
     assert time.monotonic() - began > 0.2
     loop.stop(20)
+
+
+def test_a_loop_outlives_the_want_of_memory() -> None:
+    """Each of its next allocations fails, one at a time."""
+    pytest.importorskip("_testcapi")
+    subprocess.run([sys.executable, "-c", _WITHOUT_MEMORY], check=True, timeout=60)
