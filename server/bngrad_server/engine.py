@@ -146,6 +146,7 @@ class Engine:
             TimeoutError: The deadline has passed.
             InvalidArgumentError: See `SharedRequests.compute`.
             ComputeError: Likewise.
+            MemoryError: Likewise.
         """
         decoded_at = time.monotonic()
         try:

@@ -95,6 +95,7 @@ class SharedRequests:
         Raises:
             InvalidArgumentError: The request names memory that is not leased, or tensors overlap.
             ComputeError: It cannot be computed.
+            MemoryError: The shared memory cannot be mapped.
         """
         known = self._known.get(id(request))
         if known is None or not all(region.leased for region in known.regions):
@@ -160,7 +161,11 @@ class SharedRequests:
 
     def _memory(self, region: Region) -> memoryview:
         if region.number not in self._mapped:
-            self._mapped[region.number] = MappedFile(region.fd, region.nbytes)
+            try:
+                self._mapped[region.number] = MappedFile(region.fd, region.nbytes)
+            except OSError as error:
+                problem = f"{region.nbytes} bytes of shared memory cannot be mapped: {error.strerror}"
+                raise MemoryError(problem) from error
         return self._mapped[region.number].view
 
     def _run(self, prepared: Prepared) -> Callable[[], None]:

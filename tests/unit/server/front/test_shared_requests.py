@@ -3,10 +3,12 @@ from __future__ import annotations
 import gc
 import math
 import os
+import resource
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from tests.clock import Clock
 from tests.servers import wait_until
@@ -106,6 +108,18 @@ def test_a_request_is_computed_where_its_tensors_lie(server: Server) -> None:
     assert os.pread(server.region.fd, nbytes, 2 * nbytes) == expected.x_backprop.tobytes()
     assert response.scale_backprop.data == expected.scale_backprop.tobytes()
     assert response.offset_backprop.data == expected.offset_backprop.tobytes()
+
+
+def test_a_region_that_cannot_be_mapped_is_a_want_of_memory(server: Server) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms, limits[1]))
+    try:
+        with pytest.raises(MemoryError, match="8388608 bytes of shared memory cannot be mapped"):
+            server.compute(SMALL)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    assert server.region.holds == 0
+    server.compute(SMALL)
 
 
 def test_only_brief_requests_are_computed_while_others_are_in_the_server(server: Server) -> None:
