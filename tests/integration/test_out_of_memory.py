@@ -58,8 +58,8 @@ def test_calls_without_memory_are_refused_for_now_and_leave_nothing_behind() -> 
         assert "MemoryError" in server.stderr()
 
 
-def test_a_worker_outlives_the_want_of_memory() -> None:
-    """Neither its answers nor its heartbeats need memory of the front process."""
+def test_a_worker_survives_a_front_process_without_memory() -> None:
+    """Neither its answers nor its heartbeats need new memory there."""
     options = ("--workers", "1", "--front-bytes", "0", "--worker-timeout", "1", *ARENA)
     with (
         EmbeddedServer(options=options) as server,

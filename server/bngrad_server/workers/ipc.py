@@ -88,7 +88,7 @@ _FORMATS = {len(names): struct.Struct(f"<I?q{3 * len(names)}q2q") for names in _
 
 
 class PacketReceiver:
-    """Receives packets into memory of its own: for want of memory, the front process would lose a sound worker."""
+    """Receives packets into memory of its own, so that a process without memory does not lose a sound worker."""
 
     def __init__(self) -> None:
         self._buffer = memoryview(bytearray(MAX_PACKET_NBYTES))

@@ -110,9 +110,9 @@ def test_a_request_is_computed_where_its_tensors_lie(server: Server) -> None:
     assert response.offset_backprop.data == expected.offset_backprop.tobytes()
 
 
-def test_a_region_that_cannot_be_mapped_is_a_want_of_memory(server: Server) -> None:
+def test_a_region_that_cannot_be_mapped_is_a_memory_error(server: Server) -> None:
     limits = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms, limits[1]))
+    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + server.region.nbytes // 2, limits[1]))
     try:
         with pytest.raises(MemoryError, match="8388608 bytes of shared memory cannot be mapped"):
             server.compute(SMALL)
