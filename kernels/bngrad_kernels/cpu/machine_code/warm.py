@@ -33,8 +33,8 @@ def missing_in_background() -> list[Kernel]:
 def fill(cpu: str, kernels: Iterable[Kernel], jobs: int) -> Iterator[tuple[Kernel, str]]:
     """Compiles kernels, ``jobs`` at a time; yields each with an empty string, or a sentence why it failed."""
     with ThreadPoolExecutor(jobs) as threads:
-        futures = {threads.submit(_compile, kernel, cpu): kernel for kernel in kernels}
         try:
+            futures = {threads.submit(_compile, kernel, cpu): kernel for kernel in kernels}
             for future in as_completed(futures):
                 yield futures[future], future.result()
         finally:
