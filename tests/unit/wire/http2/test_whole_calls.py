@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 
 import pytest
+from tests.clock import Clock
 from tests.unit.wire.http2.peers import HELLO, TIMEOUT_S, pair
 
 from bngrad_wire.http2 import (
@@ -173,10 +174,13 @@ def begin_with_a_large_call(connection: ServerConnection, far: socket.socket) ->
 
 
 def test_the_rest_of_a_call_like_the_last_one_is_awaited_and_then_taken_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "_REST_TIMEOUT_S", TIMEOUT_S)
+    """Each call has its own time for that."""
+    clock = Clock()
+    monkeypatch.setattr(server_module, "time", clock)
     with server() as (connection, far):
         begin_with_a_large_call(connection, far)
         for number in (3, 5):
+            clock.now += server_module._REST_TIMEOUT_S
             *before, call = trickle(connection, far, call_of(number, *LARGE_CONTENTS))
             assert before == [None] * len(before)
             assert call is not None

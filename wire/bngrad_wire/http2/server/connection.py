@@ -144,6 +144,7 @@ class ServerConnection(BaseConnection):
         io.low = end
         io.shrink()
         self.last_stream_id = stream_id
+        self._rest_until = 0.0
         call.receive_buffer = data
         call.ended = call.peer_ended = True
         return call
