@@ -19,6 +19,8 @@ Bytes = TypeVar("Bytes", bytes, bytearray)
 _SMALL_NBYTES = 16 * 1024
 """Messages up to this size are copied into one piece; they also fit one frame of any peer."""
 _LARGE_NBYTES = 2**18
+_LARGE_FRAMES_NBYTES = 2**16
+"""A peer that sends a message of this size may send the next ones in large frames, which cost less."""
 _MAX_OUTBOUND_PIECES = 64
 _PART_NBYTES = 4 * 2**20
 """Longer messages are sent in frames of at most this size, one after the other, so that their progress can be seen, and
@@ -213,7 +215,7 @@ class BaseCall(Stream):
         if compressed:
             self._fail(f"a message is flagged {compressed}, neither 0 nor 1")
         self.remaining = size
-        if size >= _LARGE_NBYTES:
+        if size >= _LARGE_FRAMES_NBYTES:
             self._connection.allow_large_frames()
         return int(size)
 

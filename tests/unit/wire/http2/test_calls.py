@@ -99,6 +99,13 @@ def test_frames_become_large_amid_the_first_large_message() -> None:
         assert call.receive_message() == 64 * 2**20
 
 
+@pytest.mark.parametrize(("nbytes", "frame_size"), [(2**16 - 1, MIN_FRAME_SIZE), (2**16, LARGEST_FRAME_SIZE)])
+def test_a_client_of_large_messages_may_send_large_frames(nbytes: int, frame_size: int) -> None:
+    with client() as connection:
+        assert unary(connection, bytes(nbytes)) == bytes(nbytes)
+        assert connection.max_frame_size == frame_size
+
+
 def test_a_call_that_its_server_ends_unread_leaves_the_connection_usable() -> None:
     with client(answer=lambda call: call.end(8, "busy")) as connection:
         for _ in range(3):
