@@ -27,9 +27,9 @@ def serve(config: Path | None, **flags: Any) -> None:
           --tls-certificate server.pem --tls-key server.key --token-file tokens
     """  # noqa: D301 - click wants the character \b
     effective, given = settings.load(config, flags)
-    from bngrad_server.runtime.malloc import use_one_heap  # noqa: PLC0415
+    from bngrad_server.runtime.malloc import set_up_heap  # noqa: PLC0415
 
-    use_one_heap()  # before NumPy and the log start threads
+    set_up_heap()  # before NumPy and the log start threads
     from bngrad_server import server  # noqa: PLC0415 - help, completion and wrong settings do not need it
     from bngrad_server.errors import ListenError, SettingError, TracingError, WorkerStartError  # noqa: PLC0415
     from bngrad_server.telemetry import logs  # noqa: PLC0415

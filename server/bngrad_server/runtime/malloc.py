@@ -19,17 +19,23 @@ _WORTHWHILE_NBYTES = 2**24
 """How far the process must have grown beyond its least memory for a trim to be worthwhile."""
 _MAX_WAIT_S = 30.0
 """How long a trim waits at most, for `_LOOK_S` without a request, or after others in vain."""
-_M_ARENA_MAX = -8
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+_MMAP_THRESHOLD_NBYTES = 2**25
+"""The largest that glibc takes. By itself it takes the size of the largest freed block so far, up to this."""
 _LIBC = ctypes.CDLL(None)
 
 
-def use_one_heap() -> None:
-    """Makes all threads share one heap, whose memory is reused earlier and can be returned completely.
+def set_up_heap() -> None:
+    """Makes all threads share one heap, which keeps what messages leave free for the next ones.
 
-    Must be called before other threads start. It made calls with large messages faster by a quarter.
+    Must be called before other threads start. One heap made calls with large messages faster by a quarter, and its
+    memory can be returned completely. Memory that a message gets anew from the system costs 1.6 us for each 4 KiB:
+    without the thresholds, tensors of 250 KB took twice as long.
     """
     if hasattr(_LIBC, "mallopt"):
         _LIBC.mallopt(_M_ARENA_MAX, 1)
+        _LIBC.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_NBYTES)
+        _LIBC.mallopt(_M_TRIM_THRESHOLD, 2 * _MMAP_THRESHOLD_NBYTES)
 
 
 class MemoryTrimmer:

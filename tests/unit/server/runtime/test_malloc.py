@@ -13,7 +13,7 @@ from bngrad_server.runtime import malloc
 malloc._LOOK_S, malloc._MAX_WAIT_S = float(sys.argv[1]), 0.64
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, (ctypes.c_size_t,), (ctypes.c_void_p,)
-malloc.use_one_heap()
+malloc.set_up_heap()
 trims = []
 malloc_trim = malloc._LIBC.malloc_trim
 malloc._LIBC.malloc_trim = lambda pad: (trims.append(time.monotonic()), malloc_trim(pad))
@@ -90,6 +90,31 @@ while kept_mib() > 16 and time.monotonic() < deadline:
     time.sleep(0.01)
 print(json.dumps([trims[0] - began, kept_mib()]))
 """
+
+
+_REUSED = """
+import resource
+
+def take_and_free():
+    for _ in range(4):
+        blocks = [libc.malloc(nbytes) for nbytes in (500_000, 300_000, 300_000)]
+        for block in blocks:
+            ctypes.memset(block, 1, 300_000)
+        for block in blocks:
+            libc.free(block)
+
+trimmer.close()
+take_and_free()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+take_and_free()
+print(json.dumps([resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before]))
+"""
+
+
+def test_what_messages_leave_free_is_used_by_the_next_ones() -> None:
+    """Without the thresholds, each takes all its pages anew from the system."""
+    (faults,) = run(_REUSED)
+    assert faults < 100
 
 
 def test_what_connections_held_is_returned_after_trims_in_vain() -> None:
