@@ -36,7 +36,7 @@ def set_timeout(sock: socket.socket, timeout_s: float | None) -> None:
     Cheaper than ``settimeout``, with which Python makes two system calls of each and releases its lock twice.
     """
     if isinstance(sock, TlsSocket):
-        sock.settimeout(None if timeout_s is None or timeout_s > _LONGEST_S else max(timeout_s, 1e-6))
+        sock.set_timeout(timeout_s)
         return
     if sock.gettimeout() is not None:
         sock.settimeout(None)
@@ -73,6 +73,8 @@ class BufferedSocket:
         self._timeout_s: float | None = math.nan  # not known yet
         self._is_kept_alive = False
         self.tls = sock if isinstance(sock, TlsSocket) else None
+        if self.tls is not None:
+            self.tls.set_timeout(sock.gettimeout())
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self.broken: str | None = None
@@ -291,7 +293,7 @@ class BufferedSocket:
     @property
     def may_have_input(self) -> bool:
         """Whether something is buffered or has arrived, or, with TLS, may have; to receive nothing takes longer."""
-        return self.high > self.low or self.tls is not None or bool(self._poll.poll(0))
+        return self.high > self.low or (self.tls is not None and self.tls.pending() > 0) or bool(self._poll.poll(0))
 
     def fill_nonblocking(self) -> bool:
         """Buffers what has arrived, without waiting; returns False if nothing has, or if there is no room.

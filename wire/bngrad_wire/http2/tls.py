@@ -5,6 +5,7 @@ Every 16 KiB cost a record and a call of OpenSSL. The kernel's TLS would avoid b
 
 from __future__ import annotations
 
+import select
 import socket
 import ssl
 from collections.abc import Iterable, Iterator
@@ -13,8 +14,8 @@ from typing import Any
 DONT_WAIT = int(socket.MSG_DONTWAIT)
 """As a plain number: operators of the flags' own type take microseconds, for each record."""
 _RECORD_NBYTES = 16 * 1024
-_SEND_NBYTES = 512 * 1024
-"""`TlsSocket.sendmsg` returns after about this much, so that its caller sees a slow peer's progress."""
+_TURN_NBYTES = 2**20
+"""`TlsSocket` sends and receives about this much at once, so that its caller sees a slow peer's progress."""
 ALPN = "h2"
 
 
@@ -29,8 +30,18 @@ def prepare(context: ssl.SSLContext) -> None:
 class TlsSocket(ssl.SSLSocket):
     """A TLS socket with the methods and flags of a plain one that connections use.
 
-    Its timeout is Python's: OpenSSL would retry when a timeout of the system passes.
+    From `set_timeout` on it never blocks within OpenSSL, but waits by itself: Python's timeouts cost each record one
+    more system call, and OpenSSL does not end a wait when a timeout of the system passes.
     """
+
+    _timeout_s: float | None = None
+    _input: select.poll | None = None
+
+    def set_timeout(self, timeout_s: float | None) -> None:
+        """Bounds every wait of `sendmsg` and `recv_into`, in seconds; None for no bound."""
+        self._timeout_s = timeout_s
+        if self.gettimeout() != 0:
+            self.setblocking(False)
 
     def sendmsg(  # type: ignore[override]  # ssl's own raises, whatever it is given
         self, buffers: Iterable[Any], ancdata: Iterable[Any] = (), flags: int = 0
@@ -40,55 +51,81 @@ class TlsSocket(ssl.SSLSocket):
         Like that of a plain socket, it may send a part of them.
         """
         sent = 0
-        try:
-            for piece in _pieces(buffers):
-                rest = piece
-                while rest:
-                    if sent >= _SEND_NBYTES:
-                        return sent
-                    count = self._nonblocking(self.send, rest) if flags & DONT_WAIT else self.send(rest)
-                    sent += count
-                    rest = rest[count:]
-        except (BlockingIOError, TimeoutError):
-            if not sent:
-                raise
+        pieces = _pieces(buffers)
+        piece = next(pieces, None)
+        while piece is not None and sent < _TURN_NBYTES:
+            try:
+                count = self.send(piece)
+            except OSError as error:
+                if sent:
+                    break
+                self._wait_for_more(error, is_waiting=not flags & DONT_WAIT)
+                continue
+            sent += count
+            piece = piece[count:] if count < len(piece) else next(pieces, None)
         return sent
 
     def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:
-        """Receives up to a record; the one flag heeded is `DONT_WAIT`."""
-        if flags & DONT_WAIT:
-            return self._nonblocking(super().recv_into, buffer)
-        return super().recv_into(buffer)
+        """Receives the records that have arrived, as far as the buffer has room; the one flag heeded is `DONT_WAIT`."""
+        view, received, wanted = memoryview(buffer), 0, min(len(buffer), _TURN_NBYTES)
+        is_waiting = not flags & DONT_WAIT
+        if is_waiting and not self.pending():
+            self._wait(select.POLLIN)
+        while received < wanted:
+            try:
+                count: int = self.read(wanted - received, view[received:])  # type: ignore[assignment]
+            except OSError as error:
+                if received:  # a connection that has failed fails again
+                    break
+                self._wait_for_more(error, is_waiting=is_waiting)
+                continue
+            received += count
+            if count < _RECORD_NBYTES or not self._has_input():
+                break
+        return received
+
+    def _has_input(self) -> bool:
+        """Whether anything has arrived that OpenSSL has not read yet."""
+        if self._input is None:
+            self._input = select.poll()
+            self._input.register(self, select.POLLIN)
+        return bool(self._input.poll(0))
+
+    def _wait_for_more(self, error: OSError, *, is_waiting: bool) -> None:
+        """Waits for what OpenSSL wants; raises any other error, and BlockingIOError unless it is to wait."""
+        if not isinstance(error, (ssl.SSLWantReadError, ssl.SSLWantWriteError)):
+            raise error
+        if not is_waiting:
+            raise BlockingIOError from error
+        self._wait(select.POLLIN if isinstance(error, ssl.SSLWantReadError) else select.POLLOUT)
+
+    def _wait(self, event: int) -> None:
+        poll = select.poll()
+        poll.register(self, event)
+        if not poll.poll(None if self._timeout_s is None else 1e3 * self._timeout_s):
+            raise TimeoutError("timed out")
 
     def shutdown(self, how: int) -> None:
         """Shuts the connection down, from any thread; other threads get errors, and never send in the clear."""
         socket.socket.shutdown(self, how)
 
-    def _nonblocking(self, act: Any, buffer: Any) -> int:
-        timeout_s = self.gettimeout()
-        self.settimeout(0)
-        try:
-            count: int = act(buffer)
-        except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
-            raise BlockingIOError from error
-        else:
-            return count
-        finally:
-            self.settimeout(timeout_s)
-
 
 def _pieces(buffers: Iterable[Any]) -> Iterator[memoryview]:
-    """Yields the buffers, small ones joined: each piece becomes a record."""
-    small: list[Any] = []
-    nbytes = 0
+    """Yields the contents of buffers anew, such that each record is full but the last; copies little of large ones."""
+    begun = bytearray()
     for buffer in buffers:
-        if nbytes + len(buffer) > _RECORD_NBYTES and small:
-            yield memoryview(b"".join(small))
-            small, nbytes = [], 0
-        if len(buffer) > _RECORD_NBYTES:
-            yield memoryview(buffer)
-        else:
-            small.append(buffer)
-            nbytes += len(buffer)
-    if small:
-        yield memoryview(b"".join(small))
+        rest = memoryview(buffer)
+        if begun:
+            room = _RECORD_NBYTES - len(begun)
+            begun += rest[:room]
+            rest = rest[room:]
+            if len(begun) < _RECORD_NBYTES:
+                continue
+            yield memoryview(begun)
+            begun = bytearray()
+        end = len(rest) - len(rest) % _RECORD_NBYTES
+        if end:
+            yield rest[:end]
+        begun += rest[end:]
+    if begun:
+        yield memoryview(begun)

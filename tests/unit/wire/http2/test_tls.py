@@ -122,6 +122,46 @@ def test_what_has_arrived_is_handled_without_waiting(contexts: tuple[ssl.SSLCont
             assert asked.receive_message() is None
 
 
+@pytest.mark.parametrize("pieces", [[5, 20_000, 9, 40_000, 3], [9, 16_384] * 4, [1] * 100, [100_000, 0, 7]])
+def test_records_are_full_but_the_last(contexts: tuple[ssl.SSLContext, ssl.SSLContext], pieces: list[int]) -> None:
+    sent = [bytes([number + 1]) * nbytes for number, nbytes in enumerate(pieces)]
+    with pair(contexts) as (there, here):
+        for end in (there, here):
+            end.set_timeout(TIMEOUT_S)
+        assert here.sendmsg(sent) == sum(pieces)
+        records: list[bytes] = []
+        while sum(map(len, records)) < sum(pieces):
+            select.select([there], [], [], TIMEOUT_S)
+            records.append(there.read(2**20))
+    assert b"".join(records) == b"".join(sent)
+    assert [len(each) for each in records[:-1]] == [2**14] * (sum(pieces) // 2**14)
+
+
+def test_all_records_that_have_arrived_are_received_at_once(contexts: tuple[ssl.SSLContext, ssl.SSLContext]) -> None:
+    buffer = bytearray(200_000)
+    with pair(contexts) as (there, here):
+        there.set_timeout(TIMEOUT_S)
+        with pytest.raises(BlockingIOError):
+            there.recv_into(buffer, 0, tls.DONT_WAIT)
+        sent = here.sendmsg([b"x" * 100_000])
+        while len(socket.socket.recv(there, 2**20, socket.MSG_PEEK)) <= sent:  # records are longer than what they hold
+            pass
+        assert there.recv_into(buffer) == sent
+        assert buffer[:sent] == b"x" * sent
+
+
+def test_a_wait_ends_with_the_timeout(contexts: tuple[ssl.SSLContext, ssl.SSLContext]) -> None:
+    with pair(contexts) as (there, here):
+        for end in (there, here):
+            end.set_timeout(0.01)
+        with pytest.raises(TimeoutError):
+            there.recv_into(bytearray(10))
+        with pytest.raises(TimeoutError):  # nobody reads
+            while True:
+                here.sendmsg([bytes(2**20)])
+        assert there.recv_into(bytearray(10)) == 10
+
+
 def test_a_socket_that_another_thread_shut_down_never_sends_in_the_clear(
     contexts: tuple[ssl.SSLContext, ssl.SSLContext],
 ) -> None:
