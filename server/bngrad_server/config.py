@@ -137,9 +137,9 @@ class ServerConfig(BaseSettings):
     """Most requests in a batch. A larger batch makes small requests cheaper, but delays the first of them."""
     max_batch_bytes: Bytes = Field(default=8 * 2**20, ge=1)
     """A batch gets no more requests once its tensors have this size. Large requests gain nothing from batching."""
-    front_bytes: Annotated[Bytes, IN_MEMORY] = Field(default=768 * 2**10, ge=0)
+    front_bytes: Annotated[Bytes, IN_MEMORY] = Field(default=3 * 2**20, ge=0)
     """Requests for a CPU whose tensors have at most this size are computed in the server's front process, in less time
-    than a hop to a worker process takes. So are requests in shared memory of up to 512 times this size while nothing
+    than a hop to a worker process takes. So are requests in shared memory of up to 128 times this size while nothing
     else is in the server. 0 leaves all computing to workers."""
     max_batch_delay_s: Seconds = Field(default=0.0, ge=0)
     """How long a request may wait for others to fill its batch while a worker is free. 0 is best unless requests are

@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,10 +16,14 @@ from bngrad_kernels.spec import Spec
 
 if TYPE_CHECKING:
     from bngrad_kernels.cpu.backend import CpuBackend
+    from bngrad_kernels.problem import AnyProblem
 
 logger = logging.getLogger(__name__)
 
 _LOAD_INTERVAL_S = 1.0
+_BRIEF_NBYTES = 2**20
+"""With tensors below this size a gradient takes one thread some tens of microseconds. To release the interpreter's lock
+takes as long, so other threads wait for it meanwhile."""
 
 
 class FrontKernels:
@@ -37,6 +42,11 @@ class FrontKernels:
         """Computes what the kernels are loaded for; there is none before."""
         assert self._backend is not None
         return self._backend
+
+    def bound(self, problem: AnyProblem) -> Callable[[], None]:
+        """Returns what computes a problem again and again at the same addresses; its calls must not overlap."""
+        is_brief = problem.tensor_nbytes < _BRIEF_NBYTES
+        return self.backend.bound(problem) if is_brief else self.backend.bound_to_team(problem)
 
     def has(self, spec: Spec) -> bool:
         """Whether the kernel for a spec is loaded; if not, a thread looks for it in the cache of compiled code."""

@@ -2,7 +2,7 @@
 
 They need no copies, so a hop to a worker and back takes much of their time: a third of it at 1 MB a tensor. But what is
 computed here keeps the thread from its other connections. So only small requests are computed here always, and brief
-ones until they have taken their part of a round of events. A longer one is computed here only if nothing else is in the
+ones until they have taken their part of a round of events. A larger one is computed here only if nothing else is in the
 server; if others wait when it is done, the next ones go to workers for a while, which compute while the thread goes on.
 """
 
@@ -27,8 +27,8 @@ from bngrad_wire.messages import Buffer
 
 logger = logging.getLogger(__name__)
 
-_BRIEF, _LARGEST = 4, 512
-"""How many times as large as a small request brief ones are at most, 3 MiB by default, and those computed here alone,
+_SMALL, _LARGEST = 0.25, 128
+"""How many times as large as brief requests small ones are at most, 768 KiB by default, and those computed here alone,
 384 MiB, which take some hundredths of a second."""
 _ROUND_S = 0.001
 """How much of a round of the event loop brief ones may take."""
@@ -58,18 +58,19 @@ class SharedRequests:
 
     event_loop: EventLoop
 
-    def __init__(self, kernels: FrontKernels, regions: Regions, small_nbytes: int, is_idle: Callable[[], bool]) -> None:
+    def __init__(self, kernels: FrontKernels, regions: Regions, brief_nbytes: int, is_idle: Callable[[], bool]) -> None:
         """Knows no requests yet.
 
         Args:
             kernels: The kernels.
             regions: The memory that is shared.
-            small_nbytes: The size of the largest small requests, 0 to compute nothing here.
+            brief_nbytes: The size of the largest brief requests, 0 to compute nothing here.
             is_idle: Returns whether no other request is in the server.
         """
         self._kernels = kernels
         self._regions = regions
-        self._small_nbytes = small_nbytes
+        self._brief_nbytes = brief_nbytes
+        self._small_nbytes = _SMALL * brief_nbytes
         self._is_idle = is_idle
         self._known: dict[int, _Known] = {}
         self._known_nbytes = 0
@@ -87,7 +88,7 @@ class SharedRequests:
         places = request.large_inputs + request.locations
         if not all(isinstance(place, pb.Location) for place in places) or not request.sizes.tensor:
             return False
-        return request.sizes.all_stats <= self._small_nbytes and self._kernels.has(request.spec)
+        return request.sizes.all_stats <= self._brief_nbytes and self._kernels.has(request.spec)
 
     def compute(self, request: Request, message: Buffer) -> list[bytes]:
         """Computes a request that it `takes`, and returns the one message of the response.
@@ -118,16 +119,16 @@ class SharedRequests:
 
     def _has_time(self, nbytes: int) -> bool:
         """Whether a request that is not small may be computed now."""
-        if nbytes <= _BRIEF * self._small_nbytes:
+        if nbytes <= self._brief_nbytes:
             return self.event_loop.rounds != self._round or self._round_s < _ROUND_S
-        if nbytes > _LARGEST * self._small_nbytes or not self._is_idle():
+        if nbytes > _LARGEST * self._brief_nbytes or not self._is_idle():
             return False
         return time.monotonic() >= self._crowded_until
 
     def _count(self, nbytes: int, began: float) -> None:
         """Counts the time since ``began``, in which such a request was computed."""
         now, event_loop = time.monotonic(), self.event_loop
-        if nbytes > _BRIEF * self._small_nbytes and event_loop.has_events():
+        if nbytes > self._brief_nbytes and event_loop.has_events():
             self._crowded_until = now + _CROWDED_S
         if event_loop.rounds != self._round:
             self._round, self._round_s = event_loop.rounds, 0.0
@@ -148,7 +149,7 @@ class SharedRequests:
             check_overlap(request, places)
             memories = {region.number: self._memory(region) for region in regions}
             prepared = Prepared(request, places, {**memories, ARENA: aligned_memory(request.sizes.all_stats)})
-            known = self._known[id(request)] = _Known(prepared, regions, self._run(prepared))
+            known = self._known[id(request)] = _Known(prepared, regions, self._kernels.bound(prepared.problem))
             self._known_nbytes += _KNOWN_NBYTES + request.sizes.all_stats
             return known
         finally:
@@ -167,10 +168,3 @@ class SharedRequests:
                 problem = f"{region.nbytes} bytes of shared memory cannot be mapped: {error.strerror}"
                 raise MemoryError(problem) from error
         return self._mapped[region.number].view
-
-    def _run(self, prepared: Prepared) -> Callable[[], None]:
-        """Returns what computes a request: without the interpreter's lock, unless that takes microseconds."""
-        backend, problem = self._kernels.backend, prepared.problem
-        if prepared.request.tensors_nbytes <= self._small_nbytes:
-            return backend.bound(problem)
-        return backend.bound_to_team(problem)

@@ -23,6 +23,8 @@ from bngrad_wire.messages import Buffer
 logger = logging.getLogger(__name__)
 
 _MAX_PREPARED = 64
+_MAX_SPARE = 4
+"""How many workplaces are kept that no thread uses."""
 
 
 class SmallRequests:
@@ -67,7 +69,8 @@ class SmallRequests:
         try:
             return workplace.compute(request, elements, message)
         finally:
-            self._workplaces.append(workplace)
+            if len(self._workplaces) < _MAX_SPARE:
+                self._workplaces.append(workplace)
 
     def compute_in_arena(self, job: Job, arena: memoryview) -> None:
         """Computes a job whose request it `takes`, unless that waits no longer, and ends it."""
@@ -104,5 +107,5 @@ class _Workplace:
         sizes = request.sizes
         offsets = (sizes.all_stats + i * sizes.tensor_stride for i in range(request.tensor_count))
         prepared = Prepared(request, [Place(ARENA, offset) for offset in offsets], {ARENA: self._view})
-        known = self._prepared[id(request)] = prepared, self._kernels.backend.bound(prepared.problem)
+        known = self._prepared[id(request)] = prepared, self._kernels.bound(prepared.problem)
         return known

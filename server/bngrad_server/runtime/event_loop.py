@@ -57,6 +57,8 @@ class EventLoop:
             time, on the monotonic clock, at which it must be called again at the latest.
         on_tick: Called ten times a second.
         can_stop: Tells, after `stop`, whether the thread may end.
+        long_readers: Descriptors of `add_reader` whose callbacks take long. A round runs one of them at most, after all
+            others, so that what becomes ready meanwhile does not wait for several.
         rounds: How many rounds of events it has begun.
         busy_s: For how many seconds it did not wait, up to the round before.
     """
@@ -66,6 +68,7 @@ class EventLoop:
         self.after_events: Callable[[], float] = lambda: float("inf")
         self.on_tick: Callback = lambda: None
         self.can_stop: Callable[[], bool] = lambda: True
+        self.long_readers: set[int] = set()
         self.rounds = 0
         self.busy_s = 0.0
         self._ready: deque[Callback] = deque()
@@ -140,6 +143,7 @@ class EventLoop:
 
     def remove_reader(self, fd: int) -> None:
         """Undoes `add_reader`, at the latest in the callback that closes the descriptor."""
+        self.long_readers.discard(fd)
         if self._readers.pop(fd, None) is not None:
             with contextlib.suppress(OSError):  # it was closed
                 self._epoll.unregister(fd)
@@ -166,7 +170,7 @@ class EventLoop:
             events = self._epoll.poll(timeout_s, max_events)
             woken_at = time.monotonic()
             self.rounds += 1
-            for fd, _ in events:
+            for fd in self._in_turn(events):
                 self._run_priority_readers()
                 callback = self._readers.get(fd)  # None if a callback before has removed it
                 if callback is not None:
@@ -188,6 +192,13 @@ class EventLoop:
         self._priority_epoll.close()
         waker, self._waker = self._waker, -1
         os.close(waker)
+
+    def _in_turn(self, events: list[tuple[int, int]]) -> list[int]:
+        fds = [fd for fd, _ in events]
+        if self.long_readers.isdisjoint(fds):
+            return fds
+        brief = [fd for fd in fds if fd not in self.long_readers]
+        return [*brief, next(fd for fd in fds if fd in self.long_readers)]
 
     def _run_priority_readers(self) -> None:
         if self._priority_readers and (events := self._priority_epoll.poll(0)):

@@ -16,7 +16,7 @@ from bngrad_wire.http2.frames import Buffer
 from bngrad_wire.http2.tls import DONT_WAIT, TlsSocket
 
 BUFFER_NBYTES = 64 * 1024
-LARGE_BUFFER_NBYTES = 640 * 1024
+LARGE_BUFFER_NBYTES = 1792 * 1024
 _spare_buffers: list[bytearray | None] = [None] * 16
 """The large buffers that no socket has, which bounds their number; those that were never used have no memory yet."""
 _DIRECT_NBYTES = 16 * 1024

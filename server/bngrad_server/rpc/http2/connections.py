@@ -129,6 +129,10 @@ class Http2Connections:
             self.idle[connection] = None
             if not connection.is_watched:
                 self._watch(connection)
+            if connection.http.expects_large_call:
+                self._event_loop.long_readers.add(connection.fd)
+            else:
+                self._event_loop.long_readers.discard(connection.fd)
             if connection.http.has_pending_input:
                 self._read_soon(connection)
 

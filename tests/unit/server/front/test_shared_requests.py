@@ -27,7 +27,7 @@ from bngrad_server.front.shared_requests import SharedRequests
 from bngrad_server.memory.regions import Region, Regions
 from bngrad_server.runtime.event_loop import EventLoop
 
-SMALL_NBYTES = 4096
+BRIEF_NBYTES = 16384
 SMALL, BRIEF, LONG, TOO_LARGE = ((1, 1, pixels, 4) for pixels in (64, 256, 1024, 2**17))
 """Tensors of 1 KiB, 4 KiB, 16 KiB and 2 MiB."""
 OP = next(op for op in OPS if op.name == "FusedBatchNormGradV2")
@@ -48,7 +48,7 @@ class Server:
     def __init__(self, kernels: FrontKernels) -> None:
         self.is_idle, self.loop = True, EventLoop("test")
         self.regions = Regions(2**24, lambda region: None, self.end)
-        self.requests = SharedRequests(kernels, self.regions, SMALL_NBYTES, lambda: self.is_idle)
+        self.requests = SharedRequests(kernels, self.regions, BRIEF_NBYTES, lambda: self.is_idle)
         self.requests.event_loop = self.loop
         self.region = self.regions.lease(2**23)
         self._reader = RequestReader(OP, chunked=False)

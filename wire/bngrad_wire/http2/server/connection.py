@@ -87,7 +87,7 @@ class ServerConnection(BaseConnection):
         """
         io = self.io
         if not self._has_buffered_input():
-            if BUFFER_NBYTES < self._last_nbytes < _MAX_WHOLE_NBYTES and self.stream is None:
+            if self.expects_large_call and self.stream is None:
                 io.enlarge()
             io.fill_nonblocking()
         if self.stream is None:
@@ -98,6 +98,11 @@ class ServerConnection(BaseConnection):
             self.handle_buffered_frames()
         io.shrink()
         return self.stream if isinstance(self.stream, ServerCall) else None
+
+    @property
+    def expects_large_call(self) -> bool:
+        """Whether the last call was large, but small enough to be taken whole: the next one probably is, too."""
+        return BUFFER_NBYTES < self._last_nbytes < _MAX_WHOLE_NBYTES
 
     @property
     def awaits_rest(self) -> bool:
