@@ -11,6 +11,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from bngrad_server.runtime.long_readers import LongReaders
+
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.1
@@ -57,8 +59,6 @@ class EventLoop:
             time, on the monotonic clock, at which it must be called again at the latest.
         on_tick: Called ten times a second.
         can_stop: Tells, after `stop`, whether the thread may end.
-        long_readers: Descriptors of `add_reader` whose callbacks take long. A round runs one of them at most, after all
-            others, so that what becomes ready meanwhile does not wait for several.
         rounds: How many rounds of events it has begun.
         busy_s: For how many seconds it did not wait, up to the round before.
     """
@@ -68,7 +68,6 @@ class EventLoop:
         self.after_events: Callable[[], float] = lambda: float("inf")
         self.on_tick: Callback = lambda: None
         self.can_stop: Callable[[], bool] = lambda: True
-        self.long_readers: set[int] = set()
         self.rounds = 0
         self.busy_s = 0.0
         self._ready: deque[Callback] = deque()
@@ -78,6 +77,8 @@ class EventLoop:
         self._priority_epoll = select.epoll()
         self._priority_readers: dict[int, Callback] = {}
         self._epoll.register(self._priority_epoll, select.EPOLLIN)
+        self._long_readers = LongReaders()
+        self._epoll.register(self._long_readers, select.EPOLLIN)
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stopping = False
         self._cpu_share = cpu_share
@@ -121,9 +122,10 @@ class EventLoop:
         """Returns how many descriptors of `add_reader` wait for their callbacks; any thread may call this."""
         try:
             events = self._epoll.poll(0, _MAX_COUNTED)  # level-triggered, so it takes nothing from the thread
+            long = self._long_readers.count_ready()
         except (OSError, ValueError):  # the loop has ended
             return 0
-        return sum(fd in self._readers and fd != self._waker for fd, _ in events)
+        return long + sum(fd in self._readers and fd != self._waker for fd, _ in events)
 
     def add_reader(self, fd: int, callback: Callback) -> None:
         """Runs the callback whenever the descriptor is readable, or its other end is closed."""
@@ -143,10 +145,28 @@ class EventLoop:
 
     def remove_reader(self, fd: int) -> None:
         """Undoes `add_reader`, at the latest in the callback that closes the descriptor."""
-        self.long_readers.discard(fd)
-        if self._readers.pop(fd, None) is not None:
+        if self._readers.pop(fd, None) is None:
+            return
+        if fd in self._long_readers:
+            self._long_readers.remove(fd)
+        else:
             with contextlib.suppress(OSError):  # it was closed
                 self._epoll.unregister(fd)
+
+    def expect_long(self, fd: int, owner: str) -> None:
+        """Has a descriptor of `add_reader` wait for all others that are ready, and then for its owner's turn.
+
+        So its callback may take long: a round of events runs one such callback at most.
+        """
+        if fd not in self._long_readers:
+            self._long_readers.add(fd, owner)
+            self._epoll.unregister(fd)
+
+    def expect_brief(self, fd: int) -> None:
+        """Undoes `expect_long`."""
+        if fd in self._long_readers:
+            self._epoll.register(fd, select.EPOLLIN)
+            self._long_readers.remove(fd)
 
     def _run_to_the_end(self) -> None:
         while True:
@@ -161,6 +181,7 @@ class EventLoop:
     def _run(self) -> None:
         limit = None if self._cpu_share is None else _CpuLimit(self._cpu_share)
         max_events, max_callbacks = (_MAX_EVENTS, _MAX_CALLBACKS) if limit is None else (_MAX_LIMITED, _MAX_LIMITED)
+        long_readers = self._long_readers.fileno()
         woken_at = time.monotonic()
         due = next_tick = woken_at + _TICK_S
         while self._background or not (self._stopping and self.can_stop()):
@@ -170,11 +191,10 @@ class EventLoop:
             events = self._epoll.poll(timeout_s, max_events)
             woken_at = time.monotonic()
             self.rounds += 1
-            for fd in self._in_turn(events):
-                self._run_priority_readers()
-                callback = self._readers.get(fd)  # None if a callback before has removed it
-                if callback is not None:
-                    _call(callback)
+            for fd, _ in events:
+                self._run_reader(fd)
+            if (long_readers, select.EPOLLIN) in events:
+                self._run_reader(self._long_readers.next())
             if time.monotonic() >= next_tick:
                 _call(self.on_tick)
                 next_tick = time.monotonic() + _TICK_S
@@ -190,15 +210,15 @@ class EventLoop:
                 limit.check()
         self._epoll.close()
         self._priority_epoll.close()
+        self._long_readers.close()
         waker, self._waker = self._waker, -1
         os.close(waker)
 
-    def _in_turn(self, events: list[tuple[int, int]]) -> list[int]:
-        fds = [fd for fd, _ in events]
-        if self.long_readers.isdisjoint(fds):
-            return fds
-        brief = [fd for fd in fds if fd not in self.long_readers]
-        return [*brief, next(fd for fd in fds if fd in self.long_readers)]
+    def _run_reader(self, fd: int | None) -> None:
+        self._run_priority_readers()
+        callback = None if fd is None else self._readers.get(fd)  # None if a callback before has removed it
+        if callback is not None:
+            _call(callback)
 
     def _run_priority_readers(self) -> None:
         if self._priority_readers and (events := self._priority_epoll.poll(0)):

@@ -130,9 +130,9 @@ class Http2Connections:
             if not connection.is_watched:
                 self._watch(connection)
             if connection.http.expects_large_call:
-                self._event_loop.long_readers.add(connection.fd)
+                self._event_loop.expect_long(connection.fd, connection.client)
             else:
-                self._event_loop.long_readers.discard(connection.fd)
+                self._event_loop.expect_brief(connection.fd)
             if connection.http.has_pending_input:
                 self._read_soon(connection)
 

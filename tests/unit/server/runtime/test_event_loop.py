@@ -80,30 +80,31 @@ def test_callbacks_that_call_themselves_again_leave_room_for_events_and_ticks() 
 def test_what_is_brief_waits_for_one_long_callback_at_most() -> None:
     loop = EventLoop("busy")
     order: list[str] = []
-    pipes = {name: os.pipe() for name in ("long 1", "brief", "long 2", "late", "long 3")}
+    pipes = {name: os.pipe() for name in ("long 1", "brief", "long 2", "late", "long 3", "brief again")}
 
     def on_readable(name: str) -> None:
         os.read(pipes[name][0], 1)
         order.append(name)
         if name == "long 1":
             os.write(pipes["late"][1], b"x")
-        if name == "long 3":
-            order.append("end")
 
     for name, (reader, writer) in pipes.items():
         loop.add_reader(reader, partial(on_readable, name))
-        if name.startswith("long"):
-            loop.long_readers.add(reader)
+        if name != "brief":
+            loop.expect_long(reader, "one owner")
+        if name in {"late", "brief again"}:
+            loop.expect_brief(reader)
         if name != "late":
             os.write(writer, b"x")
+    assert loop.count_ready() == 5
     loop.start()
-    wait_until(lambda: "end" in order)
-    loop.remove_reader(pipes["long 1"][0])
-    assert loop.long_readers == {pipes["long 2"][0], pipes["long 3"][0]}
+    wait_until(lambda: len(order) == len(pipes))
+    for reader, _ in pipes.values():
+        loop.remove_reader(reader)
     loop.stop(20)
     for descriptor in itertools.chain(*pipes.values()):
         os.close(descriptor)
-    assert order == ["brief", "long 1", "late", "long 2", "long 3", "end"]
+    assert order == ["brief", "brief again", "long 1", "late", "long 2", "long 3"]
 
 
 def test_callbacks_in_the_background_wait_for_those_that_come_later() -> None:
