@@ -42,6 +42,7 @@ class Servicer:
     Attributes:
         admission: The engine's admission.
         batcher: The engine's batcher.
+        small_requests: Those that the engine computes in the calling thread.
         shared_requests: Those that the engine computes in the thread of an event loop.
         transfers: The engine's watchdog, which ends calls whose client sends or receives too slowly.
         load: The engine's load, which the ports report with each answer.
@@ -57,6 +58,7 @@ class Servicer:
     def __init__(self, engine: Engine, max_message_bytes: int, authenticator: Authenticator = ALLOW_ALL) -> None:
         self.admission = engine.admission
         self.batcher = engine.batcher
+        self.small_requests = engine.small_requests
         self.shared_requests = engine.shared_requests
         self.transfers = engine.transfers
         self.load = engine.load

@@ -26,6 +26,9 @@ from bngrad_wire import http2
 
 _STALL_TIMEOUT_S = 60.0
 """How long a client may pause in the middle of a frame or a call."""
+_WHOLE_NBYTES = 576 * 1024
+"""Larger calls are received whole only if they are computed where they arrive: those that go to a worker are received
+into the arena by a thread, in less time."""
 _WAIT_S = 0.5
 """After this a thread that waits for a client notices that its transfer is to end."""
 
@@ -52,11 +55,19 @@ class Http2Calls:
             on_breach: Called with the client of a connection that broke the protocol, and what that counts for.
             on_stranger: Takes over a connection whose token is no longer valid.
         """
-        metrics = servicer.observer.metrics
-        self.connections = Http2Connections(event_loop, metrics, on_breach, self._on_readable, self._end_call)
+        computed_nbytes = servicer.small_requests.max_nbytes
+        self.connections = Http2Connections(
+            event_loop,
+            servicer.observer.metrics,
+            on_breach,
+            self._on_readable,
+            self._end_call,
+            has_long_calls=computed_nbytes > 0,
+        )
         self._event_loop = event_loop
         self._on_stranger = on_stranger
         self._futile = FutileCalls()
+        self._max_whole_nbytes = max(_WHOLE_NBYTES, computed_nbytes)
         self._inline_calls = InlineCalls(servicer, self._finish_soon)
         self._receiving = ReceivingCalls(is_worthwhile=servicer.admission.is_worthwhile, max_wait_s=servicer.max_wait_s)
         servicer.admission.on_leave.append(self._after_request)
@@ -76,6 +87,7 @@ class Http2Calls:
             http.close()
             return
         try:
+            http.max_whole_nbytes = min(self._max_whole_nbytes, http.max_whole_nbytes)
             http2.set_timeout(sock, _WAIT_S)
             http.io.waits = round(_STALL_TIMEOUT_S / _WAIT_S)
             self._on_call(connection, call, time.perf_counter(), rpc)

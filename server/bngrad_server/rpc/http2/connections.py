@@ -56,6 +56,8 @@ class Http2Connections:
         on_breach: Callable[[str, float], object],
         on_readable: Callable[[Connection], None],
         on_release: Callable[[Connection], None],
+        *,
+        has_long_calls: bool = False,
     ) -> None:
         """Has no connections yet.
 
@@ -65,6 +67,7 @@ class Http2Connections:
             on_breach: Called with the client of a connection that broke the protocol, and what that counts for.
             on_readable: Reads from a connection, if that is watched.
             on_release: Ends the call of a connection that a thread has given back, or that is no longer of the port.
+            has_long_calls: Whether larger calls keep the event loop, as they are computed there.
         """
         self.drained = threading.Event()
         self.threads = OnDemandExecutor("http2-call")
@@ -75,6 +78,7 @@ class Http2Connections:
         self._on_breach = on_breach
         self._on_readable = on_readable
         self._on_release = on_release
+        self._has_long_calls = has_long_calls
         self._all: set[Connection] = set()
         self._lent: set[Connection] = set()
         self._remote: Places[Connection] = Places(_PLACES)
@@ -129,7 +133,7 @@ class Http2Connections:
             self.idle[connection] = None
             if not connection.is_watched:
                 self._watch(connection)
-            if connection.http.expects_large_call:
+            if self._has_long_calls and connection.http.expects_large_call:
                 self._event_loop.expect_long(connection.fd, connection.client)
             else:
                 self._event_loop.expect_brief(connection.fd)

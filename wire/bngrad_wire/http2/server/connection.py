@@ -22,14 +22,15 @@ _SETTINGS = frames.settings(
         frames.MAX_HEADER_LIST_SIZE: HEADER_LIST_NBYTES,
     }
 )
-_MAX_WHOLE_NBYTES = LARGE_BUFFER_NBYTES - BUFFER_NBYTES
-"""The most DATA of a call for which a large buffer is taken."""
 _REST_TIMEOUT_S = 0.01
 """How long the rest of a call is awaited, so that it can be taken whole."""
 
 
 class ServerConnection(BaseConnection):
     """A connection that accepts calls, one after the other.
+
+    Attributes:
+        max_whole_nbytes: The most DATA of a call for which a large buffer is taken, so that it can be taken whole.
 
     Args:
         sock: An accepted stream socket, which the connection owns from then on; its timeout bounds every wait.
@@ -42,6 +43,7 @@ class ServerConnection(BaseConnection):
 
     def __init__(self, sock: socket.socket) -> None:
         super().__init__(sock, _SETTINGS, REQUEST_PSEUDO_HEADERS, frames.MIN_FRAME_SIZE)
+        self.max_whole_nbytes = LARGE_BUFFER_NBYTES - BUFFER_NBYTES
         self._preface_seen = False
         self._sent_goaway = False
         self._last_block: HeaderBlock | None = None  # of the last call that may come again as it was
@@ -102,7 +104,7 @@ class ServerConnection(BaseConnection):
     @property
     def expects_large_call(self) -> bool:
         """Whether the last call was large, but small enough to be taken whole: the next one probably is, too."""
-        return BUFFER_NBYTES < self._last_nbytes < _MAX_WHOLE_NBYTES
+        return BUFFER_NBYTES < self._last_nbytes < self.max_whole_nbytes
 
     @property
     def awaits_rest(self) -> bool:

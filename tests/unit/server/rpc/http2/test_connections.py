@@ -21,9 +21,10 @@ from tests.unit.server.rpc.http2.service import (
     check_works,
     code_of,
     half_made,
+    read_answer,
     receiving,
 )
-from tests.unit.server.workers.additions import TIMEOUT_S, wait_until
+from tests.unit.server.workers.additions import TIMEOUT_S, inputs, request_of, wait_until
 
 from bngrad_server.rpc import futile_calls
 from bngrad_server.rpc.http2 import connections
@@ -68,6 +69,24 @@ def test_a_client_that_reads_byte_by_byte_is_cut_off(service: Service, monkeypat
     wait_until(lambda: not connection.is_watched)
     wait_until(lambda: slow.recv(1) == b"" or len(service.port._connections) == 0)
     check_works(service)
+
+
+@pytest.mark.parametrize("has_long_calls", [True, False])
+def test_connections_take_turns_after_large_calls_that_the_event_loop_computes(
+    service: Service, has_long_calls: bool
+) -> None:
+    connections = service.port._connections
+    connections._has_long_calls = has_long_calls
+    long_readers = service.port._event_loop._long_readers
+    client = service.connect()
+    check_answered(ask(client))
+    (connection,) = connections._all
+    assert connection.fd not in long_readers
+    large = request_of(inputs(shape=(1, 100, 100, 3))).SerializeToString()
+    assert read_answer(ask(client, large)).x_backprop.data
+    wait_until(lambda: connection in connections.idle and (connection.fd in long_readers) == has_long_calls)
+    check_answered(ask(client))
+    wait_until(lambda: connection.fd not in long_readers)
 
 
 def test_a_client_that_does_not_speak_http2_loses_only_its_own_connection(service: Service) -> None:
