@@ -5,9 +5,11 @@ Every 16 KiB cost a record and a call of OpenSSL. The kernel's TLS would avoid b
 
 from __future__ import annotations
 
+import math
 import select
 import socket
 import ssl
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -16,6 +18,8 @@ DONT_WAIT = int(socket.MSG_DONTWAIT)
 _RECORD_NBYTES = 16 * 1024
 _TURN_NBYTES = 2**20
 """`TlsSocket` sends and receives about this much at once, so that its caller sees a slow peer's progress."""
+_LONGEST_S = 1e6
+"""A longer wait is not bounded: a poll takes no such timeout."""
 ALPN = "h2"
 
 
@@ -38,7 +42,7 @@ class TlsSocket(ssl.SSLSocket):
     _input: select.poll | None = None
 
     def set_timeout(self, timeout_s: float | None) -> None:
-        """Bounds every wait of `sendmsg` and `recv_into`, in seconds; None for no bound."""
+        """Bounds the time for which `sendmsg` and `recv_into` wait, in seconds; None for no bound."""
         self._timeout_s = timeout_s
         if self.gettimeout() != 0:
             self.setblocking(False)
@@ -50,7 +54,7 @@ class TlsSocket(ssl.SSLSocket):
 
         Like that of a plain socket, it may send a part of them.
         """
-        sent = 0
+        sent, until = 0, self._until(flags)
         pieces = _pieces(buffers)
         piece = next(pieces, None)
         while piece is not None and sent < _TURN_NBYTES:
@@ -59,7 +63,7 @@ class TlsSocket(ssl.SSLSocket):
             except OSError as error:
                 if sent:
                     break
-                self._wait_for_more(error, is_waiting=not flags & DONT_WAIT)
+                self._wait_for_more(error, until)
                 continue
             sent += count
             piece = piece[count:] if count < len(piece) else next(pieces, None)
@@ -68,16 +72,16 @@ class TlsSocket(ssl.SSLSocket):
     def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:
         """Receives the records that have arrived, as far as the buffer has room; the one flag heeded is `DONT_WAIT`."""
         view, received, wanted = memoryview(buffer), 0, min(len(buffer), _TURN_NBYTES)
-        is_waiting = not flags & DONT_WAIT
-        if is_waiting and not self.pending():
-            self._wait(select.POLLIN)
+        until = self._until(flags)
+        if until and not self.pending():
+            self._wait(select.POLLIN, until)
         while received < wanted:
             try:
                 count: int = self.read(wanted - received, view[received:])  # type: ignore[assignment]
             except OSError as error:
                 if received:  # a connection that has failed fails again
                     break
-                self._wait_for_more(error, is_waiting=is_waiting)
+                self._wait_for_more(error, until)
                 continue
             received += count
             if count < _RECORD_NBYTES or not self._has_input():
@@ -91,18 +95,25 @@ class TlsSocket(ssl.SSLSocket):
             self._input.register(self, select.POLLIN)
         return bool(self._input.poll(0))
 
-    def _wait_for_more(self, error: OSError, *, is_waiting: bool) -> None:
-        """Waits for what OpenSSL wants; raises any other error, and BlockingIOError unless it is to wait."""
+    def _until(self, flags: int) -> float:
+        """Returns until when to wait, on the monotonic clock; 0 not to wait."""
+        if flags & DONT_WAIT:
+            return 0.0
+        return math.inf if self._timeout_s is None else time.monotonic() + self._timeout_s
+
+    def _wait_for_more(self, error: OSError, until: float) -> None:
+        """Waits for what OpenSSL wants; raises any other error, and BlockingIOError if it is not to wait."""
         if not isinstance(error, (ssl.SSLWantReadError, ssl.SSLWantWriteError)):
             raise error
-        if not is_waiting:
+        if not until:
             raise BlockingIOError from error
-        self._wait(select.POLLIN if isinstance(error, ssl.SSLWantReadError) else select.POLLOUT)
+        self._wait(select.POLLIN if isinstance(error, ssl.SSLWantReadError) else select.POLLOUT, until)
 
-    def _wait(self, event: int) -> None:
+    def _wait(self, event: int, until: float) -> None:
         poll = select.poll()
         poll.register(self, event)
-        if not poll.poll(None if self._timeout_s is None else 1e3 * self._timeout_s):
+        remaining_s = until - time.monotonic()
+        if not poll.poll(None if remaining_s > _LONGEST_S else max(1e3 * remaining_s, 0)):
             raise TimeoutError("timed out")
 
     def shutdown(self, how: int) -> None:

@@ -7,6 +7,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 
 import pytest
@@ -140,7 +141,7 @@ def test_records_are_full_but_the_last(contexts: tuple[ssl.SSLContext, ssl.SSLCo
 def test_all_records_that_have_arrived_are_received_at_once(contexts: tuple[ssl.SSLContext, ssl.SSLContext]) -> None:
     buffer = bytearray(200_000)
     with pair(contexts) as (there, here):
-        there.set_timeout(TIMEOUT_S)
+        there.set_timeout(1e9)
         with pytest.raises(BlockingIOError):
             there.recv_into(buffer, 0, tls.DONT_WAIT)
         sent = here.sendmsg([b"x" * 100_000])
@@ -164,6 +165,26 @@ def test_a_wait_ends_with_the_timeout(contexts: tuple[ssl.SSLContext, ssl.SSLCon
         with pytest.raises(TimeoutError):  # nobody reads
             send_for_ever(here)
         assert there.recv_into(bytearray(10)) == 10
+
+
+def test_a_record_that_comes_byte_by_byte_extends_no_wait(contexts: tuple[ssl.SSLContext, ssl.SSLContext]) -> None:
+    has_ended = threading.Event()
+    with pair(contexts) as (there, here):
+        there.set_timeout(0.2)
+        socket.socket.send(here, b"\x17\x03\x03\x40\x00")  # the header of a record of 16 KiB
+
+        def drip() -> None:
+            while not has_ended.wait(0.01):
+                socket.socket.send(here, b"x")
+
+        with ThreadPoolExecutor(1) as thread:
+            dripping = thread.submit(drip)
+            try:
+                with pytest.raises(TimeoutError):
+                    there.recv_into(bytearray(10))
+            finally:
+                has_ended.set()
+            dripping.result()
 
 
 def test_a_socket_that_another_thread_shut_down_never_sends_in_the_clear(
