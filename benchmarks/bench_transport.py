@@ -24,7 +24,7 @@ from benchmarks.transport.contestants import CONTESTANTS, EMPTY, NETWORKS, TLS, 
 from benchmarks.transport.kernel import Kernel
 from benchmarks.transport.results import Cell, Rate, Results
 
-_SIZES = ("4KB", "100KB", "1MB", "8MB", "25MB", "32MB", "64MB", "100MB", "256MB")
+_SIZES = ("4KB", "100KB", "512KB", "1MB", "8MB", "25MB", "32MB", "64MB", "100MB", "256MB")
 _PACKAGES = ("grpcio", "protobuf", "pyarrow", "numpy", "numba")
 
 

@@ -131,12 +131,7 @@ class Http2Connections:
             self._close_once_delivered(connection)
         else:
             self.idle[connection] = None
-            if not connection.is_watched:
-                self._watch(connection)
-            if self._has_long_calls and connection.http.expects_large_call:
-                self._event_loop.expect_long(connection.fd, connection.client)
-            else:
-                self._event_loop.expect_brief(connection.fd)
+            self._watch(connection)
             if connection.http.has_pending_input:
                 self._read_soon(connection)
 
@@ -171,10 +166,16 @@ class Http2Connections:
             self._paused.suspend(connection, delay_s)
 
     def _watch(self, connection: Connection) -> None:
-        """Reads from a connection, unless it is paused."""
-        if connection not in self._paused:
+        """Reads from a connection, unless it is paused; expects that its next call is as large as the last one."""
+        if connection in self._paused:
+            return
+        if not connection.is_watched:
             connection.is_watched = True
             self._event_loop.add_reader(connection.fd, partial(self._on_readable, connection))
+        if self._has_long_calls and connection.http.expects_large_call:
+            self._event_loop.expect_long(connection.fd, connection.client)
+        else:
+            self._event_loop.expect_brief(connection.fd)
 
     def unwatch(self, connection: Connection) -> None:
         """Reads no longer from a connection: what its client sends waits in the kernel."""

@@ -27,6 +27,7 @@ from bngrad_server.rpc.servicer import EXCHANGE_PATH
 from bngrad_wire import http2, messages
 from bngrad_wire.http2 import frames
 from bngrad_wire.http2.call import PREFIX
+from bngrad_wire.http2.server import connection as server_connection
 
 
 def test_calls_that_wait_take_no_threads_and_are_one_batch(service: Service) -> None:
@@ -163,7 +164,10 @@ def test_a_client_that_does_not_read_delays_no_other_and_gets_its_answers(servic
     check_works(service)
 
 
-def test_a_call_that_stops_amid_its_message_is_begun_all_the_same(service: Service) -> None:
+def test_a_call_that_stops_amid_its_message_is_begun_all_the_same(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_connection, "_REST_TIMEOUT_S", TIMEOUT_S)
     request = request_of(inputs())
     for tensor in (request.x, request.y_backprop):
         tensor.shape[:], tensor.data = (1, 100, 60, 3), bytes(72_000)
@@ -177,6 +181,7 @@ def test_a_call_that_stops_amid_its_message_is_begun_all_the_same(service: Servi
     (connection,) = service.port._connections._all
     wait_until(lambda: connection.http.awaits_rest)
     check_works(service)
+    connection.http._rest_until = time.monotonic()
     wait_until(lambda: connection.http.stream is not None)  # a thread waits for the rest
     client.outbound = [sent[70_000:]]
     client.flush()

@@ -263,10 +263,13 @@ def check_waits_until_its_delay_is_over(
     check_answered(delayed)
 
 
-@pytest.mark.parametrize("nbytes", [1000, 2**18], ids=["small", "large"])
+@pytest.mark.parametrize(
+    ("nbytes", "has_long_calls"), [(1000, True), (2**18, True), (2**18, False)], ids=["small", "long", "large"]
+)
 def test_a_client_of_many_malformed_messages_waits_and_others_do_not(
-    service: Service, nbytes: int, monkeypatch: pytest.MonkeyPatch
+    service: Service, nbytes: int, has_long_calls: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    service.port._connections._has_long_calls = has_long_calls
     monkeypatch.setattr(Penalties, "delay_s", lambda self, peer: DELAY_S if self._score(peer) > 5 else 0.0)
     bad, good = (
         http2.ClientConnection(service.socket(over_tcp=True, source=f"127.0.0.{number}"), "here") for number in (2, 3)
