@@ -51,7 +51,7 @@ class Target:
         )
 
 
-_SIZES = tuple(nbytes * unit for nbytes, unit in ((4, KB), (100, KB), (1, MB), (8, MB), (25, MB), (64, MB), (100, MB)))
+_SIZES = (4 * KB, 100 * KB, 512 * KB, 1 * MB, 8 * MB, 25 * MB, 64 * MB, 100 * MB)
 _LARGE = 8 * MB
 
 TARGETS = (
