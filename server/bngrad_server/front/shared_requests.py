@@ -28,8 +28,8 @@ from bngrad_wire.messages import Buffer
 logger = logging.getLogger(__name__)
 
 _SMALL, _LARGEST = 0.25, 128
-"""How many times as large as brief requests small ones are at most, 768 KiB by default, and those computed here alone,
-384 MiB, which take some hundredths of a second."""
+"""The largest small request and the largest one computed here alone, as multiples of the largest brief one: 768 KiB and
+384 MiB by default. The latter takes some hundredths of a second."""
 _ROUND_S = 0.001
 """How much of a round of the event loop brief ones may take."""
 _CROWDED_S = 1.0

@@ -162,7 +162,7 @@ def test_a_wait_ends_with_the_timeout(contexts: tuple[ssl.SSLContext, ssl.SSLCon
             end.set_timeout(0.01)
         with pytest.raises(TimeoutError):
             there.recv_into(bytearray(10))
-        with pytest.raises(TimeoutError):  # nobody reads
+        with pytest.raises(TimeoutError):  # the other end does not read
             send_for_ever(here)
         assert there.recv_into(bytearray(10)) == 10
 
