@@ -1,7 +1,8 @@
 """Compares round trips of bngrad with plain protobuf, a bare gRPC echo, Arrow Flight and the kernel in process.
 
-Every server is a separate process. All that compute use the same kernel on the same number of threads, and their
-answers are compared bit for bit. Contestants take turns. A request sends y_backprop and x, and gets x_backprop.
+Every server is a separate process. All that compute use the same kernel on the same number of threads or the same GPU,
+and their answers are compared bit for bit. Contestants take turns. A request sends y_backprop and x, and gets
+x_backprop.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # So that with blocks end the servers.
     start = time.monotonic()
     measured = Results()
-    kernel = Kernel(options.threads)
+    kernel = Kernel(options.threads, options.device)
     with tempfile.TemporaryDirectory() as folder:
         for network in options.networks:
             print(f"\n{NETWORKS[network]}\n{results.header(options.contestants)}", flush=True)
-            with connected(options.contestants, network, kernel, options.threads, Path(folder)) as prepares:
+            with connected(options.contestants, network, kernel, Path(folder)) as prepares:
                 for nbytes in options.sizes:
                     cells = _latencies(network, nbytes, prepares, kernel, options)
                     print(results.lines(cells), flush=True)
@@ -53,6 +54,7 @@ def main() -> None:
         plot.draw(measured, options.plot)
     if options.json:
         machine = report.machine({name: metadata.version(name) for name in _PACKAGES}, options.threads)
+        machine["device"] = kernel.description
         document = {"machine": machine, **measured.as_json(), "targets": verdicts}
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(document, indent=1) + "\n")
@@ -69,6 +71,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=0.8, help="of each contestant at each size")
     parser.add_argument("--rounds", type=int, default=5, help="turns in which they are spent")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of the kernel")
+    parser.add_argument("--device", default="cpu", help="of the kernel: cpu or cuda:N")
     parser.add_argument("--plot", type=Path, metavar="PATH", help="also draw a PNG")
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the numbers and the machine's facts")
     return parser.parse_args()

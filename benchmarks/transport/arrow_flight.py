@@ -53,15 +53,15 @@ class _Server(flight.FlightServerBase):  # type: ignore[misc]  # pyarrow has no 
                     _send(writer, _ANSWER, [y_backprop], (), terms["batch_elements"])
 
 
-def start(address: str, threads: int, *, encrypted: bool = False) -> tuple[str, object]:
+def start(address: str, threads: int, device: str, *, encrypted: bool = False) -> tuple[str, object]:
     """Serves for as long as the second object lives; the first is the address that clients take."""
     if encrypted:
         pair = certificates.CERTIFICATE.read_bytes(), certificates.KEY.read_bytes()
-        server = _Server(f"grpc+tls://{address}", Kernel(threads), tls_certificates=[pair])
+        server = _Server(f"grpc+tls://{address}", Kernel(threads, device), tls_certificates=[pair])
         return f"grpc+tls://127.0.0.1:{server.port}", server
     unix = address.startswith("unix:")
     location = "grpc+unix://" + address.removeprefix("unix:") if unix else f"grpc://{address}"
-    server = _Server(location, Kernel(threads))
+    server = _Server(location, Kernel(threads, device))
     return location if unix else f"grpc://127.0.0.1:{server.port}", server
 
 

@@ -84,9 +84,7 @@ CONTESTANTS: Mapping[str, Contestant] = {
 
 
 @contextlib.contextmanager
-def connected(
-    names: list[str], network: str, kernel: Kernel, threads: int, folder: Path
-) -> Iterator[dict[str, Prepare]]:
+def connected(names: list[str], network: str, kernel: Kernel, folder: Path) -> Iterator[dict[str, Prepare]]:
     """Starts the servers that contestants need, each in a process of its own, and connects the contestants.
 
     Those that know TCP only are left out of other networks.
@@ -99,19 +97,19 @@ def connected(
         for kind in dict.fromkeys(CONTESTANTS[name].server for name in names):
             if kind:
                 address = f"unix:{folder / kind}.sock" if network == UNIX else "127.0.0.1:0"
-                targets[kind] = stack.enter_context(_server(kind, address, threads))
+                targets[kind] = stack.enter_context(_server(kind, address, kernel))
         yield {
             name: stack.enter_context(CONTESTANTS[name].connect(targets[CONTESTANTS[name].server])) for name in names
         }
 
 
 @contextlib.contextmanager
-def _server(kind: str, address: str, threads: int) -> Iterator[str]:
+def _server(kind: str, address: str, kernel: Kernel) -> Iterator[str]:
     if kind in _OPTIONS:
         whole_requests = "--max-message-bytes", "1GiB"
-        options = "--threads", str(threads), *whole_requests, *_OPTIONS[kind]
-        with EmbeddedServer(address, options=options) as server:
+        options = "--threads", str(kernel.threads), *whole_requests, *_OPTIONS[kind]
+        with EmbeddedServer(address, device=kernel.device, options=options) as server:
             yield server.target
     else:
-        with servers.running(kind, address, threads) as target:
+        with servers.running(kind, address, kernel.threads, kernel.device) as target:
             yield target

@@ -26,7 +26,7 @@ def _answer(request: bytes, context: grpc.ServicerContext) -> bytes:
     return _zeros(len(request) // 2)
 
 
-def start(address: str, threads: int) -> tuple[str, object]:
+def start(address: str, threads: int, device: str) -> tuple[str, object]:
     """Serves for as long as the second object lives; the first is the address that clients take."""
     server = grpc.server(futures.ThreadPoolExecutor(_HANDLER_THREADS), options=CHANNEL_OPTIONS)
     method: grpc.RpcMethodHandler[bytes, bytes] = grpc.unary_unary_rpc_method_handler(

@@ -38,10 +38,10 @@ class _Service(pb_grpc.BatchNormGradServiceServicer):
         )
 
 
-def start(address: str, threads: int) -> tuple[str, object]:
+def start(address: str, threads: int, device: str) -> tuple[str, object]:
     """Serves for as long as the second object lives; the first is the address that clients take."""
     server = grpc.server(futures.ThreadPoolExecutor(_HANDLER_THREADS), options=CHANNEL_OPTIONS)
-    service = _Service(Kernel(threads))  # type: ignore[abstract]  # The other methods answer UNIMPLEMENTED.
+    service = _Service(Kernel(threads, device))  # type: ignore[abstract]  # The other methods answer UNIMPLEMENTED.
     pb_grpc.add_BatchNormGradServiceServicer_to_server(service, server)
     port = server.add_insecure_port(address)
     server.start()

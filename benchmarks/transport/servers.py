@@ -35,11 +35,12 @@ def main() -> None:
     parser.add_argument("kind", choices=list(_MODULES))
     parser.add_argument("address", help="HOST:PORT, with port 0 for a free one, or unix:PATH")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of the kernel")
+    parser.add_argument("--device", default="cpu", help="of the kernel")
     options = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The benchmark handles Ctrl-C, and then closes stdin.
     module = importlib.import_module(f"benchmarks.transport.{_MODULES[options.kind]}")
     tls = {"encrypted": True} if options.kind.endswith("-tls") else {}
-    address, server = module.start(options.address, options.threads, **tls)
+    address, server = module.start(options.address, options.threads, options.device, **tls)
     assert server is not None
     print(_READY + address, flush=True)
     sys.stdin.read()
@@ -47,10 +48,11 @@ def main() -> None:
 
 
 @contextlib.contextmanager
-def running(kind: str, address: str, threads: int) -> Iterator[str]:
+def running(kind: str, address: str, threads: int, device: str) -> Iterator[str]:
     """Runs a server for the length of the block, and gives the address that clients take."""
+    options = "--threads", str(threads), "--device", device
     process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.transport.servers", kind, address, "--threads", str(threads)],
+        [sys.executable, "-m", "benchmarks.transport.servers", kind, address, *options],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

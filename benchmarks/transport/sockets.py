@@ -20,7 +20,7 @@ _PART_NBYTES = 1 << 20
 """More in one system call made nothing faster."""
 
 
-def start(address: str, threads: int) -> tuple[str, object]:
+def start(address: str, threads: int, device: str) -> tuple[str, object]:
     """Serves for as long as the second object lives; the first is the address that clients take."""
     place = host_and_port(address)
     if place is None:

@@ -26,13 +26,13 @@ _STUB = "triton_python_backend_stub"
 _START_TIMEOUT_S = 120.0
 
 
-def start(address: str, threads: int) -> tuple[str, object]:
+def start(address: str, threads: int, device: str) -> tuple[str, object]:
     """Serves on a free TCP port until this process ends.
 
     Raises:
         RuntimeError: The server ended, or was not ready in time.
     """
-    assert address == "127.0.0.1:0", address
+    assert (address, device) == ("127.0.0.1:0", "cpu"), (address, device)
     target = f"127.0.0.1:{free_port()}"
     process = subprocess.Popen(
         _command(target),
