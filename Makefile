@@ -5,12 +5,15 @@ GPU_PYTHON ?= python3
 GPU_DEVICE ?= cuda:0
 GPU_PYTEST = BNGRAD_TEST_DEVICE=$(GPU_DEVICE) PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(GPU_PYTHON) -m pytest \
 	-c tests/gpu/pytest.ini --rootdir $(CURDIR)
+GPU_SERVER_PYTEST = BNGRAD_TEST_DEVICE=$(GPU_DEVICE) PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(GPU_PYTHON) -m pytest \
+	-p pytest_asyncio.plugin -ra -W default --durations=15 -o faulthandler_timeout=180 \
+	-o faulthandler_exit_on_timeout=false
 BIN := $(VENV)/bin
 LOCK := $(BIN)/uv pip compile --quiet --universal --python-version 3.10 --no-header --no-annotate --upgrade
 HASHES := --generate-hashes --constraint requirements/dev.txt
 
 .PHONY: help demo test test-fast test-kernels test-ray soak lint docs dist proto settings-page kernels-page transport-page lock audit image-test fleet-test bench bench-transport bench-tls bench-triton bench-load bench-hostile \
-	gpu-test gpu-test-kernels gpu-test-sanitizer gpu-test-server gpu-bench gpu-sweep clean
+	gpu-test gpu-test-kernels gpu-test-sanitizer gpu-test-server gpu-test-torch gpu-bench gpu-sweep clean
 
 help:  ## Lists the targets
 	@sed -n 's/^\([a-z-]*\):.*  ## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand --tabs=22
@@ -128,10 +131,10 @@ bench-hostile: $(VENV)/dev.stamp  ## Measures what forty attacks cost good clien
 	$(BIN)/python -m benchmarks.bench_hostile $(or $(HOSTILE),--json benchmarks/results/hostile.json --page docs/attacks.md)
 
 # Keeps the rest of PYTHONPATH: a machine with a GPU may have its packages in a folder of their own.
-gpu-test-kernels gpu-test-sanitizer gpu-test-server gpu-bench gpu-sweep: export PYTHONPATH := \
+gpu-test-kernels gpu-test-sanitizer gpu-test-server gpu-test-torch gpu-bench gpu-sweep: export PYTHONPATH := \
 	$(CURDIR)/cli:$(CURDIR)/client:$(CURDIR)/server:$(CURDIR)/kernels:$(CURDIR)/wire:$(CURDIR)/protos:$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-gpu-test: gpu-test-kernels gpu-test-sanitizer gpu-test-server  ## GPU machine: runs the next three
+gpu-test: gpu-test-kernels gpu-test-sanitizer gpu-test-server gpu-test-torch  ## GPU machine: runs the next four
 
 gpu-test-kernels:  ## GPU machine: tests the kernels, also against the CPU's bits
 	$(GPU_PYTHON) -c "import cupy, ml_dtypes, numpy, pytest"
@@ -145,11 +148,13 @@ gpu-test-server:  ## GPU machine: tests every op over every transport through a 
 	$(GPU_PYTHON) -c "import click, cupy, google.rpc.error_details_pb2, grpc_channelz, grpc_health, grpc_reflection, \
 		grpc_status, h11, hpack, prometheus_client, psutil, pydantic_settings, pytest_asyncio, rich; \
 		import bngrad_protos.v1.batch_norm_grad_pb2_grpc"
-	BNGRAD_TEST_DEVICE=$(GPU_DEVICE) PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(GPU_PYTHON) -m pytest -p pytest_asyncio.plugin \
-		-ra -W default --durations=15 -o faulthandler_timeout=180 -o faulthandler_exit_on_timeout=false \
-		tests/gpu/test_server.py tests/integration/test_ops.py tests/integration/test_transports.py \
+	$(GPU_SERVER_PYTEST) tests/gpu/test_server.py tests/integration/test_ops.py tests/integration/test_transports.py \
 		tests/integration/test_exchange.py tests/integration/test_bad_input.py \
 		tests/integration/test_shared_memory.py tests/integration/test_second_order.py
+
+gpu-test-torch:  ## GPU machine: tests bngrad.torch with tensors on the GPU
+	$(GPU_PYTHON) -c "import torch"
+	$(GPU_SERVER_PYTEST) tests/gpu/test_torch.py
 
 gpu-bench:  ## GPU machine: compares with PyTorch and cuDNN; options in BENCH
 	$(GPU_PYTHON) -m benchmarks.bench_gpu --ordinal $(GPU_DEVICE:cuda:%=%) $(BENCH)

@@ -78,11 +78,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="that are counted, of each contestant")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--device", default="cpu", help="of the server: cpu or cuda:N")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     data = batches(_WARM_UPS + _TURN, options.batch)
     with ExitStack() as stack:
-        server = stack.enter_context(EmbeddedServer())
+        server = stack.enter_context(EmbeddedServer(device=options.device))
         print(f"{'ms per step, median':32}" + "".join(f"{name:>16}" for name in _CONTESTANTS) + "   ratios to stock")
         clients: list[tuple[bngrad.Client | None, _Where]] = [
             (None, "everywhere")

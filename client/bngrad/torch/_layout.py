@@ -75,7 +75,7 @@ def _array(tensor: Tensor) -> Array:
 
 
 def _in_pinned_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies from a GPU to page-locked memory, all at once. Not run on a GPU yet."""
+    """Copies from a GPU to page-locked memory, all at once."""
     copies = [torch.empty_like(tensor, device="cpu", pin_memory=True) for tensor in tensors]
     for copy, tensor in zip(copies, tensors, strict=True):
         copy.copy_(tensor, non_blocking=True)

@@ -149,8 +149,9 @@ class _Function(torch.autograd.Function):
         is_training: bool, momentum: float, epsilon: float, client: str, sent: SentInput | None,
         placement: Placement | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        y, mean, rstd = torch.native_batch_norm(
-            x, weight, bias, running_mean, running_var, is_training, momentum, epsilon
+        # As torch.batch_norm does, so with cuDNN where that would take it: its bits are others.
+        y, mean, rstd, _, _ = torch._batch_norm_impl_index(
+            x, weight, bias, running_mean, running_var, is_training, momentum, epsilon, torch.backends.cudnn.enabled
         )
         if not is_training:
             assert running_mean is not None

@@ -1,0 +1,177 @@
+"""bngrad.torch with tensors on a GPU, against PyTorch's own layers there. `make gpu-test` runs this."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tests.integration.pytorch.models import CHANNELS, MEMORY_FORMATS, OURS, SHAPES, data, network, randomised
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+import bngrad
+import bngrad.torch
+from bngrad_cli.embedded import EmbeddedServer
+
+DEVICE = os.environ.get("BNGRAD_TEST_DEVICE", "cpu")
+TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+"""Largest difference from float64, as a part of the largest value."""
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(DEVICE == "cpu", reason="make gpu-test runs it, on a machine with a GPU"),
+]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[EmbeddedServer]:
+    with EmbeddedServer(device=DEVICE, options=("--arena-bytes", "1GiB")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module", params=["auto", "stream"])
+def client(request: pytest.FixtureRequest, server: EmbeddedServer) -> Iterator[bngrad.Client]:
+    with bngrad.Client(server.target, transport=request.param) as client:
+        yield client
+
+
+def tensors(rank: str, memory_format: torch.memory_format, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Returns an input and a gradient of the output, on the GPU."""
+    generator = torch.Generator().manual_seed(0)
+    x, y_backprop = (torch.randn(SHAPES[rank], generator=generator).to(DEVICE, dtype) for _ in range(2))
+    return x.to(memory_format=memory_format), y_backprop.to(memory_format=memory_format)
+
+
+def gradients(layer: _BatchNorm, x: Tensor, y_backprop: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Returns a layer's output and the gradients of its input and parameters."""
+    x = x.detach().requires_grad_()
+    y = layer(x)
+    return y, list(torch.autograd.grad(y, [x, *layer.parameters()], y_backprop))
+
+
+def assert_close(ours: list[Tensor], exact: list[Tensor], tolerance: float) -> None:
+    for our, right in zip(ours, exact, strict=True):
+        assert our.device == right.device
+        assert (our.double() - right).abs().max() <= tolerance * right.abs().max()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("is_training", [True, False])
+@pytest.mark.parametrize(("rank", "memory_format"), MEMORY_FORMATS, ids=str)
+def test_the_forward_has_pytorchs_bits_and_the_gradients_are_right(
+    client: bngrad.Client, rank: str, memory_format: torch.memory_format, is_training: bool, dtype: torch.dtype
+) -> None:
+    ours = randomised(OURS[rank](CHANNELS, client=client)).to(DEVICE).train(is_training)
+    stock = bngrad.torch.revert_batchnorm(copy.deepcopy(ours))
+    x, y_backprop = tensors(rank, memory_format, dtype)
+    exact = gradients(copy.deepcopy(stock).double(), x.double(), y_backprop.double())[1]
+    y, found = gradients(ours, x, y_backprop)
+    expected = stock(x)
+    assert torch.equal(y, expected)
+    assert y.stride() == expected.stride()
+    for name, buffer in stock.named_buffers():
+        assert torch.equal(ours.get_buffer(name), buffer)
+    assert found[0].is_contiguous(memory_format=memory_format)
+    assert [each.dtype for each in found] == [dtype, *(parameter.dtype for parameter in ours.parameters())]
+    assert_close(found, exact, TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+@pytest.mark.parametrize(("rank", "memory_format"), MEMORY_FORMATS, ids=str)
+def test_the_second_order_is_right(
+    client: bngrad.Client, rank: str, memory_format: torch.memory_format, is_training: bool
+) -> None:
+    def second_order(layer: _BatchNorm, x: Tensor, y_backprop: Tensor) -> list[Tensor]:
+        x, y_backprop = x.detach().requires_grad_(), y_backprop.detach().requires_grad_()
+        first = torch.autograd.grad(layer(x), [x, layer.weight], y_backprop, create_graph=True)
+        penalty = first[0].square().sum() + first[1].pow(3).sum()
+        return list(torch.autograd.grad(penalty, [x, layer.weight, y_backprop]))
+
+    ours = randomised(OURS[rank](CHANNELS, client=client)).to(DEVICE).train(is_training)
+    exact = bngrad.torch.revert_batchnorm(copy.deepcopy(ours)).double()
+    x, y_backprop = tensors(rank, memory_format)
+    assert_close(second_order(ours, x, y_backprop), second_order(exact, x.double(), y_backprop.double()), 5e-6)
+
+
+@pytest.mark.parametrize("stream", [None, "another"])
+def test_a_large_layer_has_the_bits_of_the_servers_answer(client: bngrad.Client, stream: str | None) -> None:
+    """Of 51 MB: its copies are still under way when the gradients are asked for, on whichever stream."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    x, y_backprop = (torch.randn((16, 256, 56, 56), generator=generator, device=DEVICE) for _ in range(2))
+    layer = bngrad.torch.convert_batchnorm(nn.BatchNorm2d(256, device=DEVICE), client)
+    torch.cuda.synchronize()
+    other: Any = torch.cuda.Stream() if stream else torch.cuda.current_stream()  # type: ignore[no-untyped-call]
+    found = []
+    with torch.cuda.stream(other):
+        for _ in range(5):
+            changed = x * 3 - 1  # on its way when the layer is called
+            found.append(gradients(layer, changed, y_backprop * 2)[1])
+    other.synchronize()
+    x = x * 3 - 1
+    variance, mean = torch.var_mean(x, (0, 2, 3), correction=0)
+    inputs = (y_backprop * 2, x, layer.weight.detach(), mean, variance)
+    dy, values, scale, mean, variance = (each.cpu() for each in inputs)
+    expected = client.fused_batch_norm_grad_v2(dy, values, scale, mean, variance, data_format="NCHW")
+    for each in found:
+        assert all(torch.equal(a, b) for a, b in zip(each, found[0], strict=True))
+        difference = (each[0].cpu() - torch.from_numpy(expected.x_backprop)).abs().max()
+        assert difference <= 2e-6 * float(abs(expected.x_backprop).max())
+
+
+def losses(model: nn.Module, *, bfloat16: bool, memory_format: torch.memory_format) -> list[float]:
+    model = model.to(DEVICE, memory_format=memory_format)  # type: ignore[call-overload]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    found = []
+    for images, labels in data(20):
+        optimizer.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16, enabled=bfloat16):
+            outputs = model(images.to(DEVICE, memory_format=memory_format))
+            loss = nn.functional.cross_entropy(outputs, labels.to(DEVICE))
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("bfloat16", [False, True])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_a_network_trains_as_with_pytorch(
+    client: bngrad.Client, memory_format: torch.memory_format, bfloat16: bool
+) -> None:
+    stock = network()
+    ours = bngrad.torch.convert_batchnorm(copy.deepcopy(stock), client)
+    expected = losses(stock, bfloat16=bfloat16, memory_format=memory_format)
+    found = losses(ours, bfloat16=bfloat16, memory_format=memory_format)
+    print("largest difference of a loss", max(abs(a - b) for a, b in zip(found, expected, strict=True)))
+    assert found == pytest.approx(expected, abs=2e-2 if bfloat16 else 1e-3)
+
+
+def test_a_compiled_network_computes_the_same(client: bngrad.Client) -> None:
+    ours = bngrad.torch.convert_batchnorm(network(), client).to(DEVICE)
+    ((images, labels),) = data(1)
+    images, labels = images.to(DEVICE), labels.to(DEVICE)
+
+    def gradients_of(model: Any) -> list[Tensor]:
+        loss = nn.functional.cross_entropy(model(images), labels)
+        return list(torch.autograd.grad(loss, list(ours.parameters())))
+
+    plain = gradients_of(ours)
+    compiled = gradients_of(torch.compile(ours, fullgraph=True))
+    torch.testing.assert_close(compiled, plain, rtol=1e-3, atol=1e-4)
+
+
+def test_measured_layers_are_left_to_the_gpu(client: bngrad.Client, capfd: pytest.CaptureFixture[str]) -> None:
+    model = bngrad.torch.convert_batchnorm(network(), client, where="measured")
+    losses(model, bfloat16=False, memory_format=torch.contiguous_format)
+    assert capfd.readouterr().err.count(": PyTorch\n") == 9
+
+
+def test_a_tensor_on_a_gpu_is_refused_by_the_client_itself(client: bngrad.Client) -> None:
+    x = torch.ones(1, 2, 2, 3, device=DEVICE)
+    vector: Any = [1.0, 1.0, 1.0]
+    with pytest.raises(bngrad.InvalidArgumentError, match=r"y_backprop .* device cuda:0"):
+        client.fused_batch_norm_grad_v2(x, x, vector, vector, vector)
