@@ -89,8 +89,14 @@ class Upload:
         if not self._is_wanted:
             self.forget()
 
+    @property
+    def copy(self) -> Array | None:
+        """The copy in shared memory, if there is one and it is still needed."""
+        place = self._place
+        return None if place is None else place.copy
+
     def add_ticket(self, ticket: bytes) -> None:
-        """Adds the ticket of a GPU's copy to a place in shared memory; forgets it if that is needed no longer."""
+        """Adds the ticket of a GPU's copy of `copy`; has the server forget that if it is needed no longer."""
         with self._mutex:
             place = self._place
             if place is not None:

@@ -106,8 +106,8 @@ class AheadPlaces:
     def _keep(self, copier: AheadCopier, region: Region, place: Place, nbytes: int, lease: Lease) -> bytes:
         ticket = secrets.token_bytes(TICKET_NBYTES)
         with self._mutex:
-            tickets = self._in_region.setdefault(region.number, {})
-            if len(tickets) >= max(region.nbytes // LEAST_NBYTES, 1):
+            tickets = self._in_region.get(region.number, {})
+            if len(tickets) >= region.nbytes // LEAST_NBYTES:
                 self._forget(next(iter(tickets)))
             number = copier.copy_ahead(place, nbytes)
             self._by_ticket[ticket] = _Tensor(region.client, place._replace(ahead=number), nbytes, lease)

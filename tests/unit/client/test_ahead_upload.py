@@ -107,6 +107,7 @@ def test_a_copy_of_a_gpu_is_found_and_forgotten_by_its_ticket() -> None:
     copied, forgotten = upload()
     copied.begin(SERVER)
     copied.end(Place(SERVER, copy=TENSOR))
+    assert copied.copy is TENSOR
     copied.add_ticket(b"ticket")
     place = found(copied)
     assert place is not None
@@ -118,6 +119,7 @@ def test_a_copy_of_a_gpu_is_found_and_forgotten_by_its_ticket() -> None:
     closed.begin(SERVER)
     closed.end(Place(SERVER, copy=TENSOR))
     closed.close()
+    assert closed.copy is None
     closed.add_ticket(b"ticket")
     assert (forgotten, found(closed)) == ([PLACE], None)
 
