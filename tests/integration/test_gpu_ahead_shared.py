@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -159,6 +160,19 @@ def test_copies_end_with_their_client() -> None:
             wait_for(server, f"GPU 0 copied {NBYTES} bytes ahead", 3)
         wait_for(server, f"GPU 0 dropped {NBYTES} bytes", 3)
         del x
+
+
+def test_copies_end_with_the_lease_of_their_memory() -> None:
+    with EmbeddedServer(device="cuda:0", options=ARENA) as server, shared_client(server) as client:
+        plain = gradients(client, INPUTS.x)
+        with client.send_ahead(INPUTS.x) as x:
+            wait_for(server, f"GPU 0 copied {NBYTES} bytes ahead", 1)
+            lease = shared_pool(client)._regions[0]._socket  # type: ignore[union-attr]
+            assert lease is not None
+            lease.shutdown(socket.SHUT_RDWR)
+            wait_for(server, f"GPU 0 dropped {NBYTES} bytes", 1)
+            assert_same_bits(gradients(client, x), plain)
+            assert read_nbytes(server) == 0
 
 
 def test_requests_are_computed_from_shared_memory_where_their_copies_have_gone() -> None:
