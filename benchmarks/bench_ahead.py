@@ -1,6 +1,7 @@
 """Time of a gradient whose x was sent ahead, against one whose x comes with the call.
 
-Contestants take turns, and every answer is checked bit for bit. What is sent ahead is there when the clock starts.
+Contestants take turns, and every answer is checked bit for bit. What is sent ahead is there when the clock starts, also
+on the GPU if the server has one.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_ahead", description=__doc__)
     parser.add_argument("--sizes", nargs="+", type=inputs.size, default=list(map(inputs.size, ("1MB", "8MB", "25MB"))))
     parser.add_argument("--calls", type=int, default=25)
+    parser.add_argument("--device", default="cpu", help="the server's device")
     options = parser.parse_args()
     with ExitStack() as stack:
-        server = stack.enter_context(EmbeddedServer())
+        server = stack.enter_context(EmbeddedServer(device=options.device))
         clients = {each: stack.enter_context(bngrad.Client(server.target, transport=each)) for each in _TRANSPORTS}
         print(f"{'ms, median':24}{'with the call':>15}{'x ahead':>10}")
         for nbytes in options.sizes:

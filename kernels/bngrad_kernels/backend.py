@@ -41,6 +41,14 @@ class Backend(Protocol):
         """
         return None
 
+    def finish_copy(self, copy: Any) -> None:
+        """Waits until a copy that `copy_ahead` began is done, and reads the host's memory no longer.
+
+        Raises:
+            DeviceFailedError: This process can no longer use the device.
+        """
+        return
+
     def warm_up(self) -> None:
         """Compiles every kernel, or loads it from the disk cache, so that no request waits for that."""
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from functools import partial
 
 from bngrad_kernels import backends
 from bngrad_kernels.spec import TensorHeader
+from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.codec.request import Request
 from bngrad_server.config import ServerConfig
 from bngrad_server.errors import OverloadedError
@@ -18,6 +19,7 @@ from bngrad_server.front.kernels import FrontKernels
 from bngrad_server.front.shared_requests import SharedRequests
 from bngrad_server.front.small_requests import SmallRequests
 from bngrad_server.memory.ahead import AheadTensors, Lease
+from bngrad_server.memory.ahead_places import AheadPlaces
 from bngrad_server.memory.allocator import Allocator, Block
 from bngrad_server.memory.arena import Arena
 from bngrad_server.memory.received_message import ReceivedMessage
@@ -67,9 +69,11 @@ class Engine:
         split = config.has_cores_for_all or "cpu" not in names
         self.batcher = Batcher(config.max_batch_jobs, config.max_batch_bytes, config.max_batch_delay_s, split=split)
         self.pool = WorkerPool(config, names, self.arena, self.batcher, on_change)
-        self.ahead = AheadTensors(self.arena, self.pool.change_ahead if self.pool.has_gpus else None)
+        copier = self.pool if self.pool.has_gpus else None
+        self.ahead = AheadTensors(self.arena, copier)
         self.load = LoadMeter(self.batcher.counts, self.admission, lambda: self.pool.slots)
         self.regions = Regions(config.shared_bytes, self.pool.map, self._unmap)
+        self.ahead_places = AheadPlaces(self.regions, copier)
         self.max_message_nbytes = min(config.max_message_bytes, _MAX_MESSAGE_NBYTES)
         nbytes = max(self.arena.nbytes // _MESSAGES_FRACTION, self.max_message_nbytes)
         self._messages = Allocator(nbytes, _SMALL_MESSAGES_NBYTES)
@@ -108,7 +112,8 @@ class Engine:
             CancelledError: The client cancelled the call.
         """
         self.ahead.limit(rpc.client, self.admission.room(rpc.client) - request.new_nbytes)
-        staged = StagedRequest(request, rpc, received_at, self.arena, self.regions, self.ahead, self._close)
+        ahead = self.ahead, self.ahead_places
+        staged = StagedRequest(request, rpc, received_at, self.arena, self.regions, ahead, self._close)
         self.admission.enter(rpc.client, request.tensors_nbytes, rpc.deadline)
         try:
             nbytes = staged.find_tensors()
@@ -246,6 +251,35 @@ class Engine:
             raise
         return self.ahead.keep(header, block, lease)
 
+    def copy_ahead(self, header: TensorHeader, location: pb.Location, lease: Lease, rpc: RpcContext) -> bytes:
+        """Has a GPU copy a tensor in shared memory ahead of the request that needs it; returns its ticket.
+
+        Args:
+            header: The tensor.
+            location: Where it lies.
+            lease: What it ends with.
+            rpc: The call that it comes with.
+
+        Returns:
+            The ticket; empty if no GPU copies it.
+
+        Raises:
+            OverloadedError: The server is full.
+            InvalidArgumentError: The client leases no such place.
+        """
+        self.admission.check(rpc.client, rpc.deadline)
+        return self.ahead_places.keep(header, location, rpc.client, lease)
+
+    def forget_ahead(self, tickets: Iterable[bytes], client: str) -> None:
+        """Forgets those of the tensors with these tickets that are the client's."""
+        self.ahead_places.forget(tickets, client)
+        self.ahead.forget(tickets, client)
+
+    def end_lease(self, lease: Lease) -> None:
+        """Forgets the tensors that were sent ahead over a connection."""
+        self.ahead_places.end(lease)
+        self.ahead.end(lease)
+
     @contextmanager
     def upload(self, staged: StagedRequest) -> Iterator[None]:
         """Limits the time in which a client sends the large inputs of a staged request."""
@@ -284,6 +318,7 @@ class Engine:
         self.arena.close()
 
     def _unmap(self, region: Region) -> None:
+        self.ahead_places.end_region(region)
         self.shared_requests.forget(region)
         self.pool.unmap(region)
 

@@ -10,6 +10,7 @@ from bngrad_kernels.spec import FieldViolation, InvalidArgumentError
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.codec.request import Request
 from bngrad_server.memory.ahead import AheadTensor, AheadTensors
+from bngrad_server.memory.ahead_places import AheadPlaces
 from bngrad_server.memory.allocator import Block
 from bngrad_server.memory.arena import Arena
 from bngrad_server.memory.layout import ARENA, Place, Task
@@ -51,7 +52,7 @@ class StagedRequest:
         received_at: float,
         arena: Arena,
         regions: Regions,
-        ahead: AheadTensors,
+        ahead: tuple[AheadTensors, AheadPlaces],
         on_close: Callable[[StagedRequest, BaseException | None], None],
     ) -> None:
         self.request = request
@@ -63,7 +64,7 @@ class StagedRequest:
         self.is_counted = False
         self._arena = arena
         self._regions = regions
-        self._ahead = ahead
+        self._ahead, self._ahead_places = ahead
         self._on_close = on_close
         self._is_placed = False
         self._held: list[Region] = []
@@ -95,6 +96,9 @@ class StagedRequest:
                 self._ahead_count += 1
         if self._held:
             check_overlap(request, places)
+        for i, ticket in enumerate(request.tickets):
+            if ticket and (found := places[i]) is not None:
+                places[i] = self._ahead_places.copied(found, request.sizes.tensor, ticket, self.rpc.client)
         self._places = places
         return request.sizes.all_stats + (places.count(None) - self._ahead_count) * request.sizes.tensor_stride
 

@@ -13,6 +13,7 @@ import numpy as np
 import psutil
 import pytest
 from tests.kernels.problems import DTYPES
+from tests.servers import Transport
 
 import bngrad
 from bngrad_cli.embedded import EmbeddedServer
@@ -43,9 +44,10 @@ def client(server: EmbeddedServer) -> Iterator[bngrad.Client]:
         yield client
 
 
-def test_a_tensor_that_was_copied_ahead_gives_the_same_bits(server: EmbeddedServer) -> None:
+@pytest.mark.parametrize("transport", ["stream", "shared"])
+def test_a_tensor_that_was_copied_ahead_gives_the_same_bits(server: EmbeddedServer, transport: Transport) -> None:
     y_backprop, x, scale, mean, variance = inputs_of(Spec(FLOAT32, (32, 56, 56, 64), 3))
-    with bngrad.Client(server.target, transport="stream") as client:
+    with bngrad.Client(server.target, transport=transport) as client:
         expected = client.fused_batch_norm_grad_v2(y_backprop, x, scale, mean, variance)
         for _ in range(20):
             with client.send_ahead(x) as handle:

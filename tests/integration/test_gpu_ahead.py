@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.integration.emulated_gpus import (
+    ARENA,
+    INPUTS,
+    NBYTES,
+    count,
+    emulated_gpus,
+    gradients,
+    read_nbytes,
+    wait_for,
+)
 from tests.integration.problems import assert_same_bits, random_inputs
 from tests.kernels.cuda.devices import library_file
 from tests.kernels.cuda.strict_environment import environment
@@ -16,41 +25,13 @@ from tests.servers import wait_until, worker_pid
 
 import bngrad
 from bngrad_cli.embedded import EmbeddedServer
-from bngrad_kernels.problem import Array
 from bngrad_kernels.spec import FLOAT32, Spec
-
-ROOT = Path(__file__).parents[2]
-ARENA = ("--arena-bytes", "64MiB")
-INPUTS = random_inputs(Spec(FLOAT32, (8, 40, 40, 24), 3))
-NBYTES = INPUTS.x.nbytes
 
 
 @pytest.fixture(scope="module", autouse=True)
 def gpus() -> Iterator[None]:
-    """Makes servers that the tests start find GPUs, which say what they copy."""
-    path = [str(Path(__file__).parent / "emulated"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(path))
-        patch.setenv("EMULATED_KERNELS", str(library_file()))
+    with emulated_gpus():
         yield
-
-
-def gradients(client: bngrad.Client, x: Array | bngrad.AheadTensor) -> bngrad.FusedBatchNormGradV2:
-    return client.fused_batch_norm_grad_v2(INPUTS.y_backprop, x, *INPUTS[2:])
-
-
-def count(server: EmbeddedServer, what: str) -> int:
-    """How often a GPU has said something."""
-    return sum(line.endswith(what) for line in server.stderr().splitlines())
-
-
-def wait_for(server: EmbeddedServer, what: str, times: int) -> None:
-    wait_until(lambda: count(server, what) == times)
-
-
-def read_nbytes(server: EmbeddedServer) -> int:
-    """How much GPUs have read from copies ahead."""
-    return sum(map(int, re.findall(r"^read (\d+) bytes from a copy ahead$", server.stderr(), re.MULTILINE)))
 
 
 def test_a_gpu_copies_a_tensor_before_its_request_reads_its_copy_and_drops_it_with_the_handle() -> None:
@@ -146,4 +127,10 @@ def test_the_calls_of_cupy_have_the_types_that_it_takes(tmp_path: Path, monkeypa
                 wait_for(server, f"took {NBYTES} bytes from a pool", uses)
                 assert_same_bits(gradients(client, x), plain)
             assert count(server, "copied on the device") == by_self_test + uses
+        with bngrad.Client(server.target, transport="shared") as sharing:
+            gradients(sharing, INPUTS.x)
+            x = sharing.send_ahead(INPUTS.x)
+            wait_for(server, f"took {NBYTES} bytes from a pool", 4)
+            while count(server, "copied on the device") == by_self_test + 3:
+                assert_same_bits(gradients(sharing, x), plain)
         assert client.server_info().devices[0].restarts == 0

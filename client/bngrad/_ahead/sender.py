@@ -96,6 +96,9 @@ def _send(
                     place = server.send_ahead(tensor, forgotten.pop(server, ()), deadline, running)
                 finally:
                     upload.end(place)
+                # Calls may use the copy meanwhile.
+                if (copy := upload.copy) is not None and (ticket := server.copy_to_gpu(copy, deadline, running)):
+                    upload.add_ticket(ticket)
         finally:
             load_balancer.release(use)
 

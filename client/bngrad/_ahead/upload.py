@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from bngrad._deadline import Cancellation, Deadline
@@ -21,6 +21,10 @@ class Server(Protocol):
         """Sends a tensor ahead, and has the server forget others."""
         ...
 
+    def copy_to_gpu(self, copy: Array, deadline: Deadline, cancellation: Cancellation) -> bytes:
+        """Has a GPU copy a tensor that lies in shared memory; returns the ticket of the copy, if there is one."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -28,7 +32,7 @@ class Place:
 
     Attributes:
         server: Makes the calls to its server.
-        ticket: What calls to this server name it by; empty for a copy in shared memory.
+        ticket: What calls to this server name it by; of a copy in shared memory, that of a GPU's copy, or empty.
         copy: The copy in memory that is shared with this server, if there is one.
     """
 
@@ -85,6 +89,21 @@ class Upload:
         if not self._is_wanted:
             self.forget()
 
+    @property
+    def copy(self) -> Array | None:
+        """The copy in shared memory, if there is one and it is still needed."""
+        place = self._place
+        return None if place is None else place.copy
+
+    def add_ticket(self, ticket: bytes) -> None:
+        """Adds the ticket of a GPU's copy of `copy`; has the server forget that if it is needed no longer."""
+        with self._mutex:
+            place = self._place
+            if place is not None:
+                self._place = replace(place, ticket=ticket)
+        if place is None and self.server is not None:
+            self._on_forget(Place(self.server, ticket))
+
     def place(self, server: Server, deadline: Deadline, cancellation: Cancellation) -> Place | None:
         """Returns where the tensor is in a server; None if the call must send it itself.
 
@@ -108,7 +127,7 @@ class Upload:
         with self._mutex:
             place, self._place = self._place, None
         if place is not None and place.ticket:
-            self._on_forget(place)
+            self._on_forget(replace(place, copy=None))  # so that its memory is free at once
 
     def close(self) -> None:
         """Has the server forget the tensor, also if it is only being sent now."""

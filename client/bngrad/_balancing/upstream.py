@@ -72,6 +72,10 @@ class Selector(Protocol):
         """Sends a tensor ahead of the calls that need it, and has the server forget others."""
         ...
 
+    def copy_to_gpu(self, copy: Array, deadline: Deadline, cancellation: Cancellation) -> bytes:
+        """Has a GPU copy a tensor that lies in shared memory; returns the ticket of the copy, if there is one."""
+        ...
+
     def close(self) -> None:
         """Closes the connections."""
         ...

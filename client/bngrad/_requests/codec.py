@@ -92,15 +92,28 @@ def located_piece(number: int, dtype: np.dtype[Any], shape: tuple[int, ...], key
     return messages.tensor_prefix(number, pb.Tensor(dtype=_DATA_TYPES[dtype], shape=shape, location=location), 0)
 
 
-def ticket_piece(number: int, dtype: np.dtype[Any], shape: tuple[int, ...], ticket: bytes) -> bytes:
-    """Returns a tensor field whose elements were sent ahead."""
-    return messages.tensor_prefix(number, pb.Tensor(dtype=_DATA_TYPES[dtype], shape=shape, ticket=ticket), 0)
+def ticket_piece(
+    number: int,
+    dtype: np.dtype[Any],
+    shape: tuple[int, ...],
+    ticket: bytes,
+    place: tuple[bytes, int] | None = None,
+) -> bytes:
+    """Returns a tensor field whose elements were sent ahead, or copied from a place in shared memory."""
+    header = pb.Tensor(dtype=_DATA_TYPES[dtype], shape=shape, ticket=ticket, location=_location(place))
+    return messages.tensor_prefix(number, header, 0)
 
 
-def ahead_message(tensor: Array | None, forget: Sequence[bytes]) -> bytes:
-    """Returns the message that sends a tensor ahead, which follows in chunks, and forgets others."""
-    header = None if tensor is None else pb.Tensor(dtype=_DATA_TYPES[tensor.dtype], shape=tensor.shape)
+def ahead_message(tensor: Array | None, place: tuple[bytes, int] | None, forget: Sequence[bytes]) -> bytes:
+    """Returns the message that sends a tensor ahead, and forgets others; it follows in chunks, or has a place."""
+    header = None
+    if tensor is not None:
+        header = pb.Tensor(dtype=_DATA_TYPES[tensor.dtype], shape=tensor.shape, location=_location(place))
     return pb.SendAheadRequest(tensor=header, forget=forget).SerializeToString()
+
+
+def _location(place: tuple[bytes, int] | None) -> pb.Location | None:
+    return None if place is None else pb.Location(region_key=place[0], offset=place[1])
 
 
 def read_ticket(response: bytes) -> bytes:

@@ -38,6 +38,7 @@ class AheadConnection:
         forget: Sequence[bytes],
         deadline: Deadline,
         cancellation: Cancellation,
+        place: tuple[bytes, int] | None = None,
     ) -> bytes:
         """Sends a tensor in C order, and has the server forget others; returns its ticket.
 
@@ -49,9 +50,11 @@ class AheadConnection:
             forget: Their tickets.
             deadline: When to give up.
             cancellation: Lets another thread end it.
+            place: Where the tensor lies in shared memory, the key of its region and the offset; it is then not sent,
+                but has a ticket once a GPU copies it.
 
         Returns:
-            The ticket; empty if there was no tensor, or calls send it themselves.
+            The ticket; empty if there was no tensor, calls send it themselves, or no GPU copies it.
 
         Raises:
             BngradError: The server's status, as an error.
@@ -64,8 +67,8 @@ class AheadConnection:
             tensor = None
         if tensor is None and not forget:
             return b""
-        message = codec.ahead_message(tensor, forget)
-        elements = memoryview(b"") if tensor is None else codec.view_of(tensor)
+        message = codec.ahead_message(tensor, place, forget)
+        elements = memoryview(b"") if tensor is None or place is not None else codec.view_of(tensor)
         try:
             transport = self._twin_of(calls)
             response = transport.send_ahead(SEND_AHEAD_METHOD, message, elements, deadline, cancellation)

@@ -167,6 +167,24 @@ class TransportSelector:
         ticket = self._ahead.send(transport, tensor, forget, deadline, cancellation)
         return Place(self, ticket) if ticket else None
 
+    def copy_to_gpu(self, copy: Array, deadline: Deadline, cancellation: Cancellation) -> bytes:
+        """Has a GPU copy a tensor that lies in shared memory, ahead of the calls that need it.
+
+        Asks the server only where it has said that it has a GPU for that.
+
+        Returns:
+            The ticket of the GPU's copy; empty if there will be none.
+
+        Raises:
+            BngradError: The server refuses it.
+            NotConnectedError: The server cannot be reached.
+        """
+        endpoints = self._discovery.endpoints(self._ask_endpoints, deadline, cancellation)
+        pool, unix, least_nbytes = endpoints.pool, endpoints.unix, endpoints.copied_ahead_nbytes
+        if pool is None or unix is None or not 0 < least_nbytes <= copy.nbytes or (found := pool.locate(copy)) is None:
+            return b""
+        return self._ahead.send(unix, copy, (), deadline, cancellation, found.place)
+
     def close(self) -> None:
         """Closes the connections, and ends the calls made by grpcio; closing again does nothing."""
         self._channel.close()
@@ -202,7 +220,7 @@ class TransportSelector:
         if not request.ahead:
             return self._send(request, transport, deadline, cancellation)
         places = places_of(request.ahead, request.large, self, deadline, cancellation)
-        tickets = {field: place.ticket for field, (_, place) in places.items() if place.ticket}
+        tickets = {field: place.ticket for field, (_, place) in places.items() if place.copy is None}
         if tickets:
             try:
                 return self._send(request, transport, deadline, cancellation, tickets)

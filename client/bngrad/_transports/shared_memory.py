@@ -47,8 +47,8 @@ class SharedMemoryCalls(NamedTuple):
         # Results come first, so that they get the blocks of the last results: workers write past the caches, so copies
         # of inputs into these blocks would take twice as long.
         results = self._results(request, deadline, cancellation)
-        inputs = self._inputs(request, deadline, cancellation)
-        pieces = [*_locations(request, inputs, results), *request.small_pieces()]
+        inputs, tickets = self._inputs(request, deadline, cancellation)
+        pieces = [*_locations(request, inputs, tickets, results), *request.small_pieces()]
         self._hold(results)
         abandoned = AbandonedCall()
         try:
@@ -80,12 +80,17 @@ class SharedMemoryCalls(NamedTuple):
 
     def _inputs(
         self, request: PreparedRequest[Result], deadline: Deadline, cancellation: Cancellation
-    ) -> list[Located]:
-        """Returns the large tensors in shared memory, where those are that were sent ahead."""
-        places = places_of(request.ahead, request.large, self.server, deadline, cancellation)
-        copies = {field: place.copy for field, (_, place) in places.items()}
-        sources = [array if (copy := copies.get(field)) is None else copy for field, array in request.large.items()]
-        return self.pool.copies(sources, deadline, cancellation)
+    ) -> tuple[list[Located], list[bytes]]:
+        """Returns the large tensors in shared memory, where those are that were sent ahead, and the GPU's tickets."""
+        found = places_of(request.ahead, request.large, self.server, deadline, cancellation)
+        copies = {field: (place.copy, place.ticket) for field, (_, place) in found.items() if place.copy is not None}
+        sources = [copies.get(field, (array, b"")) for field, array in request.large.items()]
+        inputs = self.pool.copies([array for array, _ in sources], deadline, cancellation)
+        # One whose lease has ended has been copied to another place.
+        tickets = [
+            ticket if located.array is array else b"" for located, (array, ticket) in zip(inputs, sources, strict=True)
+        ]
+        return inputs, tickets
 
     def _hold(self, results: Sequence[Located]) -> None:
         """Keeps the leases of the results until `_release`."""
@@ -97,13 +102,17 @@ class SharedMemoryCalls(NamedTuple):
                 raise
 
 
-def _locations(request: PreparedRequest[Result], inputs: Sequence[Located], results: Sequence[Located]) -> list[Buffer]:
+def _locations(
+    request: PreparedRequest[Result], inputs: Sequence[Located], tickets: Sequence[bytes], results: Sequence[Located]
+) -> list[Buffer]:
     """Returns the pieces of the message that say where the large tensors lie."""
-    fields = request.op.fields
-    pieces: list[Buffer] = [
-        codec.located_piece(fields[field], tensor.array.dtype, tensor.array.shape, *tensor.place)
-        for field, tensor in zip(request.large, inputs, strict=True)
-    ]
+    pieces: list[Buffer] = []
+    for field, tensor, ticket in zip(request.large, inputs, tickets, strict=True):
+        number, dtype, shape = request.op.fields[field], tensor.array.dtype, tensor.array.shape
+        if ticket:
+            pieces.append(codec.ticket_piece(number, dtype, shape, ticket, tensor.place))
+        else:
+            pieces.append(codec.located_piece(number, dtype, shape, *tensor.place))
     for number, result in zip(request.op.location_numbers, results, strict=True):
         pieces.append(codec.location_piece(number, *result.place))
     return pieces

@@ -119,6 +119,11 @@ class CudaBackend(Backend):
         with self._failing():
             return self._ahead.copy(memory)
 
+    def finish_copy(self, copy: Any) -> None:
+        """See `Backend.finish_copy`."""
+        with self._failing():
+            copy.wait()
+
     def run(self, problems: Sequence[AnyProblem]) -> None:
         """Writes the outputs of every problem.
 

@@ -263,6 +263,10 @@ class CupyCopy:
         self.memory: Any | None = memory
         self.copied = copied
 
+    def wait(self) -> None:
+        """Waits, in a thread that uses the device, until the bytes are there."""
+        self.copied.synchronize()
+
 
 class CupyAheadMemory:
     """Device memory for copies ahead, from a pool, since allocations of CUDA wait for all kernels."""
@@ -290,7 +294,7 @@ class CupyAheadMemory:
         block = self._allocate(memory.nbytes)
         host = memory.ctypes.data
         self._runtime.memcpyAsync(block.ptr, host, memory.nbytes, self._runtime.memcpyHostToDevice, self._stream.ptr)
-        copied = self._cupy.cuda.Event(disable_timing=True)
+        copied = self._cupy.cuda.Event(block=True, disable_timing=True)
         copied.record(self._stream)
         copy = CupyCopy(host, block, copied)
         with self._mutex:

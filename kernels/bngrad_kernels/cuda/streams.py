@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 from bngrad_kernels.cuda.copy_plan import Copy, Launch
 from bngrad_kernels.cuda.kernel_selection import Traits
@@ -54,6 +54,13 @@ class CudaStream(Protocol):
         """Waits until all its work is done."""
 
 
+class AheadCopy(Protocol):
+    """A copy of host memory in `AheadMemory`."""
+
+    def wait(self) -> None:
+        """Waits until it is done; for the thread that began it."""
+
+
 class AheadMemory(Protocol):
     """Device memory for copies of inputs that no problem needs yet. Thread-safe."""
 
@@ -61,7 +68,7 @@ class AheadMemory(Protocol):
     def nbytes(self) -> int:
         """How much it has taken of the device."""
 
-    def copy(self, memory: Array) -> Any:
+    def copy(self, memory: Array) -> AheadCopy:
         """Begins to copy host memory, and returns the copy; its memory is free again once nothing refers to it.
 
         Raises:

@@ -131,6 +131,9 @@ class BatchNormGradServiceServicer(object):
         is told to forget it, the connection of this call ends, or the memory is needed otherwise; a request that names a
         ticket that the server does not know ends with FAILED_PRECONDITION, and is to be sent again with the elements.
 
+        A tensor in shared memory is there already: it comes with its location, and no elements follow. A GPU of the server
+        copies it, and requests name the ticket beside the location; one that the server does not know has no effect.
+
         Only the server's own HTTP/2 port serves it; see Endpoints.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -63,6 +63,9 @@ class BatchNormGradServiceStub:
     is told to forget it, the connection of this call ends, or the memory is needed otherwise; a request that names a
     ticket that the server does not know ends with FAILED_PRECONDITION, and is to be sent again with the elements.
 
+    A tensor in shared memory is there already: it comes with its location, and no elements follow. A GPU of the server
+    copies it, and requests name the ticket beside the location; one that the server does not know has no effect.
+
     Only the server's own HTTP/2 port serves it; see Endpoints.
     """
     ServerInfo: _grpc.UnaryUnaryMultiCallable[_batch_norm_grad_pb2.ServerInfoRequest, _batch_norm_grad_pb2.ServerInfoResponse]
@@ -98,6 +101,9 @@ class BatchNormGradServiceAsyncStub(BatchNormGradServiceStub):
     elements. The first message describes the tensor, its elements follow in chunks. The server keeps the tensor until it
     is told to forget it, the connection of this call ends, or the memory is needed otherwise; a request that names a
     ticket that the server does not know ends with FAILED_PRECONDITION, and is to be sent again with the elements.
+
+    A tensor in shared memory is there already: it comes with its location, and no elements follow. A GPU of the server
+    copies it, and requests name the ticket beside the location; one that the server does not know has no effect.
 
     Only the server's own HTTP/2 port serves it; see Endpoints.
     """
@@ -167,6 +173,9 @@ class BatchNormGradServiceServicer(metaclass=_abc_1.ABCMeta):
         elements. The first message describes the tensor, its elements follow in chunks. The server keeps the tensor until it
         is told to forget it, the connection of this call ends, or the memory is needed otherwise; a request that names a
         ticket that the server does not know ends with FAILED_PRECONDITION, and is to be sent again with the elements.
+
+        A tensor in shared memory is there already: it comes with its location, and no elements follow. A GPU of the server
+        copies it, and requests name the ticket beside the location; one that the server does not know has no effect.
 
         Only the server's own HTTP/2 port serves it; see Endpoints.
         """

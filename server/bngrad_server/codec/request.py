@@ -29,6 +29,7 @@ class Request:
         kernel_key: See `bngrad_server.scheduling.job.Job`.
         priority: See `bngrad_server.scheduling.job.Job`.
         large_inputs: Where the elements of the inputs of the shape of x are, in the op's order.
+        tickets: The tickets of those of them that lie in shared regions, empty for those without, in the same order.
         small_inputs: Where the elements of the 1-D inputs are, in the op's order; None stands for ones.
         locations: Where to write the outputs of the shape of x, in the op's order; None for those to be sent.
         chunked: Whether the elements of the large tensors travel in chunks, apart from request and response.
@@ -48,6 +49,7 @@ class Request:
     kernel_key: KernelKey
     priority: int
     large_inputs: tuple[Source, ...]
+    tickets: tuple[bytes, ...]
     small_inputs: tuple[slice | None, ...]
     locations: tuple[pb.Location | None, ...]
     chunked: bool

@@ -46,8 +46,8 @@ def ahead_header(tensor: pb.Tensor) -> TensorHeader:
         problem = f"must have 2 to {MAX_RANK} dimensions, not {len(shape)}"
     elif min(shape) < 1:
         problem = f"must have at least one element, not shape {shape}"
-    elif tensor.data or tensor.HasField("location") or tensor.HasField("ticket"):
-        problem = "must come in chunks, with neither data nor a location nor a ticket"
+    elif tensor.data or tensor.HasField("ticket"):
+        problem = "must have neither data nor a ticket: its elements come in chunks, or lie at its location"
     if dtype is None or problem:
         raise InvalidArgumentError((FieldViolation("tensor", f"tensor {problem}"),))
     return TensorHeader(dtype, shape, math.prod(shape) * dtype.itemsize)
@@ -133,6 +133,7 @@ class RequestReader:
             (spec.dtype, spec.inner == 1, spec.is_training, spec.order),
             _priority(layout.message),
             large_inputs=large_inputs,
+            tickets=tuple(_ticket(tensors[name].header) for name in op.large_inputs),
             small_inputs=tuple(_elements(tensors[name]) if name in tensors else None for name in op.small_inputs),
             locations=locations,
             chunked=self._chunked,
@@ -175,8 +176,6 @@ class RequestReader:
         for field, is_allowed in (("location", is_large and not self._chunked), ("ticket", is_large)):
             if span.header.HasField(field) and (span.nbytes or not is_allowed):
                 return f"{name} must not have a {field}" + (" beside data" if span.nbytes else "")
-        if span.header.HasField("location") and span.header.HasField("ticket"):
-            return f"{name} must not have a ticket beside a location"
         if self._chunked and is_large and span.nbytes:
             return f"{name} must come in chunks, not with {span.nbytes} bytes of data"
         return None
@@ -203,6 +202,10 @@ class RequestReader:
             raise InvalidArgumentError((FieldViolation(name, description),))
         location: pb.Location = getattr(message, name)
         return location
+
+
+def _ticket(header: pb.Tensor) -> bytes:
+    return header.ticket if header.HasField("location") else b""
 
 
 def _elements(span: messages.TensorSpan) -> slice:

@@ -11,9 +11,9 @@ from __future__ import annotations
 import secrets
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from bngrad_kernels.spec import FieldViolation, InvalidArgumentError, TensorHead
 from bngrad_server.errors import OverloadedError, UnknownTicketError
 from bngrad_server.memory.allocator import Block
 from bngrad_server.memory.arena import Arena
+from bngrad_server.memory.layout import ARENA, Place
 
 Lease: TypeAlias = set[bytes]
 """The tickets of the tensors that a connection has brought."""
@@ -29,8 +30,18 @@ _ARENA_FRACTION = 2
 """All tensors together have at most one part in this many of the arena."""
 _LEAST_NBYTES = 64 * 1024
 """A smaller tensor counts as one of this size, which bounds their number."""
-_TICKET_NBYTES = 16
+TICKET_NBYTES = 16
 _RETRY_S = 1.0
+
+
+class AheadCopier(Protocol):
+    """Has GPUs copy tensors ahead of their requests."""
+
+    def copy_ahead(self, place: Place, nbytes: int) -> int:
+        """Has a GPU copy a tensor, and returns the number that it knows the copy by."""
+
+    def drop_copy(self, number: int) -> None:
+        """Has it drop the copy."""
 
 
 @dataclass(eq=False, slots=True)
@@ -67,18 +78,11 @@ class AheadTensors:
         evicted: How many have been evicted so far.
     """
 
-    def __init__(self, arena: Arena, change_copy: Callable[[int, int, int], object] | None = None) -> None:
-        """Has none yet.
-
-        Args:
-            arena: Their memory.
-            change_copy: Has a GPU copy a tensor ahead of its request, given its number, offset and size; or, with size
-                0, drop the copy. None without GPUs.
-        """
+    def __init__(self, arena: Arena, copier: AheadCopier | None = None) -> None:
+        """Has none yet; the arena is their memory, and there is no copier without GPUs."""
         self.evicted = 0
         self._arena = arena
-        self._change_copy = change_copy
-        self._last_number = 0
+        self._copier = copier
         self._limit = arena.nbytes // _ARENA_FRACTION
         self._mutex = threading.Lock()
         self._by_ticket: dict[bytes, AheadTensor] = {}
@@ -123,14 +127,12 @@ class AheadTensors:
 
     def keep(self, header: TensorHeader, block: Block, lease: Lease) -> bytes:
         """Keeps a tensor, whose elements are in its memory, and returns its ticket."""
-        ticket = secrets.token_bytes(_TICKET_NBYTES)
+        ticket = secrets.token_bytes(TICKET_NBYTES)
         with self._mutex:
-            if self._change_copy is not None:
-                self._last_number += 1
-                self._change_copy(self._last_number, block.offset, header.nbytes)
-            tensor = AheadTensor(
-                ticket, block.client, header.dtype, header.shape, block, lease, number=self._last_number
-            )
+            number = 0
+            if self._copier is not None:
+                number = self._copier.copy_ahead(Place(ARENA, block.offset), header.nbytes)
+            tensor = AheadTensor(ticket, block.client, header.dtype, header.shape, block, lease, number)
             self._by_ticket[ticket] = tensor
             self._of.setdefault(block.client, {})[tensor] = None
             lease.add(ticket)
@@ -226,8 +228,8 @@ class AheadTensors:
             self._end(tensor)
 
     def _end(self, tensor: AheadTensor) -> None:
-        if self._change_copy is not None:
-            self._change_copy(tensor.number, 0, 0)
+        if self._copier is not None:
+            self._copier.drop_copy(tensor.number)
         self._free(tensor.block)
 
     def _free(self, block: Block) -> None:

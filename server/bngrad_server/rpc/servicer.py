@@ -67,7 +67,7 @@ class Servicer:
         self.info = ServerInfo(engine, max_message_bytes)
         self.max_message_nbytes = engine.max_message_nbytes
         self.max_wait_s = engine.max_wait_s
-        self.end_lease = engine.ahead.end
+        self.end_lease = engine.end_lease
         self._engine = engine
         self._readers = {op.name: RequestReader(op, chunked=False) for op in OPS}
         self._chunked_readers = {op.exchange_number: RequestReader(op, chunked=True) for op in OPS}
@@ -230,12 +230,12 @@ class Servicer:
                         yield from chunks.split(exchange.CHUNK, _in_arena(output), source.chunk_nbytes)
 
     def send_ahead(self, source: MessageSource, lease: Lease, rpc: RpcContext) -> bytes:
-        """Receives a tensor ahead of the request that needs it, and forgets others; returns the serialised response.
+        """Takes a tensor ahead of the request that needs it, and forgets others; returns the serialised response.
 
         Raises:
             InvalidArgumentError: The message describes no tensor.
             DecodeError: It is malformed.
-            Exception: See `bngrad_server.engine.Engine.receive_ahead`.
+            Exception: See `bngrad_server.engine.Engine.receive_ahead` and `bngrad_server.engine.Engine.copy_ahead`.
         """
         try:
             with self.transfers.watched(0, rpc):
@@ -243,11 +243,15 @@ class Servicer:
                 if nbytes > MAX_NBYTES:
                     raise MessageTooLargeError(f"the first message must have at most {MAX_NBYTES} bytes, not {nbytes}")
                 message = pb.SendAheadRequest.FromString(source.read(nbytes))
-            self._engine.ahead.forget(message.forget, rpc.client)
+            self._engine.forget_ahead(message.forget, rpc.client)
             ticket = b""
             if message.HasField("tensor"):
-                read_into = partial(self._receive_chunks, source, AHEAD_CHUNK)
-                ticket = self._engine.receive_ahead(ahead_header(message.tensor), lease, rpc, read_into)
+                header = ahead_header(message.tensor)
+                if message.tensor.HasField("location"):
+                    ticket = self._engine.copy_ahead(header, message.tensor.location, lease, rpc)
+                else:
+                    read_into = partial(self._receive_chunks, source, AHEAD_CHUNK)
+                    ticket = self._engine.receive_ahead(header, lease, rpc, read_into)
             return pb.SendAheadResponse(ticket=ticket).SerializeToString()
         except Exception as error:
             self._receiver.count_refused(error)

@@ -61,13 +61,15 @@ class AheadChange(NamedTuple):
 
     Attributes:
         number: The tensor's number, which no other tensor ever has.
-        offset: Where it begins in the arena.
+        memory: The number of the mapped memory where it lies.
+        offset: Where it begins there.
         nbytes: Its size; 0 if its copy is to go.
     """
 
     number: int
-    offset: int
-    nbytes: int
+    memory: int = ARENA
+    offset: int = 0
+    nbytes: int = 0
 
     def packed(self) -> bytes:
         """The packet."""
@@ -79,7 +81,7 @@ class AheadChange(NamedTuple):
         return cls(*_AHEAD_CHANGE.unpack(packet))
 
 
-_AHEAD_CHANGE = struct.Struct("<3q")
+_AHEAD_CHANGE = struct.Struct("<4q")
 _NO_COPIES: Mapping[int, Any] = MappingProxyType({})
 _SPEC_NUMBER = struct.Struct("<I")
 _LARGE = {order: problem.large_inputs + problem.large_outputs for order, problem in PROBLEM_TYPES.items()}

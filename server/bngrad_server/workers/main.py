@@ -58,7 +58,7 @@ def main() -> None:
             logger.info("%s passed its self-test: %d problems in %.2f s", backend.description, computed, taken_s)
         running.append(backend)
         memory = PinnedMemory(arena, backend, pinned_nbytes)
-        copies = AheadCopies(arena, backend)
+        copies = AheadCopies(memory, backend)
         heartbeat.send(ipc.pickled((backend.description, backend.memory_nbytes), ipc.Report.READY))
         if backend.memory_nbytes:
             arguments = (copies, socket.socket(fileno=ahead_fd), heartbeat, device)

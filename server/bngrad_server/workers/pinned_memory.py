@@ -6,6 +6,8 @@ import logging
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -34,7 +36,7 @@ class PinnedMemory:
         self._left_nbytes = pinned_nbytes if backend.memory_nbytes else 0
         self._registered: set[int] = set()
         self._users: Counter[int] = Counter()
-        """How many slots use each piece of memory."""
+        """How many slots, and copies ahead, use each piece of memory."""
         self._mutex = threading.Lock()
         self.add(ARENA, arena)
 
@@ -58,6 +60,19 @@ class PinnedMemory:
                 self._registered.remove(number)
                 self._left_nbytes += len(memory)
                 self._backend.unregister(np.frombuffer(memory, np.uint8))
+
+    @contextmanager
+    def using(self, number: int) -> Iterator[memoryview | None]:
+        """Keeps memory that a slot has added until the block ends; None if none has it, or has it any longer."""
+        with self._mutex:
+            memory = self.mapped.get(number)
+            if memory is not None:
+                self._users[number] += 1
+        try:
+            yield memory
+        finally:
+            if memory is not None:
+                self.remove(number)
 
     def _register(self, number: int, memory: memoryview) -> None:
         """Page-locks memory, or logs why it cannot be."""

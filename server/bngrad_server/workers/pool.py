@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
 
 from bngrad_server.config import ServerConfig
 from bngrad_server.memory.arena import Arena
+from bngrad_server.memory.layout import Place
 from bngrad_server.memory.regions import Region
 from bngrad_server.scheduling.batcher import Batcher
 from bngrad_server.workers.ipc import AheadChange
@@ -50,6 +52,7 @@ class WorkerPool:
             for name in _worker_names(device, config.workers)
         ]
         self._gpus = [supervisor for supervisor in self._supervisors if _has_gpu(supervisor.name)]
+        self._copy_numbers = itertools.count(1)
         self._compiler = KernelCompiler() if "cpu" in devices else None
 
     def start(self) -> None:
@@ -103,9 +106,18 @@ class WorkerPool:
         """Whether any worker has a GPU."""
         return bool(self._gpus)
 
-    def change_ahead(self, number: int, offset: int, nbytes: int) -> None:
-        """Has one of the GPUs copy a tensor ahead of its request, or drop the copy; see `AheadChange`."""
-        self._gpus[number % len(self._gpus)].change_ahead(AheadChange(number, offset, nbytes))
+    def copy_ahead(self, place: Place, nbytes: int) -> int:
+        """Has one of the GPUs copy a tensor ahead of its request, and returns the number of the copy."""
+        number = next(self._copy_numbers)
+        self._gpu_of(number).change_ahead(AheadChange(number, place.memory, place.offset, nbytes))
+        return number
+
+    def drop_copy(self, number: int) -> None:
+        """Has that GPU drop the copy of a number."""
+        self._gpu_of(number).change_ahead(AheadChange(number))
+
+    def _gpu_of(self, number: int) -> Supervisor:
+        return self._gpus[number % len(self._gpus)]
 
     def close(self) -> None:
         """Ends every worker, by force should it not end in time."""

@@ -159,6 +159,9 @@ class EmulatedCopy:
         self.host: int = memory.ctypes.data
         self.memory: Array | None = memory.copy()
 
+    def wait(self) -> None:
+        pass
+
 
 class EmulatedAheadMemory:
     """Memory for copies ahead."""

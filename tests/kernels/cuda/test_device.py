@@ -49,6 +49,7 @@ def test_cupy_has_what_copies_ahead_need() -> None:
         MemoryPool.total_bytes,
         Stream.wait_event,
         Event.record,
+        Event.synchronize,
     ):
         assert callable(function)
     assert issubclass(memory.OutOfMemoryError, MemoryError)

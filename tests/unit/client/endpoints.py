@@ -131,6 +131,9 @@ class Server:
         on_arrival: Called with the way of each call before anything is done for it.
         on_call: Called with the way of each call before it is answered.
         on_info: Called before the endpoints are told.
+        on_ahead: Called before SendAhead is answered.
+        ahead: What came by SendAhead; the tickets are their numbers.
+        tickets: The ticket of x in each call in shared memory.
     """
 
     target: str
@@ -139,6 +142,9 @@ class Server:
 
     def __init__(self, max_shared_nbytes: int) -> None:
         self.ways: list[str] = []
+        self.on_ahead: Callable[[], None] = lambda: None
+        self.ahead: list[pb.SendAheadRequest] = []
+        self.tickets: list[bytes] = []
         self.infos = 0
         self.on_arrival: Callable[[str], None] = lambda way: None
         self.on_call: Callable[[str], None] = lambda way: None
@@ -155,7 +161,14 @@ class Server:
         return self._answer("grpc", request)
 
     def answer_on(self, way: str) -> CallAnswer:
-        return answer_by(lambda method, request: self._answer(way, request))
+        return answer_by(
+            lambda method, request: self._send_ahead(request) if method == "SendAhead" else self._answer(way, request)
+        )
+
+    def _send_ahead(self, request: bytes) -> bytes:
+        self.on_ahead()
+        self.ahead.append(pb.SendAheadRequest.FromString(request))
+        return pb.SendAheadResponse(ticket=b"%d" % len(self.ahead)).SerializeToString()
 
     def _answer(self, way: str, request: bytes) -> bytes:
         self.on_arrival(way)
@@ -170,7 +183,9 @@ class Server:
             finally:
                 self.regions.release(source)
                 self.regions.release(target)
+            self.tickets.append(sent.x.ticket)
             sent.x.ClearField("location")
+            sent.x.ClearField("ticket")
         else:
             self._note(way)
         return echoed(sent)

@@ -23,6 +23,9 @@ class FakeServer:
     ) -> Place | None:
         raise NotImplementedError
 
+    def copy_to_gpu(self, copy: Array, deadline: Deadline, cancellation: Cancellation) -> bytes:
+        raise NotImplementedError
+
 
 SERVER, OTHER = FakeServer(), FakeServer()
 PLACE = Place(SERVER, b"ticket")
@@ -95,8 +98,30 @@ def test_copies_in_shared_memory_are_no_servers_business() -> None:
     copied, forgotten = upload()
     copied.begin(SERVER)
     copied.end(Place(SERVER, copy=TENSOR))
+    assert found(copied) == Place(SERVER, copy=TENSOR)
     copied.close()
     assert (forgotten, found(copied)) == ([], None)
+
+
+def test_a_copy_of_a_gpu_is_found_and_forgotten_by_its_ticket() -> None:
+    copied, forgotten = upload()
+    copied.begin(SERVER)
+    copied.end(Place(SERVER, copy=TENSOR))
+    assert copied.copy is TENSOR
+    copied.add_ticket(b"ticket")
+    place = found(copied)
+    assert place is not None
+    assert (place.ticket, place.copy is TENSOR) == (b"ticket", True)
+    copied.close()
+    assert (forgotten, found(copied)) == ([PLACE], None)  # without the memory
+
+    closed, forgotten = upload()
+    closed.begin(SERVER)
+    closed.end(Place(SERVER, copy=TENSOR))
+    closed.close()
+    assert closed.copy is None
+    closed.add_ticket(b"ticket")
+    assert (forgotten, found(closed)) == ([PLACE], None)
 
 
 @pytest.mark.parametrize("call", [found, lambda sent: sent.close()], ids=["place", "close"])

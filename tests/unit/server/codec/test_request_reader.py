@@ -144,6 +144,22 @@ def test_the_pieces_of_the_response_are_a_message(op: Op, chunked: bool) -> None
     assert all(each.dtype == FLOAT for each in tensors)
 
 
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_a_location_may_have_the_ticket_of_its_copy(op: Op) -> None:
+    message = request_of(op)
+    first, second, *rest = op.large_inputs
+    for name in (first, second):
+        getattr(message, name).ClearField("data")
+        getattr(message, name).location.CopyFrom(LOCATION)
+    getattr(message, second).ticket = b"t" * 16
+    request = RequestReader(op, chunked=False).read(message.SerializeToString())
+    assert request.tickets == (b"", b"t" * 16, *(b"" for _ in rest))
+    assert request.large_inputs[:2] == (LOCATION, LOCATION)
+    assert (request.transport, request.new_nbytes) == ("shared", request.tensors_nbytes)
+    getattr(message, second).data = b"data"
+    assert violations(op, message, chunked=False) == [(second, f"{second} must not have a location beside data")]
+
+
 @both_ways
 @pytest.mark.parametrize(
     ("op", "field", "change", "words"),

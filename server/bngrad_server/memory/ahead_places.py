@@ -1,0 +1,126 @@
+"""Tensors in shared memory that clients have named ahead of the requests that need them, for GPUs to copy.
+
+They lie where their clients have put them, so nothing is kept of them here but where that is. A request names that
+place too, and is computed from there where there is no copy; so a tensor may be forgotten at any moment.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from bngrad_kernels.cuda.copy_plan import GATHER_BELOW_NBYTES
+from bngrad_kernels.spec import FieldViolation, InvalidArgumentError, TensorHeader
+from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
+from bngrad_server.memory.ahead import TICKET_NBYTES, AheadCopier, Lease
+from bngrad_server.memory.layout import Place
+from bngrad_server.memory.regions import Region, Regions
+
+LEAST_NBYTES = GATHER_BELOW_NBYTES
+"""A GPU copies smaller tensors with their requests alone."""
+
+
+@dataclass(eq=False, slots=True)
+class _Tensor:
+    """A tensor that a GPU copies.
+
+    Attributes:
+        client: Who has named it, and alone may use the copy.
+        place: Where it lies; its number is that of the copy.
+        nbytes: Its size.
+        lease: The lease that it ends with.
+    """
+
+    client: str
+    place: Place
+    nbytes: int
+    lease: Lease
+
+
+class AheadPlaces:
+    """The tensors in shared memory that GPUs copy ahead of their requests, of all clients."""
+
+    def __init__(self, regions: Regions, copier: AheadCopier | None) -> None:
+        """Has none yet, and never any without a copier."""
+        self._regions = regions
+        self._copier = copier
+        self._mutex = threading.Lock()
+        self._by_ticket: dict[bytes, _Tensor] = {}
+        self._in_region: dict[int, dict[bytes, None]] = {}  # tickets by the region's number, the oldest first
+
+    def __len__(self) -> int:
+        return len(self._by_ticket)
+
+    @property
+    def least_nbytes(self) -> int:
+        """The size of the smallest tensor that is copied; 0 if none is."""
+        return 0 if self._copier is None else LEAST_NBYTES
+
+    def keep(self, header: TensorHeader, location: pb.Location, client: str, lease: Lease) -> bytes:
+        """Has a GPU copy a tensor, and returns its ticket; empty if none copies it.
+
+        A region has at most as many tensors as fit side by side; beyond that, the oldest are forgotten.
+
+        Raises:
+            InvalidArgumentError: The location is no place for it in a region that the client leases.
+        """
+        region, place = self._regions.hold("tensor", location, header.nbytes)
+        try:
+            if region.client != client:
+                problem = "the location of tensor must be in a region that the client of this call leases"
+                raise InvalidArgumentError((FieldViolation("tensor", problem),))
+            if self._copier is None or header.nbytes < LEAST_NBYTES:
+                return b""
+            return self._keep(self._copier, region, place, header.nbytes, lease)
+        finally:
+            self._regions.release(region)
+
+    def copied(self, place: Place, nbytes: int, ticket: bytes, client: str) -> Place:
+        """Returns a place with the number of its copy, if the ticket is that of the client's tensor there."""
+        tensor = self._by_ticket.get(ticket)
+        if tensor is None or (tensor.client, tensor.nbytes) != (client, nbytes) or tensor.place[:2] != place[:2]:
+            return place
+        return tensor.place
+
+    def forget(self, tickets: Iterable[bytes], client: str) -> None:
+        """Forgets those of these tensors that are the client's."""
+        with self._mutex:
+            for ticket in tickets:
+                if (tensor := self._by_ticket.get(ticket)) is not None and tensor.client == client:
+                    self._forget(ticket)
+
+    def end(self, lease: Lease) -> None:
+        """Forgets all tensors of a lease."""
+        with self._mutex:
+            for ticket in self._by_ticket.keys() & lease:
+                self._forget(ticket)
+
+    def end_region(self, region: Region) -> None:
+        """Forgets all tensors of a region that has ended."""
+        with self._mutex:
+            for ticket in list(self._in_region.get(region.number, ())):
+                self._forget(ticket)
+
+    def _keep(self, copier: AheadCopier, region: Region, place: Place, nbytes: int, lease: Lease) -> bytes:
+        ticket = secrets.token_bytes(TICKET_NBYTES)
+        with self._mutex:
+            tickets = self._in_region.get(region.number, {})
+            if len(tickets) >= region.nbytes // LEAST_NBYTES:
+                self._forget(next(iter(tickets)))
+            number = copier.copy_ahead(place, nbytes)
+            self._by_ticket[ticket] = _Tensor(region.client, place._replace(ahead=number), nbytes, lease)
+            self._in_region.setdefault(region.number, {})[ticket] = None
+            lease.add(ticket)
+        return ticket
+
+    def _forget(self, ticket: bytes) -> None:
+        tensor = self._by_ticket.pop(ticket)
+        tensor.lease.discard(ticket)
+        tickets = self._in_region[tensor.place.memory]
+        del tickets[ticket]
+        if not tickets:
+            del self._in_region[tensor.place.memory]
+        assert self._copier is not None
+        self._copier.drop_copy(tensor.place.ahead)

@@ -1,0 +1,124 @@
+"""What servers are told of tensors in shared memory, ahead of the calls that need them."""
+
+from __future__ import annotations
+
+import socket
+
+import numpy as np
+import pytest
+from tests.servers import wait_until
+from tests.unit.client.calls import LARGE, located, right, shared_pool, tensor
+from tests.unit.client.endpoints import Server, server
+
+import bngrad
+from bngrad.typing import Transport
+from bngrad_wire.http2 import RpcError
+
+X = tensor(LARGE)
+
+
+@pytest.fixture
+def gpu_server(served: Server) -> Server:
+    """A server that says that its GPU copies tensors of 256 KiB and more."""
+    served.endpoints.copied_ahead_bytes = 256 * 1024
+    return served
+
+
+def use_ticket(client: bngrad.Client, x: bngrad.AheadTensor, served: Server) -> bytes:
+    """Makes calls until one has a ticket, and returns that."""
+
+    def has_ticket() -> bytes:
+        call(client, x)
+        return served.tickets[-1]
+
+    wait_until(has_ticket)
+    return served.tickets[-1]
+
+
+def call(client: bngrad.Client, x: bngrad.AheadTensor) -> None:
+    stats = np.ones(LARGE[-1], np.float32)
+    result = client.fused_batch_norm_grad_v2(X, x, stats, stats, stats)
+    np.testing.assert_array_equal(result.x_backprop, np.asarray(x))
+
+
+def wait_until_copied(served: Server, times: int = 1) -> None:
+    wait_until(lambda: sum(message.HasField("tensor") for message in served.ahead) == times)
+
+
+@pytest.mark.parametrize("transport", ["auto", "shared"])
+def test_a_gpu_is_told_where_a_tensor_lies_and_calls_name_its_ticket(gpu_server: Server, transport: Transport) -> None:
+    with bngrad.Client(gpu_server.target, transport=transport) as client:
+        with client.send_ahead(X) as x:
+            wait_until_copied(gpu_server)
+            assert use_ticket(client, x, gpu_server) == b"1"
+            (told,) = gpu_server.ahead
+            assert (tuple(told.tensor.shape), told.tensor.data, told.chunk) == (LARGE, b"", b"")
+            region, place = gpu_server.regions.hold("x", told.tensor.location, X.nbytes)
+            gpu_server.regions.release(region)
+            assert place.offset == told.tensor.location.offset
+            right(client, X, gpu_server)
+            assert gpu_server.tickets[-1] == b""
+        wait_until(lambda: [list(message.forget) for message in gpu_server.ahead] == [[], [b"1"]])
+
+
+def test_an_array_in_shared_memory_is_told_as_it_lies(gpu_server: Server) -> None:
+    with bngrad.Client(gpu_server.target) as client:
+        array = located(client, LARGE)
+        with client.send_ahead(array) as x:
+            wait_until_copied(gpu_server)
+            assert use_ticket(client, x, gpu_server) == b"1"
+        pool = shared_pool(client)
+        assert pool is not None
+        place = pool.locate(array)
+        assert place is not None
+        location = gpu_server.ahead[0].tensor.location
+        assert (location.region_key, location.offset) == place.place
+
+
+def test_servers_without_gpus_are_told_nothing_and_no_server_of_small_tensors(served: Server) -> None:
+    for least_nbytes in (0, X.nbytes + 1):
+        served.endpoints.copied_ahead_bytes = least_nbytes
+        with bngrad.Client(served.target) as client:
+            right(client, X, served)
+            connections = served.local.connections
+            for _ in range(3):
+                with client.send_ahead(X) as x:
+                    wait_until(lambda: x._upload is not None and x._upload._place is not None)
+                    call(client, x)
+            assert served.local.connections == connections
+    assert not served.ahead
+    assert set(served.tickets) == {b""}
+
+
+def test_a_copy_that_moved_has_no_ticket(gpu_server: Server) -> None:
+    with bngrad.Client(gpu_server.target) as client, client.send_ahead(X) as x:
+        wait_until_copied(gpu_server)
+        use_ticket(client, x, gpu_server)
+        pool = shared_pool(client)
+        assert pool is not None
+        lease = pool._regions[0]._socket
+        assert lease is not None
+        lease.shutdown(socket.SHUT_RDWR)
+        wait_until(lambda: gpu_server.regions.kept_nbytes)
+        call(client, x)
+        assert gpu_server.tickets[-1] == b""
+
+
+def test_calls_go_on_where_the_server_fails_to_copy() -> None:
+    """It is not asked again for a while."""
+    with server() as served:
+        served.endpoints.copied_ahead_bytes = 1
+        calls = []
+
+        def fail() -> None:
+            calls.append(1)
+            raise RpcError(12, "no such call")
+
+        served.on_ahead = fail
+        with bngrad.Client(served.target) as client:
+            for _ in range(3):
+                with client.send_ahead(X) as x:
+                    wait_until(lambda: x._upload is not None and x._upload._place is not None)
+                    call(client, x)
+            wait_until(lambda: calls == [1])
+            assert set(served.tickets) == {b""}
