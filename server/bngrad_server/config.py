@@ -94,7 +94,7 @@ class ServerConfig(BaseSettings):
         Bytes,
         at_least(_MIB, "1MiB", "the tensors of every request have to fit in"),
         IN_MEMORY,
-        Computed("half of the memory; with GPUs at most pinned_bytes"),
+        Computed("half of the memory; with GPUs at most half of pinned_bytes"),
     ] = Field(default_factory=default_arena_bytes)
     """Memory for the tensors of all requests in flight. With more of it, more requests can wait with their tensors
     already copied; the system provides pages when they are first used."""
@@ -135,7 +135,7 @@ class ServerConfig(BaseSettings):
     memory are not limited, since they are never held in a message."""
     max_batch_jobs: int = Field(default=64, ge=1)
     """Most requests in a batch. A larger batch makes small requests cheaper, but delays the first of them."""
-    max_batch_bytes: Bytes = Field(default=8 * 2**20, ge=1)
+    max_batch_bytes: Annotated[Bytes, Computed("8MiB; with GPUs 32MiB")] = Field(default=8 * 2**20, ge=1)
     """A batch gets no more requests once its tensors have this size. Large requests gain nothing from batching."""
     front_bytes: Annotated[Bytes, IN_MEMORY] = Field(default=3 * 2**20, ge=0)
     """Requests for a CPU whose tensors have at most this size are computed in the server's front process, in less time

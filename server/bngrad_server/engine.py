@@ -45,6 +45,8 @@ _MESSAGES_FRACTION = 4
 _SMALL_MESSAGES_NBYTES = 4 * 2**20
 """Beyond that, for small ones."""
 _RETRY_S = 1.0
+_GPU_BATCH_NBYTES = 32 * 2**20
+"""Copied as fast as a CPU computes 8 MiB."""
 
 
 class Engine:
@@ -67,7 +69,9 @@ class Engine:
         if remark:
             logger.info("computing on %s: %s", ", ".join(names), remark)
         split = config.has_cores_for_all or "cpu" not in names
-        self.batcher = Batcher(config.max_batch_jobs, config.max_batch_bytes, config.max_batch_delay_s, split=split)
+        self.batcher = Batcher(
+            config.max_batch_jobs, _batch_nbytes(config, names), config.max_batch_delay_s, split=split
+        )
         self.pool = WorkerPool(config, names, self.arena, self.batcher, on_change)
         copier = self.pool if self.pool.has_gpus else None
         self.ahead = AheadTensors(self.arena, copier)
@@ -377,7 +381,13 @@ def _no_room() -> bool:
 
 
 def _arena_nbytes(config: ServerConfig, devices: Sequence[str]) -> int:
-    """The arena's size; unless the settings name it, no more than a GPU's worker may page-lock."""
+    """The arena's size; unless the settings name it, half of what a GPU's worker may page-lock: clients share more."""
     if "arena_bytes" in config.model_fields_set or "cpu" in devices:
         return config.arena_bytes
-    return min(config.arena_bytes, config.pinned_bytes) or config.arena_bytes
+    return min(config.arena_bytes, config.pinned_bytes // 2) or config.arena_bytes
+
+
+def _batch_nbytes(config: ServerConfig, devices: Sequence[str]) -> int:
+    """The size of a batch; unless the settings name it, a GPU's takes as long as a CPU's."""
+    is_default = "max_batch_bytes" not in config.model_fields_set and "cpu" not in devices
+    return _GPU_BATCH_NBYTES if is_default else config.max_batch_bytes

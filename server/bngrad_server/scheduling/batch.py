@@ -29,6 +29,11 @@ class Batch:
         self._shares = shares
 
     @property
+    def workers(self) -> list[Worker]:
+        """Those that compute it."""
+        return list(self._shares)
+
+    @property
     def alive(self) -> list[Worker]:
         """The workers that have not died."""
         return [worker for worker in self._shares if worker not in self.dead]

@@ -20,6 +20,8 @@ from bngrad_server.scheduling.job import Job, JobState, Worker
 
 logger = logging.getLogger(__name__)
 
+_BRIEF_FRACTION = 4
+"""A batch of less than one part in this many of the largest is brief."""
 MAX_ATTEMPTS = 2
 """A job is given up when this many workers have died of it."""
 
@@ -44,7 +46,7 @@ class Batcher:
         self._mutex = threading.Lock()  # guards all that follows, and the state of every job
         self._locked = _Locked(self._mutex)
         self._queue = FairQueue(max_jobs, max_bytes)
-        self._free = FreeSlots(split=split)
+        self._free = FreeSlots(max_bytes // _BRIEF_FRACTION, split=split)
         self._delayed: list[Job] = []  # whose threads hold slots while their batches fill
         self._closed = False
 
@@ -82,7 +84,7 @@ class Batcher:
                 if not jobs:
                     self._free.add([worker])
                     break
-                batches.append(Batch(jobs, self._free.shares(worker, jobs)))
+                batches.append(self._free.batch(worker, jobs))
         for batch in batches:
             try:
                 batch.begin()
@@ -100,7 +102,7 @@ class Batcher:
             worker = leader.worker
             assert worker is not None
             if leader.state is JobState.WAITING and self._free.may_use(worker) and (jobs := self._take_batch()):
-                return Batch(jobs, self._free.shares(worker, jobs))
+                return self._free.batch(worker, jobs)
             leader.worker = None
             self._hand_on(worker)
             return None
@@ -117,13 +119,16 @@ class Batcher:
             self._rescue(batch, leader)
             return
         with self._locked:
+            is_brief = self._free.end(batch)
             self._end_all(batch)
             if leader is None:
                 self._free.add([] if self._closed else batch.alive)
-            else:
-                for worker in batch.alive:
-                    if worker is not leader.worker:
-                        self._hand_on(worker)
+                return
+            for worker in batch.alive:
+                if worker is not leader.worker:
+                    self._hand_on(worker)
+            if is_brief and len(self._queue):
+                self._hand_all_on()
 
     def count_single(self, nbytes: int, busy_s: float) -> None:
         """Counts a request that was computed by itself without a worker, and how long that took."""
@@ -218,6 +223,8 @@ class Batcher:
                 if job.on_end is not None:
                     break
                 if job.worker is None:
+                    if not self._free.is_worth(worker, job):
+                        break
                     job.worker = worker
                     job.wake()
                     return
@@ -236,6 +243,7 @@ class Batcher:
         with self._locked:
             if leader is not None:
                 leader.worker = None
+            self._free.end(batch)
             self._free.forget(batch.dead)
             self._free.add(batch.alive)
             for job in batch.jobs:

@@ -1,15 +1,21 @@
 """The free slots of workers, and which of them may be taken.
 
-A worker computes as many batches at once as it has slots. When it dies, all of them are lost, and any of their jobs may
-be the cause. These suspects must not take other jobs along, nor be blamed for other jobs, when they run again. So until
-the last of them has ended, no worker computes more than one batch at a time.
+A worker computes as many batches at once as it has slots, so that the copies of one overlap with the kernels of
+another. Of brief batches little overlaps, since it is the worker's Python that takes time; fewer and larger ones take
+less of it. So while a worker computes a brief batch, it begins no other, and small jobs wait to share the next one.
+
+When a worker dies, all its batches are lost, and any of their jobs may be the cause. These suspects must not take other
+jobs along, nor be blamed for other jobs, when they run again. So until the last of them has ended, no worker computes
+more than one batch at a time.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from bngrad_kernels.problem import channel_cuts
+from bngrad_server.scheduling.batch import Batch
 from bngrad_server.scheduling.job import Job, Part, Worker
 
 _SPLIT_FROM_NBYTES = 1 << 21
@@ -23,11 +29,18 @@ class FreeSlots:
         suspects: The jobs that have cost a worker, until they have ended.
     """
 
-    def __init__(self, *, split: bool) -> None:
-        """Has no slot yet; ``split`` says whether a large job is split among workers that would be idle."""
+    def __init__(self, brief_nbytes: int, *, split: bool) -> None:
+        """Has no slot yet.
+
+        Args:
+            brief_nbytes: A job, or a batch, of less is brief.
+            split: Whether a large job is split among workers that would be idle.
+        """
         self.suspects: set[Job] = set()
+        self._brief_nbytes = brief_nbytes
         self._split = split
         self._workers: list[Worker] = []
+        self._brief: Counter[Worker] = Counter()  # how many brief batches each computes
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -52,16 +65,36 @@ class FreeSlots:
     def take(self, job: Job) -> Worker | None:
         """Takes a slot, if one may be taken: of a GPU with a copy of the job's input, or else of an idle worker."""
         worker = self._take_near(job) or self._take_idle()
-        if worker is None and self._workers and not self.suspects:
-            worker = self._workers.pop()
+        if worker is None and not self.suspects:
+            worker = next((each for each in reversed(self._workers) if self.is_worth(each, job)), None)
+            if worker is not None:
+                self._workers.remove(worker)
         return worker
+
+    def is_worth(self, worker: Worker, job: Job) -> bool:
+        """Whether a slot is worth taking for a job now, rather than when the worker's brief batch has ended."""
+        return not self._brief[worker] or job.nbytes >= self._brief_nbytes
 
     def may_use(self, worker: Worker) -> bool:
         """Whether a batch may begin on a slot that was taken."""
         return not self.suspects or self._workers.count(worker) == worker.slots - 1
 
-    def shares(self, worker: Worker, jobs: list[Job]) -> dict[Worker, list[Part]]:
-        """Divides a batch for a slot that was taken; splits a large job among idle workers, whose slots this takes."""
+    def batch(self, worker: Worker, jobs: list[Job]) -> Batch:
+        """Makes a batch for a slot that was taken; splits a large job among idle workers, whose slots this takes."""
+        batch = Batch(jobs, self._shares(worker, jobs))
+        if self._is_brief(batch):
+            self._brief.update(batch.workers)
+        return batch
+
+    def end(self, batch: Batch) -> bool:
+        """Notes that a batch has ended; returns whether it was brief, so that jobs may wait for free slots."""
+        if not self._is_brief(batch):
+            return False
+        self._brief.subtract(batch.workers)
+        self._brief += Counter()  # forgets those that compute none
+        return True
+
+    def _shares(self, worker: Worker, jobs: list[Job]) -> dict[Worker, list[Part]]:
         job = jobs[0]
         is_fresh = len(jobs) == 1 and job.attempts == 1
         if self._split and self._workers and is_fresh and job.nbytes >= _SPLIT_FROM_NBYTES:
@@ -88,3 +121,6 @@ class FreeSlots:
                 del self._workers[i]
                 return worker
         return None
+
+    def _is_brief(self, batch: Batch) -> bool:
+        return sum(job.nbytes for job in batch.jobs) < self._brief_nbytes

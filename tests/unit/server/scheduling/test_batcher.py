@@ -133,7 +133,7 @@ def test_a_job_is_not_blamed_for_deaths_of_workers_that_never_read_it(requests: 
         wait_until(lambda: requests.batcher.waiting()[0] == 1)
     beside = requests.offer(slots=2)
     _, outcome = beside.next_batch()
-    (second,) = requests.run(job())
+    (second,) = requests.run(job(nbytes=1000))  # does not wait for a brief batch
     beside.compute()  # beside the first one, which is no suspect
     outcome.set_result([None])
     wait_for((future, second))

@@ -19,7 +19,14 @@ Outcome: TypeAlias = Future[list[str | None]]
 
 @pytest.fixture
 def requests() -> Iterator[Requests]:
-    requests = Requests(Batcher(max_jobs=3, max_bytes=4000))
+    requests = Requests(Batcher(max_jobs=3, max_bytes=4 * job().nbytes))  # so none is brief
+    yield requests
+    requests.end()
+
+
+@pytest.fixture
+def brief_requests() -> Iterator[Requests]:
+    requests = Requests(Batcher(max_jobs=3, max_bytes=40 * job().nbytes))
     yield requests
     requests.end()
 
@@ -47,6 +54,57 @@ def test_a_worker_begins_as_many_batches_as_it_has_slots_and_ends_them_in_any_or
     first_outcome.set_result([None])
     first.result(TIMEOUT_S)
     wait_until(lambda: list(requests.batcher._free) == [worker] * 2)
+
+
+def test_small_jobs_wait_for_a_brief_batch_and_share_the_next_one(brief_requests: Requests) -> None:
+    worker = brief_requests.offer(slots=2)
+    first, _, outcome = begin(brief_requests, job(), worker)
+    futures = brief_requests.run(*(waiting := [job(), job()]))
+    assert worker.is_untouched
+    assert list(brief_requests.batcher._free) == [worker]
+    outcome.set_result([None])
+    assert worker.compute() == waiting
+    wait_for([first, *futures])
+    wait_until(lambda: list(brief_requests.batcher._free) == [worker] * 2)
+
+
+def test_a_large_job_does_not_wait_for_a_brief_batch_nor_a_small_one_for_a_large_batch(
+    brief_requests: Requests,
+) -> None:
+    worker = brief_requests.offer(slots=2)
+    brief, _, brief_outcome = begin(brief_requests, job(), worker)
+    large, _, large_outcome = begin(brief_requests, job(nbytes=1000), worker)
+    brief_outcome.set_result([None])
+    brief.result(TIMEOUT_S)
+    second, _, second_outcome = begin(brief_requests, job(), worker)
+    for future, outcome in ((second, second_outcome), (large, large_outcome)):
+        outcome.set_result([None])
+        future.result(TIMEOUT_S)
+
+
+def test_both_slots_are_dealt_out_again_when_a_brief_batch_has_ended(brief_requests: Requests) -> None:
+    worker = brief_requests.offer(slots=2)
+    first, _, outcome = begin(brief_requests, job(), worker)
+    futures = brief_requests.run(small := job(), large := job(key=1, nbytes=1000))
+    assert worker.compute() == [small]  # the slot that is taken for the large one goes to what comes first
+    outcome.set_result([None])
+    assert worker.compute() == [large]
+    wait_for([first, *futures])
+    wait_until(lambda: list(brief_requests.batcher._free) == [worker] * 2)
+
+
+def test_small_jobs_go_on_when_a_worker_has_died_of_a_brief_batch(brief_requests: Requests) -> None:
+    worker = brief_requests.offer(slots=2)
+    first, _, outcome = begin(brief_requests, lost := job(), worker)
+    (second,) = brief_requests.run(waiting := job())
+    worker.die_with(outcome)
+    wait_until(lambda: brief_requests.batcher.waiting()[0] == 2)
+    successor = brief_requests.offer(slots=2)
+    for each in ([lost], [waiting]):
+        assert successor.compute() == each
+    wait_for([first, second])
+    assert not successor.killed
+    begin(brief_requests, job(), successor)[2].set_result([None])
 
 
 def test_a_worker_that_is_idle_is_preferred_to_one_that_has_a_free_slot(requests: Requests) -> None:
