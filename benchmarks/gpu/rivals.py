@@ -10,11 +10,10 @@ import numpy as np
 import torch
 from benchmarks.gpu.cases import Case, Tensors
 
-from bngrad_kernels.cuda.copy_plan import Launch
-from bngrad_kernels.cuda.descriptors import DESCRIPTOR, Piece, schedule_tiles, template
+from bngrad_kernels.cuda.chunks.layout import Launch
+from bngrad_kernels.cuda.descriptors import DESCRIPTOR, schedule_tiles, template
 from bngrad_kernels.cuda.device import CupyDevice
 from bngrad_kernels.cuda.plan import THREADS
-from bngrad_kernels.problem import Problem
 from bngrad_kernels.spec import Spec
 
 _COUNTER_NBYTES, _ALIGNMENT = 4, 256
@@ -31,9 +30,7 @@ class Resident:
         self, device: CupyDevice, spec: Spec, batch: Sequence[Mapping[str, torch.Tensor]], launches: int
     ) -> None:
         self._device = device
-        nothing = np.empty(0)
-        problem = Problem(spec, *[nothing] * 8)
-        made = template(Piece(problem, 0, spec.channels), device.traits)
+        made = template(spec, spec.channels, device.traits)
         table = schedule_tiles([made] * len(batch), range(len(batch)), device.traits.cache_nbytes)
         scratch = -(-(made.partials_nbytes + made.coefficients_nbytes) // _ALIGNMENT) * _ALIGNMENT
         each_counters = made.arrived_counters + made.groups

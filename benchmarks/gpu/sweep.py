@@ -75,7 +75,7 @@ def _set(module: Any, name: str, value: int) -> Iterator[None]:
 
 def _forget() -> None:
     plan._cut.cache_clear()
-    descriptors._template.cache_clear()
+    descriptors.template.cache_clear()
 
 
 def _row(device: CupyDevice, title: str) -> None:

@@ -60,7 +60,8 @@ class Problem(_Extent):
         scale_backprop: Written: the gradient of scale, shape (C,) of ``spec.stats_dtype``.
         offset_backprop: Written: the gradient of offset, of the same shape and dtype.
         channels: The contiguous channels to compute; None stands for all.
-        prepared: A backend's own data about the problem, kept here for its next run.
+        prepared: A backend's own data about the problem, kept here for its next run; to be reset to None when any of
+            the above changes.
         on_device: What `bngrad_kernels.backend.Backend.copy_ahead` returned for large inputs, by their names.
     """
 

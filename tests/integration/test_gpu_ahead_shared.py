@@ -31,7 +31,7 @@ from tests.unit.client.calls import shared_pool
 
 import bngrad
 from bngrad_cli.embedded import EmbeddedServer
-from bngrad_kernels.cuda.copy_plan import GATHER_BELOW_NBYTES
+from bngrad_kernels.cuda.chunks.layout import GATHER_BELOW_NBYTES
 from bngrad_kernels.problem import Array
 from bngrad_kernels.spec import FLOAT32, Spec
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb

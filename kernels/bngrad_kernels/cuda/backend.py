@@ -9,7 +9,10 @@ from typing import Any
 
 from bngrad_kernels.backend import Backend
 from bngrad_kernels.cuda import self_test
-from bngrad_kernels.cuda.copy_plan import GATHER_BELOW_NBYTES, Copy, CopyPlan, halves, split_into_chunks
+from bngrad_kernels.cuda.chunks.copy_plan import Copy, CopyPlan
+from bngrad_kernels.cuda.chunks.cutting import halves, split_into_chunks
+from bngrad_kernels.cuda.chunks.layout import LayoutCache, is_small
+from bngrad_kernels.cuda.chunks.prepared import device_nbytes
 from bngrad_kernels.cuda.descriptors import Piece, template
 from bngrad_kernels.cuda.kernel_selection import Traits
 from bngrad_kernels.cuda.streams import AheadMemory, CudaDevice, CudaStream, StreamPool
@@ -63,6 +66,7 @@ class CudaBackend(Backend):
         self._stream_nbytes = stream_nbytes or (most_nbytes - self._ahead_nbytes) // STREAMS
         self._piece_nbytes, self._chunk_nbytes = piece_nbytes, min(chunk_nbytes, self._stream_nbytes)
         self._pool = StreamPool()
+        self._layouts = LayoutCache()
         self._ahead: AheadMemory | None = None  # until `warm_up`
 
     @property
@@ -114,7 +118,7 @@ class CudaBackend(Backend):
 
     def copy_ahead(self, memory: Array) -> Any | None:
         """See `Backend.copy_ahead`; None for what is too small to be copied alone, or too large to be kept."""
-        if self._ahead is None or not GATHER_BELOW_NBYTES <= memory.nbytes <= self._ahead_nbytes:
+        if self._ahead is None or is_small(memory.nbytes) or memory.nbytes > self._ahead_nbytes:
             return None
         with self._failing():
             return self._ahead.copy(memory)
@@ -151,7 +155,7 @@ class CudaBackend(Backend):
 
     def kernel_of(self, problem: AnyProblem, *, is_streamed: bool) -> str:
         """The name of the kernel by which `compute` computes a problem that it gets alone."""
-        return template(Piece(problem, 0, problem.spec.channels), self._traits(is_streamed)).kernel.symbol
+        return template(problem.spec, problem.spec.channels, self._traits(is_streamed)).kernel.symbol
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
@@ -166,7 +170,7 @@ class CudaBackend(Backend):
 
     def _fitting_nbytes(self, problems: Sequence[AnyProblem]) -> int:
         """How much a stream may hold; other processes may have taken most of the device since the last batch."""
-        if max((problem.tensor_nbytes for problem in problems), default=0) <= self._chunk_nbytes // 5:
+        if all(device_nbytes(problem) <= self._chunk_nbytes for problem in problems):
             return self._stream_nbytes
         unused = self._device.free_nbytes() + self._pool.used_nbytes
         return max(1, min(self._stream_nbytes, unused // 10 * 9 // STREAMS))
@@ -175,7 +179,7 @@ class CudaBackend(Backend):
         self, pieces: list[Piece], traits: Traits, in_flight: collections.deque[_InFlight], *, is_retry: bool = False
     ) -> None:
         """Starts a chunk. If memory is short, gives back what is idle and tries again, then starts smaller chunks."""
-        plan = CopyPlan(pieces, traits)
+        plan = CopyPlan(pieces, traits, self._layouts)
         chunk = _InFlight(self._take_stream(in_flight), plan)
         try:
             chunk.reserve()
@@ -228,26 +232,25 @@ class _InFlight:
         Raises:
             MemoryError: There is not enough on the device, or page-locked on the host.
         """
-        plan = self._plan
-        _, nbytes = plan.downloaded
-        self.stream.reserve(plan.nbytes)
-        staging = self.stream.staging(plan.uploaded + nbytes)
-        self._upload, self._download = staging[: plan.uploaded], staging[plan.uploaded :][:nbytes]
+        layout = self._plan.layout
+        self.stream.reserve(layout.nbytes)
+        first, second = layout.uploaded, layout.downloaded_nbytes
+        staging = self.stream.staging(first + second)
+        self._upload, self._download = staging[:first], staging[first:][:second]
 
     def start(self) -> None:
         """Enqueues all copies and launches."""
-        plan, stream = self._plan, self.stream
+        plan, layout, stream = self._plan, self._plan.layout, self.stream
         plan.write_upload(self._upload, stream.address)
-        stream.copy_in(Copy(self._upload.reshape(1, -1), 0))
+        stream.copy_in(Copy.of_bytes(self._upload, 0))
         for copy in plan.copied_in:
             stream.copy_in(copy)
-        for launch in plan.launches:
-            stream.launch(launch, plan.descriptors)
+        for launch in layout.launches:
+            stream.launch(launch, layout.descriptors)
         for copy in plan.copied_out:
             stream.copy_out(copy)
-        first, nbytes = plan.downloaded
-        if nbytes:
-            stream.copy_out(Copy(self._download.reshape(1, -1), first))
+        if layout.downloaded_nbytes:
+            stream.copy_out(Copy.of_bytes(self._download, layout.downloaded))
 
     def finish(self) -> CudaStream:
         """Waits until all is done, and returns the stream."""

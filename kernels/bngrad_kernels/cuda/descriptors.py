@@ -125,13 +125,9 @@ class Template(NamedTuple):
     group_nbytes: int
 
 
-def template(piece: Piece, traits: Traits) -> Template:
-    """The template of a piece on a device; cached."""
-    return _template(piece.problem.spec, piece.channels, traits)
-
-
 @functools.lru_cache(maxsize=1024)
-def _template(spec: Spec, channels: int, traits: Traits) -> Template:
+def template(spec: Spec, channels: int, traits: Traits) -> Template:
+    """The template of pieces of that many channels on a device; cached."""
     planned = cut(spec)
     kind = choose_kernel(planned, channels, traits, is_training=spec.is_training, order=spec.order)
     kernel = KernelVariant(spec.order, spec.dtype.name, kind, planned.is_vectorised(channels))

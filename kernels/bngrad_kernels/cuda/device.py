@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from bngrad_kernels.cuda import compiler, host_memory
-from bngrad_kernels.cuda.copy_plan import Copy, Launch
+from bngrad_kernels.cuda.chunks.copy_plan import Copy
+from bngrad_kernels.cuda.chunks.layout import Launch
 from bngrad_kernels.cuda.descriptors import every_kernel
 from bngrad_kernels.cuda.kernel_selection import KernelKind, Traits, most_resident_nbytes
 from bngrad_kernels.cuda.plan import THREADS

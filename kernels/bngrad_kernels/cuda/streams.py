@@ -6,7 +6,8 @@ import queue
 from collections.abc import Callable
 from typing import Protocol
 
-from bngrad_kernels.cuda.copy_plan import Copy, Launch
+from bngrad_kernels.cuda.chunks.copy_plan import Copy
+from bngrad_kernels.cuda.chunks.layout import Launch
 from bngrad_kernels.cuda.kernel_selection import Traits
 from bngrad_kernels.problem import Array
 

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from bngrad_kernels.cuda.copy_plan import GATHER_BELOW_NBYTES
+from bngrad_kernels.cuda.chunks.layout import GATHER_BELOW_NBYTES
 from bngrad_kernels.spec import FieldViolation, InvalidArgumentError, TensorHeader
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.memory.ahead import TICKET_NBYTES, AheadCopier, Lease

@@ -16,7 +16,8 @@ from typing import Any
 from tests.kernels.cuda.devices import EmulatedAheadMemory, EmulatedCopy, EmulatedDevice
 
 from bngrad_kernels.cuda import CudaBackend, device, probe
-from bngrad_kernels.cuda.copy_plan import Copy, Launch
+from bngrad_kernels.cuda.chunks.copy_plan import Copy
+from bngrad_kernels.cuda.chunks.layout import Launch
 from bngrad_kernels.cuda.streams import CudaStream
 from bngrad_kernels.problem import Array
 

@@ -21,7 +21,8 @@ import pytest
 
 import bngrad_kernels.cuda
 from bngrad_kernels.cuda.backend import CudaBackend
-from bngrad_kernels.cuda.copy_plan import Copy, Launch
+from bngrad_kernels.cuda.chunks.copy_plan import Copy
+from bngrad_kernels.cuda.chunks.layout import Launch
 from bngrad_kernels.cuda.device import CupyDevice
 from bngrad_kernels.cuda.kernel_selection import Traits
 from bngrad_kernels.cuda.streams import CudaStream

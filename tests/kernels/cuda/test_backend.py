@@ -11,11 +11,11 @@ from tests.kernels.cuda.devices import EmulatedDevice
 from tests.kernels.problems import assert_right, bits, first_order_problem, outputs
 
 from bngrad_kernels.cuda.backend import STREAMS, CudaBackend
-from bngrad_kernels.cuda.copy_plan import Copy, Launch, split_into_chunks
+from bngrad_kernels.cuda.chunks.copy_plan import Copy
+from bngrad_kernels.cuda.chunks.layout import Launch
 from bngrad_kernels.cuda.kernel_selection import KernelKind
 from bngrad_kernels.cuda.streams import CudaStream
 from bngrad_kernels.errors import DeviceFailedError, DeviceUnavailableError
-from bngrad_kernels.problem import Problem
 from bngrad_kernels.spec import BFLOAT16, FLOAT16, FLOAT32, Spec
 
 MANY = [Spec(dtype, (n, 24, 30), 1, is_training=n % 3 > 0) for n, dtype in enumerate([FLOAT32, FLOAT16, BFLOAT16] * 9)]
@@ -223,54 +223,6 @@ def test_a_batch_that_cannot_be_prepared_keeps_no_stream(device: Recorder) -> No
     made = first_order_problem(Spec(FLOAT32, (10, 64), 1))
     shared.run([made])
     assert_right(made)
-
-
-def ranges_of(spec: Spec, piece_nbytes: int, stream_nbytes: int) -> list[tuple[int, int]]:
-    tensor, stats = np.empty(spec.shape, spec.dtype), np.empty(spec.channels, np.float32)
-    whole = Problem.allocate(spec, tensor, tensor, None, stats, stats)
-    chunks = split_into_chunks([whole], piece_nbytes, 1 << 40, stream_nbytes)
-    return [(piece.first, piece.last) for chunk in chunks for piece in chunk]
-
-
-@pytest.mark.parametrize(
-    ("shape", "stream_nbytes", "width"),
-    [
-        ((1000, 256), 1 << 30, 256),  # as it is
-        ((1000, 256), 100 * 12_020, 64),  # whole groups of 64 channels
-        ((1000, 256), 11 * 12_020, 8),  # whole vectors of 4
-        ((1000, 256), 3 * 12_020, 3),
-        ((1000, 256), 1, 1),  # a channel at least
-    ],
-)
-def test_what_does_not_fit_a_stream_is_cut_into_ranges_of_channels(
-    shape: tuple[int, int], stream_nbytes: int, width: int
-) -> None:
-    expected = [(first, min(first + width, 256)) for first in range(0, 256, width)]
-    assert ranges_of(Spec(FLOAT32, shape, 1), 1 << 30, stream_nbytes) == expected
-
-
-@pytest.mark.parametrize(
-    ("shape", "widths"),
-    [
-        ((40, 256), [256]),  # rows of a few bytes would be slow to copy
-        ((40, 16, 4000), [2] * 8),
-        ((1, 16, 40_000), [8, 8]),
-        ((40, 16, 40), [16]),
-    ],
-    ids=str,
-)
-def test_what_is_large_is_cut_for_the_streams_to_overlap_if_that_leaves_long_runs(
-    shape: tuple[int, ...], widths: list[int]
-) -> None:
-    ranges = ranges_of(Spec(FLOAT32, shape, 1), 4_000_000, 1 << 30)
-    assert [last - first for first, last in ranges] == widths
-
-
-def test_chunks_are_closed_before_they_get_too_large() -> None:
-    batch = [first_order_problem(Spec(FLOAT32, (10, 10), 1)) for _ in range(10)]  # 1400 bytes each
-    chunks = list(split_into_chunks(batch, 1 << 20, 4300, 1 << 20))
-    assert [len(chunk) for chunk in chunks] == [3, 3, 3, 1]
-    assert [piece.problem for chunk in chunks for piece in chunk] == batch
 
 
 def test_pieces_of_one_problem_do_not_touch_each_others_outputs() -> None:

@@ -16,12 +16,11 @@ from bngrad_kernels.cuda.descriptors import (
     SUM,
     TILE,
     WORK_TILE,
-    Piece,
     schedule_tiles,
     template,
 )
 from bngrad_kernels.cuda.kernel_selection import Traits, lookahead
-from bngrad_kernels.problem import Array, Problem
+from bngrad_kernels.problem import Array
 from bngrad_kernels.spec import FLOAT16, FLOAT32, Spec
 
 TRAITS = Traits(processors=132, shared_nbytes=0, cache_nbytes=50 << 20)  # nothing is resident
@@ -31,14 +30,8 @@ SPECS = [
 ]  # fmt: skip
 
 
-def whole(spec: Spec) -> Piece:
-    """A whole problem with uninitialised arrays."""
-    tensor, stats = np.empty(spec.shape, spec.dtype), np.empty(spec.channels, np.float32)
-    return Piece(Problem.allocate(spec, tensor, tensor, None, stats, stats), 0, spec.channels)
-
-
 def drawn(*specs: Spec) -> Array:
-    templates = [template(whole(spec), TRAITS) for spec in specs]
+    templates = [template(spec, spec.channels, TRAITS) for spec in specs]
     return schedule_tiles(templates, range(len(specs)), TRAITS.cache_nbytes)
 
 
@@ -50,7 +43,7 @@ def test_the_structures_are_as_large_as_the_compilers() -> None:
 def test_every_tile_is_summed_once_and_applied_once_after_all_sums_of_its_group() -> None:
     summed: dict[tuple[int, int], set[int]] = {}
     applied: dict[tuple[int, int], set[int]] = {}
-    tiles = [template(whole(spec), TRAITS).cut.tiles for spec in SPECS]
+    tiles = [template(spec, spec.channels, TRAITS).cut.tiles for spec in SPECS]
     for work_tile in drawn(*SPECS):
         descriptor, group, tile = int(work_tile[DESCRIPTOR_INDEX]), int(work_tile[GROUP]), int(work_tile[TILE])
         done = {SUM: summed, APPLY: applied}[int(work_tile[PHASE])].setdefault((descriptor, group), set())
@@ -59,7 +52,7 @@ def test_every_tile_is_summed_once_and_applied_once_after_all_sums_of_its_group(
         if work_tile[PHASE] == APPLY:
             assert summed[descriptor, group] == set(range(tiles[descriptor]))
     groups = {(i, group) for i, spec in enumerate(SPECS)
-              for group in range(template(whole(spec), TRAITS).groups)}  # fmt: skip
+              for group in range(template(spec, spec.channels, TRAITS).groups)}  # fmt: skip
     assert summed.keys() == groups
     assert applied.keys() == {(i, group) for i, group in groups if SPECS[i].shape[0]}
     assert all(applied[key] == summed[key] for key in applied)
@@ -68,7 +61,7 @@ def test_every_tile_is_summed_once_and_applied_once_after_all_sums_of_its_group(
 def test_a_group_with_long_rows_is_applied_soon_after_it_is_summed_and_backwards() -> None:
     spec = Spec(FLOAT16, (32, 64, 112 * 112), 1)
     table = drawn(spec)
-    made = template(whole(spec), TRAITS)
+    made = template(spec, spec.channels, TRAITS)
     tiles = made.cut.tiles
     first = table[table[:, GROUP] == 0]
     assert first[:, TILE].tolist() == [*range(tiles), *reversed(range(tiles))]
@@ -80,7 +73,7 @@ def test_a_group_with_long_rows_is_applied_soon_after_it_is_summed_and_backwards
 def test_groups_with_short_rows_take_turns_by_halves_and_are_applied_once_all_are_summed() -> None:
     spec = Spec(FLOAT16, (100_352, 512), 1)
     table = drawn(spec)
-    made = template(whole(spec), TRAITS)
+    made = template(spec, spec.channels, TRAITS)
     assert made.groups == 4
     sums, applies = np.split(table, 2)
     assert set(sums[:, PHASE]) == {SUM}
@@ -99,7 +92,7 @@ def test_inference_takes_one_pass() -> None:
 
 def test_a_resident_group_is_one_work_tile() -> None:
     spec = Spec(FLOAT32, (49, 256), 1)
-    made = template(whole(spec), TRAITS._replace(shared_nbytes=227 << 10))
+    made = template(spec, spec.channels, TRAITS._replace(shared_nbytes=227 << 10))
     assert made.kernel.symbol == "first_float32_training_resident"
     assert made.work_tiles[:, GROUP].tolist() == list(range(made.groups))
     assert set(made.work_tiles[:, PHASE]) == {RESIDE}

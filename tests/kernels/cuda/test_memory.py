@@ -12,8 +12,7 @@ from tests.kernels.problems import assert_right, bits, first_order_problem, outp
 
 from bngrad_kernels.cuda import host_memory
 from bngrad_kernels.cuda.backend import STREAMS, CudaBackend
-from bngrad_kernels.cuda.copy_plan import Copy, halves, merged
-from bngrad_kernels.cuda.descriptors import Piece
+from bngrad_kernels.cuda.chunks.copy_plan import Copy
 from bngrad_kernels.cuda.streams import CudaStream
 from bngrad_kernels.problem import Array, Problem
 from bngrad_kernels.spec import FLOAT16, FLOAT32, Spec
@@ -119,32 +118,6 @@ def test_the_most_memory_is_a_setting() -> None:
     limited.run([problem])
     assert_right(problem)
     assert limited.used_nbytes <= 4 << 20  # tables come on top
-
-
-def test_a_chunk_is_cut_between_problems_then_between_channels() -> None:
-    problem = first_order_problem(Spec(FLOAT32, (100, 96), 1))
-    pieces = [Piece(problem, 0, 96)] * 3
-    assert [len(part) for part in halves(pieces)] == [1, 2]
-    assert [(piece.first, piece.last) for (piece,) in halves([pieces[0]])] == [(0, 48), (48, 96)]
-    assert halves([Piece(problem, 5, 6)]) == []
-
-
-def test_copies_of_neighbours_are_merged_and_others_are_not() -> None:
-    memory = np.frombuffer(mmap.mmap(-1, 1 << 16), np.uint8)
-    other = np.zeros(1 << 10, np.uint8)
-
-    def copy(array: Array, start: int, nbytes: int, offset: int) -> Copy:
-        return Copy(array[start : start + nbytes].reshape(1, -1), offset)
-
-    def ranges(copies: list[Copy]) -> list[tuple[int, int]]:
-        return [(each.offset, each.rows.size) for each in copies]
-
-    near = [copy(memory, 0, 1000, 512), copy(memory, 1024, 700, 1536)]
-    assert ranges(merged(near, gap_nbytes=256)) == [(512, 1724)]
-    assert merged(near, gap_nbytes=256)[0].host == near[0].host
-    assert ranges(merged(near, gap_nbytes=0)) == [(512, 1000), (1536, 700)]
-    far = [copy(memory, 0, 1000, 512), copy(memory, 2048, 700, 1536), copy(other, 0, 700, 2560)]
-    assert ranges(merged(far, gap_nbytes=256)) == ranges(far)
 
 
 def test_a_requests_tensors_side_by_side_are_copied_in_at_once() -> None:

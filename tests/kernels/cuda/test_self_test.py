@@ -17,7 +17,7 @@ from tests.kernels.cuda.strict_environment import environment
 
 from bngrad_kernels.cuda import self_test
 from bngrad_kernels.cuda.backend import CudaBackend
-from bngrad_kernels.cuda.copy_plan import Launch
+from bngrad_kernels.cuda.chunks.layout import Launch
 from bngrad_kernels.cuda.descriptors import every_kernel
 from bngrad_kernels.cuda.plan import cut
 from bngrad_kernels.cuda.streams import CudaStream
