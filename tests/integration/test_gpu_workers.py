@@ -32,6 +32,8 @@ from bngrad_kernels.spec import BFLOAT16, FLOAT16, FLOAT32, Spec
 
 ROOT = Path(__file__).parents[2]
 ARENA = ("--arena-bytes", "64MiB")
+NONE_BRIEF = (*ARENA, "--max-batch-bytes", "1KiB")
+"""Small requests do not wait for each other: a GPU computes two of them at once."""
 RESERVE = 2**22
 """What it has in addition, for small requests."""
 SPEC = Spec(FLOAT32, (4, 9, 9, 48), 3)
@@ -162,7 +164,7 @@ def gate(kernels: Path, server: EmbeddedServer, client: bngrad.Client) -> Iterat
 
 
 def test_a_gpu_computes_two_batches_at_once_and_answers_the_one_that_is_done_first(kernels: Path) -> None:
-    with EmbeddedServer(device="cuda:0", options=ARENA) as server, bngrad.Client(server.target) as client:
+    with EmbeddedServer(device="cuda:0", options=NONE_BRIEF) as server, bngrad.Client(server.target) as client:
         slow, fast = (client.fused_batch_norm_grad_v2(*inputs) for inputs in (SLOW, INPUTS))
         with gate(kernels, server, client) as closed:
             answer = closed.hold()
@@ -192,7 +194,7 @@ def test_memory_that_a_client_shared_is_mapped_until_every_slot_has_removed_it(k
 
 
 def test_memory_that_comes_and_goes_while_a_slot_is_held_does_not_wait_for_it(kernels: Path) -> None:
-    with EmbeddedServer(device="cuda:0", options=ARENA) as server, bngrad.Client(server.target) as client:
+    with EmbeddedServer(device="cuda:0", options=NONE_BRIEF) as server, bngrad.Client(server.target) as client:
         worker = worker_pid(server)
         with gate(kernels, server, client) as closed:
             answer = closed.hold()
@@ -205,7 +207,7 @@ def test_memory_that_comes_and_goes_while_a_slot_is_held_does_not_wait_for_it(ke
 
 @pytest.mark.parametrize("how", ["it is killed", "its device fails"])
 def test_both_batches_run_again_where_their_worker_dies(kernels: Path, how: str) -> None:
-    with EmbeddedServer(device="cuda:0", options=ARENA) as server, bngrad.Client(server.target) as client:
+    with EmbeddedServer(device="cuda:0", options=NONE_BRIEF) as server, bngrad.Client(server.target) as client:
         slow, fast = (client.fused_batch_norm_grad_v2(*inputs) for inputs in (SLOW, INPUTS))
         with gate(kernels, server, client) as closed:
             first = closed.hold()
@@ -227,7 +229,7 @@ def test_both_batches_run_again_where_their_worker_dies(kernels: Path, how: str)
 
 def test_a_request_that_kills_two_workers_is_given_up_and_not_the_one_beside_it(kernels: Path) -> None:
     deadly = kernels.parent / "deadly"
-    with EmbeddedServer(device="cuda:0", options=ARENA) as server, bngrad.Client(server.target) as client:
+    with EmbeddedServer(device="cuda:0", options=NONE_BRIEF) as server, bngrad.Client(server.target) as client:
         slow, harmless = (client.fused_batch_norm_grad_v2(*inputs) for inputs in (SLOW, DEADLY))
         deadly.touch()
         with gate(kernels, server, client) as closed:
@@ -253,11 +255,13 @@ def test_the_arena_and_shared_regions_are_page_locked_as_long_as_they_are_mapped
         assert_gradients(SPEC, INPUTS, outputs)
 
 
-def test_an_arena_of_the_default_size_can_be_page_locked() -> None:
-    with EmbeddedServer(device="cuda:0", options=("--pinned-bytes", "32MiB")) as server:
-        wait_until(lambda: f"page-locked {2**25 + RESERVE} bytes" in server.stderr())
-        with bngrad.Client(server.target) as client:
-            assert client.server_info().arena_bytes == 2**25
+def test_an_arena_of_the_default_size_can_be_page_locked_and_so_can_the_memory_that_a_client_shares() -> None:
+    with EmbeddedServer(device="cuda:0", options=("--pinned-bytes", "128MiB")) as server:
+        wait_until(lambda: f"page-locked {2**26 + RESERVE} bytes" in server.stderr())
+        with bngrad.Client(server.target, transport="shared") as client:
+            assert client.server_info().arena_bytes == 2**26
+            client.fused_batch_norm_grad_v2(*INPUTS)
+            assert server.stderr().count("page-locked ") == 2
 
 
 @pytest.mark.parametrize(
