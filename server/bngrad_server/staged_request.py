@@ -156,9 +156,13 @@ class StagedRequest:
         for tensor in self._held_ahead:
             self._ahead.release(tensor)
 
-    def copy_from(self, message: bytes) -> None:
-        """Copies the tensors that the message holds: the one copy of a request's elements."""
+    def copy_from(self, message: bytes, chunks: Sequence[Buffer] = ()) -> None:
+        """Copies the tensors that the message and whole chunks hold: the one copy of a request's elements."""
         data = memoryview(message)
+        for i, chunk in zip(self.request.chunk_order, chunks, strict=False):
+            target = self.large_inputs[i]
+            assert target is not None
+            copy(target, chunk)
         for source, target in zip(self.request.large_inputs, self.large_inputs, strict=True):
             if isinstance(source, slice) and target is not None:
                 self._arena.ask_for_huge_pages(target)

@@ -180,23 +180,53 @@ class Servicer:
         It raises what `unary` raises.
         """
         staged = self._try_to_stage(self._readers[op_name], data, rpc, may_wait=False)
-        if staged is not None:
-            try:
-                staged.copy_from(data)
-                self._engine.submit(staged, on_end)
-            except BaseException as error:
-                staged.close(error)
-                raise
+        return None if staged is None else self._submit(staged, data, (), on_end)
+
+    def submit_exchange(
+        self, received: Sequence[bytearray], rpc: RpcContext, on_end: Callable[[], None]
+    ) -> StagedRequest | None:
+        """Does as `submit` for an exchange that has arrived whole, if it is one request whose like has come before."""
+        part = messages.only_field(received[0], len(received[0]))
+        if part is None or (reader := self._chunked_readers.get(part[0])) is None:
+            return None
+        data = bytes(received[0][part[1] :])
+        if (request := reader.known(data)) is None:
+            return None
+        elements = exchange.whole_chunks(received[1:], request.sizes.tensor)
+        if len(elements) != len(request.chunk_order) or len(elements) != len(received) - 1:
+            return None
+        staged = self._try_to_stage(reader, data, rpc, may_wait=False)
+        return None if staged is None else self._submit(staged, data, elements, on_end)
+
+    def _submit(
+        self, staged: StagedRequest, data: bytes, elements: Sequence[memoryview], on_end: Callable[[], None]
+    ) -> StagedRequest:
+        try:
+            staged.copy_from(data, elements)
+            self._engine.submit(staged, on_end)
+        except BaseException as error:
+            staged.close(error)
+            raise
         return staged
 
     @contextmanager
-    def response(self, staged: StagedRequest) -> Iterator[list[Buffer]]:
-        """Lends the response of a submitted request, in pieces, until the block ends, and then closes the request.
+    def response(self, staged: StagedRequest, chunk_nbytes: int) -> Iterator[Iterator[list[Buffer]]]:
+        """Lends the `messages_of` a submitted request until the block ends, and then closes the request.
 
-        A client that takes too long to receive it is cut off.
+        A client that takes too long to receive them is cut off.
         """
         with staged, self._engine.download(staged):
-            yield staged.response()
+            yield self.messages_of(staged, chunk_nbytes)
+
+    def messages_of(self, staged: StagedRequest, chunk_nbytes: int) -> Iterator[list[Buffer]]:
+        """Yields the messages of a response, in pieces: use them before the memory of the request is released."""
+        pieces = staged.response()
+        if not staged.request.chunked:
+            yield pieces
+            return
+        yield [messages.field_prefix(staged.request.op.exchange_number, sum(map(len, pieces))), *pieces]
+        for output in staged.large_outputs:
+            yield from chunks.split(exchange.CHUNK, _in_arena(output), chunk_nbytes)
 
     def exchange(self, source: ExchangeSource, rpc: RpcContext) -> Iterator[list[Buffer]]:
         """Answers the requests of an exchange until it ends.
@@ -223,11 +253,8 @@ class Servicer:
                         if target is not None:  # it was not sent ahead
                             self._receive_chunks(source.chunks, REQUEST_CHUNK, target)
                 self._engine.compute(staged)
-                pieces = staged.response()
                 with self._engine.download(staged):
-                    yield [messages.field_prefix(number, sum(map(len, pieces))), *pieces]
-                    for output in staged.large_outputs:
-                        yield from chunks.split(exchange.CHUNK, _in_arena(output), source.chunk_nbytes)
+                    yield from self.messages_of(staged, source.chunk_nbytes)
 
     def send_ahead(self, source: MessageSource, lease: Lease, rpc: RpcContext) -> bytes:
         """Takes a tensor ahead of the request that needs it, and forgets others; returns the serialised response.

@@ -109,9 +109,9 @@ class BaseCall(Stream):
     def _begin_message(self) -> None:
         """Is called before a message is sent."""
 
-    def has_window_for(self, nbytes: int) -> bool:
-        """Whether the windows have room for a message of this size."""
-        return nbytes + PREFIX.size <= self.send_room
+    def has_window_for(self, sizes: Sequence[int]) -> bool:
+        """Whether the windows have room for messages of these sizes."""
+        return sum(sizes) + len(sizes) * PREFIX.size <= self.send_room
 
     @property
     def send_room(self) -> int:

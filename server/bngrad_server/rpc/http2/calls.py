@@ -1,8 +1,8 @@
 """The calls of the HTTP/2 port, on its event loop.
 
-A small unary call is served inline: the event loop reads it, submits it, and sends the response once a worker has
-computed it. Whatever may wait is handled by a thread, to which the event loop lends the connection meanwhile. Threads
-that receive a call's message are shared evenly among clients: beyond its share, a call waits without one.
+A small call is served inline: the event loop reads it, submits it, and sends the response once a worker has computed
+it. Whatever may wait is handled by a thread, to which the event loop lends the connection meanwhile. Threads that
+receive a call's message are shared evenly among clients: beyond its share, a call waits without one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from bngrad_server.rpc.http2.connections import Http2Connections
 from bngrad_server.rpc.http2.handlers import Http2Handler
 from bngrad_server.rpc.http2.inline_calls import InlineCalls
 from bngrad_server.rpc.http2.receiving import ReceivingCalls
-from bngrad_server.rpc.servicer import UNARY_OPS, Servicer
+from bngrad_server.rpc.servicer import EXCHANGE_PATH, UNARY_OPS, Servicer
 from bngrad_server.rpc_context import RpcContext
 from bngrad_server.runtime.event_loop import EventLoop
 from bngrad_wire import http2
@@ -164,7 +164,8 @@ class Http2Calls:
                 self.connections.await_call(connection)
                 return True
             if call.path not in UNARY_OPS or not call.is_fully_received:
-                self._receive(connection, call, rpc)
+                if call.path != EXCHANGE_PATH or not self._inline_calls.begin_exchange(connection, call, rpc):
+                    self._receive(connection, call, rpc)
                 return False
             message = handler.receive_request(call, rpc)
             has_memory = self._inline_calls.begin(connection, call, message, rpc)

@@ -11,11 +11,9 @@ from bngrad_server.rpc_context import RpcContext
 from bngrad_server.staged_request import StagedRequest
 from bngrad_wire import http2
 
-_MAX_INLINE_RESPONSE_NBYTES = 64 * 1024
-
 
 class InlineCall:
-    """A unary call without a thread.
+    """A call without a thread.
 
     Attributes:
         call: The call.
@@ -39,13 +37,7 @@ class InlineCall:
             Exception: Why the request could not be computed, or the response not be sent.
         """
         self.staged.check()
-        pieces = self.staged.response()
-        nbytes = sum(map(len, pieces))
-        if nbytes > _MAX_INLINE_RESPONSE_NBYTES or not self.call.has_window_for(nbytes):
-            return False
-        self.call.send_message(*pieces, more=True)
-        handler.end(self.call)
-        return True
+        return handler.answer(self.call, self.staged)
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,9 +137,7 @@ class Http2Handler:
                 call.send_message(self._servicer.send_ahead(call, self._lease, rpc), more=True)
                 self.end(call)
             else:
-                is_sdk = call.metadata.get("user-agent") == "bngrad"
-                chunk_nbytes = _SDK_CHUNK_NBYTES if is_sdk else _CHUNK_NBYTES
-                source = ExchangeSource(call, call, chunk_nbytes, self._servicer.max_message_nbytes)
+                source = ExchangeSource(call, call, _chunk_nbytes(call), self._servicer.max_message_nbytes)
                 for pieces in self._servicer.exchange(source, rpc):
                     call.send_message(*pieces)
                 self.end(call)
@@ -156,11 +154,23 @@ class Http2Handler:
         except Exception as error:
             self.refuse(call, error)
 
+    def answer(self, call: http2.ServerCall, staged: StagedRequest) -> bool:
+        """Answers a call that was computed inline, in the event loop, if its client takes the response at once.
+
+        Returns whether it did; then the memory of the staged request is no longer used.
+        """
+        responses = list(self._servicer.messages_of(staged, _chunk_nbytes(call)))
+        if not call.has_window_for([sum(map(len, pieces)) for pieces in responses]):
+            return False
+        call.answer(list(map(b"".join, responses)), self._load_trailers())
+        return True
+
     def send_response(self, call: http2.ServerCall, staged: StagedRequest) -> None:
-        """Sends the response of a unary call that was computed inline, and closes its staged request."""
+        """Sends the response of a call that was computed inline, and closes its staged request."""
         try:
-            with self._servicer.response(staged) as pieces:
-                call.send_message(*pieces, more=True)
+            with self._servicer.response(staged, _chunk_nbytes(call)) as responses:
+                for pieces in responses:
+                    call.send_message(*pieces, more=True)
                 self.end(call)
         except Exception as error:
             self.refuse(call, error)
@@ -226,6 +236,10 @@ class _ByteTraffic:
     @property
     def moved(self) -> int:
         return self._io.moved
+
+
+def _chunk_nbytes(call: http2.ServerCall) -> int:
+    return _SDK_CHUNK_NBYTES if call.metadata.get("user-agent") == "bngrad" else _CHUNK_NBYTES
 
 
 def abort(sock: socket.socket) -> None:

@@ -1,4 +1,4 @@
-"""Unary calls without a thread: submitted by the event loop, and answered by it once a worker has computed them."""
+"""Calls without a thread: submitted by the event loop, and answered by it once a worker has computed them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from bngrad_server.memory.received_message import ReceivedMessage
 from bngrad_server.rpc.http2.connection import Connection, InlineCall
 from bngrad_server.rpc.servicer import UNARY_OPS, Servicer
 from bngrad_server.rpc_context import RpcContext
+from bngrad_server.staged_request import StagedRequest
 from bngrad_wire import http2
 
 
@@ -33,9 +34,29 @@ class InlineCalls:
         Raises:
             Exception: See `bngrad_server.rpc.servicer.Servicer.submit`.
         """
+        submit = partial(self._servicer.submit, UNARY_OPS[call.path], message.data)
+        return self._begin(connection, call, rpc, submit)
+
+    def begin_exchange(self, connection: Connection, call: http2.ServerCall, rpc: RpcContext) -> bool:
+        """Does as `begin` for an exchange, also for one that has not arrived whole, or is not known to be a good one.
+
+        Raises:
+            Exception: See `bngrad_server.rpc.servicer.Servicer.submit_exchange`.
+        """
+        received = call.received_messages()
+        if not received:
+            return False
+        return self._begin(connection, call, rpc, partial(self._servicer.submit_exchange, received))
+
+    def _begin(
+        self,
+        connection: Connection,
+        call: http2.ServerCall,
+        rpc: RpcContext,
+        submit: Callable[[RpcContext, Callable[[], None]], StagedRequest | None],
+    ) -> bool:
         inline = InlineCall(call, rpc)
-        on_end = partial(self._on_end, connection, inline)
-        staged = self._servicer.submit(UNARY_OPS[call.path], message.data, rpc, on_end)
+        staged = submit(rpc, partial(self._on_end, connection, inline))
         if staged is None:
             return False
         inline.staged = staged

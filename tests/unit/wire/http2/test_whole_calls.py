@@ -189,6 +189,24 @@ def test_the_rest_of_a_call_like_the_last_one_is_awaited_and_then_taken_whole(mo
             call.answer([])
 
 
+def test_frames_that_come_with_the_beginning_of_a_call_do_not_keep_it_from_being_taken_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server_module, "_REST_TIMEOUT_S", TIMEOUT_S)
+    with server() as (connection, far):
+        begin_with_a_large_call(connection, far)
+        before = frames.frame(frames.PING, 0, 0, bytes(8)) + frames.window_update(0, 1000)
+        sent = before + call_of(3, *LARGE_CONTENTS)
+        far.sendall(sent[:70_000])
+        window = connection.send_window
+        assert connection.accept_nonblocking() is None
+        assert connection.awaits_rest
+        assert connection.send_window == window + 1000
+        *_, call = trickle(connection, far, sent[70_000:])
+        assert call is not None
+        assert [bytes(each) for each in call.received_messages() or ()] == [LARGE[5:]]
+
+
 @pytest.mark.parametrize("reason", ["late", "no buffer", "other frame", "too large"])
 def test_a_call_whose_rest_cannot_be_awaited_is_received_frame_by_frame(
     monkeypatch: pytest.MonkeyPatch, reason: str

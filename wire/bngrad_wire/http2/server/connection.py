@@ -22,6 +22,9 @@ _SETTINGS = frames.settings(
         frames.MAX_HEADER_LIST_SIZE: HEADER_LIST_NBYTES,
     }
 )
+_KIND_AT = 3
+"""Where a frame's header has its kind."""
+_CONTROL_FRAMES = 8
 _REST_TIMEOUT_S = 0.01
 """How long the rest of a call is awaited, so that it can be taken whole."""
 
@@ -93,6 +96,7 @@ class ServerConnection(BaseConnection):
                 io.enlarge()
             io.fill_nonblocking()
         if self.stream is None:
+            self._handle_control_frames()
             call = self._take_whole_call()
             if call is not None or self._may_await_rest():
                 return call
@@ -120,6 +124,15 @@ class ServerConnection(BaseConnection):
         self._rest_until = self._rest_until or now + _REST_TIMEOUT_S
         self._is_rest_missing = now < self._rest_until
         return self._is_rest_missing
+
+    def _handle_control_frames(self) -> None:
+        """Handles some of the frames that come before the next call, so that it can be taken whole."""
+        io = self.io
+        for _ in range(_CONTROL_FRAMES):
+            is_known = self.is_before_call and io.high - io.low >= frames.HEADER_NBYTES
+            if not is_known or io.buffer[io.low + _KIND_AT] == frames.HEADERS or not self._has_buffered_input():
+                return
+            self.handle_frame()
 
     def _take_whole_call(self) -> ServerCall | None:
         """Takes a call that has arrived whole and begins like the one before, at less cost than frame by frame.

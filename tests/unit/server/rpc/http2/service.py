@@ -9,12 +9,14 @@ import pytest
 from tests.unit.server.workers.additions import TIMEOUT_S, Adder, check_answer, inputs, request_of, wait_until
 
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
+from bngrad_server.codec.ops import OPS
 from bngrad_server.config import ServerConfig
 from bngrad_server.engine import Engine
 from bngrad_server.rpc.http2.port import Http2Port
-from bngrad_server.rpc.servicer import Servicer
+from bngrad_server.rpc.servicer import EXCHANGE_PATH, Servicer
 from bngrad_server.security.auth import ALLOW_ALL, Authenticator
-from bngrad_wire import http2
+from bngrad_wire import http2, messages
+from bngrad_wire.chunks import REQUEST_CHUNK
 from bngrad_wire.limits import MAX_PROTOBUF_NBYTES, REGION_NBYTES
 
 PATH = "/bngrad.v1.BatchNormGradService/FusedBatchNormGradV3"
@@ -89,6 +91,28 @@ def ask(
     call = connection.call(PATH, timeout_s=timeout_s, metadata=metadata)
     call.send_message(request, end=True)
     return call
+
+
+def ask_by_chunks(connection: http2.ClientConnection, *, more: bytes = b"") -> http2.ClientCall:
+    """Asks by an exchange whose tensors come in a chunk each, with another chunk after them if ``more``."""
+    request = request_of(inputs(), chunked=True).SerializeToString()
+    tensors = [inputs()[name].tobytes() for name in ("y_backprop", "x")] + [more] * bool(more)
+    parts = [(OPS[0].exchange_number, request), *((REQUEST_CHUNK.number, each) for each in tensors)]
+    call = connection.call(EXCHANGE_PATH)
+    for i, (number, part) in enumerate(parts):
+        call.send_message(messages.field_prefix(number, len(part)), part, end=i == len(parts) - 1, more=True)
+    connection.flush()
+    return call
+
+
+def check_answered_by_chunks(*calls: http2.ClientCall) -> None:
+    for call in calls:
+        parts = []
+        while (nbytes := call.receive_message()) is not None:
+            parts.append(pb.ExchangeResponse.FromString(call.read(nbytes)))
+        head, *chunks = parts
+        answer = head.fused_batch_norm_grad_v3
+        check_answer(answer, b"".join(each.chunk for each in chunks), inputs())
 
 
 def read_answer(call: http2.ClientCall) -> pb.FusedBatchNormGradV3Response:

@@ -13,8 +13,10 @@ from tests.unit.server.rpc.http2.service import (
     TOO_MANY_FIELDS,
     Service,
     ask,
+    ask_by_chunks,
     busy,
     check_answered,
+    check_answered_by_chunks,
     check_works,
     code_of,
     read_answer,
@@ -39,6 +41,32 @@ def test_calls_that_wait_take_no_threads_and_are_one_batch(service: Service) -> 
     service.worker.may_run.set()
     check_answered(running, *waiting)
     assert service.worker.batches == [1, 40]
+
+
+def test_small_exchanges_that_wait_take_no_threads_and_are_one_batch(service: Service) -> None:
+    check_answered_by_chunks(ask_by_chunks(service.connect()))  # the first of its kind has a thread
+    service.worker.batches.clear()
+    before = set(threading.enumerate())
+    service.worker.may_run.clear()
+    running = ask_by_chunks(service.connect())
+    wait_until(lambda: service.worker.batches == [1])
+    waiting = [ask_by_chunks(service.connect()) for _ in range(40)]
+    wait_until(lambda: service.waiting == 40)
+    assert len(set(threading.enumerate()) - before) == 1  # the worker
+    service.worker.may_run.set()
+    check_answered_by_chunks(running, *waiting)
+    assert service.worker.batches == [1, 40]
+    wait_until(lambda: service.is_at_rest)
+
+
+def test_an_exchange_with_a_chunk_too_many_is_refused_also_where_its_like_is_known(service: Service) -> None:
+    connection = service.connect()
+    for _ in range(2):
+        check_answered_by_chunks(ask_by_chunks(connection))
+        call = ask_by_chunks(connection, more=bytes(NBYTES))
+        with pytest.raises(http2.RpcError, match="a request must come first, not chunk"):
+            check_answered_by_chunks(call)
+    wait_until(lambda: service.is_at_rest)
 
 
 def test_a_connection_serves_call_after_call(service: Service) -> None:
