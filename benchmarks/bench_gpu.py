@@ -252,9 +252,12 @@ def _host_to_host(device: CupyDevice, case: Case, count: int) -> list[Row]:
         seconds.append(time.perf_counter() - start)
     backend.unregister(memory)
     median = statistics.median(seconds[1:])  # the first is to warm up
+    theirs = statistics.median(rivals.pytorch_host_to_host(case, count, 1 + ROUNDS)[1:])
     print(f"{count:3} requests of {case} from host memory and back: {1e3 * median:.2f} ms, "
-          f"{memory.nbytes / median / 1e9:.1f} GB/s over the bus", flush=True)  # fmt: skip
-    return [{"requests": count, "case": str(case), "seconds": median, "nbytes": memory.nbytes}]
+          f"{memory.nbytes / median / 1e9:.1f} GB/s over the bus; {1e3 * theirs:.2f} ms PyTorch, "
+          f"ratio {median / theirs:.3f}", flush=True)  # fmt: skip
+    return [{"requests": count, "case": str(case), "seconds": median, "nbytes": memory.nbytes,
+             "pytorch_seconds": theirs}]  # fmt: skip
 
 
 def _line(row: Row) -> str:

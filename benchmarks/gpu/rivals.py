@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import cupy
 import numpy as np
 import torch
-from benchmarks.gpu.cases import Case, Tensors
+from benchmarks.gpu.cases import Case, Tensors, tensors
 
 from bngrad_kernels.cuda.chunks.layout import Launch
 from bngrad_kernels.cuda.descriptors import DESCRIPTOR, schedule_tiles, template
@@ -80,6 +81,27 @@ def pytorch(case: Case, made: Tensors) -> Callable[[], Any]:
         )  # fmt: skip
 
     return run
+
+
+def pytorch_host_to_host(case: Case, count: int, rounds: int) -> list[float]:
+    """Seconds of rounds of PyTorch from page-locked tensors and back, all copies and kernels on one stream."""
+    made = tensors(case)
+    rstd = torch.rsqrt(made.variance + case.spec.epsilon)
+    host = [[each.cpu().pin_memory() for each in (made.y_backprop, made.x, made.x_backprop)] for _ in range(count)]
+    backward = torch.ops.aten.native_batch_norm_backward
+    seconds = []
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for y_backprop, x, x_backprop in host:
+            result = backward(
+                y_backprop.to("cuda", non_blocking=True), x.to("cuda", non_blocking=True), made.scale, made.mean,
+                made.variance, made.mean, rstd, case.is_training, case.spec.epsilon, [True, True, True],
+            )  # fmt: skip
+            x_backprop.copy_(result[0], non_blocking=True)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return seconds
 
 
 def cudnn(case: Case, made: Tensors) -> Callable[[], Any] | None:
