@@ -116,6 +116,7 @@ def test_the_calls_of_cupy_have_the_types_that_it_takes(tmp_path: Path, monkeypa
     monkeypatch.setenv("PYTHONPATH", os.environ["PYTHONPATH"].partition(os.pathsep)[2])
     for name, value in environment(library_file(), tmp_path).items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "copied_early"), prepend=os.pathsep)
     with (
         EmbeddedServer(device="cuda:0", options=ARENA) as server,
         bngrad.Client(server.target, transport="stream") as client,

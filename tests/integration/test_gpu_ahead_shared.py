@@ -31,7 +31,6 @@ from tests.unit.client.calls import shared_pool
 
 import bngrad
 from bngrad_cli.embedded import EmbeddedServer
-from bngrad_kernels.cuda.chunks.layout import GATHER_BELOW_NBYTES
 from bngrad_kernels.problem import Array
 from bngrad_kernels.spec import FLOAT32, Spec
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
@@ -219,7 +218,7 @@ def test_a_stock_client_names_places_and_tickets_which_need_not_be_known() -> No
         shared_client(server) as client,
         stock_client(server) as stub,
     ):
-        assert endpoints_of(server.target).copied_ahead_bytes == GATHER_BELOW_NBYTES
+        assert endpoints_of(server.target).copied_ahead_bytes == 256 * 1024
         plain = gradients(client, INPUTS.x)
         x = client.empty(INPUTS.x.shape)
         x[...] = INPUTS.x

@@ -26,6 +26,8 @@ from bngrad_server.memory.layout import ARENA, Place
 Lease: TypeAlias = set[bytes]
 """The tickets of the tensors that a connection has brought."""
 
+COPIED_NBYTES = 16 * 2**20
+"""The size from which a GPU copies a tensor ahead. The bus moves a smaller one in less time than the copy costs."""
 _ARENA_FRACTION = 2
 """All tensors together have at most one part in this many of the arena."""
 _LEAST_NBYTES = 64 * 1024
@@ -130,7 +132,7 @@ class AheadTensors:
         ticket = secrets.token_bytes(TICKET_NBYTES)
         with self._mutex:
             number = 0
-            if self._copier is not None:
+            if self._copier is not None and header.nbytes >= COPIED_NBYTES:
                 number = self._copier.copy_ahead(Place(ARENA, block.offset), header.nbytes)
             tensor = AheadTensor(ticket, block.client, header.dtype, header.shape, block, lease, number)
             self._by_ticket[ticket] = tensor
@@ -228,7 +230,7 @@ class AheadTensors:
             self._end(tensor)
 
     def _end(self, tensor: AheadTensor) -> None:
-        if self._copier is not None:
+        if self._copier is not None and tensor.number:
             self._copier.drop_copy(tensor.number)
         self._free(tensor.block)
 

@@ -11,15 +11,11 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from bngrad_kernels.cuda.chunks.layout import GATHER_BELOW_NBYTES
 from bngrad_kernels.spec import FieldViolation, InvalidArgumentError, TensorHeader
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
-from bngrad_server.memory.ahead import TICKET_NBYTES, AheadCopier, Lease
+from bngrad_server.memory.ahead import COPIED_NBYTES, TICKET_NBYTES, AheadCopier, Lease
 from bngrad_server.memory.layout import Place
 from bngrad_server.memory.regions import Region, Regions
-
-LEAST_NBYTES = GATHER_BELOW_NBYTES
-"""A GPU copies smaller tensors with their requests alone."""
 
 
 @dataclass(eq=False, slots=True)
@@ -56,7 +52,7 @@ class AheadPlaces:
     @property
     def least_nbytes(self) -> int:
         """The size of the smallest tensor that is copied; 0 if none is."""
-        return 0 if self._copier is None else LEAST_NBYTES
+        return 0 if self._copier is None else COPIED_NBYTES
 
     def keep(self, header: TensorHeader, location: pb.Location, client: str, lease: Lease) -> bytes:
         """Has a GPU copy a tensor, and returns its ticket; empty if none copies it.
@@ -71,7 +67,7 @@ class AheadPlaces:
             if region.client != client:
                 problem = "the location of tensor must be in a region that the client of this call leases"
                 raise InvalidArgumentError((FieldViolation("tensor", problem),))
-            if self._copier is None or header.nbytes < LEAST_NBYTES:
+            if self._copier is None or header.nbytes < COPIED_NBYTES:
                 return b""
             return self._keep(self._copier, region, place, header.nbytes, lease)
         finally:
@@ -107,7 +103,7 @@ class AheadPlaces:
         ticket = secrets.token_bytes(TICKET_NBYTES)
         with self._mutex:
             tickets = self._in_region.get(region.number, {})
-            if len(tickets) >= region.nbytes // LEAST_NBYTES:
+            if len(tickets) >= region.nbytes // COPIED_NBYTES:
                 self._forget(next(iter(tickets)))
             number = copier.copy_ahead(place, nbytes)
             self._by_ticket[ticket] = _Tensor(region.client, place._replace(ahead=number), nbytes, lease)

@@ -13,6 +13,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import tests.integration.copied_early.sitecustomize  # noqa: F401 - this one takes its place
 from tests.kernels.cuda.devices import EmulatedAheadMemory, EmulatedCopy, EmulatedDevice
 
 from bngrad_kernels.cuda import CudaBackend, device, probe

@@ -10,8 +10,9 @@ import pytest
 
 from bngrad_kernels.spec import InvalidArgumentError, TensorHeader
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
-from bngrad_server.memory.ahead import Lease
-from bngrad_server.memory.ahead_places import LEAST_NBYTES, AheadPlaces
+from bngrad_server.memory.ahead import COPIED_NBYTES, AheadTensors, Lease
+from bngrad_server.memory.ahead_places import AheadPlaces
+from bngrad_server.memory.arena import Arena
 from bngrad_server.memory.layout import Place
 from bngrad_server.memory.regions import Region, Regions
 
@@ -35,7 +36,7 @@ class Copier:
         del self.copies[number]
 
 
-def header(nbytes: int = LEAST_NBYTES) -> TensorHeader:
+def header(nbytes: int = COPIED_NBYTES) -> TensorHeader:
     return TensorHeader(np.dtype(np.float32), (nbytes // 4, 1), nbytes)
 
 
@@ -46,20 +47,20 @@ class Memory:
         self.copier = Copier()
         self.regions = Regions(1 << 30, lambda region: None, self._end)
         self.places = AheadPlaces(self.regions, self.copier)
-        self.region = self.regions.lease(ROOM * LEAST_NBYTES, "one")
+        self.region = self.regions.lease(ROOM * COPIED_NBYTES, "one")
         self.lease: Lease = set()
 
     def _end(self, region: Region) -> None:
         self.places.end_region(region)
 
     def location(self, index: int = 0, region: Region | None = None) -> pb.Location:
-        return pb.Location(region_key=(region or self.region).key, offset=index * LEAST_NBYTES)
+        return pb.Location(region_key=(region or self.region).key, offset=index * COPIED_NBYTES)
 
     def keep(self, index: int = 0, client: str = "one", region: Region | None = None) -> bytes:
         return self.places.keep(header(), self.location(index, region), client, self.lease)
 
-    def copy_of(self, ticket: bytes, index: int = 0, nbytes: int = LEAST_NBYTES, client: str = "one") -> int:
-        place = Place(self.region.number, index * LEAST_NBYTES)
+    def copy_of(self, ticket: bytes, index: int = 0, nbytes: int = COPIED_NBYTES, client: str = "one") -> int:
+        place = Place(self.region.number, index * COPIED_NBYTES)
         return self.places.copied(place, nbytes, ticket, client).ahead
 
 
@@ -75,7 +76,7 @@ def test_a_ticket_stands_for_the_copy_of_its_place(memory: Memory) -> None:
     tickets = [memory.keep(index) for index in range(ROOM)]
     assert {len(ticket) for ticket in tickets} == {16}
     assert list(memory.copier.copies.values()) == [
-        (Place(memory.region.number, index * LEAST_NBYTES), LEAST_NBYTES) for index in range(ROOM)
+        (Place(memory.region.number, index * COPIED_NBYTES), COPIED_NBYTES) for index in range(ROOM)
     ]
     assert [memory.copy_of(ticket, index) for index, ticket in enumerate(tickets)] == [1, 2, 3]
 
@@ -84,7 +85,7 @@ def test_no_other_request_gets_a_copy(memory: Memory) -> None:
     ticket = memory.keep()
     assert memory.copy_of(b"unknown") == 0
     assert memory.copy_of(ticket, index=1) == 0
-    assert memory.copy_of(ticket, nbytes=LEAST_NBYTES - 4) == 0
+    assert memory.copy_of(ticket, nbytes=COPIED_NBYTES - 4) == 0
     assert memory.copy_of(ticket, client="another") == 0
 
 
@@ -101,10 +102,10 @@ def test_what_is_forgotten_has_no_copy(memory: Memory) -> None:
 
 
 def test_a_region_takes_its_copies_along_once_no_request_names_it(memory: Memory) -> None:
-    other = memory.regions.lease(LEAST_NBYTES, "one")
+    other = memory.regions.lease(COPIED_NBYTES, "one")
     kept = memory.keep(region=other)
     memory.keep()
-    held, _ = memory.regions.hold("x", memory.location(), LEAST_NBYTES)
+    held, _ = memory.regions.hold("x", memory.location(), COPIED_NBYTES)
     memory.regions.end(memory.region)
     with pytest.raises(InvalidArgumentError, match="no region that is leased"):
         memory.keep()
@@ -129,7 +130,7 @@ def test_no_request_is_in_a_region_for_what_is_kept_there(memory: Memory) -> Non
 
 def test_who_does_not_lease_the_place_is_refused(memory: Memory) -> None:
     for index, client, problem in (
-        (ROOM, "one", f"must end within the region's {ROOM * LEAST_NBYTES} bytes"),
+        (ROOM, "one", f"must end within the region's {ROOM * COPIED_NBYTES} bytes"),
         (0, "another", "must be in a region that the client of this call leases"),
     ):
         with pytest.raises(InvalidArgumentError, match=problem) as refused:
@@ -139,8 +140,20 @@ def test_who_does_not_lease_the_place_is_refused(memory: Memory) -> None:
 
 
 def test_small_tensors_and_those_of_servers_without_gpus_have_no_ticket(memory: Memory) -> None:
-    assert memory.places.keep(header(LEAST_NBYTES - 4), memory.location(), "one", memory.lease) == b""
+    assert memory.places.keep(header(COPIED_NBYTES - 4), memory.location(), "one", memory.lease) == b""
     without = AheadPlaces(memory.regions, None)
     assert without.keep(header(), memory.location(), "one", memory.lease) == b""
-    assert (without.least_nbytes, memory.places.least_nbytes) == (0, 256 * 1024)
+    assert (without.least_nbytes, memory.places.least_nbytes) == (0, COPIED_NBYTES)
     assert not memory.lease
+
+
+def test_of_what_is_sent_ahead_a_gpu_copies_the_large_tensors_and_drops_them_again() -> None:
+    arena, copier = Arena(4 * COPIED_NBYTES, 0), Copier()
+    tensors = AheadTensors(arena, copier)
+    tickets = []
+    for nbytes in (COPIED_NBYTES - 256, COPIED_NBYTES):
+        tickets.append(tensors.keep(header(nbytes), tensors.allocate(nbytes, "one"), set()))
+    assert [nbytes for _, nbytes in copier.copies.values()] == [COPIED_NBYTES]
+    tensors.forget(tickets, "one")
+    assert not copier.copies
+    arena.close()
