@@ -21,9 +21,9 @@ def _table(path: Path) -> str:
     results = json.loads(path.read_text())
     machine, rows = results["machine"], results["rows"]
     versions = machine["versions"]
+    peers = ", ".join(f"{title} {versions[names[0]]}" for title, names in _PEERS.items() if names[0] in versions)
     lines = [
-        f"{machine['cpu']}, commit {machine['commit']}, TensorFlow {versions['tensorflow']}, PyTorch "
-        f"{versions['pytorch']}, oneDNN {versions['onednn']}; [all figures](../benchmarks/results/{path.name}):",
+        f"{machine['cpu']}, commit {machine['commit']}, {peers}; [all figures](../benchmarks/results/{path.name}):",
         "",
         f"| | {' | '.join(_PEERS)} | the fastest of them | the worst layer |",
         "|---|---|---|---|---|---|",

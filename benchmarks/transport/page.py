@@ -75,8 +75,10 @@ def _rates(results: Results) -> list[str]:
 
 def _beginning(path: Path, machine: dict[str, Any]) -> list[str]:
     versions = machine["versions"]
+    device = machine.get("device", machine["cpu"])
+    gpu = "" if device.startswith(machine["cpu"]) else f"{device}; "
     return [
-        f"{machine['cpu']}, {machine['threads']} threads, commit {machine['commit']}, grpcio {versions['grpcio']}, "
+        f"{gpu}{machine['cpu']}, {machine['threads']} threads, commit {machine['commit']}, grpcio {versions['grpcio']}, "
         f"Arrow {versions['pyarrow']}; [all figures](../benchmarks/results/{path.name}):",
         "",
     ]
@@ -93,6 +95,7 @@ PARTS = (
     Part(DOCS / "transport.md", "transports", partial(_of_each_processor, "transport", _targets)),
     Part(DOCS / "performance.md", "transports", partial(_of_each_processor, "transport", _medians)),
     Part(DOCS / "security.md", "tls", partial(_of_each_processor, "tls", _medians, _rates)),
+    Part(DOCS / "cuda.md", "gpu-transport", partial(_of_each_processor, "gpu-transport", _medians, _rates)),
     Part(DOCS / "performance.md", "triton", partial(_of_each_processor, "triton", _medians, _rates)),
 )
 

@@ -360,7 +360,7 @@ class Client:
         the memory of, or what was on a server that has ended, they send themselves.
 
         Tensors go ahead over the server's own HTTP/2 port if they have at least 256 KiB, or are copied into shared
-        memory. A server's GPU copies them ahead, too, if they have 16 MiB. By grpcio, with ``transport="unary"`` and
+        memory. A server's GPU copies them ahead, too, if they have 32 MiB. By grpcio, with ``transport="unary"`` and
         the target ``local:``, the handle only stands for the tensor.
 
         Args:
