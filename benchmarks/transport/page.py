@@ -76,9 +76,9 @@ def _rates(results: Results) -> list[str]:
 def _beginning(path: Path, machine: dict[str, Any]) -> list[str]:
     versions = machine["versions"]
     device = machine.get("device", machine["cpu"])
-    gpu = "" if device.startswith(machine["cpu"]) else f"{device}; "
+    place = machine["cpu"] if device.startswith(machine["cpu"]) else f"{device}; {machine['cpu']}"
     return [
-        f"{gpu}{machine['cpu']}, {machine['threads']} threads, commit {machine['commit']}, grpcio {versions['grpcio']}, "
+        f"{place}, {machine['threads']} threads, commit {machine['commit']}, grpcio {versions['grpcio']}, "
         f"Arrow {versions['pyarrow']}; [all figures](../benchmarks/results/{path.name}):",
         "",
     ]

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from functools import partial
 
 from bngrad_kernels import backends
-from bngrad_kernels.spec import TensorHeader
-from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.codec.request import Request
 from bngrad_server.config import ServerConfig
 from bngrad_server.errors import OverloadedError
 from bngrad_server.front.kernels import FrontKernels
 from bngrad_server.front.shared_requests import SharedRequests
 from bngrad_server.front.small_requests import SmallRequests
-from bngrad_server.memory.ahead import AheadTensors, Lease
-from bngrad_server.memory.ahead_places import AheadPlaces
 from bngrad_server.memory.allocator import Allocator, Block
 from bngrad_server.memory.arena import Arena
 from bngrad_server.memory.received_message import ReceivedMessage
@@ -30,6 +26,7 @@ from bngrad_server.runtime.malloc import MemoryTrimmer
 from bngrad_server.scheduling.admission import Admission
 from bngrad_server.scheduling.batcher import Batcher
 from bngrad_server.scheduling.dispatch import run
+from bngrad_server.sent_ahead import SentAhead
 from bngrad_server.staged_request import StagedRequest
 from bngrad_server.telemetry.load import LoadMeter
 from bngrad_server.telemetry.metrics import Timestamps
@@ -44,7 +41,6 @@ _MESSAGES_FRACTION = 4
 """Messages that the HTTP/2 port receives whole take memory up to one part in this many of the arena's size."""
 _SMALL_MESSAGES_NBYTES = 4 * 2**20
 """Beyond that, for small ones."""
-_RETRY_S = 1.0
 _GPU_BATCH_NBYTES = 32 * 2**20
 """Copied as fast as a CPU computes 8 MiB."""
 
@@ -73,17 +69,16 @@ class Engine:
             config.max_batch_jobs, _batch_nbytes(config, names), config.max_batch_delay_s, split=split
         )
         self.pool = WorkerPool(config, names, self.arena, self.batcher, on_change)
-        copier = self.pool if self.pool.has_gpus else None
-        self.ahead = AheadTensors(self.arena, copier)
         self.load = LoadMeter(self.batcher.counts, self.admission, lambda: self.pool.slots)
         self.regions = Regions(config.shared_bytes, self.pool.map, self._unmap)
-        self.ahead_places = AheadPlaces(self.regions, copier)
         self.max_message_nbytes = min(config.max_message_bytes, _MAX_MESSAGE_NBYTES)
         nbytes = max(self.arena.nbytes // _MESSAGES_FRACTION, self.max_message_nbytes)
         self._messages = Allocator(nbytes, _SMALL_MESSAGES_NBYTES)
         knows_clients = config.token_file is not None or config.tls_client_ca is not None
         memories = (self.arena, self._messages)
         self.transfers = TransferWatchdog(config.transfer_timeout_s, memories, limits_clients=knows_clients)
+        copier = self.pool if self.pool.has_gpus else None
+        self.sent_ahead = SentAhead(self.arena, self.regions, copier, self.admission, self.transfers)
         self.observer = observer or Observer()
         self._trimmer = MemoryTrimmer(
             lambda: self.admission.admitted + self._messages.used_bytes, lambda: self.batcher.counts.ended
@@ -115,9 +110,8 @@ class Engine:
             TimeoutError: No memory became free in time.
             CancelledError: The client cancelled the call.
         """
-        self.ahead.limit(rpc.client, self.admission.room(rpc.client) - request.new_nbytes)
-        ahead = self.ahead, self.ahead_places
-        staged = StagedRequest(request, rpc, received_at, self.arena, self.regions, ahead, self._close)
+        self.sent_ahead.tensors.limit(rpc.client, self.admission.room(rpc.client) - request.new_nbytes)
+        staged = StagedRequest(request, rpc, received_at, self.arena, self.regions, self.sent_ahead, self._close)
         self.admission.enter(rpc.client, request.tensors_nbytes, rpc.deadline)
         try:
             nbytes = staged.find_tensors()
@@ -129,7 +123,7 @@ class Engine:
         except BaseException as error:
             self._release(staged)
             if isinstance(error, OverloadedError):
-                self.ahead.limit(rpc.client, 0)  # the client may be limited for what it holds
+                self.sent_ahead.tensors.limit(rpc.client, 0)  # the client may be limited for what it holds
             raise
         self._release(staged)
         return None
@@ -227,63 +221,6 @@ class Engine:
                 raise
             return message
 
-    def receive_ahead(
-        self, header: TensorHeader, lease: Lease, rpc: RpcContext, read_into: Callable[[memoryview], None]
-    ) -> bytes:
-        """Receives a tensor ahead of the request that needs it, and returns its ticket.
-
-        Args:
-            header: The tensor.
-            lease: What it ends with.
-            rpc: The call that it comes with.
-            read_into: Fills memory with its elements.
-
-        Raises:
-            OverloadedError: The server is full, or the client has its share of it, or sends too slowly.
-        """
-        client, nbytes = rpc.client, header.nbytes
-        self.admission.check(client, rpc.deadline)
-        if self.ahead.nbytes_of(client) + nbytes > self.admission.room(client):
-            problem = f"{nbytes} bytes sent ahead are more than this client may have besides (max_client_bytes)"
-            raise OverloadedError(problem, _RETRY_S)
-        block = self.ahead.allocate(nbytes, client)
-        try:
-            with self.transfers.upload(nbytes, rpc, self.arena, block, is_spare=True):
-                read_into(self.arena.view[block.offset : block.offset + nbytes])
-        except BaseException:
-            self.ahead.free(block)
-            raise
-        return self.ahead.keep(header, block, lease)
-
-    def copy_ahead(self, header: TensorHeader, location: pb.Location, lease: Lease, rpc: RpcContext) -> bytes:
-        """Has a GPU copy a tensor in shared memory ahead of the request that needs it; returns its ticket.
-
-        Args:
-            header: The tensor.
-            location: Where it lies.
-            lease: What it ends with.
-            rpc: The call that it comes with.
-
-        Returns:
-            The ticket; empty if no GPU copies it.
-
-        Raises:
-            OverloadedError: The server is full.
-            InvalidArgumentError: The client leases no such place.
-        """
-        self.admission.check(rpc.client, rpc.deadline)
-        return self.ahead_places.keep(header, location, rpc.client, lease)
-
-    def forget_ahead(self, tickets: Iterable[bytes], client: str) -> None:
-        """Forgets those of the tensors with these tickets that are the client's."""
-        self.ahead_places.forget(tickets, client)
-        self.ahead.forget(tickets, client)
-
-    def end_lease(self, lease: Lease) -> None:
-        """Forgets the tensors that were sent ahead over a connection."""
-        self.ahead_places.end(lease)
-        self.ahead.end(lease)
-
     @contextmanager
     def upload(self, staged: StagedRequest) -> Iterator[None]:
         """Limits the time in which a client sends the large inputs of a staged request."""
@@ -322,14 +259,14 @@ class Engine:
         self.arena.close()
 
     def _unmap(self, region: Region) -> None:
-        self.ahead_places.end_region(region)
+        self.sent_ahead.places.end_region(region)
         self.shared_requests.forget(region)
         self.pool.unmap(region)
 
     def _allocate(self, memory: Allocator, nbytes: int, rpc: RpcContext) -> Block:
         """Takes a block of memory, and waits for it; see `stage`."""
         deadline = time.monotonic() + self.max_wait_s
-        make_room = self.ahead.evict if memory is self.arena else _no_room
+        make_room = self.sent_ahead.tensors.evict if memory is self.arena else _no_room
         if rpc.deadline is not None and rpc.deadline <= deadline:
             return memory.allocate(nbytes, rpc.client, rpc.deadline, rpc.is_cancelled, make_room)
         try:

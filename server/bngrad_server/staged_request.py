@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 from bngrad_kernels.spec import FieldViolation, InvalidArgumentError
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.codec.request import Request
-from bngrad_server.memory.ahead import AheadTensor, AheadTensors
-from bngrad_server.memory.ahead_places import AheadPlaces
+from bngrad_server.memory.ahead import AheadTensor
 from bngrad_server.memory.allocator import Block
 from bngrad_server.memory.arena import Arena
 from bngrad_server.memory.layout import ARENA, Place, Task
 from bngrad_server.memory.regions import Region, Regions
 from bngrad_server.rpc_context import RpcContext
 from bngrad_server.scheduling.job import Job
+from bngrad_server.sent_ahead import SentAhead
 from bngrad_wire.chunks import copy
 from bngrad_wire.messages import Buffer
 
@@ -52,7 +52,7 @@ class StagedRequest:
         received_at: float,
         arena: Arena,
         regions: Regions,
-        ahead: tuple[AheadTensors, AheadPlaces],
+        sent_ahead: SentAhead,
         on_close: Callable[[StagedRequest, BaseException | None], None],
     ) -> None:
         self.request = request
@@ -64,7 +64,7 @@ class StagedRequest:
         self.is_counted = False
         self._arena = arena
         self._regions = regions
-        self._ahead, self._ahead_places = ahead
+        self._sent_ahead = sent_ahead
         self._on_close = on_close
         self._is_placed = False
         self._held: list[Region] = []
@@ -92,13 +92,13 @@ class StagedRequest:
                 continue
             places.append(None)
             if isinstance(source, bytes):
-                self._ahead.check(field, source, self.rpc.client, request.spec.dtype, request.spec.shape)
+                self._sent_ahead.tensors.check(field, source, self.rpc.client, request.spec.dtype, request.spec.shape)
                 self._ahead_count += 1
         if self._held:
             check_overlap(request, places)
         for i, ticket in enumerate(request.tickets):
             if ticket and (found := places[i]) is not None:
-                places[i] = self._ahead_places.copied(found, request.sizes.tensor, ticket, self.rpc.client)
+                places[i] = self._sent_ahead.places.copied(found, request.sizes.tensor, ticket, self.rpc.client)
         self._places = places
         return request.sizes.all_stats + (places.count(None) - self._ahead_count) * request.sizes.tensor_stride
 
@@ -133,7 +133,9 @@ class StagedRequest:
         request = self.request
         for i, (field, source) in enumerate(zip(request.op.large_inputs, request.large_inputs, strict=True)):
             if isinstance(source, bytes):
-                tensor = self._ahead.hold(field, source, self.rpc.client, request.spec.dtype, request.spec.shape)
+                tensor = self._sent_ahead.tensors.hold(
+                    field, source, self.rpc.client, request.spec.dtype, request.spec.shape
+                )
                 self._held_ahead.append(tensor)
                 self._places[i] = Place(ARENA, tensor.block.offset, tensor.number)
 
@@ -154,7 +156,7 @@ class StagedRequest:
         for region in self._held:
             self._regions.release(region)
         for tensor in self._held_ahead:
-            self._ahead.release(tensor)
+            self._sent_ahead.tensors.release(tensor)
 
     def copy_from(self, message: bytes, chunks: Sequence[Buffer] = ()) -> None:
         """Copies the tensors that the message and whole chunks hold: the one copy of a request's elements."""

@@ -12,6 +12,7 @@ def engine_status(engine: Engine) -> dict[str, Any]:
     """Returns the state of an engine; counters count since the start, sizes are in bytes."""
     batcher, arena, regions = engine.batcher, engine.arena, engine.regions
     counts, (jobs, jobs_nbytes), unread = batcher.counts, batcher.waiting(), engine.load.unread
+    ahead = engine.sent_ahead.tensors
     return {
         **engine.observer.metrics.status(),
         "in_flight": engine.admission.admitted + unread,
@@ -25,7 +26,7 @@ def engine_status(engine: Engine) -> dict[str, Any]:
         "reruns": counts.reruns,
         "quarantined": counts.quarantined,
         "arena": {"bytes": arena.file_nbytes, "used": arena.used_bytes},
-        "ahead": {"count": len(engine.ahead), "bytes": engine.ahead.nbytes, "evicted": engine.ahead.evicted},
+        "ahead": {"count": len(ahead), "bytes": ahead.nbytes, "evicted": ahead.evicted},
         "regions": {"count": len(regions), "bytes": regions.nbytes, "kept": regions.kept_nbytes},
         "front_busy_s": counts.front_busy_s,
         "event_loop_busy_s": engine.load.event_loop_busy_s,

@@ -23,7 +23,7 @@ class ServerInfo:
     def __init__(self, engine: Engine, max_message_bytes: int) -> None:
         self.endpoints = pb.Endpoints(
             small_request_bytes=min(engine.small_requests.max_nbytes, _SENT_NBYTES),
-            copied_ahead_bytes=engine.ahead_places.least_nbytes,
+            copied_ahead_bytes=engine.sent_ahead.places.least_nbytes,
         )
         self._engine = engine
         self._max_message_bytes = max_message_bytes

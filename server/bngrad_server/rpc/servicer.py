@@ -67,7 +67,7 @@ class Servicer:
         self.info = ServerInfo(engine, max_message_bytes)
         self.max_message_nbytes = engine.max_message_nbytes
         self.max_wait_s = engine.max_wait_s
-        self.end_lease = engine.end_lease
+        self.end_lease = engine.sent_ahead.end
         self._engine = engine
         self._readers = {op.name: RequestReader(op, chunked=False) for op in OPS}
         self._chunked_readers = {op.exchange_number: RequestReader(op, chunked=True) for op in OPS}
@@ -262,7 +262,7 @@ class Servicer:
         Raises:
             InvalidArgumentError: The message describes no tensor.
             DecodeError: It is malformed.
-            Exception: See `bngrad_server.engine.Engine.receive_ahead` and `bngrad_server.engine.Engine.copy_ahead`.
+            Exception: See `bngrad_server.sent_ahead.SentAhead`.
         """
         try:
             with self.transfers.watched(0, rpc):
@@ -270,15 +270,15 @@ class Servicer:
                 if nbytes > MAX_NBYTES:
                     raise MessageTooLargeError(f"the first message must have at most {MAX_NBYTES} bytes, not {nbytes}")
                 message = pb.SendAheadRequest.FromString(source.read(nbytes))
-            self._engine.forget_ahead(message.forget, rpc.client)
+            self._engine.sent_ahead.forget(message.forget, rpc.client)
             ticket = b""
             if message.HasField("tensor"):
                 header = ahead_header(message.tensor)
                 if message.tensor.HasField("location"):
-                    ticket = self._engine.copy_ahead(header, message.tensor.location, lease, rpc)
+                    ticket = self._engine.sent_ahead.copy(header, message.tensor.location, lease, rpc)
                 else:
                     read_into = partial(self._receive_chunks, source, AHEAD_CHUNK)
-                    ticket = self._engine.receive_ahead(header, lease, rpc, read_into)
+                    ticket = self._engine.sent_ahead.receive(header, lease, rpc, read_into)
             return pb.SendAheadResponse(ticket=ticket).SerializeToString()
         except Exception as error:
             self._receiver.count_refused(error)
