@@ -32,6 +32,8 @@ _CHUNK_NBYTES = 4 * 2**20 - 64
 """The largest chunk that a stock client takes, whose messages have at most 4 MiB by default."""
 _OTHER_NBYTES = 64 * 1024
 """The largest message of a call that is no op."""
+_AT_ONCE_NBYTES = 2**20
+"""A larger response of an inline call is sent by a thread: the event loop would keep other calls waiting."""
 _OTHER_WAITS = 2
 """How often such a call waits for another message, half a second each."""
 _SDK_CHUNK_NBYTES = 2**28
@@ -160,7 +162,8 @@ class Http2Handler:
         Returns whether it did; then the memory of the staged request is no longer used.
         """
         responses = list(self._servicer.messages_of(staged, _chunk_nbytes(call)))
-        if not call.has_window_for([sum(map(len, pieces)) for pieces in responses]):
+        sizes = [sum(map(len, pieces)) for pieces in responses]
+        if sum(sizes) > _AT_ONCE_NBYTES or not call.has_window_for(sizes):
             return False
         call.answer(list(map(b"".join, responses)), self._load_trailers())
         return True

@@ -25,7 +25,9 @@ from tests.unit.server.workers.additions import NBYTES, TIMEOUT_S, Adder, inputs
 
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.codec.ops import OPS
+from bngrad_server.rpc.http2 import handlers
 from bngrad_server.rpc.servicer import EXCHANGE_PATH
+from bngrad_server.staged_request import StagedRequest
 from bngrad_wire import http2, messages
 from bngrad_wire.http2 import frames
 from bngrad_wire.http2.call import PREFIX
@@ -56,6 +58,27 @@ def test_small_exchanges_that_wait_take_no_threads_and_are_one_batch(service: Se
     service.worker.may_run.set()
     check_answered_by_chunks(running, *waiting)
     assert service.worker.batches == [1, 40]
+    wait_until(lambda: service.is_at_rest)
+
+
+@pytest.mark.parametrize("by_chunks", [False, True])
+def test_a_long_response_of_a_call_without_a_thread_is_sent_by_one(
+    service: Service, monkeypatch: pytest.MonkeyPatch, by_chunks: bool
+) -> None:
+    send, check = (ask_by_chunks, check_answered_by_chunks) if by_chunks else (ask, check_answered)
+    check(send(service.connect()))
+    sent: list[object] = []
+    send_response = handlers.Http2Handler.send_response
+
+    def send_and_tell(handler: handlers.Http2Handler, call: http2.ServerCall, staged: StagedRequest) -> None:
+        sent.append(threading.current_thread())
+        send_response(handler, call, staged)
+
+    monkeypatch.setattr(handlers, "_AT_ONCE_NBYTES", 100)
+    monkeypatch.setattr(handlers.Http2Handler, "send_response", send_and_tell)
+    check(*[send(service.connect()) for _ in range(3)])
+    assert len(sent) == 3
+    assert service.port._event_loop._thread not in sent
     wait_until(lambda: service.is_at_rest)
 
 
