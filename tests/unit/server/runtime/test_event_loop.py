@@ -21,10 +21,17 @@ _WITHOUT_MEMORY = """
 import _testcapi, threading, time
 from bngrad_server.runtime.event_loop import EventLoop
 
+def starve():
+    _testcapi.set_nomemory(number, number + 1)
+    begun[0] = number  # allocates nothing
+
+begun = [-1]
 loop = EventLoop("starved")
 loop.start()
 for number in range(100):
-    loop.call_soon(lambda: _testcapi.set_nomemory(number, number + 1))
+    loop.call_soon(starve)
+    while begun[0] < number:
+        time.sleep(0.001)
     time.sleep(0.005)
     _testcapi.remove_mem_hooks()
     done = threading.Event()
