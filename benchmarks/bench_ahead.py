@@ -19,7 +19,6 @@ import bngrad
 from bngrad.typing import Transport
 from bngrad_cli.embedded import EmbeddedServer
 
-_TRANSPORTS: tuple[Transport, ...] = ("stream", "shared")
 _CONTESTANTS: dict[str, tuple[Transport, bool]] = {
     "TCP": ("stream", False),
     "shared, ordinary arrays": ("shared", False),
@@ -38,7 +37,8 @@ def main() -> None:
     options = parser.parse_args()
     with ExitStack() as stack:
         server = stack.enter_context(EmbeddedServer(device=options.device))
-        clients = {each: stack.enter_context(bngrad.Client(server.target, transport=each)) for each in _TRANSPORTS}
+        transports = {transport for transport, _ in _CONTESTANTS.values()}
+        clients = {each: stack.enter_context(bngrad.Client(server.target, transport=each)) for each in transports}
         print(f"{'ms, median':36}{'with the call':>15}{'x ahead':>10}")
         for nbytes, (title, (transport, in_region)) in itertools.product(options.sizes, _CONTESTANTS.items()):
             plain, ahead = _medians(clients[transport], nbytes, options.calls, in_region=in_region)

@@ -161,10 +161,10 @@ class StagedRequest:
     def copy_from(self, message: bytes, chunks: Sequence[Buffer] = ()) -> None:
         """Copies the tensors that the message and whole chunks hold: the one copy of a request's elements."""
         data = memoryview(message)
-        for i, chunk in zip(self.request.chunk_order, chunks, strict=False):
-            target = self.large_inputs[i]
-            assert target is not None
-            copy(target, chunk)
+        if chunks:
+            inputs = (self.large_inputs[i] for i in self.request.chunk_order)
+            for view, chunk in zip((view for view in inputs if view is not None), chunks, strict=True):
+                copy(view, chunk)
         for source, target in zip(self.request.large_inputs, self.large_inputs, strict=True):
             if isinstance(source, slice) and target is not None:
                 self._arena.ask_for_huge_pages(target)

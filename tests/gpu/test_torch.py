@@ -9,17 +9,27 @@ from typing import Any
 
 import pytest
 import torch
-from tests.integration.pytorch.models import CHANNELS, MEMORY_FORMATS, OURS, SHAPES, data, network, randomised
+from tests.integration.pytorch.models import (
+    CHANNELS,
+    MEMORY_FORMATS,
+    OURS,
+    TOLERANCES,
+    assert_close,
+    data,
+    gradients,
+    network,
+    randomised,
+    second_order,
+    tensors,
+    train,
+)
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 import bngrad
 import bngrad.torch
 from bngrad_cli.embedded import EmbeddedServer
 
 DEVICE = os.environ.get("BNGRAD_TEST_DEVICE", "cpu")
-TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-"""Largest difference from float64, as a part of the largest value."""
 
 pytestmark = [
     pytest.mark.gpu,
@@ -39,26 +49,6 @@ def client(request: pytest.FixtureRequest, server: EmbeddedServer) -> Iterator[b
         yield client
 
 
-def tensors(rank: str, memory_format: torch.memory_format, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """Returns an input and a gradient of the output, on the GPU."""
-    generator = torch.Generator().manual_seed(0)
-    x, y_backprop = (torch.randn(SHAPES[rank], generator=generator).to(DEVICE, dtype) for _ in range(2))
-    return x.to(memory_format=memory_format), y_backprop.to(memory_format=memory_format)
-
-
-def gradients(layer: _BatchNorm, x: Tensor, y_backprop: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Returns a layer's output and the gradients of its input and parameters."""
-    x = x.detach().requires_grad_()
-    y = layer(x)
-    return y, list(torch.autograd.grad(y, [x, *layer.parameters()], y_backprop))
-
-
-def assert_close(ours: list[Tensor], exact: list[Tensor], tolerance: float) -> None:
-    for our, right in zip(ours, exact, strict=True):
-        assert our.device == right.device
-        assert (our.double() - right).abs().max() <= tolerance * right.abs().max()
-
-
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("is_training", [True, False])
 @pytest.mark.parametrize(("rank", "memory_format"), MEMORY_FORMATS, ids=str)
@@ -67,7 +57,7 @@ def test_the_forward_has_pytorchs_bits_and_the_gradients_are_right(
 ) -> None:
     ours = randomised(OURS[rank](CHANNELS, client=client)).to(DEVICE).train(is_training)
     stock = bngrad.torch.revert_batchnorm(copy.deepcopy(ours))
-    x, y_backprop = tensors(rank, memory_format, dtype)
+    x, y_backprop = tensors(rank, memory_format, dtype, DEVICE)
     exact = gradients(copy.deepcopy(stock).double(), x.double(), y_backprop.double())[1]
     y, found = gradients(ours, x, y_backprop)
     expected = stock(x)
@@ -85,15 +75,9 @@ def test_the_forward_has_pytorchs_bits_and_the_gradients_are_right(
 def test_the_second_order_is_right(
     client: bngrad.Client, rank: str, memory_format: torch.memory_format, is_training: bool
 ) -> None:
-    def second_order(layer: _BatchNorm, x: Tensor, y_backprop: Tensor) -> list[Tensor]:
-        x, y_backprop = x.detach().requires_grad_(), y_backprop.detach().requires_grad_()
-        first = torch.autograd.grad(layer(x), [x, layer.weight], y_backprop, create_graph=True)
-        penalty = first[0].square().sum() + first[1].pow(3).sum()
-        return list(torch.autograd.grad(penalty, [x, layer.weight, y_backprop]))
-
     ours = randomised(OURS[rank](CHANNELS, client=client)).to(DEVICE).train(is_training)
     exact = bngrad.torch.revert_batchnorm(copy.deepcopy(ours)).double()
-    x, y_backprop = tensors(rank, memory_format)
+    x, y_backprop = tensors(rank, memory_format, device=DEVICE)
     assert_close(second_order(ours, x, y_backprop), second_order(exact, x.double(), y_backprop.double()), 5e-6)
 
 
@@ -117,21 +101,6 @@ def test_tensors_that_are_still_computed_are_waited_for(client: bngrad.Client, s
     assert_close(expected[:1], list(exact), 1e-5)
 
 
-def losses(model: nn.Module, *, bfloat16: bool, memory_format: torch.memory_format) -> list[float]:
-    model = model.to(DEVICE, memory_format=memory_format)  # type: ignore[call-overload]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-    found = []
-    for images, labels in data(20):
-        optimizer.zero_grad()
-        with torch.autocast("cuda", torch.bfloat16, enabled=bfloat16):
-            outputs = model(images.to(DEVICE, memory_format=memory_format))
-            loss = nn.functional.cross_entropy(outputs, labels.to(DEVICE))
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        found.append(loss.item())
-    return found
-
-
 @pytest.mark.parametrize("bfloat16", [False, True])
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
 def test_a_network_trains_as_with_pytorch(
@@ -140,9 +109,8 @@ def test_a_network_trains_as_with_pytorch(
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # of convolutions: it multiplies every difference
     stock = network()
     ours = bngrad.torch.convert_batchnorm(copy.deepcopy(stock), client)
-    expected = losses(stock, bfloat16=bfloat16, memory_format=memory_format)
-    found = losses(ours, bfloat16=bfloat16, memory_format=memory_format)
-    print("largest difference of a loss", max(abs(a - b) for a, b in zip(found, expected, strict=True)))
+    expected = train(stock, data(20), bfloat16=bfloat16, memory_format=memory_format, device=DEVICE)
+    found = train(ours, data(20), bfloat16=bfloat16, memory_format=memory_format, device=DEVICE)
     assert found == pytest.approx(expected, abs=2e-2 if bfloat16 else 1e-3)
 
 
@@ -162,7 +130,7 @@ def test_a_compiled_network_computes_the_same(client: bngrad.Client) -> None:
 
 def test_measured_layers_are_left_to_the_gpu(client: bngrad.Client, capfd: pytest.CaptureFixture[str]) -> None:
     model = bngrad.torch.convert_batchnorm(network(), client, where="measured")
-    losses(model, bfloat16=False, memory_format=torch.contiguous_format)
+    train(model, data(20), device=DEVICE)
     assert capfd.readouterr().err.count(": PyTorch\n") == 9
 
 

@@ -193,7 +193,8 @@ class Servicer:
         if (request := reader.known(data)) is None:
             return None
         elements = exchange.whole_chunks(received[1:], request.sizes.tensor)
-        if len(elements) != len(request.chunk_order) or len(elements) != len(received) - 1:
+        sent = sum(not isinstance(source, bytes) for source in request.large_inputs)  # and not ahead
+        if not len(received) - 1 == len(elements) == sent:
             return None
         staged = self._try_to_stage(reader, data, rpc, may_wait=False)
         return None if staged is None else self._submit(staged, data, elements, on_end)

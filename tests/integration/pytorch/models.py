@@ -17,6 +17,8 @@ OurClass = type[bngrad.torch.BatchNorm1d | bngrad.torch.BatchNorm2d | bngrad.tor
 Layer = TypeVar("Layer", bound=_BatchNorm)
 
 CHANNELS = 3
+TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+"""Largest difference of a gradient from float64, as a part of the largest value."""
 SHAPES: dict[str, tuple[int, ...]] = {
     "2d": (6, CHANNELS),
     "3d": (4, CHANNELS, 5),
@@ -48,6 +50,36 @@ def randomised(layer: Layer) -> Layer:
     return layer
 
 
+def tensors(
+    rank: str, memory_format: torch.memory_format, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> tuple[Tensor, Tensor]:
+    """Returns an input and a gradient of the output."""
+    generator = torch.Generator().manual_seed(0)
+    x, y_backprop = (torch.randn(SHAPES[rank], generator=generator).to(device, dtype) for _ in range(2))
+    return x.to(memory_format=memory_format), y_backprop.to(memory_format=memory_format)
+
+
+def gradients(layer: _BatchNorm, x: Tensor, y_backprop: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Returns a layer's output and the gradients of its input and parameters."""
+    x = x.detach().requires_grad_()
+    y = layer(x)
+    return y, list(torch.autograd.grad(y, [x, *layer.parameters()], y_backprop))
+
+
+def second_order(layer: _BatchNorm, x: Tensor, y_backprop: Tensor) -> list[Tensor]:
+    """Returns the gradients of a penalty on a layer's gradients."""
+    x, y_backprop = x.detach().requires_grad_(), y_backprop.detach().requires_grad_()
+    first = torch.autograd.grad(layer(x), [x, layer.weight], y_backprop, create_graph=True)
+    penalty = first[0].square().sum() + first[1].pow(3).sum()
+    return list(torch.autograd.grad(penalty, [x, layer.weight, y_backprop]))
+
+
+def assert_close(ours: list[Tensor], exact: list[Tensor], tolerance: float) -> None:
+    for our, right in zip(ours, exact, strict=True):
+        assert our.device == right.device
+        assert (our.double() - right).abs().max() <= tolerance * right.abs().max()
+
+
 def data(count: int = 8) -> list[Batch]:
     return [(images[..., ::2, ::2].clone(), labels) for images, labels in batches(count, 8)]
 
@@ -63,16 +95,18 @@ def train(
     *,
     bfloat16: bool = False,
     memory_format: torch.memory_format = torch.contiguous_format,
+    device: str = "cpu",
     after_step: Callable[[int], object] = lambda step: None,
 ) -> list[float]:
     """Trains a model, one step per batch, and returns the losses."""
-    model = model.to(memory_format=memory_format)  # type: ignore[call-overload]
+    model = model.to(device, memory_format=memory_format)  # type: ignore[call-overload]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
     losses = []
     for step, (images, labels) in enumerate(data):
         optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
-            loss = nn.functional.cross_entropy(model(images.to(memory_format=memory_format)), labels)
+        with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=bfloat16):
+            outputs = model(images.to(device, memory_format=memory_format))
+            loss = nn.functional.cross_entropy(outputs, labels.to(device))
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         losses.append(loss.item())

@@ -8,7 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from tests.integration.pytorch.models import CHANNELS, MEMORY_FORMATS, OURS, SHAPES, randomised
+from tests.integration.pytorch.models import (
+    CHANNELS,
+    MEMORY_FORMATS,
+    OURS,
+    SHAPES,
+    TOLERANCES,
+    assert_close,
+    gradients,
+    randomised,
+    second_order,
+    tensors,
+)
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 from torch.func import functional_call
@@ -16,28 +27,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 import bngrad
 import bngrad.torch
-
-TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-"""Largest difference from float64, as a part of the largest value."""
-
-
-def tensors(rank: str, memory_format: torch.memory_format, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """Returns an input and a gradient of the output."""
-    generator = torch.Generator().manual_seed(0)
-    x, y_backprop = (torch.randn(SHAPES[rank], generator=generator).to(dtype) for _ in range(2))
-    return x.to(memory_format=memory_format), y_backprop.to(memory_format=memory_format)
-
-
-def gradients(layer: _BatchNorm, x: Tensor, y_backprop: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Returns a layer's output and the gradients of its input and parameters."""
-    x = x.detach().requires_grad_()
-    y = layer(x)
-    return y, list(torch.autograd.grad(y, [x, *layer.parameters()], y_backprop))
-
-
-def assert_close(ours: list[Tensor], exact: list[Tensor], tolerance: float) -> None:
-    for our, right in zip(ours, exact, strict=True):
-        assert (our.double() - right).abs().max() <= tolerance * right.abs().max()
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
@@ -73,12 +62,6 @@ def test_the_forward_has_pytorchs_bits_and_the_gradients_are_right(
 def test_the_second_order_is_right(
     client: bngrad.Client, rank: str, memory_format: torch.memory_format, training: bool
 ) -> None:
-    def second_order(layer: _BatchNorm, x: Tensor, y_backprop: Tensor) -> list[Tensor]:
-        x, y_backprop = x.detach().requires_grad_(), y_backprop.detach().requires_grad_()
-        first = torch.autograd.grad(layer(x), [x, layer.weight], y_backprop, create_graph=True)
-        penalty = first[0].square().sum() + first[1].pow(3).sum()
-        return list(torch.autograd.grad(penalty, [x, layer.weight, y_backprop]))
-
     ours = randomised(OURS[rank](CHANNELS, client=client)).train(training)
     exact = bngrad.torch.revert_batchnorm(copy.deepcopy(ours)).double()
     x, y_backprop = tensors(rank, memory_format)

@@ -160,12 +160,16 @@ class Http2Calls:
         try:
             if rpc is None:
                 rpc = handler.checked_context(call)
-            if handler.answer_at_once(call, rpc):
+            received = call.received_messages()
+            if received and handler.answer_at_once(call, received, rpc):
                 self.connections.await_call(connection)
                 return True
-            if call.path not in UNARY_OPS or not call.is_fully_received:
-                if call.path != EXCHANGE_PATH or not self._inline_calls.begin_exchange(connection, call, rpc):
+            if received and call.path == EXCHANGE_PATH:
+                if not self._inline_calls.begin_exchange(connection, call, received, rpc):
                     self._receive(connection, call, rpc)
+                return False
+            if call.path not in UNARY_OPS or not call.is_fully_received:
+                self._receive(connection, call, rpc)
                 return False
             message = handler.receive_request(call, rpc)
             has_memory = self._inline_calls.begin(connection, call, message, rpc)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -107,15 +107,12 @@ class Http2Handler:
             self._servicer.observer.failed(UNARY_OPS[call.path], "unary", rpc, error, began)
             raise
 
-    def answer_at_once(self, call: http2.ServerCall, rpc: RpcContext) -> bool:
-        """Answers a call that has arrived whole, in the event loop, if the servicer can; returns whether it did.
+    def answer_at_once(self, call: http2.ServerCall, received: Sequence[bytearray], rpc: RpcContext) -> bool:
+        """Answers a call whose messages have all arrived, in the event loop, if the servicer can; returns whether.
 
         Raises:
             Exception: See `bngrad_server.rpc.servicer.Servicer.answer_at_once`.
         """
-        received = call.received_messages()
-        if not received:
-            return False
         responses = self._servicer.answer_at_once(call.path, received, rpc, call.send_room, in_event_loop=True)
         if responses is None:
             return False

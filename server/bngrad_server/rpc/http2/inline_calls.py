@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from functools import partial
 
@@ -37,15 +37,14 @@ class InlineCalls:
         submit = partial(self._servicer.submit, UNARY_OPS[call.path], message.data)
         return self._begin(connection, call, rpc, submit)
 
-    def begin_exchange(self, connection: Connection, call: http2.ServerCall, rpc: RpcContext) -> bool:
-        """Does as `begin` for an exchange, also for one that has not arrived whole, or is not known to be a good one.
+    def begin_exchange(
+        self, connection: Connection, call: http2.ServerCall, received: Sequence[bytearray], rpc: RpcContext
+    ) -> bool:
+        """Does as `begin` for an exchange whose messages have all arrived; also returns False if it may be a bad one.
 
         Raises:
             Exception: See `bngrad_server.rpc.servicer.Servicer.submit_exchange`.
         """
-        received = call.received_messages()
-        if not received:
-            return False
         return self._begin(connection, call, rpc, partial(self._servicer.submit_exchange, received))
 
     def _begin(

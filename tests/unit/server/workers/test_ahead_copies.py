@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.unit.server.workers.devices import Device
 
-from bngrad_kernels.backend import Backend
-from bngrad_kernels.problem import AnyProblem, Array
+from bngrad_kernels.problem import Array
 from bngrad_server.memory.layout import ARENA
 from bngrad_server.workers.ahead_copies import AheadCopies
 from bngrad_server.workers.ipc import AheadChange
@@ -20,29 +20,13 @@ ROOM = 2
 REGION = 7
 
 
-class Device(Backend):
-    """Copies bytes, of which it has room for a few, and knows which memory is page-locked."""
-
-    description = "copies"
-    memory_nbytes = 1 << 30
-    used_nbytes = 0
+class CopyingDevice(Device):
+    """Copies bytes, of which it has room for a few."""
 
     def __init__(self) -> None:
-        self.locked: list[int] = []
+        super().__init__()
         self.room = ROOM
         self.on_finish: Callable[[], object] = lambda: None
-
-    def warm_up(self) -> None:
-        pass
-
-    def self_test(self, *, is_long: bool = False) -> int:
-        return 0
-
-    def register(self, memory: Array) -> None:
-        self.locked.append(memory.nbytes)
-
-    def unregister(self, memory: Array) -> None:
-        self.locked.remove(memory.nbytes)
 
     def copy_ahead(self, memory: Array) -> Any | None:
         return Copy(self, memory.tobytes())
@@ -50,12 +34,9 @@ class Device(Backend):
     def finish_copy(self, copy: Copy) -> None:
         self.on_finish()
 
-    def run(self, problems: Sequence[AnyProblem]) -> None:
-        raise AssertionError("nothing is computed")
-
 
 class Copy:
-    def __init__(self, device: Device, elements: bytes) -> None:
+    def __init__(self, device: CopyingDevice, elements: bytes) -> None:
         if not device.room:
             raise MemoryError("there is no room")
         device.room -= 1
@@ -68,12 +49,12 @@ class Copy:
 
 
 @pytest.fixture
-def device() -> Device:
-    return Device()
+def device() -> CopyingDevice:
+    return CopyingDevice()
 
 
 @pytest.fixture
-def memory(device: Device) -> PinnedMemory:
+def memory(device: CopyingDevice) -> PinnedMemory:
     """The arena, and a region that one slot has mapped."""
     made = PinnedMemory(of(b"a" * NBYTES), device, 4 * NBYTES)
     made.add(REGION, of(b"r" * (NBYTES // 2) + b"s" * (NBYTES // 2)))
@@ -81,7 +62,7 @@ def memory(device: Device) -> PinnedMemory:
 
 
 @pytest.fixture
-def copies(memory: PinnedMemory, device: Device) -> AheadCopies:
+def copies(memory: PinnedMemory, device: CopyingDevice) -> AheadCopies:
     return AheadCopies(memory, device)
 
 
@@ -104,7 +85,7 @@ def test_tensors_of_the_arena_and_of_regions_are_copied_until_they_are_dropped(c
     assert elements(copies) == {2: b"rss"}
 
 
-def test_the_oldest_copies_make_room(copies: AheadCopies, device: Device) -> None:
+def test_the_oldest_copies_make_room(copies: AheadCopies, device: CopyingDevice) -> None:
     for number in range(1, ROOM + 2):
         copies.change(AheadChange(number, REGION, 0, 8))
     assert list(copies.by_number) == [2, 3]
@@ -115,7 +96,7 @@ def test_the_oldest_copies_make_room(copies: AheadCopies, device: Device) -> Non
 
 
 def test_a_region_stays_mapped_and_page_locked_until_its_copy_is_done(
-    copies: AheadCopies, memory: PinnedMemory, device: Device
+    copies: AheadCopies, memory: PinnedMemory, device: CopyingDevice
 ) -> None:
     locked: list[list[int]] = []
 

@@ -3,41 +3,13 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
 
 import pytest
+from tests.unit.server.workers.devices import Device
 
-from bngrad_kernels.backend import Backend
-from bngrad_kernels.problem import AnyProblem, Array
 from bngrad_server.workers.pinned_memory import PinnedMemory
 
 ARENA, PINNED_NBYTES = 1 << 16, 1 << 20
-
-
-class Device(Backend):
-    """Records the sizes of the memory that is page-locked."""
-
-    description = "notes"
-    memory_nbytes = 1 << 30
-    used_nbytes = 0
-
-    def __init__(self) -> None:
-        self.locked: list[int] = []
-
-    def warm_up(self) -> None:
-        pass
-
-    def self_test(self, *, is_long: bool = False) -> int:
-        return 0
-
-    def register(self, memory: Array) -> None:
-        self.locked.append(memory.nbytes)
-
-    def unregister(self, memory: Array) -> None:
-        self.locked.remove(memory.nbytes)
-
-    def run(self, problems: Sequence[AnyProblem]) -> None:
-        raise AssertionError("nothing is computed")
 
 
 def region() -> memoryview:

@@ -13,10 +13,10 @@ from bngrad_server.codec.ops import OPS
 from bngrad_server.config import ServerConfig
 from bngrad_server.engine import Engine
 from bngrad_server.rpc.http2.port import Http2Port
-from bngrad_server.rpc.servicer import EXCHANGE_PATH, Servicer
+from bngrad_server.rpc.servicer import EXCHANGE_PATH, SEND_AHEAD_PATH, Servicer
 from bngrad_server.security.auth import ALLOW_ALL, Authenticator
 from bngrad_wire import http2, messages
-from bngrad_wire.chunks import REQUEST_CHUNK
+from bngrad_wire.chunks import AHEAD_CHUNK, REQUEST_CHUNK
 from bngrad_wire.limits import MAX_PROTOBUF_NBYTES, REGION_NBYTES
 
 PATH = "/bngrad.v1.BatchNormGradService/FusedBatchNormGradV3"
@@ -93,12 +93,30 @@ def ask(
     return call
 
 
-def ask_by_chunks(connection: http2.ClientConnection, *, more: bytes = b"") -> http2.ClientCall:
-    """Asks by an exchange whose tensors come in a chunk each, with another chunk after them if ``more``."""
-    request = request_of(inputs(), chunked=True).SerializeToString()
-    tensors = [inputs()[name].tobytes() for name in ("y_backprop", "x")] + [more] * bool(more)
-    parts = [(OPS[0].exchange_number, request), *((REQUEST_CHUNK.number, each) for each in tensors)]
-    call = connection.call(EXCHANGE_PATH)
+def ask_by_chunks(connection: http2.ClientConnection, *, ticket: bytes = b"", more: bytes = b"") -> http2.ClientCall:
+    """Asks by an exchange whose tensors come in a chunk each, but for x with a ticket; with ``more`` in another one."""
+    request = request_of(inputs(), chunked=True)
+    tensors = [inputs()[name].tobytes() for name in (("y_backprop",) if ticket else ("y_backprop", "x"))]
+    if ticket:
+        request.x.ticket = ticket
+    parts = [(REQUEST_CHUNK.number, each) for each in tensors + [more] * bool(more)]
+    return _send(connection, EXCHANGE_PATH, [(OPS[0].exchange_number, request.SerializeToString()), *parts])
+
+
+def ticket_of_x(connection: http2.ClientConnection) -> bytes:
+    """Sends x ahead."""
+    header = request_of(inputs(), chunked=True).x.SerializeToString()
+    call = _send(connection, SEND_AHEAD_PATH, [(1, header), (AHEAD_CHUNK.number, inputs()["x"].tobytes())])
+    nbytes = call.receive_message()
+    assert nbytes is not None
+    answer = pb.SendAheadResponse.FromString(call.read(nbytes))
+    assert call.receive_message() is None
+    return answer.ticket
+
+
+def _send(connection: http2.ClientConnection, path: str, parts: list[tuple[int, bytes]]) -> http2.ClientCall:
+    """Sends messages of one field each, given by its number."""
+    call = connection.call(path)
     for i, (number, part) in enumerate(parts):
         call.send_message(messages.field_prefix(number, len(part)), part, end=i == len(parts) - 1, more=True)
     connection.flush()

@@ -20,6 +20,7 @@ from tests.unit.server.rpc.http2.service import (
     check_works,
     code_of,
     read_answer,
+    ticket_of_x,
 )
 from tests.unit.server.workers.additions import NBYTES, TIMEOUT_S, Adder, inputs, request_of, wait_until
 
@@ -82,13 +83,18 @@ def test_a_long_response_of_a_call_without_a_thread_is_sent_by_one(
     wait_until(lambda: service.is_at_rest)
 
 
-def test_an_exchange_with_a_chunk_too_many_is_refused_also_where_its_like_is_known(service: Service) -> None:
-    connection = service.connect()
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_an_exchange_with_a_chunk_too_many_is_refused_also_where_its_like_is_known(
+    service: Service, is_ahead: bool
+) -> None:
+    connection, ahead = service.connect(), service.connect()
+    ticket = ticket_of_x(ahead) if is_ahead else b""
     for _ in range(2):
-        check_answered_by_chunks(ask_by_chunks(connection))
-        call = ask_by_chunks(connection, more=bytes(NBYTES))
+        check_answered_by_chunks(ask_by_chunks(connection, ticket=ticket))
+        call = ask_by_chunks(connection, ticket=ticket, more=bytes(NBYTES))
         with pytest.raises(http2.RpcError, match="a request must come first, not chunk"):
             check_answered_by_chunks(call)
+    ahead.close()
     wait_until(lambda: service.is_at_rest)
 
 
