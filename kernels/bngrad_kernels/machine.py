@@ -45,6 +45,12 @@ def cores() -> int:
     return math.ceil(min(shares))
 
 
+def threads() -> int:
+    """Returns how many threads should compute: one per core, or fewer if ``OMP_NUM_THREADS`` says so."""
+    limit = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return min(cores(), int(limit)) if limit.isdecimal() and int(limit) else cores()
+
+
 def _files(controller: str, name: str) -> list[Path]:
     """Returns where a file may be: in this process's group, and in all that hold it; "" stands for version 2."""
     group = PurePosixPath("/")

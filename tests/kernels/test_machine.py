@@ -43,6 +43,14 @@ def test_a_containers_limits_count(
     assert (machine.cores(), machine.memory_bytes()) == (cores, memory)
 
 
+@pytest.mark.parametrize(
+    ("limit", "threads"), [("1", 1), (" 1,4", 1), ("100000", CORES), ("0", CORES), ("", CORES), ("all", CORES)]
+)
+def test_omp_num_threads_limits_threads(monkeypatch: pytest.MonkeyPatch, limit: str, threads: int) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", limit)
+    assert machine.threads() == threads
+
+
 GROUPS_OF_VERSION_1 = "12:memory:/system.slice/b.service\n3:cpu,cpuacct:/system.slice\n1:name=systemd:/\n0::/\n"
 
 

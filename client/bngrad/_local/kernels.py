@@ -7,7 +7,6 @@ import functools
 import importlib.util
 import math
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -82,7 +81,7 @@ class LocalKernels:
 
         Raises:
             InvalidArgumentError: The request breaks the op's contract.
-            UnavailableError: The process was forked from one that has computed calls, or the kernel cannot be compiled.
+            UnavailableError: The kernel cannot be compiled.
         """
         problem, outputs = self._problem(request)
         with _available():
@@ -236,22 +235,12 @@ def _available() -> Iterator[None]:
         raise UnavailableError(str(error)) from error
 
 
-_mutex = threading.Lock()
-_made: list[tuple[CpuBackend, int]] = []
-"""The backend of this process once there is one, and the id of the process that made it."""
-
-
+@functools.cache
 def _backend() -> CpuBackend:
-    if not _made:
-        with _mutex:
-            if not _made:
-                from bngrad_kernels.cpu import CpuBackend  # noqa: PLC0415 - takes a tenth of a second to import
+    """The backend of this process."""
+    from bngrad_kernels.cpu import CpuBackend  # noqa: PLC0415 - takes a tenth of a second to import
 
-                _made.append((CpuBackend(), os.getpid()))
-    backend, process = _made[0]
-    if process != os.getpid():
-        raise UnavailableError(
-            f"process {process}, from which this one was forked, has computed calls itself, and its threads do not "
-            "survive a fork: start processes by spawn or forkserver, or make the first such call after the fork"
-        )
-    return backend
+    return CpuBackend()
+
+
+os.register_at_fork(after_in_child=_backend.cache_clear)  # other threads may hold its locks, and are not there

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import mmap
+import os
 import threading
 import weakref
 from collections.abc import Sequence
@@ -20,6 +22,7 @@ _PIECES = 8
 """The last piece, for which one thread may wait, is short; many pieces would take longer to copy."""
 _WHOLE_ABOVE_NBYTES = 2**24
 """Of more, arrays are copied whole: the C library copies very large ones past the caches, in 3/4 of the time."""
+_core_of_caller = ctypes.PyDLL(None).sched_getcpu
 
 
 class Copier:
@@ -32,6 +35,7 @@ class Copier:
         # One object, which Python starts once, also after Ctrl-C has come amid that.
         self._thread = threading.Thread(target=_help, args=(self._queue,), name="bngrad-copy", daemon=True)
         self._end = weakref.finalize(self, self._queue.put, None)
+        self._core = -1
 
     def copy(self, pairs: Sequence[tuple[Array, Array]]) -> None:
         """Copies, for each pair, the second array to the first; both have one dtype and shape, and are in C order."""
@@ -43,6 +47,8 @@ class Copier:
         pages = math.ceil(nbytes / mmap.PAGESIZE / (_PIECES if nbytes <= _WHOLE_ABOVE_NBYTES else 1))
         copies = _Copies(pairs, pages * mmap.PAGESIZE)
         if self._has_thread():
+            if (core := _core_of_caller()) != self._core:
+                self._keep_off(core)
             self._queue.put(copies)
         try:
             copies.make()
@@ -59,6 +65,13 @@ class Copier:
                 if self._thread.ident is None:
                     self._thread.start()
         return self._thread.ident is not None and self._end.alive
+
+    def _keep_off(self, core: int) -> None:
+        """Has the thread run on other cores than the caller, where Linux often wakes it, and it could not help."""
+        assert self._thread.native_id is not None
+        with contextlib.suppress(OSError):  # there is no other core, or a sandbox forbids it
+            os.sched_setaffinity(self._thread.native_id, os.sched_getaffinity(0) - {core})
+        self._core = core
 
 
 class _Copies:

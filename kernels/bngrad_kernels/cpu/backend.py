@@ -28,7 +28,7 @@ from bngrad_kernels.cpu.records import (
     place_workspace,
     share_workspace,
 )
-from bngrad_kernels.cpu.threads import threads as team
+from bngrad_kernels.cpu.threads import MAX_THREADS, team
 from bngrad_kernels.problem import AnyProblem, Array
 from bngrad_kernels.spec import Spec
 
@@ -37,9 +37,6 @@ ALONE_BELOW_NBYTES = 1 << 20
 
 _MAX_SLOT_NBYTES, _MAX_SCRATCH_NBYTES = 16 << 20, 1 << 20
 """A problem that needs larger memory, as for very many channels, is computed in parts, one after the other."""
-
-_ALL_CORES = threading.Lock()
-"""Held where problems run on several threads, as more than one at a time would only share the same cores."""
 
 
 class CpuBackend(Backend):
@@ -57,10 +54,10 @@ class CpuBackend(Backend):
         """Creates a backend, which any number of threads may call.
 
         Args:
-            threads: How many threads it uses; None for one per core that this process may use.
+            threads: How many threads it uses, up to `bngrad_kernels.cpu.threads.MAX_THREADS`; None for one per core
+                that this process may use, or as few as ``OMP_NUM_THREADS`` says.
         """
-        self._threads = threads or machine.cores()
-        self._team = team()
+        self._threads = min(threads or machine.threads(), MAX_THREADS)
         self._kernels: dict[tuple[Any, int], loader.LoadedKernel] = {}
         self._loading = threading.Lock()
         self._local = threading.local()
@@ -93,10 +90,10 @@ class CpuBackend(Backend):
         records = bytearray(planned.record)
         place(records, problem)
         place_workspace(records, -(-workspace.ctypes.data // 64) * 64, planned.scratch_nbytes)
-        call = new_call(records, 1, PROBLEMS, self._team.functions)
+        call = new_call(records)
         kernel = self._load(problem.spec.dtype, problem.spec.order)
         return _Bound(
-            ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(kernel.address), begin_of(call), (records, call, workspace)
+            ctypes.PYFUNCTYPE(None, ctypes.c_int64)(kernel.alone_address), begin_of(call), (records, call, workspace)
         )
 
     def bound_to_team(self, problem: AnyProblem) -> Callable[[], None]:
@@ -121,19 +118,17 @@ class CpuBackend(Backend):
 
     def _bound_to_team(self, spec: Spec, record: bytes, planned: Plan) -> Callable[..., None]:
         """Returns what computes a record with all threads, at the addresses in it or at those that it is given."""
-        slots, work = self._division(planned)
+        threads, slots, work = self._division(planned)
         records = bytearray(record)
-        call = new_call(records, self._threads, work, self._team.functions)
-        begin, unused = begin_of(call), bytes(call)
         kernel = self._load(spec.dtype, spec.order)
+        mutex = threading.Lock()
 
         def run(*addresses: int) -> None:
-            with _ALL_CORES:
+            with mutex:
                 if addresses:
                     place_at(records, planned, addresses)
-                self._give_workspace(records, planned, slots, self._threads)
-                call[:] = unused
-                self._team.run(kernel.address, begin, self._threads)
+                self._give_workspace(records, planned, slots, threads)
+                team().run(kernel, records, threads, work)
 
         return run
 
@@ -176,7 +171,7 @@ class CpuBackend(Backend):
     def _run_small(self, problems: list[AnyProblem]) -> None:
         """Computes problems for one kernel, each on a single thread."""
         nbytes = sum(problem.tensor_nbytes for problem in problems)
-        threads = 1 if len(problems) == 1 or nbytes < ALONE_BELOW_NBYTES else self._threads
+        threads = 1 if nbytes < ALONE_BELOW_NBYTES else min(self._threads, len(problems))
         prepared = [problem.prepared or _prepare(problem) for problem in problems]
         records = bytearray(b"".join(record for record, _ in prepared))
         slot_nbytes = max(planned.slot_nbytes for _, planned in prepared)
@@ -187,24 +182,26 @@ class CpuBackend(Backend):
 
     def _run_split(self, spec: Spec, record: bytes | bytearray, planned: Plan) -> None:
         """Computes a problem with all threads."""
-        slots, work = self._division(planned)
+        threads, slots, work = self._division(planned)
         records = bytearray(record)
-        self._give_workspace(records, planned, slots, self._threads)
-        self._run(spec, records, self._threads, work)
+        self._give_workspace(records, planned, slots, threads)
+        self._run(spec, records, threads, work)
 
-    def _division(self, planned: Plan) -> tuple[int, int]:
-        """Returns how many workspaces all threads need for a problem, and the work that they begin with."""
-        by_group = planned.geometry.groups >= min(planned.geometry.tiles, 4 * self._threads)
-        return (self._threads, GROUPS) if by_group else (1, BEGIN)
+    def _division(self, planned: Plan) -> tuple[int, int, int]:
+        """Returns how many threads share a problem, how many workspaces they need, and what they begin with."""
+        groups, tiles = planned.geometry.groups, planned.geometry.tiles
+        if groups >= min(tiles, 4 * self._threads):
+            threads = min(self._threads, groups)
+            return threads, threads, GROUPS
+        return min(self._threads, tiles), 1, BEGIN
 
     def _run(self, spec: Spec, records: bytearray, threads: int, work: int) -> None:
         kernel = self._kernels.get((spec.dtype, spec.order)) or self._load(spec.dtype, spec.order)
-        call = new_call(records, threads, work, self._team.functions)
         if threads == 1:
-            kernel.function(begin_of(call))
+            call = new_call(records)
+            kernel.alone(begin_of(call))
         else:
-            with _ALL_CORES:
-                self._team.run(kernel.address, begin_of(call), threads)
+            team().run(kernel, records, threads, work)
 
     def _load(self, dtype: np.dtype[Any], order: int) -> loader.LoadedKernel:
         """Loads the kernel of an element type and an order, unless another thread just did."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,17 +17,7 @@ from bngrad_kernels.cpu.records import APPLY, BEGIN, END, FINISH, GROUPS, PROBLE
 from bngrad_kernels.cpu.second_order import channel_stats as channel_stats_2
 from bngrad_kernels.cpu.second_order import column_sums as column_sums_2
 from bngrad_kernels.cpu.second_order import plane_sums as plane_sums_2
-from bngrad_kernels.cpu.team import (
-    begin_phase,
-    count,
-    number,
-    phase_after,
-    read,
-    record_at,
-    take,
-    wait_for_change,
-    work_of,
-)
+from bngrad_kernels.cpu.team import begin_phase, count, phase_after, read, record_at, take, wait_for_change, work_of
 
 _PROBLEMS, _GROUPS, _BEGIN, _SUMS, _FINISH, _APPLY, _END = map(
     np.int64, (PROBLEMS, GROUPS, BEGIN, SUMS, FINISH, APPLY, END)
@@ -35,46 +25,64 @@ _PROBLEMS, _GROUPS, _BEGIN, _SUMS, _FINISH, _APPLY, _END = map(
 _NBYTES = np.int64(RECORD.itemsize)
 
 
-def _kernel(stats: Any, columns: Any, planes: Any) -> Callable[[Any, Any], None]:  # noqa: PLR0915 - all functions of a kernel
-    """Makes the kernel of an order from its modules; it takes the tag of an element type and a `CALL`."""
+class Entries(NamedTuple):
+    """The functions of a kernel that are called from outside; they take the tag of an element type and a `CALL`.
+
+    Attributes:
+        alone: Computes all problems in the calling thread.
+        join: Computes them as a member of a team, whose number it takes, and the kernel's address.
+    """
+
+    alone: Callable[[Any, Any], None]
+    join: Callable[[Any, Any, int, int], None]
+
+
+def _kernel(stats: Any, columns: Any, planes: Any) -> Entries:  # noqa: PLR0915 - all functions of a kernel
+    """Makes the kernel of an order from its modules."""
     begin, finish = stats.begin, stats.finish
     columns_sums, columns_apply = columns.sums, columns.apply
     planes_sums, planes_apply = planes.sums, planes.apply
 
     @internal
-    def run(tag: Any, call: Any) -> None:
-        if call.threads == 1:
-            for i in range(call.count):
-                problem(tag, call, i, np.int64(0))
-        else:
-            share(tag, call, record_at(call.records), number(call.member))
+    def alone(tag: Any, call: Any) -> None:
+        for i in range(call.count):
+            problem(tag, call, i, np.int64(0))
+
+    @internal
+    def join(tag: Any, call: Any, member: int, kernel: int) -> None:
+        """Computes problems, or a problem, with all threads, phase by phase; the first member begins."""
+        if member == 0:
+            parts = parts_of(call, record_at(call.records), call.work)
+            begin_phase(call, phase_after(read(call.phase), call.work), parts, member)
+        phase = read(call.phase)
+        while work_of(phase) != _END and call.kernel == kernel and member < call.threads:
+            share(tag, call, member, phase)
+            phase = wait_for_change(call, phase, member)
+
+    @internal
+    def share(tag: Any, call: Any, member: int, phase: int) -> None:
+        """Takes parts of a phase until none is left.
+
+        Begins with this thread's own share, which its core's cache may have from the phase before.
+        """
+        threads, parts = call.threads, read(call.parts)
+        for i in range(threads):
+            thread = (member + i) % threads
+            first, last = thread * parts // threads, (thread + 1) * parts // threads
+            taken = take(call, thread, phase, last - first)
+            while first + taken < last:
+                p = record_at(call.records)
+                do(tag, call, p, work_of(phase), member, first, last, taken)
+                if count(call.done) + 1 == parts:
+                    work = next_work(call, p, work_of(phase))
+                    begin_phase(call, phase_after(phase, work), parts_of(call, p, work), member)
+                taken = take(call, thread, phase, last - first)
 
     @internal
     def problem(tag: Any, call: Any, i: int, slot: int) -> None:
         p = record_at(call.records + i * _NBYTES)
         for g in range(p.groups):
             group(tag, p, g, slot, slot)
-
-    @internal
-    def share(tag: Any, call: Any, p: Any, member: int) -> None:
-        """Computes problems, or a problem, with all threads, phase by phase.
-
-        A phase has parts, of which each thread takes one after the other: a thread that comes late keeps none waiting.
-        Each begins with its own share, which its core's cache may have from the phase before.
-        """
-        phase = read(call.phase)
-        while work_of(phase) != _END:
-            parts = parts_of(call, p, work_of(phase))
-            for i in range(call.threads):
-                thread = (member + i) % call.threads
-                first, last = thread * parts // call.threads, (thread + 1) * parts // call.threads
-                taken = take(call, thread, phase, last - first)
-                while first + taken < last:
-                    do(tag, call, p, work_of(phase), member, first, last, taken)
-                    if count(call.done) + 1 == parts:
-                        begin_phase(call, next_phase(call, p, phase))
-                    taken = take(call, thread, phase, last - first)
-            phase = wait_for_change(call, phase)
 
     @internal
     def parts_of(call: Any, p: Any, work: int) -> Any:
@@ -107,21 +115,20 @@ def _kernel(stats: Any, columns: Any, planes: Any) -> Callable[[Any, Any], None]
                 call.repeats = repeats
 
     @internal
-    def next_phase(call: Any, p: Any, phase: int) -> int:
-        """Returns the phase after one that has ended."""
-        work = work_of(phase)
+    def next_work(call: Any, p: Any, work: int) -> Any:
+        """Returns what is done after some work."""
         if work in (_PROBLEMS, _GROUPS):
-            return phase_after(phase, _END)
+            return _END
         if work == _FINISH and call.repeats:
             call.may_repeat = np.int64(0)
-            return phase_after(phase, _SUMS)
+            return _SUMS
         if work == _FINISH and p.is_training:
-            return phase_after(phase, _APPLY)
+            return _APPLY
         if work in (_FINISH, _APPLY):
             call.group += 1
             call.may_repeat = np.int64(1)
-            return phase_after(phase, _BEGIN if call.group < p.groups else _END)
-        return phase_after(phase, _SUMS if work == _BEGIN else _FINISH)
+            return _BEGIN if call.group < p.groups else _END
+        return _SUMS if work == _BEGIN else _FINISH
 
     @internal
     def group(tag: Any, p: Any, g: int, slot: int, member: int) -> None:
@@ -152,7 +159,7 @@ def _kernel(stats: Any, columns: Any, planes: Any) -> Callable[[Any, Any], None]
         if p.streams:
             fence()
 
-    return run
+    return Entries(alone, join)
 
 
 KERNELS = {

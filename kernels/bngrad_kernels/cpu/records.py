@@ -16,18 +16,22 @@ CALL = np.dtype(
     [
         (name, np.int64)
         for name in (
-            "records", "count", "threads", "member", "usleep", "phase", "done", "taken", "group",
-            "may_repeat", "repeats",
+            "records", "count", "threads", "work", "kernel", "group", "may_repeat", "repeats",
+            "phase", "done", "parts", "taken", "sleepers", "sem_wait", "sem_post",
         )
     ]
 )  # fmt: skip
-"""The call of a kernel: the address of its records and their number; among how many threads the work is shared; the C
-functions by which a thread learns its number in the team, and sleeps; the addresses of the team's counters; which group
-is computed, and whether its sums may have to be taken again, and have to.
+"""The call of a kernel: the address of its records and their number; among how many threads the work is shared, and
+with what it begins; the kernel's address; which group is computed, and whether its sums may have to be taken again, and
+have to.
 
-The first counter has the phase that the team is in, the second how many parts of it are done, and further ones how many
-parts of each thread's share are taken.
+The other fields are the team's: the addresses of its counters, of which the first has the phase that it is in, the
+second how many parts of it are done, the third how many it has, and further ones how many parts of each thread's share
+are taken; that of its `SLEEPER` records; those of two C functions. They are no one's where a thread computes alone.
 """
+
+SLEEPER = np.dtype({"names": ["sleeps", "semaphore"], "formats": [np.int64, "V32"], "itemsize": 64})
+"""A thread of a team: whether it sleeps, or is about to; and the C semaphore that wakes it up."""
 
 PROBLEMS, GROUPS, BEGIN, SUMS, FINISH, APPLY, END = range(7)
 """What a team does in a phase. A call begins with whole problems, with whole groups of a problem, or with the first of
@@ -35,6 +39,7 @@ its groups, whose further phases are: its first tables; the sums of its tiles; t
 the outputs of its tiles.
 """
 
+_COUNTERS = 3
 COUNTER_NBYTES = 64
 """Counters are this far apart, so that threads that change different ones do not wait for each other."""
 
@@ -44,7 +49,8 @@ FIRST_ORDER = (
 """The tensors of a `bngrad_kernels.problem.Problem` in the order of a record."""
 
 _X_BACKPROP = FIRST_ORDER.index("x_backprop")
-_CALL = struct.Struct(f"{CALL.itemsize // 8}q")
+_TASK, _TEAM = struct.Struct("8q"), struct.Struct("7q")
+"""The fields of a `CALL` that each call sets, and those of the team."""
 _FIELD = struct.Struct("q")
 _ADDRESSES = struct.Struct(f"{len(FIRST_ORDER)}q")
 """The first fields of a record."""
@@ -88,15 +94,29 @@ def share_workspace(records: bytearray, address: int, slot_nbytes: int, scratch_
             _FIELD.pack_into(records, start + _OFFSETS[name], value)
 
 
-def new_call(records: bytearray, threads: int, work: int, functions: Sequence[int]) -> bytearray:
-    """Makes a `CALL` that begins with some work, followed by its counters; the functions are those of the threads."""
-    call = bytearray(CALL.itemsize + (2 + threads) * COUNTER_NBYTES)
-    phase = begin_of(call) + CALL.itemsize
-    counters = phase, phase + COUNTER_NBYTES, phase + 2 * COUNTER_NBYTES
-    count = len(records) // RECORD.itemsize
-    _CALL.pack_into(call, 0, begin_of(records), count, threads, *functions, *counters, 0, 1, 0)
-    _FIELD.pack_into(call, CALL.itemsize, work)
+def new_call(records: bytearray) -> bytearray:
+    """Makes a `CALL` for a thread that computes alone."""
+    call = bytearray(CALL.itemsize)
+    begin_call(call, records, 1, PROBLEMS, 0)
     return call
+
+
+def begin_call(call: Any, records: bytearray, threads: int, work: int, kernel: int) -> None:
+    """Writes what is to be computed to a `CALL`."""
+    count = len(records) // RECORD.itemsize
+    _TASK.pack_into(call, 0, begin_of(records), count, threads, work, kernel, 0, 1, 0)
+
+
+def counters_nbytes(threads: int) -> int:
+    """The size of the counters of a team of some threads."""
+    return (_COUNTERS + threads) * COUNTER_NBYTES
+
+
+def begin_team(call: Any, counters: int, sleepers: int, sem_wait: int, sem_post: int) -> None:
+    """Writes to a `CALL`, and to its first counter, that a team waits for it; its other counters hold 0."""
+    counted = (counters + i * COUNTER_NBYTES for i in range(_COUNTERS + 1))
+    _TEAM.pack_into(call, _TASK.size, *counted, sleepers, sem_wait, sem_post)
+    ctypes.c_int64.from_address(counters).value = END
 
 
 def begin_of(memory: Any) -> int:

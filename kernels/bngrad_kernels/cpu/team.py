@@ -1,10 +1,13 @@
-"""The call of a kernel, and how the threads that compute it, its team, share the work and wait for each other.
+"""How the threads that compute a call, its team, share the work and wait for each other.
 
 They do so by counters in memory. The work is done in phases, and a phase in parts, of which each thread takes one after
 the other. A thread that finds none left waits for the next phase: at first by looking, since the others mostly need
 less time for what they have taken than Linux needs to wake a thread, and then by sleeping, as one of them may wait for
-a core. sched_yield does not serve: beside a process that computes, Linux would not let the thread run again for
-milliseconds.
+a core.
+
+Nobody waits for a thread that has taken nothing: one that waits for a core may come when the call has ended, and its
+memory has gone. It then sees no more of it than the team's own memory, which stays: what else a call refers to is only
+looked at with a part of the current phase in hand, without which that phase cannot end.
 """
 
 from __future__ import annotations
@@ -19,16 +22,17 @@ from numba.extending import intrinsic
 from bngrad_kernels.cpu import llvm
 from bngrad_kernels.cpu.machine_code.linked import internal
 from bngrad_kernels.cpu.plan import RECORD
-from bngrad_kernels.cpu.records import CALL, COUNTER_NBYTES
+from bngrad_kernels.cpu.records import CALL, COUNTER_NBYTES, END, SLEEPER
 
-_COUNTER_NBYTES = np.int64(COUNTER_NBYTES)
+_COUNTER_NBYTES, _SLEEPER_NBYTES = np.int64(COUNTER_NBYTES), np.int64(SLEEPER.itemsize)
+_SEMAPHORE = np.int64(SLEEPER.fields["semaphore"][1])  # type: ignore[index]
 _LOOKS = 2000
 """Each with a pause, which takes 20 ns on an AMD EPYC and 45 ns on an Intel Xeon."""
-_SLEEP_US = np.int64(20)
 _WORKS = np.int64(8)
+_END = np.int64(END)
 _TAKEN_BITS = np.int64(32)
-"""A counter of parts that are taken has their number in these bits, and that of the phase in those above."""
-_TAKEN = np.int64(2**32 - 1)
+"""A counter of parts that are taken has their number in these bits, and that of the phase, modulo 2**31, above."""
+_TAKEN, _PHASES = np.int64(2**32 - 1), np.int64(2**31 - 1)
 
 
 def _at(dtype: np.dtype[Any]) -> Any:
@@ -49,17 +53,6 @@ call_at, record_at = _at(CALL), _at(RECORD)
 
 
 @intrinsic
-def number(typingctx: Any, function: Any) -> Any:
-    """Calls a C function, by its address, that takes nothing and returns an int."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = builder.inttoptr(args[0], ir.FunctionType(llvm.I32, []).as_pointer())
-        return builder.sext(builder.call(pointer, []), llvm.I64)
-
-    return types.int64(types.int64), codegen
-
-
-@intrinsic
 def count(typingctx: Any, counter: Any) -> Any:
     """Adds 1 to a counter, by its address, and returns what it was; what others wrote before that can be read."""
 
@@ -70,7 +63,17 @@ def count(typingctx: Any, counter: Any) -> Any:
 
 
 @intrinsic
-def exchange(typingctx: Any, counter: Any, expected: Any, value: Any) -> Any:
+def exchange(typingctx: Any, counter: Any, value: Any) -> Any:
+    """Sets a counter, by its address, and returns what it was; all threads see all exchanges and reads in one order."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.atomic_rmw("xchg", _counter(builder, args), args[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+@intrinsic
+def exchange_if(typingctx: Any, counter: Any, expected: Any, value: Any) -> Any:
     """Sets a counter, by its address, if it has the value that is expected; returns what it was."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -85,7 +88,7 @@ def read(typingctx: Any, counter: Any) -> Any:
     """Returns a counter, by its address; what others wrote before they changed it can be read."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load_atomic(_counter(builder, args), "acquire", 8)
+        return builder.load_atomic(_counter(builder, args), "seq_cst", 8)
 
     return types.int64(types.int64), codegen
 
@@ -113,15 +116,26 @@ def pause(typingctx: Any) -> Any:
 
 
 @intrinsic
-def sleep(typingctx: Any, function: Any, microseconds: Any) -> Any:
-    """Calls the C function usleep, by its address."""
+def of_semaphore(typingctx: Any, function: Any, semaphore: Any) -> Any:
+    """Calls a C function, by its address, that takes a semaphore and returns an int."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = builder.inttoptr(args[0], ir.FunctionType(llvm.I32, [llvm.I32]).as_pointer())
-        builder.call(pointer, [builder.trunc(args[1], llvm.I32)])
+        pointer = builder.inttoptr(args[0], ir.FunctionType(llvm.I32, [llvm.I64]).as_pointer())
+        return builder.sext(builder.call(pointer, [args[1]]), llvm.I64)
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+@intrinsic
+def join_by(typingctx: Any, kernel: Any, call: Any, member: Any) -> Any:
+    """Calls a kernel, by its address, as a member of the team of a call, by its address."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        function = ir.FunctionType(ir.VoidType(), [llvm.I64] * 3)
+        builder.call(builder.inttoptr(args[0], function.as_pointer()), [args[1], args[2], args[0]])
         return context.get_dummy_value()
 
-    return types.none(types.int64, types.int64), codegen
+    return types.none(types.int64, types.int64, types.int64), codegen
 
 
 def _counter(builder: Any, args: Any) -> Any:
@@ -141,12 +155,19 @@ def work_of(phase: int) -> Any:
 
 
 @internal
-def begin_phase(call: Any, phase: int) -> None:
-    """Begins a phase after all parts of the last one are done."""
+def begin_phase(call: Any, phase: int, parts: int, member: int) -> None:
+    """Begins a phase after all parts of the last one are done, and wakes those who sleep."""
+    threads = call.threads
+    for thread in range(threads):
+        write(call.taken + thread * _COUNTER_NBYTES, _tag(phase) << _TAKEN_BITS)
+    # Whoever already sees the next number of parts must no longer be able to take some of the last phase.
+    write(call.parts, parts)
     write(call.done, np.int64(0))
-    for thread in range(call.threads):
-        write(call.taken + thread * _COUNTER_NBYTES, phase // _WORKS << _TAKEN_BITS)
-    write(call.phase, phase)
+    exchange(call.phase, phase)
+    # After the end, the caller's memory may have gone, and the next call may have begun.
+    for thread in range(1 if work_of(phase) == _END else threads):
+        if thread != member:
+            wake(call, thread)
 
 
 @internal
@@ -157,8 +178,8 @@ def take(call: Any, thread: int, phase: int, parts: int) -> Any:
     """
     counter = call.taken + thread * _COUNTER_NBYTES
     seen = read(counter)
-    while seen >> _TAKEN_BITS == phase // _WORKS and seen & _TAKEN < parts:
-        found = exchange(counter, seen, seen + 1)
+    while seen >> _TAKEN_BITS == _tag(phase) and seen & _TAKEN < parts:
+        found = exchange_if(counter, seen, seen + 1)
         if found == seen:
             return seen & _TAKEN
         seen = found
@@ -166,7 +187,7 @@ def take(call: Any, thread: int, phase: int, parts: int) -> Any:
 
 
 @internal
-def wait_for_change(call: Any, phase: int) -> int:
+def wait_for_change(call: Any, phase: int, member: int) -> int:
     """Waits until a phase has ended; returns the one that goes on."""
     looks, now = 0, read(call.phase)
     while now == phase:
@@ -174,6 +195,43 @@ def wait_for_change(call: Any, phase: int) -> int:
         if looks < _LOOKS:
             pause()
         else:
-            sleep(call.usleep, _SLEEP_US)
+            sleep(call, phase, member)
         now = read(call.phase)
     return now
+
+
+@internal
+def sleep(call: Any, phase: int, member: int) -> None:
+    """Sleeps until a phase has ended; may return sooner."""
+    sleeper = call.sleepers + member * _SLEEPER_NBYTES
+    exchange(sleeper, np.int64(1))
+    # Either this thread sees the next phase, or the one that has begun it sees that this one sleeps.
+    if read(call.phase) != phase and exchange(sleeper, np.int64(0)) == 1:
+        return
+    while of_semaphore(call.sem_wait, sleeper + _SEMAPHORE) != 0:  # a signal came
+        pass
+
+
+@internal
+def wake(call: Any, member: int) -> None:
+    """Wakes a member of the team that sleeps."""
+    sleeper = call.sleepers + member * _SLEEPER_NBYTES
+    if read(sleeper) == 1 and exchange(sleeper, np.int64(0)) == 1:
+        of_semaphore(call.sem_post, sleeper + _SEMAPHORE)
+
+
+@internal
+def help_with_calls(call: Any, address: int, member: int) -> None:
+    """Takes part in the calls of a team, forever."""
+    phase = read(call.phase)
+    while True:
+        if work_of(phase) == _END or member >= call.threads:
+            phase = wait_for_change(call, phase, member)
+        else:
+            join_by(call.kernel, address, member)
+            phase = read(call.phase)
+
+
+@internal
+def _tag(phase: int) -> Any:
+    return phase // _WORKS & _PHASES

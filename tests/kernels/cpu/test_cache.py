@@ -87,7 +87,7 @@ def test_a_damaged_kernel_is_compiled_once_for_all_that_load_it_at_once(monkeypa
     with ThreadPoolExecutor(2) as threads:
         first, second = threads.map(loader.load, [FIRST, FIRST])
     assert begun == ["float32-1"]
-    assert first.address != second.address
+    assert first.join_address != second.join_address
 
 
 def as_another_user(path: str, flags: int) -> int:

@@ -2,70 +2,105 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import os
+import random
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from tests.kernels.cpu import fixed_bits
 
 from bngrad_kernels import backends
-from bngrad_kernels.cpu import backend, threads
+from bngrad_kernels.cpu import backend
+from bngrad_kernels.cpu.machine_code.loader import LoadedKernel
+from bngrad_kernels.cpu.threads import Team
 
 PROBLEMS = range(100)
 NEVER = math.inf
 
 
-class Arriving(threads.PythonThreads):
-    """Threads that join their team some seconds late, or never."""
+class Arriving(Team):
+    """A team whose helpers come some seconds late, or never."""
 
     def __init__(self, delays_s: Sequence[float]) -> None:
         super().__init__()
         self._delays_s = delays_s
 
-    def join(self, kernel: int, call: int, number: int) -> None:
-        if (delay_s := self._delays_s[number]) < NEVER:
+    def help(self, kernel: LoadedKernel, member: int) -> None:
+        if (delay_s := self._delays_s[member - 1]) < NEVER:
             time.sleep(delay_s)
-            super().join(kernel, call, number)
+            super().help(kernel, member)
 
 
-def test_without_openmp_the_threads_of_python_compute_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "team", threads.PythonThreads)
-    assert_bits(3)
+@pytest.fixture
+def helpers(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
+    """The helpers of a team of the test's own."""
+    team = Team()
+    monkeypatch.setattr(backend, "team", lambda: team)
+    monkeypatch.setattr(backend, "ALONE_BELOW_NBYTES", 0)
+    return team._helpers
 
 
-@pytest.mark.parametrize("team", [threads.PythonThreads, threads.threads])
-def test_without_more_threads_one_computes_the_same_bits(team: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """GNU OpenMP itself would end the process."""
-
+def test_without_more_threads_one_computes_the_same_bits(
+    helpers: list[threading.Thread], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def start(self: Any) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(backend, "team", team)
     monkeypatch.setattr(threading.Thread, "start", start)
     assert_bits(3)
+    assert not helpers
 
 
 @pytest.mark.parametrize("count", [2, 3, 8, 100])
-def test_any_number_of_threads_computes_the_same_bits(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "ALONE_BELOW_NBYTES", 0)
+def test_any_number_of_threads_computes_the_same_bits(count: int, helpers: list[threading.Thread]) -> None:
     assert_bits(count)
+    assert 1 <= len(helpers) < count
 
 
-@pytest.mark.parametrize(
-    "delays_s",
-    [(0, 0.001, 0.003), (0.002, 0, 0.001), (0, NEVER, NEVER), (NEVER, 0.001, 0)],
-    ids=["others late", "first late", "others never", "first never"],
-)
+@pytest.mark.parametrize("delays_s", [(0.001, 0.003), (0, NEVER), (NEVER, NEVER)], ids=["late", "one never", "never"])
 @pytest.mark.parametrize("alone_below_nbytes", [0, 2**16], ids=["divided", "mixed"])
-def test_threads_that_come_late_or_never_keep_no_other_waiting(
+def test_helpers_that_come_late_or_never_keep_no_one_waiting(
     alone_below_nbytes: int, delays_s: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(backend, "ALONE_BELOW_NBYTES", alone_below_nbytes)
-    monkeypatch.setattr(backend, "team", lambda: Arriving(delays_s))
-    assert_bits(len(delays_s))
+    monkeypatch.setattr(backend, "team", functools.cache(lambda: Arriving(delays_s)))
+    assert_bits(1 + len(delays_s))
+
+
+@pytest.mark.usefixtures("helpers")
+def test_one_team_serves_backends_of_any_size_and_all_threads_that_call_them() -> None:
+    computing = [backends.create("cpu", threads=count) for count in (2, 3, 5, 16)]
+    expected = fixed_bits.expected()
+
+    def call(seed: int) -> None:
+        chosen = random.Random(seed)
+        for _ in range(200):
+            number = chosen.choice(PROBLEMS)
+            assert fixed_bits.digest(number, chosen.choice(computing)) == expected[number]
+
+    with ThreadPoolExecutor(3) as callers:
+        list(callers.map(call, range(3)))
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_helpers_run_on_other_cores_than_the_caller(helpers: list[threading.Thread]) -> None:
+    """Where all cores are busy, Linux would keep waking them where they cannot help."""
+    computing = backends.create("cpu", threads=2)
+    core = max(os.sched_getaffinity(0))
+
+    def call() -> set[int]:
+        os.sched_setaffinity(0, {core, min(os.sched_getaffinity(0))})
+        fixed_bits.digests(PROBLEMS, computing)
+        return os.sched_getaffinity(helpers[0].native_id or 0)
+
+    with ThreadPoolExecutor(1) as caller:
+        assert len(caller.submit(call).result()) == 1
 
 
 def assert_bits(count: int) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from bngrad_kernels import compiled_code
 from bngrad_kernels.cpu.machine_code.float16 import CONVERSIONS
-from bngrad_kernels.cpu.machine_code.kernels import SYMBOL
+from bngrad_kernels.cpu.machine_code.kernels import ALONE, HELP, JOIN
 
 _C_FUNCTIONS = {"fma", "fmaf", "memcpy", "memset", "sqrt"}
 """What kernels may call."""
@@ -43,25 +43,40 @@ def _object_code(name: str) -> bytes:
     from bngrad_kernels.cpu.machine_code.float_mode import begin_default, end_default  # noqa: PLC0415
     from bngrad_kernels.cpu.machine_code.linked import translate  # noqa: PLC0415
     from bngrad_kernels.cpu.simd import TAGS  # noqa: PLC0415
-    from bngrad_kernels.cpu.team import call_at  # noqa: PLC0415
+    from bngrad_kernels.cpu.team import call_at, help_with_calls  # noqa: PLC0415
 
     dtype, _, order = name.partition("-")
     tag = next(tag for known, tag in TAGS.items() if known.name == dtype)
-    run = KERNELS[int(order)]
+    entries = KERNELS[int(order)]
 
-    def kernel(call: Any) -> None:
+    def alone(call: Any) -> None:
         before = begin_default()
-        run(tag, call_at(call))
+        entries.alone(tag, call_at(call))
         end_default(before)
 
-    texts, entry = translate(kernel, int64)
+    def join(call: Any, member: Any, kernel: Any) -> None:
+        before = begin_default()
+        entries.join(tag, call_at(call), member, kernel)
+        end_default(before)
+
+    def help_forever(call: Any, member: Any) -> None:
+        help_with_calls(call_at(call), call, member)
+
+    translated = {
+        ALONE: translate(alone, int64),
+        JOIN: translate(join, int64, int64, int64),
+        HELP: translate(help_forever, int64, int64),
+    }
+    texts = dict.fromkeys(text for texts, _ in translated.values() for text in texts)
     module, *others = map(llvm.parse_assembly, texts)
     for other in others:
         module.link_in(other)
+    names = {entry: symbol for symbol, (_, entry) in translated.items()}
     for value in (*module.functions, *module.global_variables):
-        if value.name != entry and not value.is_declaration:
+        if value.name in names:
+            value.name = names[value.name]
+        elif not value.is_declaration:
             value.linkage = "internal"  # what no one calls from outside need not be kept
-    module.get_function(entry).name = SYMBOL
     if dtype == "float16":
         module.link_in(llvm.parse_assembly(CONVERSIONS))
     machine = llvm.Target.from_default_triple().create_target_machine(

@@ -16,23 +16,29 @@ import llvmlite.binding as llvm
 from bngrad_kernels import compiled_code
 from bngrad_kernels.child import module_command
 from bngrad_kernels.cpu.machine_code import cache
-from bngrad_kernels.cpu.machine_code.kernels import SYMBOL, Kernel, host
+from bngrad_kernels.cpu.machine_code.kernels import ALONE, HELP, JOIN, Kernel, host
 from bngrad_kernels.errors import DeviceUnavailableError, KernelNotKeptError
 
 logger = logging.getLogger(__name__)
 
 
 class LoadedKernel(NamedTuple):
-    """A kernel in memory.
+    """A kernel in memory, see `bngrad_kernels.cpu.machine_code.kernels.ALONE`.
 
     Attributes:
-        address: Where its code is.
-        function: Calls it with the address of a `bngrad_kernels.cpu.plan.CALL`, on this thread alone.
+        alone_address: Where the code is that computes a call alone.
+        alone: Calls it with the address of the call.
+        join_address: Where the code is for a member of a team.
+        join: Calls it with the address of the call, the number of the member and ``join_address``.
+        help: Calls that of a thread that takes part in all calls.
         engine: What keeps the code there.
     """
 
-    address: int
-    function: Callable[[int], None]
+    alone_address: int
+    alone: Callable[[int], None]
+    join_address: int
+    join: Callable[[int, int, int], None]
+    help: Callable[[int, int], None]
     engine: object
 
 
@@ -50,8 +56,12 @@ def load(kernel: Kernel) -> LoadedKernel:
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
     engine.add_object_file(llvm.ObjectFileRef.from_data(_code(kernel)))
     engine.finalize_object()
-    address = engine.get_function_address(SYMBOL)
-    return LoadedKernel(address, ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address), engine)
+    alone, join, helps = map(engine.get_function_address, (ALONE, JOIN, HELP))
+    return LoadedKernel(
+        alone, ctypes.CFUNCTYPE(None, ctypes.c_int64)(alone),
+        join, ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)(join),
+        ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)(helps), engine,
+    )  # fmt: skip
 
 
 def is_compiled(kernel: Kernel, cpu: str) -> bool:
