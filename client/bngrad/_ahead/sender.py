@@ -91,9 +91,13 @@ def _send(
             server = use.server.selector
             tensor = upload.begin(server)
             if tensor is not None:
-                place = None
+                place, tickets = None, forgotten.pop(server, [])
                 try:
-                    place = server.send_ahead(tensor, forgotten.pop(server, ()), deadline, running)
+                    place = server.send_ahead(tensor, tickets, deadline, running)
+                except Exception:
+                    if tickets:  # the server may not know yet
+                        forgotten[server] = tickets
+                    raise
                 finally:
                     upload.end(place)
                 # Calls may use the copy meanwhile.
