@@ -236,8 +236,11 @@ class ServerConfig(BaseSettings):
                 raise ValueError(f"listen names {address} twice")
             if self.stream_port and address.endswith(f":{self.stream_port}"):
                 raise ValueError(f"stream_port should not be the port of {address}, which listen names")
-        if self.stream_port and all(address.startswith("unix:") for address in self.listen):
-            raise ValueError("stream_port needs an address HOST:PORT in listen, whose host it uses")
+        if all(address.startswith("unix:") for address in self.listen):
+            if self.stream_port:
+                raise ValueError("stream_port needs an address HOST:PORT in listen, whose host it uses")
+            if self.one_port:
+                raise ValueError("one_port needs an address HOST:PORT in listen, whose port it is")
         if self.advertise_stream not in (None, NONE) and not (self.stream_port or self.one_port):
             port = f"the port to which {self.advertise_stream} leads"
             raise ValueError(f"advertise_stream needs stream_port or one_port, {port}")

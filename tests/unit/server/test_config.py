@@ -50,6 +50,7 @@ from bngrad_server.config import ServerConfig
         ({"listen": ("a:1", "b:2", "a:1")}, "listen names a:1 twice"),
         ({"listen": ("a:1",), "stream_port": 1}, "stream_port should not be the port of a:1"),
         ({"listen": ("unix:/a",), "stream_port": 1}, "stream_port needs an address HOST:PORT"),
+        ({"listen": ("unix:/a",), "one_port": True}, "one_port needs an address HOST:PORT"),
         ({"advertise_stream": "a"}, "advertise_stream\n.*HOST:PORT, with a port from 1 to 65535, or none"),
         ({"advertise_stream": "a:0"}, "advertise_stream\n.*HOST:PORT, with a port from 1 to 65535, or none"),
         ({"advertise_stream": "a:1"}, "advertise_stream needs stream_port or one_port, the port to which a:1 leads"),
