@@ -68,10 +68,10 @@ class Copier:
 
     def _keep_off(self, core: int) -> None:
         """Has the thread run on other cores than the caller, where Linux often wakes it, and it could not help."""
-        assert self._thread.native_id is not None
-        with contextlib.suppress(OSError):  # there is no other core, or a sandbox forbids it
-            os.sched_setaffinity(self._thread.native_id, os.sched_getaffinity(0) - {core})
-        self._core = core
+        if (native_id := self._thread.native_id) is not None:  # it is not just starting
+            with contextlib.suppress(OSError):  # there is no other core, or a sandbox forbids it
+                os.sched_setaffinity(native_id, os.sched_getaffinity(0) - {core})
+            self._core = core
 
 
 class _Copies:

@@ -27,6 +27,7 @@ from bngrad_kernels.cpu.records import (
     place_at,
     place_workspace,
     share_workspace,
+    task,
 )
 from bngrad_kernels.cpu.threads import MAX_THREADS, team
 from bngrad_kernels.problem import AnyProblem, Array
@@ -121,14 +122,15 @@ class CpuBackend(Backend):
         threads, slots, work = self._division(planned)
         records = bytearray(record)
         kernel = self._load(spec.dtype, spec.order)
-        mutex = threading.Lock()
+        described = task(records, threads, work, kernel.join_address)
 
         def run(*addresses: int) -> None:
-            with mutex:
+            all_cores = team()
+            with all_cores.mutex:
                 if addresses:
                     place_at(records, planned, addresses)
                 self._give_workspace(records, planned, slots, threads)
-                team().run(kernel, records, threads, work)
+                all_cores.run(kernel, described, threads)
 
         return run
 
@@ -201,7 +203,9 @@ class CpuBackend(Backend):
             call = new_call(records)
             kernel.alone(begin_of(call))
         else:
-            team().run(kernel, records, threads, work)
+            all_cores = team()
+            with all_cores.mutex:
+                all_cores.run(kernel, task(records, threads, work, kernel.join_address), threads)
 
     def _load(self, dtype: np.dtype[Any], order: int) -> loader.LoadedKernel:
         """Loads the kernel of an element type and an order, unless another thread just did."""

@@ -17,7 +17,7 @@ CALL = np.dtype(
         (name, np.int64)
         for name in (
             "records", "count", "threads", "work", "kernel", "group", "may_repeat", "repeats",
-            "phase", "done", "parts", "taken", "sleepers", "sem_wait", "sem_post",
+            "phase", "done", "parts", "taken", "sleepers", "sem_wait", "sem_post", "sched_getcpu",
         )
     ]
 )  # fmt: skip
@@ -27,7 +27,7 @@ have to.
 
 The other fields are the team's: the addresses of its counters, of which the first has the phase that it is in, the
 second how many parts of it are done, the third how many it has, and further ones how many parts of each thread's share
-are taken; that of its `SLEEPER` records; those of two C functions. They are no one's where a thread computes alone.
+are taken; that of its `SLEEPER` records; those of three C functions. They are 0 where a thread computes alone.
 """
 
 SLEEPER = np.dtype({"names": ["sleeps", "semaphore"], "formats": [np.int64, "V32"], "itemsize": 64})
@@ -49,7 +49,7 @@ FIRST_ORDER = (
 """The tensors of a `bngrad_kernels.problem.Problem` in the order of a record."""
 
 _X_BACKPROP = FIRST_ORDER.index("x_backprop")
-_TASK, _TEAM = struct.Struct("8q"), struct.Struct("7q")
+_TASK, _TEAM = struct.Struct("8q"), struct.Struct("8q")
 """The fields of a `CALL` that each call sets, and those of the team."""
 _FIELD = struct.Struct("q")
 _ADDRESSES = struct.Struct(f"{len(FIRST_ORDER)}q")
@@ -96,15 +96,12 @@ def share_workspace(records: bytearray, address: int, slot_nbytes: int, scratch_
 
 def new_call(records: bytearray) -> bytearray:
     """Makes a `CALL` for a thread that computes alone."""
-    call = bytearray(CALL.itemsize)
-    begin_call(call, records, 1, PROBLEMS, 0)
-    return call
+    return bytearray(task(records, 1, PROBLEMS, 0)).ljust(CALL.itemsize, b"\0")
 
 
-def begin_call(call: Any, records: bytearray, threads: int, work: int, kernel: int) -> None:
-    """Writes what is to be computed to a `CALL`."""
-    count = len(records) // RECORD.itemsize
-    _TASK.pack_into(call, 0, begin_of(records), count, threads, work, kernel, 0, 1, 0)
+def task(records: bytearray, threads: int, work: int, kernel: int) -> bytes:
+    """Returns the fields of a `CALL` that say what is to be computed."""
+    return _TASK.pack(begin_of(records), len(records) // RECORD.itemsize, threads, work, kernel, 0, 1, 0)
 
 
 def counters_nbytes(threads: int) -> int:
@@ -112,11 +109,16 @@ def counters_nbytes(threads: int) -> int:
     return (_COUNTERS + threads) * COUNTER_NBYTES
 
 
-def begin_team(call: Any, counters: int, sleepers: int, sem_wait: int, sem_post: int) -> None:
-    """Writes to a `CALL`, and to its first counter, that a team waits for it; its other counters hold 0."""
+def begin_team(call: Any, counters: int, sleepers: int, functions: Sequence[int]) -> Any:
+    """Writes to a `CALL`, and to its first counter, that a team waits for it; its other counters hold 0.
+
+    Returns:
+        The part of the `CALL` for what `task` returns.
+    """
     counted = (counters + i * COUNTER_NBYTES for i in range(_COUNTERS + 1))
-    _TEAM.pack_into(call, _TASK.size, *counted, sleepers, sem_wait, sem_post)
+    _TEAM.pack_into(call, _TASK.size, *counted, sleepers, *functions)
     ctypes.c_int64.from_address(counters).value = END
+    return memoryview(call).cast("B")[: _TASK.size]
 
 
 def begin_of(memory: Any) -> int:

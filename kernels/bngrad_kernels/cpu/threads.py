@@ -10,7 +10,7 @@ import threading
 from typing import Any
 
 from bngrad_kernels.cpu.machine_code.loader import LoadedKernel
-from bngrad_kernels.cpu.records import CALL, SLEEPER, begin_call, begin_team, counters_nbytes
+from bngrad_kernels.cpu.records import CALL, SLEEPER, begin_team, counters_nbytes
 
 MAX_THREADS = 1024
 _LINE_NBYTES = 64
@@ -19,46 +19,43 @@ _libc = ctypes.CDLL(None)
 _libc.aligned_alloc.argtypes = (ctypes.c_size_t, ctypes.c_size_t)
 _libc.aligned_alloc.restype = ctypes.c_void_p
 _libc.sem_init.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_uint)
-_core_of_caller = ctypes.PyDLL(None).sched_getcpu
 
 
 class Team:
-    """The calling thread, and those that help it; one call at a time, as more would share the same cores."""
+    """The calling thread, and those that help it; one call at a time, as more would share the same cores.
+
+    Attributes:
+        mutex: Held by the caller during `run`.
+    """
 
     def __init__(self) -> None:
         """Starts no thread yet."""
-        self._mutex = threading.Lock()
-        self._call = _new_memory()
-        self._address = ctypes.addressof(self._call)
+        self.mutex = threading.Lock()
+        self._address, self._task = _new_memory()
         self._helpers: list[threading.Thread] = []
         self._core = -1
 
-    def run(self, kernel: LoadedKernel, records: bytearray, threads: int, work: int) -> None:
-        """Computes records.
-
-        Args:
-            kernel: The kernel.
-            records: One or more `bngrad_kernels.cpu.plan.RECORD`, complete.
-            threads: Among how many threads to share the work; up to `MAX_THREADS`.
-            work: What it begins with, see `bngrad_kernels.cpu.records.PROBLEMS`.
-        """
-        with self._mutex:
-            if len(self._helpers) < threads - 1:
-                self._start(kernel, threads)
-            if (core := _core_of_caller()) != self._core:
-                self._keep_off(core)
-            begin_call(self._call, records, threads, work, kernel.join_address)
-            kernel.join(self._address, 0, kernel.join_address)
+    def run(self, kernel: LoadedKernel, task: bytes, threads: int) -> None:
+        """Computes what `bngrad_kernels.cpu.records.task` has described, for this kernel and up to `MAX_THREADS`."""
+        if len(self._helpers) < threads - 1:
+            self._start(kernel, threads)
+        self._task[:] = task
+        core = kernel.join(self._address, 0, kernel.join_address)
+        if core != self._core:  # for the next call
+            self._keep_off(core)
 
     def _start(self, kernel: LoadedKernel, threads: int) -> None:
         """Starts helpers, as many as the system has threads for: whoever is there does all the work."""
-        with contextlib.suppress(RuntimeError):
-            for member in range(len(self._helpers) + 1, threads):
-                name = f"bngrad-kernel-{member}"
-                helper = threading.Thread(target=self.help, args=(kernel, member), name=name, daemon=True)
+        self._core = -1
+        for member in range(len(self._helpers) + 1, threads):
+            name = f"bngrad-kernel-{member}"
+            helper = threading.Thread(target=self.help, args=(kernel, member), name=name, daemon=True)
+            self._helpers.append(helper)  # first, or after Ctrl-C there might be two of this number
+            try:
                 helper.start()
-                self._helpers.append(helper)
-                self._core = -1
+            except RuntimeError:
+                self._helpers.pop()
+                return
 
     def _keep_off(self, core: int) -> None:
         """Has the helpers run on other cores than the caller.
@@ -68,10 +65,9 @@ class Team:
         """
         self._core = core
         others = os.sched_getaffinity(0) - {core}
-        for helper in self._helpers:
-            assert helper.native_id is not None
+        for native_id in filter(None, (helper.native_id for helper in self._helpers)):
             with contextlib.suppress(OSError):  # there is no other core, or a sandbox forbids it
-                os.sched_setaffinity(helper.native_id, others)
+                os.sched_setaffinity(native_id, others)
 
     def help(self, kernel: LoadedKernel, member: int) -> None:
         """Takes part in all calls, in a helper's thread."""
@@ -87,8 +83,11 @@ def team() -> Team:
 os.register_at_fork(after_in_child=team.cache_clear)
 
 
-def _new_memory() -> Any:
-    """Returns a `CALL`, with its team's memory behind it, which is never freed: as Python ends, threads look at it."""
+def _new_memory() -> tuple[int, Any]:
+    """Returns the address of a `CALL`, with its team's memory behind it, and the part of it for tasks.
+
+    It is never freed: as Python ends, threads still look at it.
+    """
     counters = -(-CALL.itemsize // _LINE_NBYTES) * _LINE_NBYTES
     sleepers = counters + counters_nbytes(MAX_THREADS)
     nbytes = sleepers + MAX_THREADS * SLEEPER.itemsize
@@ -99,8 +98,8 @@ def _new_memory() -> Any:
     for sleeper in range(begin + sleepers, begin + nbytes, SLEEPER.itemsize):
         _libc.sem_init(sleeper + _SEMAPHORE_OFFSET, 0, 0)
     call = (ctypes.c_char * CALL.itemsize).from_address(begin)
-    begin_team(call, begin + counters, begin + sleepers, _address(_libc.sem_wait), _address(_libc.sem_post))
-    return call
+    functions = tuple(map(_address, (_libc.sem_wait, _libc.sem_post, _libc.sched_getcpu)))
+    return begin, begin_team(call, begin + counters, begin + sleepers, functions)
 
 
 def _address(function: Any) -> int:

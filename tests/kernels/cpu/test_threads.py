@@ -73,6 +73,23 @@ def test_helpers_that_come_late_or_never_keep_no_one_waiting(
     assert_bits(1 + len(delays_s))
 
 
+def test_an_interrupt_while_helpers_start_makes_no_two_of_one_number(
+    helpers: list[threading.Thread], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def interrupted(self: threading.Thread) -> None:
+        start(self)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            assert_bits(3)
+    assert_bits(3)
+    assert [helper.name for helper in helpers] == ["bngrad-kernel-1", "bngrad-kernel-2"]
+
+
 @pytest.mark.usefixtures("helpers")
 def test_one_team_serves_backends_of_any_size_and_all_threads_that_call_them() -> None:
     computing = [backends.create("cpu", threads=count) for count in (2, 3, 5, 16)]

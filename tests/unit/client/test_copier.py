@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import weakref
 from collections.abc import Iterator
@@ -129,3 +130,10 @@ def test_no_array_is_kept(copier: Copier) -> None:
     copier.copy([(target, source)])
     del target
     assert ended.wait(SECONDS)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_the_thread_runs_on_other_cores_than_the_caller(copier: Copier) -> None:
+    copier.copy([pair(8 * MIB)])
+    (helper,) = helpers()
+    assert len(os.sched_getaffinity(helper.native_id or 0)) == len(os.sched_getaffinity(0)) - 1
