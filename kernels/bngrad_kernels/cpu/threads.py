@@ -33,12 +33,15 @@ class Team:
         self.mutex = threading.Lock()
         self._address, self._task = _new_memory()
         self._helpers: list[threading.Thread] = []
+        # By address. They stay, also without their backend: a helper may sleep in the code of any.
+        self._kernels: dict[int, LoadedKernel] = {}
         self._core = -1
 
     def run(self, kernel: LoadedKernel, task: bytes, threads: int) -> None:
         """Computes what `bngrad_kernels.cpu.records.task` has described, for this kernel and up to `MAX_THREADS`."""
         if len(self._helpers) < threads - 1:
             self._start(kernel, threads)
+        self._kernels[kernel.join_address] = kernel
         self._task[:] = task
         core = kernel.join(self._address, 0, kernel.join_address)
         if core != self._core:  # for the next call

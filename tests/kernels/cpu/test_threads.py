@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import math
 import os
 import random
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 from tests.kernels.cpu import fixed_bits
+from tests.kernels.problems import ORDERS, random_problem, spec_of
 
 from bngrad_kernels import backends
 from bngrad_kernels.cpu import backend
@@ -103,6 +105,16 @@ def test_one_team_serves_backends_of_any_size_and_all_threads_that_call_them() -
 
     with ThreadPoolExecutor(3) as callers:
         list(callers.map(call, range(3)))
+
+
+@pytest.mark.usefixtures("helpers")
+def test_helpers_sleep_in_kernels_whose_backends_have_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A helper that has computed the small problem sleeps until the large one is done, and longer."""
+    batches = [[random_problem(spec_of(order, (outer, 64, 200))) for outer in (1, 100)] for order in ORDERS]
+    monkeypatch.setattr(backend, "ALONE_BELOW_NBYTES", sum(problem.tensor_nbytes for problem in batches[0]))
+    for i in range(100):
+        backends.create("cpu", threads=2).run(batches[i % 2][:: 1 if i % 4 < 2 else -1])
+        gc.collect()
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
