@@ -25,14 +25,14 @@ demo: $(VENV)/server.stamp  ## Starts a CPU server and sends it real gradients
 test test-fast test-kernels: export PYTHONDONTWRITEBYTECODE :=
 
 test: $(VENV)/dev.stamp  ## Runs every test, four files at a time, since many wait rather than compute
-	$(BIN)/pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest --numprocesses 4 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
 
 test-fast: $(VENV)/dev.stamp  ## Runs the unit tests of client, wire, protos, server and command line, without slow ones; 4 at a time, as they wait
-	$(BIN)/pytest --numprocesses 4 --dist worksteal -m "not slow" \
+	$(BIN)/pytest --numprocesses 4 --max-worker-restart 0 --dist worksteal -m "not slow" \
 		$(addprefix tests/unit/,client wire protos server cli)
 
 test-kernels: $(VENV)/dev.stamp  ## Runs the tests of the CPU and CUDA kernels; the latter are emulated on the CPU
-	$(BIN)/pytest --numprocesses 2 --dist loadfile tests/kernels
+	$(BIN)/pytest --numprocesses 2 --max-worker-restart 0 --dist loadfile tests/kernels
 
 # Not in requirements/dev.txt: 79 MB, and a cluster takes longer to start than every run has for it.
 RAY := ray==2.60.0
