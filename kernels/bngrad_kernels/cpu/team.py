@@ -5,9 +5,9 @@ the other. A thread that finds none left waits for the next phase: at first by l
 less time for what they have taken than Linux needs to wake a thread, and then by sleeping, as one of them may wait for
 a core.
 
-Nobody waits for a thread that has taken nothing: one that waits for a core may come when the call has ended, and its
-memory has gone. It then sees no more of it than the team's own memory, which stays: what else a call refers to is only
-looked at with a part of the current phase in hand, without which that phase cannot end.
+No thread waits for one that has taken nothing. A thread that had no core may come when the call has ended, and the
+caller's memory has gone. So a thread first reads the team's own memory alone, which stays. It reads the caller's memory
+once it has taken a part, since the phase cannot end before that part is done.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def begin_phase(call: Any, phase: int, parts: int, member: int) -> None:
     threads = call.threads
     for thread in range(threads):
         write(call.taken + thread * _COUNTER_NBYTES, _tag(phase) << _TAKEN_BITS)
-    # Whoever already sees the next number of parts must no longer be able to take some of the last phase.
+    # A thread that already sees the next number of parts can no longer take any of the last phase.
     write(call.parts, parts)
     write(call.done, np.int64(0))
     exchange(call.phase, phase)

@@ -48,7 +48,7 @@ class Team:
             self._keep_off(core)
 
     def _start(self, kernel: LoadedKernel, threads: int) -> None:
-        """Starts helpers, as many as the system has threads for: whoever is there does all the work."""
+        """Starts helpers, as many as the system has threads for; those that are there share all the work."""
         self._core = -1
         for member in range(len(self._helpers) + 1, threads):
             name = f"bngrad-kernel-{member}"
