@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from io import BytesIO
 from struct import Struct
-from typing import NoReturn, TypeVar
+from typing import ClassVar, NoReturn, TypeVar
 
 from bngrad_wire.http2 import frames
 from bngrad_wire.http2.connection import BaseConnection
@@ -38,6 +38,9 @@ class BaseCall(Stream):
         remaining: Unread bytes of the current message.
     """
 
+    _keeps_messages: ClassVar[bool] = False
+    """Whether messages do not change before the peer has read them."""
+
     def __init__(self, connection: BaseConnection, stream_id: int) -> None:
         super().__init__(stream_id, connection.initial_send_window)
         self._connection = connection
@@ -51,7 +54,8 @@ class BaseCall(Stream):
         full, nothing is read: if both ends block while they send more than the sockets hold, both time out.
 
         Args:
-            buffers: Not copied where they are large, so they must not change until this method returns.
+            buffers: Not copied where they are large, so they must not change until this method returns, or, on a
+                client, until the call has ended.
             more: Whether another message, or the end, follows immediately: a small message may wait for it.
             end: Whether this is the last message (a client half-closes the call).
 
@@ -75,7 +79,7 @@ class BaseCall(Stream):
             connection.outbound.append(b"".join((header, prefix, *buffers)))
         else:
             if size >= _LARGE_NBYTES:
-                connection.io.expect_large_messages()
+                connection.io.expect_large_messages(are_kept=self._keeps_messages)
             end = self._send_large(iter((prefix, *buffers)), size, end) and end
         self._sending_ended = end
         if not more or len(connection.outbound) > _MAX_OUTBOUND_PIECES:

@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import array
+import fcntl
+import os
+import socket
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+
+import numpy as np
+import pytest
+
+from bngrad_wire.http2.buffered_socket import BufferedSocket
+from bngrad_wire.http2.zero_copy import is_own_peer
+
+_MIB = 2**20
+_TIMEOUT_S = 30.0
+_GREETER = """
+import os, socket
+os.setuid(65534)
+listener = socket.create_server(("127.0.0.1", 0))
+print(listener.getsockname()[1], flush=True)
+sock, _ = listener.accept()
+sock.send(b"hello")
+sock.recv(1)
+"""
+_WITHOUT_DESCRIPTORS = """
+import os, resource, socket
+from bngrad_wire.http2.buffered_socket import BufferedSocket
+
+listener = socket.create_server(("127.0.0.1", 0))
+ours = socket.create_connection(listener.getsockname())
+theirs, _ = listener.accept()
+buffered = BufferedSocket(ours)
+buffered.expect_large_messages(are_kept=True)
+buffered.set_timeout(30)
+piece = os.urandom(4 * 2**20)
+received = bytearray()
+resource.setrlimit(resource.RLIMIT_NOFILE, (theirs.fileno() + 2, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+if not os.fork():
+    buffered.send([piece])
+    os._exit(0)
+while len(received) < len(piece):
+    received += theirs.recv(2**20)
+assert received == piece
+assert os.wait()[1] == 0
+"""
+
+
+@contextmanager
+def connection(server: str = "127.0.0.1", client: str = "127.0.0.1") -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Yields both ends, of which the second was accepted."""
+    is_v6 = ":" in server
+    options = {"family": socket.AF_INET6, "dualstack_ipv6": server == "::"} if is_v6 else {}
+    with (
+        socket.create_server((server, 0), **options) as listener,
+        socket.create_connection((client, listener.getsockname()[1])) as ours,
+        listener.accept()[0] as theirs,
+    ):
+        theirs.settimeout(_TIMEOUT_S)
+        yield ours, theirs
+
+
+@contextmanager
+def sender(sock: socket.socket, timeout_s: float = _TIMEOUT_S) -> Iterator[BufferedSocket]:
+    with closing(BufferedSocket(sock)) as buffered:
+        buffered.set_timeout(timeout_s)
+        buffered.expect_large_messages(are_kept=True)
+        yield buffered
+
+
+def wait_until_readable(sock: socket.socket, nbytes: int) -> None:
+    arrived = array.array("i", [0])
+    end = time.monotonic() + _TIMEOUT_S
+    while arrived[0] < nbytes:
+        assert time.monotonic() < end
+        fcntl.ioctl(sock, termios.FIONREAD, arrived)
+
+
+def read(sock: socket.socket, nbytes: int) -> bytes:
+    received = bytearray()
+    while len(received) < nbytes:
+        received += sock.recv(min(777_777, nbytes - len(received)))
+    return bytes(received)
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_the_peer_reads_the_senders_own_memory() -> None:
+    memory = np.zeros(8 * _MIB, np.uint8)
+    with connection() as (ours, theirs), sender(ours) as buffered, ThreadPoolExecutor(1) as thread:
+        sending = thread.submit(buffered.send, [memory.data])
+        wait_until_readable(theirs, 1000)
+        memory[:1000] = 1
+        received = read(theirs, memory.nbytes)
+        sending.result(_TIMEOUT_S)
+    assert received == memory.tobytes()
+
+
+@pytest.mark.parametrize("nbytes", [2 * _MIB, 2 * _MIB + 1, 5 * _MIB + 4097])
+@pytest.mark.parametrize("offset", [0, 1, 4095])
+@pytest.mark.parametrize("kind", [bytes, bytearray])
+def test_all_bytes_arrive_in_order(nbytes: int, offset: int, kind: Callable[[bytes], bytes | bytearray]) -> None:
+    piece = memoryview(kind(np.random.default_rng(nbytes).bytes(nbytes + offset)))[offset:]
+    pieces = [b"head", piece, b"between", bytes(1000), piece[: 3 * _MIB], piece[:-1], b"tail"]
+    expected = b"".join(pieces)
+    with connection() as (ours, theirs), sender(ours) as buffered, ThreadPoolExecutor(1) as thread:
+        received = thread.submit(read, theirs, len(expected))
+        assert buffered.send(pieces) == b""
+        assert received.result(_TIMEOUT_S) == expected
+
+
+def test_all_bytes_arrive_also_with_a_timeout_of_pythons_own() -> None:
+    piece = np.random.default_rng(0).bytes(16 * _MIB)
+    with connection() as (ours, theirs), sender(ours) as buffered, ThreadPoolExecutor(1) as thread:
+        ours.settimeout(_TIMEOUT_S)
+        received = thread.submit(lambda: (time.sleep(0.1), read(theirs, len(piece)))[1])
+        assert buffered.send([piece]) == b""
+        assert received.result(_TIMEOUT_S) == piece
+
+
+def test_a_peer_that_does_not_read_ends_the_connection_after_the_timeout() -> None:
+    before = open_descriptors()
+    with connection() as (ours, _), sender(ours, timeout_s=0.05) as buffered:
+        with pytest.raises(TimeoutError):
+            buffered.send([bytes(64 * _MIB)])
+        assert buffered.broken
+    assert open_descriptors() == before
+
+
+def test_a_peer_that_goes_away_is_noticed() -> None:
+    with connection() as (ours, theirs), sender(ours) as buffered, ThreadPoolExecutor(1) as thread:
+        sending = thread.submit(buffered.send, [bytes(64 * _MIB)])
+        wait_until_readable(theirs, 1000)
+        theirs.close()
+        with pytest.raises(ConnectionError):
+            sending.result(_TIMEOUT_S)
+
+
+def test_it_copies_where_no_descriptor_is_left() -> None:
+    subprocess.run([sys.executable, "-c", _WITHOUT_DESCRIPTORS], check=True, timeout=_TIMEOUT_S)
+
+
+@pytest.mark.parametrize(
+    ("server", "client"), [("127.0.0.1", "127.0.0.1"), ("::1", "::1"), ("::", "127.0.0.1"), ("::", "::1")]
+)
+def test_a_peer_of_this_user_is_its_own(server: str, client: str) -> None:
+    with connection(server, client) as (ours, _):
+        assert is_own_peer(ours)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
+def test_a_peer_of_another_user_is_not() -> None:
+    with subprocess.Popen([sys.executable, "-c", _GREETER], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        with socket.create_connection(("127.0.0.1", int(process.stdout.readline()))) as ours:
+            assert ours.recv(5) == b"hello"
+            assert not is_own_peer(ours)
+
+
+def test_a_peer_that_has_gone_is_not() -> None:
+    with connection() as (ours, theirs):
+        theirs.close()
+        ours.close()
+        assert not is_own_peer(ours)
