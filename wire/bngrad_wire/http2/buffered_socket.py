@@ -64,7 +64,7 @@ class BufferedSocket:
     """
 
     def __init__(self, sock: socket.socket) -> None:
-        self._is_within_host = False
+        self._is_within_host = True
         if sock.family in {socket.AF_INET, socket.AF_INET6}:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._is_within_host = _is_within_host(sock)

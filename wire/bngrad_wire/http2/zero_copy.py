@@ -24,8 +24,11 @@ from bngrad_wire.http2.frames import Buffer
 _FROM_NBYTES = 2 * 2**20
 """Smaller pieces are sent in less time by copying them."""
 _PIPE_NBYTES = 512 * 1024
+_UNIX_SOCKET_NBYTES = 2**20
+"""The buffer of a Unix socket: with a smaller one, sender and peer wait for each other."""
 _SPLICE_F_NONBLOCK, _SPLICE_F_MORE = 2, 4
 _libc = ctypes.CDLL(None, use_errno=True)
+_CREDENTIALS = struct.Struct("@3i")
 _MAPPED = bytes(10) + b"\xff\xff"
 _TCP_TABLES = Path("/proc/net/tcp"), Path("/proc/net/tcp6")
 
@@ -35,7 +38,7 @@ class _Iovec(ctypes.Structure):
 
 
 class ZeroCopySender:
-    """Sends pieces to one TCP socket, by vmsplice(2) into a pipe and splice(2) out of it."""
+    """Sends pieces to one socket, by vmsplice(2) into a pipe and splice(2) out of it."""
 
     def __init__(self, sock: socket.socket) -> None:
         """Opens nothing yet."""
@@ -53,7 +56,7 @@ class ZeroCopySender:
         if self._left or len(piece) < _FROM_NBYTES:
             return self._left > 0
         if self._is_possible is None:
-            self._is_possible = is_own_peer(self._sock) and self._open()
+            self._is_possible = is_own_peer(self._sock) and self._has_room() and self._open()
         return self._is_possible
 
     def send(self, piece: Buffer, *, more: bool) -> int:
@@ -83,6 +86,13 @@ class ZeroCopySender:
         for end in pipe or ():
             end.close()
 
+    def _has_room(self) -> bool:
+        """Enlarges a Unix socket's buffer, and returns whether the system allows it; that of TCP grows by itself."""
+        if self._sock.family != socket.AF_UNIX:
+            return True
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_SOCKET_NBYTES)
+        return self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) >= _UNIX_SOCKET_NBYTES
+
     def _open(self) -> bool:
         """Opens the pipe; returns False where the system does not allow it."""
         try:
@@ -111,11 +121,14 @@ class ZeroCopySender:
 
 
 def is_own_peer(sock: socket.socket) -> bool:
-    """Whether the other end of a TCP connection is on this host, and of a process of this user.
+    """Whether the other end of a connection is on this host, and of a process of this user.
 
-    Before the other end is accepted, it seems to be root's.
+    Before the other end of a TCP connection is accepted, it seems to be root's.
     """
     with suppress(OSError, ValueError):  # it is gone, or there is no /proc
+        if sock.family == socket.AF_UNIX:
+            credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            return int(_CREDENTIALS.unpack(credentials)[1]) == os.geteuid()
         theirs, ours = _places(sock.family, sock.getpeername()), _places(sock.family, sock.getsockname())
         ends = list(zip(theirs, ours, strict=True))
         for table in _TCP_TABLES:

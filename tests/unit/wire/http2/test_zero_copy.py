@@ -11,15 +11,20 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from bngrad_wire.http2.buffered_socket import BufferedSocket
+from bngrad_wire.http2.frames import Buffer
 from bngrad_wire.http2.zero_copy import is_own_peer
 
 _MIB = 2**20
 _TIMEOUT_S = 30.0
+_NEEDS_LARGE_BUFFERS = pytest.mark.skipif(
+    int(Path("/proc/sys/net/core/wmem_max").read_text()) < _MIB, reason="the system allows no buffer of 1 MB"
+)
 _GREETER = """
 import os, socket
 os.setuid(65534)
@@ -54,11 +59,16 @@ assert os.wait()[1] == 0
 
 @contextmanager
 def connection(server: str = "127.0.0.1", client: str = "127.0.0.1") -> Iterator[tuple[socket.socket, socket.socket]]:
-    """Yields both ends, of which the second was accepted."""
-    is_v6 = ":" in server
-    options = {"family": socket.AF_INET6, "dualstack_ipv6": server == "::"} if is_v6 else {}
+    """Yields both ends, of which the second was accepted; "unix" makes a pair of Unix sockets."""
+    if server == "unix":
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            theirs.settimeout(_TIMEOUT_S)
+            yield ours, theirs
+        return
+    family = socket.AF_INET6 if ":" in server else socket.AF_INET
     with (
-        socket.create_server((server, 0), **options) as listener,
+        socket.create_server((server, 0), family=family, dualstack_ipv6=server == "::") as listener,
         socket.create_connection((client, listener.getsockname()[1])) as ours,
         listener.accept()[0] as theirs,
     ):
@@ -93,9 +103,10 @@ def open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_the_peer_reads_the_senders_own_memory() -> None:
+@pytest.mark.parametrize("kind", ["127.0.0.1", pytest.param("unix", marks=_NEEDS_LARGE_BUFFERS)])
+def test_the_peer_reads_the_senders_own_memory(kind: str) -> None:
     memory = np.zeros(8 * _MIB, np.uint8)
-    with connection() as (ours, theirs), sender(ours) as buffered, ThreadPoolExecutor(1) as thread:
+    with connection(kind) as (ours, theirs), sender(ours) as buffered, ThreadPoolExecutor(1) as thread:
         sending = thread.submit(buffered.send, [memory.data])
         wait_until_readable(theirs, 1000)
         memory[:1000] = 1
@@ -106,12 +117,15 @@ def test_the_peer_reads_the_senders_own_memory() -> None:
 
 @pytest.mark.parametrize("nbytes", [2 * _MIB, 2 * _MIB + 1, 5 * _MIB + 4097])
 @pytest.mark.parametrize("offset", [0, 1, 4095])
-@pytest.mark.parametrize("kind", [bytes, bytearray])
-def test_all_bytes_arrive_in_order(nbytes: int, offset: int, kind: Callable[[bytes], bytes | bytearray]) -> None:
-    piece = memoryview(kind(np.random.default_rng(nbytes).bytes(nbytes + offset)))[offset:]
-    pieces = [b"head", piece, b"between", bytes(1000), piece[: 3 * _MIB], piece[:-1], b"tail"]
+@pytest.mark.parametrize("memory", [bytes, bytearray])
+@pytest.mark.parametrize("kind", ["127.0.0.1", "unix"])
+def test_all_bytes_arrive_in_order(
+    nbytes: int, offset: int, memory: Callable[[bytes], bytes | bytearray], kind: str
+) -> None:
+    piece: Buffer = memoryview(memory(np.random.default_rng(nbytes).bytes(nbytes + offset)))[offset:]
+    pieces: list[Buffer] = [b"head", piece, b"between", bytes(1000), piece[: 3 * _MIB], piece[:-1], b"tail"]
     expected = b"".join(pieces)
-    with connection() as (ours, theirs), sender(ours) as buffered, ThreadPoolExecutor(1) as thread:
+    with connection(kind) as (ours, theirs), sender(ours) as buffered, ThreadPoolExecutor(1) as thread:
         received = thread.submit(read, theirs, len(expected))
         assert buffered.send(pieces) == b""
         assert received.result(_TIMEOUT_S) == expected
@@ -121,22 +135,26 @@ def test_all_bytes_arrive_also_with_a_timeout_of_pythons_own() -> None:
     piece = np.random.default_rng(0).bytes(16 * _MIB)
     with connection() as (ours, theirs), sender(ours) as buffered, ThreadPoolExecutor(1) as thread:
         ours.settimeout(_TIMEOUT_S)
-        received = thread.submit(lambda: (time.sleep(0.1), read(theirs, len(piece)))[1])
-        assert buffered.send([piece]) == b""
-        assert received.result(_TIMEOUT_S) == piece
+        sending = thread.submit(buffered.send, [piece])
+        wait_until_readable(theirs, 1000)
+        time.sleep(0.1)  # until both ends' buffers are full
+        assert read(theirs, len(piece)) == piece
+        assert sending.result(_TIMEOUT_S) == b""
 
 
-def test_a_peer_that_does_not_read_ends_the_connection_after_the_timeout() -> None:
+@pytest.mark.parametrize("kind", ["127.0.0.1", "unix"])
+def test_a_peer_that_does_not_read_ends_the_connection_after_the_timeout(kind: str) -> None:
     before = open_descriptors()
-    with connection() as (ours, _), sender(ours, timeout_s=0.05) as buffered:
+    with connection(kind) as (ours, _), sender(ours, timeout_s=0.05) as buffered:
         with pytest.raises(TimeoutError):
             buffered.send([bytes(64 * _MIB)])
         assert buffered.broken
     assert open_descriptors() == before
 
 
-def test_a_peer_that_goes_away_is_noticed() -> None:
-    with connection() as (ours, theirs), sender(ours) as buffered, ThreadPoolExecutor(1) as thread:
+@pytest.mark.parametrize("kind", ["127.0.0.1", "unix"])
+def test_a_peer_that_goes_away_is_noticed(kind: str) -> None:
+    with connection(kind) as (ours, theirs), sender(ours) as buffered, ThreadPoolExecutor(1) as thread:
         sending = thread.submit(buffered.send, [bytes(64 * _MIB)])
         wait_until_readable(theirs, 1000)
         theirs.close()
@@ -149,7 +167,8 @@ def test_it_copies_where_no_descriptor_is_left() -> None:
 
 
 @pytest.mark.parametrize(
-    ("server", "client"), [("127.0.0.1", "127.0.0.1"), ("::1", "::1"), ("::", "127.0.0.1"), ("::", "::1")]
+    ("server", "client"),
+    [("127.0.0.1", "127.0.0.1"), ("::1", "::1"), ("::", "127.0.0.1"), ("::", "::1"), ("unix", "unix")],
 )
 def test_a_peer_of_this_user_is_its_own(server: str, client: str) -> None:
     with connection(server, client) as (ours, _):
