@@ -1,12 +1,15 @@
 """Time of a whole training step of a small residual network in PyTorch: stock, and with bngrad's batch normalisation.
 
 All contestants train the same network on the same batches and take turns of some steps, of which the first is not
-counted: caches and memory are then another contestant's. Server and training share the machine's cores.
+counted: caches and memory are then another contestant's. Server and training share the machine's cores. The training
+keeps the memory that it frees: by itself, glibc returns some of it to the system, now in one contestant's steps and now in
+another's, and to get it again takes up to a sixth of a step.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import itertools
 import statistics
 import time
@@ -28,6 +31,7 @@ _WARM_UPS = 11
 """Steps before the clock starts: measured placements are fixed in the first ten."""
 _TURN = 5
 """Steps of a turn."""
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 _CONTESTANTS: dict[str, tuple[str | None, Transport, _Where] | None] = {
     "stock": None,
@@ -73,6 +77,12 @@ def _medians(runs: Sequence[_Training], data: Sequence[tuple[torch.Tensor, torch
     return list(map(statistics.median, seconds))
 
 
+def _keep_freed_memory() -> None:
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+    libc.mallopt(_M_MMAP_MAX, 0)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.bench_training", description=__doc__)
     parser.add_argument("--steps", type=int, default=20, help="that are counted, of each contestant")
@@ -80,6 +90,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu", help="of the server: cpu or cuda:N")
     options = parser.parse_args()
+    _keep_freed_memory()
     torch.set_num_threads(options.threads)
     data = batches(_WARM_UPS + _TURN, options.batch)
     with ExitStack() as stack:
