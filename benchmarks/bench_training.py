@@ -2,8 +2,8 @@
 
 All contestants train the same network on the same batches and take turns of some steps, of which the first is not
 counted: caches and memory are then another contestant's. Server and training share the machine's cores. The training
-keeps the memory that it frees: by itself, glibc returns some of it to the system, now in one contestant's steps and now in
-another's, and to get it again takes up to a sixth of a step.
+keeps the memory that it frees: by itself, glibc returns some of it to the system, now in one contestant's steps and now
+in another's, and to get it again takes up to a sixth of a step.
 """
 
 from __future__ import annotations

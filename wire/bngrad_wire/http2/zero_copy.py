@@ -8,7 +8,6 @@ a process of the same user, which may read this process's memory anyway.
 from __future__ import annotations
 
 import ctypes
-import errno
 import fcntl
 import os
 import socket
@@ -72,7 +71,11 @@ class ZeroCopySender:
         assert self._pipe is not None
         reader, writer = self._pipe
         self._left = self._left or len(piece)
-        self._fill(writer.fileno(), piece)
+        try:
+            self._fill(writer.fileno(), piece)
+        except OSError:  # a device's memory, such as CUDA's pinned memory, may have no pages to lend
+            self.close()
+            return self._sock.send(piece)
         flags = _SPLICE_F_MORE if more or self._held < len(piece) else 0
         sent = os.splice(reader.fileno(), self._sock.fileno(), self._held, flags=flags)
         self._held -= sent
@@ -83,6 +86,7 @@ class ZeroCopySender:
         """Closes the pipe."""
         pipe, self._pipe = self._pipe, None
         self._is_possible = False
+        self._left = 0
         for end in pipe or ():
             end.close()
 
@@ -115,10 +119,9 @@ class ZeroCopySender:
         address = np.frombuffer(piece, np.uint8).__array_interface__["data"][0]
         rest = _Iovec(address + self._held, len(piece) - self._held)
         added = _libc.vmsplice(write_end, ctypes.byref(rest), 1, _SPLICE_F_NONBLOCK)
-        if added >= 0:
-            self._held += added
-        elif ctypes.get_errno() != errno.EAGAIN or not self._held:
+        if added < 0 and not self._held:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        self._held += max(added, 0)  # what is held goes first, then there is room, or the error again
 
 
 def is_own_peer(sock: socket.socket) -> bool:

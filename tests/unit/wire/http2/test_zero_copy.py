@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import array
+import ctypes
 import fcntl
+import mmap
 import os
 import socket
 import subprocess
@@ -22,6 +24,7 @@ from bngrad_wire.http2.zero_copy import is_own_peer
 
 _MIB = 2**20
 _TIMEOUT_S = 30.0
+_MEMFD_SECRET = 447
 _NEEDS_LARGE_BUFFERS = pytest.mark.skipif(
     int(Path("/proc/sys/net/core/wmem_max").read_text()) < _MIB, reason="the system allows no buffer of 1 MB"
 )
@@ -55,6 +58,16 @@ while len(received) < len(piece):
 assert received == piece
 assert os.wait()[1] == 0
 """
+
+
+def secret_memory(nbytes: int) -> mmap.mmap:
+    """Returns memory whose pages the system gives to nothing but this process, as a device's memory may be."""
+    fd = ctypes.CDLL(None, use_errno=True).syscall(_MEMFD_SECRET, 0)
+    if fd < 0:
+        pytest.skip(f"the system has no memfd_secret: {os.strerror(ctypes.get_errno())}")
+    os.ftruncate(fd, nbytes)
+    with closing(os.fdopen(fd)):
+        return mmap.mmap(fd, nbytes)
 
 
 @contextmanager
@@ -160,6 +173,17 @@ def test_a_peer_that_goes_away_is_noticed(kind: str) -> None:
         theirs.close()
         with pytest.raises(ConnectionError):
             sending.result(_TIMEOUT_S)
+
+
+def test_memory_without_pages_to_lend_is_copied() -> None:
+    memory = secret_memory(4 * _MIB)
+    memory[:] = np.random.default_rng(0).bytes(4 * _MIB)
+    pieces: list[Buffer] = [bytes(3 * _MIB), memoryview(memory), bytes(3 * _MIB)]
+    expected = b"".join(pieces)
+    with connection() as (ours, theirs), sender(ours) as buffered, ThreadPoolExecutor(1) as thread:
+        received = thread.submit(read, theirs, len(expected))
+        assert buffered.send(pieces) == b""
+        assert received.result(_TIMEOUT_S) == expected
 
 
 def test_it_copies_where_no_descriptor_is_left() -> None:
