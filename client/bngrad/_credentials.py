@@ -18,7 +18,7 @@ from bngrad._errors import FieldViolation, invalid_argument
 from bngrad._shared_memory.lease import shut_down
 from bngrad._validation import LOCAL, ChannelOption, host_and_port_of
 from bngrad_wire.addresses import format_host_port, grpcio_address, is_local
-from bngrad_wire.http2 import tls
+from bngrad_wire.http2.sockets import tls
 
 Token: TypeAlias = str | os.PathLike[str] | Callable[[], str]
 _LOCAL_SCHEMES = ("unix:", "unix-abstract:")

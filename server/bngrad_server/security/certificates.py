@@ -13,7 +13,7 @@ import grpc
 
 from bngrad_server.security.permissions import read_guarded
 from bngrad_server.security.reload import ReloadedFiles
-from bngrad_wire.http2 import tls
+from bngrad_wire.http2.sockets import tls
 
 
 @dataclass(frozen=True, slots=True)

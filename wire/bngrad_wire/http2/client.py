@@ -12,7 +12,7 @@ from bngrad_wire.http2.block_decoder import HEADER_LIST_NBYTES, RESPONSE_PSEUDO_
 from bngrad_wire.http2.call import BaseCall, split_messages
 from bngrad_wire.http2.connection import BaseConnection
 from bngrad_wire.http2.errors import ErrorCode, PeerGoneError, RpcError, Status, error_of_http
-from bngrad_wire.http2.tls import TlsSocket
+from bngrad_wire.http2.sockets.tls import TlsSocket
 from bngrad_wire.load_report import TEXT_HEADER
 
 _SETTINGS = frames.settings(

@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from typing import ClassVar, NoReturn
 
 from bngrad_wire.http2 import frames
-from bngrad_wire.http2.buffered_socket import BufferedSocket
 from bngrad_wire.http2.errors import (
     ErrorCode,
     PeerGoneError,
@@ -19,6 +18,7 @@ from bngrad_wire.http2.errors import (
     error_of_reset,
 )
 from bngrad_wire.http2.frames import Buffer
+from bngrad_wire.http2.sockets.buffered_socket import BufferedSocket
 from bngrad_wire.http2.stream import Stream
 
 WINDOW_UPDATE_NBYTES = 2**28

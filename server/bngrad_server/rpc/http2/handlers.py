@@ -24,7 +24,7 @@ from bngrad_server.rpc_context import RpcContext, no_check
 from bngrad_server.staged_request import StagedRequest
 from bngrad_server.telemetry.load import LoadListener
 from bngrad_wire import http2
-from bngrad_wire.http2.buffered_socket import BufferedSocket
+from bngrad_wire.http2.sockets.buffered_socket import BufferedSocket
 
 _PATHS = {*UNARY_OPS, EXCHANGE_PATH, SEND_AHEAD_PATH}
 _UNIMPLEMENTED = grpc.StatusCode.UNIMPLEMENTED

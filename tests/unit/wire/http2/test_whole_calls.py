@@ -18,11 +18,11 @@ from bngrad_wire.http2 import (
     RpcError,
     ServerCall,
     ServerConnection,
-    buffered_socket,
     frames,
     header_block,
 )
 from bngrad_wire.http2.server import connection as server_module
+from bngrad_wire.http2.sockets import buffered_socket
 
 PATH = "/echo.Echo/echo"
 CALL_BLOCK = header_block.encode(

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from bngrad_server.rpc.http2.limits.penalties import peer_of
 from bngrad_server.security.certificates import client_of_socket
 from bngrad_wire import http2
-from bngrad_wire.http2.tls import ALPN
+from bngrad_wire.http2.sockets.tls import ALPN
 
 
 class Stranger:

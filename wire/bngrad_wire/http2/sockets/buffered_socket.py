@@ -13,8 +13,8 @@ from contextlib import suppress
 from bngrad_wire import keepalive
 from bngrad_wire.http2.errors import EndOfConnectionError, PeerGoneError, PeerLostError
 from bngrad_wire.http2.frames import Buffer
-from bngrad_wire.http2.tls import DONT_WAIT, TlsSocket
-from bngrad_wire.http2.zero_copy import ZeroCopySender
+from bngrad_wire.http2.sockets.tls import DONT_WAIT, TlsSocket
+from bngrad_wire.http2.sockets.zero_copy import ZeroCopySender
 
 BUFFER_NBYTES = 64 * 1024
 LARGE_BUFFER_NBYTES = 1792 * 1024

@@ -18,9 +18,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bngrad_wire.http2.buffered_socket import BufferedSocket
 from bngrad_wire.http2.frames import Buffer
-from bngrad_wire.http2.zero_copy import is_own_peer
+from bngrad_wire.http2.sockets.buffered_socket import BufferedSocket
+from bngrad_wire.http2.sockets.zero_copy import is_own_peer
 
 _MIB = 2**20
 _TIMEOUT_S = 30.0
@@ -39,7 +39,7 @@ sock.recv(1)
 """
 _WITHOUT_DESCRIPTORS = """
 import os, resource, socket
-from bngrad_wire.http2.buffered_socket import BufferedSocket
+from bngrad_wire.http2.sockets.buffered_socket import BufferedSocket
 
 listener = socket.create_server(("127.0.0.1", 0))
 ours = socket.create_connection(listener.getsockname())

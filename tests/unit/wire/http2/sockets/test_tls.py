@@ -13,7 +13,8 @@ from contextlib import closing, contextmanager
 import pytest
 from tests.security.authority import HOSTS, Authority
 
-from bngrad_wire.http2 import ClientConnection, PeerGoneError, ServerConnection, TlsSocket, set_timeout, tls
+from bngrad_wire.http2 import ClientConnection, PeerGoneError, ServerConnection, TlsSocket, set_timeout
+from bngrad_wire.http2.sockets import tls
 
 TIMEOUT_S = 60.0
 
