@@ -76,6 +76,7 @@ class BufferedSocket:
         self.tls = sock if isinstance(sock, TlsSocket) else None
         if self.tls is not None:
             self.tls.set_timeout(sock.gettimeout())
+        self._expects_large_messages = False
         self._zero_copy: ZeroCopySender | None = None
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
@@ -124,11 +125,11 @@ class BufferedSocket:
         Args:
             are_kept: Whether what is sent stays as it is until the peer has read it: then large pieces are not copied.
         """
-        if self._is_within_host:
-            self._is_within_host = False
+        if self._is_within_host and not self._expects_large_messages:
+            self._expects_large_messages = True
             if are_kept and self.tls is None:
                 self._zero_copy = ZeroCopySender(self._sock)
-            with suppress(OSError):
+            with suppress(OSError):  # a Unix socket has none
                 self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _UNPACED)
 
     def interrupt(self) -> None:

@@ -23,12 +23,14 @@ from bngrad_wire.http2.frames import Buffer
 _FROM_NBYTES = 2 * 2**20
 """Smaller pieces are sent in less time by copying them."""
 _PIPE_NBYTES = 512 * 1024
+"""A larger pipe is hardly faster; by default a user may have 64 MiB of pipes."""
 _UNIX_SOCKET_NBYTES = 2**20
 """The buffer of a Unix socket: with a smaller one, sender and peer wait for each other."""
 _SPLICE_F_NONBLOCK, _SPLICE_F_MORE = 2, 4
 _libc = ctypes.CDLL(None, use_errno=True)
 _CREDENTIALS = struct.Struct("@3i")
 _MAPPED = bytes(10) + b"\xff\xff"
+"""Before an address of IPv4, it makes one of IPv6."""
 _TCP_TABLES = Path("/proc/net/tcp"), Path("/proc/net/tcp6")
 
 
@@ -73,7 +75,7 @@ class ZeroCopySender:
         self._left = self._left or len(piece)
         try:
             self._fill(writer.fileno(), piece)
-        except OSError:  # a device's memory, such as CUDA's pinned memory, may have no pages to lend
+        except OSError:  # the memory has no pages to lend, as a device's may have none
             self.close()
             return self._sock.send(piece)
         flags = _SPLICE_F_MORE if more or self._held < len(piece) else 0
