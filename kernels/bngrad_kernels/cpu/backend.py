@@ -8,7 +8,7 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -102,10 +102,8 @@ class CpuBackend(Backend):
 
         The calls must not overlap.
         """
-        record, planned = problem.prepared or _prepare(problem)
-        if self._is_alone(problem.tensor_nbytes) or not _fits(planned):
-            return lambda: self.run([problem])
-        return self._bound_to_team(problem.spec, record, planned)
+        prepared = self._prepare(problem)
+        return prepared.run or functools.partial(self._run_alone, problem.spec, prepared.record, prepared.planned)
 
     def bound_at(self, spec: Spec) -> Callable[..., None]:
         """Returns what computes problems of a spec of the first order, all channels, wherever their tensors are.
@@ -113,13 +111,15 @@ class CpuBackend(Backend):
         Its arguments are the addresses of `records.FIRST_ORDER`; 0 for a scale of ones. Calls may overlap.
         """
         planned = plan(spec)
-        if self._is_alone(spec.tensor_nbytes) or not _fits(planned):
+        if not _fits(planned) or self._is_alone(spec.tensor_nbytes, planned):
             return functools.partial(self._run_at, spec, planned)
         return self._bound_to_team(spec, planned.record, planned)
 
-    def _bound_to_team(self, spec: Spec, record: bytes, planned: Plan) -> Callable[..., None]:
+    def _bound_to_team(self, spec: Spec, record: bytes | bytearray, planned: Plan) -> Callable[..., None]:
         """Returns what computes a record with all threads, at the addresses in it or at those that it is given."""
         threads, slots, work = self._division(planned)
+        scratch_nbytes = planned.scratch_nbytes * threads
+        nbytes = scratch_nbytes + planned.slot_nbytes * slots
         records = bytearray(record)
         kernel = self._load(spec.dtype, spec.order)
         described = task(records, threads, work, kernel.join_address)
@@ -129,40 +129,56 @@ class CpuBackend(Backend):
             with all_cores.mutex:
                 if addresses:
                     place_at(records, planned, addresses)
-                self._give_workspace(records, planned, slots, threads)
+                place_workspace(records, self._workspace(nbytes), scratch_nbytes)
                 all_cores.run(kernel, described, threads)
 
         return run
 
     def _run_at(self, spec: Spec, whole: Plan, *addresses: int) -> None:
         """Computes a problem with one thread, or one that needs too large a workspace in parts."""
-        run = self._run_alone if self._is_alone(spec.tensor_nbytes) else self._run_split
         for planned in [whole] if _fits(whole) else [plan(spec, part) for part in _parts(whole)]:
-            record = bytearray(planned.record)
-            place_at(record, planned, addresses)
-            run(spec, record, planned)
+            if self._is_alone(spec.tensor_nbytes, planned):
+                record = bytearray(planned.record)
+                place_at(record, planned, addresses)
+                self._run_alone(spec, record, planned)
+            else:
+                self._bound_to_team(spec, planned.record, planned)(*addresses)
 
     def run(self, problems: Sequence[AnyProblem]) -> None:
         """Writes the outputs of every problem: all threads share a large one, each takes small ones on its own."""
         small: list[AnyProblem] = []
         for problem in problems:
-            if problem.channel_count == 0:
-                continue
-            record, planned = problem.prepared or _prepare(problem)
-            if not _fits(planned):
-                self.run([replace(problem, channels=part, prepared=None) for part in _parts(planned)])
-            elif self._is_alone(problem.tensor_nbytes):
+            prepared = problem.prepared
+            if prepared is None or prepared.backend is not self:
+                prepared = problem.prepared = self._prepare(problem)
+            if prepared.run is None:
                 small.append(problem)
             else:
-                self._run_split(problem.spec, record, planned)
+                prepared.run()
         if len(small) == 1:
-            self._run_alone(small[0].spec, *(small[0].prepared or _prepare(small[0])))
+            prepared = small[0].prepared
+            self._run_alone(small[0].spec, prepared.record, prepared.planned)
             return
         for _, group in itertools.groupby(sorted(small, key=_sort_key), key=_sort_key):
             self._run_small(list(group))
 
-    def _is_alone(self, nbytes: int) -> bool:
-        return self._threads == 1 or nbytes < ALONE_BELOW_NBYTES
+    def _prepare(self, problem: AnyProblem) -> _Prepared:
+        planned = plan(problem.spec, problem.channels)
+        record = bytearray(planned.record)
+        place(record, problem)
+        run: Callable[[], None] | None = None
+        if problem.channel_count == 0:
+            run = _do_nothing
+        elif not _fits(planned):
+            parts = [replace(problem, channels=part, prepared=None) for part in _parts(planned)]
+            run = functools.partial(self.run, parts)
+        elif not self._is_alone(problem.tensor_nbytes, planned):
+            run = self._bound_to_team(problem.spec, record, planned)
+        return _Prepared(self, bytes(record), planned, run)
+
+    def _is_alone(self, nbytes: int, planned: Plan) -> bool:
+        """Whether one thread computes a problem with tensors of this size."""
+        return self._threads == 1 or nbytes < ALONE_BELOW_NBYTES or self._division(planned)[0] == 1
 
     def _run_alone(self, spec: Spec, record: bytes | bytearray, planned: Plan) -> None:
         """Computes a problem with one thread."""
@@ -174,20 +190,12 @@ class CpuBackend(Backend):
         """Computes problems for one kernel, each on a single thread."""
         nbytes = sum(problem.tensor_nbytes for problem in problems)
         threads = 1 if nbytes < ALONE_BELOW_NBYTES else min(self._threads, len(problems))
-        prepared = [problem.prepared or _prepare(problem) for problem in problems]
-        records = bytearray(b"".join(record for record, _ in prepared))
-        slot_nbytes = max(planned.slot_nbytes for _, planned in prepared)
-        scratch_nbytes = max(planned.scratch_nbytes for _, planned in prepared)
+        records = bytearray(b"".join(problem.prepared.record for problem in problems))
+        slot_nbytes = max(problem.prepared.planned.slot_nbytes for problem in problems)
+        scratch_nbytes = max(problem.prepared.planned.scratch_nbytes for problem in problems)
         workspace = self._workspace((slot_nbytes + scratch_nbytes) * threads)
         share_workspace(records, workspace, slot_nbytes, scratch_nbytes, threads)
         self._run(problems[0].spec, records, threads, PROBLEMS)
-
-    def _run_split(self, spec: Spec, record: bytes | bytearray, planned: Plan) -> None:
-        """Computes a problem with all threads."""
-        threads, slots, work = self._division(planned)
-        records = bytearray(record)
-        self._give_workspace(records, planned, slots, threads)
-        self._run(spec, records, threads, work)
 
     def _division(self, planned: Plan) -> tuple[int, int, int]:
         """Returns how many threads share a problem, how many workspaces they need, and what they begin with."""
@@ -198,7 +206,7 @@ class CpuBackend(Backend):
         return min(self._threads, tiles), 1, BEGIN
 
     def _run(self, spec: Spec, records: bytearray, threads: int, work: int) -> None:
-        kernel = self._kernels.get((spec.dtype, spec.order)) or self._load(spec.dtype, spec.order)
+        kernel = self._load(spec.dtype, spec.order)
         if threads == 1:
             call = new_call(records)
             kernel.alone(begin_of(call))
@@ -208,9 +216,11 @@ class CpuBackend(Backend):
                 all_cores.run(kernel, task(records, threads, work, kernel.join_address), threads)
 
     def _load(self, dtype: np.dtype[Any], order: int) -> loader.LoadedKernel:
-        """Loads the kernel of an element type and an order, unless another thread just did."""
+        """Loads the kernel of an element type and an order, once."""
+        if (kernel := self._kernels.get((dtype, order))) is not None:
+            return kernel
         with self._loading:
-            if (dtype, order) not in self._kernels:
+            if (dtype, order) not in self._kernels:  # no other thread just loaded it
                 self._kernels[dtype, order] = loader.load(Kernel(dtype.name, order))
             return self._kernels[dtype, order]
 
@@ -227,6 +237,22 @@ class CpuBackend(Backend):
             self._local.address = -(-self._local.memory.ctypes.data // PAGE_NBYTES) * PAGE_NBYTES
         start: int = self._local.address
         return start
+
+
+class _Prepared(NamedTuple):
+    """What a backend keeps of a problem for its next run.
+
+    Attributes:
+        backend: The backend.
+        record: The problem's record, with all addresses but the workspace's.
+        planned: Its plan.
+        run: Computes it; None if one thread does that together with other small problems.
+    """
+
+    backend: CpuBackend
+    record: bytes
+    planned: Plan
+    run: Callable[[], None] | None
 
 
 class _Bound:
@@ -255,14 +281,8 @@ def _parts(planned: Plan) -> list[range]:
     return [channels[start : start + width] for start in range(0, len(channels), width)]
 
 
-def _prepare(problem: AnyProblem) -> tuple[bytes, Plan]:
-    """Returns, and keeps for the next run, a problem's record with all addresses but the workspace's, and its plan."""
-    planned = plan(problem.spec, problem.channels)
-    record = bytearray(planned.record)
-    place(record, problem)
-    prepared = bytes(record), planned
-    problem.prepared = prepared
-    return prepared
+def _do_nothing() -> None:
+    """Computes a problem without channels."""
 
 
 def _sort_key(problem: AnyProblem) -> tuple[int, int]:

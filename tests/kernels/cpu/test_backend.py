@@ -107,6 +107,15 @@ def test_flushing_of_subnormal_numbers_in_the_calling_thread_changes_no_bit() ->
     assert bits(problem) == bits(again)
 
 
+def test_each_backend_computes_a_problem_itself() -> None:
+    problem = first_order_problem(spec_of(1, LARGE_SHAPES[1][0]))
+    for computing in (ONE_THREAD, TWO_THREADS, ONE_THREAD):
+        problem.x_backprop[...] = 0
+        computing.run([problem])
+        assert problem.prepared.backend is computing
+        assert problem.x_backprop.any()
+
+
 def test_the_bits_of_a_batch_do_not_depend_on_the_threads() -> None:
     specs = [spec_of(order, shape, dtype) for dtype, shape, order in each(DTYPES, CPU_SHAPES, ORDERS)]
     batch, again = [random_problem(spec) for spec in specs], [random_problem(spec) for spec in specs]
