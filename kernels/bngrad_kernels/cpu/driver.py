@@ -20,7 +20,6 @@ from bngrad_kernels.cpu.second_order import plane_sums as plane_sums_2
 from bngrad_kernels.cpu.team import (
     begin_phase,
     count,
-    number,
     phase_after,
     read,
     record_at,
@@ -40,12 +39,11 @@ class Entries(NamedTuple):
 
     Attributes:
         alone: Computes all problems in the calling thread.
-        join: Computes them as a member of a team, whose number it takes, and the kernel's address; returns the core of
-            the first member.
+        join: Computes them as a member of a team, whose number it takes, and the kernel's address.
     """
 
     alone: Callable[[Any, Any], None]
-    join: Callable[[Any, Any, int, int], int]
+    join: Callable[[Any, Any, int, int], None]
 
 
 def _kernel(stats: Any, columns: Any, planes: Any) -> Entries:  # noqa: PLR0915 - all functions of a kernel
@@ -60,18 +58,15 @@ def _kernel(stats: Any, columns: Any, planes: Any) -> Entries:  # noqa: PLR0915 
             problem(tag, call, i, np.int64(0))
 
     @internal
-    def join(tag: Any, call: Any, member: int, kernel: int) -> Any:
+    def join(tag: Any, call: Any, member: int, kernel: int) -> None:
         """Computes problems, or a problem, with all threads, phase by phase; the first member begins."""
-        core = np.int64(0)
         if member == 0:
-            core = number(call.sched_getcpu)
             parts = parts_of(call, record_at(call.records), call.work)
             begin_phase(call, phase_after(read(call.phase), call.work), parts, member)
         phase = read(call.phase)
         while work_of(phase) != _END and call.kernel == kernel and member < call.threads:
             share(tag, call, member, phase)
             phase = wait_for_change(call, phase, member)
-        return core
 
     @internal
     def share(tag: Any, call: Any, member: int, phase: int) -> None:

@@ -17,7 +17,7 @@ CALL = np.dtype(
         (name, np.int64)
         for name in (
             "records", "count", "threads", "work", "kernel", "group", "may_repeat", "repeats",
-            "phase", "done", "parts", "taken", "sleepers", "sem_wait", "sem_post", "sched_getcpu",
+            "phase", "done", "parts", "taken", "sleepers", "sem_wait", "sem_post",
         )
     ]
 )  # fmt: skip
@@ -27,7 +27,7 @@ have to.
 
 The other fields are the team's: the addresses of its counters, of which the first has the phase that it is in, the
 second how many parts of it are done, the third how many it has, and further ones how many parts of each thread's share
-are taken; that of its `SLEEPER` records; those of three C functions. They are 0 where a thread computes alone.
+are taken; that of its `SLEEPER` records; those of two C functions. They are 0 where a thread computes alone.
 """
 
 SLEEPER = np.dtype({"names": ["sleeps", "semaphore"], "formats": [np.int64, "V32"], "itemsize": 64})
@@ -49,7 +49,7 @@ FIRST_ORDER = (
 """The tensors of a `bngrad_kernels.problem.Problem` in the order of a record."""
 
 _X_BACKPROP = FIRST_ORDER.index("x_backprop")
-_TASK, _TEAM = struct.Struct("8q"), struct.Struct("8q")
+_TASK, _TEAM = struct.Struct("8q"), struct.Struct("7q")
 """The fields of a `CALL` that each call sets, and those of the team."""
 _FIELD = struct.Struct("q")
 _ADDRESSES = struct.Struct(f"{len(FIRST_ORDER)}q")

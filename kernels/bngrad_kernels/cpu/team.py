@@ -127,22 +127,11 @@ def of_semaphore(typingctx: Any, function: Any, semaphore: Any) -> Any:
 
 
 @intrinsic
-def number(typingctx: Any, function: Any) -> Any:
-    """Calls a C function, by its address, that takes nothing and returns an int."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = builder.inttoptr(args[0], ir.FunctionType(llvm.I32, []).as_pointer())
-        return builder.sext(builder.call(pointer, []), llvm.I64)
-
-    return types.int64(types.int64), codegen
-
-
-@intrinsic
 def join_by(typingctx: Any, kernel: Any, call: Any, member: Any) -> Any:
     """Calls a kernel, by its address, as a member of the team of a call, by its address."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        function = ir.FunctionType(llvm.I64, [llvm.I64] * 3)
+        function = ir.FunctionType(ir.VoidType(), [llvm.I64] * 3)
         builder.call(builder.inttoptr(args[0], function.as_pointer()), [args[1], args[2], args[0]])
         return context.get_dummy_value()
 

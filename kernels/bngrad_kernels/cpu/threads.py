@@ -15,6 +15,7 @@ from bngrad_kernels.cpu.records import CALL, SLEEPER, begin_team, counters_nbyte
 MAX_THREADS = 1024
 _LINE_NBYTES = 64
 _SEMAPHORE_OFFSET = SLEEPER.fields["semaphore"][1]  # type: ignore[index]
+_core_of_caller = ctypes.PyDLL(None).sched_getcpu
 _libc = ctypes.CDLL(None)
 _libc.aligned_alloc.argtypes = (ctypes.c_size_t, ctypes.c_size_t)
 _libc.aligned_alloc.restype = ctypes.c_void_p
@@ -42,10 +43,10 @@ class Team:
         if len(self._helpers) < threads - 1:
             self._start(kernel, threads)
         self._kernels[kernel.join_address] = kernel
-        self._task[:] = task
-        core = kernel.join(self._address, 0, kernel.join_address)
-        if core != self._core:  # for the next call
+        if (core := _core_of_caller()) != self._core:
             self._keep_off(core)
+        self._task[:] = task
+        kernel.join(self._address, 0, kernel.join_address)
 
     def _start(self, kernel: LoadedKernel, threads: int) -> None:
         """Starts helpers, as many as the system has threads for; those that are there share all the work."""
@@ -101,7 +102,7 @@ def _new_memory() -> tuple[int, Any]:
     for sleeper in range(begin + sleepers, begin + nbytes, SLEEPER.itemsize):
         _libc.sem_init(sleeper + _SEMAPHORE_OFFSET, 0, 0)
     call = (ctypes.c_char * CALL.itemsize).from_address(begin)
-    functions = tuple(map(_address, (_libc.sem_wait, _libc.sem_post, _libc.sched_getcpu)))
+    functions = tuple(map(_address, (_libc.sem_wait, _libc.sem_post)))
     return begin, begin_team(call, begin + counters, begin + sleepers, functions)
 
 

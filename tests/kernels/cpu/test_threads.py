@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import gc
 import math
@@ -22,6 +23,7 @@ from bngrad_kernels.cpu import backend
 from bngrad_kernels.cpu.machine_code.loader import LoadedKernel
 from bngrad_kernels.cpu.threads import Team
 
+core_of_caller = ctypes.PyDLL(None).sched_getcpu
 PROBLEMS = range(100)
 NEVER = math.inf
 
@@ -37,6 +39,22 @@ class Arriving(Team):
         if (delay_s := self._delays_s[member - 1]) < NEVER:
             time.sleep(delay_s)
             super().help(kernel, member)
+
+
+class Observed(Team):
+    """A team that notes for each call whether its helper may run on the caller's core alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared: list[bool] = []
+
+    def run(self, kernel: LoadedKernel, task: bytes, threads: int) -> None:
+        def join(*arguments: int) -> None:
+            helper = self._helpers[0].native_id or 0
+            self.shared.append(os.sched_getaffinity(helper) == {core_of_caller()})
+            kernel.join(*arguments)
+
+        super().run(kernel._replace(join=join), task, threads)
 
 
 @pytest.fixture
@@ -118,18 +136,26 @@ def test_helpers_sleep_in_kernels_whose_backends_have_gone(monkeypatch: pytest.M
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-def test_helpers_run_on_other_cores_than_the_caller(helpers: list[threading.Thread]) -> None:
+def test_helpers_run_on_other_cores_than_the_caller_also_when_it_has_just_moved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Where all cores are busy, Linux would keep waking them where they cannot help."""
-    computing = backends.create("cpu", threads=2)
-    core = max(os.sched_getaffinity(0))
+    team = Observed()
+    monkeypatch.setattr(backend, "team", lambda: team)
+    monkeypatch.setattr(backend, "ALONE_BELOW_NBYTES", 0)
+    computing, problem = backends.create("cpu", threads=2), random_problem(spec_of(1, (20_000, 64, 1)))
+    cores = sorted(os.sched_getaffinity(0))[:2]
 
-    def call() -> set[int]:
-        os.sched_setaffinity(0, {core, min(os.sched_getaffinity(0))})
-        fixed_bits.digests(PROBLEMS, computing)
-        return os.sched_getaffinity(helpers[0].native_id or 0)
+    def call() -> None:
+        for i in range(20):
+            os.sched_setaffinity(0, {cores[i % 2]})
+            os.sched_setaffinity(0, cores)  # Linux leaves the thread where it is, mostly
+            computing.run([problem])
 
     with ThreadPoolExecutor(1) as caller:
-        assert len(caller.submit(call).result()) == 1
+        caller.submit(call).result()
+    assert len(team.shared) == 20
+    assert sum(team.shared) < 10
 
 
 def assert_bits(count: int) -> None:

@@ -54,11 +54,10 @@ def _object_code(name: str) -> bytes:
         entries.alone(tag, call_at(call))
         end_default(before)
 
-    def join(call: Any, member: Any, kernel: Any) -> Any:
+    def join(call: Any, member: Any, kernel: Any) -> None:
         before = begin_default()
-        core = entries.join(tag, call_at(call), member, kernel)
+        entries.join(tag, call_at(call), member, kernel)
         end_default(before)
-        return core
 
     def help_forever(call: Any, member: Any) -> None:
         help_with_calls(call_at(call), call, member)

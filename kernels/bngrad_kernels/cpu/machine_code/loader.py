@@ -29,7 +29,7 @@ class LoadedKernel(NamedTuple):
         alone_address: Where the code is that computes a call alone.
         alone: Calls it with the address of the call.
         join_address: Where the code is for a member of a team.
-        join: Calls it with the address of the call, the number of the member and ``join_address``; returns a core.
+        join: Calls it with the address of the call, the number of the member and ``join_address``.
         help: Calls that of a thread that takes part in all calls.
         engine: What keeps the code there.
     """
@@ -37,7 +37,7 @@ class LoadedKernel(NamedTuple):
     alone_address: int
     alone: Callable[[int], None]
     join_address: int
-    join: Callable[[int, int, int], int]
+    join: Callable[[int, int, int], None]
     help: Callable[[int, int], None]
     engine: object
 
@@ -59,7 +59,7 @@ def load(kernel: Kernel) -> LoadedKernel:
     alone, join, helps = map(engine.get_function_address, (ALONE, JOIN, HELP))
     return LoadedKernel(
         alone, ctypes.CFUNCTYPE(None, ctypes.c_int64)(alone),
-        join, ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)(join),
+        join, ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)(join),
         ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)(helps), engine,
     )  # fmt: skip
 
