@@ -183,7 +183,7 @@ class CpuBackend(Backend):
     def _run_alone(self, spec: Spec, record: bytes | bytearray, planned: Plan) -> None:
         """Computes a problem with one thread."""
         records = bytearray(record)
-        self._give_workspace(records, planned, 1, 1)
+        place_workspace(records, self._workspace(planned.scratch_nbytes + planned.slot_nbytes), planned.scratch_nbytes)
         self._run(spec, records, 1, PROBLEMS)
 
     def _run_small(self, problems: list[AnyProblem]) -> None:
@@ -223,11 +223,6 @@ class CpuBackend(Backend):
             if (dtype, order) not in self._kernels:  # no other thread just loaded it
                 self._kernels[dtype, order] = loader.load(Kernel(dtype.name, order))
             return self._kernels[dtype, order]
-
-    def _give_workspace(self, record: bytearray, planned: Plan, slots: int, threads: int) -> None:
-        """Completes a record with the addresses of scratch memory for some slots and threads."""
-        scratch_nbytes = planned.scratch_nbytes * threads
-        place_workspace(record, self._workspace(scratch_nbytes + planned.slot_nbytes * slots), scratch_nbytes)
 
     def _workspace(self, nbytes: int) -> int:
         """Returns the address of a page of scratch memory, which each calling thread keeps for its next problem."""
