@@ -38,6 +38,7 @@ class CallRunner:
 
     Attributes:
         name: The client as errors name it, such as ``bngrad.Client('localhost:50051')``.
+        local: What computes every call in this process; None if servers do.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class CallRunner:
         self._quarantine = quarantine = Quarantine()
 
         local = _local_kernels() if not callable(targets) and _validation.LOCAL in targets else None
-        self._local = local if targets == [_validation.LOCAL] else None
+        self.local = local if targets == [_validation.LOCAL] else None
 
         # These must not refer to self: that cycle would leave the client to the garbage collector.
         def check(named: Sequence[str]) -> list[str]:
@@ -96,13 +97,7 @@ class CallRunner:
     @property
     def is_remote(self) -> bool:
         """Whether a server that is known sends and receives tensors over a network."""
-        return self._local is None and self._load_balancer.is_remote
-
-    @property
-    def local(self) -> LocalKernels | None:
-        """What computes every call in this process; None if servers do."""
-        self.check_open()
-        return self._local
+        return self.local is None and self._load_balancer.is_remote
 
     def deadline(self, timeout: float | None) -> Deadline:
         """Returns the deadline of a call that starts now; with the client's own timeout where None is given."""
@@ -158,7 +153,7 @@ class CallRunner:
         """Begins to send a tensor, which was converted, ahead of the calls that need it; see `bngrad.Client`."""
         self.check_open()
         tensor, wire = in_wire_layout(array)
-        upload = None if self._local is not None or self._transport == "unary" else self._ahead.send(wire)
+        upload = None if self.local is not None or self._transport == "unary" else self._ahead.send(wire)
         return AheadTensor(self._identity, tensor, wire, upload)
 
     def close(self) -> None:
@@ -241,8 +236,8 @@ class CallRunner:
         retries: bool | None = None,
     ) -> Result:
         """Makes attempts at the servers until one answers."""
-        if self._local is not None:
-            return attempt(self._local)
+        if self.local is not None:
+            return attempt(self.local)
         started_at = time.monotonic()
         attempts: Attempts | None = None
         while True:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Sequence
 
@@ -12,10 +13,22 @@ from torch import Tensor
 
 from bngrad.typing import Array
 
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+"""PyTorch's memory formats with the channels last, by the number of dimensions."""
+_LAST = {2: (0, 1), 3: (0, 2, 1), 4: (0, 2, 3, 1), 5: (0, 2, 3, 4, 1)}
+_SECOND = {2: (0, 1), 3: (0, 2, 1), 4: (0, 3, 1, 2), 5: (0, 4, 1, 2, 3)}
+"""The axes that move the channels from second to last, and back, by the number of dimensions."""
+
 
 def has_channels_last(x: Tensor) -> bool:
     """Returns whether the channels are next to each other in memory, as in ``torch.channels_last`` and in 2-D."""
-    return x.dim() == 2 or (not x.is_contiguous() and x.movedim(1, -1).is_contiguous())
+    if x.dim() == 2:
+        return True
+    if x.is_contiguous():
+        return False
+    if (memory_format := CHANNELS_LAST.get(x.dim())) is not None:
+        return x.is_contiguous(memory_format=memory_format)
+    return x.movedim(1, -1).is_contiguous()
 
 
 def empty_result(x: Tensor) -> Tensor:
@@ -34,18 +47,32 @@ def shape_for_client(x: Tensor, *, channels_last: bool) -> tuple[int, ...]:
 
 def for_client(tensors: Sequence[Tensor], *, channels_last: bool) -> list[Array]:
     """Returns tensors of shape (N, C, ...) as NHWC or NCHW in the CPU's memory; copies only those that differ."""
-    views = []
-    for tensor in tensors:
-        view = (tensor.movedim(1, -1) if channels_last else tensor).contiguous()
-        views.append(view if view.dim() == 4 else view.view(shape_for_client(tensor, channels_last=channels_last)))
-    if views[0].is_cuda:
-        views = _in_pinned_memory(views)
-    return list(map(_array, views))
+    if channels_last:
+        ordered = [each if has_channels_last(each) else _with_channels_last(each) for each in tensors]
+    else:
+        ordered = [each.contiguous() for each in tensors]
+    if ordered[0].is_cuda:
+        ordered = _in_pinned_memory(ordered)
+    arrays = list(map(_array, ordered))
+    if channels_last:
+        arrays = [array.transpose(_LAST[array.ndim]) for array in arrays]
+    if arrays[0].ndim == 4:
+        return arrays
+    shape = shape_for_client(tensors[0], channels_last=channels_last)
+    return [array.reshape(shape) for array in arrays]
 
 
 def vector(values: Tensor) -> Array:
     """Returns values per channel as the client takes them."""
     return _array(values if values.dtype is torch.float32 else values.float())
+
+
+def copied_vector(values: Tensor) -> Array:
+    """Does as `vector`, but never returns a view: PyTorch refuses to resize memory that NumPy has seen."""
+    if values.dtype is torch.float32 and values.is_cpu and values.is_contiguous():
+        # With cold caches, clone() takes twice as long.
+        return np.frombuffer(ctypes.string_at(values.data_ptr(), values.nbytes), np.float32)
+    return vector(values.clone())
 
 
 def output_like(array: Array, x: Tensor) -> Tensor | None:
@@ -55,23 +82,27 @@ def output_like(array: Array, x: Tensor) -> Tensor | None:
 
 def from_client(array: Array, x: Tensor, *, channels_last: bool) -> Tensor:
     """Returns a result with the shape, dtype and device of x; on a CPU without a copy."""
-    is_bfloat16 = x.dtype == torch.bfloat16
-    tensor = torch.from_numpy(array.view(np.int16)).view(x.dtype) if is_bfloat16 else torch.from_numpy(array)
     if x.dim() != 4:
         n, c, *others = x.shape
-        tensor = tensor.view((n, *others, c) if channels_last else x.shape)
+        array = array.reshape((n, *others, c) if channels_last else x.shape)
     if channels_last:
-        tensor = tensor.movedim(-1, 1)
+        array = array.transpose(_SECOND[x.dim()])
+    is_bfloat16 = x.dtype is torch.bfloat16
+    tensor = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16) if is_bfloat16 else torch.from_numpy(array)
     return tensor if x.is_cpu else tensor.to(x.device)
+
+
+def _with_channels_last(tensor: Tensor) -> Tensor:
+    return tensor.movedim(1, -1).contiguous().movedim(-1, 1)
 
 
 def _array(tensor: Tensor) -> Array:
     """Returns a view of a tensor in the CPU's memory; NumPy does not know PyTorch's bfloat16."""
-    if tensor.dtype != torch.bfloat16:
-        return tensor.numpy(force=True)
-    is_plain = tensor.is_cpu and not tensor.is_neg()
-    plain = tensor if is_plain else tensor.cpu().resolve_neg()
-    return plain.view(torch.int16).numpy().view(ml_dtypes.bfloat16)  # integers need no gradient
+    if tensor.requires_grad or tensor.is_neg() or not tensor.is_cpu:
+        tensor = tensor.detach().cpu().resolve_neg()
+    if tensor.dtype is torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()
 
 
 def _in_pinned_memory(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -24,7 +24,6 @@ _DTYPES = {
 _POOLED_FROM_NBYTES = 32 << 20
 """glibc, and so PyTorch, gives larger tensors back to the system; fresh pages cost more than the kernel that fills
 them. Up to here PyTorch's own memory is as good, and a tensor of it takes 0.1 ms less of Python with cold caches."""
-_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def gradients(
@@ -37,7 +36,7 @@ def gradients(
     """
     memory_format = torch.contiguous_format
     if not x.is_contiguous():
-        memory_format = _CHANNELS_LAST.get(x.dim(), memory_format)
+        memory_format = _layout.CHANNELS_LAST.get(x.dim(), memory_format)
         if not x.is_contiguous(memory_format=memory_format):
             return None
     if not x.is_cpu or x.is_neg() or y_backprop.is_neg():
