@@ -6,18 +6,20 @@ import asyncio
 import functools
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.integration.problems import Case, Inputs, assert_same_bits, random_inputs
-from tests.servers import Transport
+from tests.servers import DEVICE, ONE_WORKER, Transport, descriptors_of
 
 import bngrad
 import bngrad.aio
 from bngrad_cli.embedded import EmbeddedServer
 from bngrad_kernels.problem import Array
 from bngrad_kernels.spec import BFLOAT16, FLOAT16, FLOAT32
+from bngrad_wire.token_format import new_token
 
 DTYPES = [FLOAT16, BFLOAT16, FLOAT32]
 CASES = [
@@ -149,3 +151,29 @@ async def test_the_event_loop_never_waits_for_a_tensor(
             await call
             longest_gaps_s.append(longest_gap_s)
     assert min(longest_gaps_s) < 0.05, longest_gaps_s
+
+
+@pytest.mark.parametrize("has_tokens", [False, True], ids=["any client", "tokens tell clients apart"])
+def test_a_server_lends_large_responses_to_its_users_clients_unless_tokens_tell_them_apart(
+    has_tokens: bool, tmp_path: Path
+) -> None:
+    token, line = new_token("alice")
+    tokens = tmp_path / "tokens"
+    tokens.write_text(f"{line}\n")
+    x = np.random.default_rng(0).standard_normal((2, 128, 128, 64), np.float32)  # 8 MiB
+    stats = np.ones(64, np.float32)
+    options = (*ONE_WORKER, *(("--token-file", str(tokens)) if has_tokens else ()))
+    with (
+        EmbeddedServer(device=DEVICE, options=options) as server,
+        bngrad.Client(server.target, transport="stream", token=token) as client,
+        bngrad.Client(server.target, transport="shared", token=token) as shared,
+    ):
+        expected = shared.fused_batch_norm_grad_v2(x, x, stats, stats, stats)
+        before = pipes_of(server)
+        for _ in range(3):
+            assert_same_bits(client.fused_batch_norm_grad_v2(x, x, stats, stats, stats), expected)
+        assert len(pipes_of(server) - before) == (0 if has_tokens else 1)
+
+
+def pipes_of(server: EmbeddedServer) -> set[str]:
+    return {target for target in descriptors_of(server.process.pid).values() if target.startswith("pipe:")}

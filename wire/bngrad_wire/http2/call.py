@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from io import BytesIO
 from struct import Struct
-from typing import ClassVar, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 from bngrad_wire.http2 import frames
 from bngrad_wire.http2.connection import BaseConnection
 from bngrad_wire.http2.errors import ErrorCode, RpcError, Status
 from bngrad_wire.http2.frames import Buffer
+from bngrad_wire.http2.sockets.zero_copy import LENT_FROM_NBYTES
 from bngrad_wire.http2.stream import Stream
 
 PREFIX = Struct(">BI")
@@ -36,10 +37,11 @@ class BaseCall(Stream):
 
     Attributes:
         remaining: Unread bytes of the current message.
+        lends_memory: Whether a peer of this user reads large pieces where they lie, see
+            `bngrad_wire.http2.sockets.zero_copy`.
     """
 
-    _keeps_messages: ClassVar[bool] = False
-    """Whether messages do not change before the peer has read them."""
+    lends_memory: bool
 
     def __init__(self, connection: BaseConnection, stream_id: int) -> None:
         super().__init__(stream_id, connection.initial_send_window)
@@ -79,10 +81,10 @@ class BaseCall(Stream):
             connection.outbound.append(b"".join((header, prefix, *buffers)))
         else:
             if size >= _LARGE_NBYTES:
-                connection.io.expect_large_messages(are_kept=self._keeps_messages)
+                connection.io.expect_large_messages(are_kept=self.lends_memory)
             end = self._send_large(iter((prefix, *buffers)), size, end) and end
         self._sending_ended = end
-        if not more or len(connection.outbound) > _MAX_OUTBOUND_PIECES:
+        if not more or size >= LENT_FROM_NBYTES or len(connection.outbound) > _MAX_OUTBOUND_PIECES:
             connection.flush()
 
     def send_all(self, messages: Sequence[Sequence[Buffer]]) -> bool:
@@ -172,11 +174,15 @@ class BaseCall(Stream):
         return self._may_send()
 
     def _wait_for_window(self) -> bool:
+        return self._handle_frames_while(lambda: self.send_window <= 0 or self._connection.send_window <= 0)
+
+    def _handle_frames_while(self, is_waiting: Callable[[], object]) -> bool:
+        """Handles what the peer sends while this end waits; returns False if the peer ended the call meanwhile."""
         connection = self._connection
-        while self.send_window <= 0 or connection.send_window <= 0:
+        while is_waiting():
             if len(self.receive_buffer) + connection.data_left > MAX_BUFFERED_NBYTES:
                 self._reset(ErrorCode.ENHANCE_YOUR_CALM)
-                reason = f"the peer sent {MAX_BUFFERED_NBYTES} bytes and gave no window for the response"
+                reason = f"the peer sent {MAX_BUFFERED_NBYTES} bytes and did not take the response"
                 self.failure = RpcError(Status.RESOURCE_EXHAUSTED, reason)
                 self._check()
             connection.buffer_data_frame()

@@ -125,7 +125,7 @@ class ClientCall(BaseCall):
     """A call as its client sees it; it has ended once `receive_message` returns None or raises `RpcError`."""
 
     _connection: ClientConnection
-    _keeps_messages = True
+    lends_memory = True
 
     def __init__(self, connection: ClientConnection, stream_id: int) -> None:
         super().__init__(connection, stream_id)

@@ -56,6 +56,7 @@ class ConnectionState(ABC):
         initial_send_window: Bytes that the peer accepts on a new stream.
         max_frame_size: The longest payload that the peer accepts in a frame.
         table_size_update: What the next header block to be sent must begin with.
+        unanswered_ping: The content of the last PING of `ping`; empty once the peer has answered it.
         frame_budget: How many frames the peer may still send before it is asked how fast they came.
     """
 
@@ -73,13 +74,14 @@ class ConnectionState(ABC):
         self.send_window = frames.DEFAULT_WINDOW
         self.initial_send_window = frames.DEFAULT_WINDOW
         self.max_frame_size = frames.MIN_FRAME_SIZE
-        self.table_size_update = b""
+        self.table_size_update = self.unanswered_ping = b""
         self.frame_budget = self._frames_per_second = _FRAMES_PER_SECOND
         self._budget_at = time.monotonic()
         self._closed_early: dict[int, None] = {}
         self._receive_window = frames.MAX_WINDOW
         self._is_frame_cut = False  # of what was sent last
         self._unacknowledged = 0
+        self._pings = 0
 
     @property
     @abstractmethod
@@ -134,6 +136,13 @@ class ConnectionState(ABC):
                 self.flush()
             except PeerGoneError:
                 self.io.broken = None  # what the peer sent before it closed, such as an answer, can still be read
+
+    def ping(self) -> None:
+        """Sends a PING, which the peer answers once it has read all that was sent before; see `unanswered_ping`."""
+        self._pings += 1
+        self.unanswered_ping = self._pings.to_bytes(_PAYLOAD_NBYTES[frames.PING], "big")
+        self.outbound.append(frames.frame(frames.PING, 0, 0, self.unanswered_ping))
+        self.flush()
 
     def flush(self) -> None:
         """Sends `outbound`; if not `blocking`, as much of it as the socket takes."""
@@ -212,6 +221,8 @@ class ConnectionState(ABC):
         elif kind == frames.PING:
             if not flags & frames.ACK:
                 self.send_control(frames.frame(frames.PING, frames.ACK, 0, payload))
+            elif payload == self.unanswered_ping:
+                self.unanswered_ping = b""
         elif kind == frames.RST_STREAM:
             self._handle_rst_stream(stream_id, frames.UINT32.unpack(payload)[0])
         elif kind == frames.GOAWAY:

@@ -85,6 +85,8 @@ class Http2Handler:
         if call.path not in _PATHS and call.path not in self._others:
             self._servicer.observer.metrics.refused_call(_UNIMPLEMENTED.name)
             raise http2.RpcError(_UNIMPLEMENTED.value[0], f"{cut(call.path)} is not served here")
+        # A token may tell clients apart that are one user to the system: none must see another's tensors.
+        call.lends_memory = not authenticator.requires_token
         is_cancelled = partial(_has_failed, call)
         return RpcContext(client, deadline, is_cancelled, self._abort, call.metadata, check, self._traffic)
 

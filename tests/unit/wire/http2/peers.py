@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 
-from bngrad_wire.http2 import ClientConnection, PeerGoneError, RpcError, ServerCall, ServerConnection
+from bngrad_wire.http2 import ClientConnection, PeerGoneError, RpcError, ServerCall, ServerConnection, set_timeout
 from bngrad_wire.http2.frames import PREFACE, settings
 
 TIMEOUT_S = 30.0
@@ -33,7 +33,7 @@ def echo(call: ServerCall) -> None:
 
 def serve(sock: socket.socket, answer: Callable[[ServerCall], None] = echo) -> None:
     """Answers the calls of one connection until its client closes it."""
-    sock.settimeout(TIMEOUT_S)
+    set_timeout(sock, TIMEOUT_S)
     with sock:
         connection = ServerConnection(sock)
         with closing(connection):

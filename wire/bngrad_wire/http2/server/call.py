@@ -10,6 +10,7 @@ from bngrad_wire.http2.block_decoder import HeaderBlock
 from bngrad_wire.http2.call import PREFIX, BaseCall, split_messages
 from bngrad_wire.http2.connection import BaseConnection
 from bngrad_wire.http2.errors import ErrorCode, RpcError, Status
+from bngrad_wire.http2.frames import Buffer
 from bngrad_wire.http2.server.request_headers import CallHeaders, check_trailers
 
 _MESSAGE_NBYTES = 2048
@@ -28,6 +29,8 @@ class ServerCall(BaseCall):
         timeout_s: The client's deadline, in seconds from the start of the call; None is no limit.
         metadata: All headers except pseudo-headers; binary ones are still in base64.
     """
+
+    lends_memory = False
 
     def __init__(self, connection: BaseConnection, stream_id: int, headers: CallHeaders) -> None:
         super().__init__(connection, stream_id)
@@ -60,6 +63,21 @@ class ServerCall(BaseCall):
         for message in messages:
             self.send_message(message, more=True)
         self.end(trailers=trailers)
+
+    def send_message(self, *buffers: Buffer, more: bool = False, end: bool = False) -> None:
+        """See `BaseCall.send_message`; waits until the client has read what was lent."""
+        super().send_message(*buffers, more=more, end=end)
+        if self._connection.io.has_lent:
+            self._wait_until_read()
+
+    def _wait_until_read(self) -> None:
+        """Waits for the answer to a PING. A client that stalls never gets the trailers, so it has no result either."""
+        connection = self._connection
+        try:
+            connection.ping()
+            self._handle_frames_while(lambda: connection.unanswered_ping)
+        finally:
+            connection.io.has_lent = False
 
     def headers_received(self, block: HeaderBlock, end: bool) -> None:
         """Handles the client's trailers, whose contents are ignored."""

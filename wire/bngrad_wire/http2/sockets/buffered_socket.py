@@ -61,6 +61,8 @@ class BufferedSocket:
         tls: The socket, if it speaks TLS: it may then hold received data although its descriptor is not readable.
         buffer: Received bytes; those between ``low`` and ``high`` are not consumed yet.
         is_large: Whether it is a large buffer; see `enlarge`.
+        has_lent: Whether the socket refers to memory that was sent, as far as is known: who learns that the peer has
+            read all of it resets this.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -78,6 +80,7 @@ class BufferedSocket:
             self.tls.set_timeout(sock.gettimeout())
         self._expects_large_messages = False
         self._zero_copy: ZeroCopySender | None = None
+        self.has_lent = False
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self.broken: str | None = None
@@ -211,7 +214,9 @@ class BufferedSocket:
         if self._zero_copy is None or flags or self._sock.gettimeout() is not None:
             return self._sock.sendmsg(pieces, [], flags)
         if self._zero_copy.takes(pieces[0]):
-            return self._zero_copy.send(pieces[0], more=len(pieces) > 1)
+            sent, is_lent = self._zero_copy.send(pieces[0], more=len(pieces) > 1)
+            self.has_lent |= is_lent
+            return sent
         copied = 1
         while copied < len(pieces) and not self._zero_copy.takes(pieces[copied]):
             copied += 1

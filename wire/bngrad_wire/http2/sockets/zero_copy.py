@@ -1,8 +1,9 @@
 """Sends large memory within a host without a copy: the socket refers to its pages until the peer reads them.
 
-So the peer sees what is written there meanwhile. A call ends only after its peer has read all of it, if the peer keeps
-the protocol; one that does not could later read memory that is used for something else by then. Hence the peer must be
-a process of the same user, which may read this process's memory anyway.
+So the peer sees what is written there meanwhile. A client's call ends only after the server has read all of it, and a
+server waits for a sign that the client has, if the peer keeps the protocol; one that does not could later read memory
+that is used for something else by then. Hence the peer must be a process of the same user, which may read this
+process's memory anyway.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ import numpy as np
 
 from bngrad_wire.http2.frames import Buffer
 
-_FROM_NBYTES = 2 * 2**20
+LENT_FROM_NBYTES = 2 * 2**20
 """Smaller pieces are sent in less time by copying them."""
 _PIPE_NBYTES = 512 * 1024
 """A larger pipe is hardly faster; by default a user may have 64 MiB of pipes."""
+_MAX_PIPES = 16
 _UNIX_SOCKET_NBYTES = 2**20
 """The buffer of a Unix socket: with a smaller one, sender and peer wait for each other."""
 _SPLICE_F_NONBLOCK, _SPLICE_F_MORE = 2, 4
@@ -38,6 +40,65 @@ class _Iovec(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
 
 
+class _Pipe:
+    """A pipe.
+
+    Attributes:
+        held: How many bytes are in it.
+    """
+
+    def __init__(self) -> None:
+        """Opens it; raises OSError or AttributeError where the system does not allow it."""
+        read_end, write_end = os.pipe2(os.O_CLOEXEC)
+        self._ends = FileIO(read_end), FileIO(write_end, "w")
+        self.held = 0
+        try:
+            fcntl.fcntl(write_end, fcntl.F_SETPIPE_SZ, _PIPE_NBYTES)
+            self.fill(b"\0")
+            self._ends[0].read(self.held)
+            self.held = 0
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Closes both ends."""
+        for end in self._ends:
+            end.close()
+
+    def fill(self, piece: Buffer) -> None:
+        """Puts as much of a piece as there is room for into the pipe, after what this holds of it already."""
+        if self.held == len(piece):
+            return
+        address = np.frombuffer(piece, np.uint8).__array_interface__["data"][0]
+        rest = _Iovec(address + self.held, len(piece) - self.held)
+        added = _libc.vmsplice(self._ends[1].fileno(), ctypes.byref(rest), 1, _SPLICE_F_NONBLOCK)
+        if added < 0 and not self.held:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        self.held += max(added, 0)  # what is held goes first, then there is room, or the error again
+
+    def empty(self, sock: socket.socket, flags: int) -> int:
+        """Sends some of what it holds, and returns how many bytes."""
+        sent = os.splice(self._ends[0].fileno(), sock.fileno(), self.held, flags=flags)
+        self.held -= sent
+        return sent
+
+
+_spare_pipes: list[_Pipe | None] = [None] * _MAX_PIPES
+"""The pipes that no socket has, which bounds their number; None for one that is not open."""
+
+
+def _forget_pipes() -> None:
+    """Closes what a fork inherited: it must not share its parent's pipes."""
+    for pipe in _spare_pipes:
+        if pipe is not None:
+            pipe.close()
+    _spare_pipes[:] = [None] * _MAX_PIPES
+
+
+os.register_at_fork(after_in_child=_forget_pipes)
+
+
 class ZeroCopySender:
     """Sends pieces to one socket, by vmsplice(2) into a pipe and splice(2) out of it."""
 
@@ -45,52 +106,71 @@ class ZeroCopySender:
         """Opens nothing yet."""
         self._sock = sock
         self._is_possible: bool | None = None  # not known yet
-        self._pipe: tuple[FileIO, FileIO] | None = None
-        self._left = 0  # of the piece that is being sent
-        self._held = 0  # what the pipe holds of it
+        self._pipe: _Pipe | None = None  # of the piece that is being sent
+        self._left = 0  # of it
 
     def takes(self, piece: Buffer) -> bool:
         """Whether to send a piece, or the rest of one, by `send`.
 
         Must be asked about large pieces only once the peer has sent something: see `is_own_peer`.
         """
-        if self._left or len(piece) < _FROM_NBYTES:
+        if self._left or len(piece) < LENT_FROM_NBYTES:
             return self._left > 0
         if self._is_possible is None:
-            self._is_possible = is_own_peer(self._sock) and self._has_room() and self._open()
-        return self._is_possible
+            self._is_possible = is_own_peer(self._sock) and self._has_room()
+        return self._is_possible and (self._pipe is not None or self._take_pipe())
 
-    def send(self, piece: Buffer, *, more: bool) -> int:
-        """Sends some of a piece, and returns how many bytes; the next call takes the rest of it.
+    def send(self, piece: Buffer, *, more: bool) -> tuple[int, bool]:
+        """Sends some of a piece; the next call takes the rest of it.
 
         Args:
             piece: It must not change until the peer has read it.
             more: Whether more is sent immediately after the piece.
 
+        Returns:
+            How many bytes were sent, and whether the socket refers to them.
+
         Raises:
             OSError: As of the socket.
         """
         assert self._pipe is not None
-        reader, writer = self._pipe
         self._left = self._left or len(piece)
         try:
-            self._fill(writer.fileno(), piece)
+            self._pipe.fill(piece)
         except OSError:  # the memory has no pages to lend, as a device's may have none
             self.close()
-            return self._sock.send(piece)
-        flags = _SPLICE_F_MORE if more or self._held < len(piece) else 0
-        sent = os.splice(reader.fileno(), self._sock.fileno(), self._held, flags=flags)
-        self._held -= sent
+            return self._sock.send(piece), False
+        sent = self._pipe.empty(self._sock, _SPLICE_F_MORE if more or self._pipe.held < len(piece) else 0)
         self._left -= sent
-        return sent
+        if not self._left:
+            self._give_pipe_back()
+        return sent, True
 
     def close(self) -> None:
-        """Closes the pipe."""
-        pipe, self._pipe = self._pipe, None
+        """Sends no more."""
         self._is_possible = False
         self._left = 0
-        for end in pipe or ():
-            end.close()
+        self._give_pipe_back()
+
+    def _take_pipe(self) -> bool:
+        try:
+            spare = _spare_pipes.pop()
+        except IndexError:  # other sockets have them all
+            return False
+        try:
+            self._pipe = spare or _Pipe()
+        except (AttributeError, OSError):  # a sandbox, too few descriptors, or not Linux
+            _spare_pipes.append(None)
+            self._is_possible = False
+        return self._pipe is not None
+
+    def _give_pipe_back(self) -> None:
+        pipe, self._pipe = self._pipe, None
+        if pipe is None:
+            return
+        if pipe.held:
+            pipe.close()
+        _spare_pipes.append(None if pipe.held else pipe)
 
     def _has_room(self) -> bool:
         """Enlarges a Unix socket's buffer, and returns whether the system allows it; that of TCP grows by itself."""
@@ -99,31 +179,6 @@ class ZeroCopySender:
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_SOCKET_NBYTES)
         # Linux doubles it, for what it needs itself, if that is not above net.core.wmem_max.
         return self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == 2 * _UNIX_SOCKET_NBYTES
-
-    def _open(self) -> bool:
-        """Opens the pipe; returns False where the system does not allow it."""
-        try:
-            read_end, write_end = os.pipe2(os.O_CLOEXEC)
-            self._pipe = FileIO(read_end), FileIO(write_end, "w")
-            fcntl.fcntl(write_end, fcntl.F_SETPIPE_SZ, _PIPE_NBYTES)
-            self._fill(write_end, b"\0")
-            self._pipe[0].read(self._held)
-            self._held = 0
-        except (AttributeError, OSError):  # a sandbox, too few descriptors, or not Linux
-            self.close()
-            return False
-        return True
-
-    def _fill(self, write_end: int, piece: Buffer) -> None:
-        """Puts as much of a piece as there is room for into the pipe, after what this holds of it already."""
-        if self._held == len(piece):
-            return
-        address = np.frombuffer(piece, np.uint8).__array_interface__["data"][0]
-        rest = _Iovec(address + self._held, len(piece) - self._held)
-        added = _libc.vmsplice(write_end, ctypes.byref(rest), 1, _SPLICE_F_NONBLOCK)
-        if added < 0 and not self._held:
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-        self._held += max(added, 0)  # what is held goes first, then there is room, or the error again
 
 
 def is_own_peer(sock: socket.socket) -> bool:

@@ -1,0 +1,182 @@
+"""A server lends the memory of large responses to clients of its user, and has it back once they have read it."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+import numpy as np
+import pytest
+from tests.unit.wire.http2.peers import TIMEOUT_S, client, in_thread, pair, serve_until_gone, unary
+
+from bngrad_wire.http2 import RpcError, ServerCall, ServerConnection, frames, set_timeout
+from bngrad_wire.http2.errors import ErrorCode
+from bngrad_wire.http2.header_block import encode
+
+NBYTES = 8 * 2**20
+HELLO = frames.PREFACE + frames.settings(
+    {frames.INITIAL_WINDOW_SIZE: frames.MAX_WINDOW, frames.MAX_FRAME_SIZE: frames.LARGEST_FRAME_SIZE}
+)
+CALL = [(":method", "POST"), (":scheme", "http"), (":path", "/a/b"), ("content-type", "application/grpc")]
+
+
+class Lender:
+    """Answers calls with memory that it changes as soon as it may.
+
+    Attributes:
+        memory: The memory.
+        has_it_back: Set once it may be changed.
+        failure: What the last answer raised.
+    """
+
+    def __init__(self, *, lends: bool = True) -> None:
+        self.memory = np.zeros(NBYTES, np.uint8)
+        self.has_it_back = threading.Event()
+        self.failure: BaseException | None = None
+        self._lends = lends
+
+    def answer(self, call: ServerCall) -> None:
+        while call.receive_message() is not None:
+            pass
+        call.lends_memory = self._lends
+        self.memory[:] = 0
+        self.has_it_back.clear()
+        try:
+            call.send_message(self.memory.data, more=True)
+        except BaseException as error:
+            self.failure = error
+            raise
+        finally:
+            self.has_it_back.set()
+        self.memory[:] = 2
+        call.end()
+
+
+def test_the_client_reads_the_servers_memory_and_the_server_waits_until_it_has() -> None:
+    lender = Lender()
+    with client("tcp", lender.answer) as connection:
+        for _ in range(3):
+            call = connection.call("/a/b")
+            call.send_message(b"", end=True)
+            size = call.receive_message()
+            assert size == NBYTES
+            lender.memory[-1000:] = 1
+            assert not lender.has_it_back.wait(0.1)
+            expected = bytes(NBYTES - 1000) + b"\1" * 1000
+            assert call.read(size) == expected
+            assert call.receive_message() is None
+            assert lender.has_it_back.is_set()
+
+
+def test_a_client_that_cancels_does_not_keep_the_memory_and_calls_again() -> None:
+    lender = Lender()
+    with client("tcp", lender.answer) as connection:
+        call = connection.call("/a/b")
+        call.send_message(b"", end=True)
+        assert call.receive_message() == NBYTES
+        call.cancel()
+        assert lender.has_it_back.wait(TIMEOUT_S)
+        assert isinstance(lender.failure, RpcError)
+        assert unary(connection) == bytes(NBYTES)
+
+
+class RawClient:
+    """A client that reads frame by frame, and answers nothing by itself."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.file = sock.makefile("rb")
+        opened = frames.window_update(0, frames.MAX_WINDOW - frames.DEFAULT_WINDOW)
+        sock.sendall(HELLO + opened)
+
+    def call(self, stream_id: int) -> None:
+        opening = frames.frame(frames.HEADERS, frames.END_HEADERS, stream_id, encode(CALL))
+        self.sock.sendall(opening + frames.frame(frames.DATA, frames.END_STREAM, stream_id, bytes(5)))
+
+    def next(self, kind: int) -> tuple[int, bytes]:
+        """Returns the flags and content of the next frame of a kind, and forgets those before it."""
+        return next((flags, content) for found, flags, content in self.frames() if found == kind)
+
+    def frames(self) -> Iterator[tuple[int, int, bytes]]:
+        """Yields kind, flags and content of the next frames, until the connection or the last call ends."""
+        while len(header := self.file.read(frames.HEADER_NBYTES)) == frames.HEADER_NBYTES:
+            length, kind, flags, _ = frames.parse_header(header, 0)
+            yield kind, flags, self.file.read(length)
+            if kind == frames.HEADERS and flags & frames.END_STREAM:
+                return
+
+    def answer_ping(self, content: bytes) -> None:
+        self.sock.sendall(frames.frame(frames.PING, frames.ACK, 0, content))
+
+
+@contextmanager
+def raw_client(lender: Lender) -> Iterator[RawClient]:
+    near, far = pair("tcp")
+    with in_thread(serve_until_gone, far, lender.answer), near:
+        raw = RawClient(near)
+        with closing(raw.file):
+            yield raw
+
+
+def test_the_trailers_come_once_the_client_has_answered_the_ping() -> None:
+    lender = Lender()
+    with raw_client(lender) as raw:
+        raw.call(1)
+        assert raw.next(frames.HEADERS)[0] == frames.END_HEADERS
+        _, ping = raw.next(frames.PING)
+        raw.answer_ping(b"not this")
+        assert not lender.has_it_back.wait(0.1)
+        raw.answer_ping(ping)
+        assert raw.next(frames.HEADERS)[0] & frames.END_STREAM
+        assert lender.has_it_back.is_set()
+
+
+def test_the_answer_to_the_ping_of_a_call_that_was_reset_is_not_that_of_the_next() -> None:
+    lender = Lender()
+    with raw_client(lender) as raw:
+        raw.call(1)
+        _, first = raw.next(frames.PING)
+        raw.sock.sendall(frames.rst_stream(1, ErrorCode.CANCEL))
+        assert lender.has_it_back.wait(TIMEOUT_S)
+        raw.call(3)
+        _, second = raw.next(frames.PING)
+        raw.answer_ping(first)
+        assert not lender.has_it_back.wait(0.1)
+        raw.answer_ping(second)
+        assert lender.has_it_back.wait(TIMEOUT_S)
+
+
+def test_no_ping_is_sent_where_the_memory_was_copied() -> None:
+    lender = Lender(lends=False)
+    with raw_client(lender) as raw:
+        raw.call(1)
+        received = list(raw.frames())
+        assert sum(len(content) for kind, _, content in received if kind == frames.DATA) > NBYTES
+        assert frames.PING not in [kind for kind, _, _ in received]
+
+
+@pytest.mark.parametrize("stall", ["it reads, and does not answer", "it reads nothing"])
+def test_a_client_that_stalls_gets_no_trailers(stall: str) -> None:
+    near, far = pair("tcp")
+    with near, closing(ServerConnection(far)) as server:
+        raw = RawClient(near)
+        raw.call(1)
+        set_timeout(far, TIMEOUT_S)
+        call = server.accept()
+        assert call is not None
+        while call.receive_message() is not None:
+            pass
+        set_timeout(far, 0.2)
+        call.lends_memory = True
+        with in_thread(send_to_a_client_that_stalls, call):
+            if stall == "it reads, and does not answer":
+                raw.next(frames.PING)
+        server.close()
+        assert not any(kind == frames.HEADERS and flags & frames.END_STREAM for kind, flags, _ in raw.frames())
+
+
+def send_to_a_client_that_stalls(call: ServerCall) -> None:
+    with pytest.raises(TimeoutError):
+        call.send_message(bytes(NBYTES))
