@@ -50,14 +50,14 @@ def main() -> None:
                     measured.rates += rates
     verdicts = targets.verdicts(measured, options.networks)
     print(f"\n{targets.table(verdicts)}\n{time.monotonic() - start:.0f} seconds")
-    if options.plot:
-        plot.draw(measured, options.plot)
     if options.json:
         machine = report.machine({name: metadata.version(name) for name in _PACKAGES}, options.threads)
         machine["device"] = kernel.description
         document = {"machine": machine, **measured.as_json(), "targets": verdicts}
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(document, indent=1) + "\n")
+    if options.plot:  # at last, since the picture is part of the tree whose state the facts name
+        plot.draw(measured, options.plot)
 
 
 def _options() -> argparse.Namespace:
