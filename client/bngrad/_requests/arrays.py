@@ -26,6 +26,9 @@ def as_arrays(tensors: Mapping[str, Any]) -> dict[str, Array]:
     arrays: dict[str, Array] = {}
     violations: list[FieldViolation] = []
     for field, value in tensors.items():
+        if type(value) is np.ndarray:  # as most are, and what follows takes long with cold caches
+            arrays[field] = value
+            continue
         try:
             arrays[field] = as_array(field, value)
         except InvalidArgumentError as error:

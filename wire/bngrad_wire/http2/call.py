@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from io import BytesIO
 from struct import Struct
-from typing import NoReturn, TypeVar
+from typing import ClassVar, NoReturn, TypeVar
 
 from bngrad_wire.http2 import frames
 from bngrad_wire.http2.connection import BaseConnection
 from bngrad_wire.http2.errors import ErrorCode, RpcError, Status
 from bngrad_wire.http2.frames import Buffer
-from bngrad_wire.http2.sockets.zero_copy import LENT_FROM_NBYTES
 from bngrad_wire.http2.stream import Stream
 
 PREFIX = Struct(">BI")
@@ -37,11 +36,13 @@ class BaseCall(Stream):
 
     Attributes:
         remaining: Unread bytes of the current message.
-        lends_memory: Whether a peer of this user reads large pieces where they lie, see
+        lends_memory: Whether a peer of this user reads large messages where they lie, see
             `bngrad_wire.http2.sockets.zero_copy`.
     """
 
     lends_memory: bool
+    _lent_from_nbytes: ClassVar[int]
+    """Smaller messages take less time copied."""
 
     def __init__(self, connection: BaseConnection, stream_id: int) -> None:
         super().__init__(stream_id, connection.initial_send_window)
@@ -73,6 +74,7 @@ class BaseCall(Stream):
         size = sum(map(len, buffers))
         prefix = PREFIX.pack(0, size)
         size += len(prefix)
+        may_lend = self.lends_memory and size >= self._lent_from_nbytes
         self._begin_message()
         if size <= _SMALL_NBYTES and size <= self.send_window and size <= connection.send_window:
             self.send_window -= size
@@ -81,10 +83,10 @@ class BaseCall(Stream):
             connection.outbound.append(b"".join((header, prefix, *buffers)))
         else:
             if size >= _LARGE_NBYTES:
-                connection.io.expect_large_messages(are_kept=self.lends_memory)
+                connection.io.expect_large_messages(are_kept=may_lend)
             end = self._send_large(iter((prefix, *buffers)), size, end) and end
         self._sending_ended = end
-        if not more or size >= LENT_FROM_NBYTES or len(connection.outbound) > _MAX_OUTBOUND_PIECES:
+        if not more or may_lend or len(connection.outbound) > _MAX_OUTBOUND_PIECES:
             connection.flush()
 
     def send_all(self, messages: Sequence[Sequence[Buffer]]) -> bool:

@@ -126,6 +126,7 @@ class ClientCall(BaseCall):
 
     _connection: ClientConnection
     lends_memory = True
+    _lent_from_nbytes = 2 * 2**20
 
     def __init__(self, connection: ClientConnection, stream_id: int) -> None:
         super().__init__(connection, stream_id)

@@ -31,8 +31,8 @@ class Lender:
         failure: What the last answer raised.
     """
 
-    def __init__(self, *, lends: bool = True) -> None:
-        self.memory = np.zeros(NBYTES, np.uint8)
+    def __init__(self, nbytes: int = NBYTES, *, lends: bool = True) -> None:
+        self.memory = np.zeros(nbytes, np.uint8)
         self.has_it_back = threading.Event()
         self.failure: BaseException | None = None
         self._lends = lends
@@ -148,12 +148,13 @@ def test_the_answer_to_the_ping_of_a_call_that_was_reset_is_not_that_of_the_next
         assert lender.has_it_back.wait(TIMEOUT_S)
 
 
-def test_no_ping_is_sent_where_the_memory_was_copied() -> None:
-    lender = Lender(lends=False)
+@pytest.mark.parametrize(("nbytes", "lends"), [(NBYTES, False), (3 * 2**20, True)], ids=["not allowed", "small"])
+def test_no_ping_is_sent_where_the_memory_was_copied(nbytes: int, lends: bool) -> None:
+    lender = Lender(nbytes, lends=lends)
     with raw_client(lender) as raw:
         raw.call(1)
         received = list(raw.frames())
-        assert sum(len(content) for kind, _, content in received if kind == frames.DATA) > NBYTES
+        assert sum(len(content) for kind, _, content in received if kind == frames.DATA) > nbytes
         assert frames.PING not in [kind for kind, _, _ in received]
 
 

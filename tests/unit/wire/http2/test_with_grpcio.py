@@ -5,26 +5,38 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import grpc
 import pytest
-from tests.unit.wire.http2.peers import SIZES, TIMEOUT_S, UNLIMITED, grpcio_server, listening, unary, unary_of
+from tests.unit.wire.http2.peers import (
+    SIZES,
+    TIMEOUT_S,
+    UNLIMITED,
+    echo,
+    grpcio_server,
+    lending_echo,
+    listening,
+    unary,
+    unary_of,
+)
 
 from bngrad_wire.http2 import RpcError, ServerCall
 
 
-def test_grpcio_calls_the_server_with_messages_of_any_size() -> None:
-    with listening() as address, grpc.insecure_channel(address, options=UNLIMITED) as channel:
+@pytest.mark.parametrize("answer", [echo, lending_echo])
+def test_grpcio_calls_the_server_with_messages_of_any_size(answer: Callable[[ServerCall], None]) -> None:
+    with listening(answer) as address, grpc.insecure_channel(address, options=UNLIMITED) as channel:
         call = unary_of(channel, "/echo.Echo/echo")
         for size in [*SIZES, 3]:
             message = os.urandom(size)
             assert call(message, timeout=TIMEOUT_S) == message
 
 
-def test_grpcio_streams_to_the_server_both_ways() -> None:
+@pytest.mark.parametrize("answer", [echo, lending_echo])
+def test_grpcio_streams_to_the_server_both_ways(answer: Callable[[ServerCall], None]) -> None:
     messages = [os.urandom(size) for size in (1, 2**20, 0, 5 * 2**20, 7)] * 2
-    with listening() as address, grpc.insecure_channel(address, options=UNLIMITED) as channel:
+    with listening(answer) as address, grpc.insecure_channel(address, options=UNLIMITED) as channel:
         stream: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream("/echo.Echo/echo")
         for _ in range(2):
             assert list(stream(iter(messages), timeout=TIMEOUT_S)) == messages

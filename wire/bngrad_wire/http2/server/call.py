@@ -31,6 +31,7 @@ class ServerCall(BaseCall):
     """
 
     lends_memory = False
+    _lent_from_nbytes = 4 * 2**20  # more than a client's, since the server waits until all was read
 
     def __init__(self, connection: BaseConnection, stream_id: int, headers: CallHeaders) -> None:
         super().__init__(connection, stream_id)

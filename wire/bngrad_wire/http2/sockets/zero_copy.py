@@ -21,7 +21,7 @@ import numpy as np
 
 from bngrad_wire.http2.frames import Buffer
 
-LENT_FROM_NBYTES = 2 * 2**20
+_FROM_NBYTES = 2 * 2**20
 """Smaller pieces are sent in less time by copying them."""
 _PIPE_NBYTES = 512 * 1024
 """A larger pipe is hardly faster; by default a user may have 64 MiB of pipes."""
@@ -114,7 +114,7 @@ class ZeroCopySender:
 
         Must be asked about large pieces only once the peer has sent something: see `is_own_peer`.
         """
-        if self._left or len(piece) < LENT_FROM_NBYTES:
+        if self._left or len(piece) < _FROM_NBYTES:
             return self._left > 0
         if self._is_possible is None:
             self._is_possible = is_own_peer(self._sock) and self._has_room()
