@@ -14,7 +14,6 @@ import os
 import socket
 import struct
 from contextlib import suppress
-from io import FileIO
 from pathlib import Path
 
 import numpy as np
@@ -49,13 +48,12 @@ class _Pipe:
 
     def __init__(self) -> None:
         """Opens it; raises OSError or AttributeError where the system does not allow it."""
-        read_end, write_end = os.pipe2(os.O_CLOEXEC)
-        self._ends = FileIO(read_end), FileIO(write_end, "w")
+        self._read_end, self._write_end = os.pipe2(os.O_CLOEXEC)
         self.held = 0
         try:
-            fcntl.fcntl(write_end, fcntl.F_SETPIPE_SZ, _PIPE_NBYTES)
+            fcntl.fcntl(self._write_end, fcntl.F_SETPIPE_SZ, _PIPE_NBYTES)
             self.fill(b"\0")
-            self._ends[0].read(self.held)
+            os.read(self._read_end, self.held)
             self.held = 0
         except BaseException:
             self.close()
@@ -63,8 +61,8 @@ class _Pipe:
 
     def close(self) -> None:
         """Closes both ends."""
-        for end in self._ends:
-            end.close()
+        os.close(self._read_end)
+        os.close(self._write_end)
 
     def fill(self, piece: Buffer) -> None:
         """Puts as much of a piece as there is room for into the pipe, after what this holds of it already."""
@@ -72,14 +70,14 @@ class _Pipe:
             return
         address = np.frombuffer(piece, np.uint8).__array_interface__["data"][0]
         rest = _Iovec(address + self.held, len(piece) - self.held)
-        added = _libc.vmsplice(self._ends[1].fileno(), ctypes.byref(rest), 1, _SPLICE_F_NONBLOCK)
+        added = _libc.vmsplice(self._write_end, ctypes.byref(rest), 1, _SPLICE_F_NONBLOCK)
         if added < 0 and not self.held:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         self.held += max(added, 0)  # what is held goes first, then there is room, or the error again
 
     def empty(self, sock: socket.socket, flags: int) -> int:
         """Sends some of what it holds, and returns how many bytes."""
-        sent = os.splice(self._ends[0].fileno(), sock.fileno(), self.held, flags=flags)
+        sent = os.splice(self._read_end, sock.fileno(), self.held, flags=flags)
         self.held -= sent
         return sent
 
