@@ -111,6 +111,7 @@ class CpuBackend(Backend):
         Its arguments are the addresses of `records.FIRST_ORDER`; 0 for a scale of ones. Calls may overlap.
         """
         planned = plan(spec)
+        self._load(spec.dtype, spec.order)  # now, so that no call fails for that
         if not _fits(planned) or self._is_alone(spec.tensor_nbytes, planned):
             return functools.partial(self._run_at, spec, planned)
         return self._bound_to_team(spec, planned.record, planned)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
@@ -107,3 +109,17 @@ def test_a_closed_client_computes_nothing() -> None:
     client.close()
     with pytest.raises(bngrad.ClientClosedError):
         y.sum().backward()
+
+
+def test_a_kernel_that_cannot_be_compiled_is_an_error_of_the_client() -> None:
+    code = """
+import os, torch, bngrad, bngrad.torch
+os.environ["NUMBA_CPU_NAME"] = "no-such-processor"
+layer = bngrad.torch.BatchNorm1d(4, client=bngrad.Client("local:"))
+try:
+    layer(torch.randn(3, 4)).sum().backward()
+except bngrad.UnavailableError as error:
+    print(error)
+"""
+    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert found.startswith("the kernel float32-1 could not be compiled: LLVM")
