@@ -141,14 +141,18 @@ class ZeroCopySender:
         sent = self._pipe.empty(self._sock, _SPLICE_F_MORE if more or self._pipe.held < len(piece) else 0)
         self._left -= sent
         if not self._left:
-            self._give_pipe_back()
+            pipe, self._pipe = self._pipe, None
+            _spare_pipes.append(pipe)
         return sent, True
 
     def close(self) -> None:
         """Sends no more."""
         self._is_possible = False
         self._left = 0
-        self._give_pipe_back()
+        pipe, self._pipe = self._pipe, None
+        if pipe is not None:
+            pipe.close()  # amid a piece it holds some of that, also where Ctrl-C came before it was counted
+            _spare_pipes.append(None)
 
     def _take_pipe(self) -> bool:
         try:
@@ -158,17 +162,11 @@ class ZeroCopySender:
         try:
             self._pipe = spare or _Pipe()
         except (AttributeError, OSError):  # a sandbox, too few descriptors, or not Linux
-            _spare_pipes.append(None)
             self._is_possible = False
+        finally:
+            if self._pipe is None:
+                _spare_pipes.append(None)
         return self._pipe is not None
-
-    def _give_pipe_back(self) -> None:
-        pipe, self._pipe = self._pipe, None
-        if pipe is None:
-            return
-        if pipe.held:
-            pipe.close()
-        _spare_pipes.append(None if pipe.held else pipe)
 
     def _has_room(self) -> bool:
         """Enlarges a Unix socket's buffer, and returns whether the system allows it; that of TCP grows by itself."""

@@ -12,13 +12,16 @@ import termios
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import numpy as np
 import pytest
 
 from bngrad_wire.http2.frames import Buffer
+from bngrad_wire.http2.sockets import zero_copy
 from bngrad_wire.http2.sockets.buffered_socket import BufferedSocket
 from bngrad_wire.http2.sockets.zero_copy import is_own_peer
 
@@ -58,6 +61,7 @@ while len(received) < len(piece):
 assert received == piece
 assert os.wait()[1] == 0
 """
+_SENDING = {"send", "fill", "empty"}
 _FORK = """
 import os, socket, threading
 from bngrad_wire.http2.sockets.buffered_socket import BufferedSocket
@@ -145,6 +149,12 @@ def read(sock: socket.socket, nbytes: int) -> bytes:
     while len(received) < nbytes:
         received += sock.recv(min(777_777, nbytes - len(received)))
     return bytes(received)
+
+
+def read_to_the_end(sock: socket.socket) -> None:
+    with suppress(ConnectionError):
+        while sock.recv(_MIB):
+            pass
 
 
 def open_descriptors() -> int:
@@ -268,3 +278,44 @@ def test_sockets_that_find_no_pipe_copy() -> None:
 
 def test_a_fork_does_not_share_its_parents_pipes() -> None:
     subprocess.run([sys.executable, "-c", _FORK], check=True, timeout=_TIMEOUT_S)
+
+
+def test_after_ctrl_c_at_any_step_no_other_socket_sends_what_was_left() -> None:
+    left, other = (np.random.default_rng(seed).bytes(2 * _MIB) for seed in range(2))
+    for steps in range(10_000):
+        with connection() as (ours, theirs), ThreadPoolExecutor(1) as thread, sender(ours) as buffered:
+            thread.submit(read_to_the_end, theirs)
+            was_interrupted = is_interrupted_after(steps, buffered.send, [left])
+        with connection() as (ours, theirs), sender(ours) as buffered, ThreadPoolExecutor(1) as thread:
+            received = thread.submit(read, theirs, len(other))
+            buffered.send([other])
+            assert received.result(_TIMEOUT_S) == other
+            assert buffered.has_lent
+        if not was_interrupted:
+            break
+    assert steps > 100
+
+
+def is_interrupted_after(steps: int, send: Callable[[list[Buffer]], bytes], pieces: list[Buffer]) -> bool:
+    """Raises KeyboardInterrupt before a bytecode that sends; returns whether it had not ended by then."""
+    left = steps
+
+    def trace(frame: FrameType, event: str, argument: object) -> Callable[..., Any] | None:
+        nonlocal left
+        if frame.f_globals["__name__"] != zero_copy.__name__ or frame.f_code.co_name not in _SENDING:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            left -= 1
+            if left < 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        with suppress(KeyboardInterrupt):
+            send(pieces)
+    finally:
+        sys.settrace(None)
+    return left < 0
