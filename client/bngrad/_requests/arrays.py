@@ -26,9 +26,6 @@ def as_arrays(tensors: Mapping[str, Any]) -> dict[str, Array]:
     arrays: dict[str, Array] = {}
     violations: list[FieldViolation] = []
     for field, value in tensors.items():
-        if type(value) is np.ndarray:  # as most are, and what follows takes long with cold caches
-            arrays[field] = value
-            continue
         try:
             arrays[field] = as_array(field, value)
         except InvalidArgumentError as error:
@@ -50,6 +47,8 @@ def as_array(field: str, value: Any) -> Array:
     Raises:
         InvalidArgumentError: It is none of these, or it is on a device other than the CPU.
     """
+    if type(value) is np.ndarray:  # as most are; what follows takes long with cold caches
+        return value
     if value is None:
         raise invalid_argument(FieldViolation(field, f"{field} must be an array, not None"))
     if isinstance(value, np.ndarray):

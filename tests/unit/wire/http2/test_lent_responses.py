@@ -91,6 +91,9 @@ class RawClient:
         opened = frames.window_update(0, frames.MAX_WINDOW - frames.DEFAULT_WINDOW)
         sock.sendall(HELLO + opened)
 
+    def close(self) -> None:
+        self.file.close()
+
     def call(self, stream_id: int) -> None:
         opening = frames.frame(frames.HEADERS, frames.END_HEADERS, stream_id, encode(CALL))
         self.sock.sendall(opening + frames.frame(frames.DATA, frames.END_STREAM, stream_id, bytes(5)))
@@ -114,10 +117,8 @@ class RawClient:
 @contextmanager
 def raw_client(lender: Lender) -> Iterator[RawClient]:
     near, far = pair("tcp")
-    with in_thread(serve_until_gone, far, lender.answer), near:
-        raw = RawClient(near)
-        with closing(raw.file):
-            yield raw
+    with in_thread(serve_until_gone, far, lender.answer), near, closing(RawClient(near)) as raw:
+        yield raw
 
 
 def test_the_trailers_come_once_the_client_has_answered_the_ping() -> None:
@@ -148,6 +149,28 @@ def test_the_answer_to_the_ping_of_a_call_that_was_reset_is_not_that_of_the_next
         assert lender.has_it_back.wait(TIMEOUT_S)
 
 
+def test_after_a_response_that_was_reset_midway_a_small_one_waits_for_nothing() -> None:
+    """It may be sent by an event loop, which must not wait."""
+    lender = Lender(64 * 2**20)  # more than the sockets hold
+
+    def answer(call: ServerCall) -> None:
+        if not lender.has_it_back.is_set():
+            lender.answer(call)
+        call.receive_message()
+        call.send_message(b"small")
+        call.end()
+
+    near, far = pair("tcp")
+    with in_thread(serve_until_gone, far, answer), near, closing(RawClient(near)) as raw:
+        raw.call(1)
+        raw.next(frames.DATA)
+        raw.sock.sendall(frames.rst_stream(1, ErrorCode.CANCEL))
+        raw.call(3)
+        received = list(raw.frames())
+        assert sum(len(content) for kind, _, content in received if kind == frames.DATA) < lender.memory.nbytes
+        assert frames.PING not in [kind for kind, _, _ in received]
+
+
 @pytest.mark.parametrize(("nbytes", "lends"), [(NBYTES, False), (3 * 2**20, True)], ids=["not allowed", "small"])
 def test_no_ping_is_sent_where_the_memory_was_copied(nbytes: int, lends: bool) -> None:
     lender = Lender(nbytes, lends=lends)
@@ -161,8 +184,7 @@ def test_no_ping_is_sent_where_the_memory_was_copied(nbytes: int, lends: bool) -
 @pytest.mark.parametrize("stall", ["it reads, and does not answer", "it reads nothing"])
 def test_a_client_that_stalls_gets_no_trailers(stall: str) -> None:
     near, far = pair("tcp")
-    with near, closing(ServerConnection(far)) as server:
-        raw = RawClient(near)
+    with near, closing(ServerConnection(far)) as server, closing(RawClient(near)) as raw:
         raw.call(1)
         set_timeout(far, TIMEOUT_S)
         call = server.accept()

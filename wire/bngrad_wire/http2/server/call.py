@@ -66,19 +66,18 @@ class ServerCall(BaseCall):
         self.end(trailers=trailers)
 
     def send_message(self, *buffers: Buffer, more: bool = False, end: bool = False) -> None:
-        """See `BaseCall.send_message`; waits until the client has read what was lent."""
-        super().send_message(*buffers, more=more, end=end)
-        if self._connection.io.has_lent:
-            self._wait_until_read()
+        """See `BaseCall.send_message`; waits until the client has read what was lent, so has answered a PING.
 
-    def _wait_until_read(self) -> None:
-        """Waits for the answer to a PING. A client that stalls never gets the trailers, so it has no result either."""
+        A client that stalls never gets the trailers, so it has no result either.
+        """
         connection = self._connection
         try:
-            connection.ping()
-            self._handle_frames_while(lambda: connection.unanswered_ping)
+            super().send_message(*buffers, more=more, end=end)
+            if connection.io.has_lent:
+                connection.ping()
+                self._handle_frames_while(lambda: connection.unanswered_ping)
         finally:
-            connection.io.has_lent = False
+            connection.io.has_lent = False  # also after a failure: the next call may not wait
 
     def headers_received(self, block: HeaderBlock, end: bool) -> None:
         """Handles the client's trailers, whose contents are ignored."""

@@ -40,18 +40,21 @@ sock, _ = listener.accept()
 sock.send(b"hello")
 sock.recv(1)
 """
-_WITHOUT_DESCRIPTORS = """
-import os, resource, socket
+_CONNECT = """
+import os, resource, socket, threading
 from bngrad_wire.http2.sockets.buffered_socket import BufferedSocket
 
-listener = socket.create_server(("127.0.0.1", 0))
-ours = socket.create_connection(listener.getsockname())
-theirs, _ = listener.accept()
-buffered = BufferedSocket(ours)
-buffered.expect_large_messages(are_kept=True)
-buffered.set_timeout(30)
-piece = os.urandom(4 * 2**20)
-received = bytearray()
+def connect():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        buffered = BufferedSocket(socket.create_connection(listener.getsockname()))
+        buffered.expect_large_messages(are_kept=True)
+        buffered.set_timeout(30)
+        return buffered, listener.accept()[0]
+
+piece, received = os.urandom(4 * 2**20), bytearray()
+"""
+_WITHOUT_DESCRIPTORS = """
+buffered, theirs = connect()
 resource.setrlimit(resource.RLIMIT_NOFILE, (theirs.fileno() + 2, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 if not os.fork():
     buffered.send([piece])
@@ -63,25 +66,17 @@ assert os.wait()[1] == 0
 """
 _SENDING = {"send", "fill", "empty"}
 _FORK = """
-import os, socket, threading
-from bngrad_wire.http2.sockets.buffered_socket import BufferedSocket
-
 def pipes():
     links = [os.path.join("/proc/self/fd", each) for each in os.listdir("/proc/self/fd")]
     return {os.readlink(each) for each in links if os.path.lexists(each) and "pipe:" in os.readlink(each)}
 
 def send():
-    listener = socket.create_server(("127.0.0.1", 0))
-    ours = socket.create_connection(listener.getsockname())
-    theirs, _ = listener.accept()
-    buffered = BufferedSocket(ours)
-    buffered.expect_large_messages(are_kept=True)
-    buffered.set_timeout(30)
-    piece, received = os.urandom(4 * 2**20), bytearray()
+    buffered, theirs = connect()
+    received.clear()
     thread = threading.Thread(target=buffered.send, args=([piece],))
     thread.start()
     while len(received) < len(piece):
-        received += theirs.recv(2**20)
+        received.extend(theirs.recv(2**20))
     thread.join()
     assert received == piece and buffered.has_lent
 
@@ -232,7 +227,7 @@ def test_memory_without_pages_to_lend_is_copied() -> None:
 
 
 def test_it_copies_where_no_descriptor_is_left() -> None:
-    subprocess.run([sys.executable, "-c", _WITHOUT_DESCRIPTORS], check=True, timeout=_TIMEOUT_S)
+    subprocess.run([sys.executable, "-c", _CONNECT + _WITHOUT_DESCRIPTORS], check=True, timeout=_TIMEOUT_S)
 
 
 @pytest.mark.parametrize(
@@ -277,7 +272,7 @@ def test_sockets_that_find_no_pipe_copy() -> None:
 
 
 def test_a_fork_does_not_share_its_parents_pipes() -> None:
-    subprocess.run([sys.executable, "-c", _FORK], check=True, timeout=_TIMEOUT_S)
+    subprocess.run([sys.executable, "-c", _CONNECT + _FORK], check=True, timeout=_TIMEOUT_S)
 
 
 def test_after_ctrl_c_at_any_step_no_other_socket_sends_what_was_left() -> None:
