@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,8 +13,9 @@ from tests.unit.server.rpc.peers import PORTS, Peer, identity, peer_behind
 from tests.unit.server.workers.additions import NBYTES, TIMEOUT_S, inputs, request_of, wait_until
 
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
-from bngrad_server.rpc import grpcio_calls
+from bngrad_server.rpc import grpcio_calls, grpcio_ops
 from bngrad_server.rpc.servicer import EXCHANGE_PATH, UNARY_OPS
+from bngrad_server.runtime.traffic_accounts import Op
 
 AT_ONCE_S = 2.0
 CALLS = 32
@@ -36,10 +35,20 @@ def partial_exchange() -> list[bytes]:
     return [header, pb.ExchangeRequest(chunk=bytes(NBYTES)).SerializeToString()]
 
 
-def waiting_handlers() -> int:
-    """How many threads wait for a message that their call needs."""
-    stacks = [[frame.f_code for frame, _ in traceback.walk_stack(top)] for top in sys._current_frames().values()]
-    return sum(grpcio_calls.receive_required.__code__ in stack for stack in stacks)
+@pytest.fixture
+def waiting(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """The threads of the handlers that wait for a message that their call needs."""
+    waiting: set[int] = set()
+
+    def receive_required(messages: Iterator[bytes], op: Op) -> bytes | None:
+        waiting.add(threading.get_ident())
+        try:
+            return grpcio_calls.receive_required(messages, op)
+        finally:
+            waiting.remove(threading.get_ident())
+
+    monkeypatch.setattr(grpcio_ops, "receive_required", receive_required)
+    return waiting
 
 
 @pytest.mark.parametrize("path", [UNARY_PATH, EXCHANGE_PATH])
@@ -56,7 +65,9 @@ def test_a_call_without_its_whole_request_is_refused_at_once(peer: Peer, path: s
 
 
 @pytest.mark.parametrize("path", [UNARY_PATH, EXCHANGE_PATH])
-def test_a_call_that_is_cancelled_before_its_request_is_whole_counts_as_cancelled(peer: Peer, path: str) -> None:
+def test_a_call_that_is_cancelled_before_its_request_is_whole_counts_as_cancelled(
+    waiting: set[int], peer: Peer, path: str
+) -> None:
     def codes() -> list[str]:
         requests = peer.engine.observer.metrics.status()["requests"]
         return [code for _, _, code, count in requests for _ in range(count)]
@@ -67,7 +78,7 @@ def test_a_call_that_is_cancelled_before_its_request_is_whole_counts_as_cancelle
 
     may_end = threading.Event()
     calls = [peer.channel.stream_stream(path, identity, identity)(messages(), timeout=TIMEOUT_S) for _ in range(CALLS)]
-    wait_until(lambda: waiting_handlers() == CALLS)
+    wait_until(lambda: len(waiting) == CALLS)
     for call in calls:
         call.cancel()
     may_end.set()
