@@ -179,8 +179,9 @@ def _coefficients_of_line(tables: Any, column: int) -> Any:
 @internal
 def _write(tag: Any, tensors: Any, of_line: Any, index: int) -> None:
     y_backprop, x, out, _, ahead, streams = tensors
-    prefetch(tag, y_backprop, index + ahead)
-    prefetch(tag, x, index + ahead)
-    in_order()
+    if ahead:
+        prefetch(tag, y_backprop, index + ahead)
+        prefetch(tag, x, index + ahead)
+        in_order()
     dy, xs = load_line(tag, y_backprop, index), load_line(tag, x, index)
     write_line(tag, out, index, gradients(dy[0], xs[0], of_line[0]), gradients(dy[1], xs[1], of_line[1]), streams)
