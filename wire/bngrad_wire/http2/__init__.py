@@ -14,7 +14,7 @@ from bngrad_wire.http2.client import ClientCall, ClientConnection
 from bngrad_wire.http2.errors import PeerGoneError, PeerLostError, ProtocolError, RpcError
 from bngrad_wire.http2.server.call import ServerCall
 from bngrad_wire.http2.server.connection import ServerConnection
-from bngrad_wire.http2.sockets.buffered_socket import set_timeout
+from bngrad_wire.http2.sockets.timeouts import set_timeout
 from bngrad_wire.http2.sockets.tls import TlsSocket
 
 __all__ = [

@@ -12,7 +12,7 @@ from bngrad_wire.http2 import frames
 from bngrad_wire.http2.block_decoder import BlockDecoder, HeaderBlock
 from bngrad_wire.http2.connection_state import EARNING_SHIFT, ConnectionState
 from bngrad_wire.http2.errors import ErrorCode
-from bngrad_wire.http2.sockets.buffered_socket import BUFFER_NBYTES
+from bngrad_wire.http2.sockets.receive_buffer import BUFFER_NBYTES
 from bngrad_wire.http2.stream import Stream
 
 _LARGE_FRAMES = frames.settings({frames.MAX_FRAME_SIZE: frames.LARGEST_FRAME_SIZE})

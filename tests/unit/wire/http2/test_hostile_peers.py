@@ -21,8 +21,8 @@ from bngrad_wire.http2 import (
     ServerConnection,
     connection_state,
     frames,
+    sending,
 )
-from bngrad_wire.http2 import call as http2_call
 from bngrad_wire.http2.errors import ErrorCode
 from bngrad_wire.http2.frames import frame, window_update
 from bngrad_wire.http2.header_block import encode
@@ -187,7 +187,7 @@ def test_a_call_beside_the_running_one_is_refused_and_the_running_one_goes_on() 
 
 
 def test_a_client_that_keeps_sending_and_opens_no_window_is_reset(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http2_call, "MAX_BUFFERED_NBYTES", 50_000)
+    monkeypatch.setattr(sending, "MAX_BUFFERED_NBYTES", 50_000)
     message = frame(frames.DATA, 0, 1, b"\0\0\0\x27\x10" + bytes(10_000))
     next_call = headers(frames.END_HEADERS, 3, REQUEST) + frame(frames.DATA, 1, 3, b"\0\0\0\0\4next")
     answer = answered(HELLO + frames.settings({4: 100}) + CALL + message * 8 + next_call)

@@ -22,7 +22,7 @@ from bngrad_wire.http2 import (
     header_block,
 )
 from bngrad_wire.http2.server import connection as server_module
-from bngrad_wire.http2.sockets import buffered_socket
+from bngrad_wire.http2.sockets import receive_buffer
 
 PATH = "/echo.Echo/echo"
 CALL_BLOCK = header_block.encode(
@@ -213,7 +213,7 @@ def test_a_call_whose_rest_cannot_be_awaited_is_received_frame_by_frame(
 ) -> None:
     monkeypatch.setattr(server_module, "_REST_TIMEOUT_S", 0.0 if reason == "late" else TIMEOUT_S)
     spare: list[bytearray | None] = [] if reason == "no buffer" else [None]
-    monkeypatch.setattr(buffered_socket, "_spare_buffers", spare)
+    monkeypatch.setattr(receive_buffer, "_spare_buffers", spare)
     with server() as (connection, far):
         begin_with_a_large_call(connection, far)
         contents = LARGE_CONTENTS

@@ -12,7 +12,7 @@ from bngrad_wire.http2.errors import EndOfConnectionError, ErrorCode, Status
 from bngrad_wire.http2.server.call import ServerCall
 from bngrad_wire.http2.server.non_grpc_request import NonGrpcRequest
 from bngrad_wire.http2.server.request_headers import CallHeaders, content_length, has_valid_length, is_grpc
-from bngrad_wire.http2.sockets.buffered_socket import BUFFER_NBYTES, LARGE_BUFFER_NBYTES
+from bngrad_wire.http2.sockets.receive_buffer import BUFFER_NBYTES, LARGE_BUFFER_NBYTES
 from bngrad_wire.http2.stream import Stream
 
 _SETTINGS = frames.settings(

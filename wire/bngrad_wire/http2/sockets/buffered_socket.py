@@ -6,20 +6,17 @@ import errno
 import math
 import select
 import socket
-import struct
 import time
 from contextlib import suppress
 
 from bngrad_wire import keepalive
 from bngrad_wire.http2.errors import EndOfConnectionError, PeerGoneError, PeerLostError
 from bngrad_wire.http2.frames import Buffer
+from bngrad_wire.http2.sockets.receive_buffer import ReceiveBuffer
+from bngrad_wire.http2.sockets.timeouts import set_timeout
 from bngrad_wire.http2.sockets.tls import DONT_WAIT, TlsSocket
 from bngrad_wire.http2.sockets.zero_copy import ZeroCopySender
 
-BUFFER_NBYTES = 64 * 1024
-LARGE_BUFFER_NBYTES = 1792 * 1024
-_spare_buffers: list[bytearray | None] = [None] * 16
-"""The large buffers that no socket has, which bounds their number; those that were never used have no memory yet."""
 _DIRECT_NBYTES = 16 * 1024
 """From this size on, bypassing the buffer is cheaper than copying out of it."""
 _PIECES_PER_SEND = 64
@@ -27,28 +24,9 @@ _UNIX_SOCKET_NBYTES = 256 * 1024
 """How much may be on its way: little enough to be in the cache still when it is read."""
 _UNPACED = b"reno"
 """A congestion control that every Linux allows, and that does not make the sender wait."""
-_TIMEVAL = struct.Struct("@ll")
-_LONGEST_S = 1e9
 
 
-def set_timeout(sock: socket.socket, timeout_s: float | None) -> None:
-    """Bounds every wait for a socket, in seconds; None for no bound.
-
-    Cheaper than ``settimeout``, with which Python makes two system calls of each and releases its lock twice.
-    """
-    if isinstance(sock, TlsSocket):
-        sock.set_timeout(timeout_s)
-        return
-    if sock.gettimeout() is not None:
-        sock.settimeout(None)
-    # To the system, zero is no bound.
-    microseconds = 0 if timeout_s is None or timeout_s > _LONGEST_S else max(int(timeout_s * 1e6), 1)
-    timeval = _TIMEVAL.pack(*divmod(microseconds, 1_000_000))
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
-
-
-class BufferedSocket:
+class BufferedSocket(ReceiveBuffer):
     """Sends pieces without joining them, and reads large payloads without copying them.
 
     Attributes:
@@ -59,13 +37,12 @@ class BufferedSocket:
             a wait early, and so does a peer whose host has gone.
         moved: How many bytes have been received and sent.
         tls: The socket, if it speaks TLS: it may then hold received data although its descriptor is not readable.
-        buffer: Received bytes; those between ``low`` and ``high`` are not consumed yet.
-        is_large: Whether it is a large buffer; see `enlarge`.
         has_lent: Whether the socket refers to memory that was sent, as far as is known: who learns that the peer has
             read all of it resets this.
     """
 
     def __init__(self, sock: socket.socket) -> None:
+        super().__init__()
         self._is_within_host = True
         if sock.family in {socket.AF_INET, socket.AF_INET6}:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -88,10 +65,6 @@ class BufferedSocket:
         self.deadline = math.inf
         self.waits = 1
         self.moved = 0
-        self.buffer = self._own_buffer = bytearray(BUFFER_NBYTES)
-        self._view = memoryview(self.buffer)
-        self.is_large = False
-        self.low = self.high = 0
 
     def close(self, final_frame: bytes = b"") -> None:
         """Closes the socket; sends ``final_frame`` first if that does not block."""
@@ -268,38 +241,8 @@ class BufferedSocket:
             self.waits = waits
 
     def _receive_more(self, flags: int = 0) -> None:
-        if self.low == self.high:
-            self.low = self.high = 0
-        elif self.low:
-            rest = self.high - self.low
-            self._view[:rest] = self.buffer[self.low : self.high]
-            self.low, self.high = 0, rest
+        self._make_room()
         self.high += self._receive(self._view[self.high :], flags)
-
-    def enlarge(self) -> None:
-        """Exchanges the buffer for a large one, if one is free and there is memory for it, until `shrink`."""
-        if not self.is_large and _spare_buffers:
-            with suppress(IndexError):  # another thread took it
-                spare = _spare_buffers.pop()
-                try:
-                    self._exchange(spare or bytearray(LARGE_BUFFER_NBYTES))
-                except MemoryError:
-                    _spare_buffers.append(spare)
-
-    def shrink(self) -> None:
-        """Gives the large buffer back, unless there is something in it."""
-        if self.is_large and self.low == self.high:
-            buffer = self.buffer
-            self._exchange(self._own_buffer)
-            _spare_buffers.append(buffer)
-
-    def _exchange(self, buffer: bytearray) -> None:
-        rest = self.high - self.low
-        view = memoryview(buffer)
-        view[:rest] = self._view[self.low : self.high]
-        self.buffer, self._view = buffer, view
-        self.low, self.high = 0, rest
-        self.is_large = buffer is not self._own_buffer
 
     def fill(self, nbytes: int) -> None:
         """Waits until ``nbytes``, at most `BUFFER_NBYTES`, are buffered; a timeout loses nothing.

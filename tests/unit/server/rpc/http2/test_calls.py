@@ -31,7 +31,7 @@ from bngrad_server.rpc.servicer import EXCHANGE_PATH
 from bngrad_server.staged_request import StagedRequest
 from bngrad_wire import http2, messages
 from bngrad_wire.http2 import frames
-from bngrad_wire.http2.call import PREFIX
+from bngrad_wire.http2.sending import PREFIX
 from bngrad_wire.http2.server import connection as server_connection
 
 

@@ -11,7 +11,8 @@ from bngrad_wire.http2.sockets.buffered_socket import BufferedSocket
 _WITHOUT_MEMORY = """
 import os, resource, socket
 from pathlib import Path
-from bngrad_wire.http2.sockets.buffered_socket import LARGE_BUFFER_NBYTES, BufferedSocket
+from bngrad_wire.http2.sockets.buffered_socket import BufferedSocket
+from bngrad_wire.http2.sockets.receive_buffer import LARGE_BUFFER_NBYTES
 
 ours, theirs = socket.socketpair()
 buffered = BufferedSocket(ours)
