@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from bngrad_kernels.cpu.channel_stats import GAIN, MEAN, SHIFT, SLOPE, first_channel, sums_of, table, x_backprop
+from bngrad_kernels.cpu.machine_code.hints import prefetch
 from bngrad_kernels.cpu.machine_code.linked import internal
 from bngrad_kernels.cpu.plan import LANES, LINE
 from bngrad_kernels.cpu.simd import (
@@ -38,20 +39,36 @@ _F64 = np.float64(0)
 def sums(tag: Any, p: Any, g: int, t: int, slot: int) -> None:
     """Sums a tile; in inference, also writes its x_backprop."""
     c = first_channel(p, g)
-    first, last, start, stop = bounds(p, t)
     mean, gain = _coefficient(p, slot, MEAN), _coefficient(p, slot, GAIN)
-    dy_sum = dy_xc_sum = zero64()
-    for n in range(first, last):
-        base = (n * p.channels + c) * p.inner
-        for i in range(start, stop, _STEPS * QUAD):
-            block = min(_STEPS * QUAD, stop - i)
-            dy, dy_xc = _sum_block(tag, p, base + i, block, mean)
-            dy_sum, dy_xc_sum = add(dy_sum, widen64(dy)), add(dy_xc_sum, widen64(dy_xc))
-        if not p.is_training:
-            _scale_plane(tag, p, base + start, base + stop, gain)
+    if _prefetches(p):
+        dy_sum, dy_xc_sum = _sum_planes(tag, p, c, t, mean, gain, 1)
+    else:
+        dy_sum, dy_xc_sum = _sum_planes(tag, p, c, t, mean, gain, 0)
     into = sums_of(p, slot, t + 1)
     store_scalar(_F64, into, 0, total(dy_sum))
     store_scalar(_F64, into, p.padded, total(dy_xc_sum))
+
+
+@internal
+def _sum_planes(tag: Any, p: Any, c: int, t: int, mean: Any, gain: Any, prefetches: int) -> Any:
+    """Compiled twice, since to ask in the loop whether to prefetch takes small planes a twentieth longer."""
+    first, last, start, stop = bounds(p, t)
+    pitch = p.channels * p.inner
+    dy_sum = dy_xc_sum = zero64()
+    for n in range(first, last):
+        base = n * pitch + c * p.inner
+        for i in range(start, stop, _STEPS * QUAD):
+            block = min(_STEPS * QUAD, stop - i)
+            ahead = 0
+            if prefetches:
+                ahead = _ahead(p, i, start, stop, pitch)
+                if base + i + ahead >= last * pitch:  # the next channel's first planes
+                    ahead += p.inner - (last - first) * pitch
+            dy, dy_xc = _sum_block(tag, p, base + i, block, mean, ahead, prefetches)
+            dy_sum, dy_xc_sum = add(dy_sum, widen64(dy)), add(dy_xc_sum, widen64(dy_xc))
+        if not p.is_training:
+            _scale_plane(tag, p, base + start, base + stop, gain)
+    return dy_sum, dy_xc_sum
 
 
 @internal
@@ -61,19 +78,43 @@ def apply(tag: Any, p: Any, g: int, t: int, slot: int) -> None:
     first, last, start, stop = bounds(p, t)
     mean, gain = _coefficient(p, slot, MEAN), _coefficient(p, slot, GAIN)
     shift, slope = _coefficient(p, slot, SHIFT), _coefficient(p, slot, SLOPE)
+    pitch, prefetches = p.channels * p.inner, _prefetches(p)
     for back in range(last - first):
-        base = ((last - 1 - back) * p.channels + c) * p.inner
+        base = (last - 1 - back) * pitch + c * p.inner
         i = start
         if p.streams:
             i = min(first_line(base + start) - base, stop)
             _apply_some(tag, p, base + start, i - start, mean, gain, shift, slope)
             while i + LINE <= stop:
+                if prefetches:
+                    _prefetch_line(tag, p, base + i + _ahead(p, i, start, stop, -pitch))
                 dy, x = load(tag, p.y_backprop, base + i), load(tag, p.x, base + i)
                 low = x_backprop(dy, x, mean, gain, shift, slope)
                 dy, x = load(tag, p.y_backprop, base + i + LANES), load(tag, p.x, base + i + LANES)
                 stream(tag, p.x_backprop, base + i, low, x_backprop(dy, x, mean, gain, shift, slope))
                 i += LINE
         _apply_some(tag, p, base + i, stop - i, mean, gain, shift, slope)
+
+
+@internal
+def _prefetches(p: Any) -> bool:
+    return p.ahead_planes != 0 or p.ahead != 0
+
+
+@internal
+def _ahead(p: Any, i: int, start: int, stop: int, step: int) -> int:
+    """The distance in memory to what is to be prefetched; ``step`` is that from each plane to the next.
+
+    The processor prefetches a plane by itself, but knows neither its end nor the next one.
+    """
+    distance = p.ahead_planes * step + p.ahead
+    return distance + step - (stop - start) if i + p.ahead >= stop else distance
+
+
+@internal
+def _prefetch_line(tag: Any, p: Any, index: int) -> None:
+    prefetch(tag, p.y_backprop, index)
+    prefetch(tag, p.x, index)
 
 
 @internal
@@ -112,12 +153,15 @@ def _coefficient(p: Any, slot: int, which: int) -> Any:
 
 
 @internal
-def _sum_block(tag: Any, p: Any, index: int, count: int, mean: Any) -> Any:
+def _sum_block(tag: Any, p: Any, index: int, count: int, mean: Any, ahead: int, prefetches: int) -> Any:
     """The sums over at most 4 steps, one per lane."""
     dy0 = dy1 = dy2 = dy3 = zero()
     dy_xc0 = dy_xc1 = dy_xc2 = dy_xc3 = zero()
     y_backprop, x = p.y_backprop, p.x
     while count >= QUAD:
+        if prefetches:
+            _prefetch_line(tag, p, index + ahead)
+            _prefetch_line(tag, p, index + ahead + LINE)
         g0, g1 = load(tag, y_backprop, index), load(tag, y_backprop, index + 16)
         g2, g3 = load(tag, y_backprop, index + 32), load(tag, y_backprop, index + 48)
         dy0, dy1, dy2, dy3 = add(dy0, g0), add(dy1, g1), add(dy2, g2), add(dy3, g3)
@@ -127,6 +171,8 @@ def _sum_block(tag: Any, p: Any, index: int, count: int, mean: Any) -> Any:
         dy_xc3 = fma(g3, sub(load(tag, x, index + 48), mean), dy_xc3)
         index += QUAD
         count -= QUAD
+    if prefetches and count > 0:
+        _prefetch_line(tag, p, index + ahead)
     # The remaining vectors rotate through the accumulators, so that the longest chain is 5.
     while count > 0:
         dy0, dy1, dy2, dy3 = dy1, dy2, dy3, add(dy0, load_head(tag, y_backprop, index, count))
