@@ -66,7 +66,8 @@ _AHEAD_NBYTES = 3072
 apart would share a set of the first-level cache."""
 _PLANES_AHEAD_NBYTES, _PLANES_AHEAD_FROM_NBYTES = 4608, 12 << 20
 """The prefetch distance of the planes kernel, and the size of tensors from which on it pays: an AMD EPYC takes up to a
-third less time for 16-bit types, and a tenth less for float32."""
+third less time for 16-bit types, and a tenth less for float32, but while its memory is slow a twentieth more for some
+tensors of 50 MB and more in float32."""
 
 
 class Geometry(NamedTuple):
@@ -144,7 +145,7 @@ RECORD = np.dtype(
         for name in (
             "y_backprop", "x", "x_backprop", "scale", "mean", "reserve_space_2", "scale_backprop", "offset_backprop",
             "grad_x_backprop", "grad_scale_backprop", "grad_offset_backprop", "grad_y_backprop", "grad_x", "grad_scale",
-            "is_training", "is_inverse_std", "is_stats_bfloat16", "streams", "ahead", "ahead_planes", "workspace",
+            "is_training", "is_inverse_std", "is_stats_bfloat16", "streams", "ahead", "workspace",
             "slot_nbytes", "scratch", "scratch_nbytes", "order", *Slot._fields, *Geometry._fields,
         )
     ]
@@ -181,14 +182,12 @@ def plan(spec: Spec, part: range | None = None) -> Plan:
         raise ValueError(f"channels must be neighbours in range(0, {spec.channels}), not {part}")
     cut, slot = geometry(spec, part), SLOTS[spec.order]
     scratch_nbytes = -(-4 * _SCRATCH_ROWS[spec.order] * cut.padded // PAGE_NBYTES) * PAGE_NBYTES
-    ahead_planes, ahead = _ahead(spec, cut)
     values = {
         "is_training": spec.is_training,
         "is_inverse_std": spec.reserve_space_2_kind is ReserveSpace2Kind.INVERSE_STD,
         "is_stats_bfloat16": spec.stats_dtype == BFLOAT16,
         "streams": _is_worth_streaming(spec, cut),
-        "ahead": ahead,
-        "ahead_planes": ahead_planes,
+        "ahead": _ahead(spec, cut),
         "slot_nbytes": slot.nbytes(cut),
         "scratch_nbytes": scratch_nbytes,
         "epsilon": spec.epsilon,
@@ -221,21 +220,19 @@ def _is_worth_streaming(spec: Spec, cut: Geometry) -> bool:
     return all(edge * itemsize % _LINE_NBYTES == 0 for edge in edges)
 
 
-def _ahead(spec: Spec, cut: Geometry) -> tuple[int, int]:
-    """How many planes, and elements of one, lie between what is prefetched and what is read; (0, 0) for no prefetching.
+def _ahead(spec: Spec, cut: Geometry) -> int:
+    """The prefetch distance, in elements of the columns, or of the planes that are read; 0 for none.
 
     Short rows of float32 are read in address order, which an AMD EPYC prefetches alone, in up to 7 % less time.
     """
-    itemsize, own = spec.dtype.itemsize, cut.fold * cut.group_channels * cut.inner
     if cut.is_planes:
-        elements = _PLANES_AHEAD_NBYTES // itemsize if spec.tensor_nbytes >= _PLANES_AHEAD_FROM_NBYTES else 0
-        return divmod(elements, cut.inner) if cut.inner_tiles == 1 else (0, elements)
+        return _PLANES_AHEAD_NBYTES // spec.dtype.itemsize if spec.tensor_nbytes >= _PLANES_AHEAD_FROM_NBYTES else 0
     if cut.is_short and spec.order == 1 and spec.dtype == FLOAT32:
-        return 0, 0
-    elements = _AHEAD_NBYTES // itemsize
+        return 0
+    elements, own = _AHEAD_NBYTES // spec.dtype.itemsize, cut.fold * cut.group_channels * cut.inner
     if own == cut.columns <= BLOCK:
-        return 0, elements
-    return 0, 2 * -(-elements // max(2 * own, 1)) * cut.columns
+        return elements
+    return 2 * -(-elements // max(2 * own, 1)) * cut.columns
 
 
 def geometry(spec: Spec, part: range) -> Geometry:

@@ -40,7 +40,7 @@ def sums(tag: Any, p: Any, g: int, t: int, slot: int) -> None:
     """Sums a tile; in inference, also writes its x_backprop."""
     c = first_channel(p, g)
     mean, gain = _coefficient(p, slot, MEAN), _coefficient(p, slot, GAIN)
-    if _prefetches(p):
+    if p.ahead:
         dy_sum, dy_xc_sum = _sum_planes(tag, p, c, t, mean, gain, 1)
     else:
         dy_sum, dy_xc_sum = _sum_planes(tag, p, c, t, mean, gain, 0)
@@ -54,6 +54,7 @@ def _sum_planes(tag: Any, p: Any, c: int, t: int, mean: Any, gain: Any, prefetch
     """Compiled twice, since to ask in the loop whether to prefetch takes small planes a twentieth longer."""
     first, last, start, stop = bounds(p, t)
     pitch = p.channels * p.inner
+    distance, rest = _distance(p, start, stop, pitch)
     dy_sum = dy_xc_sum = zero64()
     for n in range(first, last):
         base = n * pitch + c * p.inner
@@ -61,7 +62,7 @@ def _sum_planes(tag: Any, p: Any, c: int, t: int, mean: Any, gain: Any, prefetch
             block = min(_STEPS * QUAD, stop - i)
             ahead = 0
             if prefetches:
-                ahead = _ahead(p, i, start, stop, pitch)
+                ahead = distance + (pitch - (stop - start) if i + rest >= stop else 0)
                 if base + i + ahead >= last * pitch:  # the next channel's first planes
                     ahead += p.inner - (last - first) * pitch
             dy, dy_xc = _sum_block(tag, p, base + i, block, mean, ahead, prefetches)
@@ -78,7 +79,8 @@ def apply(tag: Any, p: Any, g: int, t: int, slot: int) -> None:
     first, last, start, stop = bounds(p, t)
     mean, gain = _coefficient(p, slot, MEAN), _coefficient(p, slot, GAIN)
     shift, slope = _coefficient(p, slot, SHIFT), _coefficient(p, slot, SLOPE)
-    pitch, prefetches = p.channels * p.inner, _prefetches(p)
+    pitch = p.channels * p.inner
+    distance, rest = _distance(p, start, stop, -pitch)
     for back in range(last - first):
         base = (last - 1 - back) * pitch + c * p.inner
         i = start
@@ -86,8 +88,8 @@ def apply(tag: Any, p: Any, g: int, t: int, slot: int) -> None:
             i = min(first_line(base + start) - base, stop)
             _apply_some(tag, p, base + start, i - start, mean, gain, shift, slope)
             while i + LINE <= stop:
-                if prefetches:
-                    _prefetch_line(tag, p, base + i + _ahead(p, i, start, stop, -pitch))
+                if p.ahead:
+                    _prefetch_line(tag, p, base + i + distance - (pitch + stop - start if i + rest >= stop else 0))
                 dy, x = load(tag, p.y_backprop, base + i), load(tag, p.x, base + i)
                 low = x_backprop(dy, x, mean, gain, shift, slope)
                 dy, x = load(tag, p.y_backprop, base + i + LANES), load(tag, p.x, base + i + LANES)
@@ -97,18 +99,14 @@ def apply(tag: Any, p: Any, g: int, t: int, slot: int) -> None:
 
 
 @internal
-def _prefetches(p: Any) -> bool:
-    return p.ahead_planes != 0 or p.ahead != 0
+def _distance(p: Any, start: int, stop: int, step: int) -> tuple[int, int]:
+    """The distance in memory to what is to be prefetched, and the part of it within a plane.
 
-
-@internal
-def _ahead(p: Any, i: int, start: int, stop: int, step: int) -> int:
-    """The distance in memory to what is to be prefetched; ``step`` is that from each plane to the next.
-
+    ``step`` is the distance from each plane to the next one that is read.
     The processor prefetches a plane by itself, but knows neither its end nor the next one.
     """
-    distance = p.ahead_planes * step + p.ahead
-    return distance + step - (stop - start) if i + p.ahead >= stop else distance
+    length = stop - start
+    return p.ahead // length * step + p.ahead % length, p.ahead % length
 
 
 @internal
