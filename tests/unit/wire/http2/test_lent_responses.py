@@ -62,24 +62,23 @@ def test_the_client_reads_the_servers_memory_and_the_server_waits_until_it_has()
             call.send_message(b"", end=True)
             size = call.receive_message()
             assert size == NBYTES
-            lender.memory[-1000:] = 1
+            lender.memory[-2000:-1000] = 1  # the last bytes, a frame of their own, may have been copied by now
             assert not lender.has_it_back.wait(0.1)
-            expected = bytes(NBYTES - 1000) + b"\1" * 1000
+            expected = bytes(NBYTES - 2000) + b"\1" * 1000 + bytes(1000)
             assert call.read(size) == expected
             assert call.receive_message() is None
             assert lender.has_it_back.is_set()
 
 
-def test_a_client_that_cancels_does_not_keep_the_memory_and_calls_again() -> None:
-    lender = Lender()
+def test_a_client_that_cancels_amid_a_response_lets_the_server_go_on_by_its_next_call() -> None:
+    lender = Lender()  # the sockets may hold less, so that the server waits until the rest is read
     with client("tcp", lender.answer) as connection:
         call = connection.call("/a/b")
         call.send_message(b"", end=True)
         assert call.receive_message() == NBYTES
         call.cancel()
-        assert lender.has_it_back.wait(TIMEOUT_S)
-        assert isinstance(lender.failure, RpcError)
         assert unary(connection) == bytes(NBYTES)
+        assert isinstance(lender.failure, RpcError)
 
 
 class RawClient:
