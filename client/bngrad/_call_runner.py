@@ -18,7 +18,7 @@ from bngrad._balancing.upstream import Selector
 from bngrad._credentials import Credentials, Tls, Token, check_security
 from bngrad._deadline import Cancellation, Deadline
 from bngrad._errors import BngradError, ClientClosedError, NotSharedError, UnavailableError
-from bngrad._requests.request import PreparedRequest, in_wire_layout
+from bngrad._requests.request import Attributes, OpSchema, PreparedRequest, in_wire_layout
 from bngrad._results import ServerInfo
 from bngrad._shared_memory.lease import LeaseError
 from bngrad._shared_memory.pool import Pool
@@ -119,6 +119,13 @@ class CallRunner:
             return self._run(ask, cancellation)
         fallback = self._fallback
         return self._run(lambda: self._run_or_compute(fallback, ask, request, deadline, cancellation), cancellation)
+
+    def compute_plain(self, op: OpSchema[Result], tensors: Sequence[Any], attributes: Attributes) -> Result | None:
+        """Computes a call as `bngrad._local.kernels.LocalKernels.compute_plain`; None if servers compute the calls."""
+        if self.local is None:
+            return None
+        self.check_open()
+        return self.local.compute_plain(op, tensors, attributes)
 
     def server_info(self, deadline: Deadline, cancellation: Cancellation) -> ServerInfo:
         """Asks any one server for its `ServerInfo`."""

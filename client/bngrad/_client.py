@@ -391,6 +391,10 @@ class Client:
     def _run(
         self, op: OpSchema[Result], tensors: Sequence[Any], attributes: Attributes, out: Any, timeout: float | None
     ) -> Result:
+        if out is None and timeout is None:
+            result = self._calls.compute_plain(op, tensors, attributes)
+            if result is not None:
+                return result
         request = op.prepare(tensors, attributes, out)
         return self._calls.run(request, self._calls.deadline(timeout), Cancellation(only_by_close=True))
 

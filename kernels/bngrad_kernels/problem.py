@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import math
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from bngrad_kernels.spec import Spec
 
 Array: TypeAlias = npt.NDArray[Any]
 
+_HEADER_NBYTES = object.__basicsize__
 _LINE_NBYTES = 64
 """The size of a cache line."""
 _LONG_NBYTES = 4096
@@ -159,10 +161,18 @@ class GradGradProblem(_Extent):
 AnyProblem: TypeAlias = Problem | GradGradProblem
 
 
+def address_of(array: Array) -> int:
+    """Returns where an array's first element lies, ten times as fast as ``array.ctypes.data``.
+
+    NumPy's public C structure of an array, ``PyArrayObject_fields``, begins with it, after the header of any object.
+    """
+    return ctypes.c_size_t.from_address(id(array) + _HEADER_NBYTES).value
+
+
 def _tensor(spec: Spec) -> Array:
     """A new tensor, aligned to a cache line, which non-temporal stores of a CPU require."""
     memory = np.empty(spec.tensor_nbytes + _LINE_NBYTES, np.uint8)
-    start = -memory.ctypes.data % _LINE_NBYTES
+    start = -address_of(memory) % _LINE_NBYTES
     return memory[start:][: spec.tensor_nbytes].view(spec.dtype).reshape(spec.shape)
 
 

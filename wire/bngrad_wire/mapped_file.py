@@ -10,10 +10,14 @@ import contextlib
 import ctypes
 import mmap
 import os
+from typing import Any
+
+import numpy.typing as npt
 
 HUGE_PAGE_NBYTES = 2**21
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _MADV_COLLAPSE = 25
+_HEADER_NBYTES = object.__basicsize__
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
@@ -23,6 +27,14 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 def address_of(memory: mmap.mmap | memoryview) -> int:
     """Returns where writable memory begins in this process."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def address_of_array(array: npt.NDArray[Any]) -> int:
+    """Returns where an array's first element lies, ten times as fast as ``array.ctypes.data``.
+
+    NumPy's public C structure of an array, ``PyArrayObject_fields``, begins with it, after the header of any object.
+    """
+    return ctypes.c_size_t.from_address(id(array) + _HEADER_NBYTES).value
 
 
 class MappedFile:

@@ -11,6 +11,7 @@ from bngrad._ahead.upload import Place, Server, Upload
 from bngrad._deadline import Cancellation, Deadline
 from bngrad._errors import FieldViolation, invalid_argument
 from bngrad.typing import Array
+from bngrad_wire.mapped_file import address_of_array
 
 Self = TypeVar("Self", bound="AheadTensor")
 
@@ -127,7 +128,7 @@ def places_of(
 
 
 def _are_same(array: Array, other: Array) -> bool:
-    return (array.ctypes.data, array.shape, array.dtype) == (other.ctypes.data, other.shape, other.dtype)
+    return (address_of_array(array), array.shape, array.dtype) == (address_of_array(other), other.shape, other.dtype)
 
 
 def release(tensor: AheadTensor) -> None:

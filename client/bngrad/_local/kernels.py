@@ -2,49 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
-import math
 import os
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from bngrad._ahead.upload import Place
 from bngrad._deadline import Cancellation, Deadline
-from bngrad._errors import FieldViolation, InvalidArgumentError, UnavailableError
-from bngrad._requests import ops
-from bngrad._requests.request import OpSchema, PreparedRequest
+from bngrad._local import checks
+from bngrad._requests.request import Attributes, OpSchema, PreparedRequest
 from bngrad._results import Device, ServerInfo
 from bngrad._shared_memory.pool import Pool
 from bngrad.typing import Array, DataFormat
-from bngrad_kernels import spec, validation
-from bngrad_kernels.errors import DeviceUnavailableError
-from bngrad_kernels.problem import GradGradProblem, Problem
-from bngrad_kernels.spec import ReserveSpace2Kind, Spec, TensorHeader
-from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
+from bngrad_kernels.problem import GradGradProblem, Problem, address_of
+from bngrad_kernels.spec import Spec
 from bngrad_wire import __version__
-from bngrad_wire.limits import MAX_RANK
 
 if TYPE_CHECKING:
     from bngrad_kernels.cpu import CpuBackend
 
 Result = TypeVar("Result")
-_Header: TypeAlias = tuple[str, np.dtype[Any], tuple[int, ...]]
-
-_SPECS: dict[OpSchema[Any], Callable[..., Spec]] = {
-    ops.V3: validation.fused_batch_norm_grad_v3_spec,
-    ops.V2: validation.fused_batch_norm_grad_v2_spec,
-    ops.TRAINING_BACKPROP: validation.batch_norm_training_backprop_spec,
-    ops.GRAD_GRAD: validation.fused_batch_norm_grad_grad_spec,
-}
-_INPUTS: dict[OpSchema[Any], tuple[str, ...]] = {
-    ops.V3: ("y_backprop", "x", "scale", "reserve_space_1", "reserve_space_2"),
-    ops.TRAINING_BACKPROP: ("output_delta", "input_forward", "gamma", "mean", "variance"),
-}
-"""The tensors in the order of a problem's inputs, where that is not the order of the op's tensors."""
 _POOLED_FROM_NBYTES = 1 << 16
 """Larger outputs come from the pool: fresh pages cost more than the kernel that fills them."""
 
@@ -83,14 +63,13 @@ class LocalKernels:
             InvalidArgumentError: The request breaks the op's contract.
             UnavailableError: The kernel cannot be compiled.
         """
-        (checked, bound), inputs, outputs = self._tensors(request)
-        if bound is not None:
-            y_backprop, x, *others = map(_address, inputs)
-            bound(y_backprop, x, _address(outputs[0]), *others, *map(_address, outputs[1:]))
+        checked, inputs, outputs = self._tensors(request)
+        if checked.compute is not None:
+            _compute(checked.compute, inputs, outputs)
         else:
-            kind: Any = GradGradProblem if checked.order == 2 else Problem
-            with _available():
-                _backend().run([kind(checked, *inputs, *outputs)])
+            kind: Any = GradGradProblem if checked.spec.order == 2 else Problem
+            with checks.available():
+                _backend().run([kind(checked.spec, *inputs, *outputs)])
         for i, out in enumerate(request.out):
             if out is not None and out is not outputs[i]:
                 np.copyto(out, outputs[i])
@@ -99,6 +78,38 @@ class LocalKernels:
         while len(outputs) < len(fields):
             outputs.append(np.empty(0, np.float32))
         return request.result(dict(zip(fields, outputs, strict=True)))
+
+    def compute_plain(self, op: OpSchema[Result], tensors: Sequence[Any], attributes: Attributes) -> Result | None:
+        """Computes a call of the first order whose tensors are plain NumPy arrays, with half of the Python of `run`.
+
+        Args:
+            op: The op.
+            tensors: One for each of the op's `tensors`, or None.
+            attributes: The other arguments.
+
+        Returns:
+            None, and nothing is computed, for any other call, and one with wrong arguments: `run` says which.
+
+        Raises:
+            UnavailableError: As in `run`.
+        """
+        headers: list[checks.Header | None] = []
+        for tensor in tensors:
+            if tensor is not None and not _is_plain(tensor):
+                return None
+            headers.append(None if tensor is None else (tensor.dtype, tensor.shape))
+        try:
+            plain = checks.check_plain(_backend(), op, tuple(headers), *attributes)
+        except TypeError:  # an attribute has a wrong type, which has no hash
+            return None
+        if plain is None:
+            return None
+        spec = plain.spec
+        outputs = [self._new(spec), *(np.empty(spec.channels, spec.stats_dtype) for _ in Problem.small_outputs)]
+        empty = (np.empty(0, np.float32) for _ in op.outputs[len(outputs) :])
+        result = op.result(*outputs, *empty)  # now, since the kernel leaves no Python in the caches
+        _compute(plain.compute, [tensors[i] for i in plain.inputs], outputs)
+        return result
 
     def gradients_at(
         self,
@@ -126,15 +137,15 @@ class LocalKernels:
         Raises:
             UnavailableError: As in `run`.
         """
-        run = _bound_at(_backend(), dtype, shape, data_format, epsilon, is_training)
-        if run is not None:
-            run(*addresses)
-        return run is not None
+        compute = checks.check_shape(_backend(), dtype, shape, data_format, epsilon, is_training)
+        if compute is not None:
+            compute(*addresses)
+        return compute is not None
 
     def server_info(self, deadline: Deadline, cancellation: Cancellation) -> ServerInfo:
         """Describes this process as a server with one CPU."""
         device = Device("cpu", _backend().description, "ready", 0, 0)
-        names = tuple(op.method.rpartition("/")[2] for op in _SPECS)
+        names = tuple(op.method.rpartition("/")[2] for op in checks.OPS)
         return ServerInfo(__version__, (device,), names, 0, 0, 0, (), 0, "", "", "", ())
 
     def empty(
@@ -157,117 +168,40 @@ class LocalKernels:
         """Releases the memory that no array uses."""
         self._pool.close()
 
-    def _tensors(self, request: PreparedRequest[Any]) -> tuple[_Checked, list[Array | None], list[Array]]:
+    def _tensors(self, request: PreparedRequest[Any]) -> tuple[checks.Checked, list[Array | None], list[Array]]:
         """Checks a request as a server does; returns what to compute, and the inputs and outputs of a problem."""
         arrays = {**request.large, **request.small}
-        headers = [(field, array.dtype, array.shape) for field, array in arrays.items()]
-        if request.ignored is not None:
-            headers.append(("reserve_space_3", request.ignored.dtype, request.ignored.shape))
-        found = _checked(_backend(), request.op, tuple(headers), tuple(request.attributes.items()))
-        checked = found.spec
+        headers = [(field, (array.dtype, array.shape)) for field, array in arrays.items()]
+        if (ignored := request.ignored) is not None:
+            headers.append(("reserve_space_3", (ignored.dtype, ignored.shape)))
+        checked = checks.check(_backend(), request.op, tuple(headers), tuple(request.attributes.items()))
         inputs = [
             array if array is None or array.flags.aligned else array.copy()
-            for array in map(arrays.get, _INPUTS.get(request.op, request.op.tensors))
+            for array in map(arrays.get, checks.inputs_of(request.op))
         ]
         outputs = [
-            out if out is not None and out.flags.c_contiguous and out.flags.aligned else self._new(checked)
+            out if out is not None and out.flags.c_contiguous and out.flags.aligned else self._new(checked.spec)
             for out in request.out
         ]
-        small_outputs = GradGradProblem.small_outputs if checked.order == 2 else Problem.small_outputs
-        outputs += [np.empty(checked.channels, checked.stats_dtype) for _ in small_outputs]
-        return found, inputs, outputs
+        kind: Any = GradGradProblem if checked.spec.order == 2 else Problem
+        outputs += [np.empty(checked.spec.channels, checked.spec.stats_dtype) for _ in kind.small_outputs]
+        return checked, inputs, outputs
 
-    def _new(self, checked: Spec) -> Array:
-        if checked.tensor_nbytes < _POOLED_FROM_NBYTES:
-            return np.empty(checked.shape, checked.dtype)
-        return self._pool.empty(checked.shape, checked.dtype)
-
-
-class _Checked(NamedTuple):
-    """What to compute.
-
-    Attributes:
-        spec: The spec.
-        bound: Computes it from addresses, see `bngrad_kernels.cpu.CpuBackend.bound_at`, with less Python than ``run``;
-            None for the second order, and where there is nothing to compute.
-    """
-
-    spec: Spec
-    bound: Callable[..., None] | None
+    def _new(self, spec: Spec) -> Array:
+        if spec.tensor_nbytes < _POOLED_FROM_NBYTES:
+            return np.empty(spec.shape, spec.dtype)
+        return self._pool.empty(spec.shape, spec.dtype)
 
 
-@functools.lru_cache(maxsize=1024)
-def _checked(
-    backend: CpuBackend, op: OpSchema[Any], tensors: tuple[_Header, ...], attributes: tuple[tuple[str, Any], ...]
-) -> _Checked:
-    """Checks a request; raises an InvalidArgumentError with a server's words."""
-    checked = _spec(op, tensors, attributes)
-    if checked.order == 2 or not checked.tensor_nbytes:
-        return _Checked(checked, None)
-    with _available():
-        return _Checked(checked, backend.bound_at(checked))
+def _is_plain(tensor: object) -> bool:
+    return type(tensor) is np.ndarray and tensor.flags.c_contiguous and tensor.flags.aligned
 
 
-def _spec(op: OpSchema[Any], tensors: tuple[_Header, ...], attributes: tuple[tuple[str, Any], ...]) -> Spec:
-    given = dict(attributes)
-    given.pop("priority", None)  # nothing waits here
-    kind = "variance_kind" if op is ops.TRAINING_BACKPROP else "reserve_space_2_kind"
-    is_inverse = given[kind] == pb.RESERVE_SPACE2_KIND_INVERSE_STD
-    given[kind] = ReserveSpace2Kind.INVERSE_STD if is_inverse else ReserveSpace2Kind.VARIANCE
-    violations = [
-        spec.FieldViolation(field, f"{field} must have at most {MAX_RANK} dimensions, not {len(shape)}")
-        for field, _, shape in tensors
-        if len(shape) > MAX_RANK
-    ]
-    try:
-        if violations:
-            raise spec.InvalidArgumentError(tuple(violations))
-        return _SPECS[op](**{field: _header(dtype, shape) for field, dtype, shape in tensors}, **given)
-    except spec.InvalidArgumentError as error:
-        found = [FieldViolation(violation.field, violation.description) for violation in error.violations]
-        raise InvalidArgumentError(str(error), found) from None
-
-
-@functools.lru_cache(maxsize=1024)
-def _bound_at(
-    backend: CpuBackend,
-    dtype: np.dtype[Any],
-    shape: tuple[int, ...],
-    data_format: DataFormat,
-    epsilon: float,
-    is_training: bool,
-) -> Callable[..., None] | None:
-    """Returns what computes such problems wherever they are; None if the op's contract does not allow them."""
-    large = _header(dtype, shape)
-    per_channel = _header(np.dtype(np.float32), (shape[1 if data_format == "NCHW" else -1],))
-    try:
-        checked = validation.fused_batch_norm_grad_v3_spec(
-            large, large, per_channel, per_channel, per_channel,
-            epsilon=epsilon, data_format=data_format, is_training=is_training,
-            reserve_space_2_kind=ReserveSpace2Kind.INVERSE_STD,
-        )  # fmt: skip
-    except spec.InvalidArgumentError:
-        return None
-    with _available():
-        return backend.bound_at(checked)
-
-
-def _address(array: Array | None) -> int:
-    """Returns where an array lies; 0 for a scale of ones."""
-    address: int = 0 if array is None else array.__array_interface__["data"][0]
-    return address
-
-
-def _header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> TensorHeader:
-    return TensorHeader(dtype, shape, math.prod(shape) * dtype.itemsize)
-
-
-@contextlib.contextmanager
-def _available() -> Iterator[None]:
-    try:
-        yield
-    except DeviceUnavailableError as error:
-        raise UnavailableError(str(error)) from error
+def _compute(compute: checks.Compute, inputs: Iterable[Array | None], outputs: Iterable[Array]) -> None:
+    """Computes the arrays of a problem of the first order; None is a scale of ones."""
+    y_backprop, x, *others = [0 if array is None else address_of(array) for array in inputs]
+    x_backprop, *rest = map(address_of, outputs)
+    compute(y_backprop, x, x_backprop, *others, *rest)
 
 
 @functools.cache

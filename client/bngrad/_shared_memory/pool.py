@@ -25,6 +25,7 @@ from bngrad._shared_memory.region import PoolRegion
 from bngrad.typing import Array
 from bngrad_wire.lease_protocol import ALIGNMENT
 from bngrad_wire.limits import REGION_NBYTES
+from bngrad_wire.mapped_file import address_of_array
 
 _GONE = "the server has gone, or the client was closed"
 
@@ -114,7 +115,7 @@ class Pool:
 
     def locate(self, array: Array) -> Located | None:
         """Returns where an array in C order lies; None if no region holds it."""
-        address: int = array.__array_interface__["data"][0]  # array.ctypes runs Python
+        address = address_of_array(array)
         for region in tuple(self._regions):  # a copy, since other threads change it
             offset = address - region.address
             if 0 <= offset <= region.nbytes - array.nbytes and offset % ALIGNMENT == 0:

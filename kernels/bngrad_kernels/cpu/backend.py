@@ -30,7 +30,7 @@ from bngrad_kernels.cpu.records import (
     task,
 )
 from bngrad_kernels.cpu.threads import MAX_THREADS, team
-from bngrad_kernels.problem import AnyProblem, Array
+from bngrad_kernels.problem import AnyProblem, Array, address_of
 from bngrad_kernels.spec import Spec
 
 ALONE_BELOW_NBYTES = 1 << 20
@@ -90,7 +90,7 @@ class CpuBackend(Backend):
         workspace = np.empty(planned.slot_nbytes + planned.scratch_nbytes + 64, np.uint8)
         records = bytearray(planned.record)
         place(records, problem)
-        place_workspace(records, -(-workspace.ctypes.data // 64) * 64, planned.scratch_nbytes)
+        place_workspace(records, -(-address_of(workspace) // 64) * 64, planned.scratch_nbytes)
         call = new_call(records)
         kernel = self._load(problem.spec.dtype, problem.spec.order)
         return _Bound(
@@ -103,18 +103,25 @@ class CpuBackend(Backend):
         The calls must not overlap.
         """
         prepared = self._prepare(problem)
-        return prepared.run or functools.partial(self._run_alone, problem.spec, prepared.record, prepared.planned)
+        return prepared.run or functools.partial(
+            self._run_alone, problem.spec, bytearray(prepared.record), prepared.planned
+        )
 
     def bound_at(self, spec: Spec) -> Callable[..., None]:
         """Returns what computes problems of a spec of the first order, all channels, wherever their tensors are.
 
         Its arguments are the addresses of `records.FIRST_ORDER`; 0 for a scale of ones. Calls may overlap.
         """
-        planned = plan(spec)
+        whole = plan(spec)
         self._load(spec.dtype, spec.order)  # now, so that no call fails for that
-        if not _fits(planned) or self._is_alone(spec.tensor_nbytes, planned):
-            return functools.partial(self._run_at, spec, planned)
-        return self._bound_to_team(spec, planned.record, planned)
+        plans = [whole] if _fits(whole) else [plan(spec, part) for part in _parts(whole)]
+        bound = [
+            functools.partial(self._run_alone_at, spec, planned)
+            if self._is_alone(spec.tensor_nbytes, planned)
+            else self._bound_to_team(spec, planned.record, planned)
+            for planned in plans
+        ]
+        return bound[0] if len(bound) == 1 else functools.partial(_call_all, bound)
 
     def _bound_to_team(self, spec: Spec, record: bytes | bytearray, planned: Plan) -> Callable[..., None]:
         """Returns what computes a record with all threads, at the addresses in it or at those that it is given."""
@@ -135,15 +142,11 @@ class CpuBackend(Backend):
 
         return run
 
-    def _run_at(self, spec: Spec, whole: Plan, *addresses: int) -> None:
-        """Computes a problem with one thread, or one that needs too large a workspace in parts."""
-        for planned in [whole] if _fits(whole) else [plan(spec, part) for part in _parts(whole)]:
-            if self._is_alone(spec.tensor_nbytes, planned):
-                record = bytearray(planned.record)
-                place_at(record, planned, addresses)
-                self._run_alone(spec, record, planned)
-            else:
-                self._bound_to_team(spec, planned.record, planned)(*addresses)
+    def _run_alone_at(self, spec: Spec, planned: Plan, *addresses: int) -> None:
+        """Computes a problem with one thread."""
+        records = bytearray(planned.record)
+        place_at(records, planned, addresses)
+        self._run_alone(spec, records, planned)
 
     def run(self, problems: Sequence[AnyProblem]) -> None:
         """Writes the outputs of every problem: all threads share a large one, each takes small ones on its own."""
@@ -158,7 +161,7 @@ class CpuBackend(Backend):
                 prepared.run()
         if len(small) == 1:
             prepared = small[0].prepared
-            self._run_alone(small[0].spec, prepared.record, prepared.planned)
+            self._run_alone(small[0].spec, bytearray(prepared.record), prepared.planned)
             return
         for _, group in itertools.groupby(sorted(small, key=_sort_key), key=_sort_key):
             self._run_small(list(group))
@@ -181,9 +184,8 @@ class CpuBackend(Backend):
         """Whether one thread computes a problem with tensors of this size."""
         return self._threads == 1 or nbytes < ALONE_BELOW_NBYTES or self._division(planned)[0] == 1
 
-    def _run_alone(self, spec: Spec, record: bytes | bytearray, planned: Plan) -> None:
-        """Computes a problem with one thread."""
-        records = bytearray(record)
+    def _run_alone(self, spec: Spec, records: bytearray, planned: Plan) -> None:
+        """Computes a problem, whose record lacks the workspace, with one thread."""
         place_workspace(records, self._workspace(planned.scratch_nbytes + planned.slot_nbytes), planned.scratch_nbytes)
         self._run(spec, records, 1, PROBLEMS)
 
@@ -230,7 +232,7 @@ class CpuBackend(Backend):
         if getattr(self._local, "nbytes", -1) < nbytes:
             self._local.nbytes = nbytes
             self._local.memory = np.empty(nbytes + PAGE_NBYTES, np.uint8)
-            self._local.address = -(-self._local.memory.ctypes.data // PAGE_NBYTES) * PAGE_NBYTES
+            self._local.address = -(-address_of(self._local.memory) // PAGE_NBYTES) * PAGE_NBYTES
         start: int = self._local.address
         return start
 
@@ -275,6 +277,11 @@ def _parts(planned: Plan) -> list[range]:
     share = min(_MAX_SLOT_NBYTES / planned.slot_nbytes, _MAX_SCRATCH_NBYTES / max(planned.scratch_nbytes, 1))
     width = int(len(channels) * share) // 64 * 64
     return [channels[start : start + width] for start in range(0, len(channels), width)]
+
+
+def _call_all(functions: Sequence[Callable[..., None]], *arguments: int) -> None:
+    for function in functions:
+        function(*arguments)
 
 
 def _do_nothing() -> None:

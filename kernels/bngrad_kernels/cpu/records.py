@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from bngrad_kernels.cpu.plan import RECORD, Plan
-from bngrad_kernels.problem import AnyProblem, Array
+from bngrad_kernels.problem import AnyProblem, address_of
 
 CALL = np.dtype(
     [
@@ -62,9 +62,9 @@ def place(record: bytearray, problem: AnyProblem) -> None:
     """Completes the record of a plan but for the workspace; NumPy would take three times as long to set its fields."""
     for name in (*problem.large_inputs, *problem.small_inputs, *problem.small_outputs):
         array = getattr(problem, name)
-        _put(record, name, 0 if array is None else _address(array))
+        _put(record, name, 0 if array is None else address_of(array))
     for name in problem.large_outputs:
-        _put(record, name, _address(getattr(problem, name)), is_large_output=True)
+        _put(record, name, address_of(getattr(problem, name)), is_large_output=True)
 
 
 def place_at(record: bytearray, planned: Plan, addresses: Sequence[int]) -> None:
@@ -131,11 +131,3 @@ def _put(record: bytearray, name: str, address: int, *, is_large_output: bool = 
     _FIELD.pack_into(record, _OFFSETS[_RECORD_NAMES.get(name, name)], address)
     if is_large_output and address % 64:
         _FIELD.pack_into(record, _OFFSETS["streams"], 0)
-
-
-def _address(array: Array) -> int:
-    try:
-        return begin_of(array)
-    except (TypeError, ValueError):  # it is read-only, empty, or of bfloat16; NumPy takes four times as long
-        address: int = array.__array_interface__["data"][0]
-        return address

@@ -7,10 +7,14 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
 import pytest
 
-from bngrad_wire.mapped_file import HUGE_PAGE_NBYTES, MappedFile
+from bngrad_wire.mapped_file import HUGE_PAGE_NBYTES, MappedFile, address_of_array
 
 NBYTES = 4 * HUGE_PAGE_NBYTES + 4096
 
@@ -97,3 +101,10 @@ def test_a_kernel_without_huge_pages_provides_small_ones(
 def test_a_file_is_mapped_by_a_python_without_huge_pages(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(mmap, "MADV_HUGEPAGE")
     assert len(MappedFile(fd, NBYTES).view) == NBYTES
+
+
+@pytest.mark.parametrize(
+    "array", [np.empty((2, 3), ml_dtypes.bfloat16), np.frombuffer(b"read-only", np.uint8, offset=2), np.ones(4)[::-1]]
+)
+def test_the_address_of_an_array_is_numpys(array: npt.NDArray[Any]) -> None:
+    assert address_of_array(array) == array.ctypes.data

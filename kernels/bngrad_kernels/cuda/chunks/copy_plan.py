@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bngrad_kernels.cuda.chunks.layout import ALIGNMENT, LayoutCache
-from bngrad_kernels.cuda.chunks.prepared import LargeRows, address_of, prepare
+from bngrad_kernels.cuda.chunks.prepared import LargeRows, prepare
 from bngrad_kernels.cuda.descriptors import Piece
 from bngrad_kernels.cuda.kernel_selection import Traits
-from bngrad_kernels.problem import Array
+from bngrad_kernels.problem import Array, address_of
 
 
 class Copy(NamedTuple):

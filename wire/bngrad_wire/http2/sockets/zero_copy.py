@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from bngrad_wire.http2.frames import Buffer
+from bngrad_wire.mapped_file import address_of_array
 
 _FROM_NBYTES = 2 * 2**20
 """Smaller pieces are sent in less time by copying them."""
@@ -68,7 +69,7 @@ class _Pipe:
         """Puts as much of a piece as there is room for into the pipe, after what this holds of it already."""
         if self.held == len(piece):
             return
-        address = np.frombuffer(piece, np.uint8).__array_interface__["data"][0]
+        address = address_of_array(np.frombuffer(piece, np.uint8))
         rest = _Iovec(address + self.held, len(piece) - self.held)
         added = _libc.vmsplice(self._write_end, ctypes.byref(rest), 1, _SPLICE_F_NONBLOCK)
         if added < 0 and not self.held:
