@@ -7,6 +7,7 @@ them are in `bngrad_server.scheduling.dispatch`.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -73,10 +74,16 @@ class Batcher:
         with self._mutex:
             self._put(job)
 
-    def begin_batches(self) -> list[Batch]:
-        """Begins batches on free slots; each goes to `end_batch` once none of its runs is busy."""
-        if not self._free or not len(self._queue) or self.rest_of_delay() > 0:
-            return []
+    def begin_batches(self) -> tuple[list[Batch], float]:
+        """Begins batches on free slots; each goes to `end_batch` once none of its runs is busy.
+
+        Returns:
+            The batches; and when one will have waited long enough to fill, on the monotonic clock, or infinity.
+        """
+        if not self._free or not len(self._queue):
+            return [], math.inf
+        if (rest_s := self._rest_of_delay()) > 0:
+            return [], time.monotonic() + rest_s
         batches, begun = [], []
         with self._locked:
             while len(self._queue) and (worker := self._free.take(self._queue.jobs[0])) is not None:
@@ -92,7 +99,7 @@ class Batcher:
             except Exception:
                 logger.exception("a batch could not be begun")
                 self.end_batch(batch)
-        return begun
+        return begun, math.inf
 
     def next_batch(self, leader: Job) -> Batch | None:
         """Takes the next batch for the leader's slot; if there is none, or the leader has ended, hands the slot on."""
@@ -197,7 +204,7 @@ class Batcher:
         """Waits until the first job has waited for the batch delay, or there is a full batch."""
         with self._mutex:
             self._delayed.append(leader)
-        while leader.state is JobState.WAITING and (rest_s := self.rest_of_delay()) > 0:
+        while leader.state is JobState.WAITING and (rest_s := self._rest_of_delay()) > 0:
             leader.sleep(rest_s)
         with self._mutex:
             self._delayed.remove(leader)
@@ -207,7 +214,7 @@ class Batcher:
         with self._mutex:
             return len(self._queue), sum(job.nbytes for job in self._queue.jobs)
 
-    def rest_of_delay(self) -> float:
+    def _rest_of_delay(self) -> float:
         """For how long the first job may still wait for its batch to fill, in seconds."""
         if not self._max_delay_s:
             return 0.0

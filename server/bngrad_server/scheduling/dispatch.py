@@ -78,14 +78,14 @@ class Dispatcher:
 
     def _begin_batches(self) -> float:
         """Has workers begin batches; returns when to look again, on the monotonic clock."""
-        for batch in self._batcher.begin_batches():
+        batches, look_at = self._batcher.begin_batches()
+        for batch in batches:
             self._batches += 1
             for run in batch.busy:
                 self._event_loop.add_priority_reader(run.fileno(), functools.partial(self._finish, batch, run))
             if not batch.busy:
                 self._end(batch)
-        delay_s = self._batcher.rest_of_delay()
-        return time.monotonic() + delay_s if delay_s else float("inf")
+        return look_at
 
     def _finish(self, batch: Batch, run: Run) -> None:
         self._event_loop.remove_priority_reader(run.fileno())

@@ -627,6 +627,30 @@ def test_a_job_waits_for_others_no_longer_than_the_batch_delay(worker: GatedWork
     wait_for(futures)
 
 
+def test_the_event_loop_rests_while_jobs_wait_for_a_busy_worker_beyond_the_batch_delay(worker: GatedWorker) -> None:
+    batcher, event_loop = Batcher(max_jobs=3, max_bytes=4000, max_delay_s=0.001), EventLoop("event-loop")
+    Dispatcher(event_loop, batcher)
+    event_loop.start()
+    batcher.offer(worker)
+    jobs, ended = [job(), job()], list[Job]()
+    for each in jobs:
+        each.on_end = functools.partial(ended.append, each)
+    batcher.submit(jobs[0])
+    event_loop.call_soon(lambda: None)
+    _, outcome = worker.next_batch()
+    batcher.submit(jobs[1])
+    event_loop.call_soon(lambda: None)
+    time.sleep(0.1)
+    rounds = event_loop.rounds
+    time.sleep(0.5)
+    assert event_loop.rounds - rounds < 50  # ten ticks a second, where it once ran 300,000 rounds
+    outcome.set_result([None])
+    assert worker.compute() == [jobs[1]]
+    wait_until(lambda: ended == jobs)
+    event_loop.stop(TIMEOUT_S)
+    assert not event_loop.is_alive
+
+
 def test_a_full_batch_does_not_wait_for_the_batch_delay(worker: GatedWorker) -> None:
     requests = Requests(Batcher(max_jobs=3, max_bytes=4000, max_delay_s=TIMEOUT_S))
     requests.batcher.offer(worker)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -51,9 +53,12 @@ class GatedRun:
 
     def __init__(self) -> None:
         self.outcome = Future[list[str | None]]()
+        self._done = os.eventfd(0)
+        weakref.finalize(self, os.close, self._done)
+        self.outcome.add_done_callback(lambda _: os.eventfd_write(self._done, 1))
 
     def fileno(self) -> int:
-        raise AssertionError("the leader waits for it")
+        return self._done
 
     def finish(self) -> list[str | None]:
         return self.outcome.result(TIMEOUT_S)
