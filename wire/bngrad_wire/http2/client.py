@@ -244,7 +244,8 @@ class ClientCall(BaseCall):
         if self.failure is None and not self._status_seen:
             self.failure = RpcError(Status.INTERNAL, "the call ended without a status")
         if not self.reset and not (self._sending_ended and self._status_seen):
-            self._reset(ErrorCode.NO_ERROR)
+            with suppress(ConnectionError, TimeoutError):  # the server may have gone after its last word
+                self._reset(ErrorCode.NO_ERROR)
         self._connection.close_stream(self)
         super()._finish()
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from contextlib import closing
 
+import pytest
 from tests.unit.wire.http2.peers import HELLO, TIMEOUT_S, pair
 
 from bngrad_wire.http2 import ClientConnection, ServerConnection, frames, set_timeout
-from bngrad_wire.http2.errors import ErrorCode
+from bngrad_wire.http2.errors import ErrorCode, RpcError, Status
 from bngrad_wire.http2.frames import frame, goaway, rst_stream, settings, window_update
 from bngrad_wire.http2.header_block import encode
 
@@ -31,6 +32,20 @@ def test_an_answer_is_read_though_its_server_resets_the_rest_of_the_call() -> No
         assert call.read(call.receive_message() or 0) == b"hello"
         assert call.receive_message() is None
         assert connection.usable
+
+
+def test_a_status_is_read_though_its_server_has_closed_the_connection() -> None:
+    near, far = pair("unix")
+    status = encode([*RESPONSE, ("grpc-status", "8"), ("grpc-message", "the server is full")])
+    with closing(ClientConnection(near, "localhost")) as connection:
+        call = connection.call("/a/b")
+        call.send_message(b"the first of many")
+        with far:
+            far.sendall(settings({}) + frame(frames.HEADERS, END, 1, status))
+            far.recv(65536)
+        with pytest.raises(RpcError, match="the server is full") as raised:
+            call.receive_message()
+        assert raised.value.code == Status.RESOURCE_EXHAUSTED
 
 
 def test_a_client_that_closes_names_no_stream_of_its_server() -> None:
