@@ -33,6 +33,8 @@ from bngrad_wire.limits import MAX_PROTOBUF_NBYTES, REGION_NBYTES
 
 MAX_CALLS = 64
 """The most calls of an op that grpcio's port answers at once. Each takes a thread, a unary one also a message."""
+MAX_BATCH_JOBS = 512
+"""So many fit the packet that a worker gets, see `bngrad_server.workers.ipc`."""
 _MAX_THREADS = 1024
 """Even two cores start that many in a second; for four times as many, a worker is silent for too long."""
 _MAX_WORKERS = 256
@@ -133,7 +135,7 @@ class ServerConfig(BaseSettings):
     ] = Field(default_factory=default_max_message_bytes, le=MAX_PROTOBUF_NBYTES)
     """Largest message of a request sent whole; on the server's own port at most 64 MiB. Tensors in chunks or in shared
     memory are not limited, since they are never held in a message."""
-    max_batch_jobs: int = Field(default=64, ge=1)
+    max_batch_jobs: int = Field(default=64, ge=1, le=MAX_BATCH_JOBS)
     """Most requests in a batch. A larger batch makes small requests cheaper, but delays the first of them."""
     max_batch_bytes: Annotated[Bytes, Computed("8MiB; with GPUs 32MiB")] = Field(default=8 * 2**20, ge=1)
     """A batch gets no more requests once its tensors have this size. Large requests gain nothing from batching."""

@@ -43,6 +43,7 @@ from bngrad_server.config import ServerConfig
         ({"arena_bytes": "8 miles"}, "arena_bytes\n.*with one of the units B, kB, MB"),
         ({"max_message_bytes": 2**31}, "max_message_bytes\n.*less than or equal to 2147483647"),
         ({"max_batch_jobs": 0}, "max_batch_jobs\n.*greater than or equal to 1"),
+        ({"max_batch_jobs": 513}, "max_batch_jobs\n.*less than or equal to 512"),
         ({"max_batch_bytes": 0.5}, "max_batch_bytes\n.*valid integer"),
         ({"drain_timeout_s": float("nan")}, "drain_timeout_s\n.*finite"),
         ({"max_wait_s": "5 hours"}, "max_wait_s\n.*with one of the units ms, s, min, h"),

@@ -9,8 +9,9 @@ import pytest
 
 from bngrad_kernels.problem import AnyProblem
 from bngrad_kernels.spec import BFLOAT16, FLOAT16, FLOAT32, Spec
+from bngrad_server.config import MAX_BATCH_JOBS
 from bngrad_server.memory.layout import ALIGNMENT, ARENA, Place, Sizes, Task, problem_type
-from bngrad_server.workers.ipc import pack_task, split_batch, unpack_problem
+from bngrad_server.workers.ipc import MAX_PACKET_NBYTES, Message, pack_task, split_batch, unpack_problem
 
 SPEC = Spec(FLOAT32, (2, 3, 5, 7), 3)
 REGION = 5
@@ -26,6 +27,12 @@ def counts(spec: Spec) -> tuple[int, int]:
     """How many tensors are 1-D, and how many have the shape of x."""
     problem = problem_type(spec)
     return len(problem.small_inputs + problem.small_outputs), len(problem.large_inputs + problem.large_outputs)
+
+
+@pytest.mark.parametrize("places", [3, 5])
+def test_the_largest_batch_fits_a_packet(places: int) -> None:
+    task = pack_task(Task(True, 2**40, (Place(1, 2**40, 1),) * places), 1, range(2**30))
+    assert len(Message.RUN + task * MAX_BATCH_JOBS) <= MAX_PACKET_NBYTES
 
 
 def address(buffer: memoryview) -> int:
