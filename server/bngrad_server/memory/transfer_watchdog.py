@@ -9,6 +9,7 @@ some time; see `bngrad_server.memory.lost_transfers`.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
@@ -190,17 +191,24 @@ class TransferWatchdog:
 
     def _run(self) -> None:
         while not self._closing.wait(_CHECK_INTERVAL_S):
-            now = time.monotonic()
-            with self._mutex:
-                waits = list(self._waits)
-            transfers = [wait for wait in waits if isinstance(wait, _Transfer)]
-            for transfer in transfers:
-                transfer.measure(now)
-            for wait in waits:
-                self._check(wait, now)
-            for memory in self._memories:
-                if memory.is_waited_for:
-                    self._make_room(memory, [transfer for transfer in transfers if transfer.memory is memory])
+            try:
+                self._look()
+            except MemoryError:  # the next look finds the same
+                with contextlib.suppress(MemoryError):
+                    logger.error("no memory to look for slow transfers", exc_info=True)
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        with self._mutex:
+            waits = list(self._waits)
+        transfers = [wait for wait in waits if isinstance(wait, _Transfer)]
+        for transfer in transfers:
+            transfer.measure(now)
+        for wait in waits:
+            self._check(wait, now)
+        for memory in self._memories:
+            if memory.is_waited_for:
+                self._make_room(memory, [transfer for transfer in transfers if transfer.memory is memory])
 
     def _check(self, wait: _Wait, now: float) -> None:
         """Ends what is overdue."""

@@ -163,8 +163,10 @@ class Servicer:
         try:
             staged = self._stage(self._readers[op_name], message.data, rpc)
             try:
-                staged.copy_from(message.data)
-                message.release()
+                try:
+                    staged.copy_from(message.data)
+                finally:
+                    message.release()
                 self._engine.compute(staged)
             except BaseException as error:
                 staged.close(error)

@@ -18,8 +18,8 @@ ALONE, JOIN, HELP = "alone", "join", "help"
 """The names of a kernel's functions in its object file, which take the address of a `bngrad_kernels.cpu.records.CALL`.
 
 The first one computes the call alone. The second one does so as a member of a team; it also takes the number of the
-member, and its own address, and returns the number of the first member's core. The third one takes part in all calls of
-a team, also by other kernels, as a member, whose number it takes, and does not return.
+member, and its own address. The third one takes part in all calls of a team, also by other kernels, as a member, whose
+number it takes, and does not return.
 """
 _BASE = {"sse3", "ssse3", "sse4.1", "sse4.2", "popcnt", "cx16"}
 _V3 = {*_BASE, "avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe"}

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from typing import Any
 
 import pytest
 from tests.garbage import no_exceptions_left
@@ -99,6 +100,21 @@ def test_a_transfer_that_is_ended_leaves_no_garbage(transfers: Transfers) -> Non
         with suppress(OverloadedError), transfers.watchdog.upload(MIB, rpc, transfers.memory, block):
             assert traffic.interrupted.wait(TIMEOUT_S)
         transfers.watchdog.close()  # its thread no longer looks at the transfer
+
+
+def test_the_watchdog_goes_on_after_it_had_no_memory(transfers: Transfers, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = 0
+
+    def check(*arguments: Any) -> None:
+        nonlocal looks
+        looks += 1
+        if looks < 3:
+            raise MemoryError
+        _check(transfers.watchdog, *arguments)
+
+    _check = TransferWatchdog._check
+    monkeypatch.setattr(transfers.watchdog, "_check", check)
+    assert transfers.begin("slow", MIB, 0)() is OverloadedError
 
 
 def test_what_moves_at_the_least_rate_is_left_alone(transfers: Transfers) -> None:
