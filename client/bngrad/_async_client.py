@@ -88,8 +88,10 @@ class Client:
             ModuleNotFoundError: Numba is needed and not installed: see `bngrad.Client`.
         """
         self._calls = CallRunner(
-            "bngrad.aio.Client", target, timeout, transport, retries, tls, token, insecure, options, fallback
-        )
+            "bngrad.aio.Client", target,
+            timeout=timeout, transport=transport, retries=retries, tls=tls, token=token, insecure=insecure,
+            options=options, fallback=fallback,
+        )  # fmt: skip
         self._executor = DaemonExecutor(_THREADS, "bngrad")
 
     async def fused_batch_norm_grad_v3(

@@ -45,6 +45,7 @@ class CallRunner:
         self,
         kind: str,
         target: Targets,
+        *,
         timeout: float,
         transport: Transport,
         retries: bool,
@@ -54,7 +55,7 @@ class CallRunner:
         options: Iterable[_validation.ChannelOption],
         fallback: Literal["local"] | None,
     ) -> None:
-        """Checks the arguments, which are those of `bngrad.Client` after the class's name; connects to nothing yet."""
+        """Checks the arguments, which are those of a client of the class ``kind``; connects to nothing yet."""
         targets = target if callable(target) else _validation.check_targets(target)
         self.name = f"{kind}({(targets if not isinstance(target, str) else target)!r})"
         self._timeout = _validation.check_timeout(timeout)

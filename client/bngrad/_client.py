@@ -119,8 +119,10 @@ class Client:
             ModuleNotFoundError: The target is ``local:``, or the fallback "local", and Numba is not installed.
         """
         self._calls = CallRunner(
-            "bngrad.Client", target, timeout, transport, retries, tls, token, insecure, options, fallback
-        )
+            "bngrad.Client", target,
+            timeout=timeout, transport=transport, retries=retries, tls=tls, token=token, insecure=insecure,
+            options=options, fallback=fallback,
+        )  # fmt: skip
 
     def fused_batch_norm_grad_v3(
         self,
@@ -356,8 +358,8 @@ class Client:
 
         Any op takes the handle that is returned in place of the tensor; the call then sends only the rest. A backward
         pass, for example, needs the x that the forward pass had long before. Calls have the same bits with and without
-        this, and never wait for more than what they would otherwise send: what was not sent yet, what the server needed
-        the memory of, or what was on a server that has ended, they send themselves.
+        this. A call sends the rest of a tensor that was not sent in time, and all of one that the server has evicted or
+        that was on a server that has ended; it never sends more than without this.
 
         Tensors go ahead over the server's own HTTP/2 port if they have at least 256 KiB, or are copied into shared
         memory. A server's GPU copies them ahead, too, if they have 32 MiB. By grpcio, with ``transport="unary"`` and

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from bngrad._errors import FieldViolation, invalid_argument, is_encodable
 from bngrad.typing import Transport
-from bngrad_wire.addresses import MAX_PORT, host_and_port, unix_path
+from bngrad_wire.addresses import MAX_PATH_NBYTES, MAX_PORT, host_and_port, unix_path
 
 LOCAL = "local:"
 """The target that stands for the CPU of this process."""
@@ -41,7 +41,6 @@ _DEFAULT_OPTIONS: dict[str, Any] = {
 _DNS_SCHEME = re.compile("^dns:(///)?")
 _SCHEMES = ("dns", "google-c2p", "ipv4", "ipv6", "unix", "unix-abstract", "vsock", "xds")
 """gRPC's own; it takes any other for a host, and adds a port of its own."""
-_LONGEST_PATH_NBYTES = 107
 
 
 def check_targets(target: Sequence[str]) -> list[str]:
@@ -56,8 +55,8 @@ def check_targets(target: Sequence[str]) -> list[str]:
             description = f'target must be "HOST:PORT" or "unix:PATH", not {each!r}'
             raise invalid_argument(FieldViolation("target", description))
         path = unix_path(each)
-        if path is not None and len(path.encode()) > _LONGEST_PATH_NBYTES:
-            description = f"target must have a path of at most {_LONGEST_PATH_NBYTES} bytes, not {each!r}"
+        if path is not None and len(path.encode()) > MAX_PATH_NBYTES:
+            description = f"target must have a path of at most {MAX_PATH_NBYTES} bytes, not {each!r}"
             raise invalid_argument(FieldViolation("target", description))
     if not targets:
         raise invalid_argument(FieldViolation("target", "target must name a server, not none"))

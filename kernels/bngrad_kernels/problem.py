@@ -161,7 +161,7 @@ class GradGradProblem(_Extent):
 AnyProblem: TypeAlias = Problem | GradGradProblem
 
 
-def address_of(array: Array) -> int:
+def address_of_array(array: Array) -> int:
     """Returns where an array's first element lies, ten times as fast as ``array.ctypes.data``.
 
     NumPy's public C structure of an array, ``PyArrayObject_fields``, begins with it, after the header of any object.
@@ -172,7 +172,7 @@ def address_of(array: Array) -> int:
 def _tensor(spec: Spec) -> Array:
     """A new tensor, aligned to a cache line, which non-temporal stores of a CPU require."""
     memory = np.empty(spec.tensor_nbytes + _LINE_NBYTES, np.uint8)
-    start = -address_of(memory) % _LINE_NBYTES
+    start = -address_of_array(memory) % _LINE_NBYTES
     return memory[start:][: spec.tensor_nbytes].view(spec.dtype).reshape(spec.shape)
 
 

@@ -181,9 +181,9 @@ class ServerConfig(BaseSettings):
     socket_mode: Mode = "0600"
     """Permissions of the Unix sockets to listen on, in octal: users who may write to one may call."""
     max_client_requests: Annotated[int, Computed("0, no limit")] = Field(default=0, ge=0)
-    """Most requests of one client in the server at once; further ones are refused, and the client retries later. A
-    client is the owner of a token, the name in a certificate, else a host or, with shared memory, a process; all others
-    at a unix:PATH of listen are one client."""
+    """Most requests of one client in the server at once; further ones are refused, and the client retries later.
+    Clients are told apart by token, else by certificate, else by host or, with shared memory, by process; all others at
+    a unix:PATH of listen count as one client."""
     max_client_bytes: Annotated[Bytes, Computed("0, no limit")] = Field(default=0, ge=0)
     """Most bytes of one client's tensors in the server at once; further requests are refused, and the client retries
     later. One that is larger by itself is always refused."""

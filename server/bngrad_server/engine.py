@@ -32,7 +32,7 @@ from bngrad_server.telemetry.load import LoadMeter
 from bngrad_server.telemetry.metrics import Timestamps
 from bngrad_server.telemetry.observer import Observer
 from bngrad_server.workers.pool import WorkerPool
-from bngrad_wire.messages import Buffer
+from bngrad_wire.fields import Buffer
 
 logger = logging.getLogger(__name__)
 

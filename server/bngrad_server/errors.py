@@ -24,7 +24,8 @@ _LONGEST_MESSAGE_NBYTES = 1024
 _LONGEST_DESCRIPTION_NBYTES = 256
 """Messages may quote input of any length, but clients accept headers of 8 KiB, and drop the connection over 16."""
 
-_NO_MEMORY_RETRY_S = 1.0
+RETRY_DELAY_S = 1.0
+"""After which a retry is worthwhile where nothing better is known."""
 
 REFUSAL = "a valid token is needed"
 """The only text that a client without a token ever gets, whatever it called."""
@@ -87,7 +88,7 @@ class OverloadedError(Exception):
         retry_delay_s: Seconds after which a retry is worthwhile.
     """
 
-    def __init__(self, message: str, retry_delay_s: float) -> None:
+    def __init__(self, message: str, retry_delay_s: float = RETRY_DELAY_S) -> None:
         super().__init__(message)
         self.retry_delay_s = retry_delay_s
 
@@ -168,7 +169,7 @@ def _with_retry_delay(code: grpc.StatusCode, message: str, retry_delay_s: float)
 
 def _tell_no_memory(code: grpc.StatusCode, error: Exception) -> _Told:
     logger.error("a call found no memory", exc_info=error)
-    return _with_retry_delay(code, "the server has no memory left for this call", _NO_MEMORY_RETRY_S)
+    return _with_retry_delay(code, "the server has no memory left for this call", RETRY_DELAY_S)
 
 
 def _tell_stopping(code: grpc.StatusCode, error: Exception) -> _Told:

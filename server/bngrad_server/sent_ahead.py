@@ -15,8 +15,6 @@ from bngrad_server.memory.transfer_watchdog import TransferWatchdog
 from bngrad_server.rpc_context import RpcContext
 from bngrad_server.scheduling.admission import Admission
 
-_RETRY_S = 1.0
-
 
 class SentAhead:
     """Takes what clients send ahead, within what each of them may have in the server.
@@ -59,7 +57,7 @@ class SentAhead:
         self._admission.check(client, rpc.deadline)
         if self.tensors.nbytes_of(client) + nbytes > self._admission.room(client):
             problem = f"{nbytes} bytes sent ahead are more than this client may have besides (max_client_bytes)"
-            raise OverloadedError(problem, _RETRY_S)
+            raise OverloadedError(problem)
         block = self.tensors.allocate(nbytes, client)
         try:
             with self._transfers.upload(nbytes, rpc, self._arena, block, is_spare=True):

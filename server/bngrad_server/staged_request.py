@@ -18,7 +18,7 @@ from bngrad_server.rpc_context import RpcContext
 from bngrad_server.scheduling.job import Job
 from bngrad_server.sent_ahead import SentAhead
 from bngrad_wire.chunks import copy
-from bngrad_wire.messages import Buffer
+from bngrad_wire.fields import Buffer
 
 
 class StagedRequest:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from tests.kernels.problems import DTYPES
 
-from bngrad_kernels.problem import Array, address_of
+from bngrad_kernels.problem import Array, address_of_array
 
 
 def read_only(array: Array) -> Array:
@@ -26,4 +26,4 @@ ARRAYS = {
 
 @pytest.mark.parametrize("array", ARRAYS.values(), ids=ARRAYS)
 def test_an_address_is_numpys(array: Array) -> None:
-    assert address_of(array) == array.ctypes.data
+    assert address_of_array(array) == array.ctypes.data

@@ -8,6 +8,8 @@ import re
 from urllib.parse import quote
 
 MAX_PORT = 2**16 - 1
+MAX_PATH_NBYTES = 107
+"""Of the path of a Unix socket, see unix(7)."""
 _UNIX = "unix:"
 _HOST_AND_PORT = re.compile(r"(\[[^\]\s]+\]|[^:/\[\]\s]+):([0-9]{1,9})")
 

@@ -9,8 +9,8 @@ import numpy as np
 from google.protobuf.message import DecodeError, Message
 
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
-from bngrad_wire.fields import LEN, MAX_CHUNK_FIELDS, MAX_LENGTH_NBYTES, MAX_NBYTES, MAX_TAG_NBYTES, FieldReader
-from bngrad_wire.messages import PREFIX_NBYTES, Buffer, field_prefix, only_field
+from bngrad_wire.fields import LEN, MAX_CHUNK_FIELDS, MAX_LENGTH_NBYTES, MAX_NBYTES, MAX_TAG_NBYTES, Buffer, FieldReader
+from bngrad_wire.messages import PREFIX_NBYTES, field_prefix, only_field
 
 _HEAD_NBYTES = MAX_NBYTES + MAX_TAG_NBYTES + MAX_LENGTH_NBYTES
 """How much of a message must be seen to find its chunk, if it has other fields too."""

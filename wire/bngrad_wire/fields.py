@@ -11,6 +11,8 @@ from typing import TypeAlias
 
 from google.protobuf.message import DecodeError
 
+Buffer: TypeAlias = bytes | bytearray | memoryview
+"""Bytes to send; a memoryview is C-contiguous and of format "B"."""
 Field: TypeAlias = tuple[int, int, int, int, int]
 """Number, wire type, start, start of the content, end."""
 

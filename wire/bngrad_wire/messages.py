@@ -16,9 +16,7 @@ from typing import Generic, TypeAlias, TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
-from bngrad_wire.fields import LEN, FieldReader, TruncatedError, read_varint
-
-Buffer: TypeAlias = bytes | bytearray | memoryview
+from bngrad_wire.fields import LEN, Buffer, FieldReader, TruncatedError, read_varint
 
 AnyMessage = TypeVar("AnyMessage", bound=Message)
 Meaning = TypeVar("Meaning")

@@ -17,7 +17,7 @@ from bngrad._requests.request import Attributes, OpSchema, PreparedRequest
 from bngrad._results import Device, ServerInfo
 from bngrad._shared_memory.pool import Pool
 from bngrad.typing import Array, DataFormat
-from bngrad_kernels.problem import GradGradProblem, Problem, address_of
+from bngrad_kernels.problem import GradGradProblem, Problem, address_of_array
 from bngrad_kernels.spec import Spec
 from bngrad_wire import __version__
 
@@ -199,8 +199,8 @@ def _is_plain(tensor: object) -> bool:
 
 def _compute(compute: checks.Compute, inputs: Iterable[Array | None], outputs: Iterable[Array]) -> None:
     """Computes the arrays of a problem of the first order; None is a scale of ones."""
-    y_backprop, x, *others = [0 if array is None else address_of(array) for array in inputs]
-    x_backprop, *rest = map(address_of, outputs)
+    y_backprop, x, *others = [0 if array is None else address_of_array(array) for array in inputs]
+    x_backprop, *rest = map(address_of_array, outputs)
     compute(y_backprop, x, x_backprop, *others, *rest)
 
 

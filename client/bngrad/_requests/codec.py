@@ -17,9 +17,8 @@ from bngrad._results import Device, ServerInfo
 from bngrad.typing import Array
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_wire import messages
-from bngrad_wire.fields import MAX_NBYTES
+from bngrad_wire.fields import MAX_NBYTES, Buffer
 from bngrad_wire.limits import MAX_RANK
-from bngrad_wire.messages import Buffer
 
 _DTYPES: dict[pb.DataType, np.dtype[Any]] = {
     pb.DATA_TYPE_FLOAT16: np.dtype("<f2"),

@@ -17,8 +17,8 @@ from bngrad._requests.arrays import as_arrays, as_output
 from bngrad._requests.attributes import OneDnnAttributes, TensorFlowAttributes
 from bngrad.typing import Array
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
+from bngrad_wire.fields import Buffer
 from bngrad_wire.limits import MAX_PROTOBUF_NBYTES
-from bngrad_wire.messages import Buffer
 
 SERVICE = pb.DESCRIPTOR.services_by_name["BatchNormGradService"].full_name
 SERVER_INFO_METHOD = f"/{SERVICE}/ServerInfo"

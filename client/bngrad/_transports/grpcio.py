@@ -13,8 +13,8 @@ from bngrad._transports.reported_load import ReportedLoad
 from bngrad._transports.tracing import trace_context
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_wire import chunks, messages
+from bngrad_wire.fields import Buffer
 from bngrad_wire.load_report import TEXT_HEADER
-from bngrad_wire.messages import Buffer
 
 _BLOCKING_NBYTES = 64 * 1024
 """Larger messages may block grpcio's blocking call beyond its deadline, until the socket has taken them."""

@@ -24,7 +24,7 @@ from bngrad._transports.tracing import trace_context
 from bngrad._transports.turns import NoTurnError, Turn, Turns
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_wire import chunks, http2, messages
-from bngrad_wire.messages import Buffer
+from bngrad_wire.fields import Buffer
 
 _MAX_EXCHANGES = 32
 """Large ones at a time. More would share the server and the network until none is in time, and each that is not costs a

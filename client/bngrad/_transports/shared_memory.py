@@ -15,7 +15,7 @@ from bngrad._shared_memory.lease import LeaseEndedError
 from bngrad._shared_memory.pool import Located, Pool
 from bngrad._shared_memory.quarantine import AbandonedCall, Quarantine
 from bngrad._transports.http2 import Http2Transport
-from bngrad_wire.messages import Buffer
+from bngrad_wire.fields import Buffer
 
 Result = TypeVar("Result")
 

@@ -30,7 +30,7 @@ from bngrad_kernels.cpu.records import (
     task,
 )
 from bngrad_kernels.cpu.threads import MAX_THREADS, team
-from bngrad_kernels.problem import AnyProblem, Array, address_of
+from bngrad_kernels.problem import AnyProblem, Array, address_of_array
 from bngrad_kernels.spec import Spec
 
 ALONE_BELOW_NBYTES = 1 << 20
@@ -90,7 +90,7 @@ class CpuBackend(Backend):
         workspace = np.empty(planned.slot_nbytes + planned.scratch_nbytes + 64, np.uint8)
         records = bytearray(planned.record)
         place(records, problem)
-        place_workspace(records, -(-address_of(workspace) // 64) * 64, planned.scratch_nbytes)
+        place_workspace(records, -(-address_of_array(workspace) // 64) * 64, planned.scratch_nbytes)
         call = new_call(records)
         kernel = self._load(problem.spec.dtype, problem.spec.order)
         return _Bound(
@@ -232,7 +232,7 @@ class CpuBackend(Backend):
         if getattr(self._local, "nbytes", -1) < nbytes:
             self._local.nbytes = nbytes
             self._local.memory = np.empty(nbytes + PAGE_NBYTES, np.uint8)
-            self._local.address = -(-address_of(self._local.memory) // PAGE_NBYTES) * PAGE_NBYTES
+            self._local.address = -(-address_of_array(self._local.memory) // PAGE_NBYTES) * PAGE_NBYTES
         start: int = self._local.address
         return start
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from bngrad_kernels.cpu.plan import RECORD, Plan
-from bngrad_kernels.problem import AnyProblem, address_of
+from bngrad_kernels.problem import AnyProblem, address_of_array
 
 CALL = np.dtype(
     [
@@ -62,9 +62,9 @@ def place(record: bytearray, problem: AnyProblem) -> None:
     """Completes the record of a plan but for the workspace; NumPy would take three times as long to set its fields."""
     for name in (*problem.large_inputs, *problem.small_inputs, *problem.small_outputs):
         array = getattr(problem, name)
-        _put(record, name, 0 if array is None else address_of(array))
+        _put(record, name, 0 if array is None else address_of_array(array))
     for name in problem.large_outputs:
-        _put(record, name, address_of(getattr(problem, name)), is_large_output=True)
+        _put(record, name, address_of_array(getattr(problem, name)), is_large_output=True)
 
 
 def place_at(record: bytearray, planned: Plan, addresses: Sequence[int]) -> None:

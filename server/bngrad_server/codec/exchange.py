@@ -10,8 +10,7 @@ from bngrad_kernels.spec import FieldViolation, InvalidArgumentError
 from bngrad_server.codec.ops import OPS
 from bngrad_wire import chunks, messages
 from bngrad_wire.chunks import REQUEST_CHUNK, ChunkError, ChunkField, MessageSource
-from bngrad_wire.fields import LEN, FieldReader
-from bngrad_wire.messages import Buffer
+from bngrad_wire.fields import LEN, Buffer, FieldReader
 
 CHUNK = REQUEST_CHUNK.number
 """The number of a chunk's field in requests and responses."""

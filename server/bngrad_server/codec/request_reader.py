@@ -15,8 +15,8 @@ from bngrad_server.codec.ops import OPS, TRANSPORTS, Op
 from bngrad_server.codec.request import InvalidRequestError, Request, Source
 from bngrad_server.memory.layout import Sizes, problem_type
 from bngrad_wire import messages
+from bngrad_wire.fields import Buffer
 from bngrad_wire.limits import MAX_PRIORITY, MAX_RANK
-from bngrad_wire.messages import Buffer
 
 _DTYPES: dict[pb.DataType, np.dtype[Any]] = {
     pb.DATA_TYPE_FLOAT16: FLOAT16,
@@ -98,7 +98,7 @@ class RequestReader:
         return self._decoder.known(data)
 
     def transport_of(self, data: bytes) -> str:
-        """Returns how the elements travel of a request that was not read, as far as that is known."""
+        """Returns the transport of a request that could not be read, as far as it is known."""
         request = self._decoder.known(data)
         return self.transport if request is None else request.transport
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bngrad_kernels.spec import Spec
+from bngrad_server.errors import ComputeError
 
 if TYPE_CHECKING:
     from bngrad_kernels.cpu.backend import CpuBackend
@@ -24,6 +25,12 @@ _LOAD_INTERVAL_S = 1.0
 _BRIEF_NBYTES = 2**20
 """With tensors below this size a gradient takes one thread some tens of microseconds. To release the interpreter's lock
 takes as long, so other threads wait for it meanwhile."""
+
+
+def failed(spec: Spec, error: Exception) -> ComputeError:
+    """Logs that a problem could not be computed, and returns the error of its request."""
+    logger.error("%s failed", spec, exc_info=error)
+    return ComputeError(type(error).__name__)
 
 
 class FrontKernels:

@@ -13,7 +13,7 @@ from bngrad_server.codec.request import Request
 from bngrad_server.memory.layout import ALIGNMENT, ARENA, Place, Task
 from bngrad_server.workers.ipc import pack_task, unpack_problem
 from bngrad_wire import messages
-from bngrad_wire.messages import Buffer
+from bngrad_wire.fields import Buffer
 
 _SHARED = memoryview(b"")
 """Stands for a tensor that its client reads and writes itself."""

@@ -8,24 +8,20 @@ server; if others wait when it is done, the next ones go to workers for a while,
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.codec.request import Request
-from bngrad_server.errors import ComputeError
-from bngrad_server.front.kernels import FrontKernels
+from bngrad_server.front.kernels import FrontKernels, failed
 from bngrad_server.front.prepared import Prepared, aligned_memory
 from bngrad_server.memory.layout import ARENA, Place
 from bngrad_server.memory.regions import Region, Regions
 from bngrad_server.runtime.event_loop import EventLoop
 from bngrad_server.staged_request import check_overlap
+from bngrad_wire.fields import Buffer
 from bngrad_wire.mapped_file import MappedFile
-from bngrad_wire.messages import Buffer
-
-logger = logging.getLogger(__name__)
 
 _SMALL, _LARGEST = 0.25, 128
 """The largest small request and the largest one computed here alone, as multiples of the largest brief one: 768 KiB and
@@ -106,8 +102,7 @@ class SharedRequests:
         try:
             known.run()
         except Exception as error:
-            logger.exception("%s failed", request.spec)
-            raise ComputeError(type(error).__name__) from error
+            raise failed(request.spec, error) from error
         if request.tensors_nbytes > self._small_nbytes:
             self._count(request.tensors_nbytes, began)
         return known.prepared.response()

@@ -7,20 +7,16 @@ loaded. All others go to workers.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 
 from bngrad_server.codec.request import Request
-from bngrad_server.errors import ComputeError
-from bngrad_server.front.kernels import FrontKernels
+from bngrad_server.front.kernels import FrontKernels, failed
 from bngrad_server.front.prepared import Prepared, aligned_memory
 from bngrad_server.memory.layout import ARENA, Place
 from bngrad_server.scheduling.job import Job, JobState
 from bngrad_server.workers.ipc import pack_task, unpack_problem
-from bngrad_wire.messages import Buffer
-
-logger = logging.getLogger(__name__)
+from bngrad_wire.fields import Buffer
 
 _MAX_PREPARED = 64
 _MAX_SPARE = 4
@@ -73,7 +69,7 @@ class SmallRequests:
                 self._workplaces.append(workplace)
 
     def compute_in_arena(self, job: Job, arena: memoryview) -> None:
-        """Computes a job whose request it `takes`, unless that waits no longer, and ends it."""
+        """Computes a job that `takes` accepts, unless its request was given up, and ends it."""
         job.started_at = time.monotonic()
         job.error = job.reason_to_give_up()
         if job.error is None:
@@ -81,8 +77,7 @@ class SmallRequests:
                 packed = pack_task(job.task, 0, range(job.spec.channels))
                 self._kernels.backend.run([unpack_problem(packed, {0: job.spec}, {ARENA: arena})])
             except Exception as error:
-                logger.exception("%s failed", job.spec)
-                job.error = ComputeError(type(error).__name__)
+                job.error = failed(job.spec, error)
         job.state = JobState.ENDED
         job.ended_at = time.monotonic()
 
@@ -98,7 +93,10 @@ class _Workplace:
     def compute(self, request: Request, elements: Sequence[Buffer], message: Buffer) -> list[bytes]:
         prepared, run = self._prepared.get(id(request)) or self._prepare(request)
         prepared.copy_in(message, elements)
-        run()
+        try:
+            run()
+        except Exception as error:
+            raise failed(request.spec, error) from error
         return prepared.response()
 
     def _prepare(self, request: Request) -> tuple[Prepared, Callable[[], None]]:

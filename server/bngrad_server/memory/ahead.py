@@ -33,7 +33,6 @@ _ARENA_FRACTION = 2
 _LEAST_NBYTES = 64 * 1024
 """A smaller tensor counts as one of this size, which bounds their number."""
 TICKET_NBYTES = 16
-_RETRY_S = 1.0
 
 
 class AheadCopier(Protocol):
@@ -120,7 +119,7 @@ class AheadTensors:
                     return block
                 if not self._evict_of_richest(above=self._nbytes_of[client] + counted):
                     break
-        raise OverloadedError(f"no {nbytes} bytes of memory are free for a tensor sent ahead", _RETRY_S)
+        raise OverloadedError(f"no {nbytes} bytes of memory are free for a tensor sent ahead")
 
     def free(self, block: Block) -> None:
         """Takes memory back that has become no tensor."""

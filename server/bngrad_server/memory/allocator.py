@@ -23,12 +23,11 @@ from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from bngrad_server.errors import ArenaTooSmallError, OverloadedError
+from bngrad_server.errors import RETRY_DELAY_S, ArenaTooSmallError, OverloadedError
 from bngrad_server.memory.free_range import FreeRange
 from bngrad_server.memory.layout import ALIGNMENT, aligned
 from bngrad_server.memory.lost_transfers import LostTransfers
 
-_RETRY_S = 1.0
 _CHECK_INTERVAL_S = 0.2
 """How often a thread that waits for memory checks whether its client is still there."""
 _SMALL_FRACTION = 4
@@ -226,8 +225,9 @@ class Allocator:
         if self._held[client] + wanted <= limit:
             return None
         reason = f"others needed memory that this client held; for now, it may have {limit} bytes of {self.nbytes}"
-        fits_alone = wanted <= limit
-        return OverloadedError(reason, _RETRY_S if fits_alone else max(math.ceil(self._lost.rest_s(client)), _RETRY_S))
+        if wanted <= limit:
+            return OverloadedError(reason)
+        return OverloadedError(reason, max(math.ceil(self._lost.rest_s(client)), RETRY_DELAY_S))
 
     def _take_from_reserve(self, nbytes: int) -> int | None:
         return self._reserve.take(nbytes) if nbytes * _SMALL_FRACTION <= self._reserve.free_nbytes else None

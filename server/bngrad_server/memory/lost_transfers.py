@@ -63,7 +63,7 @@ class LostTransfers:
     def limit(self, client: str, holders: Iterable[str]) -> float:
         """The bytes that the client may have while others hold memory; infinite if it is not limited.
 
-        An even share of the memory, one of which is left to a client that comes; half as much after each further loss.
+        The memory is divided evenly among these clients and one that may come; each further loss halves the share.
         """
         if not self.rest_s(client):
             return math.inf

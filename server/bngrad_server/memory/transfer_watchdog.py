@@ -35,7 +35,6 @@ _SOON_S = 2.0
 """A transfer that ends within this time may do so."""
 _GRACE_S = 1.0
 """Beyond the deadline of a call, so that a client that is still there ends the call itself, and knows why."""
-_RETRY_S = 1.0
 
 
 class _Wait:
@@ -217,7 +216,7 @@ class TransferWatchdog:
             self._end(wait, TimeoutError("the deadline has passed while the client was waited for"))
         elif wait.due_at <= now:
             reason = f"the client is too slow: it has to move {_LEAST_BYTES_PER_S} bytes a second on average"
-            self._end(wait, OverloadedError(reason, _RETRY_S))
+            self._end(wait, OverloadedError(reason))
 
     def _make_room(self, memory: Allocator, transfers: Sequence[_Transfer]) -> None:
         """Ends slow transfers of clients with more than their shares, for those that wait and have less."""
@@ -244,7 +243,7 @@ class TransferWatchdog:
             client, nbytes = worst.block.client, worst.block.nbytes
             if excess(worst) <= 0:
                 return
-            self._end(worst, OverloadedError("others wait for the memory of this slow transfer", _RETRY_S))
+            self._end(worst, OverloadedError("others wait for the memory of this slow transfer"))
             slow.remove(worst)
             held[client] -= nbytes
             missing -= nbytes

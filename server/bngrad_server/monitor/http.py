@@ -1,7 +1,7 @@
 """An HTTP/1.1 server by h11, with one request per connection, that bad clients cannot block.
 
-A connection has 10 s for everything. Beyond 128 connections the oldest is closed whose request is not there yet, or
-whose answer is not read, so every client that sends its request and reads its answer gets one.
+A connection has 10 s for everything. With more than 128 connections, the oldest one that has not sent its request, or
+not read its answer, is closed. So every client that does both gets an answer.
 """
 
 from __future__ import annotations

@@ -13,8 +13,6 @@ import grpc
 
 from bngrad_server.errors import OverloadedError
 
-_RETRY_S = 1.0
-
 
 class FairShares:
     """An amount of which calls take parts, and wait for them while their client has its share.
@@ -98,7 +96,7 @@ class FairShares:
             self._serve()  # the client's next call may need less
         if not context.is_active():
             raise CancelledError
-        raise OverloadedError(f"this client has its share of the {self._what}", _RETRY_S)
+        raise OverloadedError(f"this client has its share of the {self._what}")
 
     def _fits(self, client: str, amount: int) -> bool:
         if not self._is_worthwhile(client):

@@ -51,7 +51,6 @@ _MAX_WAITING = _OP_THREADS - MAX_CALLS - FREE_THREADS
 """How many of them wait for a place."""
 _MAX_QUEUE = 1024
 """The most unary ops that wait for a thread, and the most exchanges."""
-_RETRY_S = 1.0
 _UNSENT_NBYTES = 2**16
 """What an unsent response costs in addition to its bytes, which are there twice."""
 
@@ -120,7 +119,7 @@ def _refuse(
 ) -> Callable[[Iterator[bytes], grpc.ServicerContext], NoReturn]:
     def refuse(requests: Iterator[bytes], context: grpc.ServicerContext) -> NoReturn:
         before(context)
-        abort(context, OverloadedError(reason, _RETRY_S))
+        abort(context, OverloadedError(reason))
 
     return refuse
 

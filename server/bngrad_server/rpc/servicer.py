@@ -24,8 +24,7 @@ from bngrad_server.security.auth import ALLOW_ALL, Authenticator
 from bngrad_server.staged_request import StagedRequest
 from bngrad_wire import chunks, messages
 from bngrad_wire.chunks import AHEAD_CHUNK, REQUEST_CHUNK, ChunkField, MessageSource
-from bngrad_wire.fields import MAX_NBYTES
-from bngrad_wire.messages import Buffer
+from bngrad_wire.fields import MAX_NBYTES, Buffer
 
 SERVICE = pb.DESCRIPTOR.services_by_name["BatchNormGradService"]
 _PREFIX = f"/{SERVICE.full_name}/"

@@ -12,13 +12,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from bngrad_server.errors import ListenError
-from bngrad_wire.addresses import format_host_port
+from bngrad_wire.addresses import MAX_PATH_NBYTES, format_host_port
 
 _MAX_CONNECTIONS = 8192
 """For each address of grpcio; each connection takes about 40 KB before its first byte."""
 _OTHER_DESCRIPTORS = 2048
 _MOST_DESCRIPTORS = 1 << 16
-_MAX_PATH_NBYTES = 107
 _BACKLOG = 128
 _TRIES = 16
 """For a port that is free on every address of a host."""
@@ -110,8 +109,8 @@ def has_listener(path: Path) -> bool:
 
 
 def _path_fault(path: Path) -> str | None:
-    if len(os.fsencode(path)) > _MAX_PATH_NBYTES:
-        return f"a socket's path has at most {_MAX_PATH_NBYTES} bytes"
+    if len(os.fsencode(path)) > MAX_PATH_NBYTES:
+        return f"a socket's path has at most {MAX_PATH_NBYTES} bytes"
     try:
         if not stat.S_ISDIR(_mode(path.parent)):
             return f"there is no folder {path.parent}"

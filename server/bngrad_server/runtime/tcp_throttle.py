@@ -116,9 +116,9 @@ class TcpThrottle:
         self._wake.set()
 
     def refused(self, name: str, client: str) -> None:
-        """Pauses, very soon, the connections of a client of which a call was refused that only costs time.
+        """Soon pauses the connections of a client whose call was refused as a waste of time.
 
-        So it does with the client's next connections while the pause lasts; ``name`` is that of the call's.
+        So it does with those that the client opens while the pause lasts. ``name`` is the peer of the call.
         """
         self.peer(name).account = client
         with self._mutex:

@@ -50,11 +50,6 @@ class Peer:
         self._name = name
         self._mutex = threading.Lock()
 
-    @property
-    def has_ops(self) -> bool:
-        """Whether ops of it are running."""
-        return bool(self.waiting or self.receiving)
-
     def op(self, client: str | None) -> Op:
         """Begins an op of an authenticated client; None for one that is not, whose connection is its account."""
         self.account = client or self._name

@@ -246,7 +246,7 @@ class Batcher:
             self._hand_on(worker)
 
     def _rescue(self, batch: Batch, leader: Job | None) -> None:
-        """Has the jobs of a batch wait again of which a worker died, except those that have cost too many workers."""
+        """Has the jobs of a batch whose worker died wait again, except those that have cost too many workers."""
         with self._locked:
             if leader is not None:
                 leader.worker = None

@@ -23,7 +23,7 @@ _REPEATED = 1 / 8
 
 
 class LoadTrailers:
-    """A report as the two ports send it; nothing if no request was measured, for which Envoy logs errors.
+    """A report as the two ports send it; empty if no request was measured, since Envoy logs errors for zeros.
 
     Attributes:
         metadata: For grpcio.

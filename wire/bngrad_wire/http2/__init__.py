@@ -4,8 +4,8 @@ In Python alone, grpcio copies what it sends twice and what it receives three ti
 goes from the caller's memory to the socket, and from the socket into the caller's memory. Each end interoperates with
 any gRPC peer.
 
-A connection is used by one thread and runs one call at a time. Every wait honours the socket's timeout; `set_timeout`
-sets it at the least cost.
+A connection is used by one thread at a time, and runs one call at a time. Every wait honours the socket's timeout;
+`set_timeout` sets it at the least cost.
 """
 
 from __future__ import annotations

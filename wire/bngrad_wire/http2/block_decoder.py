@@ -67,7 +67,7 @@ class BlockDecoder:
         self._cache: dict[bytes, HeaderBlock] = {}
 
     def known(self, block: bytes) -> HeaderBlock | None:
-        """Returns what a block means that was decoded before and changes nothing; None for any other."""
+        """Returns the cached meaning of a block that does not change the dynamic table; None if there is none."""
         return self._cache.get(block)
 
     def decode(self, block: bytes) -> HeaderBlock:

@@ -7,6 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from typing import ClassVar, NoReturn
 
+from bngrad_wire.fields import Buffer
 from bngrad_wire.http2 import frames
 from bngrad_wire.http2.errors import (
     ErrorCode,
@@ -17,7 +18,6 @@ from bngrad_wire.http2.errors import (
     error_name,
     error_of_reset,
 )
-from bngrad_wire.http2.frames import Buffer
 from bngrad_wire.http2.sockets.buffered_socket import BufferedSocket
 from bngrad_wire.http2.stream import Stream
 
@@ -26,8 +26,8 @@ WINDOW_UPDATE_NBYTES = 2**28
 EARNING_SHIFT = 8
 """DATA of a running call, in either direction, earns a frame for each 256 bytes; headers and SETTINGS cost one."""
 _FRAMES_PER_SECOND = 2000
-"""What a peer may send that moves no call forward. A frame costs one, and what it brings earns some back; so may a peer
-save up as much, but no more."""
+"""What a peer may send that moves no call forward. A frame costs one, and what it brings earns some back, up to this
+number."""
 _FRAMES_OF_DISTRUSTED = 100
 """The same, see `ConnectionState.distrust`."""
 _MAX_CLOSED_EARLY = 256

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from struct import Struct
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
+from bngrad_wire.fields import Buffer
 from bngrad_wire.http2.errors import ErrorCode
-
-Buffer: TypeAlias = bytes | bytearray | memoryview
-"""Bytes to send; a memoryview is C-contiguous and of format "B"."""
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 HEADER_NBYTES = 9

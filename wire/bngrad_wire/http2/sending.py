@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from struct import Struct
 from typing import ClassVar
 
+from bngrad_wire.fields import Buffer
 from bngrad_wire.http2 import frames
 from bngrad_wire.http2.connection import BaseConnection
 from bngrad_wire.http2.errors import ErrorCode, RpcError, Status
-from bngrad_wire.http2.frames import Buffer
 from bngrad_wire.http2.stream import Stream
 
 PREFIX = Struct(">BI")

@@ -14,7 +14,7 @@ from bngrad_kernels.cuda.chunks.layout import ALIGNMENT, LayoutCache
 from bngrad_kernels.cuda.chunks.prepared import LargeRows, prepare
 from bngrad_kernels.cuda.descriptors import Piece
 from bngrad_kernels.cuda.kernel_selection import Traits
-from bngrad_kernels.problem import Array, address_of
+from bngrad_kernels.problem import Array, address_of_array
 
 
 class Copy(NamedTuple):
@@ -35,7 +35,7 @@ class Copy(NamedTuple):
     @classmethod
     def of_bytes(cls, array: Array, offset: int) -> Copy:
         """The copy of contiguous bytes."""
-        return cls(array.reshape(1, -1), address_of(array), offset)
+        return cls(array.reshape(1, -1), address_of_array(array), offset)
 
 
 class CopyPlan:
@@ -101,7 +101,7 @@ def merged(copies: Sequence[Copy], gap_nbytes: int) -> list[Copy]:
         is_near = result and copy.host - last.host == distance and 0 <= distance - last.rows.size <= gap_nbytes
         if is_near and _is_mergeable(last) and _is_mergeable(copy) and _root(last.rows) is _root(copy.rows):
             memory = np.frombuffer(_root(copy.rows), np.uint8)
-            start = last.host - address_of(memory)
+            start = last.host - address_of_array(memory)
             result[-1] = Copy.of_bytes(memory[start : start + distance + copy.rows.size], last.offset)
         else:
             result.append(copy)

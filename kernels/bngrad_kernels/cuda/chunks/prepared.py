@@ -10,7 +10,7 @@ import numpy as np
 from bngrad_kernels.cuda.chunks.layout import Footprint, footprint, is_small
 from bngrad_kernels.cuda.descriptors import Piece
 from bngrad_kernels.cuda.kernel_selection import Traits
-from bngrad_kernels.problem import AnyProblem, Array, address_of
+from bngrad_kernels.problem import AnyProblem, Array, address_of_array
 
 SmallRows: TypeAlias = memoryview | Array
 """The bytes of a small array: a view of one row, which is copied fastest, or several rows."""
@@ -111,5 +111,5 @@ def _stats_row(piece: Piece, stats: Array) -> Array:
 def _by_size(arrays: Sequence[tuple[str, Array]]) -> tuple[list[SmallRows], list[LargeRows]]:
     """Small arrays, and large ones."""
     small = [rows[0].data if len(rows) == 1 else rows for _, rows in arrays if is_small(rows.size)]
-    large = [LargeRows(name, rows, address_of(rows)) for name, rows in arrays if not is_small(rows.size)]
+    large = [LargeRows(name, rows, address_of_array(rows)) for name, rows in arrays if not is_small(rows.size)]
     return small, large

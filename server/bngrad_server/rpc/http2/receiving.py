@@ -18,7 +18,6 @@ from bngrad_wire import http2
 _THREADS = 192
 """Of all clients; a client by itself gets 128."""
 _TIMEOUT_S = 60.0
-_RETRY_S = 1.0
 
 
 class ReceivingCalls:
@@ -40,6 +39,7 @@ class ReceivingCalls:
             is_worthwhile: Whether a client may have a request like the one that was last refused for its limits.
             max_wait_s: How long a call may wait for that.
         """
+        self._threads = threads
         self._timeout_s = timeout_s
         self._is_worthwhile = is_worthwhile
         self._max_wait_s = max_wait_s
@@ -95,7 +95,7 @@ class ReceivingCalls:
                 if deadline is not None and deadline <= now:
                     error: Exception = TimeoutError("the deadline has passed while the call waited for a thread")
                 else:
-                    threads = f"{_THREADS} threads that receive messages"
+                    threads = f"{self._threads} threads that receive messages"
                     reason = f"this client has its share of the {threads}, or of requests and bytes"
-                    error = OverloadedError(reason, _RETRY_S)
+                    error = OverloadedError(reason)
                 yield connection, waiting, error

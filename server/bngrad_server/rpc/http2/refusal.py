@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from bngrad_server.errors import UnauthenticatedError, grpc_status
 from bngrad_wire import http2
-
-_UNAUTHENTICATED = 16
+from bngrad_wire.http2.errors import Status
 
 
 def refuse(call: http2.ServerCall, error: Exception) -> None:
@@ -17,7 +16,7 @@ def refuse(call: http2.ServerCall, error: Exception) -> None:
     if isinstance(error, ConnectionError):
         raise error
     if isinstance(error, UnauthenticatedError):
-        call.end(_UNAUTHENTICATED, str(error))
+        call.end(Status.UNAUTHENTICATED, str(error))  # nothing else: no details for a stranger
     elif isinstance(error, http2.RpcError):  # the client has reset the call, and may make others
         call.end(error.code, error.message)
     else:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
+from bngrad_wire.fields import Buffer
 from bngrad_wire.http2 import frames, header_block
 from bngrad_wire.http2.block_decoder import HeaderBlock
 from bngrad_wire.http2.call import BaseCall, split_messages
 from bngrad_wire.http2.connection import BaseConnection
 from bngrad_wire.http2.errors import ErrorCode, RpcError, Status
-from bngrad_wire.http2.frames import Buffer
 from bngrad_wire.http2.sending import PREFIX
 from bngrad_wire.http2.server.request_headers import CallHeaders, check_trailers
 

@@ -10,8 +10,8 @@ import time
 from contextlib import suppress
 
 from bngrad_wire import keepalive
+from bngrad_wire.fields import Buffer
 from bngrad_wire.http2.errors import EndOfConnectionError, PeerGoneError, PeerLostError
-from bngrad_wire.http2.frames import Buffer
 from bngrad_wire.http2.sockets.receive_buffer import ReceiveBuffer
 from bngrad_wire.http2.sockets.timeouts import set_timeout
 from bngrad_wire.http2.sockets.tls import DONT_WAIT, TlsSocket
@@ -37,8 +37,8 @@ class BufferedSocket(ReceiveBuffer):
             a wait early, and so does a peer whose host has gone.
         moved: How many bytes have been received and sent.
         tls: The socket, if it speaks TLS: it may then hold received data although its descriptor is not readable.
-        has_lent: Whether the socket refers to memory that was sent, as far as is known: who learns that the peer has
-            read all of it resets this.
+        has_lent: Whether the socket may still refer to memory that was sent; the caller resets it once the peer has
+            read everything.
     """
 
     def __init__(self, sock: socket.socket) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bngrad_wire.http2.frames import Buffer
+from bngrad_wire.fields import Buffer
 from bngrad_wire.mapped_file import address_of_array
 
 _FROM_NBYTES = 2 * 2**20

@@ -41,7 +41,7 @@ _LAST_WORDS_S = 1.0
 _END_TIMEOUT_S = 1.0
 
 _LEFT_SCORE, _HANDSHAKE_SCORE, _BREACH_SCORE = 1.0, 2.0, 4.0
-"""What a connection counts for in `Penalties` that never became known, failed its handshake, or broke the protocol."""
+"""What counts in `Penalties`: a connection that left without a call, failed its handshake, or broke the protocol."""
 
 Welcome = Callable[[socket.socket, http2.ServerConnection, Http2Handler, http2.ServerCall, RpcContext], None]
 

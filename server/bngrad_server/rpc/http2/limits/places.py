@@ -39,7 +39,7 @@ class Places(Generic[Member]):
         return max(mine, key=lambda member: places[self._clients[member]], default=None)
 
     def to_give_up(self, client: str, idle: Iterable[Member], busy: Iterable[Member]) -> Member | None:
-        """Returns the member to close for a new one of a client: of the client with most places, an idle one if it can.
+        """Returns the member to close for a new one of a client: one of the client with most places, if possible idle.
 
         A client with fewer places than the new one's loses none; a busy one is closed only for a client with fewer.
         """

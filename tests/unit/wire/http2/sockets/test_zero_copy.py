@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bngrad_wire.http2.frames import Buffer
+from bngrad_wire.fields import Buffer
 from bngrad_wire.http2.sockets import zero_copy
 from bngrad_wire.http2.sockets.buffered_socket import BufferedSocket
 from bngrad_wire.http2.sockets.zero_copy import is_own_peer
