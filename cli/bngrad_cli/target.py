@@ -76,6 +76,8 @@ class Target:
             arguments |= {"timeout": self.timeout_s, "tls": tls, "token": self.token_file}
             with bngrad.Client(self.address, **arguments) as client:
                 yield client
+        except bngrad.UnauthenticatedError as error:
+            raise TargetError(f"{self.address} answered UNAUTHENTICATED: {self._which_token()}") from error
         except bngrad.BngradError as error:
             raise TargetError(str(error)) from error
 
@@ -186,14 +188,19 @@ class Target:
             return f"{self.address} does not answer within {self.timeout_s:g} s: it hangs, or is no gRPC server"
         if code == "UNAVAILABLE":
             return self._explained_unavailable(details)
-        what_to_do = ""
         if code == "UNAUTHENTICATED":
-            what_to_do = f"; that of {self.token_file} is not" if self.token_file else "; give --token-file"
-        return f"{self.address} answered {code}: {details}{what_to_do}"
+            details = self._which_token()
+        return f"{self.address} answered {code}: {details}"
+
+    def _which_token(self) -> str:
+        given = f"that of {self.token_file} is not" if self.token_file else "give --token-file"
+        return f"a valid token is needed; {given}"
 
     def _explained_unavailable(self, details: str | None) -> str:
         if self.tls:
-            otherwise = "" if self.tls_certificate else "if it asks for certificates, give --tls-certificate: "
+            otherwise = "if it asks for certificates, give --tls-certificate: "
+            if self.tls_certificate:
+                otherwise = f"it may know no authority that has signed {self.tls_certificate}: "
             hint = next((hint for sign, hint in _TLS_HINTS.items() if sign in str(details)), otherwise)
             return f"{self.address} is not reached by TLS: {hint}{details}"
         if self._speaks_tls():

@@ -122,6 +122,7 @@ class UnimplementedError(BngradError, NotImplementedError):
 
 _MESSAGE_TOO_LARGE = "Received message larger than max"
 _MESSAGE_HINT = "; leave out transport='unary', or give the server a larger --max-message-bytes"
+_LOST_HINT = " Both sides must use TLS, or neither; a server may also ask for a bngrad.Tls(certificate=..., key=...)."
 _TLS_HINTS = {
     "WRONG_VERSION_NUMBER": "This client uses TLS, and what listens there does not.",
     "certificate has expired": "Its certificate has expired, or the clock here is wrong.",
@@ -204,7 +205,7 @@ def _what_to_check(message: str) -> str:
         if sign in message:
             return hint
     is_lost = "Socket closed" in message or "Connection reset" in message
-    return "Is `bngrad serve` running there?" + (" Both sides must use TLS, or neither." if is_lost else "")
+    return "Is `bngrad serve` running there?" + (_LOST_HINT if is_lost else "")
 
 
 def _retry_delay_s(details: bytes) -> float | None:

@@ -77,7 +77,7 @@ class Device:
     """A device of a server.
 
     Attributes:
-        name: Such as "cpu" or "cuda:0".
+        name: Such as "cuda:0"; "cpu:0" for the first worker on a CPU, "cpu" for this process.
         description: The name that its maker gives it.
         state: The state of its worker: "starting" or "ready"; "unspecified" if this client does not know the state.
         restarts: How often its worker died and was started again.

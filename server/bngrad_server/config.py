@@ -117,7 +117,7 @@ class ServerConfig(BaseSettings):
     """Most memory of each GPU that its worker takes for tensors, to leave room for other programs; 0 for nine tenths of
     it. Requests that do not fit are computed in parts."""
     shared_group: Annotated[str | None, Metavar("GROUP"), Computed("none")] = None
-    """Group of users that may share memory, besides the server's own user."""
+    """Group of users that may share memory, besides the server's own user, who must be in it, too."""
     stream_port: Annotated[Port, Computed("0, a free one")] = 0
     """TCP port that takes large tensors, on the host of the first TCP address."""
     one_port: bool = False
@@ -136,7 +136,7 @@ class ServerConfig(BaseSettings):
     """Largest message of a request sent whole; on the server's own port at most 64 MiB. Tensors in chunks or in shared
     memory are not limited, since they are never held in a message."""
     max_batch_jobs: int = Field(default=64, ge=1, le=MAX_BATCH_JOBS)
-    """Most requests in a batch. A larger batch makes small requests cheaper, but delays the first of them."""
+    """Most requests in a batch, at most 512. A larger batch makes small requests cheaper, but delays the first one."""
     max_batch_bytes: Annotated[Bytes, Computed("8MiB; with GPUs 32MiB")] = Field(default=8 * 2**20, ge=1)
     """A batch gets no more requests once its tensors have this size. Large requests gain nothing from batching."""
     front_bytes: Annotated[Bytes, IN_MEMORY] = Field(default=3 * 2**20, ge=0)
@@ -197,7 +197,7 @@ class ServerConfig(BaseSettings):
     log_format: Literal["console", "json"] = "console"
     """Format of the log on stderr: lines for people, or a JSON object in each line."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least level of the lines to log; debug also logs requests that their clients cancelled."""
+    """Least level of the lines to log; debug also logs requests that clients cancelled, and how connections end."""
     traces: bool = False
     """Whether OpenTelemetry spans of every request are exported by OTLP, as the OTEL_* variables configure it."""
     channelz: bool = False

@@ -209,12 +209,25 @@ def _max_message_bytes(config: ServerConfig, engine: Engine) -> int:
     return min(config.max_message_bytes, engine.max_message_nbytes) if config.one_port else config.max_message_bytes
 
 
+def check_files(config: ServerConfig) -> None:
+    """Checks the files and the group that settings name, as a server that starts does.
+
+    Raises:
+        SettingError: One cannot be used.
+    """
+    _check_group(config.shared_group)
+    setup.set_up(config, Observer().metrics)
+
+
 def _check_group(name: str | None) -> None:
+    if name is None:
+        return
     try:
-        if name is not None:
-            grp.getgrnam(name)
+        number = grp.getgrnam(name).gr_gid
     except KeyError as error:
         raise SettingError({"shared_group": name}, "it should be a group of this host") from error
+    if os.geteuid() and number not in {os.getegid(), *os.getgroups()}:
+        raise SettingError({"shared_group": name}, "the server's user should be in that group")
 
 
 def _tracing() -> Tracing:

@@ -90,4 +90,6 @@ def main(framework: str, checkout: str, *options: str) -> int:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 3 or sys.argv[1] not in _TESTS:
+        sys.exit(f"usage: python -m tests.oracles.upstream {'|'.join(_TESTS)} CHECKOUT [PYTEST_OPTION...]")
     sys.exit(main(*sys.argv[1:]))

@@ -195,6 +195,11 @@ def is_known(guarded: Guarded) -> bool:
         return True
 
 
+def test_the_log_tells_of_a_mistake_in_the_token_file_without_a_call(own_guarded: Guarded) -> None:
+    own_guarded.know("a line with a mistake")
+    wait_until(lambda: "cannot be used, so the old content stays in use: line 1 of" in own_guarded.server.stderr())
+
+
 def test_tokens_appear_in_no_error_log_or_repr(guarded: Guarded) -> None:
     with guarded.client() as client:
         ask(client)

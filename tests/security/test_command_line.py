@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.security.authority import HOSTS
+from tests.security.authority import HOSTS, Authority
 from tests.security.conftest import Guarded
 from tests.servers import run_bngrad
 
@@ -57,6 +57,24 @@ def test_a_servers_certificate_is_refused_with_the_reason(
         ended = run_bngrad("check", "--tls-ca", str(guarded.authority.path), "--timeout", "60", guarded.server.target)
     assert (ended.returncode, ended.stdout) == (1, "")
     assert f"{guarded.server.target} is not reached by TLS: {hint}" in ended.stderr
+
+
+def test_a_token_that_only_ops_need_is_asked_for_by_its_option(tmp_path: Path) -> None:
+    guarded = Guarded(tmp_path, client_ca=False, options=("--open-health",))
+    with guarded.running():
+        ended = run_bngrad("check", "--tls-ca", str(guarded.authority.path), "--timeout", "60", guarded.server.target)
+    assert ended.returncode == 1
+    assert "answered UNAUTHENTICATED: a valid token is needed; give --token-file" in ended.stderr + ended.stdout
+
+
+def test_a_certificate_that_the_server_does_not_know_is_named(
+    guarded: Guarded, known: tuple[str, ...], tmp_path: Path
+) -> None:
+    other = Authority(tmp_path, "unknown").issue("alice")
+    pair = ("--tls-certificate", str(other.certificate), "--tls-key", str(other.key))
+    ended = run_bngrad("check", *known[:2], *pair, "--timeout", "60", guarded.server.target)
+    assert ended.returncode == 1
+    assert f"it may know no authority that has signed {other.certificate}: " in ended.stderr
 
 
 def test_an_invalid_token_is_named(guarded: Guarded, known: tuple[str, ...], tmp_path: Path) -> None:

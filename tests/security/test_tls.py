@@ -22,6 +22,7 @@ from bngrad_wire.http2 import frames
 from bngrad_wire.token_format import new_token
 
 TCP_LISTENERS = ("grpcio TCP", "own TCP")
+_LOST = "Both sides must use TLS, or neither; a server may also ask for a bngrad.Tls(certificate=..., key=...)."
 _HELLO = frames.PREFACE + frames.settings({})
 
 
@@ -119,7 +120,8 @@ def test_the_client_accepts_no_other_server(guarded: Guarded, transport: Transpo
     named = "Check failed. Its certificate is for other names; see bngrad.Tls(server_name=...)."
     assert refusal(guarded, tls=elsewhere, transport=transport).endswith(named)
     assert refusal(guarded, tls=True, transport=transport)
-    assert refusal(guarded, tls=False, transport=transport).endswith("Both sides must use TLS, or neither.")
+    assert refusal(guarded, tls=False, transport=transport).endswith(_LOST)
+    assert refusal(guarded, tls=bngrad.Tls(guarded.authority.path), transport=transport).endswith(_LOST)
 
 
 @pytest.mark.parametrize("transport", ["stream", "unary"])

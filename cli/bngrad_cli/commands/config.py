@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from bngrad_cli.settings import Setting, SettingsCommand, as_text, default_text, load, metavar, settings_options
+from bngrad_cli.settings import (
+    Setting,
+    SettingsCommand,
+    SettingsError,
+    as_text,
+    default_text,
+    load,
+    metavar,
+    settings_options,
+)
+
+if TYPE_CHECKING:
+    from bngrad_server.config import ServerConfig
 
 
 @click.command(cls=SettingsCommand)
@@ -18,11 +30,12 @@ from bngrad_cli.settings import Setting, SettingsCommand, as_text, default_text,
 def config(config: Path | None, as_json: bool, as_toml: bool, **flags: Any) -> None:
     """Prints the settings in effect, and where they come from.
 
-    They are those of `bngrad serve` with the same options, environment and file, and are checked in the same way.
+    They are those of `bngrad serve` with the same options, environment and file, and are checked in the same way, with
+    the files and the group that they name; addresses and devices are not tried.
     """
     if as_json and as_toml:
         raise click.UsageError("--json and --toml exclude each other")
-    _, effective = load(config, flags)
+    checked, effective = load(config, flags)
     if as_json:
         settings = {each.name: {"value": each.value, "origin": each.origin} for each in effective}
         print(json.dumps(settings, indent=2, default=str))
@@ -30,6 +43,17 @@ def config(config: Path | None, as_json: bool, as_toml: bool, **flags: Any) -> N
         print("\n".join(map(_toml, effective)))
     else:
         _print_table(effective)
+    _check_files(checked, effective)
+
+
+def _check_files(checked: ServerConfig, effective: list[Setting]) -> None:
+    from bngrad_server.errors import SettingError  # noqa: PLC0415 - they take longer to import than all else
+    from bngrad_server.server import check_files  # noqa: PLC0415
+
+    try:
+        check_files(checked)
+    except SettingError as error:
+        raise SettingsError(error.told({each.name: each.origin for each in effective})) from error
 
 
 def _toml(setting: Setting) -> str:

@@ -103,6 +103,7 @@ class RpcLimiter(grpc.ServerInterceptor):
 
     def _run(self) -> None:
         while not self._closing.wait(_CHECK_INTERVAL_S):
+            self._authenticator.refresh()
             with self._mutex:
                 calls = [call for calls in self._calls.values() for call in calls]
             for call in calls:

@@ -72,6 +72,11 @@ class Authenticator:
             raise UnauthenticatedError
         return f"token {owner}"
 
+    def refresh(self) -> None:
+        """See `bngrad_server.security.tokens.Tokens.refresh`."""
+        if self._tokens is not None:
+            self._tokens.refresh()
+
     def is_open(self, path: str) -> bool:
         """Whether a call of this method needs no token."""
         return not self.requires_token or (self._open_health and path.startswith(_HEALTH))

@@ -31,6 +31,10 @@ class Tokens:
         """
         self._file = ReloadedFiles([path], lambda: _read(path))
 
+    def refresh(self) -> None:
+        """Reads the file again if it has changed, so that the log soon tells of a mistake there."""
+        _ = self._file.content
+
     def owner(self, authorization: str | None) -> str | None:
         """Returns the owner of the token in an ``authorization`` header; None without a known token."""
         if authorization is None or authorization[: len(_SCHEME)].lower() != _SCHEME:

@@ -20,20 +20,26 @@ class KernelCompiler:
 
     The workers compile the first kernel themselves, and any other that a request needs before its turn has come.
 
-    Attributes:
-        compiling: The kernels that are still to be compiled, such as ``float32-2``: dtype and order.
     """
 
     def __init__(self) -> None:
         """Starts nothing yet."""
-        self.compiling: tuple[str, ...] = ()
+        self._compiling: tuple[str, ...] = ()
         self._process: subprocess.Popen[str] | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="kernel-compiler", daemon=True)
 
+    @property
+    def compiling(self) -> tuple[str, ...]:
+        """The kernels that are still to be compiled, such as ``float32-2``: dtype and order."""
+        if not self._compiling:
+            return ()
+        missing = _missing()  # requests may have had some compiled meanwhile
+        return tuple(name for name in self._compiling if name in missing)
+
     def start(self) -> None:
         """Starts the process and the thread, if the cache lacks a kernel."""
-        if not _are_kernels_missing():
+        if not _missing():
             return
         self._process = subprocess.Popen(  # noqa: S603 - our own module
             module_command("bngrad_kernels.cpu.machine_code.warm"),
@@ -56,14 +62,14 @@ class KernelCompiler:
         process, started_at = self._process, time.monotonic()
         assert process is not None
         assert process.stdout is not None
-        self.compiling = tuple(process.stdout.readline().split())
-        all_succeed = bool(self.compiling)
-        if self.compiling:
-            kernels = ", ".join(self.compiling)
-            logger.info("compiling %d more kernels in the background: %s", len(self.compiling), kernels)
+        self._compiling = tuple(process.stdout.readline().split())
+        all_succeed = bool(self._compiling)
+        if self._compiling:
+            kernels = ", ".join(self._compiling)
+            logger.info("compiling %d more kernels in the background: %s", len(self._compiling), kernels)
         for line in process.stdout:
             name, _, failure = line.strip().partition(" ")
-            self.compiling = tuple(kernel for kernel in self.compiling if kernel != name)
+            self._compiling = tuple(kernel for kernel in self._compiling if kernel != name)
             if failure:
                 all_succeed = False
                 logger.warning("%s; requests for it will try again", failure)
@@ -73,13 +79,15 @@ class KernelCompiler:
             logger.warning("the compiler of kernels ended with exit code %d; requests compile what they need", code)
         elif all_succeed and not self._closing:
             logger.info("all kernels are compiled, after %.0f s", time.monotonic() - started_at)
-        self.compiling = ()
+        self._compiling = ()
 
 
-def _are_kernels_missing() -> bool:
+def _missing() -> set[str]:
+    """The names of the kernels that the cache lacks, but for the first."""
     from bngrad_kernels.cpu.machine_code import warm  # noqa: PLC0415 - a server of GPUs does not need LLVM
+    from bngrad_kernels.cpu.machine_code.kernels import KERNELS  # noqa: PLC0415
 
     try:
-        return bool(warm.missing_in_background())
+        return set(map(str, warm.missing_in_background()))
     except OSError:
-        return True  # the process has the same error, and the log then tells of it
+        return set(map(str, KERNELS))  # the process has the same error, and the log then tells of it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
 import sys
 from collections import Counter
 
@@ -122,6 +123,21 @@ def test_a_json_line_is_one_line_for_any_message() -> None:
     entry = json.loads(line)
     assert "\n" not in line
     assert (entry["message"], entry["level"], entry["code"]) == ('two\nlines and a "quote"', "warning", "INTERNAL")
+
+
+@pytest.mark.parametrize("library", ["hpack.hpack", "asyncio"])
+def test_lines_for_debugging_are_the_servers_own(library: str) -> None:
+    script = f"""
+import logging
+from bngrad_server.telemetry import logs
+logs.set_up("console", "debug")
+logging.getLogger("{library}").debug("a detail")
+logging.getLogger("bngrad_server").debug("the end")
+logging.shutdown()
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert "the end" in ended.stderr
+    assert "a detail" not in ended.stderr
 
 
 def test_a_json_line_has_the_exception() -> None:

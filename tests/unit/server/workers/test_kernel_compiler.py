@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from tests.servers import children_of, wait_until
 
-from bngrad_kernels.cpu.machine_code import cache, warm
-from bngrad_kernels.cpu.machine_code.kernels import host
+from bngrad_kernels import compiled_code
+from bngrad_kernels.cpu.machine_code import cache, loader, warm
+from bngrad_kernels.cpu.machine_code.kernels import KERNELS, host
 from bngrad_server.workers.kernel_compiler import KernelCompiler
 
 
@@ -31,6 +32,19 @@ def test_a_compiler_that_is_killed_has_not_compiled_all(
         wait_until(lambda: not compiler.compiling)
     said = "the compiler of kernels ended with exit code -9; requests compile what they need"
     assert [record.getMessage() for record in caplog.records][1:] == [said]
+
+
+def test_a_kernel_that_a_request_had_compiled_is_no_longer_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cache, "folder", cache.folder.__wrapped__)  # looks for it again
+    with closing(KernelCompiler()) as compiler:
+        compiler.start()
+        wait_until(lambda: compiler.compiling)
+        last = compiler.compiling[-1]
+        compiled_code.write(loader.path(next(kernel for kernel in KERNELS if str(kernel) == last), host()), b"code")
+        assert last not in compiler.compiling
 
 
 def test_no_process_is_started_when_all_kernels_are_compiled() -> None:
