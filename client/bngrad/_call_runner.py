@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
+_ERRORS_OF_CLOSE = (BngradError, LeaseError, ValueError)
+"""What a call that `CallRunner.close` ends may raise: grpcio raises ValueError on a channel that was just closed."""
+
 
 class CallRunner:
     """Runs the calls of one client, from any number of threads.
@@ -126,7 +129,11 @@ class CallRunner:
         if self.local is None:
             return None
         self.check_open()
-        return self.local.compute_plain(op, tensors, attributes)
+        try:
+            return self.local.compute_plain(op, tensors, attributes)
+        except _ERRORS_OF_CLOSE as error:
+            self._check_not_closed_during_call(error)
+            raise
 
     def server_info(self, deadline: Deadline, cancellation: Cancellation) -> ServerInfo:
         """Asks any one server for its `ServerInfo`."""
@@ -160,7 +167,7 @@ class CallRunner:
     def send_ahead(self, array: Array) -> AheadTensor:
         """Begins to send a tensor, which was converted, ahead of the calls that need it; see `bngrad.Client`."""
         self.check_open()
-        tensor, wire = in_wire_layout(array)
+        tensor, wire = in_wire_layout(array.view())  # so that it keeps the shape that it has now
         upload = None if self.local is not None or self._transport == "unary" else self._ahead.send(wire)
         return AheadTensor(self._identity, tensor, wire, upload)
 
@@ -198,17 +205,18 @@ class CallRunner:
         try:
             self._running.add(cancellation)  # before the client is found open, or `close` might not see it
             self.check_open()
-            try:
-                if cancellation.cancelled:
-                    raise UnavailableError("the call was cancelled")
-                return call()
-            except (BngradError, LeaseError, ValueError) as error:
-                # grpcio raises ValueError on a channel that another thread has just closed.
-                if self._closed:
-                    raise ClientClosedError(f"{self.name} was closed during the call") from error
-                raise
+            if cancellation.cancelled:
+                raise UnavailableError("the call was cancelled")
+            return call()
+        except _ERRORS_OF_CLOSE as error:
+            self._check_not_closed_during_call(error)
+            raise
         finally:
             self._running.discard(cancellation)
+
+    def _check_not_closed_during_call(self, error: Exception) -> None:
+        if self._closed and not isinstance(error, ClientClosedError):
+            raise ClientClosedError(f"{self.name} was closed during the call") from error
 
     def _run_or_compute(
         self,

@@ -124,6 +124,6 @@ class Spec:
 
 
 def float32(value: float) -> float:
-    """The value rounded to float32, the type of the attribute epsilon."""
+    """The value rounded to float32, the type of the attribute epsilon; never -0.0, which caches take for 0.0."""
     with np.errstate(over="ignore"):
-        return float(np.float32(value))
+        return float(np.float32(value)) + 0.0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -89,3 +91,34 @@ def test_an_equal_value_of_a_wrong_type_is_refused(local: bngrad.Client, name: s
     call(*inputs, **{name: good})
     with pytest.raises(TypeError, match=name):
         call(*inputs, **{name: bad})
+
+
+class Identity:
+    """A wrong epsilon, which has a hash."""
+
+
+def test_a_refused_call_keeps_nothing(local: bngrad.Client) -> None:
+    wrong: Any = Identity()
+    kept = weakref.ref(wrong)
+    with pytest.raises(TypeError, match="epsilon"):
+        local.fused_batch_norm_grad_v2(*random_inputs(CASES[1].spec()), wrong)
+    del wrong
+    gc.collect()
+    assert kept() is None
+
+
+def test_a_call_during_which_the_client_is_closed_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = random_inputs(CASES[1].spec())
+    client = bngrad.Client("local:")
+    client.fused_batch_norm_grad_v2(*inputs, data_format="NCHW")
+    compute = LocalKernels.compute_plain
+
+    def close_before(*arguments: Any) -> Any:
+        client.close()
+        return compute(*arguments)
+
+    monkeypatch.setattr(LocalKernels, "compute_plain", close_before)
+    kept = client.empty((2**24,))  # so that the output needs memory of its own
+    with pytest.raises(bngrad.ClientClosedError, match="was closed during the call"):
+        client.fused_batch_norm_grad_v2(*inputs, data_format="NCHW")
+    del kept

@@ -51,6 +51,15 @@ def test_a_layer_trains_as_flaxs_own(client: bngrad.Client, name: str) -> None:
         assert abs(our - their).max() <= (0.05 if "dtype" in options else 1e-4)
 
 
+def test_a_layer_without_scale_and_bias_is_computed_in_float32_with_64_bits_enabled(client: bngrad.Client) -> None:
+    x = np.random.default_rng(0).normal(size=(6, CHANNELS)).astype(np.float32)
+    options = {"use_scale": False, "use_bias": False, "use_running_average": np.False_}
+    layer = bngrad.jax.nnx.BatchNorm(CHANNELS, client=client, rngs=nnx.Rngs(0), **options)
+    with jax.enable_x64(True):
+        by_x = nnx.grad(lambda layer, x: (layer(x) ** 3).sum(), argnums=1)(layer, jnp.asarray(x))
+    assert by_x.dtype == jnp.float32
+
+
 def test_what_the_client_does_not_compute_is_flaxs_own() -> None:
     with bngrad.Client("localhost:1") as client:
         layer = bngrad.jax.nnx.BatchNorm(CHANNELS, client=client, rngs=nnx.Rngs(0))

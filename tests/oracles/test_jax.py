@@ -158,6 +158,11 @@ def test_errors_name_the_argument(client: bngrad.Client) -> None:
     x, scale, offset = arguments(FORMATS["NHWC"])
     with pytest.raises(ValueError, match="x must be 5-dimensional for data_format NDHWC"):
         bngrad.jax.batch_norm(x, scale, offset, client=client, data_format="NDHWC")
+    for position, name in enumerate(("x", "scale", "offset")):
+        given = [x, scale, offset]
+        given[position] = given[position].astype(np.int32)
+        with pytest.raises(TypeError, match=f"{name} must have dtype .*float32, not int32"):
+            bngrad.jax.batch_norm(*given, client=client)
     with bngrad.Client("localhost:1") as closed:
         pass
     gradient = jax.jit(jax.grad(lambda x: bngrad.jax.batch_norm(x, scale, offset, client=closed)[0].sum()))

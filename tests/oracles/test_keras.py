@@ -171,6 +171,55 @@ def test_forward_derivatives_are_right(client: bngrad.Client, run: Callable[[Any
     assert_close(*(run(lambda layer=layer: found(layer))() for layer in layer_pair(client)))
 
 
+@RUNS
+@pytest.mark.parametrize("is_forward", [False, True], ids=["three tapes", "forward over reverse"])
+def test_the_third_order_is_an_error_rather_than_wrong(
+    client: bngrad.Client, run: Callable[[Any], Any], is_forward: bool
+) -> None:
+    layer, _ = layer_pair(client)
+    x = tf.constant(np.random.default_rng(1).normal(size=(6, 3)).astype(np.float32))
+
+    def gradient(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = tf.reduce_sum(layer(x, training=True) ** 3)
+        return tape.gradient(loss, x)
+
+    def penalty(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = tf.reduce_sum(gradient(x) ** 2)
+        return tape.gradient(loss, x)
+
+    def third() -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = tf.reduce_sum(penalty(x) ** 2)
+        return tape.gradient(loss, x)
+
+    def forward() -> Any:
+        with tf.autodiff.ForwardAccumulator(x, tf.sin(x)) as accumulator:
+            found = gradient(x)
+        return accumulator.jvp(found)
+
+    with pytest.raises(NotImplementedError, match="no gradients of the third order"):
+        run(forward if is_forward else third)()
+
+
+def test_a_layer_without_scale_and_center_takes_tensors_of_unknown_shape(client: bngrad.Client) -> None:
+    layer = bngrad.keras.BatchNormalization(scale=False, center=False, client=client)
+    layer.build((None, None, None, 3))
+
+    @tf.function(input_signature=[tf.TensorSpec([None] * 4)])  # type: ignore[untyped-decorator]
+    def gradient(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = tf.reduce_sum(layer(x, training=True) ** 3)
+        return tape.gradient(loss, x)
+
+    assert gradient(tf.random.normal((2, 4, 4, 3))).shape == (2, 4, 4, 3)
+
+
 @pytest.mark.parametrize(
     ("changes", "call"),
     [

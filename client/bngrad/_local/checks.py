@@ -105,17 +105,16 @@ def check_plain(
     """Checks the arguments of a call, given the headers of its tensors and the fields of its attributes.
 
     Returns:
-        None if they are wrong, and where `Checked` has no ``compute``.
+        None where `Checked` has no ``compute``.
 
     Raises:
+        InvalidArgumentError: As in `check`.
+        TypeError: A tensor is missing, or an attribute has the wrong type. Errors are not cached, nor such attributes.
         UnavailableError: As in `check`.
     """
     given = tuple((field, header) for field, header in zip(op.tensors, tensors, strict=True) if header is not None)
     kind = OneDnnAttributes if op is ops.TRAINING_BACKPROP else TensorFlowAttributes
-    try:
-        checked = check(backend, op, given, tuple(kind(*attributes).checked().items()))
-    except (InvalidArgumentError, TypeError):  # a tensor is missing, or an attribute has the wrong type
-        return None
+    checked = check(backend, op, given, tuple(kind(*attributes).checked().items()))
     if checked.compute is None:
         return None
     return Plain(checked.spec, checked.compute, tuple(map(op.tensors.index, inputs_of(op))))

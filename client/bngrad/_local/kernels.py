@@ -12,6 +12,7 @@ import numpy as np
 
 from bngrad._ahead.upload import Place
 from bngrad._deadline import Cancellation, Deadline
+from bngrad._errors import InvalidArgumentError
 from bngrad._local import checks
 from bngrad._requests.request import Attributes, OpSchema, PreparedRequest
 from bngrad._results import Device, ServerInfo
@@ -100,7 +101,7 @@ class LocalKernels:
             headers.append(None if tensor is None else (tensor.dtype, tensor.shape))
         try:
             plain = checks.check_plain(_backend(), op, tuple(headers), *attributes)
-        except TypeError:  # an attribute has a wrong type, which has no hash
+        except (InvalidArgumentError, TypeError):
             return None
         if plain is None:
             return None

@@ -20,6 +20,8 @@ _RESERVE_SPACE_2_KINDS: Mapping[str, pb.ReserveSpace2Kind] = {
     "variance": pb.RESERVE_SPACE2_KIND_VARIANCE,
     "inverse_std": pb.RESERVE_SPACE2_KIND_INVERSE_STD,
 }
+_LONGEST_NAME = 64
+"""Caches keep names, so none may be of any length."""
 _REAL, _INTEGRAL = float | numbers.Real, int | numbers.Integral
 """With the usual type first: the abstract class alone takes five times as long to check."""
 
@@ -100,14 +102,15 @@ def _epsilon(epsilon: float) -> float:
         rounded = epsilon = math.inf
     if not math.isfinite(rounded):
         raise invalid_argument(FieldViolation("epsilon", f"epsilon must be finite in float32, not {epsilon}"))
-    return rounded
+    return rounded + 0.0  # never -0.0, which caches take for 0.0
 
 
 def _data_format(data_format: str) -> str:
     if not isinstance(data_format, str):
         raise TypeError(f"data_format must be a str, not {data_format!r}")
-    if not is_encodable(data_format):
-        description = f"data_format must be a name such as 'NHWC', not {data_format!r}"
+    if not is_encodable(data_format) or len(data_format) > _LONGEST_NAME:
+        has = repr(data_format) if len(data_format) <= _LONGEST_NAME else f"{len(data_format)} characters"
+        description = f"data_format must be a name such as 'NHWC', not {has}"
         raise invalid_argument(FieldViolation("data_format", description))
     return data_format
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 
 from bngrad._deadline import Cancellation, Deadline
@@ -63,6 +64,8 @@ def lease_region(
         if answer == b"":
             raise LeaseEndedError("the server closed the lease without an answer: it stops, or has no file left for it")
         if len(fds) != 1 or len(answer) != lease_protocol.KEY_NBYTES:
+            for fd in fds:
+                os.close(fd)
             raise LeaseRefusedError(answer.decode(errors="replace"))
     except OSError as error:
         lease.close()

@@ -24,6 +24,8 @@ from bngrad.typing import Array, DataFormat
 
 __all__ = ["batch_norm"]
 
+_DTYPES = ("float16", "bfloat16", "float32")
+
 
 def batch_norm(
     x: Any, scale: Any, offset: Any, *, client: Client, epsilon: float = 1e-5, data_format: DataFormat = "NHWC"
@@ -49,14 +51,25 @@ def batch_norm(
         y, of the dtype and shape of x; the mean and the biased variance of each channel, float32 of shape (C,).
 
     Raises:
+        TypeError: x, scale or offset has another dtype.
         ValueError: x is sharded over several devices, or has another number of dimensions than the data format.
         jax.errors.JaxRuntimeError: x is sharded, and the function is compiled; it contains the same sentence.
     """
     if x.ndim != len(data_format):
         raise ValueError(f"x must be {len(data_format)}-dimensional for data_format {data_format}, not {x.shape}")
+    _check_dtypes(x, scale, offset)
     jax.debug.inspect_array_sharding(jnp.asarray(x), callback=_check_sharding)
     y, mean, variance = _batch_norm(x, scale, offset, client, float(epsilon), data_format)
     return y, mean, variance
+
+
+def _check_dtypes(x: Any, scale: Any, offset: Any) -> None:
+    """Refuses what the client would refuse in the backward pass."""
+    if x.dtype.name not in _DTYPES:
+        raise TypeError(f"x must have dtype {', '.join(_DTYPES[:-1])} or {_DTYPES[-1]}, not {x.dtype}")
+    for name, values in (("scale", scale), ("offset", offset)):
+        if values.dtype != jnp.float32:
+            raise TypeError(f"{name} must have dtype float32, not {values.dtype}")
 
 
 def _check_sharding(sharding: Any) -> None:

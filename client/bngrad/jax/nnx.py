@@ -81,12 +81,12 @@ class BatchNorm(nnx.BatchNorm):  # type: ignore[misc] # Flax is not followed by 
             promoted, *_ = promote_dtype(values)
         uses_average = self.use_running_average if use_running_average is None else use_running_average
         as_4d = _as_4d(promoted, self.axis)
-        is_plain = uses_average is False and mask is None and self.axis_name is None
+        is_plain = uses_average is not None and not uses_average and mask is None and self.axis_name is None
         if self.client is None or as_4d is None or not is_plain:
             return super().__call__(x, use_running_average, mask=mask)
         shape, data_format = as_4d
-        gamma = jnp.ones(self.num_features) if scale is None else scale.astype(jnp.float32)
-        beta = jnp.zeros(self.num_features) if bias is None else bias.astype(jnp.float32)
+        gamma = jnp.ones(self.num_features, jnp.float32) if scale is None else scale.astype(jnp.float32)
+        beta = jnp.zeros(self.num_features, jnp.float32) if bias is None else bias.astype(jnp.float32)
         y, mean, variance = batch_norm(
             promoted.reshape(shape), gamma, beta, client=self.client, epsilon=self.epsilon, data_format=data_format
         )

@@ -73,7 +73,7 @@ class BatchNormalization(keras.layers.BatchNormalization):  # type: ignore[misc]
         kept = self.momentum
         self.moving_mean.assign(ops.cast(self.moving_mean, "float32") * kept + mean * (1.0 - kept))
         self.moving_variance.assign(ops.cast(self.moving_variance, "float32") * kept + variance * (1.0 - kept))
-        channels = inputs.shape[self.axis]
+        channels = self.moving_mean.shape[0]
         gamma = ops.cast(self.gamma, "float32") if self.scale else tf.ones(channels)
         beta = ops.cast(self.beta, "float32") if self.center else tf.zeros(channels)
         return self._normalized(inputs, gamma, beta, mean, variance, *expanded)

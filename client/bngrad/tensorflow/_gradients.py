@@ -34,13 +34,32 @@ def gradients(
         inputs = y_backprop, x, scale
 
         def second_order(*grads: Any) -> Any:
-            return _called(client.fused_batch_norm_grad_grad, [*grads[:3], *inputs, *reserves[:2]], arguments, inputs)
+            return _second_order(client, [*grads[:3], *inputs], reserves[:2], arguments)
 
         nothing = tf.zeros(0)
         outputs = _called(method, [*inputs, *reserves], arguments, [x, scale, scale, nothing, nothing])
         return outputs, second_order
 
     return first_order(*map(tf.convert_to_tensor, inputs))
+
+
+def _second_order(client: Client, inputs: Sequence[Any], reserves: Sequence[Any], arguments: dict[str, Any]) -> Any:
+    """Returns the gradients of y_backprop, x and scale, which are the last inputs."""
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator] # TensorFlow has no types
+    def second_order(*inputs: Any) -> Any:
+        outputs = _called(client.fused_batch_norm_grad_grad, [*inputs, *reserves], arguments, inputs[3:])
+        return outputs, _refuse_third_order
+
+    return second_order(*inputs)
+
+
+def _refuse_third_order(*grads: Any) -> Any:
+    """Raises while a graph is built: a call within it that fails would be left out, and zeros taken for its outputs."""
+    raise NotImplementedError(
+        "the client has no gradients of the third order, which forward mode over reverse mode needs as well: "
+        "revert, or uninstall, to let TensorFlow compute them"
+    )
 
 
 def _called(

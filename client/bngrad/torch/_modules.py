@@ -22,6 +22,7 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PER_CHANNEL = ("running_mean", "running_var", "weight", "bias")
+_LARGEST_EPS = torch.finfo(torch.float32).max
 _NOT_SENT = nullcontext()
 _NO_GRADIENTS = (None,) * 8
 
@@ -84,7 +85,7 @@ class _ClientBatchNorm(_BatchNorm):
             TypeError: A gradient is needed of an input of another dtype.
             ValueError: As PyTorch's layer raises.
         """
-        if not self._client.name or not self._needs_gradient(input) or input.numel() == 0:
+        if not self._client.name or not self._needs_gradient(input) or input.numel() == 0 or input.is_mkldnn:
             return super().forward(input)
         placement = self._placement
         if placement is not None and placement.is_left_to_pytorch and not torch.compiler.is_compiling():
@@ -109,6 +110,8 @@ class _ClientBatchNorm(_BatchNorm):
             raise ValueError(f"batch_norm eps must be positive during training, but got {self.eps}")
         if self.eps < 0.0:
             raise ValueError(f"batch_norm eps must be non-negative, but got {self.eps}")
+        if not self.eps <= _LARGEST_EPS:
+            raise ValueError(f"eps must be finite in float32 for a client to compute gradients, but got {self.eps}")
         for name, values in zip(_PER_CHANNEL, per_channel, strict=True):
             if values is not None and values.numel() != channels:
                 raise RuntimeError(f"{name} should contain {channels} elements not {values.numel()}")

@@ -141,7 +141,15 @@ def _backward(
     return grad_y_backprop, grad_x, grad_weight, None, None, None, None, None
 
 
+def _refuse_third_order(ctx: Any, *grads: Tensor) -> None:
+    raise NotImplementedError(
+        "bngrad.torch has no gradients of the third order, which torch.autograd.functional.hvp needs as well: vhp "
+        "gives the same, since a Hessian is symmetric; or revert_batchnorm lets PyTorch compute them"
+    )
+
+
 batch_norm_grad.register_autograd(_backward, setup_context=_setup_context)
+batch_norm_grad_grad.register_autograd(_refuse_third_order)
 
 
 def _scale(weight: Tensor | None, x: Tensor) -> Array:

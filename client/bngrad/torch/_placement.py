@@ -54,6 +54,13 @@ class Placement:
         self._seconds: dict[bool, list[float]] = {False: [], True: []}
         self._begun: weakref.WeakSet[Any] = weakref.WeakSet()  # uses whose backward pass is still to come
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves out the uses, which belong to graphs of this process that no copy of the layer has."""
+        return {name: value for name, value in vars(self).items() if name != "_begun"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _begun=weakref.WeakSet())
+
     @property
     def is_left_to_pytorch(self) -> bool:
         """Whether the next use may be PyTorch's own: it is faster, and no backward pass of ours is still to come.

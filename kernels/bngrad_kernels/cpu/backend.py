@@ -229,12 +229,21 @@ class CpuBackend(Backend):
 
     def _workspace(self, nbytes: int) -> int:
         """Returns the address of a page of scratch memory, which each calling thread keeps for its next problem."""
-        if getattr(self._local, "nbytes", -1) < nbytes:
-            self._local.nbytes = nbytes
-            self._local.memory = np.empty(nbytes + PAGE_NBYTES, np.uint8)
-            self._local.address = -(-address_of_array(self._local.memory) // PAGE_NBYTES) * PAGE_NBYTES
-        start: int = self._local.address
-        return start
+        held: _Workspace | None = getattr(self._local, "workspace", None)
+        if held is None or held.nbytes < nbytes:
+            memory = np.empty(nbytes + PAGE_NBYTES, np.uint8)
+            address = -(-address_of_array(memory) // PAGE_NBYTES) * PAGE_NBYTES
+            # At once: an error or Ctrl-C before must leave the old one whole.
+            held = self._local.workspace = _Workspace(nbytes, address, memory)
+        return held.address
+
+
+class _Workspace(NamedTuple):
+    """Scratch memory: its size from its first page on, where that is, and the memory."""
+
+    nbytes: int
+    address: int
+    memory: Array
 
 
 class _Prepared(NamedTuple):

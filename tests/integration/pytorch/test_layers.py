@@ -68,6 +68,31 @@ def test_the_second_order_is_right(
     assert_close(second_order(ours, x, y_backprop), second_order(exact, x.double(), y_backprop.double()), 5e-6)
 
 
+def test_the_third_order_is_refused_with_a_way_out(client: bngrad.Client) -> None:
+    layer, x = OURS["4d"](CHANNELS, client=client), torch.randn(4, CHANNELS, 3, 3)
+    cubes: Any = lambda x: (layer(x) ** 3).sum()  # noqa: E731
+    functional: Any = torch.autograd.functional
+    with pytest.raises(NotImplementedError, match=r"no gradients of the third order, which .*hvp needs as well: vhp"):
+        functional.hvp(cubes, x, torch.ones_like(x))
+    functional.vhp(cubes, x, torch.ones_like(x))
+
+
+@pytest.mark.parametrize("epsilon", [1e39, float("inf"), float("nan")])
+def test_an_epsilon_that_float32_does_not_have_is_refused_before_the_statistics_change(
+    client: bngrad.Client, epsilon: float
+) -> None:
+    layer = OURS["4d"](CHANNELS, eps=epsilon, client=client)
+    with pytest.raises(ValueError, match="eps must be finite in float32"):
+        layer(torch.randn(4, CHANNELS, 3, 3))
+    assert layer.num_batches_tracked == 0
+
+
+def test_a_tensor_of_mkldnn_is_pytorchs_own(client: bngrad.Client) -> None:
+    x = torch.randn(4, CHANNELS, 3, 3, requires_grad=True)
+    OURS["4d"](CHANNELS, client=client)(x.to_mkldnn()).to_dense().sum().backward()
+    assert x.grad is not None
+
+
 @pytest.mark.parametrize("frozen", [(), ("weight",), ("weight", "bias")], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("training", [True, False])

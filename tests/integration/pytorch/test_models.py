@@ -92,6 +92,19 @@ def test_copies_share_the_client_and_pickles_have_none(client: bngrad.Client) ->
     assert all(map(torch.equal, gradients(bngrad.torch.convert_batchnorm(unpickled, client)), expected))
 
 
+def test_measured_layers_are_copied_and_pickled_at_any_time(client: bngrad.Client) -> None:
+    model = bngrad.torch.convert_batchnorm(network(), client, where="measured")
+    pending = model(data()[0][0]).sum()
+    for _ in range(3):
+        copied, unpickled = copy.deepcopy(model), pickle.loads(pickle.dumps(model))  # noqa: S301 - our own
+        expected = gradients(bngrad.torch.revert_batchnorm(copy.deepcopy(model)))
+        for each in (copied, unpickled):
+            for ours, theirs in zip(gradients(each), expected, strict=True):
+                torch.testing.assert_close(ours, theirs)
+        gradients(model)
+    pending.backward()
+
+
 def test_a_state_dict_is_exchanged_with_a_stock_model(client: bngrad.Client, tmp_path: Path) -> None:
     model = bngrad.torch.convert_batchnorm(network(), client)
     torch.save(model.state_dict(), tmp_path / "model.pt")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import tracemalloc
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -50,6 +51,22 @@ def test_errors_are_within_their_bounds_for_any_shape(
     problem = random_problem(spec, seed, has_scale=has_scale)
     TWO_THREADS.run([problem])
     assert_right(problem)
+
+
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_a_workspace_that_could_not_grow_is_not_taken_for_a_larger_one(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = backends.create("cpu", threads=1)
+    backend.run([random_problem(spec_of(1, (2, 64, 1)))])
+    large = random_problem(spec_of(1, (1, 200_000, 1)))
+    with monkeypatch.context() as patch:
+        patch.setattr("bngrad_kernels.cpu.backend.np.empty", mock.Mock(side_effect=error))
+        with pytest.raises(error):
+            backend.run([large])
+    after = random_problem(spec_of(1, (1, 150_000, 1)))
+    backend.run([after])
+    assert_right(after)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

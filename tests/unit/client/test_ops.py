@@ -425,9 +425,14 @@ def test_is_training_may_be_a_numpy_bool() -> None:
     assert not v3_message(is_training=np.False_).is_training
 
 
-def test_data_format_must_be_text() -> None:
+def test_epsilon_is_never_minus_zero() -> None:
+    assert math.copysign(1, v3_message(epsilon=-0.0).epsilon) == 1
+
+
+@pytest.mark.parametrize("name", ["\ud800", "N" * 65])
+def test_data_format_must_be_a_short_text(name: str) -> None:
     with pytest.raises(bngrad.InvalidArgumentError, match="data_format must be a name such as 'NHWC', not ") as refused:
-        v3(data_format="\ud800")
+        v3(data_format=name)
     assert refused.value.violations[0].field == "data_format"
 
 
