@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import platform
+import resource
 from pathlib import Path, PurePosixPath
 
 ROOT = Path("/sys/fs/cgroup")
@@ -31,7 +32,8 @@ def memory_bytes() -> int:
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for file in (*_files("", "memory.max"), *_files("memory", "memory.limit_in_bytes")):
         limits += _numbers(file)[:1]
-    return min(limits)
+    address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return min(limits) if address_space == resource.RLIM_INFINITY else min(*limits, address_space)
 
 
 def cores() -> int:

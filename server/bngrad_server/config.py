@@ -236,6 +236,8 @@ class ServerConfig(BaseSettings):
         for address in bound:
             if bound.count(address) > 1:
                 raise ValueError(f"listen names {address} twice")
+            if self.http == address:
+                raise ValueError(f"http should not be {address}, which listen names")
             if self.stream_port and address.endswith(f":{self.stream_port}"):
                 raise ValueError(f"stream_port should not be the port of {address}, which listen names")
         if all(address.startswith("unix:") for address in self.listen):

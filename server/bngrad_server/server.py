@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import grp
 import logging
+import math
 import os
+import sys
 import threading
 import time
 from pathlib import Path
@@ -37,6 +39,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_SAME_SIGNAL_S = 0.1
+"""timeout(1), for one, sends its signal to the command, and then to the whole process group."""
+_PRINT_S = 1.0
 _CHECK_S = 1.0
 """How often the main thread looks whether the threads that serve still run."""
 
@@ -238,6 +243,28 @@ def _tracing() -> Tracing:
     return Tracing()
 
 
+def _print_soon(line: str) -> None:
+    """Prints a line, but waits only for a moment for who reads it: the main thread has a server to stop.
+
+    Raises:
+        OSError: It cannot be printed.
+    """
+    errors: list[OSError] = []
+
+    def write() -> None:
+        try:
+            os.write(sys.stdout.fileno(), line.encode(sys.stdout.encoding, "replace"))
+        except OSError as error:
+            errors.append(error)
+
+    if sys.stdout is not None:
+        thread = threading.Thread(target=write, name="ready-line", daemon=True)
+        thread.start()
+        thread.join(_PRINT_S)
+    if errors:
+        raise errors[0]
+
+
 def _end_at_once(failed_part: str) -> NoReturn:
     """Ends the process as if it were killed, so that clients whose calls would hang call another server."""
     logger.critical("the server ends, since the thread of %s has ended", failed_part)
@@ -246,7 +273,7 @@ def _end_at_once(failed_part: str) -> NoReturn:
 
 
 def serve(config: ServerConfig) -> None:
-    """Serves until SIGTERM or SIGINT, then drains. A second signal, or one before the server is ready, exits at once.
+    """Serves until SIGTERM, SIGINT or SIGHUP, then drains. A second one, or one before it is ready, ends it at once.
 
     So does the process, with exit code 1, if a thread has ended without which calls would hang.
 
@@ -255,13 +282,18 @@ def serve(config: ServerConfig) -> None:
         ListenError: An address is taken, malformed, or may not be used.
         WorkerStartError: A worker could not start.
         TracingError: Spans cannot be exported.
+        OSError: The system does not give what the server needs; likewise MemoryError, and RuntimeError for threads.
     """
     raise_descriptor_limit()
     ready, stopping = threading.Event(), threading.Event()
 
+    stopped_at = math.inf
+
     def on_signal(number: int) -> None:
-        if stopping.is_set() or not ready.is_set():
+        nonlocal stopped_at
+        if not ready.is_set() or time.monotonic() > stopped_at + _SAME_SIGNAL_S:
             os._exit(128 + number)
+        stopped_at = min(stopped_at, time.monotonic())
         stopping.set()
 
     on_stop_signals(on_signal)
@@ -271,7 +303,7 @@ def serve(config: ServerConfig) -> None:
         gc.freeze()  # these objects stay: collections that traverse them would delay calls by 9 ms
         ready.set()
         devices = ", ".join(f"{status.name} ({status.description})" for status in server.engine.pool.status())
-        print(f"bngrad {__version__} ready on {', '.join(server.addresses)}: {devices}", flush=True)
+        _print_soon(f"bngrad {__version__} ready on {', '.join(server.addresses)}: {devices}\n")
         logger.info("large tensors: %s; clients on this host: %s; HTTP: %s", *server.endpoints, server.http_address)
         while not stopping.wait(_CHECK_S):
             if failed_part := server.failed_part:

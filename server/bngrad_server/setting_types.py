@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import re
 from fractions import Fraction
@@ -74,7 +75,10 @@ def _check_memory(value: int) -> int:
 
 
 def _split(value: Any) -> Any:
-    return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
+    listed = [value] if isinstance(value, str) else value
+    if not isinstance(listed, list | tuple) or not all(isinstance(each, str) for each in listed):
+        return value
+    return tuple(part.strip() for each in listed for part in each.split(","))
 
 
 def _address(value: str) -> str:
@@ -94,9 +98,17 @@ def _is_host_and_port(value: str) -> bool:
     return place is not None and place[1] <= MAX_PORT
 
 
+def _is_ipv6(host: str) -> bool:
+    try:
+        ipaddress.IPv6Address(host)
+    except ValueError:
+        return False
+    return True
+
+
 def _http_address(value: str) -> str:
     host, _, port = value.rpartition(":")
-    if ":" in host and not host.startswith(("[", "unix:")):  # an IPv6 address without brackets
+    if _is_ipv6(host):  # without brackets
         value = f"[{host}]:{port}"
     if not _is_host_and_port(value):
         raise ValueError(f"it should be HOST:PORT, with a port of at most {MAX_PORT}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
@@ -222,6 +223,52 @@ def test_a_signal_lets_requests_in_flight_end_and_the_server_exits_0(
     assert not is_running(worker)
 
 
+def test_two_signals_at_once_are_one(own_server: EmbeddedServer) -> None:
+    worker = worker_pid(own_server)
+    with bngrad.Client(own_server.target) as client, ThreadPoolExecutor(1) as threads:
+        answer = call_in_flight(client, worker, threads)
+        for _ in range(2):  # as timeout(1) sends them
+            own_server.process.terminate()
+        wait_until(lambda: "draining" in own_server.stderr())
+        os.kill(worker, signal.SIGCONT)
+        answer.result()
+    assert own_server.process.wait(TIMEOUT_S) == 0
+
+
+@pytest.mark.parametrize("before", ["SIG_DFL", "SIG_IGN"], ids=["a terminal", "nohup"])
+def test_a_closed_terminal_stops_a_server_but_not_one_of_nohup(tmp_path: Path, before: str) -> None:
+    begin = (
+        f"import os, signal, sys; signal.signal(signal.SIGHUP, signal.{before}); os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    serve = [*BNGRAD, "serve", *ONE_WORKER, "--listen", f"unix:{tmp_path}/socket"]
+    with subprocess.Popen([sys.executable, "-c", begin, *serve], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert " ready on " in process.stdout.readline()
+        process.send_signal(signal.SIGHUP)
+        if before == "SIG_IGN":
+            time.sleep(0.5)
+            with bngrad.Client(f"unix:{tmp_path}/socket") as client:
+                call(client)
+            process.terminate()
+        assert process.wait(TIMEOUT_S) == 0
+
+
+def test_a_reader_of_the_first_line_that_reads_nothing_keeps_no_server_from_its_end(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    size = fcntl.fcntl(writing, fcntl.F_GETPIPE_SZ)
+    os.write(writing, bytes(size))
+    command = [*BNGRAD, "serve", *ONE_WORKER, "--listen", f"unix:{tmp_path}/socket"]
+    with subprocess.Popen(command, stdout=writing) as process:
+        wait_until((tmp_path / "socket").exists)
+        with bngrad.Client(f"unix:{tmp_path}/socket") as client:
+            wait_until(lambda: "ready" in client.server_info().devices[0].state)
+            time.sleep(0.5)  # until it prints
+            process.terminate()
+        assert process.wait(TIMEOUT_S) == 0
+    os.close(reading)
+    os.close(writing)
+
+
 def call_in_flight(client: bngrad.Client, worker: int, threads: ThreadPoolExecutor) -> Future[None]:
     """Stops the only worker and makes a call; returns once the server has received it."""
     os.kill(worker, signal.SIGSTOP)
@@ -244,6 +291,7 @@ def test_a_second_signal_ends_the_server_at_once(own_server: EmbeddedServer) -> 
         answer = call_in_flight(client, worker, threads)
         own_server.process.terminate()
         wait_until(lambda: "draining" in own_server.stderr())
+        time.sleep(0.2)  # two that come at once are one
         begin = time.monotonic()
         own_server.process.terminate()
         assert own_server.process.wait(TIMEOUT_S) == 128 + signal.SIGTERM

@@ -68,6 +68,14 @@ def test_a_setting_that_this_host_cannot_use_is_as_wrong_as_others(
     assert ended.stderr.endswith(f"Error: {complaint}\n")
 
 
+def test_a_server_that_may_open_too_few_files_says_so() -> None:
+    command = ["prlimit", "--nofile=32:32", *COMMAND, *CPU]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    expected = "the system does not give what a server needs, see ulimit -a: [Errno 24] a server needs 64 open files"
+    assert ended.stderr.startswith(f"Error: {expected}, and may have 32")
+
+
 def test_an_address_that_is_taken_is_no_wrong_setting() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"

@@ -66,6 +66,7 @@ def _toml(setting: Setting) -> str:
 def _print_table(effective: list[Setting]) -> None:
     from rich import box  # noqa: PLC0415 - JSON and TOML do not need it
     from rich.table import Table  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415
 
     from bngrad_cli.terminal import wide_console  # noqa: PLC0415
 
@@ -74,11 +75,8 @@ def _print_table(effective: list[Setting]) -> None:
     table.columns[1].overflow = "fold"  # rather than cut
     for each in effective:
         unit = metavar(each.field)
-        table.add_row(
-            each.name,
-            default_text(each.field) if each.value is None else as_text(each.value),
-            unit.lower() if unit in {"SECONDS", "BYTES"} else "",
-            each.origin,
-            style="bold" if each.origin != "default" else None,
-        )
+        value = default_text(each.field) if each.value is None else as_text(each.value)
+        cells = each.name, value, unit.lower() if unit in {"SECONDS", "BYTES"} else "", each.origin
+        # As text, since brackets, as of IPv6 addresses, would be markup.
+        table.add_row(*map(Text, cells), style="bold" if each.origin != "default" else None)
     wide_console().print(table)

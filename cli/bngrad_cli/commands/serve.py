@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from bngrad_cli import settings
 def serve(config: Path | None, **flags: Any) -> None:
     """Runs a server.
 
-    SIGTERM or Ctrl-C stops it after the requests in flight have ended; a second one stops it at once.
+    SIGTERM, Ctrl-C or SIGHUP stops it after the requests in flight have ended; a second one stops it at once.
 
     Each setting comes from its flag, else from the environment, else from the file that --config names. Seconds may
     have the unit ms, s, min or h; bytes kB, MB, GB, TB, KiB, MiB, GiB or TiB.
@@ -41,3 +42,15 @@ def serve(config: Path | None, **flags: Any) -> None:
         raise settings.SettingsError(error.told({each.name: each.origin for each in given})) from error
     except (ListenError, TracingError, WorkerStartError) as error:
         raise click.ClickException(str(error)) from error
+    except (MemoryError, OSError, RuntimeError) as error:
+        if not _is_scarcity(error):
+            raise
+        reason = str(error) or "no memory"
+        raise click.ClickException(f"the system does not give what a server needs, see ulimit -a: {reason}") from error
+
+
+def _is_scarcity(error: Exception) -> bool:
+    """Whether the system had no memory, file or thread left."""
+    if isinstance(error, OSError):
+        return error.errno in {errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+    return isinstance(error, MemoryError) or "can't start new thread" in str(error)

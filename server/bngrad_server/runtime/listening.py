@@ -17,7 +17,7 @@ from bngrad_wire.addresses import MAX_PATH_NBYTES, format_host_port
 _MAX_CONNECTIONS = 8192
 """For each address of grpcio; each connection takes about 40 KB before its first byte."""
 _OTHER_DESCRIPTORS = 2048
-_MOST_DESCRIPTORS = 1 << 16
+_LEAST_DESCRIPTORS, _MOST_DESCRIPTORS = 64, 1 << 16
 _BACKLOG = 128
 _TRIES = 16
 """For a port that is free on every address of a host."""
@@ -26,8 +26,14 @@ _MISSING = {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT}
 
 
 def raise_descriptor_limit() -> None:
-    """Raises the limit of open files of this process and its workers: the usual soft limit is meant for `select`."""
+    """Raises the limit of open files of this process and its workers: the usual soft limit is meant for `select`.
+
+    Raises:
+        OSError: It may not have enough.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < _LEAST_DESCRIPTORS:
+        raise OSError(errno.EMFILE, f"a server needs {_LEAST_DESCRIPTORS} open files, and may have {hard}")
     if soft < min(hard, _MOST_DESCRIPTORS):
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, _MOST_DESCRIPTORS), hard))
 

@@ -20,8 +20,8 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def ignore_stop_signals() -> None:
-    """Ignores SIGINT and SIGTERM, which a whole process group gets: the parent decides when this one ends."""
-    for ignored in (signal.SIGINT, signal.SIGTERM):
+    """Ignores signals to stop, which a whole process group gets: the parent decides when this one ends."""
+    for ignored in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)
 
 

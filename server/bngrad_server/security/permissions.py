@@ -19,10 +19,13 @@ def read_guarded(path: Path, *, private: bool) -> bytes:
 
     Raises:
         OSError: It cannot be read.
-        ValueError: Every user of the host may write to it.
+        ValueError: It is no regular file, or every user of the host may write to it.
     """
-    with open(path, "rb") as file:
-        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:  # to open a pipe would wait
+        found_mode = os.fstat(file.fileno()).st_mode
+        if not stat.S_ISREG(found_mode):
+            raise ValueError(f"{path} is no regular file")
+        mode = stat.S_IMODE(found_mode)
         found = f"{path} has mode {mode:04o}, so every user of this host may"
         expected = f"it should have mode 0600 or 0640: chmod o-rw {path}"
         if mode & stat.S_IWOTH:

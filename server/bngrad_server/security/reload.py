@@ -61,7 +61,7 @@ class ReloadedFiles(Generic[Content]):
         names = ", ".join(map(str, self._paths))
         try:
             self._content = self._read()
-        except (OSError, ValueError) as error:
+        except Exception as error:
             logger.error("%s changed and cannot be used, so the old content stays in use: %s", names, error)
         else:
             logger.info("%s changed and was read again", names)

@@ -79,6 +79,7 @@ def test_a_list_may_be_several_flags_text_with_commas_or_a_list(file: Path) -> N
     assert effective("--listen", "a:1", "--listen", "unix:/b")["listen"][0] == expected
     assert effective(BNGRAD_LISTEN="a:1,unix:/b")["listen"][0] == expected
     assert effective("--config", file)["listen"][0] == expected
+    assert effective("--listen", "a:1, unix:/b")["listen"][0] == expected
 
 
 def test_toml_output_is_a_file_of_the_same_settings(file: Path) -> None:
@@ -102,6 +103,10 @@ def test_the_table_tells_a_value_of_none_from_the_default() -> None:
     shown = [" ".join(run(*arguments).output.split()) for arguments in ((), ("--advertise-stream", "none"))]
     assert "advertise_stream stream_port, on the host that a client default calls" in shown[0]
     assert "advertise_stream none --advertise-stream" in shown[1]
+
+
+def test_the_table_takes_no_value_for_markup() -> None:
+    assert "[fd00::1]:50051" in run("--listen", "[fd00::1]:50051").output
 
 
 def test_the_table_cuts_no_value() -> None:
@@ -147,6 +152,8 @@ def test_the_table_cuts_no_value() -> None:
         (["--arena-bytes", "lots"], {}, "", "--arena-bytes is 'lots'; it should be a number, perhaps with"),
         (["--listen", "a:99999"], {}, "", "--listen is 'a:99999'; it should be HOST:PORT or unix:PATH, with a port"),
         (["--config", "/tmp"], {}, "", "cannot read settings from /tmp: it is no file"),
+        (["--http", "http://a:1"], {}, "", "--http is 'http://a:1'; it should be HOST:PORT, with a port of at most"),
+        (["--http", "127.0.0.1:50051"], {}, "", "--http should not be 127.0.0.1:50051, which --listen names"),
         (
             ["--stream-port", "50051"],
             {},

@@ -91,6 +91,13 @@ def test_a_new_certificate_is_shown_once_it_has_its_key(
     assert second.certificate.read_text().startswith(shown.strip())
 
 
+def test_authorities_may_be_named_in_any_language(authority: Authority, tmp_path: Path) -> None:
+    alice, named = authority.issue("alice"), tmp_path / "named.pem"
+    named.write_text(f"# AC Raíz Certicámara\n{authority.path.read_text()}", encoding="utf-8")
+    own = authority.issue(*HOSTS)
+    assert shake_hands(Certificates(own.certificate, own.key, named), authority, alice)[0] == "certificate alice"
+
+
 def test_an_error_names_the_file_with_the_wrong_content(authority: Authority, tmp_path: Path) -> None:
     own, other = authority.issue(*HOSTS), authority.issue("other.example")
     nonsense = tmp_path / "nonsense"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -44,6 +45,15 @@ def test_a_file_that_every_user_may_change_is_refused(files: Files, name: str, m
     with pytest.raises(
         ValueError, match=rf"{path} has mode {mode:04o}, so every user .* change it.* chmod o-rw {path}"
     ):
+        read()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_pipe_is_refused_rather_than_waited_for(files: Files, name: str) -> None:
+    path, read = files[name]
+    path.unlink()
+    os.mkfifo(path, 0o600)
+    with pytest.raises(ValueError, match=f"{path} is no regular file"):
         read()
 
 
