@@ -7,7 +7,9 @@ import io
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
+from types import FrameType
 
 _MODULES = {
     "cli": ("rich",),
@@ -19,6 +21,7 @@ _MODULES = {
 """The modules that a command may lack, by the extra that installs them."""
 _UNWRITTEN = {errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC}
 """The errors of a file that takes no more, such as one on a full disk."""
+_interrupted = threading.Event()
 
 
 def main() -> None:
@@ -36,18 +39,27 @@ def main() -> None:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what the exit writes
         sys.exit(1 if error.errno == errno.EPIPE else f"bngrad: cannot write the output: {error.strerror}")
-    except ModuleNotFoundError as error:
+    except ImportError as error:
+        if _interrupted.is_set():
+            sys.exit(128 + signal.SIGINT)
         missing = (error.name or "").partition(".")[0]
         extra = next((extra for extra, modules in _MODULES.items() if missing in modules), None)
-        if extra is None:
+        if extra is None or not isinstance(error, ModuleNotFoundError):
             raise
         install = f"pip install '.[{extra}]' in a checkout of bngrad"
         sys.exit(f"bngrad: this command needs the module {missing}: {install}")
 
 
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Does what Python does, and notes it: modules of Cython raise an ImportError where Ctrl-C comes amid theirs."""
+    _interrupted.set()
+    signal.default_int_handler(number, frame)
+
+
 def _run() -> None:
     handler = signal.getsignal(signal.SIGINT)
     if handler is signal.default_int_handler:
+        handler = _interrupt
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C amid these imports would print a traceback
     from bngrad_cli.main import main as main_command  # noqa: PLC0415
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from bngrad_wire.addresses import grpcio_address, host_and_port, is_local, unix_path
+from bngrad_wire.token_format import is_sendable
 
 if TYPE_CHECKING:
     import grpc
@@ -101,7 +102,7 @@ class Target:
         if content is None:
             return ()
         token = content.decode(errors="replace").strip()
-        if not token or not token.isascii() or not token.isprintable() or " " in token:
+        if not is_sendable(token):
             expected = "one token, as `bngrad token new` prints it, without blanks or further lines"
             raise TargetError(f"{self.token_file}, the file of --token-file, should hold {expected}")
         if not self.tls and not is_local(self.address):

@@ -19,6 +19,7 @@ from bngrad._shared_memory.lease import shut_down
 from bngrad._validation import LOCAL, ChannelOption, host_and_port_of
 from bngrad_wire.addresses import format_host_port, grpcio_address, is_local
 from bngrad_wire.http2.sockets import tls
+from bngrad_wire.token_format import is_sendable
 
 Token: TypeAlias = str | os.PathLike[str] | Callable[[], str]
 _LOCAL_SCHEMES = ("unix:", "unix-abstract:")
@@ -195,7 +196,7 @@ def check_security(targets: list[str], tls: Tls | bool, token: Token | None, ins
 
 def _checked(token: str) -> str:
     """Returns the token if a header can have it; errors do not show it."""
-    if not isinstance(token, str) or not token or not token.isascii() or not token.isprintable() or " " in token:
+    if not isinstance(token, str) or not is_sendable(token):
         description = "token must be printable ASCII without blanks, and not empty"
         raise invalid_argument(FieldViolation("token", description))
     return token

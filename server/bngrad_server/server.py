@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import gc
-import grp
 import logging
 import math
 import os
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import grpc
+
 from bngrad_server.config import ServerConfig
 from bngrad_server.engine import Engine
-from bngrad_server.errors import SettingError, TracingError
+from bngrad_server.errors import TracingError
 from bngrad_server.memory.leases import LeaseServer
 from bngrad_server.monitor.status import engine_status
 from bngrad_server.monitor.supervisor import MonitorSupervisor
@@ -62,14 +64,15 @@ class Server:
             ListenError: An address is taken, malformed, or may not be used.
             TracingError: Spans cannot be exported.
         """
-        _check_group(config.shared_group)
+        setup.check_group(config.shared_group)
         self._config = config
         self._started_at = time.time()
         self._stopping = False
         self._health = Health(("", SERVICE.full_name))
         self._tracing = _tracing() if config.traces else None
         observer = Observer(self._tracing)
-        certificates, authenticator = setup.set_up(config, observer.metrics)
+        on_refusal = partial(observer.metrics.refused_call, grpc.StatusCode.UNAUTHENTICATED.name)
+        certificates, authenticator = setup.set_up(config, on_refusal)
         self.engine = Engine(config, self._update_health, observer)
         self._servicer = Servicer(self.engine, _max_message_bytes(config, self.engine), authenticator)
         self._grpcio_port = GrpcioPort(config, self._servicer, self._health, certificates)
@@ -214,27 +217,6 @@ def _max_message_bytes(config: ServerConfig, engine: Engine) -> int:
     return min(config.max_message_bytes, engine.max_message_nbytes) if config.one_port else config.max_message_bytes
 
 
-def check_files(config: ServerConfig) -> None:
-    """Checks the files and the group that settings name, as a server that starts does.
-
-    Raises:
-        SettingError: One cannot be used.
-    """
-    _check_group(config.shared_group)
-    setup.set_up(config, Observer().metrics)
-
-
-def _check_group(name: str | None) -> None:
-    if name is None:
-        return
-    try:
-        number = grp.getgrnam(name).gr_gid
-    except KeyError as error:
-        raise SettingError({"shared_group": name}, "it should be a group of this host") from error
-    if os.geteuid() and number not in {os.getegid(), *os.getgroups()}:
-        raise SettingError({"shared_group": name}, "the server's user should be in that group")
-
-
 def _tracing() -> Tracing:
     try:
         from bngrad_server.telemetry.tracing import Tracing  # noqa: PLC0415 - only the otel extra has what it imports
@@ -244,7 +226,7 @@ def _tracing() -> Tracing:
 
 
 def _print_soon(line: str) -> None:
-    """Prints a line, but waits only for a moment for who reads it: the main thread has a server to stop.
+    """Prints a line, but waits only a moment for its reader: the main thread has a server to stop.
 
     Raises:
         OSError: It cannot be printed.
@@ -285,9 +267,7 @@ def serve(config: ServerConfig) -> None:
         OSError: The system does not give what the server needs; likewise MemoryError, and RuntimeError for threads.
     """
     raise_descriptor_limit()
-    ready, stopping = threading.Event(), threading.Event()
-
-    stopped_at = math.inf
+    ready, stopping, stopped_at = threading.Event(), threading.Event(), math.inf
 
     def on_signal(number: int) -> None:
         nonlocal stopped_at

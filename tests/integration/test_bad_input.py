@@ -16,6 +16,7 @@ from tests.raw_http2 import path_of, request
 from tests.servers import DEVICE, targets_of
 
 import bngrad
+from bngrad._requests import attributes
 from bngrad_cli.embedded import EmbeddedServer
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_protos.v1 import batch_norm_grad_pb2_grpc as pb_grpc
@@ -126,8 +127,11 @@ def test_the_client_raises_violations(client: bngrad.Client) -> None:
 
 
 @pytest.mark.parametrize("value", ["NHWC" * 10_000, "\U0001f600" * 1000])
-def test_an_error_message_fits_into_the_trailers_that_clients_accept(client: bngrad.Client, value: Any) -> None:
+def test_an_error_message_fits_into_the_trailers_that_clients_accept(
+    client: bngrad.Client, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Larger trailers would end their connections, and the calls would be retried."""
+    monkeypatch.setattr(attributes, "_LONGEST_NAME", len(value))  # the server must refuse it, too
     tensor, stats = np.zeros((2, 3, 3, 4), np.float32), np.zeros(4, np.float32)
     with pytest.raises(bngrad.InvalidArgumentError, match=r"must be one of NHWC, NCHW, not '.+") as refused:
         client.fused_batch_norm_grad_v2(tensor, tensor, stats[:3], stats[:3], stats[:3], data_format=value)

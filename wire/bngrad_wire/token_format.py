@@ -33,6 +33,11 @@ def parse_line(line: str) -> tuple[str, bytes] | None:
     return None if match is None else (match[1], bytes.fromhex(match[2]))
 
 
+def is_sendable(token: str) -> bool:
+    """Whether a header can have a token: printable ASCII without blanks."""
+    return bool(token) and token.isascii() and token.isprintable() and " " not in token
+
+
 def hash_token(token: str) -> bytes:
     """Returns the hash by which the server knows a token."""
     return hashlib.sha256(token.encode(errors="replace")).digest()

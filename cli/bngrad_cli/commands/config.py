@@ -48,7 +48,7 @@ def config(config: Path | None, as_json: bool, as_toml: bool, **flags: Any) -> N
 
 def _check_files(checked: ServerConfig, effective: list[Setting]) -> None:
     from bngrad_server.errors import SettingError  # noqa: PLC0415 - they take longer to import than all else
-    from bngrad_server.server import check_files  # noqa: PLC0415
+    from bngrad_server.security.setup import check_files  # noqa: PLC0415
 
     try:
         check_files(checked)

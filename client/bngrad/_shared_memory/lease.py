@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
+from io import FileIO
 
 from bngrad._deadline import Cancellation, Deadline
 from bngrad_wire import lease_protocol
@@ -34,11 +34,11 @@ class UnreachableError(LeaseError):
 
 def lease_region(
     path: str, nbytes: int, authorization: str, deadline: Deadline, cancellation: Cancellation
-) -> tuple[socket.socket, bytes, int]:
+) -> tuple[socket.socket, bytes, FileIO]:
     """Leases a region of a server on this host, at the path of its Unix socket for regions.
 
     Returns:
-        The connection that keeps the lease, the region's key, its file descriptor.
+        The connection that keeps the lease, the region's key, its file.
 
     Raises:
         LeaseRefusedError: The server refuses.
@@ -59,13 +59,12 @@ def lease_region(
             lease.sendall(lease_protocol.pack_request(nbytes, authorization))
             lease.settimeout(_timeout_s(deadline))
             answer, fds, flags, _ = socket.recv_fds(lease, 1024, 1)
+            files = [FileIO(fd) for fd in fds]  # which close themselves, whatever comes
         if flags & socket.MSG_CTRUNC:
             raise LeaseError("this process has no file descriptor left for the server's memory")
         if answer == b"":
             raise LeaseEndedError("the server closed the lease without an answer: it stops, or has no file left for it")
-        if len(fds) != 1 or len(answer) != lease_protocol.KEY_NBYTES:
-            for fd in fds:
-                os.close(fd)
+        if len(files) != 1 or len(answer) != lease_protocol.KEY_NBYTES:
             raise LeaseRefusedError(answer.decode(errors="replace"))
     except OSError as error:
         lease.close()
@@ -76,7 +75,7 @@ def lease_region(
         lease.close()
         raise
     lease.setblocking(False)  # from now on it is only polled
-    return lease, answer, fds[0]
+    return lease, answer, files[0]
 
 
 def shut_down(sock: socket.socket) -> None:

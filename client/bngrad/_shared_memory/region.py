@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import os
 import socket
 import threading
+from io import FileIO
 
 from bngrad._shared_memory.lease import shut_down
 from bngrad_wire.lease_protocol import IN_USE, IS_IN_USE
@@ -25,7 +25,7 @@ class PoolRegion:
         used: How many bytes were cut off.
     """
 
-    def __init__(self, nbytes: int, lease: tuple[socket.socket, bytes, int] | None) -> None:
+    def __init__(self, nbytes: int, lease: tuple[socket.socket, bytes, FileIO] | None) -> None:
         self.nbytes = nbytes
         self.used = 0
         self.key = b""
@@ -41,14 +41,14 @@ class PoolRegion:
                 private.madvise(mmap.MADV_HUGEPAGE)
             self.memory = memoryview(private)
         else:
-            self._socket, self.key, fd = lease
+            self._socket, self.key, file = lease
             try:
-                self._file = MappedFile(fd, nbytes)
+                self._file = MappedFile(file.fileno(), nbytes)
             except BaseException:
                 self.close()
                 raise
             finally:
-                os.close(fd)
+                file.close()
             self.memory = self._file.view
         self.address = address_of(self.memory)
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import grp
 import logging
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-
-import grpc
 
 from bngrad_server.config import ServerConfig
 from bngrad_server.errors import SettingError
 from bngrad_server.security.auth import Authenticator
 from bngrad_server.security.certificates import Certificates
 from bngrad_server.security.tokens import Tokens
-from bngrad_server.telemetry.metrics import Metrics
 from bngrad_wire.addresses import is_local
 
 logger = logging.getLogger(__name__)
@@ -23,8 +21,10 @@ logger = logging.getLogger(__name__)
 _ANYONE_MAY_CALL = "any client that reaches it may call: give it --token-file or --tls-client-ca"
 
 
-def set_up(config: ServerConfig, metrics: Metrics) -> tuple[Certificates | None, Authenticator]:
+def set_up(config: ServerConfig, on_refusal: Callable[[], object]) -> tuple[Certificates | None, Authenticator]:
     """Returns the server's certificates, None without TLS, and the authenticator of its calls.
+
+    ``on_refusal`` is called when it refuses one.
 
     Raises:
         SettingError: A file cannot be read, or has the wrong content.
@@ -38,7 +38,6 @@ def set_up(config: ServerConfig, metrics: Metrics) -> tuple[Certificates | None,
     if config.token_file is not None:
         with _usable(token_file=config.token_file):
             tokens = Tokens(config.token_file)
-    on_refusal = partial(metrics.refused_call, grpc.StatusCode.UNAUTHENTICATED.name)
     authenticator = Authenticator(
         tokens,
         requires_certificate=config.tls_client_ca is not None,
@@ -50,6 +49,32 @@ def set_up(config: ServerConfig, metrics: Metrics) -> tuple[Certificates | None,
         for warning in exposure_warnings(config.listen, has_tls=certificates is not None, knows_clients=knows_clients):
             logger.warning("%s", warning)
     return certificates, authenticator
+
+
+def check_group(name: str | None) -> None:
+    """Checks the setting ``shared_group``.
+
+    Raises:
+        SettingError: There is no such group, or the server's user is not in it.
+    """
+    if name is None:
+        return
+    try:
+        number = grp.getgrnam(name).gr_gid
+    except KeyError as error:
+        raise SettingError({"shared_group": name}, "it should be a group of this host") from error
+    if os.geteuid() and number not in {os.getegid(), *os.getgroups()}:
+        raise SettingError({"shared_group": name}, "the server's user should be in that group")
+
+
+def check_files(config: ServerConfig) -> None:
+    """Checks the files and the group that settings name, as a server that starts does.
+
+    Raises:
+        SettingError: One cannot be used.
+    """
+    check_group(config.shared_group)
+    set_up(config, lambda: None)
 
 
 @contextmanager

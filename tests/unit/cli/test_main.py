@@ -102,6 +102,26 @@ main()
     assert process.returncode == -signal.SIGINT
 
 
+def test_ctrl_c_amid_the_import_of_a_module_of_cython_has_its_exit_code_and_no_message() -> None:
+    code = """
+import os, signal, sys
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == "grpc":
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+            except KeyboardInterrupt:
+                raise ImportError("cannot initialise module strings") from None
+sys.meta_path.insert(0, Interrupt())
+sys.argv = ["bngrad", "info", "localhost:1"]
+from bngrad_cli.__main__ import main
+main()
+"""
+    with interruptible([sys.executable, "-c", code], stderr=subprocess.PIPE) as process:
+        assert process.communicate(timeout=60) == ("", "")
+    assert process.returncode == 130
+
+
 def test_a_narrow_terminal_has_the_names_of_all_settings() -> None:
     command = [sys.executable, "-m", "bngrad_cli", "config"]
     ended = subprocess.run(command, env={**os.environ, "COLUMNS": "40"}, capture_output=True, text=True, check=True)

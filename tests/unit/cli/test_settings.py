@@ -57,7 +57,7 @@ def test_a_flag_overrides_the_environment_which_overrides_the_file(file: Path) -
 
 
 def test_every_setting_can_be_given_in_every_way(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bngrad_server.server.check_files", lambda _: None)  # there are none of the names below
+    monkeypatch.setattr("bngrad_server.security.setup.check_files", lambda _: None)  # there are none of the names below
     defaults = effective()
     assert list(defaults) == [setting_name(name) for name in ServerConfig.model_fields]
     texts = {name: ",".join(value) if isinstance(value, list) else str(value) for name, (value, _) in defaults.items()}

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import grp
 import socket
 
 import pytest
 
 from bngrad_server.config import ServerConfig
-from bngrad_server.errors import ListenError, SettingError
+from bngrad_server.errors import ListenError
 from bngrad_server.memory import leases
-from bngrad_server.server import Server, check_files
-
-
-def test_a_group_to_share_memory_with_is_one_of_the_servers_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.geteuid", lambda: 1000)
-    monkeypatch.setattr("os.getgroups", list)
-    monkeypatch.setattr("os.getegid", lambda: grp.getgrnam("daemon").gr_gid)
-    check_files(ServerConfig(shared_group="daemon"))
-    with pytest.raises(SettingError, match="shared_group is 'adm'; the server's user should be in that group"):
-        check_files(ServerConfig(shared_group="adm"))
+from bngrad_server.server import Server
 
 
 def test_a_start_that_fails_leaves_no_files(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bngrad_wire.token_format import hash_token, new_token, parse_line
+from bngrad_wire.token_format import hash_token, is_sendable, new_token, parse_line
 
 
 def test_a_line_has_the_hash_of_its_token() -> None:
@@ -19,3 +19,9 @@ def test_a_line_has_the_hash_of_its_token() -> None:
 def test_a_name_that_the_file_cannot_hold_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="a name must be"):
         new_token(name)
+
+
+@pytest.mark.parametrize("token", ["", "a b", "a\n", "a\0", "é"])
+def test_a_token_that_no_header_can_have_is_not_sendable(token: str) -> None:
+    assert is_sendable(new_token("alice")[0])
+    assert not is_sendable(token)

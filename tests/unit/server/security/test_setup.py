@@ -1,10 +1,14 @@
-"""Warnings about addresses that other hosts can reach."""
+"""Warnings about addresses that other hosts can reach, and the group that shares memory."""
 
 from __future__ import annotations
 
+import grp
+
 import pytest
 
-from bngrad_server.security.setup import exposure_warnings, warn_of_http
+from bngrad_server.config import ServerConfig
+from bngrad_server.errors import SettingError
+from bngrad_server.security.setup import check_files, exposure_warnings, warn_of_http
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "127.9.9.9:1", "localhost:1", "[::1]:1", "unix:/a"])
@@ -37,3 +41,12 @@ def test_http_for_other_hosts_has_a_warning(
 ) -> None:
     warn_of_http(address)
     assert (f"{address}, the address of --http, can be reached from other hosts" in caplog.text) is is_exposed
+
+
+def test_a_group_to_share_memory_with_is_one_of_the_servers_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    monkeypatch.setattr("os.getgroups", list)
+    monkeypatch.setattr("os.getegid", lambda: grp.getgrnam("daemon").gr_gid)
+    check_files(ServerConfig(shared_group="daemon"))
+    with pytest.raises(SettingError, match="shared_group is 'adm'; the server's user should be in that group"):
+        check_files(ServerConfig(shared_group="adm"))
