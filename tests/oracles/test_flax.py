@@ -55,8 +55,11 @@ def test_a_layer_without_scale_and_bias_is_computed_in_float32_with_64_bits_enab
     x = np.random.default_rng(0).normal(size=(6, CHANNELS)).astype(np.float32)
     options = {"use_scale": False, "use_bias": False, "use_running_average": np.False_}
     layer = bngrad.jax.nnx.BatchNorm(CHANNELS, client=client, rngs=nnx.Rngs(0), **options)
-    with jax.enable_x64(True):
+    jax.config.update("jax_enable_x64", True)
+    try:
         by_x = nnx.grad(lambda layer, x: (layer(x) ** 3).sum(), argnums=1)(layer, jnp.asarray(x))
+    finally:
+        jax.config.update("jax_enable_x64", False)
     assert by_x.dtype == jnp.float32
 
 
