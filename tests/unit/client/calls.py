@@ -55,6 +55,10 @@ def no_thread(name: str) -> Iterator[None]:
         yield
 
 
+START_THREAD = "start_joinable_thread" if sys.version_info >= (3, 13) else "start_new_thread"
+"""The built-in function by which `threading` starts a thread."""
+
+
 @contextmanager
 def interrupt_after(function: str, caller: str = "", module: str = "bngrad.") -> Iterator[None]:
     """Raises KeyboardInterrupt where a built-in function has returned to any, or this, function of such a module."""

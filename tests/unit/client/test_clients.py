@@ -23,7 +23,7 @@ import pytest
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 from tests.servers import wait_until
-from tests.unit.client.calls import SECONDS, ClientClass, inputs, interrupt_after, no_thread, use
+from tests.unit.client.calls import SECONDS, START_THREAD, ClientClass, inputs, interrupt_after, no_thread, use
 from tests.unit.client.peer import echo, info, peer
 
 import bngrad
@@ -470,7 +470,7 @@ def test_an_interrupt_while_the_thread_that_sends_ahead_starts_leads_to_no_other
 
     before = senders()
     with bngrad.Client("127.0.0.1:1") as client:
-        with interrupt_after("start_new_thread", module="threading"):
+        with interrupt_after(START_THREAD, module="threading"):
             client.send_ahead(np.ones(3, np.float32))
         (sender,) = senders() - before
         wait_until(sender.is_alive)

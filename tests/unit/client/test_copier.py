@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from tests.servers import wait_until
-from tests.unit.client.calls import interrupt_after
+from tests.unit.client.calls import START_THREAD, interrupt_after
 
 from bngrad._shared_memory.copier import Copier
 from bngrad.typing import Array
@@ -85,7 +85,7 @@ def test_the_caller_copies_alone_without_a_second_thread(
 
 def test_an_interrupt_while_the_thread_starts_leads_to_no_other_one(copier: Copier) -> None:
     before = set(helpers())
-    with interrupt_after("start_new_thread", module="threading"):
+    with interrupt_after(START_THREAD, module="threading"):
         copier.copy([pair(8 * MIB)])
     (helper,) = set(helpers()) - before
     wait_until(helper.is_alive)
