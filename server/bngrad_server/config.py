@@ -34,7 +34,7 @@ from bngrad_wire.limits import MAX_PROTOBUF_NBYTES, REGION_NBYTES
 MAX_CALLS = 64
 """The most calls of an op that grpcio's port answers at once. Each takes a thread, a unary one also a message."""
 MAX_BATCH_JOBS = 512
-"""So many fit the packet that a worker gets, see `bngrad_server.workers.ipc`."""
+"""A batch of this size fits the packet that a worker gets, see `bngrad_server.workers.ipc`."""
 _MAX_THREADS = 1024
 """Even two cores start that many in a second; for four times as many, a worker is silent for too long."""
 _MAX_WORKERS = 256

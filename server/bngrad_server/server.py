@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SAME_SIGNAL_S = 0.1
-"""timeout(1), for one, sends its signal to the command, and then to the whole process group."""
+"""Signals that come within this time are one: timeout(1) signals the command, and then its whole process group."""
 _PRINT_S = 1.0
 _CHECK_S = 1.0
 """How often the main thread looks whether the threads that serve still run."""

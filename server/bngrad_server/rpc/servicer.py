@@ -162,10 +162,8 @@ class Servicer:
         try:
             staged = self._stage(self._readers[op_name], message.data, rpc)
             try:
-                try:
-                    staged.copy_from(message.data)
-                finally:
-                    message.release()
+                staged.copy_from(message.data)
+                message.release()
                 self._engine.compute(staged)
             except BaseException as error:
                 staged.close(error)
@@ -247,8 +245,10 @@ class Servicer:
                 message.release()
                 raise
             with staged:
-                staged.copy_from(message.data)
-                message.release()
+                try:
+                    staged.copy_from(message.data)
+                finally:
+                    message.release()
                 with self._engine.upload(staged):
                     for i in staged.request.chunk_order:
                         target = staged.large_inputs[i]

@@ -37,8 +37,8 @@ def set_up(log_format: str, level: str) -> None:
     handler.addFilter(SamplingFilter())
     StderrListener(handler).start()
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
-    for library in ("asyncio", "hpack"):
-        logging.getLogger(library).setLevel(logging.INFO)  # their lines for debugging say nothing of the server
+    for library in ("asyncio", "hpack"):  # their lines for debugging say nothing of the server
+        logging.getLogger(library).setLevel("INFO" if level == "debug" else level.upper())
     logging.captureWarnings(True)
     threading.excepthook = _log_thread_failure
 

@@ -19,7 +19,6 @@ class KernelCompiler:
     """The thread that watches the process that compiles; see `bngrad_kernels.cpu.machine_code.warm`.
 
     The workers compile the first kernel themselves, and any other that a request needs before its turn has come.
-
     """
 
     def __init__(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import grpc
 import pytest
@@ -16,7 +17,9 @@ from tests.unit.server.workers.additions import NBYTES, TIMEOUT_S, check_answer,
 from bngrad_kernels.problem import GradGradProblem
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.config import ServerConfig
+from bngrad_server.memory.received_message import ReceivedMessage
 from bngrad_server.rpc.servicer import UNARY_OPS
+from bngrad_server.staged_request import StagedRequest
 from bngrad_wire.fields import FieldReader
 
 V3Response = pb.FusedBatchNormGradV3Response
@@ -59,6 +62,25 @@ def test_a_request_for_which_there_is_no_memory_is_not_counted_as_admitted(
     assert peer.engine.admission.admitted == 0
     answer = V3Response.FromString(peer.unary("FusedBatchNormGradV3", request))
     check_answer(answer, answer.x_backprop.data, arrays)
+
+
+def test_an_exchange_releases_a_message_for_whose_tensors_there_is_no_memory(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = pb.ExchangeRequest(fused_batch_norm_grad_v3=request_of(inputs(), chunked=True)).SerializeToString()
+    released, release = list[ReceivedMessage](), ReceivedMessage.release
+
+    def note(message: ReceivedMessage) -> None:
+        released.append(message)
+        release(message)
+
+    monkeypatch.setattr(ReceivedMessage, "release", note)
+    monkeypatch.setattr(StagedRequest, "copy_from", mock.Mock(side_effect=MemoryError))
+    monkeypatch.setattr(peer.engine, "computes_at_once", lambda *_, **__: False)
+    with pytest.raises(grpc.RpcError):
+        peer.exchange(request)
+    assert released
+    assert peer.engine.admission.admitted == 0
 
 
 @pytest.mark.parametrize("chunk_nbytes", [1000, 333, NBYTES, NBYTES - 1])

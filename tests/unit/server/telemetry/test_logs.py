@@ -125,14 +125,15 @@ def test_a_json_line_is_one_line_for_any_message() -> None:
     assert (entry["message"], entry["level"], entry["code"]) == ('two\nlines and a "quote"', "warning", "INTERNAL")
 
 
+@pytest.mark.parametrize(("level", "severity"), [("debug", "debug"), ("error", "info")])
 @pytest.mark.parametrize("library", ["hpack.hpack", "asyncio"])
-def test_lines_for_debugging_are_the_servers_own(library: str) -> None:
+def test_lines_for_debugging_are_the_servers_own(library: str, level: str, severity: str) -> None:
     script = f"""
 import logging
 from bngrad_server.telemetry import logs
-logs.set_up("console", "debug")
-logging.getLogger("{library}").debug("a detail")
-logging.getLogger("bngrad_server").debug("the end")
+logs.set_up("console", "{level}")
+logging.getLogger("{library}").{severity}("a detail")
+logging.getLogger("bngrad_server").{level}("the end")
 logging.shutdown()
 """
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
