@@ -20,12 +20,10 @@ except ImportError as error:
 import jax.numpy as jnp
 
 from bngrad._client import Client
-from bngrad.jax import batch_norm
+from bngrad.jax import _DTYPES, batch_norm
 from bngrad.typing import DataFormat
 
 __all__ = ["BatchNorm"]
-
-_DTYPES = ("float16", "bfloat16", "float32")
 
 
 @dataclass(frozen=True)

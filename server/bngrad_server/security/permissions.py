@@ -10,6 +10,11 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 
+def _open_at_once(path: str, flags: int) -> int:
+    """Opens also a pipe, for whose other end `open` would wait."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
 def read_guarded(path: Path, *, private: bool) -> bytes:
     """Reads a file, at the end of symbolic links; Kubernetes mounts secrets as such.
 
@@ -21,7 +26,7 @@ def read_guarded(path: Path, *, private: bool) -> bytes:
         OSError: It cannot be read.
         ValueError: It is no regular file, or every user of the host may write to it.
     """
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:  # to open a pipe would wait
+    with open(path, "rb", opener=_open_at_once) as file:
         found_mode = os.fstat(file.fileno()).st_mode
         if not stat.S_ISREG(found_mode):
             raise ValueError(f"{path} is no regular file")
