@@ -37,6 +37,25 @@ def main() -> None:
 
 def _object_code(name: str) -> bytes:
     import llvmlite.binding as llvm  # noqa: PLC0415 - after scipy is hidden from Numba
+
+    dtype, _, order = name.partition("-")
+    module = _linked(_translated(dtype, int(order)))
+    if dtype == "float16":
+        module.link_in(llvm.parse_assembly(CONVERSIONS))
+    machine = llvm.Target.from_default_triple().create_target_machine(
+        cpu=os.environ["NUMBA_CPU_NAME"], features=os.environ["NUMBA_CPU_FEATURES"], opt=3, reloc="static",
+        codemodel="jitdefault", jit=True,
+    )  # fmt: skip
+    passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
+    passes.getModulePassManager().run(module, passes)
+    code = bytes(machine.emit_object(module))
+    if unknown := _needed(code) - _C_FUNCTIONS:
+        raise RuntimeError(f"the kernel calls functions that are not there: {sorted(unknown)}")
+    return code
+
+
+def _translated(dtype: str, order: int) -> dict[str, tuple[list[str], str]]:
+    """Returns for each function of a kernel the texts in LLVM's language, and its name in them."""
     from numba import int64  # noqa: PLC0415
 
     from bngrad_kernels.cpu.driver import KERNELS  # noqa: PLC0415
@@ -45,9 +64,8 @@ def _object_code(name: str) -> bytes:
     from bngrad_kernels.cpu.simd import TAGS  # noqa: PLC0415
     from bngrad_kernels.cpu.team import call_at, help_with_calls  # noqa: PLC0415
 
-    dtype, _, order = name.partition("-")
     tag = next(tag for known, tag in TAGS.items() if known.name == dtype)
-    entries = KERNELS[int(order)]
+    entries = KERNELS[order]
 
     def alone(call: Any) -> None:
         before = begin_default()
@@ -62,11 +80,17 @@ def _object_code(name: str) -> bytes:
     def help_forever(call: Any, member: Any) -> None:
         help_with_calls(call_at(call), call, member)
 
-    translated = {
+    return {
         ALONE: translate(alone, int64),
         JOIN: translate(join, int64, int64, int64),
         HELP: translate(help_forever, int64, int64),
     }
+
+
+def _linked(translated: dict[str, tuple[list[str], str]]) -> Any:
+    """Makes one module of functions, which keep the names they are known by; all that they call becomes internal."""
+    import llvmlite.binding as llvm  # noqa: PLC0415
+
     texts = dict.fromkeys(text for texts, _ in translated.values() for text in texts)
     module, *others = map(llvm.parse_assembly, texts)
     for other in others:
@@ -77,18 +101,7 @@ def _object_code(name: str) -> bytes:
             value.name = names[value.name]
         elif not value.is_declaration:
             value.linkage = "internal"  # what no one calls from outside need not be kept
-    if dtype == "float16":
-        module.link_in(llvm.parse_assembly(CONVERSIONS))
-    machine = llvm.Target.from_default_triple().create_target_machine(
-        cpu=os.environ["NUMBA_CPU_NAME"], features=os.environ["NUMBA_CPU_FEATURES"], opt=3, reloc="static",
-        codemodel="jitdefault", jit=True,
-    )  # fmt: skip
-    passes = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
-    passes.getModulePassManager().run(module, passes)
-    code = bytes(machine.emit_object(module))
-    if unknown := _needed(code) - _C_FUNCTIONS:
-        raise RuntimeError(f"the kernel calls functions that are not there: {sorted(unknown)}")
-    return code
+    return module
 
 
 def _needed(code: bytes) -> set[str]:
