@@ -133,7 +133,7 @@ def check(engine: Engine, name: str, target: str) -> None:
 SHARE = """
 import numpy as np, bngrad
 with bngrad.Client("{target}", transport="shared") as client:
-    y_backprop, x, x_backprop = (client.empty((64, 56, 56, 256)) for _ in range(3))
+    y_backprop, x, x_backprop = (client.empty((32, 56, 56, 256)) for _ in range(3))
     y_backprop.fill(1), x.fill(1)
     ones = np.ones(256, np.float32)
     client.fused_batch_norm_grad_v2(y_backprop, x, ones, ones, ones, out=x_backprop)
