@@ -84,6 +84,18 @@ def test_a_draining_server_is_not_ready_and_ends_with_its_http_process() -> None
         assert not is_running(monitor.pid)
 
 
+def test_a_server_that_stops_answers_no_request_with_an_error_of_its_own() -> None:
+    with EmbeddedServer(options=(*HTTP, *ONE_WORKER)) as server:
+        http, statuses = http_of(server), set()
+        server.process.terminate()
+        with contextlib.suppress(OSError):  # it listens no longer
+            while True:
+                statuses.add(get(f"{http}/readyz").status)
+        assert server.process.wait(30) == 0
+        assert statuses <= {200, 503}
+        assert "Traceback" not in server.stderr()
+
+
 def test_a_killed_server_leaves_no_http_process_and_its_port_is_free() -> None:
     options = ("--http", f"127.0.0.1:{free_port()}")
     with EmbeddedServer(options=options) as server:

@@ -9,13 +9,14 @@ from collections.abc import Awaitable, Callable, Mapping
 from bngrad_server.monitor.history import History
 from bngrad_server.monitor.http import Response, text_response
 from bngrad_server.monitor.prometheus import Exposition
-from bngrad_server.monitor.status_client import StatusClient
+from bngrad_server.monitor.status_client import FrontGoneError, StatusClient
 
 _PAGE_HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "referrer-policy": "no-referrer",
 }
+_STOPPING = "the server is stopping\n"
 
 
 class Pages:
@@ -45,6 +46,8 @@ class Pages:
             return await page(headers)
         except TimeoutError:
             return text_response(503, "the server's front process does not answer\n")
+        except FrontGoneError:
+            return text_response(503, _STOPPING)
 
     async def _metrics(self, headers: Mapping[str, str]) -> Response:
         return self._exposition.render(await self._front.status(), headers.get("accept", ""))
@@ -57,7 +60,7 @@ class Pages:
         status = await self._front.status()
         if status["ready"]:
             return text_response(200, "ok\n")
-        return text_response(503, "the server is stopping\n" if status["stopping"] else "no worker is ready\n")
+        return text_response(503, _STOPPING if status["stopping"] else "no worker is ready\n")
 
     async def _status(self, headers: Mapping[str, str]) -> Response:
         status = {"server": await self._front.status(), **self._history.status()}

@@ -90,7 +90,9 @@ class MonitorSupervisor:
             finally:
                 with self._mutex:
                     self._socket = None
-                ours.close()  # makes the process end
+                ours.close()  # makes the process end at its next sample
+                if self._closing.is_set():
+                    process.kill()
                 code = end_process(process, _EXIT_TIMEOUT_S)
         if not self._closing.is_set():
             logger.error("the HTTP process ended with exit code %d and is started again", code)
