@@ -146,14 +146,14 @@ gpu-test-sanitizer:  ## GPU machine: runs a small workload under compute-sanitiz
 
 gpu-test-server:  ## GPU machine: tests every op over every transport through a server
 	$(GPU_PYTHON) -c "import click, cupy, google.rpc.error_details_pb2, grpc_channelz, grpc_health, grpc_reflection, \
-		grpc_status, h11, hpack, prometheus_client, psutil, pydantic_settings, pytest_asyncio, rich; \
+		grpc_status, h11, hpack, hypothesis, prometheus_client, psutil, pydantic_settings, pytest_asyncio, rich; \
 		import bngrad_protos.v1.batch_norm_grad_pb2_grpc"
 	$(GPU_SERVER_PYTEST) tests/gpu/test_server.py tests/integration/test_ops.py tests/integration/test_transports.py \
 		tests/integration/test_exchange.py tests/integration/test_bad_input.py \
 		tests/integration/test_shared_memory.py tests/integration/test_second_order.py
 
 gpu-test-torch:  ## GPU machine: tests bngrad.torch with tensors on the GPU
-	$(GPU_PYTHON) -c "import torch"
+	$(GPU_PYTHON) -c "import hypothesis, torch"
 	$(GPU_SERVER_PYTEST) tests/gpu/test_torch.py
 
 gpu-bench:  ## GPU machine: compares with PyTorch and cuDNN; options in BENCH

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import numpy as np
 from benchmarks.load.measure import PERCENTILES, Step, middle
 from benchmarks.load.results import Results
 from matplotlib.ticker import FuncFormatter
+
+_TOLD_APART = {"OK", "RESOURCE_EXHAUSTED", "NOT_SENT"}
 
 
 def draw(results: Results, path: Path, title: str) -> None:
@@ -20,8 +23,11 @@ def draw(results: Results, path: Path, title: str) -> None:
     steps = results.steps
     batches = [step for step in steps if step.batch_sizes and sum(step.batch_sizes)]
     panels = [_goodput, _latency, *([_batches] if batches else []), _memory]
-    figure, axes = plt.subplots(1, len(panels), figsize=(5.2 * len(panels), 4.8), layout="constrained", squeeze=False)
-    for panel, axis in zip(panels, axes[0], strict=True):
+    figure, axes = plt.subplots(2, 2, figsize=(10.4, 9.6), layout="constrained")
+    for panel, axis in zip_longest(panels, axes.flat):
+        if panel is None:
+            axis.remove()
+            continue
         panel(axis, results)
         axis.grid(alpha=0.3, which="both")
     figure.suptitle(title)
@@ -36,9 +42,10 @@ def _goodput(axis: Any, results: Results) -> None:
     axis.plot(offered, [step.goodput for step in steps], marker="o", label="right answers in time")
     refused = [step.counts["RESOURCE_EXHAUSTED"] / step.seconds for step in steps]
     axis.plot(offered, refused, marker=".", linestyle="--", label="refused")
-    other = [sum(n for name, n in step.counts.items() if name not in ("OK", "RESOURCE_EXHAUSTED")) / step.seconds
-             for step in steps]  # fmt: skip
+    other = [sum(n for name, n in step.counts.items() if name not in _TOLD_APART) / step.seconds for step in steps]
     axis.plot(offered, other, marker=".", linestyle="--", color="C3", label="too late, or failed")
+    not_sent = [step.counts["NOT_SENT"] / step.seconds for step in steps]
+    axis.plot(offered, not_sent, marker=".", linestyle=":", color="C4", label="not sent: every caller waited")
     if results.storm is not None:
         storm = results.storm.step
         axis.plot(storm.offered, storm.goodput, "*", markersize=13, color="C0", label=f"{storm.seconds:.0f} s of storm")
@@ -59,7 +66,7 @@ def _latency(axis: Any, results: Results) -> None:
     axis.axhline(1e3 * results.timeout, color="black", linewidth=0.8, linestyle=":", label="timeout")
     if results.saturation:
         axis.axvline(middle(results.saturation).goodput, color="grey", linewidth=0.8)
-    axis.set(title="Latency of right answers, from when they were due", xlabel="offered, requests/s",
+    axis.set(title="Latency, from when requests were due", xlabel="offered, requests/s",
              ylabel="milliseconds", yscale="log", xlim=(0, None))  # fmt: skip
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.legend(fontsize=8)
@@ -75,7 +82,7 @@ def _batches(axis: Any, results: Results) -> None:
             label = "1" if k == 0 else f"{2**k}-{2 ** (k + 1) - 1}"
             axis.bar(range(len(steps)), shares[:, k], bottom=bottom, label=label, color=mpl.colormaps["viridis"](k / 7))
             bottom += shares[:, k]
-    axis.set_xticks(range(len(steps)), [f"{step.multiple:g} x" for step in steps])
+    axis.set_xticks(range(len(steps)), [f"{step.multiple:g}" for step in steps])
     axis.set(title="Requests in a batch", xlabel="offered, times saturation", ylabel="% of batches")
     axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
 

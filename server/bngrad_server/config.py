@@ -131,7 +131,7 @@ class ServerConfig(BaseSettings):
     max_message_bytes: Annotated[
         Bytes,
         at_least(4 * _MIB, "4MiB", "clients send chunks and small requests in messages of up to that size"),
-        Computed("so that 64 fill a quarter of the memory"),
+        Computed("so that 64 fill a quarter of the memory; 64MiB to 2GiB"),
     ] = Field(default_factory=default_max_message_bytes, le=MAX_PROTOBUF_NBYTES)
     """Largest message of a request sent whole; on the server's own port at most 64 MiB. Tensors in chunks or in shared
     memory are not limited, since they are never held in a message."""
@@ -147,7 +147,8 @@ class ServerConfig(BaseSettings):
     """How long a request may wait for others to fill its batch while a worker is free. 0 is best unless requests are
     tiny."""
     max_requests: int = Field(default=256, ge=1)
-    """Most requests in the server at once; further ones are refused, and clients retry later."""
+    """Most requests in the server at once; further ones are refused, and clients retry later. Clients with less than an
+    even share are refused from twice this number on."""
     max_wait_s: Seconds = Field(default=5.0, gt=0)
     """Longest expected wait of a request for those before it; beyond it, requests are refused, and clients retry
     later."""

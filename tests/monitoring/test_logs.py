@@ -119,6 +119,22 @@ def test_exceptions_that_end_a_thread_are_logged() -> None:
     assert "invalid literal for int()" in line["exception"]
 
 
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (("--listen", "256.0.0.1:0"), 1, "cannot listen on 256.0.0.1:0"),
+        (("--token-file", "/no/such/file"), 2, "--token-file is '/no/such/file'"),
+    ],
+    ids=["address", "file"],
+)
+def test_the_reason_why_a_server_does_not_start_is_json_too(options: tuple[str, ...], code: int, message: str) -> None:
+    command = [sys.executable, "-m", "bngrad_cli", "serve", "--device", "cpu", "--log-format", "json", *options]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    line = json.loads(ended.stderr.splitlines()[-1])
+    assert (ended.returncode, line["level"]) == (code, "critical")
+    assert line["message"].startswith(message)
+
+
 def test_workers_log_in_the_same_format_and_at_the_same_level() -> None:
     with EmbeddedServer(options=("--log-format", "json", "--log-level", "error")) as server:
         workers_of(server.process.pid)[0].kill()

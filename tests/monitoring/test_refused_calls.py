@@ -44,7 +44,9 @@ def call(guarded: Guarded, listener: str, method: str, message: bytes, **options
     """Makes a call, as alice unless other metadata are given, and returns its status code."""
     options.setdefault("metadata", (("authorization", f"Bearer {guarded.token}"),))
     with guarded.channel(listener) as channel:
-        unary: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(path_of(method))
+        unary: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(
+            method if method.startswith("/") else path_of(method)
+        )
         future = unary.future(message, timeout=60, **options)
         future.exception()
         return future.code()
@@ -56,10 +58,18 @@ def call(guarded: Guarded, listener: str, method: str, message: bytes, **options
         (OP, MESSAGE, {"metadata": ()}, grpc.StatusCode.UNAUTHENTICATED),
         ("NoSuchMethod", b"", {"metadata": ()}, grpc.StatusCode.UNAUTHENTICATED),
         ("NoSuchMethod", b"", {}, grpc.StatusCode.UNIMPLEMENTED),
+        ("/grpc.health.v1.Health/List", b"", {}, grpc.StatusCode.UNIMPLEMENTED),
         ("Exchange", b"\x0a", {}, grpc.StatusCode.INVALID_ARGUMENT),
         ("Exchange", pb.ExchangeRequest(chunk=b"x").SerializeToString(), {}, grpc.StatusCode.INVALID_ARGUMENT),
     ],
-    ids=["no token", "no token, no such method", "no such method", "garbage", "a stray chunk"],
+    ids=[
+        "no token",
+        "no token, no such method",
+        "no such method",
+        "no such method of health",
+        "garbage",
+        "a stray chunk",
+    ],
 )
 @pytest.mark.parametrize("listener", TCP_LISTENERS)
 def test_refused_calls_are_counted_by_status(

@@ -50,6 +50,19 @@ def test_the_changelog_has_the_version_with_a_date() -> None:
     assert all(date for _, date in versions[1:])
 
 
+@pytest.mark.parametrize(
+    ("file", "spelt"),
+    [
+        ("docker/Dockerfile", "ARG VERSION={}\n"),
+        ("docker/Dockerfile.cuda", "ARG VERSION={}\n"),
+        ("docker/kubernetes/cpu/kustomization.yaml", "newTag: {}\n"),
+        ("docker/kubernetes/gpu/kustomization.yaml", "newTag: {}-cuda\n"),
+    ],
+)
+def test_images_and_what_asks_for_them_have_the_version(file: str, spelt: str) -> None:
+    assert spelt.format(__version__) in (ROOT / file).read_text()
+
+
 def test_the_conda_recipe_has_the_version_and_the_dependencies() -> None:
     assert RECIPE["context"]["version"] == __version__
     client, server = (output["requirements"]["run"] for output in RECIPE["outputs"])

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import errno
+import logging
+import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from bngrad_cli import settings
+
+if TYPE_CHECKING:
+    from bngrad_server.config import ServerConfig
+
+logger = logging.getLogger(__name__)
 
 
 @click.command(cls=settings.SettingsCommand)
@@ -39,14 +46,22 @@ def serve(config: Path | None, **flags: Any) -> None:
     try:
         server.serve(effective)
     except SettingError as error:
-        raise settings.SettingsError(error.told({each.name: each.origin for each in given})) from error
+        _fail(effective, settings.SettingsError(error.told({each.name: each.origin for each in given})))
     except (ListenError, TracingError, WorkerStartError) as error:
-        raise click.ClickException(str(error)) from error
+        _fail(effective, click.ClickException(str(error)))
     except (MemoryError, OSError, RuntimeError) as error:
         if not _is_scarcity(error):
             raise
-        reason = str(error) or "no memory"
-        raise click.ClickException(f"the system does not give what a server needs, see ulimit -a: {reason}") from error
+        reason = f"the system does not give what a server needs, see ulimit -a: {str(error) or 'no memory'}"
+        _fail(effective, click.ClickException(reason))
+
+
+def _fail(config: ServerConfig, error: click.ClickException) -> NoReturn:
+    """Ends the command, and says why in the format of the log."""
+    if config.log_format == "json":
+        logger.critical("%s", error.message)
+        sys.exit(error.exit_code)
+    raise error
 
 
 def _is_scarcity(error: Exception) -> bool:

@@ -131,27 +131,34 @@ class LeaseServer:
         self._selector.register(client, selectors.EVENT_READ)
 
     def _receive(self, client: socket.socket) -> None:
-        """Leases a region, or answers whether it is in use; closes the connection of a client that breaks the rules."""
-        leased = self._leases[client]
+        """Answers a client's message; closes the connection of one that breaks the rules, or has gone."""
         try:
-            message = client.recv(MAX_REQUEST_NBYTES)
-            if message == IS_IN_USE and leased is not None:
-                client.send(IN_USE if leased.holds > 0 else NOT_IN_USE)
-                return
-            nbytes, authorization = unpack_request(message)
-            is_malformed = authorization != "" and not authorization.startswith(_SCHEME)
-            if nbytes == 0 or leased is not None or is_malformed:
+            if not self._answer(client, client.recv(MAX_REQUEST_NBYTES)):
                 self._end(client)
-                return
-            region = self._regions.lease(nbytes, self._authenticator.authenticate(authorization, local_client(client)))
-            self._leases[client] = region
-            _hand_over(client, region)
-        except (RegionsFullError, UnauthenticatedError) as error:
-            client.send(str(error).encode())
+        except ConnectionError:
             self._end(client)
         except OSError:
             self._end(client)
             raise
+
+    def _answer(self, client: socket.socket, message: bytes) -> bool:
+        """Leases a region, or says whether it is in use; returns whether the client keeps its connection."""
+        leased = self._leases[client]
+        if message == IS_IN_USE and leased is not None:
+            client.send(IN_USE if leased.holds > 0 else NOT_IN_USE)
+            return True
+        nbytes, authorization = unpack_request(message)
+        is_malformed = authorization != "" and not authorization.startswith(_SCHEME)
+        if nbytes == 0 or leased is not None or is_malformed:
+            return False
+        try:
+            region = self._regions.lease(nbytes, self._authenticator.authenticate(authorization, local_client(client)))
+        except (RegionsFullError, UnauthenticatedError) as error:
+            client.send(str(error).encode())
+            return False
+        self._leases[client] = region
+        _hand_over(client, region)
+        return True
 
     def _end(self, client: socket.socket) -> None:
         self._selector.unregister(client)

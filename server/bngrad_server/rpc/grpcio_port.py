@@ -9,7 +9,6 @@ from typing import Any
 
 import grpc
 from grpc_channelz.v1 import channelz
-from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from bngrad_server.config import MAX_CALLS, ServerConfig
@@ -58,8 +57,7 @@ class GrpcioPort:
                 *([] if observer.tracing is None else [observer.tracing.interceptor()]),
             ],
         )
-        health_pb2_grpc.add_HealthServicer_to_server(health, self._server)
-        self._server.add_generic_rpc_handlers((OpHandlers(servicer, config, self._throttle),))
+        self._server.add_generic_rpc_handlers((health.handler(), OpHandlers(servicer, config, self._throttle)))
         if config.reflection:
             reflection.enable_server_reflection(REFLECTED, self._server)
         if config.channelz:

@@ -6,14 +6,14 @@ import threading
 from collections.abc import Callable, Iterator
 
 import grpc
+from grpc_health.v1 import health
 from grpc_health.v1 import health_pb2 as pb
-from grpc_health.v1 import health_pb2_grpc
 
 from bngrad_server.errors import cut
 from bngrad_wire.http2 import RpcError
 
 
-class Health(health_pb2_grpc.HealthServicer):
+class Health:
     """Reports whether services are serving; at first they are not.
 
     It replaces grpcio's own servicer, in which a watching client that does not read blocks all other clients.
@@ -26,6 +26,18 @@ class Health(health_pb2_grpc.HealthServicer):
         self._is_closed = False
         self._watchers: set[threading.Event] = set()
         self._mutex = threading.Lock()
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """Returns what handles calls at grpcio's port; the library's would add methods of its newer versions."""
+        methods = {
+            "Check": grpc.unary_unary_rpc_method_handler(
+                self.Check, pb.HealthCheckRequest.FromString, pb.HealthCheckResponse.SerializeToString
+            ),
+            "Watch": grpc.unary_stream_rpc_method_handler(
+                self.Watch, pb.HealthCheckRequest.FromString, pb.HealthCheckResponse.SerializeToString
+            ),
+        }
+        return grpc.method_handlers_generic_handler(health.SERVICE_NAME, methods)
 
     def update(self, is_serving: Callable[[], bool]) -> None:
         """Asks whether the services are serving, and reports that from now on.

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from bngrad_server.errors import OverloadedError, RequestTooLargeError
 
 _ALWAYS_REQUESTS = 16
-"""Up to this many requests are admitted whatever the estimates say."""
+"""Up to this many requests, and no more than may be admitted, are admitted whatever the estimates say."""
 _BUSY_REQUESTS = 8
 """With this many requests, apart from those that wait for their clients, the server works at its full rate."""
 _WORK_OF_ANY_REQUEST = 1 << 18
@@ -168,7 +168,7 @@ class Admission:
     def _check(self, client: str, work: int, deadline: float | None) -> None:
         if self._limits_clients:
             self._check_client(client, work)
-        if self.admitted < _ALWAYS_REQUESTS:
+        if self.admitted < min(_ALWAYS_REQUESTS, self._max_requests):
             return
         max_wait_s = self._max_wait_s
         if deadline is not None:

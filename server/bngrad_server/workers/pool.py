@@ -69,7 +69,7 @@ class WorkerPool:
         for supervisor in self._supervisors:
             while not supervisor.wait_until_ready(timeout_s):
                 taken_s = time.monotonic() - started_at
-                logger.info("compiling a kernel, some seconds at the first start: %.0f s", taken_s)
+                logger.info("waiting for the workers, which compile a kernel at the first start: %.0f s", taken_s)
                 timeout_s = _PROGRESS_EVERY_S
 
     @property

@@ -49,6 +49,16 @@ def test_the_clients_packages_are_enough_for_a_command(command: str) -> None:
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("value", ["", "1"])
+def test_no_color_in_the_environment_leaves_out_colours_on_a_terminal(value: str) -> None:
+    command = [sys.executable, "-m", "bngrad_cli", "check", "--quick", "unix:/no/such/socket"]
+    terminal, slave = os.openpty()
+    with os.fdopen(terminal, "rb", 0) as shown:
+        ended = subprocess.run(command, env={**os.environ, "NO_COLOR": value}, stdout=slave, stderr=slave)
+        os.close(slave)
+        assert (ended.returncode, b"\x1b[" in shown.read(4096)) == (1, value == "")
+
+
 @pytest.mark.parametrize("arguments", [("--help",), ("config",), ("config", "--json"), ("token", "new", "alice")])
 @pytest.mark.parametrize("buffered", ["", "1"])
 def test_a_full_disk_is_reported_in_one_line(arguments: tuple[str, ...], buffered: str) -> None:

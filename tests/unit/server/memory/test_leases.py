@@ -120,6 +120,19 @@ def test_a_refusal_says_why_and_ends_the_connection(regions: Regions, sockets: L
     assert regions.nbytes == 0
 
 
+@pytest.mark.parametrize("nbytes", [NBYTES, 5 * NBYTES], ids=["a lease", "a refusal"])
+def test_a_client_that_leaves_before_its_answer_is_forgotten_without_a_word(
+    regions: Regions, sockets: LeaseServer, caplog: pytest.LogCaptureFixture, nbytes: int
+) -> None:
+    for _ in range(20):
+        with connect(sockets) as client:
+            client.send(struct.pack("<Q", nbytes))
+    with connect(sockets) as last:
+        assert len(ask(last, NBYTES)[0]) == 16
+    wait_until(lambda: len(regions) == 0)
+    assert caplog.messages == []
+
+
 def test_a_lease_that_cannot_be_handed_over_ends(
     regions: Regions, sockets: LeaseServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -48,8 +48,11 @@ def crowd(gate: Admission, client: str, nbytes: int, deadline: float | None = No
     raise AssertionError("there is no limit")
 
 
-def test_requests_are_limited_in_number_whatever_their_size() -> None:
-    assert crowd(Admission(max_requests=100, max_wait_s=5), "a", 0) == 100
+@pytest.mark.parametrize("most", [1, 100])
+def test_requests_are_limited_in_number_whatever_their_size(most: int) -> None:
+    gate = Admission(max_requests=most, max_wait_s=5)
+    assert crowd(gate, "a", 0) == most
+    assert gate.admitted == most
 
 
 def test_work_is_limited_to_what_was_lately_done_within_the_longest_wait(clock: Clock) -> None:

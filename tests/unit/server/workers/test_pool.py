@@ -36,4 +36,4 @@ def test_a_slow_start_is_explained_in_the_log(
         workers.start()
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2
-    assert all(line.startswith("compiling a kernel, some seconds at the first start") for line in said)
+    assert all(line.startswith("waiting for the workers, which compile a kernel at the first start") for line in said)
