@@ -18,8 +18,9 @@ _LONGEST_PAUSE_S = 60.0
 class Fallback:
     """The outage of a client's servers, if there is one.
 
-    The first call of an outage makes all its attempts. From then on calls are computed here at once, but for one after
-    each pause, which makes one attempt; the pauses grow from a second to a minute. The outage ends with an answer.
+    It begins with a call that no server took, or with two in a row whose deadlines passed: one may have been too short.
+    These make all their attempts. From then on calls are computed here at once, but for one after each pause, which
+    makes one attempt; the pauses grow from a second to a minute. The outage ends with an answer.
 
     Attributes:
         kernels: Computes the calls.
@@ -32,7 +33,7 @@ class Fallback:
         self.kernels = LocalKernels()
         self.calls = 0
         self.in_outage = False
-        self._was_in_outage = False
+        self._was_in_outage = self._was_late = False
         self._name = name
         self._pause_s = _FIRST_PAUSE_S
         self._pause_ends_at = 0.0
@@ -58,8 +59,11 @@ class Fallback:
             return False
 
     def failed(self, error: BngradError) -> None:
-        """Records that no server answered; logs the first time."""
+        """Records that no server answered; logs the first outage."""
         with self._mutex:
+            was_late, self._was_late = self._was_late, isinstance(error, DeadlineExceededError)
+            if self._was_late and not was_late:
+                return
             is_first, self._was_in_outage = not self._was_in_outage, True
             if not self.in_outage:
                 self.in_outage = True
@@ -69,6 +73,7 @@ class Fallback:
 
     def answered(self) -> None:
         """Records that a server answered."""
+        self._was_late = False
         if self.in_outage:
             with self._mutex:
                 self.in_outage = False

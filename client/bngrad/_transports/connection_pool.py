@@ -14,6 +14,8 @@ from bngrad._transports.connector import Address, Connector, NotYetConnectedErro
 from bngrad_wire import http2
 
 _HANDSHAKE_TIMEOUT_S = 5.0
+_SHORT_S = 1.0
+"""A handshake that had less time than this, by the deadline of its call, may have been given up too early."""
 _MAX_IDLE = 64
 _FRESH_S = 1e-3
 """A connection that was used within this time is used again without a look whether the server has closed it; if it has,
@@ -25,7 +27,7 @@ class NotConnectedError(Exception):
 
 
 class NoConnectionYetError(NotConnectedError):
-    """A connection is still being made, beside the calls, which another transport makes meanwhile."""
+    """There is no connection in time for this call, but there may be for later ones; another transport makes it."""
 
 
 class Lent(NamedTuple):
@@ -133,7 +135,9 @@ class ConnectionPool:
         except NotYetConnectedError as error:
             raise NoConnectionYetError(f"{self._address}: {error}") from error
         except OSError as error:
-            raise NotConnectedError(f"{self._address}: {error}") from error
+            was_cut_short = isinstance(error, TimeoutError) and timeout_s < _SHORT_S
+            kind = NoConnectionYetError if was_cut_short else NotConnectedError
+            raise kind(f"{self._address}: {error}") from error
         self.was_connected = True
         authority = self._target if is_tcp else "localhost"
         try:

@@ -297,7 +297,9 @@ class TransportSelector:
         problem = f"{self._target} shares no memory with this client: {error}"
         if has_gone:
             return UnavailableError(problem)
-        return NotSharedError(problem, is_full=isinstance(error, LeaseRefusedError))
+        # With other transports there is other memory at once.
+        is_worth_waiting = self._preference == "shared" and isinstance(error, LeaseRefusedError)
+        return NotSharedError(problem, is_full=is_worth_waiting)
 
     def _ask(self, deadline: Deadline, cancellation: Cancellation) -> tuple[ServerInfo, pb.Endpoints]:
         answer = self._grpcio.unary(SERVER_INFO_METHOD, [], deadline, cancellation)
