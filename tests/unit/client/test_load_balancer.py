@@ -323,3 +323,23 @@ def test_closing_ends_calls_to_servers_that_are_no_longer_among_the_targets() ->
             with pytest.raises(bngrad.ClientClosedError):
                 call.result(SECONDS)
             assert time.monotonic() - began < SECONDS / 4
+
+
+def test_a_server_that_has_left_is_closed_after_its_last_call() -> None:
+    with fleet(2) as served:
+        targets = served.targets[:1]
+        with bngrad.Client(lambda: targets) as client:
+
+            def gets_calls(number: int) -> bool:
+                client.fused_batch_norm_grad_v2(*inputs(1))
+                return served.get_calls(number)
+
+            assert gets_calls(0)
+            balancer = client._calls._load_balancer
+            use = balancer.acquire()
+            assert use is not None
+            targets[:] = served.targets[1:]
+            wait_until(lambda: gets_calls(1))
+            assert not has_closed(use.server.selector)
+            balancer.release(use)
+            assert has_closed(use.server.selector)

@@ -413,3 +413,13 @@ def test_a_pool_that_grows_gives_its_small_regions_back_first() -> None:
         for regions in (1, 2, 3):
             pool.empty((regions * REGION_NBYTES,), BYTE)
         assert leases.regions.nbytes == 3 * REGION_NBYTES
+
+
+def test_a_region_that_is_reused_for_other_sizes_lends_no_block_twice(pool: Pool) -> None:
+    def fill(nbytes: int) -> list[Any]:
+        return [pool.empty((nbytes,), BYTE) for _ in range(REGION_NBYTES // nbytes)]
+
+    fill(REGION_NBYTES // 4)
+    large = pool.empty((REGION_NBYTES // 2,), BYTE)
+    small = pool.empty((REGION_NBYTES // 4,), BYTE)
+    assert not np.may_share_memory(large, small)

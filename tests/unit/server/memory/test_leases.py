@@ -290,3 +290,27 @@ def test_the_thread_rests_four_times_as_long_as_a_flood_of_requests_occupies_it(
             client.send(IS_IN_USE)
             assert client.recv(1) == NOT_IN_USE
         assert sum(rests) - rested > 3 * (time.clock_gettime(clock) - spent)
+
+
+def test_a_connection_leases_one_region_alone(regions: Regions, sockets: LeaseServer) -> None:
+    with connect(sockets) as client:
+        _, (fd,) = ask(client, NBYTES)
+        os.close(fd)
+        client.send(struct.pack("<Q", NBYTES))
+        with contextlib.suppress(ConnectionResetError):
+            assert client.recv(1) == b""
+    wait_until(lambda: regions.nbytes == 0)
+
+
+def test_a_client_that_reads_no_answers_delays_no_other(regions: Regions, sockets: LeaseServer) -> None:
+    with connect(sockets) as deaf, connect(sockets) as other:
+        _, (fd,) = ask(deaf, NBYTES)
+        os.close(fd)
+        deaf.settimeout(1.0)
+        with contextlib.suppress(OSError):
+            for _ in range(2000):
+                deaf.send(IS_IN_USE)
+                time.sleep(0.001)  # or the server would read several at once
+        answer, fds = ask(other, NBYTES)
+        assert len(answer) == 16
+        os.close(*fds)

@@ -170,7 +170,7 @@ def test_what_ends_soon_is_left_alone(transfers: Transfers) -> None:
 
 
 def test_a_client_with_no_more_than_its_share_is_left_alone(transfers: Transfers) -> None:
-    modest = transfers.begin("modest", 45 * MIB, 15 * MIB)
+    modest = transfers.begin("modest", 45 * MIB, 8 * MIB)
     begin = time.monotonic()
     transfers.memory.allocate(100 * MIB, "waiting", begin + TIMEOUT_S)
     assert modest() is None
@@ -192,3 +192,11 @@ def test_more_traffic_than_a_transfer_has_is_no_progress(transfers: Transfers) -
         transfers.watchdog.upload(MIB, rpc, transfers.memory, block),
     ):
         assert traffic.interrupted.wait(TIMEOUT_S)
+
+
+def test_a_client_whose_deadline_passed_may_have_as_much_again(transfers: Transfers) -> None:
+    assert transfers.begin("hasty", 100 * MIB, MIB, deadline=time.monotonic() - 0.5)() is TimeoutError
+    transfers.memory.free(transfers.memory.allocate(100 * MIB, "other", deadline=0))
+    block = transfers.memory.allocate(10 * MIB, "other", deadline=0)
+    transfers.memory.free(transfers.memory.allocate(80 * MIB, "hasty", deadline=0))
+    transfers.memory.free(block)

@@ -231,3 +231,14 @@ def test_a_loop_survives_without_memory() -> None:
     """Each of its next 100 allocations fails once."""
     pytest.importorskip("_testcapi")
     subprocess.run([sys.executable, "-c", _WITHOUT_MEMORY], check=True, timeout=60)
+
+
+def test_the_number_of_a_removed_descriptor_can_be_used_again() -> None:
+    loop = EventLoop("test")
+    fd = os.eventfd(0)
+    for _ in range(2):
+        loop.add_reader(fd, lambda: None)
+        loop.expect_brief(fd)
+        loop.expect_long(fd, "owner")
+        loop.remove_reader(fd)
+    os.close(fd)

@@ -241,3 +241,19 @@ def test_a_request_beyond_the_limit_of_a_client_is_refused_for_good(other_nbytes
     gate.enter("greedy", other_nbytes, None)
     with pytest.raises(RequestTooLargeError, match=f"of 11534336 bytes is more than the {10 * MB} .*max_client_bytes"):
         gate.enter("greedy", 11 * MB, None)
+
+
+def test_the_rate_is_measured_after_transfers_have_ended(clock: Clock) -> None:
+    gate = Admission(max_requests=10_000, max_wait_s=2)
+    for _ in range(1000):
+        with gate.transfer():
+            pass
+    work_at(gate, clock, 64 * MB, seconds=3)
+    assert crowd(gate, "a", MB - 2**18) == 128
+
+
+def test_a_message_counts_while_it_is_received_alone() -> None:
+    gate = Admission(max_requests=100, max_wait_s=5, max_client_bytes=10 * MB)
+    for _ in range(3):
+        with gate.receiving("a", 8 * MB, None), pytest.raises(OverloadedError):
+            gate.enter("a", 8 * MB, None)

@@ -51,8 +51,12 @@ def worker() -> GatedWorker:
 class UnableWorker(GatedWorker):
     """A worker that raises when it is to begin."""
 
+    def __init__(self, error: type[Exception] = MemoryError) -> None:
+        super().__init__()
+        self._error = error
+
     def begin(self, parts: Sequence[Part]) -> GatedRun:
-        raise MemoryError
+        raise self._error("it cannot begin")
 
 
 @contextmanager
@@ -309,7 +313,8 @@ def test_a_batch_that_cannot_be_begun_ends_its_leader_alone(requests: Requests) 
     riding.result(TIMEOUT_S)
 
 
-def test_batches_of_the_event_loop_that_cannot_be_begun_are_answered_and_others_go_on() -> None:
+@pytest.mark.parametrize("error", [MemoryError, WorkerDiedError])
+def test_batches_of_the_event_loop_that_cannot_be_begun_are_answered_and_others_go_on(error: type[Exception]) -> None:
     batcher, event_loop = Batcher(max_jobs=3, max_bytes=4000), EventLoop("event-loop")
     Dispatcher(event_loop, batcher)
     event_loop.start()
@@ -322,7 +327,7 @@ def test_batches_of_the_event_loop_that_cannot_be_begun_are_answered_and_others_
 
     submitted = [submit() for _ in range(3)]
     for _ in range(2 * MAX_ATTEMPTS):
-        batcher.offer(UnableWorker())
+        batcher.offer(UnableWorker(error))
     for only, has_ended in submitted:
         assert has_ended.wait(TIMEOUT_S)
         with pytest.raises(ComputeError, match="2 workers died while computing this request"):
@@ -660,3 +665,18 @@ def test_a_full_batch_does_not_wait_for_the_batch_delay(worker: GatedWorker) -> 
         assert worker.compute() == jobs
         wait_for(futures)
     requests.end()
+
+
+def test_a_submitted_job_that_is_left_calls_nobody_back(worker: GatedWorker) -> None:
+    batcher, called = Batcher(max_jobs=3, max_bytes=4000), threading.Event()
+    only = job()
+    only.on_end = called.set
+    batcher.submit(only)
+    batcher.offer(worker)
+    (batch,), _ = batcher.begin_batches()
+    assert batcher.leave(only, CancelledError())
+    batcher.end_batch(batch)
+    assert only.has_ended
+    assert not called.is_set()
+    batcher.when_untouched(only, called.set)
+    assert called.is_set()

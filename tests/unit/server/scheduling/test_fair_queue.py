@@ -137,3 +137,11 @@ def test_every_job_is_taken_once_in_batches_within_the_limits(
         assert set(batch) <= waiting
         waiting -= set(batch)
     assert not waiting
+
+
+def test_clients_that_have_gone_are_forgotten() -> None:
+    queue = FairQueue(8, 1000)
+    for number in range(5000):
+        queue.put(job(client=str(number)))
+        queue.take()
+    assert len(queue._clients) < 2000

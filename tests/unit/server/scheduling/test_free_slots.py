@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import TypeAlias
@@ -235,3 +237,16 @@ def test_a_job_that_cost_a_worker_and_is_given_up_holds_no_slot_back(requests: R
     next_.result(TIMEOUT_S)
     held_outcome.set_result([None])
     held.result(TIMEOUT_S)
+
+
+def test_a_worker_that_has_died_is_forgotten(brief_requests: Requests) -> None:
+    worker = brief_requests.offer()
+    first, same, outcome = begin(brief_requests, job(), worker)
+    outcome.set_result([None])
+    first.result(TIMEOUT_S)
+    wait_until(lambda: len(brief_requests.batcher._free) == 1)
+    brief_requests.batcher.withdraw(worker)
+    gone = weakref.ref(worker)
+    del worker, same, outcome
+    gc.collect()
+    assert gone() is None

@@ -174,3 +174,13 @@ def test_the_time_in_which_several_slots_are_busy_counts_once() -> None:
         assert busy_time.total_s == before
         busy_time.end()
         assert before < busy_time.total_s <= time.monotonic() - begin
+
+
+def test_a_slot_is_late_amid_a_batch_alone(slot: WorkerSlot, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bngrad_server.workers.worker_slot._BATCH_TIMEOUT_S", -1.0)
+    assert not slot.is_late
+    begin(slot)
+    assert slot.is_late
+    slot.theirs.send(OK)
+    assert slot.finish() is None
+    assert not slot.is_late

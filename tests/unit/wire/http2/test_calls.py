@@ -468,3 +468,21 @@ def test_wrong_use_is_refused() -> None:
         call.cancel()
     with pytest.raises(PeerGoneError, match="closed"):
         connection.call("/a/b")
+
+
+def test_a_call_and_a_connection_carry_more_than_a_window() -> None:
+    message, buffer = bytes(2**26), memoryview(bytearray(2**26))
+
+    def read(call: ServerCall) -> None:
+        while (size := call.receive_message()) is not None:
+            call.read_into(buffer[:size])
+            call.send_message(b"read", more=True)
+        call.end()
+
+    with client(answer=read) as connection:
+        call = connection.call("/echo.Echo/echo")
+        for _ in range(frames.MAX_WINDOW // len(message) + 2):
+            call.send_message(message)
+            assert call.receive_message() == 4
+        call.half_close()
+        assert call.receive_message() is None

@@ -472,3 +472,14 @@ def test_a_header_block_may_come_in_pieces_while_nothing_waits() -> None:
         assert call is not None
         assert call.path == "/a/b"
         assert not server.is_amid_frame
+
+
+def test_streams_that_were_refused_are_remembered_up_to_a_number() -> None:
+    count = connection_state._MAX_CLOSED_EARLY + 1
+    near, far = socket.socketpair()
+    with near, far, closing(ServerConnection(near)) as connection:
+        far.sendall(HELLO + CALL)
+        for number in range(count):
+            far.sendall(headers(frames.END_HEADERS, 3 + 2 * number, REQUEST))
+            connection.accept_nonblocking()
+        assert len(connection._closed_early) < count

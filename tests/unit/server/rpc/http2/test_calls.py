@@ -27,7 +27,7 @@ from tests.unit.server.workers.additions import NBYTES, TIMEOUT_S, Adder, inputs
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.codec.ops import OPS
 from bngrad_server.rpc.http2 import handlers
-from bngrad_server.rpc.servicer import EXCHANGE_PATH
+from bngrad_server.rpc.servicer import EXCHANGE_PATH, SEND_AHEAD_PATH
 from bngrad_server.staged_request import StagedRequest
 from bngrad_wire import http2, messages
 from bngrad_wire.http2 import frames
@@ -288,4 +288,11 @@ def test_a_large_message_that_begins_well_is_waited_for(service: Service) -> Non
     call = sent_in_part(service.connect(), PATH, message)
     call._connection.io.set_timeout(0.5)
     with pytest.raises(TimeoutError):
+        call.receive_message()
+
+
+def test_a_long_first_message_of_a_tensor_sent_ahead_is_refused_unread(service: Service) -> None:
+    call = service.connect().call(SEND_AHEAD_PATH)
+    call.send_message(bytes(64 * 1024 + 1))
+    with pytest.raises(http2.RpcError, match="the first message must have at most 65536 bytes, not 65537"):
         call.receive_message()

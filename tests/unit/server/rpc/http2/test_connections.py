@@ -296,3 +296,24 @@ def test_a_client_that_cancels_hundreds_of_calls_waits_and_others_do_not(
     service.worker.may_run.set()
     check_answered(running)
     check_waits_until_its_delay_is_over(service, bad, good)
+
+
+def test_the_memory_of_an_answer_that_its_client_does_not_take_is_free_in_time(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service.engine.transfers, "_timeout_s", 1.0)
+    client = service.connect()
+    client.outbound.append(frames.settings({frames.INITIAL_WINDOW_SIZE: 100}))
+    ask(client)
+    wait_until(lambda: service.worker.batches == [1])
+    assert not service.is_at_rest
+    wait_until(lambda: service.is_at_rest)
+
+
+def test_connections_that_have_ended_leave_their_places(service: Service) -> None:
+    service.port._connections._local.count = 2
+    for _ in range(5):
+        client = service.connect()
+        check_answered(ask(client))
+        client.close()
+        wait_until(lambda: len(service.port._connections) == 0)
