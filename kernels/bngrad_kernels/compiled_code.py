@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 import tempfile
 from pathlib import Path
 
@@ -14,10 +15,38 @@ _DIGEST_NBYTES = hashlib.sha256().digest_size
 
 def cache_folder() -> Path:
     """Returns the folder of bngrad in the user's cache; one that cannot be made for a user without a home."""
+    home = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bngrad"
+        # A relative path is ignored, as XDG's specification asks.
+        return (home if home.is_absolute() else Path.home() / ".cache") / "bngrad"
     except RuntimeError:
         return Path(os.devnull) / "bngrad"
+
+
+def private_folder() -> Path:
+    """Makes and returns a temporary folder of this user, for when the cache cannot be written.
+
+    Raises:
+        PermissionError: Another user can write to it.
+    """
+    folder = Path(tempfile.gettempdir()) / f"bngrad-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    is_private = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+    if not is_private:  # its contents are executed
+        problem = "is not a folder that only this user can write to"
+        raise PermissionError(f"{folder}, for compiled kernels, {problem}; set XDG_CACHE_HOME")
+    return folder
+
+
+def is_writable(folder: Path) -> bool:
+    """Makes a folder, and returns whether files can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
 
 
 def write(path: Path, code: bytes) -> None:

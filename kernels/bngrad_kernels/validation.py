@@ -111,9 +111,10 @@ def batch_norm_training_backprop_spec(
     axis = check.tensors("input_forward", input_forward, data_format, ONEDNN_DATA_FORMATS, output_delta=output_delta)
     stats_dtypes = (FLOAT32, BFLOAT16) if input_forward.dtype == BFLOAT16 else (FLOAT32,)
     check.stats("input_forward", input_forward, axis, stats_dtypes, mean=mean)
-    check.stats("input_forward", input_forward, axis, (mean.dtype,), variance=variance)
+    same = (mean.dtype,) if mean.dtype in stats_dtypes else stats_dtypes
+    check.stats("input_forward", input_forward, axis, same, variance=variance)
     if gamma is not None:
-        check.stats("input_forward", input_forward, axis, (mean.dtype,), gamma=gamma)
+        check.stats("input_forward", input_forward, axis, same, gamma=gamma)
     check.epsilon(epsilon, zero_allowed=False)
     check.raise_violations()
     return Spec(input_forward.dtype, input_forward.shape, axis, mean.dtype, epsilon, reserve_space_2_kind=variance_kind)
@@ -172,8 +173,9 @@ class _Checker:
         """Checks x, the other tensors of its shape and the data format. Returns the channel axis, 0 if unknown."""
         self.dtype(x_name, x, TENSOR_DTYPES)
         self.payload(x_name, x)
+        same = (x.dtype,) if x.dtype in TENSOR_DTYPES else TENSOR_DTYPES
         for name, header in others.items():
-            self.dtype(name, header, (x.dtype,))
+            self.dtype(name, header, same)
             self.payload(name, header)
             if x.shape != header.shape:
                 has = f"{x_name} has shape {x.shape} and {name} has shape {header.shape}"

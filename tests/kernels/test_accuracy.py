@@ -108,7 +108,9 @@ def test_a_mean_far_from_zero_and_many_elements_keep_the_bounds(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("backend", "shape"),
-    on_backends(zip([(0, 3, 4), (3, 4, 0), (0, 3, 1), (0, 3, 600), (0, 700, 1), (0, 1, 1)], strict=True)),
+    on_backends(
+        zip([(0, 3, 4), (3, 4, 0), (2**58, 3, 0), (0, 3, 1), (0, 3, 600), (0, 700, 1), (0, 1, 1)], strict=True)
+    ),
     indirect=["backend"],
 )
 def test_the_sums_over_nothing_are_zeros(

@@ -136,6 +136,8 @@ def test_bad_v3_input_is_refused_by_field_in_tensorflows_words(
         ({"epsilon": 1e-60}, "epsilon must be finite and positive in float32, not 1e-60"),
         ({"data_format": "NHWC"}, "data_format must be one of NXC, NCX, not 'NHWC'"),
         ({"mean": header((3,), BFLOAT16)}, "mean must have dtype float32, not bfloat16"),
+        ({"mean": header((3,), FLOAT16), "variance": header((3,), FLOAT16)},
+         "mean must have dtype float32, not float16; variance must have dtype float32, not float16"),
         ({"gamma": header((3,), BFLOAT16)}, "gamma must have dtype float32, not bfloat16"),
         ({"variance": header((4,))},
          "variance must have the same number of elements as the channels of input_forward, got 4 and 3"),

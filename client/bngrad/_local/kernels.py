@@ -129,7 +129,7 @@ class LocalKernels:
             data_format: What its dimensions mean.
             epsilon: Added to the variance.
             is_training: Whether the mean and the variance depend on x.
-            addresses: Those of `bngrad_kernels.cpu.backend.FIRST_ORDER`, 0 for a scale of ones; reserve_space_2 is the
+            addresses: Those of `bngrad_kernels.cpu.records.FIRST_ORDER`, 0 for a scale of ones; reserve_space_2 is the
                 inverse standard deviation.
 
         Returns:

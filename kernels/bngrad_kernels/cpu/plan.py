@@ -74,7 +74,7 @@ class Geometry(NamedTuple):
     """The cut of a tensor. What affects the bits follows from shape and dtype, not from the channels to compute.
 
     Attributes:
-        outer: See `Spec.outer`; so are channels and inner.
+        outer: `Spec.outer`, but 0 where inner is; channels and inner are the spec's.
         first: The first channel to compute.
         stop: The channel after the last one to compute.
         is_planes: Whether the planes kernel computes it.
@@ -243,7 +243,8 @@ def geometry(spec: Spec, part: range) -> Geometry:
 
 
 def _columns(spec: Spec, part: range) -> Geometry:
-    outer, channels, inner = spec.outer, spec.channels, spec.inner
+    channels, inner = spec.channels, spec.inner
+    outer = spec.outer if inner else 0  # no row has elements then, however many there are
     width = channels * inner
     fold = min(_fold(width, spec.order), outer)
     rows = -(-outer // max(fold, 1))

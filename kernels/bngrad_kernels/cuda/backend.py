@@ -72,7 +72,8 @@ class CudaBackend(Backend):
     @property
     def used_nbytes(self) -> int:
         """How much device memory streams and copies ahead have taken, without kernels and CUDA's own needs."""
-        return self._pool.used_nbytes + (self._ahead.nbytes if self._ahead is not None else 0)
+        with self._failing():
+            return self._pool.used_nbytes + (self._ahead.nbytes if self._ahead is not None else 0)
 
     @property
     def free_streams(self) -> int:
@@ -114,7 +115,8 @@ class CudaBackend(Backend):
 
     def unregister(self, memory: Array) -> None:
         """Undoes `register`. Must be called before the memory is freed."""
-        self._device.unregister(memory)
+        with self._failing():
+            self._device.unregister(memory)
 
     def copy_ahead(self, memory: Array) -> Any | None:
         """See `Backend.copy_ahead`; None for what is too small to be copied alone, or too large to be kept."""

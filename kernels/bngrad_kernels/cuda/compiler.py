@@ -7,7 +7,6 @@ machine code for one architecture, so that the driver needs no compiler of its o
 from __future__ import annotations
 
 import hashlib
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -109,8 +108,11 @@ def cubin(arch: int) -> Path:
     """
     major, minor = compiler_version()
     path = _folder() / f"sm_{arch}-nvrtc-{major}.{minor}.cubin"
+    if compiled_code.read(path) is None and not compiled_code.is_writable(path.parent):
+        folder = compiled_code.private_folder() / path.parent.name
+        folder.mkdir(exist_ok=True)
+        path = folder / path.name
     if compiled_code.read(path) is None:
-        path = _writable(path.parent) / path.name
         compiled_code.write(path, compile_kernels(arch).cubin)
     return path
 
@@ -126,13 +128,3 @@ def fingerprint() -> str:
 def _folder() -> Path:
     """The cache folder of these sources; that of a container image may be read-only."""
     return compiled_code.cache_folder() / f"cuda-{fingerprint()}"
-
-
-def _writable(folder: Path) -> Path:
-    """Returns the folder if it is writable, otherwise a new private one: its contents are executed."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return folder
-    except OSError:
-        return Path(tempfile.mkdtemp(prefix="bngrad-"))

@@ -45,7 +45,7 @@ def main() -> None:
     logs.set_up_as_parent()
     heartbeat = socket.socket(fileno=heartbeat_fd)
     running: list[Backend] = []
-    beating = (heartbeat, float(heartbeat_s), running)
+    beating = (heartbeat, float(heartbeat_s), running, device)
     threading.Thread(target=_send_heartbeats, args=beating, name="heartbeat", daemon=True).start()
     sockets = [socket.socket(fileno=fd) for fd in slot_fds]
     arena = MappedFile(arena_fd, arena_nbytes).view
@@ -97,9 +97,9 @@ def _ending_process(heartbeat: socket.socket, device: str) -> Iterator[None]:
         os._exit(1)  # a normal exit would wait for the threads of the other slots
 
 
-def _send_heartbeats(heartbeat: socket.socket, heartbeat_s: float, running: list[Backend]) -> None:
+def _send_heartbeats(heartbeat: socket.socket, heartbeat_s: float, running: list[Backend], device: str) -> None:
     """Sends heartbeats until the front process ends; `running` is empty while the backend is made."""
-    with contextlib.suppress(ConnectionError):
+    with _ending_process(heartbeat, device):
         while True:
             heartbeat.send(ipc.Report.HEARTBEAT + b"%d" % sum(backend.used_nbytes for backend in running))
             time.sleep(heartbeat_s)

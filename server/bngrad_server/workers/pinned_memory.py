@@ -12,7 +12,6 @@ from contextlib import contextmanager
 import numpy as np
 
 from bngrad_kernels.backend import Backend
-from bngrad_kernels.errors import DeviceFailedError
 from bngrad_server.memory.layout import ARENA
 
 logger = logging.getLogger(__name__)
@@ -86,8 +85,6 @@ class PinnedMemory:
         began = time.monotonic()
         try:
             self._backend.register(np.frombuffer(memory, np.uint8))
-        except DeviceFailedError:
-            raise
         except Exception as error:
             logger.warning("%s, %d bytes, is not page-locked, so its copies are slower: %s", name, len(memory), error)
         else:

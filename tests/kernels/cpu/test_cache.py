@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,13 +21,10 @@ from bngrad_kernels.errors import DeviceUnavailableError
 
 
 @pytest.fixture(autouse=True)
-def folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+def folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
-    cache.folder.cache_clear()
-    yield
-    cache.folder.cache_clear()
 
 
 def test_they_are_kept_under_the_users_cache(tmp_path: Path) -> None:
@@ -40,15 +36,13 @@ def image_brings_a_kernel(monkeypatch: pytest.MonkeyPatch) -> Path:
     image = cache.folder()
     (image / "cpu").mkdir()
     compiled_code.write(image / "cpu" / "kernel.o", b"code")
-    monkeypatch.setattr(cache, "_is_writable", lambda path: False)
-    cache.folder.cache_clear()
+    monkeypatch.setattr(compiled_code, "is_writable", lambda path: False)
     return image
 
 
 def test_a_read_only_cache_of_an_image_is_copied(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     image = image_brings_a_kernel(monkeypatch)
     for _ in range(2):  # as a second worker does
-        cache.folder.cache_clear()
         assert cache.folder() == tmp_path / "tmp" / f"bngrad-{os.getuid()}" / image.name
     assert compiled_code.read(cache.folder() / "cpu" / "kernel.o") == b"code"
 
@@ -157,6 +151,39 @@ def test_a_kernel_that_the_cache_cannot_keep_is_used(caplog: pytest.LogCaptureFi
     assert said.endswith("; each process compiles it for itself")
     ((kernel, failure),) = warm.fill(host(), [FIRST], jobs=1)
     assert (kernel, failure.startswith(not_kept)) == (FIRST, True)
+
+
+def test_a_cache_that_is_removed_amid_work_is_made_again() -> None:
+    backend = backends.create("cpu")
+    backend.warm_up()
+    shutil.rmtree(cache.folder().parent)
+    loader.load(FIRST)
+    assert loader.is_compiled(FIRST, host())
+
+
+def test_a_kernel_whose_folder_cannot_be_made_is_unavailable_in_a_sentence() -> None:
+    (cache.folder() / host()).touch()
+    with pytest.raises(DeviceUnavailableError, match=r"the kernel float32-1 cannot be compiled or read: .*File exists"):
+        loader.load(FIRST)
+
+
+def test_a_private_copy_that_another_user_has_put_in_its_place_is_not_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    image_brings_a_kernel(monkeypatch)
+    assert cache.folder().is_dir()
+    (copy,) = (tmp_path / "tmp").iterdir()
+    shutil.rmtree(copy)  # as who cleans /tmp does
+    shutil.copytree(compiled_code.cache_folder(), copy)
+    copy.chmod(0o777)
+    with pytest.raises(DeviceUnavailableError, match="is not a folder that only this user can write to"):
+        loader.load(FIRST)
+
+
+def test_a_name_of_a_processor_that_is_a_path_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NUMBA_CPU_NAME", "../elsewhere")
+    with pytest.raises(DeviceUnavailableError, match=r"NUMBA_CPU_NAME is '\.\./elsewhere'; it should be a name"):
+        loader.load(FIRST)
 
 
 @pytest.mark.parametrize("kind", ["of another user", "link", "open to all"])

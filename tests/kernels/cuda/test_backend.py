@@ -39,6 +39,10 @@ class Recorder(EmulatedDevice):
         self.opened.append(stream)
         return stream
 
+    def unregister(self, memory: np.ndarray[Any, Any]) -> None:
+        if self.failure:
+            raise self.failure
+
 
 class RecordedStream:
     def __init__(self, device: Recorder, stream: CudaStream) -> None:
@@ -172,6 +176,8 @@ def test_a_failed_device_is_told_from_a_failed_batch(device: Recorder) -> None:
     for _ in range(STREAMS + 1):  # a failure keeps no stream
         with pytest.raises(DeviceFailedError, match="an illegal address"):
             shared.run([first_order_problem(spec) for spec in MANY])
+    with pytest.raises(DeviceFailedError, match="an illegal address"):
+        shared.unregister(np.zeros(1, np.uint8))
     device.busy.clear()
     device.failure = MemoryError("no bytes left")
     with pytest.raises(MemoryError, match="no bytes left"):

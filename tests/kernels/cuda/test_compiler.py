@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import re
 import struct
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -151,6 +153,18 @@ def test_machine_code_is_kept_for_these_very_sources(monkeypatch: pytest.MonkeyP
     (sources / "batch_norm_grad.cu").write_text("other")
     monkeypatch.setattr(compiler, "SOURCES", sources)
     assert compiler.cubin(90) != path
+
+
+def test_processes_that_find_the_cache_read_only_share_a_private_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/1")  # where no folder can be made
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(compiler, "compile_kernels", lambda arch: compiler.Compiled(b"code", "", ""))
+    path = compiler.cubin(90)
+    monkeypatch.setattr(compiler, "compile_kernels", lambda arch: pytest.fail("it is compiled again"))
+    assert compiler.cubin(90) == path
+    assert path.parent.parent == tmp_path / f"bngrad-{os.getuid()}"
 
 
 CUDA12 = (50, 52, 53, 60, 61, 62, 70, 72, 75, 80, 86, 87, 89, 90, 100, 101, 103, 120, 121)

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
 import shutil
-import stat
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
@@ -17,31 +15,15 @@ from pathlib import Path
 from bngrad_kernels import compiled_code
 
 
-@functools.cache
 def folder() -> Path:
-    """The cache folder of these sources, which has a folder for each level of processors."""
+    """The cache folder of these sources, which has a folder for each level of processors; made again if it has gone."""
     path = compiled_code.cache_folder() / _fingerprint()
-    return path if _is_writable(path) else _copy_of(path)
-
-
-def _is_writable(path: Path) -> bool:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            return True
-    except OSError:
-        return False
+    return path if compiled_code.is_writable(path) else _copy_of(path)
 
 
 def _copy_of(path: Path) -> Path:
     """Returns a private temporary copy of a read-only cache folder, such as that of a container image."""
-    parent = Path(tempfile.gettempdir()) / f"bngrad-{os.getuid()}"
-    parent.mkdir(mode=0o700, exist_ok=True)
-    found = parent.lstat()
-    is_private = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
-    if not is_private:  # its contents are executed
-        problem = "is not a folder that only this user can write to"
-        raise PermissionError(f"{parent}, for compiled kernels, {problem}; set XDG_CACHE_HOME")
+    parent = compiled_code.private_folder()
     copy = parent / path.name
     if not copy.exists():
         draft = Path(tempfile.mkdtemp(dir=parent))
@@ -63,6 +45,7 @@ def _copy_kernels(source: Path, target: Path) -> None:
             compiled_code.write(target / file.parent.name / file.name, code)
 
 
+@functools.cache
 def _fingerprint() -> str:
     digest = hashlib.sha256(repr([version(package) for package in ("numba", "llvmlite")]).encode())
     for source in sorted(Path(__file__).parent.parent.rglob("*.py")):

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import llvmlite.binding as llvm
 import numpy as np
 
+from bngrad_kernels.errors import DeviceUnavailableError
 from bngrad_kernels.spec import BFLOAT16, FLOAT16, FLOAT32
 
 ALONE, JOIN, HELP = "alone", "join", "help"
@@ -47,8 +48,16 @@ FIRST = KERNELS[0]
 
 
 def host() -> str:
-    """The level of this processor; on other architectures than x86, LLVM's name of it. ``NUMBA_CPU_NAME`` overrides."""
+    """The level of this processor; on other architectures than x86, LLVM's name of it. ``NUMBA_CPU_NAME`` overrides.
+
+    Raises:
+        DeviceUnavailableError: NUMBA_CPU_NAME is no name, but a path.
+    """
     if name := os.environ.get("NUMBA_CPU_NAME"):
+        if "/" in name:
+            raise DeviceUnavailableError(
+                f"NUMBA_CPU_NAME is {name!r}; it should be a name that LLVM has for processors"
+            )
         return name
     features = {name for name, is_there in llvm.get_host_cpu_features().items() if is_there}
     best = next((level for level, needed in LEVELS.items() if needed <= features), None)

@@ -54,7 +54,11 @@ def load(kernel: Kernel) -> LoadedKernel:
     llvm.initialize_native_asmprinter()
     machine = llvm.Target.from_default_triple().create_target_machine(reloc="static", codemodel="jitdefault", jit=True)
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
-    engine.add_object_file(llvm.ObjectFileRef.from_data(_code(kernel)))
+    try:
+        code = _code(kernel)
+    except OSError as error:
+        raise DeviceUnavailableError(f"the kernel {kernel} cannot be compiled or read: {error}") from error
+    engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()
     alone, join, helps = map(engine.get_function_address, (ALONE, JOIN, HELP))
     return LoadedKernel(
