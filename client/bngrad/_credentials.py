@@ -18,7 +18,7 @@ from bngrad._errors import FieldViolation, invalid_argument
 from bngrad._shared_memory.lease import shut_down
 from bngrad._validation import LOCAL, ChannelOption, host_and_port_of
 from bngrad_wire.addresses import format_host_port, grpcio_address, is_local
-from bngrad_wire.http2.sockets import tls
+from bngrad_wire.http2.sockets import sigpipe, tls
 from bngrad_wire.token_format import is_sendable
 
 Token: TypeAlias = str | os.PathLike[str] | Callable[[], str]
@@ -142,7 +142,7 @@ class Credentials:
         hostname = self._server_hostname
         secured = self._context.wrap_socket(sock, server_hostname=hostname, do_handshake_on_connect=False)
         try:
-            with cancellation.calls(functools.partial(shut_down, secured)):
+            with sigpipe.held_back(), cancellation.calls(functools.partial(shut_down, secured)):
                 secured.do_handshake()
         except BaseException:
             secured.close()

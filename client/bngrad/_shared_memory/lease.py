@@ -56,7 +56,7 @@ def lease_region(
             lease.connect(path)
             if cancellation.cancelled:  # perhaps before there was a connection to shut down
                 raise LeaseEndedError("the call was cancelled")
-            lease.sendall(lease_protocol.pack_request(nbytes, authorization))
+            lease.sendall(lease_protocol.pack_request(nbytes, authorization), socket.MSG_NOSIGNAL)
             lease.settimeout(_timeout_s(deadline))
             answer, fds, flags, _ = socket.recv_fds(lease, 1024, 1)
             files = [FileIO(fd) for fd in fds]  # which close themselves, whatever comes

@@ -36,7 +36,7 @@ class AbandonedCall:
         with suppress(OSError):
             sock.setblocking(False)
             if _is_read_shut_down(sock):
-                sock.send(_PING)  # the server's PING ACK fails, so it sees the disconnect
+                sock.send(_PING, socket.MSG_NOSIGNAL)  # the server's PING ACK fails, so it sees the disconnect
             else:
                 sock.shutdown(socket.SHUT_WR)
         if sock.fileno() >= 0:  # else it was closed because the server broke the protocol

@@ -91,7 +91,7 @@ class PoolRegion:
                     return False
             self._socket.settimeout(_ANSWER_TIMEOUT_S)
             self._answer_is_due = True
-            self._socket.sendall(IS_IN_USE)
+            self._socket.sendall(IS_IN_USE, socket.MSG_NOSIGNAL)
             answer = self._socket.recv(1)
             self._answer_is_due = False
             return answer == IN_USE

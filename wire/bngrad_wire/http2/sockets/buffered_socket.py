@@ -71,7 +71,7 @@ class BufferedSocket(ReceiveBuffer):
         if final_frame and self.broken is None:
             with suppress(OSError):
                 self._sock.settimeout(0)
-                self._sock.send(final_frame)
+                self._sock.sendmsg([final_frame], [], DONT_WAIT | socket.MSG_NOSIGNAL)
         self.broken = self.broken or "it was closed"
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)  # A forked child may hold the socket too.
@@ -188,7 +188,7 @@ class BufferedSocket(ReceiveBuffer):
         """Sends what the socket takes at once, and returns how many bytes."""
         # With a timeout of Python's own the system does not wait, so Python has to.
         if self._zero_copy is None or not self._may_lend or flags or self._sock.gettimeout() is not None:
-            return self._sock.sendmsg(pieces, [], flags)
+            return self._sock.sendmsg(pieces, [], flags | socket.MSG_NOSIGNAL)
         if self._zero_copy.takes(pieces[0]):
             sent, is_lent = self._zero_copy.send(pieces[0], more=len(pieces) > 1)
             self.has_lent |= is_lent
@@ -196,7 +196,8 @@ class BufferedSocket(ReceiveBuffer):
         copied = 1
         while copied < len(pieces) and not self._zero_copy.takes(pieces[copied]):
             copied += 1
-        return self._sock.sendmsg(pieces[:copied], [], socket.MSG_MORE if copied < len(pieces) else 0)
+        more = socket.MSG_MORE if copied < len(pieces) else 0
+        return self._sock.sendmsg(pieces[:copied], [], more | socket.MSG_NOSIGNAL)
 
     def _receive(self, target: memoryview, flags: int = 0) -> int:
         if time.monotonic() > self.deadline:

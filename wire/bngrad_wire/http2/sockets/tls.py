@@ -13,6 +13,8 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from bngrad_wire.http2.sockets import sigpipe
+
 DONT_WAIT = int(socket.MSG_DONTWAIT)
 """As a plain number: operators of the flags' own type take microseconds, for each record."""
 _RECORD_NBYTES = 16 * 1024
@@ -57,16 +59,17 @@ class TlsSocket(ssl.SSLSocket):
         sent, until = 0, self._until(flags)
         pieces = _pieces(buffers)
         piece = next(pieces, None)
-        while piece is not None and sent < _TURN_NBYTES:
-            try:
-                count = self.send(piece)
-            except OSError as error:
-                if sent:
-                    break
-                self._wait_for_more(error, until)
-                continue
-            sent += count
-            piece = piece[count:] if count < len(piece) else next(pieces, None)
+        with sigpipe.held_back():
+            while piece is not None and sent < _TURN_NBYTES:
+                try:
+                    count = self.send(piece)
+                except OSError as error:
+                    if sent:
+                        break
+                    self._wait_for_more(error, until)
+                    continue
+                sent += count
+                piece = piece[count:] if count < len(piece) else next(pieces, None)
         return sent
 
     def recv_into(self, buffer: Any, nbytes: int | None = None, flags: int = 0) -> int:

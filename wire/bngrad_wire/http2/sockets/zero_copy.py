@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from bngrad_wire.fields import Buffer
+from bngrad_wire.http2.sockets import sigpipe
 from bngrad_wire.mapped_file import address_of_array
 
 _FROM_NBYTES = 2 * 2**20
@@ -138,8 +139,9 @@ class ZeroCopySender:
             self._pipe.fill(piece)
         except OSError:  # the memory has no pages to lend, as a device's may have none
             self.close()
-            return self._sock.send(piece), False
-        sent = self._pipe.empty(self._sock, _SPLICE_F_MORE if more or self._pipe.held < len(piece) else 0)
+            return self._sock.send(piece, socket.MSG_NOSIGNAL), False
+        with sigpipe.held_back():
+            sent = self._pipe.empty(self._sock, _SPLICE_F_MORE if more or self._pipe.held < len(piece) else 0)
         self._left -= sent
         if not self._left:
             pipe, self._pipe = self._pipe, None

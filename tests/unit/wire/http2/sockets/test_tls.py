@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from pathlib import Path
 
 import pytest
 from tests.security.authority import HOSTS, Authority
@@ -21,7 +22,12 @@ TIMEOUT_S = 60.0
 
 @pytest.fixture(scope="module")
 def contexts(tmp_path_factory: pytest.TempPathFactory) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    authority = Authority(tmp_path_factory.mktemp("tls"))
+    return make_contexts(tmp_path_factory.mktemp("tls"))
+
+
+def make_contexts(directory: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """Returns the context of a server and that of a client that trusts it."""
+    authority = Authority(directory)
     own = authority.issue(*HOSTS)
     server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context(cafile=authority.path)
     server.load_cert_chain(own.certificate, own.key)
