@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Container, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 import numpy as np
 
@@ -71,6 +71,8 @@ class CallRunner:
 
         local = _local_kernels() if not callable(targets) and _validation.LOCAL in targets else None
         self.local = local if targets == [_validation.LOCAL] else None
+        if transport != "unary" or self._fallback is not None or local is not None:
+            _validation.check_threads()
 
         # These must not refer to self: that cycle would leave the client to the garbage collector.
         def check(named: Sequence[str]) -> list[str]:
@@ -92,6 +94,9 @@ class CallRunner:
         self._running: set[Cancellation] = set()
         self._closed = False
         self._process = os.getpid()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{self.name} cannot be pickled or copied: make a client in each process")
 
     @property
     def fallback_calls(self) -> int:

@@ -17,6 +17,8 @@ plain TypeError.
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +28,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from bngrad_wire import __version__
+from bngrad_wire.printable import printable
 
 _STATUS_DETAILS_KEY = "grpc-status-details-bin"
 _RESET = "RST_STREAM with error code 2"
@@ -190,7 +193,8 @@ def from_status(code: grpc.StatusCode, message: str, details: bytes, target: str
         hint = _MESSAGE_HINT if _MESSAGE_TOO_LARGE in message and not message.startswith("CLIENT") else ""
         return ResourceExhaustedError(f"{target} answered {code.name}: {message}{hint}", _retry_delay_s(details))
     if cls is UnavailableError:
-        return UnavailableError(f"{target} is not available: {message.rstrip('.')}. {_what_to_check(message)}")
+        reason = printable(message.partition("\n")[0]).rstrip(".")  # after a line grpcio may write what is no text
+        return UnavailableError(f"{target} is not available: {reason}. {_what_to_check(message)}")
     if cls is DeadlineExceededError:
         return DeadlineExceededError(f"{target} did not answer within the timeout of {timeout} s: {message}")
     if cls is UnimplementedError:
@@ -204,6 +208,8 @@ def _what_to_check(message: str) -> str:
     for sign, hint in _TLS_HINTS.items():
         if sign in message:
             return hint
+    if os.strerror(errno.EMFILE) in message:
+        return "This process has no file descriptor left: see ulimit -n."
     is_lost = "Socket closed" in message or "Connection reset" in message
     return "Is `bngrad serve` running there?" + (_LOST_HINT if is_lost else "")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numbers
 import operator
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, SupportsIndex, TypeAlias
 
@@ -38,9 +39,25 @@ _DEFAULT_OPTIONS: dict[str, Any] = {
     "grpc.http2.max_pings_without_data": 0,
 }
 
+_NO_THREADS = (
+    "{} has replaced Python's threads, which a client needs: leave them out of the patch, or use transport='unary'"
+)
 _DNS_SCHEME = re.compile("^dns:(///)?")
 _SCHEMES = ("dns", "google-c2p", "ipv4", "ipv6", "unix", "unix-abstract", "vsock", "xds")
 """gRPC's own; it takes any other for a host, and adds a port of its own."""
+
+
+def check_threads() -> None:
+    """Refuses a process whose threads are no threads of the system: the client's would wait for each other for ever.
+
+    Raises:
+        RuntimeError: gevent or eventlet has replaced Python's threads.
+    """
+    gevent, eventlet = sys.modules.get("gevent.monkey"), sys.modules.get("eventlet.patcher")
+    if gevent is not None and gevent.is_module_patched("threading"):
+        raise RuntimeError(_NO_THREADS.format("gevent"))
+    if eventlet is not None and eventlet.is_monkey_patched("thread"):
+        raise RuntimeError(_NO_THREADS.format("eventlet"))
 
 
 def check_targets(target: Sequence[str]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
@@ -42,6 +42,9 @@ class AheadTensor:
         self._client = client
         self._arrays: tuple[Array, Array] | None = (array, wire)
         self._upload = upload
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a tensor that was sent ahead is of one client, and cannot be pickled or copied")
 
     def close(self) -> None:
         """Lets the server forget the tensor; calls take the handle no longer. Closing again does nothing."""

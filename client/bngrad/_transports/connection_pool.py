@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
 import time
@@ -136,7 +137,8 @@ class ConnectionPool:
             raise NoConnectionYetError(f"{self._address}: {error}") from error
         except OSError as error:
             was_cut_short = isinstance(error, TimeoutError) and timeout_s < _SHORT_S
-            kind = NoConnectionYetError if was_cut_short else NotConnectedError
+            is_ours = error.errno in (errno.EMFILE, errno.ENFILE)
+            kind = NoConnectionYetError if was_cut_short or is_ours else NotConnectedError
             raise kind(f"{self._address}: {error}") from error
         self.was_connected = True
         authority = self._target if is_tcp else "localhost"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 from pathlib import Path
 
@@ -9,7 +11,7 @@ import pytest
 from tests.security.authority import Authority
 
 import bngrad
-from bngrad._credentials import Credentials, check_security
+from bngrad._credentials import NO_CREDENTIALS, Credentials, check_security
 from bngrad._deadline import Cancellation, Deadline
 from bngrad._transports import connection_pool
 from bngrad._transports.connection_pool import ConnectionPool, NoConnectionYetError, NotConnectedError
@@ -27,3 +29,17 @@ def test_a_handshake_that_its_call_cut_short_says_nothing_about_the_address(
         with pytest.raises(NotConnectedError, match="timed out") as raised:
             pool.lend(Deadline.after(timeout), Cancellation())
         assert type(raised.value) is error
+
+
+@pytest.mark.parametrize(("number", "error"), [(errno.EMFILE, NoConnectionYetError), (errno.EPERM, NotConnectedError)])
+def test_a_process_without_descriptors_says_nothing_about_the_address(
+    monkeypatch: pytest.MonkeyPatch, number: int, error: type[NotConnectedError]
+) -> None:
+    def fail(family: int) -> socket.socket:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(socket, "socket", fail)
+    pool = ConnectionPool("/no/such/socket", "a server", NO_CREDENTIALS)
+    with pytest.raises(NotConnectedError, match=os.strerror(number)) as raised:
+        pool.lend(Deadline.after(60.0), Cancellation())
+    assert type(raised.value) is error
