@@ -1,8 +1,8 @@
 """The kernels by name, and the processors that they are compiled for.
 
 A kernel is compiled for a level of processors, such as x86-64-v4, rather than for one model: its code is then used on
-every processor of that level. Measured on a Xeon, code for the model itself is no faster; and its bits are the same, but
-for those of NaNs.
+every processor of that level. Measured on a Xeon, code for the model itself is no faster; and its bits are the same,
+but for those of NaNs.
 """
 
 from __future__ import annotations
