@@ -21,14 +21,10 @@ def draw(results: dict[str, Any], path: Path) -> None:
 
     scenarios = results["scenarios"]
     fleets = list(dict.fromkeys(each["fleet"] for each in scenarios))
-    figure, axes = plt.subplots(
-        len(fleets),
-        3,
-        figsize=(13, 3.6 * len(fleets)),
-        layout="constrained",
-        squeeze=False,
-    )
-    for row, fleet in zip(axes, fleets, strict=True):
+    figure = plt.figure(figsize=(13, 3.9 * len(fleets)), layout="constrained")
+    for part, fleet in zip(figure.subfigures(len(fleets), squeeze=False).flat, fleets, strict=True):
+        part.suptitle(fleet, weight="bold")
+        row = part.subplots(1, len(_PANELS))
         for axis, (name, title, factor, unit) in zip(row, _PANELS, strict=True):
             for balancing in dict.fromkeys(each["balancing"] for each in scenarios):
                 points = [each for each in scenarios if each["fleet"] == fleet and each["balancing"] == balancing]
@@ -39,12 +35,12 @@ def draw(results: dict[str, Any], path: Path) -> None:
                     marker="o",
                     label=balancing,
                 )
-            axis.set(title=f"{title}: {fleet}", xlabel="servers", ylabel=unit, xscale="log")
+            axis.set(title=title, xlabel="servers", ylabel=unit, xscale="log")
             axis.set_xticks(sizes, [f"{size:,}" for size in sizes])
             axis.minorticks_off()
             axis.grid(alpha=0.3)
         row[0].set_ylim(0, 1.05)
-        row[1].set_yscale("log")
-    axes[0][0].legend(fontsize="small")
+        row[1].set_ylim(0, None)
+        row[0].legend(fontsize="small")
     figure.savefig(path, dpi=100)
     plt.close(figure)
