@@ -161,6 +161,18 @@ def test_a_cache_that_is_removed_amid_work_is_made_again() -> None:
     assert loader.is_compiled(FIRST, host())
 
 
+def test_a_kernel_is_loaded_from_a_cache_that_can_no_longer_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    loader.load(FIRST)
+
+    def fail() -> Path:
+        raise FileNotFoundError("there is no temporary folder")
+
+    monkeypatch.setattr(compiled_code, "is_writable", lambda path: False)
+    monkeypatch.setattr(compiled_code, "private_folder", fail)
+    loader.load(FIRST)
+    assert loader.is_compiled(FIRST, host())
+
+
 def test_a_kernel_whose_folder_cannot_be_made_is_unavailable_in_a_sentence() -> None:
     (cache.folder() / host()).touch()
     with pytest.raises(DeviceUnavailableError, match=r"the kernel float32-1 cannot be compiled or read: .*File exists"):

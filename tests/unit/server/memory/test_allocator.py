@@ -290,3 +290,34 @@ def test_a_request_that_gives_up_makes_way_for_the_next_one() -> None:
 def test_free_memory_is_taken_even_after_the_deadline() -> None:
     memory = Allocator(ALIGNMENT)
     assert memory.allocate(1, "a", deadline=0, is_cancelled=lambda: True) == Block(0, ALIGNMENT, "a")
+
+
+def test_who_comes_last_does_not_pass_those_that_have_waited_for_their_turns() -> None:
+    memory = Allocator(units(4))
+    crowd = Crowd(memory)
+    held = memory.allocate(units(4), "before")
+    futures = [crowd.ask("first", 4) for _ in range(4)]
+    for number in range(4):
+        memory.free(held)
+        future = next(as_completed(futures, TIMEOUT_S))
+        futures.remove(future)
+        held = future.result()
+        if number == 1:
+            futures.append(crowd.ask("late", 4))
+    assert crowd.order == ["first", "first", "first", "late"]
+    memory.free(held)
+    memory.free(futures[0].result(TIMEOUT_S))
+
+
+def test_a_client_that_lost_transfers_has_no_spare_memory_for_some_time() -> None:
+    memory = Allocator(units(64))
+    memory.limit("slow")
+    assert memory.allocate_spare(units(1), "slow") is None
+    assert memory.allocate_spare(units(1), "other") == Block(units(32), units(1), "other")
+
+
+def test_nothing_is_spare_while_others_wait() -> None:
+    memory = Allocator(units(4))
+    memory.allocate(units(1), "slow")
+    Crowd(memory).ask("large", 4)
+    assert memory.allocate_spare(units(1), "quick") is None

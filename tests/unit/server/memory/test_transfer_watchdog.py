@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+from tests.clock import Clock
 from tests.garbage import no_exceptions_left
 
 from bngrad_server.errors import OverloadedError
@@ -161,6 +162,28 @@ def test_no_more_is_ended_than_is_needed(transfers: Transfers) -> None:
     slow = [transfers.begin("greedy", 19 * MIB, 4 * MIB) for _ in range(5)]
     transfers.memory.allocate(10 * MIB, "waiting", time.monotonic() + TIMEOUT_S)
     assert sorted(str(outcome()) for outcome in slow).count("None") == 4
+
+
+def test_no_other_is_ended_while_enough_memory_is_about_to_become_free(
+    transfers: Transfers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transfers.watchdog.close()  # the test looks itself
+    clock = Clock()
+    monkeypatch.setattr(transfer_watchdog, "time", clock)
+    calls = [Traffic(0) for _ in range(4)]
+    for traffic in calls:
+        rpc = RpcContext("greedy", None, lambda: False, traffic.interrupt, {}, traffic=traffic)
+        block = transfers.memory.allocate(24 * MIB, "greedy", deadline=0)
+        transfers.watchdog.upload(24 * MIB, rpc, transfers.memory, block).__enter__()
+    ended = threading.Event()
+    transfers.threads.submit(transfers.memory.allocate, 10 * MIB, "waiting", None, ended.is_set)
+    while not transfers.memory.is_waited_for:
+        time.sleep(0.001)
+    clock.now += 0.6
+    for _ in range(3):
+        transfers.watchdog._look()
+    ended.set()
+    assert sum(traffic.interrupted.is_set() for traffic in calls) == 1
 
 
 def test_what_ends_soon_is_left_alone(transfers: Transfers) -> None:

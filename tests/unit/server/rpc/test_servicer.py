@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
@@ -16,9 +17,14 @@ from tests.unit.server.workers.additions import NBYTES, TIMEOUT_S, check_answer,
 
 from bngrad_kernels.problem import GradGradProblem
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
+from bngrad_server.codec.ops import OPS
+from bngrad_server.codec.request_reader import RequestReader
 from bngrad_server.config import ServerConfig
+from bngrad_server.engine import Engine
+from bngrad_server.errors import OverloadedError
 from bngrad_server.memory.received_message import ReceivedMessage
 from bngrad_server.rpc.servicer import UNARY_OPS
+from bngrad_server.rpc_context import RpcContext
 from bngrad_server.staged_request import StagedRequest
 from bngrad_wire.fields import FieldReader
 
@@ -331,6 +337,38 @@ def test_what_a_full_server_refuses_is_counted_by_the_way_it_came(
     assert parsed == []
     for client in clients:
         admission.leave(client, 0, computed=False)
+
+
+def test_a_request_that_is_computed_at_once_is_held_to_the_limits_of_its_client() -> None:
+    engine = Engine(ServerConfig(arena_bytes=ARENA_NBYTES, max_client_requests=1), lambda: None)
+    rpc = RpcContext("greedy", None, lambda: False, lambda: None, {})
+    message = request_of(inputs()).SerializeToString()
+    request = RequestReader(OPS[0], chunked=False).read(message)
+    engine.small_requests.compute = computed = mock.Mock(return_value=[])  # type: ignore[method-assign]
+    engine.admission.enter("greedy", 0, None)
+    with pytest.raises(OverloadedError, match="has 1 requests in progress already"):
+        engine.compute_at_once(request, [], message, rpc, time.monotonic())
+    computed.assert_not_called()
+    engine.admission.leave("greedy", 0, computed=True)
+    assert engine.compute_at_once(request, [], message, rpc, time.monotonic()) == []
+    engine.close()
+
+
+def test_requests_that_were_given_up_do_not_count_as_computed(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    left, leave = list[bool](), peer.engine.admission.leave
+
+    def note(client: str, nbytes: int, *, computed: bool) -> None:
+        left.append(computed)
+        leave(client, nbytes, computed=computed)
+
+    monkeypatch.setattr(peer.engine.admission, "leave", note)
+    request = request_of(inputs()).SerializeToString()
+    peer.unary("FusedBatchNormGradV3", request)
+    wait_until(lambda: left == [True])
+    peer.engine.batcher.withdraw(peer.worker)
+    with pytest.raises(grpc.RpcError):
+        peer.unary("FusedBatchNormGradV3", request, timeout=0.2)
+    wait_until(lambda: left == [True, False])
 
 
 def test_an_unknown_method_is_unimplemented(peer: Peer) -> None:

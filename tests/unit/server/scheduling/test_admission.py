@@ -257,3 +257,16 @@ def test_a_message_counts_while_it_is_received_alone() -> None:
     for _ in range(3):
         with gate.receiving("a", 8 * MB, None), pytest.raises(OverloadedError):
             gate.enter("a", 8 * MB, None)
+
+
+def test_a_time_in_which_all_had_left_does_not_count_in_the_rate(clock: Clock) -> None:
+    gate = Admission(max_requests=100, max_wait_s=1)
+    for _ in range(2):
+        for _ in range(20):
+            gate.enter("a", 0, None)
+        clock.now += 1
+        gate.leave("a", 0, computed=True)  # ends a window, and begins one in which the server is busy at first
+        for _ in range(19):
+            gate.leave("a", 0, computed=False)
+        clock.now += 10
+    assert crowd(gate, "a", 100 * MB) == 100

@@ -84,11 +84,27 @@ def test_a_large_job_does_not_wait_for_a_brief_batch_nor_a_small_one_for_a_large
         future.result(TIMEOUT_S)
 
 
-def test_both_slots_are_dealt_out_again_when_a_brief_batch_has_ended(brief_requests: Requests) -> None:
+def test_both_slots_are_dealt_out_again_when_a_brief_batch_has_ended() -> None:
+    batcher, worker = Batcher(max_jobs=3, max_bytes=40 * job().nbytes), GatedWorker(slots=2)
+    first, *waiting = job(0), job(1), job(2)  # no two share a batch
+    for _ in range(2):
+        batcher.offer(worker)
+    batcher.enter(first)
+    batch = batcher.next_batch(first)
+    assert batch is not None
+    for each in waiting:
+        batcher.enter(each)
+    assert [each.worker for each in waiting] == [None, None]
+    batcher.end_batch(batch, first)
+    assert batcher.next_batch(first) is None
+    assert [each.worker for each in waiting] == [worker, worker]
+
+
+def test_a_slot_that_is_taken_for_a_large_job_goes_to_what_comes_first(brief_requests: Requests) -> None:
     worker = brief_requests.offer(slots=2)
     first, _, outcome = begin(brief_requests, job(), worker)
     futures = brief_requests.run(small := job(), large := job(key=1, nbytes=1000))
-    assert worker.compute() == [small]  # the slot that is taken for the large one goes to what comes first
+    assert worker.compute() == [small]
     outcome.set_result([None])
     assert worker.compute() == [large]
     wait_for([first, *futures])

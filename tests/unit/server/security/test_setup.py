@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import grp
+from pathlib import Path
 
 import pytest
+from tests.security.authority import Authority
 
 from bngrad_server.config import ServerConfig
 from bngrad_server.errors import SettingError
-from bngrad_server.security.setup import check_files, exposure_warnings, warn_of_http
+from bngrad_server.security.setup import check_files, exposure_warnings, set_up, warn_of_http
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "127.9.9.9:1", "localhost:1", "[::1]:1", "unix:/a"])
@@ -50,3 +52,25 @@ def test_a_group_to_share_memory_with_is_one_of_the_servers_user(monkeypatch: py
     check_files(ServerConfig(shared_group="daemon"))
     with pytest.raises(SettingError, match="shared_group is 'adm'; the server's user should be in that group"):
         check_files(ServerConfig(shared_group="adm"))
+
+
+def test_root_may_share_memory_with_any_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    monkeypatch.setattr("os.getgroups", list)
+    monkeypatch.setattr("os.getegid", lambda: grp.getgrnam("daemon").gr_gid)
+    check_files(ServerConfig(shared_group="adm"))
+
+
+@pytest.mark.parametrize("insecure", [False, True])
+def test_who_says_insecure_is_not_warned(caplog: pytest.LogCaptureFixture, *, insecure: bool) -> None:
+    set_up(ServerConfig(listen=("0.0.0.0:1",), insecure=insecure), lambda: None)
+    assert ("CAN BE REACHED FROM OTHER HOSTS" in caplog.text) is not insecure
+
+
+def test_clients_are_known_by_their_certificates_where_those_are_checked(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    pair = authority.issue("server")
+    for client_ca in (None, authority.path):
+        config = ServerConfig(tls_certificate=pair.certificate, tls_key=pair.key, tls_client_ca=client_ca)
+        _, authenticator = set_up(config, lambda: None)
+        assert authenticator.requires_certificate is (client_ca is not None)

@@ -23,7 +23,8 @@ def test_a_token_names_its_owner(tmp_path: Path) -> None:
     path.write_text("# ours\n\n" + "".join(f"  {line}  # {line[:3]}\n" for _, line in made))
     tokens = Tokens(path)
     assert [tokens.owner(f"Bearer {token}") for token, _ in made] == ["alice", "bob@work", "c-3.po_"]
-    assert tokens.owner(f"bearer {made[0][0]}") == "alice"
+    for header in (f"bearer {made[0][0]}", f"Bearer  {made[0][0]} "):
+        assert tokens.owner(header) == "alice"
 
 
 @pytest.mark.parametrize(
@@ -45,7 +46,11 @@ def test_a_hash_is_no_token(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["alice", "alice sha256:12", "alice md5:" + "0" * 64, "a b sha256:" + "0" * 64, "- sha256:" + "0" * 64]
+    "text",
+    [
+        *("alice", "alice sha256:12", "alice md5:" + "0" * 64, "a b sha256:" + "0" * 64, "- sha256:" + "0" * 64),
+        "alice sha256:" + "0" * 65,
+    ],
 )
 def test_an_error_names_a_malformed_line_without_quoting_it(tmp_path: Path, text: str) -> None:
     path = tmp_path / "tokens"

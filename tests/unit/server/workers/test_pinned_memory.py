@@ -7,6 +7,7 @@ import mmap
 import pytest
 from tests.unit.server.workers.devices import Device
 
+from bngrad_kernels.problem import Array
 from bngrad_server.workers.pinned_memory import PinnedMemory
 
 ARENA, PINNED_NBYTES = 1 << 16, 1 << 20
@@ -42,3 +43,34 @@ def test_slots_see_the_same_memory() -> None:
     memories.add(7, first)
     memories.add(7, region())
     assert memories.mapped[7] is first
+
+
+def test_no_more_is_page_locked_than_may_be() -> None:
+    device = Device()
+    memories = PinnedMemory(memoryview(mmap.mmap(-1, ARENA)), device, ARENA + (1 << 14))
+    for number in (1, 2):
+        memories.add(number, region())
+    assert device.locked == [ARENA, 1 << 14]
+    assert {1, 2} <= set(memories.mapped)
+
+
+def test_what_is_page_locked_no_longer_makes_room_for_other_memory() -> None:
+    device = Device()
+    memories = PinnedMemory(memoryview(mmap.mmap(-1, ARENA)), device, ARENA + (1 << 14))
+    for number in (1, 2):
+        memories.add(number, region())
+        memories.remove(number)
+    memories.add(3, region())
+    assert device.locked == [ARENA, 1 << 14]
+
+
+def test_memory_that_cannot_be_page_locked_is_used_without() -> None:
+    class FullDevice(Device):
+        def register(self, memory: Array) -> None:
+            raise MemoryError
+
+    memories = PinnedMemory(memoryview(mmap.mmap(-1, ARENA)), FullDevice(), PINNED_NBYTES)
+    memories.add(7, region())
+    assert 7 in memories.mapped
+    memories.remove(7)
+    assert 7 not in memories.mapped

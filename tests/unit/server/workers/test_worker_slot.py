@@ -149,6 +149,19 @@ def test_a_number_means_one_spec_in_a_batch_even_when_numbers_are_reused(
         slot.finish()
 
 
+def test_a_worker_keeps_a_limited_number_of_specs(slot: WorkerSlot, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bngrad_server.workers.worker_slot._MAX_SPECS", 4)
+    numbers = set[int]()
+    for channels in range(1, 13):
+        assert slot.take()
+        slot.begin([(job(spec=Spec(FLOAT32, (2, channels), channel_axis=1)), range(channels))])
+        while (packet := slot.theirs.recv(MAX_PACKET_NBYTES))[:1] == Message.SPEC:
+            numbers.add(unpickled(packet[1:])[0])
+        slot.theirs.send(OK)
+        slot.finish()
+    assert numbers == set(range(4))
+
+
 def received(slot: WorkerSlot) -> list[tuple[bytes, Any]]:
     """The kinds of the packets that the worker was sent, and their changes of regions."""
     slot.theirs.setblocking(False)

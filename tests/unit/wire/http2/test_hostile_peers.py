@@ -292,6 +292,44 @@ def test_settings_cost_by_their_length_as_header_blocks_do() -> None:
             send(100)
 
 
+def test_header_blocks_cost_by_their_length() -> None:
+    block = REQUEST + encode([("x-long", "x" * 8000)])
+    near, far = pair("unix")
+    with near, closing(ServerConnection(far)) as connection:
+        near.sendall(HELLO + CALL)
+        assert connection.accept() is not None
+        near.recv(1000)
+
+        def send(count: int) -> None:
+            for number in range(3, 3 + 2 * count, 2):
+                near.sendall(headers(END, number, block))
+                connection.handle_frame()
+                near.recv(1000)
+
+        with pytest.raises(ProtocolError, match="more than 2000 frames within a second"):
+            send(100)
+
+
+def test_the_window_is_whole_again_after_a_call_that_was_reset_with_unread_data(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connection_state, "WINDOW_UPDATE_NBYTES", 5000)
+    near, far = pair("unix")
+    with near, closing(ServerConnection(far)) as connection:
+        near.sendall(HELLO + CALL + frame(frames.DATA, 0, 1, bytes(5000)))
+        call = connection.accept()
+        assert call is not None
+        while len(call.receive_buffer) < 5000:
+            assert not call.cancelled()
+        near.recv(1000)
+        near.sendall(frames.rst_stream(1, ErrorCode.CANCEL))
+        while not call.cancelled():
+            pass
+        near.sendall(frames.frame(frames.PING, 0, 0, bytes(8)))
+        connection.handle_frame()  # so that there is an answer
+        assert window_update(0, 5000) in near.recv(1000)
+
+
 def overflow(number: int) -> bytes:
     """Makes the server itself reset a call."""
     return window_update(number, 2**31 - 1)

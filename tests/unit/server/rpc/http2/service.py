@@ -15,6 +15,7 @@ from bngrad_server.engine import Engine
 from bngrad_server.rpc.http2.port import Http2Port
 from bngrad_server.rpc.servicer import EXCHANGE_PATH, SEND_AHEAD_PATH, Servicer
 from bngrad_server.security.auth import ALLOW_ALL, Authenticator
+from bngrad_server.security.certificates import Certificates
 from bngrad_wire import http2, messages
 from bngrad_wire.chunks import AHEAD_CHUNK, REQUEST_CHUNK
 from bngrad_wire.limits import MAX_PROTOBUF_NBYTES, REGION_NBYTES
@@ -29,10 +30,12 @@ INVALID_ARGUMENT, DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED = 3, 4, 8
 class Service:
     """An HTTP/2 port on a Unix socket and on TCP, and its clients."""
 
-    def __init__(self, directory: Path, authenticator: Authenticator = ALLOW_ALL) -> None:
+    def __init__(
+        self, directory: Path, authenticator: Authenticator = ALLOW_ALL, certificates: Certificates | None = None
+    ) -> None:
         config = ServerConfig(arena_bytes=2**20, shared_bytes=REGION_NBYTES, max_requests=64, front_bytes=0)
         self.engine = Engine(config, lambda: None)
-        self.port = Http2Port(Servicer(self.engine, MAX_PROTOBUF_NBYTES, authenticator), {})
+        self.port = Http2Port(Servicer(self.engine, MAX_PROTOBUF_NBYTES, authenticator), {}, certificates)
         self.worker = Adder(self.engine)
         self._path = str(directory / "calls")
         listener = socket.socket(socket.AF_UNIX)

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import os
+import ssl
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from tests.raw_http2 import is_closed
-from tests.unit.server.rpc.http2.service import PATH, Service, ask, check_answered, code_of
+from tests.security.authority import HOSTS, Authority
+from tests.unit.server.rpc.http2.service import PATH, REQUEST, Service, ask, check_answered, code_of
 from tests.unit.server.workers.additions import wait_until
 
 from bngrad_server.rpc.http2.accepting import strangers
 from bngrad_server.rpc.http2.limits.penalties import Penalties
 from bngrad_server.security.auth import Authenticator
+from bngrad_server.security.certificates import Certificates
 from bngrad_server.security.tokens import Tokens
-from bngrad_wire.http2 import frames
+from bngrad_wire.http2 import ServerConnection, frames
 from bngrad_wire.http2.header_block import encode
+from bngrad_wire.http2.sockets.tls import ALPN
 from bngrad_wire.token_format import new_token
 
 TOKEN, LINE = new_token("alice")
@@ -45,6 +51,9 @@ def refused(service: Service, reason: str) -> int:
     return count
 
 
+CALL = frames.frame(frames.HEADERS, frames.END_HEADERS, 1, encode([(":scheme", "http")]) + BLOCK) + frames.frame(
+    frames.DATA, frames.END_STREAM, 1, b"\0" + len(REQUEST).to_bytes(4, "big") + REQUEST
+)
 BEGUN = {
     "nothing": b"",
     "half a preface": PREFACE[:12],
@@ -189,3 +198,62 @@ def test_a_client_that_broke_the_protocol_waits_wherever_it_comes_from(
     began = time.monotonic()
     check_answered(ask(service.connect(), metadata=GOOD))
     assert time.monotonic() - began >= 0.9 * DELAY_S
+
+
+def test_a_client_that_broke_the_protocol_is_not_trusted_on_its_next_connection(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Penalties, "delay_s", lambda self, peer: 0.01 if self._score(peer) else 0.0)
+    distrust = mock.Mock()
+    monkeypatch.setattr(ServerConnection, "distrust", distrust)
+    bad = service.connect(over_tcp=True)
+    check_answered(ask(bad, metadata=GOOD))
+    distrust.assert_not_called()
+    bad.io.send([frames.frame(frames.GOAWAY, 0, 1, bytes(8))])
+    wait_until(lambda: refused(service, "protocol") == 1)
+    check_answered(ask(service.connect(), metadata=GOOD))
+    distrust.assert_called_once()
+
+
+@pytest.fixture
+def tls_service(tmp_path: Path) -> Iterator[tuple[Service, Authority]]:
+    """A port whose clients over TCP need certificates of an authority."""
+    authority = Authority(tmp_path)
+    own = authority.issue(*HOSTS)
+    service = Service(tmp_path, certificates=Certificates(own.certificate, own.key, authority.path))
+    yield service, authority
+    service.close()
+
+
+def test_who_does_not_shake_hands_is_closed_soon(
+    tls_service: tuple[Service, Authority], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(strangers, "_HANDSHAKE_TIMEOUT_S", 0.5)
+    service, _ = tls_service
+    assert all(map(is_closed, [service.socket(over_tcp=True) for _ in range(5)]))
+    assert refused(service, "handshake") == 5
+
+
+def test_connections_end_when_other_authorities_of_clients_are_trusted(
+    tls_service: tuple[Service, Authority], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that have been in use, and those that have said nothing yet; but not local ones, which need none."""
+    monkeypatch.setattr(strangers, "_CALL_TIMEOUT_S", 60.0)
+    service, authority = tls_service
+    pair = authority.issue("alice")
+    context = ssl.create_default_context(cafile=authority.path)
+    context.load_cert_chain(pair.certificate, pair.key)
+    context.set_alpn_protocols([ALPN])
+    used, silent = (context.wrap_socket(service.socket(over_tcp=True), server_hostname="127.0.0.1") for _ in range(2))
+    with used, silent:
+        used.sendall(PREFACE + CALL)
+        silent.sendall(PREFACE)
+        local = service.connect()
+        check_answered(ask(local))
+        wait_until(lambda: service.port.connections == 2)
+        clients = {connection.client for connection in service.port._connections._all}
+        assert clients == {"certificate alice", f"process {os.getpid()}"}
+        Authority(tmp_path, "another").path.replace(authority.path)
+        assert is_closed(used)
+        assert is_closed(silent)
+        check_answered(ask(local))

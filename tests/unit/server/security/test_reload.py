@@ -1,0 +1,47 @@
+"""Files that are read again, with a clock that the tests set."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+from tests.clock import Clock
+
+from bngrad_server.security import reload
+from bngrad_server.security.reload import ReloadedFiles
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(reload, "time", clock)
+    return clock
+
+
+def test_a_change_that_cannot_be_used_is_logged_once(
+    tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "number"
+    path.write_text("1")
+    files = ReloadedFiles([path], lambda: int(path.read_text()))
+    path.write_text("nonsense")
+    for _ in range(5):
+        clock.now += 1
+        assert files.content == 1
+    assert len([record for record in caplog.records if record.levelno == logging.ERROR]) == 1
+
+
+def test_a_change_while_the_files_are_read_is_noticed(tmp_path: Path, clock: Clock) -> None:
+    path = tmp_path / "text"
+    path.write_text("old")
+
+    def read() -> str:
+        text = path.read_text()
+        path.write_text("changed")
+        return text
+
+    files = ReloadedFiles([path], read)
+    assert files.content == "old"
+    clock.now += 1
+    assert files.content == "changed"

@@ -1,0 +1,118 @@
+"""When a supervisor kills its worker, and what it tells the next one; the workers say what the tests give them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from tests.unit.server.workers.additions import TIMEOUT_S, wait_until
+
+from bngrad_server.memory.regions import Region
+from bngrad_server.scheduling.batcher import Batcher
+from bngrad_server.workers.ipc import Report, pickled
+from bngrad_server.workers.supervisor import Supervisor
+
+READY = pickled(("a device", 0), Report.READY)
+HEARTBEAT = Report.HEARTBEAT + b"0"
+SILENCE = None
+LATE = Report.HEARTBEAT + b"1"
+"""A heartbeat amid a batch that takes too long."""
+
+
+class Process:
+    """Sends the given reports, and then none until it is told to end."""
+
+    slots, busy_s, resident_bytes = 2, 0.0, 0
+
+    def __init__(self, reports: list[bytes | None]) -> None:
+        self.reports = reports
+        self.regions: list[tuple[int, Region | None]] = []
+        self.killed = self.is_late = False
+        self._ended = threading.Event()
+
+    def receive_report(self, timeout_s: float) -> bytes | None:
+        if not self.reports:
+            assert self._ended.wait(TIMEOUT_S)
+            return b""
+        report = self.reports.pop(0)
+        self.is_late = report == LATE
+        return report
+
+    def change_region(self, number: int, region: Region | None) -> None:
+        self.regions.append((number, region))
+
+    def flush_pending(self) -> None: ...
+
+    def kill(self) -> None:
+        self.killed = True
+        self.shut_down()
+
+    def shut_down(self) -> None:
+        self._ended.set()
+
+    def close(self) -> str:
+        return "ended"
+
+
+Supervise = Callable[..., tuple[Supervisor, list[Process]]]
+
+
+@pytest.fixture
+def supervise() -> Iterator[Supervise]:
+    started: list[Supervisor] = []
+
+    def supervise(*reports: list[bytes | None]) -> tuple[Supervisor, list[Process]]:
+        processes = [Process(each) for each in reports]
+        coming: Any = iter(processes)
+        supervisor = Supervisor("cpu", lambda: next(coming), 10.0, Batcher(8, 2**20), lambda: None)
+        started.append(supervisor)
+        return supervisor, processes
+
+    yield supervise
+    for supervisor in started:
+        supervisor.begin_to_stop()
+        supervisor.stop(TIMEOUT_S)
+
+
+@pytest.mark.parametrize(
+    ("reports", "reason"),
+    [
+        pytest.param([SILENCE, SILENCE], "for sending no heartbeat for 10 s", id="silent"),
+        pytest.param([SILENCE, HEARTBEAT, LATE], "for taking too long over a batch", id="late"),
+    ],
+)
+def test_a_worker_that_hangs_is_killed_and_replaced(
+    supervise: Supervise, reports: list[bytes | None], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    supervisor, (first, second) = supervise([READY, *reports], [READY])
+    supervisor.start()
+    wait_until(lambda: supervisor.status().restarts == 1 and supervisor.is_ready)
+    assert (first.killed, second.killed) == (True, False)
+    assert f"worker of device cpu ended {reason}" in caplog.text
+
+
+def test_a_single_silence_kills_no_worker(supervise: Supervise) -> None:
+    """The front process itself may have been stopped for a while."""
+    supervisor, (only,) = supervise([READY, *[SILENCE, HEARTBEAT] * 5])
+    supervisor.start()
+    wait_until(lambda: not only.reports)
+    assert not only.killed
+    assert supervisor.status().restarts == 0
+
+
+def test_a_worker_that_replaces_another_is_told_of_the_regions_that_are_left(supervise: Supervise) -> None:
+    supervisor, (first, second) = supervise([READY], [READY])
+    kept, ended = Region(1, b"", -1, 1, ""), Region(2, b"", -1, 1, "")
+    supervisor.map(kept)
+    supervisor.start()
+    assert supervisor.wait_until_ready(TIMEOUT_S)
+    supervisor.map(ended)
+    supervisor.unmap(ended)
+    assert first.regions == [(1, kept), (2, ended), (2, None)]
+    first.kill()
+    wait_until(lambda: supervisor.status().restarts == 1 and supervisor.is_ready)
+    assert second.regions == [(1, kept)]
+    slots: list[object] = list(supervisor._batcher._free)
+    assert slots == [second] * 2
