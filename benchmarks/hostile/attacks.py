@@ -62,6 +62,7 @@ _LIST = (
     Attack(floods.flood_tenants_resets, _ALL),
     Attack(floods.flood_empty_data, _ALL),
     Attack(floods.flood_padding, _ALL),
+    Attack(floods.flood_short_chunks, _ALL),
     Attack(floods.huge_metadata, _TCP),
     Attack(half_made.half_made_calls, _TCP),
     Attack(half_made.half_made_local_calls, ("unix",)),

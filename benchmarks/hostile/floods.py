@@ -11,6 +11,8 @@ from benchmarks.hostile.peer import (
     CREDIT,
     EXCHANGE,
     Peer,
+    chunk,
+    exchange_header,
     header_block,
     headers,
     in_threads,
@@ -26,6 +28,7 @@ _CROWD = 300
 _BURST_NBYTES = 2**16
 _CROWD_BURST_NBYTES = 2**12
 _HEADERS_NBYTES = 2**14
+_ANNOUNCED_NBYTES = 2**20
 
 
 def flood_settings(victim: Victim) -> None:
@@ -77,6 +80,13 @@ def flood_padding(victim: Victim) -> None:
     """Tenant: DATA of padding alone on an open exchange, on 8 connections a door, which come back at once"""
     padding = frames.frame(frames.DATA, frames.PADDED, 1, b"\x01\0")
     _flood(victim, padding, headers(1, EXCHANGE, victim.token))
+
+
+def flood_short_chunks(victim: Victim) -> None:
+    """Tenant: chunks of 1 byte, packed in large frames, on 8 connections a door, which come back at once"""
+    header = frames.frame(frames.DATA, 0, 1, exchange_header(_ANNOUNCED_NBYTES))
+    packed = frames.frame(frames.DATA, 0, 1, chunk(1) * (_HEADERS_NBYTES // len(chunk(1))))
+    _flood(victim, packed, headers(1, EXCHANGE, victim.token) + header)
 
 
 def closed_stream_updates(victim: Victim) -> None:

@@ -15,6 +15,8 @@ from bngrad_wire.messages import PREFIX_NBYTES, field_prefix, only_field
 _HEAD_NBYTES = MAX_NBYTES + MAX_TAG_NBYTES + MAX_LENGTH_NBYTES
 """How much of a message must be seen to find its chunk, if it has other fields too."""
 
+SHORT_NBYTES = 256
+"""Chunks of fewer bytes are short: to receive their elements costs little beside their messages."""
 _COPIED_WITH_LOCK_NBYTES = 32 * 1024
 """Larger copies release the interpreter's lock, which has a cost of its own."""
 
@@ -103,13 +105,16 @@ def split(number: int, data: Buffer, chunk_nbytes: int) -> Iterator[list[Buffer]
         yield [field_prefix(number, len(chunk)), chunk]
 
 
-def receive(source: MessageSource, chunk: ChunkField, target: memoryview) -> None:
+def receive(
+    source: MessageSource, chunk: ChunkField, target: memoryview, short_chunk: Callable[[], None] | None = None
+) -> None:
     """Fills a buffer with the chunks of the next messages; their bytes are read straight into it.
 
     Args:
         source: The messages.
         chunk: The field that holds a chunk, such as `REQUEST_CHUNK`.
         target: What to fill; of format "B".
+        short_chunk: Called after each chunk that is short.
 
     Raises:
         ChunkError: A chunk is missing or too long, or a message is no chunk.
@@ -144,6 +149,8 @@ def receive(source: MessageSource, chunk: ChunkField, target: memoryview) -> Non
             _check_no_part(rest + source.read(rest_nbytes - len(rest)), chunk)
         if chunk_nbytes:
             source.took_chunk()
+        if short_chunk is not None and chunk_nbytes < SHORT_NBYTES:
+            short_chunk()
         start = end
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from google.protobuf.message import DecodeError
 
@@ -71,14 +71,16 @@ def whole_chunks(parts: Sequence[Buffer], nbytes: int) -> list[memoryview]:
     return elements
 
 
-def receive_chunks(source: MessageSource, chunk: ChunkField, target: memoryview) -> None:
+def receive_chunks(
+    source: MessageSource, chunk: ChunkField, target: memoryview, short_chunk: Callable[[], None]
+) -> None:
     """Fills the memory of a tensor from the next messages, see `bngrad_wire.chunks.receive`.
 
     Raises:
         InvalidArgumentError: A chunk is missing or too long, or a message is no chunk.
     """
     try:
-        chunks.receive(source, chunk, target)
+        chunks.receive(source, chunk, target, short_chunk)
     except ChunkError as error:
         field = "part" if chunk is REQUEST_CHUNK else "chunk"
         raise InvalidArgumentError((FieldViolation(field, str(error)),)) from error

@@ -13,6 +13,7 @@ from bngrad_server.codec import exchange
 from bngrad_server.codec.ops import OPS
 from bngrad_server.codec.request import InvalidRequestError
 from bngrad_server.codec.request_reader import RequestReader, ahead_header
+from bngrad_server.codec.short_chunks import ShortChunks
 from bngrad_server.engine import Engine
 from bngrad_server.errors import MessageTooLargeError
 from bngrad_server.memory.ahead import Lease
@@ -68,6 +69,7 @@ class Servicer:
         self.max_wait_s = engine.max_wait_s
         self.end_lease = engine.sent_ahead.end
         self._engine = engine
+        self._short_chunks = ShortChunks()
         self._readers = {op.name: RequestReader(op, chunked=False) for op in OPS}
         self._chunked_readers = {op.exchange_number: RequestReader(op, chunked=True) for op in OPS}
         self._receiver = RequestReceiver(engine, self._readers, self._chunked_readers)
@@ -288,7 +290,8 @@ class Servicer:
 
     def _receive_chunks(self, source: MessageSource, chunk: ChunkField, tensor: memoryview) -> None:
         """Fills a tensor of the arena."""
-        exchange.receive_chunks(self._engine.arena.source_for(tensor, source), chunk, tensor)
+        source = self._engine.arena.source_for(tensor, source)
+        exchange.receive_chunks(source, chunk, tensor, self._short_chunks.counter())
 
     def _stage(self, reader: RequestReader, data: bytes, rpc: RpcContext) -> StagedRequest:
         staged = self._try_to_stage(reader, data, rpc, may_wait=True)

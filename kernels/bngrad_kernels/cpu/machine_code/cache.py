@@ -15,9 +15,14 @@ from pathlib import Path
 from bngrad_kernels import compiled_code
 
 
+def home() -> Path:
+    """The user's cache folder of these sources; perhaps it is not there, or cannot be written."""
+    return compiled_code.cache_folder() / _fingerprint()
+
+
 def folder() -> Path:
     """The cache folder of these sources, which has a folder for each level of processors; made again if it has gone."""
-    path = compiled_code.cache_folder() / _fingerprint()
+    path = home()
     return path if compiled_code.is_writable(path) else _copy_of(path)
 
 

@@ -70,7 +70,13 @@ def load(kernel: Kernel) -> LoadedKernel:
 
 def is_compiled(kernel: Kernel, cpu: str) -> bool:
     """Whether the cache has a kernel for a level of processors."""
-    return compiled_code.read(path(kernel, cpu)) is not None
+    return _cached(kernel, cpu) is not None
+
+
+def _cached(kernel: Kernel, cpu: str) -> bytes | None:
+    """Returns the code of a kernel from the user's cache, which nothing need be able to write, or else its copy."""
+    found = compiled_code.read(cache.home() / cpu / f"{kernel}.o")
+    return compiled_code.read(path(kernel, cpu)) if found is None else found
 
 
 def path(kernel: Kernel, cpu: str) -> Path:
@@ -130,15 +136,14 @@ def _begin(kernel: Kernel, cpu: str, lock_fd: int) -> subprocess.Popen[bytes]:
 
 def _code(kernel: Kernel) -> bytes:
     """Returns the code of a kernel for this processor."""
-    file = path(kernel, host())
-    found = compiled_code.read(file)
+    found = _cached(kernel, host())
     if found is None:
         try:
             compile_once(kernel, host(), ".lock")
         except KernelNotKeptError as error:
             logger.warning("%s; each process compiles it for itself", error)
             return error.code
-        found = compiled_code.read(file)
+        found = _cached(kernel, host())
     if found is None:
-        raise DeviceUnavailableError(f"the kernel {kernel} was compiled, but {file} cannot be read")
+        raise DeviceUnavailableError(f"the kernel {kernel} was compiled, but {path(kernel, host())} cannot be read")
     return found
