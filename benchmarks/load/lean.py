@@ -66,7 +66,6 @@ class Loop:
     """Connections, each with one call at a time, in one thread."""
 
     def __init__(self, path: str, requests: list[Request], callers: int) -> None:
-        self._path = path
         self._requests = requests
         self._poll = select.epoll()
         self._idle = [_Caller(path) for _ in range(callers)]
@@ -129,8 +128,8 @@ class Loop:
 
     def _send(self, item: int, due: float, timeout: float, *, waited: bool) -> None:
         caller = self._idle.pop()
-        if caller.is_broken:
-            caller = _Caller(self._path)
+        if not caller.is_connected:
+            caller.connect()
         self._running[caller.fd] = caller
         self._poll.register(caller.fd, select.EPOLLIN)
         try:
@@ -175,13 +174,19 @@ class Loop:
 
 
 class _Caller:
+    """Connects for its first call: the server keeps few connections that have made none."""
+
     def __init__(self, path: str) -> None:
+        self._path = path
+        self.is_connected = False
+
+    def connect(self) -> None:
         sock = socket.socket(socket.AF_UNIX)
-        sock.connect(path)
+        sock.connect(self._path)
         sock.settimeout(_GRACE_S)  # For sending; nothing is waited for.
         self._connection = http2.ClientConnection(sock, "localhost")
         self.fd = sock.fileno()
-        self.is_broken = False
+        self.is_connected = True
 
     def send(self, item: int, request: Request, due: float, deadline: float, *, waited: bool) -> None:
         self.item, self.due, self.deadline, self.waited = item, due, deadline, waited
@@ -203,5 +208,5 @@ class _Caller:
         return answer
 
     def close(self) -> None:
-        self.is_broken = True
+        self.is_connected = False
         self._connection.close()
