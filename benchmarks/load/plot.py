@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ def draw(results: Results, path: Path, title: str) -> None:
             continue
         panel(axis, results)
         axis.grid(alpha=0.3, which="both")
-    figure.suptitle(title)
+    figure.suptitle(textwrap.fill(title, 100))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
     plt.close(figure)
