@@ -108,12 +108,15 @@ def cubin(arch: int) -> Path:
     """
     major, minor = compiler_version()
     path = _folder() / f"sm_{arch}-nvrtc-{major}.{minor}.cubin"
-    if compiled_code.read(path) is None and not compiled_code.is_writable(path.parent):
+    if compiled_code.read(path) is not None:
+        return path
+    if not compiled_code.is_writable(path.parent):
         folder = compiled_code.private_folder() / path.parent.name
         folder.mkdir(exist_ok=True)
         path = folder / path.name
-    if compiled_code.read(path) is None:
-        compiled_code.write(path, compile_kernels(arch).cubin)
+        if compiled_code.read(path) is not None:
+            return path
+    compiled_code.write(path, compile_kernels(arch).cubin)
     return path
 
 

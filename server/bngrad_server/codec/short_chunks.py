@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable
 
 _AT_A_TIME = 32
+"""How many short chunks a thread receives before it rests."""
 _REST = 9
+"""How many times as long as it has received them."""
 _LONGEST_REST_S = 1.0
 
 

@@ -237,7 +237,8 @@ def test_a_client_with_more_calls_in_flight_than_its_part_has_servers_uses_more(
         wait_until(lambda: len(served.calls) == 8 or bool(list(threads.map(call, [10] * 8))))
 
 
-def test_a_server_that_has_left_is_closed_after_a_call_that_ctrl_c_ended() -> None:
+@pytest.mark.parametrize("ended_by", ["itself", "Ctrl-C"])
+def test_a_server_that_has_left_is_closed_after_its_last_call(ended_by: str) -> None:
     with fleet(3) as served:
         targets = served.targets[:1]
         with bngrad.Client(lambda: targets) as client:
@@ -254,9 +255,12 @@ def test_a_server_that_has_left_is_closed_after_a_call_that_ctrl_c_ended() -> No
             targets[:] = served.targets[1:2]
             wait_until(lambda: gets_calls(1))
             assert not has_closed(selector)
-            del use  # Ctrl-C came before it was released
-            targets[:] = served.targets[2:]
-            wait_until(lambda: gets_calls(2))
+            if ended_by == "itself":
+                balancer.release(use)
+            else:
+                del use  # Ctrl-C came before it was released
+                targets[:] = served.targets[2:]
+                wait_until(lambda: gets_calls(2))
             assert has_closed(selector)
 
 
@@ -323,23 +327,3 @@ def test_closing_ends_calls_to_servers_that_are_no_longer_among_the_targets() ->
             with pytest.raises(bngrad.ClientClosedError):
                 call.result(SECONDS)
             assert time.monotonic() - began < SECONDS / 4
-
-
-def test_a_server_that_has_left_is_closed_after_its_last_call() -> None:
-    with fleet(2) as served:
-        targets = served.targets[:1]
-        with bngrad.Client(lambda: targets) as client:
-
-            def gets_calls(number: int) -> bool:
-                client.fused_batch_norm_grad_v2(*inputs(1))
-                return served.get_calls(number)
-
-            assert gets_calls(0)
-            balancer = client._calls._load_balancer
-            use = balancer.acquire()
-            assert use is not None
-            targets[:] = served.targets[1:]
-            wait_until(lambda: gets_calls(1))
-            assert not has_closed(use.server.selector)
-            balancer.release(use)
-            assert has_closed(use.server.selector)
