@@ -1,6 +1,7 @@
-"""Trains by JAX for many compiled steps with a large tensor: `python -m tests.oracles.jax_steps [STEPS]`.
+"""Trains by JAX for many compiled steps with a large tensor: `python -m tests.oracles.jax_steps [STEPS] [DEVICES]`.
 
-Callbacks that compute by JAX, or convert their arguments by it, have hung at such sizes; `bngrad.jax` must not.
+Callbacks that compute by JAX, or read arrays of JAX, have hung at such sizes, for certain where as many run at a time as
+there are CPUs; `bngrad.jax` must not. Each device computes a part of the batch.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from bngrad_cli.embedded import EmbeddedServer
 SHAPE = (32, 56, 56, 128)
 
 
-def main(steps: int) -> None:
+def main(steps: int = 200, devices: int = 1) -> None:
+    jax.config.update("jax_num_cpu_devices", devices)
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=SHAPE), jnp.float32)
     scale, offset = jnp.ones(SHAPE[-1]), jnp.zeros(SHAPE[-1])
@@ -28,7 +30,11 @@ def main(steps: int) -> None:
         def loss(x: jax.Array) -> jax.Array:
             return jnp.sin(bngrad.jax.batch_norm(x, scale, offset, client=client)[0]).sum()
 
-        step = jax.jit(lambda x: x - jax.grad(loss)(x))
+        mesh = jax.sharding.Mesh(np.array(jax.devices()), ("batch",))
+        batch = jax.sharding.PartitionSpec("batch")
+        x = jax.device_put(x, jax.sharding.NamedSharding(mesh, batch))
+        gradient = jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=batch, out_specs=batch, check_vma=False)
+        step = jax.jit(lambda x: x - gradient(x))
         times = []
         for _ in range(steps):
             began = time.perf_counter()
@@ -40,4 +46,5 @@ def main(steps: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 200)
+    given = [int(argument) for argument in sys.argv[1:]]
+    main(*given)

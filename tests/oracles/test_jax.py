@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -134,6 +137,31 @@ def test_many_compiled_steps_end_with_the_same_values(client: bngrad.Client) -> 
     ours = trained(lambda *args: bngrad.jax.batch_norm(*args, client=client)[0])
     theirs = trained(lambda x, scale, offset: plain(x, scale, offset, "NHWC"))
     assert abs(ours - theirs).max() < 1e-3 * abs(ours - x).max()
+
+
+def test_more_calls_at_a_time_than_cpus_end() -> None:
+    """XLA has a thread for each CPU, and each call holds one."""
+    cpu = str(min(os.sched_getaffinity(0)))
+    command = ["taskset", "-c", cpu, sys.executable, "-m", "tests.oracles.jax_steps", "2", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_replicated_tensors_and_meshes_that_are_set_have_gradients(client: bngrad.Client) -> None:
+    given, (ours, _) = arguments(FORMATS["NHWC"]), losses(client, "NHWC")
+    expected = jax.jit(jax.grad(ours, BY_ALL))(*given)
+    mesh = jax.make_mesh((2,), ("batch",))
+    replicated = jax.device_put(given, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+    assert_close(jax.jit(jax.grad(ours, BY_ALL))(*replicated), expected)
+    set_mesh = jax.set_mesh if hasattr(jax, "set_mesh") else jax.sharding.use_mesh
+    with set_mesh(mesh):
+        assert_close(jax.jit(jax.grad(ours, BY_ALL))(*given), expected)
+
+
+def test_the_third_order_is_refused(client: bngrad.Client) -> None:
+    ours, _ = losses(client, "NHWC")
+    with pytest.raises(NotImplementedError, match="the client has no gradients of the third order"):
+        jax.grad(penalty(penalty(ours)))(*arguments(FORMATS["NHWC"]))
 
 
 def test_sharded_tensors_are_refused_but_for_shards_that_are_mapped(client: bngrad.Client) -> None:

@@ -171,6 +171,39 @@ def test_forward_derivatives_are_right(client: bngrad.Client, run: Callable[[Any
     assert_close(*(run(lambda layer=layer: found(layer))() for layer in layer_pair(client)))
 
 
+@pytest.mark.parametrize("is_forward", [False, True], ids=["two tapes", "reverse over forward"])
+def test_the_second_order_is_exact(client: bngrad.Client, is_forward: bool) -> None:
+    """Keras' own is not, so the reference is the difference of its gradients in float64."""
+    rng = np.random.default_rng(5)
+    x, weights, direction = rng.normal(size=(3, 4, 3, 3, 2))
+
+    def loss(layer: Any, x: Any) -> Any:
+        return tf.reduce_sum(tf.tanh(layer(x**3, training=True)) * tf.cast(weights, x.dtype))
+
+    def gradient(layer: Any, x: Any) -> Any:
+        x = tf.constant(x)
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            found = loss(layer, x)
+        return tape.gradient(found, x)
+
+    stock, ours = keras.layers.BatchNormalization(dtype="float64"), bngrad.keras.BatchNormalization(client=client)
+    step = 1e-5 * direction
+    expected = (gradient(stock, x + step) - gradient(stock, x - step)) / 2e-5
+    variable, along = tf.Variable(x, dtype=tf.float32), tf.constant(direction, tf.float32)
+    with tf.GradientTape() as tape:
+        if is_forward:
+            with tf.autodiff.ForwardAccumulator(variable, along) as accumulator:
+                found = loss(ours, variable)
+            product = accumulator.jvp(found)
+        else:
+            with tf.GradientTape() as inner:
+                found = loss(ours, variable)
+            product = tf.reduce_sum(inner.gradient(found, variable) * along)
+    difference = np.abs(tape.gradient(product, variable).numpy() - expected).max()
+    assert difference < 1e-5 * np.abs(expected).max()
+
+
 @RUNS
 @pytest.mark.parametrize("is_forward", [False, True], ids=["three tapes", "forward over reverse"])
 def test_the_third_order_is_an_error_rather_than_wrong(
@@ -260,6 +293,11 @@ def test_a_compiled_model_is_converted_and_reverted_in_place(counted: Any) -> No
     assert counted.calls == 3
     assert bngrad.keras.revert(model) is model
     assert all(type(each) is not bngrad.keras.BatchNormalization for each in layers)
+
+
+def test_a_model_without_such_layers_is_returned_with_a_warning(client: bngrad.Client) -> None:
+    with pytest.warns(UserWarning, match="convert changed nothing: .* a model must be built before"):
+        bngrad.keras.convert(keras.Sequential([keras.layers.Dense(3)]), client)
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword")  # of Keras itself

@@ -20,6 +20,7 @@ except ImportError as error:
 import numpy as np
 
 from bngrad._client import Client
+from bngrad.jax._host_call import call_host
 from bngrad.typing import Array, DataFormat
 
 __all__ = ["batch_norm"]
@@ -135,14 +136,12 @@ _gradient.defvjp(_gradient_forward, _gradient_backward)
 def _called(call: Callable[..., tuple[Array, ...]], data_format: DataFormat, like: Any, *tensors: Any) -> Any:
     """Has the compiled program make a call, whose outputs have the shapes and dtypes of ``like``."""
 
-    def host(*given: Any) -> tuple[Array, ...]:
-        arrays = [np.asarray(each) for each in given]
+    def host(*arrays: Array) -> tuple[Array, ...]:
         mapped = arrays[-1].shape[:-1]
         merged = [_merged(array, len(mapped), data_format) for array in arrays]
         return tuple(_split(output, mapped, data_format) for output in call(*merged))
 
-    shapes = tuple(jax.ShapeDtypeStruct(each.shape, each.dtype) for each in like)
-    return jax.pure_callback(host, shapes, *tensors, vmap_method="broadcast_all")
+    return call_host(host, like, *tensors)
 
 
 def _merged(array: Array, mapped: int, data_format: DataFormat) -> Array:

@@ -9,6 +9,7 @@ Needs the extra ``bngrad[keras]``.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, TypeVar
 
 try:
@@ -69,7 +70,7 @@ class BatchNormalization(keras.layers.BatchNormalization):  # type: ignore[misc]
         is_plain = mask is None and not getattr(self, "renorm", False) and not self.synchronized
         if expanded is None or self.client is None or not (is_plain and training and self.trainable):
             return super().call(inputs, training=training, mask=mask)
-        mean, variance = self._moments(ops.cast(inputs, "float32"), None)
+        mean, variance = _moments(ops.cast(inputs, "float32"), self.axis % rank)
         kept = self.momentum
         self.moving_mean.assign(ops.cast(self.moving_mean, "float32") * kept + mean * (1.0 - kept))
         self.moving_variance.assign(ops.cast(self.moving_variance, "float32") * kept + variance * (1.0 - kept))
@@ -105,11 +106,22 @@ class BatchNormalization(keras.layers.BatchNormalization):  # type: ignore[misc]
         return normalize(x, gamma, beta)
 
 
+def _moments(wide: Any, axis: int) -> tuple[Any, Any]:
+    """The mean and the variance of each channel: the bits of Keras' own, whose second order is not exact.
+
+    TensorFlow's ``tf.nn.moments`` stops the gradient of the mean in the variance.
+    """
+    axes = [other for other in range(len(wide.shape)) if other != axis]
+    mean = tf.reduce_mean(wide, axes, keepdims=True)
+    return tf.reshape(mean, [-1]), tf.reduce_mean(tf.math.squared_difference(wide, mean), axes)
+
+
 def convert(model: Model, client: Client) -> Model:
     """Has a client compute the gradients of a model's batch normalisation layers; changes the model itself.
 
     Each ``keras.layers.BatchNormalization``, in models within the model too, becomes a `BatchNormalization`: the same
-    object, with its weights. Layers of other classes that derive from Keras' stay as they are.
+    object, with its weights. Layers of other classes that derive from Keras' stay as they are. A model that has none yet,
+    since its layers make them when they are built, is not changed, with a warning: build it first.
 
     Args:
         model: A layer, or the model that is compiled, not one within it: its next call of ``fit`` traces it again.
@@ -119,11 +131,17 @@ def convert(model: Model, client: Client) -> Model:
         The model.
     """
     _exchange(model, keras.layers.BatchNormalization, BatchNormalization, client)
+    if not any(isinstance(layer, BatchNormalization) for layer in model._flatten_layers()):
+        expected = "keras.layers.BatchNormalization; subclasses stay as they are, and a model must be built before"
+        warnings.warn(f"convert changed nothing: the model has no {expected}", stacklevel=2)
     return model
 
 
 def revert(model: Model) -> Model:
-    """Undoes `convert`: Keras computes the gradients of all layers. Returns the model, which is changed itself."""
+    """Undoes `convert`: Keras computes the gradients of all layers. Returns the model, which is changed itself.
+
+    XLA stays off until the model is compiled again.
+    """
     _exchange(model, BatchNormalization, keras.layers.BatchNormalization, None)
     return model
 
