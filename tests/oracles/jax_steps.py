@@ -1,7 +1,7 @@
 """Trains by JAX for many compiled steps with a large tensor: `python -m tests.oracles.jax_steps [STEPS] [DEVICES]`.
 
-Callbacks that compute by JAX, or read arrays of JAX, have hung at such sizes, for certain where as many run at a time as
-there are CPUs; `bngrad.jax` must not. Each device computes a part of the batch.
+Callbacks that compute by JAX, or read arrays of JAX, have hung at such sizes, for certain where as many run at a time
+as there are CPUs; `bngrad.jax` must not. Each device computes a part of the batch.
 """
 
 from __future__ import annotations

@@ -87,8 +87,7 @@ class PoolRegion:
         try:
             if self._answer_is_due:  # The late answer must not be taken for the next one.
                 self._socket.setblocking(False)
-                if self._socket.recv(1) == b"":
-                    return False
+                self._socket.recv(1)
             self._socket.settimeout(_ANSWER_TIMEOUT_S)
             self._answer_is_due = True
             self._socket.sendall(IS_IN_USE, socket.MSG_NOSIGNAL)

@@ -1,7 +1,7 @@
 """A primitive of JAX that has a compiled program call Python with NumPy arrays.
 
-`jax.pure_callback` makes arrays of JAX of them, and to read such an array waits for a thread of XLA's pool. As each call
-holds one of these threads, and there is one for each CPU, as many calls at a time as CPUs would wait for ever.
+`jax.pure_callback` makes arrays of JAX of them, and to read such an array waits for a thread of XLA's pool. Each call
+holds one of these threads, and there is one for each CPU: as many calls at a time as CPUs would wait for ever.
 """
 
 from __future__ import annotations

@@ -120,8 +120,8 @@ def convert(model: Model, client: Client) -> Model:
     """Has a client compute the gradients of a model's batch normalisation layers; changes the model itself.
 
     Each ``keras.layers.BatchNormalization``, in models within the model too, becomes a `BatchNormalization`: the same
-    object, with its weights. Layers of other classes that derive from Keras' stay as they are. A model that has none yet,
-    since its layers make them when they are built, is not changed, with a warning: build it first.
+    object, with its weights. Layers of other classes that derive from Keras' stay as they are. Build the model first: a
+    layer that does not exist yet is not converted, and a model without any is returned with a warning.
 
     Args:
         model: A layer, or the model that is compiled, not one within it: its next call of ``fit`` traces it again.
@@ -130,8 +130,7 @@ def convert(model: Model, client: Client) -> Model:
     Returns:
         The model.
     """
-    _exchange(model, keras.layers.BatchNormalization, BatchNormalization, client)
-    if not any(isinstance(layer, BatchNormalization) for layer in model._flatten_layers()):
+    if not _exchange(model, keras.layers.BatchNormalization, BatchNormalization, client):
         expected = "keras.layers.BatchNormalization; subclasses stay as they are, and a model must be built before"
         warnings.warn(f"convert changed nothing: the model has no {expected}", stacklevel=2)
     return model
@@ -146,17 +145,19 @@ def revert(model: Model) -> Model:
     return model
 
 
-def _exchange(model: Any, before: type, after: type, client: Client | None) -> None:
+def _exchange(model: Any, before: type, after: type, client: Client | None) -> int:
+    """Returns how many layers there are."""
     _check_backend()
-    for layer in model._flatten_layers():
-        if type(layer) in (before, BatchNormalization):
-            layer.__class__ = after
-            layer.client = client
-            layer.supports_jit = client is None
+    layers = [layer for layer in model._flatten_layers() if type(layer) in (before, BatchNormalization)]
+    for layer in layers:
+        layer.__class__ = after
+        layer.client = client
+        layer.supports_jit = client is None
     if getattr(model, "compiled", False):
         if client is not None:
             model.jit_compile = False
         model.train_function = model.test_function = model.predict_function = None
+    return len(layers)
 
 
 def _check_backend() -> None:

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import gc
+import subprocess
+import sys
 import threading
 import time
+import weakref
+from functools import partial
+from typing import Any
 
 import pytest
+from tests.servers import wait_until
 
 from bngrad._executor import DaemonExecutor
 
 TIMEOUT_S = 20.0
+
+
+def is_gone(reference: weakref.ref[Any]) -> bool:
+    return reference() is None
 
 
 def fail(thread: threading.Thread) -> None:
@@ -56,3 +67,61 @@ def test_more_calls_than_threads_are_all_run_by_no_more_than_these() -> None:
     gate.set()
     assert all(future.result(TIMEOUT_S) for future in futures)
     executor.shutdown()
+
+
+@pytest.mark.parametrize("is_shut_down", [True, False], ids=["shut down", "forgotten"])
+def test_all_threads_end_with_the_executor(is_shut_down: bool) -> None:
+    executor, gate = DaemonExecutor(4, "test-end"), threading.Event()
+    futures = [executor.submit(gate.wait, TIMEOUT_S) for _ in range(4)]
+    threads = [thread for thread in threading.enumerate() if thread.name == "test-end"]
+    if is_shut_down:
+        executor.shutdown()
+        with pytest.raises(RuntimeError, match="was shut down"):
+            executor.submit(int)
+    del executor
+    gate.set()
+    for future, thread in zip(futures, threads, strict=True):
+        assert future.result(TIMEOUT_S)
+        thread.join(TIMEOUT_S)
+        assert not thread.is_alive()
+
+
+def test_a_thread_that_waits_makes_the_next_call_and_keeps_nothing_of_the_last() -> None:
+    executor = DaemonExecutor(64, "test-idle")
+    for _ in range(20):
+        argument = threading.Event()
+        gone = weakref.ref(argument)
+        assert not executor.submit(argument.is_set).result(TIMEOUT_S)
+        del argument
+        wait_until(partial(is_gone, gone))
+        time.sleep(0.01)  # the thread is idle soon, but not at once
+    assert sum(thread.name == "test-idle" for thread in threading.enumerate()) < 10
+    executor.shutdown()
+
+
+def test_what_ends_a_thread_ends_only_the_call() -> None:
+    executor = DaemonExecutor(1, "test")
+    with pytest.raises(SystemExit):
+        executor.submit(sys.exit).result(TIMEOUT_S)
+    assert executor.submit(int).result(TIMEOUT_S) == 0
+    executor.shutdown()
+
+
+def test_an_error_refers_to_no_future() -> None:
+    executor = DaemonExecutor(1, "test")
+    gc.disable()
+    try:
+        future = executor.submit(int, "x")
+        with pytest.raises(ValueError, match="invalid literal"):
+            future.result(TIMEOUT_S)
+        gone = weakref.ref(future)
+        del future
+        wait_until(lambda: gone() is None)
+    finally:
+        gc.enable()
+        executor.shutdown()
+
+
+def test_the_interpreter_waits_for_no_call_at_exit() -> None:
+    code = "import time; from bngrad._executor import DaemonExecutor as E; e = E(1, ''); e.submit(time.sleep, 60)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=TIMEOUT_S)

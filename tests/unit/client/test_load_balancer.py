@@ -327,3 +327,21 @@ def test_closing_ends_calls_to_servers_that_are_no_longer_among_the_targets() ->
             with pytest.raises(bngrad.ClientClosedError):
                 call.result(SECONDS)
             assert time.monotonic() - began < SECONDS / 4
+
+
+def test_a_server_that_shares_no_memory_stays_up() -> None:
+    with fleet(2) as served, bngrad.Client(served.targets) as client:
+        client.empty((4,))
+        assert all(server.is_up for server in client._calls._load_balancer._servers.values())
+
+
+def test_the_pauses_between_probes_begin_anew_once_a_server_has_answered() -> None:
+    with fleet(2) as served, bngrad.Client(served.targets) as client:
+        balancer = client._calls._load_balancer
+        server, _ = balancer._servers.values()
+        for strikes in (1, 2):
+            balancer.failed(server, bngrad.UnavailableError("for a test"))
+            assert server.strikes == strikes
+            wait_until(lambda: server.is_up)
+        balancer.answered(server)
+        assert server.strikes == 0

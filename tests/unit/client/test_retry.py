@@ -36,7 +36,9 @@ def test_a_wait_is_bounded_and_never_shorter_than_the_hint(failures: int, hint_s
     assert delay <= max(2, (hint_s or 0) * 1.25)
 
 
-@pytest.mark.parametrize(("failures", "hint_s", "low", "high"), [(1, None, 0, 0.05), (4, None, 0, 0.4), (1, 8, 8, 10)])
+@pytest.mark.parametrize(
+    ("failures", "hint_s", "low", "high"), [(1, None, 0, 0.05), (4, None, 0, 0.4), (1, 8, 8, 10), (7, 0.1, 0.1, 2)]
+)
 def test_waits_fill_their_range(failures: int, hint_s: float | None, low: float, high: float) -> None:
     delays = [delay_s(failures, hint_s) for _ in range(1000)]
     assert min(delays) < low + (high - low) / 10

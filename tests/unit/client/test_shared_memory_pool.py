@@ -26,7 +26,8 @@ from tests.unit.client.calls import interrupt_after, interrupt_at
 
 from bngrad._deadline import ENDLESS, Cancellation, Deadline
 from bngrad._shared_memory import lease as lease_module
-from bngrad._shared_memory.lease import LeaseError, LeaseLateError
+from bngrad._shared_memory import pool as pool_module
+from bngrad._shared_memory.lease import LeaseEndedError, LeaseError, LeaseLateError
 from bngrad._shared_memory.pool import Pool
 from bngrad._shared_memory.quarantine import AbandonedCall, Quarantine
 from bngrad_server.memory.leases import LeaseServer
@@ -423,3 +424,41 @@ def test_a_region_that_is_reused_for_other_sizes_lends_no_block_twice(pool: Pool
     large = pool.empty((REGION_NBYTES // 2,), BYTE)
     small = pool.empty((REGION_NBYTES // 4,), BYTE)
     assert not np.may_share_memory(large, small)
+
+
+def test_memory_that_was_leased_while_the_pool_closed_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(LeasesInThread()) as server, closing(Pool(server.path)) as pool:
+
+        def lease(*arguments: Any) -> Any:
+            leased = lease_module.lease_region(*arguments)
+            pool.close()
+            return leased
+
+        monkeypatch.setattr(pool_module, "lease_region", lease)
+        with pytest.raises(LeaseError, match="the client was closed"):
+            pool.empty((1,), BYTE)
+        assert server.ended.wait(SECONDS)
+
+
+def test_a_region_whose_lease_has_ended_is_not_held() -> None:
+    with closing(LeasesInThread()) as server, closing(Pool(server.path)) as pool:
+        located = pool.new((100,), BYTE, ENDLESS, Cancellation())
+        server.close()
+        assert pool.check()
+        with pytest.raises(LeaseEndedError):
+            pool.hold(located.region)
+
+
+def test_closing_ends_the_thread_that_helps_to_copy() -> None:
+    before = set(threading.enumerate())
+    pool = Pool(None)
+    pool.copies([np.zeros(8 * MIB, np.uint8)], ENDLESS, Cancellation())
+    (helper,) = set(threading.enumerate()) - before
+    pool.close()
+    helper.join(SECONDS)
+    assert not helper.is_alive()
+
+
+def test_memory_that_no_host_has_is_a_memory_error() -> None:
+    with closing(Pool(None)) as pool, pytest.raises(MemoryError):
+        pool.empty((2**63,), BYTE)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 from tests.unit.server.workers.additions import TIMEOUT_S, wait_until
 
+from bngrad_server.errors import WorkerDiedError
 from bngrad_server.memory.regions import Region
 from bngrad_server.scheduling.batcher import Batcher
 from bngrad_server.workers.ipc import Report, pickled
@@ -116,3 +119,27 @@ def test_a_worker_that_replaces_another_is_told_of_the_regions_that_are_left(sup
     assert second.regions == [(1, kept)]
     slots: list[object] = list(supervisor._batcher._free)
     assert slots == [second] * 2
+
+
+def test_workers_that_die_again_and_again_are_started_ever_later(supervise: Supervise) -> None:
+    ended = b""
+    supervisor, _ = supervise([READY, ended], [ended], [ended], [READY])
+    began = time.monotonic()
+    supervisor.start()
+    wait_until(lambda: supervisor.status().restarts == 3 and supervisor.is_ready)
+    assert time.monotonic() - began >= 0.1 + 0.2 + 0.4
+
+
+def test_changes_of_regions_that_are_left_over_are_sent_with_each_report(supervise: Supervise) -> None:
+    supervisor, (first, second) = supervise([READY, HEARTBEAT], [READY])
+    first.flush_pending = flush = mock.Mock(side_effect=WorkerDiedError("died"))  # type: ignore[method-assign]
+    supervisor.start()
+    wait_until(lambda: flush.call_count == 2)
+    first.change_region = mock.Mock(side_effect=WorkerDiedError("died"))  # type: ignore[method-assign]
+    region = Region(1, b"", -1, 1, "")
+    supervisor.map(region)
+    supervisor.unmap(region)
+    supervisor.map(region)
+    first.kill()
+    wait_until(lambda: supervisor.status().restarts == 1 and supervisor.is_ready)
+    assert second.regions == [(1, region)]

@@ -110,9 +110,8 @@ def test_strangers_take_no_places_of_others(service: Service, monkeypatch: pytes
     first, last = bad[0], bad[-1]
     wait_until(lambda: refused(service, "full") >= 200 - strangers._REMOTE_PLACES)
     assert is_closed(first)
-    last.settimeout(0)
-    with suppress(BlockingIOError):
-        assert last.recv(100)
+    last.settimeout(0.1)
+    assert not is_closed(last)
     assert good.usable
     check_answered(ask(good, metadata=GOOD))
     check_answered(ask(service.connect(over_tcp=not over_tcp), metadata=GOOD))
@@ -257,3 +256,15 @@ def test_connections_end_when_other_authorities_of_clients_are_trusted(
         assert is_closed(used)
         assert is_closed(silent)
         check_answered(ask(local))
+
+
+def test_a_flood_of_strangers_takes_no_place_of_another_peer(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strangers, "_CALL_TIMEOUT_S", 60.0)
+    other = service.socket(over_tcp=True, source="127.0.0.2")
+    port = service.port._strangers
+    wait_until(lambda: len(port._all) == 1)
+    for _ in range(200):
+        service.socket(over_tcp=True)
+    wait_until(lambda: refused(service, "full") > 200 - strangers._REMOTE_PLACES)
+    other.settimeout(0.1)
+    assert not is_closed(other)

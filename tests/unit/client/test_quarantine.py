@@ -1,0 +1,117 @@
+"""Outputs of failed calls: how long they stay in quarantine, and what the server is asked for that."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from io import FileIO
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from bngrad._shared_memory import region as region_module
+from bngrad._shared_memory.quarantine import AbandonedCall, Quarantine, stop_reading
+from bngrad._shared_memory.region import PoolRegion
+from bngrad_wire.lease_protocol import IN_USE, NOT_IN_USE
+
+NBYTES = 4096
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    near, far = socket.socketpair()
+    far.settimeout(10.0)
+    with near, far:
+        yield near, far
+
+
+@pytest.fixture
+def region(pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch) -> PoolRegion:
+    """A region whose server is the other end of the pair."""
+    monkeypatch.setattr(region_module, "_ANSWER_TIMEOUT_S", 0.05)
+    file = FileIO(os.memfd_create("region"), "r+")
+    file.truncate(NBYTES)
+    near = pair[0]
+    near.setblocking(False)
+    return PoolRegion(NBYTES, (near, b"key", file))
+
+
+def test_a_region_counts_as_in_use_until_the_server_answers_the_last_question(
+    region: PoolRegion, pair: tuple[socket.socket, socket.socket]
+) -> None:
+    _, server = pair
+    assert region.is_in_use()
+    server.send(NOT_IN_USE)  # late: only what it answers to the next question counts
+    assert region.is_in_use()
+    server.send(NOT_IN_USE * 2)
+    assert not region.is_in_use()
+    server.send(IN_USE)
+    assert region.is_in_use()
+    server.send(NOT_IN_USE)
+    assert not region.is_in_use()
+    assert region.is_alive
+
+
+def test_a_region_of_a_server_that_has_gone_is_not_in_use(
+    region: PoolRegion, pair: tuple[socket.socket, socket.socket]
+) -> None:
+    pair[1].close()
+    assert not region.is_in_use()
+    assert not region.is_alive
+
+
+def test_a_lease_ends_although_a_forked_child_holds_its_socket(
+    region: PoolRegion, pair: tuple[socket.socket, socket.socket]
+) -> None:
+    near, server = pair
+    with near.dup():
+        region.close()
+        assert server.recv(1) == b""
+
+
+def test_an_output_leaves_once_the_call_is_over_and_then_no_request_names_its_region() -> None:
+    quarantine, region, call, output = Quarantine(), mock.Mock(), mock.Mock(), np.zeros(4)
+    call.is_over.return_value, region.is_in_use.return_value = False, False
+    quarantine.add(output, region, call)
+    assert quarantine.release([output]) is output
+    region.is_in_use.assert_not_called()  # a request that the server has not read yet names it later
+    call.is_over.return_value, region.is_in_use.return_value = True, True
+    assert quarantine.release([output]) is output
+    region.is_in_use.return_value = False
+    assert quarantine.release([output]) is None
+    region.close.assert_called_once()
+
+
+def test_a_closed_quarantine_keeps_nothing() -> None:
+    quarantine, region, call = Quarantine(), mock.Mock(), mock.Mock()
+    quarantine.close()
+    quarantine.add(np.zeros(4), region, call)
+    region.close.assert_called_once()
+    call.close.assert_called_once()
+    assert quarantine.is_empty
+
+
+@pytest.mark.parametrize("stopped", [False, True], ids=["", "after the end of reading"])
+def test_an_abandoned_call_is_over_once_the_server_has_closed_its_end(
+    pair: tuple[socket.socket, socket.socket], stopped: bool
+) -> None:
+    near, server = pair
+    if stopped:
+        stop_reading(near)
+    call = AbandonedCall()
+    call.abandon(near)
+    assert bool(server.recv(100)) == stopped  # a PING, or the end
+    assert not call.is_over()
+    server.close()
+    assert call.is_over()
+    assert near.fileno() < 0
+
+
+def test_a_call_whose_connection_was_closed_is_over(pair: tuple[socket.socket, socket.socket]) -> None:
+    near, _ = pair
+    near.close()
+    call = AbandonedCall()
+    call.abandon(near)
+    assert call.is_over()
