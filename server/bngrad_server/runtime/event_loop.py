@@ -52,7 +52,8 @@ class _CpuLimit:
 class EventLoop:
     """The thread and its callbacks, which must not block.
 
-    All methods but `call_soon` and `stop` must be called by the thread itself, or before it is started.
+    Methods that add, remove or change readers, and `has_events`, must be called by the thread itself, or before it is
+    started; any thread may call the others.
 
     Attributes:
         after_events: Called after each round of events, before and after the callbacks of `call_soon`; returns the
