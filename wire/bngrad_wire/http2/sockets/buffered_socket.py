@@ -200,17 +200,21 @@ class BufferedSocket(ReceiveBuffer):
         return self._sock.sendmsg(pieces[:copied], [], more | socket.MSG_NOSIGNAL)
 
     def _receive(self, target: memoryview, flags: int = 0) -> int:
-        if time.monotonic() > self.deadline:
-            raise TimeoutError("receiving timed out")
-        try:
-            count = self._sock.recv_into(target, 0, flags)
-        except (TimeoutError, BlockingIOError) as error:
-            self._check_peer(error, is_over=not flags)
-            if not flags and self.waits > 1:
-                return self._receive_late(target)
-            raise TimeoutError("receiving timed out") from error
-        except OSError as error:
-            raise self._failure("receiving", error) from error
+        """Receives something within `waits` timeouts; with `DONT_WAIT`, only what is there."""
+        waits = 1 if flags else self.waits
+        while True:
+            if time.monotonic() > self.deadline:
+                raise TimeoutError("receiving timed out")
+            try:
+                count = self._sock.recv_into(target, 0, flags)
+                break
+            except (TimeoutError, BlockingIOError) as error:
+                self._check_peer(error, is_over=not flags)
+                waits -= 1
+                if waits < 1:
+                    raise TimeoutError("receiving timed out") from error
+            except OSError as error:
+                raise self._failure("receiving", error) from error
         if not count:
             self.broken = "the peer closed the connection"
             raise PeerGoneError(self.broken)
@@ -227,19 +231,6 @@ class BufferedSocket(ReceiveBuffer):
     def _failure(self, action: str, error: OSError) -> PeerGoneError:
         self.broken = f"{action} failed: {error}"
         return (PeerLostError if error.errno in keepalive.LOST_ERRNOS else PeerGoneError)(self.broken)
-
-    def _receive_late(self, target: memoryview) -> int:
-        """Does as `_receive`, after the first of several waits."""
-        waits, self.waits = self.waits, 1
-        try:
-            for _ in range(waits - 2):
-                with suppress(TimeoutError):
-                    return self._receive(target)
-                if time.monotonic() > self.deadline:
-                    break
-            return self._receive(target)
-        finally:
-            self.waits = waits
 
     def _receive_more(self, flags: int = 0) -> None:
         self._make_room()

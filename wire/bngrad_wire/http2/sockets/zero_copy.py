@@ -114,8 +114,10 @@ class ZeroCopySender:
 
         Must be asked about large pieces only once the peer has sent something: see `is_own_peer`.
         """
-        if self._left or len(piece) < _FROM_NBYTES:
-            return self._left > 0
+        if self._left:
+            return True
+        if len(piece) < _FROM_NBYTES:
+            return False
         if self._is_possible is None:
             self._is_possible = is_own_peer(self._sock) and self._has_room()
         return self._is_possible and (self._pipe is not None or self._take_pipe())
