@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from bngrad_kernels.spec import TensorHeader
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.errors import OverloadedError
-from bngrad_server.memory.ahead import AheadCopier, AheadTensors, Lease
+from bngrad_server.memory.ahead import AheadCopier, AheadTensors, ConnectionTickets
 from bngrad_server.memory.ahead_places import AheadPlaces
 from bngrad_server.memory.arena import Arena
 from bngrad_server.memory.regions import Regions
@@ -40,13 +40,13 @@ class SentAhead:
         self._transfers = transfers
 
     def receive(
-        self, header: TensorHeader, lease: Lease, rpc: RpcContext, read_into: Callable[[memoryview], None]
+        self, header: TensorHeader, tickets: ConnectionTickets, rpc: RpcContext, read_into: Callable[[memoryview], None]
     ) -> bytes:
         """Receives a tensor, and returns its ticket.
 
         Args:
             header: The tensor.
-            lease: What it ends with.
+            tickets: Those of its connection, with which it ends.
             rpc: The call that it comes with.
             read_into: Fills memory with its elements.
 
@@ -65,15 +65,15 @@ class SentAhead:
         except BaseException:
             self.tensors.free(block)
             raise
-        return self.tensors.keep(header, block, lease)
+        return self.tensors.keep(header, block, tickets)
 
-    def copy(self, header: TensorHeader, location: pb.Location, lease: Lease, rpc: RpcContext) -> bytes:
+    def copy(self, header: TensorHeader, location: pb.Location, tickets: ConnectionTickets, rpc: RpcContext) -> bytes:
         """Has a GPU copy a tensor in shared memory, and returns its ticket; empty if no GPU copies it.
 
         Args:
             header: The tensor.
             location: Where it lies.
-            lease: What it ends with.
+            tickets: Those of its connection, with which it ends.
             rpc: The call that it comes with.
 
         Raises:
@@ -81,14 +81,14 @@ class SentAhead:
             InvalidArgumentError: The client leases no such place.
         """
         self._admission.check(rpc.client, rpc.deadline)
-        return self.places.keep(header, location, rpc.client, lease)
+        return self.places.keep(header, location, rpc.client, tickets)
 
     def forget(self, tickets: Iterable[bytes], client: str) -> None:
         """Forgets those of the tensors with these tickets that are the client's."""
         self.places.forget(tickets, client)
         self.tensors.forget(tickets, client)
 
-    def end(self, lease: Lease) -> None:
+    def end(self, tickets: ConnectionTickets) -> None:
         """Forgets what was sent ahead over a connection."""
-        self.places.end(lease)
-        self.tensors.end(lease)
+        self.places.end(tickets)
+        self.tensors.end(tickets)

@@ -23,7 +23,7 @@ from bngrad_server.memory.allocator import Block
 from bngrad_server.memory.arena import Arena
 from bngrad_server.memory.layout import ARENA, Place
 
-Lease: TypeAlias = set[bytes]
+ConnectionTickets: TypeAlias = set[bytes]
 """The tickets of the tensors that a connection has brought."""
 
 COPIED_NBYTES = 32 * 2**20
@@ -55,7 +55,7 @@ class AheadTensor:
         dtype: The type of its elements.
         shape: Its shape.
         block: Its memory.
-        lease: The lease that it ends with.
+        tickets: All those of its connection, with which it ends.
         number: What a GPU's worker knows it by; 0 without GPUs.
         holds: How many requests use it.
         is_kept: Whether requests may still name it.
@@ -66,7 +66,7 @@ class AheadTensor:
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     block: Block
-    lease: Lease
+    tickets: ConnectionTickets
     number: int
     holds: int = 0
     is_kept: bool = True
@@ -126,17 +126,17 @@ class AheadTensors:
         with self._mutex:
             self._free(block)
 
-    def keep(self, header: TensorHeader, block: Block, lease: Lease) -> bytes:
+    def keep(self, header: TensorHeader, block: Block, tickets: ConnectionTickets) -> bytes:
         """Keeps a tensor, whose elements are in its memory, and returns its ticket."""
         ticket = secrets.token_bytes(TICKET_NBYTES)
         with self._mutex:
             number = 0
             if self._copier is not None and header.nbytes >= COPIED_NBYTES:
                 number = self._copier.copy_ahead(Place(ARENA, block.offset), header.nbytes)
-            tensor = AheadTensor(ticket, block.client, header.dtype, header.shape, block, lease, number)
+            tensor = AheadTensor(ticket, block.client, header.dtype, header.shape, block, tickets, number)
             self._by_ticket[ticket] = tensor
             self._of.setdefault(block.client, {})[tensor] = None
-            lease.add(ticket)
+            tickets.add(ticket)
         return ticket
 
     def check(self, field: str, ticket: bytes, client: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
@@ -171,10 +171,10 @@ class AheadTensors:
                 if tensor is not None and tensor.client == client:
                     self._forget(tensor)
 
-    def end(self, lease: Lease) -> None:
-        """Forgets all tensors of a lease."""
+    def end(self, tickets: ConnectionTickets) -> None:
+        """Forgets all tensors that a connection has brought."""
         with self._mutex:
-            for ticket in list(lease):
+            for ticket in list(tickets):
                 self._forget(self._by_ticket[ticket])
 
     def evict(self) -> bool:
@@ -220,7 +220,7 @@ class AheadTensors:
     def _forget(self, tensor: AheadTensor) -> None:
         tensor.is_kept = False
         del self._by_ticket[tensor.ticket]
-        tensor.lease.discard(tensor.ticket)
+        tensor.tickets.discard(tensor.ticket)
         tensors = self._of[tensor.client]
         del tensors[tensor]
         if not tensors:

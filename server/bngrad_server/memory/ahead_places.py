@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from bngrad_kernels.spec import FieldViolation, InvalidArgumentError, TensorHeader
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
-from bngrad_server.memory.ahead import COPIED_NBYTES, TICKET_NBYTES, AheadCopier, Lease
+from bngrad_server.memory.ahead import COPIED_NBYTES, TICKET_NBYTES, AheadCopier, ConnectionTickets
 from bngrad_server.memory.layout import Place
 from bngrad_server.memory.regions import Region, Regions
 
@@ -26,13 +26,13 @@ class _Tensor:
         client: Who has named it, and alone may use the copy.
         place: Where it lies; its number is that of the copy.
         nbytes: Its size.
-        lease: The lease that it ends with.
+        tickets: All those of its connection, with which it ends.
     """
 
     client: str
     place: Place
     nbytes: int
-    lease: Lease
+    tickets: ConnectionTickets
 
 
 class AheadPlaces:
@@ -54,7 +54,7 @@ class AheadPlaces:
         """The size of the smallest tensor that is copied; 0 if none is."""
         return 0 if self._copier is None else COPIED_NBYTES
 
-    def keep(self, header: TensorHeader, location: pb.Location, client: str, lease: Lease) -> bytes:
+    def keep(self, header: TensorHeader, location: pb.Location, client: str, tickets: ConnectionTickets) -> bytes:
         """Has a GPU copy a tensor, and returns its ticket; empty if none copies it.
 
         A region has at most as many tensors as fit side by side; beyond that, the oldest are forgotten.
@@ -69,7 +69,7 @@ class AheadPlaces:
                 raise InvalidArgumentError((FieldViolation("tensor", problem),))
             if self._copier is None or header.nbytes < COPIED_NBYTES:
                 return b""
-            return self._keep(self._copier, region, place, header.nbytes, lease)
+            return self._keep(self._copier, region, place, header.nbytes, tickets)
         finally:
             self._regions.release(region)
 
@@ -87,10 +87,10 @@ class AheadPlaces:
                 if (tensor := self._by_ticket.get(ticket)) is not None and tensor.client == client:
                     self._forget(ticket)
 
-    def end(self, lease: Lease) -> None:
-        """Forgets all tensors of a lease."""
+    def end(self, tickets: ConnectionTickets) -> None:
+        """Forgets all tensors that a connection has brought."""
         with self._mutex:
-            for ticket in self._by_ticket.keys() & lease:
+            for ticket in self._by_ticket.keys() & tickets:
                 self._forget(ticket)
 
     def end_region(self, region: Region) -> None:
@@ -99,24 +99,26 @@ class AheadPlaces:
             for ticket in list(self._in_region.get(region.number, ())):
                 self._forget(ticket)
 
-    def _keep(self, copier: AheadCopier, region: Region, place: Place, nbytes: int, lease: Lease) -> bytes:
+    def _keep(
+        self, copier: AheadCopier, region: Region, place: Place, nbytes: int, tickets: ConnectionTickets
+    ) -> bytes:
         ticket = secrets.token_bytes(TICKET_NBYTES)
         with self._mutex:
-            tickets = self._in_region.get(region.number, {})
-            if len(tickets) >= region.nbytes // COPIED_NBYTES:
-                self._forget(next(iter(tickets)))
+            in_region = self._in_region.get(region.number, {})
+            if len(in_region) >= region.nbytes // COPIED_NBYTES:
+                self._forget(next(iter(in_region)))
             number = copier.copy_ahead(place, nbytes)
-            self._by_ticket[ticket] = _Tensor(region.client, place._replace(ahead=number), nbytes, lease)
+            self._by_ticket[ticket] = _Tensor(region.client, place._replace(ahead=number), nbytes, tickets)
             self._in_region.setdefault(region.number, {})[ticket] = None
-            lease.add(ticket)
+            tickets.add(ticket)
         return ticket
 
     def _forget(self, ticket: bytes) -> None:
         tensor = self._by_ticket.pop(ticket)
-        tensor.lease.discard(ticket)
-        tickets = self._in_region[tensor.place.memory]
-        del tickets[ticket]
-        if not tickets:
+        tensor.tickets.discard(ticket)
+        in_region = self._in_region[tensor.place.memory]
+        del in_region[ticket]
+        if not in_region:
             del self._in_region[tensor.place.memory]
         assert self._copier is not None
         self._copier.drop_copy(tensor.place.ahead)

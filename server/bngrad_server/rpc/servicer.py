@@ -16,7 +16,7 @@ from bngrad_server.codec.request_reader import RequestReader, ahead_header
 from bngrad_server.codec.short_chunks import ShortChunks
 from bngrad_server.engine import Engine
 from bngrad_server.errors import MessageTooLargeError
-from bngrad_server.memory.ahead import Lease
+from bngrad_server.memory.ahead import ConnectionTickets
 from bngrad_server.memory.received_message import ReceivedMessage
 from bngrad_server.rpc.request_receiver import ExchangeSource, RequestReceiver
 from bngrad_server.rpc.server_info import ServerInfo
@@ -50,7 +50,7 @@ class Servicer:
         authenticator: Tells which client a call belongs to; the ports ask it.
         max_message_nbytes: The largest message that the HTTP/2 port receives whole.
         max_wait_s: How long a call may wait for the server.
-        end_lease: Forgets the tensors that were sent ahead over a connection.
+        forget_connection: Forgets the tensors that were sent ahead over a connection.
         info: What ServerInfo answers.
         receive: Receives the message of a unary call, see `RequestReceiver.receive`.
     """
@@ -67,7 +67,7 @@ class Servicer:
         self.info = ServerInfo(engine, max_message_bytes)
         self.max_message_nbytes = engine.max_message_nbytes
         self.max_wait_s = engine.max_wait_s
-        self.end_lease = engine.sent_ahead.end
+        self.forget_connection = engine.sent_ahead.end
         self._engine = engine
         self._short_chunks = ShortChunks()
         self._readers = {op.name: RequestReader(op, chunked=False) for op in OPS}
@@ -260,7 +260,7 @@ class Servicer:
                 with self._engine.download(staged):
                     yield from self.messages_of(staged, source.chunk_nbytes)
 
-    def send_ahead(self, source: MessageSource, lease: Lease, rpc: RpcContext) -> bytes:
+    def send_ahead(self, source: MessageSource, tickets: ConnectionTickets, rpc: RpcContext) -> bytes:
         """Takes a tensor ahead of the request that needs it, and forgets others; returns the serialised response.
 
         Raises:
@@ -279,10 +279,10 @@ class Servicer:
             if message.HasField("tensor"):
                 header = ahead_header(message.tensor)
                 if message.tensor.HasField("location"):
-                    ticket = self._engine.sent_ahead.copy(header, message.tensor.location, lease, rpc)
+                    ticket = self._engine.sent_ahead.copy(header, message.tensor.location, tickets, rpc)
                 else:
                     read_into = partial(self._receive_chunks, source, AHEAD_CHUNK)
-                    ticket = self._engine.sent_ahead.receive(header, lease, rpc, read_into)
+                    ticket = self._engine.sent_ahead.receive(header, tickets, rpc, read_into)
             return pb.SendAheadResponse(ticket=ticket).SerializeToString()
         except Exception as error:
             self._receiver.count_refused(error)

@@ -14,7 +14,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from bngrad_server.errors import MessageTooLargeError, cut
-from bngrad_server.memory.ahead import Lease
+from bngrad_server.memory.ahead import ConnectionTickets
 from bngrad_server.memory.received_message import ReceivedMessage
 from bngrad_server.rpc.http2.refusal import refuse
 from bngrad_server.rpc.other_calls import REFLECTION_PATH, OtherCalls
@@ -60,13 +60,13 @@ class Http2Handler:
         self._traffic = _ByteTraffic(io)
         self._client = client
         self._load_listener = LoadListener()
-        self._lease: Lease = set()
+        self._tickets: ConnectionTickets = set()
         self.saw_malformed = False
 
     def close(self) -> None:
         """Forgets the tensors that were sent ahead over the connection, whose calls have ended."""
-        if self._lease:
-            self._servicer.end_lease(self._lease)
+        if self._tickets:
+            self._servicer.forget_connection(self._tickets)
 
     def checked_context(self, call: http2.ServerCall) -> RpcContext:
         """Authenticates a call, and checks its path; to be called before anything else is done for it.
@@ -135,7 +135,7 @@ class Http2Handler:
             elif call.path in self._others:
                 self._answer_other(call, rpc)
             elif call.path == SEND_AHEAD_PATH:
-                call.send_message(self._servicer.send_ahead(call, self._lease, rpc), more=True)
+                call.send_message(self._servicer.send_ahead(call, self._tickets, rpc), more=True)
                 self.end(call)
             else:
                 source = ExchangeSource(call, call, _chunk_nbytes(call), self._servicer.max_message_nbytes)

@@ -10,7 +10,7 @@ import pytest
 
 from bngrad_kernels.spec import InvalidArgumentError, TensorHeader
 from bngrad_server.errors import OverloadedError, UnknownTicketError
-from bngrad_server.memory.ahead import AheadTensors, Lease
+from bngrad_server.memory.ahead import AheadTensors, ConnectionTickets
 from bngrad_server.memory.arena import Arena
 
 NBYTES = 2**16
@@ -30,7 +30,7 @@ def tensors(arena: Arena) -> AheadTensors:
     return AheadTensors(arena)
 
 
-def keep(tensors: AheadTensors, client: str = "one", lease: Lease | None = None) -> bytes:
+def keep(tensors: AheadTensors, client: str = "one", lease: ConnectionTickets | None = None) -> bytes:
     return tensors.keep(HEADER, tensors.allocate(NBYTES, client), set() if lease is None else lease)
 
 
@@ -95,7 +95,7 @@ def test_nothing_is_sent_ahead_while_a_request_waits(tensors: AheadTensors, aren
 
 
 def test_what_a_request_uses_stays(tensors: AheadTensors, arena: Arena) -> None:
-    lease: Lease = set()
+    lease: ConnectionTickets = set()
     ticket = keep(tensors, lease=lease)
     tensor = tensors.hold("x", ticket, "one", HEADER.dtype, HEADER.shape)
     assert not tensors.evict()
@@ -107,7 +107,7 @@ def test_what_a_request_uses_stays(tensors: AheadTensors, arena: Arena) -> None:
 
 
 def test_a_lease_ends_all_that_it_has(tensors: AheadTensors, arena: Arena) -> None:
-    lease: Lease = set()
+    lease: ConnectionTickets = set()
     tickets = [keep(tensors, lease=lease) for _ in range(3)]
     other = keep(tensors)
     assert lease == set(tickets)

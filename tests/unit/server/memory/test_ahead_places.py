@@ -10,7 +10,7 @@ import pytest
 
 from bngrad_kernels.spec import InvalidArgumentError, TensorHeader
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
-from bngrad_server.memory.ahead import COPIED_NBYTES, AheadTensors, Lease
+from bngrad_server.memory.ahead import COPIED_NBYTES, AheadTensors, ConnectionTickets
 from bngrad_server.memory.ahead_places import AheadPlaces
 from bngrad_server.memory.arena import Arena
 from bngrad_server.memory.layout import Place
@@ -48,7 +48,7 @@ class Memory:
         self.regions = Regions(1 << 30, lambda region: None, self._end)
         self.places = AheadPlaces(self.regions, self.copier)
         self.region = self.regions.lease(ROOM * COPIED_NBYTES, "one")
-        self.lease: Lease = set()
+        self.lease: ConnectionTickets = set()
 
     def _end(self, region: Region) -> None:
         self.places.end_region(region)
