@@ -13,7 +13,7 @@ from grpc_status import rpc_status
 
 from bngrad_server.errors import grpc_status
 from bngrad_server.rpc_context import MessageTraffic, RpcContext
-from bngrad_server.runtime.traffic_accounts import Op
+from bngrad_server.runtime.traffic_accounts import OpTraffic
 from bngrad_server.security.auth import Authenticator, authenticated_client
 from bngrad_server.security.certificates import client_of_context
 
@@ -51,7 +51,7 @@ def check_active(context: grpc.ServicerContext) -> None:
         raise CancelledError
 
 
-def receive(messages: Iterator[bytes], op: Op) -> bytes | None:
+def receive(messages: Iterator[bytes], op: OpTraffic) -> bytes | None:
     """Receives a client's next message; None if there is none.
 
     Raises:
@@ -69,7 +69,7 @@ def receive(messages: Iterator[bytes], op: Op) -> bytes | None:
     raise CancelledError
 
 
-def receive_required(messages: Iterator[bytes], op: Op) -> bytes | None:
+def receive_required(messages: Iterator[bytes], op: OpTraffic) -> bytes | None:
     """Receives a message that the call needs; None if the client has ended its messages.
 
     Raises:

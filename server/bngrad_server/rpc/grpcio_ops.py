@@ -33,7 +33,7 @@ from bngrad_server.rpc.servicer import EXCHANGE_PATH, SERVER_INFO_PATH, UNARY_OP
 from bngrad_server.rpc_context import MessageTraffic, RpcContext
 from bngrad_server.runtime.executors import HandlerExecutor, InlineExecutor
 from bngrad_server.runtime.tcp_throttle import TcpThrottle
-from bngrad_server.runtime.traffic_accounts import Op, Peer
+from bngrad_server.runtime.traffic_accounts import OpTraffic, Peer
 from bngrad_server.security.auth import authenticated_client
 from bngrad_server.telemetry.load import LoadMeter
 from bngrad_wire.chunks import WholeMessages
@@ -225,7 +225,7 @@ def _report_load(load: LoadMeter, peer: Peer, context: grpc.ServicerContext) -> 
         context.set_trailing_metadata(report.metadata)
 
 
-def _count_failure(op: Op, futile: FutileCalls, error: Exception, rpc: RpcContext) -> None:
+def _count_failure(op: OpTraffic, futile: FutileCalls, error: Exception, rpc: RpcContext) -> None:
     """Tells whether the client or the server is the cause of a failure."""
     if isinstance(error, OverloadedError):
         op.was_refused()

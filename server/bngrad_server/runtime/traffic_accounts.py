@@ -50,10 +50,10 @@ class Peer:
         self._name = name
         self._mutex = threading.Lock()
 
-    def op(self, client: str | None) -> Op:
+    def op(self, client: str | None) -> OpTraffic:
         """Begins an op of an authenticated client; None for one that is not, whose connection is its account."""
         self.account = client or self._name
-        return Op(self)
+        return OpTraffic(self)
 
     def count(self, nbytes: int = 0, *, waiting: int = 0, receiving: int = 0) -> None:
         """Adds to what its ops have sent and to their numbers; for any thread."""
@@ -63,8 +63,8 @@ class Peer:
             self.receiving += receiving
 
 
-class Op:
-    """An op of a connection, for the time that it is used as a context manager."""
+class OpTraffic:
+    """The messages of one op of a connection, for the time that it is used as a context manager."""
 
     __slots__ = ("_is_receiving", "_nbytes", "_peer")
 
@@ -73,7 +73,7 @@ class Op:
         self._nbytes = 0
         self._is_receiving = False
 
-    def __enter__(self) -> Op:
+    def __enter__(self) -> OpTraffic:
         self._peer.count(waiting=1)
         return self
 

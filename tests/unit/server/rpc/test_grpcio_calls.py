@@ -15,7 +15,7 @@ from tests.unit.server.workers.additions import NBYTES, TIMEOUT_S, inputs, reque
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.rpc import grpcio_calls, grpcio_ops
 from bngrad_server.rpc.servicer import EXCHANGE_PATH, UNARY_OPS
-from bngrad_server.runtime.traffic_accounts import Op
+from bngrad_server.runtime.traffic_accounts import OpTraffic
 
 AT_ONCE_S = 2.0
 CALLS = 32
@@ -40,7 +40,7 @@ def waiting(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """The threads of the handlers that wait for a message that their call needs."""
     waiting: set[int] = set()
 
-    def receive_required(messages: Iterator[bytes], op: Op) -> bytes | None:
+    def receive_required(messages: Iterator[bytes], op: OpTraffic) -> bytes | None:
         waiting.add(threading.get_ident())
         try:
             return grpcio_calls.receive_required(messages, op)
