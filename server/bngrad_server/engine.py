@@ -36,7 +36,7 @@ from bngrad_wire.fields import Buffer
 
 logger = logging.getLogger(__name__)
 
-_MAX_MESSAGE_NBYTES = 64 * 2**20
+_MAX_HTTP2_MESSAGE_NBYTES = 64 * 2**20
 _MESSAGES_FRACTION = 4
 """Messages that the HTTP/2 port receives whole take memory up to one part in this many of the arena's size."""
 _SMALL_MESSAGES_NBYTES = 4 * 2**20
@@ -50,7 +50,7 @@ class Engine:
 
     Attributes:
         device_remark: Why some or all GPUs are not used, where the settings name no device; empty otherwise.
-        max_message_nbytes: The largest message that the HTTP/2 port receives whole.
+        max_http2_message_nbytes: The largest message that the HTTP/2 port receives whole.
         max_wait_s: The setting.
         load: Measures how loaded the server is.
     """
@@ -71,8 +71,8 @@ class Engine:
         self.pool = WorkerPool(config, names, self.arena, self.batcher, on_change)
         self.load = LoadMeter(self.batcher.counts, self.admission, lambda: self.pool.slots)
         self.regions = Regions(config.shared_bytes, self.pool.map, self._unmap)
-        self.max_message_nbytes = min(config.max_message_bytes, _MAX_MESSAGE_NBYTES)
-        nbytes = max(self.arena.nbytes // _MESSAGES_FRACTION, self.max_message_nbytes)
+        self.max_http2_message_nbytes = min(config.max_message_bytes, _MAX_HTTP2_MESSAGE_NBYTES)
+        nbytes = max(self.arena.nbytes // _MESSAGES_FRACTION, self.max_http2_message_nbytes)
         self._messages = Allocator(nbytes, _SMALL_MESSAGES_NBYTES)
         knows_clients = config.token_file is not None or config.tls_client_ca is not None
         memories = (self.arena, self._messages)

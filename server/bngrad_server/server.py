@@ -214,7 +214,9 @@ class Server:
 
 def _max_message_bytes(config: ServerConfig, engine: Engine) -> int:
     """Returns the largest message that a client may send to the addresses of ``listen``."""
-    return min(config.max_message_bytes, engine.max_message_nbytes) if config.one_port else config.max_message_bytes
+    return (
+        min(config.max_message_bytes, engine.max_http2_message_nbytes) if config.one_port else config.max_message_bytes
+    )
 
 
 def _tracing() -> Tracing:

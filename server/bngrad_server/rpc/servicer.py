@@ -48,7 +48,7 @@ class Servicer:
         load: The engine's load, which the ports report with each answer.
         observer: Counts and logs requests; the ports report the calls that fail before they reach the engine.
         authenticator: Tells which client a call belongs to; the ports ask it.
-        max_message_nbytes: The largest message that the HTTP/2 port receives whole.
+        max_http2_message_nbytes: The largest message that the HTTP/2 port receives whole.
         max_wait_s: How long a call may wait for the server.
         forget_connection: Forgets the tensors that were sent ahead over a connection.
         info: What ServerInfo answers.
@@ -65,7 +65,7 @@ class Servicer:
         self.observer = engine.observer
         self.authenticator = authenticator
         self.info = ServerInfo(engine, max_message_bytes)
-        self.max_message_nbytes = engine.max_message_nbytes
+        self.max_http2_message_nbytes = engine.max_http2_message_nbytes
         self.max_wait_s = engine.max_wait_s
         self.forget_connection = engine.sent_ahead.end
         self._engine = engine
