@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from collections.abc import Callable
 _MOST = 256.0
 _HALF_LIFE_S = 2.0
 _STRIKE_HALF_LIFE_S = 8.0
-_MAX_CLIENTS = 512
+_MAX_COUNTED = 512
 _LATENCY_S = 0.02
 """By how much the clock of a client's deadline may be ahead."""
 
@@ -26,8 +27,8 @@ class FutileCalls:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._cancelled = _FadingCounts(_HALF_LIFE_S, clock)
-        self._strikes = _FadingCounts(_STRIKE_HALF_LIFE_S, clock)
+        self._cancelled = FadingCounts(_HALF_LIFE_S, clock)
+        self._strikes = FadingCounts(_STRIKE_HALF_LIFE_S, clock)
         self._mutex = threading.Lock()
 
     def cancelled(self, client: str) -> None:
@@ -49,25 +50,32 @@ class FutileCalls:
         return client in self._cancelled and self._cancelled.of(client) > _MOST * 0.5 ** self._strikes.of(client)
 
 
-class _FadingCounts:
+class FadingCounts:
     """Counts by client, which halve in ``half_life_s``; only the clients that were counted last are kept."""
 
-    def __init__(self, half_life_s: float, clock: Callable[[], float]) -> None:
+    def __init__(self, half_life_s: float, clock: Callable[[], float], most: float = math.inf) -> None:
+        """Counts nothing yet; no count grows beyond ``most``."""
         self._half_life_s = half_life_s
         self._clock = clock
+        self._most = most
         self._counts: dict[str, tuple[float, float]] = {}  # and since when
+
+    def __len__(self) -> int:
+        return len(self._counts)
 
     def __contains__(self, client: str) -> bool:
         return client in self._counts
 
     def of(self, client: str) -> float:
+        """Returns what is left of a client's count."""
         count, since = self._counts.get(client, (0.0, 0.0))
         return float(count * 0.5 ** ((self._clock() - since) / self._half_life_s))
 
-    def add(self, client: str, change: int) -> None:
-        count = self.of(client) + change
+    def add(self, client: str, change: float) -> None:
+        """Changes a client's count; it is forgotten once nothing is left."""
+        count = min(self.of(client) + change, self._most)
         self._counts.pop(client, None)
         if count > 0:
             self._counts[client] = count, self._clock()
-            if len(self._counts) > _MAX_CLIENTS:
+            if len(self._counts) > _MAX_COUNTED:
                 del self._counts[next(iter(self._counts))]

@@ -270,7 +270,7 @@ def test_a_client_of_many_malformed_messages_waits_and_others_do_not(
     service: Service, nbytes: int, has_long_calls: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service.port._connections._has_long_calls = has_long_calls
-    monkeypatch.setattr(Penalties, "delay_s", lambda self, peer: DELAY_S if self._score(peer) > 5 else 0.0)
+    monkeypatch.setattr(Penalties, "delay_s", lambda self, peer: DELAY_S if self._scores.of(peer) > 5 else 0.0)
     bad, good = (
         http2.ClientConnection(service.socket(over_tcp=True, source=f"127.0.0.{number}"), "here") for number in (2, 3)
     )
@@ -282,7 +282,7 @@ def test_a_client_of_many_malformed_messages_waits_and_others_do_not(
 def test_a_client_that_cancels_hundreds_of_calls_waits_and_others_do_not(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Penalties, "delay_s", lambda self, peer: DELAY_S if self._score(peer) else 0.0)
+    monkeypatch.setattr(Penalties, "delay_s", lambda self, peer: DELAY_S if self._scores.of(peer) else 0.0)
     monkeypatch.setattr(futile_calls, "_MOST", 1.5)
     bad, good = (
         http2.ClientConnection(service.socket(over_tcp=True, source=f"127.0.0.{number}"), "here") for number in (2, 3)

@@ -172,7 +172,7 @@ def test_a_connection_whose_token_is_no_longer_valid_is_a_stranger_again(
 def test_connections_of_a_peer_that_broke_the_protocol_wait_and_others_do_not(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Penalties, "delay_s", lambda self, peer: DELAY_S if self._score(peer) else 0.0)
+    monkeypatch.setattr(Penalties, "delay_s", lambda self, peer: DELAY_S if self._scores.of(peer) else 0.0)
     good = service.connect(over_tcp=True)
     check_answered(ask(good, metadata=GOOD))
     bad = service.socket(over_tcp=True)
@@ -189,7 +189,7 @@ def test_connections_of_a_peer_that_broke_the_protocol_wait_and_others_do_not(
 def test_a_client_that_broke_the_protocol_waits_wherever_it_comes_from(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Penalties, "delay_s", lambda self, peer: DELAY_S if self._score(peer) else 0.0)
+    monkeypatch.setattr(Penalties, "delay_s", lambda self, peer: DELAY_S if self._scores.of(peer) else 0.0)
     bad = service.connect(over_tcp=True)
     check_answered(ask(bad, metadata=GOOD))
     bad.io.send([frames.frame(frames.GOAWAY, 0, 1, bytes(8))])
@@ -202,7 +202,7 @@ def test_a_client_that_broke_the_protocol_waits_wherever_it_comes_from(
 def test_a_client_that_broke_the_protocol_is_not_trusted_on_its_next_connection(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Penalties, "delay_s", lambda self, peer: 0.01 if self._score(peer) else 0.0)
+    monkeypatch.setattr(Penalties, "delay_s", lambda self, peer: 0.01 if self._scores.of(peer) else 0.0)
     distrust = mock.Mock()
     monkeypatch.setattr(ServerConnection, "distrust", distrust)
     bad = service.connect(over_tcp=True)
