@@ -14,11 +14,17 @@ import grpc
 from bngrad_server.errors import OverloadedError
 
 
+def is_fair(taken: int, amount: int, free: int) -> bool:
+    """Whether a client may take an amount more of what is free: a client's share is at most twice what it leaves."""
+    rest = free - amount
+    return taken + amount <= 2 * rest if taken else rest >= 0
+
+
 class FairShares:
     """An amount of which calls take parts, and wait for them while their client has its share.
 
-    A client's share is at most twice what it leaves. So something is left for a client that has nothing yet; of the
-    clients that wait, the one that has least is served first.
+    Shares are those of `is_fair`. So something is left for a client that has nothing yet; of the clients that wait, the
+    one that has least is served first.
     """
 
     def __init__(
@@ -103,8 +109,7 @@ class FairShares:
             return False
         if self._free == self._total:
             return True
-        taken, rest = self._taken[client], self._free - amount
-        return taken + amount <= 2 * rest if taken else rest >= 0
+        return is_fair(self._taken[client], amount, self._free)
 
     def _take(self, client: str, amount: int) -> None:
         self._free -= amount

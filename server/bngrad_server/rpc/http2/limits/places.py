@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Generic, TypeVar
 
+from bngrad_server.rpc.fair_shares import is_fair
+
 Member = TypeVar("Member")
 
 
@@ -53,8 +55,8 @@ class Places(Generic[Member]):
 class ThreadShares(Generic[Member]):
     """Who has a thread, and who waits for one; it never blocks, for an event loop.
 
-    A client's share is at most twice what it leaves, as in `bngrad_server.rpc.fair_shares`. So a thread is left for a
-    client that has none yet; of the clients that wait, the one that has fewest is served first.
+    Shares are those of `bngrad_server.rpc.fair_shares.is_fair`. So a thread is left for a client that has none yet; of
+    the clients that wait, the one that has fewest is served first.
     """
 
     def __init__(self, count: int, is_worthwhile: Callable[[str], bool] = lambda client: True) -> None:
@@ -105,10 +107,7 @@ class ThreadShares(Generic[Member]):
         return (member for members in self._waiting.values() for member in members)
 
     def _fits(self, client: str) -> bool:
-        if not self._is_worthwhile(client):
-            return False
-        taken, rest = self._taken[client], self._free - 1
-        return taken + 1 <= 2 * rest if taken else rest >= 0
+        return self._is_worthwhile(client) and is_fair(self._taken[client], 1, self._free)
 
     def _take(self, member: Member, client: str) -> None:
         self._free -= 1
