@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Sequence
 
@@ -201,11 +200,10 @@ class StagedRequest:
     def response(self) -> list[Buffer]:
         """The response, in pieces that are views of the outputs; use them before the memory is released."""
         request = self.request
-        *prefixes, tail = request.response
         outputs: list[Buffer] = [b"" if view is None or request.chunked else view for view in self.large_outputs]
         first = len(request.small_inputs)
-        outputs += [self._stats(first + i) for i in range(len(prefixes) - len(outputs))]
-        return [*itertools.chain.from_iterable(zip(prefixes, outputs, strict=True)), tail]
+        outputs += [self._stats(first + i) for i in range(len(request.response) - 1 - len(outputs))]
+        return request.response_pieces(outputs)
 
     def _stats(self, index: int) -> memoryview:
         start = self._stats_offset + index * self.request.sizes.stats_stride

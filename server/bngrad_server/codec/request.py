@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -10,6 +12,8 @@ from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.codec.ops import Op
 from bngrad_server.memory.layout import Sizes
 from bngrad_server.scheduling.job import KernelKey
+from bngrad_wire import messages
+from bngrad_wire.fields import Buffer
 
 Source: TypeAlias = slice | pb.Location | bytes | None
 """Where a tensor's elements are: in the message, in a shared region, in the tensor of a ticket, sent ahead, or (None)
@@ -59,6 +63,15 @@ class Request:
     tensors_nbytes: int
     new_nbytes: int
     response_nbytes: int
+
+    def response_pieces(self, outputs: Sequence[Buffer]) -> list[Buffer]:
+        """Returns the response with these outputs, in pieces; those that travel in chunks are empty."""
+        *prefixes, tail = self.response
+        return [*itertools.chain.from_iterable(zip(prefixes, outputs, strict=True)), tail]
+
+    def exchange_pieces(self, response: Sequence[Buffer]) -> list[Buffer]:
+        """Returns the message of an exchange with this response, in pieces."""
+        return [messages.field_prefix(self.op.exchange_number, sum(map(len, response))), *response]
 
 
 class InvalidRequestError(InvalidArgumentError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -72,10 +71,8 @@ def aligned_memory(nbytes: int) -> memoryview:
 def _response(request: Request, large: Sequence[Buffer], small: Sequence[Buffer]) -> list[list[Buffer]]:
     """The messages of a response, in pieces that are views of the outputs."""
     outputs = [*([b""] * len(large) if request.chunked else large), *small]
-    *prefixes, tail = request.response
-    pieces: list[Buffer] = [*itertools.chain.from_iterable(zip(prefixes, outputs, strict=True)), tail]
+    pieces = request.response_pieces(outputs)
     if not request.chunked:
         return [pieces]
-    pieces.insert(0, messages.field_prefix(request.op.exchange_number, sum(map(len, pieces))))
     prefix = messages.field_prefix(CHUNK, request.sizes.tensor)
-    return [pieces, *([prefix, output] for output in large)]
+    return [request.exchange_pieces(pieces), *([prefix, output] for output in large)]

@@ -226,7 +226,7 @@ class Servicer:
         if not staged.request.chunked:
             yield pieces
             return
-        yield [messages.field_prefix(staged.request.op.exchange_number, sum(map(len, pieces))), *pieces]
+        yield staged.request.exchange_pieces(pieces)
         for output in staged.large_outputs:
             yield from chunks.split(exchange.CHUNK, _in_arena(output), chunk_nbytes)
 
