@@ -100,20 +100,14 @@ class Servicer:
             Exception: See `bngrad_server.engine.Engine.compute_at_once`.
         """
         received_at = time.monotonic()
-        message = received[0]
-        elements: list[Buffer] = []
         if path == EXCHANGE_PATH:
-            part = messages.only_field(message, len(message))
-            if part is None or (reader := self._chunked_readers.get(part[0])) is None:
-                return None
-            message = message[part[1] :]
-        elif path in UNARY_OPS:
-            reader = self._readers[UNARY_OPS[path]]
+            reader, message = self._exchanged(received[0])
         else:
-            return None
-        request = reader.known(message)
+            reader, message = self._readers.get(UNARY_OPS.get(path, "")), received[0]
+        request = None if reader is None else reader.known(message)
         if request is None or not self._engine.computes_at_once(request, room, in_event_loop=in_event_loop):
             return None
+        elements: list[Buffer] = []
         if request.chunked:
             whole = exchange.whole_chunks(received[1:], request.sizes.tensor)
             if len(whole) != len(request.chunk_order):
@@ -187,11 +181,9 @@ class Servicer:
         self, received: Sequence[bytearray], rpc: RpcContext, on_end: Callable[[], None]
     ) -> StagedRequest | None:
         """Does as `submit` for an exchange that has arrived whole, if it is one request whose like has come before."""
-        part = messages.only_field(received[0], len(received[0]))
-        if part is None or (reader := self._chunked_readers.get(part[0])) is None:
-            return None
-        data = bytes(received[0][part[1] :])
-        if (request := reader.known(data)) is None:
+        reader, request_bytes = self._exchanged(received[0])
+        data = bytes(request_bytes)
+        if reader is None or (request := reader.known(data)) is None:
             return None
         elements = exchange.whole_chunks(received[1:], request.sizes.tensor)
         sent = sum(not isinstance(source, bytes) for source in request.large_inputs)  # and not ahead
@@ -199,6 +191,11 @@ class Servicer:
             return None
         staged = self._try_to_stage(reader, data, rpc, may_wait=False)
         return None if staged is None else self._submit(staged, data, elements, on_end)
+
+    def _exchanged(self, message: Buffer) -> tuple[RequestReader | None, Buffer]:
+        """Returns what reads the request in a message of an exchange, and the request; None if it is no plain one."""
+        part = messages.only_field(message, len(message))
+        return (None, b"") if part is None else (self._chunked_readers.get(part[0]), message[part[1] :])
 
     def _submit(
         self, staged: StagedRequest, data: bytes, elements: Sequence[memoryview], on_end: Callable[[], None]
