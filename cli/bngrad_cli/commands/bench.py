@@ -11,17 +11,15 @@ from typing import Any
 
 import click
 import numpy as np
-from rich import box
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 import bngrad
 from bngrad_cli.load_generator import Measurement, measure
 from bngrad_cli.sample_requests import DTYPES, SampleRequest, random_request
 from bngrad_cli.target import Target, TargetError
 from bngrad_cli.target_options import Seconds, with_target
-from bngrad_cli.terminal import exit_on_sigterm, wide_console
+from bngrad_cli.terminal import descriptions, exit_on_sigterm, plain_table, print_lines, wide_console
 
 _TRANSPORTS = ("auto", "shared", "stream", "unary")
 _LAYERS = {
@@ -187,7 +185,7 @@ def _numbers(measurement: Measurement) -> dict[str, float]:
 def _print_table(
     target: Target, server: bngrad.ServerInfo, dtype: str, concurrency: int, done: list[Measurement]
 ) -> None:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table = plain_table()
     for name in ("layer", "shape", "transport"):
         table.add_column(name, no_wrap=True)
     for name in (*(f"p{percent} ms" for percent in _PERCENTILES), "calls/s", "GB/s"):
@@ -197,14 +195,12 @@ def _print_table(
         where = (each.layer, "x".join(map(str, each.shape))) if is_new else ("", "")
         table.add_row(*where, each.transport, *(_short(number) for number in _numbers(each).values()))
     console = wide_console()
-    devices = ", ".join(dict.fromkeys(device.description for device in server.devices))
-    heading = f"bngrad {server.version} on {target.address}: {len(server.devices)} x {devices}"
-    console.print(heading, highlight=False, markup=False, soft_wrap=True)
+    devices = f"{len(server.devices)} x {descriptions(server)}"
+    print_lines(console, [f"bngrad {server.version} on {target.address}: {devices}"])
     console.print(f"{dtype}, {concurrency} at once", highlight=False)
     console.print(table)
-    for each in done:
-        if each.error and not each.has_failed:
-            console.print(f"{each.layer} {each.transport}: {each.error}", highlight=False, markup=False, soft_wrap=True)
+    refused = [each for each in done if each.error and not each.has_failed]
+    print_lines(console, (f"{each.layer} {each.transport}: {each.error}" for each in refused))
     console.print(_CAPTION, highlight=False)
 
 

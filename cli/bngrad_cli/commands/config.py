@@ -64,13 +64,11 @@ def _toml(setting: Setting) -> str:
 
 
 def _print_table(effective: list[Setting]) -> None:
-    from rich import box  # noqa: PLC0415 - JSON and TOML do not need it
-    from rich.table import Table  # noqa: PLC0415
-    from rich.text import Text  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415 - JSON and TOML do not need it
 
-    from bngrad_cli.terminal import wide_console  # noqa: PLC0415
+    from bngrad_cli.terminal import plain_table, wide_console  # noqa: PLC0415
 
-    table = Table("setting", "value", "unit", "origin", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table = plain_table("setting", "value", "unit", "origin")
     table.columns[0].no_wrap = True
     table.columns[1].overflow = "fold"  # rather than cut
     for each in effective:

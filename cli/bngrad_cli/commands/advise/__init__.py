@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from typing import Any
 
 import click
-from rich import box
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -19,7 +18,7 @@ from bngrad_cli.commands.advise.verdict import Advice, Times
 from bngrad_cli.sample_requests import DTYPES
 from bngrad_cli.target import Target
 from bngrad_cli.target_options import Seconds, with_target
-from bngrad_cli.terminal import exit_on_sigterm, wide_console
+from bngrad_cli.terminal import descriptions, exit_on_sigterm, plain_table, print_lines, wide_console
 
 _COLUMNS = (SERVER, LOCAL, PYTORCH)
 
@@ -96,9 +95,7 @@ def advise(
         print(json.dumps(about | _as_json(times, missing, advice), indent=2))
         return
     console = wide_console()
-    devices = ", ".join(dict.fromkeys(device.description for device in server.devices))
-    heading = f"{SERVER}: bngrad {server.version} on {target.address}: {devices}"
-    console.print(heading, highlight=False, markup=False, soft_wrap=True)
+    print_lines(console, [f"{SERVER}: bngrad {server.version} on {target.address}: {descriptions(server)}"])
     units = "MB: tensors of a call; milliseconds of a backward pass, medians"
     console.print(f"{dtype} {data_format}; {units}", highlight=False)
     console.print(_table(times))
@@ -127,7 +124,7 @@ def _as_json(times: Times, missing: Mapping[str, str], advice: Advice) -> dict[s
 
 
 def _table(times: Times) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table = plain_table()
     table.add_column("layer", no_wrap=True)
     for name in ("count", "MB", *_COLUMNS):
         table.add_column(name, no_wrap=True, justify="right")
@@ -155,5 +152,4 @@ def _print_rest(console: Console, times: Times, missing: Mapping[str, str], advi
     lines.append(f"Verdict: {advice.verdict}")
     if advice.code:
         lines.append(f"  {advice.code}")
-    for line in lines:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    print_lines(console, lines)

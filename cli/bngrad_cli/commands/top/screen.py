@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from bngrad_cli.terminal import plain_table
 from bngrad_wire.printable import printable
 
 _BARS = " ▁▂▃▄▅▆▇█"
@@ -41,7 +41,7 @@ def _head(address: str, server: dict[str, Any]) -> RenderableType:
 
 
 def _numbers(server: dict[str, Any], points: list[dict[str, Any]]) -> RenderableType:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table = plain_table()
     for name in ("requests/s", "failed/s", "tensors/s", "median", "99 %", "waiting", "in flight", "arena"):
         table.add_column(name, no_wrap=True, justify="right")
     idle = {"answered": 0.0, "failed": 0.0, "bytes": 0.0, "p50": None, "p99": None}
@@ -60,7 +60,7 @@ def _numbers(server: dict[str, Any], points: list[dict[str, Any]]) -> Renderable
 
 
 def _devices(server: dict[str, Any], points: list[dict[str, Any]]) -> RenderableType:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table = plain_table()
     for name in ("device", "worker", "utilisation", "", "memory", "restarts", "what it is"):
         justify: Literal["left", "right"] = "right" if name in {"", "memory", "restarts"} else "left"
         table.add_column(name, no_wrap=name != "what it is", justify=justify)
@@ -81,7 +81,7 @@ def _devices(server: dict[str, Any], points: list[dict[str, Any]]) -> Renderable
 def _times(recent: dict[str, Any]) -> RenderableType:
     """The latencies of the last minute, and the time by stage."""
     times = {"median": recent["p50"], "90 %": recent["p90"], "99 %": recent["p99"], **recent["stages"]}
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title="last minute", title_justify="left")
+    table = plain_table(title="last minute", title_justify="left")
     for name in times:
         table.add_column(name, no_wrap=True, justify="right")
     table.add_row(*map(_seconds, times.values()))
@@ -103,9 +103,7 @@ def _minute(recent: dict[str, Any], points: list[dict[str, Any]]) -> RenderableT
 
 
 def _failures(server: dict[str, Any], is_short: bool) -> RenderableType:
-    table = Table(
-        box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title="recent failures", title_justify="left"
-    )
+    table = plain_table(title="recent failures", title_justify="left")
     for name in ("ago", "status", "client", "request", "why"):
         table.add_column(name, no_wrap=is_short or name != "why")
     for failure in server["failures"][:_SHOWN_FAILURES]:
