@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from bngrad_wire.addresses import ready_address
 
 _DEVICE = Path(__file__).parent / "device"
 _CGROUPS = Path("/sys/fs/cgroup/cpu")
@@ -57,10 +58,10 @@ def _serving(variables: dict[str, str], prefix: Sequence[str] = ()) -> Iterator[
     ) as process:
         try:
             assert process.stdout is not None
-            ready = re.search(r" ready on ([^\s,]+?)[,:] ", process.stdout.readline())
-            if ready is None:
+            address = ready_address(process.stdout.readline())
+            if address is None:
                 raise RuntimeError("a server did not start")
-            yield ready[1]
+            yield address
         finally:
             process.terminate()
             process.wait()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import tempfile
 from typing import IO
 
 from bngrad_kernels.child import module_command
 from bngrad_server.runtime.processes import end_process
+from bngrad_wire.addresses import ready_address
 
 _STOP_TIMEOUT_S = 30.0
 
@@ -71,11 +71,11 @@ class EmbeddedServer:
     def _wait_until_ready(self) -> str:
         """Returns the first address on which the server listens."""
         assert self.process.stdout is not None
-        ready = re.search(r" ready on ([^\s,]+?)[,:] ", self.process.stdout.readline())
-        if ready is None:
+        address = ready_address(self.process.stdout.readline())
+        if address is None:
             self.stop()
             raise ServerStartError(f"the server did not start:\n{self.stderr()}")
-        return ready[1]
+        return address
 
     def stop(self) -> int:
         """Stops the server, kills it after a timeout, and returns its exit code."""

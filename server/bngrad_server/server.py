@@ -34,7 +34,7 @@ from bngrad_server.security import setup
 from bngrad_server.setting_types import NONE
 from bngrad_server.telemetry.observer import Observer
 from bngrad_wire import __version__
-from bngrad_wire.addresses import format_host_port, host_and_port, unix_path
+from bngrad_wire.addresses import format_host_port, host_and_port, ready_line, unix_path
 
 if TYPE_CHECKING:
     from bngrad_server.telemetry.tracing import Tracing
@@ -285,7 +285,7 @@ def serve(config: ServerConfig) -> None:
         gc.freeze()  # these objects stay: collections that traverse them would delay calls by 9 ms
         ready.set()
         devices = ", ".join(f"{status.name} ({status.description})" for status in server.engine.pool.status())
-        _print_soon(f"bngrad {__version__} ready on {', '.join(server.addresses)}: {devices}\n")
+        _print_soon(ready_line(__version__, server.addresses, devices))
         logger.info("large tensors: %s; clients on this host: %s; HTTP: %s", *server.endpoints, server.http_address)
         while not stopping.wait(_CHECK_S):
             if failed_part := server.failed_part:

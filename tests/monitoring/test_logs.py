@@ -23,6 +23,7 @@ import bngrad
 from bngrad_cli.embedded import EmbeddedServer
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_protos.v1 import batch_norm_grad_pb2_grpc as pb_grpc
+from bngrad_wire.addresses import ready_address
 
 MARK = 0.1234567
 """A value in every tensor that no log may contain."""
@@ -158,12 +159,12 @@ def test_a_log_that_is_not_read_does_not_block_requests() -> None:
         os.close(writing)
         try:
             assert process.stdout is not None
-            ready = re.search(r" ready on ([^\s,]+?)[,:] ", process.stdout.readline())
-            assert ready is not None
-            for target in targets_of(ready[1]).values():
+            address = ready_address(process.stdout.readline())
+            assert address is not None
+            for target in targets_of(address).values():
                 send_wrong_request(target)
             workers_of(process.pid)[0].kill()
-            with bngrad.Client(ready[1]) as client:
+            with bngrad.Client(address) as client:
                 call(client)
             process.terminate()
             assert process.wait(TIMEOUT_S) == 0

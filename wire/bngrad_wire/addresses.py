@@ -5,12 +5,14 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+from collections.abc import Sequence
 from urllib.parse import quote
 
 MAX_PORT = 2**16 - 1
 MAX_PATH_NBYTES = 107
 """Of the path of a Unix socket, see unix(7)."""
 _UNIX = "unix:"
+_READY = re.compile(r"bngrad \S+ ready on ([^\s,]+?)[,:] ")
 _HOST_AND_PORT = re.compile(r"(\[[^\]\s]+\]|[^:/\[\]\s]+):([0-9]{1,9})")
 
 
@@ -40,6 +42,17 @@ def grpcio_address(address: str) -> str:
     """Returns an address as grpcio takes it, which decodes percent escapes in a path."""
     path = unix_path(address)
     return address if path is None else _UNIX + quote(os.fsencode(path))
+
+
+def ready_line(version: str, addresses: Sequence[str], devices: str) -> str:
+    """Returns the line that ``bngrad serve`` prints to its standard output once it is ready."""
+    return f"bngrad {version} ready on {', '.join(addresses)}: {devices}\n"
+
+
+def ready_address(line: str) -> str | None:
+    """Returns the first address in a `ready_line`, which must be without blanks and commas; None for another line."""
+    found = _READY.match(line)
+    return None if found is None else found[1]
 
 
 def is_local(address: str) -> bool:

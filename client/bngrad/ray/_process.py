@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
-import re
 import subprocess
 import threading
 from collections.abc import Sequence
 
 from bngrad_kernels.child import module_command
+from bngrad_wire.addresses import ready_address
 
 logger = logging.getLogger("bngrad")
 
-_READY = re.compile(r" ready on ([^\s,]+?)[,:] ")
 _RESTART_DELAYS_S = (0.0, 1.0, 2.0, 5.0, 10.0)
 """Before the next start, by how often in a row the server has ended before it was ready."""
 _STOP_TIMEOUT_S = 40.0
@@ -108,8 +107,8 @@ class ServerProcess:
         assert process.stdin is not None
         assert process.stdout is not None
         with process.stdin, process.stdout:
-            ready = _READY.search(process.stdout.readline())
-            if ready:
-                self._target = ready[1]
+            address = ready_address(process.stdout.readline())
+            if address is not None:
+                self._target = address
                 self._ready_or_failed.set()
-            return ready is not None, process.wait()
+            return address is not None, process.wait()
