@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from bngrad_wire.addresses import grpcio_address, host_and_port, is_local, unix_path
-from bngrad_wire.token_format import is_sendable
+from bngrad_wire.token_format import SCHEME, is_sendable
 
 if TYPE_CHECKING:
     import grpc
@@ -107,7 +107,7 @@ class Target:
             raise TargetError(f"{self.token_file}, the file of --token-file, should hold {expected}")
         if not self.tls and not is_local(self.address):
             raise TargetError(f"the token would travel unencrypted to {self.address}: give --tls or --tls-ca as well")
-        return (("authorization", f"Bearer {token}"),)
+        return (("authorization", f"{SCHEME}{token}"),)
 
     def connect(self) -> None:
         """Checks that a connection can be made; the system's errors say more than gRPC's.

@@ -12,11 +12,9 @@ import click
 
 from bngrad_cli.target import Target
 from bngrad_wire.addresses import MAX_PORT, host_and_port, unix_path
+from bngrad_wire.limits import LONGEST_S
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-
-_LONGEST_S = 7 * 24 * 3600
-"""Sockets and locks refuse timeouts that are far longer."""
 
 
 class Seconds(click.types.FloatParamType):
@@ -31,9 +29,9 @@ class Seconds(click.types.FloatParamType):
             number = float(value)
         except ValueError:
             number = math.nan
-        if not (number > 0 if self._least is None else number >= self._least) or number > _LONGEST_S:
+        if not (number > 0 if self._least is None else number >= self._least) or number > LONGEST_S:
             least = "above 0" if self._least is None else f"at least {self._least:g}"
-            self.fail(f"it should be a number of seconds, {least} and at most {_LONGEST_S}, not {value!r}", param, ctx)
+            self.fail(f"it should be a number of seconds, {least} and at most {LONGEST_S}, not {value!r}", param, ctx)
         return number
 
 

@@ -19,7 +19,7 @@ from bngrad._shared_memory.lease import shut_down
 from bngrad._validation import LOCAL, ChannelOption, host_and_port_of
 from bngrad_wire.addresses import format_host_port, grpcio_address, is_local
 from bngrad_wire.http2.sockets import sigpipe, tls
-from bngrad_wire.token_format import is_sendable
+from bngrad_wire.token_format import SCHEME, is_sendable
 
 Token: TypeAlias = str | os.PathLike[str] | Callable[[], str]
 _LOCAL_SCHEMES = ("unix:", "unix-abstract:")
@@ -172,7 +172,7 @@ class Credentials:
             token = self._token()
         else:
             token = _read("token", self._token).decode(errors="replace").strip()
-        return f"Bearer {_checked(token)}"
+        return f"{SCHEME}{_checked(token)}"
 
 
 NO_CREDENTIALS = Credentials(Security(), "")

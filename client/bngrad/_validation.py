@@ -7,7 +7,7 @@ import operator
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, SupportsIndex, TypeAlias
+from typing import Any, Literal, SupportsIndex, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ from bngrad_wire.addresses import MAX_PATH_NBYTES, MAX_PORT, host_and_port, unix
 LOCAL = "local:"
 """The target that stands for the CPU of this process."""
 ChannelOption: TypeAlias = tuple[str, Any]
-TRANSPORTS: tuple[Transport, ...] = ("auto", "unary", "stream", "shared")
+TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 
 _DEFAULT_OPTIONS: dict[str, Any] = {
     "grpc.max_send_message_length": -1,

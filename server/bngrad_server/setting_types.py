@@ -13,9 +13,9 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from bngrad_kernels import machine
 from bngrad_kernels.backends import devices
 from bngrad_wire.addresses import MAX_PORT, host_and_port, unix_path
+from bngrad_wire.limits import LONGEST_S
 
 NONE = "none"
-_LONGEST_S = 7 * 24 * 3600
 
 
 class Metavar(str):
@@ -139,9 +139,9 @@ def _device(value: str) -> str:
 
 _POWERS = {"kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 Seconds = Annotated[
-    float, _in_units({"ms": 1e-3, "s": 1, "min": 60, "h": 3600}), Field(le=_LONGEST_S), Metavar("SECONDS")
+    float, _in_units({"ms": 1e-3, "s": 1, "min": 60, "h": 3600}), Field(le=LONGEST_S), Metavar("SECONDS")
 ]
-"""A duration; text may have a unit. It is limited since timers do not take every number."""
+"""A duration; text may have a unit."""
 Bytes = Annotated[int, _in_units({"B": 1, **_POWERS}, is_whole=True), Metavar("BYTES")]
 """A size of memory; text may have a unit."""
 IN_MEMORY = AfterValidator(_check_memory)

@@ -16,7 +16,7 @@ from typing import Generic, TypeAlias, TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
-from bngrad_wire.fields import LEN, Buffer, FieldReader, TruncatedError, read_varint
+from bngrad_wire.fields import LEN, MAX_LENGTH_NBYTES, Buffer, FieldReader, TruncatedError, read_varint
 
 AnyMessage = TypeVar("AnyMessage", bound=Message)
 Meaning = TypeVar("Meaning")
@@ -25,7 +25,7 @@ _Skeleton: TypeAlias = tuple[tuple[int, int, bytes], ...]
 """The pieces between the elements of a message: start, end and bytes of each."""
 
 _DATA_FIELD = pb.Tensor.DESCRIPTOR.fields_by_name["data"].number
-PREFIX_NBYTES = 6
+PREFIX_NBYTES = 1 + MAX_LENGTH_NBYTES
 """How much of a message `only_field` needs, in bytes."""
 _MAX_CACHED_NBYTES = 1024
 """How many bytes beside its elements a message may have whose layout is cached."""
@@ -196,7 +196,7 @@ def only_field(data: Buffer, nbytes: int) -> tuple[int, int] | None:
     if len(data) < 2 or data[0] & 7 != LEN or not 0x07 < data[0] < 0x80:
         return None
     try:
-        length, start = read_varint(data, 1, len(data), 5)
+        length, start = read_varint(data, 1, len(data), MAX_LENGTH_NBYTES)
     except DecodeError:
         return None
     return (data[0] >> 3, start) if start + length == nbytes else None

@@ -9,6 +9,8 @@ import hashlib
 import re
 import secrets
 
+SCHEME = "Bearer "
+"""What precedes a token in the ``authorization`` header."""
 _PREFIX = "bngrad_"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _LINE = re.compile(rf"({_NAME.pattern})\s+sha256:([0-9a-f]{{64}})")

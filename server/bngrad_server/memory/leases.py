@@ -20,6 +20,7 @@ from bngrad_server.memory.regions import Region, Regions
 from bngrad_server.runtime.listening import has_listener
 from bngrad_server.security.auth import ALLOW_ALL, Authenticator, local_client
 from bngrad_wire.lease_protocol import CALLS, IN_USE, IS_IN_USE, MAX_REQUEST_NBYTES, NOT_IN_USE, REGIONS, unpack_request
+from bngrad_wire.token_format import SCHEME
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,6 @@ _NAME = re.compile(rf"\.?{_PREFIX}[0-9a-f]{{32}}")
 """Of a directory, or of its draft."""
 _DRAFT_S = 60.0
 """A draft that is older will never be complete."""
-_SCHEME = "Bearer "
 MAX_WITHOUT_LEASE = 256
 """The most connections without a lease; for a further one, the oldest of them is closed."""
 _CHECK_S = 1.0
@@ -148,7 +148,7 @@ class LeaseServer:
             client.send(IN_USE if leased.holds > 0 else NOT_IN_USE)
             return True
         nbytes, authorization = unpack_request(message)
-        is_malformed = authorization != "" and not authorization.startswith(_SCHEME)
+        is_malformed = authorization != "" and not authorization.startswith(SCHEME)
         if nbytes == 0 or leased is not None or is_malformed:
             return False
         try:

@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from bngrad_server.errors import OverloadedError, RequestTooLargeError
+from bngrad_server.scheduling.job import WORK_OF_ANY_REQUEST
 
 _ALWAYS_REQUESTS = 16
 """Up to this many requests, and no more than may be admitted, are admitted whatever the estimates say."""
 _BUSY_REQUESTS = 8
 """With this many requests, apart from those that wait for their clients, the server works at its full rate."""
-_WORK_OF_ANY_REQUEST = 1 << 18
-"""What a request costs in addition to its bytes, in bytes."""
 _WINDOW_S = 0.5
 _WINDOWS = 8
 _SHORTEST_RETRY_S, _LONGEST_RETRY_S = 0.02, 5.0
@@ -90,7 +89,7 @@ class Admission:
             OverloadedError: The server is full, or the client has as much in it as it may.
             RequestTooLargeError: The client may never have as much in it.
         """
-        work = nbytes + _WORK_OF_ANY_REQUEST
+        work = nbytes + WORK_OF_ANY_REQUEST
         with self._mutex:
             self._check(client, work, deadline)
             self.admitted += 1
@@ -107,7 +106,7 @@ class Admission:
             RequestTooLargeError: As `enter`.
         """
         with self._mutex:
-            self._check(client, nbytes + _WORK_OF_ANY_REQUEST, deadline)
+            self._check(client, nbytes + WORK_OF_ANY_REQUEST, deadline)
 
     def check(self, client: str, deadline: float | None) -> None:
         """Rejects a request that `enter` would reject whatever its size; this is cheaper than to find out the size.
@@ -116,11 +115,11 @@ class Admission:
             OverloadedError: The server is full.
         """
         with self._mutex:
-            self._check(client, _WORK_OF_ANY_REQUEST, deadline)
+            self._check(client, WORK_OF_ANY_REQUEST, deadline)
 
     def leave(self, client: str, nbytes: int, *, computed: bool) -> None:
         """Ends the admission of a request; the work of one that was not computed is not counted in the rate."""
-        work = nbytes + _WORK_OF_ANY_REQUEST
+        work = nbytes + WORK_OF_ANY_REQUEST
         with self._mutex:
             self.admitted -= 1
             self._was_busy &= self._is_busy
@@ -139,7 +138,7 @@ class Admission:
     def receiving(self, client: str, nbytes: int, deadline: float | None) -> Iterator[None]:
         """Counts a message among its client's bytes while it is received; raises what `enter` does."""
         with self._mutex:
-            self._check(client, nbytes + _WORK_OF_ANY_REQUEST, deadline)
+            self._check(client, nbytes + WORK_OF_ANY_REQUEST, deadline)
             self._received_of[client] += nbytes
         try:
             yield
@@ -190,7 +189,7 @@ class Admission:
 
     def _check_client(self, client: str, work: int) -> None:
         """Rejects a client that has reached its limits."""
-        requests, nbytes = self._requests_of[client], work - _WORK_OF_ANY_REQUEST
+        requests, nbytes = self._requests_of[client], work - WORK_OF_ANY_REQUEST
         limit = f"the {self._max_client_bytes} bytes that it may have (max_client_bytes)"
         if requests >= self._max_client_requests:
             problem = f" has {requests} requests in progress already, the most that it may"
@@ -205,7 +204,7 @@ class Admission:
         raise OverloadedError(f"this client{problem}", _CLIENT_RETRY_S)
 
     def _held(self, client: str) -> int:
-        requests = self._requests_of[client] * _WORK_OF_ANY_REQUEST
+        requests = self._requests_of[client] * WORK_OF_ANY_REQUEST
         return self._work_of[client] - requests + self._received_of[client]
 
     def _fullness(self, requests: int, work: int, max_wait_s: float) -> float:

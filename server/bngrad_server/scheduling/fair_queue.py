@@ -19,10 +19,8 @@ import itertools
 import operator
 from dataclasses import dataclass
 
-from bngrad_server.scheduling.job import Job
+from bngrad_server.scheduling.job import WORK_OF_ANY_REQUEST, Job
 
-_WORK_OF_ANY_JOB = 1 << 18
-"""What a job costs in addition to its bytes, in bytes."""
 _HEAD_START = 1 << 24
 """The work, in bytes, by which a step of priority lets a job overtake others."""
 _SHARED_BATCH_FRACTION = 8
@@ -67,7 +65,7 @@ class FairQueue:
             if len(self._clients) >= _MAX_IDLE_CLIENTS + len(self._jobs):
                 self._forget_clients()
             client = self._clients[job.client] = _ClientClock()
-        work = job.nbytes + _WORK_OF_ANY_JOB
+        work = job.nbytes + WORK_OF_ANY_REQUEST
         start = max(client.clock, self._clock)
         client.clock = start + work
         job.rank = start + 2 * work - job.priority * _HEAD_START
@@ -101,7 +99,7 @@ class FairQueue:
         else:
             taken = set(batch)
             self._jobs = [job for job in self._jobs if job not in taken]
-        self._clock += (nbytes + len(batch) * _WORK_OF_ANY_JOB) // self._clients_waiting
+        self._clock += (nbytes + len(batch) * WORK_OF_ANY_REQUEST) // self._clients_waiting
         for job in batch:
             self._left(job)
         return batch

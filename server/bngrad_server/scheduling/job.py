@@ -14,6 +14,9 @@ import numpy as np
 from bngrad_kernels.spec import Spec
 from bngrad_server.memory.layout import Task
 
+WORK_OF_ANY_REQUEST = 1 << 18
+"""What a request costs in addition to its bytes, in bytes."""
+
 KernelKey: TypeAlias = tuple[np.dtype[Any], bool, bool, int]
 """What jobs of one launch have in common: dtype, whether channels come last, mode, order."""
 

@@ -12,11 +12,12 @@ from pathlib import Path
 
 from bngrad_server.security.permissions import read_guarded
 from bngrad_server.security.reload import ReloadedFiles
-from bngrad_wire.token_format import hash_token, parse_line
+from bngrad_wire.token_format import SCHEME, hash_token, parse_line
 
 logger = logging.getLogger(__name__)
 
-_SCHEME = "bearer "
+_SCHEME = SCHEME.lower()
+"""Its case counts for nothing."""
 
 
 class Tokens:
