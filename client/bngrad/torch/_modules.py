@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -12,19 +11,16 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from bngrad._client import Client
-from bngrad.torch._ahead import Inputs, SentInput
+from bngrad.torch._ahead import Inputs
 from bngrad.torch._clients import ClientReference
-from bngrad.torch._ops import batch_norm_grad, gradients
+from bngrad.torch._function import EagerFunction, Function
 from bngrad.torch._placement import Placement, Placements
 
 Model = TypeVar("Model", bound=nn.Module)
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PER_CHANNEL = ("running_mean", "running_var", "weight", "bias")
 _LARGEST_EPS = torch.finfo(torch.float32).max
-_NOT_SENT = nullcontext()
-_NO_GRADIENTS = (None,) * 8
 
 
 class _ClientBatchNorm(_BatchNorm):
@@ -131,110 +127,13 @@ class _ClientBatchNorm(_BatchNorm):
         is_compiling = torch.compiler.is_compiling()
         placement = None if is_compiling else self._placement
         client = self._client.client if placement is None or placement.next_by_client() else None
-        function = _Function if is_compiling else _EagerFunction
+        function = Function if is_compiling else EagerFunction
         y, _, _ = function.apply(  # type: ignore[no-untyped-call]
             x, weight, bias, running_mean, running_var,
             is_training, factor, self.eps, self._client.name, self._inputs.send(client, x), placement,
         )  # fmt: skip
         result: Tensor = y
         return result
-
-
-class _Function(torch.autograd.Function):
-    """Normalises by PyTorch's own kernel; the backward pass is `batch_norm_grad`, or PyTorch's where that is faster.
-
-    The place is chosen in the backward pass: a checkpoint repeats the forward pass, which must save the same tensors.
-    """
-
-    @staticmethod
-    def forward(
-        x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None,
-        is_training: bool, momentum: float, epsilon: float, client: str, sent: SentInput | None,
-        placement: Placement | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        # As torch.batch_norm does, so with cuDNN where that would take it: its bits are others.
-        y, mean, rstd, _, _ = torch._batch_norm_impl_index(
-            x, weight, bias, running_mean, running_var, is_training, momentum, epsilon, torch.backends.cudnn.enabled
-        )
-        if not is_training:
-            assert running_mean is not None
-            assert running_var is not None
-            mean, rstd = running_mean.clone(), torch.rsqrt(running_var.float() + epsilon)
-        return y, mean, rstd
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        x, weight, bias, _, running_var, ctx.is_training, _, ctx.epsilon, ctx.client, ctx.sent, ctx.placement = inputs
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        _, mean, rstd = output
-        ctx.mark_non_differentiable(mean, rstd)
-        if ctx.placement is not None:
-            ctx.placement.begin(ctx)
-        variance = None if ctx.placement is None or ctx.is_training else running_var.clone()
-        ctx.save_for_backward(x, weight, mean, rstd, variance)
-
-    @staticmethod
-    def backward(ctx: Any, *y_backprop: Tensor) -> tuple[Tensor | None, ...]:
-        saved, placement = ctx.saved_tensors, ctx.placement
-        if placement is None:
-            found = _by_client(ctx, saved, y_backprop[0])
-        else:
-            found = placement.compute(
-                ctx,
-                by_client=lambda: _by_client(ctx, saved, y_backprop[0]),
-                by_pytorch=lambda: _by_pytorch(ctx, saved, y_backprop[0]),
-            )
-        return *found, *_NO_GRADIENTS
-
-
-def _by_client(ctx: Any, saved: tuple[Any, ...], y_backprop: Tensor) -> Gradients:
-    x, weight, mean, rstd, _ = saved
-    compute = gradients if _is_plain(x) else batch_norm_grad
-    with _NOT_SENT if ctx.sent is None else ctx.sent.used(x):
-        x_backprop, scale_backprop, offset_backprop = compute(
-            y_backprop, x, weight, mean, rstd, ctx.epsilon, ctx.is_training, ctx.client
-        )
-    grad_weight = None if weight is None else _as(weight.dtype, scale_backprop)
-    grad_bias = None if ctx.bias_dtype is None else _as(ctx.bias_dtype, offset_backprop)
-    return x_backprop, grad_weight, grad_bias
-
-
-def _as(dtype: torch.dtype, values: Tensor) -> Tensor:
-    """Converts values; PyTorch takes long to find that there is nothing to convert."""
-    return values if values.dtype is dtype else values.to(dtype)
-
-
-def _by_pytorch(ctx: Any, saved: tuple[Any, ...], y_backprop: Tensor) -> Gradients:
-    x, weight, mean, rstd, variance = saved
-    statistics = (None, None, mean, rstd) if ctx.is_training else (mean, variance, None, None)
-    found: Gradients = torch.ops.aten.native_batch_norm_backward(
-        y_backprop, x, weight, *statistics, ctx.is_training, ctx.epsilon, ctx.needs_input_grad[:3]
-    )
-    return found
-
-
-class _EagerFunction(_Function):
-    """Does what `_Function` does, without ``setup_context``, which PyTorch's compiler needs.
-
-    For a class that has it, ``apply`` inspects the signature of ``forward`` at each call, which takes 40 µs.
-    """
-
-    setup_context = staticmethod(torch.autograd.Function.setup_context)
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        output = _Function.forward(*inputs)
-        _Function.setup_context(ctx, inputs, output)
-        return output
-
-
-def _is_plain(x: Tensor) -> bool:
-    """Returns whether nothing but the values of the gradient is asked for: no graph, and no tensors without values.
-
-    The dispatcher takes longer than a small gradient, and its first call of an operator imports PyTorch's compiler.
-    """
-    is_traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-    return type(x) is Tensor and not is_traced and not torch.is_grad_enabled() and not x.is_meta
 
 
 class BatchNorm1d(_ClientBatchNorm, nn.BatchNorm1d):
