@@ -160,6 +160,14 @@ class GradGradProblem(_Extent):
 
 AnyProblem: TypeAlias = Problem | GradGradProblem
 
+PROBLEM_TYPES: dict[int, type[Problem] | type[GradGradProblem]] = {1: Problem, 2: GradGradProblem}
+"""By the order of their specs."""
+
+
+def problem_type(spec: Spec) -> type[Problem] | type[GradGradProblem]:
+    """The class of a spec's problems, which lists their tensors."""
+    return PROBLEM_TYPES[spec.order]
+
 
 def address_of_array(array: Array) -> int:
     """Returns where an array's first element lies, ten times as fast as ``array.ctypes.data``.

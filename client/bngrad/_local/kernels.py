@@ -18,7 +18,7 @@ from bngrad._requests.request import Attributes, OpSchema, PreparedRequest
 from bngrad._results import Device, ServerInfo
 from bngrad._shared_memory.pool import Pool
 from bngrad.typing import Array, DataFormat
-from bngrad_kernels.problem import GradGradProblem, Problem, address_of_array
+from bngrad_kernels.problem import Problem, address_of_array, problem_type
 from bngrad_kernels.spec import Spec
 from bngrad_wire import __version__
 
@@ -68,7 +68,7 @@ class LocalKernels:
         if checked.compute is not None:
             _compute(checked.compute, inputs, outputs)
         else:
-            kind: Any = GradGradProblem if checked.spec.order == 2 else Problem
+            kind: Any = problem_type(checked.spec)
             with checks.available():
                 _backend().run([kind(checked.spec, *inputs, *outputs)])
         for i, out in enumerate(request.out):
@@ -145,9 +145,12 @@ class LocalKernels:
 
     def server_info(self, deadline: Deadline, cancellation: Cancellation) -> ServerInfo:
         """Describes this process as a server with one CPU."""
-        device = Device("cpu", _backend().description, "ready", 0, 0)
+        device = Device("cpu", _backend().description, "ready", restarts=0, memory_bytes=0)
         names = tuple(op.method.rpartition("/")[2] for op in checks.OPS)
-        return ServerInfo(__version__, (device,), names, 0, 0, 0, (), 0, "", "", "", ())
+        return ServerInfo(
+            version=__version__, devices=(device,), ops=names, max_message_bytes=0, arena_bytes=0, requests=0,
+            batch_sizes=(), stream_port=0, stream_host="", local_directory="", device_remark="", compiling=(),
+        )  # fmt: skip
 
     def empty(
         self, shape: tuple[int, ...], dtype: np.dtype[Any], deadline: Deadline, cancellation: Cancellation
@@ -184,8 +187,8 @@ class LocalKernels:
             out if out is not None and out.flags.c_contiguous and out.flags.aligned else self._new(checked.spec)
             for out in request.out
         ]
-        kind: Any = GradGradProblem if checked.spec.order == 2 else Problem
-        outputs += [np.empty(checked.spec.channels, checked.spec.stats_dtype) for _ in kind.small_outputs]
+        small_outputs = problem_type(checked.spec).small_outputs
+        outputs += [np.empty(checked.spec.channels, checked.spec.stats_dtype) for _ in small_outputs]
         return checked, inputs, outputs
 
     def _new(self, spec: Spec) -> Array:

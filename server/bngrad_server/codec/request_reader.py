@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 from google.protobuf.message import DecodeError
 
+from bngrad_kernels.problem import problem_type
 from bngrad_kernels.spec import BFLOAT16, FLOAT16, FLOAT32, FieldViolation, InvalidArgumentError, Spec, TensorHeader
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.codec.ops import OPS, TRANSPORTS, Op
 from bngrad_server.codec.request import InvalidRequestError, Request, Source
-from bngrad_server.memory.layout import Sizes, problem_type
+from bngrad_server.memory.layout import Sizes
 from bngrad_wire import messages
 from bngrad_wire.fields import Buffer
 from bngrad_wire.limits import MAX_PRIORITY, MAX_RANK

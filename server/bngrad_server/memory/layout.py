@@ -5,21 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from bngrad_kernels.problem import GradGradProblem, Problem
+from bngrad_kernels.problem import problem_type
 from bngrad_kernels.spec import Spec
 
 ALIGNMENT = 256
 """Every block of the arena, and every tensor in it, begins at a multiple of this, in bytes."""
 ARENA = 0
 """The number of the arena; regions that are shared with clients have the numbers from 1 on."""
-
-PROBLEM_TYPES: dict[int, type[Problem] | type[GradGradProblem]] = {1: Problem, 2: GradGradProblem}
-"""By the order of their specs."""
-
-
-def problem_type(spec: Spec) -> type[Problem] | type[GradGradProblem]:
-    """The class of a spec's problems, which lists their tensors."""
-    return PROBLEM_TYPES[spec.order]
 
 
 def aligned(nbytes: int) -> int:

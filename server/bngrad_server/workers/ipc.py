@@ -18,9 +18,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from bngrad_kernels.problem import AnyProblem, Array
+from bngrad_kernels.problem import PROBLEM_TYPES, AnyProblem, Array, problem_type
 from bngrad_kernels.spec import Spec
-from bngrad_server.memory.layout import ARENA, PROBLEM_TYPES, Task, aligned, problem_type
+from bngrad_server.memory.layout import ARENA, Task, aligned
 
 MAX_PACKET_NBYTES = 128 * 1024
 MAX_FDS = 250
