@@ -1,4 +1,4 @@
-"""The layers' use of autograd: the forward pass is PyTorch's kernel; a client, or PyTorch, computes the backward pass."""
+"""The layers and autograd: the forward pass is PyTorch's kernel; a client, or PyTorch, computes the backward pass."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -128,3 +129,6 @@ OPS = (
         locations=("grad_y_backprop_location", "grad_x_location"),
     ),
 )
+
+SERIES = tuple(itertools.product((op.name for op in OPS), TRANSPORTS))
+"""The names of op and transport by which answered requests are counted; a request knows the index of its own."""

@@ -27,7 +27,7 @@ class Request:
     Attributes:
         op: The op.
         transport: How its elements travel, see `bngrad_server.codec.ops.TRANSPORTS`.
-        series: The index of op and transport, see `bngrad_server.telemetry.metrics.Metrics.answered`.
+        series: The index of op and transport in `bngrad_server.codec.ops.SERIES`.
         spec: What to compute.
         sizes: The sizes of its tensors in memory.
         kernel_key: See `bngrad_server.scheduling.job.Job`.

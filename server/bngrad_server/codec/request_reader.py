@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 from bngrad_kernels.problem import problem_type
 from bngrad_kernels.spec import BFLOAT16, FLOAT16, FLOAT32, FieldViolation, InvalidArgumentError, Spec, TensorHeader
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
-from bngrad_server.codec.ops import OPS, TRANSPORTS, Op
+from bngrad_server.codec.ops import SERIES, Op
 from bngrad_server.codec.request import InvalidRequestError, Request, Source
 from bngrad_server.memory.layout import Sizes
 from bngrad_wire import messages
@@ -128,7 +128,7 @@ class RequestReader:
         return Request(
             op,
             transport,
-            OPS.index(op) * len(TRANSPORTS) + TRANSPORTS.index(transport),
+            SERIES.index((op.name, transport)),
             spec,
             sizes,
             (spec.dtype, spec.inner == 1, spec.is_training, spec.order),

@@ -5,7 +5,6 @@ The timestamps of a request are only recorded; histograms are computed for hundr
 
 from __future__ import annotations
 
-import itertools
 import struct
 import threading
 from collections import Counter
@@ -15,7 +14,7 @@ import grpc
 import numpy as np
 import numpy.typing as npt
 
-from bngrad_server.codec.ops import TRANSPORTS
+from bngrad_server.codec.ops import SERIES, TRANSPORTS
 
 STAGES = ("decode", "wait", "copy", "compute", "encode")
 """The stages of a request, which add up to its whole time."""
@@ -50,11 +49,10 @@ _MAX_RECORDS = 512
 class Metrics:
     """Counts requests since the start; any thread may use it."""
 
-    def __init__(self, ops: tuple[str, ...]) -> None:
+    def __init__(self) -> None:
         self._mutex = threading.Lock()
-        self._series = list(itertools.product(ops, TRANSPORTS))
-        self._answers = np.zeros(len(self._series), np.int64)
-        self._nbytes = np.zeros(len(self._series), np.int64)
+        self._answers = np.zeros(len(SERIES), np.int64)
+        self._nbytes = np.zeros(len(SERIES), np.int64)
         self._failures: Counter[tuple[str, str, str]] = Counter()
         self._refused_calls: Counter[str] = Counter()
         self._refused_connections: Counter[str] = Counter()
@@ -67,7 +65,7 @@ class Metrics:
         """Counts a request that was answered.
 
         Args:
-            series: The index of its op, times the number of transports, plus the index of its transport.
+            series: The index of its op and transport in `SERIES`.
             nbytes: The size of its tensors.
             timestamps: Its timestamps.
         """
@@ -96,7 +94,7 @@ class Metrics:
         """Returns all counters and histograms, ready for JSON."""
         with self._mutex:
             self._update_histograms()
-            answers = zip(self._series, self._answers.tolist(), strict=True)
+            answers = zip(SERIES, self._answers.tolist(), strict=True)
             requests = [
                 *((op, transport, "OK", count) for (op, transport), count in answers if count),
                 *((*labels, count) for labels, count in self._failures.items()),

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from bngrad_server.codec.ops import OPS
 from bngrad_server.errors import code_of
 from bngrad_server.rpc_context import RpcContext
 from bngrad_server.telemetry.logs import Sampler
@@ -45,7 +44,7 @@ class Observer:
 
     def __init__(self, tracing: Tracing | None = None) -> None:
         self.tracing = tracing
-        self.metrics = Metrics(tuple(op.name for op in OPS))
+        self.metrics = Metrics()
         self._sampler = Sampler(_MOST_PER_SECOND)
         self._recent: deque[dict[str, Any]] = deque(maxlen=_RECENT)
         self._mutex = threading.Lock()

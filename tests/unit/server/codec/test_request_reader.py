@@ -10,11 +10,11 @@ import pytest
 from google.protobuf.message import DecodeError, Message
 from tests.hostile_messages import HOSTILE, SIZES, at_little_cost
 
+from bngrad_kernels.problem import problem_type
 from bngrad_kernels.spec import BFLOAT16, FLOAT16, FLOAT32, InvalidArgumentError, ReserveSpace2Kind, Spec
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.codec.ops import OPS, Op
 from bngrad_server.codec.request_reader import RequestReader
-from bngrad_server.memory.layout import problem_type
 
 V3, V2, ONEDNN, GRAD_GRAD = OPS
 FLOAT = pb.DATA_TYPE_FLOAT32

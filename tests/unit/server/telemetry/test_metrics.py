@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bngrad_server.codec.ops import TRANSPORTS
+from bngrad_server.codec.ops import OPS, TRANSPORTS
 from bngrad_server.monitor.history import quantile
 from bngrad_server.telemetry.metrics import FIRST_BUCKET_S, STAGES, Metrics, Timestamps
 
@@ -24,7 +24,7 @@ def timestamps(*seconds: float) -> Timestamps:
 
 
 def counted(*seconds: float, times: int = 1) -> dict[str, Any]:
-    metrics = Metrics(("op",))
+    metrics = Metrics()
     for _ in range(times):
         metrics.answered(TRANSPORTS.index("shared"), 12, timestamps(*seconds))
     return metrics.status()
@@ -39,24 +39,24 @@ def test_the_stages_add_up_to_the_total() -> None:
 @pytest.mark.parametrize("times", [1, 511, 512, 513, 5000])
 def test_no_request_is_lost_or_counted_twice(times: int) -> None:
     status = counted(0.25, 0.5, 1.0, 2.0, 4.0, 8.0, times=times)
-    assert status["requests"] == [("op", "shared", "OK", times)]
+    assert status["requests"] == [(OPS[0].name, "shared", "OK", times)]
     assert status["tensor_bytes"] == {"unary": 0, "stream": 0, "shared": 12 * times}
     assert all(sum(stage["counts"]) == times for stage in status["stages"].values())
 
 
 def test_requests_of_several_threads_are_all_counted() -> None:
-    metrics = Metrics(("a", "b"))
+    metrics, (first, second) = Metrics(), (op.name for op in OPS[:2])
 
     def work(series: int) -> None:
         for _ in range(2000):
             metrics.answered(series, 1, timestamps(*[0.001] * 6))
-            metrics.failed("a", "unary", "INTERNAL")
+            metrics.failed(first, "unary", "INTERNAL")
 
     with ThreadPoolExecutor(6) as threads:
         list(threads.map(work, range(6)))
     counts = {tuple(labels): count for *labels, count in metrics.status()["requests"]}
-    assert counts.pop(("a", "unary", "INTERNAL")) == 12000
-    assert counts == {(op, transport, "OK"): 2000 for op in "ab" for transport in TRANSPORTS}
+    assert counts.pop((first, "unary", "INTERNAL")) == 12000
+    assert counts == {(op, transport, "OK"): 2000 for op in (first, second) for transport in TRANSPORTS}
 
 
 @pytest.mark.parametrize(

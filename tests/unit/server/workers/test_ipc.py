@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bngrad_kernels.problem import AnyProblem
+from bngrad_kernels.problem import AnyProblem, problem_type
 from bngrad_kernels.spec import BFLOAT16, FLOAT16, FLOAT32, Spec
 from bngrad_server.config import MAX_BATCH_JOBS
-from bngrad_server.memory.layout import ALIGNMENT, ARENA, Place, Sizes, Task, problem_type
+from bngrad_server.memory.layout import ALIGNMENT, ARENA, Place, Sizes, Task
 from bngrad_server.workers.ipc import MAX_PACKET_NBYTES, Message, pack_task, split_batch, unpack_problem
 
 SPEC = Spec(FLOAT32, (2, 3, 5, 7), 3)
