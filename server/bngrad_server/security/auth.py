@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import struct
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import partial
@@ -16,10 +15,10 @@ from bngrad_server.errors import REFUSAL, UnauthenticatedError
 from bngrad_server.rpc_context import no_check
 from bngrad_server.runtime.executors import InlineExecutor
 from bngrad_server.security.tokens import Tokens
+from bngrad_wire.http2.sockets.peers import credentials_of
 
 _HEADER = "authorization"
 _HEALTH = f"/{health.SERVICE_NAME}/"
-_CREDENTIALS = struct.Struct("3i")
 
 authenticated_client: ContextVar[str] = ContextVar("authenticated_client")
 """The owner of the token of a call on grpcio; set by the interceptor for the call's handler."""
@@ -27,7 +26,7 @@ authenticated_client: ContextVar[str] = ContextVar("authenticated_client")
 
 def local_client(sock: socket.socket) -> str:
     """Returns the client of a connection to a Unix socket, where no token is needed: its process."""
-    pid, _, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    pid, _, _ = credentials_of(sock)
     return f"process {pid}"
 
 

@@ -12,14 +12,12 @@ import ctypes
 import fcntl
 import os
 import socket
-import struct
-from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 
 from bngrad_wire.fields import Buffer
 from bngrad_wire.http2.sockets import sigpipe
+from bngrad_wire.http2.sockets.peers import is_own_peer
 from bngrad_wire.mapped_file import address_of_array
 
 _FROM_NBYTES = 2 * 2**20
@@ -31,10 +29,6 @@ _UNIX_SOCKET_NBYTES = 2**20
 """The buffer of a Unix socket: with a smaller one, sender and peer wait for each other."""
 _SPLICE_F_NONBLOCK, _SPLICE_F_MORE = 2, 4
 _libc = ctypes.CDLL(None, use_errno=True)
-_CREDENTIALS = struct.Struct("@3i")
-_MAPPED = bytes(10) + b"\xff\xff"
-"""Before an address of IPv4, it makes one of IPv6."""
-_TCP_TABLES = Path("/proc/net/tcp"), Path("/proc/net/tcp6")
 
 
 class _Iovec(ctypes.Structure):
@@ -180,31 +174,3 @@ class ZeroCopySender:
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_SOCKET_NBYTES)
         # Linux doubles it, for what it needs itself, if that is not above net.core.wmem_max.
         return self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == 2 * _UNIX_SOCKET_NBYTES
-
-
-def is_own_peer(sock: socket.socket) -> bool:
-    """Whether the other end of a connection is on this host, and of a process of this user.
-
-    Before the other end of a TCP connection is accepted, it seems to be root's.
-    """
-    with suppress(OSError, ValueError):  # it is gone, or there is no /proc
-        if sock.family == socket.AF_UNIX:
-            credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-            return int(_CREDENTIALS.unpack(credentials)[1]) == os.geteuid()
-        theirs, ours = _places(sock.family, sock.getpeername()), _places(sock.family, sock.getsockname())
-        ends = list(zip(theirs, ours, strict=True))
-        for table in _TCP_TABLES:
-            for line in table.read_text().splitlines()[1:]:
-                _, local, remote, _, _, _, _, user, *_ = line.split()
-                if (local, remote) in ends:
-                    return int(user) == os.geteuid()
-    return False
-
-
-def _places(family: int, name: tuple[str, int]) -> list[str]:
-    """Writes address and port as proc(5) does, where a socket of IPv6 may have accepted a connection of IPv4."""
-    host, port = name[:2]
-    packed = socket.inet_pton(family, host)
-    addresses = [packed] if family == socket.AF_INET6 else [packed, _MAPPED + packed]
-    words = [struct.unpack(f"={len(address) // 4}I", address) for address in addresses]
-    return ["".join(f"{word:08X}" for word in each) + f":{port:04X}" for each in words]

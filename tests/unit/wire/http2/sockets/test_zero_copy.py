@@ -23,7 +23,7 @@ import pytest
 from bngrad_wire.fields import Buffer
 from bngrad_wire.http2.sockets import zero_copy
 from bngrad_wire.http2.sockets.buffered_socket import BufferedSocket
-from bngrad_wire.http2.sockets.zero_copy import is_own_peer
+from bngrad_wire.http2.sockets.peers import is_own_peer
 
 _MIB = 2**20
 _TIMEOUT_S = 30.0
