@@ -224,14 +224,13 @@ class Engine:
     @contextmanager
     def upload(self, staged: StagedRequest) -> Iterator[None]:
         """Limits the time in which a client sends the large inputs of a staged request."""
-        nbytes = sum(len(view) for view in staged.large_inputs if view is not None)
-        with self.transfers.upload(nbytes, staged.rpc, self.arena, staged.block), self.admission.transfer():
+        with self.transfers.upload(staged.sent_nbytes, staged.rpc, self.arena, staged.block), self.admission.transfer():
             yield
 
     @contextmanager
     def download(self, staged: StagedRequest) -> Iterator[None]:
         """Limits the time in which a client receives the response of a staged request."""
-        nbytes = staged.block.nbytes - sum(len(view) for view in staged.large_inputs if view is not None)
+        nbytes = staged.block.nbytes - staged.sent_nbytes
         with self.transfers.download(nbytes, staged.rpc, self.arena, staged.block), self.admission.transfer():
             yield
 

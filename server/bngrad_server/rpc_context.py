@@ -36,7 +36,7 @@ class MessageTraffic:
 
     counts_bytes = False
 
-    def __init__(self, interrupt: Callable[[], object] = no_check) -> None:
+    def __init__(self, interrupt: Callable[[], object] = lambda: None) -> None:
         self.moved = 0
         self.interrupt = interrupt
 

@@ -191,6 +191,11 @@ class StagedRequest:
         )
         return self.job
 
+    @property
+    def sent_nbytes(self) -> int:
+        """How many bytes of the large inputs come with the request: those that are not in a region, or sent ahead."""
+        return sum(len(view) for view in self.large_inputs if view is not None)
+
     def check(self) -> None:
         """Raises why the job, which has ended, could not be computed, if it could not."""
         assert self.job is not None

@@ -45,12 +45,12 @@ class LostTransfers:
         now = time.monotonic()
         before = self._losses.pop(client, None)
         count = 1 if before is None or before.until + _MEMORY_S <= now else min(before.count + 1, _MOST_LOSSES)
-        self.forget()
+        self._forget_old()
         if len(self._losses) >= _MAX_CLIENTS:
             del self._losses[next(iter(self._losses))]
         self._losses[client] = _Losses(count, now + min(_SHORTEST_S * 2 ** (count - 1), _LONGEST_S))
 
-    def forget(self) -> None:
+    def _forget_old(self) -> None:
         """Forgets the losses that count no longer."""
         now = time.monotonic()
         self._losses = {client: losses for client, losses in self._losses.items() if losses.until + _MEMORY_S > now}

@@ -59,17 +59,17 @@ class Observer:
         with self._mutex:
             return list(reversed(self._recent))
 
-    def failed(self, op: str, transport: str, context: RpcContext, error: BaseException, received_at: float) -> None:
+    def failed(self, op: str, transport: str, rpc: RpcContext, error: BaseException, received_at: float) -> None:
         """Records a request that failed; of many failures at once, only some are logged and kept."""
         code = code_of(error)
         self.metrics.failed(op, transport, code.name)
         if self.tracing is not None:
-            self.tracing.failed(Outcome(op, transport, code, received_at), context, f"{error}"[:_MAX_MESSAGE])
-        left_out = self._sampler.admit(f"{code.name} {context.client}")  # no client's failures hide those of others
+            self.tracing.failed(Outcome(op, transport, code, received_at), rpc, f"{error}"[:_MAX_MESSAGE])
+        left_out = self._sampler.admit(f"{code.name} {rpc.client}")  # no client's failures hide those of others
         if left_out is None:
             return
         message = f"{error}"[:_MAX_MESSAGE] or type(error).__name__
-        request = {"op": op, "transport": transport, "client": context.client, "request_id": request_id_of(context)}
+        request = {"op": op, "transport": transport, "client": rpc.client, "request_id": request_id_of(rpc)}
         fields: dict[str, Any] = {"code": code.name, **request}
         if code is not grpc.StatusCode.CANCELLED:
             with self._mutex:
@@ -81,7 +81,7 @@ class Observer:
             logger.log(level, "a request was not answered: %s", message, extra={"fields": fields})
 
 
-def request_id_of(context: RpcContext) -> str:
+def request_id_of(rpc: RpcContext) -> str:
     """Returns the ``x-request-id`` of the client's metadata; a random id without a usable one."""
-    given = context.metadata.get("x-request-id", "")
+    given = rpc.metadata.get("x-request-id", "")
     return given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(8)

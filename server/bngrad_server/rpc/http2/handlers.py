@@ -30,14 +30,14 @@ _PATHS = {*UNARY_OPS, EXCHANGE_PATH, SEND_AHEAD_PATH}
 _UNIMPLEMENTED = grpc.StatusCode.UNIMPLEMENTED
 _CHUNK_NBYTES = 4 * 2**20 - 64
 """The largest chunk that a stock client takes, whose messages have at most 4 MiB by default."""
-_OTHER_NBYTES = 64 * 1024
-"""The largest message of a call that is no op."""
-_AT_ONCE_NBYTES = 2**20
-"""A larger response of an inline call is sent by a thread: the event loop would keep other calls waiting."""
-_OTHER_WAITS = 2
-"""How often such a call waits for another message, half a second each."""
 _SDK_CHUNK_NBYTES = 2**28
 """For our own client, which receives chunks without holding them in memory."""
+_AT_ONCE_NBYTES = 2**20
+"""A larger response of an inline call is sent by a thread: the event loop would keep other calls waiting."""
+_OTHER_NBYTES = 64 * 1024
+"""The largest message of a call that is no op."""
+_OTHER_WAITS = 2
+"""How often such a call waits for another message, each time for the timeout that `Http2Calls` gives the socket."""
 
 
 class Http2Handler:

@@ -34,6 +34,8 @@ class ServerConnection(BaseConnection):
 
     Attributes:
         max_whole_nbytes: The most DATA of a call for which a large buffer is taken, so that it can be taken whole.
+        awaits_rest: Whether the buffered beginning of a call waits for the rest; `accept_nonblocking` looks for how
+            long.
 
     Args:
         sock: An accepted stream socket, which the connection owns from then on; its timeout bounds every wait.
@@ -52,7 +54,7 @@ class ServerConnection(BaseConnection):
         self._last_block: HeaderBlock | None = None  # of the last call that may come again as it was
         self._last_headers = CallHeaders("", None, {})
         self._last_nbytes = 0  # of the last call's DATA
-        self._is_rest_missing = False  # of the call that begins the buffer
+        self.awaits_rest = False
         self._rest_until = 0.0
 
     def accept(self) -> ServerCall | None:
@@ -110,20 +112,15 @@ class ServerConnection(BaseConnection):
         """Whether the last call was large, but small enough to be taken whole: the next one probably is, too."""
         return BUFFER_NBYTES < self._last_nbytes < self.max_whole_nbytes
 
-    @property
-    def awaits_rest(self) -> bool:
-        """Whether the buffered beginning of a call waits for the rest; `accept_nonblocking` looks for how long."""
-        return self._is_rest_missing
-
     def _may_await_rest(self) -> bool:
         """Whether to handle nothing yet, since the rest of a call may arrive soon, so that it can be taken whole."""
-        if not self._is_rest_missing:
+        if not self.awaits_rest:
             self._rest_until = 0.0
             return False
         now = time.monotonic()
         self._rest_until = self._rest_until or now + _REST_TIMEOUT_S
-        self._is_rest_missing = now < self._rest_until
-        return self._is_rest_missing
+        self.awaits_rest = now < self._rest_until
+        return self.awaits_rest
 
     def _handle_control_frames(self) -> None:
         """Handles some of the frames that come before the next call, so that it can be taken whole."""
@@ -140,7 +137,7 @@ class ServerConnection(BaseConnection):
         Accounts for its frames all the same. Returns None, and takes nothing, if what comes next is anything else.
         """
         io = self.io
-        self._is_rest_missing = False
+        self.awaits_rest = False
         start = io.low + frames.HEADER_NBYTES
         if start > io.high or self._sent_goaway or not self.is_before_call:
             return None
@@ -153,7 +150,7 @@ class ServerConnection(BaseConnection):
             return None
         whole = frames.find_data(io.buffer, end, io.high, stream_id, self.max_receive_frame_size)
         if whole is None or isinstance(whole, int):
-            self._is_rest_missing = whole is not None and io.is_large and whole - io.low <= LARGE_BUFFER_NBYTES
+            self.awaits_rest = whole is not None and io.is_large and whole - io.low <= LARGE_BUFFER_NBYTES
             return None
         data, frame_count, end = whole
         call = ServerCall(self, stream_id, self._last_headers)
@@ -180,7 +177,7 @@ class ServerConnection(BaseConnection):
 
     def _has_buffered_input(self) -> bool:
         io = self.io
-        return io.high > io.low and self._preface_seen and not self._is_rest_missing and self._is_next_ready()
+        return io.high > io.low and self._preface_seen and not self.awaits_rest and self._is_next_ready()
 
     def goaway(self) -> None:
         """Tells the client that no more calls are accepted; it may retry elsewhere one that it began meanwhile."""
