@@ -6,10 +6,10 @@ import difflib
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 
 import click
 from pydantic import ValidationError
@@ -18,6 +18,9 @@ from pydantic_settings import EnvSettingsSource, TomlConfigSettingsSource
 
 from bngrad_server.config import ServerConfig, setting_name
 from bngrad_server.setting_types import Computed, Metavar
+
+if TYPE_CHECKING:
+    from bngrad_server.errors import SettingError
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -92,6 +95,11 @@ class SettingsError(click.ClickException):
     """A setting is invalid or unknown; the message names it, its value and what is expected."""
 
     exit_code = 2
+
+
+def unusable(error: SettingError, effective: Iterable[Setting]) -> SettingsError:
+    """Returns the error of settings that this host cannot use, which names each by its origin."""
+    return SettingsError(error.told({each.name: each.origin for each in effective}))
 
 
 def flag(name: str) -> str:

@@ -232,7 +232,7 @@ class ServerConfig(BaseSettings):
         return value
 
     @model_validator(mode="after")
-    def _check_together(self) -> ServerConfig:
+    def _check_addresses(self) -> ServerConfig:
         bound = [address for address in self.listen if not address.endswith(":0")]
         for address in bound:
             if bound.count(address) > 1:
@@ -249,6 +249,10 @@ class ServerConfig(BaseSettings):
         if self.advertise_stream not in (None, NONE) and not (self.stream_port or self.one_port):
             port = f"the port to which {self.advertise_stream} leads"
             raise ValueError(f"advertise_stream needs stream_port or one_port, {port}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_together(self) -> ServerConfig:
         if self.shared_group is not None and self.shared_bytes == 0:
             raise ValueError("shared_group needs shared_bytes, which is 0")
         if (self.tls_certificate is None) != (self.tls_key is None):

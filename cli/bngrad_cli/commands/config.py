@@ -11,12 +11,12 @@ import click
 from bngrad_cli.settings import (
     Setting,
     SettingsCommand,
-    SettingsError,
     as_text,
     default_text,
     load,
     metavar,
     settings_options,
+    unusable,
 )
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def _check_files(checked: ServerConfig, effective: list[Setting]) -> None:
     try:
         check_files(checked)
     except SettingError as error:
-        raise SettingsError(error.told({each.name: each.origin for each in effective})) from error
+        raise unusable(error, effective) from error
 
 
 def _toml(setting: Setting) -> str:

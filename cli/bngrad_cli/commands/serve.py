@@ -46,7 +46,7 @@ def serve(config: Path | None, **flags: Any) -> None:
     try:
         server.serve(effective)
     except SettingError as error:
-        _fail(effective, settings.SettingsError(error.told({each.name: each.origin for each in given})))
+        _fail(effective, settings.unusable(error, given))
     except (ListenError, TracingError, WorkerStartError) as error:
         _fail(effective, click.ClickException(str(error)))
     except (MemoryError, OSError, RuntimeError) as error:
