@@ -6,7 +6,6 @@ python examples/jax_gradient.py localhost:50051
 from __future__ import annotations
 
 import argparse
-import functools
 import sys
 from typing import Any
 
@@ -15,34 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 
 import bngrad
+import bngrad.jax
 
 EPSILON = 1e-3
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def batch_norm(x: Any, scale: Any, offset: Any, client: bngrad.Client) -> Any:
-    """Normalises the last dimension of ``x`` as in training; its gradient is a call of the client."""
-    return _forward(x, scale, offset, client)[0]
-
-
-def _forward(x: Any, scale: Any, offset: Any, client: bngrad.Client) -> Any:
+def batch_norm(x: Any, scale: Any, offset: Any) -> Any:
+    """Normalises the last dimension as in training; JAX computes its gradient."""
     axes = tuple(range(x.ndim - 1))
-    wide = x.astype(jnp.float32)
-    mean, variance = wide.mean(axes), wide.var(axes)
-    y = (wide - mean) * jax.lax.rsqrt(variance + EPSILON) * scale + offset
-    return y.astype(x.dtype), (x, scale, mean, variance)
-
-
-def _backward(client: bngrad.Client, saved: Any, y_backprop: Any) -> Any:
-    def call(y_backprop: Any, x: Any, scale: Any, mean: Any, variance: Any) -> tuple[Any, ...]:
-        return client.fused_batch_norm_grad_v3(y_backprop, x, scale, mean, variance, None, epsilon=EPSILON)[:3]
-
-    x, scale, _, _ = saved
-    like = tuple(jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (x, scale, scale))
-    return jax.pure_callback(call, like, y_backprop, *saved)
-
-
-batch_norm.defvjp(_forward, _backward)
+    return (x - x.mean(axes)) * jax.lax.rsqrt(x.var(axes) + EPSILON) * scale + offset
 
 
 def main(target: str) -> None:
@@ -52,8 +32,11 @@ def main(target: str) -> None:
         client.server_info()  # without a server, its error is clearer than that of a compiled function
 
         def loss(x: Any, scale: Any, offset: Any, by_client: bool) -> Any:
-            y = batch_norm(x, scale, offset, client) if by_client else _forward(x, scale, offset, client)[0]
-            return (y**2 * weights).sum()
+            if by_client:
+                y, _, _ = bngrad.jax.batch_norm(x, scale, offset, client=client, epsilon=EPSILON)
+            else:
+                y = batch_norm(x, scale, offset)
+            return jnp.sum(y**2 * weights)
 
         gradients = jax.jit(jax.grad(loss, (0, 1, 2)), static_argnums=3)
         ours, theirs = (jax.block_until_ready(gradients(*arguments, by_client)) for by_client in (True, False))
