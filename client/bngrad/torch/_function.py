@@ -67,7 +67,7 @@ class Function(torch.autograd.Function):
 
 def _by_client(ctx: Any, saved: tuple[Any, ...], y_backprop: Tensor) -> Gradients:
     x, weight, mean, rstd, _ = saved
-    compute = gradients if _is_plain(x) else batch_norm_grad
+    compute = gradients if all(map(_is_plain, (x, y_backprop, mean))) else batch_norm_grad
     with _NOT_SENT if ctx.sent is None else ctx.sent.used(x):
         x_backprop, scale_backprop, offset_backprop = compute(
             y_backprop, x, weight, mean, rstd, ctx.epsilon, ctx.is_training, ctx.client

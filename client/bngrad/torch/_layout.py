@@ -77,7 +77,7 @@ def copied_vector(values: Tensor) -> Array:
 
 def output_like(array: Array, x: Tensor) -> Tensor | None:
     """Returns page-locked memory for a result that goes to a GPU; otherwise None, so that the client makes an array."""
-    return torch.empty(array.shape, dtype=x.dtype, pin_memory=True) if x.is_cuda else None
+    return torch.empty(array.shape, dtype=x.dtype, device="cpu", pin_memory=True) if x.is_cuda else None
 
 
 def from_client(array: Array, x: Tensor, *, channels_last: bool) -> Tensor:
@@ -98,6 +98,8 @@ def _with_channels_last(tensor: Tensor) -> Tensor:
 
 def _array(tensor: Tensor) -> Array:
     """Returns a view of a tensor in the CPU's memory; NumPy does not know PyTorch's bfloat16."""
+    if tensor._is_zerotensor():  # it has no memory
+        tensor = tensor.clone()
     if tensor.requires_grad or tensor.is_neg() or not tensor.is_cpu:
         tensor = tensor.detach().cpu().resolve_neg()
     if tensor.dtype is torch.bfloat16:

@@ -39,7 +39,7 @@ def gradients(
         memory_format = _layout.CHANNELS_LAST.get(x.dim(), memory_format)
         if not x.is_contiguous(memory_format=memory_format):
             return None
-    if not x.is_cpu or x.is_neg() or y_backprop.is_neg():
+    if not x.is_cpu or x.is_neg() or y_backprop.is_neg() or y_backprop._is_zerotensor():
         return None
     y_backprop = y_backprop.contiguous(memory_format=memory_format)
     channels_last = x.dim() == 2 or memory_format is not torch.contiguous_format

@@ -95,6 +95,8 @@ class _ClientBatchNorm(_BatchNorm):
     def _needs_gradient(self, x: Tensor) -> bool:
         if x.requires_grad or not torch.is_grad_enabled():
             return torch.is_grad_enabled()
+        if hasattr(self, "parametrizations"):  # which compute, and may draw random numbers, at each access
+            return True
         return any(parameter is not None and parameter.requires_grad for parameter in (self.weight, self.bias))
 
     def _check(self, x: Tensor, is_training: bool, per_channel: Sequence[Tensor | None]) -> None:

@@ -11,6 +11,9 @@ from torch import Tensor
 from bngrad.torch import _ahead, _clients, _layout, _local
 from bngrad.typing import Array, DataFormat
 
+# A CUDA graph would repeat the kernels of a call, but not the call. Older versions of PyTorch cannot be told.
+_TAGS: dict[str, Any] = {"tags": (torch.Tag.cudagraph_unsafe,)} if hasattr(torch.Tag, "cudagraph_unsafe") else {}
+
 
 def gradients(
     y_backprop: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor, epsilon: float,
@@ -37,7 +40,7 @@ def gradients(
     return x_backprop, scale_backprop.to(x.device), offset_backprop.to(x.device)
 
 
-@torch.library.custom_op("bngrad::batch_norm_grad", mutates_args=())
+@torch.library.custom_op("bngrad::batch_norm_grad", mutates_args=(), **_TAGS)
 def batch_norm_grad(
     y_backprop: Tensor,
     x: Tensor,
@@ -66,7 +69,7 @@ def batch_norm_grad(
     return gradients(y_backprop, x, weight, mean, rstd, epsilon, is_training, client)
 
 
-@torch.library.custom_op("bngrad::batch_norm_grad_grad", mutates_args=())
+@torch.library.custom_op("bngrad::batch_norm_grad_grad", mutates_args=(), **_TAGS)
 def batch_norm_grad_grad(
     grad_x_backprop: Tensor,
     grad_scale_backprop: Tensor,

@@ -21,22 +21,25 @@ _WORTHWHILE = 0.9
 
 
 class Placements:
-    """The placements of a model's layers, printed once all are fixed."""
+    """The placements of a model's layers, printed once all that are in use are fixed."""
 
     def __init__(self) -> None:
         self._all: list[Placement] = []
+        self._unprinted: list[Placement] = []
 
     def add(self, name: str) -> Placement:
         """Returns the placement of another layer."""
         self._all.append(Placement(name, self))
         return self._all[-1]
 
-    def report(self) -> None:
-        """Prints a table to stderr if all layers that are in use are fixed."""
+    def report(self, fixed: Placement) -> None:
+        """Prints a table to stderr, of what was fixed since the last one, if all layers that are in use are fixed."""
+        self._unprinted.append(fixed)
         if any(each.by_client is None and each.is_in_use for each in self._all):
             return
         lines = ["bngrad: medians of the backward passes of batch normalisations, in milliseconds"]
-        lines += [each.line() for each in self._all if each.by_client is not None]
+        lines += [each.line() for each in self._all if each in self._unprinted]
+        self._unprinted.clear()
         print("\n".join(lines), file=sys.stderr)
 
 
@@ -78,7 +81,8 @@ class Placement:
         """Returns whether the client computes the next backward pass."""
         if self.by_client is not None:
             return self.by_client
-        return len(self._seconds[True]) <= len(self._seconds[False])
+        uses = sum(map(len, self._seconds.values()))
+        return uses % 4 in (0, 3)  # so that uses of two sizes, by turns, are measured in both places
 
     def begin(self, use: Any) -> None:
         """Expects the backward pass of a use, given by its context of autograd."""
@@ -104,7 +108,7 @@ class Placement:
     def _decide(self) -> None:
         if min(map(len, self._seconds.values())) >= _WARM_UPS + _USES:
             self.by_client = self._median(True) < _WORTHWHILE * self._median(False)
-            self._placements.report()
+            self._placements.report(self)
 
     def _median(self, by_client: bool) -> float:
         return statistics.median(self._seconds[by_client][_WARM_UPS:])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.integration.pytorch.models import CHANNELS, MEMORY_FORMATS, OURS, SHAPES, randomised
 from torch import Tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 import bngrad
 import bngrad.torch
@@ -91,6 +92,17 @@ def test_gradients_may_have_the_negative_bit(client: bngrad.Client, local: bngra
     assert y_backprop.is_neg()
     chosen = {"server": client, "local": local}[by]
     assert_same_bits(gradients(chosen, "4d", x, y_backprop), gradients(chosen, "4d", x, y_backprop.resolve_neg()))
+
+
+@pytest.mark.parametrize("by", ["server", "local"])
+def test_gradients_may_have_no_memory_of_their_own(client: bngrad.Client, local: bngrad.Client, by: str) -> None:
+    chosen, x = {"server": client, "local": local}[by], torch.randn(SHAPES["4d"])
+    zeros = torch.zeros_like(x)
+    expected = gradients(chosen, "4d", x, zeros)
+    assert_same_bits(gradients(chosen, "4d", x, torch._efficientzerotensor(x.shape)), expected)
+    for found in gradients(chosen, "4d", x, TwoTensor(zeros, zeros)):  # type: ignore[no-untyped-call]
+        assert type(found) is TwoTensor
+        assert not found.a.any()
 
 
 def test_tensors_need_not_be_aligned(local: bngrad.Client) -> None:

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import bngrad
 import bngrad.torch
+from bngrad.torch._placement import Placements
 from bngrad_cli.embedded import EmbeddedServer
 
 NORMS = 9
@@ -79,6 +81,21 @@ def test_subclasses_and_parametrised_layers_are_reverted_to_layers_without_a_cli
     parametrize.register_parametrization(model[1], "weight", nn.Identity())
     bngrad.torch.revert_batchnorm(model)
     assert [layer.client for layer in ours_in(model)] == [None, None]
+
+
+def test_a_parametrised_layer_computes_its_weight_once(client: bngrad.Client) -> None:
+    calls = []
+
+    class Counted(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            calls.append(weight)
+            return weight
+
+    layer = bngrad.torch.convert_batchnorm(nn.BatchNorm2d(3), client)
+    parametrize.register_parametrization(layer, "weight", Counted())
+    calls.clear()
+    layer(torch.randn(2, 3, 4, 4))
+    assert len(calls) == 1
 
 
 def test_copies_share_the_client_and_pickles_have_none(client: bngrad.Client) -> None:
@@ -191,6 +208,26 @@ def test_measured_layers_are_computed_where_they_are_faster(
     assert len(lines) == 1 + NORMS
     assert all(re.search(r": PyTorch [\d.]+, client [\d.]+: (client|PyTorch)$", line) for line in lines[1:])
     assert losses == pytest.approx(train(network(), data(11)), abs=7e-4)
+
+
+def test_each_choice_is_printed_once(client: bngrad.Client, capfd: pytest.CaptureFixture[str]) -> None:
+    model = bngrad.torch.convert_batchnorm(nn.Sequential(*map(nn.BatchNorm1d, (3, 3))), client, where="measured")
+    x = torch.randn(4, 3, requires_grad=True)
+    for layer in model:
+        for _ in range(10):
+            layer(x).pow(3).sum().backward()
+    printed = [line.partition(":")[0] for line in capfd.readouterr().err.splitlines()]
+    assert printed == ["bngrad", "  0", "bngrad", "  1"]
+
+
+def test_layers_whose_uses_alternate_in_size_are_measured_with_both(client: bngrad.Client) -> None:
+    placement = Placements().add("layer")
+    places: dict[bool, list[int]] = {False: [], True: []}
+    for use in range(10):
+        by_client = placement.next_by_client()
+        placement.compute(nn.Identity(), partial(places[True].append, use % 2), partial(places[False].append, use % 2))
+        assert places[by_client][-1] == use % 2
+    assert [sorted(sizes[1:]) for sizes in places.values()] == [[0, 0, 1, 1]] * 2, "the first is not counted"
 
 
 def test_measured_layers_in_checkpoints_have_right_gradients(client: bngrad.Client) -> None:
