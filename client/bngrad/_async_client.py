@@ -232,6 +232,7 @@ class Client:
         self, function: Callable[[Deadline, Cancellation], Result], timeout: float | None, *, writes: bool = False
     ) -> Result:
         """Runs a function in a thread; if it ``writes`` to the caller's memory, a cancelled task waits for its end."""
+        loop = asyncio.get_running_loop()  # another library's has no call
         deadline, cancellation = self._calls.deadline(timeout), Cancellation()
 
         def run() -> Result:
@@ -243,11 +244,11 @@ class Client:
         # With the task's context, as asyncio.to_thread does, so that the trace goes on in the thread.
         future = self._executor.submit(contextvars.copy_context().run, run)
         try:
-            return await asyncio.wrap_future(future)
+            return await asyncio.wrap_future(future, loop=loop)
         except asyncio.CancelledError:
             cancellation.cancel()
             if writes:
-                await _ended(asyncio.wrap_future(future))
+                await _ended(asyncio.wrap_future(future, loop=loop))
             raise
         finally:
             del future  # breaks the cycle of the future, its error and this frame

@@ -343,6 +343,14 @@ async def test_a_client_that_was_never_used_may_be_closed() -> None:
     await bngrad.aio.Client("localhost:1").close()
 
 
+def test_a_coroutine_that_no_loop_of_asyncio_runs_begins_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = bngrad.aio.Client("localhost:1")
+    monkeypatch.setattr(client, "_executor", None)
+    call = client.server_info()
+    with pytest.raises(RuntimeError, match="no running event loop"):
+        call.send(None)
+
+
 def test_an_array_is_refused_by_a_client_that_is_closed_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     client = bngrad.Client("127.0.0.1:1", transport="stream")
     make = client._calls._own_memory.empty
