@@ -13,9 +13,10 @@ from types import FrameType
 
 _MODULES = {
     "cli": ("rich",),
+    "local": ("llvmlite", "numba"),
     "server": (
-        "grpc_channelz", "grpc_health", "grpc_reflection", "grpc_status", "h11", "llvmlite", "numba",
-        "prometheus_client", "pydantic", "pydantic_settings",
+        "grpc_channelz", "grpc_health", "grpc_reflection", "grpc_status", "h11", "prometheus_client", "pydantic",
+        "pydantic_settings",
     ),
 }  # fmt: skip
 """The modules that a command may lack, by the extra that installs them."""

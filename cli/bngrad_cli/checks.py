@@ -78,11 +78,25 @@ def _server(target: Target) -> str:
 def _round_trips(transport: Transport, expected: list[Outputs], target: Target, *, is_long: bool) -> str:
     """Fails unless every result is right, and has the bits ``expected``, which the first transport's step fills in."""
     requests = _requests(is_long=is_long)
-    with target.client(transport=transport) as client:
-        got = [request.send(client) for request in requests]
+    try:
+        with target.client(transport=transport) as client:
+            got = [request.send(client) for request in requests]
+    except TargetError as error:
+        if isinstance(error.__cause__, bngrad.DeadlineExceededError):
+            _explain_by_compiling(target, error)
+        raise
     _compare(requests, got, expected, f"over {transport}")
     expected[:] = got
     return f"{len(requests)} requests of every op, type and layout answered right"
+
+
+def _explain_by_compiling(target: Target, error: TargetError) -> None:
+    """Raises an error that says more if the server still compiles kernels."""
+    with target.client() as client:
+        compiling = client.server_info().compiling
+    if compiling:
+        advice = "try again later, or give a longer --timeout"
+        raise TargetError(f"{error}; it is still compiling {', '.join(compiling)}: {advice}") from error
 
 
 def _shared(expected: list[Outputs], target: Target, *, is_long: bool) -> str:

@@ -35,3 +35,9 @@ def test_a_module_runs_as_main_and_nothing_of_the_current_folder_does(
         monkeypatch.setenv("PYTHONSAFEPATH", "1")
     ran = subprocess.run(module_command("printing", "a b", 1), capture_output=True, text=True)
     assert (ran.stdout, ran.stderr) == ("__main__ ['a b', '1'] True\n", "")
+
+
+def test_a_module_of_ours_is_found_by_the_child_of_a_process_that_has_it_on_its_own_path_alone() -> None:
+    command = module_command("bngrad_kernels.child", "printing")
+    ran = subprocess.run([command[0], "-S", *command[1:]], capture_output=True, text=True, cwd="/")
+    assert "No module named printing" in ran.stderr

@@ -239,7 +239,7 @@ def test_groups_may_be_nested_as_deep_as_in_protobuf(fields: tuple[int, ...], de
     data = field(15, START_GROUP, b"") * depth + field(15, END_GROUP, b"") * depth
     for number in reversed(fields):
         data = sized(number, data)
-    assert decoded(data) == parsed(data)
+    assert (decoded(data) is None) == (parsed(data) is None)
 
 
 @pytest.mark.parametrize(
