@@ -76,6 +76,15 @@ def test_a_server_that_may_open_too_few_files_says_so() -> None:
     assert ended.stderr.startswith(f"Error: {expected}, and may have 32")
 
 
+@pytest.mark.parametrize("megabytes", [400, 800])
+def test_a_server_that_has_too_little_address_space_says_so(megabytes: int) -> None:
+    command = ["prlimit", f"--as={megabytes * 1024**2}", *COMMAND, *CPU]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert "Error: the system does not give what a server needs, see ulimit -a: " in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
 def test_an_address_that_is_taken_is_no_wrong_setting() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
