@@ -26,7 +26,7 @@ export function values({ data }) {
 /** The name of a status, and the violations of each field: [{ field, description }]. */
 export function explain(error) {
   const details = error.metadata.get("grpc-status-details-bin")
-    .flatMap((bytes) => definitions["google.rpc.Status"].deserialize(bytes).details);
+    .flatMap((bytes) => definitions["google.rpc.Status"].deserialize(bytes).details ?? []);
   return { status: grpc.status[error.code], violations: details.flatMap((each) => each.field_violations ?? []) };
 }
 
