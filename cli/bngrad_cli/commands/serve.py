@@ -66,7 +66,7 @@ def _fail(config: ServerConfig, error: click.ClickException) -> NoReturn:
 
 def _is_scarcity(error: Exception) -> bool:
     """Whether the system had no memory, file or thread left."""
-    if "failed to map segment" in f"{error.__context__}":  # llvmlite cannot be loaded
+    if "failed to map segment" in str(error.__context__):  # llvmlite cannot be loaded
         return True
     if isinstance(error, OSError):
         return error.errno in {errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM}

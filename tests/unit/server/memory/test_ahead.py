@@ -30,8 +30,8 @@ def tensors(arena: Arena) -> AheadTensors:
     return AheadTensors(arena)
 
 
-def keep(tensors: AheadTensors, client: str = "one", lease: ConnectionTickets | None = None) -> bytes:
-    return tensors.keep(HEADER, tensors.allocate(NBYTES, client), set() if lease is None else lease)
+def keep(tensors: AheadTensors, client: str = "one", tickets: ConnectionTickets | None = None) -> bytes:
+    return tensors.keep(HEADER, tensors.allocate(NBYTES, client), set() if tickets is None else tickets)
 
 
 def is_there(tensors: AheadTensors, ticket: bytes, client: str = "one") -> bool:
@@ -95,27 +95,27 @@ def test_nothing_is_sent_ahead_while_a_request_waits(tensors: AheadTensors, aren
 
 
 def test_what_a_request_uses_stays(tensors: AheadTensors, arena: Arena) -> None:
-    lease: ConnectionTickets = set()
-    ticket = keep(tensors, lease=lease)
+    tickets: ConnectionTickets = set()
+    ticket = keep(tensors, tickets=tickets)
     tensor = tensors.hold("x", ticket, "one", HEADER.dtype, HEADER.shape)
     assert not tensors.evict()
-    tensors.end(lease)
+    tensors.end(tickets)
     assert not is_there(tensors, ticket)
     assert arena.used_bytes == NBYTES
     tensors.release(tensor)
     assert arena.used_bytes == tensors.nbytes == 0
 
 
-def test_a_lease_ends_all_that_it_has(tensors: AheadTensors, arena: Arena) -> None:
-    lease: ConnectionTickets = set()
-    tickets = [keep(tensors, lease=lease) for _ in range(3)]
+def test_a_connection_that_ends_takes_all_that_it_brought(tensors: AheadTensors, arena: Arena) -> None:
+    tickets: ConnectionTickets = set()
+    first, *rest = [keep(tensors, tickets=tickets) for _ in range(3)]
     other = keep(tensors)
-    assert lease == set(tickets)
-    tensors.forget([tickets[0], tickets[0], b"unknown"], "one")
+    assert tickets == {first, *rest}
+    tensors.forget([first, first, b"unknown"], "one")
     tensors.forget([other], "another")
-    assert lease == set(tickets[1:])
-    tensors.end(lease)
-    assert not lease
+    assert tickets == set(rest)
+    tensors.end(tickets)
+    assert not tickets
     assert arena.used_bytes == NBYTES
     assert is_there(tensors, other)
 

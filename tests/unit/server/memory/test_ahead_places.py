@@ -48,7 +48,7 @@ class Memory:
         self.regions = Regions(1 << 30, lambda region: None, self._end)
         self.places = AheadPlaces(self.regions, self.copier)
         self.region = self.regions.lease(ROOM * COPIED_NBYTES, "one")
-        self.lease: ConnectionTickets = set()
+        self.tickets: ConnectionTickets = set()
 
     def _end(self, region: Region) -> None:
         self.places.end_region(region)
@@ -57,7 +57,7 @@ class Memory:
         return pb.Location(region_key=(region or self.region).key, offset=index * COPIED_NBYTES)
 
     def keep(self, index: int = 0, client: str = "one", region: Region | None = None) -> bytes:
-        return self.places.keep(header(), self.location(index, region), client, self.lease)
+        return self.places.keep(header(), self.location(index, region), client, self.tickets)
 
     def copy_of(self, ticket: bytes, index: int = 0, nbytes: int = COPIED_NBYTES, client: str = "one") -> int:
         place = Place(self.region.number, index * COPIED_NBYTES)
@@ -94,10 +94,10 @@ def test_what_is_forgotten_has_no_copy(memory: Memory) -> None:
     memory.places.forget([first, first, b"unknown"], "one")
     memory.places.forget([second], "another")
     assert [memory.copy_of(ticket) for ticket in (first, second, third)] == [0, 2, 3]
-    assert memory.lease == {second, third}
-    memory.lease.add(b"of a tensor in the arena")
-    memory.places.end(memory.lease)
-    assert memory.lease == {b"of a tensor in the arena"}
+    assert memory.tickets == {second, third}
+    memory.tickets.add(b"of a tensor in the arena")
+    memory.places.end(memory.tickets)
+    assert memory.tickets == {b"of a tensor in the arena"}
     assert len(memory.places) == len(memory.copier.copies) == 0
 
 
@@ -112,14 +112,14 @@ def test_a_region_takes_its_copies_along_once_no_request_names_it(memory: Memory
     assert len(memory.copier.copies) == 2
     memory.regions.release(held)
     assert list(memory.copier.copies) == [1]
-    assert memory.lease == {kept}
+    assert memory.tickets == {kept}
 
 
 def test_a_region_has_as_many_as_fit_side_by_side(memory: Memory) -> None:
     tickets = [memory.keep() for _ in range(ROOM + 2)]
     assert [memory.copy_of(ticket) for ticket in tickets] == [0, 0, 3, 4, 5]
     assert list(memory.copier.copies) == [3, 4, 5]
-    assert memory.lease == set(tickets[2:])
+    assert memory.tickets == set(tickets[2:])
 
 
 def test_no_request_is_in_a_region_for_what_is_kept_there(memory: Memory) -> None:
@@ -140,11 +140,11 @@ def test_who_does_not_lease_the_place_is_refused(memory: Memory) -> None:
 
 
 def test_small_tensors_and_those_of_servers_without_gpus_have_no_ticket(memory: Memory) -> None:
-    assert memory.places.keep(header(COPIED_NBYTES - 4), memory.location(), "one", memory.lease) == b""
+    assert memory.places.keep(header(COPIED_NBYTES - 4), memory.location(), "one", memory.tickets) == b""
     without = AheadPlaces(memory.regions, None)
-    assert without.keep(header(), memory.location(), "one", memory.lease) == b""
+    assert without.keep(header(), memory.location(), "one", memory.tickets) == b""
     assert (without.least_nbytes, memory.places.least_nbytes) == (0, COPIED_NBYTES)
-    assert not memory.lease
+    assert not memory.tickets
 
 
 def test_of_what_is_sent_ahead_a_gpu_copies_the_large_tensors_and_drops_them_again() -> None:
