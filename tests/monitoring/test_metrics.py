@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import threading
 import urllib.parse
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +16,7 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.monitoring.conftest import HTTP, call, get, http_of, samples, status_of, tool
-from tests.servers import wait_until, workers_of
+from tests.servers import BNGRAD, wait_until, workers_of
 
 import bngrad
 from bngrad_cli.embedded import EmbeddedServer
@@ -65,26 +64,16 @@ def test_what_the_front_process_computes_keeps_it_busy() -> None:
 
 
 def test_requests_that_wait_for_the_event_loop_are_in_the_queue() -> None:
-    """More of them than a round of the loop takes."""
-    with (
-        EmbeddedServer(device="cpu", options=HTTP) as server,
-        bngrad.Client(server.target, transport="stream") as client,
-    ):
+    """More of them than a round of the loop takes; one process alone sends them more slowly than they are computed."""
+    with EmbeddedServer(device="cpu", options=HTTP) as server, ExitStack() as clients:
         http = http_of(server)
-        call(client)
-        with ThreadPoolExecutor(32) as pool:
-            stop = threading.Event()
-
-            def repeat() -> None:
-                while not stop.is_set():
-                    call(client)
-
-            for _ in range(32):
-                pool.submit(repeat)
-            try:
-                wait_until(lambda: samples(http)["bngrad_queue_requests", ()] > 16)
-            finally:
-                stop.set()
+        command = [*BNGRAD, "bench", server.target, "--transport", "stream", "--layer", "tiny"]
+        for _ in range(3):
+            options = ("--concurrency", "16", "--seconds", "1000")
+            client = clients.enter_context(subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL))
+            clients.callback(client.kill)
+        wait_until(lambda: samples(http)["bngrad_queue_requests", ()] > 16)
+        clients.close()
         wait_until(lambda: samples(http)["bngrad_queue_requests", ()] == 0)
 
 
