@@ -132,6 +132,7 @@ class Server:
         self._stopping = True
         self._health.close()
         stopped = self._grpcio_port.stop(drain_timeout_s)
+        self.engine.transfers.drain()
         self._http2_port.stop(drain_timeout_s)
         while not stopped.wait(_CHECK_S) and self._grpcio_port.is_alive:
             pass  # without its thread, grpcio never stops

@@ -5,8 +5,10 @@ from __future__ import annotations
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
+from queue import SimpleQueue
 from typing import Any
 
 import grpc
@@ -20,7 +22,7 @@ import bngrad
 from bngrad_cli.embedded import EmbeddedServer
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_protos.v1 import batch_norm_grad_pb2_grpc as pb_grpc
-from bngrad_server.config import MAX_CALLS
+from bngrad_server.config import MAX_CALLS, ServerConfig
 from bngrad_wire import http2
 
 CASES = [Case("v3", "NHWC", (4, 17, 17, 7)), Case("v2", "NCHW", (40, 7, 33, 33)), Case("onednn", "NXC", (30, 5))]
@@ -119,6 +121,29 @@ def test_many_small_requests_in_small_chunks_on_a_stream_are_all_answered(stub: 
     first, *others = [answer_of(case, responses) for _ in range(500)]
     for other in others:
         assert_same_bits(other, first)
+
+
+@pytest.mark.parametrize("requests", [0, 1])
+@pytest.mark.parametrize("door", ["tcp", "local", "grpcio"])
+def test_an_exchange_kept_open_does_not_delay_the_end_of_a_server(door: str, requests: int) -> None:
+    messages: SimpleQueue[pb.ExchangeRequest] = SimpleQueue()
+    with EmbeddedServer() as server, grpc.insecure_channel(targets_of(server.target)[door]) as channel:
+        responses = pb_grpc.BatchNormGradServiceStub(channel).Exchange(iter(messages.get, None))
+        for message in request(CASE) * requests:
+            messages.put(message)
+        for _ in range(requests):
+            answer_of(CASE, responses)
+        time.sleep(0.5)  # it waits for a request
+        began = time.monotonic()
+        server.process.terminate()
+        with pytest.raises(grpc.RpcError) as caught:
+            next(responses)
+        # On grpcio's port another thread than that of the call can cancel it, but choose no status.
+        codes = {grpc.StatusCode.UNAVAILABLE, *([grpc.StatusCode.CANCELLED] if door == "grpcio" else [])}
+        assert caught.value.code() in codes
+        assert server.process.wait(TIMEOUT_S) == 0
+        assert time.monotonic() - began < ServerConfig().drain_timeout_s / 2
+        messages.put(pb.ExchangeRequest())  # ends the thread that sends
 
 
 def test_an_exchange_of_empty_tensors_needs_no_chunk(stub: Any) -> None:

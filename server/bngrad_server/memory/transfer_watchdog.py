@@ -15,6 +15,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager
 
 from bngrad_server.errors import OverloadedError
@@ -62,6 +63,23 @@ class _Wait:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._watchdog.remove(self)
+
+
+class _Pause(_Wait):
+    """A wait for the next request of a call, which may be over."""
+
+    def end(self) -> None:
+        """Ends the wait because the server stops."""
+        self.error = CancelledError()
+        self.rpc.traffic.interrupt()
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        """Raises CancelledError, which tells the client that the server stops, if that has ended the wait."""
+        super().__exit__(kind, error, traceback)
+        if isinstance(self.error, CancelledError):
+            self.rpc.traffic.resume()
+            if isinstance(error, Exception):
+                raise CancelledError from error
 
 
 class _Transfer(_Wait):
@@ -144,6 +162,7 @@ class TransferWatchdog:
         self._memories = memories
         self._waits: set[_Wait] = set()
         self._mutex = threading.Lock()
+        self._draining = False
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="transfer-watchdog", daemon=True)
         self._thread.start()
@@ -154,6 +173,13 @@ class TransferWatchdog:
         For what holds no memory that others wait for.
         """
         return _Wait(self, rpc, self._timeout_s + nbytes / _LEAST_BYTES_PER_S, rpc.abort)
+
+    def awaits_request(self, rpc: RpcContext) -> AbstractContextManager[None]:
+        """Does as `watched` for a block that receives the next request of a call; after `drain` it ends at once.
+
+        It then ends with CancelledError, if there is no request yet.
+        """
+        return _Pause(self, rpc, self._timeout_s, rpc.abort)
 
     def upload(
         self, nbytes: int, rpc: RpcContext, memory: Allocator, block: Block, *, is_spare: bool = False
@@ -174,11 +200,21 @@ class TransferWatchdog:
         """Begins to watch."""
         with self._mutex:
             self._waits.add(wait)
+            if self._draining and isinstance(wait, _Pause):
+                wait.end()
 
     def remove(self, wait: _Wait) -> None:
         """Watches no longer; from then on it is not ended."""
         with self._mutex:
             self._waits.remove(wait)
+
+    def drain(self) -> None:
+        """Waits no longer for requests: a call that its client keeps open would delay the server's end."""
+        with self._mutex:
+            self._draining = True
+            for wait in self._waits:
+                if isinstance(wait, _Pause):
+                    wait.end()
 
     def close(self) -> None:
         """Ends the thread."""

@@ -83,9 +83,14 @@ class RequestReceiver:
         return source.read(nbytes - _BEGINNING_NBYTES, beginning)
 
     def next_request(self, source: ExchangeSource, rpc: RpcContext) -> tuple[int, ReceivedMessage] | None:
-        """Receives the next request of an exchange, see `exchange.request_of`; None at the end of the exchange."""
+        """Receives the next request of an exchange, see `exchange.request_of`; None at the end of the exchange.
+
+        Raises:
+            CancelledError: The server stops.
+            Exception: See `receive`.
+        """
         try:
-            with self._engine.transfers.watched(0, rpc):  # the wait for it, too, since it occupies a thread
+            with self._engine.transfers.awaits_request(rpc):
                 nbytes = source.requests.receive_message()
             if nbytes is None:
                 return None
