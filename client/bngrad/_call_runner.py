@@ -80,11 +80,13 @@ class CallRunner:
             check_security(checked, tls, token, insecure)
             return checked
 
-        def connect(address: str, hostname: str | None) -> Selector:
+        def connect(address: str, hostname: str | None, has_others: Callable[[], bool]) -> Selector:
             if address == _validation.LOCAL:
                 return local or _local_kernels()
             credentials = Credentials(security, address, hostname)
-            return TransportSelector(address, transport, channel_options, quarantine, credentials)
+            return TransportSelector(
+                address, transport, channel_options, quarantine, credentials, lambda: retries and has_others()
+            )
 
         self._load_balancer = LoadBalancer(targets, check, connect)
         self._retry_budget = RetryBudget()

@@ -37,6 +37,10 @@ class Restarted:
     def pid(self) -> int:
         return self._server.process.pid
 
+    @property
+    def processes(self) -> list[int]:
+        return [self.pid, worker_pid(self._server)]
+
     def kill(self) -> None:
         worker = worker_pid(self._server)
         self._server.process.kill()
@@ -141,6 +145,33 @@ def test_no_request_is_lost_when_a_server_goes_and_comes_back(tmp_path: Path, tr
             used = servers[0].cpu_s()
             wait_until(lambda: servers[0].cpu_s() > used + 0.05)
             load.wait(50)
+
+
+def test_calls_of_a_frozen_server_are_repeated_elsewhere() -> None:
+    """It keeps its connections: nothing says that it will not answer."""
+    with restarted(somewhere(), somewhere()) as (server, frozen), ExitStack() as stack:
+        clients = [
+            stack.enter_context(bngrad.Client([frozen.target, server.target], transport=transport))
+            for transport in TRANSPORTS
+        ]
+        seconds: list[float] = []
+
+        def call(client: bngrad.Client) -> None:
+            began = time.monotonic()
+            assert_gradients(LARGE, INPUTS[1], client.fused_batch_norm_grad_v2(*INPUTS[1]))
+            seconds.append(time.monotonic() - began)
+
+        with ThreadPoolExecutor(16) as threads:
+            list(threads.map(call, clients * 4))
+            longest_s, processes = max(seconds), frozen.processes
+            for each in processes:
+                os.kill(each, signal.SIGSTOP)
+            try:
+                list(threads.map(call, clients * 4, timeout=TIMEOUT_S / 2))
+            finally:
+                for each in processes:
+                    os.kill(each, signal.SIGCONT)
+        assert max(seconds) > longest_s + 1.0  # some calls were there
 
 
 def test_calls_of_a_draining_server_go_to_the_other() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from tests.clock import Clock
 from tests.servers import is_running, wait_until
 
 import bngrad
@@ -42,6 +43,35 @@ def test_the_server_imports_nothing_from_the_current_folder(tmp_path: Path, monk
             assert client.server_info().version == bngrad.__version__
     finally:
         process.stop()
+
+
+def test_a_frozen_server_is_killed_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, clock = load(), Clock()
+    monkeypatch.setattr(module, "time", clock)
+    process = module.ServerProcess("127.0.0.1", _OPTIONS)
+    try:
+        process.wait(60)
+        frozen, target = process.pid, process.target
+        os.kill(frozen, signal.SIGSTOP)
+        for seconds, has_answered in [(0, False), (29, False), (2, True), (0, False), (29, False)]:
+            clock.now += seconds
+            process.heard(has_answered=has_answered)
+            assert is_running(frozen)
+        clock.now += 2
+        process.heard(has_answered=False)
+        wait_until(lambda: process.pid != frozen)
+        with bngrad.Client(target) as client:
+            wait_until(lambda: _answers(client))
+        assert not is_running(frozen)
+    finally:
+        process.stop()
+
+
+def _answers(client: bngrad.Client) -> bool:
+    try:
+        return bool(client.server_info().devices)
+    except bngrad.UnavailableError:
+        return False
 
 
 def test_the_server_ends_with_the_process_that_started_it() -> None:

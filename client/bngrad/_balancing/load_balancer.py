@@ -36,14 +36,15 @@ class LoadBalancer:
         self,
         targets: Sequence[str] | Callable[[], Sequence[str]],
         check: Callable[[Sequence[str]], list[str]],
-        connect: Callable[[str, str | None], Selector],
+        connect: Callable[[str, str | None, Callable[[], bool]], Selector],
     ) -> None:
         """Connects to nothing yet.
 
         Args:
             targets: Addresses, and names that may stand for several addresses; or a function that returns them.
             check: Returns the targets that a function returned, each once, or raises an error.
-            connect: Makes the selector for an address and the host name that it was resolved from, if any.
+            connect: Makes the selector for an address and the host name that it was resolved from, if any. It is also
+                given what returns whether there are other servers.
         """
         self._connect = connect
         self._mutex = threading.Lock()
@@ -61,7 +62,8 @@ class LoadBalancer:
         """What part of the requests in the servers are those of other clients."""
         self._closed = False
         self._was_reached = False
-        use = weakref.WeakMethod(self._use)
+        use, has_several = weakref.WeakMethod(self._use), weakref.WeakMethod(self._has_several)
+        self._may_leave = lambda: (method := has_several()) is not None and method()
         self._resolver = Resolver(targets, check, lambda addresses: (method := use()) and method(addresses))
         if self._resolver.is_static:
             self._resolver.resolve().result()
@@ -239,7 +241,10 @@ class LoadBalancer:
             self._begin_to_probe(server)
 
     def _upstream(self, address: Address, *, is_up: bool) -> Upstream:
-        return Upstream(self._connect(address.target, address.hostname), is_up=is_up)
+        return Upstream(self._connect(address.target, address.hostname, self._may_leave), is_up=is_up)
+
+    def _has_several(self) -> bool:
+        return len(self._servers) > 1
 
     def _begin_to_probe(self, server: Upstream) -> None:
         thread = threading.Thread(

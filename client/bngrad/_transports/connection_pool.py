@@ -6,6 +6,7 @@ import errno
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 from bngrad._credentials import Credentials
@@ -54,12 +55,19 @@ class ConnectionPool:
         was_connected: Whether there has ever been a connection.
     """
 
-    def __init__(self, address: Address, target: str, credentials: Credentials) -> None:
-        """Connects to nothing yet; ``target`` is the server's name."""
+    def __init__(
+        self,
+        address: Address,
+        target: str,
+        credentials: Credentials,
+        is_lost: Callable[[float], bool] | None = None,
+    ) -> None:
+        """Connects to nothing yet; ``target`` is the server's name, ``is_lost`` is for its `BufferedSocket`s."""
         self.was_connected = False
         self._address = address
         self._target = target
         self._credentials = credentials
+        self._is_lost = is_lost
         self._connector = Connector(address)
         self._mutex = threading.Lock()
         self._idle: list[_Idle] = []
@@ -145,6 +153,7 @@ class ConnectionPool:
         try:
             connection = http2.ClientConnection(secured, authority)
             connection.io.keep_alive()
+            connection.io.is_lost = self._is_lost
             return Lent(connection, secured, is_open=True)
         except ConnectionError as error:
             raise NotConnectedError(str(error)) from error

@@ -27,7 +27,7 @@ from bngrad._errors import (
 from bngrad._shared_memory.pool import Pool
 from bngrad._transports.connector import Address
 from bngrad._transports.http2 import Http2Transport
-from bngrad._transports.reported_load import ReportedLoad
+from bngrad._transports.server_state import ServerState
 from bngrad._validation import host_and_port_of
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_wire import lease_protocol
@@ -88,9 +88,9 @@ class Endpoints:
 class EndpointDiscovery:
     """Knows the endpoints of one server."""
 
-    def __init__(self, target: str, credentials: Credentials, load: ReportedLoad) -> None:
-        """Asks nothing yet; ``load`` takes what the server reports of its load."""
-        self._load = load
+    def __init__(self, target: str, credentials: Credentials, server: ServerState) -> None:
+        """Asks nothing yet; ``server`` is its state."""
+        self._server = server
         self._has_warned = False
         self._credentials = credentials
         self._target = target
@@ -163,7 +163,7 @@ class EndpointDiscovery:
         if unix is None or unix.address != path:
             unix = pool = None
             if directory and not self._is_blocked(path):
-                unix = Http2Transport(path, self._target, self._credentials, self._load)
+                unix = Http2Transport(path, self._target, self._credentials, self._server)
                 pool = Pool(f"{directory}/{lease_protocol.REGIONS}", self._credentials)
                 if not unix.is_reachable():
                     self._block(unix)
@@ -182,7 +182,7 @@ class EndpointDiscovery:
                         self._warn(address)
                 elif credentials is not None:
                     name = format_host_port(*address) if advertised.stream_host else self._target
-                    tcp = Http2Transport(address, name, credentials, self._load)
+                    tcp = Http2Transport(address, name, credentials, self._server)
         is_local = bool(directory) and os.path.exists(path)
         sizes = advertised.small_request_bytes, advertised.copied_ahead_bytes
         return Endpoints(unix, pool, tcp, is_local, *sizes, stale_at)

@@ -9,7 +9,7 @@ import grpc
 from bngrad._credentials import Credentials
 from bngrad._deadline import Cancellation, Deadline
 from bngrad._errors import InternalError, UnavailableError, from_rpc_error, from_status
-from bngrad._transports.reported_load import ReportedLoad
+from bngrad._transports.server_state import Answer, ServerState
 from bngrad._transports.tracing import trace_context
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_wire import chunks, messages
@@ -28,8 +28,8 @@ class GrpcioTransport:
     unary_below_nbytes = 2**20
     """Tensors of at least this size are better exchanged in chunks."""
 
-    def __init__(self, channel: grpc.Channel, target: str, credentials: Credentials, load: ReportedLoad) -> None:
-        self._load = load
+    def __init__(self, channel: grpc.Channel, target: str, credentials: Credentials, server: ServerState) -> None:
+        self._server = server
         self._channel = channel
         self._target = target
         self._credentials = credentials
@@ -106,9 +106,19 @@ class GrpcioTransport:
         return message[field[1] :]
 
     def _note(self, call: grpc.Call) -> None:
-        for name, value in call.trailing_metadata() or ():
-            if name == TEXT_HEADER:
-                self._load.update(value)
+        trailers = call.trailing_metadata() or ()
+        self._server.hear(next((value for name, value in trailers if name == TEXT_HEADER), None))
+
+
+def begin_to_ask(channel: grpc.Channel, method: str, credentials: Credentials, timeout_s: float) -> Answer:
+    """Begins a call with an empty message, once there is a connection; it fails if that takes too long.
+
+    Raises:
+        InvalidArgumentError: The token cannot be read.
+        ValueError: The channel was closed.
+    """
+    ask: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(method)
+    return ask.future(b"", timeout=timeout_s, metadata=credentials.metadata(), wait_for_ready=True)
 
 
 def _requests(number: int, header: list[Buffer], tensors: Sequence[Buffer]) -> Iterator[bytes]:

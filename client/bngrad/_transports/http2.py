@@ -19,7 +19,7 @@ from bngrad._errors import InternalError, ResourceExhaustedError, from_status
 from bngrad._shared_memory.quarantine import AbandonedCall, stop_reading
 from bngrad._transports.connection_pool import ConnectionPool, Lent, NotConnectedError
 from bngrad._transports.connector import Address
-from bngrad._transports.reported_load import ReportedLoad
+from bngrad._transports.server_state import ServerState
 from bngrad._transports.tracing import trace_context
 from bngrad._transports.turns import NoTurnError, Turn, Turns
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
@@ -32,7 +32,7 @@ connection."""
 _RETRY_S = 0.1
 _LONG_TIMEOUT_S = 10.0
 _LOOK_S = 1.0
-"""How often a call with a long timeout looks whether the server's host is still there."""
+"""How often a call with a long timeout looks whether the server is still there."""
 _CHUNK_NBYTES = 2**28
 _MAX_HEADER_NBYTES = 64 * 2**20
 _RESET = struct.pack("ii", 1, 0)
@@ -56,19 +56,19 @@ class Http2Transport:
         address: Address,
         target: str,
         credentials: Credentials = NO_CREDENTIALS,
-        load: ReportedLoad | None = None,
+        server: ServerState | None = None,
     ) -> None:
-        """Connects to nothing yet; ``target`` is the server's name in errors, ``load`` takes what it reports."""
+        """Connects to nothing yet; ``target`` is the server's name in errors, ``server`` its state."""
         self.address = address
         self._target = target
         self._credentials = credentials
-        self._load = load or ReportedLoad()
-        self._connections = ConnectionPool(address, target, credentials)
+        self._server = server or ServerState()
+        self._connections = ConnectionPool(address, target, credentials, self._server.is_lost)
         self._turns = Turns(_MAX_EXCHANGES)
 
     def twin(self) -> Http2Transport:
         """Returns another transport to the same address, with connections of its own."""
-        return Http2Transport(self.address, self._target, self._credentials, self._load)
+        return Http2Transport(self.address, self._target, self._credentials, self._server)
 
     @property
     def was_connected(self) -> bool:
@@ -260,9 +260,8 @@ class Http2Transport:
             remaining_s = set_timeout()
             io.deadline = math.inf if deadline.at is None else deadline.at
             result = talk(connection.call(method, timeout_s=remaining_s, metadata=metadata), set_timeout)
-            if (load_text := connection.load_text) is not None:
-                connection.load_text = None
-                self._load.update(load_text)
+            self._server.hear(connection.load_text)
+            connection.load_text = None
             return result
         except TimeoutError as error:
             code, message = grpc.StatusCode.DEADLINE_EXCEEDED, "no data came"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import grpc
@@ -35,9 +36,9 @@ from bngrad._shared_memory.quarantine import Quarantine
 from bngrad._transports.ahead import AheadConnection
 from bngrad._transports.connection_pool import NoConnectionYetError, NotConnectedError
 from bngrad._transports.endpoints import EndpointDiscovery, Endpoints
-from bngrad._transports.grpcio import GrpcioTransport
+from bngrad._transports.grpcio import GrpcioTransport, begin_to_ask
 from bngrad._transports.http2 import Http2Transport
-from bngrad._transports.reported_load import ReportedLoad
+from bngrad._transports.server_state import ServerState
 from bngrad._transports.shared_memory import SharedMemoryCalls
 from bngrad.typing import Array, Transport
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
@@ -49,6 +50,8 @@ _SHARED_FROM_NBYTES = 64 * 1024
 """Smaller tensors are sent in the message, which is cheaper than their locations."""
 _POOLED_FROM_NBYTES = 64 * 1024
 """For smaller results NumPy has memory that is not fresh either, and gives it sooner."""
+_ANSWER_TIMEOUT_S = 5.0
+"""After this a server that does not say whether it is alive is frozen."""
 _NOT_LOCAL = "it is not on this host, or shares none"
 
 
@@ -66,17 +69,28 @@ class TransportSelector:
         options: Iterable[_validation.ChannelOption],
         quarantine: Quarantine,
         credentials: Credentials,
+        may_leave: Callable[[], bool],
     ) -> None:
-        """Connects to nothing yet; the quarantine is the client's, so it also has outputs of other servers."""
+        """Connects to nothing yet.
+
+        Args:
+            target: The server's address.
+            transport: The transport to prefer.
+            options: gRPC channel arguments.
+            quarantine: That of the client, so it also has outputs of other servers.
+            credentials: TLS and the token.
+            may_leave: Returns whether calls that the server does not answer may be made elsewhere.
+        """
         self.has_answered = False
         self._target = target
         self._preference = transport
-        self._load = ReportedLoad()
         self._channel = credentials.channel(_validation.channel_options(options))
-        self._grpcio = GrpcioTransport(self._channel, target, credentials, self._load)
+        ask = partial(begin_to_ask, self._channel, SERVER_INFO_METHOD, credentials, _ANSWER_TIMEOUT_S)
+        self._server = ServerState(ask, may_leave)
+        self._grpcio = GrpcioTransport(self._channel, target, credentials, self._server)
         self._own_memory = Pool(None)
         self._quarantine = quarantine
-        self._discovery = EndpointDiscovery(target, credentials, self._load)
+        self._discovery = EndpointDiscovery(target, credentials, self._server)
         self._ahead = AheadConnection()
 
     @property
@@ -87,7 +101,7 @@ class TransportSelector:
     @property
     def load(self) -> LoadReport | None:
         """What the server last reported of its load."""
-        return self._load.report
+        return self._server.load
 
     def run(self, request: PreparedRequest[Result], deadline: Deadline, cancellation: Cancellation) -> Result:
         """Makes a call, without retries; raises the errors of `bngrad.Client`."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import subprocess
 import threading
+import time
 from collections.abc import Sequence
 
 from bngrad_kernels.child import module_command
@@ -14,12 +16,16 @@ logger = logging.getLogger("bngrad")
 
 _RESTART_DELAYS_S = (0.0, 1.0, 2.0, 5.0, 10.0)
 """Before the next start, by how often in a row the server has ended before it was ready."""
+_SILENT_S = 30.0
+"""After this a server that is ready and answers nothing is killed; to start another one takes a few seconds."""
 _STOP_TIMEOUT_S = 40.0
 """Longer than a server's own `--drain-timeout`, unless that is set."""
 
 
 class ServerProcess:
     """Runs ``bngrad serve`` on a host of this node, and starts it again, at the same address if it is still free.
+
+    It does so when the server has ended, and when it is frozen, as `heard` is told.
 
     The server's log goes to this process's stderr.
     """
@@ -36,6 +42,8 @@ class ServerProcess:
         self._target = ""
         self._mutex = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
+        self._is_ready = False
+        self._silent_since = math.inf
         self._stopping = threading.Event()
         self._ready_or_failed = threading.Event()
         # The system kills the server when the thread that has started it ends: this one lives as long as the actor.
@@ -66,6 +74,19 @@ class ServerProcess:
         if code is None:
             raise RuntimeError(f"bngrad serve is not ready after {timeout_s:g} s")
         raise RuntimeError(f"bngrad serve ended with exit code {code}; Ray's log of this actor says why")
+
+    def heard(self, *, has_answered: bool) -> None:
+        """Records whether the server has answered a question; kills one that was ready and is silent for too long."""
+        now = time.monotonic()
+        with self._mutex:
+            if has_answered or not self._is_ready or self._stopping.is_set():
+                self._silent_since = math.inf
+                return
+            self._silent_since = min(self._silent_since, now)
+            if now - self._silent_since > _SILENT_S and self._process is not None:
+                logger.error("bngrad serve has answered nothing for %g s and is killed", _SILENT_S)
+                self._process.kill()
+                self._is_ready = False
 
     def stop(self) -> None:
         """Has the server finish its requests, and waits until it has ended."""
@@ -110,5 +131,8 @@ class ServerProcess:
             address = ready_address(process.stdout.readline())
             if address is not None:
                 self._target = address
+                self._is_ready = True
                 self._ready_or_failed.set()
-            return address is not None, process.wait()
+            code = process.wait()
+            self._is_ready = False
+            return address is not None, code

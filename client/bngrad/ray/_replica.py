@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import ray
 
 from bngrad._client import Client
-from bngrad._errors import BngradError
+from bngrad._errors import BngradError, DeadlineExceededError, UnavailableError
 from bngrad._results import ServerInfo
 from bngrad.ray._process import ServerProcess
 from bngrad_wire.addresses import format_host_port
@@ -59,10 +59,16 @@ class Replica:
         self._client.close()
 
     def _info(self) -> ServerInfo | None:
+        info = None
         try:
-            return self._client.server_info(timeout=_INFO_TIMEOUT_S)
-        except BngradError:
+            info = self._client.server_info(timeout=_INFO_TIMEOUT_S)
+        except (UnavailableError, DeadlineExceededError):
+            self._process.heard(has_answered=False)
             return None
+        except BngradError:  # such as for a missing token
+            pass
+        self._process.heard(has_answered=True)
+        return info
 
 
 def serve_options(resources: Mapping[str, float]) -> list[str]:

@@ -45,7 +45,7 @@ class Unreliable(TransportSelector):
 
 def test_a_server_is_told_what_to_forget_also_after_a_tensor_failed_to_be_sent() -> None:
     server = Unreliable()
-    load_balancer = LoadBalancer(["localhost:1"], _validation.check_targets, lambda address, hostname: server)
+    load_balancer = LoadBalancer(["localhost:1"], _validation.check_targets, lambda *_: server)
     sender = AheadSender(load_balancer, SECONDS)
     first = sender.send(TENSOR)
     wait_until(lambda: server.tensors == 1)

@@ -7,6 +7,7 @@ import math
 import select
 import socket
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 from bngrad_wire import keepalive
@@ -35,6 +36,8 @@ class BufferedSocket(ReceiveBuffer):
             no single wait times out.
         waits: How many timeouts of the socket in a row make a `TimeoutError`. With several short ones, `interrupt` ends
             a wait early, and so does a peer whose host has gone.
+        is_lost: Called at the end of each timeout with the seconds that a wait has taken so far; ends the wait with
+            `PeerLostError` if it returns True. None if nothing knows that.
         moved: How many bytes have been received and sent.
         tls: The socket, if it speaks TLS: it may then hold received data although its descriptor is not readable.
         has_lent: Whether the socket may still refer to memory that was sent; the caller resets it once the peer has
@@ -64,6 +67,7 @@ class BufferedSocket(ReceiveBuffer):
         self.broken: str | None = None
         self.deadline = math.inf
         self.waits = 1
+        self.is_lost: Callable[[float], bool] | None = None
         self.moved = 0
 
     def close(self, final_frame: bytes = b"") -> None:
@@ -154,8 +158,8 @@ class BufferedSocket(ReceiveBuffer):
                 try:
                     sent = self._send_some(pieces[first : first + _PIECES_PER_SEND], flags)
                 except (TimeoutError, BlockingIOError) as error:
-                    self._check_peer(error, is_over=blocking)
                     waited += 1
+                    self._check_peer(error, waited if blocking else 0)
                     if waited == waits:
                         raise
                     continue
@@ -201,7 +205,7 @@ class BufferedSocket(ReceiveBuffer):
 
     def _receive(self, target: memoryview, flags: int = 0) -> int:
         """Receives something within `waits` timeouts; with `DONT_WAIT`, only what is there."""
-        waits = 1 if flags else self.waits
+        waits, waited = 1 if flags else self.waits, 0
         while True:
             if time.monotonic() > self.deadline:
                 raise TimeoutError("receiving timed out")
@@ -209,9 +213,9 @@ class BufferedSocket(ReceiveBuffer):
                 count = self._sock.recv_into(target, 0, flags)
                 break
             except (TimeoutError, BlockingIOError) as error:
-                self._check_peer(error, is_over=not flags)
-                waits -= 1
-                if waits < 1:
+                waited += 1
+                self._check_peer(error, 0 if flags else waited)
+                if waited >= waits:
                     raise TimeoutError("receiving timed out") from error
             except OSError as error:
                 raise self._failure("receiving", error) from error
@@ -221,12 +225,19 @@ class BufferedSocket(ReceiveBuffer):
         self.moved += count
         return count
 
-    def _check_peer(self, error: OSError, *, is_over: bool) -> None:
-        """Raises `PeerLostError` if the peer's host has gone; looks for itself only if a wait is over."""
+    def _check_peer(self, error: OSError, waited: int) -> None:
+        """Raises `PeerLostError` if the peer or its host has gone; looks for itself only after ``waited`` timeouts."""
         if error.errno == errno.ETIMEDOUT:  # the system's word, not a timeout of the socket
             raise self._failure("waiting", error) from error
-        if is_over and self._is_kept_alive and keepalive.is_lost(self._sock):
-            raise self._failure("waiting", OSError(errno.ETIMEDOUT, "the peer's host does not answer")) from error
+        if not waited:
+            return
+        lost = ""
+        if self._is_kept_alive and keepalive.is_lost(self._sock):
+            lost = "the peer's host does not answer"
+        elif self.is_lost is not None and self.is_lost(waited * (self._timeout_s or 0.0)):
+            lost = "the peer does not answer"
+        if lost:
+            raise self._failure("waiting", OSError(errno.ETIMEDOUT, lost)) from error
 
     def _failure(self, action: str, error: OSError) -> PeerGoneError:
         self.broken = f"{action} failed: {error}"

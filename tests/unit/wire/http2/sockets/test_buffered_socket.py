@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from bngrad_wire.http2.errors import PeerLostError
 from bngrad_wire.http2.sockets.buffered_socket import BufferedSocket
 
 _WITHOUT_MEMORY = """
@@ -54,3 +55,23 @@ def test_large_messages_within_a_host_are_not_paced(address: str, is_own: bool) 
 def test_a_buffer_grows_once_there_is_memory_for_it() -> None:
     """A process of its own, since the limit counts all memory of a process."""
     subprocess.run([sys.executable, "-c", _WITHOUT_MEMORY], check=True)
+
+
+@pytest.mark.parametrize("action", ["receive", "send"])
+def test_a_wait_ends_once_the_peer_is_known_to_be_lost(action: str) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        buffered = BufferedSocket(ours)
+        buffered.set_timeout(0.05)
+        buffered.waits = 100
+        waited: list[float] = []
+
+        def is_lost(seconds: float) -> bool:
+            waited.append(seconds)
+            return len(waited) == 3
+
+        buffered.is_lost = is_lost
+        with pytest.raises(PeerLostError, match="the peer does not answer"):
+            buffered.fill(1) if action == "receive" else buffered.send([bytes(2**24)])
+        assert waited == pytest.approx([0.05, 0.1, 0.15])
+        assert buffered.broken is not None
