@@ -149,10 +149,30 @@ def test_a_goaway_below_the_call_says_the_peer_has_gone_and_why() -> None:
         called(SETTINGS + frames.goaway(0, ErrorCode.ENHANCE_YOUR_CALM, "too many pings"))
 
 
-def test_a_request_that_is_not_grpc_gets_an_http_status() -> None:
-    request = encode([(":method", "GET"), (":scheme", "http"), (":path", "/")])
+@pytest.mark.parametrize(
+    ("method", "content_type"),
+    [
+        ("GET", ""),
+        ("POST", "application/json"),
+        ("POST", "application/grpc-web"),
+        ("POST", "application/grpc-web+proto"),
+    ],
+)
+def test_a_request_that_is_not_grpc_gets_an_http_status(method: str, content_type: str) -> None:
+    request = encode([(":method", method), (":scheme", "http"), (":path", "/"), ("content-type", content_type)])
     answer = answered(HELLO + headers(END, 1, request))
     assert encode([(":status", "415")]) in answer
+
+
+@pytest.mark.parametrize("suffix", ["", "+proto", ";charset=utf-8"])
+def test_a_content_type_of_grpc_may_name_more(suffix: str) -> None:
+    request = [(":method", "POST"), (":scheme", "http"), (":path", "/"), ("content-type", f"application/grpc{suffix}")]
+    assert b"hello" in answered(HELLO + headers(frames.END_HEADERS, 1, encode(request)) + MESSAGE)
+
+
+def test_a_client_that_compresses_is_told_that_the_server_does_not() -> None:
+    answer = answered(HELLO + CALL + frame(frames.DATA, 1, 1, b"\1\0\0\0\5hello"))
+    assert encode([("grpc-accept-encoding", "identity"), ("grpc-status", "12")]) in answer
 
 
 def test_a_long_request_that_is_not_grpc_keeps_its_window(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,8 @@ from bngrad_wire.http2.server.request_headers import CallHeaders, check_trailers
 _MESSAGE_NBYTES = 2048
 """What a message of a response earns the client, as if it had sent this much more."""
 _RESPONSE_BLOCK = header_block.encode([(":status", "200"), ("content-type", header_block.CONTENT_TYPE)])
+_ENCODINGS_BLOCK = header_block.encode([("grpc-accept-encoding", "identity")])
+"""What a client has to know whose compressed message is refused."""
 _OK_BLOCK = header_block.encode(header_block.status_headers(0, "", b""))
 _ENDED_HERE = RpcError(Status.CANCELLED, "the call was ended here")
 """The failure of every ended call, which raises copies of it: an error takes long to make."""
@@ -115,7 +117,7 @@ class ServerCall(BaseCall):
             connection.handle_available_frames()
         if self.failure is None:
             if not self._headers_sent:
-                block = _RESPONSE_BLOCK + block
+                block = _RESPONSE_BLOCK + (_ENCODINGS_BLOCK if code == Status.UNIMPLEMENTED else b"") + block
             connection.append_headers(self.id, block, frames.END_STREAM)
             if not self.ended:
                 connection.outbound.append(frames.rst_stream(self.id, ErrorCode.NO_ERROR))

@@ -12,6 +12,8 @@ from bngrad_wire.http2.connection_state import ConnectionState
 from bngrad_wire.http2.errors import ErrorCode
 from bngrad_wire.http2.stream import Stream
 
+_GRPC = re.compile(re.escape(header_block.CONTENT_TYPE) + "([+;].*)?")
+"""A content-type of gRPC; that of gRPC-Web, another protocol, begins alike."""
 _CONTENT_LENGTH = re.compile("[0-9]{1,18}")
 
 
@@ -38,7 +40,7 @@ class CallHeaders(NamedTuple):
 
 def is_grpc(headers: Mapping[str, str]) -> bool:
     """Returns whether the headers begin a call of gRPC."""
-    return headers[":method"] == "POST" and headers.get("content-type", "").startswith(header_block.CONTENT_TYPE)
+    return headers[":method"] == "POST" and _GRPC.fullmatch(headers.get("content-type", "")) is not None
 
 
 def has_valid_length(headers: Mapping[str, str], end: bool) -> bool:
