@@ -8,12 +8,10 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from functools import partial
 from queue import SimpleQueue
-from typing import ParamSpec, TypeAlias, TypeVar
+from typing import ParamSpec, TypeVar
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
-_Queue: TypeAlias = SimpleQueue[tuple[Callable[[], None], bool] | None]
-"""What to run, and whether a thread is reserved for it; others wait for one."""
 
 
 class DaemonExecutor(Executor):
@@ -21,13 +19,9 @@ class DaemonExecutor(Executor):
 
     def __init__(self, max_workers: int, thread_name: str) -> None:
         """Starts no thread yet."""
-        self._max_workers = max_workers
-        self._thread_name = thread_name
-        self._count = 0
-        self._idle = threading.Semaphore(0)
-        self._queue: _Queue = SimpleQueue()
+        self._threads = _Threads(max_workers, thread_name)
         self._mutex = threading.Lock()
-        self._end = weakref.finalize(self, self._queue.put, None)  # also if it is never shut down
+        self._end = weakref.finalize(self, self._threads.end)  # also if it is never shut down
 
     def submit(
         self, function: Callable[Arguments, Result], /, *args: Arguments.args, **kwargs: Arguments.kwargs
@@ -42,8 +36,7 @@ class DaemonExecutor(Executor):
         with self._mutex:
             if not self._end.alive:
                 raise RuntimeError("the executor was shut down")
-            has_thread = self._idle.acquire(blocking=False) or self._start_thread()
-            self._queue.put((partial(_run, future, call), has_thread))
+            self._threads.run(partial(_run, future, call))
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -51,19 +44,77 @@ class DaemonExecutor(Executor):
         with self._mutex:
             self._end()
 
-    def _start_thread(self) -> bool:
-        """Starts one more thread; returns False if there are as many as may be, or the system has no more."""
-        if self._count == self._max_workers:
-            return False
-        thread = threading.Thread(target=_work, args=(self._queue, self._idle), name=self._thread_name, daemon=True)
+
+class _Threads:
+    """The threads of an executor. They do not refer to it, so that it goes once its owner has forgotten it.
+
+    One thread starts at a time, and has the next one started if need be: to start many takes a busy process long, in
+    which an event loop that submits many calls would not run.
+    """
+
+    def __init__(self, most: int, name: str) -> None:
+        self._most = most
+        self._name = name
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._mutex = threading.Lock()
+        self._count = 0
+        self._free = 0  # idle threads, less the calls that wait for one
+        self._is_starting = False
+
+    def run(self, call: Callable[[], None]) -> None:
+        """Has a thread make a call.
+
+        Raises:
+            RuntimeError: The system has no thread for it.
+        """
+        with self._mutex:
+            self._free -= 1
         try:
-            thread.start()
+            self._start_one()
         except RuntimeError:
-            if not self._count:
-                raise
-            return False
-        self._count += 1
-        return True
+            with self._mutex:
+                self._free += 1
+            raise
+        self._calls.put(call)
+
+    def end(self) -> None:
+        """Ends the threads once all calls are done."""
+        self._calls.put(None)
+
+    def _start_one(self) -> None:
+        """Starts a thread if a call waits for one, there may be more, and none is starting.
+
+        Raises:
+            RuntimeError: The system has no thread, and there is no other one.
+        """
+        with self._mutex:
+            if self._free >= 0 or self._count == self._most or self._is_starting:
+                return
+            self._is_starting = True
+            self._count += 1
+            self._free += 1
+        try:
+            threading.Thread(target=self._work, name=self._name, daemon=True).start()
+        except RuntimeError:
+            with self._mutex:
+                self._is_starting = False
+                self._count -= 1
+                self._free -= 1
+                if not self._count:
+                    raise
+
+    def _work(self) -> None:
+        call = self._calls.get()
+        with self._mutex:
+            self._is_starting = False
+        self._start_one()
+        while call is not None:
+            call()
+            del call  # frees its arguments before the next wait
+            with self._mutex:
+                self._free += 1
+            call = self._calls.get()
+        self._calls.put(None)  # for the other threads
 
 
 def _run(future: Future[Result], call: Callable[[], Result]) -> None:
@@ -76,13 +127,3 @@ def _run(future: Future[Result], call: Callable[[], Result]) -> None:
         del future  # breaks the cycle of the future, its error and this frame
     else:
         future.set_result(result)
-
-
-def _work(queue: _Queue, idle: threading.Semaphore) -> None:
-    while (item := queue.get()) is not None:
-        run, was_reserved = item
-        run()
-        del item, run  # frees its arguments before the next wait
-        if was_reserved:
-            idle.release()
-    queue.put(None)  # for the other threads

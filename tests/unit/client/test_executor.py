@@ -23,6 +23,10 @@ def is_gone(reference: weakref.ref[Any]) -> bool:
     return reference() is None
 
 
+def threads_named(name: str) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == name]
+
+
 def fail(thread: threading.Thread) -> None:
     raise RuntimeError("can't start new thread")
 
@@ -59,11 +63,35 @@ def test_a_call_for_which_the_first_thread_cannot_be_started_is_never_run(monkey
     assert calls == [2]
 
 
+def test_who_submits_many_calls_waits_for_the_start_of_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The threads start the others: an event loop that begins many calls goes on meanwhile."""
+    started_by: list[str] = []
+    start = threading.Thread.start
+
+    def note_and_start(thread: threading.Thread) -> None:
+        started_by.append(threading.current_thread().name)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", note_and_start)
+    executor, gate = DaemonExecutor(16, "test-start"), threading.Barrier(17)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(TIMEOUT_S)  # no thread runs before the calls are submitted
+    try:
+        futures = [executor.submit(gate.wait, TIMEOUT_S) for _ in range(16)]
+    finally:
+        sys.setswitchinterval(interval)
+    gate.wait(TIMEOUT_S)
+    for future in futures:
+        future.result(TIMEOUT_S)
+    executor.shutdown()
+    assert started_by == [threading.current_thread().name] + ["test-start"] * 15
+
+
 def test_more_calls_than_threads_are_all_run_by_no_more_than_these() -> None:
     executor = DaemonExecutor(4, "test-many")
     gate = threading.Event()
     futures = [executor.submit(gate.wait, TIMEOUT_S) for _ in range(20)]
-    assert sum(thread.name == "test-many" for thread in threading.enumerate()) == 4
+    wait_until(lambda: len(threads_named("test-many")) == 4)
     gate.set()
     assert all(future.result(TIMEOUT_S) for future in futures)
     executor.shutdown()
@@ -73,7 +101,8 @@ def test_more_calls_than_threads_are_all_run_by_no_more_than_these() -> None:
 def test_all_threads_end_with_the_executor(is_shut_down: bool) -> None:
     executor, gate = DaemonExecutor(4, "test-end"), threading.Event()
     futures = [executor.submit(gate.wait, TIMEOUT_S) for _ in range(4)]
-    threads = [thread for thread in threading.enumerate() if thread.name == "test-end"]
+    wait_until(lambda: len(threads_named("test-end")) == 4)
+    threads = threads_named("test-end")
     if is_shut_down:
         executor.shutdown()
         with pytest.raises(RuntimeError, match="was shut down"):
@@ -95,7 +124,7 @@ def test_a_thread_that_waits_makes_the_next_call_and_keeps_nothing_of_the_last()
         del argument
         wait_until(partial(is_gone, gone))
         time.sleep(0.01)  # the thread is idle soon, but not at once
-    assert sum(thread.name == "test-idle" for thread in threading.enumerate()) < 10
+    assert len(threads_named("test-idle")) < 10
     executor.shutdown()
 
 
