@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
+_PATIENCE_S = 10.0
+"""For how long a call is repeated that else is computed here: longer than most servers take to start."""
 _ERRORS_OF_CLOSE = (BngradError, LeaseError, ValueError)
 """What a call that `CallRunner.close` ends may raise: grpcio raises ValueError on a channel that was just closed."""
 
@@ -67,6 +70,7 @@ class CallRunner:
         security = check_security([] if callable(targets) else targets, tls, token, insecure)
         channel_options = _validation.check_options(options)
         self._fallback = _fallback(self.name) if _validation.check_fallback(fallback) else None
+        has_fallback = self._fallback is not None
         self._quarantine = quarantine = Quarantine()
 
         local = _local_kernels() if not callable(targets) and _validation.LOCAL in targets else None
@@ -84,12 +88,15 @@ class CallRunner:
             if address == _validation.LOCAL:
                 return local or _local_kernels()
             credentials = Credentials(security, address, hostname)
-            return TransportSelector(
-                address, transport, channel_options, quarantine, credentials, lambda: retries and has_others()
-            )
+
+            def may_leave() -> bool:
+                return has_fallback or (retries and has_others())
+
+            return TransportSelector(address, transport, channel_options, quarantine, credentials, may_leave)
 
         self._load_balancer = LoadBalancer(targets, check, connect)
         self._retry_budget = RetryBudget()
+        self._patience_s = math.inf if self._fallback is None else _PATIENCE_S
         self._own_memory = Pool(None)
         self._ahead = AheadSender(self._load_balancer, self._timeout)
         self._identity = object()
@@ -124,7 +131,9 @@ class CallRunner:
 
         def ask(*, retries: bool = self._retries) -> Result:
             preferred = list(map(server_of, request.ahead.values()))
-            return self._ask(attempt, deadline, cancellation, preferred=preferred, retries=retries)
+            return self._ask(
+                attempt, deadline, cancellation, preferred=preferred, retries=retries, patience_s=self._patience_s
+            )
 
         if self._fallback is None:
             return self._run(ask, cancellation)
@@ -160,7 +169,7 @@ class CallRunner:
 
         def ask_or_make() -> Array:
             try:
-                return self._ask(attempt, deadline, cancellation, in_order=True)
+                return self._ask(attempt, deadline, cancellation, in_order=True, patience_s=self._patience_s)
             except UnavailableError as error:
                 may_be_own = (
                     self._transport != "shared" if isinstance(error, NotSharedError) else self._fallback is not None
@@ -257,6 +266,7 @@ class CallRunner:
         in_order: bool = False,
         preferred: Container[object] = (),
         retries: bool | None = None,
+        patience_s: float = math.inf,
     ) -> Result:
         """Makes attempts at the servers until one answers."""
         if self.local is not None:
@@ -283,7 +293,7 @@ class CallRunner:
                     self._retry_budget.failed(len(self._running))
                 if not (self._retries if retries is None else retries) and not isinstance(error, NotSharedError):
                     raise
-                attempts = attempts or Attempts(deadline, started_at)
+                attempts = attempts or Attempts(deadline, started_at, patience_s)
                 attempts.failed(server, error)
             else:
                 self._load_balancer.answered(server)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import logging
+import signal
 import subprocess
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +17,7 @@ import numpy as np
 import pytest
 from tests.integration.problems import Case, Inputs, random_inputs
 from tests.integration.second_order import CASES, arguments, inputs_of, spec_of
-from tests.servers import DEVICE, ONE_WORKER, free_port, wait_until
+from tests.servers import DEVICE, ONE_WORKER, TIMEOUT_S, free_port, wait_until
 
 import bngrad
 import bngrad.aio
@@ -309,6 +311,25 @@ def test_calls_are_computed_here_while_the_server_is_dead(caplog: pytest.LogCapt
     (record,) = caplog.records
     assert "computes calls in this process while no server answers" in record.message
     assert address in record.message
+
+
+@pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "frozen"])
+def test_no_call_with_a_fallback_waits_for_its_timeout(is_killed: bool) -> None:
+    case = Case("v3", "NHWC", (16, 33, 33, 24))
+    inputs = random_inputs(case.spec())
+    with (
+        EmbeddedServer(device=DEVICE, options=ONE_WORKER) as server,
+        bngrad.Client(server.target, timeout=300, fallback="local") as client,
+    ):
+        expected = case.run(client, inputs)
+        server.process.send_signal(signal.SIGKILL if is_killed else signal.SIGSTOP)
+        try:
+            began = time.monotonic()
+            assert_same(case.run(client, inputs), expected)
+            assert time.monotonic() - began < TIMEOUT_S
+            assert client.fallback_calls == 1
+        finally:
+            server.process.send_signal(signal.SIGCONT)
 
 
 def test_closing_frees_the_memory_of_a_fallback() -> None:

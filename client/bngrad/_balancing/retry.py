@@ -67,9 +67,17 @@ class RetryBudget:
 class Attempts:
     """The attempts of one call, once its first has failed."""
 
-    def __init__(self, deadline: Deadline, started_at: float) -> None:
+    def __init__(self, deadline: Deadline, started_at: float, patience_s: float = math.inf) -> None:
+        """Begins to count.
+
+        Args:
+            deadline: The deadline of the call.
+            started_at: When it began, on the monotonic clock.
+            patience_s: For how long after that it is repeated where no server is available, in seconds.
+        """
         self._deadline = deadline
         self._started_at = started_at
+        self._gives_up_at = started_at + patience_s
         self._count = 0
         self._failures: dict[Hashable, int] = {}
         self._ready_at: dict[Hashable, float] = {}
@@ -112,6 +120,8 @@ class Attempts:
     def _gives_up(self, is_hopeless: bool) -> bool:
         if not isinstance(self._last, UnavailableError):
             return False
+        if time.monotonic() >= self._gives_up_at:
+            return True
         return is_hopeless or (self._deadline.at is None and min(self._failures.values()) >= _MAX_ENDLESS_ATTEMPTS)
 
     def _take_last(self) -> BngradError:

@@ -19,8 +19,8 @@ class Fallback:
     """The outage of a client's servers, if there is one.
 
     It begins with a call that no server took, or with two in a row whose deadlines passed: one may have been too short.
-    These make all their attempts. From then on calls are computed here at once, but for one after each pause, which
-    makes one attempt; the pauses grow from a second to a minute. The outage ends with an answer.
+    These are repeated for some seconds. From then on calls are computed here at once, but for one after each pause,
+    which makes one attempt; the pauses grow from a second to a minute. The outage ends with an answer.
 
     Attributes:
         kernels: Computes the calls.

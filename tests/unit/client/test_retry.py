@@ -126,6 +126,21 @@ def test_without_a_deadline_an_unavailable_server_is_tried_five_times_and_a_full
     assert waits.seconds >= 9
 
 
+def test_a_call_with_little_patience_tries_another_server_but_none_twice_once_it_is_over() -> None:
+    made = Attempts(Deadline.after(60.0), time.monotonic() - 10.0, patience_s=10.0)
+    made.failed("a", UnavailableError("gone"))
+    assert made.excluded(False) == {"a"}
+    with pytest.raises(UnavailableError, match="gone"):
+        made.wait(False, Cancellation())
+
+
+def test_patience_is_for_servers_that_are_not_available() -> None:
+    made, waits = Attempts(Deadline.after(60.0), time.monotonic() - 10.0, patience_s=10.0), Waits()
+    made.failed("a", ResourceExhaustedError("full", 9))
+    made.wait(False, waits)
+    assert waits.seconds >= 8.5
+
+
 def test_an_error_says_how_many_attempts_came_before() -> None:
     made = attempts()
     made.failed("a", UnavailableError("gone"))
