@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 logger = logging.getLogger(__name__)
 
@@ -16,10 +17,21 @@ Content = TypeVar("Content")
 
 _CHECK_S = 0.5
 """How often the files are looked at."""
+_EMPTY_S = 2.0
+"""For how long an empty file counts as half written: `command > file` empties it long before the command writes."""
+
+
+class _Identity(NamedTuple):
+    """What a change of a file changes."""
+
+    inode: int
+    mode: int
+    modified_ns: int
+    nbytes: int
 
 
 class ReloadedFiles(Generic[Content]):
-    """The content of some files, at most half a second old.
+    """The content of some files, at most half a second old, or two seconds if a file is now empty.
 
     A change that cannot be read is logged, and the old content stays: the files may be half written at that moment.
     """
@@ -39,6 +51,7 @@ class ReloadedFiles(Generic[Content]):
         self._read = read
         self._mutex = threading.Lock()
         self._state = self._identities()
+        self._empty_since = math.inf
         self._content = read()
         self._next_check = time.monotonic() + _CHECK_S
 
@@ -53,9 +66,14 @@ class ReloadedFiles(Generic[Content]):
         return self._content
 
     def _reload(self) -> None:
-        self._next_check = time.monotonic() + _CHECK_S
+        now = time.monotonic()
+        self._next_check = now + _CHECK_S
         state = self._identities()
         if state == self._state:
+            return
+        is_empty = any(each is not None and each.nbytes == 0 for each in state)
+        self._empty_since = min(self._empty_since, now) if is_empty else math.inf
+        if is_empty and now - self._empty_since < _EMPTY_S:
             return
         self._state = state
         names = ", ".join(map(str, self._paths))
@@ -66,13 +84,13 @@ class ReloadedFiles(Generic[Content]):
         else:
             logger.info("%s changed and was read again", names)
 
-    def _identities(self) -> list[tuple[int, ...] | None]:
+    def _identities(self) -> list[_Identity | None]:
         return [_identity(path) for path in self._paths]
 
 
-def _identity(path: Path) -> tuple[int, ...] | None:
+def _identity(path: Path) -> _Identity | None:
     try:
         status = os.stat(path)
     except OSError:
         return None
-    return status.st_ino, status.st_mode, status.st_mtime_ns, status.st_size
+    return _Identity(status.st_ino, status.st_mode, status.st_mtime_ns, status.st_size)

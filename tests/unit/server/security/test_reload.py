@@ -32,6 +32,25 @@ def test_a_change_that_cannot_be_used_is_logged_once(
     assert len([record for record in caplog.records if record.levelno == logging.ERROR]) == 1
 
 
+def test_an_empty_file_is_half_written_at_first(tmp_path: Path, clock: Clock) -> None:
+    path = tmp_path / "text"
+    path.write_text("old")
+    files = ReloadedFiles([path], path.read_text)
+    for seconds, text, content in [
+        (1.0, "", "old"),
+        (1.5, "", "old"),
+        (1.0, "new", "new"),
+        (1.0, "", "new"),
+        (1.5, "", "new"),
+        (1.0, "", ""),
+        (1.0, "last", "last"),
+    ]:
+        if path.read_text() != text:
+            path.write_text(text)
+        clock.now += seconds
+        assert files.content == content
+
+
 def test_a_change_while_the_files_are_read_is_noticed(tmp_path: Path, clock: Clock) -> None:
     path = tmp_path / "text"
     path.write_text("old")
