@@ -111,7 +111,7 @@ def test_nothing_is_asked_where_a_call_cannot_go_elsewhere(server: Server) -> No
     assert not server.questions
 
 
-@pytest.mark.parametrize("error", [UnavailableError("no token"), ValueError("closed")])
+@pytest.mark.parametrize("error", [UnavailableError("no token"), ValueError("closed"), RuntimeError("no thread")])
 def test_what_cannot_be_asked_is_no_answer(server: Server, error: Exception) -> None:
     server.error = error
     assert not server.is_lost_after(60, 60)
