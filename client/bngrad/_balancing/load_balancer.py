@@ -62,8 +62,7 @@ class LoadBalancer:
         """What part of the requests in the servers are those of other clients."""
         self._closed = False
         self._was_reached = False
-        use, has_several = weakref.WeakMethod(self._use), weakref.WeakMethod(self._has_several)
-        self._may_leave = lambda: (method := has_several()) is not None and method()
+        use = weakref.WeakMethod(self._use)
         self._resolver = Resolver(targets, check, lambda addresses: (method := use()) and method(addresses))
         if self._resolver.is_static:
             self._resolver.resolve().result()
@@ -241,10 +240,13 @@ class LoadBalancer:
             self._begin_to_probe(server)
 
     def _upstream(self, address: Address, *, is_up: bool) -> Upstream:
-        return Upstream(self._connect(address.target, address.hostname, self._may_leave), is_up=is_up)
+        alive = weakref.ref(self)  # not self, which the selector would keep
 
-    def _has_several(self) -> bool:
-        return len(self._servers) > 1
+        def has_others() -> bool:
+            balancer = alive()
+            return balancer is not None and not balancer._servers.keys() <= {address}  # it may have left itself
+
+        return Upstream(self._connect(address.target, address.hostname, has_others), is_up=is_up)
 
     def _begin_to_probe(self, server: Upstream) -> None:
         thread = threading.Thread(

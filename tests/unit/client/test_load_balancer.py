@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import threading
 import time
 import weakref
@@ -22,7 +23,10 @@ from tests.unit.client.peer import echo, peer
 import bngrad
 import bngrad.aio
 from bngrad._balancing import resolver, subset, upstream
+from bngrad._balancing.load_balancer import LoadBalancer
 from bngrad._balancing.upstream import Selector
+from bngrad._deadline import Cancellation, Deadline
+from bngrad._local.kernels import LocalKernels
 from bngrad._transports.selector import TransportSelector
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 
@@ -262,6 +266,29 @@ def test_a_server_that_has_left_is_closed_after_its_last_call(ended_by: str) -> 
                 targets[:] = served.targets[2:]
                 wait_until(lambda: gets_calls(2))
             assert has_closed(selector)
+
+
+def test_calls_of_a_server_that_has_left_may_go_to_the_one_that_is_left() -> None:
+    first, second = "127.0.0.1:1", "127.0.0.1:2"
+    targets, has_others = [first], dict[str, Callable[[], bool]]()
+
+    def connect(target: str, hostname: str | None, others: Callable[[], bool]) -> Selector:
+        has_others[target] = others
+        return LocalKernels()
+
+    def others() -> dict[str, bool]:
+        return {target: ask() for target, ask in has_others.items()}
+
+    balancer = LoadBalancer(lambda: targets, list, connect)
+    balancer.prepare(Deadline.after(SECONDS), Cancellation(), 0.0)
+    assert others() == {first: False}
+    use = balancer.acquire()
+    for now, expected in [([first, second], {first: True, second: True}), ([second], {first: True, second: False})]:
+        targets[:] = now
+        balancer.prepare(Deadline.after(SECONDS), Cancellation(), math.inf)
+        wait_until(lambda expected=expected: others() == expected)  # type: ignore[misc]
+    assert use is not None
+    balancer.close()
 
 
 def has_closed(selector: Selector) -> bool:
