@@ -45,7 +45,9 @@ def test_the_server_imports_nothing_from_the_current_folder(tmp_path: Path, monk
         process.stop()
 
 
-def test_a_frozen_server_is_killed_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_frozen_server_is_killed_once_and_started_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     module, clock = load(), Clock()
     monkeypatch.setattr(module, "time", clock)
     process = module.ServerProcess("127.0.0.1", _OPTIONS)
@@ -63,6 +65,8 @@ def test_a_frozen_server_is_killed_and_started_again(monkeypatch: pytest.MonkeyP
         with bngrad.Client(target) as client:
             wait_until(lambda: _answers(client))
         assert not is_running(frozen)
+        process.heard(has_answered=False)
+        assert len([record for record in caplog.records if "is killed" in record.message]) == 1
     finally:
         process.stop()
 

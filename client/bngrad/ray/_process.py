@@ -125,6 +125,7 @@ class ServerProcess:
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
             )
             self._process = process
+            self._silent_since = math.inf
         assert process.stdin is not None
         assert process.stdout is not None
         with process.stdin, process.stdout:
