@@ -11,14 +11,17 @@ from pathlib import Path, PurePosixPath
 ROOT = Path("/sys/fs/cgroup")
 GROUPS = Path("/proc/self/cgroup")
 CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+CPUINFO = Path("/proc/cpuinfo")
+_NUMBERS = {"cpu family": "family", "model": "model", "CPU implementer": "implementer", "CPU part": "part"}
+"""What Linux calls the numbers that a processor of x86, or of Arm, has beside its name."""
 
 
 def processor() -> str:
-    """Returns the processor's name, with the family and model, since virtual machines often hide the rest."""
-    facts = _facts(Path("/proc/cpuinfo"))
-    if "model name" not in facts:
-        return platform.processor() or platform.machine()
-    return f"{facts['model name']} (family {facts['cpu family']}, model {facts['model']})"
+    """Returns the processor's name, with its numbers, since virtual machines often hide the rest."""
+    facts = _facts(CPUINFO)
+    name = facts.get("model name") or platform.processor() or platform.machine()
+    numbers = [f"{word} {facts[fact]}" for fact, word in _NUMBERS.items() if fact in facts]
+    return f"{name} ({', '.join(numbers)})" if numbers else name
 
 
 def cache_nbytes() -> int:

@@ -1,8 +1,9 @@
-"""The limits of a container, and the caches."""
+"""The processor's name, the limits of a container, and the caches."""
 
 from __future__ import annotations
 
 import os
+import platform
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,27 @@ from bngrad_kernels import machine
 
 CORES = len(os.sched_getaffinity(0))
 MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize(
+    ("facts", "name"),
+    [
+        ("model name\t: AMD EPYC\ncpu family\t: 25\nmodel\t\t: 17", "AMD EPYC (family 25, model 17)"),
+        ("CPU implementer\t: 0x41\nCPU part\t: 0xd0c", "aarch64 (implementer 0x41, part 0xd0c)"),
+        ("model name\t: ARMv8\nCPU implementer\t: 0x41\nCPU part\t: 0xd08", "ARMv8 (implementer 0x41, part 0xd08)"),
+        (None, "aarch64"),
+    ],
+    ids=["x86", "Arm", "Arm with a name", "no /proc"],
+)
+def test_a_processor_is_described_as_far_as_linux_knows_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, facts: str | None, name: str
+) -> None:
+    if facts is not None:
+        (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{facts}\n\nprocessor\t: 1\n{facts}\n")
+    monkeypatch.setattr(machine, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(platform, "processor", lambda: "")
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    assert machine.processor() == name
 
 
 @pytest.mark.parametrize(
