@@ -24,6 +24,11 @@ def processor() -> str:
     return f"{name} ({', '.join(numbers)})" if numbers else name
 
 
+def features() -> set[str]:
+    """Returns what Linux says an Arm processor has, in its words, such as atomics; an empty set for others."""
+    return set(_facts(CPUINFO).get("Features", "").split())
+
+
 def cache_nbytes() -> int:
     """Returns the bytes of the largest cache, which cores share; 0 if Linux does not say."""
     sizes = [_text(file).strip() for file in CACHES.glob("index*/size")]

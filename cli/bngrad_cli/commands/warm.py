@@ -26,7 +26,8 @@ def warm(levels: tuple[str, ...], jobs: int) -> None:
     """Compiles the CPU kernels before a server needs them.
 
     They are kept under $XDG_CACHE_HOME/bngrad, or ~/.cache/bngrad. A server uses the kernels of its own processor's
-    level; an image that has those of x86-64-v3 and x86-64-v4 starts fast on any x86 processor with AVX2.
+    level; an image that has those of x86-64-v3 and x86-64-v4 starts fast on any x86 processor with AVX2, and one that
+    has those of generic and neoverse-n1 on any 64-bit Arm processor.
     """
     failures = []
     for cpu in levels or [host()]:
