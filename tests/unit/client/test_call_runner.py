@@ -497,11 +497,12 @@ def test_probes_end_with_a_client_that_was_never_closed() -> None:
     with socket.socket() as bound, peer(echo) as target:
         bound.bind(("127.0.0.1", 0))
         client = bngrad.Client([f"127.0.0.1:{bound.getsockname()[1]}", target])
-        before = set(threading.enumerate())
+        before, probes = set(threading.enumerate()), set[threading.Thread]()
         until = time.monotonic() + SECONDS
-        while not (probes := set(threading.enumerate()) - before) and time.monotonic() < until:
+        while not probes and time.monotonic() < until:
             client.fused_batch_norm_grad_v2(*inputs(1))
-        probes = {thread for thread in probes if thread.name == "bngrad-probe"}
+            probes = {thread for thread in set(threading.enumerate()) - before if thread.name == "bngrad-probe"}
+        assert probes
         del client
         while any(thread.is_alive() for thread in probes) and time.monotonic() < until:
             gc.collect()

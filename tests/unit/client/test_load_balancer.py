@@ -9,12 +9,13 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
 import grpc
 import pytest
+from tests.clock import Clock
 from tests.servers import wait_until
 from tests.unit.client.calls import SECONDS, ClientClass, inputs, no_thread
 from tests.unit.client.endpoints import full_listener
@@ -24,9 +25,10 @@ import bngrad
 import bngrad.aio
 from bngrad._balancing import resolver, subset, upstream
 from bngrad._balancing.load_balancer import LoadBalancer
-from bngrad._balancing.upstream import Selector
+from bngrad._balancing.upstream import Selector, Upstream
 from bngrad._deadline import Cancellation, Deadline
 from bngrad._local.kernels import LocalKernels
+from bngrad._results import ServerInfo
 from bngrad._transports.selector import TransportSelector
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 
@@ -276,19 +278,79 @@ def test_calls_of_a_server_that_has_left_may_go_to_the_one_that_is_left() -> Non
         has_others[target] = others
         return LocalKernels()
 
-    def others() -> dict[str, bool]:
-        return {target: ask() for target, ask in has_others.items()}
+    def finds(expected: dict[str, bool], now: float = math.inf) -> bool:
+        balancer.prepare(Deadline.after(SECONDS), Cancellation(), now)
+        return {target: ask() for target, ask in has_others.items()} == expected
 
     balancer = LoadBalancer(lambda: targets, list, connect)
-    balancer.prepare(Deadline.after(SECONDS), Cancellation(), 0.0)
-    assert others() == {first: False}
+    assert finds({first: False}, 0.0)
     use = balancer.acquire()
-    for now, expected in [([first, second], {first: True, second: True}), ([second], {first: True, second: False})]:
-        targets[:] = now
-        balancer.prepare(Deadline.after(SECONDS), Cancellation(), math.inf)
-        wait_until(lambda expected=expected: others() == expected)  # type: ignore[misc]
+    targets.append(second)
+    wait_until(lambda: finds({first: True, second: True}))
+    targets.remove(first)
+    wait_until(lambda: finds({first: True, second: False}))
     assert use is not None
     balancer.close()
+
+
+def balancer_of(selectors: Sequence[Selector]) -> LoadBalancer:
+    """Returns the load balancer of a client with these servers, after its first look-up."""
+    left = iter(selectors)
+    targets = [f"127.0.0.1:{number}" for number in range(1, len(selectors) + 1)]
+    balancer = LoadBalancer(lambda: targets, list, lambda *_: next(left))
+    balancer.prepare(Deadline.after(SECONDS), Cancellation(), 0.0)
+    return balancer
+
+
+class Asked(LocalKernels):
+    """A server that counts the questions, and answers once it is released."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.questions = 0
+        self.released = threading.Event()
+
+    def server_info(self, deadline: Deadline, cancellation: Cancellation) -> ServerInfo:
+        self.questions += 1
+        self.released.wait(SECONDS)
+        return super().server_info(deadline, cancellation)
+
+
+def test_a_silent_server_is_asked_by_one_thread_and_left_alone_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, asked, before = Clock(), Asked(), set(threading.enumerate())
+    monkeypatch.setattr(upstream, "time", clock)
+    balancer, uses = balancer_of([asked, LocalKernels()]), []
+
+    def acquire() -> Upstream:
+        use = balancer.acquire(in_order=True)
+        assert use is not None
+        uses.append(use)
+        return use.server
+
+    for seconds in (0.0, 2.0, 2.0):
+        clock.now += seconds
+        server = acquire()
+    balancer.failed(server, bngrad.UnavailableError("for a test"))
+    probes = [thread for thread in set(threading.enumerate()) - before if thread.name == "bngrad-probe"]
+    assert len(probes) == 1
+    asked.released.set()
+    wait_until(lambda: server.is_up and not server.is_probed)
+    assert not acquire().is_probed
+    assert asked.questions == 1
+    balancer.close()
+
+
+def test_calls_that_ended_uncounted_have_a_client_use_no_more_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after Ctrl-C."""
+    monkeypatch.setattr(subset, "SUBSET_SIZE", 2)
+    balancer = balancer_of([LocalKernels() for _ in range(8)])
+    for _ in range(20):
+        assert balancer.acquire() is not None
+    assert len(balancer._servers) == 2
+    uses = [balancer.acquire() for _ in range(3)]
+    assert len(balancer._servers) == 4
+    balancer.close()
+    del uses
 
 
 def has_closed(selector: Selector) -> bool:

@@ -8,9 +8,12 @@ import time
 from contextlib import suppress
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
+from tests.clock import Clock
+from tests.garbage import no_exceptions_left
 
+from bngrad._balancing import retry
 from bngrad._balancing.retry import Attempts, RetryBudget, delay_s
 from bngrad._deadline import Cancellation, Deadline
 from bngrad._errors import (
@@ -141,6 +144,44 @@ def test_patience_is_for_servers_that_are_not_available() -> None:
     assert waits.seconds >= 8.5
 
 
+def test_without_a_deadline_a_call_goes_on_while_a_server_was_tried_less_often() -> None:
+    made = attempts(math.inf)
+    for _ in range(9):
+        made.failed("a", UnavailableError("gone"))
+    made.failed("b", UnavailableError("gone"))
+    made.wait(False, Waits())
+
+
+def test_a_wait_counts_no_server_that_could_be_tried_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as one that is no longer among the targets."""
+    clock = Clock()
+    monkeypatch.setattr(retry, "time", clock)
+    made, waits = attempts(math.inf), Waits()
+    made.failed("a", ResourceExhaustedError("full", 0.0))
+    made.failed("b", ResourceExhaustedError("full", 9.0))
+    clock.now += 1.0
+    made.wait(False, waits)
+    assert waits.seconds >= 8.0
+
+
+@pytest.mark.parametrize("link", ["__cause__", "__context__"])
+def test_an_error_that_is_kept_while_a_call_is_repeated_keeps_no_frames(link: str) -> None:
+    error, reason = UnavailableError("gone"), OSError("reset")
+    for each in (error, reason):
+        with suppress(type(each)):
+            raise each
+    setattr(error, link, reason)
+    attempts().failed("a", error)
+    assert error.__traceback__ is reason.__traceback__ is None
+
+
+def test_the_last_error_is_left_to_the_caller() -> None:
+    made = attempts()
+    made.failed("a", UnavailableError("gone"))
+    with no_exceptions_left(), suppress(UnavailableError):
+        made.wait(True, Waits())
+
+
 def test_an_error_says_how_many_attempts_came_before() -> None:
     made = attempts()
     made.failed("a", UnavailableError("gone"))
@@ -174,6 +215,7 @@ def test_a_budget_is_used_up_in_an_outage_and_refilled_by_answers() -> None:
 
 
 @given(st.lists(st.integers(0, 64), max_size=300))
+@example([64, 0])
 def test_a_budget_stays_within_its_bounds(steps: list[int]) -> None:
     budget = RetryBudget()
     for callers in steps:

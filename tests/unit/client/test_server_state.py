@@ -122,3 +122,7 @@ def test_the_load_is_the_last_one_that_can_be_read(server: Server) -> None:
     for text in (b"binary", "no report", report.text(), None, "no report"):
         server.state.hear(text)
     assert server.state.load == report
+    server.state.hear(report.text())
+    load = server.state.load
+    server.state.hear(report.text())
+    assert server.state.load is load  # the same text is no new report

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from tests.clock import Clock
 
 from bngrad._balancing import upstream
 from bngrad._balancing.upstream import Upstream, Use, choose
@@ -71,6 +72,8 @@ def test_the_part_of_the_requests_that_are_own_is_known(monkeypatch: pytest.Monk
     uses = begin(busy, 3)
     now += 1.0
     assert busy.note(LoadReport(100, 1.0, 12.0), 0) == pytest.approx(0.25)
+    now += 1.0
+    assert busy.note(LoadReport(100, 1.0, 2.0), 0) == 1.0  # an older number than that of the calls
     for use in uses:
         busy.count(ended=use)
     now += 1.0
@@ -82,21 +85,48 @@ def test_what_a_server_reported_is_forgotten_after_a_while(monkeypatch: pytest.M
     now = 100.0
     monkeypatch.setattr(upstream, "time", SimpleNamespace(monotonic=lambda: now))
     servers = [server(rate=300), server(rate=100)]
-    assert share(servers, calls=1000) == [1, 0]
+    assert share(servers, calls=8) == [1, 0]
     now += 10
-    servers[0].note(LoadReport(300, 1.0, 0.0), 1000)
-    assert share(servers, usual=300, calls=1000) == pytest.approx([0.5, 0.5], abs=0.06)
+    servers[0].note(LoadReport(300, 1.0, 0.0), 8)
+    assert share(servers, usual=300, calls=8) == pytest.approx([0.5, 0.5], abs=0.06)
 
 
 def test_a_client_that_calls_seldom_remembers_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(upstream, "time", SimpleNamespace(monotonic=lambda: now))
-    servers = [server(rate=300), server(rate=100)]
+    servers = [server(), server()]
+    for each, rate in zip(servers, (300, 100), strict=True):
+        each.note(LoadReport(rate, 1.0, 1.0), 1000)
     now += 10
-    assert share(servers, usual=300, calls=7) == [1, 0]
+    assert share(servers, usual=300, calls=1007) == [1, 0]
     now += 10
-    assert share(servers, usual=300, calls=7) == pytest.approx([0.5, 0.5], abs=0.06)
+    assert share(servers, usual=300, calls=1007) == pytest.approx([0.5, 0.5], abs=0.06)
+
+
+def test_a_server_is_silent_that_has_calls_and_ends_none_for_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(upstream, "time", clock)
+    stuck = server()
+    clock.now += 60
+    first, second, third = begin(stuck, 3)
+    assert not stuck.is_silent  # it had no calls before
+    for use in (first, second):
+        clock.now += 0.9
+        stuck.count(ended=use)
+        assert not stuck.is_silent
+    for seconds, is_silent in [(0.9, False), (0.2, True)]:
+        clock.now += seconds
+        stuck.count()
+        assert stuck.is_silent is is_silent
+    stuck.hear()
+    assert not stuck.is_silent
+    assert stuck.in_flight == 1
+    del third
 
 
 def test_of_many_servers_some_are_compared() -> None:
+    servers = [server() for _ in range(100)]
+    uses = list(map(begin, servers[1:]))
+    assert share(servers, 4000)[0] == pytest.approx(0.16, abs=0.06)
+    del uses
     assert all(part < 0.05 for part in share([server() for _ in range(100)], 4000))
