@@ -85,9 +85,28 @@ def calls() -> Iterator[Calls]:
     calls.end()
 
 
+@pytest.fixture
+def ten() -> Iterator[Calls]:
+    calls = Calls(FairShares("bytes", 10))
+    yield calls
+    calls.end()
+
+
 def test_each_client_leaves_room_for_another(calls: Calls) -> None:
     shares = [calls.share(f"client {i}") for i in range(5)]
     assert shares == [42, 14, 5, 2, 1]
+
+
+def test_a_client_that_has_given_back_all_has_its_whole_share_again_and_is_forgotten() -> None:
+    shares = FairShares("places", 64)
+    calls = Calls(shares)
+    for _ in range(2):
+        held = [calls.take("client") for _ in range(42)]
+        with pytest.raises(OverloadedError):
+            calls.take("client")
+        for part in held:
+            part.__exit__(None, None, None)
+    assert not shares._taken
 
 
 def test_what_is_given_back_goes_to_the_client_that_has_least(calls: Calls) -> None:
@@ -102,19 +121,39 @@ def test_what_is_given_back_goes_to_the_client_that_has_least(calls: Calls) -> N
     assert more.result(10)
 
 
-def test_calls_of_a_client_are_served_in_their_order() -> None:
-    calls = Calls(FairShares("bytes", 10))
-    first = calls.take("client", 10)
-    large, small = calls.wait("client", 8), calls.wait("client", 1)
+def test_calls_of_a_client_are_served_in_their_order(ten: Calls) -> None:
+    """The small one waits although there is room for it."""
+    first = ten.take("client", 4)
+    large, small = ten.wait("client", 6), ten.wait("client", 1)
     first.__exit__(None, None, None)
     large.result(10).__exit__(None, None, None)
     assert small.result(10)
 
 
-def test_more_than_there_is_is_given_to_one_at_a_time() -> None:
-    calls = Calls(FairShares("bytes", 10))
-    first = calls.take("client", 100)
-    waiting = calls.wait("other", 1)
+def test_the_next_call_of_a_client_is_served_when_the_one_before_it_ends(ten: Calls) -> None:
+    first, rpc = ten.take("client", 4), Rpc()
+    large, small = ten.wait("client", 6, rpc), ten.wait("client", 1)
+    rpc.end()
+    assert small.result(10)
+    with pytest.raises(CancelledError):
+        large.result(10)
+    assert first
+
+
+def test_of_the_clients_whose_calls_fit_the_one_that_has_least_is_served(calls: Calls) -> None:
+    held = [calls.take(client, amount) for client, amount in (("more", 3), ("less", 1), ("others", 55))]
+    last = calls.take("last", 4)
+    too_large, more, less = calls.wait("none", 30), calls.wait("more", 2), calls.wait("less", 2)
+    last.__exit__(None, None, None)
+    assert less.result(10)
+    assert not more.done()
+    assert not too_large.done()
+    assert held
+
+
+def test_more_than_there_is_is_given_to_one_at_a_time(ten: Calls) -> None:
+    first = ten.take("client", 100)
+    waiting = ten.wait("other", 1)
     assert not waiting.done()
     first.__exit__(None, None, None)
     assert waiting.result(10)
@@ -158,4 +197,4 @@ def test_a_call_that_ends_leaves_the_queue(calls: Calls) -> None:
     with pytest.raises(CancelledError):
         waiting.result(10)
     with pytest.raises(CancelledError):
-        calls.take("client", rpc=rpc)
+        calls.wait("client", rpc=rpc).result(10)
