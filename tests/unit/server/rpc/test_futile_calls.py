@@ -6,7 +6,7 @@ import time
 
 from tests.clock import Clock
 
-from bngrad_server.rpc.futile_calls import FutileCalls, is_before
+from bngrad_server.rpc.futile_calls import FadingCounts, FutileCalls, is_before
 
 
 def test_hundreds_of_cancelled_calls_at_once_are_too_many_for_a_while() -> None:
@@ -53,6 +53,20 @@ def test_a_client_may_cancel_as_many_calls_as_are_answered() -> None:
     assert not calls.are_too_many("hedging")
 
 
+def test_an_answered_call_makes_up_for_one_before_it_and_for_none_to_come() -> None:
+    calls = FutileCalls(Clock())
+    calls.cancelled("bad")
+    for _ in range(1000):
+        calls.answered("bad")
+    for _ in range(256):
+        calls.cancelled("bad")
+        calls.answered("bad")
+        calls.cancelled("bad")
+    assert not calls.are_too_many("bad")
+    calls.cancelled("bad")
+    assert calls.are_too_many("bad")
+
+
 def test_only_the_latest_clients_are_remembered() -> None:
     calls = FutileCalls(Clock())
     for _ in range(500):
@@ -60,6 +74,19 @@ def test_only_the_latest_clients_are_remembered() -> None:
     for number in range(1000):
         calls.cancelled(str(number))
     assert not calls.are_too_many("first")
+
+
+def test_clients_that_are_counted_again_are_remembered_and_those_with_nothing_left_are_not() -> None:
+    counts = FadingCounts(1.0, Clock())
+    for number in range(511):
+        counts.add(f"passing {number}", 1)
+        counts.add("again", 1)
+    counts.add("passing 511", 1)
+    counts.add("passing 512", 1)
+    assert counts.of("again") == 511
+    assert len(counts) == 512
+    counts.add("again", -511)
+    assert "again" not in counts
 
 
 def test_calls_that_end_at_their_deadlines_are_not_cancelled() -> None:
