@@ -58,6 +58,10 @@ class _Watcher:
     """The context of a watching call, which can wake it."""
 
     def __init__(self) -> None:
+        self.has_ended = False
+        self.steps: list[Callable[[], None]] = []
+        """What happens before the call looks for changes, each time."""
+        self.looks = 0
         self.wake: Callable[[], None] = lambda: None
 
     def add_callback(self, callback: Callable[[], None]) -> bool:
@@ -65,7 +69,10 @@ class _Watcher:
         return True
 
     def is_active(self) -> bool:
-        return True
+        self.looks += 1
+        if self.steps:
+            self.steps.pop(0)()
+        return not self.has_ended
 
 
 def test_who_watches_is_told_of_the_end_also_if_woken_while_it_begins() -> None:
@@ -91,6 +98,38 @@ def test_who_watches_is_told_of_the_end_also_if_woken_while_it_begins() -> None:
         for each in (slow, closed):
             each.result(TIMEOUT_S)
     assert [response.status for response in last.result()][-1:] == [pb.HealthCheckResponse.NOT_SERVING]
+
+
+@pytest.mark.parametrize(
+    ("service", "told"),
+    [("", ["NOT_SERVING", "SERVING", "NOT_SERVING"]), ("unknown", ["SERVICE_UNKNOWN"])],
+    ids=["known", "unknown"],
+)
+def test_who_watches_is_told_of_changes_alone(service: str, told: list[str]) -> None:
+    health, watcher = Health(("",)), _Watcher()
+    answers = [False, False, True, True]
+    watcher.steps = [lambda: health.update(lambda: answers.pop(0)) for _ in answers] + [health.close]
+    changes = health.Watch(pb.HealthCheckRequest(service=service), cast(Any, watcher))
+    assert [pb.HealthCheckResponse.ServingStatus.Name(response.status) for response in changes] == told
+    assert not answers
+
+
+def test_a_watching_call_that_ends_keeps_no_thread_and_is_forgotten() -> None:
+    health, watcher = Health(("",)), _Watcher()
+    changes = health.Watch(pb.HealthCheckRequest(), cast(Any, watcher))
+    assert next(changes).status == pb.HealthCheckResponse.NOT_SERVING
+    with ThreadPoolExecutor() as threads:
+        rest = threads.submit(list, changes)
+        watcher.wake()
+        wait([rest], 0.1)  # it would look again and again, did it not wait for the next change
+        watcher.has_ended = True
+        watcher.wake()
+        try:
+            assert rest.result(TIMEOUT_S) == []
+        finally:
+            health.close()  # ends it in any case
+    assert watcher.looks <= 3
+    assert not health._watchers
 
 
 @pytest.mark.parametrize(
