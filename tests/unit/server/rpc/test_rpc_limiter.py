@@ -1,0 +1,159 @@
+"""Which of too many calls is cancelled, and when calls no longer count; behind a server with few calls."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import grpc
+import pytest
+from tests.unit.server.rpc.peers import identity
+from tests.unit.server.workers.additions import TIMEOUT_S, wait_until
+
+from bngrad_server.errors import UnauthenticatedError
+from bngrad_server.rpc.rpc_limiter import RpcLimiter
+from bngrad_server.security.auth import ALLOW_ALL, Authenticator
+from bngrad_server.security.tokens import Tokens
+from bngrad_wire.token_format import new_token
+
+Connect = Callable[[], grpc.Channel]
+
+
+class Revocable(Authenticator):
+    """Accepts calls until their tokens are revoked."""
+
+    is_revoked = False
+
+    def check_of(self, context: grpc.ServicerContext) -> Callable[[], object]:
+        return self._check
+
+    def _check(self) -> None:
+        if self.is_revoked:
+            raise UnauthenticatedError
+
+
+@pytest.fixture
+def authenticator() -> Revocable:
+    return Revocable()
+
+
+@pytest.fixture
+def limiter(authenticator: Revocable) -> RpcLimiter:
+    return RpcLimiter(3, authenticator)
+
+
+@pytest.fixture
+def connect(limiter: RpcLimiter, authenticator: Revocable) -> Iterator[Connect]:
+    def stay(request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        has_ended = threading.Event()
+        context.add_callback(has_ended.set)
+        yield request
+        assert has_ended.wait(TIMEOUT_S)
+
+    def revoke(request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        yield request
+        authenticator.is_revoked = True
+        yield request
+
+    def count(requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+        authenticator.is_revoked = True
+        return b"%d" % len(list(requests))
+
+    handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+        "Stay": grpc.unary_stream_rpc_method_handler(stay),
+        "Revoke": grpc.unary_stream_rpc_method_handler(revoke),
+        "Count": grpc.stream_unary_rpc_method_handler(count),
+    }
+    server = grpc.server(ThreadPoolExecutor(), interceptors=[limiter])
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    own_connection = [("grpc.use_local_subchannel_pool", 1)]
+    with ExitStack() as stack:
+        yield lambda: stack.enter_context(grpc.insecure_channel(f"127.0.0.1:{port}", own_connection))
+    server.stop(0).wait()
+
+
+def begin(channel: grpc.Channel, name: str = "Stay") -> Any:
+    call = channel.unary_stream(f"/test/{name}", identity, identity)(b"", timeout=TIMEOUT_S)
+    assert next(call) == b""
+    return call
+
+
+def code_of(call: Any) -> grpc.StatusCode:
+    with pytest.raises(grpc.RpcError):
+        list(call)
+    code: grpc.StatusCode = call.code()
+    return code
+
+
+def test_beyond_those_that_are_allowed_the_oldest_call_of_the_connection_with_most_is_cancelled(
+    connect: Connect,
+) -> None:
+    modest, greedy = begin(connect()), connect()
+    calls = [begin(greedy) for _ in range(4)]
+    assert [code_of(call) for call in calls[:2]] == [grpc.StatusCode.CANCELLED] * 2
+    assert all(call.is_active() for call in (modest, *calls[2:]))
+
+
+def test_calls_that_have_ended_do_not_count_and_are_forgotten(connect: Connect, limiter: RpcLimiter) -> None:
+    for _ in range(2):
+        channel = connect()
+        calls = [begin(channel) for _ in range(3)]
+        assert all(call.is_active() for call in calls)
+        for call in calls:
+            call.cancel()
+        wait_until(lambda: not limiter._calls)
+    assert code_of(begin_all(connect())[0]) is grpc.StatusCode.CANCELLED
+    wait_until(lambda: sum(map(len, limiter._calls.values())) == 3)
+
+
+def begin_all(channel: grpc.Channel) -> list[Any]:
+    """Begins one more call than are allowed."""
+    return [begin(channel) for _ in range(4)]
+
+
+@pytest.mark.parametrize(("has_ended", "cancelled"), [(False, [1, 1, 0]), (True, [0, 0, 0])])
+def test_a_call_that_is_cancelled_or_has_ended_already_no_longer_counts(has_ended: bool, cancelled: list[int]) -> None:
+    """Although grpcio has not reported the end of those that are cancelled yet."""
+    limiter = RpcLimiter(1, ALLOW_ALL)
+    handler: Any = grpc.unary_unary_rpc_method_handler(lambda request, context: request)
+    limited = limiter.intercept_service(lambda details: handler, None)
+    returns = {"add_callback.return_value": not has_ended, "peer.return_value": "peer"}
+    contexts = [mock.Mock(**returns) for _ in range(3)]
+    for context in contexts:
+        assert limited.stream_unary(iter([b"request"]), context) == b"request"
+    assert [context.cancel.call_count for context in contexts] == cancelled
+    for context in contexts:
+        context.add_callback.call_args.args[0]()
+    assert limiter._count == 0
+
+
+def test_a_call_is_refused_once_its_token_is_revoked(connect: Connect, authenticator: Revocable) -> None:
+    channel = connect()
+    assert code_of(begin(channel, "Revoke")) is grpc.StatusCode.UNAUTHENTICATED
+    authenticator.is_revoked = False
+    with pytest.raises(grpc.RpcError) as refused:
+        channel.stream_unary("/test/Count", identity, identity)(iter([b"", b""]), timeout=TIMEOUT_S)
+    assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+def revoking_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "revoked-tokens"]
+
+
+def test_a_thread_looks_for_revoked_tokens_where_there_are_tokens_until_the_limiter_is_closed(tmp_path: Path) -> None:
+    before = revoking_threads()
+    RpcLimiter(1, ALLOW_ALL).close()
+    assert revoking_threads() == before
+    (tmp_path / "tokens").write_text(new_token("alice")[1])
+    limiter = RpcLimiter(1, Authenticator(Tokens(tmp_path / "tokens")))
+    (thread,) = set(revoking_threads()) - set(before)
+    limiter.close()
+    thread.join(TIMEOUT_S)
+    assert not thread.is_alive()
