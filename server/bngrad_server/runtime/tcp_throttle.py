@@ -232,9 +232,10 @@ class TcpThrottle:
         with _borrowed(fd, connection.family) as sock:
             if connection.resume_at is not None and not self._end_pause(sock, connection, now):
                 return
-            acked, received = _TRAFFIC.unpack_from(
-                sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TRAFFIC_OFFSET + _TRAFFIC.size), _TRAFFIC_OFFSET
-            )
+            info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TRAFFIC_OFFSET + _TRAFFIC.size)
+            if len(info) < _TRAFFIC_OFFSET + _TRAFFIC.size:  # QEMU gives programs that it emulates four bytes
+                return
+            acked, received = _TRAFFIC.unpack_from(info, _TRAFFIC_OFFSET)
             useful, sent = peer.useful, received - connection.received
             earned = 2 * (useful - connection.useful) + _WINDOW_UPDATES * (acked - connection.acked)
             connection.received, connection.acked, connection.useful = received, acked, useful

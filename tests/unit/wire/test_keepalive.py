@@ -31,3 +31,12 @@ def test_an_idle_peer_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keepalive, "_LOST_AFTER_MS", 0)
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as sock:
         assert not keepalive.is_lost(sock)
+
+
+def test_a_peer_of_which_the_system_tells_little_is_not_lost() -> None:
+    class Emulated(socket.socket):
+        def getsockopt(self, *_: int) -> bytes:  # type: ignore[override]
+            return bytes(4)
+
+    with Emulated() as sock:
+        assert not keepalive.is_lost(sock)

@@ -436,3 +436,18 @@ def test_connections_to_other_ports_are_left_alone(flooder: Flooder) -> None:
     flooder.send_all(5 * MIB)
     throttle.look()
     flooder.send_all(MIB)
+
+
+def test_a_flood_of_which_the_system_tells_little_is_let_alone(
+    throttle: TcpThrottle, flooder: Flooder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    getsockopt = socket.socket.getsockopt
+
+    def emulated(sock: socket.socket, level: int, option: int, *size: int) -> int | bytes:
+        is_info = (level, option) == (socket.IPPROTO_TCP, socket.TCP_INFO)
+        return bytes(4) if is_info else getsockopt(sock, level, option, *size)
+
+    monkeypatch.setattr(socket.socket, "getsockopt", emulated, raising=False)
+    flooder.send_all(5 * MIB)
+    throttle.look()
+    assert not flooder.is_paused()
