@@ -95,12 +95,12 @@ class _Threads:
             self._free += 1
         try:
             threading.Thread(target=self._work, name=self._name, daemon=True).start()
-        except RuntimeError:
+        except BaseException as error:  # Ctrl-C may come, too
             with self._mutex:
                 self._is_starting = False
                 self._count -= 1
                 self._free -= 1
-                if not self._count:
+                if not self._count or not isinstance(error, RuntimeError):
                     raise
 
     def _work(self) -> None:

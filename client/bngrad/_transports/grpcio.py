@@ -111,14 +111,14 @@ class GrpcioTransport:
 
 
 def begin_to_ask(channel: grpc.Channel, method: str, credentials: Credentials, timeout_s: float) -> Answer:
-    """Begins a call with an empty message, once there is a connection; it fails if that takes too long.
+    """Begins a call with an empty message.
 
     Raises:
         InvalidArgumentError: The token cannot be read.
         ValueError: The channel was closed.
     """
     ask: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(method)
-    return ask.future(b"", timeout=timeout_s, metadata=credentials.metadata(), wait_for_ready=True)
+    return ask.future(b"", timeout=timeout_s, metadata=credentials.metadata())
 
 
 def _requests(number: int, header: list[Buffer], tensors: Sequence[Buffer]) -> Iterator[bytes]:

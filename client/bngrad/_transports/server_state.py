@@ -14,8 +14,6 @@ from bngrad_wire.load_report import LoadReport, parse
 
 _SILENT_S = 2.0
 """After this a server that calls wait for, and that nothing was heard of, is asked whether it is alive."""
-_NO_ANSWER = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
-
 
 class Answer(Protocol):
     """A call of grpcio that may not have been answered yet."""
@@ -82,7 +80,8 @@ class ServerState:
             if question is not None and not question.answer.done():
                 return False
             if question is not None and question.asked_at >= silent_since:
-                is_alive = question.answer.code() not in _NO_ANSWER
+                # One that refuses connections is not frozen: it stops once it has answered the calls that it has.
+                is_alive = question.answer.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
                 if is_alive:
                     self._heard_at = now
                 return not is_alive
