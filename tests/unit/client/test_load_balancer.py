@@ -31,6 +31,7 @@ from bngrad._local.kernels import LocalKernels
 from bngrad._results import ServerInfo
 from bngrad._transports.selector import TransportSelector
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
+from bngrad_wire.load_report import LoadReport
 
 
 class Fleet:
@@ -336,8 +337,66 @@ def test_a_silent_server_is_asked_by_one_thread_and_left_alone_for_a_while(monke
     asked.released.set()
     wait_until(lambda: server.is_up and not server.is_probed)
     assert not acquire().is_probed
+    assert balancer.probe(server)  # as it is known to be
     assert asked.questions == 1
     balancer.close()
+
+
+def test_a_thread_that_asks_a_server_again_and_again_keeps_no_client_alive() -> None:
+    class Gone(LocalKernels):
+        questions = 0
+
+        def server_info(self, deadline: Deadline, cancellation: Cancellation) -> ServerInfo:
+            self.questions += 1
+            raise bngrad.UnavailableError("for a test")
+
+    gone = Gone()
+    balancer = balancer_of([gone, LocalKernels()])
+    balancer.failed(next(iter(balancer._servers.values())), bngrad.UnavailableError("for a test"))
+    wait_until(lambda: gone.questions > 1)
+    kept = weakref.ref(balancer)
+    del balancer
+    wait_until(lambda: gc.collect() >= 0 and kept() is None)
+
+
+def test_an_only_server_that_failed_is_not_asked() -> None:
+    balancer = balancer_of([LocalKernels()])
+    use = balancer.acquire()
+    assert use is not None
+    balancer.failed(use.server, bngrad.UnavailableError("for a test"))
+    assert use.server.is_up
+    assert not use.server.is_probed
+    balancer.close()
+
+
+def test_calls_make_reports_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, selectors = Clock(), (Reporting(300.0), Reporting(100.0))
+    monkeypatch.setattr(upstream, "time", clock)
+    balancer = balancer_of(selectors)
+    for server in balancer._servers.values():
+        balancer.answered(server)
+
+    def chosen() -> set[Selector]:
+        uses = []
+        for _ in range(40):
+            use = balancer.acquire()
+            assert use is not None
+            uses.append(use.server.selector)
+            balancer.release(use)
+        return set(uses)
+
+    assert chosen() == {selectors[0]}
+    clock.now += 10
+    assert chosen() == set(selectors)
+    balancer.close()
+
+
+class Reporting(LocalKernels):
+    """A server that reports its rate under full load."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.load = LoadReport(rate, 1.0, 1.0)  # type: ignore[assignment]
 
 
 def test_calls_that_ended_uncounted_have_a_client_use_no_more_servers(monkeypatch: pytest.MonkeyPatch) -> None:
