@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
@@ -101,6 +101,61 @@ def test_a_transfer_that_is_ended_leaves_no_garbage(transfers: Transfers) -> Non
         with suppress(OverloadedError), transfers.watchdog.upload(MIB, rpc, transfers.memory, block):
             assert traffic.interrupted.wait(TIMEOUT_S)
         transfers.watchdog.close()  # its thread no longer looks at the transfer
+
+
+@pytest.mark.parametrize("drains", ["before", "during"])
+@pytest.mark.parametrize("error", [None, TimeoutError("interrupted"), KeyboardInterrupt()])
+def test_a_wait_for_a_request_ends_with_the_server_unless_there_is_one(
+    transfers: Transfers, drains: str, error: BaseException | None
+) -> None:
+    traffic = Traffic(0)
+    rpc = RpcContext("client", None, lambda: False, traffic.interrupt, {}, traffic=traffic)
+    expected: type[BaseException] = CancelledError if isinstance(error, Exception) else KeyboardInterrupt
+    if drains == "before":
+        transfers.watchdog.drain()
+    with ExitStack() as stack:
+        if error is not None:
+            stack.enter_context(pytest.raises(expected))
+        with transfers.watchdog.awaits_request(rpc):
+            if drains == "during":
+                assert not traffic.interrupted.is_set()
+                transfers.watchdog.drain()
+            assert traffic.interrupted.is_set()
+            if error is not None:
+                raise error
+    assert not traffic.interrupted.is_set()  # what follows can be received
+
+
+def test_a_wait_for_a_request_that_failed_by_itself_says_why(transfers: Transfers) -> None:
+    traffic = Traffic(0)
+    rpc = RpcContext("client", None, lambda: False, traffic.interrupt, {}, traffic=traffic)
+    with pytest.raises(ConnectionError), transfers.watchdog.awaits_request(rpc):
+        raise ConnectionError
+    transfers.watchdog.drain()
+    assert not traffic.interrupted.is_set()
+
+
+def test_a_wait_for_a_request_ends_after_the_timeout(transfers: Transfers, monkeypatch: pytest.MonkeyPatch) -> None:
+    transfers.watchdog.close()  # the test looks itself
+    clock = Clock()
+    monkeypatch.setattr(transfer_watchdog, "time", clock)
+    traffic = Traffic(0)
+    rpc = RpcContext("client", None, lambda: False, traffic.interrupt, {}, traffic=traffic)
+    with transfers.watchdog.awaits_request(rpc):
+        for seconds, is_over in [(TIMEOUT_S - 1, False), (2, True)]:
+            clock.now += seconds
+            transfers.watchdog._look()
+            assert traffic.interrupted.is_set() is is_over
+
+
+def test_a_server_that_stops_ends_no_other_wait(transfers: Transfers) -> None:
+    transfers.watchdog.close()  # on a busy machine it might end the upload
+    traffic = Traffic(0)
+    rpc = RpcContext("client", None, lambda: False, traffic.interrupt, {}, traffic=traffic)
+    block = transfers.memory.allocate(MIB, "client", deadline=0)
+    with transfers.watchdog.watched(0, rpc), transfers.watchdog.upload(MIB, rpc, transfers.memory, block):
+        transfers.watchdog.drain()
+        assert not traffic.interrupted.is_set()
 
 
 def test_the_watchdog_goes_on_after_it_had_no_memory(transfers: Transfers, monkeypatch: pytest.MonkeyPatch) -> None:
