@@ -42,6 +42,7 @@ from tests.unit.client.peer import echo, info, peer
 import bngrad
 import bngrad.aio
 from bngrad._balancing import retry
+from bngrad._transports.selector import TransportSelector
 from bngrad.typing import Transport
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_wire.http2 import RpcError
@@ -151,6 +152,14 @@ def test_retries_can_be_turned_off(client_class: ClientClass, code: Any, error: 
 def test_retries_must_be_a_bool(client_class: ClientClass, retries: Any) -> None:
     with pytest.raises(TypeError, match="retries must be a bool, not "):
         client_class("localhost:1", retries=retries)
+
+
+@pytest.mark.parametrize("retries", [True, False])
+def test_only_calls_that_may_be_repeated_leave_a_server_that_is_silent(retries: bool) -> None:
+    with bngrad.Client(["127.0.0.1:1", "127.0.0.1:2"], retries=retries) as client:
+        for server in client._calls._load_balancer._servers.values():
+            assert isinstance(server.selector, TransportSelector)
+            assert server.selector._server._may_leave() is retries
 
 
 def test_a_retry_beyond_the_deadline_is_not_waited_for(client_class: ClientClass) -> None:

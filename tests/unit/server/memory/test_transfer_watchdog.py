@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -135,17 +136,21 @@ def test_a_wait_for_a_request_that_failed_by_itself_says_why(transfers: Transfer
     assert not traffic.interrupted.is_set()
 
 
-def test_a_wait_for_a_request_ends_after_the_timeout(transfers: Transfers, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_for_a_request_is_ended_once_after_the_timeout(
+    transfers: Transfers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     transfers.watchdog.close()  # the test looks itself
     clock = Clock()
     monkeypatch.setattr(transfer_watchdog, "time", clock)
     traffic = Traffic(0)
     rpc = RpcContext("client", None, lambda: False, traffic.interrupt, {}, traffic=traffic)
     with transfers.watchdog.awaits_request(rpc):
-        for seconds, is_over in [(TIMEOUT_S - 1, False), (2, True)]:
+        for seconds, is_over in [(TIMEOUT_S - 1, False), (2, True), (2, True)]:
             clock.now += seconds
             transfers.watchdog._look()
             assert traffic.interrupted.is_set() is is_over
+    assert len([record for record in caplog.records if "ending a call" in record.message]) == 1
 
 
 def test_a_server_that_stops_ends_no_other_wait(transfers: Transfers) -> None:
