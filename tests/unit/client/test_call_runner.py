@@ -42,6 +42,8 @@ from tests.unit.client.peer import echo, info, peer
 import bngrad
 import bngrad.aio
 from bngrad._balancing import retry
+from bngrad._balancing.upstream import Selector
+from bngrad._deadline import Cancellation, Deadline
 from bngrad._transports.selector import TransportSelector
 from bngrad.typing import Transport
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
@@ -160,6 +162,51 @@ def test_only_calls_that_may_be_repeated_leave_a_server_that_is_silent(retries: 
         for server in client._calls._load_balancer._servers.values():
             assert isinstance(server.selector, TransportSelector)
             assert server.selector._server._may_leave() is retries
+
+
+def test_a_call_that_was_cancelled_says_nothing_of_its_server() -> None:
+    cancellation = Cancellation()
+
+    def attempt(server: Selector) -> None:
+        cancellation.cancel()
+        raise bngrad.UnavailableError("cancelled")
+
+    with bngrad.Client(["127.0.0.1:1", "127.0.0.1:2"]) as client:
+        with pytest.raises(bngrad.UnavailableError, match=r"^cancelled$"):
+            client._calls._ask(attempt, Deadline.after(SECONDS), cancellation)
+        assert all(server.is_up for server in client._calls._load_balancer._servers.values())
+
+
+def test_calls_are_not_repeated_in_a_long_outage_and_are_again_once_servers_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(retry, "delay_s", lambda failures, hint_s: 0.0)
+    gone, wrong = bngrad.UnavailableError("gone"), bngrad.InvalidArgumentError("wrong")
+
+    def attempts_of(*errors: bngrad.BngradError) -> int:
+        """Makes a call whose first attempts fail; returns how many it made, or raises."""
+        made = 0
+
+        def attempt(server: Selector) -> int:
+            nonlocal made
+            made += 1
+            if made <= len(errors):
+                raise errors[made - 1]
+            return made
+
+        return client._calls._ask(attempt, Deadline.after(SECONDS), Cancellation())
+
+    with bngrad.Client("127.0.0.1:1") as client:
+        assert attempts_of() == 1
+        for _ in range(100):
+            with pytest.raises(bngrad.InvalidArgumentError):
+                attempts_of(wrong)
+        assert attempts_of(*[gone] * 20) == 21
+        with pytest.raises(bngrad.UnavailableError):
+            attempts_of(*[gone] * 20)
+        for _ in range(100):
+            attempts_of()
+        assert attempts_of(gone) == 2
 
 
 def test_a_retry_beyond_the_deadline_is_not_waited_for(client_class: ClientClass) -> None:
