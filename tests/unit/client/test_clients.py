@@ -601,3 +601,14 @@ def test_impossible_shapes_and_dtypes_are_refused(
 ) -> None:
     with peer(info) as target, pytest.raises(error, match=complaint):
         use(client_class(target), lambda client: client.empty(**arguments))
+
+
+async def test_closing_an_asynchronous_client_ends_its_threads() -> None:
+    before = set(threading.enumerate())
+    client = bngrad.aio.Client("127.0.0.1:1", retries=False)
+    with pytest.raises(bngrad.UnavailableError):
+        await client.server_info()
+    threads = [thread for thread in set(threading.enumerate()) - before if thread.name == "bngrad"]
+    assert threads
+    await client.close()
+    wait_until(lambda: not any(thread.is_alive() for thread in threads))
