@@ -15,6 +15,7 @@ from bngrad_wire.load_report import LoadReport, parse
 _SILENT_S = 2.0
 """After this a server that calls wait for, and that nothing was heard of, is asked whether it is alive."""
 
+
 class Answer(Protocol):
     """A call of grpcio that may not have been answered yet."""
 
