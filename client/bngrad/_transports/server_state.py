@@ -12,6 +12,7 @@ import grpc
 
 from bngrad_wire.load_report import LoadReport, parse
 
+_NO_ANSWER = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
 _SILENT_S = 2.0
 """After this a server that calls wait for, and that nothing was heard of, is asked whether it is alive."""
 
@@ -25,6 +26,10 @@ class Answer(Protocol):
 
     def code(self) -> grpc.StatusCode:
         """How it ended."""
+        ...
+
+    def details(self) -> str:
+        """What grpcio says of that."""
         ...
 
 
@@ -82,7 +87,8 @@ class ServerState:
                 return False
             if question is not None and question.asked_at >= silent_since:
                 # One that refuses connections is not frozen: it stops once it has answered the calls that it has.
-                is_alive = question.answer.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
+                code, details = question.answer.code(), question.answer.details() or ""
+                is_alive = code not in _NO_ANSWER or "refused" in details
                 if is_alive:
                     self._heard_at = now
                 return not is_alive

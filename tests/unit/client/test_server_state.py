@@ -25,6 +25,9 @@ class Answer:
     def done(self) -> bool:
         return self.end is not None
 
+    def details(self) -> str:
+        return "Connection refused" if self.end is grpc.StatusCode.UNAVAILABLE else ""
+
     def code(self) -> grpc.StatusCode:
         assert self.end is not None
         return self.end
