@@ -13,7 +13,7 @@ from bngrad_wire.http2.errors import ErrorCode
 from bngrad_wire.http2.stream import Stream
 
 _GRPC = re.compile(re.escape(header_block.CONTENT_TYPE) + "([+;].*)?")
-"""A content-type of gRPC; that of gRPC-Web, another protocol, begins alike."""
+"""A content-type of gRPC; that of gRPC-Web, another protocol, begins with the same words."""
 _CONTENT_LENGTH = re.compile("[0-9]{1,18}")
 
 
