@@ -133,11 +133,11 @@ def masked_store(builder: Any, value: Any, place: Any, mask: Any) -> None:
     builder.call(function, [value, builder.bitcast(place, value.type.as_pointer()), I32(1), mask])
 
 
-def prefetch(builder: Any, place: Any) -> None:
-    """Prefetches the cache line at a pointer, for reading."""
+def prefetch(builder: Any, place: Any, level: int) -> None:
+    """Prefetches the cache line at a pointer, for reading, to the cache of a level: 1 or 2."""
     byte = ir.IntType(8).as_pointer()
     function = declare(builder, "llvm.prefetch.p0", ir.VoidType(), [byte, I32, I32, I32])
-    builder.call(function, [builder.bitcast(place, byte), I32(0), I32(3), I32(1)])
+    builder.call(function, [builder.bitcast(place, byte), I32(0), I32(4 - level), I32(1)])
 
 
 def pause(builder: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from bngrad_kernels.cpu.channel_stats import GAIN, MEAN, SHIFT, SLOPE, first_channel, sums_of, table, x_backprop
-from bngrad_kernels.cpu.machine_code.hints import prefetch
+from bngrad_kernels.cpu.machine_code.hints import prefetch, prefetch_far
 from bngrad_kernels.cpu.machine_code.linked import internal
 from bngrad_kernels.cpu.plan import LANES, LINE
 from bngrad_kernels.cpu.simd import (
@@ -40,7 +40,7 @@ def sums(tag: Any, p: Any, g: int, t: int, slot: int) -> None:
     """Sums a tile; in inference, also writes its x_backprop."""
     c = first_channel(p, g)
     mean, gain = _coefficient(p, slot, MEAN), _coefficient(p, slot, GAIN)
-    if p.ahead:
+    if p.near:
         dy_sum, dy_xc_sum = _sum_planes(tag, p, c, t, mean, gain, 1)
     else:
         dy_sum, dy_xc_sum = _sum_planes(tag, p, c, t, mean, gain, 0)
@@ -52,19 +52,17 @@ def sums(tag: Any, p: Any, g: int, t: int, slot: int) -> None:
 @internal
 def _sum_planes(tag: Any, p: Any, c: int, t: int, mean: Any, gain: Any, prefetches: int) -> Any:
     """Compiled twice, since to ask in the loop whether to prefetch takes small planes a twentieth longer."""
-    first, last, start, stop = bounds(p, t)
+    tile = first, last, start, stop = bounds(p, t)
     pitch = p.channels * p.inner
-    distance, rest = _distance(p, start, stop, pitch)
+    near, far = _distance(p.near, start, stop, pitch), _distance(p.far, start, stop, pitch)
     dy_sum = dy_xc_sum = zero64()
     for n in range(first, last):
         base = n * pitch + c * p.inner
         for i in range(start, stop, _STEPS * QUAD):
             block = min(_STEPS * QUAD, stop - i)
-            ahead = 0
+            ahead = 0, 0
             if prefetches:
-                ahead = distance + (pitch - (stop - start) if i + rest >= stop else 0)
-                if base + i + ahead >= last * pitch:  # the next channel's first planes
-                    ahead += p.inner - (last - first) * pitch
+                ahead = _to_be_summed(p, near, tile, base, i), _to_be_summed(p, far, tile, base, i)
             dy, dy_xc = _sum_block(tag, p, base + i, block, mean, ahead, prefetches)
             dy_sum, dy_xc_sum = add(dy_sum, widen64(dy)), add(dy_xc_sum, widen64(dy_xc))
         if not p.is_training:
@@ -73,14 +71,25 @@ def _sum_planes(tag: Any, p: Any, c: int, t: int, mean: Any, gain: Any, prefetch
 
 
 @internal
+def _to_be_summed(p: Any, distance: tuple[int, int], tile: Any, base: int, i: int) -> int:
+    """The distance in memory from an element of a plane to what is summed later."""
+    first, last, start, stop = tile
+    pitch = p.channels * p.inner
+    ahead = distance[0] + (pitch - (stop - start) if i + distance[1] >= stop else 0)
+    if base + i + ahead >= last * pitch:  # the next channel's first planes
+        ahead += p.inner - (last - first) * pitch
+    return ahead
+
+
+@internal
 def apply(tag: Any, p: Any, g: int, t: int, slot: int) -> None:
     """Writes x_backprop of a tile, last plane first: what the sums read last is still in the cache."""
     c = first_channel(p, g)
-    first, last, start, stop = bounds(p, t)
+    tile = first, last, start, stop = bounds(p, t)
     mean, gain = _coefficient(p, slot, MEAN), _coefficient(p, slot, GAIN)
     shift, slope = _coefficient(p, slot, SHIFT), _coefficient(p, slot, SLOPE)
     pitch = p.channels * p.inner
-    distance, rest = _distance(p, start, stop, -pitch)
+    near, far = _distance(p.near, start, stop, -pitch), _distance(p.far, start, stop, -pitch)
     for back in range(last - first):
         base = (last - 1 - back) * pitch + c * p.inner
         i = start
@@ -88,8 +97,9 @@ def apply(tag: Any, p: Any, g: int, t: int, slot: int) -> None:
             i = min(first_line(base + start) - base, stop)
             _apply_some(tag, p, base + start, i - start, mean, gain, shift, slope)
             while i + LINE <= stop:
-                if p.ahead:
-                    _prefetch_line(tag, p, base + i + distance - (pitch + stop - start if i + rest >= stop else 0))
+                if p.near:
+                    ahead = _to_be_written(p, near, tile, i), _to_be_written(p, far, tile, i)
+                    _prefetch_line(tag, p, base + i, ahead)
                 dy, x = load(tag, p.y_backprop, base + i), load(tag, p.x, base + i)
                 low = x_backprop(dy, x, mean, gain, shift, slope)
                 dy, x = load(tag, p.y_backprop, base + i + LANES), load(tag, p.x, base + i + LANES)
@@ -99,20 +109,30 @@ def apply(tag: Any, p: Any, g: int, t: int, slot: int) -> None:
 
 
 @internal
-def _distance(p: Any, start: int, stop: int, step: int) -> tuple[int, int]:
-    """The distance in memory to what is to be prefetched, and the part of it within a plane.
+def _to_be_written(p: Any, distance: tuple[int, int], tile: Any, i: int) -> int:
+    """The distance in memory from an element of a plane to what is written later."""
+    _, _, start, stop = tile
+    return distance[0] - (p.channels * p.inner + stop - start if i + distance[1] >= stop else 0)
+
+
+@internal
+def _distance(ahead: int, start: int, stop: int, step: int) -> tuple[int, int]:
+    """A distance in memory, from one in the order of reading, and the part of it within a plane.
 
     ``step`` is the distance from each plane to the next one that is read.
     The processor prefetches a plane by itself, but knows neither its end nor the next one.
     """
     length = stop - start
-    return p.ahead // length * step + p.ahead % length, p.ahead % length
+    return ahead // length * step + ahead % length, ahead % length
 
 
 @internal
-def _prefetch_line(tag: Any, p: Any, index: int) -> None:
-    prefetch(tag, p.y_backprop, index)
-    prefetch(tag, p.x, index)
+def _prefetch_line(tag: Any, p: Any, index: int, ahead: tuple[int, int]) -> None:
+    near, far = ahead
+    prefetch(tag, p.y_backprop, index + near)
+    prefetch(tag, p.x, index + near)
+    prefetch_far(tag, p.y_backprop, index + far)
+    prefetch_far(tag, p.x, index + far)
 
 
 @internal
@@ -151,15 +171,15 @@ def _coefficient(p: Any, slot: int, which: int) -> Any:
 
 
 @internal
-def _sum_block(tag: Any, p: Any, index: int, count: int, mean: Any, ahead: int, prefetches: int) -> Any:
+def _sum_block(tag: Any, p: Any, index: int, count: int, mean: Any, ahead: tuple[int, int], prefetches: int) -> Any:
     """The sums over at most 4 steps, one per lane."""
     dy0 = dy1 = dy2 = dy3 = zero()
     dy_xc0 = dy_xc1 = dy_xc2 = dy_xc3 = zero()
     y_backprop, x = p.y_backprop, p.x
     while count >= QUAD:
         if prefetches:
-            _prefetch_line(tag, p, index + ahead)
-            _prefetch_line(tag, p, index + ahead + LINE)
+            _prefetch_line(tag, p, index, ahead)
+            _prefetch_line(tag, p, index + LINE, ahead)
         g0, g1 = load(tag, y_backprop, index), load(tag, y_backprop, index + 16)
         g2, g3 = load(tag, y_backprop, index + 32), load(tag, y_backprop, index + 48)
         dy0, dy1, dy2, dy3 = add(dy0, g0), add(dy1, g1), add(dy2, g2), add(dy3, g3)
@@ -170,7 +190,7 @@ def _sum_block(tag: Any, p: Any, index: int, count: int, mean: Any, ahead: int, 
         index += QUAD
         count -= QUAD
     if prefetches and count > 0:
-        _prefetch_line(tag, p, index + ahead)
+        _prefetch_line(tag, p, index, ahead)
     # The remaining vectors rotate through the accumulators, so that the longest chain is 5.
     while count > 0:
         dy0, dy1, dy2, dy3 = dy1, dy2, dy3, add(dy0, load_head(tag, y_backprop, index, count))

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from bngrad_kernels.cpu.channel_stats import x_backprop
+from bngrad_kernels.cpu.machine_code.hints import prefetch, prefetch_far
 from bngrad_kernels.cpu.machine_code.linked import internal
 from bngrad_kernels.cpu.plan import LANES
 from bngrad_kernels.cpu.simd import (
@@ -23,6 +24,15 @@ from bngrad_kernels.cpu.simd import (
 from bngrad_kernels.cpu.simd64 import load64, store64, widen64
 
 _F32 = np.float32(0)
+
+
+@internal
+def prefetch_ahead(tag: Any, address: int, index: int, ahead: Any) -> None:
+    """Prefetches the lines of a tensor that lie at two distances beyond a line; none at the second, if it is 0."""
+    near, far = ahead
+    prefetch(tag, address, index + near)
+    if far:
+        prefetch_far(tag, address, index + far)
 
 
 @internal

@@ -15,11 +15,12 @@ from bngrad_kernels.cpu.columns.elements import (
     coefficients,
     gains_of_line,
     gradients,
+    prefetch_ahead,
     scale_line,
     sum_of_products,
     write_line,
 )
-from bngrad_kernels.cpu.machine_code.hints import in_order, out_of_line, prefetch
+from bngrad_kernels.cpu.machine_code.hints import in_order, out_of_line
 from bngrad_kernels.cpu.machine_code.linked import internal
 from bngrad_kernels.cpu.plan import BAND, LANES, LINE
 from bngrad_kernels.cpu.simd import add, fma, load, load_line, store, sub, zero
@@ -46,24 +47,38 @@ def add_rows(
 def write_rows(tag: Any, tensors: Any, tables: Any, at: int, start: int, columns: int, rows: int) -> None:
     """Writes x_backprop of some rows."""
     out_of_line()
-    y_backprop, x, out, pitch, ahead, streams = tensors
+    _, _, _, pitch, (near, far), _ = tensors
     for _ in range(rows):
-        for column in range(start, start + columns - LINE + 1, LINE):
-            index = at + column
-            prefetch(tag, y_backprop, index + ahead)
-            prefetch(tag, x, index + ahead)
-            in_order()  # LLVM would prefetch after the computation
-            dy, xs = load_line(tag, y_backprop, index), load_line(tag, x, index)
-            dx0 = gradients(dy[0], xs[0], coefficients(tables, column))
-            dx1 = gradients(dy[1], xs[1], coefficients(tables, column + LANES))
-            write_line(tag, out, index, dx0, dx1, streams)
+        if far:
+            _write_row(tag, tensors, (near, far), tables, at, start, columns)
+        else:
+            _write_row(tag, tensors, (near, 0), tables, at, start, columns)
         at += pitch
 
 
 @internal
+def _write_row(tag: Any, tensors: Any, ahead: Any, tables: Any, at: int, start: int, columns: int) -> None:
+    """Compiled twice, like `_add_pair`: to ask in the loop takes small tensors up to a tenth longer."""
+    y_backprop, x, out, _, _, streams = tensors
+    for column in range(start, start + columns - LINE + 1, LINE):
+        index = at + column
+        prefetch_ahead(tag, y_backprop, index, ahead)
+        prefetch_ahead(tag, x, index, ahead)
+        in_order()  # LLVM would prefetch after the computation
+        dy, xs = load_line(tag, y_backprop, index), load_line(tag, x, index)
+        dx0 = gradients(dy[0], xs[0], coefficients(tables, column))
+        dx1 = gradients(dy[1], xs[1], coefficients(tables, column + LANES))
+        write_line(tag, out, index, dx0, dx1, streams)
+
+
+@internal
 def _add_band(tag: Any, tensors: Any, places: Any, gain: int, at: int, start: int, columns: int, rows: int) -> None:
+    near, far = tensors[4]
     for _ in range(rows // 2):
-        _add_pair(tag, tensors, places, at, start, columns)
+        if far:
+            _add_pair(tag, tensors, (near, far), places, at, start, columns)
+        else:
+            _add_pair(tag, tensors, (near, 0), places, at, start, columns)
         if gain:
             _scale_rows(tag, tensors, gain, at, start, columns, 2)
         at += 2 * tensors[3]
@@ -84,18 +99,18 @@ def _scale_rows(tag: Any, tensors: Any, gain: int, at: int, start: int, columns:
 
 
 @internal
-def _add_pair(tag: Any, tensors: Any, places: Any, upper: int, start: int, columns: int) -> None:
+def _add_pair(tag: Any, tensors: Any, ahead: Any, places: Any, upper: int, start: int, columns: int) -> None:
     """Adds two rows to their chains."""
-    y_backprop, x, _, pitch, ahead, _ = tensors
-    lower, later, gap = upper + pitch, upper + start + ahead, pitch - columns
+    y_backprop, x, _, pitch, _, _ = tensors
+    lower, first, gap = upper + pitch, upper + start, pitch - columns
     for column in range(start, start + columns - LINE + 1, LINE):
         place = 2 * (column - start)  # a pair of rows is prefetched in the order of addresses: first its upper row
         if place >= columns:
             place += gap
-        prefetch(tag, y_backprop, later + place)
-        prefetch(tag, y_backprop, later + place + LINE)
-        prefetch(tag, x, later + place)
-        prefetch(tag, x, later + place + LINE)
+        prefetch_ahead(tag, y_backprop, first + place, ahead)
+        prefetch_ahead(tag, y_backprop, first + place + LINE, ahead)
+        prefetch_ahead(tag, x, first + place, ahead)
+        prefetch_ahead(tag, x, first + place + LINE, ahead)
         upper_dy, upper_x = load_line(tag, y_backprop, upper + column), load_line(tag, x, upper + column)
         lower_dy, lower_x = load_line(tag, y_backprop, lower + column), load_line(tag, x, lower + column)
         _add_two_to_chains(places, column, upper_dy[0], lower_dy[0], upper_x[0], lower_x[0])

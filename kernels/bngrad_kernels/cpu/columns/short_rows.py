@@ -14,11 +14,12 @@ from bngrad_kernels.cpu.columns.elements import (
     coefficients,
     gains_of_line,
     gradients,
+    prefetch_ahead,
     scale_line,
     sum_of_products,
     write_line,
 )
-from bngrad_kernels.cpu.machine_code.hints import in_order, out_of_line, prefetch
+from bngrad_kernels.cpu.machine_code.hints import in_order, out_of_line
 from bngrad_kernels.cpu.machine_code.linked import internal
 from bngrad_kernels.cpu.plan import BAND, LANES, LINE
 from bngrad_kernels.cpu.simd import add, fma, load, load_line, sub, zero
@@ -179,9 +180,9 @@ def _coefficients_of_line(tables: Any, column: int) -> Any:
 @internal
 def _write(tag: Any, tensors: Any, of_line: Any, index: int) -> None:
     y_backprop, x, out, _, ahead, streams = tensors
-    if ahead:
-        prefetch(tag, y_backprop, index + ahead)
-        prefetch(tag, x, index + ahead)
+    if ahead[0]:
+        prefetch_ahead(tag, y_backprop, index, ahead)
+        prefetch_ahead(tag, x, index, ahead)
         in_order()
     dy, xs = load_line(tag, y_backprop, index), load_line(tag, x, index)
     write_line(tag, out, index, gradients(dy[0], xs[0], of_line[0]), gradients(dy[1], xs[1], of_line[1]), streams)

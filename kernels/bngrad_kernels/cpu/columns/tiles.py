@@ -117,8 +117,8 @@ def _write_panel(
 
 @internal
 def _tensors(p: Any) -> Any:
-    """The tensors, the distance of rows, that of what is prefetched, and whether x_backprop is streamed."""
-    return p.y_backprop, p.x, p.x_backprop, p.columns, p.ahead, p.streams
+    """The tensors, the distance of rows, those of what is prefetched, and whether x_backprop is streamed."""
+    return p.y_backprop, p.x, p.x_backprop, p.columns, (p.near, p.far), p.streams
 
 
 @internal

@@ -13,13 +13,22 @@ from bngrad_kernels.cpu.plan import LANES
 
 @intrinsic
 def prefetch(typingctx: Any, tag: Any, address: Any, index: Any) -> Any:
-    """Prefetches the cache lines of 32 elements that begin one; any address is allowed."""
+    """Prefetches the cache lines of 32 elements that begin one, to the first-level cache; any address is allowed."""
+    return _prefetch(tag, 1)
 
+
+@intrinsic
+def prefetch_far(typingctx: Any, tag: Any, address: Any, index: Any) -> Any:
+    """Does as `prefetch`, but to the second-level cache, which can wait for more lines at once."""
+    return _prefetch(tag, 2)
+
+
+def _prefetch(tag: Any, level: int) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         element = llvm.MEMORY_TYPES[tag]
         for start in range(0, 2 * LANES, 64 // llvm.itemsize(element)):
             index = builder.add(args[2], llvm.I64(start))
-            llvm.prefetch(builder, llvm.pointer(builder, element, args[1], index))
+            llvm.prefetch(builder, llvm.pointer(builder, element, args[1], index), level)
         return context.get_dummy_value()
 
     return types.none(tag, types.int64, types.int64), codegen

@@ -74,9 +74,9 @@ def _sum_columns(tag: Any, p: Any, slot: int, t: int, index: int, shift: int, fi
     for offset in range(first, end, LANES):
         at, column = index + offset, shift + offset
         if offset % LINE == 0:
-            prefetch(tag, p.grad_x_backprop, at + p.ahead)
-            prefetch(tag, p.y_backprop, at + p.ahead)
-            prefetch(tag, p.x, at + p.ahead)
+            prefetch(tag, p.grad_x_backprop, at + p.near)
+            prefetch(tag, p.y_backprop, at + p.near)
+            prefetch(tag, p.x, at + p.near)
         u, dy, xk = read_terms(tag, p, at, end - offset, load(_F32, pivots, column))
         place = into
         store64(place, column, add(load64(place, column), u))
