@@ -81,18 +81,25 @@ class ServerState:
         silent_since = max(self._heard_at, now - waited_s)
         if now - silent_since < _SILENT_S:
             return False
-        with self._mutex:
-            question = self._question
-            if question is not None and not question.answer.done():
-                return False
-            if question is not None and question.asked_at >= silent_since:
-                # One that refuses connections is not frozen: it stops once it has answered the calls that it has.
-                code, details = question.answer.code(), question.answer.details() or ""
-                is_alive = code not in _NO_ANSWER or "refused" in details
-                if is_alive:
-                    self._heard_at = now
-                return not is_alive
-            if self._ask is not None and self._may_leave():
-                with suppress(Exception):  # no token, a closed channel, no thread: calls that wait are not to blame
-                    self._question = _Question(self._ask(), now)
+        if not self._mutex.acquire(blocking=False):  # another call asks, for which it may have to get a token
             return False
+        try:
+            return self._is_unanswered(now, silent_since)
+        finally:
+            self._mutex.release()
+
+    def _is_unanswered(self, now: float, silent_since: float) -> bool:
+        question = self._question
+        if question is not None and not question.answer.done():
+            return False
+        if question is not None and question.asked_at >= silent_since:
+            # One that refuses connections is not frozen: it stops once it has answered the calls that it has.
+            code, details = question.answer.code(), question.answer.details() or ""
+            is_alive = code not in _NO_ANSWER or "refused" in details
+            if is_alive:
+                self._heard_at = now
+            return not is_alive
+        if self._ask is not None and self._may_leave():
+            with suppress(Exception):  # no token, a closed channel, no thread: calls that wait are not to blame
+                self._question = _Question(self._ask(), now)
+        return False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import grpc
@@ -118,6 +120,26 @@ def test_nothing_is_asked_where_a_call_cannot_go_elsewhere(server: Server) -> No
 def test_what_cannot_be_asked_is_no_answer(server: Server, error: Exception) -> None:
     server.error = error
     assert not server.is_lost_after(60, 60)
+
+
+def test_no_call_waits_while_another_asks(server: Server) -> None:
+    gets_token, has_token = threading.Event(), threading.Event()
+
+    def ask() -> Answer:
+        gets_token.set()
+        assert has_token.wait(60)
+        return Answer()
+
+    state = ServerState(ask, lambda: True)
+    server.clock.now += 60
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(state.is_lost, 60)
+        assert gets_token.wait(60)
+        try:
+            assert threads.submit(state.is_lost, 60).result(timeout=60) is False
+        finally:
+            has_token.set()
+        assert first.result() is False
 
 
 def test_the_load_is_the_last_one_that_can_be_read(server: Server) -> None:
