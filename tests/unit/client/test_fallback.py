@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import numpy as np
 import pytest
 
+import bngrad
+from bngrad._deadline import Cancellation
 from bngrad._errors import BngradError, DeadlineExceededError, UnavailableError
 from bngrad._local.fallback import Fallback
 
@@ -35,3 +39,48 @@ def test_an_outage_begins_with_a_server_that_has_gone_or_two_late_calls_in_a_row
             fallback.failed(error)
     assert fallback.in_outage == in_outage
     assert fallback.is_pausing() == in_outage
+
+
+def make_call(
+    monkeypatch: pytest.MonkeyPatch, client: bngrad.Client, ask: Callable[[Cancellation, bool], object]
+) -> Any:
+    """Makes a call whose attempts are those of ``ask``, which gets its cancellation, and whether it may retry."""
+
+    def attempts(
+        _attempt: object, _deadline: object, cancellation: Cancellation, *, retries: bool, **_: object
+    ) -> object:
+        return ask(cancellation, retries)
+
+    monkeypatch.setattr(client._calls, "_ask", attempts)
+    tensor, vector = np.ones((1, 2, 2, 3), np.float32), np.ones(3, np.float32)
+    return client.fused_batch_norm_grad_v2(tensor, tensor, vector, vector, vector)
+
+
+def test_a_call_that_asks_the_servers_during_an_outage_makes_one_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def ask(_: Cancellation, retries: bool) -> object:
+        asked.append(retries)
+        raise GONE
+
+    with bngrad.Client("localhost:1", fallback="local") as client:
+        fallback = client._calls._fallback
+        assert fallback is not None
+        for _ in range(2):
+            make_call(monkeypatch, client, ask)
+            fallback._pause_ends_at = 0.0  # the next call asks the servers
+        assert asked == [True, False]
+        make_call(monkeypatch, client, lambda _cancellation, _retries: None)
+        assert not fallback.in_outage
+        assert client.fallback_calls == 2
+
+
+def test_a_call_that_is_cancelled_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(cancellation: Cancellation, _: bool) -> object:
+        cancellation.cancel()
+        raise GONE
+
+    with bngrad.Client("localhost:1", fallback="local") as client:
+        with pytest.raises(UnavailableError, match="gone"):
+            make_call(monkeypatch, client, ask)
+        assert client.fallback_calls == 0
