@@ -58,9 +58,10 @@ docs: $(VENV)/dev.stamp  ## Serves the documentation on http://127.0.0.1:8000
 	$(BIN)/python docs/site/build.py serve
 
 dist: $(VENV)/dev.stamp  ## Builds and checks the packages; installs the wheel in an empty environment and calls a server
-	rm -rf dist build/sbom.cdx.json
+	rm -rf dist build/sbom.cdx.json build/compiled
 	mkdir -p build
-	$(BIN)/uv build --quiet --build-constraints requirements/build.txt
+	$(BIN)/python -m bngrad_kernels.cpu.machine_code.ship build/compiled
+	BNGRAD_COMPILED_KERNELS=$(CURDIR)/build/compiled $(BIN)/uv build --quiet --build-constraints requirements/build.txt
 	$(BIN)/twine check --strict dist/*
 	$(BIN)/check-wheel-contents dist/*.whl
 	$(BIN)/python -m tests.deploy.dist dist/*.whl

@@ -1,11 +1,13 @@
-"""Metadata of the packages that depends on where the repository is."""
+"""What pyproject.toml cannot say of the packages: links to the repository, and the compiled kernels of a wheel."""
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
 
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!\w+:|#)([^)]+)\)")
@@ -42,3 +44,13 @@ class CustomMetadataHook(MetadataHookInterface):
                 "Issues": f"{home}/issues",
                 "Security": f"{home}/security/policy",
             }
+
+
+class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]
+    """Puts the compiled CPU kernels in the folder that ``BNGRAD_COMPILED_KERNELS`` names into a wheel."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Adds the folder."""
+        folder = os.environ.get("BNGRAD_COMPILED_KERNELS")
+        if folder and version != "editable":
+            build_data["force_include"][folder] = "bngrad_kernels/compiled"

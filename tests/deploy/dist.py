@@ -1,4 +1,7 @@
-"""Installs a wheel in an empty environment, and calls a server from there: ``python -m tests.deploy.dist WHEEL``."""
+"""Installs a wheel in an empty environment, and calls a server from there: ``python -m tests.deploy.dist WHEEL``.
+
+Then computes there without a server, by the kernels in the wheel.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,9 @@ print(bngrad.__version__, bngrad.__file__)
 
 
 def run(*command: object, folder: Path) -> str:
-    """Runs a command far from the checkout, and returns its output."""
+    """Runs a command far from the checkout, with an empty cache, and returns its output."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment["XDG_CACHE_HOME"] = str(folder / "cache")
     done = subprocess.run(list(map(str, command)), cwd=folder, env=environment, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{' '.join(map(str, command))}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
@@ -43,7 +47,12 @@ def main(wheel: Path) -> None:
         output = run(binaries / "bngrad", "info", "--timeout", "60", server.target, folder=folder)
         assert f"bngrad {__version__} on {server.target}: SERVING" in output, output
         run(binaries / "bngrad", "check", "--quick", server.target, folder=folder)
-    print(f"{wheel.name}: the client alone called a server, and so did bngrad info and bngrad check --quick")
+        run(binaries / "pip", "install", "--quiet", f"{wheel.resolve()}[local]", folder=folder)
+        run(binaries / "python", "-W", "error", "-c", CALL, "local:", folder=folder)
+        compiled = [file.name for file in (folder / "cache" / "bngrad").rglob("*.o")]
+        assert not compiled, compiled
+    print(f"{wheel.name}: the client alone called a server, and so did bngrad info and bngrad check --quick;")
+    print("with Numba it computed by itself, and compiled nothing")
 
 
 if __name__ == "__main__":

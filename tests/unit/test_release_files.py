@@ -43,6 +43,23 @@ def build_hook() -> Any:
     return module
 
 
+@pytest.mark.parametrize(
+    ("folder", "version", "included"),
+    [
+        ("build/compiled", "standard", {"build/compiled": "bngrad_kernels/compiled"}),
+        ("build/compiled", "editable", {}),
+        ("", "standard", {}),
+    ],
+)
+def test_a_wheel_has_the_compiled_kernels_that_the_build_names(
+    monkeypatch: pytest.MonkeyPatch, folder: str, version: str, included: dict[str, str]
+) -> None:
+    monkeypatch.setenv("BNGRAD_COMPILED_KERNELS", folder)
+    data: dict[str, Any] = {"force_include": {}}
+    build_hook().CustomBuildHook(str(ROOT), {}, None, None, "", "wheel").initialize(version, data)
+    assert data["force_include"] == included
+
+
 def test_the_changelog_has_the_version_with_a_date() -> None:
     versions = re.findall(r"^## \[(.+?)\](?: - (\d{4}-\d{2}-\d{2}))?$", (ROOT / "CHANGELOG.md").read_text(), re.M)
     assert versions[0] == ("Unreleased", "")

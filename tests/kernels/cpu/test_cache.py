@@ -15,7 +15,7 @@ import pytest
 from tests.kernels.cpu import fixed_bits
 
 from bngrad_kernels import backends, compiled_code
-from bngrad_kernels.cpu.machine_code import cache, loader, warm
+from bngrad_kernels.cpu.machine_code import cache, loader, ship, warm
 from bngrad_kernels.cpu.machine_code.kernels import FIRST, Kernel, host
 from bngrad_kernels.errors import DeviceUnavailableError
 
@@ -66,6 +66,38 @@ def test_of_two_workers_that_copy_at_once_one_wins(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(tempfile, "mkdtemp", begin_late)
     assert compiled_code.read(cache.folder() / "cpu" / "kernel.o") == b"code"
     assert [path.name for path in cache.folder().parent.iterdir()] == [image.name]  # the draft is gone
+
+
+def test_kernels_of_a_wheel_are_used_where_the_users_cache_has_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shipped = tmp_path / "wheel" / "cpu"
+    shipped.mkdir(parents=True)
+    monkeypatch.setattr(cache, "shipped", lambda: shipped.parent)
+    compiled_code.write(shipped / f"{FIRST}.o", b"of the wheel")
+    assert loader.is_compiled(FIRST, "cpu")
+    assert loader.compiled(FIRST, "cpu") == b"of the wheel"
+    assert not cache.home().exists()  # nothing is copied
+    compiled_code.write(loader.path(FIRST, "cpu"), b"the user's")
+    assert loader.compiled(FIRST, "cpu") == b"the user's"
+    loader.path(FIRST, "cpu").write_bytes(b"damaged")
+    assert loader.compiled(FIRST, "cpu") == b"of the wheel"
+    (shipped / f"{FIRST}.o").write_bytes(b"damaged")
+    assert not loader.is_compiled(FIRST, "cpu")
+
+
+def test_what_is_compiled_for_a_wheel_is_loaded_without_compiling(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for module in (ship, warm):
+        monkeypatch.setattr(module, "KERNELS", (FIRST,))
+    monkeypatch.setattr(ship, "SHIPPED_LEVELS", (host(),))
+    ship.ship(tmp_path / "wheel")
+    monkeypatch.setattr(cache, "shipped", lambda: tmp_path / "wheel" / cache.sources())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another user"))
+    monkeypatch.delattr(loader, "compile_once")
+    assert loader.load(FIRST).alone_address
+    assert warm.missing(host()) == []
 
 
 def test_a_damaged_kernel_is_compiled_once_for_all_that_load_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
-"""The folder of compiled kernels.
+"""The folders of compiled kernels.
 
-Its name contains a hash of all sources of the CPU kernels, and of the versions of what compiles them.
+The name of the user's is a hash of all sources of the CPU kernels, and of the versions of what compiles them. That of a
+wheel's is a hash of the sources alone: they are compiled already.
 """
 
 from __future__ import annotations
@@ -18,6 +19,11 @@ from bngrad_kernels import compiled_code
 def home() -> Path:
     """The user's cache folder of these sources; perhaps it is not there, or cannot be written."""
     return compiled_code.cache_folder() / _fingerprint()
+
+
+def shipped() -> Path:
+    """The folder of the kernels that the wheel of these sources has brought along, if it has."""
+    return Path(__file__).parents[2] / "compiled" / sources()
 
 
 def folder() -> Path:
@@ -52,7 +58,17 @@ def _copy_kernels(source: Path, target: Path) -> None:
 
 @functools.cache
 def _fingerprint() -> str:
-    digest = hashlib.sha256(repr([version(package) for package in ("numba", "llvmlite")]).encode())
-    for source in sorted(Path(__file__).parent.parent.rglob("*.py")):
-        digest.update(source.read_bytes())
+    return _name_of(*(version(package).encode() for package in ("numba", "llvmlite")), sources().encode())
+
+
+@functools.cache
+def sources() -> str:
+    """A name for all sources of the CPU kernels."""
+    return _name_of(*(source.read_bytes() for source in sorted(Path(__file__).parent.parent.rglob("*.py"))))
+
+
+def _name_of(*parts: bytes) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(hashlib.sha256(part).digest())
     return digest.hexdigest()[:16]

@@ -70,13 +70,15 @@ def load(kernel: Kernel) -> LoadedKernel:
 
 def is_compiled(kernel: Kernel, cpu: str) -> bool:
     """Whether the cache has a kernel for a level of processors."""
-    return _cached(kernel, cpu) is not None
+    return compiled(kernel, cpu) is not None
 
 
-def _cached(kernel: Kernel, cpu: str) -> bytes | None:
-    """Returns the code of a kernel from the user's cache, which nothing need be able to write, or else its copy."""
-    found = compiled_code.read(cache.home() / cpu / f"{kernel}.o")
-    return compiled_code.read(path(kernel, cpu)) if found is None else found
+def compiled(kernel: Kernel, cpu: str) -> bytes | None:
+    """Returns the code of a kernel from the user's cache, the wheel, or the copy of a cache that cannot be written."""
+    for folder in (cache.home(), cache.shipped()):
+        if (found := compiled_code.read(folder / cpu / f"{kernel}.o")) is not None:
+            return found
+    return compiled_code.read(path(kernel, cpu))
 
 
 def path(kernel: Kernel, cpu: str) -> Path:
@@ -136,14 +138,14 @@ def _begin(kernel: Kernel, cpu: str, lock_fd: int) -> subprocess.Popen[bytes]:
 
 def _code(kernel: Kernel) -> bytes:
     """Returns the code of a kernel for this processor."""
-    found = _cached(kernel, host())
+    found = compiled(kernel, host())
     if found is None:
         try:
             compile_once(kernel, host(), ".lock")
         except KernelNotKeptError as error:
             logger.warning("%s; each process compiles it for itself", error)
             return error.code
-        found = _cached(kernel, host())
+        found = compiled(kernel, host())
     if found is None:
         raise DeviceUnavailableError(f"the kernel {kernel} was compiled, but {path(kernel, host())} cannot be read")
     return found
