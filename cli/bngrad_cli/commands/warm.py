@@ -36,6 +36,7 @@ def warm(levels: tuple[str, ...], jobs: int) -> None:
             print(f"{cpu} {kernel}: {failure or f'compiled after {time.monotonic() - begin:.1f} s'}", flush=True)
             failures += [failure] if failure else []
         if not missing(cpu):
-            print(f"{cpu}: all kernels are in {cache.folder() / cpu}")
+            places = [folder / cpu for folder in (cache.folder(), cache.shipped()) if any((folder / cpu).glob("*.o"))]
+            print(f"{cpu}: all kernels are in {' and '.join(map(str, places))}")
     if failures:
         sys.exit(1)
