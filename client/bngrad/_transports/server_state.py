@@ -89,6 +89,7 @@ class ServerState:
             self._mutex.release()
 
     def _is_unanswered(self, now: float, silent_since: float) -> bool:
+        """Whether the server has let a question of this silence pass; asks it if there is none yet."""
         question = self._question
         if question is not None and not question.answer.done():
             return False
