@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
@@ -13,6 +14,9 @@ from hypothesis import HealthCheck, settings
 # PyTorch for GPUs brings Triton, and imports it late. The import crashes in a process that has imported TensorFlow.
 with suppress(ImportError):
     import triton  # noqa: F401
+
+# What TensorFlow computes, and which layouts, must not depend on the processor, by which it else chooses its kernels.
+os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
 
 # On a busy machine an example may stand still for seconds; that is no failure.
 settings.register_profile("slow machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])

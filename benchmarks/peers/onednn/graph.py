@@ -7,6 +7,7 @@ from ctypes import POINTER, byref, c_float, c_size_t, c_void_p, pointer
 from typing import Any
 
 from benchmarks.peers import UnsupportedError
+from benchmarks.peers.onednn import primitive
 from benchmarks.peers.onednn.library import (
     CPU,
     DATA_TYPES,
@@ -106,6 +107,8 @@ def prepare(problem: Problem) -> GraphKernel:
         raise UnsupportedError("the op has the training formula and takes a variance")
     if spec.dtype == FLOAT16:
         raise UnsupportedError("compiling float16 ends the process where the CPU has no float16 arithmetic")
+    # Compiling what the primitive refuses ends the process too: bfloat16 on a CPU without AVX-512.
+    primitive.prepare(problem)
     try:
         return GraphKernel(problem)
     except OneDnnError as error:
