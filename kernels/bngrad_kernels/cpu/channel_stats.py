@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from bngrad_kernels.cpu.machine_code.heads import load_head, store_head
 from bngrad_kernels.cpu.machine_code.hints import out_of_line
 from bngrad_kernels.cpu.machine_code.linked import internal
 from bngrad_kernels.cpu.plan import LANES
-from bngrad_kernels.cpu.simd import add, load_head, load_scalar, mul, store_head, store_scalar, sub
+from bngrad_kernels.cpu.simd import add, load_scalar, mul, store_scalar, sub
 from bngrad_kernels.cpu.simd64 import (
     divide64,
     load64,

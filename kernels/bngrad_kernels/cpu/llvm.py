@@ -115,24 +115,6 @@ def head_mask(builder: Any, count: Any) -> Any:
     return builder.icmp_signed("<", lanes, splat(builder, clipped, LANES))
 
 
-def masked_load(builder: Any, place: Any, element: Any, mask: Any) -> Any:
-    """Reads the lanes that are set in a mask; the others are zero."""
-    vector = ir.VectorType(element, LANES)
-    arguments = [vector.as_pointer(), I32, I1X16, vector]
-    name = f"llvm.masked.load.v{LANES}{_suffix(element)}.p0"
-    function = declare(builder, name, vector, arguments)
-    place = builder.bitcast(place, vector.as_pointer())
-    return builder.call(function, [place, I32(1), mask, ir.Constant(vector, None)])
-
-
-def masked_store(builder: Any, value: Any, place: Any, mask: Any) -> None:
-    """Writes the lanes that are set in a mask."""
-    arguments = [value.type, value.type.as_pointer(), I32, I1X16]
-    name = f"llvm.masked.store.v{LANES}{_suffix(value.type.element)}.p0"
-    function = declare(builder, name, ir.VoidType(), arguments)
-    builder.call(function, [value, builder.bitcast(place, value.type.as_pointer()), I32(1), mask])
-
-
 def prefetch(builder: Any, place: Any, level: int) -> None:
     """Prefetches the cache line at a pointer, for reading, to the cache of a level: 1 or 2."""
     byte = ir.IntType(8).as_pointer()
@@ -250,7 +232,3 @@ def _rounded(builder: Any, value: Any, integer: Any) -> Any:
 
 def _constant(integer: Any, number: int) -> Any:
     return ir.Constant(integer, [number] * LANES if integer == I32X16 else number)
-
-
-def _suffix(element: Any) -> str:
-    return {F32: "f32", F16: "f16", I16: "i16"}[element]

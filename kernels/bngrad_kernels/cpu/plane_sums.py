@@ -7,23 +7,11 @@ from typing import Any
 import numpy as np
 
 from bngrad_kernels.cpu.channel_stats import GAIN, MEAN, SHIFT, SLOPE, first_channel, sums_of, table, x_backprop
+from bngrad_kernels.cpu.machine_code.heads import load_head, store_head
 from bngrad_kernels.cpu.machine_code.hints import prefetch, prefetch_far
 from bngrad_kernels.cpu.machine_code.linked import internal
 from bngrad_kernels.cpu.plan import LANES, LINE
-from bngrad_kernels.cpu.simd import (
-    add,
-    fma,
-    keep_head,
-    load,
-    load_head,
-    mul,
-    store,
-    store_head,
-    store_scalar,
-    stream,
-    sub,
-    zero,
-)  # fmt: skip
+from bngrad_kernels.cpu.simd import add, fma, keep_head, load, mul, store, store_scalar, stream, sub, zero
 from bngrad_kernels.cpu.simd64 import total, widen64, zero64
 
 QUAD = 4 * LANES

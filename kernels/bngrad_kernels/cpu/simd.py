@@ -94,19 +94,6 @@ def from_line_order(typingctx: Any, tag: Any, first: Any, second: Any) -> Any:
 
 
 @intrinsic
-def load_head(typingctx: Any, tag: Any, address: Any, index: Any, count: Any) -> Any:
-    """The first ``count`` of the 16 elements from ``index`` on, then zeros; reads nothing beyond them."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        element = llvm.MEMORY_TYPES[tag]
-        pointer = llvm.pointer(builder, element, args[1], args[2])
-        vector = llvm.masked_load(builder, pointer, element, llvm.head_mask(builder, args[3]))
-        return llvm.widen(builder, vector)
-
-    return F32x16(tag, types.int64, types.int64, types.int64), codegen
-
-
-@intrinsic
 def store(typingctx: Any, tag: Any, address: Any, index: Any, value: Any) -> Any:
     """Writes 16 elements from ``index`` on, each rounded to nearest even."""
 
@@ -173,20 +160,6 @@ def stream(typingctx: Any, tag: Any, address: Any, index: Any, low: Any, high: A
         return context.get_dummy_value()
 
     return types.none(tag, types.int64, types.int64, F32x16, F32x16), codegen
-
-
-@intrinsic
-def store_head(typingctx: Any, tag: Any, address: Any, index: Any, value: Any, count: Any) -> Any:
-    """Writes the first ``count`` of 16 elements from ``index`` on, and nothing beyond them."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        element = llvm.MEMORY_TYPES[tag]
-        vector = llvm.narrow(builder, args[3], element)
-        pointer = llvm.pointer(builder, element, args[1], args[2])
-        llvm.masked_store(builder, vector, pointer, llvm.head_mask(builder, args[4]))
-        return context.get_dummy_value()
-
-    return types.none(tag, types.int64, types.int64, F32x16, types.int64), codegen
 
 
 @intrinsic

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 
 from bngrad_kernels.cpu.columns.elements import add_to_sums, coefficients, gradients, sum_of_products
+from bngrad_kernels.cpu.machine_code.heads import load_head, store_head
 from bngrad_kernels.cpu.machine_code.linked import internal
 from bngrad_kernels.cpu.plan import BAND, LANES, LINE
-from bngrad_kernels.cpu.simd import add, fma, keep_head, load, load_head, mul, store_head, sub, zero
+from bngrad_kernels.cpu.simd import add, fma, keep_head, load, mul, sub, zero
 
 _F32 = np.float32(0)
 

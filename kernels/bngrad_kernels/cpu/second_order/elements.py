@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from bngrad_kernels.cpu.channel_stats import table
+from bngrad_kernels.cpu.machine_code.heads import load_head, store_head
 from bngrad_kernels.cpu.machine_code.linked import internal
 from bngrad_kernels.cpu.plan import LANES
 from bngrad_kernels.cpu.second_order.channel_stats import (
@@ -22,7 +23,7 @@ from bngrad_kernels.cpu.second_order.channel_stats import (
     X_BY_GRAD_DX,
     X_BY_XH,
 )
-from bngrad_kernels.cpu.simd import fma, keep_head, load, load_head, mul, store, store_head, stream, sub
+from bngrad_kernels.cpu.simd import fma, keep_head, load, mul, store, stream, sub
 from bngrad_kernels.cpu.simd64 import widen64
 
 _F32 = np.float32(0)
