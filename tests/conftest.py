@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import suppress
 from pathlib import PurePath
 
@@ -40,10 +40,24 @@ def _terminal() -> Iterator[None]:
         yield
 
 
+_cpu_seconds = 0.0
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Notes the processor time since the last report, of this process and of its children that have ended."""
+    global _cpu_seconds
+    report = yield
+    _cpu_seconds, before = sum(os.times()[:4]), _cpu_seconds
+    vars(report).update(cpu_seconds=_cpu_seconds - before)
+    return report
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Prints how long the tests of each directory took, and why tests were skipped."""
     tests: Counter[str] = Counter()
     seconds: dict[str, float] = defaultdict(float)
+    cpu_seconds: dict[str, float] = defaultdict(float)
     skipped: Counter[tuple[str, str]] = Counter()
     for report in (each for reports in terminalreporter.stats.values() for each in reports):
         if not isinstance(report, (pytest.TestReport, pytest.CollectReport)):
@@ -51,13 +65,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         directory = str(PurePath(report.nodeid.partition("::")[0]).parent)
         if isinstance(report, pytest.TestReport):
             seconds[directory] += report.duration
+            cpu_seconds[directory] += report.cpu_seconds
             tests[directory] += report.when == "call" or report.skipped
         if report.skipped and isinstance(report.longrepr, tuple):
             skipped[directory, report.longrepr[2].removeprefix("Skipped: ")] += 1
     if len(seconds) > 1:
-        terminalreporter.section("time by directory, over all processes")
+        terminalreporter.section("time by directory, over all processes, and of processors")
         for directory in sorted(seconds, key=lambda each: -seconds[each]):
-            terminalreporter.line(f"{seconds[directory]:8.1f} s {tests[directory]:6} tests  {directory}")
+            times = f"{seconds[directory]:8.1f} s {cpu_seconds[directory]:8.1f} s"
+            terminalreporter.line(f"{times} {tests[directory]:6} tests  {directory}")
     if skipped:
         terminalreporter.section("skipped")
         for (directory, reason), count in sorted(skipped.items()):

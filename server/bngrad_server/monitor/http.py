@@ -113,10 +113,9 @@ class HttpServer:
         }
         reason = HTTPStatus(response.status).phrase
         head = h11.Response(status_code=response.status, headers=list(headers.items()), reason=reason)
-        writer.write(connection.send(head) or b"")
-        if has_body:
-            writer.write(connection.send(h11.Data(data=response.body)) or b"")
-        writer.write(connection.send(h11.EndOfMessage()) or b"")
+        events = [head, *([h11.Data(data=response.body)] if has_body else []), h11.EndOfMessage()]
+        # At once, since what ends the server may end this process between two writes.
+        writer.write(b"".join(connection.send(event) or b"" for event in events))
         await writer.drain()
         writer.close()
         await writer.wait_closed()

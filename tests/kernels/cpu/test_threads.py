@@ -130,9 +130,11 @@ def test_helpers_sleep_in_kernels_whose_backends_have_gone(monkeypatch: pytest.M
     """A helper that has computed the small problem sleeps until the large one is done, and longer."""
     batches = [[random_problem(spec_of(order, (outer, 64, 200))) for outer in (1, 100)] for order in ORDERS]
     monkeypatch.setattr(backend, "ALONE_BELOW_NBYTES", sum(problem.tensor_nbytes for problem in batches[0]))
+    gc.freeze()  # what other tests have left need not be searched each time
     for i in range(100):
         backends.create("cpu", threads=2).run(batches[i % 2][:: 1 if i % 4 < 2 else -1])
         gc.collect()
+    gc.unfreeze()
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
