@@ -28,6 +28,8 @@ from bngrad_server.memory.regions import Region, Regions
 from bngrad_server.runtime.event_loop import EventLoop
 
 BRIEF_NBYTES = 16384
+REGION_NBYTES = 2**32
+"""Of which only what is written takes memory."""
 SMALL, BRIEF, LONG, TOO_LARGE = ((1, 1, pixels, 4) for pixels in (64, 256, 1024, 2**17))
 """Tensors of 1 KiB, 4 KiB, 16 KiB and 2 MiB."""
 OP = next(op for op in OPS if op.name == "FusedBatchNormGradV2")
@@ -47,10 +49,10 @@ class Server:
 
     def __init__(self, kernels: FrontKernels) -> None:
         self.is_idle, self.loop = True, EventLoop("test")
-        self.regions = Regions(2**27, lambda region: None, self.end)
+        self.regions = Regions(2 * REGION_NBYTES, lambda region: None, self.end)
         self.requests = SharedRequests(kernels, self.regions, BRIEF_NBYTES, lambda: self.is_idle)
         self.requests.event_loop = self.loop
-        self.region = self.regions.lease(2**26)
+        self.region = self.regions.lease(REGION_NBYTES)
         self._reader = RequestReader(OP, chunked=False)
 
     def end(self, region: Region) -> None:
@@ -112,10 +114,10 @@ def test_a_request_is_computed_where_its_tensors_lie(server: Server) -> None:
 
 def test_a_region_that_cannot_be_mapped_is_a_memory_error(server: Server) -> None:
     limits = resource.getrlimit(resource.RLIMIT_AS)
-    # Much more than the stacks of other threads, which may end meanwhile.
+    # Much more than other threads may free meanwhile, or need.
     resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + server.region.nbytes // 2, limits[1]))
     try:
-        with pytest.raises(MemoryError, match="67108864 bytes of shared memory cannot be mapped"):
+        with pytest.raises(MemoryError, match=f"{REGION_NBYTES} bytes of shared memory cannot be mapped"):
             server.compute(SMALL)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limits)
@@ -177,7 +179,8 @@ def test_places_are_checked_again_once_a_lease_has_ended(server: Server) -> None
 
 
 @pytest.mark.parametrize(
-    ("offsets", "problem"), [((0, 1024, 1024), "must not overlap x"), ((0, 1024, 2**26), "must end within the region")]
+    ("offsets", "problem"),
+    [((0, 1024, 1024), "must not overlap x"), ((0, 1024, REGION_NBYTES), "must end within the region")],
 )
 def test_places_are_refused_as_workers_would_never_see_them(
     server: Server, offsets: tuple[int, ...], problem: str
