@@ -65,7 +65,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         directory = str(PurePath(report.nodeid.partition("::")[0]).parent)
         if isinstance(report, pytest.TestReport):
             seconds[directory] += report.duration
-            cpu_seconds[directory] += report.cpu_seconds
+            cpu_seconds[directory] += getattr(report, "cpu_seconds", 0.0)  # no process that crashed tells it
             tests[directory] += report.when == "call" or report.skipped
         if report.skipped and isinstance(report.longrepr, tuple):
             skipped[directory, report.longrepr[2].removeprefix("Skipped: ")] += 1

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import itertools
 import mmap
-from typing import Any
 
 import numpy as np
 from tests.kernels.problems import DTYPES, MODES, ORDERS, random_problem, spec_of
@@ -31,20 +30,20 @@ def main() -> None:
             print(shape, dtype, f"order {order}, {is_training=}, {at_end=}", flush=True)
             spec = spec_of(order, shape, dtype, is_training=is_training)
             usual, fenced = random_problem(spec), random_problem(spec)
-            memory = [_fence(fenced, name, at_end) for name in _names(fenced)]
+            for name in _names(fenced):
+                _fence(fenced, name, at_end)
             backend.run([usual])
             backend.run([fenced])
             for name in (*fenced.large_outputs, *fenced.small_outputs):
                 assert getattr(fenced, name).tobytes() == getattr(usual, name).tobytes(), name
-            del memory
 
 
 def _names(problem: AnyProblem) -> tuple[str, ...]:
     return (*problem.large_inputs, *problem.small_inputs, *problem.large_outputs, *problem.small_outputs)
 
 
-def _fence(problem: AnyProblem, name: str, at_end: bool) -> Any:
-    """Moves an array to where its pages end or begin, and returns their memory, which must live as long."""
+def _fence(problem: AnyProblem, name: str, at_end: bool) -> None:
+    """Moves an array to where its pages end or begin."""
     array: Array = getattr(problem, name)
     pages = -(-array.nbytes // mmap.PAGESIZE)
     memory = np.frombuffer(mmap.mmap(-1, (pages + 2) * mmap.PAGESIZE), np.uint8)
@@ -56,7 +55,6 @@ def _fence(problem: AnyProblem, name: str, at_end: bool) -> Any:
     for fence in (memory[: mmap.PAGESIZE], memory[-mmap.PAGESIZE :]):
         if _libc.mprotect(ctypes.c_void_p(fence.ctypes.data), ctypes.c_size_t(mmap.PAGESIZE), 0):
             raise OSError(ctypes.get_errno(), "mprotect failed")
-    return memory
 
 
 if __name__ == "__main__":
