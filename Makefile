@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 LOCK := $(BIN)/uv pip compile --quiet --universal --python-version 3.10 --no-header --no-annotate --upgrade
 HASHES := --generate-hashes --constraint requirements/dev.txt
 
-.PHONY: help demo test test-fast test-kernels test-ray soak lint docs dist proto settings-page kernels-page transport-page lock audit image-test fleet-test bench bench-transport bench-tls bench-triton bench-load bench-hostile \
+.PHONY: help demo test test-fast test-kernels cuda-architectures test-ray soak lint docs dist proto settings-page kernels-page transport-page lock audit image-test fleet-test bench bench-transport bench-tls bench-triton bench-load bench-hostile \
 	gpu-test gpu-test-kernels gpu-test-sanitizer gpu-test-server gpu-test-torch gpu-bench gpu-sweep clean
 
 help:  ## Lists the targets
@@ -33,6 +33,11 @@ test-fast: $(VENV)/dev.stamp  ## Runs the unit tests of client, wire, protos, se
 
 test-kernels: $(VENV)/dev.stamp  ## Runs the tests of the CPU and CUDA kernels; the latter are emulated on the CPU
 	$(BIN)/pytest --numprocesses 2 --max-worker-restart 0 --dist loadfile tests/kernels
+
+cuda-architectures: $(VENV)/dev.stamp  ## Compiles the CUDA kernels for every architecture, and notes that they passed
+	rm -f tests/kernels/cuda/architectures.json
+	$(BIN)/pytest -k "not as_they_are" tests/kernels/cuda/test_compiler.py
+	$(BIN)/python -m tests.kernels.cuda.architectures
 
 # Not in requirements/dev.txt: 79 MB, and a cluster takes longer to start than every run has for it.
 RAY := ray==2.60.0
