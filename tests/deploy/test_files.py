@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jsonschema  # type: ignore[import-untyped]
-import kubernetes_validate
 import pytest
 import yaml
 
@@ -32,6 +30,9 @@ NAME = {"app.kubernetes.io/name": "bngrad"}
 
 def validate(resource: dict[str, Any]) -> None:
     """Checks a resource against the schema of its kind, for unknown fields too."""
+    import jsonschema  # type: ignore[import-untyped]  # noqa: PLC0415 - takes seconds, also where these tests do not run
+    import kubernetes_validate  # noqa: PLC0415
+
     path = SCHEMAS / f"{resource['kind'].lower()}.json"
     if path.exists():
         jsonschema.validate(resource, closed(json.loads(path.read_text())))
@@ -111,6 +112,8 @@ def test_every_overlay_follows_the_schemas(overlay: str) -> None:
     ],
 )
 def test_a_schema_refuses_what_it_does_not_know(kind: str, path: tuple[str | int, ...], value: object) -> None:
+    import jsonschema  # noqa: PLC0415
+
     resource = rendered("autoscaled" if kind == "ScaledObject" else "gateway")[kind]
     *parents, last = path
     owner: Any = resource

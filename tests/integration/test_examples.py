@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -47,32 +48,23 @@ def test_an_example_runs_against_a_server(server: EmbeddedServer, name: str, wor
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
 
 
-def run_example(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", f"examples.{name}", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=EXAMPLES.parent)
-
-
 @pytest.mark.parametrize("name", NAMES)
-def test_an_example_has_help(name: str) -> None:
-    ended = run_example(name, "--help")
-    assert ended.returncode == 0, ended.stderr
-    assert name in ended.stdout
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_wrong_arguments_of_an_example_are_refused(name: str) -> None:
-    ended = run_example(name, "localhost:1", "2", "three")
-    assert (ended.returncode, ended.stdout) == (2, "")
-    assert name in ended.stderr
-    assert "Traceback" not in ended.stderr
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("plot_losses", "record_digits")])
-def test_an_example_without_a_server_says_so(name: str) -> None:
-    ended = run_example(name, "localhost:1")
-    assert (ended.returncode, ended.stdout) == (1, "")
-    assert "Connection refused" in ended.stderr
-    assert "Traceback" not in ended.stderr
+def test_an_example_has_help_refuses_wrong_arguments_and_says_that_there_is_no_server(name: str) -> None:
+    runs = [["--help"], ["localhost:1", "2", "three"]]
+    if name not in ("plot_losses", "record_digits"):
+        runs.append(["localhost:1"])
+    command = [sys.executable, "-m", "tests.integration.run_example", name, *map(json.dumps, runs)]
+    ended = subprocess.run(command, check=True, capture_output=True, text=True, cwd=EXAMPLES.parent)
+    helped, refused, *alone = json.loads(ended.stdout)
+    assert helped[0] == 0, helped
+    assert name in helped[1]
+    assert refused[:2] == [2, ""]
+    assert name in refused[2]
+    assert "Traceback" not in refused[2]
+    for status, output, errors in alone:
+        assert (status, output) == (1, "")
+        assert "Connection refused" in errors
+        assert "Traceback" not in errors
 
 
 def test_the_quickstart_starts_a_server_of_its_own() -> None:

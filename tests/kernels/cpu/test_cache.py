@@ -19,6 +19,18 @@ from bngrad_kernels.cpu.machine_code import cache, loader, ship, warm
 from bngrad_kernels.cpu.machine_code.kernels import FIRST, Kernel, host
 from bngrad_kernels.errors import DeviceUnavailableError
 
+QUICK = Kernel("float32", 2)
+"""The kernel that is compiled soonest."""
+
+
+@pytest.fixture(scope="session")
+def compiled() -> bytes:
+    """The code of a kernel."""
+    loader.load(QUICK)
+    code = loader.compiled(QUICK, host())
+    assert code is not None
+    return code
+
 
 @pytest.fixture(autouse=True)
 def folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -89,20 +101,19 @@ def test_kernels_of_a_wheel_are_used_where_the_users_cache_has_none(
 def test_what_is_compiled_for_a_wheel_is_loaded_without_compiling(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    kernel = Kernel("float32", 2)  # the one that is compiled soonest
     for module in (ship, warm):
-        monkeypatch.setattr(module, "KERNELS", (kernel,))
+        monkeypatch.setattr(module, "KERNELS", (QUICK,))
     monkeypatch.setattr(ship, "SHIPPED_LEVELS", (host(),))
     ship.ship(tmp_path / "wheel")
     monkeypatch.setattr(cache, "shipped", lambda: tmp_path / "wheel" / cache.sources())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another user"))
     monkeypatch.delattr(loader, "compile_once")
-    assert loader.load(kernel).alone_address
+    assert loader.load(QUICK).alone_address
     assert warm.missing(host()) == []
 
 
 def test_a_damaged_kernel_is_compiled_once_for_all_that_load_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    loader.path(FIRST, host()).touch()
+    loader.path(QUICK, host()).touch()
     begun: list[str] = []
     begin = loader._begin
 
@@ -112,8 +123,8 @@ def test_a_damaged_kernel_is_compiled_once_for_all_that_load_it_at_once(monkeypa
 
     monkeypatch.setattr(loader, "_begin", count)
     with ThreadPoolExecutor(2) as threads:
-        first, second = threads.map(loader.load, [FIRST, FIRST])
-    assert begun == ["float32-1"]
+        first, second = threads.map(loader.load, [QUICK, QUICK])
+    assert begun == ["float32-2"]
     assert first.join_address != second.join_address
 
 
@@ -169,8 +180,8 @@ def test_code_for_another_level_of_processors_has_the_same_bits(
 def test_what_the_user_has_set_for_python_and_numba_stops_no_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONWARNINGS", "error")
     monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")
-    backends.create("cpu").warm_up()
-    assert loader.is_compiled(FIRST, host())
+    loader.load(QUICK)
+    assert loader.is_compiled(QUICK, host())
 
 
 def test_a_kernel_that_cannot_be_compiled_is_an_error_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,35 +191,38 @@ def test_a_kernel_that_cannot_be_compiled_is_an_error_that_says_why(monkeypatch:
 
 
 def test_a_kernel_that_the_cache_cannot_keep_is_used(caplog: pytest.LogCaptureFixture) -> None:
-    loader.path(FIRST, host()).mkdir()  # as on a full disk, the kernel cannot be written there
-    backends.create("cpu").warm_up()
-    assert not loader.is_compiled(FIRST, host())
+    loader.path(QUICK, host()).mkdir()  # as on a full disk, the kernel cannot be written there
+    assert loader.load(QUICK).alone_address
+    assert not loader.is_compiled(QUICK, host())
     (said,) = (record.getMessage() for record in caplog.records)
-    not_kept = "the kernel float32-1 could not be kept: [Errno 21] Is a directory: "
+    not_kept = "the kernel float32-2 could not be kept: [Errno 21] Is a directory: "
     assert said.startswith(not_kept)
     assert said.endswith("; each process compiles it for itself")
-    ((kernel, failure),) = warm.fill(host(), [FIRST], jobs=1)
-    assert (kernel, failure.startswith(not_kept)) == (FIRST, True)
+    ((kernel, failure),) = warm.fill(host(), [QUICK], jobs=1)
+    assert (kernel, failure.startswith(not_kept)) == (QUICK, True)
 
 
-def test_a_cache_that_is_removed_amid_work_is_made_again() -> None:
-    backend = backends.create("cpu")
-    backend.warm_up()
+def test_a_cache_that_is_removed_amid_work_is_made_again(compiled: bytes) -> None:
+    compiled_code.write(loader.path(QUICK, host()), compiled)
+    loader.load(QUICK)
     shutil.rmtree(cache.folder().parent)
-    loader.load(FIRST)
-    assert loader.is_compiled(FIRST, host())
+    loader.load(QUICK)
+    assert loader.is_compiled(QUICK, host())
 
 
-def test_a_kernel_is_loaded_from_a_cache_that_can_no_longer_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    loader.load(FIRST)
+def test_a_kernel_is_loaded_from_a_cache_that_can_no_longer_be_written(
+    monkeypatch: pytest.MonkeyPatch, compiled: bytes
+) -> None:
+    compiled_code.write(loader.path(QUICK, host()), compiled)
+    loader.load(QUICK)
 
     def fail() -> Path:
         raise FileNotFoundError("there is no temporary folder")
 
     monkeypatch.setattr(compiled_code, "is_writable", lambda path: False)
     monkeypatch.setattr(compiled_code, "private_folder", fail)
-    loader.load(FIRST)
-    assert loader.is_compiled(FIRST, host())
+    loader.load(QUICK)
+    assert loader.is_compiled(QUICK, host())
 
 
 def test_a_kernel_whose_folder_cannot_be_made_is_unavailable_in_a_sentence() -> None:
