@@ -58,7 +58,8 @@ def _for_each_panel(tag: Any, p: Any, g: int, t: int, slot: int, scratch: int, i
         row += rows
     if stop > whole:
         runs, columns = runs_of(p, p.last_fold), run_columns(p, g, p.last_fold)
-        _panel(tag, p, slot, t, scratch, index_of(p, g, whole), 1, runs, 0, columns, is_summing)
+        one, first = np.int64(1), np.int64(0)  # Numba would compile all of it again for the literals 1 and 0
+        _panel(tag, p, slot, t, scratch, index_of(p, g, whole), one, runs, first, columns, is_summing)
 
 
 @internal
