@@ -79,6 +79,10 @@ def test_copies_go_to_one_gpu_each_and_any_gpu_computes_their_requests() -> None
         for x in handles:
             assert_same_bits(gradients(client, x), plain)
         assert read_nbytes(server) > 0
+        for x in handles:
+            x.close()
+        for number in (0, 1):
+            wait_for(server, f"GPU {number} dropped {NBYTES} bytes", 2)
 
 
 def test_the_next_worker_computes_from_the_arena_what_had_a_copy_in_the_last_one() -> None:

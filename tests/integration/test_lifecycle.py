@@ -223,6 +223,21 @@ def test_a_signal_lets_requests_in_flight_end_and_the_server_exits_0(
     assert not is_running(worker)
 
 
+def test_a_signal_that_workers_get_too_lets_requests_in_flight_end_there(own_server: EmbeddedServer) -> None:
+    """Such as Ctrl-C in a terminal."""
+    worker = worker_pid(own_server)
+    with bngrad.Client(own_server.target) as client, ThreadPoolExecutor(1) as threads:
+        answer = call_in_flight(client, worker, threads)
+        for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+            os.kill(worker, number)
+        own_server.process.terminate()
+        wait_until(lambda: "draining" in own_server.stderr())
+        os.kill(worker, signal.SIGCONT)
+        answer.result()
+    assert own_server.process.wait(TIMEOUT_S) == 0
+    assert "worker of device" not in own_server.stderr()
+
+
 def test_two_signals_at_once_are_one(own_server: EmbeddedServer) -> None:
     worker = worker_pid(own_server)
     with bngrad.Client(own_server.target) as client, ThreadPoolExecutor(1) as threads:

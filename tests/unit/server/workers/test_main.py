@@ -41,6 +41,16 @@ from bngrad_server.workers.main import _ending_process
 with _ending_process(socket.socket(fileno=int(sys.argv[1])), "cuda:0"):
     raise DeviceUnavailableError("no" * 1_000_000)
 """
+A_THREAD_FAILS = """
+import socket, sys, threading
+from bngrad_kernels.errors import DeviceFailedError
+from bngrad_server.workers.main import _ending_process
+def fail():
+    with _ending_process(socket.socket(), "cuda:0"):
+        raise ERROR
+threading.Thread(target=fail).start()
+sys.stdin.read()
+"""
 
 
 class Backend(CpuBackend):
@@ -66,10 +76,13 @@ class Worker:
 
     def compute(self, *specs: Spec, places: tuple[Place, ...] = MEMORY) -> list[str | None] | None:
         """Has the slot compute a batch, and returns the failures."""
+        self.begin(*specs, places=places)
+        return self.slot.finish()
+
+    def begin(self, *specs: Spec, places: tuple[Place, ...] = MEMORY) -> None:
         assert self.slot.take()
         tasks = [Task(True, STATS_OFFSET, places)] * len(specs)
         self.slot.begin([(job(spec=spec, task=task), range(4)) for spec, task in zip(specs, tasks, strict=True)])
-        return self.slot.finish()
 
     def view(
         self, offset: int, shape: tuple[int, ...] = SPEC.shape
@@ -146,6 +159,32 @@ def test_a_region_is_mapped_from_its_first_batch_until_it_is_taken_away(worker: 
         assert uses_of("region-of-main") == (0, 1)
     finally:
         os.close(region)
+
+
+def test_each_of_several_regions_that_come_together_is_its_own_memory(worker: Worker) -> None:
+    numbers = (REGION, REGION + 1)
+    regions = [Region(number, b"", os.memfd_create(f"region-{number}"), 4096, "") for number in numbers]
+    try:
+        worker.begin(SPEC)
+        for region in regions:
+            os.truncate(region.fd, region.nbytes)
+            worker.slot.change_region(region.number, region)  # sent after the batch, in one packet
+        assert worker.slot.finish() is None
+        assert worker.compute(SPEC, places=(*MEMORY[:2], Place(REGION, 0))) is None
+        expected = worker.expected(SPEC).x_backprop.tobytes()
+        written = [os.pread(region.fd, SPEC.tensor_nbytes, 0) for region in regions]
+        assert written == [expected, bytes(SPEC.tensor_nbytes)]
+    finally:
+        for region in regions:
+            os.close(region.fd)
+
+
+@pytest.mark.parametrize("error", ["ZeroDivisionError", "DeviceFailedError"])
+def test_a_thread_that_cannot_go_on_ends_the_process(error: str) -> None:
+    """Else its slot would compute nothing, without a word."""
+    code = [sys.executable, "-c", A_THREAD_FAILS.replace("ERROR", error)]
+    with subprocess.Popen(code, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.wait(TIMEOUT_S) == 1
 
 
 def test_a_reason_of_any_length_is_told_before_the_process_ends() -> None:

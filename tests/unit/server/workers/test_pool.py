@@ -1,14 +1,16 @@
-"""The pool's waiting for its workers."""
+"""What the pool waits for, tells its workers, and says of them."""
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from typing import Any
 
 import pytest
 
 from bngrad_server.config import ServerConfig
+from bngrad_server.memory.regions import Region
 from bngrad_server.workers import pool
 from bngrad_server.workers.supervisor import Supervisor
 
@@ -26,14 +28,67 @@ class SlowSupervisor(Supervisor):
         return self.waits > 2
 
 
+class StuckSupervisor(Supervisor):
+    """Has a worker that does not end."""
+
+    waited_s = 0.0
+
+    def begin_to_stop(self) -> None: ...
+
+    def stop(self, timeout_s: float) -> None:
+        self.waited_s = timeout_s
+        time.sleep(timeout_s)
+
+
+def pool_of(*devices: str, workers: int = 1) -> pool.WorkerPool:
+    nothing: Any = threading.Event()
+    return pool.WorkerPool(ServerConfig(workers=workers), devices, nothing, nothing, lambda: None)
+
+
 def test_a_slow_start_is_explained_in_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(pool, "Supervisor", SlowSupervisor)
-    nothing: Any = threading.Event()
-    workers = pool.WorkerPool(ServerConfig(workers=1), ["cuda:0"], nothing, nothing, lambda: None)
+    workers = pool_of("cuda:0")
     with caplog.at_level(logging.INFO, pool.logger.name):
         workers.start()
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2
     assert all(line.startswith("waiting for the workers, which compile a kernel at the first start") for line in said)
+
+
+def test_a_start_waits_for_every_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "Supervisor", SlowSupervisor)
+    workers = pool_of("cuda:0", "cuda:1")
+    workers.start()
+    assert [supervisor.waits for supervisor in supervisors_of(workers)] == [3, 3]
+
+
+def supervisors_of(workers: pool.WorkerPool) -> list[Any]:
+    return list(workers._supervisors)
+
+
+def test_one_ready_worker_makes_a_pool_ready_and_only_its_slots_count() -> None:
+    workers = pool_of("cpu", "cuda:0", workers=2)
+    seen = [(workers.is_ready, workers.slots)]
+    for supervisor in reversed(supervisors_of(workers)):
+        supervisor._ready_since = time.monotonic()
+        seen.append((workers.is_ready, workers.slots))
+    assert seen == [(False, 0), (True, 2), (True, 3), (True, 4)]
+
+
+def test_every_worker_is_told_of_a_region_and_of_its_end() -> None:
+    workers = pool_of("cpu", "cuda:0", workers=2)
+    region = Region(1, b"", -1, 1, "")
+    workers.map(region)
+    assert [supervisor._regions for supervisor in supervisors_of(workers)] == [{1: region}] * 3
+    workers.unmap(region)
+    assert [supervisor._regions for supervisor in supervisors_of(workers)] == [{}] * 3
+
+
+def test_several_workers_that_do_not_end_delay_the_end_as_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "Supervisor", StuckSupervisor)
+    monkeypatch.setattr(pool, "_STOP_TIMEOUT_S", 0.1)
+    workers = pool_of("cpu", workers=4)
+    workers.close()
+    assert sum(supervisor.waited_s for supervisor in supervisors_of(workers)) <= 0.1

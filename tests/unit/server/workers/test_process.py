@@ -16,7 +16,7 @@ from bngrad_server.config import ServerConfig
 from bngrad_server.memory.arena import Arena
 from bngrad_server.memory.regions import Region
 from bngrad_server.workers import process
-from bngrad_server.workers.ipc import AheadChange
+from bngrad_server.workers.ipc import AheadChange, Report
 from bngrad_server.workers.process import WorkerProcess
 
 TIMEOUT_S = 20.0
@@ -29,6 +29,11 @@ def report(what):
     heartbeat.send(repr(what).encode())
 """
 SLEEPS = "time.sleep(600)"
+LOADS_A_LIBRARY = """
+from bngrad_server.workers import main
+main.backends.create = lambda *device, **limits: time.sleep(600)
+main.main()
+"""
 ENDS_WITH_ITS_SLOTS = "[slot.recv(1) for slot in slots]"
 STOPS = "signal.signal(signal.SIGTERM, signal.SIG_IGN); report('stops'); os.kill(os.getpid(), signal.SIGSTOP)"
 COUNTS_CHANGES = """
@@ -116,6 +121,12 @@ def test_a_worker_is_silent_until_it_reports_or_ends(start: Start) -> None:
     worker.shut_down()
     assert report_of(worker) == "ended"
     assert has_ended(worker)
+
+
+def test_a_worker_sends_heartbeats_while_it_starts(start: Start) -> None:
+    """Else one that compiles a kernel for minutes would be taken for one that hangs."""
+    worker = start(LOADS_A_LIBRARY)
+    assert [worker.receive_report(TIMEOUT_S) for _ in range(3)] == [Report.HEARTBEAT + b"0"] * 3
 
 
 def test_the_memory_of_a_worker_is_known_until_it_has_ended(start: Start) -> None:

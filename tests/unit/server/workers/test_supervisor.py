@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from tests.unit.server.workers.additions import TIMEOUT_S, wait_until
 from bngrad_server.errors import WorkerDiedError
 from bngrad_server.memory.regions import Region
 from bngrad_server.scheduling.batcher import Batcher
+from bngrad_server.workers import supervisor as module
 from bngrad_server.workers.ipc import Report, pickled
 from bngrad_server.workers.supervisor import Supervisor
 
@@ -22,6 +24,18 @@ HEARTBEAT = Report.HEARTBEAT + b"0"
 SILENCE = None
 LATE = Report.HEARTBEAT + b"1"
 """A heartbeat amid a batch that takes too long."""
+
+
+class Delays(threading.Event):
+    """Is not waited for: notes for how long it would have been."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[float | None] = []
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.noted.append(timeout)
+        return self.is_set()
 
 
 class Process:
@@ -143,3 +157,78 @@ def test_changes_of_regions_that_are_left_over_are_sent_with_each_report(supervi
     first.kill()
     wait_until(lambda: supervisor.status().restarts == 1 and supervisor.is_ready)
     assert second.regions == [(1, region)]
+
+
+def test_the_delay_is_short_again_after_a_worker_that_was_sound(
+    supervise: Supervise, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_SOUND_AFTER_S", -1.0)  # each that is ready at all
+    ended = b""
+    supervisor, _ = supervise([READY, ended], [ended], [ended], [READY, ended], [READY])
+    supervisor._closing = delays = Delays()
+    supervisor.start()
+    wait_until(lambda: supervisor.status().restarts == 4 and supervisor.is_ready)
+    assert delays.noted == [0.05, 0.1, 0.2, 0.05]
+
+
+def test_a_start_that_fails_is_tried_again(supervise: Supervise) -> None:
+    supervisor, (first, second) = supervise([READY, b""], [READY])
+    no_memory = OSError(errno.ENOMEM, "Cannot allocate memory")
+    supervisor._start_process = mock.Mock(side_effect=[first, no_memory, no_memory, second])
+    supervisor.start()
+    wait_until(lambda: supervisor.status().restarts == 3 and supervisor.is_ready)
+
+
+def test_each_change_is_told_when_it_can_be_seen(supervise: Supervise) -> None:
+    supervisor, (first, _) = supervise([READY], [READY])
+    seen: list[bool] = []
+    supervisor._on_change = lambda: seen.append(supervisor.is_ready)
+    supervisor.start()
+    wait_until(lambda: seen == [True])
+    first.kill()
+    wait_until(lambda: supervisor.status().restarts == 1 and supervisor.is_ready)
+    wait_until(lambda: seen == [True, False, True])
+
+
+def test_the_busy_time_of_all_workers_of_a_device_counts(supervise: Supervise) -> None:
+    supervisor, processes = supervise([READY, b""], [READY, b""], [READY])
+    for process, busy_s in zip(processes, (1.0, 2.0, 4.0), strict=True):
+        process.busy_s = busy_s
+    supervisor.start()
+    wait_until(lambda: supervisor.status().restarts == 2 and supervisor.is_ready)
+    assert supervisor.status().busy_s == 7.0
+
+
+def test_a_worker_has_all_regions_before_it_gets_work(supervise: Supervise) -> None:
+    supervisor, (only,) = supervise([READY])
+    offered: list[int] = []
+    only.change_region = lambda *_: offered.append(len(supervisor._batcher._free))  # type: ignore[method-assign]
+    supervisor.map(Region(1, b"", -1, 1, ""))
+    supervisor.start()
+    assert supervisor.wait_until_ready(TIMEOUT_S)
+    assert offered == [0]
+
+
+@pytest.mark.parametrize(("report", "is_killed"), [(READY, False), (HEARTBEAT, True)], ids=["ready", "starting"])
+def test_a_stop_ends_a_worker_at_once_by_force_only_while_it_starts(
+    supervise: Supervise, report: bytes, is_killed: bool
+) -> None:
+    """One that compiles a kernel would notice only after that."""
+    supervisor, (only,) = supervise([report])
+    supervisor.start()
+    wait_until(lambda: not only.reports and supervisor.is_ready is not is_killed)
+    supervisor.begin_to_stop()
+    assert (only._ended.is_set(), only.killed) == (True, is_killed)
+
+
+def test_a_worker_whose_start_a_stop_did_not_see_ends_unused(supervise: Supervise) -> None:
+    supervisor, (only,) = supervise([READY])
+
+    def start_while_stopping() -> Any:
+        supervisor.begin_to_stop()
+        return only
+
+    supervisor._start_process = start_while_stopping
+    supervisor.start()
+    wait_until(lambda: not supervisor._thread.is_alive())
+    assert only.reports == [READY]
