@@ -17,8 +17,11 @@ from unittest import mock
 def run(name: str, *arguments: str) -> tuple[int, str, str]:
     """Runs an example as ``python -m`` does."""
     output, errors = io.StringIO(), io.StringIO()
-    streams = contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors)
-    with streams[0], streams[1], mock.patch.object(sys, "argv", [name, *arguments]):
+    with (
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(errors),
+        mock.patch.object(sys, "argv", [name, *arguments]),
+    ):
         status = _status_of(name)
     return status, output.getvalue(), errors.getvalue()
 

@@ -25,7 +25,7 @@ QUICK = Kernel("float32", 2)
 
 @pytest.fixture(scope="session")
 def compiled() -> bytes:
-    """The code of a kernel."""
+    """The code of `QUICK`."""
     loader.load(QUICK)
     code = loader.compiled(QUICK, host())
     assert code is not None
