@@ -21,6 +21,8 @@ from bngrad_wire.http2.sockets.zero_copy import ZeroCopySender
 _DIRECT_NBYTES = 16 * 1024
 """From this size on, bypassing the buffer is cheaper than copying out of it."""
 _PIECES_PER_SEND = 64
+_NO_SIGNAL = int(socket.MSG_NOSIGNAL)
+"""A plain number, since to combine a member of an enumeration with another takes most of a microsecond."""
 _UNIX_SOCKET_NBYTES = 256 * 1024
 """How much may be on its way: little enough to be in the cache still when it is read."""
 _UNPACED = b"reno"
@@ -75,7 +77,7 @@ class BufferedSocket(ReceiveBuffer):
         if final_frame and self.broken is None:
             with suppress(OSError):
                 self._sock.settimeout(0)
-                self._sock.sendmsg([final_frame], [], DONT_WAIT | socket.MSG_NOSIGNAL)
+                self._sock.sendmsg([final_frame], [], DONT_WAIT | _NO_SIGNAL)
         self.broken = self.broken or "it was closed"
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)  # A forked child may hold the socket too.
@@ -192,7 +194,7 @@ class BufferedSocket(ReceiveBuffer):
         """Sends what the socket takes at once, and returns how many bytes."""
         # With a timeout of Python's own the system does not wait, so Python has to.
         if self._zero_copy is None or not self._may_lend or flags or self._sock.gettimeout() is not None:
-            return self._sock.sendmsg(pieces, [], flags | socket.MSG_NOSIGNAL)
+            return self._sock.sendmsg(pieces, [], flags | _NO_SIGNAL)
         if self._zero_copy.takes(pieces[0]):
             sent, is_lent = self._zero_copy.send(pieces[0], more=len(pieces) > 1)
             self.has_lent |= is_lent
@@ -201,7 +203,7 @@ class BufferedSocket(ReceiveBuffer):
         while copied < len(pieces) and not self._zero_copy.takes(pieces[copied]):
             copied += 1
         more = socket.MSG_MORE if copied < len(pieces) else 0
-        return self._sock.sendmsg(pieces[:copied], [], more | socket.MSG_NOSIGNAL)
+        return self._sock.sendmsg(pieces[:copied], [], more | _NO_SIGNAL)
 
     def _receive(self, target: memoryview, flags: int = 0) -> int:
         """Receives something within `waits` timeouts; with `DONT_WAIT`, only what is there."""
