@@ -81,3 +81,10 @@ def test_the_client_imports_neither_the_kernels_nor_their_libraries() -> None:
     code = f"import sys, bngrad; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_another_system_is_refused_with_a_sentence() -> None:
+    code = "import sys; sys.platform = 'darwin'; import bngrad"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "ImportError: bngrad needs Linux, not darwin" in done.stderr
