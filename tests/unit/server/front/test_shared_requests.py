@@ -6,12 +6,13 @@ import os
 import resource
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import psutil
 import pytest
 from tests.clock import Clock
-from tests.servers import wait_until
+from tests.servers import regions_of, wait_until
 
 from bngrad_kernels import backends
 from bngrad_kernels.problem import Problem
@@ -20,6 +21,7 @@ from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.codec.ops import OPS
 from bngrad_server.codec.request import Request
 from bngrad_server.codec.request_reader import RequestReader
+from bngrad_server.errors import ComputeError
 from bngrad_server.front import shared_requests
 from bngrad_server.front.kernels import FrontKernels
 from bngrad_server.front.prepared import Prepared
@@ -32,6 +34,7 @@ REGION_NBYTES = 2**32
 """Of which only what is written takes memory."""
 SMALL, BRIEF, LONG, TOO_LARGE = ((1, 1, pixels, 4) for pixels in (64, 256, 1024, 2**17))
 """Tensors of 1 KiB, 4 KiB, 16 KiB and 2 MiB."""
+MANY_CHANNELS, EMPTY = (1, 1, 1, 4096), (0, 8, 8, 4)
 OP = next(op for op in OPS if op.name == "FusedBatchNormGradV2")
 FIELDS = "y_backprop", "x", "x_backprop_location"
 
@@ -133,21 +136,36 @@ def test_only_brief_requests_are_computed_while_others_are_in_the_server(server:
 
 def test_brief_requests_have_a_part_of_each_round(server: Server, clock: Clock) -> None:
     clock.tick_s = shared_requests._ROUND_S * 0.6
-    server.compute(BRIEF)
-    assert server.takes(BRIEF)
-    server.compute(BRIEF)
-    assert [server.takes(shape) for shape in (SMALL, BRIEF)] == [True, False]
-    server.loop.rounds += 1
-    assert server.takes(BRIEF)
+    for _ in range(2):
+        server.loop.rounds += 1
+        for _ in range(4):
+            server.compute(SMALL)
+        server.compute(BRIEF)
+        assert server.takes(BRIEF)
+        server.compute(BRIEF)
+        assert [server.takes(shape) for shape in (SMALL, BRIEF)] == [True, False]
 
 
-def test_the_largest_are_never_computed(server: Server) -> None:
-    assert not server.takes(TOO_LARGE)
+@pytest.mark.parametrize("shape", [TOO_LARGE, MANY_CHANNELS, EMPTY], ids=["large", "of many channels", "empty"])
+def test_some_are_never_computed(server: Server, shape: tuple[int, ...]) -> None:
+    assert not server.takes(shape)
+
+
+def test_a_request_whose_kernel_is_not_loaded_goes_to_workers(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server.requests, "_kernels", FrontKernels(threads=1))
+    assert not server.takes(SMALL)
+
+
+def test_a_kernel_that_fails_fails_its_request(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FrontKernels, "bound", mock.Mock(return_value=mock.Mock(side_effect=FloatingPointError)))
+    with pytest.raises(ComputeError, match="FloatingPointError"):
+        server.compute(SMALL)
 
 
 def test_after_others_have_waited_for_a_long_one_workers_compute_the_next_for_a_while(
     server: Server, clock: Clock
 ) -> None:
+    server.compute(LONG)
     server.loop.call_soon(lambda: None)
     server.compute(BRIEF)
     assert server.takes(LONG)
@@ -158,21 +176,36 @@ def test_after_others_have_waited_for_a_long_one_workers_compute_the_next_for_a_
     assert server.takes(LONG)
 
 
-def test_what_is_kept_of_requests_takes_limited_memory(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("channels", "most"), [(4, 9), (768, 4)])
+def test_what_is_kept_of_requests_takes_limited_memory(
+    server: Server, monkeypatch: pytest.MonkeyPatch, channels: int, most: int
+) -> None:
     monkeypatch.setattr(shared_requests, "_MAX_KNOWN_NBYTES", 10 * shared_requests._KNOWN_NBYTES)
-    of_other_tests = _prepared()
-    for rows in range(1, 22):  # all small, so that they are taken always
-        server.compute((1, rows, 4, 4))
-    assert 0 < len(_prepared()) - len(of_other_tests) <= 11  # this test keeps those
+    of_other_tests = prepared()
+    for rows in range(1, 27):
+        server.loop.rounds += 1
+        server.compute((1, rows, 4, channels))
+        assert len(prepared()) - len(of_other_tests) <= most  # this test keeps those
+    assert len(prepared()) - len(of_other_tests) > 1
 
 
-def _prepared() -> list[Prepared]:
+def prepared() -> list[Prepared]:
     return [each for each in gc.get_objects() if type(each) is Prepared]
 
 
-def test_places_are_checked_again_once_a_lease_has_ended(server: Server) -> None:
+def test_a_region_whose_lease_has_ended_is_no_longer_mapped(server: Server) -> None:
+    before = regions_of(os.getpid())
+    server.compute(SMALL)
+    server.regions.end(server.region)
+    assert regions_of(os.getpid()) < before
+
+
+@pytest.mark.parametrize("is_held", [False, True], ids=["alone", "while a worker uses them"])
+def test_places_are_checked_again_once_a_lease_has_ended(server: Server, is_held: bool) -> None:
     message = server.message(SMALL)
     server.compute(SMALL)
+    if is_held:
+        server.regions.hold("x", pb.Location(region_key=server.region.key), nbytes=1)
     server.regions.end(server.region)
     with pytest.raises(InvalidArgumentError, match="the key of no region that is leased"):
         server.requests.compute(server.read(message), message)
