@@ -7,23 +7,24 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import pytest
 from tests.clock import Clock
 from tests.garbage import no_exceptions_left
+from tests.servers import wait_until
 
 from bngrad_server.errors import OverloadedError
-from bngrad_server.memory import transfer_watchdog
-from bngrad_server.memory.allocator import Allocator
+from bngrad_server.memory import allocator, transfer_watchdog
+from bngrad_server.memory.allocator import Allocator, Block, Usage
 from bngrad_server.memory.transfer_watchdog import TransferWatchdog
 from bngrad_server.rpc_context import RpcContext
 
 pytestmark = pytest.mark.slow
 
 MIB = 2**20
-TIMEOUT_S = 30.0
+TIMEOUT_S, WINDOW_S = 30.0, 1.5
 
 
 class Traffic:
@@ -83,10 +84,102 @@ class Transfers:
 
 @pytest.fixture
 def transfers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Transfers]:
-    monkeypatch.setattr(transfer_watchdog, "_WINDOW_S", 1.5)
+    monkeypatch.setattr(transfer_watchdog, "_WINDOW_S", WINDOW_S)
     transfers = Transfers()
     yield transfers
     transfers.watchdog.close()
+
+
+class Call:
+    """A call whose bytes a test counts, and how it was ended: by "interrupt", by "abort", or not."""
+
+    def __init__(self, client: str = "slow", deadline: float | None = None, *, counts_bytes: bool = True) -> None:
+        self.counts_bytes = counts_bytes
+        self.moved = 0
+        self.ended_by = ""
+        self.rpc = RpcContext(client, deadline, lambda: False, lambda: self._end("abort"), {}, traffic=self)
+
+    def interrupt(self) -> None:
+        self._end("interrupt")
+
+    def resume(self) -> None:
+        self.ended_by = ""
+
+    def _end(self, how: str) -> None:
+        self.ended_by = how
+
+
+class Steps:
+    """A watchdog that looks when a test has it look, and whose clock the test sets."""
+
+    def __init__(self, clock: Clock, *, limits_clients: bool = True) -> None:
+        self.clock = clock
+        self.memory, self.other_memory = Allocator(100 * MIB), Allocator(100 * MIB)
+        memories = self.memory, self.other_memory
+        self.watchdog = TransferWatchdog(TIMEOUT_S, memories, limits_clients=limits_clients)
+        self.watchdog.close()
+
+    def upload(self, call: Call, nbytes: int, *, is_spare: bool = False) -> AbstractContextManager[None]:
+        block = self.memory.allocate(nbytes, call.rpc.client, deadline=0)
+        return self.watchdog.upload(nbytes, call.rpc, self.memory, block, is_spare=is_spare)
+
+    def look_after(self, seconds: float) -> None:
+        self.clock.now += seconds
+        self.watchdog._look()
+
+    @contextmanager
+    def waiting(self, client: str, nbytes: int) -> Iterator[None]:
+        """Has a client wait for memory."""
+        ended = threading.Event()
+
+        def wait() -> None:
+            with suppress(CancelledError):
+                self.memory.allocate(nbytes, client, None, ended.is_set)
+
+        waiter = threading.Thread(target=wait)
+        waiter.start()
+        try:
+            wait_until(lambda: self.memory.is_waited_for)
+            yield
+        finally:
+            ended.set()
+            waiter.join()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(transfer_watchdog, "time", clock)
+    monkeypatch.setattr(transfer_watchdog, "_WINDOW_S", WINDOW_S)
+    monkeypatch.setattr(allocator, "_CHECK_INTERVAL_S", 0.01)
+    return clock
+
+
+@pytest.fixture
+def steps(clock: Clock) -> Steps:
+    return Steps(clock)
+
+
+@pytest.mark.parametrize(
+    ("steps_of", "is_over"),
+    [
+        ([(0.1, 50 * MIB), (1.4, 0)], False),
+        ([(0.1, 50 * MIB), (1.6, 0)], True),
+        ([(1.2, 2**16), (1.2, 2**16), (1.2, 2**16)], True),
+        ([(1.2, 2**18), (1.2, 2**18), (1.2, 2**18), (1.2, 2**18)], False),
+    ],
+    ids=["pauses", "stands still", "is too slow", "is fast enough"],
+)
+def test_a_transfer_has_to_move_on_whatever_its_connection_has_moved_before(
+    steps: Steps, steps_of: list[tuple[float, int]], is_over: bool
+) -> None:
+    call = Call()
+    call.moved = 100 * MIB
+    steps.upload(call, 90 * MIB).__enter__()
+    for seconds, nbytes in steps_of:
+        call.moved += nbytes
+        steps.look_after(seconds)
+    assert bool(call.ended_by) is is_over
 
 
 @pytest.mark.parametrize("rate", [0, 2**15])
@@ -283,3 +376,161 @@ def test_a_client_whose_deadline_passed_may_have_as_much_again(transfers: Transf
     block = transfers.memory.allocate(10 * MIB, "other", deadline=0)
     transfers.memory.free(transfers.memory.allocate(80 * MIB, "hasty", deadline=0))
     transfers.memory.free(block)
+
+
+@pytest.mark.parametrize(
+    ("begin", "ended_by"),
+    [
+        (lambda steps, call: steps.upload(call, 2**20), "interrupt"),
+        (lambda steps, call: steps.watchdog.download(2**20, call.rpc, steps.memory, Block(0, 0, "slow")), "abort"),
+        (lambda steps, call: steps.watchdog.awaits_request(call.rpc), "abort"),
+        (lambda steps, call: steps.watchdog.watched(0, call.rpc), "abort"),
+    ],
+    ids=["upload", "download", "awaits_request", "watched"],
+)
+def test_what_receives_a_tensor_is_interrupted_and_any_other_call_aborted_after_its_deadline_and_a_second(
+    steps: Steps, begin: Callable[[Steps, Call], AbstractContextManager[None]], ended_by: str
+) -> None:
+    call = Call(deadline=steps.clock.now + 0.5)
+    begin(steps, call).__enter__()
+    steps.look_after(1.4)
+    assert not call.ended_by
+    steps.look_after(0.2)
+    assert call.ended_by == ended_by
+
+
+def test_what_is_watched_has_a_second_more_for_each_megabit(steps: Steps) -> None:
+    call = Call()
+    steps.watchdog.watched(10 * 2**17, call.rpc).__enter__()
+    steps.look_after(TIMEOUT_S + 9)
+    assert not call.ended_by
+    steps.look_after(2)
+    assert call.ended_by
+
+
+@pytest.mark.parametrize(("counts_bytes", "window_s"), [(False, WINDOW_S), (True, 2 * TIMEOUT_S)])
+def test_a_transfer_may_stand_still_for_the_timeout_where_that_is_shorter_or_it_comes_in_whole_messages(
+    steps: Steps, monkeypatch: pytest.MonkeyPatch, counts_bytes: bool, window_s: float
+) -> None:
+    monkeypatch.setattr(transfer_watchdog, "_WINDOW_S", window_s)
+    call = Call(counts_bytes=counts_bytes)
+    steps.upload(call, MIB).__enter__()
+    steps.look_after(TIMEOUT_S - 1)
+    assert not call.ended_by
+    steps.look_after(2)
+    assert call.ended_by
+
+
+def test_after_an_upload_that_was_ended_its_connection_can_receive_again(steps: Steps) -> None:
+    call = Call()
+    with pytest.raises(OverloadedError), steps.upload(call, MIB):
+        steps.look_after(WINDOW_S)
+    assert not call.ended_by
+
+
+def test_a_transfer_that_has_ended_meanwhile_is_not_interrupted(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = Call()
+    upload = steps.upload(call, MIB)
+    upload.__enter__()
+    check = steps.watchdog._check
+
+    def end_and_check(*arguments: Any) -> None:
+        upload.__exit__(None, None, None)
+        check(*arguments)
+
+    monkeypatch.setattr(steps.watchdog, "_check", end_and_check)
+    steps.look_after(WINDOW_S)
+    assert not call.ended_by  # the next call of its connection would fail
+
+
+@pytest.mark.parametrize(("waiting", "is_spare"), [("other", False)])
+def test_the_watchdog_survives_a_transfer_that_ends_and_frees_its_memory_while_it_looks(
+    steps: Steps, monkeypatch: pytest.MonkeyPatch, waiting: str, is_spare: bool
+) -> None:
+    steps.memory.allocate(80 * MIB, "busy")
+    block = steps.memory.allocate(10 * MIB, "slow")
+    upload = steps.watchdog.upload(10 * MIB, Call().rpc, steps.memory, block, is_spare=is_spare)
+    upload.__enter__()
+    usage = steps.memory.usage
+
+    def end_and_return_usage() -> Usage:
+        upload.__exit__(None, None, None)
+        steps.memory.free(block)
+        return usage()
+
+    with steps.waiting(waiting, 40 * MIB):
+        monkeypatch.setattr(steps.memory, "usage", end_and_return_usage)
+        steps.look_after(0.6)
+
+
+def test_a_transfer_in_whole_messages_has_a_second_to_show_its_rate(steps: Steps) -> None:
+    call = Call(counts_bytes=False)
+    steps.upload(call, 90 * MIB).__enter__()
+    with steps.waiting("other", 40 * MIB):
+        steps.look_after(0.6)
+        assert not call.ended_by
+        steps.look_after(0.5)
+        assert call.ended_by
+
+
+def test_a_transfer_that_was_fast_a_second_ago_is_not_slow_yet(steps: Steps) -> None:
+    call = Call()
+    steps.upload(call, 90 * MIB).__enter__()
+    with steps.waiting("other", 40 * MIB):
+        call.moved = 50 * MIB
+        steps.look_after(1)
+        steps.look_after(1)
+        assert not call.ended_by
+
+
+@pytest.mark.parametrize("is_spare", [False, True])
+def test_a_spare_transfer_makes_room_also_for_a_client_that_has_as_much(steps: Steps, is_spare: bool) -> None:
+    call = Call()
+    steps.upload(call, 40 * MIB, is_spare=is_spare).__enter__()
+    with steps.waiting("other", 80 * MIB):
+        steps.look_after(0.6)
+        assert bool(call.ended_by) is is_spare
+
+
+def test_transfers_that_hold_other_memory_are_left_alone(steps: Steps) -> None:
+    call = Call("greedy")
+    steps.memory.allocate(95 * MIB, "greedy")
+    block = steps.other_memory.allocate(50 * MIB, "greedy")
+    steps.watchdog.upload(50 * MIB, call.rpc, steps.other_memory, block).__enter__()
+    with steps.waiting("other", 40 * MIB):
+        steps.look_after(0.6)
+        assert not call.ended_by
+
+
+@pytest.mark.parametrize("limits_clients", [False, True])
+def test_only_known_clients_are_limited_for_what_they_lost(clock: Clock, limits_clients: bool) -> None:
+    steps, call = Steps(clock, limits_clients=limits_clients), Call()
+    with pytest.raises(OverloadedError), steps.upload(call, 10 * MIB):
+        steps.look_after(WINDOW_S)
+    limited = pytest.raises(OverloadedError, match="others needed memory that this client held")
+    with limited if limits_clients else nullcontext():
+        steps.memory.allocate(90 * MIB, "slow", deadline=0)
+
+
+@pytest.mark.parametrize(("wanted", "n_ended"), [(50 * MIB, 2), (90 * MIB, 3)], ids=["enough", "up to its share"])
+def test_the_slowest_of_a_client_are_ended_until_enough_is_free_or_it_has_its_share(
+    steps: Steps, wanted: int, n_ended: int
+) -> None:
+    steps.memory.allocate(MIB, "third")
+    calls = [Call("greedy") for _ in range(6)]
+    for call in calls:
+        steps.upload(call, 10 * MIB).__enter__()
+    with steps.waiting("other", wanted):
+        for number, call in enumerate(calls):
+            call.moved = number * MIB
+        steps.look_after(1)
+        assert [bool(call.ended_by) for call in calls] == [number < n_ended for number in range(6)]
+
+
+def test_a_client_that_has_its_share_and_waits_for_more_ends_none_of_its_own(steps: Steps) -> None:
+    steps.memory.allocate(MIB, "other")
+    call = Call("greedy")
+    steps.upload(call, 60 * MIB).__enter__()
+    with steps.waiting("greedy", 60 * MIB):
+        steps.look_after(1)
+        assert not call.ended_by
