@@ -14,6 +14,7 @@ import logging
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager
@@ -257,8 +258,8 @@ class TransferWatchdog:
     def _make_room(self, memory: Allocator, transfers: Sequence[_Transfer]) -> None:
         """Ends slow transfers of clients with more than their shares, for those that wait and have less."""
         waiting, held_now, shares, free = memory.usage()
-        held = dict(held_now)
-        missing = sum(nbytes for client, nbytes in waiting if held.get(client, 0) < shares[client])
+        held = Counter(held_now)  # an ended transfer of a client that has nothing else may still be in the list
+        missing = sum(nbytes for client, nbytes in waiting if held[client] < shares[client])
         if not missing:
             return
         ending = sum(transfer.block.nbytes for transfer in transfers if transfer.error is not None)
@@ -271,7 +272,7 @@ class TransferWatchdog:
 
         def excess(transfer: _Transfer) -> float:
             client = transfer.block.client
-            return math.inf if transfer.is_spare else held.get(client, 0) - shares[client]
+            return math.inf if transfer.is_spare else held[client] - shares[client]
 
         # If enough is free, and still does not fit, it is in pieces.
         while slow and (missing > 0 or not ending):

@@ -443,7 +443,7 @@ def test_a_transfer_that_has_ended_meanwhile_is_not_interrupted(steps: Steps, mo
     assert not call.ended_by  # the next call of its connection would fail
 
 
-@pytest.mark.parametrize(("waiting", "is_spare"), [("other", False)])
+@pytest.mark.parametrize(("waiting", "is_spare"), [("slow", True), ("other", False)])
 def test_the_watchdog_survives_a_transfer_that_ends_and_frees_its_memory_while_it_looks(
     steps: Steps, monkeypatch: pytest.MonkeyPatch, waiting: str, is_spare: bool
 ) -> None:
