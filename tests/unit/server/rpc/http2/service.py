@@ -12,7 +12,10 @@ from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.codec.ops import OPS
 from bngrad_server.config import ServerConfig
 from bngrad_server.engine import Engine
+from bngrad_server.memory.allocator import Block
+from bngrad_server.rpc.health import Health
 from bngrad_server.rpc.http2.port import Http2Port
+from bngrad_server.rpc.other_calls import other_calls
 from bngrad_server.rpc.servicer import EXCHANGE_PATH, SEND_AHEAD_PATH, Servicer
 from bngrad_server.security.auth import ALLOW_ALL, Authenticator
 from bngrad_server.security.certificates import Certificates
@@ -35,7 +38,9 @@ class Service:
     ) -> None:
         config = ServerConfig(arena_bytes=2**20, shared_bytes=REGION_NBYTES, max_requests=64, front_bytes=0)
         self.engine = Engine(config, lambda: None)
-        self.port = Http2Port(Servicer(self.engine, MAX_PROTOBUF_NBYTES, authenticator), {}, certificates)
+        self.servicer = Servicer(self.engine, MAX_PROTOBUF_NBYTES, authenticator)
+        others = other_calls(self.servicer, Health(("",)), has_reflection=False)
+        self.port = Http2Port(self.servicer, others, certificates)
         self.worker = Adder(self.engine)
         self._path = str(directory / "calls")
         listener = socket.socket(socket.AF_UNIX)
@@ -168,6 +173,16 @@ def busy(service: Service, n_waiting: int) -> tuple[http2.ClientCall, list[http2
     waiting = [ask(service.connect()) for _ in range(n_waiting)]
     wait_until(lambda: service.waiting == n_waiting)
     return running, waiting
+
+
+def all_memory(service: Service) -> list[Block]:
+    """Takes all blocks of the arena, so that calls wait for memory."""
+    arena = service.engine.arena
+    blocks = [arena.allocate(arena.nbytes, "other")]
+    for nbytes in (arena.reserve_nbytes >> exponent for exponent in range(2, 16)):
+        while (block := arena.allocate_at_once(nbytes, "other")) is not None:
+            blocks.append(block)
+    return blocks
 
 
 def half_made(service: Service, count: int, source: str = "127.0.0.2") -> tuple[list[socket.socket], bytes]:

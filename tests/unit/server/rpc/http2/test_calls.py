@@ -12,6 +12,7 @@ from tests.unit.server.rpc.http2.service import (
     PATH,
     TOO_MANY_FIELDS,
     Service,
+    all_memory,
     ask,
     ask_by_chunks,
     busy,
@@ -176,11 +177,7 @@ def test_jobs_of_a_worker_that_died_are_computed_by_the_next(service: Service) -
 
 
 def test_a_call_for_which_no_memory_is_free_waits_for_it(service: Service) -> None:
-    arena = service.engine.arena
-    blocks = [arena.allocate(arena.nbytes, "other")]
-    for nbytes in (arena.reserve_nbytes >> exponent for exponent in range(2, 16)):
-        while (block := arena.allocate_at_once(nbytes, "other")) is not None:
-            blocks.append(block)
+    arena, blocks = service.engine.arena, all_memory(service)
     call = ask(service.connect())
     wait_until(lambda: arena.is_waited_for)
     for block in blocks:

@@ -1,0 +1,157 @@
+"""What threads receive of calls, and when they give up; with real sockets."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.unit.server.rpc.http2.service import (
+    INVALID_ARGUMENT,
+    PATH,
+    REQUEST,
+    RESOURCE_EXHAUSTED,
+    Service,
+    all_memory,
+    ask,
+    ask_by_chunks,
+    check_answered,
+    check_answered_by_chunks,
+    code_of,
+    receiving,
+)
+from tests.unit.server.workers.additions import TIMEOUT_S, inputs, request_of, wait_until
+
+from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
+from bngrad_server.rpc.http2 import handlers
+from bngrad_server.rpc.servicer import EXCHANGE_PATH, SEND_AHEAD_PATH, SERVER_INFO_PATH
+from bngrad_server.rpc_context import RpcContext
+from bngrad_server.security.auth import Authenticator
+from bngrad_server.security.tokens import Tokens
+from bngrad_wire import http2
+from bngrad_wire.http2 import frames
+from bngrad_wire.http2.sending import PREFIX
+from bngrad_wire.token_format import new_token
+
+CHUNKED = pb.ExchangeRequest(fused_batch_norm_grad_v3=request_of(inputs(), chunked=True))
+Send = Callable[[http2.ClientConnection], http2.ClientCall]
+
+
+@pytest.mark.parametrize("begun", [b"", PREFIX.pack(0, 100) + bytes(10)], ids=["nothing", "half a message"])
+def test_a_client_that_does_not_send_its_message_is_cut_off_in_time(
+    service: Service, monkeypatch: pytest.MonkeyPatch, begun: bytes
+) -> None:
+    monkeypatch.setattr(service.engine.transfers, "_timeout_s", 0.1)
+    calls = []
+    for path in (PATH, EXCHANGE_PATH, SEND_AHEAD_PATH, SERVER_INFO_PATH):
+        client = service.connect()
+        calls.append(client.call(path))
+        client.outbound.append(frames.frame(frames.DATA, 0, calls[-1].id, begun))
+        client.flush()
+    for call in calls:
+        with pytest.raises(http2.PeerGoneError):
+            call.receive_message()
+    wait_until(lambda: len(service.port._connections) == 0)  # though the client does not close its end
+
+
+@pytest.mark.parametrize("send", [ask, ask_by_chunks])
+@pytest.mark.parametrize("how", ["closes", "resets"])
+def test_a_call_whose_client_has_gone_waits_for_no_memory(
+    service: Service, monkeypatch: pytest.MonkeyPatch, send: Send, how: str
+) -> None:
+    monkeypatch.setattr(service.engine, "max_wait_s", 2 * TIMEOUT_S)
+    arena, blocks = service.engine.arena, all_memory(service)
+    call = send(service.connect())
+    wait_until(lambda: arena.is_waited_for)
+    if how == "closes":
+        call._connection.close()
+    else:
+        call.cancel()
+    wait_until(lambda: not arena.is_waited_for)
+    for block in blocks:
+        arena.free(block)
+
+
+@pytest.mark.parametrize(
+    ("send", "check", "request_bytes"),
+    [(ask, check_answered, REQUEST), (ask_by_chunks, check_answered_by_chunks, CHUNKED.SerializeToString())],
+    ids=["unary", "exchange"],
+)
+def test_a_message_beyond_the_limit_is_refused(
+    service: Service,
+    monkeypatch: pytest.MonkeyPatch,
+    send: Send,
+    check: Callable[[http2.ClientCall], None],
+    request_bytes: bytes,
+) -> None:
+    monkeypatch.setattr(service.servicer, "max_http2_message_nbytes", len(request_bytes) - 1)
+    assert code_of(send(service.connect())) == RESOURCE_EXHAUSTED
+    monkeypatch.setattr(service.servicer, "max_http2_message_nbytes", len(request_bytes))
+    check(send(service.connect()))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [pb.ExchangeRequest(chunk=bytes(2**17)).SerializeToString(), b"\xf2\x7f\x80\x80\x08" + bytes(2**17) + b"\xff"],
+    ids=["stray chunk", "malformed at its end"],
+)
+def test_a_long_message_that_is_no_request_is_refused_and_its_memory_comes_back(
+    service: Service, message: bytes
+) -> None:
+    call = service.connect().call(EXCHANGE_PATH)
+    call.send_message(message)
+    assert code_of(call) == INVALID_ARGUMENT
+    wait_until(lambda: service.engine._messages.used_bytes == 0)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_call_without_a_message_is_one_with_an_empty_message(service: Service, is_late: bool) -> None:
+    client = service.connect()
+    call = client.call(PATH)
+    if is_late:
+        client.flush()
+        wait_until(lambda: receiving(service) == 1)
+    call.half_close()
+    assert code_of(call) == INVALID_ARGUMENT
+
+
+def test_a_connection_waits_as_long_as_before_after_a_call_that_is_no_op(service: Service) -> None:
+    client = service.connect()
+    check_answered(ask(client))
+    (connection,) = service.port._connections._all
+    waits = connection.http.io.waits
+    call = client.call(SERVER_INFO_PATH)
+    call.send_message(b"", end=True)
+    assert call.receive_message()
+    assert call.receive_message() is None
+    assert connection.http.io.waits == waits
+
+
+@pytest.mark.parametrize("has_tokens", [False, True])
+def test_memory_is_lent_to_clients_only_where_no_token_tells_them_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_tokens: bool
+) -> None:
+    lent = []
+    checked_context = handlers.Http2Handler.checked_context
+
+    def check_and_note(handler: handlers.Http2Handler, call: http2.ServerCall) -> RpcContext:
+        rpc = checked_context(handler, call)
+        lent.append(call.lends_memory)
+        return rpc
+
+    monkeypatch.setattr(handlers.Http2Handler, "checked_context", check_and_note)
+    token, line = new_token("alice")
+    path = tmp_path / "tokens"
+    path.write_text(line)
+    service = Service(tmp_path, Authenticator(Tokens(path) if has_tokens else None))
+    check_answered(ask(service.connect(), metadata=(("authorization", f"Bearer {token}"),)))
+    service.close()
+    assert lent == [not has_tokens]
+
+
+def test_a_connection_that_is_closed_already_can_be_aborted() -> None:
+    near, far = socket.socketpair()
+    for sock in (near, far):
+        sock.close()
+    handlers.abort(near)
