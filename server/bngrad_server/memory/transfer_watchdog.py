@@ -229,9 +229,9 @@ class TransferWatchdog:
         while not self._closing.wait(_CHECK_INTERVAL_S):
             try:
                 self._look()
-            except MemoryError:  # the next look finds the same
+            except Exception:  # the next look makes up for it
                 with contextlib.suppress(MemoryError):
-                    logger.error("no memory to look for slow transfers", exc_info=True)
+                    logger.exception("a look for slow transfers failed")
 
     def _look(self) -> None:
         now = time.monotonic()

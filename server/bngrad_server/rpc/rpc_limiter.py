@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -103,15 +104,23 @@ class RpcLimiter(grpc.ServerInterceptor):
 
     def _run(self) -> None:
         while not self._closing.wait(_CHECK_INTERVAL_S):
-            self._authenticator.refresh()
-            with self._mutex:
-                calls = [call for calls in self._calls.values() for call in calls]
-            for call in calls:
-                try:
-                    call.check()
-                except UnauthenticatedError:
-                    logger.info("ending a call of %s: its token is no longer valid", call.context.peer())
-                    call.context.cancel()
+            try:
+                self._end_revoked()
+            except Exception:  # the next look makes up for it
+                with suppress(MemoryError):
+                    logger.exception("a look for revoked tokens failed")
+
+    def _end_revoked(self) -> None:
+        """Ends the calls whose token is no longer valid."""
+        self._authenticator.refresh()
+        with self._mutex:
+            calls = [call for calls in self._calls.values() for call in calls]
+        for call in calls:
+            try:
+                call.check()
+            except UnauthenticatedError:
+                logger.info("ending a call of %s: its token is no longer valid", call.context.peer())
+                call.context.cancel()
 
 
 def _check(call: _Call) -> None:

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import logging
 import mmap
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 _LOOK_S = 2.0
 _WORTHWHILE_NBYTES = 2**24
@@ -64,8 +67,13 @@ class MemoryTrimmer:
 
     def _run(self) -> None:
         while self._trim is not None and not self._closing.wait(_LOOK_S):
-            with suppress(OSError):  # no descriptor is left: there will be a next look
+            try:
                 self._look(self._trim)
+            except OSError:  # no descriptor is left: there will be a next look
+                pass
+            except Exception:
+                with suppress(MemoryError):
+                    logger.exception("a look for memory to return failed")
 
     def _look(self, trim: Callable[[int], object]) -> None:
         before, self._ended = self._ended, self._requests_ended()

@@ -156,6 +156,9 @@ class TcpThrottle:
             if not self._is_blind:
                 logger.error("cannot look for floods until there are descriptors again: %s", error)
             self._is_blind = True
+        except Exception:
+            with suppress(MemoryError):
+                logger.exception("a look for floods failed")
         else:
             self._is_blind = False
 
@@ -165,26 +168,28 @@ class TcpThrottle:
         Raises:
             OSError: No descriptor is left; nothing has changed.
         """
-        fds = os.listdir("/proc/self/fd")
+        fds = set(map(int, os.listdir("/proc/self/fd")))
         now = time.monotonic()
-        connections, others = self._connections, self._others
-        self._connections, self._others = {}, {}
+        seen: set[int] = set()
         self._shut_downs = 0
         with self._mutex:
             refused, self._refused = self._refused, set()
         for client in refused:
             self._account(client, now).pause(now)
-        for fd in map(int, fds):
+        for fd in fds:
             with suppress(OSError):  # it was closed meanwhile
                 inode = os.fstat(fd).st_ino
-                connection = connections.get(fd)
-                if others.get(fd) == inode:
-                    self._others[fd] = inode
-                elif (connection is not None and connection.inode == inode) or (
-                    connection := self._identified(fd, inode, now)
-                ) is not None:
+                connection = self._connections.get(fd)
+                if self._others.get(fd) == inode:
+                    continue
+                if connection is None or connection.inode != inode:
+                    connection = self._identified(fd, inode, now)
+                if connection is not None:
                     self._connections[fd] = connection
+                    seen.add(fd)
                     self._look_at(fd, connection, now)
+        self._connections = {fd: connection for fd, connection in self._connections.items() if fd in seen}
+        self._others = {fd: inode for fd, inode in self._others.items() if fd in fds - seen}
         self._settle({connection.peer.account for connection in self._connections.values()}, now)
         self._strangers = {host: level for host, level in self._strangers.items() if now - level[1] < _QUIET_S}
         names = {connection.name for connection in self._connections.values()}

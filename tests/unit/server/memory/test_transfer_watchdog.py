@@ -256,14 +256,17 @@ def test_a_server_that_stops_ends_no_other_wait(transfers: Transfers) -> None:
         assert not traffic.interrupted.is_set()
 
 
-def test_the_watchdog_goes_on_after_it_had_no_memory(transfers: Transfers, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [MemoryError, KeyError])
+def test_the_watchdog_goes_on_after_looks_that_failed(
+    transfers: Transfers, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
     looks = 0
 
     def check(*arguments: Any) -> None:
         nonlocal looks
         looks += 1
         if looks < 3:
-            raise MemoryError
+            raise error
         _check(transfers.watchdog, *arguments)
 
     _check = TransferWatchdog._check

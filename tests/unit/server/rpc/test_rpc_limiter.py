@@ -16,6 +16,7 @@ from tests.unit.server.rpc.peers import identity
 from tests.unit.server.workers.additions import TIMEOUT_S, wait_until
 
 from bngrad_server.errors import UnauthenticatedError
+from bngrad_server.rpc import rpc_limiter
 from bngrad_server.rpc.rpc_limiter import RpcLimiter
 from bngrad_server.security.auth import ALLOW_ALL, Authenticator
 from bngrad_server.security.tokens import Tokens
@@ -157,3 +158,17 @@ def test_a_thread_looks_for_revoked_tokens_where_there_are_tokens_until_the_limi
     limiter.close()
     thread.join(TIMEOUT_S)
     assert not thread.is_alive()
+
+
+def test_the_next_look_for_revoked_tokens_follows_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpc_limiter, "_CHECK_INTERVAL_S", 0.01)
+    errors, looks_again = iter([KeyError()]), threading.Event()
+
+    def refresh() -> None:
+        for error in errors:
+            raise error
+        looks_again.set()
+
+    limiter = RpcLimiter(1, mock.Mock(requires_token=True, refresh=refresh))
+    assert looks_again.wait(TIMEOUT_S)
+    limiter.close()

@@ -5,6 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+
+import pytest
+
+from bngrad_server.runtime import malloc
 
 _SCRIPT = """
 import ctypes, itertools, json, sys, time
@@ -157,3 +162,21 @@ def run(script: str, look_s: float = 0.02) -> list[float]:
     assert not done.returncode, done.stderr
     numbers: list[float] = json.loads(done.stdout)
     return numbers
+
+
+def test_the_thread_outlives_a_look_that_failed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(malloc, "_LOOK_S", 0.01)
+    errors, looks_again = iter([KeyError(), OSError()]), threading.Event()
+
+    def requests_ended() -> int:
+        for error in errors:
+            raise error
+        looks_again.set()
+        return 0
+
+    trimmer = malloc.MemoryTrimmer(lambda: 0, requests_ended)
+    assert looks_again.wait(30)
+    trimmer.close()
+    assert [each.message for each in caplog.records] == ["a look for memory to return failed"]

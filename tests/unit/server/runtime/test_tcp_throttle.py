@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -393,6 +394,28 @@ def test_the_thread_outlives_a_lack_of_descriptors_and_says_so_once(
         while not flooder.is_paused():
             assert time.monotonic() < deadline
     assert [each.levelno for each in caplog.records].count(logging.ERROR) == 1
+
+
+@pytest.mark.usefixtures("short_pauses", "flooder")
+def test_the_thread_outlives_a_look_that_failed_and_pauses_end_as_well(
+    throttle: TcpThrottle, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp_throttle, "_INTERVAL_S", 0.01)
+    errors, look_at = iter([KeyError()]), throttle._look_at
+
+    def fail_once(*arguments: Any) -> None:
+        for error in errors:
+            raise error
+        look_at(*arguments)
+
+    with contextlib.closing(Flooder(listener)) as paused, contextlib.closing(throttle):
+        paused.send_all(5 * MIB)
+        throttle.look()
+        assert paused.is_paused()
+        throttle.peer(paused.name).op(CLIENT)
+        monkeypatch.setattr(throttle, "_look_at", fail_once)  # for the connection before it
+        throttle.start()
+        paused.wait_for(6 * MIB)
 
 
 def test_all_pauses_end_when_the_server_does(
