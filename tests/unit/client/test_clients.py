@@ -120,7 +120,7 @@ REQUEST_TYPES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("method", REQUEST_TYPES)
-def test_every_argument_goes_into_the_field_of_its_name(client_class: ClientClass, method: str) -> None:
+def test_every_argument_goes_where_it_belongs(client_class: ClientClass, method: str) -> None:
     fields = REQUEST_TYPES[method].DESCRIPTOR.fields
     names = [field.name for field in fields if field.message_type is pb.Tensor.DESCRIPTOR]
     tensors = {name: np.full((1, 1, 1, 3), number, np.float32) for number, name in enumerate(names)}
@@ -130,15 +130,24 @@ def test_every_argument_goes_into_the_field_of_its_name(client_class: ClientClas
     else:
         attributes["variance_kind"] = "inverse_std"
     requests: list[Any] = []
+    seconds: list[float] = []
 
     def refuse_all(op: str, request: bytes, context: grpc.ServicerContext) -> bytes:
         requests.append(REQUEST_TYPES[method].FromString(request))
+        seconds.append(context.time_remaining())
         return context.abort(grpc.StatusCode.INTERNAL, "for a test")
 
+    def call(client: Any, **options: Any) -> Any:
+        return getattr(client, method)(**tensors, **attributes, **options)
+
     with peer(refuse_all) as target:
-        made = client_class(target, transport="unary")
         with pytest.raises(bngrad.InternalError, match="for a test"):
-            use(made, lambda client: getattr(client, method)(**tensors, **attributes))
+            use(client_class(target, transport="unary"), lambda client: call(client, timeout=1000))
+        out = np.empty(1, np.float32)
+        outs = (None, out) if method == "fused_batch_norm_grad_grad" else out
+        with pytest.raises(bngrad.InvalidArgumentError, match=r"^out.* must have shape \(1, 1, 1, 3\)"):
+            use(client_class(target, transport="unary"), lambda client: call(client, out=outs))
+    assert seconds == [pytest.approx(1000, abs=SECONDS)]
     (request,) = requests
     for name, array in tensors.items():
         sent = getattr(request, name)
@@ -472,10 +481,37 @@ def test_a_call_sends_its_tensors_itself_where_no_thread_can_send_them_ahead() -
             assert all(map(np.array_equal, client.fused_batch_norm_grad_v2(handle, *tensors), tensors))
 
 
-def test_an_interrupt_while_the_thread_that_sends_ahead_starts_leads_to_no_other_one() -> None:
-    def senders() -> set[threading.Thread]:
-        return {thread for thread in threading.enumerate() if thread.name == "bngrad-ahead"}
+def test_a_handle_keeps_the_shape_that_its_tensor_had() -> None:
+    with bngrad.Client("127.0.0.1:1") as client:
+        x = np.ones((2, 3), np.float32)
+        handle = client.send_ahead(x)
+        x.shape = (6,)
+        assert np.asarray(handle).shape == handle.shape == (2, 3)
 
+
+def senders() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "bngrad-ahead"}
+
+
+@pytest.mark.parametrize(("target", "transport"), [("127.0.0.1:1", "unary"), ("local:", "auto")])
+def test_a_client_that_sends_nothing_ahead_starts_no_thread_for_it(target: str, transport: Transport) -> None:
+    before = senders()
+    with bngrad.Client(target, transport=transport) as client:
+        client.send_ahead(np.ones(3, np.float32))
+        assert not senders() - before
+
+
+def test_closing_ends_the_thread_that_sends_ahead() -> None:
+    before = senders()
+    client = bngrad.Client("127.0.0.1:1")
+    client.send_ahead(np.ones(3, np.float32))
+    (sender,) = senders() - before
+    client.close()
+    sender.join(SECONDS)
+    assert not sender.is_alive()
+
+
+def test_an_interrupt_while_the_thread_that_sends_ahead_starts_leads_to_no_other_one() -> None:
     before = senders()
     with bngrad.Client("127.0.0.1:1") as client:
         with interrupt_after(START_THREAD, module="threading"):
