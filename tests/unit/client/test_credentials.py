@@ -29,8 +29,9 @@ def test_a_token_is_not_sent_to_other_hosts_unencrypted(target: str) -> None:
 
 @pytest.mark.parametrize("target", REMOTE)
 def test_a_token_is_sent_to_other_hosts_with_tls_or_insecure(target: str) -> None:
-    bngrad.Client(target, token=TOKEN, insecure=True).close()
-    bngrad.Client(target, token=TOKEN, tls=True).close()
+    for client in (bngrad.Client, aio.Client):
+        client(target, token=TOKEN, insecure=True)
+        client(target, token=TOKEN, tls=True)
 
 
 @pytest.mark.parametrize("target", LOCAL)
