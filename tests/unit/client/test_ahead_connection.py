@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import socket
+import threading
 
 import numpy as np
 import pytest
 from tests.servers import wait_until
-from tests.unit.client.calls import LARGE, located, right, shared_pool, tensor
+from tests.unit.client.calls import LARGE, SECONDS, located, right, shared_pool, tensor
 from tests.unit.client.endpoints import Server, server
 
 import bngrad
@@ -122,3 +123,29 @@ def test_calls_go_on_where_the_server_fails_to_copy() -> None:
                     call(client, x)
             wait_until(lambda: calls == [1])
             assert set(served.tickets) == {b""}
+
+
+def test_a_call_sends_itself_what_takes_longer_to_be_sent_ahead_than_the_clients_timeout(served: Server) -> None:
+    released = threading.Event()
+
+    def hold() -> None:
+        released.wait(SECONDS)
+
+    served.on_ahead = hold
+    x, stats = tensor(LARGE), np.ones(LARGE[-1], np.float32)
+    with bngrad.Client(served.target, transport="stream", timeout=0.5) as client, client.send_ahead(x) as handle:
+        result = client.fused_batch_norm_grad_v2(X, handle, stats, stats, stats, timeout=SECONDS / 2)
+        released.set()
+        np.testing.assert_array_equal(result.x_backprop, x)
+
+
+def test_a_tensor_whose_copy_cannot_be_reached_is_sent_by_its_call(served: Server) -> None:
+    def die(way: str) -> None:
+        if way == "shared":
+            raise ConnectionError
+
+    served.on_call = die
+    with bngrad.Client(served.target) as client, client.send_ahead(X) as x:
+        wait_until(lambda: x._upload is not None and x._upload.copy is not None)
+        call(client, x)
+    assert served.ways == ["local"]
