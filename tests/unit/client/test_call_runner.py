@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import grpc
@@ -41,9 +42,11 @@ from tests.unit.client.peer import echo, info, peer
 
 import bngrad
 import bngrad.aio
+from bngrad import _call_runner
 from bngrad._balancing import retry
 from bngrad._balancing.upstream import Selector
 from bngrad._deadline import Cancellation, Deadline
+from bngrad._errors import NotSharedError
 from bngrad._transports.selector import TransportSelector
 from bngrad.typing import Transport
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
@@ -181,7 +184,8 @@ def test_calls_are_not_repeated_in_a_long_outage_and_are_again_once_servers_answ
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(retry, "delay_s", lambda failures, hint_s: 0.0)
-    gone, wrong = bngrad.UnavailableError("gone"), bngrad.InvalidArgumentError("wrong")
+    gone, unshared = bngrad.UnavailableError("gone"), NotSharedError("unshared")
+    wrong = bngrad.InvalidArgumentError("wrong")
 
     def attempts_of(*errors: bngrad.BngradError) -> int:
         """Makes a call whose first attempts fail; returns how many it made, or raises."""
@@ -198,15 +202,40 @@ def test_calls_are_not_repeated_in_a_long_outage_and_are_again_once_servers_answ
 
     with bngrad.Client("127.0.0.1:1") as client:
         assert attempts_of() == 1
-        for _ in range(100):
-            with pytest.raises(bngrad.InvalidArgumentError):
-                attempts_of(wrong)
+        for error in (wrong, unshared):
+            for _ in range(100):
+                with pytest.raises(type(error)):
+                    attempts_of(error)
         assert attempts_of(*[gone] * 20) == 21
         with pytest.raises(bngrad.UnavailableError):
             attempts_of(*[gone] * 20)
         for _ in range(100):
             attempts_of()
         assert attempts_of(gone) == 2
+
+
+def test_calls_that_fail_at_the_same_time_share_the_cost_of_an_outage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry, "delay_s", lambda failures, hint_s: 0.0)
+    callers, failures = 8, 20
+    together = threading.Barrier(callers)
+
+    def attempts(_: int) -> int:
+        made, cancellation = 0, Cancellation()
+
+        def attempt(server: Selector) -> int:
+            nonlocal made
+            together.wait(SECONDS)
+            made += 1
+            if made <= failures:
+                raise bngrad.UnavailableError("gone")
+            return made
+
+        ask = partial(client._calls._ask, attempt, Deadline.after(SECONDS), cancellation)
+        return client._calls._run(ask, cancellation)
+
+    with bngrad.Client("127.0.0.1:1") as client, ThreadPoolExecutor(callers) as threads:
+        client._calls._ask(lambda _: None, Deadline.after(SECONDS), Cancellation())
+        assert list(threads.map(attempts, range(callers))) == [failures + 1] * callers
 
 
 def test_a_retry_beyond_the_deadline_is_not_waited_for(client_class: ClientClass) -> None:
@@ -301,6 +330,17 @@ async def test_closing_and_cancelling_end_an_asynchronous_wait_for_a_retry() -> 
         await client.close()
         with pytest.raises(bngrad.ClientClosedError, match="was closed during the call"):
             await asyncio.wait_for(second, SECONDS)
+
+
+def test_a_call_that_finds_its_connection_closed_says_that_the_client_was() -> None:
+    def close() -> str:
+        client.close()
+        return "alice"
+
+    with peer(info) as target:
+        client = bngrad.Client(target, token=close)
+        with pytest.raises(bngrad.ClientClosedError, match="was closed during the call"):
+            client.server_info()
 
 
 def wait_for(flaky: Flaky, calls: int = 1) -> None:
@@ -511,6 +551,69 @@ def test_an_array_in_quarantine_is_waited_for_at_other_servers_too(served: Serve
         assert len(other.ways) == before
         released.set()
         run(SECONDS)
+
+
+def test_a_call_is_not_computed_here_while_a_server_may_still_write_to_its_out(served: Server) -> None:
+    released = threading.Event()
+
+    def cut(way: str) -> None:
+        served.local.cut()
+        released.wait(SECONDS)
+
+    with bngrad.Client(served.target, transport="shared", retries=False, fallback="local") as client:
+        x, out = located(client, LARGE), client.empty(LARGE)
+        served.on_call = cut
+        with pytest.raises(bngrad.UnavailableError):
+            right(client, x, served, out=out)
+        released.set()
+        assert client.fallback_calls == 0
+
+
+def test_closing_ends_the_lease_of_an_output_that_a_server_may_still_write(served: Server) -> None:
+    released = threading.Event()
+
+    def cut(way: str) -> None:
+        served.local.cut()
+        released.wait(SECONDS)
+
+    client = bngrad.Client(served.target, transport="shared", retries=False)
+    x = located(client, LARGE)
+    served.on_call = cut
+    with pytest.raises(bngrad.UnavailableError):
+        right(client, x, served)
+    assert len(served.regions) == 1
+    client.close()
+    wait_until(lambda: len(served.regions) == 0)
+    released.set()
+
+
+@pytest.mark.parametrize("kind", ["op", "empty"])
+def test_a_client_with_a_fallback_asks_servers_that_have_gone_no_longer_than_its_patience(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_call_runner, "_PATIENCE_S", 0.1)
+    has_gone = False
+
+    def answer(method: str, request: bytes, context: grpc.ServicerContext) -> bytes:
+        return context.abort(UNAVAILABLE, "for a test") if has_gone else echo(method, request, context)
+
+    arrays = inputs(3)
+    with peer(answer) as target, bngrad.Client(target, timeout=SECONDS, fallback="local") as client:
+        client.server_info()
+        has_gone = True
+        began = time.monotonic()
+        if kind == "op":
+            client.fused_batch_norm_grad_v2(*arrays)
+            assert client.fallback_calls == 1
+        else:
+            assert client.empty(3).shape == (3,)
+        assert time.monotonic() - began < SECONDS / 2
+
+
+def test_an_array_comes_from_the_next_server_where_the_first_shares_no_memory(served: Server) -> None:
+    with peer(info) as other, bngrad.Client([other, served.target], retries=False) as client:
+        client.empty(LARGE)
+        assert len(served.regions) == 1
 
 
 @pytest.mark.parametrize("transport", ["auto", "unary", "stream"])
