@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -23,12 +24,13 @@ from tests.unit.client.peer import echo, peer
 
 import bngrad
 import bngrad.aio
-from bngrad._balancing import resolver, subset, upstream
+from bngrad._balancing import load_balancer, resolver, subset, upstream
 from bngrad._balancing.load_balancer import LoadBalancer
 from bngrad._balancing.upstream import Selector, Upstream
 from bngrad._deadline import Cancellation, Deadline
+from bngrad._errors import NotSharedError
 from bngrad._local.kernels import LocalKernels
-from bngrad._results import ServerInfo
+from bngrad._results import Device, ServerInfo
 from bngrad._transports.selector import TransportSelector
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_wire.load_report import LoadReport
@@ -269,6 +271,7 @@ def test_a_server_that_has_left_is_closed_after_its_last_call(ended_by: str) -> 
                 targets[:] = served.targets[2:]
                 wait_until(lambda: gets_calls(2))
             assert has_closed(selector)
+            assert not balancer._leaving
 
 
 def test_calls_of_a_server_that_has_left_may_go_to_the_one_that_is_left() -> None:
@@ -342,14 +345,22 @@ def test_a_silent_server_is_asked_by_one_thread_and_left_alone_for_a_while(monke
     balancer.close()
 
 
-def test_a_thread_that_asks_a_server_again_and_again_keeps_no_client_alive() -> None:
-    class Gone(LocalKernels):
-        questions = 0
+class Gone(LocalKernels):
+    """A server that is not available until it is back, and counts the questions."""
 
-        def server_info(self, deadline: Deadline, cancellation: Cancellation) -> ServerInfo:
-            self.questions += 1
+    def __init__(self) -> None:
+        super().__init__()
+        self.questions = 0
+        self.is_back = False
+
+    def server_info(self, deadline: Deadline, cancellation: Cancellation) -> ServerInfo:
+        self.questions += 1
+        if not self.is_back:
             raise bngrad.UnavailableError("for a test")
+        return super().server_info(deadline, cancellation)
 
+
+def test_a_thread_that_asks_a_server_again_and_again_keeps_no_client_alive() -> None:
     gone = Gone()
     balancer = balancer_of([gone, LocalKernels()])
     balancer.failed(next(iter(balancer._servers.values())), bngrad.UnavailableError("for a test"))
@@ -359,13 +370,220 @@ def test_a_thread_that_asks_a_server_again_and_again_keeps_no_client_alive() -> 
     wait_until(lambda: gc.collect() >= 0 and kept() is None)
 
 
-def test_an_only_server_that_failed_is_not_asked() -> None:
+def test_closing_ends_the_thread_that_asks_a_server_again_and_again() -> None:
+    gone, before = Gone(), set(threading.enumerate())
+    balancer = balancer_of([gone, LocalKernels()])
+    balancer.failed(next(iter(balancer._servers.values())), bngrad.UnavailableError("for a test"))
+    (probe,) = (thread for thread in set(threading.enumerate()) - before if thread.name == "bngrad-probe")
+    wait_until(lambda: gone.questions > 1)
+    balancer.close()
+    probe.join(SECONDS)
+    assert not probe.is_alive()
+
+
+def test_an_only_server_that_failed_or_is_silent_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(upstream, "time", clock)
     balancer = balancer_of([LocalKernels()])
-    use = balancer.acquire()
-    assert use is not None
-    balancer.failed(use.server, bngrad.UnavailableError("for a test"))
-    assert use.server.is_up
-    assert not use.server.is_probed
+    (server,) = balancer._servers.values()
+    uses = []
+    for _ in range(3):
+        uses.append(balancer.acquire())
+        clock.now += 2.0
+    assert server.is_silent
+    balancer.failed(server, bngrad.UnavailableError("for a test"))
+    assert server.is_up
+    assert not server.is_probed
+    balancer.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "was_reached"),
+    [
+        (None, True),
+        (bngrad.InvalidArgumentError("wrong"), True),
+        (bngrad.UnavailableError("Stream removed"), True),
+        (bngrad.UnavailableError("gone"), False),
+        (NotSharedError("not here"), False),
+    ],
+    ids=str,
+)
+def test_a_server_was_reached_that_has_answered_anything(error: bngrad.BngradError | None, was_reached: bool) -> None:
+    balancer = balancer_of([Silent()])
+    (server,) = balancer._servers.values()
+    if error is None:
+        balancer.answered(server)
+    else:
+        balancer.failed(server, error)
+    assert balancer.was_reached == was_reached
+    balancer.close()
+
+
+class Silent(LocalKernels):
+    """A server that has not told its endpoints."""
+
+    has_answered = False
+
+
+@pytest.mark.parametrize(
+    ("error", "used"), [(bngrad.UnavailableError("gone"), 3), (bngrad.DeadlineExceededError("late"), 2)], ids=str
+)
+def test_another_server_stands_in_for_one_that_has_gone_until_it_answers(
+    error: bngrad.BngradError, used: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subset, "SUBSET_SIZE", 2)
+    selectors = [Asked() for _ in range(4)]
+    balancer = balancer_of(selectors)
+    before = list(balancer._servers.values())
+    balancer.failed(before[0], error)
+    assert not before[0].is_up
+    assert len(balancer._servers) == used
+    balancer.answered(before[0])
+    assert before[0].is_up
+    assert list(balancer._servers.values()) == before
+    for selector in selectors:
+        selector.released.set()
+    balancer.close()
+
+
+def test_another_server_stands_in_for_one_that_has_no_worker_until_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subset, "SUBSET_SIZE", 2)
+    gone = Gone()
+    balancer = balancer_of([gone, *(LocalKernels() for _ in range(3))])
+    before = list(balancer._servers.values())
+    balancer.failed(before[0], bngrad.DeadlineExceededError("late"))
+    wait_until(lambda: len(balancer._servers) == 3)
+    gone.is_back = True
+    wait_until(lambda: list(balancer._servers.values()) == before)
+    balancer.close()
+
+
+def test_a_server_that_answers_a_call_before_it_is_asked_is_asked_after_its_next_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(load_balancer, "delay_s", lambda failures: 0.1)
+    balancer = balancer_of([LocalKernels(), LocalKernels()])
+    server, _ = balancer._servers.values()
+    balancer.failed(server, bngrad.UnavailableError("for a test"))
+    balancer.answered(server)
+    wait_until(lambda: not server.is_probed)
+    balancer.close()
+
+
+def test_the_pauses_before_questions_grow_with_each_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    failures: list[int] = []
+
+    def delay_s(count: int) -> float:
+        failures.append(count)
+        return SECONDS if count == 5 else 0.0
+
+    monkeypatch.setattr(load_balancer, "delay_s", delay_s)
+    gone = Gone()
+    balancer = balancer_of([gone, LocalKernels()])
+    server, _ = balancer._servers.values()
+    server.strikes = 2
+    balancer.failed(server, bngrad.UnavailableError("for a test"))
+    wait_until(lambda: failures == [3, 4, 5])
+    assert gone.questions == 2
+    balancer.close()
+
+
+class Answering(LocalKernels):
+    """A server that answers a question with the states of its workers, or an error."""
+
+    def __init__(self, answer: Sequence[str] | Exception) -> None:
+        super().__init__()
+        self.timeout = math.inf
+        self._answer = answer
+
+    def server_info(self, deadline: Deadline, cancellation: Cancellation) -> ServerInfo:
+        self.timeout = deadline.timeout
+        if isinstance(self._answer, Exception):
+            raise self._answer
+        info = super().server_info(deadline, cancellation)
+        return replace(info, devices=tuple(Device("cpu", "", state, 0, 0) for state in self._answer))
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_ready"),
+    [
+        ([], True),
+        (["ready"], True),
+        (["starting"], False),
+        (["starting", "ready", "unspecified"], True),
+        (bngrad.UnavailableError("gone"), False),
+        (bngrad.DeadlineExceededError("late"), False),
+        (bngrad.UnauthenticatedError("who is it?"), True),
+        (RuntimeError("no token"), True),
+    ],
+    ids=str,
+)
+def test_a_server_is_ready_that_has_a_worker_which_is_or_may_be(
+    answer: Sequence[str] | Exception, is_ready: bool
+) -> None:
+    server = Answering(answer)
+    assert load_balancer._is_ready(server) == is_ready
+    assert server.timeout < SECONDS
+
+
+def test_calls_that_fail_together_are_one_failure_of_their_server() -> None:
+    """The pauses between probes grow with the failures."""
+    asked = Asked()
+    balancer = balancer_of([asked, LocalKernels()])
+    server, _ = balancer._servers.values()
+    for _ in range(20):
+        balancer.failed(server, bngrad.UnavailableError("for a test"))
+    assert server.strikes == 1
+    asked.released.set()
+    balancer.close()
+
+
+def test_a_server_that_cannot_be_connected_to_is_an_error_of_the_first_call_alone() -> None:
+    """As where a certificate cannot be read."""
+    targets, is_broken = ["127.0.0.1:1"], True
+
+    def connect(*_: object) -> Selector:
+        if is_broken:
+            raise OSError("for a test")
+        return LocalKernels()
+
+    def servers(now: float) -> int:
+        balancer.prepare(Deadline.after(SECONDS), Cancellation(), now)
+        return len(balancer._servers)
+
+    balancer = LoadBalancer(lambda: targets, list, connect)
+    with pytest.raises(OSError, match="for a test"):
+        servers(0.0)
+    is_broken = False
+    assert servers(0.0) == 1
+    is_broken = True
+    targets.append("127.0.0.1:2")
+    balancer._use([resolver.Address(target) for target in targets])
+    assert servers(0.0) == 1
+    is_broken = False
+    wait_until(lambda: servers(math.inf) == 2)
+    balancer.close()
+
+
+@pytest.mark.parametrize("is_cancelled", [True, False], ids=["cancelled", "closed"])
+def test_a_call_that_has_been_ended_waits_for_no_look_up(is_cancelled: bool) -> None:
+    held, cancellation = threading.Event(), Cancellation()
+
+    def targets() -> list[str]:
+        held.wait(SECONDS)
+        return ["127.0.0.1:1"]
+
+    balancer = LoadBalancer(targets, list, lambda *_: LocalKernels())
+    if is_cancelled:
+        cancellation.cancel()
+    else:
+        balancer.close()
+        held.set()
+    with pytest.raises(bngrad.UnavailableError, match="the call was cancelled"):
+        balancer.prepare(Deadline.after(SECONDS), cancellation, 0.0)
+    assert held.is_set() is not is_cancelled
+    assert not balancer._servers
+    held.set()
     balancer.close()
 
 
@@ -376,18 +594,53 @@ def test_calls_make_reports_old(monkeypatch: pytest.MonkeyPatch) -> None:
     for server in balancer._servers.values():
         balancer.answered(server)
 
-    def chosen() -> set[Selector]:
-        uses = []
-        for _ in range(40):
-            use = balancer.acquire()
-            assert use is not None
-            uses.append(use.server.selector)
-            balancer.release(use)
-        return set(uses)
-
-    assert chosen() == {selectors[0]}
+    assert chosen_of(balancer) == {selectors[0]}
     clock.now += 10
-    assert chosen() == set(selectors)
+    for server in balancer._servers.values():
+        balancer.answered(server)  # with no newer report
+    assert chosen_of(balancer) == set(selectors)
+    balancer.close()
+
+
+def chosen_of(balancer: LoadBalancer) -> set[Selector]:
+    """Returns the servers of some calls, of which each ends before the next one begins."""
+    selectors = set()
+    for _ in range(100):
+        use = balancer.acquire()
+        assert use is not None
+        selectors.add(use.server.selector)
+        balancer.release(use)
+    return selectors
+
+
+def test_a_server_that_reports_nothing_counts_as_one_of_the_usual_capacity() -> None:
+    selectors = Reporting(300.0), LocalKernels()
+    balancer = balancer_of(selectors)
+    balancer.answered(next(iter(balancer._servers.values())))
+    assert chosen_of(balancer) == set(selectors)
+    balancer.close()
+
+
+def test_slower_servers_get_calls_too_where_most_requests_are_those_of_others() -> None:
+    selectors = Reporting(300.0), Reporting(100.0)
+    balancer = balancer_of(selectors)
+    for requests in range(10, 40):
+        for selector, server in zip(selectors, balancer._servers.values(), strict=True):
+            selector.report(requests)
+            balancer.answered(server)
+    assert chosen_of(balancer) == set(selectors)
+    balancer.close()
+
+
+@pytest.mark.parametrize(
+    ("are_remote", "is_remote"), [([False, False], False), ([False, True], True), ([True, True], True)], ids=str
+)
+def test_tensors_travel_over_a_network_if_they_do_to_any_server(are_remote: list[bool], is_remote: bool) -> None:
+    selectors = [LocalKernels() for _ in are_remote]
+    for selector, value in zip(selectors, are_remote, strict=True):
+        selector.is_remote = value
+    balancer = balancer_of(selectors)
+    assert balancer.is_remote == is_remote
     balancer.close()
 
 
@@ -396,7 +649,12 @@ class Reporting(LocalKernels):
 
     def __init__(self, rate: float) -> None:
         super().__init__()
-        self.load = LoadReport(rate, 1.0, 1.0)  # type: ignore[assignment]
+        self._rate = rate
+        self.report(1.0)
+
+    def report(self, requests: float) -> None:
+        """Reports anew, with so many requests in the server."""
+        self.load = LoadReport(self._rate, 1.0, requests)  # type: ignore[assignment]
 
 
 def test_calls_that_ended_uncounted_have_a_client_use_no_more_servers(monkeypatch: pytest.MonkeyPatch) -> None:
