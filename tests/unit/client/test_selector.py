@@ -9,21 +9,36 @@ import itertools
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
 import pytest
 from tests.servers import wait_until
-from tests.unit.client.calls import LARGE, MEDIUM, SECONDS, SMALL, is_shared, located, right, shared_pool, tensor
+from tests.unit.client.calls import (
+    LARGE,
+    MEDIUM,
+    SECONDS,
+    SMALL,
+    inputs,
+    is_shared,
+    located,
+    right,
+    selector_of,
+    shared_pool,
+    tensor,
+)
 from tests.unit.client.endpoints import Endpoint, Server, endpoint, full_listener, server
 
 import bngrad
 from bngrad._errors import NotSharedError
 from bngrad._transports import connector, endpoints
 from bngrad.typing import Transport
+from bngrad_wire.lease_protocol import CALLS, REGIONS
 
 
 @pytest.mark.parametrize(
@@ -81,6 +96,28 @@ def test_calls_with_large_shared_arrays_copy_nothing(served: Server) -> None:
         assert right(client, x, served, out=out) is out
         assert served.ways[before:] == ["shared"]
         assert shared._regions[0].used <= used + x.nbytes + 4096  # y_backprop alone
+
+
+@pytest.mark.parametrize(("transport", "regions"), [("auto", 1), ("shared", 1), ("stream", 0), ("unary", 0)])
+def test_memory_is_leased_only_where_calls_use_it(served: Server, transport: Transport, regions: int) -> None:
+    with bngrad.Client(served.target, transport=transport) as client:
+        assert client.empty(LARGE).shape == LARGE
+        assert len(served.regions) == regions
+
+
+def test_small_tensors_go_by_shared_memory_only_where_they_lie_there(served: Server) -> None:
+    served.endpoints.small_request_bytes = 2**30
+    with bngrad.Client(served.target) as client:
+        right(client, tensor(MEDIUM), served)
+        right(client, located(client, MEDIUM), served, out=client.empty(MEDIUM))
+    assert served.ways == ["local", "shared"]
+
+
+def test_closing_frees_the_memory_of_results(served: Server) -> None:
+    with bngrad.Client(served.target, transport="stream") as client:
+        right(client, tensor(LARGE), served)
+        (region,) = map(weakref.ref, selector_of(client)._own_memory._regions)
+    assert region() is None
 
 
 def test_results_in_shared_memory_outlive_their_client(served: Server) -> None:
@@ -235,6 +272,7 @@ def test_transport_shared_says_that_no_memory_is_shared(served: Server) -> None:
     x = tensor(SMALL)
     with (
         bngrad.Client(served.target, transport="shared") as client,
+        no_pause(),
         pytest.raises(bngrad.UnavailableError, match=f"{served.target} shares no memory with this client: it is not o"),
     ):
         client.fused_batch_norm_grad_v2(x, x, x[0, 0, 0], x[0, 0, 0], x[0, 0, 0])
@@ -250,6 +288,18 @@ def test_a_server_whose_endpoints_have_gone_is_asked_again(served: Server) -> No
     with bngrad.Client(served.target, transport="shared") as client:
         right(client, tensor(LARGE), served)
     assert served.ways == ["shared"]
+
+
+def test_an_array_comes_from_the_server_that_has_taken_the_place_of_another_one(served: Server) -> None:
+    directory = served.endpoints.local_directory
+    with server() as before, bngrad.Client(served.target) as client:
+        served.endpoints.local_directory = before.endpoints.local_directory
+        client.fused_batch_norm_grad_v2(*inputs(1))
+        before.local.close()
+        before.sockets.close()
+        served.endpoints.local_directory = directory
+        assert is_shared(client, client.empty(LARGE))
+    assert (before.ways, served.ways) == (["local"], [])
 
 
 def test_shared_memory_that_another_call_found_lost_is_unavailable_rather_than_not_shared(served: Server) -> None:
@@ -270,6 +320,64 @@ def test_a_server_on_this_host_that_does_not_answer_is_unavailable_rather_than_n
             with pytest.raises(bngrad.UnavailableError, match="does not answer") as raised:
                 make()
             assert not isinstance(raised.value, NotSharedError)
+
+
+@pytest.mark.parametrize("transport", ["auto", "shared"])
+def test_a_call_whose_memory_comes_too_late_exceeds_its_deadline(
+    served: Server, transport: Transport, tmp_path: Path
+) -> None:
+    (tmp_path / CALLS).symlink_to(Path(served.endpoints.local_directory, CALLS))
+    served.endpoints.local_directory = str(tmp_path)
+    x, stats = tensor(LARGE), np.ones(LARGE[-1], np.float32)
+    with socket.socket(socket.AF_UNIX) as silent, bngrad.Client(served.target, transport=transport) as client:
+        silent.bind(str(tmp_path / REGIONS))
+        silent.listen()
+        with pytest.raises(bngrad.DeadlineExceededError, match=r"timeout of 0\.3 s"):
+            client.fused_batch_norm_grad_v2(x, x, stats, stats, stats, timeout=0.3)
+
+
+def test_a_call_in_shared_memory_whose_connection_is_lost_is_repeated(
+    served: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoints, "_BLOCKED_S", 0.05)
+    losses = 1
+
+    def lose(way: str) -> None:
+        nonlocal losses
+        if losses:
+            losses -= 1
+            raise ConnectionError
+
+    served.on_call = lose
+    with bngrad.Client(served.target, transport="shared") as client:
+        right(client, tensor(LARGE), served)
+    assert served.ways == ["shared"]
+
+
+def test_a_server_that_ends_a_lease_before_it_begins_is_unavailable_rather_than_not_shared(
+    served: Server, tmp_path: Path
+) -> None:
+    (tmp_path / CALLS).symlink_to(Path(served.endpoints.local_directory, CALLS))
+    served.endpoints.local_directory = str(tmp_path)
+
+    def end_lease() -> None:
+        sock, _ = ending.accept()
+        with sock:
+            assert sock.recv(1024)
+
+    with (
+        socket.socket(socket.AF_UNIX) as ending,
+        ThreadPoolExecutor(1) as threads,
+        bngrad.Client(served.target, transport="shared", retries=False) as client,
+    ):
+        ending.settimeout(SECONDS)
+        ending.bind(str(tmp_path / REGIONS))
+        ending.listen()
+        ended = threads.submit(end_lease)
+        with pytest.raises(bngrad.UnavailableError, match="the server closed the lease without an answer") as raised:
+            client.empty(SMALL)
+        ended.result(SECONDS)
+    assert not isinstance(raised.value, NotSharedError)
 
 
 def test_leases_that_ended_are_renewed(served: Server) -> None:
@@ -459,6 +567,7 @@ def test_a_connection_that_takes_long_serves_later_calls(served: Server, monkeyp
         late.close()
     assert served.ways[0] == "grpc"
     assert served.ways[-1] == "late"
+    assert served.infos == 1  # its address was not given up
 
 
 def test_the_host_that_a_server_names_is_used_for_its_stream_port(served: Server) -> None:
