@@ -347,6 +347,15 @@ def test_a_closed_client_makes_no_calls(client_class: ClientClass) -> None:
             use(made, lambda client: client.server_info())
 
 
+def test_a_closed_client_computes_nothing_in_this_process(client_class: ClientClass) -> None:
+    with pytest.raises(bngrad.ClientClosedError, match="is closed"):
+        use(
+            client_class("local:"),
+            lambda client: client.close(),
+            lambda client: client.fused_batch_norm_grad_v2(*inputs(1)),
+        )
+
+
 async def test_a_client_that_was_never_used_may_be_closed() -> None:
     bngrad.Client("localhost:1").close()
     await bngrad.aio.Client("localhost:1").close()
