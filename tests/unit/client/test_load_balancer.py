@@ -613,6 +613,24 @@ def chosen_of(balancer: LoadBalancer) -> set[Selector]:
     return selectors
 
 
+def test_a_call_goes_to_the_server_that_has_its_tensor_unless_that_is_down() -> None:
+    asked = Asked()
+    balancer = balancer_of([asked, LocalKernels()])
+    server, other = balancer._servers.values()
+
+    def chosen(excluded: Sequence[Upstream] = ()) -> Upstream:
+        use = balancer.acquire(excluded, preferred=[asked])
+        assert use is not None
+        return use.server
+
+    assert {chosen() for _ in range(20)} == {server}
+    assert chosen([server]) is other
+    balancer.failed(server, bngrad.UnavailableError("for a test"))
+    assert chosen() is other
+    asked.released.set()
+    balancer.close()
+
+
 def test_a_server_that_reports_nothing_counts_as_one_of_the_usual_capacity() -> None:
     selectors = Reporting(300.0), LocalKernels()
     balancer = balancer_of(selectors)
