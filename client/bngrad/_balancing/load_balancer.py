@@ -124,10 +124,8 @@ class LoadBalancer:
             needs_more = self._in_flight > size and not self._subset.is_all and self._count_again() > size
             if needs_more:
                 self._subset.size *= 2
-            needs_check = chosen.is_silent and chosen.is_up and not chosen.is_probed and len(self._servers) > 1
-            chosen.is_probed |= needs_check
-        if needs_check:
-            self._begin_to_probe(chosen)
+            if chosen.is_silent and chosen.is_up and len(self._servers) > 1:
+                self._begin_to_probe(chosen)
         if needs_more:
             self._choose_members()
         return use
@@ -171,11 +169,9 @@ class LoadBalancer:
             if not server.is_up or len(self._servers) == 1 or self._closed:
                 return
             server.strikes += 1
-            self._mark(server, is_up=False, has_failed=isinstance(error, UnavailableError))
-            needs_probe = not server.is_probed
-            server.is_probed = True
-        if needs_probe:
-            self._begin_to_probe(server)
+            # First, or Ctrl-C might leave it down with no thread that finds it up again.
+            if self._begin_to_probe(server):
+                self._mark(server, is_up=False, has_failed=isinstance(error, UnavailableError))
         self._choose_members()
 
     def close(self) -> None:
@@ -228,8 +224,6 @@ class LoadBalancer:
             for server in gone:
                 server.retired.set()
             probed = [] if is_first else list(new.values())
-            for server in probed:
-                server.is_probed = True
             self._leaving.update(gone)
             idle = [server for server in self._leaving if not server.in_flight]
             self._leaving.difference_update(idle)
@@ -237,7 +231,9 @@ class LoadBalancer:
         for server in idle:
             server.selector.close()
         for server in probed:
-            self._begin_to_probe(server)
+            with self._mutex:
+                if not self._begin_to_probe(server):
+                    self._mark(server, is_up=True)
 
     def _upstream(self, address: Address, *, is_up: bool) -> Upstream:
         alive = weakref.ref(self)  # not self, which the selector would keep
@@ -248,16 +244,22 @@ class LoadBalancer:
 
         return Upstream(self._connect(address.target, address.hostname, has_others), is_up=is_up)
 
-    def _begin_to_probe(self, server: Upstream) -> None:
-        thread = threading.Thread(
-            target=_probe_until_up, args=(weakref.ref(self), server), name="bngrad-probe", daemon=True
-        )
-        try:
-            thread.start()
-        except RuntimeError:  # the system has no more threads: calls find out whether it is up
-            with self._mutex:
-                server.is_probed = False
-                self._mark(server, is_up=True)
+    def _begin_to_probe(self, server: Upstream) -> bool:
+        """Has a thread probe a server, unless one does; the mutex is held.
+
+        Returns:
+            False if the system has no more threads: calls find out whether the server is up.
+        """
+        if not server.is_probed:
+            thread = threading.Thread(
+                target=_probe_until_up, args=(weakref.ref(self), server), name="bngrad-probe", daemon=True
+            )
+            try:
+                thread.start()
+            except RuntimeError:
+                return False
+            server.is_probed = True
+        return True
 
     def _mark(self, server: Upstream, *, is_up: bool, has_failed: bool = False) -> None:
         """Marks a server as up or down; the mutex is held."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import math
 import threading
 import time
@@ -13,12 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 
 import grpc
 import pytest
 from tests.clock import Clock
 from tests.servers import wait_until
-from tests.unit.client.calls import SECONDS, ClientClass, inputs, no_thread
+from tests.unit.client.calls import SECONDS, ClientClass, inputs, interrupt_at, no_thread
 from tests.unit.client.endpoints import full_listener
 from tests.unit.client.peer import echo, peer
 
@@ -468,6 +470,20 @@ def test_a_server_that_answers_a_call_before_it_is_asked_is_asked_after_its_next
     balancer.answered(server)
     wait_until(lambda: not server.is_probed)
     balancer.close()
+
+
+def test_after_an_interrupt_at_any_step_a_server_that_failed_is_found_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_balancer, "delay_s", lambda failures: 0.0)
+    for step in itertools.count():
+        balancer = balancer_of([LocalKernels(), LocalKernels()])
+        server, _ = balancer._servers.values()
+        fail = partial(balancer.failed, server, bngrad.UnavailableError("for a test"))
+        is_over = not interrupt_at(step, fail, ("bngrad.", "threading"))
+        wait_until(lambda: server.is_up and not server.is_probed)  # noqa: B023 - it is called here
+        balancer.close()
+        if is_over:
+            break
+    assert step > 10
 
 
 def test_the_pauses_before_questions_grow_with_each_failure(monkeypatch: pytest.MonkeyPatch) -> None:
