@@ -218,7 +218,7 @@ class TransportSelector:
 
     def _http2_transports(self, endpoints: Endpoints) -> Iterator[Http2Transport]:
         # With "stream", the server's TCP port comes first, even where its Unix socket is faster.
-        is_tcp_first = self._preference == "stream" and endpoints.tcp is not None
+        is_tcp_first = self._preference == "stream"
         for transport in (endpoints.tcp, endpoints.unix) if is_tcp_first else (endpoints.unix, endpoints.tcp):
             if transport is not None:
                 yield transport
