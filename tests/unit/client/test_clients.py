@@ -494,7 +494,7 @@ def test_a_handle_keeps_the_shape_that_its_tensor_had() -> None:
     with bngrad.Client("127.0.0.1:1") as client:
         x = np.ones((2, 3), np.float32)
         handle = client.send_ahead(x)
-        x.shape = (6,)
+        x.resize(6, refcheck=False)
         assert np.asarray(handle).shape == handle.shape == (2, 3)
 
 
