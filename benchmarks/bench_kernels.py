@@ -96,11 +96,12 @@ def _measure(case: Case, rivals: list[Rival], tensors: Path, rounds: int) -> Row
     for number in range(rounds):
         for rival in able[number % len(able) :] + able[: number % len(able)]:
             turns[rival.name].append(rival.turn(_TURN_SECONDS))
-    row = Row(case, {}, {}, {})
+    row = Row(case, {}, {}, {}, {})
     for name, its_turns in turns.items():
         seconds = sorted(second for turn in its_turns for second in turn.seconds)
         median = statistics.median(seconds)
         row.milliseconds[name] = 1e3 * median
+        row.turns[name] = [1e3 * statistics.median(turn.seconds) for turn in its_turns]
         row.cores[name] = sum(turn.cpu_seconds for turn in its_turns) / sum(seconds)
         row.spread[name] = float(np.subtract(*np.percentile(seconds, (75, 25)))) / 2 / median
     return row

@@ -7,6 +7,7 @@ import platform
 import statistics
 import subprocess
 from dataclasses import dataclass
+from operator import truediv
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,14 @@ class Row:
 
     Attributes:
         milliseconds: The median time of each rival that computes the case.
+        turns: The median time of each of its turns, in milliseconds.
         cores: CPU seconds per wall second of each.
         spread: Half the distance between the quartiles, relative to the median, of each.
     """
 
     case: Case
     milliseconds: dict[str, float]
+    turns: dict[str, list[float]]
     cores: dict[str, float]
     spread: dict[str, float]
 
@@ -43,15 +46,20 @@ class Row:
         return FLOOR_PER_COPY * self.milliseconds[COPY]
 
     @property
+    def to_peers(self) -> dict[str, float]:
+        """The time of bngrad to that of each peer: the median over rounds, since the machine may change in between."""
+        peers = {name: turns for name, turns in self.turns.items() if name not in (BNGRAD, COPY)}
+        ours = self.turns.get(BNGRAD, [])
+        return {name: statistics.median(map(truediv, ours, theirs)) for name, theirs in peers.items() if ours}
+
+    @property
     def best_peer(self) -> str | None:
-        peers = {name: time for name, time in self.milliseconds.items() if name not in (BNGRAD, COPY)}
-        return min(peers, key=lambda name: peers[name]) if peers else None
+        to_peers = self.to_peers or {name: -time for name, time in self.milliseconds.items() if name != COPY}
+        return max(to_peers, key=lambda name: to_peers[name], default=None)
 
     @property
     def to_best_peer(self) -> float | None:
-        if self.best_peer is None or BNGRAD not in self.milliseconds:
-            return None
-        return self.milliseconds[BNGRAD] / self.milliseconds[self.best_peer]
+        return max(self.to_peers.values(), default=None)
 
     @property
     def subject(self) -> str | None:
@@ -62,7 +70,7 @@ class Row:
         case = self.case
         return {
             "layout": case.layout, "dtype": case.dtype, "chw": case.chw, "is_training": case.is_training,
-            "milliseconds": self.milliseconds, "cores": self.cores, "spread": self.spread,
+            "milliseconds": self.milliseconds, "to_peers": self.to_peers, "cores": self.cores, "spread": self.spread,
             "floor_milliseconds": self.floor, "best_peer": self.best_peer, "to_best_peer": self.to_best_peer,
         }  # fmt: skip
 
