@@ -179,7 +179,7 @@ class Http2Handler:
 
     def refuse(self, call: http2.ServerCall, error: Exception) -> None:
         """Does as `refuse`, and notes whether the message was malformed."""
-        self.saw_malformed = self.saw_malformed or isinstance(error, DecodeError)
+        self.saw_malformed = isinstance(error, DecodeError)
         refuse(call, error)
 
     def _answer_other(self, call: http2.ServerCall, rpc: RpcContext) -> None:
