@@ -116,6 +116,7 @@ def test_a_request_is_computed_where_its_tensors_lie(server: Server) -> None:
 
 
 def test_a_region_that_cannot_be_mapped_is_a_memory_error(server: Server) -> None:
+    gc.collect()  # servers of other tests, or the collector might unmap their regions in between
     limits = resource.getrlimit(resource.RLIMIT_AS)
     # Much more than other threads may free meanwhile, or need.
     resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + server.region.nbytes // 2, limits[1]))
