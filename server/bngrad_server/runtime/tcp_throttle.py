@@ -189,7 +189,7 @@ class TcpThrottle:
                     seen.add(fd)
                     self._look_at(fd, connection, now)
         self._connections = {fd: connection for fd, connection in self._connections.items() if fd in seen}
-        self._others = {fd: inode for fd, inode in self._others.items() if fd in fds - seen}
+        self._others = {fd: self._others[fd] for fd in fds - seen if fd in self._others}
         self._settle({connection.peer.account for connection in self._connections.values()}, now)
         self._strangers = {host: level for host, level in self._strangers.items() if now - level[1] < _QUIET_S}
         names = {connection.name for connection in self._connections.values()}

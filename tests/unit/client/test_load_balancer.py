@@ -687,7 +687,7 @@ class Reporting(LocalKernels):
         self.report(1.0)
 
     def report(self, requests: float) -> None:
-        """Reports anew, with so many requests in the server."""
+        """Reports anew, with this number of requests in the server."""
         self.load = LoadReport(self._rate, 1.0, requests)  # type: ignore[assignment]
 
 
