@@ -167,11 +167,6 @@ class PreparedRequest(Generic[Result]):
         return next(iter(self.large.values())).nbytes
 
     @property
-    def total_nbytes(self) -> int:
-        """The size of all large tensors, inputs and outputs."""
-        return self.nbytes * (len(self.large) + len(self.out))
-
-    @property
     def dtype(self) -> np.dtype[Any]:
         """The dtype of the large tensors, and of the outputs of their shape."""
         return next(iter(self.large.values())).dtype

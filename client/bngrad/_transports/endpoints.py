@@ -51,8 +51,6 @@ class Endpoints:
         pool: The memory shared with that server.
         tcp: The TCP port for large tensors.
         is_local: Whether the server is on this host, even if its Unix socket cannot be reached now.
-        small_request_nbytes: The size of the large tensors of a request up to which messages are faster than copies in
-            shared memory.
         copied_ahead_nbytes: The size from which the server has a GPU copy tensors in shared memory ahead of their
             requests; 0 if it has no GPU.
         stale_at: When to ask the server for its endpoints again, on the monotonic clock.
@@ -62,7 +60,6 @@ class Endpoints:
     pool: Pool | None = None
     tcp: Http2Transport | None = None
     is_local: bool = False
-    small_request_nbytes: int = 0
     copied_ahead_nbytes: int = 0
     stale_at: float = math.inf
 
@@ -184,8 +181,7 @@ class EndpointDiscovery:
                     name = format_host_port(*address) if advertised.stream_host else self._target
                     tcp = Http2Transport(address, name, credentials, self._server)
         is_local = bool(directory) and os.path.exists(path)
-        sizes = advertised.small_request_bytes, advertised.copied_ahead_bytes
-        return Endpoints(unix, pool, tcp, is_local, *sizes, stale_at)
+        return Endpoints(unix, pool, tcp, is_local, advertised.copied_ahead_bytes, stale_at)
 
     def lose(self, endpoints: Endpoints, transport: Http2Transport) -> None:
         """Blocks the address of an endpoint that was lost, and has the server asked for its endpoints again."""

@@ -290,10 +290,7 @@ class TransportSelector:
     def _prefers_shared(self, request: PreparedRequest[Result], endpoints: Endpoints) -> bool:
         if self._preference != "auto":
             return self._preference == "shared"
-        if endpoints.pool is None or request.nbytes < _SHARED_FROM_NBYTES:
-            return False
-        is_small = request.total_nbytes <= endpoints.small_request_nbytes
-        return not is_small or all(map(endpoints.pool.locate, request.arrays))
+        return endpoints.pool is not None and request.nbytes >= _SHARED_FROM_NBYTES
 
     def _shares_ahead(self, tensor: Array) -> bool:
         return self._preference == "shared" or (self._preference == "auto" and tensor.nbytes >= _SHARED_FROM_NBYTES)

@@ -8,8 +8,6 @@ from bngrad_server.engine import Engine
 from bngrad_server.workers.supervisor import WorkerState
 from bngrad_wire import __version__
 
-_SENT_NBYTES = 384 * 2**10
-"""Tensors of larger requests are copied into shared memory in less time than they are sent over a Unix socket."""
 _WORKER_STATES = {WorkerState.STARTING: pb.WORKER_STATE_STARTING, WorkerState.READY: pb.WORKER_STATE_READY}
 
 
@@ -21,10 +19,7 @@ class ServerInfo:
     """
 
     def __init__(self, engine: Engine, max_message_bytes: int) -> None:
-        self.endpoints = pb.Endpoints(
-            small_request_bytes=min(engine.small_requests.max_nbytes, _SENT_NBYTES),
-            copied_ahead_bytes=engine.sent_ahead.places.least_nbytes,
-        )
+        self.endpoints = pb.Endpoints(copied_ahead_bytes=engine.sent_ahead.places.least_nbytes)
         self._engine = engine
         self._max_message_bytes = max_message_bytes
 
