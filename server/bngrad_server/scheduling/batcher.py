@@ -129,7 +129,7 @@ class Batcher:
             is_brief = self._free.end(batch)
             self._end_all(batch)
             if leader is None:
-                self._free.add([] if self._closed else batch.alive)
+                self._free.add(batch.alive)
                 return
             for worker in batch.alive:
                 if worker is not leader.worker:
@@ -167,7 +167,6 @@ class Batcher:
         """Ends every job that waits, and takes no more."""
         with self._locked:
             self._closed = True
-            self._free.take_all()
             for job in list(self._queue.jobs):
                 self._queue.remove(job)
                 self._end(job, CancelledError())
@@ -219,7 +218,7 @@ class Batcher:
         if not self._max_delay_s:
             return 0.0
         with self._mutex:
-            if self._closed or not 0 < len(self._queue) < self._max_jobs:
+            if not 0 < len(self._queue) < self._max_jobs:
                 return 0.0
             return self._queue.jobs[0].arrival + self._max_delay_s - time.monotonic()
 
@@ -235,10 +234,9 @@ class Batcher:
                     job.worker = worker
                     job.wake()
                     return
-        if not self._closed:
-            self._free.add([worker])
-            if len(self._queue):
-                self._on_work()
+        self._free.add([worker])
+        if len(self._queue):
+            self._on_work()
 
     def _hand_all_on(self) -> None:
         """Deals the free slots out anew, since other jobs may take them now; the mutex is held."""
@@ -294,7 +292,6 @@ class Batcher:
     def _put(self, job: Job) -> None:
         """Has a new job wait; the mutex is held."""
         if self._closed:
-            job.state = JobState.ENDED
             raise CancelledError
         self._queue.put(job)
         if self._delayed and len(self._queue) >= self._max_jobs:
