@@ -144,13 +144,14 @@ def test_a_job_is_not_blamed_for_deaths_of_workers_that_never_read_it(requests: 
     assert (only.attempts, requests.batcher.counts.reruns) == (1, 2 * MAX_ATTEMPTS)
 
 
-def test_a_split_job_is_blamed_if_one_of_the_dead_read_it(requests: Requests) -> None:
+@pytest.mark.parametrize("saw_batch", [(True, False), (False, True)])
+def test_a_split_job_is_blamed_if_one_of_the_dead_read_it(requests: Requests, saw_batch: tuple[bool, bool]) -> None:
     only = large_job()
     workers = [requests.offer(), requests.offer()]
     (future,) = requests.run(only)
     outcomes = [worker.next_batch()[1] for worker in workers]
-    for outcome, saw_batch in zip(outcomes, (True, False), strict=True):
-        outcome.set_exception(WorkerDiedError("killed", saw_batch=saw_batch))
+    for outcome, saw in zip(outcomes, saw_batch, strict=True):
+        outcome.set_exception(WorkerDiedError("killed", saw_batch=saw))
     successor = requests.offer()
     assert successor.compute() == [only]
     future.result(TIMEOUT_S)
@@ -354,15 +355,29 @@ def test_a_worker_that_was_withdrawn_gets_no_job(requests: Requests, worker: Gat
     future.result(TIMEOUT_S)
 
 
+def test_a_job_of_the_event_loop_does_not_wait_for_one_before_it_that_was_abandoned(worker: GatedWorker) -> None:
+    batcher = Batcher(max_jobs=3, max_bytes=4000)
+    gone, only = job(0, is_abandoned=lambda: True), job(1)
+    for each in (gone, only):
+        each.on_end = lambda: None
+        batcher.submit(each)
+    batcher.offer(worker)
+    (batch,), _ = batcher.begin_batches()
+    assert batch.jobs == [only]
+    assert gone.has_ended
+
+
 @pytest.mark.parametrize("dies", [False, True], ids=["the worker computes", "the worker dies"])
 def test_closing_ends_every_job_that_no_worker_has(requests: Requests, worker: GatedWorker, dies: bool) -> None:
     (held,) = requests.run(job(0))
     requests.batcher.offer(worker)
     _, outcome = worker.next_batch()
-    (waiting,) = requests.run(job(1))
+    waiting = requests.run(*(job(1) for _ in range(3)))
     requests.batcher.close()
-    with pytest.raises(CancelledError):
-        waiting.result(TIMEOUT_S)
+    assert requests.batcher.waiting() == (0, 0)
+    for each in waiting:
+        with pytest.raises(CancelledError):
+            each.result(TIMEOUT_S)
     with pytest.raises(CancelledError):
         run_and_check(requests.batcher, job())
     if dies:
@@ -664,7 +679,29 @@ def test_a_full_batch_does_not_wait_for_the_batch_delay(worker: GatedWorker) -> 
         futures = requests.run(*jobs)
         assert worker.compute() == jobs
         wait_for(futures)
+    assert not requests.batcher._delayed
     requests.end()
+
+
+def test_the_event_loop_is_told_when_a_job_will_have_waited_for_the_batch_delay(worker: GatedWorker) -> None:
+    batcher, only = Batcher(max_jobs=3, max_bytes=4000, max_delay_s=60), job()
+    batcher.offer(worker)
+    batcher.submit(only)
+    batches, look_at = batcher.begin_batches()
+    assert not batches
+    assert look_at == pytest.approx(only.arrival + 60, abs=TIMEOUT_S)
+
+
+def test_the_event_loop_is_woken_when_a_slot_becomes_free_for_a_job_that_waits(worker: GatedWorker) -> None:
+    batcher, woken = Batcher(max_jobs=3, max_bytes=4000), list[tuple[int, int]]()
+    batcher.notify(lambda: woken.append((len(batcher._free), len(batcher._queue))))
+    batcher.offer(worker)
+    assert woken == []
+    batcher.withdraw(worker)
+    batcher.submit(only := job())
+    only.on_end = lambda: None
+    batcher.offer(worker)
+    assert woken == [(1, 1)]
 
 
 def test_a_submitted_job_that_is_left_calls_nobody_back(worker: GatedWorker) -> None:
@@ -680,3 +717,46 @@ def test_a_submitted_job_that_is_left_calls_nobody_back(worker: GatedWorker) -> 
     assert not called.is_set()
     batcher.when_untouched(only, called.set)
     assert called.is_set()
+
+
+def test_who_is_called_back_may_ask_the_batcher(worker: GatedWorker) -> None:
+    batcher, told = Batcher(max_jobs=3, max_bytes=4000), list[tuple[int, int]]()
+    only = job()
+    only.on_end = lambda: batcher.when_untouched(only, lambda: told.append(batcher.waiting()))
+    batcher.offer(worker)
+    batcher.submit(only)
+    (batch,), _ = batcher.begin_batches()
+    asking = threading.Thread(target=batcher.end_batch, args=(batch,), daemon=True)  # it may wait for itself
+    asking.start()
+    asking.join(TIMEOUT_S)
+    assert told == [(0, 0)]
+    assert only.on_end is None  # or they would be a reference cycle
+
+
+def test_what_is_computed_is_counted(requests: Requests, worker: GatedWorker) -> None:
+    counts, jobs = requests.batcher.counts, [job(nbytes=100), job(nbytes=200), job(nbytes=300)]
+    futures = requests.run(*jobs)
+    requests.batcher.offer(worker)
+    assert worker.compute() == jobs
+    wait_for(futures)
+    busy_s = jobs[0].ended_at - jobs[0].started_at
+    assert (counts.jobs, counts.jobs_nbytes, counts.ended) == (3, 600, 3)
+    assert counts.busy_s == pytest.approx(busy_s)
+    assert counts.front_busy_s == 0
+    assert all(each.arrival < each.started_at < each.ended_at for each in jobs)
+    requests.batcher.count_single(0, 0.25)
+    assert (counts.jobs, counts.jobs_nbytes, counts.ended) == (4, 600, 4)
+    assert counts.busy_s == pytest.approx(busy_s + 0.25)
+    assert counts.front_busy_s == 0.25
+    for nbytes in (2**40 - 1, 2**60):
+        counts.add(2**20, nbytes)
+    assert {i: count for i, count in enumerate(counts.sizes) if count} == {0: 1, 1: 1, 15: 2}
+    assert {i: count for i, count in enumerate(counts.nbytes) if count} == {0: 1, 9: 1, 39: 1, 40: 1}
+
+
+def test_all_workers_of_a_split_job_count_as_busy(requests: Requests, idle_workers: list[GatedWorker]) -> None:
+    (future,) = requests.run(large := large_job())
+    for worker in idle_workers:
+        worker.compute()
+    future.result(TIMEOUT_S)
+    assert requests.batcher.counts.busy_s == pytest.approx(3 * (large.ended_at - large.started_at))

@@ -100,6 +100,24 @@ def test_both_slots_are_dealt_out_again_when_a_brief_batch_has_ended() -> None:
     assert [each.worker for each in waiting] == [worker, worker]
 
 
+def test_a_slot_that_becomes_free_amid_a_brief_batch_is_kept_while_a_small_job_comes_first() -> None:
+    batcher, worker = Batcher(max_jobs=3, max_bytes=40 * job().nbytes), GatedWorker(slots=2)
+    running, waiting = [job(0), job(1, nbytes=1000)], [job(2), job(1, nbytes=1000)]
+    batches = []
+    for each in running:
+        batcher.offer(worker)
+        batcher.enter(each)
+        batches.append(batcher.next_batch(each))
+    for each in waiting:
+        batcher.enter(each)
+    for each, batch in reversed(list(zip(running, batches, strict=True))):
+        assert [waiter.worker for waiter in waiting] == [None, None]
+        assert batch is not None
+        batcher.end_batch(batch, each)
+        assert batcher.next_batch(each) is None
+    assert [waiter.worker for waiter in waiting] == [worker, worker]
+
+
 def test_a_slot_that_is_taken_for_a_large_job_goes_to_what_comes_first(brief_requests: Requests) -> None:
     worker = brief_requests.offer(slots=2)
     first, _, outcome = begin(brief_requests, job(), worker)
@@ -255,10 +273,15 @@ def test_a_job_that_cost_a_worker_and_is_given_up_holds_no_slot_back(requests: R
     held.result(TIMEOUT_S)
 
 
-def test_a_worker_that_has_died_is_forgotten(brief_requests: Requests) -> None:
+@pytest.mark.parametrize("amid_a_batch", [False, True])
+def test_a_worker_that_has_died_is_forgotten(brief_requests: Requests, amid_a_batch: bool) -> None:
     worker = brief_requests.offer()
     first, same, outcome = begin(brief_requests, job(), worker)
-    outcome.set_result([None])
+    if amid_a_batch:
+        worker.die_with(outcome)
+        brief_requests.offer().compute()
+    else:
+        outcome.set_result([None])
     first.result(TIMEOUT_S)
     wait_until(lambda: len(brief_requests.batcher._free) == 1)
     brief_requests.batcher.withdraw(worker)
