@@ -111,7 +111,7 @@ class AheadTensors:
         """
         counted = _counted(nbytes)
         with self._mutex:
-            while not self._arena.is_waited_for:
+            while self._arena.may_spare(client):
                 fits = self._nbytes + counted <= self._limit
                 block = self._arena.allocate_spare(nbytes, client) if fits else None
                 if block is not None:

@@ -166,9 +166,13 @@ class Allocator:
         """
         nbytes = _round_up(nbytes)
         with self._mutex:
-            is_limited = self._lost and self._lost.rest_s(client)
-            offset = None if self._waiting or is_limited else self._main.take_above(self.nbytes // 2, nbytes)
+            offset = self._main.take_above(self.nbytes // 2, nbytes) if self._may_spare(client) else None
             return None if offset is None else self._taken(offset, nbytes, client)
+
+    def may_spare(self, client: str) -> bool:
+        """Whether `allocate_spare` gives a client memory if there is a piece of the size."""
+        with self._mutex:
+            return self._may_spare(client)
 
     def free(self, block: Block) -> None:
         """Takes a block back; to be called once for each block."""
@@ -228,6 +232,9 @@ class Allocator:
         if wanted <= limit:
             return OverloadedError(reason)
         return OverloadedError(reason, max(math.ceil(self._lost.rest_s(client)), RETRY_DELAY_S))
+
+    def _may_spare(self, client: str) -> bool:
+        return not self._waiting and not self._lost.rest_s(client)
 
     def _take_from_reserve(self, nbytes: int) -> int | None:
         return self._reserve.take(nbytes) if nbytes * _SMALL_FRACTION <= self._reserve.free_nbytes else None

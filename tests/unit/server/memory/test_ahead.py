@@ -62,6 +62,14 @@ def test_a_client_with_less_takes_from_the_one_with_most_its_oldest_first(tensor
     assert tensors.evicted == ROOM // 2
 
 
+def test_a_client_that_lost_transfers_takes_nothing_from_others(tensors: AheadTensors, arena: Arena) -> None:
+    hoarded = [keep(tensors, "hoarder") for _ in range(ROOM)]
+    arena.limit("slow")
+    with pytest.raises(OverloadedError):
+        keep(tensors, "slow")
+    assert all(is_there(tensors, ticket, "hoarder") for ticket in hoarded)
+
+
 def test_small_tensors_are_bounded_in_number(tensors: AheadTensors) -> None:
     small = TensorHeader(np.dtype(np.float32), (1, 1), 4)
     for _ in range(ROOM):
