@@ -116,8 +116,8 @@ class LeaseServer:
                     elif key.fileobj in self._leases:  # not if it was closed by an event before
                         assert isinstance(key.fileobj, socket.socket)
                         self._receive(key.fileobj)
-                except OSError as error:
-                    logger.warning("a lease failed: %s", error)
+                except (OSError, MemoryError) as error:
+                    logger.warning("a lease failed: %r", error)
                     if key.fileobj is self._listener:
                         time.sleep(0.1)  # out of file descriptors, mostly
 
@@ -137,7 +137,7 @@ class LeaseServer:
                 self._end(client)
         except ConnectionError:
             self._end(client)
-        except OSError:
+        except (OSError, MemoryError):
             self._end(client)
             raise
 

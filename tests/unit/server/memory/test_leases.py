@@ -133,16 +133,20 @@ def test_a_client_that_leaves_before_its_answer_is_forgotten_without_a_word(
     assert caplog.messages == []
 
 
-def test_a_lease_that_cannot_be_handed_over_ends(
-    regions: Regions, sockets: LeaseServer, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [OSError(errno.EMFILE, os.strerror(errno.EMFILE)), MemoryError()], ids=repr)
+def test_a_lease_that_cannot_be_handed_over_ends_and_others_go_on(
+    regions: Regions, sockets: LeaseServer, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def fail(region: Region) -> int:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        raise error
 
-    monkeypatch.setattr(Region, "open_for_client", fail)
-    with connect(sockets) as client:
+    with monkeypatch.context() as failing, connect(sockets) as client:
+        failing.setattr(Region, "open_for_client", fail)
         assert ask(client, NBYTES) == (b"", [])
     wait_until(lambda: regions.nbytes == 0)
+    with connect(sockets) as client:
+        _, (fd,) = ask(client, NBYTES)
+        os.close(fd)
 
 
 @pytest.mark.parametrize(
