@@ -31,6 +31,7 @@ from tests.unit.server.scheduling.workers import (
 
 from bngrad_server.errors import ComputeError, WorkerDiedError
 from bngrad_server.runtime.event_loop import EventLoop
+from bngrad_server.scheduling import dispatch
 from bngrad_server.scheduling.batcher import MAX_ATTEMPTS, Batcher
 from bngrad_server.scheduling.dispatch import Dispatcher
 from bngrad_server.scheduling.job import Job, JobState, Part, Worker
@@ -125,6 +126,7 @@ def test_a_job_is_given_up_when_too_many_workers_died_of_it(requests: Requests) 
         assert worker.die() == [only]
     with pytest.raises(ComputeError, match=f"{MAX_ATTEMPTS} workers died"):
         future.result(TIMEOUT_S)
+    assert only.error is None  # its traceback would keep the frames of its callers
 
 
 def test_a_job_is_not_blamed_for_deaths_of_workers_that_never_read_it(requests: Requests) -> None:
@@ -218,7 +220,10 @@ def test_an_abandoned_job_is_never_run(requests: Requests, worker: GatedWorker) 
             future.result(TIMEOUT_S)
 
 
-def test_a_job_that_waits_ends_at_its_deadline(requests: Requests, worker: GatedWorker) -> None:
+def test_a_job_that_waits_ends_at_its_deadline(
+    requests: Requests, worker: GatedWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "_CHECK_INTERVAL_S", 2 * TIMEOUT_S)
     only = job(deadline=time.monotonic() + 0.05)
     with takes_at_most(TIMEOUT_S / 2):
         (future,) = requests.run(only)
@@ -634,6 +639,36 @@ def test_a_job_of_which_one_worker_died_runs_alone_once_the_others_are_done(
     future.result(TIMEOUT_S)
     assert idle_workers[dead].killed
     wait_until(lambda: set(requests.batcher._free) == set(idle_workers) - {idle_workers[dead]})
+
+
+def test_the_event_loop_ends_a_split_job_once_no_worker_has_it_also_after_an_unexpected_error() -> None:
+    batcher, event_loop = Batcher(max_jobs=3, max_bytes=4000), EventLoop("event-loop")
+    Dispatcher(event_loop, batcher)
+    event_loop.start()
+    workers = [GatedWorker(), GatedWorker()]
+    for each in workers:
+        batcher.offer(each)
+    only, has_ended = large_job(), threading.Event()
+    only.on_end = has_ended.set
+    batcher.submit(only)
+    event_loop.call_soon(lambda: None)
+    first, second = (worker.next_batch()[1] for worker in workers)
+    first.set_result([None])
+    for _ in range(2):  # in the second round, the loop has seen that at the latest
+        passed = threading.Event()
+        event_loop.call_soon(passed.set)
+        assert passed.wait(TIMEOUT_S)
+    assert only.state is JobState.RUNNING
+    second.set_exception(MemoryError())
+    wait_until(lambda: batcher.waiting()[0] == 1)
+    assert all(each.killed for each in workers)
+    successor = GatedWorker()
+    batcher.offer(successor)
+    assert successor.compute() == [only]
+    assert has_ended.wait(TIMEOUT_S)
+    only.check()
+    event_loop.stop(TIMEOUT_S)
+    assert not event_loop.is_alive
 
 
 def test_a_job_waits_for_others_no_longer_than_the_batch_delay(worker: GatedWorker) -> None:

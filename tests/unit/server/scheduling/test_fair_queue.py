@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -139,9 +140,47 @@ def test_every_job_is_taken_once_in_batches_within_the_limits(
     assert not waiting
 
 
-def test_clients_that_have_gone_are_forgotten() -> None:
-    queue = FairQueue(8, 1000)
+@pytest.mark.parametrize("leave", [lambda queue, _: queue.take(), FairQueue.remove], ids=["taken", "removed"])
+def test_clients_that_have_gone_are_forgotten(leave: Callable[[FairQueue, Job], object]) -> None:
+    queue, first = FairQueue(8, 1000), job(client="first")
+    queue.put(first)
+    queue.take()
     for number in range(5000):
-        queue.put(job(client=str(number)))
-        queue.take()
+        queue.put(each := job(client=str(number)))
+        leave(queue, each)
     assert len(queue._clients) < 2000
+    queue.put_back(first)  # its worker has died
+    assert queue.take() == [first]
+
+
+def test_a_client_that_had_nothing_to_do_has_no_more_than_its_share_later() -> None:
+    queue = FairQueue(max_jobs=1, max_bytes=1000)
+    for _ in range(10):
+        queue.put(job("a", MB))
+        queue.take()
+    jobs = [job(client, MB) for client in "bbbaaa"]
+    for each in jobs:
+        queue.put(each)
+    assert batches(queue) == [[jobs[i]] for i in (0, 3, 1, 4, 2, 5)]
+
+
+def test_each_job_of_a_batch_counts_as_work() -> None:
+    queue = FairQueue(max_jobs=10, max_bytes=1000)
+    for _ in range(10):
+        queue.put(job("a"))
+    assert len(queue.take()) == 10
+    jobs = [job("a", key=0), job("b", key=1)]
+    for each in jobs:
+        queue.put(each)
+    assert batches(queue) == [[each] for each in jobs]
+
+
+def test_a_new_client_begins_with_half_a_share_of_what_one_of_two_has_had() -> None:
+    queue = FairQueue(max_jobs=1, max_bytes=1000)
+    jobs = [job(client, MB) for client in "abac"]
+    for each in jobs[:2]:
+        queue.put(each)
+    assert queue.take() == jobs[:1]
+    for each in jobs[2:]:
+        queue.put(each)
+    assert batches(queue) == [[jobs[i]] for i in (1, 3, 2)]
