@@ -9,14 +9,29 @@ from concurrent.futures import Future
 from typing import TypeAlias
 
 import pytest
-from tests.unit.server.scheduling.workers import TIMEOUT_S, GatedWorker, Requests, job, large_job, wait_for, wait_until
+from tests.unit.server.scheduling.workers import (
+    LARGE,
+    SPEC,
+    TIMEOUT_S,
+    GatedWorker,
+    Requests,
+    job,
+    large_job,
+    wait_for,
+    wait_until,
+)
 
+from bngrad_kernels.spec import Spec
 from bngrad_server.errors import ComputeError
 from bngrad_server.memory.layout import ARENA, Place, Task
 from bngrad_server.scheduling.batcher import Batcher
+from bngrad_server.scheduling.free_slots import FreeSlots
 from bngrad_server.scheduling.job import Job
 
 Outcome: TypeAlias = Future[list[str | None]]
+
+NEAR = Task(True, 0, (Place(ARENA, 0), Place(ARENA, 256, ahead=7), Place(ARENA, 512)))
+"""With an input of which a worker may have a copy."""
 
 
 @pytest.fixture
@@ -118,6 +133,20 @@ def test_a_slot_that_becomes_free_amid_a_brief_batch_is_kept_while_a_small_job_c
     assert [waiter.worker for waiter in waiting] == [worker, worker]
 
 
+def test_no_worker_of_a_brief_batch_that_is_split_begins_another() -> None:
+    batcher, split, small = Batcher(max_jobs=3, max_bytes=2**24), job(spec=LARGE, nbytes=2**21), job()
+    for worker in [GatedWorker(slots=2), GatedWorker(slots=2)] * 2:
+        batcher.offer(worker)
+    batcher.enter(split)
+    batch = batcher.next_batch(split)
+    assert batch is not None
+    assert len(batch.workers) == 2
+    batcher.enter(small)
+    assert small.worker is None
+    batcher.end_batch(batch, split)
+    assert small.worker in batch.workers
+
+
 def test_a_slot_that_is_taken_for_a_large_job_goes_to_what_comes_first(brief_requests: Requests) -> None:
     worker = brief_requests.offer(slots=2)
     first, _, outcome = begin(brief_requests, job(), worker)
@@ -155,12 +184,19 @@ def test_a_worker_that_is_idle_is_preferred_to_one_that_has_a_free_slot(requests
 def test_a_worker_that_has_a_copy_of_the_input_is_preferred_to_one_that_is_idle(requests: Requests) -> None:
     near, other = workers = [requests.offer(slots=2), requests.offer(slots=2)]
     near.copies = {7}
-    places = (Place(ARENA, 0), Place(ARENA, 256, ahead=7), Place(ARENA, 512))
-    begun = [begin(requests, job(task=Task(True, 0, places)), *workers) for _ in range(3)]
+    begun = [begin(requests, job(task=NEAR), *workers) for _ in range(3)]
     assert [worker for _, worker, _ in begun] == [near, near, other]
     for future, _, outcome in begun:
         outcome.set_result([None])
         future.result(TIMEOUT_S)
+
+
+def test_a_copy_draws_no_job_to_a_busy_worker_while_one_waits_that_may_have_cost_another() -> None:
+    free, near, idle = FreeSlots(1, split=True), GatedWorker(slots=2), GatedWorker()
+    near.copies = {7}
+    free.add([near, idle])
+    free.suspects.add(job())
+    assert [free.take(job(task=NEAR)) for _ in range(2)] == [idle, None]
 
 
 def test_a_large_job_is_split_among_workers_not_among_the_slots_of_one(requests: Requests) -> None:
@@ -175,6 +211,46 @@ def test_a_large_job_is_split_among_workers_not_among_the_slots_of_one(requests:
     assert busy.is_untouched
     outcome.set_result([None])
     small.result(TIMEOUT_S)
+
+
+def idle_workers(batcher: Batcher, count: int) -> list[GatedWorker]:
+    workers = [GatedWorker() for _ in range(count)]
+    for each in workers:
+        batcher.offer(each)
+    return workers
+
+
+def test_large_jobs_that_share_a_batch_are_not_split() -> None:
+    jobs = [large_job(), large_job()]
+    batcher = Batcher(max_jobs=3, max_bytes=8 * jobs[0].nbytes)
+    workers = idle_workers(batcher, 2)
+    for each in jobs:
+        each.on_end = lambda: None
+        batcher.submit(each)
+    (batch,), _ = batcher.begin_batches()
+    assert batch.jobs == jobs
+    assert [worker.parts for worker in workers if not worker.is_untouched] == [[range(64)] * 2]
+
+
+@pytest.mark.parametrize(
+    ("spec", "nbytes", "split", "workers"),
+    [
+        pytest.param(LARGE, 2**21, True, 3, id="large"),
+        pytest.param(LARGE, 2**21 - 1, True, 1, id="small"),
+        pytest.param(LARGE, 2**21, False, 1, id="large, where none is split"),
+        pytest.param(SPEC, 2**21, True, 1, id="of few channels"),
+    ],
+)
+def test_a_job_is_split_from_two_mebibytes_on_and_leaves_the_workers_that_it_has_no_part_for(
+    spec: Spec, nbytes: int, split: bool, workers: int
+) -> None:
+    batcher = Batcher(max_jobs=3, max_bytes=2**20, split=split)
+    idle_workers(batcher, 3)
+    batcher.enter(only := job(spec=spec, nbytes=nbytes))
+    batch = batcher.next_batch(only)
+    assert batch is not None
+    assert len(batch.workers) == workers
+    assert len(set(batcher._free) - set(batch.workers)) == 3 - workers
 
 
 def test_all_batches_of_a_dead_worker_run_again_one_at_a_time(requests: Requests) -> None:
