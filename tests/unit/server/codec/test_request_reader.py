@@ -11,10 +11,19 @@ from google.protobuf.message import DecodeError, Message
 from tests.hostile_messages import HOSTILE, SIZES, at_little_cost
 
 from bngrad_kernels.problem import problem_type
-from bngrad_kernels.spec import BFLOAT16, FLOAT16, FLOAT32, InvalidArgumentError, ReserveSpace2Kind, Spec
+from bngrad_kernels.spec import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    InvalidArgumentError,
+    ReserveSpace2Kind,
+    Spec,
+    TensorHeader,
+)
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.codec.ops import OPS, Op
-from bngrad_server.codec.request_reader import RequestReader
+from bngrad_server.codec.request_reader import RequestReader, ahead_header
+from bngrad_wire.limits import MAX_RANK
 
 V3, V2, ONEDNN, GRAD_GRAD = OPS
 FLOAT = pb.DATA_TYPE_FLOAT32
@@ -323,3 +332,28 @@ def test_requests_that_differ_in_their_elements_alone_are_validated_once() -> No
     assert reader.read(message.SerializeToString()) is first
     message.epsilon = 0.25
     assert reader.read(message.SerializeToString()).spec.epsilon == 0.25
+
+
+@pytest.mark.parametrize("rank", [2, MAX_RANK])
+def test_a_tensor_that_is_sent_ahead_has_the_size_of_its_shape(rank: int) -> None:
+    shape = (3, 2, *(1,) * (rank - 2))
+    header = pb.Tensor(dtype=pb.DATA_TYPE_BFLOAT16, shape=shape, location=LOCATION)
+    assert ahead_header(header) == TensorHeader(BFLOAT16, shape, 12)
+
+
+@pytest.mark.parametrize(
+    ("header", "problem"),
+    [
+        pytest.param({"dtype": 99}, "must have one of the dtypes .*, not 99", id="dtype"),
+        pytest.param({"shape": [3]}, f"must have 2 to {MAX_RANK} dimensions, not 1", id="1-D"),
+        pytest.param({"shape": [1] * 33}, f"must have 2 to {MAX_RANK} dimensions, not 33", id="33-D"),
+        pytest.param({"shape": [3, 0]}, r"must have at least one element, not shape \(3, 0\)", id="empty"),
+        pytest.param({"shape": [-3, -1]}, r"must have at least one element, not shape \(-3, -1\)", id="negative"),
+        pytest.param({"data": b"data"}, "must have neither data nor a ticket", id="data"),
+        pytest.param({"ticket": b"t" * 16}, "must have neither data nor a ticket", id="ticket"),
+    ],
+)
+def test_a_tensor_that_is_sent_ahead_is_one_that_a_request_may_have(header: dict[str, Any], problem: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"tensor {problem}") as caught:
+        ahead_header(pb.Tensor(**{"dtype": FLOAT, "shape": [2, 3], **header}))
+    assert [violation.field for violation in caught.value.violations] == ["tensor"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from contextlib import ExitStack
 
@@ -53,6 +54,9 @@ def test_requests_are_limited_in_number_whatever_their_size(most: int) -> None:
     gate = Admission(max_requests=most, max_wait_s=5)
     assert crowd(gate, "a", 0) == most
     assert gate.admitted == most
+    with pytest.raises(OverloadedError, match=f"the server is full: {most} requests"):
+        gate.enter("a", 0, None)
+    assert crowd(gate, "b", 0) == most // 2
 
 
 def test_work_is_limited_to_what_was_lately_done_within_the_longest_wait(clock: Clock) -> None:
@@ -61,11 +65,29 @@ def test_work_is_limited_to_what_was_lately_done_within_the_longest_wait(clock: 
     assert crowd(gate, "a", MB - 2**18) == 128
 
 
-def test_a_request_with_little_time_is_admitted_only_if_the_wait_is_shorter(clock: Clock) -> None:
+@pytest.mark.parametrize(("rest_s", "admitted"), [(100, 128), (1, 32), (0, ALWAYS), (-1, ALWAYS)])
+def test_a_request_with_little_time_is_admitted_only_if_the_wait_is_shorter(
+    clock: Clock, rest_s: float, admitted: int
+) -> None:
     gate = Admission(max_requests=10_000, max_wait_s=2)
     work_at(gate, clock, 64 * MB, seconds=3)
-    assert crowd(gate, "a", MB - 2**18, clock.now + 1) == 32
-    gate.enter("a", MB, None)
+    assert crowd(gate, "a", MB - 2**18, clock.now + rest_s) == admitted
+    if admitted < 128:
+        gate.enter("a", MB, None)
+
+
+@pytest.mark.parametrize(("seconds", "admitted"), [(2, 128), (6, 64)])
+def test_the_rate_is_the_highest_of_the_last_four_seconds(clock: Clock, seconds: float, admitted: int) -> None:
+    gate = Admission(max_requests=10_000, max_wait_s=2)
+    work_at(gate, clock, 64 * MB, seconds=3)
+    work_at(gate, clock, 32 * MB, seconds)
+    assert crowd(gate, "a", MB - 2**18) == admitted
+
+
+def test_the_last_place_is_for_any_client() -> None:
+    gate = Admission(max_requests=100, max_wait_s=5)
+    for client in "a" * 80 + "b" * 19 + "a":
+        gate.enter(client, 0, None)
 
 
 def test_a_few_requests_are_always_admitted(clock: Clock) -> None:
@@ -89,23 +111,44 @@ def test_a_server_is_never_more_than_twice_full() -> None:
     assert gate.admitted == 200
 
 
-def test_the_retry_delay_is_the_time_until_there_is_room(clock: Clock) -> None:
+@pytest.mark.parametrize(("nbytes", "delay_s"), [(2**18, 0.02), (32 * MB, 0.5), (640 * MB, 5.0)])
+def test_the_retry_delay_is_the_time_until_there_is_room_within_limits(
+    clock: Clock, nbytes: int, delay_s: float
+) -> None:
     gate = Admission(max_requests=10_000, max_wait_s=2)
     work_at(gate, clock, 64 * MB, seconds=3)
     crowd(gate, "a", MB - 2**18)
     with pytest.raises(OverloadedError, match=r"about 2\.0 s of work") as refused:
-        gate.enter("a", 32 * MB - 2**18, None)
-    assert refused.value.retry_delay_s == pytest.approx(0.5)
+        gate.enter("a", nbytes - 2**18, None)
+    assert refused.value.retry_delay_s == pytest.approx(delay_s)
 
 
 def test_requests_that_were_not_computed_do_not_count_in_the_rate(clock: Clock) -> None:
     gate = Admission(max_requests=10_000, max_wait_s=2)
     work_at(gate, clock, 64 * MB, seconds=3)
-    for _ in range(100):
-        gate.enter("a", 100 * MB, None)
+    for _ in range(10):
+        gate.enter("standing", MB, None)
+    for _ in range(20):
+        gate.enter("a", 10 * MB, None)
         clock.now += 0.1
-        gate.leave("a", 100 * MB, computed=False)
+        gate.leave("a", 10 * MB, computed=False)
+    for _ in range(10):
+        gate.leave("standing", MB, computed=False)
     assert crowd(gate, "a", MB - 2**18) == 128
+
+
+@pytest.mark.parametrize(("standing", "admitted"), [(7, 93), (8, ALWAYS - 8)])
+def test_the_rate_is_measured_while_eight_requests_are_in_the_server(
+    clock: Clock, standing: int, admitted: int
+) -> None:
+    gate = Admission(max_requests=100, max_wait_s=1)
+    for _ in range(standing):
+        gate.enter("standing", 0, None)
+    for _ in range(10):
+        gate.enter("a", MB, None)
+        clock.now += 1
+        gate.leave("a", MB, computed=True)
+    assert crowd(gate, "standing", 100 * MB) == admitted
 
 
 def test_a_server_that_was_never_busy_has_no_rate(clock: Clock) -> None:
@@ -181,6 +224,8 @@ def test_the_requests_of_a_client_are_limited() -> None:
     assert 0 < refused.value.retry_delay_s < 1
     with pytest.raises(OverloadedError, match="has 2 requests in progress already"):
         gate.check("greedy", None)
+    with pytest.raises(OverloadedError, match="has 2 requests in progress already"):
+        gate.pass_through("greedy", 0, None)
     gate.enter("modest", MB, None)
     gate.leave("greedy", MB, computed=True)
     gate.enter("greedy", MB, None)
@@ -255,8 +300,36 @@ def test_the_rate_is_measured_after_transfers_have_ended(clock: Clock) -> None:
 def test_a_message_counts_while_it_is_received_alone() -> None:
     gate = Admission(max_requests=100, max_wait_s=5, max_client_bytes=10 * MB)
     for _ in range(3):
-        with gate.receiving("a", 8 * MB, None), pytest.raises(OverloadedError):
-            gate.enter("a", 8 * MB, None)
+        with gate.receiving("a", 8 * MB, None):
+            with pytest.raises(OverloadedError):
+                gate.enter("a", 8 * MB, None)
+            with pytest.raises(OverloadedError), gate.receiving("a", 8 * MB, None):
+                pass
+    assert not gate._received_of
+    assert not gate._refused_of
+
+
+def test_the_room_of_a_client_is_what_its_requests_and_messages_leave() -> None:
+    gate = Admission(max_requests=100, max_wait_s=5, max_client_bytes=10 * MB)
+    gate.enter("a", 4 * MB, None)
+    with gate.receiving("a", MB, None):
+        assert [gate.room(client) for client in "ab"] == [5 * MB, 10 * MB]
+    assert gate.room("a") == 6 * MB
+    assert Admission(max_requests=100, max_wait_s=5, max_client_requests=1).room("a") == math.inf
+
+
+def test_a_time_in_which_all_waited_for_their_clients_does_not_count_in_the_rate(clock: Clock) -> None:
+    gate = Admission(max_requests=100, max_wait_s=1)
+    for _ in range(20):
+        gate.enter("a", 0, None)
+    clock.now += 1
+    gate.leave("a", 0, computed=True)  # ends a window, and begins one in which the server is busy at first
+    with ExitStack() as transfers:
+        for _ in range(19):
+            transfers.enter_context(gate.transfer())
+        clock.now += 10
+    gate.leave("a", 0, computed=True)
+    assert crowd(gate, "a", 100 * MB) == 100 - 18
 
 
 def test_a_time_in_which_all_had_left_does_not_count_in_the_rate(clock: Clock) -> None:
