@@ -89,6 +89,14 @@ def test_clients_that_are_counted_again_are_remembered_and_those_with_nothing_le
     assert "again" not in counts
 
 
+def test_no_count_grows_beyond_the_most() -> None:
+    counts = FadingCounts(1.0, Clock(), most=5)
+    for _ in range(2):
+        counts.add("client", 4)
+        counts.add("client", 4)
+        assert counts.of("client") == 5
+
+
 def test_calls_that_end_at_their_deadlines_are_not_cancelled() -> None:
     now = time.monotonic()
     assert is_before(None)

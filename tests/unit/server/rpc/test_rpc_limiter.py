@@ -144,6 +144,17 @@ def test_a_call_is_refused_once_its_token_is_revoked(connect: Connect, authentic
     assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
+def test_a_call_that_sends_and_receives_nothing_ends_too_once_its_token_is_revoked(
+    connect: Connect, limiter: RpcLimiter, authenticator: Revocable
+) -> None:
+    call = begin(connect())
+    limiter._end_revoked()
+    assert call.is_active()
+    authenticator.is_revoked = True
+    limiter._end_revoked()
+    assert code_of(call) is grpc.StatusCode.CANCELLED
+
+
 def revoking_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "revoked-tokens"]
 

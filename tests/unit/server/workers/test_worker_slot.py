@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import socket
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
 import pytest
+from tests.clock import Clock
 from tests.unit.server.scheduling.workers import SPEC, job
 
-from bngrad_kernels.spec import FLOAT32, Spec
+from bngrad_kernels.spec import BFLOAT16, FLOAT32, Spec
 from bngrad_server.errors import WorkerDiedError
 from bngrad_server.memory.regions import Region
+from bngrad_server.workers import worker_slot
 from bngrad_server.workers.ipc import MAX_FDS, MAX_PACKET_NBYTES, OK, Message, split_batch, unpickled
 from bngrad_server.workers.worker_slot import BusyTime, WorkerSlot
 from bngrad_wire.http2 import set_timeout
@@ -107,6 +109,17 @@ def test_a_busy_worker_is_told_of_regions_after_its_batch(slot: WorkerSlot) -> N
     slot.theirs.send(OK)
     assert slot.finish() is None
     assert received(slot) == [(Message.REGIONS, [(3, 1), (1, None)])]
+    map_region(slot, 4)
+    assert received(slot) == [(Message.REGIONS, [(4, 1)])]
+
+
+def test_a_batch_is_computed_whatever_becomes_of_its_worker_after_the_answer(slot: WorkerSlot) -> None:
+    begin(slot)
+    map_region(slot)
+    received(slot)
+    slot.theirs.send(OK)
+    slot.theirs.close()
+    assert slot.finish() is None
 
 
 def test_a_worker_that_reads_nothing_is_told_of_regions_without_waiting(slot: WorkerSlot) -> None:
@@ -121,10 +134,16 @@ def test_a_worker_that_reads_nothing_is_told_of_regions_without_waiting(slot: Wo
 
 
 def test_a_worker_is_told_of_every_region_before_its_next_batch(slot: WorkerSlot) -> None:
+    begin(slot)  # its spec is known from then on
+    received(slot)
+    slot.theirs.send(OK)
+    slot.finish()
     for number in range(1000):
         map_region(slot, number)
     with ThreadPoolExecutor() as threads:
         begun = threads.submit(begin, slot)
+        with pytest.raises(FutureTimeoutError):
+            begun.result(0.1)
         packets: list[tuple[bytes, Any]] = []
         while not packets or packets[-1][0] != Message.RUN:
             packets += received(slot)
@@ -177,16 +196,15 @@ def received(slot: WorkerSlot) -> list[tuple[bytes, Any]]:
     return packets
 
 
-def test_the_time_in_which_several_slots_are_busy_counts_once() -> None:
-    busy_time, begin = BusyTime(), time.monotonic()
-    for _ in range(3):
-        busy_time.begin()
-        busy_time.begin()
-        before = busy_time.total_s
-        busy_time.end()
-        assert busy_time.total_s == before
-        busy_time.end()
-        assert before < busy_time.total_s <= time.monotonic() - begin
+def test_the_time_in_which_several_slots_are_busy_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, busy_time = Clock(), BusyTime()
+    monkeypatch.setattr(worker_slot, "time", clock)
+    totals = []
+    for step in (busy_time.begin, busy_time.begin, busy_time.end, busy_time.end) * 2:
+        step()
+        totals.append(busy_time.total_s)
+        clock.now += 1
+    assert totals == [0, 0, 0, 3, 3, 3, 3, 6]
 
 
 def test_a_slot_is_late_amid_a_batch_alone(slot: WorkerSlot, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,3 +215,40 @@ def test_a_slot_is_late_amid_a_batch_alone(slot: WorkerSlot, monkeypatch: pytest
     slot.theirs.send(OK)
     assert slot.finish() is None
     assert not slot.is_late
+
+
+OTHER_DTYPE, OTHER_ORDER = (dataclasses.replace(SPEC, **change) for change in ({"dtype": BFLOAT16}, {"order": 2}))
+
+
+@pytest.mark.parametrize(
+    ("compiles", "before", "spec", "nbytes", "late_s"),
+    [
+        pytest.param(False, [], SPEC, 0, 30, id="small"),
+        pytest.param(False, [], SPEC, 200_000_000, 40, id="large"),
+        pytest.param(True, [], SPEC, 0, 330, id="first of all"),
+        pytest.param(True, [OTHER_DTYPE, OTHER_ORDER, SPEC], SPEC, 0, 30, id="known kernel"),
+        pytest.param(True, [SPEC], OTHER_DTYPE, 0, 330, id="first of a dtype"),
+        pytest.param(True, [SPEC], OTHER_ORDER, 0, 330, id="first of an order"),
+    ],
+)
+def test_a_batch_has_time_for_its_bytes_and_for_the_compiler_where_its_kernel_is_new(
+    monkeypatch: pytest.MonkeyPatch, compiles: bool, before: list[Spec], spec: Spec, nbytes: int, late_s: float
+) -> None:
+    clock, busy_time = Clock(), BusyTime()
+    monkeypatch.setattr(worker_slot, "time", clock)
+    slot = WorkerSlot(busy_time, compiles=compiles)
+    with slot.theirs, contextlib.closing(slot._socket):
+        for each in before:
+            assert slot.take()
+            slot.begin([(job(spec=each), range(each.channels))])
+            slot.theirs.send(OK)
+            slot.finish()
+        assert slot.take()
+        slot.begin([(job(spec=spec, nbytes=nbytes), range(spec.channels))])
+        clock.now += late_s
+        assert not slot.is_late
+        clock.now += 0.5
+        assert slot.is_late
+        slot.theirs.send(OK)
+        slot.finish()
+    assert busy_time.total_s == late_s + 0.5
