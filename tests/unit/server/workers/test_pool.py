@@ -5,13 +5,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
 
 from bngrad_server.config import ServerConfig
+from bngrad_server.memory.layout import Place
 from bngrad_server.memory.regions import Region
 from bngrad_server.workers import pool
+from bngrad_server.workers.ipc import AheadChange
 from bngrad_server.workers.supervisor import Supervisor
 
 
@@ -32,8 +36,10 @@ class StuckSupervisor(Supervisor):
     """Has a worker that does not end."""
 
     waited_s = 0.0
+    is_told = False
 
-    def begin_to_stop(self) -> None: ...
+    def begin_to_stop(self) -> None:
+        self.is_told = True
 
     def stop(self, timeout_s: float) -> None:
         self.waited_s = timeout_s
@@ -92,3 +98,22 @@ def test_several_workers_that_do_not_end_delay_the_end_as_one_does(monkeypatch: 
     workers = pool_of("cpu", workers=4)
     workers.close()
     assert sum(supervisor.waited_s for supervisor in supervisors_of(workers)) <= 0.1
+    assert all(supervisor.is_told for supervisor in supervisors_of(workers))
+
+
+def test_copies_are_spread_among_the_gpus_and_dropped_where_they_are() -> None:
+    workers, changes = pool_of("cuda:0", "cpu", "cuda:1"), list[tuple[str, AheadChange]]()
+    for supervisor in supervisors_of(workers):
+        supervisor.change_ahead = partial(note, changes, supervisor.name)
+    numbers = [workers.copy_ahead(Place(1, 256 * i), 100) for i in range(4)]
+    for number in numbers:
+        workers.drop_copy(number)
+    copied, dropped = changes[:4], changes[4:]
+    assert [change for _, change in copied] == [AheadChange(n, 1, 256 * i, 100) for i, n in enumerate(numbers)]
+    assert [change for _, change in dropped] == [AheadChange(n) for n in numbers]
+    assert [name for name, _ in dropped] == [name for name, _ in copied]
+    assert Counter(name for name, _ in copied) == {"cuda:0": 2, "cuda:1": 2}
+
+
+def note(changes: list[tuple[str, AheadChange]], name: str, change: AheadChange) -> None:
+    changes.append((name, change))

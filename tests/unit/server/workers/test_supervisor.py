@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 from tests.unit.server.workers.additions import TIMEOUT_S, wait_until
 
-from bngrad_server.errors import WorkerDiedError
+from bngrad_server.errors import WorkerDiedError, WorkerStartError
 from bngrad_server.memory.regions import Region
 from bngrad_server.scheduling.batcher import Batcher
 from bngrad_server.workers import supervisor as module
@@ -46,10 +46,12 @@ class Process:
     def __init__(self, reports: list[bytes | None]) -> None:
         self.reports = reports
         self.regions: list[tuple[int, Region | None]] = []
+        self.timeouts: list[float] = []
         self.killed = self.is_late = False
         self._ended = threading.Event()
 
     def receive_report(self, timeout_s: float) -> bytes | None:
+        self.timeouts.append(timeout_s)
         if not self.reports:
             assert self._ended.wait(TIMEOUT_S)
             return b""
@@ -232,3 +234,59 @@ def test_a_worker_whose_start_a_stop_did_not_see_ends_unused(supervise: Supervis
     supervisor.start()
     wait_until(lambda: not supervisor._thread.is_alive())
     assert only.reports == [READY]
+
+
+@pytest.mark.parametrize(
+    ("reports", "problem"),
+    [
+        pytest.param([], "the worker of device cpu ended before it was ready", id="ended"),
+        pytest.param([Report.FAILED + b"no driver"], "device cpu cannot be used: no driver", id="failed"),
+    ],
+)
+def test_a_worker_that_ends_before_it_is_ready_fails_the_start_and_is_not_replaced(
+    supervise: Supervise, reports: list[bytes | None], problem: str
+) -> None:
+    supervisor, _ = supervise([*reports, b""])
+    supervisor.start()
+    with pytest.raises(WorkerStartError, match=problem):
+        supervisor.wait_until_ready(TIMEOUT_S)
+    wait_until(lambda: not supervisor._thread.is_alive())
+    assert supervisor.status().restarts == 0
+
+
+def test_no_delay_of_a_start_is_longer_than_five_seconds(supervise: Supervise) -> None:
+    ended = b""
+    supervisor, _ = supervise([READY, ended], *([ended] for _ in range(7)), [READY])
+    supervisor._closing = delays = Delays()
+    supervisor.start()
+    wait_until(lambda: supervisor.status().restarts == 8 and supervisor.is_ready)
+    assert delays.noted == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
+
+
+def test_a_worker_that_does_not_end_when_it_is_told_is_killed_after_the_timeout(supervise: Supervise) -> None:
+    supervisor, (only,) = supervise([READY])
+    only.shut_down = lambda: None  # type: ignore[method-assign]
+    only.kill = killed = mock.Mock(side_effect=only._ended.set)  # type: ignore[method-assign]
+    supervisor.start()
+    assert supervisor.wait_until_ready(TIMEOUT_S)
+    supervisor.begin_to_stop()
+    assert not killed.called
+    supervisor.stop(0)
+    assert killed.called
+
+
+def test_a_worker_may_be_silent_for_longer_until_it_is_ready(supervise: Supervise) -> None:
+    supervisor, (only,) = supervise([SILENCE, READY, HEARTBEAT])
+    supervisor.start()
+    wait_until(lambda: len(only.timeouts) == 4)
+    assert only.timeouts == [30, 30, 5, 5]  # two such silences are too many
+
+
+def test_a_worker_is_not_blamed_for_the_failure_of_the_one_before(
+    supervise: Supervise, caplog: pytest.LogCaptureFixture
+) -> None:
+    supervisor, _ = supervise([READY, Report.FAILED + b"no memory", b""], [READY, b""], [READY])
+    supervisor.start()
+    wait_until(lambda: supervisor.status().restarts == 2 and supervisor.is_ready)
+    errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert errors == ["worker of device cpu ended: no memory", "worker of device cpu ended"]
