@@ -10,7 +10,7 @@ import pytest
 
 from bngrad_kernels.spec import InvalidArgumentError, TensorHeader
 from bngrad_server.errors import OverloadedError, UnknownTicketError
-from bngrad_server.memory.ahead import AheadTensors, ConnectionTickets
+from bngrad_server.memory.ahead import AheadTensor, AheadTensors, ConnectionTickets
 from bngrad_server.memory.arena import Arena
 
 NBYTES = 2**16
@@ -102,16 +102,50 @@ def test_nothing_is_sent_ahead_while_a_request_waits(tensors: AheadTensors, aren
     keep(tensors)
 
 
-def test_what_a_request_uses_stays(tensors: AheadTensors, arena: Arena) -> None:
+def test_what_requests_use_stays_until_the_last_of_them_has_ended(tensors: AheadTensors, arena: Arena) -> None:
     tickets: ConnectionTickets = set()
     ticket = keep(tensors, tickets=tickets)
-    tensor = tensors.hold("x", ticket, "one", HEADER.dtype, HEADER.shape)
+
+    def hold() -> AheadTensor:
+        return tensors.hold("x", ticket, "one", HEADER.dtype, HEADER.shape)
+
+    tensors.release(hold())
+    assert is_there(tensors, ticket)
+    held = [hold(), hold()]
     assert not tensors.evict()
     tensors.end(tickets)
     assert not is_there(tensors, ticket)
-    assert arena.used_bytes == NBYTES
-    tensors.release(tensor)
+    for each in held:
+        assert arena.used_bytes == NBYTES
+        tensors.release(each)
     assert arena.used_bytes == tensors.nbytes == 0
+
+
+@pytest.mark.parametrize("nbytes", [4, NBYTES + 4])
+def test_nothing_is_counted_once_all_is_freed(tensors: AheadTensors, nbytes: int) -> None:
+    header = TensorHeader(np.dtype(np.float32), (nbytes // 4, 1), nbytes)
+    tensors.free(tensors.allocate(nbytes, "one"))
+    tensors.forget([tensors.keep(header, tensors.allocate(nbytes, "one"), set())], "one")
+    assert tensors.nbytes == len(tensors._nbytes_of) == len(tensors._of) == 0
+
+
+def test_clients_that_have_about_as_much_do_not_take_from_each_other_in_turns() -> None:
+    arena = Arena(2 * 9 * NBYTES, 0)
+    tensors = AheadTensors(arena)
+    for client in ["one"] * 9 + ["other"] * 4:
+        keep(tensors, client)
+    for client in ("other", "one"):
+        with pytest.raises(OverloadedError):
+            keep(tensors, client)
+    assert [tensors.nbytes_of(client) for client in ("one", "other")] == [5 * NBYTES, 4 * NBYTES]
+    arena.close()
+
+
+def test_of_several_clients_the_one_with_most_loses_a_tensor(tensors: AheadTensors) -> None:
+    for client in "aaabbbbb":
+        keep(tensors, client)
+    keep(tensors, "c")
+    assert [tensors.nbytes_of(client) // NBYTES for client in "abc"] == [3, 4, 1]
 
 
 def test_a_connection_that_ends_takes_all_that_it_brought(tensors: AheadTensors, arena: Arena) -> None:
@@ -144,3 +178,5 @@ def test_tickets_are_of_one_client_and_one_tensor(tensors: AheadTensors) -> None
     (violation,) = raised.value.violations
     assert violation.field == "x"
     assert "must have shape (8192, 2) of float32, not (16384, 1) of float32" in violation.description
+    with pytest.raises(InvalidArgumentError, match=r"must have shape .* of float16, not .* of float32"):
+        tensors.check("x", ticket, "one", np.dtype(np.float16), HEADER.shape)

@@ -87,6 +87,8 @@ def test_no_other_request_gets_a_copy(memory: Memory) -> None:
     assert memory.copy_of(ticket, index=1) == 0
     assert memory.copy_of(ticket, nbytes=COPIED_NBYTES - 4) == 0
     assert memory.copy_of(ticket, client="another") == 0
+    elsewhere = Place(memory.region.number + 1, 0)
+    assert memory.places.copied(elsewhere, COPIED_NBYTES, ticket, "one") == elsewhere
 
 
 def test_what_is_forgotten_has_no_copy(memory: Memory) -> None:
@@ -98,7 +100,7 @@ def test_what_is_forgotten_has_no_copy(memory: Memory) -> None:
     memory.tickets.add(b"of a tensor in the arena")
     memory.places.end(memory.tickets)
     assert memory.tickets == {b"of a tensor in the arena"}
-    assert len(memory.places) == len(memory.copier.copies) == 0
+    assert len(memory.places) == len(memory.copier.copies) == len(memory.places._in_region) == 0
 
 
 def test_a_region_takes_its_copies_along_once_no_request_names_it(memory: Memory) -> None:

@@ -23,6 +23,8 @@ def test_a_process_that_maps_the_file_shares_the_memory() -> None:
     arena.view[:16] = np.full(4, 7, np.float32).tobytes()
     assert np.ndarray(4, np.float32, theirs).tolist() == [7] * 4
     arena.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(arena.fd)
 
 
 @pytest.mark.parametrize(

@@ -276,10 +276,11 @@ def test_a_worker_that_does_not_end_when_it_is_told_is_killed_after_the_timeout(
 
 
 def test_a_worker_may_be_silent_for_longer_until_it_is_ready(supervise: Supervise) -> None:
-    supervisor, (only,) = supervise([SILENCE, READY, HEARTBEAT])
+    supervisor, (only,) = supervise([SILENCE, READY, Report.HEARTBEAT + b"7"])
     supervisor.start()
     wait_until(lambda: len(only.timeouts) == 4)
     assert only.timeouts == [30, 30, 5, 5]  # two such silences are too many
+    assert supervisor.status().memory_used_bytes == 7
 
 
 def test_a_worker_is_not_blamed_for_the_failure_of_the_one_before(
