@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.garbage import no_exceptions_left
 
-from bngrad_server.errors import ArenaTooSmallError, OverloadedError
+from bngrad_server.errors import RETRY_DELAY_S, ArenaTooSmallError, OverloadedError
 from bngrad_server.memory.allocator import Allocator, Block
 from bngrad_server.memory.layout import ALIGNMENT
 
@@ -210,6 +210,47 @@ def test_a_client_that_loses_a_transfer_waits_no_longer_for_more_than_it_may_hav
     assert memory.usage() == ((), {}, {}, memory.nbytes)
 
 
+@pytest.fixture
+def stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that no limit of a client ends."""
+    monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
+
+
+@pytest.mark.usefixtures("stopped_clock")
+def test_a_client_that_lost_transfers_is_told_when_it_may_have_what_it_asked_for() -> None:
+    memory = Allocator(units(64))
+    memory.limit("slow")
+    memory.allocate(units(30), "slow")
+    for count, delay_s in ((10, RETRY_DELAY_S), (40, 10)):
+        with pytest.raises(OverloadedError) as refused:
+            memory.allocate(units(count), "slow")
+        assert refused.value.retry_delay_s == delay_s
+
+
+@pytest.mark.usefixtures("stopped_clock")
+def test_what_a_client_that_lost_transfers_waits_for_counts_too() -> None:
+    memory = Allocator(units(64))
+    held = memory.allocate(units(64), "other")
+    memory.limit("slow")
+    waiting = Crowd(memory).ask("slow", 15)
+    with pytest.raises(OverloadedError):
+        memory.allocate(units(15), "slow")
+    memory.free(held)
+    assert waiting.result(TIMEOUT_S)
+
+
+@pytest.mark.usefixtures("stopped_clock")
+def test_those_that_have_memory_or_wait_have_even_shares_and_those_that_lost_transfers_less() -> None:
+    memory = Allocator(units(64))
+    held = memory.allocate(units(20), "slow")
+    waiting = Crowd(memory).ask("other", 60)
+    assert memory.usage().shares == {"slow": units(32), "other": units(32)}
+    memory.limit("slow")
+    assert memory.usage().shares == {"slow": units(64) // 3 // 2, "other": units(32)}
+    memory.free(held)
+    assert waiting.result(TIMEOUT_S)
+
+
 def test_refusals_leave_no_garbage() -> None:
     memory = Allocator(units(64))
     held = memory.allocate(units(64), "before")
@@ -285,6 +326,19 @@ def test_a_request_that_gives_up_makes_way_for_the_next_one() -> None:
         gone.set()
         assert isinstance(large.exception(TIMEOUT_S), CancelledError)
     third.result(TIMEOUT_S)
+
+
+def test_memory_that_comes_while_a_request_is_cancelled_is_given_back() -> None:
+    memory = Allocator(units(2))
+    held = memory.allocate(units(2), "a")
+
+    def is_cancelled() -> bool:
+        memory.free(held)
+        return True
+
+    with pytest.raises(CancelledError):
+        memory.allocate(units(1), "b", is_cancelled=is_cancelled)
+    assert memory.usage() == ((), {}, {}, memory.nbytes)
 
 
 def test_free_memory_is_taken_even_after_the_deadline() -> None:

@@ -244,6 +244,21 @@ def test_regions_that_clients_keep_are_no_more_than_descriptors_allow(monkeypatc
     assert regions.nbytes == 0
 
 
+def test_the_workers_are_told_of_the_end_of_a_region_before_its_file_is_closed() -> None:
+    told: list[Region] = []
+
+    def unmap(region: Region) -> None:
+        made.collect()  # as another thread may at that moment
+        os.fstat(region.fd)
+        told.append(region)
+
+    made = Regions(4 * NBYTES, lambda region: None, unmap)
+    region = made.lease(NBYTES)
+    made.end(region)
+    assert told == [region]
+    assert made.nbytes == 0
+
+
 def test_a_path_that_a_client_keeps_open_holds_no_memory(regions: Regions) -> None:
     """Such a descriptor is no open file for the kernel, but the file exists as long as it does."""
     region = regions.lease(NBYTES)
