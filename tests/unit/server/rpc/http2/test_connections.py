@@ -212,13 +212,14 @@ def test_draining_answers_running_calls_and_leaves_no_thread(service: Service) -
     service.worker.may_run.clear()
     calls = [ask(connection) for connection in others]
     wait_until(lambda: service.engine.admission.admitted == 3)
-    stopping = threading.Thread(target=service.port.stop, args=(TIMEOUT_S,))
+    stopping = threading.Thread(target=service.port.stop, args=(10 * TIMEOUT_S,))
     stopping.start()
     wait_until(lambda: not idle.usable)
     assert stopping.is_alive()
     service.worker.may_run.set()
     check_answered(*calls)
     stopping.join(TIMEOUT_S)
+    assert not stopping.is_alive()
     wait_until(lambda: set(threading.enumerate()) < before)
     wait_until(lambda: not [each for each in threading.enumerate() if each.name.startswith(_THREAD_PREFIX)])
 
@@ -317,3 +318,12 @@ def test_connections_that_have_ended_leave_their_places(service: Service) -> Non
         check_answered(ask(client))
         client.close()
         wait_until(lambda: len(service.port._connections) == 0)
+
+
+def test_a_connection_that_is_outdated_is_closed_after_its_call(service: Service) -> None:
+    running, _ = busy(service, 0)
+    (connection,) = service.port._connections._all
+    connection.is_outdated = True
+    service.worker.may_run.set()
+    check_answered(running)
+    wait_until(lambda: len(service.port._connections) == 0)
