@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import logging
 import math
@@ -10,7 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from typing import NamedTuple
 
 from bngrad._errors import UnavailableError
@@ -116,32 +117,43 @@ class Resolver:
 
     def resolve(self) -> Future[None]:
         """Begins a look-up, unless one is under way; the result is done, or has an error, when it is."""
-        with self._mutex:
-            if self._current is not None:
-                return self._current
-            current = self._current = Future()
-            now = self._started_at = time.monotonic()
-            if not self.is_static:
-                self.due_at = now + _LONGEST_INTERVAL_S * random.uniform(1 - _JITTER, 1)  # noqa: S311 - not a secret
-        if self.is_static:
-            self._look_up(current)
-        else:
-            try:
-                threading.Thread(target=self._look_up, args=(current,), name="bngrad-lookup", daemon=True).start()
-            except RuntimeError:  # the system has no more threads
+        current: Future[None] = Future()
+        try:
+            with self._mutex:
+                if self._current is not None:
+                    return self._current
+                self._current = current
+                now = self._started_at = time.monotonic()
+                if not self.is_static:
+                    self.due_at = now + _LONGEST_INTERVAL_S * random.uniform(1 - _JITTER, 1)  # noqa: S311 - no secret
+            if self.is_static:
                 self._look_up(current)
+            else:
+                try:
+                    threading.Thread(target=self._look_up, args=(current,), name="bngrad-lookup", daemon=True).start()
+                except RuntimeError:  # the system has no more threads
+                    self._look_up(current)
+        except BaseException:  # Ctrl-C, perhaps before the look-up has begun
+            self._end(current, _interrupted())
+            raise
         return current
 
     def _look_up(self, current: Future[None]) -> None:
-        error: Exception | None = UnavailableError("the look-up of the servers was interrupted")
+        error: Exception | None = _interrupted()
         try:
             self._use(self._found())
             error = None
         except Exception as caught:
             error = caught.with_traceback(None)  # its frames refer to it
         finally:
-            with self._mutex:
+            self._end(current, error)
+
+    def _end(self, current: Future[None], error: Exception | None) -> None:
+        """Ends a look-up, unless Ctrl-C has."""
+        with self._mutex:
+            if self._current is current:
                 self._current = None
+        with contextlib.suppress(InvalidStateError):
             if error is None:
                 current.set_result(None)
             else:
@@ -174,3 +186,7 @@ class Resolver:
                 self._has_logged = True
                 logger.warning("the function that returns the targets failed; the last ones are kept: %s", error)
             return list(self._known)
+
+
+def _interrupted() -> UnavailableError:
+    return UnavailableError("the look-up of the servers was interrupted")

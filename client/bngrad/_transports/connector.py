@@ -53,19 +53,19 @@ class Connector:
             NotYetConnectedError: It takes longer than a call waits; a later call may get it.
             OSError: There is no connection to be had.
         """
-        with self._mutex:
-            pending, self._pending = self._pending, None
-            if pending is None and self._is_slow:
-                raise NotYetConnectedError("another call looks after the connection")
         try:
+            with self._mutex:
+                pending, self._pending = self._pending, None
+                if pending is None and self._is_slow:
+                    raise NotYetConnectedError("another call looks after the connection")
             sock = self._connected(pending)
+            self._is_slow = False
+            return sock
         except NotYetConnectedError:
             raise
-        except BaseException:
+        except BaseException:  # also Ctrl-C, or later calls would wait for this one
             self._is_slow = False
             raise
-        self._is_slow = False
-        return sock
 
     def close(self) -> None:
         """Ends the connection that is being made, if any."""
@@ -93,7 +93,7 @@ class Connector:
                     pending.sock.close()
                     pending = None
                 number += 1
-                if number == len(places) or not isinstance(error, OSError):
+                if number >= len(places) or not isinstance(error, OSError):
                     self._places = _places_of(self._address)  # a name may have another address by now
                     raise
             else:

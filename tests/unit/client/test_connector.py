@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+from tests.clock import Clock
 from tests.servers import wait_until
-from tests.unit.client.calls import no_thread
+from tests.unit.client.calls import interrupt_at, no_thread
 from tests.unit.client.endpoints import full_listener
 
 from bngrad._transports import connector
@@ -73,6 +75,37 @@ def test_a_connection_that_takes_long_is_there_for_a_later_call(monkeypatch: pyt
             return True
 
         wait_until(is_connected)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # sockets close themselves
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_after_an_interrupt_at_any_step_a_call_looks_after_the_connection(
+    is_begun: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connector, "_TIMEOUT_S", 60.0)
+    with full_listener() as listener:
+        for step in itertools.count():
+            with closing(Connector(listener.getsockname())) as made:
+                if is_begun:
+                    error_of(made)
+                is_over = not interrupt_at(step, lambda: error_of(made))
+                assert "no connection within" in str(error_of(made))
+            if is_over:
+                break
+    assert step > 5
+
+
+def test_a_connection_that_fails_once_its_name_has_fewer_addresses_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(connector, "time", clock)
+    with socket.socket() as bound, full_listener() as listener:
+        bound.bind(("127.0.0.1", 0))
+        made = Connector(bound.getsockname())
+        made._places += Connector(listener.getsockname())._places
+        assert isinstance(error_of(made), NotYetConnectedError)
+        del made._places[1:]  # another call has looked the name up again
+        clock.now += 60.0
+        assert isinstance(error_of(made), TimeoutError)
 
 
 def test_a_connection_that_takes_too_long_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import socket
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 import pytest
-from tests.unit.client.calls import no_thread
+from tests.unit.client.calls import interrupt_at, no_thread
 
 import bngrad
 from bngrad._balancing.resolver import Resolver, lookup
@@ -131,6 +133,19 @@ def test_a_look_up_that_is_interrupted_ends() -> None:
         resolver.resolve()
     resolver.resolve().result(SECONDS)
     assert told == [["unix:/a"]]
+
+
+@pytest.mark.parametrize("targets", ["unix:/a", lambda: ["unix:/a"]], ids=["static", "function"])
+def test_after_an_interrupt_at_any_step_a_look_up_ends(targets: Targets) -> None:
+    for step in itertools.count():
+        resolver = resolver_of(targets, [])
+        is_over = not interrupt_at(step, resolver.resolve)
+        with suppress(bngrad.UnavailableError):  # that of the call which was interrupted
+            resolver.resolve().result(SECONDS)
+        resolver.resolve().result(SECONDS)
+        if is_over:
+            break
+    assert step > 2
 
 
 def test_a_function_that_fails_is_logged_once_and_its_last_targets_are_kept(caplog: pytest.LogCaptureFixture) -> None:
