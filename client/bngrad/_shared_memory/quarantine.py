@@ -118,10 +118,11 @@ class Quarantine:
                 (over if entry.call.is_over() else pending).append(entry)
             # Only after that: the region of a call that the server has not started is not in use yet.
             in_use = {region: region.is_in_use() for region in {entry.region for entry in over}}
+            # Before any region is released, or Ctrl-C could have one released twice.
+            self._entries = pending + [entry for entry in over if in_use[entry.region]]
             for entry in over:
                 if not in_use[entry.region]:
                     entry.region.close()
-            self._entries = pending + [entry for entry in over if in_use[entry.region]]
             outputs = [entry.output for entry in self._entries]
         return next((array for array in arrays for output in outputs if np.may_share_memory(array, output)), None)
 

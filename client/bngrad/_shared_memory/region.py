@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import select
 import socket
 import threading
 from io import FileIO
@@ -73,12 +74,9 @@ class PoolRegion:
         """Whether the server still knows it."""
         if self._socket is None:
             return not self.key
-        try:
-            return self._socket.recv(1, socket.MSG_PEEK) != b""
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
+        poll = select.poll()  # does not wait, also while another thread waits for an answer
+        poll.register(self._socket, select.POLLRDHUP)
+        return not poll.poll(0)
 
     def is_in_use(self) -> bool:
         """Asks whether a request at the server still names the region; one caller at a time."""

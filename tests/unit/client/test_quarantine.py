@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
 from unittest import mock
 
 import numpy as np
 import pytest
+from tests.unit.client.calls import SECONDS, interrupt_at
 
 from bngrad._shared_memory import region as region_module
 from bngrad._shared_memory.quarantine import AbandonedCall, Quarantine, stop_reading
@@ -54,6 +57,17 @@ def test_a_region_counts_as_in_use_until_the_server_answers_the_last_question(
     assert region.is_alive
 
 
+def test_a_region_is_alive_while_another_thread_waits_for_an_answer(
+    region: PoolRegion, pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(region_module, "_ANSWER_TIMEOUT_S", 0.5)
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(region.is_in_use)
+        pair[1].recv(1)
+        assert region.is_alive
+        assert asked.result(SECONDS)
+
+
 def test_a_region_of_a_server_that_has_gone_is_not_in_use(
     region: PoolRegion, pair: tuple[socket.socket, socket.socket]
 ) -> None:
@@ -82,6 +96,21 @@ def test_an_output_leaves_once_the_call_is_over_and_then_no_request_names_its_re
     region.is_in_use.return_value = False
     assert quarantine.release([output]) is None
     region.close.assert_called_once()
+
+
+def test_an_interrupt_at_any_step_releases_no_region_twice() -> None:
+    for step in itertools.count():
+        quarantine, region = Quarantine(), PoolRegion(NBYTES, None)
+        for _ in range(2):
+            region.hold()
+            quarantine.add(np.zeros(4), region, AbandonedCall())
+        is_over = not interrupt_at(step, lambda: quarantine.release([]))  # noqa: B023 - it is called here
+        quarantine.release([])
+        assert quarantine.is_empty
+        assert region._holders >= 1
+        if is_over:
+            break
+    assert step > 10
 
 
 def test_a_closed_quarantine_keeps_nothing() -> None:
