@@ -70,6 +70,8 @@ def lease_region(
         lease.close()
         if isinstance(error, TimeoutError) and not deadline.allows(0):
             raise LeaseLateError("the server has not leased the memory yet") from error
+        if isinstance(error, BlockingIOError):
+            raise LeaseRefusedError("too many clients wait to be leased memory") from error
         raise UnreachableError(f"the server leases no memory: {error}") from error
     except LeaseError:
         lease.close()

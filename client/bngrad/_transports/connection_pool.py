@@ -18,6 +18,8 @@ from bngrad_wire import http2
 _HANDSHAKE_TIMEOUT_S = 5.0
 _SHORT_S = 1.0
 """A handshake that had less time than this, by the deadline of its call, may have been given up too early."""
+_PASSING = (errno.EMFILE, errno.ENFILE, errno.EAGAIN)
+"""Errors that say nothing about the address: no file descriptor is left, or the queue of a Unix socket is full."""
 _MAX_IDLE = 64
 _FRESH_S = 1e-3
 """A connection that was used within this time is used again without a look whether the server has closed it; if it has,
@@ -145,8 +147,7 @@ class ConnectionPool:
             raise NoConnectionYetError(f"{self._address}: {error}") from error
         except OSError as error:
             was_cut_short = isinstance(error, TimeoutError) and timeout_s < _SHORT_S
-            is_ours = error.errno in (errno.EMFILE, errno.ENFILE)
-            kind = NoConnectionYetError if was_cut_short or is_ours else NotConnectedError
+            kind = NoConnectionYetError if was_cut_short or error.errno in _PASSING else NotConnectedError
             raise kind(f"{self._address}: {error}") from error
         self.was_connected = True
         authority = self._target if is_tcp else "localhost"

@@ -77,13 +77,17 @@ class Endpoint:
 
 
 @contextmanager
-def full_listener() -> Iterator[socket.socket]:
-    """Gives a listener whose queue is full: the system drops what asks for a connection, as a firewall does."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+def full_listener(path: str | None = None) -> Iterator[socket.socket]:
+    """Gives a listener whose queue is full, on a TCP port or a Unix socket.
+
+    On TCP the system drops what asks for a connection, as a firewall does.
+    """
+    family = socket.AF_INET if path is None else socket.AF_UNIX
+    with socket.socket(family) as listener, socket.socket(family) as first:
+        listener.bind(("127.0.0.1", 0) if path is None else path)
         listener.listen(0)
-        with socket.create_connection(listener.getsockname()):
-            yield listener
+        first.connect(listener.getsockname())
+        yield listener
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.security.authority import Authority
+from tests.unit.client.endpoints import full_listener
 
 import bngrad
 from bngrad._credentials import NO_CREDENTIALS, Credentials, check_security
@@ -29,6 +30,13 @@ def test_a_handshake_that_its_call_cut_short_says_nothing_about_the_address(
         with pytest.raises(NotConnectedError, match="timed out") as raised:
             pool.lend(Deadline.after(timeout), Cancellation())
         assert type(raised.value) is error
+
+
+def test_a_unix_socket_with_a_full_queue_says_nothing_about_the_address(tmp_path: Path) -> None:
+    with full_listener(f"{tmp_path}/socket") as listener:
+        pool = ConnectionPool(listener.getsockname(), "a server", NO_CREDENTIALS)
+        with pytest.raises(NoConnectionYetError):
+            pool.lend(Deadline.after(60.0), Cancellation())
 
 
 @pytest.mark.parametrize(("number", "error"), [(errno.EMFILE, NoConnectionYetError), (errno.EPERM, NotConnectedError)])

@@ -373,6 +373,24 @@ def test_a_server_that_ends_a_lease_before_it_begins_is_unavailable_rather_than_
     assert not isinstance(raised.value, NotSharedError)
 
 
+def test_a_call_that_meets_a_full_queue_goes_another_way_and_keeps_the_shared_memory(
+    served: Server, tmp_path: Path
+) -> None:
+    directory = Path(served.endpoints.local_directory)
+    for name in (CALLS, REGIONS):
+        (tmp_path / name).symlink_to(directory / name)
+    served.endpoints.local_directory = str(tmp_path)
+    with full_listener(str(tmp_path / "full")), bngrad.Client(served.target) as client:
+        right(client, tensor(LARGE), served)
+        shared = shared_pool(client)
+        (tmp_path / CALLS).unlink()
+        (tmp_path / CALLS).symlink_to(tmp_path / "full")
+        served.local.cut()
+        right(client, tensor(LARGE), served)
+        assert shared_pool(client) is shared
+    assert (served.ways, served.infos) == (["shared", "tcp"], 1)
+
+
 def test_leases_that_ended_are_renewed(served: Server) -> None:
     with bngrad.Client(served.target) as client:
         x = located(client, LARGE)

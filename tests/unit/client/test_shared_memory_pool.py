@@ -23,11 +23,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 from tests.unit.client.calls import interrupt_after, interrupt_at
+from tests.unit.client.endpoints import full_listener
 
 from bngrad._deadline import ENDLESS, Cancellation, Deadline
 from bngrad._shared_memory import lease as lease_module
 from bngrad._shared_memory import pool as pool_module
-from bngrad._shared_memory.lease import LeaseEndedError, LeaseError, LeaseLateError
+from bngrad._shared_memory.lease import LeaseEndedError, LeaseError, LeaseLateError, LeaseRefusedError
 from bngrad._shared_memory.pool import Pool
 from bngrad._shared_memory.quarantine import AbandonedCall, Quarantine
 from bngrad_server.memory.leases import LeaseServer
@@ -375,6 +376,12 @@ def test_an_interrupt_at_any_step_loses_no_memory() -> None:
         if not cuts and not reuses:
             break
     assert step > 10
+
+
+def test_memory_of_a_server_that_too_many_clients_ask_for_it_is_refused(tmp_path: Path) -> None:
+    path = str(tmp_path / "regions")
+    with full_listener(path), closing(Pool(path)) as pool, pytest.raises(LeaseRefusedError, match="too many clients"):
+        pool.empty((1,), BYTE)
 
 
 def test_a_cancelled_call_does_not_wait_for_the_memory_of_another_call(tmp_path: Path) -> None:
