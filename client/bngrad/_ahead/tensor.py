@@ -28,6 +28,8 @@ class AheadTensor:
         shape: The shape of the tensor.
     """
 
+    _upload: Upload | None = None  # also where Ctrl-C comes before `__init__` has set it
+
     def __init__(self, client: object, array: Array, wire: Array, upload: Upload | None) -> None:
         """For `Client.send_ahead` alone.
 

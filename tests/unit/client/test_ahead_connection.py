@@ -62,6 +62,31 @@ def test_a_gpu_is_told_where_a_tensor_lies_and_calls_name_its_ticket(gpu_server:
         wait_until(lambda: [list(message.forget) for message in gpu_server.ahead] == [[], [b"1"]])
 
 
+def test_a_handle_that_has_gone_is_forgotten(gpu_server: Server) -> None:
+    with bngrad.Client(gpu_server.target) as client:
+        x = client.send_ahead(X)
+        wait_until_copied(gpu_server)
+        assert use_ticket(client, x, gpu_server) == b"1"
+        del x
+        wait_until(lambda: [list(message.forget) for message in gpu_server.ahead] == [[], [b"1"]])
+
+
+@pytest.mark.parametrize("transport", ["auto", "stream"])
+def test_small_tensors_of_a_call_may_be_handles_too(served: Server, transport: Transport) -> None:
+    stats = np.arange(LARGE[-1], dtype=np.float32)
+    with bngrad.Client(served.target, transport=transport) as client:
+        scale, mean, variance = (client.send_ahead(stats) for _ in range(3))
+        result = client.fused_batch_norm_grad_v2(X, X, scale, mean, variance)
+        np.testing.assert_array_equal(result.x_backprop, X)
+        np.testing.assert_array_equal(result.scale_backprop, stats)
+
+
+def test_a_handle_that_was_not_made_can_go() -> None:
+    """Ctrl-C may come before its attributes are set."""
+    with pytest.raises(TypeError):
+        bngrad.AheadTensor()  # type: ignore[call-arg]
+
+
 def test_an_array_in_shared_memory_is_told_as_it_lies(gpu_server: Server) -> None:
     with bngrad.Client(gpu_server.target) as client:
         array = located(client, LARGE)

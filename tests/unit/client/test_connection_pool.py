@@ -5,15 +5,17 @@ from __future__ import annotations
 import errno
 import os
 import socket
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from tests.security.authority import Authority
-from tests.unit.client.endpoints import full_listener
+from tests.servers import wait_until
+from tests.unit.client.endpoints import Endpoint, endpoint, full_listener
 
 import bngrad
 from bngrad._credentials import NO_CREDENTIALS, Credentials, check_security
-from bngrad._deadline import Cancellation, Deadline
+from bngrad._deadline import ENDLESS, Cancellation, Deadline
 from bngrad._transports import connection_pool
 from bngrad._transports.connection_pool import ConnectionPool, NoConnectionYetError, NotConnectedError
 
@@ -30,6 +32,47 @@ def test_a_handshake_that_its_call_cut_short_says_nothing_about_the_address(
         with pytest.raises(NotConnectedError, match="timed out") as raised:
             pool.lend(Deadline.after(timeout), Cancellation())
         assert type(raised.value) is error
+
+
+@pytest.mark.parametrize(
+    ("fresh_s", "must_be_open", "is_open"), [(60.0, False, False), (60.0, True, True), (0.0, False, True)]
+)
+def test_only_a_call_that_may_be_repeated_gets_a_fresh_connection_without_a_look(
+    monkeypatch: pytest.MonkeyPatch, fresh_s: float, must_be_open: bool, is_open: bool
+) -> None:
+    monkeypatch.setattr(connection_pool, "_FRESH_S", fresh_s)
+    with endpoint(lambda call: call.end()) as peer, closing(pool_of(peer)) as pool:
+        pool.give_back(before := pool.lend(ENDLESS, Cancellation()))
+        lent = pool.lend(ENDLESS, Cancellation(), must_be_open=must_be_open)
+        assert (lent.connection, lent.is_open) == (before.connection, is_open)
+        pool.give_back(lent)
+
+
+def test_a_connection_that_the_server_has_closed_is_closed_and_not_lent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_pool, "_FRESH_S", 60.0)
+    with endpoint(lambda call: call.end()) as peer, closing(pool_of(peer)) as pool:
+        pool.give_back(before := pool.lend(ENDLESS, Cancellation()))
+        peer.cut()
+        wait_until(lambda: not before.connection.usable)
+        after = pool.lend(ENDLESS, Cancellation())
+        assert after.connection.usable
+        assert before.sock.fileno() < 0
+        pool.give_back(after)
+
+
+def test_a_few_idle_connections_are_kept_and_closed_with_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_pool, "_MAX_IDLE", 2)
+    with endpoint(lambda call: call.end()) as peer, closing(pool_of(peer)) as pool:
+        lent = [pool.lend(ENDLESS, Cancellation()) for _ in range(3)]
+        for each in lent:
+            pool.give_back(each)
+        assert [each.sock.fileno() >= 0 for each in lent] == [True, True, False]
+        pool.close()
+        assert all(each.sock.fileno() < 0 for each in lent)
+
+
+def pool_of(peer: Endpoint) -> ConnectionPool:
+    return ConnectionPool(peer.address, "a server", NO_CREDENTIALS)
 
 
 def test_a_unix_socket_with_a_full_queue_says_nothing_about_the_address(tmp_path: Path) -> None:

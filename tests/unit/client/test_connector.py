@@ -6,6 +6,7 @@ import itertools
 import socket
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.clock import Clock
@@ -57,6 +58,74 @@ def test_a_name_is_looked_up_later_where_the_system_has_no_thread_for_it(monkeyp
         with no_thread("bngrad-lookup"), pytest.raises(NotYetConnectedError):
             made.connect()
         made.connect().close()
+
+
+def names(monkeypatch: pytest.MonkeyPatch, *answers: list[tuple[str, int]]) -> list[str]:
+    """Answers look-ups of names in place of a name server, the last ones all like the last; returns what is asked."""
+    asked: list[str] = []
+
+    def getaddrinfo(host: str, port: int, *, type: int, flags: int) -> list[Any]:  # noqa: A002 - its name
+        if flags:
+            raise socket.gaierror(socket.EAI_NONAME, "it is no number")
+        asked.append(host)
+        found = answers[min(len(asked), len(answers)) - 1]
+        if not found:
+            raise socket.gaierror(socket.EAI_AGAIN, "no name server answers")
+        return [(socket.AF_INET, type, 6, "", address) for address in found]
+
+    monkeypatch.setattr(connector, "WAIT_S", 30.0)
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    return asked
+
+
+@pytest.mark.parametrize("is_found", [True, False])
+def test_a_name_is_looked_up_again_once_there_was_no_connection(
+    monkeypatch: pytest.MonkeyPatch, is_found: bool
+) -> None:
+    with socket.socket() as bound, socket.create_server(("127.0.0.1", 0)) as listener:
+        bound.bind(("127.0.0.1", 0))
+        asked = names(monkeypatch, [bound.getsockname()] if is_found else [], [listener.getsockname()])
+        made = Connector(("name", 1))
+        assert not isinstance(error_of(made), NotYetConnectedError)
+        for _ in range(2):
+            made.connect().close()
+    assert asked == ["name"] * 2
+
+
+def test_every_address_of_a_name_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    with socket.socket() as bound, full_listener() as full, socket.create_server(("127.0.0.1", 0)) as listener:
+        bound.bind(("127.0.0.1", 0))
+        names(monkeypatch, [each.getsockname() for each in (bound, full, listener)])
+        made = Connector(("name", 1))
+        monkeypatch.setattr(connector, "time", clock)
+        made._looked_up()
+        monkeypatch.setattr(connector, "WAIT_S", 0.02)
+        assert isinstance(error_of(made), NotYetConnectedError)
+        clock.now += 60.0
+        monkeypatch.setattr(connector, "WAIT_S", 30.0)
+        made.connect().close()
+
+
+def test_one_call_at_a_time_looks_after_a_slow_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connector, "_TIMEOUT_S", 60.0)
+    is_connected, sockets, errors = connector._is_connected, list[socket.socket](), list[str]()
+
+    def meanwhile(sock: socket.socket, wait_s: float) -> bool:
+        sockets.append(sock)
+        if len(sockets) in (1, 3):
+            errors.append(str(error_of(made)))
+        return is_connected(sock, wait_s)
+
+    with full_listener() as listener, closing(Connector(listener.getsockname())) as made:
+        monkeypatch.setattr(connector, "_is_connected", meanwhile)
+        assert isinstance(error_of(made), NotYetConnectedError)
+        assert [sock.fileno() >= 0 for sock in sockets] == [False, True]  # one is kept
+        assert isinstance(error_of(made), NotYetConnectedError)
+        assert sockets[2:] == sockets[1:2]
+        assert errors == ["no connection within 0.02 s", "another call looks after the connection"]
+        made.close()
+        assert sockets[1].fileno() < 0
 
 
 def test_a_connection_that_takes_long_is_there_for_a_later_call(monkeypatch: pytest.MonkeyPatch) -> None:

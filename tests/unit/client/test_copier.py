@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -81,6 +82,7 @@ def test_the_caller_copies_alone_without_a_second_thread(
     target, source = pair(8 * MIB)
     copier.copy([(target, source)])
     assert target.tobytes() == source.tobytes()
+    assert copier._queue.qsize() == is_closed  # what tells a thread to end
 
 
 def test_an_interrupt_while_the_thread_starts_leads_to_no_other_one(copier: Copier) -> None:
@@ -91,6 +93,41 @@ def test_an_interrupt_while_the_thread_starts_leads_to_no_other_one(copier: Copi
     wait_until(helper.is_alive)
     copier.copy([pair(8 * MIB)])
     assert set(helpers()) - before == {helper}
+
+
+def test_a_failure_of_the_caller_waits_for_the_second_thread(copier: Copier, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    def fail(target: Array, source: Array) -> None:
+        if threading.current_thread().name == "bngrad-copy":
+            begun.set()
+            time.sleep(0.05)
+            ended.set()
+        else:
+            assert begun.wait(SECONDS)
+            raise MemoryError
+
+    monkeypatch.setattr(np, "copyto", fail)
+    with pytest.raises(MemoryError):
+        copier.copy([pair(8 * MIB)])
+    assert ended.is_set()
+
+
+@pytest.mark.parametrize("moment", ["first", "later"])
+def test_the_caller_may_have_one_core(copier: Copier, moment: str) -> None:
+    """Then there is none to keep the other thread on."""
+    if moment == "later":
+        copier.copy([pair(8 * MIB)])
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        for _ in range(2):
+            target, source = pair(8 * MIB)
+            copier._core = -1
+            copier.copy([(target, source)])
+            assert target.tobytes() == source.tobytes()
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 def test_a_failure_of_the_second_thread_is_raised(copier: Copier, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,8 +143,9 @@ def test_a_failure_of_the_second_thread_is_raised(copier: Copier, monkeypatch: p
     pairs = [pair(4 * MIB) for _ in range(2)]
     with monkeypatch.context() as patches:
         patches.setattr(np, "copyto", fail)
-        with pytest.raises(MemoryError):
+        with pytest.raises(MemoryError) as raised:
             copier.copy(pairs)
+    assert "help" not in [entry.name for entry in raised.traceback]  # whose frame refers to the arrays
     copier.copy(pairs)
     assert all(target.tobytes() == source.tobytes() for target, source in pairs)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import socket
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from tests.unit.client.calls import SECONDS, interrupt_at
 
+from bngrad._deadline import ENDLESS, Cancellation
 from bngrad._shared_memory import region as region_module
 from bngrad._shared_memory.quarantine import AbandonedCall, Quarantine, stop_reading
 from bngrad._shared_memory.region import PoolRegion
@@ -96,6 +98,41 @@ def test_an_output_leaves_once_the_call_is_over_and_then_no_request_names_its_re
     region.is_in_use.return_value = False
     assert quarantine.release([output]) is None
     region.close.assert_called_once()
+
+
+class Sleeps(Cancellation):
+    """Records how long a wait is, and does not wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: list[float] = []
+
+    def sleep(self, seconds: float) -> None:
+        self.seconds.append(seconds)
+
+
+def test_a_wait_looks_again_and_again_until_the_output_has_left_or_the_call_is_cancelled() -> None:
+    quarantine, call, output, sleeps = Quarantine(), mock.Mock(), np.zeros(4), Sleeps()
+    call.is_over.side_effect = lambda: len(sleeps.seconds) == 20
+    quarantine.add(output, PoolRegion(NBYTES, None), call)
+    assert quarantine.wait([np.zeros(4)], ENDLESS, sleeps)
+    assert not sleeps.seconds
+    assert quarantine.wait([output[1:]], ENDLESS, sleeps)
+    assert (sleeps.seconds[0], max(sleeps.seconds)) == (0.001, 0.1)
+
+    sleeps.cancel()
+    call.is_over.side_effect = lambda: len(sleeps.seconds) == 30
+    quarantine.add(output, PoolRegion(NBYTES, None), call)
+    assert not quarantine.wait([output], ENDLESS, sleeps)
+
+
+def test_memory_that_cannot_be_mapped_ends_its_lease(pair: tuple[socket.socket, socket.socket]) -> None:
+    near, server = pair
+    file = FileIO("/dev/null")
+    with pytest.raises(OSError, match=os.strerror(errno.EACCES)):
+        PoolRegion(NBYTES, (near, b"key", file))
+    assert server.recv(1) == b""
+    assert file.closed
 
 
 def test_an_interrupt_at_any_step_releases_no_region_twice() -> None:

@@ -28,7 +28,7 @@ from tests.unit.client.endpoints import full_listener
 from bngrad._deadline import ENDLESS, Cancellation, Deadline
 from bngrad._shared_memory import lease as lease_module
 from bngrad._shared_memory import pool as pool_module
-from bngrad._shared_memory.lease import LeaseEndedError, LeaseError, LeaseLateError, LeaseRefusedError
+from bngrad._shared_memory.lease import LeaseEndedError, LeaseError, LeaseLateError, LeaseRefusedError, UnreachableError
 from bngrad._shared_memory.pool import Pool
 from bngrad._shared_memory.quarantine import AbandonedCall, Quarantine
 from bngrad_server.memory.leases import LeaseServer
@@ -378,6 +378,18 @@ def test_an_interrupt_at_any_step_loses_no_memory() -> None:
     assert step > 10
 
 
+def test_a_server_that_answers_nothing_for_long_is_unreachable_rather_than_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease_module, "_LEASE_TIMEOUT_S", 0.05)
+    path = str(tmp_path / "regions")
+    with socket.socket(socket.AF_UNIX) as silent, closing(Pool(path)) as pool:
+        silent.bind(path)
+        silent.listen()
+        with pytest.raises(UnreachableError, match="timed out"):
+            pool.empty((1,), BYTE, Deadline.after(SECONDS))
+
+
 def test_memory_of_a_server_that_too_many_clients_ask_for_it_is_refused(tmp_path: Path) -> None:
     path = str(tmp_path / "regions")
     with full_listener(path), closing(Pool(path)) as pool, pytest.raises(LeaseRefusedError, match="too many clients"):
@@ -397,6 +409,8 @@ def test_a_cancelled_call_does_not_wait_for_the_memory_of_another_call(tmp_path:
         second.cancel()
         with pytest.raises(LeaseError, match="was cancelled"):
             waiting.result(SECONDS)
+        with pytest.raises(LeaseLateError, match="another call still waits for memory"):  # not by a lease of its own
+            pool.empty((1,), BYTE, Deadline.after(0.01))
         assert not leasing.done()
         first.cancel()
 

@@ -9,9 +9,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
+from tests.clock import Clock
 from tests.servers import wait_until
 from tests.unit.client.calls import interrupt_at
 
+from bngrad import _deadline as deadline_module
 from bngrad._deadline import ENDLESS, Cancellation, Deadline
 from bngrad._transports import turns as turns_module
 from bngrad._transports.turns import NoTurnError, Turns
@@ -70,6 +72,20 @@ def test_a_call_waits_for_half_of_its_time_and_takes_no_turn_afterwards(calls: C
             hopeless.result(SECONDS)
     patient.result(SECONDS)
     assert calls.order == ["b"]
+
+
+def test_a_call_that_had_no_turn_has_half_of_its_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    clock.tick_s = 0.1
+    monkeypatch.setattr(deadline_module, "time", clock)
+    monkeypatch.setattr(turns_module, "_LOOK_S", 1e-4)
+    turns = Turns(1)
+    taken = turns.take(ENDLESS, Cancellation())
+    deadline = Deadline.after(10.0)
+    with pytest.raises(NoTurnError):
+        turns.take(deadline, Cancellation())
+    assert 4.0 < (deadline.remaining_s() or 0) < 5.0
+    turns.give_back(taken)
 
 
 def test_a_cancellation_ends_the_wait(calls: Calls) -> None:
