@@ -52,6 +52,7 @@ def test_a_connection_that_the_server_has_closed_is_closed_and_not_lent(monkeypa
     monkeypatch.setattr(connection_pool, "_FRESH_S", 60.0)
     with endpoint(lambda call: call.end()) as peer, closing(pool_of(peer)) as pool:
         pool.give_back(before := pool.lend(ENDLESS, Cancellation()))
+        wait_until(lambda: peer._sockets)  # it has accepted the connection
         peer.cut()
         wait_until(lambda: not before.connection.usable)
         after = pool.lend(ENDLESS, Cancellation())
@@ -71,6 +72,16 @@ def test_a_few_idle_connections_are_kept_and_closed_with_the_pool(monkeypatch: p
         assert all(each.sock.fileno() < 0 for each in lent)
 
 
+def test_closing_ends_a_connection_that_is_being_made() -> None:
+    with full_listener() as listener, closing(ConnectionPool(listener.getsockname(), "it", NO_CREDENTIALS)) as pool:
+        with pytest.raises(NoConnectionYetError):
+            pool.lend(ENDLESS, Cancellation())
+        pending = pool._connector._pending
+        assert pending is not None
+        pool.close()
+        assert pending.sock.fileno() < 0
+
+
 def pool_of(peer: Endpoint) -> ConnectionPool:
     return ConnectionPool(peer.address, "a server", NO_CREDENTIALS)
 
@@ -82,7 +93,14 @@ def test_a_unix_socket_with_a_full_queue_says_nothing_about_the_address(tmp_path
             pool.lend(Deadline.after(60.0), Cancellation())
 
 
-@pytest.mark.parametrize(("number", "error"), [(errno.EMFILE, NoConnectionYetError), (errno.EPERM, NotConnectedError)])
+@pytest.mark.parametrize(
+    ("number", "error"),
+    [
+        (errno.EMFILE, NoConnectionYetError),
+        (errno.ENFILE, NoConnectionYetError),
+        (errno.EPERM, NotConnectedError),
+    ],
+)
 def test_a_process_without_descriptors_says_nothing_about_the_address(
     monkeypatch: pytest.MonkeyPatch, number: int, error: type[NotConnectedError]
 ) -> None:

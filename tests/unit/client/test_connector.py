@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import socket
+import threading
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,24 @@ def test_a_name_is_looked_up_again_once_there_was_no_connection(
     assert asked == ["name"] * 2
 
 
+def test_a_name_is_looked_up_once_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, asked = threading.Event(), list[str]()
+
+    def getaddrinfo(host: str, port: int, *, flags: int, **options: object) -> list[Any]:
+        if not flags:
+            asked.append(host)
+            assert found.wait(30.0)
+        raise socket.gaierror(socket.EAI_NONAME, "no such name")
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    made = Connector(("name", 1))
+    for _ in range(3):
+        assert isinstance(error_of(made), NotYetConnectedError)
+    found.set()
+    wait_until(lambda: not isinstance(error_of(made), NotYetConnectedError))
+    assert asked == ["name"]
+
+
 def test_every_address_of_a_name_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     with socket.socket() as bound, full_listener() as full, socket.create_server(("127.0.0.1", 0)) as listener:
@@ -134,7 +153,6 @@ def test_a_connection_that_takes_long_is_there_for_a_later_call(monkeypatch: pyt
         for _ in range(3):
             with pytest.raises(NotYetConnectedError):
                 made.connect()
-        listener.accept()[0].close()  # makes room
 
         def is_connected() -> bool:
             try:
@@ -143,7 +161,9 @@ def test_a_connection_that_takes_long_is_there_for_a_later_call(monkeypatch: pyt
                 return False
             return True
 
-        wait_until(is_connected)
+        for _ in range(2):
+            listener.accept()[0].close()  # makes room
+            wait_until(is_connected)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # sockets close themselves
