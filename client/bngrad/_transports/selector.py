@@ -323,6 +323,6 @@ class TransportSelector:
     def _lose_if_unreachable(self, endpoints: Endpoints, error: Exception, cancellation: Cancellation) -> None:
         """Drops the Unix socket if the error says that the server has ended, and is not due to a cancellation."""
         has_gone = isinstance(error, UnreachableError | NotConnectedError)
-        has_gone = has_gone and not isinstance(error, NoConnectionYetError)
-        if has_gone and endpoints.unix is not None and not cancellation.cancelled:
+        is_passing = isinstance(error, NoConnectionYetError) or cancellation.cancelled
+        if has_gone and not is_passing and endpoints.unix is not None:
             self._discovery.lose(endpoints, endpoints.unix)
