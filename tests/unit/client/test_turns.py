@@ -52,7 +52,8 @@ class Calls:
 
 
 @pytest.fixture
-def calls() -> Calls:
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    monkeypatch.setattr(turns_module, "_LOOK_S", 3600.0)  # calls must be woken
     return Calls()
 
 
