@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 from unittest import mock
@@ -53,7 +53,7 @@ def _medians(client: bngrad.Client, nbytes: int, turns: int) -> list[float]:
     made = inputs.problem(nbytes)
     assert made.scale is not None
     tensors = (made.y_backprop, made.x, made.scale, made.reserve_space_1, made.reserve_space_2)
-    times: Sequence[list[float]] = [[] for _ in _WAYS]
+    times: list[list[float]] = [[] for _ in _WAYS]
     for _ in range(turns):
         for way, found in zip(_WAYS, times, strict=True):
             with _by(way, nbytes):
@@ -77,8 +77,8 @@ def _by(way: str, nbytes: int) -> Iterator[None]:
         endpoints = self._discovery.endpoints(self._ask_endpoints, deadline, cancellation)
         if way == "shared":
             return self._share(request, endpoints, deadline, cancellation)
-        transport = self._grpcio if network == "grpcio" else endpoints.unix if network == "Unix" else endpoints.tcp
-        assert transport is not None, f"the server has no {network}"
+        transport = {"Unix": endpoints.unix, "TCP": endpoints.tcp, "grpcio": self._grpcio}[network]
+        assert isinstance(transport, Http2Transport | GrpcioTransport), f"the server has no {network}"
         return self._send(request, transport, deadline, cancellation)
 
     with ExitStack() as stack:

@@ -10,9 +10,11 @@ from contextlib import suppress
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.clock import Clock
 from tests.garbage import no_exceptions_left
 
 from bngrad_server.errors import RETRY_DELAY_S, ArenaTooSmallError, OverloadedError
+from bngrad_server.memory import lost_transfers
 from bngrad_server.memory.allocator import Allocator, Block
 from bngrad_server.memory.layout import ALIGNMENT
 
@@ -213,7 +215,7 @@ def test_a_client_that_loses_a_transfer_waits_no_longer_for_more_than_it_may_hav
 @pytest.fixture
 def stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that no limit of a client ends."""
-    monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
+    monkeypatch.setattr(lost_transfers, "time", Clock())
 
 
 @pytest.mark.usefixtures("stopped_clock")
