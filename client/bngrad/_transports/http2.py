@@ -100,14 +100,15 @@ class Http2Transport:
             BngradError: The server's status, as an error.
             NotConnectedError: The server cannot be reached at this address.
         """
+        largest_nbytes = max(map(len, pieces), default=0)  # a response's tensors are as large as those of its request
 
         def talk(call: http2.ClientCall, set_timeout: Callable[[], object]) -> bytes:
             call.send_message(*pieces, end=True)
             set_timeout()
-            if (responses := call.take_messages()) is None:
+            if (responses := call.take_messages(largest_nbytes)) is None:
                 return self._finished(call, self._message(call))
             if len(responses) == 1:
-                return responses[0]
+                return bytes(responses[0])
             raise InternalError(f"{self._target} answered with {len(responses)} messages, not one")
 
         return self._call(method, deadline, cancellation, talk, abandoned)
@@ -140,6 +141,7 @@ class Http2Transport:
             BngradError: The server's status, as an error.
             NotConnectedError: The server cannot be reached at this address.
         """
+        targets_nbytes = sum(map(len, targets))
 
         def talk(call: http2.ClientCall, set_timeout: Callable[[], object]) -> bytes:
             requests: list[list[Buffer]] = [[messages.field_prefix(number, sum(map(len, header))), *header]]
@@ -150,7 +152,7 @@ class Http2Transport:
                     call.send_message(*pieces, more=True)
                 call.half_close()
             set_timeout()
-            responses = call.take_messages()
+            responses = call.take_messages(targets_nbytes)
             source: chunks.MessageSource = call
             if responses is not None:
                 source = chunks.WholeMessages(functools.partial(next, iter(responses), None))
@@ -167,7 +169,7 @@ class Http2Transport:
                 raise InternalError(f"{self._target} sent a malformed response: {error}") from error
             return self._finished(source, message[field[1] :])
 
-        if sum(map(len, (*tensors, *targets))) < self.unary_below_nbytes:
+        if sum(map(len, tensors)) + targets_nbytes < self.unary_below_nbytes:
             return self._call(method, deadline, cancellation, talk)
         turn = self._take_turn(deadline, cancellation)
         try:

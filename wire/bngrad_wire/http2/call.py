@@ -10,7 +10,7 @@ from bngrad_wire.http2.errors import RpcError, Status
 from bngrad_wire.http2.sending import PREFIX, SendingStream
 
 _MAX_MESSAGES = 8
-Bytes = TypeVar("Bytes", bytes, bytearray)
+Bytes = TypeVar("Bytes", bytes, bytearray, memoryview)
 _LARGE_FRAMES_NBYTES = 2**16
 """A peer that sends a message of this size may send the next ones in large frames, which cost less."""
 _SKIPPED_NBYTES = 16 * 1024

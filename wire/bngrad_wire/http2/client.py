@@ -7,11 +7,13 @@ import socket
 from collections.abc import Sequence
 from contextlib import suppress
 
+from bngrad_wire.fields import Buffer
 from bngrad_wire.http2 import frames, header_block
 from bngrad_wire.http2.block_decoder import HEADER_LIST_NBYTES, RESPONSE_PSEUDO_HEADERS, HeaderBlock
 from bngrad_wire.http2.call import BaseCall, split_messages
 from bngrad_wire.http2.connection import BaseConnection
 from bngrad_wire.http2.errors import ErrorCode, PeerGoneError, RpcError, Status, error_of_http
+from bngrad_wire.http2.sockets.receive_buffer import BUFFER_NBYTES
 from bngrad_wire.http2.sockets.tls import TlsSocket
 from bngrad_wire.load_report import TEXT_HEADER
 
@@ -24,6 +26,10 @@ _SETTINGS = frames.settings(
     }
 )
 _MAX_WHOLE_FRAMES = 8
+_BUFFERED_NBYTES, _MAX_WHOLE_NBYTES = BUFFER_NBYTES - 4096, 2**18
+"""The sizes of responses for which a large buffer is taken, so that they can be taken whole."""
+_COPIED_NBYTES = 16 * 1024
+"""Of more DATA the messages are no copies."""
 _CALL_NBYTES = 4096
 """What a call earns the server, as if it had sent this much."""
 
@@ -140,10 +146,14 @@ class ClientCall(BaseCall):
             self._connection.outbound.append(frames.frame_header(0, frames.DATA, frames.END_STREAM, self.id))
             self._connection.flush()
 
-    def take_messages(self) -> list[bytes] | None:
-        """Takes the whole response if it has arrived and is like earlier ones, which is cheaper than frame by frame.
+    def take_messages(self, nbytes: int = 0) -> Sequence[Buffer] | None:
+        """Takes the whole response if it is like earlier ones, which is cheaper than frame by frame.
 
-        Waits for the response to begin. Most small ones arrive at once: headers, DATA, trailers with status OK.
+        Most small ones arrive at once: headers, DATA, trailers with status OK. Waits for the rest of one whose
+        beginning looks so.
+
+        Args:
+            nbytes: About how large the response will be, if that is known.
 
         Returns:
             The messages, after which the call has ended; or None, after which `receive_message` finds all as it was.
@@ -156,23 +166,32 @@ class ClientCall(BaseCall):
         if not self._sending_ended or not connection.is_between_frames:
             return None
         connection.flush()
+        if _BUFFERED_NBYTES < nbytes <= _MAX_WHOLE_NBYTES:
+            io.enlarge()
         io.fill_or_end(frames.HEADER_NBYTES)
         found = self._whole_response(io.buffer, io.low, io.high)
-        if found is None:
+        while isinstance(found, int) and nbytes <= _MAX_WHOLE_NBYTES and found - io.low <= len(io.buffer):
+            io.fill(found - io.low)
+            found = self._whole_response(io.buffer, io.low, io.high)
+        if found is None or isinstance(found, int):
             return None
         end, parts, frame_count, blocks_nbytes = found
         data = parts[0] if len(parts) == 1 else b"".join(parts)
-        messages = split_messages(data)
+        messages = split_messages(data) if len(data) <= _COPIED_NBYTES else split_messages(memoryview(data))
         if messages is None or not connection.account_for_frames(frame_count, blocks_nbytes, len(data)):
             return None
         connection.acknowledge_received_data(len(data), None)
         io.low = end
+        io.shrink()
         self.ended = self.peer_ended = True
         connection.stream = None
         return messages
 
-    def _whole_response(self, buffer: bytearray, low: int, high: int) -> tuple[int, list[bytes], int, int] | None:
-        """Finds a whole response: where it ends, the contents of DATA, how many frames it has, the size of blocks."""
+    def _whole_response(self, buffer: bytearray, low: int, high: int) -> tuple[int, list[bytes], int, int] | int | None:
+        """Finds a whole response: where it ends, the contents of DATA, how many frames it has, the size of blocks.
+
+        Returns the offset up to which more must arrive if it may be one; None if it is not.
+        """
         opening, trailers = self._connection.good_opening, self._connection.good_trailers
         opening_frame = frames.frame(frames.HEADERS, frames.END_HEADERS, self.id, opening)
         trailers_frame = frames.frame(frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, self.id, trailers)
@@ -186,11 +205,13 @@ class ClientCall(BaseCall):
                 return position + len(trailers_frame), parts, count, len(opening) + len(trailers)
             start = position + frames.HEADER_NBYTES
             if start > high:
-                return None
+                return start
             length, kind, flags, stream_id = frames.parse_header(buffer, position)
             position = start + length
-            if kind != frames.DATA or flags or stream_id != self.id or position > high:
+            if kind != frames.DATA or flags or stream_id != self.id:
                 return None
+            if position > high:
+                return position
             parts.append(bytes(view[start:position]))
         return None
 

@@ -84,6 +84,7 @@ class BaseConnection(ConnectionState):
             unread = self.data_left + len(stream.receive_buffer)
             self.data_left = 0
             self.acknowledge_received_data(unread, None)
+            self.io.shrink()
 
     @property
     def is_between_frames(self) -> bool:

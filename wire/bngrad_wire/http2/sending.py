@@ -13,7 +13,7 @@ from bngrad_wire.http2.errors import ErrorCode, RpcError, Status
 from bngrad_wire.http2.stream import Stream
 
 PREFIX = Struct(">BI")
-_SMALL_NBYTES = 16 * 1024
+SMALL_NBYTES = 16 * 1024
 """Messages up to this size are copied into one piece; they also fit one frame of any peer."""
 _LARGE_NBYTES = 2**18
 _MAX_OUTBOUND_PIECES = 64
@@ -67,11 +67,8 @@ class SendingStream(Stream):
         size += len(prefix)
         may_lend = self.lends_memory and size >= self._lent_from_nbytes
         self._begin_message()
-        if size <= _SMALL_NBYTES and size <= self.send_window and size <= connection.send_window:
-            self.send_window -= size
-            connection.send_window -= size
-            header = frames.frame_header(size, frames.DATA, frames.END_STREAM if end else 0, self.id)
-            connection.outbound.append(b"".join((header, prefix, *buffers)))
+        if self._fits_one_frame(size):
+            self._append_frame((prefix, *buffers), size, frames.END_STREAM if end else 0)
         else:
             if size >= _LARGE_NBYTES:
                 connection.io.expect_large_messages(are_kept=may_lend)
@@ -81,9 +78,9 @@ class SendingStream(Stream):
             connection.flush()
 
     def send_all(self, messages: Sequence[Sequence[Buffer]]) -> bool:
-        """Sends all messages, each given in pieces, and the end of what this end sends in one frame, if they are small.
+        """Sends all messages, each given in pieces, and the end of what this end sends in one frame, if that may be.
 
-        Returns False, and sends nothing, if they are not; raises what `send_message` does.
+        Returns False, and sends nothing, if they are too large for it; raises what `send_message` does.
         """
         connection = self._connection
         parts: list[Buffer] = []
@@ -93,17 +90,31 @@ class SendingStream(Stream):
             parts.append(PREFIX.pack(0, nbytes))
             parts += pieces
             size += PREFIX.size + nbytes
-        if size > min(_SMALL_NBYTES, self.send_window, connection.send_window):
+        if not self._fits_one_frame(size):
             return False
         if self._may_send():
             self._begin_message()
-            self.send_window -= size
-            connection.send_window -= size
-            header = frames.frame_header(size, frames.DATA, frames.END_STREAM, self.id)
-            connection.outbound.append(b"".join((header, *parts)))
+            self._append_frame(parts, size, frames.END_STREAM)
             self._sending_ended = True
             connection.flush()
         return True
+
+    def _fits_one_frame(self, size: int) -> bool:
+        """Whether messages of this size may be sent in one frame, which then takes less time."""
+        connection = self._connection
+        return size < _LARGE_NBYTES and size <= min(connection.max_frame_size, self.send_window, connection.send_window)
+
+    def _append_frame(self, parts: Sequence[Buffer], size: int, flags: int) -> None:
+        """Appends a frame with DATA that `_fits_one_frame` to what is to be sent."""
+        connection = self._connection
+        self.send_window -= size
+        connection.send_window -= size
+        header = frames.frame_header(size, frames.DATA, flags, self.id)
+        if size <= SMALL_NBYTES:
+            connection.outbound.append(b"".join((header, *parts)))
+        else:
+            connection.earn(size)  # the peer opens its window for it
+            connection.outbound += (header, *parts)
 
     def _begin_message(self) -> None:
         """Is called before a message is sent."""

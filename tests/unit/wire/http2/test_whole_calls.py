@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from io import RawIOBase
 
 import pytest
 from tests.clock import Clock
@@ -35,6 +36,8 @@ OPENING = header_block.encode([(":status", "200"), ("content-type", "application
 OK = header_block.encode([("grpc-status", "0")])
 BUDGET = 1000
 SETTINGS = frames.settings({})
+WINDOW = frames.settings({frames.INITIAL_WINDOW_SIZE: 2**20})
+LARGE_FRAMES = frames.settings({frames.INITIAL_WINDOW_SIZE: 2**20, frames.MAX_FRAME_SIZE: frames.LARGEST_FRAME_SIZE})
 
 
 def message(data: bytes, flag: int = 0) -> bytes:
@@ -248,12 +251,152 @@ def test_a_response_is_the_same_however_it_arrives(contents: list[bytes]) -> Non
             far.sendall(response_of(call.id, *contents))
             taken = call.take_messages() if number % 2 else None
             assert (taken is not None) == (number % 2 == 1)
-            seen.append(read_all(call) if taken is None else taken)
+            seen.append(read_all(call) if taken is None else [bytes(each) for each in taken])
             spent.append(BUDGET - connection.frame_budget)
             assert connection.is_idle
     assert seen == 4 * seen[:1]
     assert b"".join(map(message, seen[0])) == b"".join(contents)
     assert spent[1:] == 3 * spent[1:2]
+
+
+def learn_the_response(connection: ClientConnection, far: socket.socket) -> None:
+    """Has the client see a response, since it takes those whole that are like one before."""
+    call = begin(connection)
+    far.sendall(response_of(call.id, message(b"first")))
+    assert read_all(call) == [b"first"]
+
+
+@pytest.mark.parametrize("size", [0, 10_000, 60_000, 100_000, 200_000])
+def test_the_rest_of_a_response_is_awaited(size: int) -> None:
+    contents = [message(b"header"), message(bytes(range(250)) * (size // 250))]
+    with client() as (connection, far), ThreadPoolExecutor(1) as thread:
+        learn_the_response(connection, far)
+        for _ in range(3):
+            call = begin(connection)
+            sent = response_of(call.id, *contents)
+            sending = thread.submit(trickle_to_client, far, sent)
+            taken = call.take_messages(size)
+            assert taken is not None
+            assert [message(bytes(each)) for each in taken] == contents
+            sending.result()
+            assert connection.is_idle
+            assert not connection.io.is_large  # another connection may have the buffer
+
+
+def trickle_to_client(far: socket.socket, sent: bytes) -> None:
+    for i in range(0, len(sent), 7_001):
+        far.sendall(sent[i : i + 7_001])
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("reason", ["no buffer", "too large", "unexpected"])
+def test_a_response_that_no_buffer_takes_is_read_frame_by_frame(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+    spare: list[bytearray | None] = [] if reason == "no buffer" else [None]
+    monkeypatch.setattr(receive_buffer, "_spare_buffers", spare)
+    size = 300_000 if reason == "too large" else 100_000
+    with client() as (connection, far), ThreadPoolExecutor(1) as thread:
+        learn_the_response(connection, far)
+        for _ in range(2):
+            call = begin(connection)
+            sending = thread.submit(far.sendall, response_of(call.id, message(bytes(size))))
+            assert call.take_messages(0 if reason == "unexpected" else size) is None
+            assert read_all(call) == [bytes(size)]
+            sending.result()
+            assert connection.is_idle
+    assert len(spare) == (reason != "no buffer")
+
+
+def test_a_large_response_that_begins_like_another_is_not_awaited_for_longer_than_its_beginning() -> None:
+    """Its timeout is set again once it has begun."""
+    with client() as (connection, far):
+        learn_the_response(connection, far)
+        call = begin(connection)
+        far.sendall(frames.frame(frames.HEADERS, frames.END_HEADERS, call.id, OPENING) + data(call.id, message(b"a")))
+        assert call.take_messages(10_000_000) is None
+
+
+def test_the_large_buffer_is_given_back_with_a_response_that_is_not_taken_whole() -> None:
+    with client() as (connection, far), ThreadPoolExecutor(1) as thread:
+        learn_the_response(connection, far)
+        call = begin(connection)
+        failed = header_block.encode([("grpc-status", "8")])
+        sending = thread.submit(far.sendall, response_of(call.id, message(bytes(100_000)), trailers=failed))
+        assert call.take_messages(100_000) is None
+        assert connection.io.is_large
+        with pytest.raises(RpcError):
+            read_all(call)
+        sending.result()
+        assert not connection.io.is_large
+
+
+@pytest.mark.parametrize("sizes", [[16_379], [16_380], [100, 100_000], [262_138], [262_139], [200_000, 200_000]])
+def test_a_whole_response_has_one_data_frame_if_it_is_not_too_large(sizes: list[int]) -> None:
+    messages = [bytes([i + 1]) * size for i, size in enumerate(sizes)]
+    with server() as (connection, far), ThreadPoolExecutor(1) as thread:
+        far.sendall(LARGE_FRAMES + frames.window_update(0, 2**20))
+        call = accept(connection, far, call_of(1, message(b"a")), at_once=True)
+        window = connection.send_window
+        connection.blocking = True
+        receiving = thread.submit(received_frames, far)
+        call.answer(messages)
+        kinds, content = receiving.result()
+        total = sum(sizes) + 5 * len(sizes)
+        expected_frames = 1 if total < 2**18 else len(sizes)
+        assert kinds == [frames.HEADERS, *[frames.DATA] * expected_frames, frames.HEADERS]
+        assert content == b"".join(map(message, messages))
+        assert window - connection.send_window == total
+
+
+def received_frames(far: socket.socket) -> tuple[list[int], bytes]:
+    """Reads frames up to a stream's end; returns the kinds of those that belong to streams, and the content of DATA."""
+    kinds, content = [], b""
+    with far.makefile("rb", buffering=0) as file:
+        flags = 0
+        while not flags & frames.END_STREAM:
+            length, kind, flags, stream_id = frames.parse_header(read_exactly(file, frames.HEADER_NBYTES), 0)
+            payload = read_exactly(file, length)
+            if not stream_id:
+                flags = 0
+                continue
+            kinds.append(kind)
+            content += payload if kind == frames.DATA else b""
+    return kinds, content
+
+
+def read_exactly(file: RawIOBase, nbytes: int) -> bytes:
+    data = b""
+    while len(data) < nbytes:
+        data += file.read(nbytes - len(data)) or b""
+    return data
+
+
+@pytest.mark.parametrize("sizes", [[100, 100], [100, 16_374], [100, 16_375], [6, 120_000, 120_000], [6, 262_128]])
+@pytest.mark.parametrize("takes_large_frames", [False, True])
+def test_messages_and_their_end_are_sent_in_one_frame_that_the_peer_takes(
+    sizes: list[int], takes_large_frames: bool
+) -> None:
+    messages = [[b"ab", bytes(size - 2)] for size in sizes]
+    total = sum(sizes) + 5 * len(sizes)
+    fits = total < 2**18 and (takes_large_frames or total <= frames.MIN_FRAME_SIZE)
+    with client() as (connection, far), ThreadPoolExecutor(1) as thread:
+        far.sendall((LARGE_FRAMES if takes_large_frames else WINDOW) + frames.window_update(0, 2**20))
+        read_exactly(far.makefile("rb", buffering=0), len(frames.PREFACE))
+        for _ in range(3):
+            connection.handle_frame()
+        call = connection.call(PATH)
+        window = connection.send_window
+        receiving = thread.submit(received_frames, far)
+        assert call.send_all(messages) == fits
+        if fits:
+            assert window - connection.send_window == total
+        else:
+            for pieces in messages:
+                call.send_message(*pieces, more=True)
+            call.half_close()
+        kinds, content = receiving.result()
+        assert content == b"".join(message(b"".join(pieces)) for pieces in messages)
+        if fits:
+            assert kinds == [frames.HEADERS, frames.DATA]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from bngrad_wire.http2.block_decoder import HeaderBlock
 from bngrad_wire.http2.call import BaseCall, split_messages
 from bngrad_wire.http2.connection import BaseConnection
 from bngrad_wire.http2.errors import ErrorCode, RpcError, Status
-from bngrad_wire.http2.sending import PREFIX
+from bngrad_wire.http2.sending import PREFIX, SMALL_NBYTES
 from bngrad_wire.http2.server.request_headers import CallHeaders, check_trailers
 
 _MESSAGE_NBYTES = 2048
@@ -49,17 +49,22 @@ class ServerCall(BaseCall):
         return split_messages(self.receive_buffer) if self.is_fully_received else None
 
     def answer(self, messages: Sequence[bytes], trailers: bytes = b"") -> None:
-        """Sends the whole response, of some short messages, and ends the call with status OK; see `end`.
+        """Sends the whole response, of some messages, and ends the call with status OK; see `end`.
 
         What was not read of the call counts as read.
         """
         connection = self._connection
         size = sum(map(len, messages)) + len(messages) * PREFIX.size
         is_plain = not (self._headers_sent or connection.table_size_update or self.failure is not None)
-        if is_plain and self.ended and size <= min(frames.MIN_FRAME_SIZE, self.send_window, connection.send_window):
+        if is_plain and self.ended and self._fits_one_frame(size):
             connection.send_window -= size
             connection.earn(_MESSAGE_NBYTES)
-            connection.outbound.append(_whole_response(self.id, messages, trailers))
+            response = _whole_response(self.id, messages, trailers)
+            if size <= SMALL_NBYTES:
+                connection.outbound.append(b"".join(response))
+            else:
+                connection.earn(size)  # the client opens its window for it
+                connection.outbound += response
             self.failure = _ENDED_HERE
             connection.close_stream(self)
             connection.flush()
@@ -126,8 +131,8 @@ class ServerCall(BaseCall):
         connection.flush()
 
 
-def _whole_response(stream_id: int, messages: Sequence[bytes], trailers: bytes) -> bytes:
-    """The frames of a response with status OK."""
+def _whole_response(stream_id: int, messages: Sequence[bytes], trailers: bytes) -> list[bytes]:
+    """The frames of a response with status OK, in pieces."""
     size = sum(map(len, messages)) + len(messages) * PREFIX.size
     pieces = [
         frames.frame(frames.HEADERS, frames.END_HEADERS, stream_id, _RESPONSE_BLOCK),
@@ -136,7 +141,7 @@ def _whole_response(stream_id: int, messages: Sequence[bytes], trailers: bytes) 
     for message in messages:
         pieces += (PREFIX.pack(0, len(message)), message)
     pieces.append(frames.frame(frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, stream_id, _OK_BLOCK + trailers))
-    return b"".join(pieces)
+    return pieces
 
 
 @functools.lru_cache(maxsize=256)
