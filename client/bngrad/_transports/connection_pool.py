@@ -76,11 +76,11 @@ class ConnectionPool:
         self._closed = False
 
     def is_reachable(self) -> bool:
-        """Connects, keeps the connection for the next call, and returns whether that worked."""
+        """Connects, keeps the connection for the next call, and returns whether that worked, or may work for others."""
         try:
             self.give_back(self.lend(ENDLESS, Cancellation()))
-        except NotConnectedError:
-            return False
+        except NotConnectedError as error:
+            return isinstance(error, NoConnectionYetError)
         return True
 
     def lend(self, deadline: Deadline, cancellation: Cancellation, *, must_be_open: bool = True) -> Lent:

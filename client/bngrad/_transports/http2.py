@@ -76,7 +76,7 @@ class Http2Transport:
         return self._connections.was_connected
 
     def is_reachable(self) -> bool:
-        """Connects, keeps the connection for the next call, and returns whether that worked."""
+        """See `ConnectionPool.is_reachable`."""
         return self._connections.is_reachable()
 
     def unary(

@@ -91,6 +91,7 @@ def test_a_unix_socket_with_a_full_queue_says_nothing_about_the_address(tmp_path
         pool = ConnectionPool(listener.getsockname(), "a server", NO_CREDENTIALS)
         with pytest.raises(NoConnectionYetError):
             pool.lend(Deadline.after(60.0), Cancellation())
+        assert pool.is_reachable()
 
 
 @pytest.mark.parametrize(
