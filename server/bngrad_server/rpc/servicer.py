@@ -178,7 +178,7 @@ class Servicer:
         return None if staged is None else self._submit(staged, data, (), on_end)
 
     def submit_exchange(
-        self, received: Sequence[bytearray], rpc: RpcContext, on_end: Callable[[], None]
+        self, received: Sequence[Buffer], rpc: RpcContext, on_end: Callable[[], None]
     ) -> StagedRequest | None:
         """Does as `submit` for an exchange that has arrived whole, if it is one request whose like has come before."""
         reader, request_bytes = self._exchanged(received[0])

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from io import BytesIO
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
+from bngrad_wire.fields import Buffer
 from bngrad_wire.http2.connection import BaseConnection
 from bngrad_wire.http2.errors import RpcError, Status
 from bngrad_wire.http2.sending import PREFIX, SendingStream
 
 _MAX_MESSAGES = 8
-Bytes = TypeVar("Bytes", bytes, bytearray, memoryview)
 _LARGE_FRAMES_NBYTES = 2**16
 """A peer that sends a message of this size may send the next ones in large frames, which cost less."""
 _SKIPPED_NBYTES = 16 * 1024
@@ -109,7 +109,7 @@ class BaseCall(SendingStream):
             if self.receive_buffer:
                 count = min(size - filled, len(self.receive_buffer))
                 target[filled : filled + count] = self.receive_buffer[:count]
-                del self.receive_buffer[:count]
+                self._drop_received(count)
             elif connection.data_left:
                 count = connection.read_data_into(target[filled:])
             elif self._wait_for_data():
@@ -120,6 +120,12 @@ class BaseCall(SendingStream):
                 self._fail("the call ended amid a message")
             filled += count
             connection.acknowledge_received_data(count, self)
+
+    def _drop_received(self, nbytes: int) -> None:
+        if isinstance(self.receive_buffer, memoryview):
+            self.receive_buffer = self.receive_buffer[nbytes:]
+        else:
+            del self.receive_buffer[:nbytes]
 
     def _wait_for_data(self) -> bool:
         connection = self._connection
@@ -159,9 +165,12 @@ class BaseCall(SendingStream):
         return self.failure is not None
 
 
-def split_messages(data: Bytes) -> list[Bytes] | None:
-    """Splits the content of DATA frames into messages; None if one is compressed or cut off, or if there are many."""
-    messages: list[Bytes] = []
+def split_messages(data: Buffer) -> list[Buffer] | None:
+    """Splits the content of DATA frames into messages; None if one is compressed or cut off, or if there are many.
+
+    Those of a memoryview are not copied.
+    """
+    messages: list[Buffer] = []
     position, end = 0, len(data)
     while position < end:
         start = position + PREFIX.size

@@ -146,7 +146,7 @@ class ClientCall(BaseCall):
             self._connection.outbound.append(frames.frame_header(0, frames.DATA, frames.END_STREAM, self.id))
             self._connection.flush()
 
-    def take_messages(self, nbytes: int = 0) -> Sequence[Buffer] | None:
+    def take_messages(self, nbytes: int = 0) -> list[Buffer] | None:
         """Takes the whole response if it is like earlier ones, which is cheaper than frame by frame.
 
         Most small ones arrive at once: headers, DATA, trailers with status OK. Waits for the rest of one whose
@@ -177,7 +177,7 @@ class ClientCall(BaseCall):
             return None
         end, parts, frame_count, blocks_nbytes = found
         data = parts[0] if len(parts) == 1 else b"".join(parts)
-        messages = split_messages(data) if len(data) <= _COPIED_NBYTES else split_messages(memoryview(data))
+        messages = split_messages(data if len(data) <= _COPIED_NBYTES else memoryview(data))
         if messages is None or not connection.account_for_frames(frame_count, blocks_nbytes, len(data)):
             return None
         connection.acknowledge_received_data(len(data), None)

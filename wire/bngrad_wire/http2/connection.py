@@ -134,6 +134,7 @@ class BaseConnection(ConnectionState):
         """Moves the rest of the current DATA frame to the stream's buffer, so that the next frame can be read."""
         if self.stream is not None and self.data_left:
             receive_buffer = self.stream.receive_buffer
+            assert isinstance(receive_buffer, bytearray)  # as not all has arrived
             start, end = len(receive_buffer), len(receive_buffer) + self.data_left
             receive_buffer.extend(bytes(self.data_left))
             with memoryview(receive_buffer) as view:

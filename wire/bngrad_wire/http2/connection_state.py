@@ -294,7 +294,7 @@ class ConnectionState(ABC):
         self.charge(self._frames_per_reset)
         stream.ended = stream.reset = True
         self.acknowledge_received_data(len(stream.receive_buffer), None)
-        stream.receive_buffer.clear()
+        stream.receive_buffer = bytearray()
         stream.progressed()
 
     def _handle_goaway(self, payload: bytes) -> None:

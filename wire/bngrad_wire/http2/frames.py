@@ -53,7 +53,7 @@ _unpack_from = _HEADER.unpack_from
 class WholeData(NamedTuple):
     """The content of all DATA frames of a stream, their number, and the offset of their end."""
 
-    content: bytearray
+    content: memoryview
     frame_count: int
     end: int
 
@@ -134,5 +134,5 @@ def find_data(buffer: bytearray, low: int, high: int, stream_id: int, max_length
             return position
         contents.append(view[start:position])
         if flags:
-            return WholeData(bytearray().join(contents), len(contents), position)
+            return WholeData(memoryview(b"".join(contents)), len(contents), position)
     return None

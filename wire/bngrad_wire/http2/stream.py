@@ -18,7 +18,7 @@ class Stream(ABC):
         receive_window: Bytes that the peer may send on this stream for now.
         unacknowledged: Bytes that were consumed, and not yet added to the peer's window again.
         content_left: Bytes of the request that are still to come, where its content-length tells.
-        receive_buffer: DATA that arrived before it was read.
+        receive_buffer: DATA that arrived before it was read; a view if all arrived at once.
         ended: No more DATA is to be received, as the peer has ended the stream; there may still be some to read.
         peer_ended: The peer has ended or reset the stream, so that it may send no more.
         reset: Either end has reset the stream.
@@ -31,7 +31,7 @@ class Stream(ABC):
         self.receive_window = frames.MAX_WINDOW
         self.unacknowledged = 0
         self.content_left: int | None = None
-        self.receive_buffer = bytearray()
+        self.receive_buffer: bytearray | memoryview = bytearray()
         self.ended = False
         self.peer_ended = False
         self.reset = False

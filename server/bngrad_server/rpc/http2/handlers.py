@@ -24,6 +24,7 @@ from bngrad_server.rpc_context import RpcContext, no_check
 from bngrad_server.staged_request import StagedRequest
 from bngrad_server.telemetry.load import LoadListener
 from bngrad_wire import http2
+from bngrad_wire.fields import Buffer
 from bngrad_wire.http2.sockets.buffered_socket import BufferedSocket
 
 _PATHS = {*UNARY_OPS, EXCHANGE_PATH, SEND_AHEAD_PATH}
@@ -109,7 +110,7 @@ class Http2Handler:
             self._servicer.observer.failed(UNARY_OPS[call.path], "unary", rpc, error, began)
             raise
 
-    def answer_at_once(self, call: http2.ServerCall, received: Sequence[bytearray], rpc: RpcContext) -> bool:
+    def answer_at_once(self, call: http2.ServerCall, received: Sequence[Buffer], rpc: RpcContext) -> bool:
         """Answers a call whose messages have all arrived, in the event loop, if the servicer can; returns whether.
 
         Raises:

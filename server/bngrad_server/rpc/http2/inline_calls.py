@@ -12,6 +12,7 @@ from bngrad_server.rpc.servicer import UNARY_OPS, Servicer
 from bngrad_server.rpc_context import RpcContext
 from bngrad_server.staged_request import StagedRequest
 from bngrad_wire import http2
+from bngrad_wire.fields import Buffer
 
 
 class InlineCalls:
@@ -38,7 +39,7 @@ class InlineCalls:
         return self._begin(connection, call, rpc, submit)
 
     def begin_exchange(
-        self, connection: Connection, call: http2.ServerCall, received: Sequence[bytearray], rpc: RpcContext
+        self, connection: Connection, call: http2.ServerCall, received: Sequence[Buffer], rpc: RpcContext
     ) -> bool:
         """Does as `begin` for an exchange whose messages have all arrived; also returns False if it may be a bad one.
 

@@ -22,6 +22,7 @@ from bngrad_wire.http2 import (
     frames,
     header_block,
 )
+from bngrad_wire.http2.errors import ErrorCode
 from bngrad_wire.http2.server import connection as server_module
 from bngrad_wire.http2.sockets import receive_buffer
 
@@ -142,6 +143,19 @@ def test_whole_calls_are_counted_among_the_frames_of_a_second() -> None:
             if connection.frame_budget <= 0:
                 return
     raise AssertionError("the frames cost nothing")
+
+
+def test_a_whole_call_that_its_client_resets_has_failed_and_the_next_one_is_taken() -> None:
+    with server() as (connection, far):
+        for number in (1, 5):
+            call = accept(connection, far, call_of(number, message(b"abc")), at_once=True)
+            far.sendall(frames.rst_stream(number, ErrorCode.CANCEL))
+            assert call.cancelled()
+            assert not call.receive_buffer
+            call.end()
+            after = accept(connection, far, call_of(number + 2, message(b"abc")), at_once=True)
+            after.answer([])
+        assert connection.is_before_call
 
 
 LARGE = message(bytes(range(256)) * 800)

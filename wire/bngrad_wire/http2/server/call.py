@@ -41,7 +41,7 @@ class ServerCall(BaseCall):
         self.path, self.timeout_s, self.metadata, _ = headers
         self._headers_sent = False
 
-    def received_messages(self) -> list[bytearray] | None:
+    def received_messages(self) -> list[Buffer] | None:
         """Returns the messages of a call that has arrived whole and that nothing was read of, without reading them.
 
         None if it has not arrived whole, or a message is compressed or cut off.
