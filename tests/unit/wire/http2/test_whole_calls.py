@@ -10,6 +10,8 @@ from contextlib import closing, contextmanager
 from io import RawIOBase
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.clock import Clock
 from tests.unit.wire.http2.peers import HELLO, TIMEOUT_S, pair
 
@@ -411,6 +413,64 @@ def test_messages_and_their_end_are_sent_in_one_frame_that_the_peer_takes(
         assert content == b"".join(message(b"".join(pieces)) for pieces in messages)
         if fits:
             assert kinds == [frames.HEADERS, frames.DATA]
+
+
+PIECES = st.lists(
+    st.one_of(
+        st.sampled_from(["opening", "other opening", "trailers", "failed trailers", "reset", "ping", "end of data"]),
+        st.lists(st.binary(max_size=300).map(message), max_size=3).map(b"".join),
+        st.binary(max_size=20),
+    ),
+    max_size=6,
+)
+
+
+@given(between=PIECES, is_usual=st.booleans(), cut=st.integers(0, 40))
+@settings(deadline=None)
+def test_whatever_a_server_answers_the_outcome_is_that_of_frame_by_frame(
+    between: list[str | bytes], is_usual: bool, cut: int
+) -> None:
+    """A response that its server's end cuts off may be lost as a whole, though its beginning said that it fails."""
+    expected = outcome_of(between, is_usual, cut, nbytes=None)
+    has_end = is_usual and not cut
+    for nbytes in (0, 100_000):
+        outcome = outcome_of(between, is_usual, cut, nbytes=nbytes)
+        assert outcome == expected or (outcome == "lost" and not has_end)
+
+
+def outcome_of(between: list[str | bytes], is_usual: bool, cut: int, *, nbytes: int | None) -> object:
+    """Returns what a client gets of a response, for which it tries to take it whole unless the size is None."""
+    with client() as (connection, far):
+        learn_the_response(connection, far)
+        call = begin(connection)
+        pieces = ["opening", *between, "trailers"] if is_usual else between
+        sent = b"".join(response_piece(piece, call.id) for piece in pieces)
+        far.sendall(sent[: len(sent) - cut])
+        far.close()
+        try:
+            taken = None if nbytes is None else call.take_messages(nbytes)
+            return read_all(call) if taken is None else [bytes(each) for each in taken]
+        except RpcError as error:
+            return error.code
+        except ConnectionError:
+            return "lost"
+
+
+def response_piece(piece: str | bytes, stream_id: int) -> bytes:
+    if isinstance(piece, bytes):
+        return data(stream_id, piece)
+    other = header_block.encode([(":status", "200"), ("content-type", "application/grpc"), ("a", "b")])
+    failed = header_block.encode([("grpc-status", "8")])
+    end = frames.END_HEADERS | frames.END_STREAM
+    return {
+        "opening": frames.frame(frames.HEADERS, frames.END_HEADERS, stream_id, OPENING),
+        "other opening": frames.frame(frames.HEADERS, frames.END_HEADERS, stream_id, other),
+        "trailers": frames.frame(frames.HEADERS, end, stream_id, OK),
+        "failed trailers": frames.frame(frames.HEADERS, end, stream_id, failed),
+        "reset": frames.rst_stream(stream_id, ErrorCode.CANCEL),
+        "ping": frames.frame(frames.PING, 0, 0, bytes(8)),
+        "end of data": data(stream_id, b"", frames.END_STREAM),
+    }[piece]
 
 
 @pytest.mark.parametrize(
