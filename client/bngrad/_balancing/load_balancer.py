@@ -207,10 +207,10 @@ class LoadBalancer:
     def _choose_members(self) -> None:
         """Uses those servers of the fleet that its subset consists of now."""
         with self._mutex:
-            members = self._subset.members(self._servers)
-            if self._closed or members == list(self._servers):
+            if self._closed:
                 return
             before = self._servers
+            members = self._subset.members(before)
             is_first = not before
             try:
                 new = {address: self._upstream(address, is_up=is_first) for address in members if address not in before}
@@ -223,14 +223,15 @@ class LoadBalancer:
             gone = [server for address, server in before.items() if address not in self._servers]
             for server in gone:
                 server.retired.set()
-            probed = [] if is_first else list(new.values())
             self._leaving.update(gone)
             idle = [server for server in self._leaving if not server.in_flight]
             self._leaving.difference_update(idle)
             self._list_usable()
+            # Also those that Ctrl-C kept from being probed the last time.
+            unknown = [server for server in self._servers.values() if not (server.is_up or server.is_probed)]
         for server in idle:
             server.selector.close()
-        for server in probed:
+        for server in unknown:
             with self._mutex:
                 if not self._begin_to_probe(server):
                     self._mark(server, is_up=True)

@@ -486,6 +486,22 @@ def test_after_an_interrupt_at_any_step_a_server_that_failed_is_found_up_again(m
     assert step > 10
 
 
+def test_after_an_interrupt_at_any_step_the_next_look_up_has_a_new_server_used() -> None:
+    for step in itertools.count():
+        targets = ["127.0.0.1:1"]
+        balancer = LoadBalancer(lambda: targets, list, lambda *_: LocalKernels())  # noqa: B023 - it is called here
+        balancer.prepare(Deadline.after(SECONDS), Cancellation(), 0.0)
+        (first,) = balancer._servers.values()
+        addresses = [resolver.Address(target) for target in (*targets, "127.0.0.1:2")]
+        is_over = not interrupt_at(step, partial(balancer._use, addresses), ("bngrad.", "threading"))
+        balancer._use(addresses)
+        wait_until(lambda: balancer.acquire([first]) is not None)  # noqa: B023 - it is called here
+        balancer.close()
+        if is_over:
+            break
+    assert step > 10
+
+
 def test_the_pauses_before_questions_grow_with_each_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     failures: list[int] = []
 
