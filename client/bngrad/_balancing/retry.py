@@ -110,8 +110,7 @@ class Attempts:
         """Waits until a server may be tried again; raises the last error if that would not help or be hopeless."""
         now = time.monotonic()
         seconds = min((at - now for at in self._ready_at.values() if at > now), default=0.0)
-        gives_up = self._gives_up(is_hopeless) or cancellation.cancelled
-        if gives_up or seconds == math.inf or not self._deadline.allows(seconds):
+        if self._gives_up(is_hopeless) or seconds == math.inf or not self._deadline.allows(seconds):
             raise self._take_last()
         cancellation.sleep(seconds)
         if cancellation.cancelled:

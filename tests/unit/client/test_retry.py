@@ -82,9 +82,11 @@ class Waits(Cancellation):
     ids=lambda error: type(error).__name__,
 )
 def test_permanent_errors_are_raised_at_once(error: BngradError) -> None:
+    text = str(error)
     with pytest.raises(type(error)) as raised:
         attempts().failed("a", error)
     assert raised.value is error
+    assert str(error) == text
 
 
 def test_a_server_is_waited_for_and_then_tried_again() -> None:
@@ -95,12 +97,24 @@ def test_a_server_is_waited_for_and_then_tried_again() -> None:
     assert made.excluded(False) == set()
 
 
-def test_a_server_that_shares_nothing_is_not_tried_again() -> None:
-    made, error = attempts(), NotSharedError("elsewhere")
+@pytest.mark.parametrize("timeout", [60.0, math.inf])
+def test_a_server_that_shares_nothing_is_not_tried_again(timeout: float) -> None:
+    made, error = attempts(timeout), NotSharedError("elsewhere")
     made.failed("a", error)
     assert made.excluded(False) == {"a"}
     with pytest.raises(NotSharedError):
-        made.wait(False, Cancellation())
+        made.wait(False, Waits())
+
+
+def test_where_that_is_hopeless_a_server_that_is_not_available_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(retry, "time", clock)
+    made = Attempts(Deadline.after(60.0), clock.now)
+    made.failed("a", UnavailableError("gone"))
+    clock.now += 3.0
+    assert (made.excluded(False), made.excluded(True)) == (set(), {"a"})
+    with pytest.raises(UnavailableError, match=r"^gone$"):
+        made.wait(True, Waits())
 
 
 def test_a_server_whose_memory_is_all_leased_is_asked_again_for_about_a_second() -> None:
@@ -175,21 +189,32 @@ def test_an_error_that_is_kept_while_a_call_is_repeated_keeps_no_frames(link: st
     assert error.__traceback__ is reason.__traceback__ is None
 
 
-def test_the_last_error_is_left_to_the_caller() -> None:
+@pytest.mark.parametrize("error", [UnavailableError, InternalError])
+def test_the_last_error_is_left_to_the_caller(error: type[BngradError]) -> None:
     def give_up() -> None:
         made = attempts()
-        made.failed("a", UnavailableError("gone"))
+        made.failed("a", error("gone"))
         made.wait(True, Waits())
 
-    with no_exceptions_left(), suppress(UnavailableError):
+    with no_exceptions_left(), suppress(error):
         give_up()
 
 
-def test_an_error_says_how_many_attempts_came_before() -> None:
+@pytest.mark.parametrize(
+    ("first", "last", "before"),
+    [
+        (UnavailableError("gone"), InternalError("broken"), ", before this one: gone"),
+        (ResourceExhaustedError("full", 0.5), ResourceExhaustedError("broken"), ""),
+    ],
+    ids=["another", "the same"],
+)
+def test_an_error_says_how_many_attempts_came_before_and_what_else_failed(
+    first: BngradError, last: BngradError, before: str
+) -> None:
     made = attempts()
-    made.failed("a", UnavailableError("gone"))
-    with pytest.raises(InternalError, match=r"^broken \(2 attempts in \d+\.\d s, before this one: gone\)$"):
-        made.failed("a", InternalError("broken"))
+    made.failed("a", first)
+    with pytest.raises(type(last), match=rf"^broken \(2 attempts in \d+\.\d s{before}\)$"):
+        made.failed("a", last)
 
 
 def test_cancelling_ends_the_wait() -> None:
@@ -219,6 +244,7 @@ def test_a_budget_is_used_up_in_an_outage_and_refilled_by_answers() -> None:
 
 @given(st.lists(st.integers(0, 64), max_size=300))
 @example([64, 0])
+@example([1] * 61)
 def test_a_budget_stays_within_its_bounds(steps: list[int]) -> None:
     budget = RetryBudget()
     for callers in steps:
