@@ -48,7 +48,7 @@ def hostname_and_port_of(target: str) -> tuple[str, int] | None:
     if host_and_port is None:
         return None
     try:
-        ipaddress.ip_address(host_and_port[0].partition("%")[0])
+        ipaddress.ip_address(host_and_port[0])
     except ValueError:
         return host_and_port
     return None

@@ -11,9 +11,12 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from tests.unit.client.calls import interrupt_at, no_thread
+from tests.clock import Clock
+from tests.servers import wait_until
+from tests.unit.client.calls import START_THREAD, interrupt_after, interrupt_at, no_thread
 
 import bngrad
+from bngrad._balancing import resolver as resolver_module
 from bngrad._balancing.resolver import Resolver, lookup
 from bngrad._validation import check_targets
 from bngrad.typing import Targets
@@ -21,7 +24,9 @@ from bngrad.typing import Targets
 SECONDS = 30.0
 
 
-@pytest.mark.parametrize("target", ["localhost:1", "dns:///localhost:1", "127.0.0.1:1", "[::1]:1", "unix:/a", "a"])
+@pytest.mark.parametrize(
+    "target", ["localhost:1", "dns:///localhost:1", "127.0.0.1:1", "[::1]:1", "[fe80::1%lo]:1", "unix:/a", "a"]
+)
 def test_a_target_with_one_address_resolves_to_itself(target: str) -> None:
     assert [address.target for address in lookup(target)] == [target]
 
@@ -57,7 +62,9 @@ def test_a_name_with_several_addresses_resolves_to_each(
     monkeypatch: pytest.MonkeyPatch, addresses: list[str], targets: list[str]
 ) -> None:
     answers(monkeypatch, addresses)
-    assert [address.target for address in lookup("host:7")] == targets
+    found = lookup("host:7")
+    assert [address.target for address in found] == targets
+    assert {address.hostname for address in found} == {None if targets == ["host:7"] else "host"}  # for certificates
 
 
 def test_a_name_whose_only_address_changes_stands_for_another_server(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,6 +99,30 @@ def test_names_are_looked_up_again_when_it_is_time(monkeypatch: pytest.MonkeyPat
     addresses.clear()  # the addresses known so far remain
     resolver.resolve().result(SECONDS)
     assert told == [["10.0.0.1:7", "10.0.0.2:7", "unix:/a"], *[["10.0.0.3:7", "10.0.0.2:7", "unix:/a"]] * 2]
+
+
+@pytest.mark.parametrize(("interval_s", "due_in_s"), [(6.0, 1.0), (0.5, 0.5)])
+def test_after_a_failure_the_next_look_up_is_due_a_second_after_the_last_one_at_most(
+    interval_s: float, due_in_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(resolver_module, "time", clock)
+    monkeypatch.setattr(resolver_module, "_LONGEST_INTERVAL_S", interval_s)
+    monkeypatch.setattr(resolver_module, "_JITTER", 0.0)
+    resolver = resolver_of(lambda: ["unix:/a"], [])
+    began_at = clock.now
+    resolver.resolve().result(SECONDS)
+    for _ in range(2):
+        clock.now += 0.25
+        resolver.failed()
+        assert resolver.due_at == began_at + due_in_s
+
+
+def test_two_targets_of_one_name_stand_for_each_server_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[list[str]] = []
+    answers(monkeypatch, ["10.0.0.1", "10.0.0.2"])
+    resolver_of(["host:7", "dns:///host:7"], told).resolve().result(SECONDS)
+    assert told == [["10.0.0.1:7", "10.0.0.2:7"]]
 
 
 def test_one_look_up_is_under_way_at_a_time() -> None:
@@ -133,6 +164,26 @@ def test_a_look_up_that_is_interrupted_ends() -> None:
         resolver.resolve()
     resolver.resolve().result(SECONDS)
     assert told == [["unix:/a"]]
+
+
+def test_a_look_up_that_an_interrupt_kept_from_beginning_ends_no_later_one() -> None:
+    may_end, threads = [threading.Event() for _ in range(2)], list[threading.Thread]()
+
+    def targets() -> list[str]:
+        threads.append(threading.current_thread())
+        may_end[len(threads) - 1].wait(SECONDS)
+        return ["unix:/a"]
+
+    resolver = resolver_of(targets, [])
+    with interrupt_after(START_THREAD, module="threading"):
+        resolver.resolve()
+    wait_until(lambda: len(threads) == 1)
+    later = resolver.resolve()
+    may_end[0].set()
+    threads[0].join(SECONDS)
+    assert resolver.resolve() is later
+    may_end[1].set()
+    later.result(SECONDS)
 
 
 @pytest.mark.parametrize("targets", ["unix:/a", lambda: ["unix:/a"]], ids=["static", "function"])

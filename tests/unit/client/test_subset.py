@@ -127,3 +127,27 @@ def test_another_part_is_drawn_if_all_have_failed_for_a_while(monkeypatch: pytes
     client.choose()
     assert len(client.unknown) >= SUBSET_SIZE
     assert len(set(client.servers) & tried) < SUBSET_SIZE
+    while left := client.unknown:
+        client.mark(left.pop(), is_up=False)
+    tried = set(client.servers)
+    client.choose()
+    assert set(client.servers) == tried  # until a while has passed again
+
+
+@pytest.mark.parametrize(("size", "up"), [(1000, 1), (40, 0)])
+def test_no_other_part_is_drawn_while_a_server_is_up_or_none_is_left(
+    size: int, up: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(subset, "time", SimpleNamespace(monotonic=lambda: now))
+    client = Client(fleet(size))
+    first = client.up
+    kept = set(list(first)[:up])
+    while left := (client.up | client.unknown) - kept:
+        client.mark(left.pop(), is_up=False)
+    now += 10
+    client.choose()
+    assert client.up == kept
+    while down := client.servers.keys() - client.up:
+        client.mark(down.pop(), is_up=True)
+    assert client.up == first
