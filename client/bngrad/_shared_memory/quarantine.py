@@ -30,26 +30,38 @@ class AbandonedCall:
 
     def __init__(self) -> None:
         self._socket: socket.socket | None = None
+        self._is_told = False
+
+    def begin(self, sock: socket.socket) -> None:
+        """Notes the call's connection, before the call is sent: Ctrl-C may keep `abandon` from being called."""
+        self._socket = sock
+
+    def end(self) -> None:
+        """Forgets the connection: the call is over, and other calls may use that."""
+        self._socket = None
 
     def abandon(self, sock: socket.socket) -> None:
         """Takes over the call's connection, and makes the server close its end."""
-        with suppress(OSError):
+        self._socket = sock
+        with suppress(OSError):  # perhaps it was closed, since the server broke the protocol
             sock.setblocking(False)
             if _is_read_shut_down(sock):
                 sock.send(_PING, socket.MSG_NOSIGNAL)  # the server's PING ACK fails, so it sees the disconnect
             else:
                 sock.shutdown(socket.SHUT_WR)
-        if sock.fileno() >= 0:  # else it was closed because the server broke the protocol
-            self._socket = sock
+        self._is_told = True
 
     def is_over(self) -> bool:
         """Returns whether the server has closed its end, or there is no connection left."""
-        if self._socket is not None:
-            poll = select.poll()
-            poll.register(self._socket, 0)  # POLLHUP is always reported: both directions have ended
-            if not poll.poll(0):
-                return False
-            self.close()
+        if self._socket is None or self._socket.fileno() < 0:
+            return True
+        if not self._is_told:
+            self.abandon(self._socket)
+        poll = select.poll()
+        poll.register(self._socket, 0)  # POLLHUP is always reported: both directions have ended
+        if not poll.poll(0):
+            return False
+        self.close()
         return True
 
     def close(self) -> None:

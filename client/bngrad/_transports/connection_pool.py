@@ -114,8 +114,10 @@ class ConnectionPool:
             abandoned: Takes over the socket of a call that was given up, if any.
         """
         connection = lent.connection
+        is_idle = connection.is_idle
+        if is_idle and abandoned is not None:
+            abandoned.end()
         with self._mutex:
-            is_idle = connection.is_idle
             if is_idle and not self._closed and len(self._idle) < _MAX_IDLE:
                 self._idle.append(_Idle(connection, lent.sock, time.monotonic()))
                 return

@@ -259,6 +259,8 @@ class Http2Transport:
 
         cancellation.attach(functools.partial(_reset if abandoned is None else stop_reading, lent.sock))
         try:
+            if abandoned is not None:
+                abandoned.begin(lent.sock)
             remaining_s = set_timeout()
             io.deadline = math.inf if deadline.at is None else deadline.at
             result = talk(connection.call(method, timeout_s=remaining_s, metadata=metadata), set_timeout)

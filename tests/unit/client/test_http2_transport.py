@@ -20,6 +20,7 @@ from tests.unit.client.endpoints import SECONDS, CallAnswer, Endpoint, endpoint,
 import bngrad
 from bngrad._credentials import Credentials, Security
 from bngrad._deadline import Cancellation, Deadline
+from bngrad._shared_memory.quarantine import AbandonedCall
 from bngrad._transports import connection_pool
 from bngrad._transports.connection_pool import NotConnectedError
 from bngrad._transports.http2 import Http2Transport
@@ -403,6 +404,32 @@ def test_a_cancellation_from_another_thread_ends_a_call_that_waits(kind: str) ->
         assert gone.wait(SECONDS)
         with pytest.raises(NotConnectedError):
             call_either(client, kind, SECONDS, cancellation)
+
+
+def test_a_call_in_shared_memory_whose_end_is_interrupted_is_over_once_the_server_has_closed_its_end(
+    tmp_path: Path,
+) -> None:
+    arrived, may_end = threading.Event(), threading.Event()
+
+    class Interrupted(Cancellation):
+        def detach(self) -> None:
+            raise KeyboardInterrupt
+
+    def stand_still(call: ServerCall) -> None:
+        arrived.set()
+        may_end.wait(SECONDS)
+        raise ConnectionError
+
+    abandoned, cancellation = AbandonedCall(), Interrupted()
+    with connected(stand_still, f"{tmp_path}/socket") as (client, _), ThreadPoolExecutor(1) as threads:
+        call = threads.submit(client.unary, "/service/Echo", [b"a"], Deadline.after(SECONDS), cancellation, abandoned)
+        assert arrived.wait(SECONDS)
+        cancellation.cancel()
+        with pytest.raises(KeyboardInterrupt):
+            call.result(SECONDS)
+        assert not abandoned.is_over()
+        may_end.set()
+        wait_until(abandoned.is_over)
 
 
 def test_a_late_cancellation_does_not_affect_other_calls(kind: str) -> None:
