@@ -124,7 +124,7 @@ class LoadBalancer:
             needs_more = self._in_flight > size and not self._subset.is_all and self._count_again() > size
             if needs_more:
                 self._subset.size *= 2
-            if chosen.is_silent and chosen.is_up and len(self._servers) > 1:
+            if chosen.is_silent and len(self._servers) > 1:
                 self._begin_to_probe(chosen)
         if needs_more:
             self._choose_members()
@@ -303,9 +303,6 @@ def _probe_until_up(load_balancer: weakref.ref[LoadBalancer], server: Upstream) 
         if server.retired.wait(delay_s(failures) if failures else 0.0):
             return
         alive = load_balancer()
-        if alive is None:
-            server.selector.close()
-            return
-        if alive.probe(server):
+        if alive is None or alive.probe(server):
             return
         del alive

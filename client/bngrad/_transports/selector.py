@@ -253,7 +253,7 @@ class TransportSelector:
     ) -> Result:
         """Makes a call with its tensors in messages, but for those with tickets."""
         op = request.op
-        is_small = request.nbytes < transport.unary_below_nbytes and not tickets
+        is_small = request.nbytes < transport.unary_below_nbytes  # no such tensor has a ticket
         if self._preference == "unary" or (self._preference == "auto" and is_small):
             response = transport.unary(op.method, request.pieces(), deadline, cancellation)
             return request.read(response, request.out)

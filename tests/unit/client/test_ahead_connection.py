@@ -164,6 +164,23 @@ def test_a_call_sends_itself_what_takes_longer_to_be_sent_ahead_than_the_clients
         np.testing.assert_array_equal(result.x_backprop, x)
 
 
+def test_calls_send_a_tensor_that_the_server_has_evicted_from_then_on(served: Server) -> None:
+    came: list[str] = []
+
+    def refuse_first(way: str) -> None:
+        came.append(way)
+        if len(came) == 1:
+            raise RpcError(9, "it has the ticket of no tensor that is still here")
+
+    served.on_arrival = refuse_first
+    with bngrad.Client(served.target, transport="stream") as client, client.send_ahead(X) as x:
+        wait_until(lambda: x._upload is not None and x._upload._place is not None)
+        for _ in range(2):
+            call(client, x)
+        wait_until(lambda: [list(message.forget) for message in served.ahead] == [[], [b"1"]])
+    assert came == ["tcp"] * 3
+
+
 def test_a_tensor_whose_copy_cannot_be_reached_is_sent_by_its_call(served: Server) -> None:
     def die(way: str) -> None:
         if way == "shared":

@@ -260,11 +260,13 @@ def test_a_server_that_has_left_is_closed_after_its_last_call(ended_by: str) -> 
 
             assert gets_calls(0)
             balancer = client._calls._load_balancer
-            use = balancer.acquire()
+            use, earlier = balancer.acquire(), balancer.acquire()
             assert use is not None
+            assert earlier is not None
             selector = use.server.selector
             targets[:] = served.targets[1:2]
             wait_until(lambda: gets_calls(1))
+            balancer.release(earlier)
             assert not has_closed(selector)
             if ended_by == "itself":
                 balancer.release(use)
@@ -622,6 +624,8 @@ def test_a_call_that_has_been_ended_waits_for_no_look_up(is_cancelled: bool) -> 
 def test_calls_make_reports_old(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, selectors = Clock(), (Reporting(300.0), Reporting(100.0))
     monkeypatch.setattr(upstream, "time", clock)
+    for selector in selectors:
+        selector.report(requests=0.0)
     balancer = balancer_of(selectors)
     for server in balancer._servers.values():
         balancer.answered(server)

@@ -226,6 +226,28 @@ def test_an_unreachable_endpoint_is_tried_less_and_less_often(served: Server, mo
     assert [at - 1000 for at in asked] == [0, 1, 10, 11, 30, 31, 70, 71, 150, 151]
 
 
+@pytest.mark.parametrize(
+    ("transport", "without", "is_remote"),
+    [
+        ("auto", "local_directory", True),
+        ("stream", "local_directory", True),
+        ("shared", "local_directory", False),  # calls go to other servers
+        ("unary", "local_directory", False),
+        ("auto", "stream_port", False),
+        ("auto", None, False),
+    ],
+)
+def test_tensors_travel_over_a_network_by_the_port_of_a_server_on_another_host(
+    served: Server, transport: Transport, without: str | None, is_remote: bool
+) -> None:
+    if without is not None:
+        served.endpoints.ClearField(without)
+    with bngrad.Client(served.target, transport=transport) as client:
+        with contextlib.suppress(NotSharedError):
+            right(client, tensor(SMALL), served)
+        assert selector_of(client).is_remote == is_remote
+
+
 def test_losing_the_tcp_port_keeps_the_shared_memory(served: Server) -> None:
     with bngrad.Client(served.target, transport="stream") as client:
         right(client, tensor(SMALL), served)
