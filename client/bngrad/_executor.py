@@ -87,15 +87,18 @@ class _Threads:
         Raises:
             RuntimeError: The system has no thread, and there is no other one.
         """
-        with self._mutex:
-            if self._free >= 0 or self._count == self._most or self._is_starting:
-                return
-            self._is_starting = True
-            self._count += 1
-            self._free += 1
+        is_begun = False
         try:
+            with self._mutex:
+                if self._free >= 0 or self._count == self._most or self._is_starting:
+                    return
+                self._is_starting = is_begun = True
+                self._count += 1
+                self._free += 1
             threading.Thread(target=self._work, name=self._name, daemon=True).start()
         except BaseException as error:  # Ctrl-C may come, too
+            if not is_begun:
+                raise
             with self._mutex:
                 self._is_starting = False
                 self._count -= 1

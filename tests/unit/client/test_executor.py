@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 from tests.servers import wait_until
+from tests.unit.client.calls import interrupt_at
 
 from bngrad._executor import DaemonExecutor
 
@@ -61,6 +63,18 @@ def test_a_call_for_which_the_first_thread_cannot_be_started_is_never_run(monkey
     executor.submit(calls.append, 2).result(TIMEOUT_S)
     executor.shutdown()
     assert calls == [2]
+
+
+def test_after_an_interrupt_at_any_step_later_calls_have_all_threads() -> None:
+    for step in itertools.count():
+        executor, together = DaemonExecutor(2, "test"), threading.Barrier(2)
+        is_over = not interrupt_at(step, partial(executor.submit, int))
+        for future in [executor.submit(together.wait, TIMEOUT_S) for _ in range(2)]:
+            future.result(TIMEOUT_S)
+        executor.shutdown()
+        if is_over:
+            break
+    assert step > 5
 
 
 def test_who_submits_many_calls_waits_for_the_start_of_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
