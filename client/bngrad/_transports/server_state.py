@@ -59,7 +59,7 @@ class ServerState:
         self._ask = ask
         self._may_leave = may_leave
         self._heard_at = 0.0
-        self._mutex = threading.Lock()
+        self._mutex = threading.RLock()
         self._question: _Question | None = None
 
     def hear(self, load_text: str | bytes | None = None) -> None:
@@ -81,12 +81,14 @@ class ServerState:
         silent_since = max(self._heard_at, now - waited_s)
         if now - silent_since < _SILENT_S:
             return False
-        if not self._mutex.acquire(blocking=False):  # another call asks, for which it may have to get a token
-            return False
         try:
-            return self._is_unanswered(now, silent_since)
+            # Does not wait where another call asks, for which it may have to get a token.
+            return self._mutex.acquire(blocking=False) and self._is_unanswered(now, silent_since)
         finally:
-            self._mutex.release()
+            try:  # noqa: SIM105 - Ctrl-C could come before suppress() has begun
+                self._mutex.release()
+            except RuntimeError:  # it is not held
+                pass
 
     def _is_unanswered(self, now: float, silent_since: float) -> bool:
         """Whether the server has let a question of this silence pass; asks it if there is none yet."""

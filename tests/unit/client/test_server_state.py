@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field
 import grpc
 import pytest
 from tests.clock import Clock
+from tests.unit.client.calls import interrupt_at
 
 from bngrad._errors import UnavailableError
 from bngrad._transports import server_state
@@ -140,6 +142,20 @@ def test_no_call_waits_while_another_asks(server: Server) -> None:
         finally:
             has_token.set()
         assert first.result() is False
+
+
+def test_after_an_interrupt_at_any_step_other_calls_find_a_frozen_server(server: Server) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        for step in itertools.count():
+            frozen = Server(server.clock)
+            server.clock.now += 60
+            is_over = not interrupt_at(step, lambda: frozen.state.is_lost(60))  # noqa: B023 - it is called here
+            assert not threads.submit(frozen.state.is_lost, 60).result(60)
+            frozen.questions[-1].end = LATE
+            assert threads.submit(frozen.state.is_lost, 60).result(60)
+            if is_over:
+                break
+    assert step > 5
 
 
 def test_the_load_is_the_last_one_that_can_be_read(server: Server) -> None:
