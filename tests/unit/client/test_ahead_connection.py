@@ -164,6 +164,17 @@ def test_a_call_sends_itself_what_takes_longer_to_be_sent_ahead_than_the_clients
         np.testing.assert_array_equal(result.x_backprop, x)
 
 
+@pytest.mark.parametrize("transport", ["auto", "stream"])
+def test_a_tensor_that_its_call_takes_in_another_layout_is_sent_by_the_call(
+    served: Server, transport: Transport
+) -> None:
+    x, stats = np.moveaxis(tensor((4, 32, 32, 32)), -1, 1), np.ones(32, np.float32)
+    with bngrad.Client(served.target, transport=transport) as client, client.send_ahead(x) as handle:
+        wait_until(lambda: handle._upload is not None and handle._upload._place is not None)
+        result = client.fused_batch_norm_grad_v2(x, handle, stats, stats, stats, data_format="NHWC")
+        np.testing.assert_array_equal(result.x_backprop, x)
+
+
 def test_calls_send_a_tensor_that_the_server_has_evicted_from_then_on(served: Server) -> None:
     came: list[str] = []
 

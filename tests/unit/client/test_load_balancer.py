@@ -301,10 +301,13 @@ def test_calls_of_a_server_that_has_left_may_go_to_the_one_that_is_left() -> Non
     balancer.close()
 
 
-def balancer_of(selectors: Sequence[Selector]) -> LoadBalancer:
-    """Returns the load balancer of a client with these servers, after its first look-up."""
+TWO_SERVERS = [resolver.Address("127.0.0.1:1"), resolver.Address("127.0.0.1:2")]
+
+
+def balancer_of(selectors: Sequence[Selector], used: int | None = None) -> LoadBalancer:
+    """Returns the load balancer of a client with these servers, or the first of them, after its first look-up."""
     left = iter(selectors)
-    targets = [f"127.0.0.1:{number}" for number in range(1, len(selectors) + 1)]
+    targets = [f"127.0.0.1:{number}" for number in range(1, len(selectors[:used]) + 1)]
     balancer = LoadBalancer(lambda: targets, list, lambda *_: next(left))
     balancer.prepare(Deadline.after(SECONDS), Cancellation(), 0.0)
     return balancer
@@ -490,18 +493,33 @@ def test_after_an_interrupt_at_any_step_a_server_that_failed_is_found_up_again(m
 
 def test_after_an_interrupt_at_any_step_the_next_look_up_has_a_new_server_used() -> None:
     for step in itertools.count():
-        targets = ["127.0.0.1:1"]
-        balancer = LoadBalancer(lambda: targets, list, lambda *_: LocalKernels())  # noqa: B023 - it is called here
-        balancer.prepare(Deadline.after(SECONDS), Cancellation(), 0.0)
+        balancer = balancer_of([LocalKernels() for _ in range(3)], used=1)
         (first,) = balancer._servers.values()
-        addresses = [resolver.Address(target) for target in (*targets, "127.0.0.1:2")]
-        is_over = not interrupt_at(step, partial(balancer._use, addresses), ("bngrad.", "threading"))
-        balancer._use(addresses)
+        is_over = not interrupt_at(step, partial(balancer._use, TWO_SERVERS), ("bngrad.", "threading"))
+        balancer._use(TWO_SERVERS)
         wait_until(lambda: balancer.acquire([first]) is not None)  # noqa: B023 - it is called here
         balancer.close()
         if is_over:
             break
     assert step > 10
+
+
+def test_a_new_server_is_asked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_balancer, "delay_s", lambda failures: 10 * SECONDS)
+    balancer = balancer_of([LocalKernels(), LocalKernels()], used=1)
+    (first,) = balancer._servers.values()
+    balancer._use(TWO_SERVERS)
+    wait_until(lambda: balancer.acquire([first]) is not None)
+    balancer.close()
+
+
+def test_a_new_server_counts_as_up_where_no_thread_can_probe_it() -> None:
+    balancer = balancer_of([LocalKernels(), LocalKernels()], used=1)
+    (first,) = balancer._servers.values()
+    with no_thread("bngrad-probe"):
+        balancer._use(TWO_SERVERS)
+    assert balancer.acquire([first]) is not None
+    balancer.close()
 
 
 def test_the_pauses_before_questions_grow_with_each_failure(monkeypatch: pytest.MonkeyPatch) -> None:
