@@ -66,9 +66,8 @@ class AbandonedCall:
 
     def close(self) -> None:
         """Closes the connection without waiting for the server."""
-        sock, self._socket = self._socket, None  # first, since Ctrl-C may come between any two steps
-        if sock is not None:
-            sock.close()
+        if self._socket is not None:
+            self._socket.close()
 
 
 def stop_reading(sock: socket.socket) -> None:

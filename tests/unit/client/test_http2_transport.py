@@ -345,6 +345,7 @@ def test_an_exchange_that_waits_for_others_is_given_up_in_time_and_can_be_cancel
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("bngrad._transports.http2._MAX_EXCHANGES", 1)
+    monkeypatch.setattr("bngrad._transports.turns._LOOK_S", 3600.0)  # calls must be woken
     arrived, may_end, cancellation = threading.Event(), threading.Event(), Cancellation()
 
     def answer(call: ServerCall) -> None:
@@ -364,8 +365,10 @@ def test_an_exchange_that_waits_for_others_is_given_up_in_time_and_can_be_cancel
             waiting.result(SECONDS)
         small = threads.submit(exchange, client)
         wait_until(lambda: peer.connections == 2)  # it does not wait
+        patient = threads.submit(exchange, client, 10 * SECONDS, nbytes=2**20)
+        wait_until(lambda: client._turns.waiting == 1)
         may_end.set()
-        for each in (running, small):
+        for each in (running, small, patient):
             each.result(SECONDS)
 
 
@@ -404,6 +407,27 @@ def test_a_cancellation_from_another_thread_ends_a_call_that_waits(kind: str) ->
         assert gone.wait(SECONDS)
         with pytest.raises(NotConnectedError):
             call_either(client, kind, SECONDS, cancellation)
+
+
+def test_the_server_is_told_at_once_that_a_call_in_shared_memory_was_given_up(tmp_path: Path) -> None:
+    arrived, gone = threading.Event(), threading.Event()
+
+    def stand_still(call: ServerCall) -> None:
+        arrived.set()
+        while not call.cancelled():
+            time.sleep(0.01)
+        gone.set()
+        raise ConnectionError
+
+    abandoned, cancellation = AbandonedCall(), Cancellation()
+    with connected(stand_still, f"{tmp_path}/socket") as (client, _), ThreadPoolExecutor(1) as threads:
+        call = threads.submit(client.unary, "/service/Echo", [b"a"], Deadline.after(SECONDS), cancellation, abandoned)
+        assert arrived.wait(SECONDS)
+        cancellation.cancel()
+        with pytest.raises(NotConnectedError):
+            call.result(SECONDS)
+        assert gone.wait(SECONDS)
+        wait_until(abandoned.is_over)
 
 
 def test_a_call_in_shared_memory_whose_end_is_interrupted_is_over_once_the_server_has_closed_its_end(
