@@ -134,8 +134,6 @@ class Upload:
         with self._mutex:
             self._is_wanted = False
             self._tensor = None
-            if self._state is _State.QUEUED:
-                self._state = _State.ENDED
         self.forget()
 
     def _wake(self) -> None:

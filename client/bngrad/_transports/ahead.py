@@ -61,7 +61,7 @@ class AheadConnection:
             NotConnectedError: The server cannot be reached.
         """
         if forget and self._was_full:
-            self._paused_until, self._was_full = -math.inf, False
+            self._paused_until = -math.inf
         is_paused = time.monotonic() < self._paused_until
         if tensor is not None and (tensor.nbytes < Http2Transport.unary_below_nbytes or is_paused):
             tensor = None
@@ -83,7 +83,7 @@ class AheadConnection:
 
     def forget(self, tickets: Sequence[bytes], deadline: Deadline, cancellation: Cancellation) -> None:
         """Has the server forget tensors, by the connection that they were sent on; raises the errors of `send`."""
-        if tickets and self._calls is not None:
+        if self._calls is not None:
             self.send(self._calls, None, tickets, deadline, cancellation)
 
     def close(self) -> None:

@@ -106,6 +106,17 @@ def test_after_a_failure_there_is_a_pause_which_a_full_server_ends_by_forgetting
     assert server.came == [([256, 256], [b"9"], 2) if is_over_by_forgetting else ([], [b"9"], 1)]
 
 
+def test_a_server_that_cannot_be_reached_is_tried_again_after_a_second(
+    ahead: AheadConnection, clock: Clock, tmp_path: Path
+) -> None:
+    nowhere = Http2Transport(f"{tmp_path}/socket", "it")
+    for _ in range(2):
+        with pytest.raises(NotConnectedError):
+            send(ahead, nowhere)
+        assert send(ahead, nowhere) == b""
+        clock.now += 1.0
+
+
 def test_a_connection_that_is_not_there_yet_makes_no_pause(
     server: Server, ahead: AheadConnection, clock: Clock, tmp_path: Path
 ) -> None:

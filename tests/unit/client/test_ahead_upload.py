@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from tests.unit.client.calls import SECONDS, interrupt_at
 
+from bngrad._ahead.tensor import AheadTensor, places_of
 from bngrad._ahead.upload import Place, Upload
 from bngrad._deadline import ENDLESS, Cancellation, Deadline
 from bngrad.typing import Array
@@ -92,6 +93,20 @@ def test_closing_forgets_it_in_every_state() -> None:
     sent.close()
     sent.close()
     assert (forgotten, found(sent)) == ([PLACE], None)
+
+
+def test_a_call_sends_itself_a_tensor_whose_handle_another_thread_has_closed_meanwhile() -> None:
+    sent, _ = upload()
+    sent.begin(SERVER)
+    sent.end(PLACE)
+    handle = AheadTensor(object(), TENSOR, TENSOR, sent)
+
+    def places() -> dict[str, tuple[Upload, Place]]:
+        return places_of({"x": handle}, {"x": TENSOR}, SERVER, ENDLESS, Cancellation())
+
+    assert places() == {"x": (sent, PLACE)}
+    handle.close()
+    assert not places()
 
 
 def test_copies_in_shared_memory_are_no_servers_business() -> None:

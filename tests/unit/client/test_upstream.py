@@ -103,6 +103,16 @@ def test_a_client_that_calls_seldom_remembers_for_longer(monkeypatch: pytest.Mon
     assert share(servers, usual=300, calls=1007) == pytest.approx([0.5, 0.5], abs=0.06)
 
 
+def test_a_client_of_many_servers_remembers_for_as_many_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though it compares some of them alone."""
+    clock = Clock()
+    monkeypatch.setattr(upstream, "time", clock)
+    servers = [server(rate) for rate in (300, *[100] * 19)]
+    clock.now += 10
+    assert share(servers, usual=300, calls=70)[0] == pytest.approx(0.8, abs=0.06)
+    assert share(servers, usual=300, calls=90)[0] < 0.2
+
+
 def test_a_server_is_silent_that_has_calls_and_ends_none_for_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(upstream, "time", clock)
