@@ -8,10 +8,11 @@ import threading
 import numpy as np
 import pytest
 from tests.servers import wait_until
-from tests.unit.client.calls import LARGE, SECONDS, located, right, shared_pool, tensor
+from tests.unit.client.calls import LARGE, SECONDS, located, right, selector_of, shared_pool, tensor
 from tests.unit.client.endpoints import Server, server
 
 import bngrad
+from bngrad._deadline import ENDLESS, Cancellation
 from bngrad.typing import Transport
 from bngrad_wire.http2 import RpcError
 
@@ -60,6 +61,13 @@ def test_a_gpu_is_told_where_a_tensor_lies_and_calls_name_its_ticket(gpu_server:
             right(client, X, gpu_server)
             assert gpu_server.tickets[-1] == b""
         wait_until(lambda: [list(message.forget) for message in gpu_server.ahead] == [[], [b"1"]])
+
+
+def test_a_copy_goes_with_what_the_server_need_no_longer_keep(gpu_server: Server) -> None:
+    with bngrad.Client(gpu_server.target) as client, client.send_ahead(X) as x:
+        assert use_ticket(client, x, gpu_server) == b"1"
+        selector_of(client).send_ahead(X, [b"1"], ENDLESS, Cancellation())
+        assert [list(message.forget) for message in gpu_server.ahead] == [[], [b"1"]]
 
 
 def test_a_handle_that_has_gone_is_forgotten(gpu_server: Server) -> None:
@@ -148,6 +156,31 @@ def test_calls_go_on_where_the_server_fails_to_copy() -> None:
                     call(client, x)
             wait_until(lambda: calls == [1])
             assert set(served.tickets) == {b""}
+
+
+def test_calls_send_their_tensors_where_the_server_takes_none_ahead(served: Server) -> None:
+    """It is not asked again for a while."""
+    failed = []
+
+    def fail() -> None:
+        failed.append(1)
+        raise RpcError(12, "no such call")
+
+    served.on_ahead = fail
+    with bngrad.Client(served.target, transport="stream") as client:
+        for _ in range(2):
+            with client.send_ahead(X) as x:
+                wait_until(lambda: x._upload is not None and x._upload._tensor is None)
+                call(client, x)
+    assert failed == [1]
+
+
+def test_tensors_are_not_sent_ahead_by_grpcio(served: Server) -> None:
+    served.endpoints.ClearField("local_directory")
+    served.endpoints.ClearField("stream_port")
+    with bngrad.Client(served.target) as client:
+        client.server_info()
+        assert selector_of(client).send_ahead(X, [], ENDLESS, Cancellation()) is None
 
 
 def test_a_call_sends_itself_what_takes_longer_to_be_sent_ahead_than_the_clients_timeout(served: Server) -> None:

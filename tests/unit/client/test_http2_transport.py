@@ -24,9 +24,11 @@ from bngrad._shared_memory.quarantine import AbandonedCall
 from bngrad._transports import connection_pool
 from bngrad._transports.connection_pool import NotConnectedError
 from bngrad._transports.http2 import Http2Transport
+from bngrad._transports.server_state import ServerState
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_wire import http2, messages
-from bngrad_wire.http2 import ServerCall
+from bngrad_wire.http2 import ServerCall, header_block
+from bngrad_wire.load_report import TEXT_HEADER, LoadReport
 
 CHUNK = pb.ExchangeResponse.CHUNK_FIELD_NUMBER
 TARGET = "server:1"
@@ -332,6 +334,71 @@ def test_a_stalled_peer_exceeds_the_deadline_that_it_was_told(kind: str) -> None
         assert gone.wait(SECONDS)
     assert given[0] is not None
     assert 0 < given[0] <= timeout
+
+
+def test_an_answer_that_comes_bit_by_bit_exceeds_its_deadline() -> None:
+    def trickle(call: ServerCall) -> None:
+        while message_of(call) is not None:
+            pass
+        call.send_message(HEADER)
+        while not call.cancelled():
+            call.send_message(chunk(b"z"))
+            time.sleep(0.01)
+        raise ConnectionError
+
+    with connected(trickle) as (client, _), pytest.raises(bngrad.DeadlineExceededError):
+        exchange(client, 0.5, nbytes=100_000)
+
+
+def test_a_server_that_is_frozen_is_unavailable_at_every_address(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bngrad._transports.http2._LOOK_S", 0.01)
+    may_end = threading.Event()
+
+    class Frozen(ServerState):
+        def is_lost(self, waited_s: float) -> bool:
+            return True
+
+    def stand_still(call: ServerCall) -> None:
+        may_end.wait(SECONDS)
+        raise ConnectionError
+
+    with endpoint(stand_still) as peer, closing(Http2Transport(peer.address, TARGET, server=Frozen())) as client:
+        with pytest.raises(bngrad.UnavailableError):
+            call_either(client, kind)
+        may_end.set()
+
+
+def test_two_answers_to_a_call_that_come_at_once_are_an_internal_error() -> None:
+    answers = iter([[b"a"], [b"a", b"b"]])
+
+    def answer(call: ServerCall) -> None:
+        while message_of(call) is not None:
+            pass
+        call.answer(next(answers))
+
+    with connected(answer) as (client, _):
+        assert unary(client) == b"a"
+        with pytest.raises(bngrad.InternalError, match="answered with 2 messages, not one"):
+            unary(client)
+
+
+def test_each_report_of_a_servers_load_is_heard_once() -> None:
+    older, newer = LoadReport(100.0, 0.5, 1.0), LoadReport(200.0, 0.5, 2.0)
+    reports = iter([older])
+
+    def answer(call: ServerCall) -> None:
+        while (message := message_of(call)) is not None:
+            call.send_message(message, more=True)
+        texts = [(TEXT_HEADER, report.text()) for report in reports]
+        call.end(trailers=header_block.encode(texts))
+
+    state = ServerState()
+    with endpoint(answer) as peer, closing(Http2Transport(peer.address, TARGET, server=state)) as client:
+        unary(client)
+        assert state.load == older
+        state.hear(newer.text())  # by another connection
+        unary(client)
+        assert state.load == newer
 
 
 def test_only_some_large_exchanges_run_at_once_and_the_others_wait() -> None:
