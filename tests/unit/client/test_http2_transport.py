@@ -401,6 +401,25 @@ def test_each_report_of_a_servers_load_is_heard_once() -> None:
         assert state.load == newer
 
 
+def test_a_twin_has_the_same_credentials_and_a_connection_of_its_own(tmp_path: Path) -> None:
+    tokens = []
+
+    def note(call: ServerCall) -> None:
+        tokens.append(call.metadata.get("authorization"))
+        echo(call)
+
+    credentials = Credentials(Security(token="alice"), "unix:/a")  # noqa: S106 - not a secret
+    with (
+        endpoint(note, f"{tmp_path}/socket") as peer,
+        closing(Http2Transport(peer.address, TARGET, credentials)) as one,
+    ):
+        with closing(one.twin()) as twin:
+            for each in (one, twin):
+                unary(each)
+        assert peer.connections == 2
+    assert tokens == ["Bearer alice"] * 2
+
+
 def test_only_some_large_exchanges_run_at_once_and_the_others_wait() -> None:
     with connected(echo) as (client, peer), ThreadPoolExecutor(150) as threads:
         answers = threads.map(lambda _: exchange(client, nbytes=1_000_000)[1], range(300))

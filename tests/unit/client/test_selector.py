@@ -234,18 +234,35 @@ def test_an_unreachable_endpoint_is_tried_less_and_less_often(served: Server, mo
         ("shared", "local_directory", False),  # calls go to other servers
         ("unary", "local_directory", False),
         ("auto", "stream_port", False),
-        ("auto", None, False),
+        ("auto", "", False),
     ],
 )
 def test_tensors_travel_over_a_network_by_the_port_of_a_server_on_another_host(
-    served: Server, transport: Transport, without: str | None, is_remote: bool
+    served: Server, transport: Transport, without: str, is_remote: bool
 ) -> None:
-    if without is not None:
-        served.endpoints.ClearField(without)
+    if without == "local_directory":
+        served.endpoints.local_directory = "/nowhere"  # on this host
+    elif without:
+        served.endpoints.ClearField("stream_port")
     with bngrad.Client(served.target, transport=transport) as client:
         with contextlib.suppress(NotSharedError):
             right(client, tensor(SMALL), served)
         assert selector_of(client).is_remote == is_remote
+
+
+def test_memory_of_a_directory_that_a_server_no_longer_tells_is_given_back(served: Server) -> None:
+    with server() as other, bngrad.Client(served.target, transport="stream") as client:
+        right(client, tensor(SMALL), served)
+        shared = shared_pool(client)
+        assert shared is not None
+        shared.empty((1,), np.dtype(np.float32))
+        assert len(served.regions) == 1
+        served.endpoints.local_directory = other.endpoints.local_directory
+        served.tcp.close()
+        for _ in range(2):
+            right(client, tensor(SMALL), served)
+        wait_until(lambda: not len(served.regions))
+        assert (served.ways, other.ways) == (["tcp", "local"], ["local"])
 
 
 def test_losing_the_tcp_port_keeps_the_shared_memory(served: Server) -> None:
