@@ -303,7 +303,6 @@ class Allocator:
         self._waiting.remove(waiter)
         if not self._waiting:  # those that come later begin anew
             self._clocks.clear()
-            self._clock = 0
 
 
 def _round_up(nbytes: int) -> int:

@@ -48,6 +48,14 @@ class Crowd:
         return future
 
 
+def hand_on(memory: Allocator, held: Block, futures: list[Future[Block]]) -> Block:
+    """Frees a block for the next of the requests that wait, and returns what that got."""
+    memory.free(held)
+    future = next(as_completed(futures, TIMEOUT_S))
+    futures.remove(future)
+    return future.result()
+
+
 @given(st.data())
 def test_blocks_are_aligned_disjoint_and_all_memory_comes_back(data: st.DataObject) -> None:
     memory = Allocator(units(64), units(data.draw(st.sampled_from([0, 32]))))
@@ -120,11 +128,34 @@ def test_clients_that_wait_take_turns() -> None:
     futures = [crowd.ask("greedy", 4) for _ in range(4)]
     futures += [crowd.ask(name, 4) for name in ("modest", "late")]
     while futures:
-        memory.free(held)
-        future = next(as_completed(futures, TIMEOUT_S))
-        futures.remove(future)
-        held = future.result()
+        held = hand_on(memory, held, futures)
     assert crowd.order == ["greedy", "modest", "late", "greedy", "greedy", "greedy"]
+
+
+def test_a_client_that_comes_late_has_its_turn_among_the_next_ones_of_those_that_waited() -> None:
+    memory = Allocator(units(4))
+    crowd = Crowd(memory)
+    held = memory.allocate(units(4), "before")
+    futures = [crowd.ask(name, 4) for _ in range(4) for name in ("one", "two")]
+    for _ in range(4):
+        held = hand_on(memory, held, futures)
+    futures.append(crowd.ask("late", 4))
+    while futures:
+        held = hand_on(memory, held, futures)
+    assert crowd.order == [*["one", "two"] * 3, "late", "one", "two"]
+
+
+def test_what_clients_had_counts_no_longer_once_no_request_waits() -> None:
+    memory = Allocator(units(4))
+    crowd = Crowd(memory)
+    held = memory.allocate(units(4), "before")
+    futures = [crowd.ask("greedy", 4) for _ in range(3)]
+    while futures:
+        held = hand_on(memory, held, futures)
+    futures = [crowd.ask("greedy", 4), crowd.ask("modest", 4)]
+    while futures:
+        held = hand_on(memory, held, futures)
+    assert crowd.order[3:] == ["greedy", "modest"]
 
 
 def test_small_requests_have_the_reserve() -> None:
@@ -354,10 +385,7 @@ def test_who_comes_last_does_not_pass_those_that_have_waited_for_their_turns() -
     held = memory.allocate(units(4), "before")
     futures = [crowd.ask("first", 4) for _ in range(4)]
     for number in range(4):
-        memory.free(held)
-        future = next(as_completed(futures, TIMEOUT_S))
-        futures.remove(future)
-        held = future.result()
+        held = hand_on(memory, held, futures)
         if number == 1:
             futures.append(crowd.ask("late", 4))
     assert crowd.order == ["first", "first", "first", "late"]
