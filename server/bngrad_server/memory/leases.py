@@ -127,8 +127,12 @@ class LeaseServer:
         without_lease = [other for other, region in self._leases.items() if region is None]
         if len(without_lease) >= MAX_WITHOUT_LEASE:
             self._end(without_lease[0])
+        try:
+            self._selector.register(client, selectors.EVENT_READ)
+        except OSError:
+            client.close()
+            raise
         self._leases[client] = None
-        self._selector.register(client, selectors.EVENT_READ)
 
     def _receive(self, client: socket.socket) -> None:
         """Answers a client's message; closes the connection of one that breaks the rules, or has gone."""

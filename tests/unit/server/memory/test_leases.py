@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import grp
 import os
 import re
+import resource
+import selectors
 import shutil
 import socket
 import stat
 import struct
+import termios
 import threading
 import time
 from collections.abc import Iterator
@@ -278,22 +282,111 @@ def test_clients_cannot_send_descriptors_which_can_be_slow_to_close(sockets: Lea
             socket.send_fds(client, [b"?"], [client.fileno()])
 
 
-def test_the_thread_rests_four_times_as_long_as_a_flood_of_requests_occupies_it(
-    regions: Regions, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rests: list[float] = []
-    monkeypatch.setattr("bngrad_server.memory.leases.time.sleep", rests.append)
+class Rests:
+    """Stands in for `time.sleep`; notes how long the thread that leases regions is to rest.
+
+    Attributes:
+        seconds: All rests that have begun.
+        may_end: Cleared to have the thread rest until it is set again.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.may_end = threading.Event()
+        self.may_end.set()
+        self.is_held = False
+        self._sleep = time.sleep
+
+    def __call__(self, seconds: float) -> None:
+        if threading.current_thread().name != "leases":
+            self._sleep(seconds)
+            return
+        self.seconds.append(seconds)
+        self.is_held = not self.may_end.is_set()
+        self.may_end.wait(TIMEOUT_S)
+
+
+@pytest.fixture
+def rests(monkeypatch: pytest.MonkeyPatch) -> Rests:
+    rests = Rests()
+    monkeypatch.setattr("bngrad_server.memory.leases.time.sleep", rests)
+    return rests
+
+
+def test_the_thread_rests_four_times_as_long_as_a_flood_of_requests_occupies_it(regions: Regions, rests: Rests) -> None:
     with serving(regions) as sockets, connect(sockets) as client:
         _, (fd,) = ask(client, NBYTES)
         os.close(fd)
         (thread,) = (each for each in threading.enumerate() if each.name == "leases")
         assert thread.ident is not None
         clock = time.pthread_getcpuclockid(thread.ident)
-        spent, rested = time.clock_gettime(clock), sum(rests)
+        spent, rested = time.clock_gettime(clock), sum(rests.seconds)
         for _ in range(2000):
             client.send(IS_IN_USE)
             assert client.recv(1) == NOT_IN_USE
-        assert sum(rests) - rested > 3 * (time.clock_gettime(clock) - spent)
+        rests_s = sum(rests.seconds)
+        all_spent = time.clock_gettime(clock)
+        assert rests_s - rested > 3 * (all_spent - spent)
+        assert rests_s <= 4 * all_spent
+
+
+def test_while_no_connection_can_be_accepted_the_thread_rests(
+    regions: Regions, rests: Rests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "_LONGEST_REST_S", 0.05)
+    with serving(regions) as sockets, socket.socket(socket.AF_UNIX) as client:
+        address = str(sockets.directory / "regions")
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+        try:
+            client.connect(address)
+            wait_until(lambda: max(rests.seconds) > leases._LONGEST_REST_S)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        client.settimeout(TIMEOUT_S)
+        _, (fd,) = ask(client, NBYTES)
+        os.close(fd)
+
+
+def test_a_connection_that_the_system_cannot_watch_is_closed_and_others_go_on(
+    regions: Regions, sockets: LeaseServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(selector: selectors.BaseSelector, file: socket.socket, events: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(leases, "MAX_WITHOUT_LEASE", 4)
+    with contextlib.ExitStack() as stack:
+        with monkeypatch.context() as failing:
+            failing.setattr(selectors.DefaultSelector, "register", fail)
+            unwatched = stack.enter_context(connect(sockets))
+            assert unwatched.recv(1) == b""
+        *_, client = (stack.enter_context(connect(sockets)) for _ in range(6))  # the first of which are closed
+        _, (fd,) = ask(client, NBYTES)
+        os.close(fd)
+
+
+def test_a_message_of_a_connection_that_was_closed_for_a_new_one_is_ignored(
+    regions: Regions, rests: Rests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "MAX_WITHOUT_LEASE", 4)
+    with serving(regions) as sockets, contextlib.ExitStack() as stack:
+        leasing = stack.enter_context(connect(sockets))
+        oldest, *_ = (stack.enter_context(connect(sockets)) for _ in range(4))
+        _, (fd,) = ask(leasing, NBYTES)
+        os.close(fd)
+        leasing.send(IS_IN_USE)
+        assert leasing.recv(1) == NOT_IN_USE
+        wait_until(lambda: len(sockets._leases) == 5)
+        rests.may_end.clear()
+        leasing.send(IS_IN_USE)
+        wait_until(lambda: rests.is_held)
+        client = stack.enter_context(connect(sockets))  # the thread sees both at once, in this order
+        with contextlib.suppress(ConnectionError):  # servers of other tests connect too, to see whether this one lives
+            oldest.send(struct.pack("<Q", NBYTES))
+        rests.may_end.set()
+        _, (fd,) = ask(client, NBYTES)
+        os.close(fd)
+    wait_until(lambda: regions.nbytes == 0)
 
 
 def test_a_connection_leases_one_region_alone(regions: Regions, sockets: LeaseServer) -> None:
@@ -306,15 +399,24 @@ def test_a_connection_leases_one_region_alone(regions: Regions, sockets: LeaseSe
     wait_until(lambda: regions.nbytes == 0)
 
 
-def test_a_client_that_reads_no_answers_delays_no_other(regions: Regions, sockets: LeaseServer) -> None:
+def test_a_client_that_reads_no_answers_is_closed_and_delays_no_other(regions: Regions, sockets: LeaseServer) -> None:
     with connect(sockets) as deaf, connect(sockets) as other:
         _, (fd,) = ask(deaf, NBYTES)
         os.close(fd)
-        deaf.settimeout(1.0)
-        with contextlib.suppress(OSError):
-            for _ in range(2000):
-                deaf.send(IS_IN_USE)
-                time.sleep(0.001)  # or the server would read several at once
+        with pytest.raises(ConnectionError):
+            ask_for_ever(deaf)
         answer, fds = ask(other, NBYTES)
         assert len(answer) == 16
         os.close(*fds)
+
+
+def ask_for_ever(client: socket.socket) -> None:
+    """Asks one question after the other, each once the last one has been read, and reads no answer."""
+    while True:
+        client.send(IS_IN_USE)
+        wait_until(lambda: not unread_nbytes(client))
+
+
+def unread_nbytes(sock: socket.socket) -> int:
+    """How much memory the system keeps for what the other end has not read yet."""
+    return int.from_bytes(fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)), "little")
