@@ -50,7 +50,8 @@ class SendingStream(Stream):
         Args:
             buffers: Not copied where they are large, so they must not change until this method returns, or, on a
                 client, until the call has ended.
-            more: Whether another message, or the end, follows immediately: a small message may wait for it.
+            more: Whether another message, or the end, follows immediately: this one may wait for it, so its buffers
+                must not change until that has been sent.
             end: Whether this is the last message (a client half-closes the call).
 
         Raises:

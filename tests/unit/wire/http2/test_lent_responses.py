@@ -16,9 +16,6 @@ from bngrad_wire.http2.errors import ErrorCode
 from bngrad_wire.http2.header_block import encode
 
 NBYTES = 8 * 2**20
-HELLO = frames.PREFACE + frames.settings(
-    {frames.INITIAL_WINDOW_SIZE: frames.MAX_WINDOW, frames.MAX_FRAME_SIZE: frames.LARGEST_FRAME_SIZE}
-)
 CALL = [(":method", "POST"), (":scheme", "http"), (":path", "/a/b"), ("content-type", "application/grpc")]
 
 
@@ -84,11 +81,12 @@ def test_a_client_that_cancels_amid_a_response_lets_the_server_go_on_by_its_next
 class RawClient:
     """A client that reads frame by frame, and answers nothing by itself."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, max_frame_nbytes: int = frames.LARGEST_FRAME_SIZE) -> None:
         self.sock = sock
         self.file = sock.makefile("rb")
+        settings = {frames.INITIAL_WINDOW_SIZE: frames.MAX_WINDOW, frames.MAX_FRAME_SIZE: max_frame_nbytes}
         opened = frames.window_update(0, frames.MAX_WINDOW - frames.DEFAULT_WINDOW)
-        sock.sendall(HELLO + opened)
+        sock.sendall(frames.PREFACE + frames.settings(settings) + opened)
 
     def close(self) -> None:
         self.file.close()
@@ -114,10 +112,24 @@ class RawClient:
 
 
 @contextmanager
-def raw_client(lender: Lender) -> Iterator[RawClient]:
+def raw_client(lender: Lender, max_frame_nbytes: int = frames.LARGEST_FRAME_SIZE) -> Iterator[RawClient]:
     near, far = pair("tcp")
-    with in_thread(serve_until_gone, far, lender.answer), near, closing(RawClient(near)) as raw:
+    with in_thread(serve_until_gone, far, lender.answer), near, closing(RawClient(near, max_frame_nbytes)) as raw:
         yield raw
+
+
+def test_a_client_that_takes_frames_of_a_middle_size_gets_the_memory_as_it_was() -> None:
+    """They are fewer than are sent by themselves, and the end of the response follows."""
+    lender = Lender(5 * 2**20)
+    with raw_client(lender, 2**21) as raw:
+        raw.call(1)
+        content = b""
+        for kind, _, data in raw.frames():
+            if kind == frames.DATA:
+                content += data
+            elif kind == frames.PING:
+                raw.answer_ping(data)
+        assert content[5:] == bytes(5 * 2**20)
 
 
 def test_the_trailers_come_once_the_client_has_answered_the_ping() -> None:

@@ -38,6 +38,7 @@ CALL_BLOCK = header_block.encode(
 OPENING = header_block.encode([(":status", "200"), ("content-type", "application/grpc")])
 OK = header_block.encode([("grpc-status", "0")])
 BUDGET = 1000
+CANCELLED_ID = 1
 SETTINGS = frames.settings({})
 WINDOW = frames.settings({frames.INITIAL_WINDOW_SIZE: 2**20})
 LARGE_FRAMES = frames.settings({frames.INITIAL_WINDOW_SIZE: 2**20, frames.MAX_FRAME_SIZE: frames.LARGEST_FRAME_SIZE})
@@ -270,6 +271,7 @@ def test_a_response_is_the_same_however_it_arrives(contents: list[bytes]) -> Non
             seen.append(read_all(call) if taken is None else [bytes(each) for each in taken])
             spent.append(BUDGET - connection.frame_budget)
             assert connection.is_idle
+            assert connection._receive_window + connection._unacknowledged == frames.MAX_WINDOW  # it all comes back
     assert seen == 4 * seen[:1]
     assert b"".join(map(message, seen[0])) == b"".join(contents)
     assert spent[1:] == 3 * spent[1:2]
@@ -486,15 +488,33 @@ def response_piece(piece: str | bytes, stream_id: int) -> bytes:
         (lambda stream_id: response_of(stream_id, message(b"abc")[:-1]), 13),
         (lambda stream_id: response_of(stream_id, *[message(b"a")] * 9), 0),
         (lambda stream_id: SETTINGS + response_of(stream_id, message(b"a")), 0),
+        (lambda stream_id: amid_response(stream_id, frames.frame(frames.PING, 0, 0, message(b"abc"))), 0),
+        (
+            lambda stream_id: response_of(stream_id, message(b"a")).replace(
+                data(stream_id, message(b"a")), data(stream_id, message(b"a"), frames.END_STREAM)
+            ),
+            13,
+        ),
+        (lambda stream_id: amid_response(stream_id, data(CANCELLED_ID, message(b"b"))), 0),
     ],
-    ids=["status", "compressed", "cut off", "many frames", "another frame first"],
+    ids=[
+        "status",
+        "compressed",
+        "cut off",
+        "many frames",
+        "another frame first",
+        "another frame amid",
+        "no trailers",
+        "data of a call before",
+    ],
 )
 def test_any_other_response_is_read_frame_by_frame(response: object, outcome: int) -> None:
     assert callable(response)
     with client() as (connection, far):
-        call = begin(connection)
-        far.sendall(response_of(call.id, message(b"first")))
-        assert read_all(call) == [b"first"]
+        cancelled = begin(connection)
+        cancelled.cancel()
+        assert cancelled.id == CANCELLED_ID
+        learn_the_response(connection, far)
         call = begin(connection)
         far.sendall(response(call.id))
         assert call.take_messages() is None
@@ -504,6 +524,12 @@ def test_any_other_response_is_read_frame_by_frame(response: object, outcome: in
             assert raised.value.code == outcome
         else:
             assert set(read_all(call)) == {b"a"}
+
+
+def amid_response(stream_id: int, sent: bytes) -> bytes:
+    """A response with another frame before the frame of its message."""
+    response, content = response_of(stream_id, message(b"a")), data(stream_id, message(b"a"))
+    return response.replace(content, sent + content)
 
 
 def begin(connection: ClientConnection) -> ClientCall:
