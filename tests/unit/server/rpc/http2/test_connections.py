@@ -28,7 +28,10 @@ from tests.unit.server.workers.additions import TIMEOUT_S, inputs, request_of, w
 
 from bngrad_server.rpc import futile_calls
 from bngrad_server.rpc.http2 import connections
+from bngrad_server.rpc.http2.handlers import Http2Handler
 from bngrad_server.rpc.http2.limits.penalties import Penalties
+from bngrad_server.rpc.http2.limits.waste import Waste
+from bngrad_server.rpc_context import RpcContext
 from bngrad_wire import http2
 from bngrad_wire.http2 import frames
 from bngrad_wire.http2.errors import ErrorCode
@@ -324,6 +327,101 @@ def test_a_connection_that_is_outdated_is_closed_after_its_call(service: Service
     running, _ = busy(service, 0)
     (connection,) = service.port._connections._all
     connection.is_outdated = True
+    renewed = threading.Event()
+
+    def renew() -> None:
+        service.port._connections.renew()
+        renewed.set()
+
+    service.port._event_loop.call_soon(renew)
+    assert renewed.wait(TIMEOUT_S)
     service.worker.may_run.set()
     check_answered(running)
     wait_until(lambda: len(service.port._connections) == 0)
+
+
+def test_a_call_that_came_with_the_reset_of_the_one_before_is_answered(service: Service) -> None:
+    """The server has read it already, so its socket does not become readable again."""
+    running, _ = busy(service, 0)
+    client = service.connect()
+    given_up = ask(client)
+    wait_until(lambda: service.waiting == 1)
+    client.outbound.append(frames.rst_stream(given_up.id, ErrorCode.CANCEL))
+    client.close_stream(given_up)
+    call = ask(client)
+    service.worker.may_run.set()
+    check_answered(running, call)
+
+
+def test_good_calls_after_a_malformed_message_do_not_count_as_such(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scores: list[float] = []
+    monkeypatch.setattr(Penalties, "add", lambda self, peer, score: scores.append(score))
+    client = service.connect()
+    assert code_of(ask(client, TOO_MANY_FIELDS)) == INVALID_ARGUMENT
+    check_works(service)
+    counted = len(scores)
+    check_answered(ask(client))
+    check_works(service)
+    assert len(scores) == counted > 0
+
+
+def test_a_connection_waits_for_its_client_only_while_a_thread_has_it(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+    handle = Http2Handler.handle
+
+    def handle_and_tell(handler: Http2Handler, call: http2.ServerCall, rpc: RpcContext) -> None:
+        seen.append(call._connection.blocking)
+        handle(handler, call, rpc)
+
+    monkeypatch.setattr(Http2Handler, "handle", handle_and_tell)
+    client = service.connect()
+    for _ in range(2):
+        call = client.call("/grpc.health.v1.Health/Check")
+        call.send_message(b"", end=True)
+        assert call.receive_message() is not None
+        assert call.receive_message() is None
+    (connection,) = service.port._connections._all
+    wait_until(lambda: connection in service.port._connections.idle)
+    assert seen == [True, True]
+    assert not connection.http.blocking
+
+
+def test_a_paused_connection_is_not_read_until_its_time_comes_also_amid_a_call(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paused = service.port._connections._paused
+    busy(service, 0)
+    others = set(service.port._connections._all)
+    call = ask(service.connect())
+    wait_until(lambda: service.waiting == 1)
+    (connection,) = service.port._connections._all - others
+    with monkeypatch.context() as pausing:
+        pausing.setattr(paused, "resume", lambda: ())
+        pausing.setattr(Waste, "count", lambda waste, began: True)
+        call._connection.io.send([frames.frame(frames.PING, frames.ACK, 0, bytes(8))])
+        wait_until(lambda: connection in paused)
+        assert not connection.is_watched
+        call.cancel()
+    wait_until(lambda: service.waiting == 0)
+
+
+def test_the_time_for_a_frame_begins_with_its_first_byte_and_ends_with_its_last(service: Service) -> None:
+    (client,) = connected(service, 1)
+    (connection,) = service.port._connections._all
+    amid_frame, io = service.port._connections.amid_frame, connection.http.io
+    ping = frames.frame(frames.PING, 0, 0, bytes(8))
+    client.io._sock.sendall(ping[:3])
+    wait_until(lambda: connection in amid_frame)
+    began = amid_frame[connection]
+    client.io._sock.sendall(ping[3:6])
+    wait_until(lambda: io.high - io.low == 6)
+    client.io._sock.sendall(ping[6:9])
+    wait_until(lambda: io.high - io.low == 9)
+    assert amid_frame[connection] == began
+    client.io._sock.sendall(ping[9:])
+    wait_until(lambda: connection not in amid_frame)
+    check_answered(ask(client))
