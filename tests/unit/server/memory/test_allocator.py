@@ -14,7 +14,7 @@ from tests.clock import Clock
 from tests.garbage import no_exceptions_left
 
 from bngrad_server.errors import RETRY_DELAY_S, ArenaTooSmallError, OverloadedError
-from bngrad_server.memory import lost_transfers
+from bngrad_server.memory import allocator, lost_transfers
 from bngrad_server.memory.allocator import Allocator, Block
 from bngrad_server.memory.layout import ALIGNMENT
 
@@ -228,6 +228,36 @@ def test_clients_that_lost_transfers_leave_a_share_to_another() -> None:
     memory.allocate(units(16), "other", deadline=0)
 
 
+@pytest.fixture
+def no_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that requests that wait go on only if they are told to."""
+    monkeypatch.setattr(allocator, "_CHECK_INTERVAL_S", 10 * TIMEOUT_S)
+
+
+@pytest.mark.usefixtures("no_checks")
+def test_memory_that_comes_back_goes_to_all_requests_that_it_is_enough_for() -> None:
+    memory = Allocator(units(8))
+    held = memory.allocate(units(8), "before")
+    crowd = Crowd(memory)
+    futures = [crowd.ask(name, 2) for name in "abcd"]
+    memory.free(held)
+    assert {future.result(TIMEOUT_S).client for future in futures} == set("abcd")
+
+
+@pytest.mark.usefixtures("no_checks")
+def test_a_request_that_is_refused_while_it_waits_makes_way_for_the_next_one() -> None:
+    memory = Allocator(units(64))
+    memory.allocate(units(40), "before")
+    crowd = Crowd(memory)
+    large = crowd.ask("slow", 60)
+    while (small := crowd.ask("small", 20)).done():  # until they have passed it for long enough
+        memory.free(small.result())
+    memory.limit("slow")
+    assert small.result(TIMEOUT_S)
+    assert isinstance(large.exception(TIMEOUT_S), OverloadedError)
+
+
+@pytest.mark.usefixtures("no_checks")
 def test_a_client_that_loses_a_transfer_waits_no_longer_for_more_than_it_may_have() -> None:
     memory = Allocator(units(64))
     held = memory.allocate(units(64), "before")

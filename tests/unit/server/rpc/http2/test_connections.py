@@ -342,8 +342,10 @@ def test_a_connection_that_is_outdated_is_closed_after_its_call(service: Service
 
 def test_a_call_that_came_with_the_reset_of_the_one_before_is_answered(service: Service) -> None:
     """The server has read it already, so its socket does not become readable again."""
-    running, _ = busy(service, 0)
     client = service.connect()
+    check_answered(ask(client))  # so that the client has acknowledged the server's settings
+    service.worker.batches.clear()
+    running, _ = busy(service, 0)
     given_up = ask(client)
     wait_until(lambda: service.waiting == 1)
     client.outbound.append(frames.rst_stream(given_up.id, ErrorCode.CANCEL))
