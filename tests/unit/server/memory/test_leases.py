@@ -14,6 +14,7 @@ import shutil
 import socket
 import stat
 import struct
+import tempfile
 import termios
 import threading
 import time
@@ -36,6 +37,14 @@ NBYTES = 4096
 @pytest.fixture
 def regions() -> Regions:
     return Regions(4 * NBYTES, lambda region: None, lambda region: None)
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Where servers of other tests do not connect to see whether this one lives."""
+    with tempfile.TemporaryDirectory(dir=PARENT) as parent:
+        monkeypatch.setattr(leases, "PARENT", Path(parent))
+        yield
 
 
 @contextmanager
@@ -348,6 +357,7 @@ def test_while_no_connection_can_be_accepted_the_thread_rests(
         os.close(fd)
 
 
+@pytest.mark.usefixtures("alone")
 def test_a_connection_that_the_system_cannot_watch_is_closed_and_others_go_on(
     regions: Regions, sockets: LeaseServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -365,24 +375,24 @@ def test_a_connection_that_the_system_cannot_watch_is_closed_and_others_go_on(
         os.close(fd)
 
 
+@pytest.mark.usefixtures("alone")
 def test_a_message_of_a_connection_that_was_closed_for_a_new_one_is_ignored(
     regions: Regions, rests: Rests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(leases, "MAX_WITHOUT_LEASE", 4)
     with serving(regions) as sockets, contextlib.ExitStack() as stack:
         leasing = stack.enter_context(connect(sockets))
-        oldest, *_ = (stack.enter_context(connect(sockets)) for _ in range(4))
         _, (fd,) = ask(leasing, NBYTES)
         os.close(fd)
         leasing.send(IS_IN_USE)
         assert leasing.recv(1) == NOT_IN_USE
+        oldest, *_ = (stack.enter_context(connect(sockets)) for _ in range(4))
         wait_until(lambda: len(sockets._leases) == 5)
         rests.may_end.clear()
         leasing.send(IS_IN_USE)
         wait_until(lambda: rests.is_held)
         client = stack.enter_context(connect(sockets))  # the thread sees both at once, in this order
-        with contextlib.suppress(ConnectionError):  # servers of other tests connect too, to see whether this one lives
-            oldest.send(struct.pack("<Q", NBYTES))
+        oldest.send(struct.pack("<Q", NBYTES))
         rests.may_end.set()
         _, (fd,) = ask(client, NBYTES)
         os.close(fd)
