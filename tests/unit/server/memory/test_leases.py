@@ -349,7 +349,7 @@ def test_while_no_connection_can_be_accepted_the_thread_rests(
         resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
         try:
             client.connect(address)
-            wait_until(lambda: max(rests.seconds) > leases._LONGEST_REST_S)
+            wait_until(lambda: max(rests.seconds, default=0.0) > leases._LONGEST_REST_S)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         client.settimeout(TIMEOUT_S)
