@@ -28,8 +28,6 @@ _SETTINGS = frames.settings(
 _MAX_WHOLE_FRAMES = 8
 _BUFFERED_NBYTES, _MAX_WHOLE_NBYTES = BUFFER_NBYTES - 4096, 2**18
 """The sizes of responses for which a large buffer is taken, so that they can be taken whole."""
-_COPIED_NBYTES = 16 * 1024
-"""Of more DATA the messages are no copies."""
 _CALL_NBYTES = 4096
 """What a call earns the server, as if it had sent this much."""
 
@@ -177,7 +175,7 @@ class ClientCall(BaseCall):
             return None
         end, parts, frame_count, blocks_nbytes = found
         data = parts[0] if len(parts) == 1 else b"".join(parts)
-        messages = split_messages(data if len(data) <= _COPIED_NBYTES else memoryview(data))
+        messages = split_messages(memoryview(data))
         if messages is None or not connection.account_for_frames(frame_count, blocks_nbytes, len(data)):
             return None
         connection.acknowledge_received_data(len(data), None)

@@ -13,7 +13,7 @@ from bngrad_wire.http2.errors import ErrorCode, RpcError, Status
 from bngrad_wire.http2.stream import Stream
 
 PREFIX = Struct(">BI")
-SMALL_NBYTES = 16 * 1024
+_SMALL_NBYTES = 16 * 1024
 """Messages up to this size are copied into one piece; they also fit one frame of any peer."""
 _LARGE_NBYTES = 2**18
 _MAX_OUTBOUND_PIECES = 64
@@ -111,7 +111,7 @@ class SendingStream(Stream):
         self.send_window -= size
         connection.send_window -= size
         header = frames.frame_header(size, frames.DATA, flags, self.id)
-        if size <= SMALL_NBYTES:
+        if size <= _SMALL_NBYTES:
             connection.outbound.append(b"".join((header, *parts)))
         else:
             connection.earn(size)  # the peer opens its window for it

@@ -29,7 +29,7 @@ NARROW_WINDOWS = {
 def allowing(
     stream_nbytes: int = LARGE, more_nbytes: int = LARGE, max_frame_nbytes: int = frames.LARGEST_FRAME_SIZE
 ) -> bytes:
-    """What a peer says that takes so many bytes of a stream, and more than the default of the connection."""
+    """What a peer says first: the bytes it takes of a stream, of the connection beyond the default, and in a frame."""
     settings = {frames.INITIAL_WINDOW_SIZE: stream_nbytes, frames.MAX_FRAME_SIZE: max_frame_nbytes}
     return frames.settings(settings) + (frames.window_update(0, more_nbytes) if more_nbytes else b"")
 

@@ -11,7 +11,7 @@ from bngrad_wire.http2.block_decoder import HeaderBlock
 from bngrad_wire.http2.call import BaseCall, split_messages
 from bngrad_wire.http2.connection import BaseConnection
 from bngrad_wire.http2.errors import ErrorCode, RpcError, Status
-from bngrad_wire.http2.sending import PREFIX, SMALL_NBYTES
+from bngrad_wire.http2.sending import PREFIX
 from bngrad_wire.http2.server.request_headers import CallHeaders, check_trailers
 
 _MESSAGE_NBYTES = 2048
@@ -57,14 +57,12 @@ class ServerCall(BaseCall):
         size = sum(map(len, messages)) + len(messages) * PREFIX.size
         is_plain = not (self._headers_sent or connection.table_size_update or self.failure is not None)
         if is_plain and self.ended and self._fits_one_frame(size):
-            connection.send_window -= size
+            parts = [part for message in messages for part in (PREFIX.pack(0, len(message)), message)]
             connection.earn(_MESSAGE_NBYTES)
-            response = _whole_response(self.id, messages, trailers)
-            if size <= SMALL_NBYTES:
-                connection.outbound.append(b"".join(response))
-            else:
-                connection.earn(size)  # the client opens its window for it
-                connection.outbound += response
+            connection.outbound.append(frames.frame(frames.HEADERS, frames.END_HEADERS, self.id, _RESPONSE_BLOCK))
+            self._append_frame(parts, size, 0)
+            end = frames.END_HEADERS | frames.END_STREAM
+            connection.outbound.append(frames.frame(frames.HEADERS, end, self.id, _OK_BLOCK + trailers))
             self.failure = _ENDED_HERE
             connection.close_stream(self)
             connection.flush()
@@ -129,19 +127,6 @@ class ServerCall(BaseCall):
         self.failure = self.failure or _ENDED_HERE
         connection.close_stream(self)
         connection.flush()
-
-
-def _whole_response(stream_id: int, messages: Sequence[bytes], trailers: bytes) -> list[bytes]:
-    """The frames of a response with status OK, in pieces."""
-    size = sum(map(len, messages)) + len(messages) * PREFIX.size
-    pieces = [
-        frames.frame(frames.HEADERS, frames.END_HEADERS, stream_id, _RESPONSE_BLOCK),
-        frames.frame_header(size, frames.DATA, 0, stream_id),
-    ]
-    for message in messages:
-        pieces += (PREFIX.pack(0, len(message)), message)
-    pieces.append(frames.frame(frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, stream_id, _OK_BLOCK + trailers))
-    return pieces
 
 
 @functools.lru_cache(maxsize=256)
