@@ -24,6 +24,14 @@ def processor() -> str:
     return f"{name} ({', '.join(numbers)})" if numbers else name
 
 
+def model() -> tuple[str, int, int]:
+    """Returns an x86 processor's vendor, family and model, such as ("GenuineIntel", 6, 85); ("", 0, 0) for others."""
+    facts = _facts(CPUINFO)
+    if "vendor_id" not in facts:
+        return "", 0, 0
+    return facts["vendor_id"], int(facts.get("cpu family", 0)), int(facts.get("model", 0))
+
+
 def features() -> set[str]:
     """Returns what Linux says an Arm processor has, in its words, such as atomics; an empty set for others."""
     return set(_facts(CPUINFO).get("Features", "").split())

@@ -36,6 +36,25 @@ def test_a_processor_is_described_as_far_as_linux_knows_it(
 
 
 @pytest.mark.parametrize(
+    ("facts", "model"),
+    [
+        ("vendor_id\t: GenuineIntel\ncpu family\t: 6\nmodel\t\t: 85\nmodel name\t: Xeon", ("GenuineIntel", 6, 85)),
+        ("CPU implementer\t: 0x41\nCPU part\t: 0xd0c", ("", 0, 0)),
+        ("cpu\t: POWER9\nmodel\t: 9009-42A", ("", 0, 0)),
+        (None, ("", 0, 0)),
+    ],
+    ids=["x86", "Arm", "POWER", "no /proc"],
+)
+def test_the_model_is_that_of_the_first_processor(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, facts: str | None, model: tuple[str, int, int]
+) -> None:
+    if facts is not None:
+        (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{facts}\n\nprocessor\t: 1\nmodel\t: 1\n")
+    monkeypatch.setattr(machine, "CPUINFO", tmp_path / "cpuinfo")
+    assert machine.model() == model
+
+
+@pytest.mark.parametrize(
     ("files", "cores", "memory"),
     [
         pytest.param({}, CORES, MEMORY, id="no container"),

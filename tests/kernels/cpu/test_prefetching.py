@@ -1,7 +1,8 @@
-"""Tensors that are prefetched, which depends on the processor's caches: the same bits as others."""
+"""Tensors that are prefetched, which depends on the processor and its caches: the same bits as others."""
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from tests.kernels.problems import DTYPES, bits, random_problem, spec_of
 
-from bngrad_kernels import backends
+from bngrad_kernels import backends, machine
 from bngrad_kernels.cpu import plan
 from bngrad_kernels.cpu.plan import RECORD
 
@@ -23,6 +24,8 @@ def far_from(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> Iterator[None]:
     with monkeypatch.context() as patch:
         patch.setattr(plan, "_FAR_FROM_NBYTES", nbytes)
         patch.setattr(plan, "_PLANES_FAR_FROM_NBYTES", nbytes)
+        patch.setattr(plan, "_FAR_NBYTES", 9216)  # whatever this processor likes
+        patch.setattr(plan, "_PLANES_FAR_NBYTES", 6144)
         plan.plan.cache_clear()
         yield
     plan.plan.cache_clear()
@@ -41,3 +44,37 @@ def test_what_is_prefetched_has_the_bits_of_what_is_not(
             assert bool(np.frombuffer(plan.plan(spec).record, RECORD)["far"][0]) == (made is far)
             TWO_THREADS.run([made])
     assert bits(far) == bits(near)
+
+
+@pytest.mark.parametrize("short_near", [0, 3072])
+def test_short_rows_have_the_same_bits_however_far_they_are_prefetched(
+    monkeypatch: pytest.MonkeyPatch, short_near: int
+) -> None:
+    spec = spec_of(1, (4099, 64, 1), np.dtype("float32"))
+    made, other = random_problem(spec), random_problem(spec)
+    TWO_THREADS.run([other])
+    with monkeypatch.context() as patch:
+        patch.setattr(plan, "_SHORT_NEAR_NBYTES", short_near)
+        plan.plan.cache_clear()
+        assert np.frombuffer(plan.plan(spec).record, RECORD)["near"][0] == short_near // 4
+        TWO_THREADS.run([made])
+    plan.plan.cache_clear()
+    assert bits(made) == bits(other)
+
+
+@pytest.mark.parametrize(
+    ("model", "is_far", "is_short_near"),
+    [
+        pytest.param(("GenuineIntel", 6, 85), False, True, id="Skylake"),
+        pytest.param(("GenuineIntel", 6, 207), True, True, id="another Xeon"),
+        pytest.param(("AuthenticAMD", 25, 17), True, False, id="EPYC"),
+        pytest.param(("", 0, 0), True, False, id="Arm"),
+    ],
+)
+def test_how_far_is_prefetched_depends_on_the_processor(
+    monkeypatch: pytest.MonkeyPatch, model: tuple[str, int, int], is_far: bool, is_short_near: bool
+) -> None:
+    monkeypatch.setattr(machine, "model", lambda: model)
+    constants = runpy.run_path(plan.__file__)
+    assert [constants[name] > 0 for name in ("_FAR_NBYTES", "_PLANES_FAR_NBYTES")] == [is_far, is_far]
+    assert (constants["_SHORT_NEAR_NBYTES"] > 0) == is_short_near
