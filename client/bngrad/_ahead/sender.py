@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
@@ -33,7 +34,7 @@ class AheadSender:
         # One object, which Python starts once, also after Ctrl-C has come amid that.
         self._thread = threading.Thread(target=_work, args=arguments, name="bngrad-ahead", daemon=True)
         self._mutex = threading.Lock()
-        self._end = weakref.finalize(self, _end, self._queue, self._running)
+        self._end = weakref.finalize(self, _end, self._queue, self._running, os.getpid())
         self._end.atexit = False
 
     def send(self, tensor: Array) -> Upload:
@@ -50,7 +51,9 @@ class AheadSender:
         self._end()
 
 
-def _end(queue: _Queue, running: Cancellation) -> None:
+def _end(queue: _Queue, running: Cancellation, process: int) -> None:
+    if process != os.getpid():  # a forked child has forgotten the client, whose connections its parent still uses
+        return
     queue.put(None)
     running.cancel()
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
+import textwrap
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +14,7 @@ import numpy as np
 import pytest
 from tests.servers import wait_until
 from tests.unit.client.calls import SECONDS, no_thread
+from tests.unit.client.endpoints import Server
 
 from bngrad import _validation
 from bngrad._ahead.sender import AheadSender
@@ -173,3 +177,46 @@ def test_calls_send_their_tensors_while_the_system_has_no_thread_for_it(sender: 
     assert upload.place(sender.server, ENDLESS, Cancellation()) is None
     sender.sent()
     assert sender.server.tensors == 1
+
+
+def test_a_forked_child_that_forgets_the_client_ends_nothing_that_its_parent_sends(served: Server) -> None:
+    program = """
+        import gc, os, signal, sys
+        import bngrad, numpy
+        client = bngrad.Client(sys.argv[1], transport="stream")
+        first = client.send_ahead(numpy.ones((1024, 1024), numpy.float32))
+        sys.stdin.readline()
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            del client, first
+            gc.collect()
+            os._exit(0)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        second = client.send_ahead(numpy.ones((1024, 1024), numpy.float32))
+        print(status, flush=True)
+        sys.stdin.readline()
+        client.close()
+    """
+    begun, may_end = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        begun.set()
+        assert may_end.wait(SECONDS)
+
+    served.on_ahead = hold
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(program), served.target]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            assert begun.wait(SECONDS)
+            process.stdin.write("\n")
+            assert process.stdout.readline() == "0\n"
+            may_end.set()
+            wait_until(lambda: len(served.ahead) == 2)
+            process.stdin.write("\n")
+            assert process.wait(SECONDS) == 0
+        finally:
+            may_end.set()
+            process.kill()
