@@ -28,7 +28,7 @@ class Answer(Protocol):
         """How it ended."""
         ...
 
-    def details(self) -> str:
+    def details(self) -> str | None:
         """What grpcio says of that."""
         ...
 

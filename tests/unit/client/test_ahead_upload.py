@@ -28,6 +28,13 @@ class FakeServer:
         raise NotImplementedError
 
 
+class NoWait(Cancellation):
+    """That of a call that must not wait."""
+
+    def attach(self, callback: object) -> None:
+        pytest.fail("the call waits")
+
+
 SERVER, OTHER = FakeServer(), FakeServer()
 PLACE = Place(SERVER, b"ticket")
 
@@ -79,6 +86,7 @@ def test_closing_forgets_it_in_every_state() -> None:
     queued, forgotten = upload()
     queued.close()
     assert (queued.begin(SERVER), forgotten) == (None, [])
+    assert queued.place(SERVER, ENDLESS, NoWait()) is None
 
     sending, forgotten = upload()
     sending.begin(SERVER)

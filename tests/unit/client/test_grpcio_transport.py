@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +22,7 @@ from bngrad._transports.grpcio import GrpcioTransport, begin_to_ask
 from bngrad._transports.server_state import ServerState
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_wire import messages
+from bngrad_wire.http2 import frames
 from bngrad_wire.load_report import TEXT_HEADER, LoadReport
 
 Answer: TypeAlias = Callable[[Iterator[bytes], grpc.ServicerContext], Iterator[bytes]]
@@ -128,7 +131,7 @@ def silence() -> Iterator[tuple[Transport, threading.Event, threading.Event]]:
     def answer(requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         context.add_callback(ended.set)
         came.set()
-        assert ended.wait(SECONDS)
+        assert ended.wait(2 * SECONDS)
         yield b""
 
     with transport(answer) as made:
@@ -142,6 +145,25 @@ def silence() -> Iterator[tuple[Transport, threading.Event, threading.Event]]:
 def test_a_silent_server_exceeds_the_deadline(way: str) -> None:
     with silence() as (made, _, _), pytest.raises(bngrad.DeadlineExceededError, match=r"timeout of 0\.1 s"):
         made.call(way, 0.1)
+
+
+@pytest.mark.parametrize("way", ["unary", "exchange"])
+def test_a_server_that_does_not_read_exceeds_the_deadline(way: str) -> None:
+    window = struct.pack(">I", 2**30)
+    settings = frames.frame(frames.SETTINGS, 0, 0, struct.pack(">HI", frames.INITIAL_WINDOW_SIZE, 2**30))
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as threads:
+        made = Transport(f"127.0.0.1:{listener.getsockname()[1]}")
+        deadline, cancellation, tensor = Deadline.after(0.5), Cancellation(only_by_close=True), memoryview(bytes(2**26))
+        if way == "unary":
+            call = threads.submit(made.calls.unary, "/service/Echo", [tensor], deadline, cancellation)
+        else:
+            exchange = made.calls.exchange
+            call = threads.submit(exchange, "/service/Exchange", NUMBER, [], [tensor], [], deadline, cancellation)
+        with listener.accept()[0] as sock:
+            sock.sendall(settings + frames.frame(frames.WINDOW_UPDATE, 0, 0, window))
+            with pytest.raises(bngrad.DeadlineExceededError):
+                call.result(SECONDS)
+        made.channel.close()
 
 
 @pytest.mark.parametrize("way", ["cancellable", "long", "exchange"])
@@ -177,7 +199,7 @@ def test_an_interrupt_ends_the_call_at_the_server(way: str) -> None:
                 raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt) as raised:
-            made.call(way, SECONDS, Interrupted())
+            made.call(way, 3 * SECONDS, Interrupted())
         assert ended.wait(SECONDS)
         del raised  # kept the frames, and what they refer to, until here
 

@@ -25,12 +25,13 @@ class Answer:
     """A question to the server; ends when the test sets how."""
 
     end: grpc.StatusCode | None = None
+    said: str | None = "Connection refused"
 
     def done(self) -> bool:
         return self.end is not None
 
-    def details(self) -> str:
-        return "Connection refused" if self.end is grpc.StatusCode.UNAVAILABLE else ""
+    def details(self) -> str | None:
+        return self.said if self.end is grpc.StatusCode.UNAVAILABLE else ""
 
     def code(self) -> grpc.StatusCode:
         assert self.end is not None
@@ -96,6 +97,13 @@ def test_a_server_is_lost_if_it_does_not_answer(server: Server, end: grpc.Status
     assert server.is_lost_after(1, 7) is is_lost
     assert server.is_lost_after(0, 7) is is_lost  # for another call, too
     assert len(server.questions) == 1
+
+
+@pytest.mark.parametrize("said", ["keepalive watchdog timeout", None])
+def test_a_server_is_lost_if_its_connection_is(server: Server, said: str | None) -> None:
+    server.is_lost_after(2, 2)
+    server.questions[0].end, server.questions[0].said = grpc.StatusCode.UNAVAILABLE, said
+    assert server.is_lost_after(1, 3)
 
 
 def test_a_call_that_began_after_a_question_has_it_asked_again(server: Server) -> None:

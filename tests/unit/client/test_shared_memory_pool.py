@@ -255,6 +255,7 @@ def test_memory_that_no_server_uses_leaves_quarantine_at_once(pool: Pool) -> Non
     quarantine = Quarantine()
     quarantine.add(array, region, AbandonedCall())
     assert quarantine.release([array]) is None
+    assert region.is_alive  # the pool's own lease goes on
 
 
 def test_the_writes_of_a_forked_child_do_not_reach_its_parent() -> None:
@@ -299,8 +300,9 @@ def test_checking_the_leases_of_a_live_server_removes_nothing_and_does_not_wait(
 
 def test_a_dead_servers_regions_are_removed_and_its_arrays_remain() -> None:
     with closing(LeasesInThread()) as server, closing(Pool(server.path)) as pool:
-        array = filled(pool, 100, 1)
+        array, gone = filled(pool, 100, 1), filled(pool, 3000, 2)
         server.close()
+        del gone  # its block is not collected before its region is removed
         assert pool.check()
         assert not pool.check()
         assert pool.locate(array) is None
@@ -413,6 +415,23 @@ def test_a_cancelled_call_does_not_wait_for_the_memory_of_another_call(tmp_path:
             pool.empty((1,), BYTE, Deadline.after(0.01))
         assert not leasing.done()
         first.cancel()
+
+
+def test_a_free_block_is_had_at_once_while_another_call_leases_memory(tmp_path: Path) -> None:
+    path = str(tmp_path / "regions")
+    with ExitStack() as stack, closing(LeasesInThread()) as server, closing(Pool(server.path)) as pool:
+        threads = stack.enter_context(ThreadPoolExecutor(1))
+        silent = stack.enter_context(socket.socket(socket.AF_UNIX))
+        silent.bind(path)
+        silent.listen()
+        kept = filled(pool, 1000, 1)
+        pool._path = path
+        cancellation = Cancellation()
+        leasing = threads.submit(pool.empty, (REGION_NBYTES,), BYTE, ENDLESS, cancellation)
+        stack.enter_context(silent.accept()[0]).recv(1)
+        assert not np.may_share_memory(pool.empty((1000,), BYTE, Deadline.after(1.0)), kept)
+        assert not leasing.done()
+        cancellation.cancel()
 
 
 def test_without_file_descriptors_no_memory_is_leased() -> None:

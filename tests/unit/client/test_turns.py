@@ -32,11 +32,11 @@ def turn(turns: Turns, deadline: Deadline = ENDLESS, cancellation: Cancellation 
 
 
 class Calls:
-    """Calls, each in a thread, that have one turn at a time."""
+    """Calls, each in a thread, that have one turn at a time, or more."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int = 1) -> None:
         self.order: list[str] = []
-        self.turns = Turns(1)
+        self.turns = Turns(count)
         self._threads = ThreadPoolExecutor(8)
 
     def wait(self, name: str, deadline: Deadline = ENDLESS, cancellation: Cancellation | None = None) -> Future[None]:
@@ -64,6 +64,16 @@ def test_calls_have_their_turns_in_the_order_in_which_they_came(calls: Calls) ->
     for each in waiting:
         each.result(SECONDS)
     assert calls.order == list("abcd")
+
+
+@pytest.mark.parametrize("ended", range(3))
+def test_the_end_of_any_call_wakes_the_one_that_waits(monkeypatch: pytest.MonkeyPatch, ended: int) -> None:
+    monkeypatch.setattr(turns_module, "_LOOK_S", 3600.0)
+    calls = Calls(3)
+    running = [calls.turns.take(ENDLESS, Cancellation()) for _ in range(3)]
+    waiting = calls.wait("a")
+    calls.turns.give_back(running[ended])
+    waiting.result(SECONDS)
 
 
 def test_a_call_waits_for_half_of_its_time_and_takes_no_turn_afterwards(calls: Calls) -> None:
