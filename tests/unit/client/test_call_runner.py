@@ -180,6 +180,26 @@ def test_a_call_that_was_cancelled_says_nothing_of_its_server() -> None:
         assert all(server.is_up for server in client._calls._load_balancer._servers.values())
 
 
+def test_a_call_that_is_cancelled_before_it_begins_is_not_made() -> None:
+    cancellation = Cancellation()
+    cancellation.cancel()
+    with bngrad.Client("127.0.0.1:1") as client, pytest.raises(bngrad.UnavailableError, match="the call was cancelled"):
+        client._calls._run(lambda: pytest.fail("it was made"), cancellation)
+
+
+def test_a_call_is_ended_by_a_client_that_closes_once_it_was_found_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = bngrad.Client("127.0.0.1:1")
+    check_open = client._calls.check_open
+
+    def check_and_close() -> None:
+        check_open()
+        client.close()
+
+    monkeypatch.setattr(client._calls, "check_open", check_and_close)
+    with pytest.raises(bngrad.ClientClosedError, match="was closed during the call"):
+        client._calls._run(lambda: pytest.fail("it was made"), Cancellation())
+
+
 def test_calls_are_not_repeated_in_a_long_outage_and_are_again_once_servers_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

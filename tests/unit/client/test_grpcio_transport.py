@@ -153,14 +153,16 @@ def test_a_server_that_does_not_read_exceeds_the_deadline(way: str) -> None:
     settings = frames.frame(frames.SETTINGS, 0, 0, struct.pack(">HI", frames.INITIAL_WINDOW_SIZE, 2**30))
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as threads:
         made = Transport(f"127.0.0.1:{listener.getsockname()[1]}")
-        deadline, cancellation, tensor = Deadline.after(0.5), Cancellation(only_by_close=True), memoryview(bytes(2**26))
-        if way == "unary":
-            call = threads.submit(made.calls.unary, "/service/Echo", [tensor], deadline, cancellation)
-        else:
-            exchange = made.calls.exchange
-            call = threads.submit(exchange, "/service/Exchange", NUMBER, [], [tensor], [], deadline, cancellation)
+        connected = grpc.channel_ready_future(made.channel)
         with listener.accept()[0] as sock:
             sock.sendall(settings + frames.frame(frames.WINDOW_UPDATE, 0, 0, window))
+            connected.result(SECONDS)
+            deadline, cancellation, tensor = Deadline.after(0.5), Cancellation(only_by_close=True), bytes(2**26)
+            if way == "unary":
+                call = threads.submit(made.calls.unary, "/service/Echo", [tensor], deadline, cancellation)
+            else:
+                exchange, view = made.calls.exchange, memoryview(tensor)
+                call = threads.submit(exchange, "/service/Exchange", NUMBER, [], [view], [], deadline, cancellation)
             with pytest.raises(bngrad.DeadlineExceededError):
                 call.result(SECONDS)
         made.channel.close()

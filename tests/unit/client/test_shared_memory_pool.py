@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ import pytest
 from tests.unit.client.calls import interrupt_after, interrupt_at
 from tests.unit.client.endpoints import full_listener
 
+from bngrad._credentials import Credentials, Security
 from bngrad._deadline import ENDLESS, Cancellation, Deadline
 from bngrad._shared_memory import lease as lease_module
 from bngrad._shared_memory import pool as pool_module
@@ -33,7 +35,7 @@ from bngrad._shared_memory.pool import Pool
 from bngrad._shared_memory.quarantine import AbandonedCall, Quarantine
 from bngrad_server.memory.leases import LeaseServer
 from bngrad_server.memory.regions import Region, Regions
-from bngrad_wire.lease_protocol import ALIGNMENT
+from bngrad_wire.lease_protocol import ALIGNMENT, unpack_request
 
 MIB = 2**20
 REGION_NBYTES = 64 * MIB
@@ -499,6 +501,50 @@ def test_closing_ends_the_thread_that_helps_to_copy() -> None:
     assert not helper.is_alive()
 
 
-def test_memory_that_no_host_has_is_a_memory_error() -> None:
-    with closing(Pool(None)) as pool, pytest.raises(MemoryError):
-        pool.empty((2**63,), BYTE)
+@pytest.mark.parametrize("nbytes", [2**62, 2**63])
+def test_memory_that_no_host_has_is_a_memory_error(nbytes: int) -> None:
+    with closing(Pool(None)) as pool, pytest.raises(MemoryError, match=f"no {nbytes} bytes for an array"):
+        pool.empty((nbytes,), BYTE)
+
+
+def test_leased_memory_that_cannot_be_mapped_is_a_lease_error_and_is_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    near, far = socket.socketpair()
+    monkeypatch.setattr(pool_module, "lease_region", lambda *_: (near, bytes(16), FileIO("/dev/null")))
+    with far, closing(Pool("path")) as pool:
+        with pytest.raises(LeaseError, match="the leased memory cannot be mapped: "):
+            pool.empty((1,), BYTE)
+        assert far.recv(1) == b""
+
+
+def test_a_lease_is_asked_for_with_the_clients_token(tmp_path: Path) -> None:
+    path = str(tmp_path / "regions")
+    credentials = Credentials(Security(token="secret"), "unix:/a")  # noqa: S106 - used nowhere else
+    with socket.socket(socket.AF_UNIX) as listener, closing(Pool(path, credentials)) as pool:
+        listener.bind(path)
+        listener.listen()
+        with ThreadPoolExecutor(1) as threads:
+            leasing = threads.submit(pool.empty, (1,), BYTE)
+            with listener.accept()[0] as lease:
+                assert unpack_request(lease.recv(1024)) == (REGION_NBYTES, "Bearer secret")
+            with pytest.raises(LeaseEndedError):
+                leasing.result(SECONDS)
+
+
+def test_a_block_is_cut_off_one_region_alone() -> None:
+    with closing(Pool(None)) as pool:
+        kept = [pool.empty((40 * MIB,), BYTE) for _ in range(2)]
+        before = sum(region.used for region in pool._regions)
+        kept.append(pool.empty((1000,), BYTE))
+        assert len(pool._regions) == 2
+        assert sum(region.used for region in pool._regions) == before + 1024
+
+
+def test_closing_goes_on_while_the_last_array_in_a_region_is_just_going(pool: Pool) -> None:
+    pool.empty((1000,), BYTE)
+    (region,) = pool._regions
+    going = np.frombuffer(region.memory, np.uint8)
+    pool.close()
+    assert not pool._regions
+    assert going[0] == 0
