@@ -8,6 +8,9 @@ import itertools
 import math
 import re
 import socket
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 import weakref
@@ -605,6 +608,46 @@ def test_closing_ends_the_lease_of_an_output_that_a_server_may_still_write(serve
     client.close()
     wait_until(lambda: len(served.regions) == 0)
     released.set()
+
+
+def test_closing_ends_the_thread_that_sends_a_tensor_ahead(served: Server) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        begun.set()
+        assert may_end.wait(2 * SECONDS)
+
+    served.on_ahead = hold
+    client = bngrad.Client(served.target, transport="stream")
+    handle = client.send_ahead(tensor(LARGE))
+    try:
+        assert begun.wait(SECONDS)
+        client.close()
+        thread = client._calls._ahead._thread
+        thread.join(SECONDS)
+        assert not thread.is_alive()
+    finally:
+        may_end.set()
+    handle.close()
+
+
+def test_a_forked_child_that_closes_the_client_ends_no_lease_of_its_parent(served: Server) -> None:
+    program = """
+        import os, signal, sys
+        import bngrad
+        client = bngrad.Client(sys.argv[1])
+        array = client.empty((8, 64, 64, 16))
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            client.close()
+            os._exit(0)
+        (server,) = client._calls._load_balancer._servers.values()
+        pool = server.selector._discovery._current.pool
+        print(os.waitpid(child, 0)[1], pool.check(), pool.locate(array) is not None)
+    """
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(program), served.target]
+    assert subprocess.run(command, timeout=60, check=True, capture_output=True).stdout == b"0 False True\n"
 
 
 @pytest.mark.parametrize("kind", ["op", "empty"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -84,3 +85,13 @@ def test_a_call_that_is_cancelled_is_not_computed(monkeypatch: pytest.MonkeyPatc
         with pytest.raises(UnavailableError, match="gone"):
             make_call(monkeypatch, client, ask)
         assert client.fallback_calls == 0
+
+
+def test_closing_frees_the_memory_of_results_that_were_computed_here() -> None:
+    client = bngrad.Client("localhost:1", fallback="local")
+    assert client._calls._fallback is not None
+    pool = client._calls._fallback.kernels._pool
+    pool.empty((1000,), np.dtype(np.uint8))
+    (region,) = map(weakref.ref, pool._regions)
+    client.close()
+    assert region() is None

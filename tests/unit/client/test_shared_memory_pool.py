@@ -532,6 +532,19 @@ def test_a_lease_is_asked_for_with_the_clients_token(tmp_path: Path) -> None:
                 leasing.result(SECONDS)
 
 
+def test_a_refusal_as_long_as_a_key_is_no_lease(tmp_path: Path) -> None:
+    path = str(tmp_path / "regions")
+    with socket.socket(socket.AF_UNIX) as listener, closing(Pool(path)) as pool, ThreadPoolExecutor(1) as threads:
+        listener.bind(path)
+        listener.listen()
+        leasing = threads.submit(pool.empty, (1,), BYTE)
+        with listener.accept()[0] as lease:
+            lease.recv(1024)
+            lease.send(b"no memory today.")
+            with pytest.raises(LeaseRefusedError, match=r"^no memory today\.$"):
+                leasing.result(SECONDS)
+
+
 def test_a_block_is_cut_off_one_region_alone() -> None:
     with closing(Pool(None)) as pool:
         kept = [pool.empty((40 * MIB,), BYTE) for _ in range(2)]
