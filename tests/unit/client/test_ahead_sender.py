@@ -18,7 +18,7 @@ from tests.unit.client.endpoints import Server
 
 from bngrad import _validation
 from bngrad._ahead.sender import AheadSender
-from bngrad._ahead.upload import Place, Upload
+from bngrad._ahead.upload import Place, Upload, _State
 from bngrad._balancing.load_balancer import LoadBalancer
 from bngrad._deadline import ENDLESS, Cancellation, Deadline
 from bngrad._transports.selector import TransportSelector
@@ -137,6 +137,16 @@ def test_a_failure_ends_neither_the_thread_nor_what_the_server_must_still_be_tol
     (last,) = sender.sent()
     last.close()
     wait_until(lambda: sender.server.forgotten[-1:] == [[b"%d" % sender.server.tensors]])
+
+
+def test_no_call_waits_for_a_tensor_whose_sending_has_failed(sender: Sender) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("for a test")
+
+    sender.server.on_message = fail
+    upload = sender.send(TENSOR)
+    wait_until(lambda: upload._state is _State.ENDED)
+    assert upload.place(sender.server, ENDLESS, Cancellation()) is None
 
 
 def test_a_server_is_told_of_many_tensors_at_once(sender: Sender) -> None:

@@ -8,10 +8,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.clock import Clock
 
 import bngrad
 from bngrad._deadline import Cancellation
-from bngrad._errors import BngradError, DeadlineExceededError, UnavailableError
+from bngrad._errors import (
+    BngradError,
+    DeadlineExceededError,
+    InvalidArgumentError,
+    NotSharedError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+from bngrad._local import fallback as fallback_module
 from bngrad._local.fallback import Fallback
 
 LATE, GONE = DeadlineExceededError("late"), UnavailableError("gone")
@@ -40,6 +49,51 @@ def test_an_outage_begins_with_a_server_that_has_gone_or_two_late_calls_in_a_row
             fallback.failed(error)
     assert fallback.in_outage == in_outage
     assert fallback.is_pausing() == in_outage
+
+
+@pytest.mark.parametrize(
+    ("error", "is_covered"),
+    [
+        (GONE, True),
+        (LATE, True),
+        (NotSharedError("not shared"), False),
+        (ResourceExhaustedError("full", 0.1), True),
+        (ResourceExhaustedError("too large"), False),
+        (InvalidArgumentError("wrong"), False),
+    ],
+)
+def test_calls_are_computed_here_that_no_server_takes_now(error: BngradError, is_covered: bool) -> None:
+    assert Fallback.covers(error) is is_covered
+
+
+def test_the_pauses_of_an_outage_grow_to_a_minute_and_those_of_the_next_begin_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, fallback = Clock(), Fallback("a client")
+    monkeypatch.setattr(fallback_module, "time", clock)
+
+    def pauses(count: int) -> list[float]:
+        lengths = []
+        for _ in range(count):
+            fallback.failed(GONE)
+            began = clock.now
+            while fallback.is_pausing():
+                clock.now += 0.5
+            lengths.append(clock.now - began)
+        return lengths
+
+    assert pauses(9) == [1, 1, 2, 4, 8, 16, 32, 60, 60]
+    fallback.answered()
+    assert pauses(2) == [1, 1]
+
+
+def test_the_first_outage_alone_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    fallback = Fallback("a client")
+    for _ in range(2):
+        fallback.failed(GONE)
+        fallback.answered()
+    (record,) = caplog.records
+    assert record.getMessage() == "a client computes calls in this process while no server answers: gone"
 
 
 def make_call(
