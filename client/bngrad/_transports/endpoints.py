@@ -22,6 +22,7 @@ from bngrad._errors import (
     InvalidArgumentError,
     UnauthenticatedError,
     UnavailableError,
+    UnimplementedError,
     from_status,
 )
 from bngrad._shared_memory.pool import Pool
@@ -133,10 +134,11 @@ class EndpointDiscovery:
     def _discover(self, before: Endpoints, ask: Callable[[], pb.Endpoints]) -> Endpoints | None:
         """Asks the server for its endpoints; returns the current ones instead if one was lost meanwhile."""
         blocked = set(self._blocked)
-        found = self._connect(_advertised(ask), before)
+        found = self._connect(*_advertised(ask), before)
         if set(self._blocked) - blocked:
             # The server may have ended since it answered, and another one may have started.
-            found = self._connect(_advertised(ask), before)
+            found.close(but=before)
+            found = self._connect(*_advertised(ask), before)
         with self._mutex:
             is_closed, current = self._closed, self._current
             is_unchanged = not is_closed and (current is None or current is before)
@@ -151,10 +153,9 @@ class EndpointDiscovery:
         before.close(but=found)
         return found
 
-    def _connect(self, advertised: pb.Endpoints, before: Endpoints) -> Endpoints:
+    def _connect(self, advertised: pb.Endpoints, stale_at: float, before: Endpoints) -> Endpoints:
         """Returns the advertised endpoints that are not blocked; keeps those of before that are still the same."""
         unix, pool, tcp = before.unix, before.pool, before.tcp
-        stale_at = math.inf
         directory = advertised.local_directory
         path = f"{directory}/{lease_protocol.CALLS}"
         if unix is None or unix.address != path:
@@ -166,7 +167,7 @@ class EndpointDiscovery:
                     self._block(unix)
                     unix = pool = None
             if directory and unix is None:
-                stale_at = self._blocked[path][0]
+                stale_at = min(stale_at, self._blocked[path][0])
         host_and_port = host_and_port_of(self._target)
         address = (advertised.stream_host or (host_and_port[0] if host_and_port else ""), advertised.stream_port)
         if tcp is None or tcp.address != address:
@@ -225,10 +226,13 @@ class EndpointDiscovery:
         return address in self._blocked and self._blocked[address][0] > time.monotonic()
 
 
-def _advertised(ask: Callable[[], pb.Endpoints]) -> pb.Endpoints:
+def _advertised(ask: Callable[[], pb.Endpoints]) -> tuple[pb.Endpoints, float]:
+    """Returns the endpoints that a server tells, and when to ask it again."""
     try:
-        return ask()
+        return ask(), math.inf
     except (UnavailableError, DeadlineExceededError, UnauthenticatedError, InvalidArgumentError):
         raise
-    except BngradError:
-        return pb.Endpoints()  # an older server, or another service
+    except UnimplementedError:  # an older server, or another service
+        return pb.Endpoints(), math.inf
+    except BngradError:  # such as that of a proxy in trouble
+        return pb.Endpoints(), time.monotonic() + _BLOCKED_S

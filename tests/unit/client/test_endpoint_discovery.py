@@ -4,14 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from tests.clock import Clock
 from tests.servers import wait_until
 from tests.unit.client.endpoints import SECONDS, Server
 
 from bngrad._credentials import NO_CREDENTIALS
 from bngrad._deadline import ENDLESS, Cancellation, Deadline
-from bngrad._errors import ClientClosedError
+from bngrad._errors import (
+    BngradError,
+    ClientClosedError,
+    DeadlineExceededError,
+    InternalError,
+    InvalidArgumentError,
+    ResourceExhaustedError,
+    UnauthenticatedError,
+    UnavailableError,
+    UnimplementedError,
+)
+from bngrad._transports import endpoints
 from bngrad._transports.endpoints import EndpointDiscovery, Endpoints
 from bngrad._transports.server_state import ServerState
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
@@ -53,3 +67,145 @@ def test_endpoints_that_are_found_as_the_client_closes_are_closed(served: Server
     # Sooner than the server ends a connection without calls.
     wait_until(lambda: [sock.fileno() for sock in served.local._sockets] == [-1], SECONDS / 2)
     assert raised.tb is not None  # which refers to them
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """What the discovery of endpoints reads for the time."""
+    clock = Clock()
+    monkeypatch.setattr(endpoints, "time", SimpleNamespace(monotonic=clock))
+    return clock
+
+
+def lose_tcp(served: Server, discovery: EndpointDiscovery) -> Endpoints:
+    """Loses the TCP port, and returns what is found without it."""
+    before = ask_once(served, discovery)
+    assert before.tcp is not None
+    discovery.lose(before, before.tcp)
+    found = ask_once(served, discovery)
+    assert found.tcp is None
+    return found
+
+
+def ask_once(served: Server, discovery: EndpointDiscovery) -> Endpoints:
+    return discovery.endpoints(lambda *_: served.endpoints, ENDLESS, Cancellation())
+
+
+def test_an_endpoint_is_blocked_for_longer_only_if_it_is_lost_again_soon(
+    served: Server, discovery: EndpointDiscovery, clock: Clock
+) -> None:
+    paused = []
+    for rest in (0.0, 19.9, 40.0, 0.0):
+        found = lose_tcp(served, discovery)
+        paused.append(found.stale_at - clock.now)
+        clock.now = found.stale_at + rest
+    assert paused == pytest.approx([10.0, 20.0, 40.0, 10.0])
+
+
+def test_an_endpoint_is_blocked_for_five_minutes_at_most(
+    served: Server, discovery: EndpointDiscovery, clock: Clock
+) -> None:
+    for _ in range(8):
+        found = lose_tcp(served, discovery)
+        paused = found.stale_at - clock.now
+        clock.now = found.stale_at
+    assert paused == pytest.approx(300.0)
+
+
+@pytest.mark.parametrize("is_tcp_first", [False, True])
+def test_a_server_is_asked_again_when_the_first_of_its_endpoints_may_be_tried(
+    served: Server, discovery: EndpointDiscovery, clock: Clock, is_tcp_first: bool
+) -> None:
+    first = ask_once(served, discovery)
+    lost = [first.unix, first.tcp][:: -1 if is_tcp_first else 1]
+    first_at = clock.now + 10.0
+    for transport in lost:
+        assert transport is not None
+        discovery.lose(ask_once(served, discovery), transport)
+        clock.now += 4.0
+    assert ask_once(served, discovery).stale_at == pytest.approx(first_at)
+
+
+@pytest.mark.parametrize(("was_connected", "losses"), [(False, 1), (True, 2)])
+def test_a_port_that_was_reached_is_reported_as_unreachable_only_if_it_is_lost_again_soon(
+    served: Server,
+    discovery: EndpointDiscovery,
+    clock: Clock,
+    caplog: pytest.LogCaptureFixture,
+    was_connected: bool,
+    losses: int,
+) -> None:
+    for loss in range(1, 3):
+        tcp = ask_once(served, discovery).tcp
+        assert tcp is not None
+        assert not was_connected or tcp.is_reachable()
+        clock.now = lose_tcp(served, discovery).stale_at
+        assert len(caplog.records) == (loss >= losses)
+
+
+@pytest.mark.parametrize("kind", [UnavailableError, DeadlineExceededError, UnauthenticatedError, InvalidArgumentError])
+def test_endpoints_stay_unknown_if_the_server_cannot_be_asked(
+    served: Server, discovery: EndpointDiscovery, kind: type[BngradError]
+) -> None:
+    def fail(deadline: Deadline, cancellation: Cancellation) -> pb.Endpoints:
+        raise kind("not now")
+
+    with pytest.raises(kind, match="not now"):
+        discovery.endpoints(fail, ENDLESS, Cancellation())
+    assert ask_once(served, discovery).tcp is not None
+
+
+def test_a_service_that_does_not_know_of_endpoints_is_asked_once(
+    served: Server, discovery: EndpointDiscovery, clock: Clock
+) -> None:
+    def fail(deadline: Deadline, cancellation: Cancellation) -> pb.Endpoints:
+        raise UnimplementedError("what is that?")
+
+    assert discovery.endpoints(fail, ENDLESS, Cancellation()) == Endpoints()
+    clock.now += 1e6
+    assert ask_once(served, discovery) == Endpoints()
+
+
+@pytest.mark.parametrize("kind", [InternalError, ResourceExhaustedError])
+def test_a_server_that_cannot_tell_its_endpoints_is_asked_again_after_a_while(
+    served: Server, discovery: EndpointDiscovery, clock: Clock, kind: type[BngradError]
+) -> None:
+    def fail(deadline: Deadline, cancellation: Cancellation) -> pb.Endpoints:
+        raise kind("a proxy is in trouble")
+
+    found = discovery.endpoints(fail, ENDLESS, Cancellation())
+    assert (found.unix, found.tcp) == (None, None)
+    assert ask_once(served, discovery) is found
+    clock.now += 10.0
+    assert ask_once(served, discovery).tcp is not None
+
+
+def test_endpoints_that_are_found_while_others_are_lost_leave_no_connections(
+    served: Server, discovery: EndpointDiscovery, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Endpoints] = []
+    connect = EndpointDiscovery._connect
+
+    def connect_and_note(discovery: EndpointDiscovery, *args: Any) -> Endpoints:
+        made.append(connect(discovery, *args))  # so that none is closed because it is garbage
+        return made[-1]
+
+    monkeypatch.setattr(EndpointDiscovery, "_connect", connect_and_note)
+    first = ask_once(served, discovery)
+    assert first.unix is not None
+    discovery.lose(first, first.unix)
+    without_unix = ask_once(served, discovery)
+    clock.now = without_unix.stale_at
+
+    def ask(deadline: Deadline, cancellation: Cancellation) -> pb.Endpoints:
+        if without_unix.tcp is not None and len(made) == 2:
+            discovery.lose(without_unix, without_unix.tcp)
+        return served.endpoints
+
+    found = discovery.endpoints(ask, ENDLESS, Cancellation())
+    assert found.unix is not None
+    assert found.unix.is_reachable()
+    local = served.local
+    wait_until(lambda: local.connections == 4)
+    # Sooner than the server ends a connection without calls.
+    wait_until(lambda: sum(sock.fileno() != -1 for sock in local._sockets) == 1, SECONDS / 2)
