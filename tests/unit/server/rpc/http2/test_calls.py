@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 import time
 
@@ -29,9 +30,11 @@ from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.codec.ops import OPS
 from bngrad_server.rpc.http2 import handlers
 from bngrad_server.rpc.servicer import EXCHANGE_PATH, SEND_AHEAD_PATH
+from bngrad_server.rpc_context import RpcContext
 from bngrad_server.staged_request import StagedRequest
 from bngrad_wire import http2, messages
 from bngrad_wire.http2 import frames
+from bngrad_wire.http2.errors import ErrorCode
 from bngrad_wire.http2.sending import PREFIX
 from bngrad_wire.http2.server import connection as server_connection
 
@@ -293,3 +296,43 @@ def test_a_long_first_message_of_a_tensor_sent_ahead_is_refused_unread(service: 
     call.send_message(bytes(64 * 1024 + 1))
     with pytest.raises(http2.RpcError, match="the first message must have at most 65536 bytes, not 65537"):
         call.receive_message()
+
+
+@pytest.mark.parametrize(("shape", "is_whole"), [((1, 140, 140, 3), True), ((1, 160, 160, 3), False)])
+def test_the_next_call_is_expected_whole_only_up_to_a_size(
+    service: Service, shape: tuple[int, ...], is_whole: bool
+) -> None:
+    """Where a worker computes it; its two tensors have 459 KiB or 600 KiB."""
+    client = service.connect()
+    assert read_answer(ask(client, request_of(inputs(shape=shape)).SerializeToString())).x_backprop.data
+    (connection,) = service.port._connections._all
+    wait_until(lambda: connection in service.port._connections.idle)
+    assert connection.http.expects_large_call == is_whole
+
+
+def test_a_thread_that_waits_for_a_client_looks_twice_a_second_and_for_a_minute(service: Service) -> None:
+    check_answered(ask(service.connect()))
+    (connection,) = service.port._connections._all
+    timeout = connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.calcsize("@ll"))
+    assert struct.unpack("@ll", timeout) == (0, 500_000)
+    assert connection.http.io.waits == 120
+
+
+def test_a_call_that_its_client_resets_at_once_is_not_begun(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = service.connect()
+    check_answered(ask(client))
+    begun: list[int] = []
+    checked_context = handlers.Http2Handler.checked_context
+
+    def check_and_note(handler: handlers.Http2Handler, call: http2.ServerCall) -> RpcContext:
+        begun.append(call.id)
+        return checked_context(handler, call)
+
+    monkeypatch.setattr(handlers.Http2Handler, "checked_context", check_and_note)
+    reset = client.call(SEND_AHEAD_PATH)  # another path than before, so that it is not taken whole
+    client.outbound.append(frames.rst_stream(reset.id, ErrorCode.CANCEL))
+    client.close_stream(reset)
+    client.flush()
+    call = ask(client)
+    check_answered(call)
+    assert begun == [call.id]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
@@ -28,6 +29,7 @@ from tests.unit.server.workers.additions import TIMEOUT_S, inputs, request_of, w
 
 from bngrad_server.rpc import futile_calls
 from bngrad_server.rpc.http2 import connections
+from bngrad_server.rpc.http2.connection import Connection
 from bngrad_server.rpc.http2.handlers import Http2Handler
 from bngrad_server.rpc.http2.limits.penalties import Penalties
 from bngrad_server.rpc.http2.limits.waste import Waste
@@ -427,3 +429,116 @@ def test_the_time_for_a_frame_begins_with_its_first_byte_and_ends_with_its_last(
     client.io._sock.sendall(ping[9:])
     wait_until(lambda: connection not in amid_frame)
     check_answered(ask(client))
+
+
+def test_frames_between_calls_are_answered_although_more_of_them_came_than_are_handled_at_a_time(
+    service: Service,
+) -> None:
+    (client,) = connected(service, 1)
+    client.io.send([frames.frame(frames.PING, 0, 0, bytes(8)) * 200])
+    check_acknowledged(client, 200)
+
+
+def test_frames_amid_a_call_are_answered_before_the_call_is(service: Service) -> None:
+    busy(service, 0)
+    client = service.connect()
+    ask(client)
+    wait_until(lambda: service.waiting == 1)
+    client.io.send([frames.frame(frames.PING, 0, 0, bytes(8)) * 200])
+    check_acknowledged(client, 200)
+    assert service.waiting == 1
+
+
+def check_acknowledged(client: http2.ClientConnection, count: int) -> None:
+    """Checks that a number of PINGs is answered, beside which the server has nothing to say but its settings."""
+    received, acknowledgement = bytearray(client.io.buffer[client.io.low : client.io.high]), bytes([0, 0, 8, 6, 1])
+    while received.count(acknowledgement) < count:
+        data = client.io._sock.recv(2**16)
+        assert data
+        received += data
+
+
+def test_a_client_that_does_not_read_amid_a_call_gets_no_thread_and_its_answer_afterwards(service: Service) -> None:
+    running, _ = busy(service, 0)
+    others = set(service.port._connections._all)
+    client = service.connect()
+    call = ask(client)
+    wait_until(lambda: service.waiting == 1)
+    (connection,) = service.port._connections._all - others
+    connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # so the system's least
+    client.io.send([frames.frame(frames.PING, 0, 0, bytes(8)) * 700])
+    wait_until(lambda: bool(connection.http.outbound) and connection.http.frame_budget < 1500)
+    assert not service.port._connections._lent
+    assert connection not in service.port._connections.amid_frame
+    service.worker.may_run.set()
+    check_answered(running, call)
+
+
+def test_nothing_is_kept_of_a_connection_that_ends_for_a_breach_and_has_cost_too_much(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paused = service.port._connections._paused
+    (bad,) = connected(service, 1)
+    monkeypatch.setattr(paused, "resume", lambda: ())
+    monkeypatch.setattr(Waste, "count", lambda waste, began: True)
+    (connection,) = service.port._connections._all
+    bad.io.send([frames.frame(frames.GOAWAY, 0, 1, bytes(8))])
+    wait_until(lambda: len(service.port._connections) == 0)
+    look_between_events(service)
+    assert connection not in paused
+
+
+def look_between_events(service: Service) -> None:
+    """Waits until the event loop has ended what it does."""
+    looked = threading.Event()
+    service.port._event_loop.call_soon(looked.set)
+    assert looked.wait(TIMEOUT_S)
+
+
+def test_what_a_thread_has_received_is_no_waste_of_the_event_loop(service: Service) -> None:
+    client = service.connect()
+    assert code_of(ask(client, bytes(2**20))) == INVALID_ARGUMENT
+    call = client.call("/grpc.health.v1.Health/Check")
+    call.send_message(b"", end=True)
+    assert call.receive_message() is not None
+    assert call.receive_message() is None
+    (connection,) = service.port._connections._all
+    wait_until(lambda: connection in service.port._connections.idle)
+    waste = connection.waste
+    assert (waste._moved, waste._frame_budget) == (connection.http.io.moved, connection.http.frame_budget)
+
+
+def test_a_connection_for_which_there_is_no_place_is_closed(service: Service) -> None:
+    service.port._connections._local.count = 0
+    with pytest.raises(http2.PeerGoneError):
+        ask(service.connect()).receive_message()
+    assert len(service.port._connections) == 0
+    service.port._connections._local.count = 1
+    check_works(service)
+
+
+def test_a_lent_connection_that_makes_room_is_closed_once_its_thread_is_back(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connections = service.port._connections
+    connections._remote.count = 2
+    half_made(service, 2)
+    wait_until(lambda: receiving(service) == 2 and len(connections._lent) == 2)
+    lent = set(connections._all)
+    ended: list[object] = []
+    monkeypatch.setattr(connections, "_return_from_thread", note_before(ended, connections._return_from_thread))
+    monkeypatch.setattr(connections, "_close", note_before(ended, connections._close))
+    others = connected(service, 1, over_tcp=True)
+    wait_until(lambda: len(connections) == 2)
+    assert usable(*others) == [True]
+    (closed,) = lent - connections._all
+    assert ended == ["_return_from_thread", closed, "_close", closed]
+    assert connections._lent == lent - {closed}
+
+
+def note_before(noted: list[object], method: Callable[..., None]) -> Callable[..., None]:
+    def note_and_call(connection: Connection, **options: bool) -> None:
+        noted.extend([method.__name__, connection])
+        method(connection, **options)
+
+    return note_and_call

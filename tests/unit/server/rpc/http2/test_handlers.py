@@ -34,6 +34,7 @@ from bngrad_wire.http2 import frames
 from bngrad_wire.http2.sending import PREFIX
 from bngrad_wire.token_format import new_token
 
+UNIMPLEMENTED = 12
 CHUNKED = pb.ExchangeRequest(fused_batch_norm_grad_v3=request_of(inputs(), chunked=True))
 Send = Callable[[http2.ClientConnection], http2.ClientCall]
 
@@ -155,3 +156,12 @@ def test_a_connection_that_is_closed_already_can_be_aborted() -> None:
     for sock in (near, far):
         sock.close()
     handlers.abort(near)
+
+
+def test_a_call_that_is_not_served_is_counted_and_its_path_is_told_cut(service: Service) -> None:
+    call = service.connect().call("/" + "x" * 1000)
+    call.half_close()
+    with pytest.raises(http2.RpcError, match=r" /x{100,999}\.\.\. is not served here$") as caught:
+        call.receive_message()
+    assert caught.value.code == UNIMPLEMENTED
+    assert service.engine.observer.metrics.status()["refused_calls"]["UNIMPLEMENTED"] == 1
