@@ -7,6 +7,7 @@ from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.clock import Clock
 from tests.servers import wait_until
@@ -55,6 +56,18 @@ def test_an_endpoint_that_two_calls_lose_is_asked_for_once(served: Server, disco
     discovery.lose(first, first.unix)
     assert found() is second
     assert len(asked) == 2
+
+
+def test_the_memory_of_a_server_whose_socket_was_lost_is_given_back_at_once(
+    served: Server, discovery: EndpointDiscovery
+) -> None:
+    found = discovery.endpoints(lambda *_: served.endpoints, ENDLESS, Cancellation())
+    assert found.unix is not None
+    assert found.pool is not None
+    found.pool.empty((1,), np.dtype(np.float32), ENDLESS, Cancellation())
+    assert len(served.regions) == 1
+    discovery.lose(found, found.unix)
+    wait_until(lambda: not len(served.regions))
 
 
 def test_endpoints_that_are_found_as_the_client_closes_are_closed(served: Server, discovery: EndpointDiscovery) -> None:
@@ -164,6 +177,7 @@ def test_a_service_that_does_not_know_of_endpoints_is_asked_once(
     assert discovery.endpoints(fail, ENDLESS, Cancellation()) == Endpoints()
     clock.now += 1e6
     assert ask_once(served, discovery) == Endpoints()
+    assert not discovery.is_remote
 
 
 @pytest.mark.parametrize("kind", [InternalError, ResourceExhaustedError])

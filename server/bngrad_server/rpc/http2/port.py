@@ -68,7 +68,9 @@ class Http2Port:
     def stop(self, drain_timeout_s: float) -> None:
         """Accepts no more connections and calls, and waits for the running calls until the timeout."""
         self._strangers.stop()
-        if not self._event_loop.is_alive:
+        if not self._event_loop.is_alive:  # it was not started, or has failed
+            if not len(self._connections):
+                self._connections.threads.shutdown()
             return
         self._event_loop.call_in_background(self._connections.drain)  # after the connections that came before
         if not self._connections.drained.wait(drain_timeout_s):

@@ -37,6 +37,7 @@ from bngrad_wire.http2 import frames
 from bngrad_wire.http2.errors import ErrorCode
 from bngrad_wire.http2.sending import PREFIX
 from bngrad_wire.http2.server import connection as server_connection
+from bngrad_wire.http2.sockets.receive_buffer import LARGE_BUFFER_NBYTES
 
 
 def test_calls_that_wait_take_no_threads_and_are_one_batch(service: Service) -> None:
@@ -308,6 +309,16 @@ def test_the_next_call_is_expected_whole_only_up_to_a_size(
     (connection,) = service.port._connections._all
     wait_until(lambda: connection in service.port._connections.idle)
     assert connection.http.expects_large_call == is_whole
+
+
+def test_no_call_is_expected_whole_that_the_buffer_cannot_hold(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However large the calls are that the event loop computes."""
+    monkeypatch.setattr(service.port._calls, "_max_whole_nbytes", 2**40)
+    check_answered(ask(service.connect()))
+    (connection,) = service.port._connections._all
+    assert connection.http.max_whole_nbytes < LARGE_BUFFER_NBYTES
 
 
 def test_a_thread_that_waits_for_a_client_looks_twice_a_second_and_for_a_minute(service: Service) -> None:

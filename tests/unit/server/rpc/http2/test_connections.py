@@ -392,6 +392,7 @@ def test_a_connection_waits_for_its_client_only_while_a_thread_has_it(
     wait_until(lambda: connection in service.port._connections.idle)
     assert seen == [True, True]
     assert not connection.http.blocking
+    assert not service.port._connections._lent
 
 
 def test_a_paused_connection_is_not_read_until_its_time_comes_also_amid_a_call(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -165,3 +167,25 @@ def test_a_call_that_is_not_served_is_counted_and_its_path_is_told_cut(service: 
         call.receive_message()
     assert caught.value.code == UNIMPLEMENTED
     assert service.engine.observer.metrics.status()["refused_calls"]["UNIMPLEMENTED"] == 1
+
+
+def test_the_context_of_a_call_is_that_of_its_headers_and_connection(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contexts: list[RpcContext] = []
+    checked_context = handlers.Http2Handler.checked_context
+
+    def check_and_note(handler: handlers.Http2Handler, call: http2.ServerCall) -> RpcContext:
+        contexts.append(checked_context(handler, call))
+        return contexts[-1]
+
+    monkeypatch.setattr(handlers.Http2Handler, "checked_context", check_and_note)
+    began = time.monotonic()
+    check_answered(ask(service.connect(), timeout_s=60.0, metadata=(("name", "value"),)))
+    (rpc,), (connection,) = contexts, service.port._connections._all
+    assert rpc.client == f"process {os.getpid()}"
+    assert rpc.metadata["name"] == "value"
+    assert rpc.deadline is not None
+    assert began < rpc.deadline - 59.0 < time.monotonic() + 1.0
+    assert rpc.traffic.counts_bytes
+    assert rpc.traffic.moved == connection.http.io.moved > len(REQUEST)
