@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
@@ -223,3 +225,52 @@ def test_endpoints_that_are_found_while_others_are_lost_leave_no_connections(
     wait_until(lambda: local.connections == 4)
     # Sooner than the server ends a connection without calls.
     wait_until(lambda: sum(sock.fileno() != -1 for sock in local._sockets) == 1, SECONDS / 2)
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_a_call_waits_for_the_question_of_another_one_until_it_is_late_or_cancelled(
+    served: Server, discovery: EndpointDiscovery, is_cancelled: bool
+) -> None:
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def ask(deadline: Deadline, cancellation: Cancellation) -> pb.Endpoints:
+        has_begun.set()
+        assert may_end.wait(SECONDS)
+        return served.endpoints
+
+    with ThreadPoolExecutor(1) as thread:
+        other = thread.submit(discovery.endpoints, ask, ENDLESS, Cancellation())
+        assert has_begun.wait(SECONDS)
+        cancellation = Cancellation()
+        if is_cancelled:
+            cancellation.cancel()
+            with pytest.raises(UnavailableError, match=f"the call to {served.target} was cancelled"):
+                discovery.endpoints(ask, ENDLESS, cancellation)
+        else:
+            reason = "another call still waits for the server's endpoints"
+            with pytest.raises(DeadlineExceededError, match=f"{served.target} .* 0.05 s.*{reason}"):
+                discovery.endpoints(ask, Deadline.after(0.05), cancellation)
+        may_end.set()
+        found = other.result(SECONDS)
+    assert discovery.endpoints(ask, ENDLESS, Cancellation()) is found
+
+
+def test_calls_that_wait_for_the_question_of_another_one_ask_nothing(
+    served: Server, discovery: EndpointDiscovery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    acquire, waiting, asked = endpoints.acquire, list[int](), list[int]()
+
+    def acquire_and_note(*args: Any) -> bool:
+        waiting.append(1)
+        return acquire(*args)
+
+    def ask(deadline: Deadline, cancellation: Cancellation) -> pb.Endpoints:
+        asked.append(1)
+        wait_until(lambda: len(waiting) == 3)
+        return served.endpoints
+
+    monkeypatch.setattr(endpoints, "acquire", acquire_and_note)
+    with ThreadPoolExecutor(3) as threads:
+        deadline = Deadline.after(SECONDS)
+        calls = [threads.submit(discovery.endpoints, ask, deadline, Cancellation()) for _ in range(3)]
+    assert len({id(call.result()) for call in calls}) == len(asked) == 1

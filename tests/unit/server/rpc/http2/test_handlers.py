@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -31,9 +31,12 @@ from bngrad_server.rpc.servicer import EXCHANGE_PATH, SEND_AHEAD_PATH, SERVER_IN
 from bngrad_server.rpc_context import RpcContext
 from bngrad_server.security.auth import Authenticator
 from bngrad_server.security.tokens import Tokens
+from bngrad_server.telemetry.load import LoadTrailers
 from bngrad_wire import http2
+from bngrad_wire.fields import Buffer
 from bngrad_wire.http2 import frames
 from bngrad_wire.http2.sending import PREFIX
+from bngrad_wire.load_report import LoadReport
 from bngrad_wire.token_format import new_token
 
 UNIMPLEMENTED = 12
@@ -92,6 +95,13 @@ def test_a_message_beyond_the_limit_is_refused(
     assert code_of(send(service.connect())) == RESOURCE_EXHAUSTED
     monkeypatch.setattr(service.servicer, "max_http2_message_nbytes", len(request_bytes))
     check(send(service.connect()))
+
+
+def test_a_request_that_is_refused_for_its_size_is_counted(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service.servicer, "max_http2_message_nbytes", 100)
+    assert code_of(ask(service.connect())) == RESOURCE_EXHAUSTED
+    requests = service.engine.observer.metrics.status()["requests"]
+    assert requests == [("FusedBatchNormGradV3", "unary", "RESOURCE_EXHAUSTED", 1)]
 
 
 @pytest.mark.parametrize(
@@ -189,3 +199,37 @@ def test_the_context_of_a_call_is_that_of_its_headers_and_connection(
     assert began < rpc.deadline - 59.0 < time.monotonic() + 1.0
     assert rpc.traffic.counts_bytes
     assert rpc.traffic.moved == connection.http.io.moved > len(REQUEST)
+
+
+@pytest.mark.parametrize("how", ["at once", "inline", "by a thread"])
+def test_a_connection_is_told_of_a_load_once(service: Service, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    report = LoadTrailers(LoadReport(100.0, 0.5, 1.0))
+    monkeypatch.setattr(service.servicer.load, "trailers", lambda: report)
+    if how == "at once":
+        call = ask(service.connect())
+        response = call.read(call.receive_message() or 0)
+        monkeypatch.setattr(service.servicer, "answer_at_once", lambda *args, **options: [response])
+    elif how == "by a thread":
+        monkeypatch.setattr(handlers, "_AT_ONCE_NBYTES", 100)
+    client = service.connect()
+    for is_first in (True, False):
+        check_answered(ask(client))
+        assert (client.load_text is not None) == is_first
+        client.load_text = None
+
+
+def test_the_event_loop_answers_at_once_only_what_its_client_has_a_window_for(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[object, bool]] = []
+
+    def note(path: str, received: Sequence[Buffer], rpc: RpcContext, room: float, *, in_event_loop: bool) -> None:
+        asked.append((room, in_event_loop))
+
+    monkeypatch.setattr(service.servicer, "answer_at_once", note)
+    client = service.connect()
+    client.outbound.append(frames.settings({frames.INITIAL_WINDOW_SIZE: 100}))
+    call = ask(client)
+    wait_until(lambda: bool(asked))
+    call.cancel()
+    assert asked == [(100, True)]
