@@ -274,3 +274,12 @@ def test_calls_that_wait_for_the_question_of_another_one_ask_nothing(
         deadline = Deadline.after(SECONDS)
         calls = [threads.submit(discovery.endpoints, ask, deadline, Cancellation()) for _ in range(3)]
     assert len({id(call.result()) for call in calls}) == len(asked) == 1
+
+
+def test_a_socket_that_cannot_be_reached_from_the_start_is_used_for_nothing(
+    served: Server, discovery: EndpointDiscovery
+) -> None:
+    served.endpoints.local_directory = "/nowhere"
+    found = ask_once(served, discovery)
+    assert (found.unix, found.pool, found.is_local) == (None, None, False)
+    assert found.tcp is not None

@@ -23,7 +23,7 @@ from tests.unit.server.rpc.http2.service import (
     code_of,
     receiving,
 )
-from tests.unit.server.workers.additions import TIMEOUT_S, inputs, request_of, wait_until
+from tests.unit.server.workers.additions import NBYTES, TIMEOUT_S, inputs, request_of, wait_until
 
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.rpc.http2 import handlers
@@ -233,3 +233,16 @@ def test_the_event_loop_answers_at_once_only_what_its_client_has_a_window_for(
     wait_until(lambda: bool(asked))
     call.cancel()
     assert asked == [(100, True)]
+
+
+def test_an_sdk_receives_chunks_of_its_own_size_however_it_is_answered(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handlers, "_SDK_CHUNK_NBYTES", 100)
+    client = service.connect()
+    for at_once_nbytes in (NBYTES * 2, NBYTES * 2, 100):  # by the receiving thread, the event loop, another thread
+        monkeypatch.setattr(handlers, "_AT_ONCE_NBYTES", at_once_nbytes)
+        call, received = ask_by_chunks(client), 0
+        while call.receive_message() is not None:
+            received += 1
+        assert received == 1 + -(-NBYTES // 100)
