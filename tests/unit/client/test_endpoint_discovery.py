@@ -16,7 +16,7 @@ from tests.servers import wait_until
 from tests.unit.client.endpoints import SECONDS, Server
 
 from bngrad._credentials import NO_CREDENTIALS
-from bngrad._deadline import ENDLESS, Cancellation, Deadline
+from bngrad._deadline import ENDLESS, Cancellation, Deadline, acquire
 from bngrad._errors import (
     BngradError,
     ClientClosedError,
@@ -258,7 +258,7 @@ def test_a_call_waits_for_the_question_of_another_one_until_it_is_late_or_cancel
 def test_calls_that_wait_for_the_question_of_another_one_ask_nothing(
     served: Server, discovery: EndpointDiscovery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    acquire, waiting, asked = endpoints.acquire, list[int](), list[int]()
+    waiting, asked = list[int](), list[int]()
 
     def acquire_and_note(*args: Any) -> bool:
         waiting.append(1)
