@@ -39,7 +39,7 @@ class Prepared:
         large = [
             own[place.offset : place.offset + sizes.tensor] if place.memory == ARENA else _SHARED for place in places
         ]
-        stats = [own[offset : offset + sizes.stats] for offset in range(0, sizes.all_stats, sizes.stats_stride or 1)]
+        stats = [own[offset : offset + sizes.stats] for offset in range(0, sizes.all_stats, sizes.stats_stride)]
         sources = *zip(large, request.large_inputs, strict=False), *zip(stats, request.small_inputs, strict=False)
         first_output = len(request.large_inputs)
         self.request = request

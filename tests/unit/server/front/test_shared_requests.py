@@ -214,7 +214,12 @@ def test_places_are_checked_again_once_a_lease_has_ended(server: Server, is_held
 
 @pytest.mark.parametrize(
     ("offsets", "problem"),
-    [((0, 1024, 1024), "must not overlap x"), ((0, 1024, REGION_NBYTES), "must end within the region")],
+    [
+        ((0, 1024, 1024), "must not overlap x"),
+        ((REGION_NBYTES, 0, 1024), "the location of y_backprop must end within the region"),
+        ((0, REGION_NBYTES, 1024), "the location of x must end within the region"),
+        ((0, 1024, REGION_NBYTES), "the location of x_backprop_location must end within the region"),
+    ],
 )
 def test_places_are_refused_as_workers_would_never_see_them(
     server: Server, offsets: tuple[int, ...], problem: str
@@ -231,4 +236,10 @@ def test_tensors_that_are_in_the_message_go_to_workers(server: Server) -> None:
     request: Any = pb.FusedBatchNormGradV2Request.FromString(server.message(SMALL))
     request.x.ClearField("location")
     request.x.data = bytes(1024)
+    assert not server.requests.takes(server.read(request.SerializeToString()))
+
+
+def test_outputs_that_are_to_be_in_the_response_come_from_workers(server: Server) -> None:
+    request: Any = pb.FusedBatchNormGradV2Request.FromString(server.message(SMALL))
+    request.ClearField("x_backprop_location")
     assert not server.requests.takes(server.read(request.SerializeToString()))
