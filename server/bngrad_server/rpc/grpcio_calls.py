@@ -46,7 +46,7 @@ def account_of(rpc: RpcContext, authenticator: Authenticator) -> str | None:
 
 
 def check_active(context: grpc.ServicerContext) -> None:
-    """Raises CancelledError for a call that was cancelled while it waited for a thread."""
+    """Raises CancelledError for a call that was cancelled, such as while it waited for a thread or was computed."""
     if not context.is_active():
         raise CancelledError
 

@@ -154,6 +154,7 @@ def _unary(
                         op_name, _receive_request(servicer, op_name, rpc, next_message), rpc, room
                     )
                     response = until_sent.enter_context(call)
+                check_active(context)
                 op.answered()
                 futile.answered(rpc.client)
                 _report_load(servicer.load, peer, context)
@@ -205,6 +206,7 @@ def _exchange(
             with op, places.part(rpc.client, 1, context):
                 op.begin_to_receive()
                 for pieces in servicer.exchange(source, rpc):
+                    check_active(context)
                     message = b"".join(pieces)
                     yield message
                     op.answered()
