@@ -26,6 +26,7 @@ from bngrad_server.rpc.health import Health
 from bngrad_server.rpc.servicer import EXCHANGE_PATH, UNARY_OPS, Servicer
 from bngrad_server.rpc_context import MessageTraffic, RpcContext
 from bngrad_server.runtime import traffic_accounts
+from bngrad_server.runtime.executors import HandlerExecutor
 from bngrad_server.runtime.tcp_throttle import TcpThrottle
 from bngrad_server.security.auth import ALLOW_ALL, Authenticator
 from bngrad_server.security.tokens import Tokens
@@ -240,6 +241,19 @@ def test_calls_are_refused_and_counted_while_too_many_wait_for_a_thread(
     with pytest.raises(grpc.RpcError, match="too many calls wait for a thread"):
         list(begin(peer, path))
     assert refused_calls(peer) == 1
+
+
+@ON_EACH_PATH
+def test_unary_calls_and_exchanges_wait_for_threads_of_their_own(
+    peer: Peer, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = "grpcio-exchange" if path == EXCHANGE_PATH else "grpcio-unary"
+    queue_size = property(lambda executor: grpcio_ops._MAX_QUEUE if executor._pool._name == full else 0)
+    monkeypatch.setattr(HandlerExecutor, "queue_size", queue_size)
+    with pytest.raises(grpc.RpcError, match="too many calls wait for a thread"):
+        list(begin(peer, path))
+    (other,) = MESSAGES.keys() - {path}
+    assert list(begin(peer, other))
 
 
 def test_an_answer_takes_memory_for_its_copies_and_a_call_a_place(peer: Peer, port: Port) -> None:

@@ -91,6 +91,15 @@ def test_a_socket_has_its_mode_from_the_settings_and_new_files_theirs_as_before(
     port.stop(0).wait()
 
 
+def test_no_other_user_can_connect_to_a_socket_before_it_has_its_mode(
+    port: GrpcioPort, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes: list[int] = []
+    monkeypatch.setattr(Path, "chmod", lambda path, mode: modes.append(stat.S_IMODE(path.stat().st_mode)))
+    port.listen(f"unix:{tmp_path}/calls")
+    assert modes == [0o600]
+
+
 def test_an_address_that_is_taken_is_named(port: GrpcioPort, servicer: Servicer, tmp_path: Path) -> None:
     addresses = [port.listen("127.0.0.1:0"), port.listen(f"unix:{tmp_path}/calls")]
     port.start()

@@ -23,6 +23,7 @@ from bngrad_server.security.tokens import Tokens
 from bngrad_wire.token_format import new_token
 
 Connect = Callable[[], grpc.Channel]
+HANDLER: Any = grpc.unary_unary_rpc_method_handler(lambda request, context: request)
 
 
 class Revocable(Authenticator):
@@ -183,3 +184,56 @@ def test_the_next_look_for_revoked_tokens_follows_one_that_failed(monkeypatch: p
     limiter = RpcLimiter(1, mock.Mock(requires_token=True, refresh=refresh))
     assert looks_again.wait(TIMEOUT_S)
     limiter.close()
+
+
+def test_a_call_without_a_message_is_refused(connect: Connect) -> None:
+    call = connect().stream_stream("/test/Stay", identity, identity)(iter([]), timeout=TIMEOUT_S)
+    with pytest.raises(grpc.RpcError, match="the call has no request") as refused:
+        list(call)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_a_call_that_is_cancelled_before_its_message_has_arrived_no_longer_counts(
+    connect: Connect, limiter: RpcLimiter
+) -> None:
+    may_end = threading.Event()
+
+    def messages() -> Iterator[bytes]:
+        may_end.wait(TIMEOUT_S)
+        yield from ()
+
+    call = connect().stream_stream("/test/Stay", identity, identity)(messages(), timeout=TIMEOUT_S)
+    wait_until(lambda: limiter._count == 1)
+    call.cancel()
+    wait_until(lambda: limiter._count == 0)
+    may_end.set()
+
+
+def test_a_call_that_ends_while_it_waits_for_its_message_is_aborted_as_cancelled() -> None:
+    limited = RpcLimiter(1, ALLOW_ALL).intercept_service(lambda details: HANDLER, None)
+    context = mock.Mock(**{"abort.side_effect": KeyError, "peer.return_value": "peer"})
+    error = grpc.RpcError()
+    with pytest.raises(KeyError):
+        limited.stream_unary(mock.MagicMock(__next__=mock.Mock(side_effect=error)), context)
+    assert context.abort.call_args.args[0] is grpc.StatusCode.CANCELLED
+    assert error.__traceback__ is None
+
+
+def test_each_look_for_revoked_tokens_reads_the_tokens_first(authenticator: Revocable) -> None:
+    authenticator.refresh = mock.Mock()  # type: ignore[method-assign]
+    RpcLimiter(1, authenticator)._end_revoked()
+    authenticator.refresh.assert_called_once_with()
+
+
+def test_ops_and_unknown_methods_are_left_as_they_are() -> None:
+    limiter = RpcLimiter(1, ALLOW_ALL)
+    assert limiter.intercept_service(lambda details: None, None) is None
+    own_threads: Any = grpc.unary_unary_rpc_method_handler(mock.Mock(experimental_thread_pool=None))
+    assert limiter.intercept_service(lambda details: own_threads, None) is own_threads
+    assert limiter.intercept_service(lambda details: HANDLER, None) is not HANDLER
+
+
+def test_messages_are_read_and_written_as_the_handler_says() -> None:
+    handler: Any = grpc.unary_unary_rpc_method_handler(lambda request, context: request, int, str.encode)
+    limited = RpcLimiter(1, ALLOW_ALL).intercept_service(lambda details: handler, None)
+    assert (limited.request_deserializer, limited.response_serializer) == (int, str.encode)
