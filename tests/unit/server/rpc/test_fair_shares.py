@@ -189,6 +189,22 @@ def test_beyond_those_that_may_wait_the_latest_of_the_client_with_most_is_refuse
     assert not second.done()
 
 
+def test_a_refused_call_gets_no_part_that_is_free_before_its_thread_goes_on(calls: Calls) -> None:
+    held = [calls.take("greedy") for _ in range(42)] + [calls.take(f"client {i}") for i in range(22)]
+    goes_on, slow = threading.Event(), Rpc()
+    add_callback = slow.add_callback
+    slow.add_callback = lambda callback: goes_on.wait(10) and add_callback(callback)  # type: ignore[method-assign]
+    waiting = [calls.wait("greedy"), calls.wait("greedy")]
+    refused = calls.wait("greedy", rpc=slow)
+    waiting.append(calls.wait("good"))
+    for part in held:
+        part.__exit__(None, None, None)
+    goes_on.set()
+    with pytest.raises(OverloadedError):
+        refused.result(10)
+    assert all(call.result(10) for call in waiting)
+
+
 def test_a_call_that_ends_leaves_the_queue(calls: Calls) -> None:
     calls.share("client")
     rpc = Rpc()
