@@ -163,6 +163,17 @@ def test_what_is_sent_and_answered_counts_for_its_client(peer: Peer, port: Port,
 
 
 @ON_EACH_PATH
+def test_a_call_that_has_its_place_may_send(peer: Peer, port: Port, path: str) -> None:
+    peer.worker.may_run.clear()
+    call = begin(peer, path)
+    wait_until(lambda: len(peer.worker.batches) == 1)
+    (traffic,) = port.throttle._peers.values()
+    assert (traffic.waiting, traffic.receiving) == (0, 1)
+    peer.worker.may_run.set()
+    assert list(call)
+
+
+@ON_EACH_PATH
 @pytest.mark.parametrize("message", [b"\xff", b""], ids=["malformed", "invalid"])
 def test_a_wrong_request_counts_against_its_client(peer: Peer, port: Port, path: str, message: bytes) -> None:
     with pytest.raises(grpc.RpcError):
