@@ -68,11 +68,11 @@ eighth of the time."""
 _NEAR_NBYTES, _FAR_NBYTES = 3072, 0 if _IS_SKYLAKE else 9216
 """The prefetch distances of the columns kernel, to the first-level and to the second-level cache; whole pairs of rows
 if they exceed a block. Lines that are 4 KiB apart would share a set of the first-level cache."""
-_SHORT_NEAR_NBYTES = _NEAR_NBYTES if _MODEL[0] == "GenuineIntel" else 0
-"""The same for short rows of float32, which are read in address order: an AMD EPYC prefetches them alone, in up to 7 %
-less time, and an Intel Xeon takes 2 to 4 % less if they are prefetched."""
 _PLANES_NEAR_NBYTES, _PLANES_FAR_NBYTES = 2048, 0 if _IS_SKYLAKE else 6144
 """The same of the planes kernel."""
+_SHORT_NEAR_NBYTES = _NEAR_NBYTES if _MODEL[0] == "GenuineIntel" else 0
+"""The distance to the first-level cache for short rows of float32, which are read in address order. An AMD EPYC
+prefetches them alone, in up to 7 % less time; a Xeon of model 85 takes 2 to 4 % less if they are prefetched."""
 _CACHE_NBYTES = max(machine.cache_nbytes(), 32 << 20)
 """What a tensor is measured against: some virtual machines hide the third-level cache."""
 _FAR_FROM_NBYTES = _CACHE_NBYTES * 3 // 8
