@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import platform
 import shutil
@@ -17,10 +18,17 @@ from tests.kernels.cpu import fixed_bits
 from bngrad_kernels import backends, compiled_code
 from bngrad_kernels.cpu.machine_code import cache, loader, ship, warm
 from bngrad_kernels.cpu.machine_code.kernels import FIRST, Kernel, host
-from bngrad_kernels.errors import DeviceUnavailableError
+from bngrad_kernels.errors import DeviceUnavailableError, KernelNotKeptError
 
 QUICK = Kernel("float32", 2)
 """The kernel that is compiled soonest."""
+_WRITE_SOON = """
+import sys, time
+from pathlib import Path
+from bngrad_kernels import compiled_code
+time.sleep(0.2)
+compiled_code.write(Path(sys.argv[2]), Path(sys.argv[1]).read_bytes())
+"""
 
 
 @pytest.fixture(scope="session")
@@ -30,6 +38,21 @@ def compiled() -> bytes:
     code = loader.compiled(QUICK, host())
     assert code is not None
     return code
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compiled: bytes) -> list[str]:
+    """The kernels whose compilers were started: processes that take 0.2 s to write the code of `QUICK`."""
+    kernels: list[str] = []
+    (tmp_path / "code").write_bytes(compiled)
+
+    def begin(kernel: Kernel, cpu: str, lock_fd: int) -> subprocess.Popen[bytes]:
+        kernels.append(str(kernel))
+        command = [sys.executable, "-c", _WRITE_SOON, str(tmp_path / "code"), str(loader.path(kernel, cpu))]
+        return subprocess.Popen(command, stderr=subprocess.PIPE)
+
+    monkeypatch.setattr(loader, "_begin", begin)
+    return kernels
 
 
 @pytest.fixture(autouse=True)
@@ -99,12 +122,13 @@ def test_kernels_of_a_wheel_are_used_where_the_users_cache_has_none(
 
 
 def test_what_is_compiled_for_a_wheel_is_loaded_without_compiling(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    begun: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for module in (ship, warm):
         monkeypatch.setattr(module, "KERNELS", (QUICK,))
     monkeypatch.setattr(ship, "SHIPPED_LEVELS", (host(),))
     ship.ship(tmp_path / "wheel")
+    assert begun == ["float32-2"]
     monkeypatch.setattr(cache, "shipped", lambda: tmp_path / "wheel" / cache.sources())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another user"))
     monkeypatch.delattr(loader, "compile_once")
@@ -112,16 +136,8 @@ def test_what_is_compiled_for_a_wheel_is_loaded_without_compiling(
     assert warm.missing(host()) == []
 
 
-def test_a_damaged_kernel_is_compiled_once_for_all_that_load_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_kernel_is_compiled_once_for_all_that_load_it_at_once(begun: list[str]) -> None:
     loader.path(QUICK, host()).touch()
-    begun: list[str] = []
-    begin = loader._begin
-
-    def count(kernel: Kernel, cpu: str, lock_fd: int) -> subprocess.Popen[bytes]:
-        begun.append(str(kernel))
-        return begin(kernel, cpu, lock_fd)
-
-    monkeypatch.setattr(loader, "_begin", count)
     with ThreadPoolExecutor(2) as threads:
         first, second = threads.map(loader.load, [QUICK, QUICK])
     assert begun == ["float32-2"]
@@ -136,25 +152,23 @@ def as_another_user(path: str, flags: int) -> int:
 
 
 @pytest.mark.parametrize("made_by", ["this user", "another user"])
-def test_of_servers_that_fill_the_cache_at_once_one_compiles_a_kernel(
-    monkeypatch: pytest.MonkeyPatch, made_by: str
+def test_of_processes_that_fill_the_cache_at_once_one_compiles_a_kernel(
+    begun: list[str], monkeypatch: pytest.MonkeyPatch, made_by: str
 ) -> None:
-    begun: list[str] = []
-
-    def compile_soon(kernel: Kernel, cpu: str, lock_fd: int) -> subprocess.Popen[bytes]:
-        begun.append(str(kernel))
-        write = f"compiled_code.write(pathlib.Path({str(loader.path(kernel, cpu))!r}), b'code')"
-        code = f"import pathlib, time; from bngrad_kernels import compiled_code; time.sleep(0.2); {write}"
-        return subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE)
-
-    monkeypatch.setattr(loader, "_begin", compile_soon)
     if made_by == "another user":
-        loader.path(FIRST, "cpu").with_suffix(".background.lock").touch(0o444)
+        loader.path(FIRST, "cpu").with_suffix(loader.LOCK).touch(0o444)
         # Root may write to any file, and tests may run as root.
         monkeypatch.setattr(Path, "open", lambda path, mode="r": open(path, mode, opener=as_another_user))  # noqa: SIM115
     with ThreadPoolExecutor(3) as threads:
         filled = list(threads.map(lambda _: list(warm.fill("cpu", [FIRST], jobs=1)), range(3)))
     assert filled == [[(FIRST, "")]] * 3
+    assert begun == ["float32-1"]
+
+
+def test_who_fills_the_cache_waits_for_no_compiler_of_the_lowest_priority(begun: list[str]) -> None:
+    with loader.path(FIRST, "cpu").with_suffix(loader.BACKGROUND_LOCK).open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert list(warm.fill("cpu", [FIRST], jobs=1)) == [(FIRST, "")]
     assert begun == ["float32-1"]
 
 
@@ -198,16 +212,21 @@ def test_a_kernel_that_the_cache_cannot_keep_is_used(caplog: pytest.LogCaptureFi
     not_kept = "the kernel float32-2 could not be kept: [Errno 21] Is a directory: "
     assert said.startswith(not_kept)
     assert said.endswith("; each process compiles it for itself")
-    ((kernel, failure),) = warm.fill(host(), [QUICK], jobs=1)
-    assert (kernel, failure.startswith(not_kept)) == (QUICK, True)
 
 
-def test_a_cache_that_is_removed_amid_work_is_made_again(compiled: bytes) -> None:
-    compiled_code.write(loader.path(QUICK, host()), compiled)
+def test_who_fills_a_cache_that_cannot_keep_a_kernel_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(kernel: Kernel, cpu: str, lock: str) -> None:
+        raise KernelNotKeptError("the disk is full", b"code")
+
+    monkeypatch.setattr(loader, "compile_once", fail)
+    assert list(warm.fill(host(), [QUICK], jobs=1)) == [(QUICK, "the disk is full")]
+
+
+def test_a_cache_that_is_removed_amid_work_is_made_again(begun: list[str]) -> None:
     loader.load(QUICK)
     shutil.rmtree(cache.folder().parent)
     loader.load(QUICK)
-    assert loader.is_compiled(QUICK, host())
+    assert begun == ["float32-2"] * 2
 
 
 def test_a_kernel_is_loaded_from_a_cache_that_can_no_longer_be_written(

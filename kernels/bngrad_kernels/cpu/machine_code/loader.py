@@ -21,6 +21,11 @@ from bngrad_kernels.errors import DeviceUnavailableError, KernelNotKeptError
 
 logger = logging.getLogger(__name__)
 
+LOCK, BACKGROUND_LOCK = ".lock", ".background.lock"
+"""The suffixes of the files that are locked while a kernel is compiled: at a usual priority, and at the lowest one.
+
+No process of a usual priority waits for one of the lowest, which may wait for a core for minutes."""
+
 
 class LoadedKernel(NamedTuple):
     """A kernel in memory, see `bngrad_kernels.cpu.machine_code.kernels.ALONE`.
@@ -96,7 +101,7 @@ def compile_once(kernel: Kernel, cpu: str, lock: str) -> None:
     Args:
         kernel: The kernel.
         cpu: The level.
-        lock: The suffix of the file that is locked; it lies beside the kernel's.
+        lock: `LOCK` or `BACKGROUND_LOCK`.
 
     Raises:
         DeviceUnavailableError: It could not be compiled.
@@ -141,7 +146,7 @@ def _code(kernel: Kernel) -> bytes:
     found = compiled(kernel, host())
     if found is None:
         try:
-            compile_once(kernel, host(), ".lock")
+            compile_once(kernel, host(), LOCK)
         except KernelNotKeptError as error:
             logger.warning("%s; each process compiles it for itself", error)
             return error.code

@@ -30,21 +30,20 @@ def missing_in_background() -> list[Kernel]:
     return [kernel for kernel in missing(host()) if kernel != FIRST]
 
 
-def fill(cpu: str, kernels: Iterable[Kernel], jobs: int) -> Iterator[tuple[Kernel, str]]:
+def fill(cpu: str, kernels: Iterable[Kernel], jobs: int, lock: str = loader.LOCK) -> Iterator[tuple[Kernel, str]]:
     """Compiles kernels, ``jobs`` at a time; yields each with an empty string, or a sentence why it failed."""
     with ThreadPoolExecutor(jobs) as threads:
         try:
-            futures = {threads.submit(_compile, kernel, cpu): kernel for kernel in kernels}
+            futures = {threads.submit(_compile, kernel, cpu, lock): kernel for kernel in kernels}
             for future in as_completed(futures):
                 yield futures[future], future.result()
         finally:
             threads.shutdown(cancel_futures=True)  # after Ctrl-C, no further kernel is begun
 
 
-def _compile(kernel: Kernel, cpu: str) -> str:
+def _compile(kernel: Kernel, cpu: str, lock: str) -> str:
     try:
-        # Another lock than that of requests, which must not wait for a process of the lowest priority.
-        loader.compile_once(kernel, cpu, ".background.lock")
+        loader.compile_once(kernel, cpu, lock)
     except DeviceUnavailableError as error:
         return str(error)
     return ""
@@ -58,7 +57,8 @@ def main() -> None:
     kernels = missing_in_background()
     print(*kernels, flush=True)
     threading.Thread(target=_end_with_input, daemon=True).start()
-    for kernel, failure in fill(host(), kernels, min(2, len(os.sched_getaffinity(0)))):
+    jobs = min(2, len(os.sched_getaffinity(0)))
+    for kernel, failure in fill(host(), kernels, jobs, loader.BACKGROUND_LOCK):
         print(kernel, failure, flush=True)
 
 
