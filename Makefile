@@ -24,7 +24,9 @@ demo: $(VENV)/server.stamp  ## Starts a CPU server and sends it real gradients
 # Tests start hundreds of Python processes, which would compile our modules anew where bytecode is not written.
 test test-fast test-kernels: export PYTHONDONTWRITEBYTECODE :=
 
+# First compiles the kernels: beside other tests, a server's compiler of the lowest priority would take minutes.
 test: $(VENV)/dev.stamp  ## Runs every test, four files at a time, since many wait rather than compute
+	$(BIN)/bngrad warm
 	$(BIN)/pytest --numprocesses 4 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
 
 test-fast: $(VENV)/dev.stamp  ## Runs the unit tests of client, wire, protos, server and command line, without slow ones; 4 at a time, as they wait
