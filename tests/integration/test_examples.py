@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -48,14 +49,23 @@ def test_an_example_runs_against_a_server(server: EmbeddedServer, name: str, wor
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_an_example_has_help_refuses_wrong_arguments_and_says_that_there_is_no_server(name: str) -> None:
-    runs = [["--help"], ["localhost:1", "2", "three"]]
-    if name not in ("plot_losses", "record_digits"):
-        runs.append(["localhost:1"])
-    command = [sys.executable, "-m", "tests.integration.run_example", name, *map(json.dumps, runs)]
+@pytest.fixture(scope="module")
+def runs() -> dict[str, list[Any]]:
+    """What comes of each example with --help, with wrong arguments, and with a server that is not there."""
+    lists = {name: [["--help"], ["localhost:1", "2", "three"], ["localhost:1"]] for name in NAMES}
+    for name in ("plot_losses", "record_digits"):
+        lists[name].pop()
+    command = [sys.executable, "-m", "tests.integration.run_examples", json.dumps(lists)]
     ended = subprocess.run(command, check=True, capture_output=True, text=True, cwd=EXAMPLES.parent)
-    helped, refused, *alone = json.loads(ended.stdout)
+    results: dict[str, list[Any]] = json.loads(ended.stdout)
+    return results
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_has_help_refuses_wrong_arguments_and_says_that_there_is_no_server(
+    runs: dict[str, list[Any]], name: str
+) -> None:
+    helped, refused, *alone = runs[name]
     assert helped[0] == 0, helped
     assert name in helped[1]
     assert refused[:2] == [2, ""]

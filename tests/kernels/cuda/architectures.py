@@ -1,7 +1,8 @@
 """The architectures that test_compiler.py compiles the CUDA kernels for.
 
 NVIDIA's compiler takes up to two minutes for each. So ``make cuda-architectures`` notes with which sources, tests and
-compiler all have passed. As long as these stay as they are, the tests compile for one alone.
+compiler all have passed. As long as these stay as they are, the tests compile the kernels for float32 alone, and for
+one architecture.
 """
 
 from __future__ import annotations

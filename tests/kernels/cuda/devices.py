@@ -6,13 +6,13 @@ By default that is a CPU: the kernels' own source, compiled by g++, behind the i
 
 from __future__ import annotations
 
-import atexit
 import ctypes
+import fcntl
 import functools
+import hashlib
 import os
 import shutil
 import subprocess
-import tempfile
 import weakref
 from pathlib import Path
 
@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 import bngrad_kernels.cuda
+from bngrad_kernels import machine
 from bngrad_kernels.cuda.backend import CudaBackend
 from bngrad_kernels.cuda.chunks.copy_plan import Copy
 from bngrad_kernels.cuda.chunks.layout import Launch
@@ -31,6 +32,7 @@ from bngrad_kernels.problem import Array
 TEST_DEVICE = os.environ.get("BNGRAD_TEST_DEVICE", "cpu")
 HERE = Path(__file__).parent / "emulator"
 SOURCES = Path(bngrad_kernels.cuda.__file__).parent
+BUILT = Path(__file__).parents[3] / "build" / "emulator"
 _ALIGNMENT = 256
 
 TRAITS = Traits(processors=4, shared_nbytes=227 << 10, cache_nbytes=1 << 20)
@@ -57,11 +59,17 @@ def compile_shared(out: Path, *options: str, sources: Path = SOURCES) -> Path:
 
 @functools.cache
 def library_file() -> Path:
-    """The file with the kernels for this CPU, which is there until the process ends."""
+    """The file with the kernels for this CPU, which is kept for other processes until a source changes."""
     require_gxx()
-    folder = Path(tempfile.mkdtemp())
-    atexit.register(shutil.rmtree, folder)
-    return compile_shared(folder / "kernels.so", "-O2")
+    texts = [file.read_text() for file in sorted([*SOURCES.glob("*.cu*"), *HERE.iterdir(), Path(__file__)])]
+    state = "".join([machine.processor(), *texts])
+    BUILT.mkdir(parents=True, exist_ok=True)
+    file = BUILT / f"{hashlib.sha256(state.encode()).hexdigest()}.so"
+    with file.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not file.exists():
+            compile_shared(file.with_suffix(".part"), "-O2").rename(file)
+    return file
 
 
 @functools.cache

@@ -1,7 +1,7 @@
-"""``python -m tests.integration.run_example NAME ARGUMENTS...`` runs an example once for each JSON list of arguments.
+"""``python -m tests.integration.run_examples RUNS`` runs examples, once for each list of arguments.
 
-That is in one process, since some examples take seconds to import TensorFlow. It prints a JSON list of what came of the
-runs: exit status, standard output, and standard error.
+RUNS is a JSON object of such lists by the names of examples. All run in one process, since it takes seconds to import
+TensorFlow. It prints an object with what came of the runs: exit status, standard output, and standard error.
 """
 
 from __future__ import annotations
@@ -38,4 +38,5 @@ def _status_of(name: str) -> int:
 
 
 if __name__ == "__main__":
-    print(json.dumps([run(sys.argv[1], *json.loads(arguments)) for arguments in sys.argv[2:]]))
+    runs = json.loads(sys.argv[1])
+    print(json.dumps({name: [run(name, *arguments) for arguments in lists] for name, lists in runs.items()}))
