@@ -53,9 +53,9 @@ def main() -> None:
     """Compiles what the cache lacks, in the background of a server."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server says when to end
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # no traceback if the server was killed
-    os.nice(_LOWEST_PRIORITY)
     kernels = missing_in_background()
     print(*kernels, flush=True)
+    os.nice(_LOWEST_PRIORITY)  # beside busy processes, the lines above would take a minute
     threading.Thread(target=_end_with_input, daemon=True).start()
     jobs = min(2, len(os.sched_getaffinity(0)))
     for kernel, failure in fill(host(), kernels, jobs, loader.BACKGROUND_LOCK):
