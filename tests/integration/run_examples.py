@@ -13,6 +13,9 @@ import runpy
 import sys
 from unittest import mock
 
+with contextlib.suppress(ImportError):  # before TensorFlow, see tests/conftest.py
+    import triton  # noqa: F401
+
 
 def run(name: str, *arguments: str) -> tuple[int, str, str]:
     """Runs an example as ``python -m`` does."""
