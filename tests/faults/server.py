@@ -100,7 +100,8 @@ class RestartableServer:
         Its kernels are compiled before: beside other tests, a compiler of the lowest priority would take minutes.
         """
         if missing(host()):
-            run_bngrad("warm").check_returncode()
+            warmed = run_bngrad("warm")
+            assert warmed.returncode == 0, warmed.stdout + warmed.stderr
         with self._log.open("a") as log:
             self.process = subprocess.Popen(
                 self._command, stdout=subprocess.PIPE, stderr=log, text=True, env=self._environment

@@ -18,16 +18,18 @@ from tests.kernels.cpu import fixed_bits
 from bngrad_kernels import backends, compiled_code
 from bngrad_kernels.cpu.machine_code import cache, loader, ship, warm
 from bngrad_kernels.cpu.machine_code.kernels import FIRST, Kernel, host
-from bngrad_kernels.errors import DeviceUnavailableError, KernelNotKeptError
+from bngrad_kernels.errors import DeviceUnavailableError
 
 QUICK = Kernel("float32", 2)
 """The kernel that is compiled soonest."""
-_WRITE_SOON = """
+_COMPILE_SOON = """
 import sys, time
 from pathlib import Path
-from bngrad_kernels import compiled_code
+from bngrad_kernels.cpu.machine_code import compiler
+code = Path(sys.argv.pop(1)).read_bytes()
+compiler._object_code = lambda name: code
 time.sleep(0.2)
-compiled_code.write(Path(sys.argv[2]), Path(sys.argv[1]).read_bytes())
+compiler.main()
 """
 
 
@@ -42,14 +44,15 @@ def compiled() -> bytes:
 
 @pytest.fixture
 def begun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compiled: bytes) -> list[str]:
-    """The kernels whose compilers were started: processes that take 0.2 s to write the code of `QUICK`."""
+    """The kernels whose compilers were started, which take 0.2 s, as they have the code of `QUICK` already."""
     kernels: list[str] = []
     (tmp_path / "code").write_bytes(compiled)
 
     def begin(kernel: Kernel, cpu: str, lock_fd: int) -> subprocess.Popen[bytes]:
         kernels.append(str(kernel))
-        command = [sys.executable, "-c", _WRITE_SOON, str(tmp_path / "code"), str(loader.path(kernel, cpu))]
-        return subprocess.Popen(command, stderr=subprocess.PIPE)
+        arguments = [str(tmp_path / "code"), str(kernel), str(loader.path(kernel, cpu))]
+        command = [sys.executable, "-c", _COMPILE_SOON, *arguments]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
     monkeypatch.setattr(loader, "_begin", begin)
     return kernels
@@ -214,12 +217,11 @@ def test_a_kernel_that_the_cache_cannot_keep_is_used(caplog: pytest.LogCaptureFi
     assert said.endswith("; each process compiles it for itself")
 
 
-def test_who_fills_a_cache_that_cannot_keep_a_kernel_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(kernel: Kernel, cpu: str, lock: str) -> None:
-        raise KernelNotKeptError("the disk is full", b"code")
-
-    monkeypatch.setattr(loader, "compile_once", fail)
-    assert list(warm.fill(host(), [QUICK], jobs=1)) == [(QUICK, "the disk is full")]
+def test_who_fills_a_cache_that_cannot_keep_a_kernel_is_told_why(begun: list[str]) -> None:
+    loader.path(QUICK, host()).mkdir()
+    ((kernel, failure),) = warm.fill(host(), [QUICK], jobs=1)
+    assert (kernel, begun) == (QUICK, ["float32-2"])
+    assert failure.startswith("the kernel float32-2 could not be kept: [Errno 21] Is a directory: ")
 
 
 def test_a_cache_that_is_removed_amid_work_is_made_again(begun: list[str]) -> None:

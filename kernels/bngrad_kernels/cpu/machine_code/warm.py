@@ -31,7 +31,10 @@ def missing_in_background() -> list[Kernel]:
 
 
 def fill(cpu: str, kernels: Iterable[Kernel], jobs: int, lock: str = loader.LOCK) -> Iterator[tuple[Kernel, str]]:
-    """Compiles kernels, ``jobs`` at a time; yields each with an empty string, or a sentence why it failed."""
+    """Compiles kernels, ``jobs`` at a time; yields each with an empty string, or a sentence why it failed.
+
+    For the lock see `bngrad_kernels.cpu.machine_code.loader.compile_once`.
+    """
     with ThreadPoolExecutor(jobs) as threads:
         try:
             futures = {threads.submit(_compile, kernel, cpu, lock): kernel for kernel in kernels}
