@@ -14,10 +14,10 @@ import time
 from contextlib import ExitStack
 
 from benchmarks.transport import inputs
+from benchmarks.warm_server import WarmServer
 
 import bngrad
 from bngrad.typing import Transport
-from bngrad_cli.embedded import EmbeddedServer
 
 _CONTESTANTS: dict[str, tuple[Transport, bool]] = {
     "TCP": ("stream", False),
@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="the server's device")
     options = parser.parse_args()
     with ExitStack() as stack:
-        server = stack.enter_context(EmbeddedServer(device=options.device))
+        server = stack.enter_context(WarmServer(device=options.device))
         transports = {transport for transport, _ in _CONTESTANTS.values()}
         clients = {each: stack.enter_context(bngrad.Client(server.target, transport=each)) for each in transports}
         print(f"{'ms, median':36}{'with the call':>15}{'x ahead':>10}")

@@ -15,8 +15,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from benchmarks.warm_server import WarmServer
+
 from bngrad_cli.commands.advise.contestants import LOCAL, PYTORCH, SERVER
-from bngrad_cli.embedded import EmbeddedServer
 from bngrad_server.memory.leases import PARENT
 
 _HERE, _THERE = "10.99.0.1", "10.99.0.2"
@@ -47,12 +48,12 @@ def main() -> None:
 
 
 def _over_shared_memory(command: Sequence[str]) -> dict[str, Any]:
-    with EmbeddedServer() as server:
+    with WarmServer() as server:
         return _said([*command, server.target])
 
 
 def _over_network(gigabits: float, command: Sequence[str]) -> dict[str, Any]:
-    with _link(gigabits) as namespace, EmbeddedServer(f"{_HERE}:0") as server:
+    with _link(gigabits) as namespace, WarmServer(f"{_HERE}:0") as server:
         # The server's Unix sockets are hidden from the client, as they would be from another host.
         script = f'mount -t tmpfs none {PARENT} && exec "$@"'
         return _said(["ip", "netns", "exec", namespace, "sh", "-c", script, "sh", *command, server.target])

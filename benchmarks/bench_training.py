@@ -19,12 +19,12 @@ from typing import Literal, TypeAlias
 
 import torch
 from benchmarks.training.resnet import batches, small_resnet
+from benchmarks.warm_server import WarmServer
 from torch import nn
 
 import bngrad
 import bngrad.torch
 from bngrad.typing import Transport
-from bngrad_cli.embedded import EmbeddedServer
 
 _Where: TypeAlias = Literal["everywhere", "measured"]
 _WARM_UPS = 11
@@ -94,7 +94,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     data = batches(_WARM_UPS + _TURN, options.batch)
     with ExitStack() as stack:
-        server = stack.enter_context(EmbeddedServer(device=options.device))
+        server = stack.enter_context(WarmServer(device=options.device))
         print(f"{'ms per step, median':32}" + "".join(f"{name:>16}" for name in _CONTESTANTS) + "   ratios to stock")
         clients: list[tuple[bngrad.Client | None, _Where]] = [
             (None, "everywhere")

@@ -14,6 +14,7 @@ from typing import TypeVar
 from unittest import mock
 
 from benchmarks.transport import inputs
+from benchmarks.warm_server import WarmServer
 
 import bngrad
 from bngrad._deadline import Cancellation, Deadline
@@ -21,7 +22,6 @@ from bngrad._requests.request import PreparedRequest
 from bngrad._transports.grpcio import GrpcioTransport
 from bngrad._transports.http2 import Http2Transport
 from bngrad._transports.selector import TransportSelector
-from bngrad_cli.embedded import EmbeddedServer
 
 Result = TypeVar("Result")
 
@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=30, help="of ten calls, of each way at each size")
     options = parser.parse_args()
     print(" | ".join(["tensor", *_WAYS]))
-    with EmbeddedServer() as server, bngrad.Client(server.target) as client:
+    with WarmServer() as server, bngrad.Client(server.target) as client:
         for nbytes in options.sizes:
             medians = _medians(client, nbytes, options.turns)
             cells = (f"{1e3 * median:.3f}".rjust(len(way)) for way, median in zip(_WAYS, medians, strict=True))

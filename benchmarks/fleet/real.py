@@ -15,10 +15,10 @@ from unittest import mock
 import numpy as np
 from benchmarks.balancing.servers import servers
 from benchmarks.load import mix
+from benchmarks.warm_server import WarmServer
 
 import bngrad
 from bngrad._balancing.upstream import Upstream
-from bngrad_cli.embedded import EmbeddedServer
 
 REPEATS = 5
 DEVICE_MS = 20.0
@@ -52,7 +52,7 @@ def mix_times() -> Times:
     """Measures the requests of the mix of `benchmarks.load` one by one, through an idle server and the SDK."""
     medians: dict[str, float] = {}
     with (
-        EmbeddedServer(options=("--workers", "1")) as server,
+        WarmServer(options=("--workers", "1")) as server,
         bngrad.Client(server.target) as client,
     ):
         for item in mix.MIXED:

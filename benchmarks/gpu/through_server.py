@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 from benchmarks.gpu.cases import Case
+from benchmarks.warm_server import WarmServer
 
 import bngrad
-from bngrad_cli.embedded import EmbeddedServer
 
 _ROUNDS = 15
 _OPTIONS = ("--arena-bytes", "2GiB", "--shared-bytes", "4GiB")  # the arena is page-locked at the start
@@ -23,7 +23,7 @@ def measure(device: str, case: Case, callers: int) -> list[dict[str, Any]]:
     spec = case.spec
     stats = [np.ones(spec.channels, np.float32)] * 3
     rows = []
-    with EmbeddedServer(device=device, options=_OPTIONS) as server, bngrad.Client(server.target) as client:
+    with WarmServer(device=device, options=_OPTIONS) as server, bngrad.Client(server.target) as client:
         options = {"data_format": case.layout, "is_training": spec.is_training}
         kinds: dict[str, Callable[..., Any]] = {"in shared memory": client.empty, "of the client's own": np.empty}
         for kind, empty in kinds.items():

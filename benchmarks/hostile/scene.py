@@ -18,8 +18,8 @@ import psutil
 import trustme
 from benchmarks.hostile.victim import Victim
 from benchmarks.ports import free_port
+from benchmarks.warm_server import WarmServer
 
-from bngrad_cli.embedded import EmbeddedServer
 from bngrad_wire.token_format import new_token
 
 MIB = 2**20
@@ -47,7 +47,7 @@ class Scene:
         victim: A file with what attackers know, see `Victim.save`.
     """
 
-    server: EmbeddedServer
+    server: WarmServer
     tokens: dict[str, str]
     ca: str
     victim: Path
@@ -163,7 +163,7 @@ def serving(*, tls: bool, is_limited: bool) -> Iterator[Scene]:
         if tls:
             ca, more = _certificate(directory)
             options += more
-        with EmbeddedServer(options=tuple(options)) as server:
+        with WarmServer(options=tuple(options)) as server:
             victim = Victim.discover(server.target, tokens["attacker"], ca or None, http)
             victim.save(directory / "victim.json")
             yield Scene(server, tokens, ca, directory / "victim.json")

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 
 import grpc
 import psutil
+from benchmarks.warm_server import WarmServer
 
-from bngrad_cli.embedded import EmbeddedServer, ServerStartError
+from bngrad_cli.embedded import ServerStartError
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_protos.v1 import batch_norm_grad_pb2_grpc as pb_grpc
 
@@ -76,7 +77,7 @@ class Server:
 def running(cores: tuple[int, ...], options: tuple[str, ...]) -> Iterator[Server]:
     """Runs a server on some cores for the length of the block."""
     own = os.sched_getaffinity(0)
-    embedded = EmbeddedServer(options=options)
+    embedded = WarmServer(options=options)
     os.sched_setaffinity(0, cores)  # Its processes inherit this, and derive their number of threads from it.
     with contextlib.ExitStack() as stack:
         try:

@@ -14,8 +14,7 @@ from typing import Any
 from benchmarks.transport import Prepare, arrow_flight, certificates, echo, protobuf, sdk, servers, sockets
 from benchmarks.transport import kernel as in_process
 from benchmarks.transport.kernel import Kernel
-
-from bngrad_cli.embedded import EmbeddedServer
+from benchmarks.warm_server import WarmServer
 
 TCP, UNIX = "tcp", "unix"
 NETWORKS = {TCP: "TCP loopback", UNIX: "Unix socket"}
@@ -108,7 +107,7 @@ def _server(kind: str, address: str, kernel: Kernel) -> Iterator[str]:
     if kind in _OPTIONS:
         whole_requests = "--max-message-bytes", "1GiB"
         options = "--threads", str(kernel.threads), *whole_requests, *_OPTIONS[kind]
-        with EmbeddedServer(address, device=kernel.device, options=options) as server:
+        with WarmServer(address, device=kernel.device, options=options) as server:
             yield server.target
     else:
         with servers.running(kind, address, kernel.threads, kernel.device) as target:

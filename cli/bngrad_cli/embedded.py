@@ -24,6 +24,7 @@ class EmbeddedServer:
     The server stops when this process has gone, also if it was killed.
 
     Attributes:
+        device: The device that it computes on.
         target: The first address on which the server listens, for clients.
         process: The server's front process.
     """
@@ -39,6 +40,7 @@ class EmbeddedServer:
             device: The value of ``--device``.
             options: Further options of ``bngrad serve``.
         """
+        self.device = device
         self._arguments = ["serve", "--listen", listen, "--device", device, *options]
         self._stderr: IO[bytes]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import ssl
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,9 +18,11 @@ from bngrad_wire.token_format import SCHEME, is_sendable
 
 if TYPE_CHECKING:
     import grpc
+    from rich.console import Console
 
     import bngrad
 
+_COMPILING_TIMEOUT_S, _ASK_EVERY_S = 300.0, 0.2
 _HEALTH_METHOD = "/grpc.health.v1.Health/Check"
 _SERVING = b"\x08\x01"
 """A ``grpc.health.v1.HealthCheckResponse`` with SERVING."""
@@ -207,6 +210,24 @@ class Target:
         if self._speaks_tls():
             return f"{self.address} speaks TLS, and this command did not: give --tls or --tls-ca"
         return f"{self.address} is no gRPC server: {details}"
+
+
+def wait_until_compiled(client: bngrad.Client, console: Console, *, order: int = 2) -> None:
+    """Waits, and says so, until a server has compiled its kernels up to an order; at most five minutes."""
+    until = time.monotonic() + _COMPILING_TIMEOUT_S
+    if not (names := _compiling(client, order)):
+        return
+    console.print("The server is compiling its kernels; until they are there, NumPy computes, more slowly.")
+    with console.status("") as status:
+        while names and time.monotonic() < until:
+            status.update(f"still to be compiled: {', '.join(names)}")
+            time.sleep(_ASK_EVERY_S)
+            names = _compiling(client, order)
+
+
+def _compiling(client: bngrad.Client, order: int) -> list[str]:
+    ends = tuple(f"-{number}" for number in range(1, order + 1))
+    return [name for name in client.server_info().compiling if name.endswith(ends)]
 
 
 def _read(path: Path | None) -> bytes | None:

@@ -108,7 +108,8 @@ class ServerInfo:
         local_directory: The directory of its Unix sockets for calls and shared memory on its host; empty for none.
         device_remark: Why it does not use some or all GPUs of its machine; empty if it uses all, or there are none.
         compiling: The kernels that are still being compiled for its CPU, such as ``float32-2``, the second order in
-            float32; a request that needs one of them waits for that one.
+            float32. Meanwhile NumPy computes requests of the first order, more slowly; one of the second order waits
+            for its kernel.
     """
 
     version: str

@@ -45,13 +45,16 @@ def devices(wanted: str = "auto") -> Devices:
     return Devices(usable or ["cpu"], "; ".join(reasons) or None)
 
 
-def create(device: str, *, threads: int | None = None, gpu_memory_nbytes: int | None = None) -> Backend:
+def create(
+    device: str, *, threads: int | None = None, gpu_memory_nbytes: int | None = None, is_eager: bool = False
+) -> Backend:
     """Creates the backend of a device.
 
     Args:
         device: ``"cpu"``, or ``"cuda:N"`` for the GPU with that number.
         threads: How many threads the CPU uses; None for one per core that this process may use.
         gpu_memory_nbytes: About how much memory of a GPU tensors may take; None for nine tenths of it.
+        is_eager: Whether a CPU computes the first order in NumPy while a kernel is compiled, rather than waits for it.
 
     Raises:
         ValueError: The name is invalid.
@@ -59,9 +62,10 @@ def create(device: str, *, threads: int | None = None, gpu_memory_nbytes: int | 
     """
     _check(device)
     if device == "cpu":
-        from bngrad_kernels.cpu import CpuBackend  # noqa: PLC0415 - Numba takes a second to import
+        from bngrad_kernels.cpu import CpuBackend  # noqa: PLC0415 - a server of GPUs does not need LLVM
+        from bngrad_kernels.cpu.uncompiled.backend import EagerBackend  # noqa: PLC0415
 
-        return CpuBackend(threads)
+        return EagerBackend(threads) if is_eager else CpuBackend(threads)
     from bngrad_kernels.cuda import CudaBackend  # noqa: PLC0415
     from bngrad_kernels.cuda.device import CupyDevice  # noqa: PLC0415
 

@@ -2,27 +2,69 @@
 
 from __future__ import annotations
 
+import fcntl
+import io
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from rich.console import Console
 from tests.integration.problems import Case, assert_gradients, random_inputs
 from tests.servers import ONE_WORKER, wait_until
 
 import bngrad
 from bngrad_cli.embedded import EmbeddedServer
-from bngrad_kernels.spec import BFLOAT16, FLOAT32
+from bngrad_cli.target import wait_until_compiled
+from bngrad_kernels.cpu.machine_code import loader, warm
+from bngrad_kernels.cpu.machine_code.kernels import KERNELS, host
+from bngrad_kernels.spec import BFLOAT16, FLOAT16, FLOAT32
+
+LOCKS = loader.LOCK, loader.BACKGROUND_LOCK
+TIMEOUT_S = 60.0
+CASE = Case("v3", "NHWC", (2, 3, 3, 8))
 
 
-def test_a_cold_server_serves_before_all_is_compiled_and_a_request_waits_for_its_own_kernel(
+@contextmanager
+def compiling() -> Iterator[None]:
+    """As if other processes compiled all kernels, for which every other process waits."""
+    files = [loader.path(kernel, host()).with_suffix(suffix).open("w") for kernel in KERNELS for suffix in LOCKS]
+    for file in files:
+        fcntl.flock(file, fcntl.LOCK_EX)
+    yield
+    for file in files:
+        file.close()
+
+
+def test_a_cold_server_answers_before_a_kernel_is_compiled_and_with_the_same_bits_afterwards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    list(warm.fill(host(), warm.missing(host()), jobs=2))
+    compiled = loader.path(KERNELS[0], host()).parent
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    case = Case("v3", "NHWC", (2, 3, 3, 8))
-    with EmbeddedServer(options=ONE_WORKER) as server, bngrad.Client(server.target, timeout=300) as client:
-        said = "compiling 5 more kernels in the background: bfloat16-1, "
-        wait_until(lambda: said in server.stderr(), timeout_s=300)  # at the lowest priority
-        assert "float32-2" in client.server_info().compiling
-        for dtype in (FLOAT32, BFLOAT16):
-            spec = case.spec(dtype)
-            inputs = random_inputs(spec)
-            assert_gradients(spec, inputs, case.run(client, inputs))
+    with compiling(), EmbeddedServer(options=ONE_WORKER) as server, bngrad.Client(server.target) as client:
+        assert client.server_info().compiling == tuple(map(str, KERNELS))
+        assert "compiling float32-1, bfloat16-1, " in server.stderr()
+        in_numpy = [answers(client, dtype) for dtype in (FLOAT32, BFLOAT16, FLOAT16)]
+        said = io.StringIO()
+        waiting = threading.Thread(target=wait_until_compiled, args=(client, Console(file=said)))
+        waiting.start()
+        wait_until(lambda: said.getvalue().startswith("The server is compiling its kernels; "))
+        for kernel in KERNELS:
+            assert waiting.is_alive()
+            shutil.copy(compiled / f"{kernel}.o", loader.path(kernel, host()))
+        waiting.join(TIMEOUT_S)
+        assert client.server_info().compiling == ()
+        assert [answers(client, dtype) for dtype in (FLOAT32, BFLOAT16, FLOAT16)] == in_numpy
+
+
+def answers(client: bngrad.Client, dtype: np.dtype[Any]) -> list[bytes]:
+    spec = CASE.spec(dtype)
+    inputs = random_inputs(spec)
+    outputs = CASE.run(client, inputs)
+    assert_gradients(spec, inputs, outputs)
+    return [output.tobytes() for output in outputs]

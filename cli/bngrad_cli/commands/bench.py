@@ -17,7 +17,7 @@ from rich.progress import Progress
 import bngrad
 from bngrad_cli.load_generator import Measurement, measure
 from bngrad_cli.sample_requests import DTYPES, SampleRequest, random_request
-from bngrad_cli.target import Target, TargetError
+from bngrad_cli.target import Target, TargetError, wait_until_compiled
 from bngrad_cli.target_options import Seconds, with_target
 from bngrad_cli.terminal import descriptions, exit_on_sigterm, plain_table, print_lines, wide_console
 
@@ -97,6 +97,7 @@ def bench(
     exit_on_sigterm()
     target.check_serving()
     with target.client() as client:
+        wait_until_compiled(client, Console(stderr=True))
         server = client.server_info()
     stopping = threading.Event()
     done = _measure_all(target, layers, transports, DTYPES[dtype], seconds, concurrency, stopping)

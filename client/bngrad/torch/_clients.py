@@ -7,6 +7,7 @@ import weakref
 from typing import Any
 
 from bngrad._client import Client
+from bngrad._errors import BngradError
 
 _numbers = itertools.count(1)
 _names: weakref.WeakKeyDictionary[Client, str] = weakref.WeakKeyDictionary()
@@ -23,6 +24,14 @@ def find(name: str) -> Client:
     if client is None:
         raise RuntimeError(f"{name} was deleted before the backward pass: keep it, or a layer that has it")
     return client
+
+
+def is_cold(name: str) -> bool:
+    """Whether the server of a client still compiles kernels of the first order, and computes in NumPy until then."""
+    try:
+        return any(kernel.endswith("-1") for kernel in find(name).server_info().compiling)
+    except BngradError:
+        return False
 
 
 class ClientReference:

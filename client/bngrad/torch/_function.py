@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from bngrad.torch._ahead import SentInput
+from bngrad.torch._clients import is_cold
 from bngrad.torch._ops import batch_norm_grad, gradients
 from bngrad.torch._placement import Placement
 
@@ -61,6 +62,7 @@ class Function(torch.autograd.Function):
                 ctx,
                 by_client=lambda: _by_client(ctx, saved, y_backprop[0]),
                 by_pytorch=lambda: _by_pytorch(ctx, saved, y_backprop[0]),
+                is_server_cold=lambda: is_cold(ctx.client),
             )
         return *found, *_NO_GRADIENTS
 

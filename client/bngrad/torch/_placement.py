@@ -88,14 +88,20 @@ class Placement:
         """Expects the backward pass of a use, given by its context of autograd."""
         self._begun.add(use)
 
-    def compute(self, use: Any, by_client: Callable[[], Gradients], by_pytorch: Callable[[], Gradients]) -> Gradients:
+    def compute(
+        self,
+        use: Any,
+        by_client: Callable[[], Gradients],
+        by_pytorch: Callable[[], Gradients],
+        is_server_cold: Callable[[], bool],
+    ) -> Gradients:
         """Computes a use's gradients in the place whose turn it is, and measures it as long as none is chosen."""
         is_by_client = self.next_by_client()
         start = time.perf_counter()
         found = by_client() if is_by_client else by_pytorch()
         if self.by_client is None:
             self._seconds[is_by_client].append(time.perf_counter() - start)
-            self._decide()
+            self._decide(is_server_cold)
         if not torch._C._autograd._get_current_graph_task_keep_graph():  # else there may be another backward pass
             self._begun.discard(use)
         return found
@@ -105,10 +111,15 @@ class Placement:
         local, client = (1e3 * self._median(by_client) for by_client in (False, True))
         return f"  {self._name}: PyTorch {local:.2f}, client {client:.2f}: {'client' if self.by_client else 'PyTorch'}"
 
-    def _decide(self) -> None:
-        if min(map(len, self._seconds.values())) >= _WARM_UPS + _USES:
-            self.by_client = self._median(True) < _WORTHWHILE * self._median(False)
+    def _decide(self, is_server_cold: Callable[[], bool]) -> None:
+        if min(map(len, self._seconds.values())) < _WARM_UPS + _USES:
+            return
+        is_faster = self._median(True) < _WORTHWHILE * self._median(False)
+        if is_faster or not is_server_cold():
+            self.by_client = is_faster
             self._placements.report(self)
+        else:  # it will be faster, so all is measured again
+            self._seconds = {False: [], True: []}
 
     def _median(self, by_client: bool) -> float:
         return statistics.median(self._seconds[by_client][_WARM_UPS:])

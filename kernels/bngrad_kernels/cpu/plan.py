@@ -59,6 +59,9 @@ _LINE_NBYTES = 64
 BAND = 16
 """Rows that the columns kernel sums in float32: 8 additions of pairs, hence an error below 11 * 2**-24 of the sum of
 moduli."""
+STEP, STEPS = 4 * LANES, 4
+"""The planes kernel adds a vector to each of four accumulators in a step, and after some steps the accumulators in
+float64: a chain of 4 additions, plus 2 to join the accumulators."""
 BLOCK = 1024
 """Columns that the columns kernel computes at once: their tables fill half of a first-level cache."""
 _MODEL = machine.model()

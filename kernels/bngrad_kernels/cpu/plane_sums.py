@@ -10,14 +10,9 @@ from bngrad_kernels.cpu.channel_stats import GAIN, MEAN, SHIFT, SLOPE, first_cha
 from bngrad_kernels.cpu.machine_code.heads import load_head, store_head
 from bngrad_kernels.cpu.machine_code.hints import prefetch, prefetch_far
 from bngrad_kernels.cpu.machine_code.linked import internal
-from bngrad_kernels.cpu.plan import LANES, LINE
+from bngrad_kernels.cpu.plan import LANES, LINE, STEP, STEPS
 from bngrad_kernels.cpu.simd import add, fma, keep_head, load, mul, store, store_scalar, stream, sub, zero
 from bngrad_kernels.cpu.simd64 import total, widen64, zero64
-
-QUAD = 4 * LANES
-"""Elements of a step: a vector for each of four accumulators."""
-_STEPS = 4
-"""Steps before the accumulators are added in float64: a chain of 4 additions, plus 2 to join the accumulators."""
 
 _F32 = np.float32(0)
 _F64 = np.float64(0)
@@ -46,8 +41,8 @@ def _sum_planes(tag: Any, p: Any, c: int, t: int, mean: Any, gain: Any, prefetch
     dy_sum = dy_xc_sum = zero64()
     for n in range(first, last):
         base = n * pitch + c * p.inner
-        for i in range(start, stop, _STEPS * QUAD):
-            block = min(_STEPS * QUAD, stop - i)
+        for i in range(start, stop, STEPS * STEP):
+            block = min(STEPS * STEP, stop - i)
             ahead = 0, 0
             if prefetches:
                 ahead = _to_be_summed(p, near, tile, base, i), _to_be_summed(p, far, tile, base, i)
@@ -164,7 +159,7 @@ def _sum_block(tag: Any, p: Any, index: int, count: int, mean: Any, ahead: tuple
     dy0 = dy1 = dy2 = dy3 = zero()
     dy_xc0 = dy_xc1 = dy_xc2 = dy_xc3 = zero()
     y_backprop, x = p.y_backprop, p.x
-    while count >= QUAD:
+    while count >= STEP:
         if prefetches:
             _prefetch_line(tag, p, index, ahead)
             _prefetch_line(tag, p, index + LINE, ahead)
@@ -175,8 +170,8 @@ def _sum_block(tag: Any, p: Any, index: int, count: int, mean: Any, ahead: tuple
         dy_xc1 = fma(g1, sub(load(tag, x, index + 16), mean), dy_xc1)
         dy_xc2 = fma(g2, sub(load(tag, x, index + 32), mean), dy_xc2)
         dy_xc3 = fma(g3, sub(load(tag, x, index + 48), mean), dy_xc3)
-        index += QUAD
-        count -= QUAD
+        index += STEP
+        count -= STEP
     if prefetches and count > 0:
         _prefetch_line(tag, p, index, ahead)
     # The remaining vectors rotate through the accumulators, so that the longest chain is 5.

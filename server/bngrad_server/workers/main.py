@@ -50,7 +50,7 @@ def main() -> None:
     sockets = [socket.socket(fileno=fd) for fd in slot_fds]
     arena = MappedFile(arena_fd, arena_nbytes).view
     with _ending_process(heartbeat, device):
-        backend = backends.create(device, threads=int(threads), gpu_memory_nbytes=gpu_nbytes or None)
+        backend = backends.create(device, threads=int(threads), gpu_memory_nbytes=gpu_nbytes or None, is_eager=True)
         backend.warm_up()
         began = time.monotonic()
         if computed := backend.self_test():

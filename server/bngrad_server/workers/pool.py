@@ -69,7 +69,7 @@ class WorkerPool:
         for supervisor in self._supervisors:
             while not supervisor.wait_until_ready(timeout_s):
                 taken_s = time.monotonic() - started_at
-                logger.info("waiting for the workers, which compile a kernel at the first start: %.0f s", taken_s)
+                logger.info("waiting for the workers: %.0f s", taken_s)
                 timeout_s = _PROGRESS_EVERY_S
 
     @property
@@ -84,7 +84,7 @@ class WorkerPool:
 
     @property
     def compiling(self) -> tuple[str, ...]:
-        """The CPU kernels that are still to be compiled; a request that needs one waits for that one alone."""
+        """The CPU kernels that are still to be compiled."""
         return () if self._compiler is None else self._compiler.compiling
 
     def status(self) -> list[DeviceStatus]:

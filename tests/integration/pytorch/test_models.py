@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from functools import partial
 from pathlib import Path
 
@@ -225,9 +226,20 @@ def test_layers_whose_uses_alternate_in_size_are_measured_with_both(client: bngr
     places: dict[bool, list[int]] = {False: [], True: []}
     for use in range(10):
         by_client = placement.next_by_client()
-        placement.compute(nn.Identity(), partial(places[True].append, use % 2), partial(places[False].append, use % 2))
+        ours, pytorch = (partial(places[each].append, use % 2) for each in (True, False))
+        placement.compute(nn.Identity(), ours, pytorch, is_server_cold=bool)
         assert places[by_client][-1] == use % 2
     assert [sorted(sizes[1:]) for sizes in places.values()] == [[0, 0, 1, 1]] * 2, "the first is not counted"
+
+
+def test_a_layer_is_left_to_pytorch_only_once_its_server_has_compiled_its_kernels(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    placement = Placements().add("layer")
+    for is_cold, chosen in ((True, None), (False, False)):
+        for _ in range(10):
+            placement.compute(nn.Identity(), partial(time.sleep, 1e-3), int, is_server_cold=partial(bool, is_cold))
+        assert placement.by_client is chosen
 
 
 def test_measured_layers_in_checkpoints_have_right_gradients(client: bngrad.Client) -> None:

@@ -6,6 +6,7 @@ import fcntl
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -173,6 +174,22 @@ def test_who_fills_the_cache_waits_for_no_compiler_of_the_lowest_priority(begun:
         fcntl.flock(held, fcntl.LOCK_EX)
         assert list(warm.fill("cpu", [FIRST], jobs=1)) == [(FIRST, "")]
     assert begun == ["float32-1"]
+
+
+def test_a_compiler_ends_once_one_of_another_priority_has_compiled_the_kernel(
+    monkeypatch: pytest.MonkeyPatch, compiled: bytes
+) -> None:
+    endless = [sys.executable, "-c", "import time; time.sleep(600)"]
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def begin(*_: object) -> subprocess.Popen[bytes]:
+        processes.append(subprocess.Popen(endless, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
+        compiled_code.write(loader.path(QUICK, host()), compiled)
+        return processes[0]
+
+    monkeypatch.setattr(loader, "_begin", begin)
+    loader.compile_once(QUICK, host(), loader.BACKGROUND_LOCK)
+    assert processes[0].returncode == -signal.SIGKILL
 
 
 OTHER_LEVELS = {

@@ -27,6 +27,9 @@ LOCK, BACKGROUND_LOCK = ".lock", ".background.lock"
 No process of a usual priority waits for one of the lowest, which may wait for a core for minutes."""
 
 
+_LOOK_EVERY_S = 1.0
+
+
 class LoadedKernel(NamedTuple):
     """A kernel in memory, see `bngrad_kernels.cpu.machine_code.kernels.ALONE`.
 
@@ -112,7 +115,9 @@ def compile_once(kernel: Kernel, cpu: str, lock: str) -> None:
         if is_compiled(kernel, cpu):
             return
         process = _begin(kernel, cpu, file.fileno())
-        output, errors = process.communicate()
+        output, errors = _end(process, kernel, cpu)
+        if process.returncode and is_compiled(kernel, cpu):
+            return
     lines = errors.decode(errors="replace").strip().splitlines() or [f"exit code {process.returncode}"]
     if process.returncode:
         raise DeviceUnavailableError(f"the kernel {kernel} could not be compiled: {lines[-1]}")
@@ -139,6 +144,16 @@ def _begin(kernel: Kernel, cpu: str, lock_fd: int) -> subprocess.Popen[bytes]:
         env={**own, "NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": ""},
         pass_fds=(lock_fd,),  # it goes on if this process is killed, and others then wait for it
     )
+
+
+def _end(process: subprocess.Popen[bytes], kernel: Kernel, cpu: str) -> tuple[bytes, bytes]:
+    """Waits for a process that compiles, and ends it if another one, which had the other lock, has been faster."""
+    while True:
+        try:
+            return process.communicate(timeout=_LOOK_EVERY_S)
+        except subprocess.TimeoutExpired:
+            if is_compiled(kernel, cpu):
+                process.kill()
 
 
 def _code(kernel: Kernel) -> bytes:

@@ -1,8 +1,8 @@
 """Fills the cache with kernels.
 
 ``python -m bngrad_kernels.cpu.machine_code.warm`` does that for this processor at the lowest priority, and without the
-first kernel, which the workers of a server compile themselves. It prints the names of the kernels that the cache lacks,
-then a line for each: its name, and a sentence if it could not be compiled. It ends when its standard input ends.
+first kernel, which the workers of a server compile themselves. It prints a line for each kernel that it has compiled:
+its name, and a sentence if that failed. It ends when its standard input ends.
 """
 
 from __future__ import annotations
@@ -23,11 +23,6 @@ _LOWEST_PRIORITY = 19
 def missing(cpu: str) -> list[Kernel]:
     """The kernels that the cache lacks for a level of processors."""
     return [kernel for kernel in KERNELS if not loader.is_compiled(kernel, cpu)]
-
-
-def missing_in_background() -> list[Kernel]:
-    """The kernels that the cache lacks for this processor, but for the first, which workers compile themselves."""
-    return [kernel for kernel in missing(host()) if kernel != FIRST]
 
 
 def fill(cpu: str, kernels: Iterable[Kernel], jobs: int, lock: str = loader.LOCK) -> Iterator[tuple[Kernel, str]]:
@@ -56,11 +51,10 @@ def main() -> None:
     """Compiles what the cache lacks, in the background of a server."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server says when to end
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # no traceback if the server was killed
-    kernels = missing_in_background()
-    print(*kernels, flush=True)
-    os.nice(_LOWEST_PRIORITY)  # beside busy processes, the lines above would take a minute
+    os.nice(_LOWEST_PRIORITY)
     threading.Thread(target=_end_with_input, daemon=True).start()
     jobs = min(2, len(os.sched_getaffinity(0)))
+    kernels = [kernel for kernel in missing(host()) if kernel != FIRST]
     for kernel, failure in fill(host(), kernels, jobs, loader.BACKGROUND_LOCK):
         print(kernel, failure, flush=True)
 

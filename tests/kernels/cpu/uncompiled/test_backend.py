@@ -1,0 +1,123 @@
+"""The backend that waits for no compiler."""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from tests.clock import Clock
+from tests.kernels import backends
+from tests.kernels.problems import assert_right, bits, clear_outputs, random_problem, spec_of
+from tests.servers import wait_until
+
+from bngrad_kernels.cpu.machine_code import loader
+from bngrad_kernels.cpu.machine_code.kernels import FIRST, host
+from bngrad_kernels.cpu.uncompiled import backend as uncompiled
+from bngrad_kernels.cpu.uncompiled.backend import EagerBackend
+from bngrad_kernels.errors import DeviceUnavailableError
+
+PROBLEM = random_problem(spec_of(1, (3, 5, 7)))
+
+
+@pytest.fixture
+def compiled() -> Path:
+    """A file with the first kernel."""
+    backends.create("cpu").run([PROBLEM])
+    clear_outputs(PROBLEM)
+    return loader.path(FIRST, host())
+
+
+@pytest.fixture
+def fill(compiled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Empties the cache; what it returns puts the first kernel there."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def put() -> None:
+        shutil.copy(compiled, loader.path(FIRST, host()))
+
+    return put
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """As if another process compiled the first kernel, for which all others wait."""
+    with loader.path(FIRST, host()).with_suffix(loader.LOCK).open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+
+
+def compilers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "compile-kernel"]
+
+
+def run(backend: EagerBackend) -> list[bytes]:
+    clear_outputs(PROBLEM)
+    backend.run([PROBLEM])
+    assert_right(PROBLEM)
+    return bits(PROBLEM)
+
+
+def test_the_bits_do_not_change_once_the_kernel_is_compiled(fill: Callable[[], None]) -> None:
+    backend = EagerBackend(threads=2)
+    with compiling():
+        backend.warm_up()
+        in_numpy = [run(backend) for _ in range(2)]
+        assert len(compilers()) == 1
+        assert not backend._kernels
+        fill()
+        assert [run(backend)] * 2 == in_numpy
+        assert backend._kernels
+    wait_until(lambda: not compilers())
+
+
+def test_a_kernel_is_used_once_its_thread_has_it(fill: Callable[[], None]) -> None:
+    backend = EagerBackend(threads=2)
+    with compiling():
+        in_numpy = run(backend)
+        fill()
+    wait_until(lambda: not compilers())
+    assert backend._kernels
+    assert run(backend) == in_numpy
+
+
+def test_a_kernel_that_cannot_be_compiled_is_tried_again_after_a_minute(
+    fill: Callable[[], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("NUMBA_CPU_NAME", "no-such-processor")
+    clock = Clock()
+    monkeypatch.setattr(uncompiled, "time", clock)
+    backend = EagerBackend(threads=2)
+    for tries in (1, 2):
+        for _ in range(2):
+            run(backend)
+            wait_until(lambda: not compilers())
+        assert len(caplog.messages) == tries
+        clock.now += uncompiled._RETRY_AFTER_S
+    assert caplog.messages[0].startswith("the kernel float32-1 could not be compiled: LLVM ")
+    assert caplog.messages[0].endswith("; NumPy computes what needs it")
+
+
+def test_the_second_order_waits_for_its_kernel(fill: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NUMBA_CPU_NAME", "no-such-processor")
+    with pytest.raises(DeviceUnavailableError, match="the kernel float32-2 could not be compiled"):
+        EagerBackend(threads=2).run([random_problem(spec_of(2, (3, 5, 7)))])
+
+
+def test_without_a_thread_a_later_problem_begins_to_compile(fill: Callable[[], None]) -> None:
+    backend = EagerBackend(threads=2)
+    with compiling():
+        threading.stack_size(1 << 47)  # more than a process can address, so no thread starts
+        try:
+            run(backend)
+        finally:
+            threading.stack_size(0)
+        assert not compilers()
+        run(backend)
+        assert compilers()
+        fill()
+    wait_until(lambda: not compilers())

@@ -1,0 +1,71 @@
+"""The first order in NumPy has the bits of the compiled kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.kernels import backends
+from tests.kernels.cpu import fixed_bits
+from tests.kernels.problems import DTYPES, KINDS, MODES, clear_outputs, first_order_problem, outputs, spec_of
+
+from bngrad_kernels.cpu import CpuBackend
+from bngrad_kernels.cpu.machine_code.kernels import Kernel
+from bngrad_kernels.cpu.uncompiled import first_order
+from bngrad_kernels.problem import AnyProblem, Problem
+from bngrad_kernels.spec import BFLOAT16
+
+
+class InNumpy(CpuBackend):
+    """A backend that never compiles."""
+
+    def run(self, problems: Sequence[AnyProblem]) -> None:
+        for problem in problems:
+            assert isinstance(problem, Problem)
+            first_order.run(problem)
+
+
+def test_the_problems_whose_bits_are_the_same_on_every_processor_have_them() -> None:
+    kernels = [Kernel(dtype.name, 1) for dtype in DTYPES]
+    numbers = [n for n in range(0, fixed_bits.PROBLEMS, 4) if any(fixed_bits.is_for(kernel, n) for kernel in kernels)]
+    expected = fixed_bits.expected()
+    assert [fixed_bits.digest(number, InNumpy()) for number in numbers] == [expected[number] for number in numbers]
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    """Of any bits, hence of subnormal, huge and non-finite numbers too."""
+    shape = draw(st.tuples(st.integers(0, 40), st.integers(0, 9), st.sampled_from([1, 1, 2, 9, 49, 128, 300])))
+    dtype = draw(st.sampled_from(DTYPES))
+    spec = spec_of(
+        1, shape, dtype,
+        stats_dtype=draw(st.sampled_from([dtype, np.dtype(np.float32)])) if dtype == BFLOAT16 else np.dtype(np.float32),
+        is_training=draw(st.sampled_from(MODES)),
+        reserve_space_2_kind=draw(st.sampled_from(KINDS)),
+        epsilon=draw(st.sampled_from([0.0, 1e-4])),
+    )  # fmt: skip
+    made = first_order_problem(spec, draw(st.integers(0, 99)), has_scale=draw(st.booleans()))
+    rng = np.random.default_rng(draw(st.integers(0, 99)))
+    share = draw(st.sampled_from([0.0, 0.1, 1.0]))
+    for name in (*made.large_inputs, *made.small_inputs):
+        if (array := getattr(made, name)) is not None:
+            bits = rng.integers(0, 256, array.nbytes, np.uint8).view(array.dtype).reshape(array.shape)
+            np.copyto(array, bits, where=rng.random(array.shape) < share)
+    if draw(st.booleans()) and spec.channels:
+        start = draw(st.integers(0, spec.channels - 1))
+        made.channels = range(start, draw(st.integers(start, spec.channels)))
+    return made
+
+
+@given(problems())
+def test_any_problem_has_the_bits_of_the_compiled_kernels(problem: Problem) -> None:
+    backends.create("cpu").run([problem])
+    expected = [output.copy() for output in outputs(problem)]
+    clear_outputs(problem)
+    first_order.run(problem)
+    for found, wanted in zip(outputs(problem), expected, strict=True):
+        is_nan = np.isnan(wanted.astype(np.float32))  # of which the bits may differ
+        np.testing.assert_array_equal(np.isnan(found.astype(np.float32)), is_nan)
+        assert found[~is_nan].tobytes() == wanted[~is_nan].tobytes()
