@@ -92,7 +92,7 @@ class Http2Connections:
         return len(self._all)
 
     def add(self, connection: Connection, busy: Iterable[Connection]) -> bool:
-        """Adds an idle connection, in place of another one, if need be; returns False if there is no room.
+        """Adds an idle connection, in place of another one, if need be; returns False if it cannot.
 
         Args:
             connection: The connection.
@@ -105,7 +105,7 @@ class Http2Connections:
         places.take(connection, connection.client)
         self.idle[connection] = None
         self._watch(connection)
-        return True
+        return connection in self._all
 
     def _places(self, connection: Connection) -> Places[Connection]:
         return self._local if connection.sock.family == socket.AF_UNIX else self._remote
@@ -166,16 +166,22 @@ class Http2Connections:
             self._paused.suspend(connection, delay_s)
 
     def _watch(self, connection: Connection) -> None:
-        """Reads from a connection, unless it is paused; expects that its next call is as large as the last one."""
+        """Reads from a connection, unless it is paused; expects that its next call is as large as the last one.
+
+        Closes one that the system cannot watch: its client would wait in vain.
+        """
         if connection in self._paused:
             return
-        if not connection.is_watched:
-            connection.is_watched = True
-            self._event_loop.add_reader(connection.fd, partial(self._on_readable, connection))
-        if self._has_long_calls and connection.http.expects_large_call:
-            self._event_loop.expect_long(connection.fd, connection.client)
-        else:
-            self._event_loop.expect_brief(connection.fd)
+        try:
+            if not connection.is_watched:
+                self._event_loop.add_reader(connection.fd, partial(self._on_readable, connection))
+                connection.is_watched = True
+            if self._has_long_calls and connection.http.expects_large_call:
+                self._event_loop.expect_long(connection.fd, connection.client)
+            else:
+                self._event_loop.expect_brief(connection.fd)
+        except OSError as error:  # the system has no memory for it, or watches as many descriptors as it may
+            self.fail(connection, error)
 
     def unwatch(self, connection: Connection) -> None:
         """Reads no longer from a connection: what its client sends waits in the kernel."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import math
 import socket
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from unittest import mock
 
 import pytest
 from tests.unit.server.rpc.http2.service import (
@@ -33,6 +36,7 @@ from bngrad_server.rpc.http2.connection import Connection
 from bngrad_server.rpc.http2.handlers import Http2Handler
 from bngrad_server.rpc.http2.limits.penalties import Penalties
 from bngrad_server.rpc.http2.limits.waste import Waste
+from bngrad_server.rpc.servicer import SERVER_INFO_PATH
 from bngrad_server.rpc_context import RpcContext
 from bngrad_wire import http2
 from bngrad_wire.http2 import frames
@@ -204,9 +208,17 @@ def test_what_remains_of_a_refused_upload_is_discarded_at_once(service: Service)
 def test_a_frame_must_become_whole(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "_FRAME_TIMEOUT_S", 0.3)
     idle, bad = connected(service, 2)
+    client, *_ = (connection.client for connection in service.port._connections._all)
     bad.io.send([frames.frame(frames.HEADERS, 0, 3, b"")])
     wait_until(lambda: not bad.usable)
     assert idle.usable
+    assert service.engine.observer.metrics.status()["refused_connections"]["silent"] == 1
+    wait_until(lambda: delays_next_connection(service, client))
+
+
+def delays_next_connection(service: Service, client: str) -> bool:
+    """Whether breaches count that delay the next connections of a client, if there are more of them."""
+    return service.port._strangers._penalties._scores.of(client) > 0
 
 
 def test_draining_answers_running_calls_and_leaves_no_thread(service: Service) -> None:
@@ -282,6 +294,8 @@ def test_a_client_of_many_malformed_messages_waits_and_others_do_not(
     )
     for _ in range(3):
         assert code_of(ask(bad, TOO_MANY_FIELDS[:nbytes])) == INVALID_ARGUMENT
+    wait_until(lambda: delays_next_connection(service, "127.0.0.2"))
+    assert not delays_next_connection(service, "127.0.0.3")
     check_waits_until_its_delay_is_over(service, bad, good)
 
 
@@ -323,6 +337,7 @@ def test_connections_that_have_ended_leave_their_places(service: Service) -> Non
         check_answered(ask(client))
         client.close()
         wait_until(lambda: len(service.port._connections) == 0)
+    assert not service.port._connections.idle
 
 
 def test_a_connection_that_is_outdated_is_closed_after_its_call(service: Service) -> None:
@@ -507,6 +522,7 @@ def test_what_a_thread_has_received_is_no_waste_of_the_event_loop(service: Servi
     wait_until(lambda: connection in service.port._connections.idle)
     waste = connection.waste
     assert (waste._moved, waste._frame_budget) == (connection.http.io.moved, connection.http.frame_budget)
+    assert waste.total_s == 0.0
 
 
 def test_a_connection_for_which_there_is_no_place_is_closed(service: Service) -> None:
@@ -543,3 +559,109 @@ def note_before(noted: list[object], method: Callable[..., None]) -> Callable[..
         method(connection, **options)
 
     return note_and_call
+
+
+def test_a_connection_is_not_closed_for_half_a_frame_while_a_thread_has_it(service: Service) -> None:
+    (client,), rest = half_made(service, 1)
+    connections = service.port._connections
+    wait_until(lambda: len(connections._lent) == 1)
+    (connection,) = connections._lent
+
+    def tick() -> None:
+        connections.amid_frame[connection] = -math.inf
+        connections.tick()
+
+    service.port._event_loop.call_soon(tick)
+    look_between_events(service)
+    assert connection not in connections.amid_frame
+    client.sendall(rest)
+    wait_until(lambda: service.worker.batches == [1])
+    wait_until(lambda: connection in connections.idle)
+
+
+def test_a_connection_whose_thread_failed_is_closed(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Http2Handler, "handle", mock.Mock(side_effect=KeyError))
+    call = service.connect().call(SERVER_INFO_PATH)
+    call.send_message(b"", end=True)
+    with pytest.raises(http2.PeerGoneError):
+        call.receive_message()
+    wait_until(lambda: len(service.port._connections) == 0)
+
+
+def test_a_connection_that_the_system_does_not_watch_is_closed(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the user's descriptors are watched more often than the system allows."""
+    loop, (client,) = service.port._event_loop, connected(service, 1)
+    call = client.call(SERVER_INFO_PATH)
+    call.send_message(b"", end=True, more=True)
+    with monkeypatch.context() as failing:
+        failing.setattr(loop, "add_reader", no_watch)
+        client.flush()
+        wait_until(lambda: len(service.port._connections) == 0)
+        assert not client.usable
+        with pytest.raises(http2.PeerGoneError):
+            ask(service.connect()).receive_message()
+    check_works(service)
+
+
+def no_watch(*args: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_cancelled_call_counts_until_one_is_answered_and_one_whose_deadline_passes_does_not(
+    service: Service, monkeypatch: pytest.MonkeyPatch, is_late: bool
+) -> None:
+    cancelled = service.port._calls._futile._cancelled
+    if is_late:
+        monkeypatch.setattr(futile_calls, "_LATENCY_S", 2 * TIMEOUT_S)  # the deadline counts as past all along
+    running, _ = busy(service, 0)
+    call = ask(service.connect(), timeout_s=TIMEOUT_S)
+    wait_until(lambda: service.waiting == 1)
+    call.cancel()
+    wait_until(lambda: service.waiting == 0)
+    look_between_events(service)
+    assert len(cancelled) == (0 if is_late else 1)
+    service.worker.may_run.set()
+    check_answered(running)
+    wait_until(lambda: len(cancelled) == 0)
+
+
+def test_calls_whose_message_is_here_make_no_room_for_others(service: Service) -> None:
+    connections = service.port._connections
+    connections._remote.count = 2
+    running, _ = busy(service, 0)
+    clients, rest = half_made(service, 2)
+    wait_until(lambda: len(connections._lent) == 2)
+    lent = set(connections._lent)
+    for each in clients:
+        each.sendall(rest)
+    wait_until(lambda: service.waiting == 2)
+    with pytest.raises(http2.PeerGoneError):
+        ask(service.connect(over_tcp=True)).receive_message()
+    service.worker.may_run.set()
+    check_answered(running)
+    wait_until(lambda: lent <= set(connections.idle))
+
+
+def test_the_event_loop_does_not_read_what_a_thread_has_although_it_was_to_do_so_soon(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_go_on, handle = threading.Event(), Http2Handler.handle
+
+    def handle_later(handler: Http2Handler, call: http2.ServerCall, rpc: RpcContext) -> None:
+        assert may_go_on.wait(TIMEOUT_S)
+        handle(handler, call, rpc)
+
+    monkeypatch.setattr(Http2Handler, "handle", handle_later)
+    (client,), rest = half_made(service, 1)
+    wait_until(lambda: len(service.port._connections._lent) == 1)
+    (connection,) = service.port._connections._lent
+    received = connection.http.io.moved
+    client.sendall(rest)
+    service.port._event_loop.call_soon(lambda: service.port._calls._on_readable(connection))
+    look_between_events(service)
+    assert connection.http.io.moved == received
+    may_go_on.set()
+    wait_until(lambda: service.worker.batches == [1])
