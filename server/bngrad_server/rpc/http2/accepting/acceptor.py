@@ -33,9 +33,14 @@ class Acceptor:
 
     def resume(self) -> None:
         """Accepts from the listeners that are new, or for which there were no file descriptors left."""
-        for listener in self._waiting:
-            self._event_loop.add_reader(listener.fileno(), partial(self._accept, listener))
-        self._waiting.clear()
+        while self._waiting:
+            listener = self._waiting[0]
+            try:
+                self._event_loop.add_reader(listener.fileno(), partial(self._accept, listener))
+            except OSError as error:  # no memory, or too many descriptors are watched
+                logger.warning("cannot watch a listening socket: %s", error)
+                return
+            del self._waiting[0]
 
     def close(self) -> None:
         """Closes the listeners."""

@@ -113,7 +113,7 @@ class Strangers:
         places.take(stranger, stranger.peer)
         self._all[stranger] = None
         if stranger.http is not None:
-            self._read_from(stranger)
+            self._greet(stranger)
         elif delay_s := self._penalties.delay_s(stranger.peer):
             stranger.resumes_at = time.monotonic() + delay_s
         else:
@@ -125,11 +125,11 @@ class Strangers:
             return
         try:
             stranger.begin_handshake(self._certificates.context)
-        except OSError as error:  # the client is gone already
+            self._event_loop.add_reader(stranger.fd, partial(self._shake_hands, stranger))
+        except Exception as error:  # the client is gone already, or there is no memory
             self._fail(stranger, error)
             return
         stranger.until = time.monotonic() + _HANDSHAKE_TIMEOUT_S
-        self._event_loop.add_reader(stranger.fd, partial(self._shake_hands, stranger))
 
     def _shake_hands(self, stranger: Stranger) -> None:
         try:
@@ -144,18 +144,15 @@ class Strangers:
 
     def _greet(self, stranger: Stranger) -> None:
         try:
-            http2.set_timeout(stranger.sock, _CALL_TIMEOUT_S)
-            stranger.http = http2.ServerConnection(stranger.sock)
-        except OSError as error:
+            if stranger.http is None:
+                http2.set_timeout(stranger.sock, _CALL_TIMEOUT_S)
+                stranger.http = http2.ServerConnection(stranger.sock)
+            stranger.http.blocking = False
+            self._event_loop.add_reader(stranger.fd, partial(self._read, stranger))
+        except Exception as error:  # the client is gone already, or there is no memory
             self._fail(stranger, error)
             return
-        self._read_from(stranger)
-
-    def _read_from(self, stranger: Stranger) -> None:
-        assert stranger.http is not None
-        stranger.http.blocking = False
         stranger.until = time.monotonic() + _CALL_TIMEOUT_S
-        self._event_loop.add_reader(stranger.fd, partial(self._read, stranger))
         if stranger.http.has_pending_input:
             self._event_loop.call_soon(partial(self._read, stranger))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from tests.unit.server.workers.additions import TIMEOUT_S, wait_until
@@ -50,3 +50,30 @@ def test_connections_are_accepted_once_there_are_descriptors_again(listener: Lis
     loop.call_soon(acceptor.close)
     loop.stop(TIMEOUT_S)
     assert listener.fileno() == -1
+
+
+def test_a_listener_that_could_not_be_watched_keeps_none_from_being_so_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, accepted = EventLoop("accepts"), list[socket.socket]()
+    acceptor = Acceptor(loop, lambda sock, client: accepted.append(sock))
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+    for each in listeners:
+        acceptor.listen(each)
+    add_reader = loop.add_reader
+
+    def add_the_first(fd: int, callback: Callable[[], None]) -> None:
+        if fd != listeners[0].fileno():
+            raise OSError(errno.ENOSPC, "too many descriptors are watched")
+        add_reader(fd, callback)
+
+    with monkeypatch.context() as failing:
+        failing.setattr(loop, "add_reader", add_the_first)
+        acceptor.resume()
+    acceptor.resume()
+    loop.start()
+    for each in listeners:
+        socket.create_connection(each.getsockname(), TIMEOUT_S).close()
+    wait_until(lambda: len(accepted) == 2)
+    for sock in accepted:
+        sock.close()
+    loop.call_soon(acceptor.close)
+    loop.stop(TIMEOUT_S)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import math
 import os
 import ssl
 import threading
@@ -14,15 +16,20 @@ from unittest import mock
 import pytest
 from tests.raw_http2 import is_closed
 from tests.security.authority import HOSTS, Authority
-from tests.unit.server.rpc.http2.service import PATH, REQUEST, Service, ask, check_answered, code_of
-from tests.unit.server.workers.additions import wait_until
+from tests.unit.server.rpc.http2.service import PATH, REQUEST, Service, ask, check_answered, check_works, code_of
+from tests.unit.server.workers.additions import TIMEOUT_S, wait_until
 
+from bngrad_server.errors import UnauthenticatedError
 from bngrad_server.rpc.http2.accepting import strangers
+from bngrad_server.rpc.http2.accepting.stranger import Stranger
 from bngrad_server.rpc.http2.limits.penalties import Penalties
+from bngrad_server.runtime.event_loop import EventLoop
 from bngrad_server.security.auth import Authenticator
 from bngrad_server.security.certificates import Certificates
 from bngrad_server.security.tokens import Tokens
+from bngrad_wire import http2
 from bngrad_wire.http2 import ServerConnection, frames
+from bngrad_wire.http2.errors import ErrorCode
 from bngrad_wire.http2.header_block import encode
 from bngrad_wire.http2.sockets.tls import ALPN
 from bngrad_wire.token_format import new_token
@@ -32,6 +39,7 @@ GOOD, WRONG = ((("authorization", f"Bearer {token}"),) for token in (TOKEN, "wro
 PREFACE = frames.PREFACE + frames.settings({})
 UNAUTHENTICATED = 16
 DELAY_S = 2.0
+PING = frames.frame(frames.PING, 0, 0, bytes(8))
 BLOCK = encode([(":method", "POST"), (":path", PATH), ("content-type", "application/grpc")])
 REFUSED = frames.frame(frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, 1, BLOCK)
 
@@ -49,6 +57,11 @@ def service(tmp_path: Path) -> Iterator[Service]:
 def refused(service: Service, reason: str) -> int:
     count: int = service.engine.observer.metrics.status()["refused_connections"][reason]
     return count
+
+
+def score_of(service: Service, peer: str) -> float:
+    """What is left of the breaches that are counted for a peer."""
+    return service.port._strangers._penalties._scores.of(peer)
 
 
 CALL = frames.frame(frames.HEADERS, frames.END_HEADERS, 1, encode([(":scheme", "http")]) + BLOCK) + frames.frame(
@@ -233,6 +246,30 @@ def test_who_does_not_shake_hands_is_closed_soon(
     assert refused(service, "handshake") == 5
 
 
+def test_a_failed_handshake_counts_against_its_peer(tls_service: tuple[Service, Authority]) -> None:
+    service, _ = tls_service
+    sock = service.socket(over_tcp=True)
+    sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    assert is_closed(sock)
+    assert score_of(service, "127.0.0.1") > 0
+    assert refused(service, "handshake") == 1
+
+
+@pytest.mark.parametrize("over_tcp", [False, True], ids=["Unix", "TCP"])
+def test_a_peer_that_leaves_without_a_call_leaves_its_place_and_counts_over_tcp(
+    service: Service, over_tcp: bool
+) -> None:
+    port, sock = service.port._strangers, service.socket(over_tcp=over_tcp)
+    wait_until(lambda: len(port._all) == 1)
+    (stranger,) = port._all
+    sock.close()
+    wait_until(lambda: not port._all and not len(port._local) and not len(port._remote))
+    wait_until(lambda: stranger.sock.fileno() == -1)
+    assert (score_of(service, stranger.peer) > 0) == over_tcp
+    check_answered(ask(service.connect(over_tcp=over_tcp), metadata=GOOD))
+    wait_until(lambda: not len(port._local) and not len(port._remote))
+
+
 def test_connections_end_when_other_authorities_of_clients_are_trusted(
     tls_service: tuple[Service, Authority], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,6 +293,7 @@ def test_connections_end_when_other_authorities_of_clients_are_trusted(
         assert is_closed(used)
         assert is_closed(silent)
         check_answered(ask(local))
+        assert service.port._strangers._client_ca == authority.path.read_bytes()
 
 
 def test_a_flood_of_strangers_takes_no_place_of_another_peer(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,3 +306,120 @@ def test_a_flood_of_strangers_takes_no_place_of_another_peer(service: Service, m
     wait_until(lambda: refused(service, "full") > 200 - strangers._REMOTE_PLACES)
     other.settimeout(0.1)
     assert not is_closed(other)
+
+
+def test_a_first_call_after_more_frames_than_are_handled_at_a_time_is_answered(service: Service) -> None:
+    client = service.connect()
+    client.outbound.append(PING * 200)
+    check_answered(ask(client, metadata=GOOD))
+
+
+def test_a_connection_whose_first_call_is_reset_at_once_is_a_stranger_until_the_next(service: Service) -> None:
+    client = service.connect()
+    reset = client.call(PATH, metadata=GOOD)
+    client.outbound.append(frames.rst_stream(reset.id, ErrorCode.CANCEL))
+    client.close_stream(reset)
+    client.ping()
+    while client.unanswered_ping:
+        client.handle_frame()
+    assert service.port.connections == 0
+    check_answered(ask(client, metadata=GOOD))
+
+
+def test_what_a_connection_has_said_after_a_call_whose_token_is_no_longer_valid_is_heard(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server has read it already, so its socket does not become readable again."""
+    client = service.connect()
+    check_answered(ask(client, metadata=GOOD))
+    authenticate, errors = Authenticator.authenticate, iter([UnauthenticatedError()])
+
+    def refuse_once(authenticator: Authenticator, authorization: str | None, default: str) -> str:
+        for error in errors:
+            raise error
+        return authenticate(authenticator, authorization, default)
+
+    monkeypatch.setattr(Authenticator, "authenticate", refuse_once)
+    given_up = client.call(PATH, metadata=GOOD)
+    given_up.send_message(REQUEST, end=True, more=True)
+    client.outbound.append(frames.rst_stream(given_up.id, ErrorCode.CANCEL))
+    client.close_stream(given_up)
+    check_answered(ask(client, metadata=GOOD))
+    assert next(errors, None) is None
+
+
+def test_a_connection_waits_once_where_its_client_is_known_before_its_call(
+    tls_service: tuple[Service, Authority], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delays = iter([0.01])
+    monkeypatch.setattr(Penalties, "delay_s", lambda self, peer: next(delays, math.inf))
+    service, _ = tls_service
+    check_answered(ask(service.connect()))
+    assert next(delays, None) is None
+
+
+def test_a_stranger_that_has_had_its_turns_is_told_so_and_closed_in_time(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(strangers, "_MAX_TURNS", 1)
+    monkeypatch.setattr(strangers, "_LAST_WORDS_S", math.inf)
+    port, sock = service.port._strangers, service.socket()
+    sock.sendall(PREFACE)
+    wait_until(lambda: any(stranger.has_ended for stranger in list(port._all)))
+    (stranger,) = port._all
+    received = b""
+    while frames.frame(frames.GOAWAY, 0, 0, bytes(8)) not in received:
+        data = sock.recv(2**16)
+        assert data
+        received += data
+    assert stranger.fd not in port._event_loop._readers
+    stranger.until = 0.0
+    assert is_closed(sock)
+    wait_until(lambda: not port._all)
+    assert score_of(service, stranger.peer) > 0
+
+
+def test_who_waits_because_of_its_breaches_is_not_closed_for_its_silence(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Penalties, "delay_s", lambda self, peer: math.inf if peer == "token alice" else 0.0)
+    port, looked = service.port._strangers, threading.Event()
+    call = ask(service.connect(), metadata=GOOD)
+    wait_until(lambda: any(stranger.introduction is not None for stranger in list(port._all)))
+    (stranger,) = port._all
+
+    def look() -> None:
+        stranger.resumes_at, stranger.until = time.monotonic() + 600, 0.0
+        port._on_tick()
+        stranger.resumes_at = 0.0
+        looked.set()
+
+    port._event_loop.call_soon(look)
+    assert looked.wait(TIMEOUT_S)
+    check_answered(call)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "error"),
+    [
+        (http2, "ServerConnection", MemoryError()),
+        (EventLoop, "add_reader", OSError(errno.ENOSPC, "too many descriptors are watched")),
+        (Stranger, "begin_handshake", MemoryError()),
+    ],
+)
+def test_a_connection_for_which_the_system_has_no_means_is_closed_and_others_are_served(
+    tls_service: tuple[Service, Authority], monkeypatch: pytest.MonkeyPatch, owner: object, name: str, error: Exception
+) -> None:
+    """Also one that has called already."""
+    service, _ = tls_service
+
+    def fail(*args: object) -> None:
+        raise error
+
+    with monkeypatch.context() as failing:
+        failing.setattr(owner, name, fail)
+        sock = service.socket(over_tcp=name == "begin_handshake")
+        sock.sendall(PREFACE + CALL)
+        assert is_closed(sock)
+    assert not service.port._strangers._all
+    check_works(service)

@@ -1,0 +1,26 @@
+"""A connection before its first call."""
+
+from __future__ import annotations
+
+import socket
+
+from bngrad_server.rpc.http2.accepting.stranger import Stranger
+from bngrad_wire.http2 import ServerConnection, frames
+
+PING = frames.frame(frames.PING, 0, 0, bytes(8))
+
+
+def test_what_was_received_and_not_handled_yet_is_unread() -> None:
+    near, far = socket.socketpair()
+    with far:
+        http = ServerConnection(near)
+        http.blocking = False
+        stranger = Stranger(near, "somebody", http)
+        assert not stranger.is_unread
+        far.sendall(frames.PREFACE + frames.settings({}) + PING * 100)
+        assert stranger.is_unread
+        assert http.accept_nonblocking() is None
+        assert stranger.is_unread  # though the socket has nothing more
+        assert http.accept_nonblocking() is None
+        assert not stranger.is_unread
+        http.close()
