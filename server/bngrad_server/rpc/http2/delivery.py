@@ -33,10 +33,10 @@ class Deliveries:
         """Whether a client has everything, or has received nothing for too long; else it is to be asked for again."""
         nbytes, now = _undelivered_nbytes(connection), time.monotonic()
         before, since = self._all.get(connection, (nbytes, now))
-        if not nbytes or now - since > _TIMEOUT_S:
-            return True
-        self._all[connection] = nbytes, since if nbytes == before else now
-        return False
+        if nbytes != before:
+            since = now
+        self._all[connection] = nbytes, since
+        return not nbytes or now - since > _TIMEOUT_S
 
     def discard(self, connection: Connection) -> None:
         """Forgets a connection, which is closed."""

@@ -5,14 +5,21 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
-from tests.unit.server.rpc.http2.service import Service, ask, read_answer
+from tests.clock import Clock
+from tests.unit.server.rpc.http2.service import PATH, Service, ask, check_answered, read_answer
 from tests.unit.server.workers.additions import TIMEOUT_S, inputs, request_of, wait_until
 
 from bngrad_server.rpc.http2 import delivery
+from bngrad_server.rpc.http2.delivery import Deliveries
 from bngrad_wire import http2
 from bngrad_wire.http2 import frames
+from bngrad_wire.http2.header_block import encode
 
 DELAY_S = 60.0
+PING = frames.frame(frames.PING, 0, 0, bytes(8))
+REQUEST_HEADERS = encode(
+    [(":method", "POST"), (":scheme", "http"), (":path", PATH), ("content-type", "application/grpc")]
+)
 
 
 def answered_but_undelivered(service: Service) -> tuple[http2.ClientConnection, http2.ClientCall]:
@@ -29,10 +36,13 @@ def test_a_client_receives_its_last_answer_after_the_server_was_told_to_stop(ser
     with ThreadPoolExecutor(1) as thread:
         stopped = thread.submit(service.port.stop, TIMEOUT_S)
         wait([stopped], 0.3)
-        connection.io.send([frames.frame(frames.PING, 0, 0, bytes(8))])  # a closed socket would answer with a reset
+        wait_until(lambda: not service.port._connections.idle)
+        next_call = frames.frame(frames.HEADERS, frames.END_HEADERS, call.id + 2, REQUEST_HEADERS)
+        connection.io.send([PING, next_call])  # a closed socket would answer with a reset
         assert len(read_answer(call).x_backprop.data) == 2**18
         stopped.result(TIMEOUT_S)
     assert service.port._connections.drained.is_set()
+    assert not list(service.port._connections._closing)
 
 
 @pytest.mark.parametrize("is_gone", [False, True])
@@ -45,3 +55,19 @@ def test_a_client_that_does_not_receive_its_last_answer_does_not_keep_the_server
         connection.close()
     service.port.stop(TIMEOUT_S)
     assert service.port._connections.drained.is_set()
+
+
+def test_a_client_has_time_for_its_last_answer_while_it_receives_some_of_it(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the event loop looks late."""
+    check_answered(ask(service.connect()))
+    (connection,) = service.port._connections._all
+    clock, deliveries, nbytes = Clock(), Deliveries(), iter([300, 200, 200, 100, 100, 100])
+    monkeypatch.setattr(delivery, "time", clock)
+    monkeypatch.setattr(delivery, "_undelivered_nbytes", lambda connection: next(nbytes))
+    over = []
+    for _ in range(6):
+        over.append(deliveries.is_over(connection))
+        clock.now += 3.0
+    assert over == [False] * 5 + [True]
