@@ -72,6 +72,7 @@ class Strangers:
         self._event_loop = EventLoop("http2-accept", _CPU_SHARE)
         self._event_loop.on_tick = self._on_tick
         self._acceptor = Acceptor(self._event_loop, self._on_accept)
+        self._has_stopped = False
 
     def listen(self, listener: socket.socket) -> None:
         """Accepts connections of a listening socket, which it closes in the end; to be called before `start`."""
@@ -100,8 +101,14 @@ class Strangers:
         self._event_loop.call_soon(partial(self._penalties.add, peer_of(client), score))
 
     def take_back(self, sock: socket.socket, http: http2.ServerConnection, client: str) -> None:
-        """Makes a connection a stranger again, whose token is no longer valid; for any thread."""
-        self._event_loop.call_soon(lambda: self._add(Stranger(sock, client, http)))
+        """Makes a connection a stranger again, whose token is no longer valid; for any thread.
+
+        Closes it after `stop`: nothing would read it any more.
+        """
+        if self._has_stopped:
+            http.close()
+        else:
+            self._event_loop.call_soon(lambda: self._add(Stranger(sock, client, http)))
 
     def _on_accept(self, sock: socket.socket, client: str) -> None:
         self._add(Stranger(sock, client))
@@ -271,6 +278,7 @@ class Strangers:
         self._remote.leave(stranger)
 
     def _close_all(self) -> None:
+        self._has_stopped = True
         self._acceptor.close()
         for stranger in list(self._all):
             self._close(stranger)

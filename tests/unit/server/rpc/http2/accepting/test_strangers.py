@@ -182,6 +182,15 @@ def test_a_connection_whose_token_is_no_longer_valid_is_a_stranger_again(
     wait_until(lambda: not connection.usable)
 
 
+def test_a_connection_whose_token_is_no_longer_valid_is_closed_where_no_more_are_accepted(service: Service) -> None:
+    """Since the server is stopping."""
+    connection = service.connect()
+    check_answered(ask(connection, metadata=GOOD))
+    service.port._strangers.stop()
+    assert code_of(ask(connection, metadata=WRONG)) == UNAUTHENTICATED
+    wait_until(lambda: not connection.usable)
+
+
 def test_connections_of_a_peer_that_broke_the_protocol_wait_and_others_do_not(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -310,7 +319,7 @@ def test_a_flood_of_strangers_takes_no_place_of_another_peer(service: Service, m
 
 def test_a_first_call_after_more_frames_than_are_handled_at_a_time_is_answered(service: Service) -> None:
     client = service.connect()
-    client.outbound.append(PING * 200)
+    client.outbound.append(PING * 700)
     check_answered(ask(client, metadata=GOOD))
 
 
@@ -373,6 +382,7 @@ def test_a_stranger_that_has_had_its_turns_is_told_so_and_closed_in_time(
         assert data
         received += data
     assert stranger.fd not in port._event_loop._readers
+    sock.sendall(PING)
     stranger.until = 0.0
     assert is_closed(sock)
     wait_until(lambda: not port._all)
@@ -419,7 +429,8 @@ def test_a_connection_for_which_the_system_has_no_means_is_closed_and_others_are
     with monkeypatch.context() as failing:
         failing.setattr(owner, name, fail)
         sock = service.socket(over_tcp=name == "begin_handshake")
-        sock.sendall(PREFACE + CALL)
+        with suppress(OSError):  # it may have been closed already
+            sock.sendall(PREFACE + CALL)
         assert is_closed(sock)
-    assert not service.port._strangers._all
+    wait_until(lambda: not service.port._strangers._all)
     check_works(service)
