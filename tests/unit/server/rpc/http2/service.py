@@ -6,7 +6,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from tests.unit.server.workers.additions import TIMEOUT_S, Adder, check_answer, inputs, request_of, wait_until
+from tests.unit.server.workers.additions import SHAPE, TIMEOUT_S, Adder, check_answer, inputs, request_of, wait_until
 
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
 from bngrad_server.codec.ops import OPS
@@ -101,10 +101,13 @@ def ask(
     return call
 
 
-def ask_by_chunks(connection: http2.ClientConnection, *, ticket: bytes = b"", more: bytes = b"") -> http2.ClientCall:
+def ask_by_chunks(
+    connection: http2.ClientConnection, *, ticket: bytes = b"", more: bytes = b"", shape: tuple[int, ...] = SHAPE
+) -> http2.ClientCall:
     """Asks by an exchange whose tensors come in a chunk each, but for x with a ticket; with ``more`` in another one."""
-    request = request_of(inputs(), chunked=True)
-    tensors = [inputs()[name].tobytes() for name in (("y_backprop",) if ticket else ("y_backprop", "x"))]
+    arrays = inputs(shape=shape)
+    request = request_of(arrays, chunked=True)
+    tensors = [arrays[name].tobytes() for name in (("y_backprop",) if ticket else ("y_backprop", "x"))]
     if ticket:
         request.x.ticket = ticket
     parts = [(REQUEST_CHUNK.number, each) for each in tensors + [more] * bool(more)]

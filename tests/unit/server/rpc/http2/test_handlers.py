@@ -21,11 +21,13 @@ from tests.unit.server.rpc.http2.service import (
     check_answered,
     check_answered_by_chunks,
     code_of,
+    read_answer,
     receiving,
 )
 from tests.unit.server.workers.additions import NBYTES, TIMEOUT_S, inputs, request_of, wait_until
 
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
+from bngrad_server.memory.allocator import Block
 from bngrad_server.rpc.http2 import handlers
 from bngrad_server.rpc.servicer import EXCHANGE_PATH, SEND_AHEAD_PATH, SERVER_INFO_PATH
 from bngrad_server.rpc_context import RpcContext
@@ -246,3 +248,90 @@ def test_an_sdk_receives_chunks_of_its_own_size_however_it_is_answered(
         while call.receive_message() is not None:
             received += 1
         assert received == 1 + -(-NBYTES // 100)
+
+
+def ask_other(client: http2.ClientConnection, *requests: bytes, is_ended: bool = True) -> http2.ClientCall:
+    """Makes a unary call that is no op, with some messages."""
+    call = client.call(SERVER_INFO_PATH)
+    for request in requests:
+        call.send_message(request, more=True)
+    if is_ended:
+        call.half_close()
+    client.flush()
+    return call
+
+
+def check_answered_once(call: http2.ClientCall) -> None:
+    nbytes = call.receive_message()
+    assert nbytes is not None
+    assert pb.ServerInfoResponse.FromString(call.read(nbytes)).version
+    assert call.receive_message() is None
+
+
+def test_a_call_that_is_no_op_has_a_short_message(service: Service) -> None:
+    client = service.connect()
+    check_answered_once(ask_other(client, bytes(64 * 1024)))
+    call = ask_other(client, bytes(64 * 1024 + 1))
+    with pytest.raises(http2.RpcError, match="the request must have at most 65536 bytes, not 65537") as refused:
+        call.receive_message()
+    assert refused.value.code == RESOURCE_EXHAUSTED
+    check_answered_once(ask_other(client, b""))
+
+
+def test_a_call_that_is_no_op_needs_a_message(service: Service) -> None:
+    with pytest.raises(http2.RpcError, match="the call has no request") as refused:
+        ask_other(service.connect()).receive_message()
+    assert refused.value.code == INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("is_ended", [False, True])
+def test_a_unary_call_that_is_no_op_is_answered_once_and_ended_whatever_else_its_client_sends(
+    service: Service, monkeypatch: pytest.MonkeyPatch, is_ended: bool
+) -> None:
+    monkeypatch.setattr(handlers, "_OTHER_WAITS", 1)
+    client = service.connect()
+    for requests in ((b"",), (b"", b"")):
+        check_answered_once(ask_other(client, *requests, is_ended=is_ended))
+    check_answered(ask(client))
+
+
+LARGE = (2, 16, 32, 16)
+"""A shape whose answers are sent without a copy."""
+
+
+def x_backprop(client: http2.ClientConnection, how: str) -> bytes:
+    """Makes a call whose message arrives as ``how`` says, and returns what is large in the answer."""
+    if how == "by chunks":
+        call, chunks = ask_by_chunks(client, shape=LARGE), []
+        while (nbytes := call.receive_message()) is not None:
+            chunks.append(pb.ExchangeResponse.FromString(call.read(nbytes)).chunk)
+        return b"".join(chunks)
+    request = request_of(inputs(shape=LARGE)).SerializeToString()
+    if how == "whole":
+        return read_answer(ask(client, request)).x_backprop.data
+    call = client.call(PATH)
+    client.ping()
+    while client.unanswered_ping:
+        client.handle_frame()
+    call.send_message(request, end=True)
+    return read_answer(call).x_backprop.data
+
+
+@pytest.mark.parametrize("at_once_nbytes", [100, 2**20], ids=["sent by a thread", "sent by the event loop"])
+@pytest.mark.parametrize("how", ["whole", "in parts", "by chunks"])
+def test_an_answer_is_sent_before_its_memory_is_used_again(
+    service: Service, monkeypatch: pytest.MonkeyPatch, how: str, at_once_nbytes: int
+) -> None:
+    arena, free, freed = service.engine.arena, service.engine.arena.free, list[Block]()
+
+    def overwrite(block: Block) -> None:
+        arena.view[block.offset : block.offset + block.nbytes] = b"\xff" * block.nbytes
+        freed.append(block)
+        free(block)
+
+    monkeypatch.setattr(arena, "free", overwrite)
+    monkeypatch.setattr(handlers, "_AT_ONCE_NBYTES", at_once_nbytes)
+    client, arrays = service.connect(), inputs(shape=LARGE)
+    for _ in range(2):  # an exchange is received by a thread, then by the event loop
+        assert x_backprop(client, how) == (arrays["x"] + arrays["y_backprop"]).tobytes()
+    wait_until(lambda: len(freed) == 2)
