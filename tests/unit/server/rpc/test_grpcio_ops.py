@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -393,3 +394,32 @@ def test_a_call_belongs_to_the_owner_of_its_token_until_that_is_revoked(guarded:
 def test_a_client_without_a_name_is_its_host(name: str, host: str) -> None:
     context = mock.Mock(invocation_metadata=lambda: (), time_remaining=lambda: None)
     assert grpcio_calls.rpc_context(context, name, ALLOW_ALL).client == host
+
+
+def test_a_client_that_shows_a_certificate_is_known_and_accounted_for_by_its_name_and_its_calls_can_be_ended() -> None:
+    context = mock.Mock(invocation_metadata=lambda: (), time_remaining=lambda: None)
+    context.auth_context.return_value = {"x509_common_name": [b"alice"]}
+    for authenticator, client in ((Authenticator(requires_certificate=True), "certificate alice"), (ALLOW_ALL, "::1")):
+        rpc = grpcio_calls.rpc_context(context, "ipv6:%5B::1%5D:50051", authenticator)
+        assert rpc.client == client
+        assert grpcio_calls.account_of(rpc, authenticator) == (None if authenticator is ALLOW_ALL else client)
+        rpc.abort()
+    assert context.cancel.call_count == 2
+
+
+@ON_EACH_PATH
+def test_a_call_whose_client_does_not_send_its_message_is_ended_in_time(
+    peer: Peer, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer.engine.transfers, "_timeout_s", 0.1)
+    may_end = threading.Event()
+
+    def messages() -> Iterator[bytes]:
+        may_end.wait(TIMEOUT_S)
+        yield from ()
+
+    call = peer.channel.stream_stream(path, identity, identity)(messages(), timeout=TIMEOUT_S)
+    with pytest.raises(grpc.RpcError) as refused:
+        list(call)
+    may_end.set()
+    assert refused.value.code() is grpc.StatusCode.CANCELLED

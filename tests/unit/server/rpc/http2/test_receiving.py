@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 
+import pytest
 from tests.unit.server.rpc.http2.service import (
     DEADLINE_EXCEEDED,
     PATH,
@@ -60,6 +62,23 @@ def test_a_call_of_a_client_at_its_limits_waits_without_a_thread_until_it_has_ro
     time.sleep(0.3)
     assert set(threading.enumerate()) == before
     full.clear()
+    wait_until(lambda: service.worker.batches == [1])
+
+
+def test_it_is_admission_that_says_which_client_is_at_its_limits_and_how_long_its_calls_may_wait(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    admission, waits = service.engine.admission, service.port._calls._receiving
+    assert waits._max_wait_s == service.engine.max_wait_s
+    waits._max_wait_s = 60.0
+    monkeypatch.setattr(admission, "_max_client_bytes", 2**20)
+    monkeypatch.setattr(admission, "_refused_of", {"127.0.0.2": (2**21, math.inf)})
+    (waiting,), rest = half_made(service, 1)
+    wait_until(lambda: receiving(service) == 1)
+    assert not service.port._connections._lent
+    assert waits.is_waited_for
+    monkeypatch.setattr(admission, "_refused_of", {})
+    waiting.sendall(rest)
     wait_until(lambda: service.worker.batches == [1])
 
 
