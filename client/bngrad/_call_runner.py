@@ -243,7 +243,7 @@ class CallRunner:
         cancellation: Cancellation,
     ) -> Result:
         """Asks the servers, and computes the call here if none answers."""
-        if not fallback.is_pausing():
+        if self._quarantine.release(request.arrays) is not None or not fallback.is_pausing():
             try:
                 result = ask(retries=self._retries and not fallback.in_outage)
             except BngradError as error:

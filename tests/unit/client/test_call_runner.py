@@ -50,6 +50,7 @@ from bngrad._balancing import retry
 from bngrad._balancing.upstream import Selector
 from bngrad._deadline import Cancellation, Deadline
 from bngrad._errors import NotSharedError
+from bngrad._local import fallback
 from bngrad._transports.selector import TransportSelector
 from bngrad.typing import Transport
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
@@ -590,6 +591,34 @@ def test_a_call_is_not_computed_here_while_a_server_may_still_write_to_its_out(s
             right(client, x, served, out=out)
         released.set()
         assert client.fallback_calls == 0
+
+
+def test_no_call_in_an_outage_is_computed_here_while_a_server_may_still_write_to_its_out(
+    served: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fallback, "_FIRST_PAUSE_S", 3600.0)
+    released = threading.Event()
+
+    def cut(way: str) -> None:
+        served.local.cut()
+        released.wait(SECONDS)
+
+    with bngrad.Client(served.target, transport="shared", retries=False, fallback="local") as client:
+        x, out, stats = located(client, LARGE), client.empty(LARGE), np.ones(LARGE[-1], np.float32)
+
+        def run(**options: Any) -> bngrad.FusedBatchNormGradResult:
+            return client.fused_batch_norm_grad_v2(x, x, stats, stats, stats, **options)
+
+        served.on_call = cut
+        with pytest.raises(bngrad.UnavailableError):
+            run(out=out)
+        run()
+        assert client.fallback_calls == 1
+        with pytest.raises(bngrad.DeadlineExceededError, match="a call that failed may still write to an array"):
+            run(out=out, timeout=0.3)
+        run()
+        assert client.fallback_calls == 2
+        released.set()
 
 
 def test_closing_ends_the_lease_of_an_output_that_a_server_may_still_write(served: Server) -> None:
