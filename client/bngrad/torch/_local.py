@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -41,6 +42,8 @@ def gradients(
             return None
     if not x.is_cpu or x.is_neg() or y_backprop.is_neg() or y_backprop._is_zerotensor():
         return None
+    if not _fit(y_backprop, x, (weight, mean, rstd)):
+        return None
     y_backprop = y_backprop.contiguous(memory_format=memory_format)
     channels_last = x.dim() == 2 or memory_format is not torch.contiguous_format
     dtype = _DTYPES[x.dtype]
@@ -62,6 +65,15 @@ def gradients(
     if is_aligned and kernels.gradients_at(dtype, shape, data_format, epsilon, is_training, *addresses):
         return x_backprop, scale_backprop, offset_backprop
     return None
+
+
+def _fit(y_backprop: Tensor, x: Tensor, per_channel: Sequence[Tensor | None]) -> bool:
+    """Returns whether the kernel, which gets addresses, would read no memory but that of the tensors."""
+    shape = x.shape
+    if y_backprop.dtype is not x.dtype or x.dtype not in _DTYPES or y_backprop.shape != shape or not y_backprop.is_cpu:
+        return False
+    sizes_fit = all(values is None or (values.numel() == shape[1] and values.is_cpu) for values in per_channel)
+    return sizes_fit and x.numel() > 0
 
 
 def _new_like(kernels: LocalKernels, x: Tensor, dtype: np.dtype[Any], *, channels_last: bool) -> Tensor:

@@ -114,6 +114,39 @@ def test_tensors_need_not_be_aligned(local: bngrad.Client) -> None:
     assert_same_bits(gradients(local, "4d", unaligned, x), gradients(local, "4d", x, x))
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"y_backprop": torch.zeros(1, *SHAPES["4d"][1:])},
+        {"y_backprop": torch.zeros(SHAPES["4d"], dtype=torch.bfloat16)},
+        {"y_backprop": torch.zeros(SHAPES["4d"]).double(), "x": torch.zeros(SHAPES["4d"]).double()},
+        *({name: torch.zeros(1)} for name in ("weight", "mean", "rstd")),
+    ],
+    ids=["shape", "dtype", "float64", "weight", "mean", "rstd"],
+)
+@pytest.mark.parametrize("by", ["server", "local"])
+def test_tensors_that_do_not_fit_are_refused(
+    client: bngrad.Client, local: bngrad.Client, by: str, changes: dict[str, Tensor]
+) -> None:
+    """The kernels of this process would read past the end of them."""
+    large, per_channel = torch.zeros(SHAPES["4d"]), torch.zeros(CHANNELS)
+    tensors = {"y_backprop": large, "x": large, "weight": per_channel, "mean": per_channel, "rstd": per_channel}
+    name = ClientReference({"server": client, "local": local}[by]).name
+    with pytest.raises(bngrad.InvalidArgumentError):
+        torch.ops.bngrad.batch_norm_grad(*(tensors | changes).values(), 1e-5, True, name)
+
+
+@pytest.mark.parametrize("by", ["server", "local"])
+def test_tensors_without_elements_have_gradients_of_zero(
+    client: bngrad.Client, local: bngrad.Client, by: str
+) -> None:
+    x, per_channel = torch.zeros(0, CHANNELS, 2, 2), torch.ones(CHANNELS)
+    name = ClientReference({"server": client, "local": local}[by]).name
+    found, *sums = torch.ops.bngrad.batch_norm_grad(x, x, *[per_channel] * 3, 1e-5, True, name)
+    assert found.shape == x.shape
+    assert not any(map(torch.any, sums))
+
+
 def test_a_closed_client_computes_nothing() -> None:
     client = bngrad.Client("local:")
     layer = OURS["4d"](CHANNELS, client=client)
