@@ -7,6 +7,7 @@ import mmap
 import select
 import socket
 import threading
+from collections import deque
 from io import FileIO
 
 from bngrad._shared_memory.lease import shut_down
@@ -31,7 +32,8 @@ class PoolRegion:
         self.used = 0
         self.key = b""
         self._socket: socket.socket | None = None
-        self._answer_is_due = False
+        # The last answer, or the length of the last question. A call puts it here before Python looks for Ctrl-C.
+        self._last: deque[bytes | int] = deque([b""], maxlen=1)
         self._mutex = threading.Lock()
         self._holders = 1
         self._file: MappedFile | None = None
@@ -83,22 +85,17 @@ class PoolRegion:
         if self._socket is None:
             return False
         try:
-            if self._answer_is_due:  # The late answer must not be taken for the next one.
+            if self._last[0] == len(IS_IN_USE):  # The late answer must not be taken for the next one.
                 self._socket.setblocking(False)
-                self._socket.recv(1)
+                self._last.extend(map(self._socket.recv, [1]))
             self._socket.settimeout(_ANSWER_TIMEOUT_S)
-            self._answer_is_due = True
-            self._socket.sendall(IS_IN_USE, socket.MSG_NOSIGNAL)
-            answer = self._socket.recv(1)
-            self._answer_is_due = False
-            return answer == IN_USE
+            self._last.extend(map(self._socket.send, [IS_IN_USE], [socket.MSG_NOSIGNAL]))
+            self._last.extend(map(self._socket.recv, [1]))
+            return self._last[0] == IN_USE
         except (BlockingIOError, TimeoutError):
             return True
         except OSError:
             return False  # The server has gone.
-        except BaseException:  # Ctrl-C: an answer may or may not come, so end the lease.
-            shut_down(self._socket)
-            raise
         finally:
             self._socket.setblocking(False)
 

@@ -13,6 +13,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from tests.servers import wait_until
 from tests.unit.client.calls import SECONDS, interrupt_at
 
 from bngrad._deadline import ENDLESS, Cancellation
@@ -57,6 +58,32 @@ def test_a_region_counts_as_in_use_until_the_server_answers_the_last_question(
     server.send(NOT_IN_USE)
     assert not region.is_in_use()
     assert region.is_alive
+
+
+def test_an_interrupt_at_any_step_of_the_question_ends_no_lease_and_mistakes_no_answer(
+    region: PoolRegion, pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(region_module, "_ANSWER_TIMEOUT_S", SECONDS)
+    answer = IN_USE
+
+    def serve() -> None:
+        while pair[1].recv(1):
+            pair[1].send(answer)
+
+    with ThreadPoolExecutor(1) as threads:
+        served = threads.submit(serve)
+        for step in itertools.count():
+            answer = IN_USE
+            is_over = not interrupt_at(step, region.is_in_use)
+            assert region.is_in_use()
+            answer = NOT_IN_USE
+            wait_until(lambda: not region.is_in_use())
+            assert region.is_alive
+            if is_over:
+                break
+        assert step > 5
+        region.close()
+        served.result(SECONDS)
 
 
 def test_a_region_is_alive_while_another_thread_waits_for_an_answer(
