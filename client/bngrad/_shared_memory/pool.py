@@ -122,17 +122,6 @@ class Pool:
                 return Located(array, region, offset)
         return None
 
-    def hold(self, region: PoolRegion) -> None:
-        """Keeps the lease of a region until `PoolRegion.close` is called once more.
-
-        Raises:
-            LeaseEndedError: It has ended.
-        """
-        with self._mutex:
-            if region not in self._regions:
-                raise LeaseEndedError("a lease has ended")
-            region.hold()
-
     def check(self) -> bool:
         """Removes regions that the server no longer knows, and returns whether there were any."""
         with self._mutex:

@@ -66,10 +66,7 @@ class PoolRegion:
         Raises:
             BufferError: A view of it is in use.
         """
-        mapped = self.memory.obj
-        assert isinstance(mapped, mmap.mmap)
         self.memory.release()
-        mapped.close()
 
     @property
     def is_alive(self) -> bool:
@@ -86,7 +83,6 @@ class PoolRegion:
             return False
         try:
             if self._last[0] == len(IS_IN_USE):  # The late answer must not be taken for the next one.
-                self._socket.setblocking(False)
                 self._last.extend(map(self._socket.recv, [1]))
             self._socket.settimeout(_ANSWER_TIMEOUT_S)
             self._last.extend(map(self._socket.send, [IS_IN_USE], [socket.MSG_NOSIGNAL]))

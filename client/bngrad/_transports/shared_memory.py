@@ -49,7 +49,8 @@ class SharedMemoryCalls(NamedTuple):
         results = self._results(request, deadline, cancellation)
         inputs, tickets = self._inputs(request, deadline, cancellation)
         pieces = [*_locations(request, inputs, tickets, results), *request.small_pieces()]
-        self._hold(results)
+        for result in results:
+            result.region.hold()
         abandoned = AbandonedCall()
         try:
             response = self.transport.unary(request.op.method, pieces, deadline, cancellation, abandoned)
@@ -91,15 +92,6 @@ class SharedMemoryCalls(NamedTuple):
             ticket if located.array is array else b"" for located, (array, ticket) in zip(inputs, sources, strict=True)
         ]
         return inputs, tickets
-
-    def _hold(self, results: Sequence[Located]) -> None:
-        """Keeps the leases of the results until `_release`."""
-        for i, result in enumerate(results):
-            try:
-                self.pool.hold(result.region)
-            except LeaseEndedError:
-                _release(results[:i])
-                raise
 
 
 def _locations(

@@ -204,6 +204,19 @@ def test_an_abandoned_call_is_over_once_the_server_has_closed_its_end(
     assert near.fileno() < 0
 
 
+def test_a_call_that_nothing_told_the_server_to_end_is_over_once_it_has_ended(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    """Ctrl-C has come before the call was abandoned."""
+    near, server = pair
+    call = AbandonedCall()
+    call.begin(near)
+    assert not call.is_over()
+    assert server.recv(1) == b""
+    server.close()
+    assert call.is_over()
+
+
 def test_a_call_whose_connection_was_closed_is_over(pair: tuple[socket.socket, socket.socket]) -> None:
     near, _ = pair
     near.close()

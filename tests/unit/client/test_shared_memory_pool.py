@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from bngrad._shared_memory.pool import Pool
 from bngrad._shared_memory.quarantine import AbandonedCall, Quarantine
 from bngrad_server.memory.leases import LeaseServer
 from bngrad_server.memory.regions import Region, Regions
-from bngrad_wire.lease_protocol import ALIGNMENT, unpack_request
+from bngrad_wire.lease_protocol import ALIGNMENT, KEY_NBYTES, unpack_request
 
 MIB = 2**20
 REGION_NBYTES = 64 * MIB
@@ -253,7 +253,7 @@ def test_closing_frees_the_memory_of_arrays_that_have_gone_and_of_those_that_go_
 def test_memory_that_no_server_uses_leaves_quarantine_at_once(pool: Pool) -> None:
     array = filled(pool, 1000, 5)
     (region,) = pool._regions
-    pool.hold(region)
+    region.hold()
     quarantine = Quarantine()
     quarantine.add(array, region, AbandonedCall())
     assert quarantine.release([array]) is None
@@ -436,18 +436,44 @@ def test_a_free_block_is_had_at_once_while_another_call_leases_memory(tmp_path: 
         cancellation.cancel()
 
 
+@contextmanager
+def no_file_descriptors() -> Iterator[None]:
+    """Lets the process open no more files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.open("/dev/null", os.O_RDONLY)
+    os.close(lowest)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def test_without_file_descriptors_no_memory_is_leased() -> None:
     with closing(LeasesInThread()) as server, closing(Pool(server.path)) as pool:
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        lowest = os.open("/dev/null", os.O_RDONLY)
-        os.close(lowest)
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
-            with pytest.raises(LeaseError, match="there is no socket to ask for memory by"):
-                pool.empty((1,), BYTE)
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        with no_file_descriptors(), pytest.raises(LeaseError, match="there is no socket to ask for memory by"):
+            pool.empty((1,), BYTE)
         assert pool.empty((1,), BYTE).size == 1
+
+
+def test_memory_for_which_no_file_descriptor_is_left_is_not_leased(tmp_path: Path) -> None:
+    path = str(tmp_path / "regions")
+    with (
+        socket.socket(socket.AF_UNIX) as listener,
+        FileIO(os.memfd_create("region"), "r+") as file,
+        closing(Pool(path)) as pool,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        listener.bind(path)
+        listener.listen()
+        leasing = threads.submit(pool.empty, (1,), BYTE)
+        with listener.accept()[0] as lease:
+            lease.recv(1024)
+            with no_file_descriptors():
+                socket.send_fds(lease, [bytes(KEY_NBYTES)], [file.fileno()])
+                with pytest.raises(LeaseError, match="no file descriptor left for the server's memory"):
+                    leasing.result(SECONDS)
+            assert lease.recv(1) == b""
 
 
 def test_a_pool_that_grows_gives_its_small_regions_back_first() -> None:
@@ -480,15 +506,6 @@ def test_memory_that_was_leased_while_the_pool_closed_is_given_back(monkeypatch:
         with pytest.raises(LeaseError, match="the client was closed"):
             pool.empty((1,), BYTE)
         assert server.ended.wait(SECONDS)
-
-
-def test_a_region_whose_lease_has_ended_is_not_held() -> None:
-    with closing(LeasesInThread()) as server, closing(Pool(server.path)) as pool:
-        located = pool.new((100,), BYTE, ENDLESS, Cancellation())
-        server.close()
-        assert pool.check()
-        with pytest.raises(LeaseEndedError):
-            pool.hold(located.region)
 
 
 def test_closing_ends_the_thread_that_helps_to_copy() -> None:
