@@ -14,7 +14,7 @@ from tests.servers import wait_until
 from tests.unit.client.endpoints import Endpoint, endpoint, full_listener
 
 import bngrad
-from bngrad._credentials import NO_CREDENTIALS, Credentials, check_security
+from bngrad._credentials import NO_CREDENTIALS, Credentials, Security, check_security
 from bngrad._deadline import ENDLESS, Cancellation, Deadline
 from bngrad._transports import connection_pool
 from bngrad._transports.connection_pool import ConnectionPool, NoConnectionYetError, NotConnectedError
@@ -32,6 +32,55 @@ def test_a_handshake_that_its_call_cut_short_says_nothing_about_the_address(
         with pytest.raises(NotConnectedError, match="timed out") as raised:
             pool.lend(Deadline.after(timeout), Cancellation())
         assert type(raised.value) is error
+
+
+class Handshakes(Credentials):
+    """Notes how long each handshake may take, and lets it fail."""
+
+    def __init__(self) -> None:
+        super().__init__(Security(), "")
+        self.seconds: list[float | None] = []
+
+    def secured(self, sock: socket.socket, cancellation: Cancellation) -> socket.socket:
+        self.seconds.append(sock.gettimeout())
+        sock.close()
+        raise OSError("for a test")
+
+
+def test_a_handshake_leaves_half_of_the_time_to_another_transport() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        pool = ConnectionPool(listener.getsockname(), "it", credentials := Handshakes())
+        for deadline in (Deadline.after(4.0), Deadline.after(60.0), ENDLESS):
+            with pytest.raises(NotConnectedError):
+                pool.lend(deadline, Cancellation())
+    first, *others = credentials.seconds
+    assert first is not None
+    assert 0.0 < first <= 2.0
+    assert others == [5.0, 5.0]
+
+
+class Cut(Credentials):
+    """Ends each connection before anything is sent."""
+
+    def secured(self, sock: socket.socket, cancellation: Cancellation) -> socket.socket:
+        sock.shutdown(socket.SHUT_RDWR)
+        return sock
+
+
+def test_a_connection_that_ends_before_anything_was_sent_is_none() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        pool = ConnectionPool(listener.getsockname(), "it", Cut(Security(), ""))
+        with pytest.raises(NotConnectedError):
+            pool.lend(ENDLESS, Cancellation())
+
+
+def test_a_unix_socket_needs_no_tls(tmp_path: Path) -> None:
+    security = check_security(["localhost:1"], bngrad.Tls(ca=Authority(tmp_path).path), None, False)
+    with (
+        endpoint(lambda call: call.end(), f"{tmp_path}/socket") as peer,
+        closing(ConnectionPool(peer.address, "it", Credentials(security, "localhost:1", None))) as pool,
+    ):
+        pool.give_back(pool.lend(ENDLESS, Cancellation()))
 
 
 @pytest.mark.parametrize(

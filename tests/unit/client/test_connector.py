@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tests.clock import Clock
 from tests.servers import wait_until
-from tests.unit.client.calls import interrupt_at, no_thread
+from tests.unit.client.calls import interrupt_after, interrupt_at, no_thread
 from tests.unit.client.endpoints import full_listener
 
 from bngrad._transports import connector
@@ -182,6 +182,14 @@ def test_after_an_interrupt_at_any_step_a_call_looks_after_the_connection(
             if is_over:
                 break
     assert step > 5
+
+
+def test_after_an_interrupt_no_other_address_is_tried() -> None:
+    with full_listener() as listener, closing(Connector(listener.getsockname())) as made:
+        made._places *= 2
+        with interrupt_after("poll"):
+            made.connect()
+        assert made._pending is None
 
 
 def test_a_connection_that_fails_once_its_name_has_fewer_addresses_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

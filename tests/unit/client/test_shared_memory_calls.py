@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from tests.unit.client.endpoints import Server
 
 import bngrad
 from bngrad._shared_memory import pool as pool_module
+from bngrad_kernels.spec import FieldViolation, InvalidArgumentError
 from bngrad_wire.http2 import RpcError
 
 
@@ -61,6 +63,18 @@ def test_a_tensor_that_was_sent_ahead_by_another_transport_is_copied(served: Ser
             result = client.fused_batch_norm_grad_v2(x, handle, stats, stats, stats)
         np.testing.assert_array_equal(result.x_backprop, x)
     assert served.ways == ["shared"] * 2
+
+
+def test_calls_one_after_the_other_use_one_connection(served: Server) -> None:
+    def refuse(way: str) -> None:
+        raise InvalidArgumentError((FieldViolation("x", "x is refused for a test"),))
+
+    with bngrad.Client(served.target, transport="shared") as client:
+        for on_call in (lambda way: None, refuse, lambda way: None):
+            served.on_call = on_call
+            with pytest.raises(bngrad.InvalidArgumentError) if on_call is refuse else nullcontext():
+                right(client, tensor(LARGE), served)
+    assert served.local.connections == 1
 
 
 def test_every_output_of_a_failed_call_is_in_quarantine(served: Server) -> None:
