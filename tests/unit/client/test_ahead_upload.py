@@ -147,6 +147,21 @@ def test_a_copy_of_a_gpu_is_found_and_forgotten_by_its_ticket() -> None:
     assert (forgotten, found(closed)) == ([PLACE], None)
 
 
+def test_the_garbage_collector_may_close_it_amid_any_call_of_its_thread() -> None:
+    sent, forgotten = upload()
+    sent.begin(SERVER)
+    sent.end(PLACE)
+
+    def collect() -> None:
+        with sent._mutex:
+            sent.close()
+
+    thread = threading.Thread(target=collect, daemon=True)
+    thread.start()
+    thread.join(SECONDS)
+    assert forgotten == [PLACE]
+
+
 @pytest.mark.parametrize("call", [found, lambda sent: sent.close()], ids=["place", "close"])
 def test_an_interrupt_at_any_step_lets_the_sender_go_on(call: Callable[[Upload], object]) -> None:
     for step in itertools.count():

@@ -639,6 +639,14 @@ def test_closing_ends_the_lease_of_an_output_that_a_server_may_still_write(serve
     released.set()
 
 
+def test_closing_frees_the_memory_of_arrays_that_no_server_shares(served: Server) -> None:
+    client = bngrad.Client(served.target, transport="stream")
+    client.empty(LARGE)
+    (region,) = map(weakref.ref, client._calls._own_memory._regions)
+    client.close()
+    assert region() is None
+
+
 def test_closing_ends_the_thread_that_sends_a_tensor_ahead(served: Server) -> None:
     begun, may_end = threading.Event(), threading.Event()
 
