@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from tests.monitoring.conftest import HTTP, http_of, samples
 from tests.servers import endpoints_of, wait_until
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import bngrad
@@ -97,10 +99,13 @@ def test_an_input_that_changed_is_refused(layer: bngrad.torch.BatchNorm2d) -> No
 
 
 def test_inputs_without_a_backward_pass_are_forgotten(layer: bngrad.torch.BatchNorm2d, http: str) -> None:
-    y = layer(tensor())
-    wait_for_ahead(http, 1)
-    del y
-    wait_for_ahead(http, 0)
+    for _ in range(3):
+        gradient(layer, tensor())
+    for _ in range(2):  # which are fewer than those that were used
+        y = layer(tensor())
+        wait_for_ahead(http, 1)
+        del y
+        wait_for_ahead(http, 0)
 
 
 def test_checkpoints_free_their_inputs_and_are_not_sent_for_long(layer: bngrad.torch.BatchNorm2d, http: str) -> None:
@@ -115,6 +120,37 @@ def test_checkpoints_free_their_inputs_and_are_not_sent_for_long(layer: bngrad.t
         x = tensor(seed)
         (found,) = torch.autograd.grad(with_checkpoint(x).square().sum(), x)
         assert torch.equal(found, expected[seed])
+    for _ in range(2):  # more were not used than were
+        with_checkpoint(tensor())
+    assert layer._inputs.send(layer.client, tensor()) is None
+
+
+def test_an_input_without_a_gradient_is_not_kept_for_its_backward_pass(layer: bngrad.torch.BatchNorm2d) -> None:
+    inputs: list[weakref.ref[Tensor]] = []
+
+    def normalise(x: Tensor) -> Tensor:
+        x = x * 1
+        inputs.append(weakref.ref(x))
+        y: Tensor = layer(x)
+        return y
+
+    y: Tensor = checkpoint(normalise, tensor().detach(), use_reentrant=False)
+    wait_until(lambda: inputs[0]() is None)  # the thread that sends it may have it for a moment
+    y.square().sum().backward()
+
+
+def test_a_tensor_that_a_hook_has_saved_in_place_of_the_input_is_used_as_it_is(
+    layer: bngrad.torch.BatchNorm2d, http: str
+) -> None:
+    x, found = tensor(), []
+    for sent in (1, 0):
+        with saved_tensors_hooks(lambda saved: saved, lambda saved: saved.round() if saved.shape == SHAPE else saved):
+            loss = layer(x).square().sum()
+        wait_for_ahead(http, sent)
+        found.append(torch.autograd.grad(loss, x)[0])
+        wait_for_ahead(http, 0)
+        layer._inputs._balance = -1  # it is not sent again
+    assert torch.equal(*found)
 
 
 def test_the_second_order(layer: bngrad.torch.BatchNorm2d) -> None:

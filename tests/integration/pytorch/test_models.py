@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import bngrad
 import bngrad.torch
-from bngrad.torch._placement import Placements
+from bngrad.torch._placement import Placement, Placements
 from bngrad_cli.embedded import EmbeddedServer
 
 NORMS = 9
@@ -258,6 +258,36 @@ def test_measured_layers_in_checkpoints_have_right_gradients(client: bngrad.Clie
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     x = torch.randn(4, 3, 5, 5, requires_grad=True)
     assert type(ours(x).grad_fn) is type(nn.BatchNorm2d(3)(x).grad_fn)  # for so few elements PyTorch is faster
+
+
+def test_a_choice_is_made_and_printed_once(capfd: pytest.CaptureFixture[str]) -> None:
+    placement = Placements().add("layer")
+    for _ in range(20):
+        placement.compute(nn.Identity(), list[int], list[int])
+    assert placement.by_client is not None
+    assert capfd.readouterr().err.count("layer") == 1
+
+
+def test_layers_that_were_measured_are_converted_to_have_the_client_everywhere(client: bngrad.Client) -> None:
+    model = bngrad.torch.convert_batchnorm(network(), client, where="measured")
+    assert all(layer._placement is not None for layer in ours_in(model))
+    bngrad.torch.convert_batchnorm(model, client)
+    assert all(layer._placement is None for layer in ours_in(model))
+
+
+def test_a_measured_layer_is_left_to_pytorch_once_no_backward_pass_is_to_come(client: bngrad.Client) -> None:
+    """Also while an earlier output is kept."""
+    layer = bngrad.torch.convert_batchnorm(nn.BatchNorm1d(3), client, where="measured")
+    x = torch.randn(4, 3, requires_grad=True)
+    loss = layer(x).sum()
+    loss.backward(retain_graph=True)
+    placement = layer._placement
+    assert isinstance(placement, Placement)
+    placement.by_client = False
+    assert not placement.is_left_to_pytorch
+    loss.backward()
+    assert placement.is_left_to_pytorch
+    assert type(layer(x).grad_fn) is type(nn.BatchNorm1d(3)(x).grad_fn)
 
 
 def test_where_is_one_of_two_words(client: bngrad.Client) -> None:
