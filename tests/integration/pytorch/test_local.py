@@ -137,9 +137,7 @@ def test_tensors_that_do_not_fit_are_refused(
 
 
 @pytest.mark.parametrize("by", ["server", "local"])
-def test_tensors_without_elements_have_gradients_of_zero(
-    client: bngrad.Client, local: bngrad.Client, by: str
-) -> None:
+def test_tensors_without_elements_have_gradients_of_zero(client: bngrad.Client, local: bngrad.Client, by: str) -> None:
     x, per_channel = torch.zeros(0, CHANNELS, 2, 2), torch.ones(CHANNELS)
     name = ClientReference({"server": client, "local": local}[by]).name
     found, *sums = torch.ops.bngrad.batch_norm_grad(x, x, *[per_channel] * 3, 1e-5, True, name)
