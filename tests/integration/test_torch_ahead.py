@@ -125,7 +125,7 @@ def test_checkpoints_free_their_inputs_and_are_not_sent_for_long(layer: bngrad.t
 def test_a_copy_that_was_sent_of_an_input_is_not_kept_for_its_backward_pass(layer: bngrad.torch.BatchNorm2d) -> None:
     x = tensor()
     y = layer(x.transpose(2, 3))
-    sent: Any = y.grad_fn.sent  # type: ignore[union-attr]
+    sent: Any = y.grad_fn.sent
     assert sent._tensor._arrays is None
     (found,) = torch.autograd.grad(y.square().sum(), x)
     (expected,) = torch.autograd.grad(layer(x).square().sum(), x)
