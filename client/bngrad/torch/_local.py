@@ -69,11 +69,13 @@ def gradients(
 
 def _fit(y_backprop: Tensor, x: Tensor, per_channel: Sequence[Tensor | None]) -> bool:
     """Returns whether the kernel, which gets addresses, would read no memory but that of the tensors."""
-    shape = x.shape
-    if y_backprop.dtype is not x.dtype or x.dtype not in _DTYPES or y_backprop.shape != shape or not y_backprop.is_cpu:
+    dtype, shape = x.dtype, x.shape
+    if dtype not in _DTYPES or y_backprop.dtype is not dtype or y_backprop.shape != shape or not y_backprop.is_cpu:
         return False
-    sizes_fit = all(values is None or (values.numel() == shape[1] and values.is_cpu) for values in per_channel)
-    return sizes_fit and x.numel() > 0
+    for values in per_channel:
+        if values is not None and (values.numel() != shape[1] or not values.is_cpu):
+            return False
+    return 0 not in shape
 
 
 def _new_like(kernels: LocalKernels, x: Tensor, dtype: np.dtype[Any], *, channels_last: bool) -> Tensor:
