@@ -217,7 +217,7 @@ def wait_until_compiled(client: bngrad.Client, console: Console, *, order: int =
     until = time.monotonic() + _COMPILING_TIMEOUT_S
     if not (names := _compiling(client, order)):
         return
-    console.print("The server is compiling its kernels; until they are there, NumPy computes, more slowly.")
+    console.print("NumPy computes, more slowly, until the server has compiled its kernels.")
     with console.status("") as status:
         while names and time.monotonic() < until:
             status.update(f"still to be compiled: {', '.join(names)}")

@@ -53,7 +53,7 @@ def test_a_cold_server_answers_before_a_kernel_is_compiled_and_with_the_same_bit
         said = io.StringIO()
         waiting = threading.Thread(target=wait_until_compiled, args=(client, Console(file=said)))
         waiting.start()
-        wait_until(lambda: said.getvalue().startswith("The server is compiling its kernels; "))
+        wait_until(lambda: said.getvalue().startswith("NumPy computes, more slowly, until "))
         for kernel in KERNELS:
             assert waiting.is_alive()
             shutil.copy(compiled / f"{kernel}.o", loader.path(kernel, host()))

@@ -263,7 +263,7 @@ def test_measured_layers_in_checkpoints_have_right_gradients(client: bngrad.Clie
 def test_a_choice_is_made_and_printed_once(capfd: pytest.CaptureFixture[str]) -> None:
     placement = Placements().add("layer")
     for _ in range(20):
-        placement.compute(nn.Identity(), list[int], list[int])
+        placement.compute(nn.Identity(), list[int], list[int], is_server_cold=bool)
     assert placement.by_client is not None
     assert capfd.readouterr().err.count("layer") == 1
 
