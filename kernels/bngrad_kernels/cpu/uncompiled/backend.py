@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
+import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -21,6 +24,8 @@ from bngrad_kernels.problem import AnyProblem, Problem
 logger = logging.getLogger(__name__)
 
 _RETRY_AFTER_S = 60.0
+_PRIORITY = 5
+"""The compiler of the usual priority, 0, then gets a core as soon as it needs one."""
 
 
 class EagerBackend(CpuBackend):
@@ -43,11 +48,14 @@ class EagerBackend(CpuBackend):
     def run(self, problems: Sequence[AnyProblem]) -> None:
         """Does as `CpuBackend.run`, but waits for no compiler in the first order."""
         compiled: list[AnyProblem] = []
+        others: list[Problem] = []
         for problem in problems:
             if isinstance(problem, Problem) and not self._has(problem.spec.dtype):
-                first_order.run(problem)
+                others.append(problem)
             else:
                 compiled.append(problem)
+        if others:
+            _run_in_numpy(others)
         super().run(compiled)
 
     def _has(self, dtype: np.dtype[Any]) -> bool:
@@ -75,3 +83,19 @@ class EagerBackend(CpuBackend):
             is_expected = isinstance(error, DeviceUnavailableError)
             logger.warning("%s; NumPy computes what needs it", error, exc_info=not is_expected)
             self._compile_at[dtype.name] = time.monotonic() + _RETRY_AFTER_S
+
+
+def _run_in_numpy(problems: Sequence[Problem]) -> None:
+    """Computes problems in a thread that leaves a core to the compiler, for which all wait."""
+    with ThreadPoolExecutor(1, "numpy", _lower_priority) as threads:
+        try:
+            computed: Iterable[None] = threads.map(first_order.run, problems)
+        except RuntimeError:  # no thread is left
+            computed = map(first_order.run, problems)
+        list(computed)
+
+
+def _lower_priority() -> None:
+    """Lowers the priority of this thread alone, as Linux does it."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _PRIORITY)

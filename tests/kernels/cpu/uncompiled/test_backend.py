@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,8 +20,10 @@ from tests.servers import wait_until
 from bngrad_kernels.cpu.machine_code import loader
 from bngrad_kernels.cpu.machine_code.kernels import FIRST, host
 from bngrad_kernels.cpu.uncompiled import backend as uncompiled
+from bngrad_kernels.cpu.uncompiled import first_order
 from bngrad_kernels.cpu.uncompiled.backend import EagerBackend
 from bngrad_kernels.errors import DeviceUnavailableError
+from bngrad_kernels.problem import Problem
 
 PROBLEM = random_problem(spec_of(1, (3, 5, 7)))
 
@@ -49,6 +53,7 @@ def compiling() -> Iterator[None]:
     with loader.path(FIRST, host()).with_suffix(loader.LOCK).open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         yield
+    wait_until(lambda: not compilers())
 
 
 def compilers() -> list[threading.Thread]:
@@ -72,7 +77,6 @@ def test_the_bits_do_not_change_once_the_kernel_is_compiled(fill: Callable[[], N
         fill()
         assert [run(backend)] * 2 == in_numpy
         assert backend._kernels
-    wait_until(lambda: not compilers())
 
 
 def test_a_kernel_is_used_once_its_thread_has_it(fill: Callable[[], None]) -> None:
@@ -80,7 +84,6 @@ def test_a_kernel_is_used_once_its_thread_has_it(fill: Callable[[], None]) -> No
     with compiling():
         in_numpy = run(backend)
         fill()
-    wait_until(lambda: not compilers())
     assert backend._kernels
     assert run(backend) == in_numpy
 
@@ -108,6 +111,29 @@ def test_the_second_order_waits_for_its_kernel(fill: Callable[[], None], monkeyp
         EagerBackend(threads=2).run([random_problem(spec_of(2, (3, 5, 7)))])
 
 
+def test_numpy_leaves_a_core_to_the_compiler(fill: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    priorities: list[int] = []
+    priority_of_thread = partial(os.getpriority, os.PRIO_PROCESS)
+    monkeypatch.setattr(first_order, "run", lambda _: priorities.append(priority_of_thread(threading.get_native_id())))
+    own = priority_of_thread(threading.get_native_id())
+    with compiling():
+        EagerBackend(threads=2).run([PROBLEM, PROBLEM])
+        fill()
+    assert priorities == [max(own, uncompiled._PRIORITY)] * 2
+    assert priority_of_thread(threading.get_native_id()) == own
+
+
+def test_a_failure_of_numpy_is_one_of_the_problem(fill: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: Problem) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(first_order, "run", fail)
+    with compiling():
+        with pytest.raises(MemoryError):
+            EagerBackend(threads=2).run([PROBLEM])
+        fill()
+
+
 def test_without_a_thread_a_later_problem_begins_to_compile(fill: Callable[[], None]) -> None:
     backend = EagerBackend(threads=2)
     with compiling():
@@ -120,4 +146,3 @@ def test_without_a_thread_a_later_problem_begins_to_compile(fill: Callable[[], N
         run(backend)
         assert compilers()
         fill()
-    wait_until(lambda: not compilers())
