@@ -108,8 +108,7 @@ class ServerInfo:
         local_directory: The directory of its Unix sockets for calls and shared memory on its host; empty for none.
         device_remark: Why it does not use some or all GPUs of its machine; empty if it uses all, or there are none.
         compiling: The kernels that are still being compiled for its CPU, such as ``float32-2``, the second order in
-            float32. Meanwhile NumPy computes requests of the first order, more slowly; one of the second order waits
-            for its kernel.
+            float32. Meanwhile NumPy computes what needs them, more slowly; large tensors of the second order wait.
     """
 
     version: str

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 from tests.integration.problems import Case, assert_gradients, random_inputs
-from tests.servers import ONE_WORKER, wait_until
+from tests.servers import ONE_WORKER, run_bngrad, wait_until
 
 import bngrad
 from bngrad_cli.embedded import EmbeddedServer
@@ -50,6 +50,8 @@ def test_a_cold_server_answers_before_a_kernel_is_compiled_and_with_the_same_bit
         assert client.server_info().compiling == tuple(map(str, KERNELS))
         assert "compiling float32-1, bfloat16-1, " in server.stderr()
         in_numpy = [answers(client, dtype) for dtype in (FLOAT32, BFLOAT16, FLOAT16)]
+        checked = run_bngrad("check", server.target)
+        assert checked.returncode == 0, checked.stdout + checked.stderr
         said = io.StringIO()
         waiting = threading.Thread(target=wait_until_compiled, args=(client, Console(file=said)))
         waiting.start()

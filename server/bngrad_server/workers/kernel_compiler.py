@@ -41,7 +41,7 @@ class KernelCompiler:
         if not self._compiling:
             return
         kernels = ", ".join(self._compiling)
-        logger.info("compiling %s; until one is there, NumPy computes its first order, more slowly", kernels)
+        logger.info("compiling %s; until one is there, NumPy computes what needs it, more slowly", kernels)
         self._process = subprocess.Popen(  # noqa: S603 - our own module
             module_command("bngrad_kernels.cpu.machine_code.warm"),
             stdin=subprocess.PIPE,  # the process ends once this one has closed it

@@ -18,13 +18,14 @@ _LOWEST_BITS = (1 << 28) - 1
 
 
 def fma(a: Float32Array, b: Float32Array, c: Float32Array) -> Float32Array:
-    """``a * b + c`` of arrays of one shape, rounded once.
+    """``a * b + c``, rounded once.
 
     A float64 holds the product exactly. To round their sum to float64 and then to float32 differs only where the first
     rounding ends half-way between two float32: there the exact sum decides, which rounding to odd preserves (Boldo and
     Melquiond, "Emulation of FMA and correctly rounded sums", 2008).
     """
     product = np.multiply(a, b, dtype=np.float64)
+    product, c = np.broadcast_arrays(product, c)
     total = product + c
     rounded = total.astype(np.float32)
     doubtful = ((total.view(np.int64) & _LOWEST_BITS) == 0) & (total != rounded)
@@ -36,6 +37,13 @@ def fma(a: Float32Array, b: Float32Array, c: Float32Array) -> Float32Array:
 def add_in_order(sums: Float64Array, terms: Array) -> Float64Array:
     """Adds terms, along their first axis, to sums in float64: one after the other, where `numpy.sum` adds pairs."""
     return np.add.accumulate(np.concatenate((sums[np.newaxis], terms)), dtype=np.float64)[-1]
+
+
+def add_products_in_order(sums: Float64Array, a: Float64Array, b: Float64Array) -> Float64Array:
+    """Adds the products of two arrays, along their first axis, to sums: each with one rounding."""
+    for product, rest in zip(*_exact_products(a, b), strict=True):
+        sums = _add_product(sums, product, rest)
+    return sums
 
 
 def rounded(values: Float64Array, dtype: np.dtype[Any]) -> Array:
@@ -51,8 +59,36 @@ def rounded(values: Float64Array, dtype: np.dtype[Any]) -> Array:
 
 def _odd_sum(a: Float64Array, b: Float64Array) -> Float64Array:
     """``a + b``, rounded to that of the two nearest float64 whose last bit is 1, unless it is exact."""
-    total = a + b
-    b_part = total - a
-    rest = (a - (total - b_part)) + (b - b_part)
+    total, rest = _exact_sum(a, b)
     is_even = (total.view(np.int64) & 1) == 0
     return np.where((np.abs(rest) > 0) & is_even, np.nextafter(total, np.copysign(np.inf, rest)), total)
+
+
+def _exact_sum(a: Float64Array, b: Float64Array) -> tuple[Float64Array, Float64Array]:
+    """``a + b``, and what its rounding has cut off."""
+    total = a + b
+    b_part = total - a
+    return total, (a - (total - b_part)) + (b - b_part)
+
+
+def _exact_products(a: Float64Array, b: Float64Array) -> tuple[Float64Array, Float64Array]:
+    """The products, and what their rounding has cut off (Dekker, "A floating-point technique", 1971)."""
+    product = a * b
+    (a_high, a_low), (b_high, b_low) = _halves(a), _halves(b)
+    rest = a_low * b_low - (((product - a_high * b_high) - a_low * b_high) - a_high * b_low)
+    return product, np.where(np.isfinite(product), rest, 0.0)
+
+
+def _halves(a: Float64Array) -> tuple[Float64Array, Float64Array]:
+    """Two numbers of at most 26 bits, whose sum a is."""
+    scaled = 134_217_729.0 * a  # 2**27 + 1
+    high = scaled - (scaled - a)
+    return high, a - high
+
+
+def _add_product(c: Float64Array, product: Float64Array, rest: Float64Array) -> Float64Array:
+    """``c + product + rest``, rounded once, as Boldo and Melquiond do it."""
+    low, low_rest = _exact_sum(c, rest)
+    high, high_rest = _exact_sum(product, low)
+    total = c + product
+    return np.where(np.isfinite(total), high + _odd_sum(low_rest, high_rest), total)

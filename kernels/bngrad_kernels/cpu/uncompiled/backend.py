@@ -1,4 +1,4 @@
-"""A CPU backend that computes the first order at once, whether or not its kernels are compiled."""
+"""A CPU backend that computes at once, whether or not its kernels are compiled."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 
 from bngrad_kernels.cpu.backend import CpuBackend
 from bngrad_kernels.cpu.machine_code import loader
 from bngrad_kernels.cpu.machine_code.kernels import FIRST, Kernel
-from bngrad_kernels.cpu.uncompiled import first_order
+from bngrad_kernels.cpu.uncompiled import first_order, second_order
 from bngrad_kernels.errors import DeviceUnavailableError
 from bngrad_kernels.problem import AnyProblem, Problem
 
@@ -25,74 +24,85 @@ logger = logging.getLogger(__name__)
 
 _RETRY_AFTER_S = 60.0
 _PRIORITY = 5
-"""The compiler of the usual priority, 0, then gets a core as soon as it needs one."""
+"""The compiler, which has the usual priority 0, then gets a core as soon as it needs one."""
+_MAX_SECOND_ORDER_ELEMENTS = 1 << 20
+"""With more, a problem of the second order waits for its kernel: NumPy would take seconds and hundreds of megabytes."""
 
 
 class EagerBackend(CpuBackend):
-    """Computes in NumPy, to the same bits, while a thread has a kernel compiled; the second order waits for its own.
+    """Computes in NumPy, to the same bits, while a thread has a kernel compiled.
 
-    NumPy takes ten to fifty times as long as the compiled kernel, hence some tenths of a second at 25 MB a tensor. The
-    process must not flush subnormal numbers to zero, as NumPy would then do so.
+    NumPy takes ten to fifty times as long as a kernel of the first order, hence some tenths of a second at 25 MB a
+    tensor. The process must not flush subnormal numbers to zero, as NumPy would then do so.
     """
 
     def __init__(self, threads: int | None = None) -> None:
         """As `CpuBackend`."""
         super().__init__(threads)
-        self._compile_at: dict[str, float] = {}
+        self._compile_at: dict[Kernel, float] = {}
         self._mutex = threading.Lock()
 
     def warm_up(self) -> None:
         """Loads the kernel that most requests need, or begins to compile it."""
-        self._has(np.dtype(FIRST.dtype))
+        self._has(FIRST)
 
     def run(self, problems: Sequence[AnyProblem]) -> None:
-        """Does as `CpuBackend.run`, but waits for no compiler in the first order."""
+        """Does as `CpuBackend.run`, but waits for no compiler where NumPy is faster."""
         compiled: list[AnyProblem] = []
-        others: list[Problem] = []
+        others: list[AnyProblem] = []
         for problem in problems:
-            if isinstance(problem, Problem) and not self._has(problem.spec.dtype):
-                others.append(problem)
-            else:
-                compiled.append(problem)
+            spec = problem.spec
+            is_loaded = (spec.dtype, spec.order) in self._kernels or self._has(Kernel(spec.dtype.name, spec.order))
+            (compiled if is_loaded or _is_too_large(problem) else others).append(problem)
         if others:
             _run_in_numpy(others)
         super().run(compiled)
 
-    def _has(self, dtype: np.dtype[Any]) -> bool:
-        """Whether a kernel of the first order is loaded, or can be; if not, a thread has it compiled."""
-        if (dtype, 1) in self._kernels:
-            return True
+    def _has(self, kernel: Kernel) -> bool:
+        """Whether a kernel is loaded, or can be; if not, a thread has it compiled."""
         with self._mutex:
-            if self.load_compiled(dtype, 1):
+            if self.load_compiled(np.dtype(kernel.dtype), kernel.order):
                 return True
-            if time.monotonic() >= self._compile_at.get(dtype.name, 0):
-                self._begin_to_compile(dtype)
+            if time.monotonic() >= self._compile_at.get(kernel, 0):
+                self._begin_to_compile(kernel)
             return False
 
-    def _begin_to_compile(self, dtype: np.dtype[Any]) -> None:
-        self._compile_at[dtype.name] = math.inf
+    def _begin_to_compile(self, kernel: Kernel) -> None:
+        self._compile_at[kernel] = math.inf
         try:
-            threading.Thread(target=self._compile, args=(dtype,), name="compile-kernel", daemon=True).start()
+            threading.Thread(target=self._compile, args=(kernel,), name="compile-kernel", daemon=True).start()
         except RuntimeError:  # no thread is left: a later request tries again
-            self._compile_at[dtype.name] = 0
+            self._compile_at[kernel] = 0
 
-    def _compile(self, dtype: np.dtype[Any]) -> None:
+    def _compile(self, kernel: Kernel) -> None:
         try:
-            self._kernels[dtype, 1] = loader.load(Kernel(dtype.name, 1))
+            self._kernels[np.dtype(kernel.dtype), kernel.order] = loader.load(kernel)
         except Exception as error:
             is_expected = isinstance(error, DeviceUnavailableError)
             logger.warning("%s; NumPy computes what needs it", error, exc_info=not is_expected)
-            self._compile_at[dtype.name] = time.monotonic() + _RETRY_AFTER_S
+            self._compile_at[kernel] = time.monotonic() + _RETRY_AFTER_S
 
 
-def _run_in_numpy(problems: Sequence[Problem]) -> None:
+def _is_too_large(problem: AnyProblem) -> bool:
+    spec = problem.spec
+    return spec.order == 2 and problem.tensor_nbytes > _MAX_SECOND_ORDER_ELEMENTS * spec.dtype.itemsize
+
+
+def _run_in_numpy(problems: Sequence[AnyProblem]) -> None:
     """Computes problems in a thread that leaves a core to the compiler, for which all wait."""
     with ThreadPoolExecutor(1, "numpy", _lower_priority) as threads:
         try:
-            computed: Iterable[None] = threads.map(first_order.run, problems)
+            computed: Iterable[None] = threads.map(_compute, problems)
         except RuntimeError:  # no thread is left
-            computed = map(first_order.run, problems)
+            computed = map(_compute, problems)
         list(computed)
+
+
+def _compute(problem: AnyProblem) -> None:
+    if isinstance(problem, Problem):
+        first_order.run(problem)
+    else:
+        second_order.run(problem)
 
 
 def _lower_priority() -> None:

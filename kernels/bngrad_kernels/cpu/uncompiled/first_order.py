@@ -9,8 +9,17 @@ import numpy as np
 
 from bngrad_kernels.cpu.plan import BAND, LANES, STEP, STEPS, Geometry, geometry
 from bngrad_kernels.cpu.uncompiled.arithmetic import Float32Array, Float64Array, add_in_order, fma, rounded
+from bngrad_kernels.cpu.uncompiled.tiles import (
+    column,
+    over_columns,
+    over_lanes,
+    over_tiles,
+    planes_of,
+    rows_of,
+    rstd_of,
+)
 from bngrad_kernels.problem import Array, Problem
-from bngrad_kernels.spec import FLOAT32, ReserveSpace2Kind, Spec
+from bngrad_kernels.spec import FLOAT32
 
 _CHUNK = 1 << 16
 """About this many elements are computed at once: the second-level cache holds what that takes."""
@@ -39,30 +48,20 @@ def _compute(problem: Problem, channels: range) -> None:
         for tensor in (problem.y_backprop, problem.x, problem.x_backprop)
     )
     mean = problem.reserve_space_1[part].astype(np.float32)
-    rstd = _rstd(spec, problem.reserve_space_2[part].astype(np.float64))
+    rstd = rstd_of(spec, problem.reserve_space_2[part].astype(np.float64))
     gain = rstd if problem.scale is None else problem.scale[part].astype(np.float64) * rstd
-    sum_dy, sum_dy_xc = _sums(geometry(spec, channels), y_backprop, x, _column(mean))
+    sum_dy, sum_dy_xc = _sums(geometry(spec, channels), y_backprop, x, column(mean))
     problem.scale_backprop[part] = rounded(rstd * sum_dy_xc if m else sum_dy, spec.stats_dtype)
     problem.offset_backprop[part] = rounded(sum_dy, spec.stats_dtype)
     gain32, shift, slope = (
-        _column(rounded(values, FLOAT32)) for values in (gain, sum_dy / m, rstd * rstd * (sum_dy_xc / m))
+        column(rounded(values, FLOAT32)) for values in (gain, sum_dy / m, rstd * rstd * (sum_dy_xc / m))
     )
     for rows, columns in _pieces(range(spec.outer), range(spec.inner), len(channels)):
         dy = y_backprop[rows, :, columns].astype(np.float32)
         if spec.is_training:
-            xc = x[rows, :, columns].astype(np.float32) - _column(mean)
+            xc = x[rows, :, columns].astype(np.float32) - column(mean)
             dy = (dy - shift) - xc * slope
         x_backprop[rows, :, columns] = (gain32 * dy).astype(spec.dtype)
-
-
-def _rstd(spec: Spec, reserve_space_2: Float64Array) -> Float64Array:
-    if spec.reserve_space_2_kind is ReserveSpace2Kind.INVERSE_STD:
-        return reserve_space_2
-    return 1.0 / np.sqrt(reserve_space_2 + spec.epsilon)
-
-
-def _column(per_channel: Array) -> Array:
-    return per_channel[:, np.newaxis]
 
 
 def _pieces(rows: range, columns: range, channels: int, unit: int = 1) -> Iterator[tuple[slice, slice]]:
@@ -70,38 +69,29 @@ def _pieces(rows: range, columns: range, channels: int, unit: int = 1) -> Iterat
     width = max(1, min(len(columns), max(_CHUNK // channels // unit, 1) * unit))
     height = max(1, _CHUNK // (width * channels))
     for row in range(rows.start, rows.stop, height):
-        for column in range(columns.start, columns.stop, width):
-            yield slice(row, min(row + height, rows.stop)), slice(column, min(column + width, columns.stop))
+        for first in range(columns.start, columns.stop, width):
+            yield slice(row, min(row + height, rows.stop)), slice(first, min(first + width, columns.stop))
 
 
 def _sums(cut: Geometry, y_backprop: Array, x: Array, mean: Float32Array) -> _Sums:
     """The sums of tensors (outer, channels, inner), shape (channels,)."""
     of_tile = _tile_of_planes if cut.is_planes else _tile_of_columns
     tiles = [of_tile(cut, t, y_backprop, x, mean) for t in range(cut.tiles)]
-    sum_dy, sum_dy_xc = (add_in_order(sums[0], np.stack(sums)[1:]) for sums in zip(*tiles, strict=True))
+    sum_dy, sum_dy_xc = (over_tiles(np.stack(sums)) for sums in zip(*tiles, strict=True))
     if not cut.is_planes:
-        sum_dy, sum_dy_xc = _over_columns(sum_dy), _over_columns(sum_dy_xc)
+        sum_dy, sum_dy_xc = over_columns(sum_dy), over_columns(sum_dy_xc)
     return sum_dy, sum_dy_xc
-
-
-def _over_columns(sums: Float64Array) -> Float64Array:
-    """From (fold, channels, inner) to (channels,)."""
-    channels = sums.shape[1]
-    return add_in_order(np.zeros(channels), sums.swapaxes(1, 2).reshape(-1, channels))
 
 
 def _tile_of_planes(cut: Geometry, t: int, y_backprop: Array, x: Array, mean: Float32Array) -> _Sums:
     """The sums of a tile of planes, shape (channels,)."""
-    o, i = divmod(t, cut.inner_tiles)
-    rows = range(o * cut.outer // cut.outer_tiles, (o + 1) * cut.outer // cut.outer_tiles)
-    columns = range(i * cut.inner // cut.inner_tiles, (i + 1) * cut.inner // cut.inner_tiles)
     sum_dy = sum_dy_xc = np.zeros((len(mean), LANES))
-    for piece in _pieces(rows, columns, len(mean), _BLOCK):
+    for piece in _pieces(*planes_of(cut, t), len(mean), _BLOCK):
         dy = y_backprop[piece[0], :, piece[1]].astype(np.float32)
         xc = x[piece[0], :, piece[1]].astype(np.float32) - mean
         of_blocks = (_in_order_of_blocks(sums) for sums in _block_sums(dy, xc))
         sum_dy, sum_dy_xc = map(add_in_order, (sum_dy, sum_dy_xc), of_blocks)
-    return _over_lanes(sum_dy), _over_lanes(sum_dy_xc)
+    return over_lanes(sum_dy), over_lanes(sum_dy_xc)
 
 
 def _block_sums(dy: Float32Array, xc: Float32Array) -> tuple[Float32Array, Float32Array]:
@@ -132,25 +122,18 @@ def _in_order_of_blocks(sums: Float32Array) -> Float32Array:
     return sums.swapaxes(1, 2).reshape(-1, sums.shape[1], LANES)
 
 
-def _over_lanes(sums: Float64Array) -> Float64Array:
-    """The sums over the last axis, by halves."""
-    while (half := sums.shape[-1] // 2) > 0:
-        sums = sums[..., :half] + sums[..., half:]
-    return sums[..., 0]
-
-
 def _tile_of_columns(cut: Geometry, t: int, y_backprop: Array, x: Array, mean: Float32Array) -> _Sums:
     """The sums of each column of a tile of rows, shape (fold, channels, inner)."""
     channels, inner = len(mean), cut.inner
     sum_dy, sum_dy_xc = np.zeros((2, cut.fold, channels, inner))
-    row, stop = t * cut.rows // cut.tiles, (t + 1) * cut.rows // cut.tiles
-    whole = min(stop, cut.rows if cut.last_fold == cut.fold else cut.rows - 1)
+    rows = rows_of(cut, t)
+    whole = min(rows.stop, cut.rows if cut.last_fold == cut.fold else cut.rows - 1)
     height = max(1, _CHUNK // max(BAND * sum_dy.size, 1)) * BAND
-    for first in range(row, whole, height):
+    for first in range(rows.start, whole, height):
         outer = slice(first * cut.fold, min(first + height, whole) * cut.fold)
         of_bands = _band_sums(y_backprop[outer], x[outer], mean, cut.fold)
         sum_dy, sum_dy_xc = map(add_in_order, (sum_dy, sum_dy_xc), of_bands)
-    if stop > whole:
+    if rows.stop > whole:
         outer = slice(whole * cut.fold, cut.outer)
         of_row = _band_sums(y_backprop[outer], x[outer], mean, cut.last_fold)
         sum_dy[: cut.last_fold] += of_row[0][0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from fractions import Fraction
 from typing import Any
 
@@ -12,8 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bngrad_kernels.cpu.uncompiled.arithmetic import add_in_order, fma, rounded
+from bngrad_kernels.cpu.uncompiled.arithmetic import add_in_order, add_products_in_order, fma, rounded
 from bngrad_kernels.spec import BFLOAT16, FLOAT32
+
+FLOAT64 = np.dtype(np.float64)
 
 numbers = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
@@ -70,3 +73,27 @@ def test_a_float64_just_above_a_tie_of_bfloat16_is_rounded_up() -> None:
 def test_terms_are_added_one_after_the_other() -> None:
     terms = np.array([2**-53, 2**-53, 1] * 50, np.float32)[:, np.newaxis]
     assert add_in_order(np.ones(1), terms) == 51  # in another order, the small ones would count
+
+
+differences = st.builds(operator.sub, numbers, numbers)
+"""Of float32, as the second order multiplies."""
+
+
+@given(st.lists(st.tuples(differences, differences), min_size=1, max_size=5))
+def test_each_product_is_added_with_one_rounding(factors: list[tuple[float, float]]) -> None:
+    total = 0.0
+    for a, b in factors:
+        total = nearest(Fraction(a) * Fraction(b) + Fraction(total), FLOAT64)
+    a64, b64 = np.array(factors).T[:, :, np.newaxis]
+    with np.errstate(all="ignore"):
+        assert add_products_in_order(np.zeros(1), a64, b64) == total
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "expected"),
+    [(math.inf, 2, math.inf), (-math.inf, 2, -math.inf), (math.inf, 0, math.nan), (math.nan, 1, math.nan)],
+)
+def test_products_that_are_not_finite_are_added(a: float, b: float, expected: float) -> None:
+    with np.errstate(all="ignore"):
+        found = add_products_in_order(np.ones(1), np.full((3, 1), a), np.full((3, 1), b))
+    np.testing.assert_array_equal(found, expected)

@@ -105,10 +105,18 @@ def test_a_kernel_that_cannot_be_compiled_is_tried_again_after_a_minute(
     assert caplog.messages[0].endswith("; NumPy computes what needs it")
 
 
-def test_the_second_order_waits_for_its_kernel(fill: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_problem_of_the_second_order_waits_for_its_kernel(
+    fill: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("NUMBA_CPU_NAME", "no-such-processor")
+    problem = random_problem(spec_of(2, (3, 5, 7)))
+    backend = EagerBackend(threads=2)
+    backend.run([problem])
+    assert_right(problem)
+    monkeypatch.setattr(uncompiled, "_MAX_SECOND_ORDER_ELEMENTS", 3 * 5 * 7 - 1)
     with pytest.raises(DeviceUnavailableError, match="the kernel float32-2 could not be compiled"):
-        EagerBackend(threads=2).run([random_problem(spec_of(2, (3, 5, 7)))])
+        backend.run([problem])
+    wait_until(lambda: not compilers())
 
 
 def test_numpy_leaves_a_core_to_the_compiler(fill: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:

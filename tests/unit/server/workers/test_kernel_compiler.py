@@ -64,7 +64,7 @@ def test_all_kernels_are_compiled_once_workers_have_compiled_the_first(
         assert not compiler.compiling
         wait_until(lambda: len(caplog.records) == 2)
     begun, ended = (record.getMessage() for record in caplog.records)
-    assert begun == "compiling float32-1; until one is there, NumPy computes its first order, more slowly"
+    assert begun == "compiling float32-1; until one is there, NumPy computes what needs it, more slowly"
     assert ended.startswith("all kernels are compiled, after ")
 
 
