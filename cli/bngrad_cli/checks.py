@@ -157,8 +157,9 @@ def _latency(target: Target) -> str:
             begin = time.perf_counter()
             request.send(client)
             times.append(time.perf_counter() - begin)
+        remark = ", while the server compiles its kernels" if client.server_info().compiling else ""
     p99 = sorted(times)[int(0.99 * len(times))]
-    return f"a small request takes {1e3 * statistics.median(times):.2f} ms (median), {1e3 * p99:.2f} ms (p99)"
+    return f"a small request takes {1e3 * statistics.median(times):.2f} ms (median), {1e3 * p99:.2f} ms (p99){remark}"
 
 
 @functools.cache

@@ -41,6 +41,7 @@ class EagerBackend(CpuBackend):
         super().__init__(threads)
         self._compile_at: dict[Kernel, float] = {}
         self._mutex = threading.Lock()
+        self._one_at_a_time = threading.Lock()  # a compiler takes a core and 200 MB
 
     def warm_up(self) -> None:
         """Loads the kernel that most requests need, or begins to compile it."""
@@ -76,7 +77,8 @@ class EagerBackend(CpuBackend):
 
     def _compile(self, kernel: Kernel) -> None:
         try:
-            self._kernels[np.dtype(kernel.dtype), kernel.order] = loader.load(kernel)
+            with self._one_at_a_time:
+                self._kernels[np.dtype(kernel.dtype), kernel.order] = loader.load(kernel)
         except Exception as error:
             is_expected = isinstance(error, DeviceUnavailableError)
             logger.warning("%s; NumPy computes what needs it", error, exc_info=not is_expected)

@@ -18,7 +18,7 @@ from tests.kernels.problems import assert_right, bits, clear_outputs, random_pro
 from tests.servers import wait_until
 
 from bngrad_kernels.cpu.machine_code import loader
-from bngrad_kernels.cpu.machine_code.kernels import FIRST, host
+from bngrad_kernels.cpu.machine_code.kernels import FIRST, Kernel, host
 from bngrad_kernels.cpu.uncompiled import backend as uncompiled
 from bngrad_kernels.cpu.uncompiled import first_order
 from bngrad_kernels.cpu.uncompiled.backend import EagerBackend
@@ -86,6 +86,19 @@ def test_a_kernel_is_used_once_its_thread_has_it(fill: Callable[[], None]) -> No
         fill()
     assert backend._kernels
     assert run(backend) == in_numpy
+
+
+def test_kernels_are_compiled_one_after_the_other(fill: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[Kernel] = []
+    monkeypatch.setattr(loader, "load", begun.append)
+    backend = EagerBackend(threads=2)
+    with backend._one_at_a_time:
+        for order in (1, 2):
+            backend.run([random_problem(spec_of(order, (3, 5, 7)))])
+        assert len(compilers()) == 2
+        assert begun == []
+    wait_until(lambda: not compilers())
+    assert sorted(begun) == [("float32", 1), ("float32", 2)]
 
 
 def test_a_kernel_that_cannot_be_compiled_is_tried_again_after_a_minute(
