@@ -212,22 +212,21 @@ class Target:
         return f"{self.address} is no gRPC server: {details}"
 
 
-def wait_until_compiled(client: bngrad.Client, console: Console, *, order: int = 2) -> None:
-    """Waits, and says so, until a server has compiled its kernels up to an order; at most five minutes."""
+def wait_until_compiled(client: bngrad.Client, console: Console) -> None:
+    """Waits, and says so, until a server has compiled its kernels of the first order; at most five minutes."""
     until = time.monotonic() + _COMPILING_TIMEOUT_S
-    if not (names := _compiling(client, order)):
+    if not (names := _compiling(client)):
         return
     console.print("NumPy computes, more slowly, until the server has compiled its kernels.")
     with console.status("") as status:
         while names and time.monotonic() < until:
             status.update(f"still to be compiled: {', '.join(names)}")
             time.sleep(_ASK_EVERY_S)
-            names = _compiling(client, order)
+            names = _compiling(client)
 
 
-def _compiling(client: bngrad.Client, order: int) -> list[str]:
-    ends = tuple(f"-{number}" for number in range(1, order + 1))
-    return [name for name in client.server_info().compiling if name.endswith(ends)]
+def _compiling(client: bngrad.Client) -> list[str]:
+    return [name for name in client.server_info().compiling if name.endswith("-1")]
 
 
 def _read(path: Path | None) -> bytes | None:

@@ -80,7 +80,7 @@ def demo() -> None:
         console.print(f"Ready on {server.target} after {seconds:.1f} s:\n{description}.")
         is_right = "right" if _answer(requests[0], client).is_right else "wrong"
         console.print(f"The first answer is {is_right}, and was there after {time.monotonic() - begin:.1f} s.")
-        wait_until_compiled(client, console, order=1)
+        wait_until_compiled(client, console)
         results = [_measure(request, client) for request in track(requests, "Requests", console=console)]
     wide_console().print(_table(requests, results))
     console.print(_CAPTION)

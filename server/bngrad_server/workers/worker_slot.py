@@ -24,7 +24,8 @@ _MAX_SPECS = 4096
 _BATCH_TIMEOUT_S = 30.0
 _SLOWEST_BYTES_PER_S = 20_000_000
 _COMPILE_TIMEOUT_S = 300.0
-"""How much longer the first batch of a dtype and an order may take, whose kernel may have to be compiled."""
+"""For how long after the first batch of a dtype and an order no batch is late: it waits for its kernel to be compiled,
+or NumPy computes it."""
 
 
 class BusyTime:
@@ -67,7 +68,7 @@ class WorkerSlot:
 
         Args:
             busy_time: That of the process, which all its slots share.
-            compiles: Whether the first batch of a dtype and an order may have to wait for a compiler.
+            compiles: Whether kernels may have to be compiled.
         """
         self._compiles = compiles
         self._socket, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -79,8 +80,8 @@ class WorkerSlot:
         self._taken = threading.Lock()
         self._late_at: float | None = None
         self._spec_numbers: dict[Spec, int] = {}
-        self._loaded: set[tuple[Any, int]] = set()
-        """The dtypes and orders of earlier batches."""
+        self._compiled_by: dict[tuple[Any, int], float] = {}
+        """By dtype and order, when their kernel must be compiled."""
         self._mutex = threading.Lock()  # guards what follows
         self._is_busy = False
         self._pending: dict[int, Region | None] = {}
@@ -103,11 +104,12 @@ class WorkerSlot:
         tasks = [pack_task(job.task, self._spec_number(job.spec), channels) for job, channels in parts]
         nbytes = sum(job.nbytes for job, _ in parts)
         self._busy_time.begin()
-        self._late_at = time.monotonic() + _BATCH_TIMEOUT_S + nbytes / _SLOWEST_BYTES_PER_S
-        kernels = {(job.spec.dtype, job.spec.order) for job, _ in parts}
-        if self._compiles and not kernels <= self._loaded:
-            self._late_at += _COMPILE_TIMEOUT_S
-            self._loaded |= kernels
+        now = time.monotonic()
+        late_at = [now + _BATCH_TIMEOUT_S + nbytes / _SLOWEST_BYTES_PER_S]
+        if self._compiles:
+            kernels = {(job.spec.dtype, job.spec.order) for job, _ in parts}
+            late_at += [self._compiled_by.setdefault(kernel, now + _COMPILE_TIMEOUT_S) for kernel in kernels]
+        self._late_at = max(late_at)
         while not self._become_busy():
             self._writable.poll()
         self._send(Message.RUN + b"".join(tasks))

@@ -84,7 +84,7 @@ def advise(
     target.check_serving()
     with target.client() as client, ExitStack() as stack:
         console = Console(stderr=True)
-        wait_until_compiled(client, console, order=1)
+        wait_until_compiled(client, console)
         server = client.server_info()
         found, missing = contestants.find(client, stack)
         shown = track(layers, "measuring", console=console, transient=True, disable=not console.is_terminal)

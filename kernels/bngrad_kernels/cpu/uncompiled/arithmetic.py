@@ -27,11 +27,11 @@ def fma(a: Float32Array, b: Float32Array, c: Float32Array) -> Float32Array:
     product = np.multiply(a, b, dtype=np.float64)
     product, c = np.broadcast_arrays(product, c)
     total = product + c
-    rounded = total.astype(np.float32)
-    doubtful = ((total.view(np.int64) & _LOWEST_BITS) == 0) & (total != rounded)
+    nearest = total.astype(np.float32)
+    doubtful = ((total.view(np.int64) & _LOWEST_BITS) == 0) & (total != nearest)
     if doubtful.any():
-        rounded[doubtful] = _odd_sum(product[doubtful], c[doubtful].astype(np.float64)).astype(np.float32)
-    return rounded
+        nearest[doubtful] = _odd_sum(product[doubtful], c[doubtful].astype(np.float64)).astype(np.float32)
+    return nearest
 
 
 def add_in_order(sums: Float64Array, terms: Array) -> Float64Array:
