@@ -59,14 +59,17 @@ def test_no_batch_of_a_cpu_is_late_while_its_kernel_may_be_being_compiled(monkey
     monkeypatch.setattr(worker_slot, "time", clock)
     slot = WorkerSlot(BusyTime(), compiles=True)
     for _ in range(2):
+        assert slot.take()
         slot.begin([(job(), range(SPEC.channels))])
         clock.now += worker_slot._COMPILE_TIMEOUT_S / 2 - 1
         assert not slot.is_late
         slot.theirs.send(OK)
         slot.finish()
+    assert slot.take()
     slot.begin([(job(), range(SPEC.channels))])
     clock.now += worker_slot._BATCH_TIMEOUT_S + 3
     assert slot.is_late
+    slot.theirs.close()
 
 
 class Backend(CpuBackend):
