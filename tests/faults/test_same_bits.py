@@ -45,8 +45,8 @@ class Call(NamedTuple):
     def inputs(self) -> Inputs:
         return random_inputs(self.case.spec(self.dtype), self.seed)
 
-    def run(self, clients: dict[Transport, bngrad.Client]) -> tuple[Any, ...]:
-        outputs: tuple[Any, ...] = self.case.run(clients[self.transport], self.inputs())
+    def run(self, clients: dict[Transport, bngrad.Client], inputs: Inputs) -> tuple[Any, ...]:
+        outputs: tuple[Any, ...] = self.case.run(clients[self.transport], inputs)
         return outputs
 
 
@@ -95,10 +95,11 @@ def test_a_request_gets_the_same_bits_as_alone(
     at_once: int,
     victim: int | None,
 ) -> None:
-    expected = [each.case.run(alone, each.inputs()) for each in batch]
+    inputs = [each.inputs() for each in batch]
+    expected = [each.case.run(alone, own) for each, own in zip(batch, inputs, strict=True)]
     service.wait_until_whole()
     with ThreadPoolExecutor(at_once) as threads:
-        answers = [threads.submit(each.run, clients) for each in batch]
+        answers = [threads.submit(each.run, clients, own) for each, own in zip(batch, inputs, strict=True)]
         if victim is not None:
             os.kill(service.workers()[victim], signal.SIGKILL)
         for answer, outputs in zip(answers, expected, strict=True):

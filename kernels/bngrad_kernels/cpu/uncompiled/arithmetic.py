@@ -75,8 +75,7 @@ def _exact_products(a: Float64Array, b: Float64Array) -> tuple[Float64Array, Flo
     """The products, and what their rounding has cut off (Dekker, "A floating-point technique", 1971)."""
     product = a * b
     (a_high, a_low), (b_high, b_low) = _halves(a), _halves(b)
-    rest = a_low * b_low - (((product - a_high * b_high) - a_low * b_high) - a_high * b_low)
-    return product, np.where(np.isfinite(product), rest, 0.0)
+    return product, a_low * b_low - (((product - a_high * b_high) - a_low * b_high) - a_high * b_low)
 
 
 def _halves(a: Float64Array) -> tuple[Float64Array, Float64Array]:

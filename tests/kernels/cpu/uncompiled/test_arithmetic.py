@@ -89,6 +89,11 @@ def test_each_product_is_added_with_one_rounding(factors: list[tuple[float, floa
         assert add_products_in_order(np.zeros(1), a64, b64) == total
 
 
+def test_a_product_is_added_with_one_rounding_where_two_would_end_half_way() -> None:
+    total, a, b = np.array([2.0**53 + 2]), np.array([[1 + 2.0**-27]]), np.array([[1 - 2.0**-27]])
+    assert add_products_in_order(total, a, b) == total  # the product is just below 1, half of the last bit
+
+
 @pytest.mark.parametrize(
     ("a", "b", "expected"),
     [(math.inf, 2, math.inf), (-math.inf, 2, -math.inf), (math.inf, 0, math.nan), (math.nan, 1, math.nan)],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.kernels import backends
@@ -14,7 +15,7 @@ from tests.kernels.problems import DTYPES, KINDS, MODES, ORDERS, clear_outputs, 
 from bngrad_kernels.cpu import CpuBackend
 from bngrad_kernels.cpu.uncompiled import first_order, second_order
 from bngrad_kernels.problem import AnyProblem, Problem
-from bngrad_kernels.spec import BFLOAT16
+from bngrad_kernels.spec import BFLOAT16, FLOAT16
 
 
 class InNumpy(CpuBackend):
@@ -40,7 +41,7 @@ def test_the_problems_whose_bits_are_the_same_on_every_processor_have_them() -> 
 
 @st.composite
 def problems(draw: st.DrawFn) -> AnyProblem:
-    """Of any bits, hence of subnormal, huge and non-finite numbers too."""
+    """Of usual numbers, any bits, sums that cancel, and channels that begin far from their means."""
     shape = draw(st.tuples(st.integers(0, 40), st.integers(0, 9), st.sampled_from([1, 1, 2, 9, 49, 128, 300])))
     dtype = draw(st.sampled_from(DTYPES))
     spec = spec_of(
@@ -51,20 +52,64 @@ def problems(draw: st.DrawFn) -> AnyProblem:
         epsilon=draw(st.sampled_from([0.0, 1e-4])),
     )  # fmt: skip
     made = random_problem(spec, draw(st.integers(0, 99)), has_scale=draw(st.booleans()))
-    rng = np.random.default_rng(draw(st.integers(0, 99)))
-    share = draw(st.sampled_from([0.0, 0.1, 1.0]))
-    for name in (*made.large_inputs, *made.small_inputs):
-        if (array := getattr(made, name)) is not None:
-            bits = rng.integers(0, 256, array.nbytes, np.uint8).view(array.dtype).reshape(array.shape)
-            np.copyto(array, bits, where=rng.random(array.shape) < share)
+    change = draw(st.sampled_from([some_bits, all_bits, cancelling, with_outliers, lambda *_: None]))
+    change(made, np.random.default_rng(draw(st.integers(0, 99))))
     if draw(st.booleans()) and spec.channels:
         start = draw(st.integers(0, spec.channels - 1))
         made.channels = range(start, draw(st.integers(start, spec.channels)))
     return made
 
 
+def some_bits(problem: AnyProblem, rng: np.random.Generator, share: float = 0.1) -> None:
+    """Puts any bits into a share of the elements: subnormal, huge and non-finite numbers too."""
+    for name in (*problem.large_inputs, *problem.small_inputs):
+        if (array := getattr(problem, name)) is not None:
+            bits = rng.integers(0, 256, array.nbytes, np.uint8).view(array.dtype).reshape(array.shape)
+            np.copyto(array, bits, where=rng.random(array.shape) < share)
+
+
+def all_bits(problem: AnyProblem, rng: np.random.Generator) -> None:
+    some_bits(problem, rng, share=1)
+
+
+def cancelling(problem: AnyProblem, rng: np.random.Generator) -> None:
+    """Has the sums consist of what was rounded, and so depend on the order of every addition."""
+    spec = problem.spec
+    exponents = 8 if spec.dtype == FLOAT16 else 40
+    half = spec.elements_per_channel // 2
+    for name in set(problem.large_inputs) - {"x"}:
+        values = rng.normal(size=(spec.channels, spec.elements_per_channel))
+        values *= 2.0 ** rng.integers(-exponents, exponents, values.shape)
+        values[:, half : 2 * half] = -rng.permuted(values[:, :half], axis=1)
+        values = values.reshape(spec.channels, spec.outer, spec.inner).swapaxes(0, 1)
+        getattr(problem, name)[...] = values.reshape(spec.shape).astype(spec.dtype)
+    problem.x[...] = 1 + rng.integers(0, 2, (1, spec.channels, 1)) * rng.integers(0, 2, spec.shape)
+    problem.reserve_space_1[...] = 0
+
+
+def with_outliers(problem: AnyProblem, rng: np.random.Generator) -> None:
+    """Has the second order take its sums twice."""
+    problem.x[:1, :, :1] = 6e4 if problem.spec.dtype == FLOAT16 else rng.choice([1e4, 1e7])
+
+
 @given(problems())
 def test_any_problem_has_the_bits_of_the_compiled_kernels(problem: AnyProblem) -> None:
+    assert_same_bits(problem)
+
+
+@pytest.mark.parametrize("shape", [(40, 2, 4000), (3, 2, 50_000), (5000, 64, 1), (300, 60, 9)], ids=str)
+@pytest.mark.parametrize("order", ORDERS)
+def test_many_tiles_and_pieces_have_the_bits_of_the_compiled_kernels(
+    order: int, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = random_problem(spec_of(order, shape))
+    cancelling(problem, np.random.default_rng(0))
+    for module in (first_order, second_order):
+        monkeypatch.setattr(module, "_CHUNK", 3000)
+    assert_same_bits(problem)
+
+
+def assert_same_bits(problem: AnyProblem) -> None:
     backends.create("cpu").run([problem])
     expected = [output.copy() for output in outputs(problem)]
     clear_outputs(problem)

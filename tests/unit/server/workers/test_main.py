@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.clock import Clock
 from tests.unit.server.scheduling.workers import SPEC, job
 
 from bngrad_kernels.cpu import CpuBackend
@@ -24,7 +23,7 @@ from bngrad_server.memory.layout import ARENA, Place, Task, aligned
 from bngrad_server.memory.regions import Region
 from bngrad_server.workers import main, worker_slot
 from bngrad_server.workers.ahead_copies import AheadCopies
-from bngrad_server.workers.ipc import MAX_PACKET_NBYTES, OK, Report
+from bngrad_server.workers.ipc import MAX_PACKET_NBYTES, Report
 from bngrad_server.workers.pinned_memory import PinnedMemory
 from bngrad_server.workers.worker_slot import BusyTime, WorkerSlot
 
@@ -52,24 +51,6 @@ def fail():
 threading.Thread(target=fail).start()
 sys.stdin.read()
 """
-
-
-def test_no_batch_of_a_cpu_is_late_while_its_kernel_may_be_being_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    monkeypatch.setattr(worker_slot, "time", clock)
-    slot = WorkerSlot(BusyTime(), compiles=True)
-    for _ in range(2):
-        assert slot.take()
-        slot.begin([(job(), range(SPEC.channels))])
-        clock.now += worker_slot._COMPILE_TIMEOUT_S / 2 - 1
-        assert not slot.is_late
-        slot.theirs.send(OK)
-        slot.finish()
-    assert slot.take()
-    slot.begin([(job(), range(SPEC.channels))])
-    clock.now += worker_slot._BATCH_TIMEOUT_S + 3
-    assert slot.is_late
-    slot.theirs.close()
 
 
 class Backend(CpuBackend):

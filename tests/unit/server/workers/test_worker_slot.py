@@ -221,19 +221,21 @@ OTHER_DTYPE, OTHER_ORDER = (dataclasses.replace(SPEC, **change) for change in ({
 
 
 @pytest.mark.parametrize(
-    ("compiles", "before", "spec", "nbytes", "late_s"),
+    ("compiles", "before", "before_s", "spec", "nbytes", "late_s"),
     [
-        pytest.param(False, [], SPEC, 0, 30, id="small"),
-        pytest.param(False, [], SPEC, 200_000_000, 40, id="large"),
-        pytest.param(True, [], SPEC, 0, 330, id="first of all"),
-        pytest.param(True, [OTHER_DTYPE, OTHER_ORDER, SPEC], SPEC, 0, 30, id="known kernel"),
-        pytest.param(True, [SPEC], OTHER_DTYPE, 0, 330, id="first of a dtype"),
-        pytest.param(True, [SPEC], OTHER_ORDER, 0, 330, id="first of an order"),
+        pytest.param(False, [], 0, SPEC, 0, 30, id="small"),
+        pytest.param(False, [], 0, SPEC, 200_000_000, 40, id="large"),
+        pytest.param(True, [], 0, SPEC, 0, 300, id="first of all"),
+        pytest.param(True, [SPEC], 100, SPEC, 0, 200, id="kernel that may be being compiled"),
+        pytest.param(True, [OTHER_DTYPE, OTHER_ORDER, SPEC], 300, SPEC, 0, 30, id="known kernel"),
+        pytest.param(True, [SPEC], 100, OTHER_DTYPE, 0, 300, id="first of a dtype"),
+        pytest.param(True, [SPEC], 100, OTHER_ORDER, 0, 300, id="first of an order"),
     ],
 )
 def test_a_batch_has_time_for_its_bytes_and_for_the_compiler_where_its_kernel_is_new(
-    monkeypatch: pytest.MonkeyPatch, compiles: bool, before: list[Spec], spec: Spec, nbytes: int, late_s: float
-) -> None:
+    monkeypatch: pytest.MonkeyPatch, compiles: bool, before: list[Spec], before_s: float, spec: Spec, nbytes: int,
+    late_s: float,
+) -> None:  # fmt: skip
     clock, busy_time = Clock(), BusyTime()
     monkeypatch.setattr(worker_slot, "time", clock)
     slot = WorkerSlot(busy_time, compiles=compiles)
@@ -243,6 +245,7 @@ def test_a_batch_has_time_for_its_bytes_and_for_the_compiler_where_its_kernel_is
             slot.begin([(job(spec=each), range(each.channels))])
             slot.theirs.send(OK)
             slot.finish()
+        clock.now += before_s
         assert slot.take()
         slot.begin([(job(spec=spec, nbytes=nbytes), range(spec.channels))])
         clock.now += late_s
