@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import pytest
@@ -16,6 +17,8 @@ from bngrad_kernels.cpu import CpuBackend
 from bngrad_kernels.cpu.uncompiled import first_order, second_order
 from bngrad_kernels.problem import AnyProblem, Problem
 from bngrad_kernels.spec import BFLOAT16, FLOAT16
+
+Change: TypeAlias = Callable[[AnyProblem, np.random.Generator], None]
 
 
 class InNumpy(CpuBackend):
@@ -52,7 +55,7 @@ def problems(draw: st.DrawFn) -> AnyProblem:
         epsilon=draw(st.sampled_from([0.0, 1e-4])),
     )  # fmt: skip
     made = random_problem(spec, draw(st.integers(0, 99)), has_scale=draw(st.booleans()))
-    change = draw(st.sampled_from([some_bits, all_bits, cancelling, with_outliers, lambda *_: None]))
+    change = draw(st.sampled_from([some_bits, all_bits, cancelling, with_outliers, projected_away, lambda *_: None]))
     change(made, np.random.default_rng(draw(st.integers(0, 99))))
     if draw(st.booleans()) and spec.channels:
         start = draw(st.integers(0, spec.channels - 1))
@@ -87,6 +90,13 @@ def cancelling(problem: AnyProblem, rng: np.random.Generator) -> None:
     problem.reserve_space_1[...] = 0
 
 
+def projected_away(problem: AnyProblem, rng: np.random.Generator) -> None:
+    """Has the second order's grad_scale consist of what was rounded: the projection of x is 0."""
+    if rng.integers(2):
+        with_outliers(problem, rng)
+    problem.y_backprop[...] = problem.x
+
+
 def with_outliers(problem: AnyProblem, rng: np.random.Generator) -> None:
     """Has the second order take its sums twice."""
     problem.x[:1, :, :1] = 6e4 if problem.spec.dtype == FLOAT16 else rng.choice([1e4, 1e7])
@@ -97,13 +107,20 @@ def test_any_problem_has_the_bits_of_the_compiled_kernels(problem: AnyProblem) -
     assert_same_bits(problem)
 
 
+def test_without_elements_the_sums_are_zeros_even_if_the_statistics_are_not_finite() -> None:
+    problem = random_problem(spec_of(1, (0, 4, 3)))
+    problem.reserve_space_2[...] = np.nan
+    assert_same_bits(problem)
+
+
+@pytest.mark.parametrize("change", [cancelling, projected_away])
 @pytest.mark.parametrize("shape", [(40, 2, 4000), (3, 2, 50_000), (5000, 64, 1), (300, 60, 9)], ids=str)
 @pytest.mark.parametrize("order", ORDERS)
 def test_many_tiles_and_pieces_have_the_bits_of_the_compiled_kernels(
-    order: int, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    order: int, shape: tuple[int, ...], change: Change, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problem = random_problem(spec_of(order, shape))
-    cancelling(problem, np.random.default_rng(0))
+    change(problem, np.random.default_rng(0))
     for module in (first_order, second_order):
         monkeypatch.setattr(module, "_CHUNK", 3000)
     assert_same_bits(problem)
