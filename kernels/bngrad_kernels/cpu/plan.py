@@ -62,6 +62,8 @@ moduli."""
 STEP, STEPS = 4 * LANES, 4
 """The planes kernel adds a vector to each of four accumulators in a step, and after some steps the accumulators in
 float64: a chain of 4 additions, plus 2 to join the accumulators."""
+FAR = 2.0**10
+"""In the second order, a pivot is far from the mean if the square of its distance is above this many variances."""
 BLOCK = 1024
 """Columns that the columns kernel computes at once: their tables fill half of a first-level cache."""
 _MODEL = machine.model()

@@ -28,6 +28,7 @@ from bngrad_kernels.cpu.channel_stats import (
 )
 from bngrad_kernels.cpu.machine_code.hints import out_of_line
 from bngrad_kernels.cpu.machine_code.linked import internal
+from bngrad_kernels.cpu.plan import FAR
 from bngrad_kernels.cpu.simd import load_scalar
 
 (MEAN, MEAN_REST, RSTD, GRAD_DX_MEAN, DY_MEAN, DY_BY_GRAD_DX, DY_BY_XH, DY_OFFSET, X_BY_DY, X_BY_GRAD_DX, X_BY_XH) = (
@@ -43,9 +44,6 @@ holds the pivot."""
 
 SUM_U, SUM_DY, SUM_XK, SUM_U_DY, SUM_U_XK, SUM_DY_XK, SUM_XK_XK = map(np.int64, range(7))
 """The rows of sums, of ``u``, ``dy``, ``xk = x - pivot`` and their products."""
-
-_FAR = 2.0**10
-"""A pivot is far from the mean if the square of its distance is above this many variances."""
 
 _TOTAL = np.int64(0)
 _F32 = np.float32(0)
@@ -100,7 +98,7 @@ def _move_pivots(p: Any, g: int, slot: int) -> bool:
     for i in range(channels(p, g)):
         distance = _sum(p, slot, SUM_XK, i) / m
         variance = _sum(p, slot, SUM_XK_XK, i) / m - distance * distance
-        if distance * distance > _FAR * variance:
+        if distance * distance > FAR * variance:
             fill(p, slot, MEAN, i, _pivot(p, slot, i) + distance)
             moved = True
     return moved

@@ -94,13 +94,14 @@ def _run_in_numpy(problems: Sequence[AnyProblem]) -> None:
     """Computes problems in a thread that leaves a core to the compiler, for which all wait."""
     with ThreadPoolExecutor(1, "numpy", _lower_priority) as threads:
         try:
-            computed: Iterable[None] = threads.map(_compute, problems)
+            computed: Iterable[None] = threads.map(compute, problems)
         except RuntimeError:  # no thread is left
-            computed = map(_compute, problems)
+            computed = map(compute, problems)
         list(computed)
 
 
-def _compute(problem: AnyProblem) -> None:
+def compute(problem: AnyProblem) -> None:
+    """Writes the outputs of a problem."""
     if isinstance(problem, Problem):
         first_order.run(problem)
     else:

@@ -16,9 +16,9 @@ from bngrad_kernels.cpu.uncompiled.tiles import (
     over_tiles,
     planes_of,
     rows_of,
-    rstd_of,
 )
 from bngrad_kernels.problem import Array, Problem
+from bngrad_kernels.reference import rstd_of
 from bngrad_kernels.spec import FLOAT32
 
 _CHUNK = 1 << 16
@@ -48,7 +48,7 @@ def _compute(problem: Problem, channels: range) -> None:
         for tensor in (problem.y_backprop, problem.x, problem.x_backprop)
     )
     mean = problem.reserve_space_1[part].astype(np.float32)
-    rstd = rstd_of(spec, problem.reserve_space_2[part].astype(np.float64))
+    rstd = rstd_of(spec, problem.reserve_space_2[part])
     gain = rstd if problem.scale is None else problem.scale[part].astype(np.float64) * rstd
     sum_dy, sum_dy_xc = _sums(geometry(spec, channels), y_backprop, x, column(mean))
     problem.scale_backprop[part] = rounded(rstd * sum_dy_xc if m else sum_dy, spec.stats_dtype)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bngrad_kernels.cpu.plan import LANES, Geometry, geometry
+from bngrad_kernels.cpu.plan import FAR, LANES, Geometry, geometry
 from bngrad_kernels.cpu.uncompiled.arithmetic import (
     Float32Array,
     Float64Array,
@@ -22,15 +22,13 @@ from bngrad_kernels.cpu.uncompiled.tiles import (
     over_tiles,
     planes_of,
     rows_of,
-    rstd_of,
 )
 from bngrad_kernels.problem import Array, GradGradProblem
+from bngrad_kernels.reference import rstd_of
 from bngrad_kernels.spec import FLOAT32
 
 _CHUNK = 1 << 18
 """About this many elements are computed at once."""
-_FAR = 2.0**10
-"""A pivot is far from the mean if the square of its distance is above this many variances."""
 
 
 class _Inputs(NamedTuple):
@@ -130,7 +128,7 @@ def _pivot_and_sums(cut: Geometry, inputs: _Inputs, m: float) -> tuple[Float64Ar
     pivot = inputs.x[0, :, 0].astype(np.float64)
     sums = _sums(cut, inputs, pivot)
     distance = sums.xk / m
-    is_far = distance * distance > _FAR * (sums.xk_xk / m - distance * distance)
+    is_far = distance * distance > FAR * (sums.xk_xk / m - distance * distance)
     if not is_far.any():
         return pivot, sums
     pivot = np.where(is_far, rounded(pivot + distance, FLOAT32).astype(np.float64), pivot)

@@ -7,7 +7,6 @@ import numpy as np
 from bngrad_kernels.cpu.plan import Geometry
 from bngrad_kernels.cpu.uncompiled.arithmetic import Float64Array, add_in_order
 from bngrad_kernels.problem import Array
-from bngrad_kernels.spec import ReserveSpace2Kind, Spec
 
 
 def planes_of(cut: Geometry, tile: int) -> tuple[range, range]:
@@ -40,13 +39,6 @@ def over_lanes(sums: Float64Array) -> Float64Array:
     while (half := sums.shape[-1] // 2) > 0:
         sums = sums[..., :half] + sums[..., half:]
     return sums[..., 0]
-
-
-def rstd_of(spec: Spec, reserve_space_2: Float64Array) -> Float64Array:
-    """The inverse standard deviations, from whatever kind reserve_space_2 holds."""
-    if spec.reserve_space_2_kind is ReserveSpace2Kind.INVERSE_STD:
-        return reserve_space_2
-    return 1.0 / np.sqrt(reserve_space_2 + spec.epsilon)
 
 
 def column(per_channel: Array) -> Array:

@@ -15,7 +15,8 @@ from tests.kernels.problems import DTYPES, KINDS, MODES, ORDERS, clear_outputs, 
 
 from bngrad_kernels.cpu import CpuBackend
 from bngrad_kernels.cpu.uncompiled import first_order, second_order
-from bngrad_kernels.problem import AnyProblem, Problem
+from bngrad_kernels.cpu.uncompiled.backend import compute
+from bngrad_kernels.problem import AnyProblem
 from bngrad_kernels.spec import BFLOAT16, FLOAT16
 
 Change: TypeAlias = Callable[[AnyProblem, np.random.Generator], None]
@@ -26,14 +27,7 @@ class InNumpy(CpuBackend):
 
     def run(self, problems: Sequence[AnyProblem]) -> None:
         for problem in problems:
-            run(problem)
-
-
-def run(problem: AnyProblem) -> None:
-    if isinstance(problem, Problem):
-        first_order.run(problem)
-    else:
-        second_order.run(problem)
+            compute(problem)
 
 
 def test_the_problems_whose_bits_are_the_same_on_every_processor_have_them() -> None:
@@ -130,7 +124,7 @@ def assert_same_bits(problem: AnyProblem) -> None:
     backends.create("cpu").run([problem])
     expected = [output.copy() for output in outputs(problem)]
     clear_outputs(problem)
-    run(problem)
+    compute(problem)
     for found, wanted in zip(outputs(problem), expected, strict=True):
         is_nan = np.isnan(wanted.astype(np.float32))  # of which the bits may differ
         np.testing.assert_array_equal(np.isnan(found.astype(np.float32)), is_nan)
