@@ -21,6 +21,7 @@ SECONDS = 2.0
 
 def main() -> None:
     backend = CpuBackend()
+    backend.warm_up()
     print(f"{backend.description}\n{'microseconds, median (best)':28}{'local:':>20}{'kernel':>20}{'ratio':>8}")
     with bngrad.Client("local:") as client:
         for name, shape in SHAPES.items():

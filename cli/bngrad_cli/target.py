@@ -213,11 +213,11 @@ class Target:
 
 
 def wait_until_compiled(client: bngrad.Client, console: Console) -> None:
-    """Waits, and says so, until a server has compiled its kernels of the first order; at most five minutes."""
+    """Waits, and says so, until the kernels of a client's first order are compiled; at most five minutes."""
     until = time.monotonic() + _COMPILING_TIMEOUT_S
     if not (names := _compiling(client)):
         return
-    console.print("NumPy computes, more slowly, until the server has compiled its kernels.")
+    console.print("NumPy computes, more slowly, until the kernels are compiled.")
     with console.status("") as status:
         while names and time.monotonic() < until:
             status.update(f"still to be compiled: {', '.join(names)}")

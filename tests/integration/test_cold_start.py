@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import io
 import shutil
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +12,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 from tests.integration.problems import Case, assert_gradients, random_inputs
+from tests.kernels.cold_cache import compiling
 from tests.servers import ONE_WORKER, run_bngrad, wait_until
 
 import bngrad
@@ -24,20 +22,8 @@ from bngrad_kernels.cpu.machine_code import loader, warm
 from bngrad_kernels.cpu.machine_code.kernels import KERNELS, host
 from bngrad_kernels.spec import BFLOAT16, FLOAT16, FLOAT32
 
-LOCKS = loader.LOCK, loader.BACKGROUND_LOCK
 TIMEOUT_S = 60.0
 CASE = Case("v3", "NHWC", (2, 3, 3, 8))
-
-
-@contextmanager
-def compiling() -> Iterator[None]:
-    """As if other processes compiled all kernels, for which every other process waits."""
-    files = [loader.path(kernel, host()).with_suffix(suffix).open("w") for kernel in KERNELS for suffix in LOCKS]
-    for file in files:
-        fcntl.flock(file, fcntl.LOCK_EX)
-    yield
-    for file in files:
-        file.close()
 
 
 def test_a_cold_server_answers_before_a_kernel_is_compiled_and_with_the_same_bits_afterwards(

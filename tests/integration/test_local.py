@@ -11,12 +11,14 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.integration.problems import Case, Inputs, random_inputs
 from tests.integration.second_order import CASES, arguments, inputs_of, spec_of
+from tests.kernels.cold_cache import compiling
 from tests.servers import DEVICE, ONE_WORKER, TIMEOUT_S, free_port, wait_until
 
 import bngrad
@@ -257,16 +259,52 @@ os.wait()
     assert python(CALL + code).splitlines() == [*loaded, "True", "True"]
 
 
-def test_a_kernel_that_cannot_be_compiled_is_an_error_of_the_client() -> None:
+def test_the_bits_are_the_same_while_the_kernel_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = """
+import sys, numpy, bngrad
+y_backprop, x, y_odd, x_odd = numpy.random.default_rng(0).normal(size=(4, 5, 6, 7, 8)).astype(numpy.float32)
+per_channel = numpy.linspace(0.5, 2, 8).astype(numpy.float32)
+client = bngrad.Client("local:")
+plain = client.fused_batch_norm_grad_v2(y_backprop, x, *[per_channel] * 3)
+other = client.batch_norm_training_backprop(x_odd[:, ::2], y_odd[:, ::2], per_channel, per_channel, epsilon=1e-3)
+print([output.tobytes().hex() for output in (*plain, *other)], client.server_info().compiling)
+"""
+    expected = python(code)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with compiling():
+        found = python(code)
+    assert expected.endswith("] ()\n")
+    assert found == expected.replace("] ()\n", "] ('float32-1',)\n")
+
+
+def test_a_kernel_that_cannot_be_compiled_is_a_warning() -> None:
+    code = """
+import logging, os, time
+os.environ["NUMBA_CPU_NAME"] = "no-such-processor"
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+client = bngrad.Client("local:")
+call(client)
+while client.server_info().compiling:
+    time.sleep(0.05)
+"""
+    said = python(CALL + code)
+    assert said.startswith("the kernel float32-1 could not be compiled: LLVM")
+    assert said.endswith("; NumPy computes what needs it\n")
+
+
+def test_a_large_tensor_of_the_second_order_without_a_kernel_is_an_error_of_the_client() -> None:
     code = """
 import os
 os.environ["NUMBA_CPU_NAME"] = "no-such-processor"
+from bngrad_kernels.cpu.uncompiled import backend
+backend._MAX_SECOND_ORDER_ELEMENTS = 1
+x, sums = numpy.ones((2, 2, 2, 4), numpy.float32), numpy.ones(4, numpy.float32)
 try:
-    call(bngrad.Client("local:"))
+    bngrad.Client("local:").fused_batch_norm_grad_grad(x, sums, sums, x, x, sums, sums, sums)
 except bngrad.UnavailableError as error:
     print(error)
 """
-    assert python(CALL + code).startswith("the kernel float32-1 could not be compiled: LLVM")
+    assert python(CALL + code).startswith("the kernel float32-2 could not be compiled: LLVM")
 
 
 @pytest.mark.parametrize("arguments", ["'local:'", "'localhost:1', fallback='local'"])

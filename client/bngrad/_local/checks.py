@@ -86,7 +86,7 @@ def check(
 
     Raises:
         InvalidArgumentError: It breaks the op's contract, as a server says it.
-        UnavailableError: Its kernel cannot be compiled.
+        UnavailableError: As in `bngrad._local.kernels.LocalKernels.run`.
     """
     checked = _spec(op, tensors, attributes)
     if checked.order == 2 or not checked.tensor_nbytes:
@@ -150,7 +150,7 @@ def check_shape(
 
 @contextlib.contextmanager
 def available() -> Iterator[None]:
-    """Raises an UnavailableError where a kernel cannot be compiled."""
+    """Raises an UnavailableError where a kernel is needed and cannot be compiled."""
     try:
         yield
     except DeviceUnavailableError as error:

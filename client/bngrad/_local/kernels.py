@@ -23,7 +23,7 @@ from bngrad_kernels.spec import Spec
 from bngrad_wire import __version__
 
 if TYPE_CHECKING:
-    from bngrad_kernels.cpu import CpuBackend
+    from bngrad_kernels.cpu.uncompiled.backend import EagerBackend
 
 Result = TypeVar("Result")
 _POOLED_FROM_NBYTES = 1 << 16
@@ -62,7 +62,8 @@ class LocalKernels:
 
         Raises:
             InvalidArgumentError: The request breaks the op's contract.
-            UnavailableError: The kernel cannot be compiled.
+            UnavailableError: Its kernel cannot be compiled, and NumPy would take too long: the second order of large
+                tensors. Or NUMBA_CPU_NAME is no name.
         """
         checked, inputs, outputs = self._tensors(request)
         if checked.compute is not None:
@@ -149,7 +150,8 @@ class LocalKernels:
         names = tuple(op.method.rpartition("/")[2] for op in checks.OPS)
         return ServerInfo(
             version=__version__, devices=(device,), ops=names, max_message_bytes=0, arena_bytes=0, requests=0,
-            batch_sizes=(), stream_port=0, stream_host="", local_directory="", device_remark="", compiling=(),
+            batch_sizes=(), stream_port=0, stream_host="", local_directory="", device_remark="",
+            compiling=_backend().compiling,
         )  # fmt: skip
 
     def empty(
@@ -209,11 +211,11 @@ def _compute(compute: checks.Compute, inputs: Iterable[Array | None], outputs: I
 
 
 @functools.cache
-def _backend() -> CpuBackend:
+def _backend() -> EagerBackend:
     """The backend of this process."""
-    from bngrad_kernels.cpu import CpuBackend  # noqa: PLC0415 - takes a tenth of a second to import
+    from bngrad_kernels.cpu.uncompiled.backend import EagerBackend  # noqa: PLC0415 - takes a tenth of a second to import
 
-    return CpuBackend()
+    return EagerBackend()
 
 
 os.register_at_fork(after_in_child=_backend.cache_clear)  # other threads may hold its locks, and are not there

@@ -90,12 +90,9 @@ class KernelCompiler:
 def _missing() -> tuple[str, ...]:
     """The names of the kernels that the cache lacks."""
     from bngrad_kernels.cpu.machine_code import warm  # noqa: PLC0415 - a server of GPUs does not need LLVM
-    from bngrad_kernels.cpu.machine_code.kernels import KERNELS, host  # noqa: PLC0415
+    from bngrad_kernels.cpu.machine_code.kernels import host  # noqa: PLC0415
 
-    try:
-        return tuple(map(str, warm.missing(host())))
-    except OSError:
-        return tuple(map(str, KERNELS))  # the process has the same error, and the log then tells of it
+    return tuple(map(str, warm.missing(host())))
 
 
 def _first() -> str:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 import torch
 from tests.integration.pytorch.models import CHANNELS, MEMORY_FORMATS, OURS, SHAPES, randomised
+from tests.kernels.cold_cache import compiling
 from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -154,15 +156,26 @@ def test_a_closed_client_computes_nothing() -> None:
         y.sum().backward()
 
 
-def test_a_kernel_that_cannot_be_compiled_is_an_error_of_the_client() -> None:
+def test_the_bits_are_the_same_while_the_kernel_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = """
-import os, torch, bngrad, bngrad.torch
-os.environ["NUMBA_CPU_NAME"] = "no-such-processor"
-layer = bngrad.torch.BatchNorm1d(4, client=bngrad.Client("local:"))
-try:
-    layer(torch.randn(3, 4)).sum().backward()
-except bngrad.UnavailableError as error:
-    print(error)
+import torch, bngrad, bngrad.torch
+torch.manual_seed(0)
+client = bngrad.Client("local:")
+for make, shape in ((bngrad.torch.BatchNorm1d, (9, 4)), (bngrad.torch.BatchNorm2d, (3, 4, 5, 6))):
+    for affine in (True, False):
+        x = torch.randn(shape, requires_grad=True)
+        layer = make(4, affine=affine, client=client)
+        layer(x).backward(torch.randn(shape))
+        print([each.grad.numpy().tobytes().hex() for each in (x, *layer.parameters())])
+print(client.server_info().compiling)
 """
-    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-    assert found.startswith("the kernel float32-1 could not be compiled: LLVM")
+    expected = _python(code)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with compiling():
+        found = _python(code)
+    assert expected.endswith("\n()\n")
+    assert found == expected.replace("\n()\n", "\n('float32-1',)\n")
+
+
+def _python(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout

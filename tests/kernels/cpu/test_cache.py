@@ -265,6 +265,9 @@ def test_a_kernel_is_loaded_from_a_cache_that_can_no_longer_be_written(
 
 def test_a_kernel_whose_folder_cannot_be_made_is_unavailable_in_a_sentence() -> None:
     (cache.folder() / host()).touch()
+    assert not loader.is_compiled(FIRST, host())
+    failures = dict(warm.fill(host(), [FIRST], jobs=1))
+    assert failures[FIRST].startswith("the kernel float32-1 cannot be compiled: ")
     with pytest.raises(DeviceUnavailableError, match=r"the kernel float32-1 cannot be compiled or read: .*File exists"):
         loader.load(FIRST)
 

@@ -16,7 +16,7 @@ from bngrad_cli.commands.advise import contestants, shapes, verdict
 from bngrad_cli.commands.advise.contestants import LOCAL, PYTORCH, SERVER
 from bngrad_cli.commands.advise.verdict import Advice, Times
 from bngrad_cli.sample_requests import DTYPES
-from bngrad_cli.target import Target, wait_until_compiled
+from bngrad_cli.target import Target
 from bngrad_cli.target_options import Seconds, with_target
 from bngrad_cli.terminal import descriptions, exit_on_sigterm, plain_table, print_lines, wide_console
 
@@ -84,9 +84,8 @@ def advise(
     target.check_serving()
     with target.client() as client, ExitStack() as stack:
         console = Console(stderr=True)
-        wait_until_compiled(client, console)
         server = client.server_info()
-        found, missing = contestants.find(client, stack)
+        found, missing = contestants.find(client, stack, DTYPES[dtype], console)
         shown = track(layers, "measuring", console=console, transient=True, disable=not console.is_terminal)
         milliseconds = [contestants.milliseconds(found, layer, DTYPES[dtype], data_format, seconds) for layer in shown]
     times = Times(layers, milliseconds, DTYPES[dtype].itemsize)

@@ -10,10 +10,12 @@ from contextlib import ExitStack
 from typing import Any, TypeAlias
 
 import numpy as np
+from rich.console import Console
 
 import bngrad
 from bngrad_cli.commands.advise.shapes import DataFormat, Layer
 from bngrad_cli.sample_requests import SampleRequest, random_request
+from bngrad_cli.target import wait_until_compiled
 
 SERVER, LOCAL, PYTORCH = "server", "local:", "PyTorch"
 _WARM_UPS = 2
@@ -23,20 +25,28 @@ Backward: TypeAlias = Callable[[SampleRequest], Callable[[], float]]
 """Takes a request, and returns a function that computes it and returns the seconds that this took."""
 
 
-def find(server: bngrad.Client, stack: ExitStack) -> tuple[dict[str, Backward], dict[str, str]]:
+def find(
+    server: bngrad.Client, stack: ExitStack, dtype: np.dtype[Any], console: Console
+) -> tuple[dict[str, Backward], dict[str, str]]:
     """Returns the contestants by name, and for those that are not installed the reason.
 
     With PyTorch each is a layer of it, so that the time is what a training would see; otherwise a call of a client.
+    Waits for the kernels of the clients.
 
     Args:
         server: The client of the server.
         stack: Closes what was opened.
+        dtype: The dtype of x.
+        console: Says what is waited for.
     """
     clients, missing = {SERVER: server}, {}
     try:
         clients[LOCAL] = stack.enter_context(bngrad.Client("local:"))
     except ModuleNotFoundError as error:
         missing[LOCAL] = str(error)
+    for client in clients.values():
+        random_request("V3", "NHWC", dtype, (1, 1, 1, 1)).send(client)
+        wait_until_compiled(client, console)
     if importlib.util.find_spec("torch") is None:
         missing[PYTORCH] = "it is not installed"
         return {name: _by_client(client) for name, client in clients.items()}, missing

@@ -86,7 +86,10 @@ def compiled(kernel: Kernel, cpu: str) -> bytes | None:
     for folder in (cache.home(), cache.shipped()):
         if (found := compiled_code.read(folder / cpu / f"{kernel}.o")) is not None:
             return found
-    return compiled_code.read(path(kernel, cpu))
+    try:
+        return compiled_code.read(path(kernel, cpu))
+    except OSError:  # there is no folder for kernels, and none can be made
+        return None
 
 
 def path(kernel: Kernel, cpu: str) -> Path:

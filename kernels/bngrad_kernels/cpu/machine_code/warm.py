@@ -44,6 +44,8 @@ def _compile(kernel: Kernel, cpu: str, lock: str) -> str:
         loader.compile_once(kernel, cpu, lock)
     except DeviceUnavailableError as error:
         return str(error)
+    except OSError as error:
+        return f"the kernel {kernel} cannot be compiled: {error}"
     return ""
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
+import re
 import shutil
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,18 +13,20 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from tests.clock import Clock
-from tests.kernels import backends
+from tests.kernels import backends, cold_cache
 from tests.kernels.problems import assert_right, bits, clear_outputs, random_problem, spec_of
 from tests.servers import wait_until
 
 from bngrad_kernels.cpu.machine_code import loader
 from bngrad_kernels.cpu.machine_code.kernels import FIRST, Kernel, host
+from bngrad_kernels.cpu.records import FIRST_ORDER
 from bngrad_kernels.cpu.uncompiled import backend as uncompiled
 from bngrad_kernels.cpu.uncompiled import first_order
 from bngrad_kernels.cpu.uncompiled.backend import EagerBackend
 from bngrad_kernels.errors import DeviceUnavailableError
-from bngrad_kernels.problem import Problem
+from bngrad_kernels.problem import Problem, address_of_array
 
 PROBLEM = random_problem(spec_of(1, (3, 5, 7)))
 
@@ -49,9 +52,8 @@ def fill(compiled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """As if another process compiled the first kernel, for which all others wait."""
-    with loader.path(FIRST, host()).with_suffix(loader.LOCK).open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
+    """As `cold_cache.compiling`; the threads of this process that wait for it have ended afterwards."""
+    with cold_cache.compiling():
         yield
     wait_until(lambda: not compilers())
 
@@ -77,6 +79,45 @@ def test_the_bits_do_not_change_once_the_kernel_is_compiled(fill: Callable[[], N
         fill()
         assert [run(backend)] * 2 == in_numpy
         assert backend._kernels
+
+
+@pytest.mark.parametrize("has_scale", [True, False])
+def test_at_given_addresses_the_bits_do_not_change_either(fill: Callable[[], None], has_scale: bool) -> None:
+    problem = random_problem(spec_of(1, (3, 5, 7)))
+    if not has_scale:
+        problem.scale = None
+    tensors = [getattr(problem, name) for name in FIRST_ORDER]
+    addresses = [0 if tensor is None else address_of_array(tensor) for tensor in tensors]
+    backend = EagerBackend(threads=2)
+    compute = backend.bound_at(problem.spec)
+    found = []
+    with compiling():
+        for _ in range(2):
+            clear_outputs(problem)
+            compute(*addresses)
+            assert_right(problem)
+            found.append(bits(problem))
+            assert backend.compiling == (() if backend._kernels else ("float32-1",))
+            fill()
+    assert backend._kernels
+    assert found[0] == found[1]
+
+
+def test_flushing_of_subnormal_numbers_in_the_calling_thread_changes_no_bit(fill: Callable[[], None]) -> None:
+    problem, again = (random_problem(spec_of(1, (3, 5, 7))) for _ in range(2))
+    for each in (problem, again):
+        each.y_backprop *= 1e-38
+    with compiling():
+        EagerBackend(threads=2).run([problem])
+        torch.set_flush_denormal(True)
+        try:
+            EagerBackend(threads=2).run([again])
+            still_flushes = float(torch.tensor(1e-38) * 0.1) == 0
+        finally:
+            torch.set_flush_denormal(False)
+        fill()
+    assert still_flushes
+    assert bits(problem) == bits(again)
 
 
 def test_a_kernel_is_used_once_its_thread_has_it(fill: Callable[[], None]) -> None:
@@ -116,6 +157,19 @@ def test_a_kernel_that_cannot_be_compiled_is_tried_again_after_a_minute(
         clock.now += uncompiled._RETRY_AFTER_S
     assert caplog.messages[0].startswith("the kernel float32-1 could not be compiled: LLVM ")
     assert caplog.messages[0].endswith("; NumPy computes what needs it")
+
+
+def test_numpy_computes_where_there_is_no_folder_for_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (file := tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file))
+    monkeypatch.setattr(tempfile, "tempdir", str(file))
+    backend = EagerBackend(threads=2)
+    backend.warm_up()
+    run(backend)
+    wait_until(lambda: not compilers())
+    assert re.match(r"the kernel float32-1 cannot be compiled or read: .*; NumPy computes", caplog.messages[0])
 
 
 def test_a_large_problem_of_the_second_order_waits_for_its_kernel(
