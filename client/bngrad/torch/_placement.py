@@ -55,6 +55,7 @@ class Placement:
         self._name = name
         self._placements = placements
         self._seconds: dict[bool, list[float]] = {False: [], True: []}
+        self._was_cold = False  # before the client's first measured time
         self._begun: weakref.WeakSet[Any] = weakref.WeakSet()  # uses whose backward pass is still to come
 
     def __getstate__(self) -> dict[str, Any]:
@@ -101,7 +102,9 @@ class Placement:
         found = by_client() if is_by_client else by_pytorch()
         if self.by_client is None:
             self._seconds[is_by_client].append(time.perf_counter() - start)
-            self._decide(is_server_cold)
+            if is_by_client and len(self._seconds[True]) == _WARM_UPS:
+                self._was_cold = is_server_cold()
+            self._decide()
         if not torch._C._autograd._get_current_graph_task_keep_graph():  # else there may be another backward pass
             self._begun.discard(use)
         return found
@@ -111,11 +114,11 @@ class Placement:
         local, client = (1e3 * self._median(by_client) for by_client in (False, True))
         return f"  {self._name}: PyTorch {local:.2f}, client {client:.2f}: {'client' if self.by_client else 'PyTorch'}"
 
-    def _decide(self, is_server_cold: Callable[[], bool]) -> None:
+    def _decide(self) -> None:
         if min(map(len, self._seconds.values())) < _WARM_UPS + _USES:
             return
         is_faster = self._median(True) < _WORTHWHILE * self._median(False)
-        if is_faster or not is_server_cold():
+        if is_faster or not self._was_cold:
             self.by_client = is_faster
             self._placements.report(self)
         else:  # it will be faster, so all is measured again
