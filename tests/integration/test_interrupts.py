@@ -125,7 +125,7 @@ def test_after_ctrl_c_at_any_step_the_client_stays_usable(server: EmbeddedServer
             interrupted = interrupted_after(steps, client, x, x, stats, stats, stats)
             answer = client.fused_batch_norm_grad_v2(x, x, stats, stats, stats)
             np.testing.assert_array_equal(answer.x_backprop, expected)
-            wait_until(lambda: quarantine.release([]) is None and not quarantine._entries)
+            wait_until(lambda: quarantine.release([]) is None and quarantine.is_empty)
             if not interrupted:
                 break
         assert steps > 100

@@ -7,7 +7,7 @@ import socket
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -82,37 +82,42 @@ def _is_read_shut_down(sock: socket.socket) -> bool:
     return any(events & select.POLLRDHUP for _, events in poll.poll(0))
 
 
-class _Entry(NamedTuple):
-    output: Array
+@dataclass(slots=True, eq=False)
+class Output:
+    """An output of a call, its region, which the call holds, and the call's connection."""
+
+    array: Array
     region: PoolRegion
     call: AbandonedCall
 
     def release(self) -> None:
+        """Releases the region, and closes the connection."""
         self.region.close()
         self.call.close()
 
 
 class Quarantine:
-    """Quarantines output buffers of failed calls until no worker can write to them."""
+    """Quarantines output buffers of failed calls until no worker can write to them.
+
+    Attributes:
+        outputs: Those in quarantine, whose regions it releases. A call that fails extends the list itself, and calls
+            `extended` then: Ctrl-C could come as a method of ours begins, and keep an output out of quarantine.
+    """
 
     def __init__(self) -> None:
+        self.outputs: list[Output] = []
         self._mutex = threading.Lock()
-        self._entries: list[_Entry] = []
         self._closed = False
 
     @property
     def is_empty(self) -> bool:
         """Whether no output is in quarantine."""
-        return not self._entries
+        return not self.outputs
 
-    def add(self, output: Array, region: PoolRegion, call: AbandonedCall) -> None:
-        """Quarantines an output of a call that failed; releases its region, which the caller has held."""
-        entry = _Entry(output, region, call)
-        with self._mutex:
-            if self._closed:
-                entry.release()
-            else:
-                self._entries.append(entry)
+    def extended(self) -> None:
+        """Keeps nothing once it was closed."""
+        if self._closed:
+            self.close()
 
     def release(self, arrays: Sequence[Array]) -> Array | None:
         """Releases the outputs that servers have finished with.
@@ -123,19 +128,15 @@ class Quarantine:
         if self.is_empty:
             return None
         with self._mutex:
-            over: list[_Entry] = []
-            pending: list[_Entry] = []
-            for entry in self._entries:
-                (over if entry.call.is_over() else pending).append(entry)
+            over = [output for output in tuple(self.outputs) if output.call.is_over()]
             # Only after that: the region of a call that the server has not started is not in use yet.
-            in_use = {region: region.is_in_use() for region in {entry.region for entry in over}}
-            # Before any region is released, or Ctrl-C could have one released twice.
-            self._entries = pending + [entry for entry in over if in_use[entry.region]]
-            for entry in over:
-                if not in_use[entry.region]:
-                    entry.region.close()
-            outputs = [entry.output for entry in self._entries]
-        return next((array for array in arrays for output in outputs if np.may_share_memory(array, output)), None)
+            in_use = {region: region.is_in_use() for region in {output.region for output in over}}
+            for output in over:
+                if not in_use[output.region]:
+                    self.outputs.remove(output)  # first, or Ctrl-C could have its region released twice
+                    output.region.close()
+            kept = [output.array for output in self.outputs]
+        return next((array for array in arrays for each in kept if np.may_share_memory(array, each)), None)
 
     def wait(self, arrays: Sequence[Array], deadline: Deadline, cancellation: Cancellation) -> bool:
         """Waits until none of the arrays is in quarantine, and returns whether that came in time."""
@@ -151,6 +152,5 @@ class Quarantine:
         """Ends the leases; arrays keep the memory itself."""
         with self._mutex:
             self._closed = True
-            for entry in self._entries:
-                entry.release()
-            self._entries = []
+            while self.outputs:
+                self.outputs.pop().release()

@@ -13,7 +13,7 @@ from bngrad._requests import codec
 from bngrad._requests.request import PreparedRequest
 from bngrad._shared_memory.lease import LeaseEndedError
 from bngrad._shared_memory.pool import Located, Pool
-from bngrad._shared_memory.quarantine import AbandonedCall, Quarantine
+from bngrad._shared_memory.quarantine import AbandonedCall, Output, Quarantine
 from bngrad._transports.http2 import Http2Transport
 from bngrad_wire.fields import Buffer
 
@@ -52,6 +52,7 @@ class SharedMemoryCalls(NamedTuple):
         for result in results:
             result.region.hold()
         abandoned = AbandonedCall()
+        outputs = [Output(result.array, result.region, abandoned) for result in results]
         try:
             response = self.transport.unary(request.op.method, pieces, deadline, cancellation, abandoned)
         except InvalidArgumentError as error:
@@ -62,8 +63,8 @@ class SharedMemoryCalls(NamedTuple):
                 raise LeaseEndedError("a lease has ended") from error
             raise
         except BaseException:
-            for result in results:
-                self.quarantine.add(result.array, result.region, abandoned)  # A worker may still write it.
+            self.quarantine.outputs.extend(outputs)  # A worker may still write them.
+            self.quarantine.extended()
             raise
         abandoned.close()  # a stopping server ends the connection with the call
         _release(results)

@@ -18,7 +18,7 @@ from tests.unit.client.calls import SECONDS, interrupt_at
 
 from bngrad._deadline import ENDLESS, Cancellation
 from bngrad._shared_memory import region as region_module
-from bngrad._shared_memory.quarantine import AbandonedCall, Quarantine, stop_reading
+from bngrad._shared_memory.quarantine import AbandonedCall, Output, Quarantine, stop_reading
 from bngrad._shared_memory.region import PoolRegion
 from bngrad_wire.lease_protocol import IN_USE, NOT_IN_USE
 
@@ -117,7 +117,7 @@ def test_a_lease_ends_although_a_forked_child_holds_its_socket(
 def test_an_output_leaves_once_the_call_is_over_and_then_no_request_names_its_region() -> None:
     quarantine, region, call, output = Quarantine(), mock.Mock(), mock.Mock(), np.zeros(4)
     call.is_over.return_value, region.is_in_use.return_value = False, False
-    quarantine.add(output, region, call)
+    quarantine.outputs.append(Output(output, region, call))
     assert quarantine.release([output]) is output
     region.is_in_use.assert_not_called()  # a request that the server has not read yet names it later
     call.is_over.return_value, region.is_in_use.return_value = True, True
@@ -141,7 +141,7 @@ class Sleeps(Cancellation):
 def test_a_wait_looks_again_and_again_until_the_output_has_left_or_the_call_is_cancelled() -> None:
     quarantine, call, output, sleeps = Quarantine(), mock.Mock(), np.zeros(4), Sleeps()
     call.is_over.side_effect = lambda: len(sleeps.seconds) == 20
-    quarantine.add(output, PoolRegion(NBYTES, None), call)
+    quarantine.outputs.append(Output(output, PoolRegion(NBYTES, None), call))
     assert quarantine.wait([np.zeros(4)], ENDLESS, sleeps)
     assert not sleeps.seconds
     assert quarantine.wait([output[1:]], ENDLESS, sleeps)
@@ -149,7 +149,7 @@ def test_a_wait_looks_again_and_again_until_the_output_has_left_or_the_call_is_c
 
     sleeps.cancel()
     call.is_over.side_effect = lambda: len(sleeps.seconds) == 30
-    quarantine.add(output, PoolRegion(NBYTES, None), call)
+    quarantine.outputs.append(Output(output, PoolRegion(NBYTES, None), call))
     assert not quarantine.wait([output], ENDLESS, sleeps)
 
 
@@ -167,7 +167,7 @@ def test_an_interrupt_at_any_step_releases_no_region_twice() -> None:
         quarantine, region = Quarantine(), PoolRegion(NBYTES, None)
         for _ in range(2):
             region.hold()
-            quarantine.add(np.zeros(4), region, AbandonedCall())
+            quarantine.outputs.append(Output(np.zeros(4), region, AbandonedCall()))
         is_over = not interrupt_at(step, lambda: quarantine.release([]))  # noqa: B023 - it is called here
         quarantine.release([])
         assert quarantine.is_empty
@@ -179,10 +179,11 @@ def test_an_interrupt_at_any_step_releases_no_region_twice() -> None:
 
 def test_a_closed_quarantine_keeps_nothing() -> None:
     quarantine, region, call = Quarantine(), mock.Mock(), mock.Mock()
-    quarantine.add(np.zeros(4), region, call)
+    quarantine.outputs.append(Output(np.zeros(4), region, call))
     quarantine.close()
     assert quarantine.is_empty
-    quarantine.add(np.zeros(4), region, call)
+    quarantine.outputs.append(Output(np.zeros(4), region, call))
+    quarantine.extended()
     assert quarantine.is_empty
     assert region.close.call_count == call.close.call_count == 2
 

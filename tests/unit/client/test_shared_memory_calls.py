@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
+import sys
 import threading
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from types import FrameType
 
 import numpy as np
 import pytest
@@ -14,6 +17,7 @@ from tests.unit.client.endpoints import Server
 
 import bngrad
 from bngrad._shared_memory import pool as pool_module
+from bngrad._transports.http2 import Http2Transport
 from bngrad_kernels.spec import FieldViolation, InvalidArgumentError
 from bngrad_wire.http2 import RpcError
 
@@ -96,3 +100,55 @@ def test_every_output_of_a_failed_call_is_in_quarantine(served: Server) -> None:
         assert all(quarantine.release([output]) is output for output in outputs)
         released.set()
         wait_until(lambda: all(quarantine.release([output]) is None for output in outputs))
+
+
+def interrupt_after_failure(step: int) -> list[int]:
+    """Raises KeyboardInterrupt at a step of this thread, once the attempt of its next call in shared memory has failed.
+
+    Returns:
+        What becomes the number of steps that are left.
+    """
+    left, has_failed = [step], False
+
+    def profile(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal has_failed
+        has_failed |= event == "return" and frame.f_code is Http2Transport.unary.__code__
+        if has_failed and event in ("call", "return", "c_return") and frame.f_globals["__name__"].startswith("bngrad."):
+            left[0] -= 1
+            if left[0] < 0:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    sys.setprofile(profile)
+    return left
+
+
+def test_after_an_interrupt_at_any_step_of_its_failure_every_output_of_a_call_is_in_quarantine(served: Server) -> None:
+    arrived, released = threading.Event(), threading.Event()
+
+    def hold(way: str) -> None:
+        arrived.set()
+        released.wait(SECONDS)
+        raise RpcError(14, "for a test")
+
+    served.on_arrival = hold
+    x, stats = tensor(LARGE), np.ones(LARGE[-1], np.float32)
+    with bngrad.Client(served.target, transport="shared", retries=False) as client:
+        quarantine = client._calls._quarantine
+        for step in itertools.count():
+            arrived.clear()
+            while not arrived.is_set():  # as above
+                outputs = client.empty(LARGE), client.empty(LARGE)
+                left = interrupt_after_failure(step)
+                try:
+                    with suppress(KeyboardInterrupt, bngrad.DeadlineExceededError):
+                        client.fused_batch_norm_grad_grad(
+                            x, stats, stats, x, x, stats, stats, stats, out=outputs, timeout=0.1
+                        )
+                finally:
+                    sys.setprofile(None)
+            assert all(quarantine.release([output]) is output for output in outputs)
+            if left[0] >= 0:
+                break
+        released.set()
+    assert step > 5

@@ -32,7 +32,7 @@ from bngrad._shared_memory import lease as lease_module
 from bngrad._shared_memory import pool as pool_module
 from bngrad._shared_memory.lease import LeaseEndedError, LeaseError, LeaseLateError, LeaseRefusedError, UnreachableError
 from bngrad._shared_memory.pool import Pool
-from bngrad._shared_memory.quarantine import AbandonedCall, Quarantine
+from bngrad._shared_memory.quarantine import AbandonedCall, Output, Quarantine
 from bngrad_server.memory.leases import LeaseServer
 from bngrad_server.memory.regions import Region, Regions
 from bngrad_wire.lease_protocol import ALIGNMENT, KEY_NBYTES, unpack_request
@@ -255,7 +255,7 @@ def test_memory_that_no_server_uses_leaves_quarantine_at_once(pool: Pool) -> Non
     (region,) = pool._regions
     region.hold()
     quarantine = Quarantine()
-    quarantine.add(array, region, AbandonedCall())
+    quarantine.outputs.append(Output(array, region, AbandonedCall()))
     assert quarantine.release([array]) is None
     assert region.is_alive  # the pool's own lease goes on
 
