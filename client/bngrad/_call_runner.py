@@ -73,9 +73,10 @@ class CallRunner:
         has_fallback = self._fallback is not None
         self._quarantine = quarantine = Quarantine()
 
-        local = _local_kernels() if not callable(targets) and _validation.LOCAL in targets else None
-        self.local = local if targets == [_validation.LOCAL] else None
-        if transport != "unary" or self._fallback is not None or local is not None:
+        has_local = not callable(targets) and _validation.LOCAL in targets
+        kernels = _local_kernels() if has_local else None  # says at once if Numba is missing
+        self.local = local = kernels if targets == [_validation.LOCAL] else None
+        if transport != "unary" or has_fallback or has_local:
             _validation.check_threads()
 
         # These must not refer to self: that cycle would leave the client to the garbage collector.

@@ -23,6 +23,7 @@ from tests.servers import DEVICE, ONE_WORKER, TIMEOUT_S, free_port, wait_until
 
 import bngrad
 import bngrad.aio
+from bngrad._balancing.resolver import Address
 from bngrad._deadline import ENDLESS, Cancellation
 from bngrad_cli.embedded import EmbeddedServer
 from bngrad_kernels.spec import BFLOAT16, FLOAT16, FLOAT32, Spec
@@ -409,3 +410,12 @@ def test_local_takes_its_share_of_calls_beside_servers(server: EmbeddedServer) -
         first = case.run(client, inputs)
         for _ in range(5):
             assert_same(case.run(client, inputs), first)
+
+
+def test_local_computes_again_once_it_is_back_among_the_servers_of_a_large_fleet() -> None:
+    case = Case("v3", "NHWC", (16, 33, 33, 24))
+    inputs = random_inputs(case.spec())
+    with bngrad.Client(["local:", "127.0.0.1:1"]) as client, bngrad.Client("local:") as local:
+        for members in ["127.0.0.1:1"], ["local:"]:
+            client._calls._load_balancer._use([Address(target) for target in members])
+        assert_same(case.run(client, inputs), case.run(local, inputs))
