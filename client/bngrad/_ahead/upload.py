@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -67,6 +68,7 @@ class Upload:
         self._state = _State.QUEUED
         self._place: Place | None = None
         self._is_wanted = True
+        self._process = os.getpid()
         # Reentrant, since the garbage collector may run `close` in a thread that has it. It is not taken by way of the
         # condition: that runs Python code, and Ctrl-C amid it would leave the mutex taken.
         self._mutex = threading.RLock()
@@ -130,7 +132,9 @@ class Upload:
             self._on_forget(replace(place, copy=None))  # so that its memory is free at once
 
     def close(self) -> None:
-        """Has the server forget the tensor, also if it is only being sent now."""
+        """Has the server forget the tensor, also if it is only being sent now; does nothing in a forked child."""
+        if self._process != os.getpid():  # a thread of the parent may have held the mutex at the fork
+            return
         with self._mutex:
             self._is_wanted = False
             self._tensor = None

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
+import textwrap
 import threading
 from collections.abc import Callable, Sequence
 
@@ -174,3 +177,33 @@ def test_an_interrupt_at_any_step_lets_the_sender_go_on(call: Callable[[Upload],
         if is_over:
             break
     assert step > 2
+
+
+def test_a_forked_child_may_forget_a_handle_whose_lock_a_thread_of_its_parent_held() -> None:
+    """Such as that which sends tensors ahead."""
+    program = """
+        import os, signal, threading
+        import numpy
+        from bngrad._ahead.tensor import AheadTensor
+        from bngrad._ahead.upload import Upload
+        tensor, held, may_end = numpy.ones(4), threading.Event(), threading.Event()
+        upload = Upload(tensor, print)
+        handle = AheadTensor(None, tensor, tensor, upload)
+        def hold():
+            with upload._mutex:
+                held.set()
+                may_end.wait()
+        thread = threading.Thread(target=hold)
+        thread.start()
+        held.wait()
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            del handle
+            os._exit(0)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        may_end.set()
+        thread.join()
+    """
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(program)]
+    assert subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout == "0\n"
