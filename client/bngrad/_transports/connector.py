@@ -138,7 +138,7 @@ class _Lookup:
     def _run(self) -> None:
         try:
             self.places = _resolved(self._address)
-        except (OSError, UnicodeError) as error:
+        except Exception as error:  # also a lack of memory, or calls would wait for this look-up for good
             self.error = OSError(f"{self._address[0]}: {error}")
         self.done.set()
 

@@ -93,6 +93,24 @@ def test_a_name_is_looked_up_again_once_there_was_no_connection(
     assert asked == ["name"] * 2
 
 
+def test_a_name_is_looked_up_again_after_a_look_up_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    getaddrinfo, has_failed = socket.getaddrinfo, False
+
+    def fail_once(host: str, port: int, *, type: int, flags: int) -> Any:  # noqa: A002 - its name
+        nonlocal has_failed
+        if not (flags or has_failed):
+            has_failed = True
+            raise MemoryError("for a test")
+        return getaddrinfo(host, port, type=type, flags=flags)
+
+    monkeypatch.setattr(connector, "WAIT_S", 1.0)
+    monkeypatch.setattr(socket, "getaddrinfo", fail_once)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        made = Connector(("localhost", listener.getsockname()[1]))
+        assert not isinstance(error_of(made), NotYetConnectedError)
+        made.connect().close()
+
+
 def test_a_name_is_looked_up_once_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     found, asked = threading.Event(), list[str]()
 
