@@ -59,10 +59,11 @@ class FairShares:
             OverloadedError: Too many calls wait, or the timeout has passed.
             CancelledError: The call has ended.
         """
+        part = _Part(self, client, amount)
         waiting = self._take_or_wait(client, amount)
         if waiting is not None:
             self._wait(client, waiting, context, timeout_s)
-        return _Part(self, client, amount)
+        return part
 
     def give_back(self, client: str, amount: int) -> None:
         """Ends a part."""
@@ -93,16 +94,26 @@ class FairShares:
             return waiting
 
     def _wait(self, client: str, waiting: _Waiting, context: grpc.ServicerContext, timeout_s: float | None) -> None:
-        if context.add_callback(waiting.over.set):
-            waiting.over.wait(timeout_s)
-        with self._mutex:
-            if waiting.is_served:
-                return
-            self._forget(client, waiting)
-            self._serve()  # the client's next call may need less
+        try:
+            if context.add_callback(waiting.over.set):
+                waiting.over.wait(timeout_s)
+        except BaseException:  # such as for a lack of memory
+            if self._was_served(client, waiting):
+                self.give_back(client, waiting.amount)
+            raise
+        if self._was_served(client, waiting):
+            return
         if not context.is_active():
             raise CancelledError
         raise OverloadedError(f"this client has its share of the {self._what}")
+
+    def _was_served(self, client: str, waiting: _Waiting) -> bool:
+        """Ends a wait, and returns whether it got its part."""
+        with self._mutex:
+            if not waiting.is_served:
+                self._forget(client, waiting)
+                self._serve()  # the client's next call may need less
+            return waiting.is_served
 
     def _fits(self, client: str, amount: int) -> bool:
         if not self._is_worthwhile(client):

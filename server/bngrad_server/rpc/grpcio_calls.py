@@ -51,6 +51,16 @@ def check_active(context: grpc.ServicerContext) -> None:
         raise CancelledError
 
 
+def call_at_end(context: grpc.ServicerContext, callback: Callable[[], None]) -> None:
+    """Has grpcio call back when a call has ended; calls at once if it has ended already, or grpcio has no memory."""
+    will_be_called = False
+    try:
+        will_be_called = context.add_callback(callback)
+    finally:
+        if not will_be_called:
+            callback()
+
+
 def receive(messages: Iterator[bytes], op: OpTraffic) -> bytes | None:
     """Receives a client's next message; None if there is none.
 

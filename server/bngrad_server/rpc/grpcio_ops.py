@@ -22,6 +22,7 @@ from bngrad_server.rpc.futile_calls import FutileCalls, is_before
 from bngrad_server.rpc.grpcio_calls import (
     abort,
     account_of,
+    call_at_end,
     check_active,
     counted,
     receive,
@@ -159,9 +160,7 @@ def _unary(
                 futile.answered(rpc.client)
                 _report_load(servicer.load, peer, context)
                 sent = until_sent.pop_all().close
-            # grpcio calls back when the client has read the response, or the call was cancelled.
-            if not context.add_callback(sent):
-                sent()
+            call_at_end(context, sent)  # when the client has read the response, or the call was cancelled
             return response
         except Exception as error:
             _count_failure(op, futile, error, rpc)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import grpc
 
 from bngrad_server.errors import REFUSAL, UnauthenticatedError
+from bngrad_server.rpc.grpcio_calls import call_at_end
 from bngrad_server.security.auth import Authenticator
 
 logger = logging.getLogger(__name__)
@@ -85,9 +86,7 @@ class RpcLimiter(grpc.ServerInterceptor):
                 self._remove(crowded, oldest)
         if oldest is not None:
             oldest.context.cancel()
-        leave = partial(self._leave, peer, call)
-        if not context.add_callback(leave):
-            leave()
+        call_at_end(context, partial(self._leave, peer, call))
         return call
 
     def _leave(self, peer: str, call: _Call) -> None:

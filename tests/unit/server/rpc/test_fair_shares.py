@@ -214,3 +214,23 @@ def test_a_call_that_ends_leaves_the_queue(calls: Calls) -> None:
         waiting.result(10)
     with pytest.raises(CancelledError):
         calls.wait("client", rpc=rpc).result(10)
+
+
+@pytest.mark.parametrize("is_served", [False, True])
+def test_a_call_for_whose_wait_there_is_no_memory_leaves_the_queue_and_keeps_no_part(
+    calls: Calls, is_served: bool
+) -> None:
+    held = [calls.take("client") for _ in range(42)]
+    rpc = Rpc()
+
+    def add_callback(callback: Callable[[], object]) -> bool:
+        if is_served:
+            held.pop().__exit__(None, None, None)
+        raise MemoryError
+
+    rpc.add_callback = add_callback  # type: ignore[method-assign]
+    with pytest.raises(MemoryError):
+        calls.take("client", rpc=rpc)
+    if not is_served:
+        held.pop().__exit__(None, None, None)
+    assert calls.share("client") == 1

@@ -335,6 +335,15 @@ def test_the_memory_of_an_answer_comes_back_if_the_handler_fails(
     wait_until(port.is_at_rest)
 
 
+def test_the_memory_of_an_answer_comes_back_if_grpcio_has_none_to_tell_of_its_end(
+    peer: Peer, port: Port, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("grpc._server._Context.add_callback", mock.Mock(side_effect=MemoryError))
+    with pytest.raises(grpc.RpcError, match="no memory left"):
+        list(begin(peer, UNARY_PATH))
+    wait_until(port.is_at_rest)
+
+
 @ON_EACH_PATH
 def test_an_answer_reports_the_load_unless_its_client_knows_it(peer: Peer, path: str) -> None:
     peer.engine.load.trailers = lambda: report  # type: ignore[method-assign]

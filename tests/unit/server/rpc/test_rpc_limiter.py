@@ -136,6 +136,14 @@ def test_a_call_that_is_cancelled_or_has_ended_already_no_longer_counts(has_ende
     assert limiter._count == 0
 
 
+def test_a_call_no_longer_counts_if_grpcio_has_no_memory_to_tell_of_its_end() -> None:
+    limiter = RpcLimiter(1, ALLOW_ALL)
+    context = mock.Mock(**{"add_callback.side_effect": MemoryError, "peer.return_value": "peer"})
+    with pytest.raises(MemoryError):
+        limiter.intercept_service(lambda details: HANDLER, None).stream_unary(iter([b"request"]), context)
+    assert limiter._count == 0
+
+
 def test_a_call_is_refused_once_its_token_is_revoked(connect: Connect, authenticator: Revocable) -> None:
     channel = connect()
     assert code_of(begin(channel, "Revoke")) is grpc.StatusCode.UNAUTHENTICATED
