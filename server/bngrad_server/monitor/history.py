@@ -20,6 +20,9 @@ class History:
 
     def add(self, status: dict[str, Any]) -> None:
         """Adds a sample."""
+        if self._samples and status["time"] < self._samples[-1]["time"]:  # the clock was set back
+            self._samples.clear()
+            self._points.clear()
         if self._samples and status["time"] > self._samples[-1]["time"]:
             self._points.append(_point(self._samples[-1], status))
         self._samples.append(status)
