@@ -212,9 +212,9 @@ class EndpointDiscovery:
             if in_a_row or not transport.was_connected:
                 self._unreachable.add(transport.address)
 
-    def _warn(self, address: Address) -> None:
+    def _warn(self, address: tuple[str, int]) -> None:
         """Logs once what calls do without the server's TCP port."""
-        if isinstance(address, tuple) and not self._has_warned:
+        if not self._has_warned:
             self._has_warned = True
             logger.warning(
                 "%s does not answer at %s, its address for large tensors, which may be behind a firewall; calls go to "

@@ -15,7 +15,7 @@ from tests.clock import Clock
 from tests.servers import wait_until
 from tests.unit.client.endpoints import SECONDS, Server
 
-from bngrad._credentials import NO_CREDENTIALS
+from bngrad._credentials import NO_CREDENTIALS, Credentials, Security
 from bngrad._deadline import ENDLESS, Cancellation, Deadline, acquire
 from bngrad._errors import (
     BngradError,
@@ -115,6 +115,16 @@ def test_an_endpoint_is_blocked_for_longer_only_if_it_is_lost_again_soon(
         paused.append(found.stale_at - clock.now)
         clock.now = found.stale_at + rest
     assert paused == pytest.approx([10.0, 20.0, 40.0, 10.0])
+
+
+def test_an_endpoint_that_two_calls_lose_at_once_is_blocked_as_by_one(
+    served: Server, discovery: EndpointDiscovery, clock: Clock
+) -> None:
+    before = ask_once(served, discovery)
+    assert before.tcp is not None
+    for _ in range(2):
+        discovery.lose(before, before.tcp)
+    assert ask_once(served, discovery).stale_at - clock.now == pytest.approx(10.0)
 
 
 def test_an_endpoint_is_blocked_for_five_minutes_at_most(
@@ -283,3 +293,42 @@ def test_a_socket_that_cannot_be_reached_from_the_start_is_used_for_nothing(
     found = ask_once(served, discovery)
     assert (found.unix, found.pool, found.is_local) == (None, None, False)
     assert found.tcp is not None
+
+
+@pytest.mark.parametrize(
+    ("target", "host", "port", "address"),
+    [
+        ("name:1", "", 65535, ("name", 65535)),
+        ("name:1", "other", 2, ("other", 2)),
+        ("unix:/nowhere", "other", 2, ("other", 2)),
+        ("unix:/nowhere", "", 2, None),
+        ("name:1", "", 65536, None),
+        ("name:1", "other", 0, None),
+    ],
+)
+def test_the_address_for_large_tensors_is_at_the_host_that_the_server_names_or_the_clients(
+    target: str, host: str, port: int, address: tuple[str, int] | None
+) -> None:
+    with closing(EndpointDiscovery(target, NO_CREDENTIALS, ServerState())) as discovery:
+        advertised = pb.Endpoints(stream_host=host, stream_port=port)
+        tcp = discovery.endpoints(lambda *_: advertised, ENDLESS, Cancellation()).tcp
+        assert (None if tcp is None else tcp.address) == address
+
+
+@pytest.mark.parametrize(
+    ("host", "is_insecure", "is_used"),
+    [
+        ("192.0.2.1", False, False),
+        ("192.0.2.1", True, True),
+        ("127.0.0.2", False, True),
+        ("", False, True),
+    ],
+)
+def test_a_token_is_not_sent_unencrypted_to_a_host_that_the_server_names(
+    host: str, is_insecure: bool, is_used: bool
+) -> None:
+    credentials = Credentials(Security(token=lambda: "alice", insecure=is_insecure), "127.0.0.1:1")
+    with closing(EndpointDiscovery("127.0.0.1:1", credentials, ServerState())) as discovery:
+        advertised = pb.Endpoints(stream_host=host, stream_port=2)
+        found = discovery.endpoints(lambda *_: advertised, ENDLESS, Cancellation())
+        assert (found.tcp is not None) == is_used

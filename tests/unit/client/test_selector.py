@@ -38,6 +38,7 @@ import bngrad
 from bngrad._errors import NotSharedError
 from bngrad._transports import connector, endpoints
 from bngrad.typing import Transport
+from bngrad_wire.http2 import RpcError
 from bngrad_wire.lease_protocol import CALLS, REGIONS
 
 
@@ -629,9 +630,14 @@ def test_the_host_that_a_server_names_is_used_for_its_stream_port(served: Server
     assert served.ways == ["named"]
 
 
-def test_a_token_is_not_sent_unencrypted_to_a_host_that_the_server_names(served: Server) -> None:
+def test_an_error_names_the_host_that_a_server_names_for_its_stream_port(served: Server) -> None:
+    def fail(way: str) -> None:
+        raise RpcError(13, "for a test")
+
     served.endpoints.ClearField("local_directory")
-    served.endpoints.stream_host = "192.0.2.1"
-    with bngrad.Client(served.target, token=lambda: "alice") as client:
-        right(client, tensor(LARGE), served)
-    assert served.ways == ["grpc"]
+    served.on_arrival = fail
+    with endpoint(served.answer_on("named"), host="127.0.0.2") as other, bngrad.Client(served.target) as client:
+        host, port = str(other.address[0]), int(other.address[1])
+        served.endpoints.stream_host, served.endpoints.stream_port = host, port
+        with pytest.raises(bngrad.InternalError, match=f"^{host}:{port} "):
+            right(client, tensor(LARGE), served)
