@@ -63,7 +63,7 @@ class CallRunner:
     ) -> None:
         """Checks the arguments, which are those of a client of the class ``kind``; connects to nothing yet."""
         targets = target if callable(target) else _validation.check_targets(target)
-        self.name = f"{kind}({(targets if not isinstance(target, str) else target)!r})"
+        self.name = f"{kind}({target!r})"
         self._timeout = _validation.check_timeout(timeout)
         self._transport = _validation.check_transport(transport)
         self._retries = _validation.check_retries(retries)
@@ -116,7 +116,7 @@ class CallRunner:
     @property
     def is_remote(self) -> bool:
         """Whether a server that is known sends and receives tensors over a network."""
-        return self.local is None and self._load_balancer.is_remote
+        return self._load_balancer.is_remote
 
     def deadline(self, timeout: float | None) -> Deadline:
         """Returns the deadline of a call that starts now; with the client's own timeout where None is given."""

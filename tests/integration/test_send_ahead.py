@@ -271,7 +271,7 @@ def test_a_call_goes_to_the_server_that_has_its_tensor(server: EmbeddedServer, h
     ):
         others = http_of(other)
         plain = gradients(client, x)
-        for _ in range(3):
+        for _ in range(10):
             handle = client.send_ahead(x)
             wait_until(lambda: ahead(http) + ahead(others) == 1)
             x[:] = 0

@@ -163,12 +163,17 @@ def test_retries_must_be_a_bool(client_class: ClientClass, retries: Any) -> None
         client_class("localhost:1", retries=retries)
 
 
-@pytest.mark.parametrize("retries", [True, False])
-def test_only_calls_that_may_be_repeated_leave_a_server_that_is_silent(retries: bool) -> None:
-    with bngrad.Client(["127.0.0.1:1", "127.0.0.1:2"], retries=retries) as client:
+@pytest.mark.parametrize(
+    ("options", "may_leave"),
+    [({"retries": True}, True), ({"retries": False}, False), ({"retries": False, "fallback": "local"}, True)],
+)
+def test_only_calls_that_may_be_made_elsewhere_leave_a_server_that_is_silent(
+    options: dict[str, Any], may_leave: bool
+) -> None:
+    with bngrad.Client(["127.0.0.1:1", "127.0.0.1:2"], **options) as client:
         for server in client._calls._load_balancer._servers.values():
             assert isinstance(server.selector, TransportSelector)
-            assert server.selector._server._may_leave() is retries
+            assert server.selector._server._may_leave() is may_leave
 
 
 def test_a_call_that_was_cancelled_says_nothing_of_its_server() -> None:
@@ -436,6 +441,18 @@ def test_calls_go_to_the_servers_that_are_up(client_class: ClientClass) -> None:
         bound.bind(("127.0.0.1", 0))
         for _ in range(4):
             call(client_class, [f"127.0.0.1:{bound.getsockname()[1]}", target])
+
+
+def test_a_call_that_is_repeated_for_a_while_finds_servers_that_were_not_there_when_it_began(
+    client_class: ClientClass,
+) -> None:
+    def fail(method: str, request: bytes, context: grpc.ServicerContext) -> bytes:
+        targets[:] = [other]
+        return info(method, request, context) if method == "ServerInfo" else context.abort(UNAVAILABLE, "for a test")
+
+    with peer(fail) as first, peer(echo) as other:
+        targets = [first]
+        call(client_class, lambda: list(targets), SECONDS)
 
 
 def test_addresses_that_have_all_never_answered_are_not_tried_again(client_class: ClientClass) -> None:
