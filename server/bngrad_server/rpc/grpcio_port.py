@@ -121,7 +121,6 @@ def _options(config: ServerConfig) -> list[tuple[str, Any]]:
     transfer_timeout_ms = int(1e3 * config.transfer_timeout_s)
     options = [
         ("grpc.max_receive_message_length", config.max_message_bytes),
-        ("grpc.max_send_message_length", config.max_message_bytes),
         # Otherwise, a call that waits for its place may have sent megabytes of its message; one that has it may anyway.
         ("grpc.http2.bdp_probe", 0),
         ("grpc.max_concurrent_streams", MAX_CALLS),  # a stream whose client does not read holds its response

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 import stat
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,20 @@ import pytest
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
+from tests.raw_http2 import PREFACE, RawConnection
 from tests.unit.server.rpc.peers import ARENA_NBYTES, identity
 from tests.unit.server.workers.additions import TIMEOUT_S
 
 from bngrad_protos.v1 import batch_norm_grad_pb2 as pb
-from bngrad_server.config import ServerConfig
+from bngrad_server.config import MAX_CALLS, ServerConfig
 from bngrad_server.engine import Engine
 from bngrad_server.errors import ListenError
+from bngrad_server.rpc import grpcio_port
 from bngrad_server.rpc.grpcio_port import GrpcioPort
 from bngrad_server.rpc.health import Health
 from bngrad_server.rpc.other_calls import REFLECTED, REFLECTION_PATH, other_calls
 from bngrad_server.rpc.servicer import SERVER_INFO_PATH, Servicer
-from bngrad_wire.http2 import RpcError
+from bngrad_wire.http2 import RpcError, frames
 
 CHECK_PATH = f"/{health.SERVICE_NAME}/Check"
 CHANNELZ_PATH = "/grpc.channelz.v1.Channelz/GetServers"
@@ -73,6 +76,51 @@ def test_a_port_of_tcp_is_chosen_watched_and_told(port: GrpcioPort) -> None:
     assert host == "127.0.0.1"
     assert port._throttle.ports == {int(number)}
     assert pb.ServerInfoResponse.FromString(*ask(address, SERVER_INFO_PATH)).limits.max_message_bytes == 1000
+
+
+def test_a_name_of_a_host_is_told_as_it_was_given(port: GrpcioPort) -> None:
+    assert port.listen("localhost:0").startswith("localhost:")
+
+
+def test_a_connection_may_have_as_many_calls_at_once_as_a_client_may(port: GrpcioPort, tmp_path: Path) -> None:
+    address = port.listen(f"unix:{tmp_path}/calls")
+    port.start()
+    with RawConnection(address) as client:
+        assert client.send(PREFACE)
+        kind, values = next_frame(client.sock)
+        assert kind == frames.SETTINGS
+        assert dict(frames.SETTING.iter_unpack(values))[frames.MAX_CONCURRENT_STREAMS] == MAX_CALLS
+
+
+def next_frame(sock: socket.socket) -> tuple[int, bytes]:
+    length, kind, _, _ = frames.parse_header(sock.recv(frames.HEADER_NBYTES, socket.MSG_WAITALL), 0)
+    return kind, sock.recv(length, socket.MSG_WAITALL)
+
+
+def is_sent_away(sock: socket.socket) -> bool:
+    """Whether the server ends a connection before its timeout."""
+    with suppress(TimeoutError):
+        while next_frame(sock)[0] != frames.GOAWAY:
+            pass
+        return True
+    return False
+
+
+@pytest.mark.parametrize("has_shown_it", [False, True])
+def test_connections_of_clients_that_show_certificates_last_for_a_while(
+    servicer: Servicer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_shown_it: bool
+) -> None:
+    """The certificate may be revoked."""
+    monkeypatch.setattr(grpcio_port, "_MAX_AGE_MS", 100)
+    files = {name: tmp_path / name for name in ("tls_certificate", "tls_key", "tls_client_ca")}
+    port = make_port(servicer, **(files if has_shown_it else {}))
+    address = port.listen(f"unix:{tmp_path}/calls")
+    port.start()
+    with RawConnection(address) as client:
+        assert client.send(PREFACE)
+        client.sock.settimeout(TIMEOUT_S if has_shown_it else 0.5)
+        assert is_sent_away(client.sock) == has_shown_it
+    port.stop(0).wait()
 
 
 def test_a_socket_has_its_mode_from_the_settings_and_new_files_theirs_as_before(
