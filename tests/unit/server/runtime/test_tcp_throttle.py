@@ -11,8 +11,10 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import grpc
 import pytest
 
 from bngrad_server.runtime import tcp_throttle, traffic_accounts
@@ -474,3 +476,63 @@ def test_a_flood_of_which_the_system_tells_little_is_let_alone(
     flooder.send_all(5 * MIB)
     throttle.look()
     assert not flooder.is_paused()
+
+
+def test_connections_that_have_ended_are_forgotten(
+    throttle: TcpThrottle, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def known() -> list[int]:
+        return [len(each) for each in (throttle._connections, throttle._peers, throttle._accounts, throttle._strangers)]
+
+    with contextlib.closing(Flooder(listener)) as calling, contextlib.closing(Flooder(listener)) as stranger:
+        throttle.peer(calling.name).op(None)
+        stranger.send_all(2**17)
+        throttle.look()
+        assert known() == [2, 2, 1, 1]
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 60)
+    throttle.look()
+    assert known() == [0, 0, 0, 0]
+
+
+def test_a_peer_is_remembered_while_an_op_of_it_runs_although_its_connection_was_not_seen(
+    throttle: TcpThrottle,
+) -> None:
+    name = "ipv4:192.0.2.1:1"
+    peer = throttle.peer(name)
+    with peer.op(None) as op:
+        throttle.look()
+        op.begin_to_receive()
+        throttle.look()
+        assert throttle.peer(name) is peer
+    throttle.look()
+    assert throttle.peer(name) is not peer
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+def test_a_connection_has_the_name_that_grpcio_gives_its_peer(host: str) -> None:
+    handler: Any = grpc.unary_unary_rpc_method_handler(lambda request, context: context.peer().encode())
+    server = grpc.server(ThreadPoolExecutor(1))
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", {"Name": handler}),))
+    throttle, port = TcpThrottle(MAX_MESSAGE_NBYTES), server.add_insecure_port("[::]:0")
+    throttle.ports.add(port)
+    server.start()
+    with grpc.insecure_channel(f"{host}:{port}") as channel:
+        ask: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary("/test/Name")
+        name = ask(b"", timeout=20).decode()
+        throttle.look()
+        assert {connection.name for connection in throttle._connections.values()} == {name}
+    server.stop(0).wait()
+
+
+def test_of_floods_that_follow_each_other_one_is_logged(
+    throttle: TcpThrottle, listener: socket.socket, caplog: pytest.LogCaptureFixture
+) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(2):
+            flooder = stack.enter_context(contextlib.closing(Flooder(listener)))
+            flooder.send_all(5 * MIB)
+            throttle.look()
+            assert flooder.is_paused()
+    assert len(caplog.records) == 1
+    assert caplog.records[0].getMessage().endswith(": it sends far more than its calls explain")
