@@ -12,7 +12,9 @@ import torch
 from tests.monitoring.conftest import HTTP, http_of, samples
 from tests.servers import endpoints_of, wait_until
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 import bngrad
@@ -153,3 +155,13 @@ def test_the_second_order(layer: bngrad.torch.BatchNorm2d) -> None:
         (first,) = torch.autograd.grad(model(x).pow(3).mean(), x, create_graph=True)
         results.append(torch.autograd.grad(first.square().sum(), x)[0])
     torch.testing.assert_close(*results)
+
+
+def test_tensors_of_other_classes_have_gradients(layer: bngrad.torch.BatchNorm2d) -> None:
+    x = tensor().detach()
+    found = gradient(layer, TwoTensor(x, x).requires_grad_())  # type: ignore[no-untyped-call]
+    assert type(found) is TwoTensor
+    assert torch.equal(found.a, gradient(layer, tensor()))
+    with FakeTensorMode():
+        without_values = bngrad.torch.BatchNorm2d(SHAPE[1], client=layer.client)
+        assert gradient(without_values, tensor()).shape == SHAPE

@@ -37,8 +37,12 @@ class Inputs:
         self._balance = 0  # of those that were used, and those that were not
 
     def send(self, client: Client | None, x: Tensor) -> SentInput | None:
-        """Begins to send an input if that pays: to a server on another host, from the CPU's memory, in eager mode."""
-        if torch.compiler.is_compiling() or client is None or x.device.type != "cpu" or self._balance < 0:
+        """Begins to send an input if that pays: to a server on another host, from the CPU's memory, in eager mode.
+
+        A tensor of a subclass may have no values here; PyTorch takes it apart in the backward pass.
+        """
+        is_in_memory = type(x) is Tensor and x.is_cpu
+        if torch.compiler.is_compiling() or client is None or self._balance < 0 or not is_in_memory:
             return None
         return SentInput(self, client, x) if client._calls.is_remote else None
 

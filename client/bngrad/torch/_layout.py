@@ -31,6 +31,11 @@ def has_channels_last(x: Tensor) -> bool:
     return x.movedim(1, -1).is_contiguous()
 
 
+def is_as_stored(x: Tensor) -> bool:
+    """Returns whether a tensor's memory holds its values: it has memory, and no bit says that they are negated."""
+    return not (x.is_neg() or x._is_zerotensor())
+
+
 def empty_result(x: Tensor) -> Tensor:
     """Returns a tensor with the shape and the strides that `from_client` gives a result."""
     if has_channels_last(x):
@@ -69,7 +74,7 @@ def vector(values: Tensor) -> Array:
 
 def copied_vector(values: Tensor) -> Array:
     """Does as `vector`, but never returns a view: PyTorch refuses to resize memory that NumPy has seen."""
-    if values.dtype is torch.float32 and values.is_cpu and values.is_contiguous():
+    if values.dtype is torch.float32 and values.is_cpu and values.is_contiguous() and is_as_stored(values):
         # With cold caches, clone() takes twice as long.
         return np.frombuffer(ctypes.string_at(values.data_ptr(), values.nbytes), np.float32)
     return vector(values.clone())

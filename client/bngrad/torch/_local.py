@@ -40,9 +40,7 @@ def gradients(
         memory_format = _layout.CHANNELS_LAST.get(x.dim(), memory_format)
         if not x.is_contiguous(memory_format=memory_format):
             return None
-    if not x.is_cpu or x.is_neg() or y_backprop.is_neg() or y_backprop._is_zerotensor():
-        return None
-    if not _fit(y_backprop, x, (weight, mean, rstd)):
+    if not x.is_cpu or not _fit(y_backprop, x, (weight, mean, rstd)):
         return None
     y_backprop = y_backprop.contiguous(memory_format=memory_format)
     channels_last = x.dim() == 2 or memory_format is not torch.contiguous_format
@@ -68,14 +66,16 @@ def gradients(
 
 
 def _fit(y_backprop: Tensor, x: Tensor, per_channel: Sequence[Tensor | None]) -> bool:
-    """Returns whether the kernel, which gets addresses, would read no memory but that of the tensors."""
+    """Returns whether the kernel, which gets addresses, would read the tensors' values and no other memory."""
     dtype, shape = x.dtype, x.shape
     if dtype not in _DTYPES or y_backprop.dtype is not dtype or y_backprop.shape != shape or not y_backprop.is_cpu:
         return False
     for values in per_channel:
-        if values is not None and (values.numel() != shape[1] or not values.is_cpu):
+        if values is None:
+            continue
+        if values.numel() != shape[1] or not values.is_cpu or not _layout.is_as_stored(values):
             return False
-    return 0 not in shape
+    return 0 not in shape and _layout.is_as_stored(x) and _layout.is_as_stored(y_backprop)
 
 
 def _new_like(kernels: LocalKernels, x: Tensor, dtype: np.dtype[Any], *, channels_last: bool) -> Tensor:

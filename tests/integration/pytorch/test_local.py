@@ -12,6 +12,7 @@ import torch
 from tests.integration.pytorch.models import CHANNELS, MEMORY_FORMATS, OURS, SHAPES, randomised
 from tests.kernels.cold_cache import compiling
 from torch import Tensor
+from torch.func import functional_call
 from torch.testing._internal.two_tensor import TwoTensor
 
 import bngrad
@@ -87,21 +88,35 @@ def test_tensors_may_lie_anyhow_in_memory(
     assert_same_bits(found, expected)
 
 
-@pytest.mark.parametrize("by", ["server", "local"])
-def test_gradients_may_have_the_negative_bit(client: bngrad.Client, local: bngrad.Client, by: str) -> None:
-    x = torch.randn(SHAPES["4d"])
-    y_backprop = torch._neg_view(torch.randn(SHAPES["4d"]))
-    assert y_backprop.is_neg()
-    chosen = {"server": client, "local": local}[by]
-    assert_same_bits(gradients(chosen, "4d", x, y_backprop), gradients(chosen, "4d", x, y_backprop.resolve_neg()))
+UNSTORED: dict[str, Callable[[tuple[int, ...]], Tensor]] = {
+    "negated by a bit": lambda shape: torch._neg_view(torch.randn(shape)),
+    "zeros without memory": torch._efficientzerotensor,
+}
 
 
 @pytest.mark.parametrize("by", ["server", "local"])
-def test_gradients_may_have_no_memory_of_their_own(client: bngrad.Client, local: bngrad.Client, by: str) -> None:
+@pytest.mark.parametrize("changed", ["x", "y_backprop", "weight"])
+@pytest.mark.parametrize("kind", UNSTORED)
+def test_memory_need_not_hold_a_tensors_values(
+    client: bngrad.Client, local: bngrad.Client, by: str, changed: str, kind: str
+) -> None:
+    shapes: dict[str, tuple[int, ...]] = {"x": SHAPES["4d"], "y_backprop": SHAPES["4d"], "weight": (CHANNELS,)}
+    stored = {name: torch.randn(shape) for name, shape in shapes.items()}
+    unstored = UNSTORED[kind](shapes[changed])
+    layer = OURS["4d"](CHANNELS, client={"server": client, "local": local}[by])
+
+    def found(x: Tensor, y_backprop: Tensor, weight: Tensor) -> Sequence[Tensor]:
+        inputs = x.requires_grad_(), weight.requires_grad_()
+        return torch.autograd.grad(functional_call(layer, {"weight": weight}, (x,)), inputs, y_backprop)
+
+    expected = found(**(stored | {changed: unstored.clone().resolve_neg()}))
+    assert_same_bits(found(**(stored | {changed: unstored})), expected)
+
+
+@pytest.mark.parametrize("by", ["server", "local"])
+def test_gradients_may_be_of_a_class_of_their_own(client: bngrad.Client, local: bngrad.Client, by: str) -> None:
     chosen, x = {"server": client, "local": local}[by], torch.randn(SHAPES["4d"])
     zeros = torch.zeros_like(x)
-    expected = gradients(chosen, "4d", x, zeros)
-    assert_same_bits(gradients(chosen, "4d", x, torch._efficientzerotensor(x.shape)), expected)
     for found in gradients(chosen, "4d", x, TwoTensor(zeros, zeros)):  # type: ignore[no-untyped-call]
         assert type(found) is TwoTensor
         assert not found.a.any()
