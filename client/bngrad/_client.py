@@ -408,3 +408,13 @@ class Client:
 
     def __repr__(self) -> str:
         return self._calls.name
+
+
+def check_client(client: object) -> None:
+    """Refuses what is no client.
+
+    Raises:
+        TypeError: It is something else, such as a target or a client for asyncio.
+    """
+    if not isinstance(client, Client):
+        raise TypeError(f"client must be a bngrad.Client, not {client!r}")

@@ -89,3 +89,9 @@ def test_copies_share_the_client_and_pickles_leave_it_out() -> None:
         assert pickle.loads(pickle.dumps(layer)).client is None  # noqa: S301
         layer.client = None
         assert (layer.client, nnx.clone(layer).client) == (None, None)
+
+
+def test_a_layer_takes_no_target_for_a_client() -> None:
+    target: Any = "localhost:50051"
+    with pytest.raises(TypeError, match=r"client must be a bngrad.Client, not 'localhost:50051'"):
+        bngrad.jax.nnx.BatchNorm(CHANNELS, client=target, rngs=nnx.Rngs(0))

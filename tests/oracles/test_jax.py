@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.oracles.conftest import CountedClient
 
 import bngrad
 import bngrad.jax
@@ -78,19 +79,11 @@ def test_code_that_is_not_compiled_has_the_same_gradients(client: bngrad.Client)
 
 
 @pytest.mark.parametrize("data_format", ["NHWC", "NCDHW"])
-def test_a_mapped_dimension_is_one_call(client: bngrad.Client, data_format: str) -> None:
+def test_a_mapped_dimension_is_one_call(counted: CountedClient, data_format: str) -> None:
     given = arguments(FORMATS[data_format], mapped=3)
-    sizes: list[int] = []
-
-    class Watched:
-        def fused_batch_norm_grad_v3(self, y_backprop: Any, *others: Any, **named: Any) -> Any:
-            sizes.append(y_backprop.size)
-            return client.fused_batch_norm_grad_v3(y_backprop, *others, **named)
-
-    watched: Any = Watched()
-    ours, theirs = (jax.jit(jax.vmap(jax.grad(loss, BY_ALL), (0, 0, None))) for loss in losses(watched, data_format))
+    ours, theirs = (jax.jit(jax.vmap(jax.grad(loss, BY_ALL), (0, 0, None))) for loss in losses(counted, data_format))
     assert_close(ours(given[0], given[1], given[2][0]), theirs(given[0], given[1], given[2][0]))
-    assert sizes == [given[0].size]
+    assert counted.sizes == [given[0].size]
 
 
 def test_a_dimension_is_mapped_twice_and_in_the_second_order(client: bngrad.Client) -> None:
@@ -184,8 +177,13 @@ def test_sharded_tensors_are_refused_but_for_shards_that_are_mapped(client: bngr
 
 def test_errors_name_the_argument(client: bngrad.Client) -> None:
     x, scale, offset = arguments(FORMATS["NHWC"])
+    target: Any = "localhost:50051"
+    with pytest.raises(TypeError, match=r"client must be a bngrad.Client, not 'localhost:50051'"):
+        bngrad.jax.batch_norm(x, scale, offset, client=target)
     with pytest.raises(ValueError, match="x must be 5-dimensional for data_format NDHWC"):
         bngrad.jax.batch_norm(x, scale, offset, client=client, data_format="NDHWC")
+    with pytest.raises(ValueError, match="data_format must be one of NHWC, NCHW, NDHWC, NCDHW, not 'NWHC'"):
+        bngrad.jax.batch_norm(x, scale, offset, client=client, data_format="NWHC")  # type: ignore[arg-type]
     for position, name in enumerate(("x", "scale", "offset")):
         given = [x, scale, offset]
         given[position] = given[position].astype(np.int32)

@@ -14,6 +14,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from tests.oracles.conftest import CountedClient
 
 import bngrad
 import bngrad.keras
@@ -21,28 +22,6 @@ import bngrad.keras
 needs_renorm = pytest.mark.skipif(
     "renorm" not in inspect.signature(keras.layers.BatchNormalization).parameters, reason="this Keras has no renorm"
 )
-
-
-class Counted:
-    """A client that counts its calls of the ops."""
-
-    def __init__(self, client: bngrad.Client) -> None:
-        self.calls = 0
-        self._client = client
-
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self._client, name)
-
-        def counted(*arguments: Any, **named: Any) -> Any:
-            self.calls += 1
-            return method(*arguments, **named)
-
-        return counted
-
-
-@pytest.fixture
-def counted(client: bngrad.Client) -> Any:
-    return Counted(client)
 
 
 @pytest.fixture(params=["float32", "mixed_float16", "float16", "bfloat16"])
@@ -76,13 +55,13 @@ def losses(model: Any, seed: int | None = None) -> list[float]:
     return found
 
 
-def test_a_converted_model_trains_as_keras_own(counted: Any, policy: str) -> None:
+def test_a_converted_model_trains_as_keras_own(counted: CountedClient, policy: str) -> None:
     stock, converted = network(), bngrad.keras.convert(network(), counted)
     expected, atol = losses(stock), 1e-3
     if policy in {"float16", "bfloat16"}:  # 1e-3 is about one step of such a loss, and Keras' own may be further off
         atol = max(atol, *(np.abs(np.subtract(losses(network(), seed), expected)).max() for seed in range(5)))
     np.testing.assert_allclose(losses(converted), expected, rtol=0, atol=atol)
-    assert counted.calls == 2 * 3 * 3, "epochs, batches, layers"
+    assert len(counted.sizes) == 2 * 3 * 3, "epochs, batches, layers"
     for ours, theirs in zip(converted.get_weights(), stock.get_weights(), strict=True):
         assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
     stock.set_weights(converted.get_weights())
@@ -124,14 +103,14 @@ def assert_close(ours: list[Any], theirs: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES)
-def test_both_orders_agree_with_keras_for_every_place_of_the_channels(counted: Any, geometry: str) -> None:
+def test_both_orders_agree_with_keras_for_every_place_of_the_channels(counted: CountedClient, geometry: str) -> None:
     shape, axis = GEOMETRIES[geometry]
     x = np.random.default_rng(1).normal(1, 2, shape).astype(np.float32)
     gamma = keras.initializers.RandomUniform(0.5, 1.5, seed=0)
     arguments = {"axis": axis, "epsilon": 0.01, "gamma_initializer": gamma}
     ours = gradients(bngrad.keras.BatchNormalization(client=counted, **arguments), x)
     assert_close(ours, gradients(keras.layers.BatchNormalization(**arguments), x))
-    assert counted.calls == 3, "the first order, and both orders in the gradient of the penalty"
+    assert len(counted.sizes) == 3, "the first order, and both orders in the gradient of the penalty"
 
 
 RUNS = pytest.mark.parametrize("run", [lambda function: function, tf.function], ids=["eager", "graph"])
@@ -262,25 +241,25 @@ def test_a_layer_without_scale_and_center_takes_tensors_of_unknown_shape(client:
         pytest.param({"axis": 2}, {}, id="channels in the middle"),
     ],
 )
-def test_what_the_client_does_not_compute_is_keras_own(counted: Any, changes: Any, call: Any) -> None:
+def test_what_the_client_does_not_compute_is_keras_own(counted: CountedClient, changes: Any, call: Any) -> None:
     x = np.random.default_rng(1).normal(size=(2, 3, 4) if call else (2, 3, 4, 5)).astype(np.float64)
     layers = bngrad.keras.BatchNormalization(client=counted, **changes), keras.layers.BatchNormalization(**changes)
     ours, theirs = (gradients(layer, x, **call)[:2] for layer in layers)
     for our, their in zip(ours, theirs, strict=True):
         np.testing.assert_array_equal(our, their)
-    assert counted.calls == 0
+    assert len(counted.sizes) == 0
 
 
-def test_inference_and_frozen_layers_are_keras_own(counted: Any) -> None:
+def test_inference_and_frozen_layers_are_keras_own(counted: CountedClient) -> None:
     layer = bngrad.keras.BatchNormalization(client=counted)
     x = tf.ones((2, 3, 3, 4))
     layer(x, training=False)
     layer.trainable = False
     layer(x, training=True)
-    assert counted.calls == 0
+    assert len(counted.sizes) == 0
 
 
-def test_a_compiled_model_is_converted_and_reverted_in_place(counted: Any) -> None:
+def test_a_compiled_model_is_converted_and_reverted_in_place(counted: CountedClient) -> None:
     model, x, y = network(), np.ones((4, 16, 16, 3), np.float32), np.zeros(4)
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     model.fit(x, y, verbose=0)
@@ -290,7 +269,7 @@ def test_a_compiled_model_is_converted_and_reverted_in_place(counted: Any) -> No
     for ours, theirs in zip(model.get_weights(), weights, strict=True):
         np.testing.assert_array_equal(ours, theirs)
     model.fit(x, y, verbose=0)
-    assert counted.calls == 3
+    assert len(counted.sizes) == 3
     assert bngrad.keras.revert(model) is model
     assert all(type(each) is not bngrad.keras.BatchNormalization for each in layers)
 
@@ -301,7 +280,7 @@ def test_a_model_without_such_layers_is_returned_with_a_warning(client: bngrad.C
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword")  # of Keras itself
-def test_a_saved_model_has_no_client(counted: Any, tmp_path: Path) -> None:
+def test_a_saved_model_has_no_client(counted: CountedClient, tmp_path: Path) -> None:
     model = bngrad.keras.convert(network(), counted)
     model.save(tmp_path / "model.keras")
     loaded = keras.saving.load_model(tmp_path / "model.keras")
@@ -309,6 +288,18 @@ def test_a_saved_model_has_no_client(counted: Any, tmp_path: Path) -> None:
     assert [each.client for each in ours] == [None] * 3
     x = np.ones((2, 16, 16, 3), np.float32)
     np.testing.assert_allclose(loaded(x, training=True), model(x, training=True), atol=1e-5)
+
+
+@pytest.mark.parametrize("client", ["localhost:50051", None])
+def test_a_client_must_be_one(client: Any) -> None:
+    with pytest.raises(TypeError, match=rf"client must be a bngrad.Client, not {client!r}"):
+        bngrad.keras.convert(network(), client)
+
+
+def test_a_layer_takes_no_target_for_a_client() -> None:
+    target: Any = "localhost:50051"
+    with pytest.raises(TypeError, match=r"client must be a bngrad.Client, not 'localhost:50051'"):
+        bngrad.keras.BatchNormalization(client=target)
 
 
 @RUNS

@@ -111,6 +111,12 @@ def test_gradients_of_every_dtype_come_from_the_client_in_both_modes(in_graph: b
         assert difference <= {2: 0.02, 4: 1e-5}[our.dtype.size] * largest
 
 
+def test_a_target_is_refused_for_a_client() -> None:
+    target: Any = "localhost:50051"
+    with pytest.raises(TypeError, match=r"client must be a bngrad.Client, not 'localhost:50051'"):
+        bngrad.tensorflow.install(target)
+
+
 @pytest.mark.parametrize("in_graph", [False, True])
 def test_what_the_client_refuses_is_tensorflows_invalid_argument(in_graph: bool) -> None:
     x = tf.ones((2, 3, 3, 4))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 try:
     import jax
@@ -19,13 +19,14 @@ except ImportError as error:
 
 import numpy as np
 
-from bngrad._client import Client
+from bngrad._client import Client, check_client
 from bngrad.jax._host_call import call_host
 from bngrad.typing import Array, DataFormat
 
 __all__ = ["batch_norm"]
 
 _DTYPES = ("float16", "bfloat16", "float32")
+_DATA_FORMATS: tuple[DataFormat, ...] = get_args(DataFormat)
 
 
 def batch_norm(
@@ -52,10 +53,14 @@ def batch_norm(
         y, of the dtype and shape of x; the mean and the biased variance of each channel, float32 of shape (C,).
 
     Raises:
-        TypeError: x, scale or offset has another dtype.
-        ValueError: x is sharded over several devices, or has another number of dimensions than the data format.
+        TypeError: x, scale or offset has another dtype, or the client is no `bngrad.Client`.
+        ValueError: There is no such data format, or x is sharded over several devices, or has another number of
+            dimensions than the data format.
         jax.errors.JaxRuntimeError: x is sharded, and the function is compiled; it contains the same sentence.
     """
+    check_client(client)
+    if data_format not in _DATA_FORMATS:
+        raise ValueError(f"data_format must be one of {', '.join(_DATA_FORMATS)}, not {data_format!r}")
     if x.ndim != len(data_format):
         raise ValueError(f"x must be {len(data_format)}-dimensional for data_format {data_format}, not {x.shape}")
     _check_dtypes(x, scale, offset)

@@ -19,7 +19,7 @@ except ImportError as error:
 
 import jax.numpy as jnp
 
-from bngrad._client import Client
+from bngrad._client import Client, check_client
 from bngrad.jax import _DTYPES, batch_norm
 from bngrad.typing import DataFormat
 
@@ -31,6 +31,10 @@ class _ClientReference:
     """A layer's reference to its client: copies of the layer share the client, pickles leave it out."""
 
     client: Client | None = None
+
+    def __post_init__(self) -> None:
+        if self.client is not None:
+            check_client(self.client)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _ClientReference:
         return self

@@ -21,7 +21,7 @@ except ImportError as error:
         "bngrad.keras needs Keras and TensorFlow: pip install '.[keras]' in a checkout of bngrad"
     ) from error
 
-from bngrad._client import Client
+from bngrad._client import Client, check_client
 from bngrad.tensorflow._gradients import gradients
 
 __all__ = ["BatchNormalization", "convert", "revert"]
@@ -59,6 +59,8 @@ class BatchNormalization(keras.layers.BatchNormalization):  # type: ignore[misc]
     def __init__(self, *args: Any, client: Client | None = None, **kwargs: Any) -> None:
         """Takes the arguments of ``keras.layers.BatchNormalization``, and a client."""
         _check_backend()
+        if client is not None:
+            check_client(client)
         super().__init__(*args, **kwargs)
         self.client = client
         self.supports_jit = False
@@ -129,7 +131,11 @@ def convert(model: Model, client: Client) -> Model:
 
     Returns:
         The model.
+
+    Raises:
+        TypeError: The client is no `bngrad.Client`.
     """
+    check_client(client)
     if not _exchange(model, keras.layers.BatchNormalization, BatchNormalization, client):
         expected = "keras.layers.BatchNormalization; subclasses stay as they are, and a model must be built before"
         warnings.warn(f"convert changed nothing: the model has no {expected}", stacklevel=2)

@@ -20,7 +20,7 @@ except ImportError as error:
         "bngrad.tensorflow needs TensorFlow: pip install '.[tensorflow]' in a checkout of bngrad"
     ) from error
 
-from bngrad._client import Client
+from bngrad._client import Client, check_client
 from bngrad.tensorflow._gradients import gradients
 from bngrad.typing import ReserveSpace2Kind
 
@@ -44,7 +44,11 @@ def install(client: Client, *, reserve_space_2_kind: ReserveSpace2Kind = "varian
         client: Computes the gradients; it must stay open as long as they are.
         reserve_space_2_kind: "inverse_std" for models that run on a GPU, where cuDNN saves that in training; else
             "variance".
+
+    Raises:
+        TypeError: The client is no `bngrad.Client`.
     """
+    check_client(client)
     for version, method in ((2, client.fused_batch_norm_grad_v2), (3, client.fused_batch_norm_grad_v3)):
 
         def op(

@@ -6,7 +6,7 @@ import itertools
 import weakref
 from typing import Any
 
-from bngrad._client import Client
+from bngrad._client import Client, check_client
 from bngrad._errors import BngradError
 
 _numbers = itertools.count(1)
@@ -43,11 +43,10 @@ class ClientReference:
     """
 
     def __init__(self, client: Client | None = None) -> None:
-        if client is not None and not isinstance(client, Client):
-            raise TypeError(f"client must be a bngrad.Client, not {type(client).__name__}")
         self.client = client
         self.name = ""
         if client is not None:
+            check_client(client)
             self.name = _names.setdefault(client, f"bngrad.Client {next(_numbers)}")
             _clients[self.name] = client
 

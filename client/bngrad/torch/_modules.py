@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from bngrad._client import Client
+from bngrad._client import Client, check_client
 from bngrad.torch._ahead import Inputs
 from bngrad.torch._clients import ClientReference
 from bngrad.torch._function import EagerFunction, Function
@@ -177,7 +177,7 @@ def convert_batchnorm(
         The model.
 
     Raises:
-        TypeError: The client is none.
+        TypeError: The client is no `bngrad.Client`.
         ValueError: ``where`` is neither.
 
     Warns:
@@ -185,6 +185,7 @@ def convert_batchnorm(
     """
     if where not in ("everywhere", "measured"):
         raise ValueError(f"where must be 'everywhere' or 'measured', not {where!r}")
+    check_client(client)
     reference, placements = ClientReference(client), Placements()
     for name, module in model.named_modules():
         if type(module) in _OURS:

@@ -227,9 +227,10 @@ def test_a_client_that_was_deleted_is_named() -> None:
         loss.backward()
 
 
-def test_a_client_must_be_one() -> None:
-    with pytest.raises(TypeError, match=r"client must be a bngrad.Client, not str"):
-        bngrad.torch.convert_batchnorm(torch.nn.BatchNorm1d(3), "localhost:50051")  # type: ignore[arg-type]
+@pytest.mark.parametrize("client", ["localhost:50051", None])
+def test_a_client_must_be_one(client: Any) -> None:
+    with pytest.raises(TypeError, match=rf"client must be a bngrad.Client, not {client!r}"):
+        bngrad.torch.convert_batchnorm(torch.nn.BatchNorm1d(3), client)
 
 
 @pytest.mark.parametrize("training", [True, False])
