@@ -43,8 +43,7 @@ class Function(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        x, weight, bias, _, running_var, ctx.is_training, _, ctx.epsilon, ctx.client, ctx.sent, ctx.placement = inputs
-        ctx.bias_dtype = None if bias is None else bias.dtype
+        x, weight, _, _, running_var, ctx.is_training, _, ctx.epsilon, ctx.client, ctx.sent, ctx.placement = inputs
         _, mean, rstd = output
         ctx.mark_non_differentiable(mean, rstd)
         if ctx.placement is not None:
@@ -74,14 +73,13 @@ def _by_client(ctx: Any, saved: tuple[Any, ...], y_backprop: Tensor) -> Gradient
         x_backprop, scale_backprop, offset_backprop = compute(
             y_backprop, x, weight, mean, rstd, ctx.epsilon, ctx.is_training, ctx.client
         )
-    grad_weight = None if weight is None else _as(weight.dtype, scale_backprop)
-    grad_bias = None if ctx.bias_dtype is None else _as(ctx.bias_dtype, offset_backprop)
-    return x_backprop, grad_weight, grad_bias
-
-
-def _as(dtype: torch.dtype, values: Tensor) -> Tensor:
-    """Converts values; PyTorch takes long to find that there is nothing to convert."""
-    return values if values.dtype is dtype else values.to(dtype)
+    _, weight_needs_gradient, bias_needs_gradient, *_ = ctx.needs_input_grad
+    # Autograd gives them the parameters' dtypes.
+    return (
+        x_backprop,
+        scale_backprop if weight_needs_gradient else None,
+        offset_backprop if bias_needs_gradient else None,
+    )
 
 
 def _by_pytorch(ctx: Any, saved: tuple[Any, ...], y_backprop: Tensor) -> Gradients:
