@@ -140,8 +140,7 @@ def _backward(
         grad_x_backprop, grad_scale_backprop, grad_offset_backprop, y_backprop, x, weight, mean, rstd,
         ctx.epsilon, ctx.is_training, ctx.client,
     )  # fmt: skip
-    grad_weight = None if weight is None else grad_scale.to(weight.dtype)
-    return grad_y_backprop, grad_x, grad_weight, None, None, None, None, None
+    return grad_y_backprop, grad_x, None if weight is None else grad_scale, None, None, None, None, None
 
 
 def _refuse_third_order(ctx: Any, *grads: Tensor) -> None:

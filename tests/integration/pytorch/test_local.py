@@ -19,6 +19,7 @@ import bngrad
 import bngrad.torch
 from bngrad._local.kernels import LocalKernels
 from bngrad.torch._clients import ClientReference
+from bngrad.torch._local import _POOLED_FROM_NBYTES
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -59,6 +60,20 @@ def test_the_gradients_have_the_bits_of_a_servers(
     found, expected = (gradients(each, rank, x, y_backprop, affine=affine) for each in (local, client))
     assert_same_bits(found, expected)
     assert found[0].stride() == expected[0].stride()
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_gradients_in_memory_of_the_client_are_right_and_stay_as_they_are(
+    local: bngrad.Client, memory_format: torch.memory_format
+) -> None:
+    layer, stock = OURS["4d"](CHANNELS, client=local), torch.nn.BatchNorm2d(CHANNELS)
+    x, *changes = (torch.randn(12, CHANNELS, 512, 512).to(memory_format=memory_format) for _ in range(3))
+    x.requires_grad_()
+    found, expected = ([torch.autograd.grad(each(x), x, change)[0] for change in changes] for each in (layer, stock))
+    assert found[0].nbytes > _POOLED_FROM_NBYTES
+    for one, other in zip(found, expected, strict=True):
+        assert one.stride() == other.stride()
+        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize(
