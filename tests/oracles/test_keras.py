@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
@@ -22,52 +21,6 @@ import bngrad.keras
 needs_renorm = pytest.mark.skipif(
     "renorm" not in inspect.signature(keras.layers.BatchNormalization).parameters, reason="this Keras has no renorm"
 )
-
-
-@pytest.fixture(params=["float32", "mixed_float16", "float16", "bfloat16"])
-def policy(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = keras.mixed_precision.global_policy()
-    keras.mixed_precision.set_global_policy(request.param)
-    yield request.param
-    keras.mixed_precision.set_global_policy(before)
-
-
-def network() -> Any:
-    keras.utils.set_random_seed(0)
-    layers = [keras.layers.Input((16, 16, 3))]
-    for filters in (8, 16):
-        layers += [keras.layers.Conv2D(filters, 3, use_bias=False), keras.layers.BatchNormalization()]
-        layers += [keras.layers.ReLU(), keras.layers.MaxPooling2D()]
-    inner = keras.Sequential([keras.layers.Dense(16), keras.layers.BatchNormalization(scale=False)])
-    return keras.Sequential([*layers, keras.layers.Flatten(), inner, keras.layers.Dense(10)])
-
-
-def losses(model: Any, seed: int | None = None) -> list[float]:
-    """Trains a model for two epochs, and returns the loss of each; a seed changes the images by 1e-7 of themselves."""
-    rng = np.random.default_rng(0)
-    x, y = rng.normal(size=(96, 16, 16, 3)).astype(np.float32), rng.integers(0, 10, 96)
-    if seed is not None:
-        x *= (1 + 1e-7 * np.random.default_rng(seed).normal(size=x.shape)).astype(np.float32)
-    optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
-    model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    fitted = model.fit(x, y, batch_size=32, epochs=2, shuffle=False, verbose=0)
-    found: list[float] = fitted.history["loss"]
-    return found
-
-
-def test_a_converted_model_trains_as_keras_own(counted: CountedClient, policy: str) -> None:
-    stock, converted = network(), bngrad.keras.convert(network(), counted)
-    expected, atol = losses(stock), 1e-3
-    if policy in {"float16", "bfloat16"}:  # 1e-3 is about one step of such a loss, and Keras' own may be further off
-        atol = max(atol, *(np.abs(np.subtract(losses(network(), seed), expected)).max() for seed in range(5)))
-    np.testing.assert_allclose(losses(converted), expected, rtol=0, atol=atol)
-    assert len(counted.sizes) == 2 * 3 * 3, "epochs, batches, layers"
-    for ours, theirs in zip(converted.get_weights(), stock.get_weights(), strict=True):
-        assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
-    stock.set_weights(converted.get_weights())
-    x = np.ones((2, 16, 16, 3), np.float32)
-    np.testing.assert_allclose(converted.predict(x, verbose=0), stock.predict(x, verbose=0), rtol=1e-3, atol=1e-3)
-    assert not converted.jit_compile
 
 
 GEOMETRIES = {
@@ -236,6 +189,7 @@ def test_a_layer_without_scale_and_center_takes_tensors_of_unknown_shape(client:
     ("changes", "call"),
     [
         pytest.param({"renorm": True}, {}, id="renorm", marks=needs_renorm),
+        pytest.param({"synchronized": True}, {}, id="synchronized"),
         pytest.param({}, {"mask": np.array([[True, False, True]] * 2)}, id="mask"),
         pytest.param({"dtype": "float64"}, {}, id="float64"),
         pytest.param({"axis": 2}, {}, id="channels in the middle"),
@@ -257,43 +211,6 @@ def test_inference_and_frozen_layers_are_keras_own(counted: CountedClient) -> No
     layer.trainable = False
     layer(x, training=True)
     assert len(counted.sizes) == 0
-
-
-def test_a_compiled_model_is_converted_and_reverted_in_place(counted: CountedClient) -> None:
-    model, x, y = network(), np.ones((4, 16, 16, 3), np.float32), np.zeros(4)
-    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    model.fit(x, y, verbose=0)
-    layers, weights = list(model._flatten_layers()), model.get_weights()
-    assert bngrad.keras.convert(model, counted) is model
-    assert all(before is after for before, after in zip(layers, model._flatten_layers(), strict=True))
-    for ours, theirs in zip(model.get_weights(), weights, strict=True):
-        np.testing.assert_array_equal(ours, theirs)
-    model.fit(x, y, verbose=0)
-    assert len(counted.sizes) == 3
-    assert bngrad.keras.revert(model) is model
-    assert all(type(each) is not bngrad.keras.BatchNormalization for each in layers)
-
-
-def test_a_model_without_such_layers_is_returned_with_a_warning(client: bngrad.Client) -> None:
-    with pytest.warns(UserWarning, match="convert changed nothing: .* a model must be built before"):
-        bngrad.keras.convert(keras.Sequential([keras.layers.Dense(3)]), client)
-
-
-@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword")  # of Keras itself
-def test_a_saved_model_has_no_client(counted: CountedClient, tmp_path: Path) -> None:
-    model = bngrad.keras.convert(network(), counted)
-    model.save(tmp_path / "model.keras")
-    loaded = keras.saving.load_model(tmp_path / "model.keras")
-    ours = [each for each in loaded._flatten_layers() if isinstance(each, bngrad.keras.BatchNormalization)]
-    assert [each.client for each in ours] == [None] * 3
-    x = np.ones((2, 16, 16, 3), np.float32)
-    np.testing.assert_allclose(loaded(x, training=True), model(x, training=True), atol=1e-5)
-
-
-@pytest.mark.parametrize("client", ["localhost:50051", None])
-def test_a_client_must_be_one(client: Any) -> None:
-    with pytest.raises(TypeError, match=rf"client must be a bngrad.Client, not {client!r}"):
-        bngrad.keras.convert(network(), client)
 
 
 def test_a_layer_takes_no_target_for_a_client() -> None:
