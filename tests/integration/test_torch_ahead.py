@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import bngrad
 import bngrad.torch
+from bngrad.torch._ahead import Inputs
 from bngrad_cli.embedded import EmbeddedServer
 
 SHAPE = (8, 64, 28, 28)
@@ -122,6 +123,36 @@ def test_checkpoints_free_their_inputs_and_are_not_sent_for_long(layer: bngrad.t
     for _ in range(2):  # more were not used than were
         with_checkpoint(tensor())
     assert layer._inputs.send(layer.client, tensor()) is None
+
+
+def test_a_layer_sends_until_more_inputs_were_unused_than_used(layer: bngrad.torch.BatchNorm2d) -> None:
+    layer._inputs = Inputs()
+    for _ in range(3):
+        loss = layer(tensor() * 1).sum()
+        loss.backward()  # the input is gone now, but not the graph
+
+    def is_sent_and_unused() -> bool:
+        x = tensor()
+        sent = layer._inputs.send(layer.client, x)
+        del x
+        return sent is not None
+
+    assert [is_sent_and_unused() for _ in range(5)] == [True] * 4 + [False]
+
+
+def test_a_layer_stops_sending_however_long_its_inputs_were_used(layer: bngrad.torch.BatchNorm2d) -> None:
+    inputs = Inputs()
+    for was_used, times in ((True, 10**5), (False, 1001)):
+        for _ in range(times):
+            inputs.count(was_used=was_used)
+    assert inputs.send(layer.client, tensor()) is None
+
+
+def test_a_second_backward_pass_through_the_graph_has_the_same_gradient(layer: bngrad.torch.BatchNorm2d) -> None:
+    x = tensor()
+    loss = layer(x).square().sum()
+    once, again = (torch.autograd.grad(loss, x, retain_graph=retain)[0] for retain in (True, False))
+    assert torch.equal(once, again)
 
 
 def test_a_copy_that_was_sent_of_an_input_is_not_kept_for_its_backward_pass(layer: bngrad.torch.BatchNorm2d) -> None:

@@ -68,7 +68,7 @@ def test_a_converted_model_trains_as_keras_own(counted: CountedClient, policy: s
 
 def test_a_compiled_model_is_converted_and_reverted_in_place(counted: CountedClient, target: str) -> None:
     model, x, y = network(), np.ones((4, 16, 16, 3), np.float32), np.zeros(4)
-    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=True)
     model.fit(x, y, verbose=0)
     layers, weights = list(model._flatten_layers()), model.get_weights()
     assert bngrad.keras.convert(model, counted) is model
@@ -85,6 +85,7 @@ def test_a_compiled_model_is_converted_and_reverted_in_place(counted: CountedCli
     model.fit(x, y, verbose=0)
     assert (len(counted.sizes), len(other.sizes)) == (3, 3)
     assert all(type(each) is not bngrad.keras.BatchNormalization and each.supports_jit for each in layers)
+    assert not any(getattr(each, "client", None) for each in layers)
 
 
 def test_a_model_without_such_layers_is_returned_with_a_warning(client: bngrad.Client) -> None:
