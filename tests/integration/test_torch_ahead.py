@@ -125,6 +125,17 @@ def test_checkpoints_free_their_inputs_and_are_not_sent_for_long(layer: bngrad.t
     assert layer._inputs.send(layer.client, tensor()) is None
 
 
+def test_a_measured_layer_sends_what_the_client_will_compute(layer: bngrad.torch.BatchNorm2d) -> None:
+    assert layer.client is not None
+    measured = bngrad.torch.convert_batchnorm(torch.nn.BatchNorm2d(SHAPE[1]), layer.client, where="measured")
+    are_sent = []
+    for _ in range(4):
+        y = measured(tensor())
+        are_sent.append(y.grad_fn.sent is not None)
+        y.sum().backward()
+    assert are_sent == [True, False, False, True]
+
+
 def test_a_layer_sends_until_more_inputs_were_unused_than_used(layer: bngrad.torch.BatchNorm2d) -> None:
     layer._inputs = Inputs()
     for _ in range(3):
@@ -138,6 +149,16 @@ def test_a_layer_sends_until_more_inputs_were_unused_than_used(layer: bngrad.tor
         return sent is not None
 
     assert [is_sent_and_unused() for _ in range(5)] == [True] * 4 + [False]
+
+
+def test_a_layer_that_stops_sending_stops_no_other(layer: bngrad.torch.BatchNorm2d) -> None:
+    assert layer.client is not None
+    stock = torch.nn.Sequential(*map(torch.nn.BatchNorm2d, (SHAPE[1], SHAPE[1])))
+    first, second = bngrad.torch.convert_batchnorm(stock, layer.client)
+    assert isinstance(first, bngrad.torch.BatchNorm2d)
+    first._inputs.count(was_used=False)
+    assert first(tensor()).grad_fn.sent is None
+    assert second(tensor()).grad_fn.sent is not None
 
 
 def test_a_layer_stops_sending_however_long_its_inputs_were_used(layer: bngrad.torch.BatchNorm2d) -> None:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from tests.oracles.conftest import CountedClient
 
 import bngrad
 import bngrad.jax.nnx
@@ -19,8 +20,10 @@ CHANNELS = 5
 LAYERS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "dense": ((6, CHANNELS), {"use_scale": False}),
     "sequence, channels second": ((4, CHANNELS, 3), {"axis": 1, "use_bias": False}),
+    "sequence, channels last but one": ((4, CHANNELS, 3), {"axis": -2}),
     "images in bfloat16": ((4, 3, 6, CHANNELS), {"dtype": jnp.bfloat16}),
-    "volumes": ((2, 3, 4, 3, CHANNELS), {"axis": 4, "momentum": 0.5}),
+    "volumes": ((2, 3, 4, 3, CHANNELS), {"axis": 4, "momentum": 0.5, "epsilon": 0.1}),
+    "parameters in bfloat16": ((6, CHANNELS), {"param_dtype": jnp.bfloat16}),
 }
 
 
@@ -41,14 +44,15 @@ def trained(layer: Any, x: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_layer_trains_as_flaxs_own(client: bngrad.Client, name: str) -> None:
+def test_a_layer_trains_as_flaxs_own(counted: CountedClient, name: str) -> None:
     shape, options = LAYERS[name]
     x = np.random.default_rng(0).normal(1, 2, shape).astype(np.float32)
-    ours = trained(bngrad.jax.nnx.BatchNorm(CHANNELS, client=client, rngs=nnx.Rngs(0), **options), x)
+    ours = trained(bngrad.jax.nnx.BatchNorm(CHANNELS, client=counted, rngs=nnx.Rngs(0), **options), x)
     theirs = trained(nnx.BatchNorm(CHANNELS, rngs=nnx.Rngs(0), **options), x)
     for our, their in zip(ours, theirs, strict=True):
         assert (our.shape, our.dtype) == (their.shape, their.dtype)
-        assert abs(our - their).max() <= (0.05 if "dtype" in options else 1e-4)
+        assert abs(our - their).max() <= (0.05 if "bfloat16" in name else 1e-4)
+    assert counted.sizes == [x.size] * 2
 
 
 def test_a_layer_without_scale_and_bias_is_computed_in_float32_with_64_bits_enabled(client: bngrad.Client) -> None:
@@ -76,6 +80,14 @@ def test_what_the_client_does_not_compute_is_flaxs_own() -> None:
     for our, their in zip(gradients(layer), gradients(stock), strict=True):
         np.testing.assert_array_equal(our, their)
     assert nnx.clone(layer).client is client
+
+
+def test_statistics_over_a_named_axis_are_flaxs_own(client: bngrad.Client) -> None:
+    x = np.random.default_rng(0).normal(size=(2, 6, CHANNELS)).astype(np.float32)
+    options = {"axis_name": "parts", "rngs": nnx.Rngs(0)}
+    layers = bngrad.jax.nnx.BatchNorm(CHANNELS, client=client, **options), nnx.BatchNorm(CHANNELS, **options)
+    over_parts = nnx.vmap(lambda layer, x: layer(x), in_axes=(None, 0), axis_name="parts")
+    np.testing.assert_array_equal(*(over_parts(layer, x) for layer in layers))
 
 
 def test_copies_share_the_client_and_pickles_leave_it_out() -> None:

@@ -66,6 +66,31 @@ def test_both_orders_agree_with_keras_for_every_place_of_the_channels(counted: C
     assert len(counted.sizes) == 3, "the first order, and both orders in the gradient of the penalty"
 
 
+@pytest.mark.parametrize("dtype", ["float32", "mixed_float16", "float16", "bfloat16"])
+@pytest.mark.parametrize("geometry", ["dense", "NCHW", "NDHWC"])
+def test_outputs_and_moving_statistics_have_the_bits_of_keras(client: bngrad.Client, geometry: str, dtype: str) -> None:
+    shape, axis = GEOMETRIES[geometry]
+    arguments = {"axis": axis, "momentum": 0.75, "dtype": dtype}
+    layers = bngrad.keras.BatchNormalization(client=client, **arguments), keras.layers.BatchNormalization(**arguments)
+    x = np.random.default_rng(1).normal(1, 2, shape)
+    ours, theirs = ([layer(x, training=True), layer(x + 1, training=True), *layer.weights] for layer in layers)
+    for our, their in zip(ours, theirs, strict=True):
+        assert our.dtype == their.dtype
+        np.testing.assert_array_equal(np.asarray(our, "float32"), np.asarray(their, "float32"))
+
+
+def test_an_input_of_another_dtype_than_the_layers_has_a_gradient_of_its_own(client: bngrad.Client) -> None:
+    x = np.random.default_rng(1).normal(1, 2, (6, 5)).astype(np.float16)
+    layers = (
+        bngrad.keras.BatchNormalization(client=client, autocast=False),
+        keras.layers.BatchNormalization(autocast=False),
+    )
+    ours, theirs = (gradients(layer, x)[:2] for layer in layers)
+    for our, their in zip(ours, theirs, strict=True):
+        assert our.dtype == their.dtype
+        np.testing.assert_allclose(our, their, atol=2e-3 * np.abs(their).max())
+
+
 RUNS = pytest.mark.parametrize("run", [lambda function: function, tf.function], ids=["eager", "graph"])
 
 

@@ -12,6 +12,7 @@ from tensorflow.python.ops import gen_nn_ops
 
 import bngrad
 import bngrad.tensorflow
+from bngrad.typing import ReserveSpace2Kind
 
 INPUTS = ("grad_y", "x", "scale")
 
@@ -87,6 +88,26 @@ def test_both_orders_are_tensorflows_own_but_for_rounding(is_training: bool) -> 
         assert tf.reduce_max(abs(our - their)) <= 1e-4 * tf.reduce_max(abs(their))
 
 
+@pytest.mark.parametrize("kind", ["variance", "inverse_std"])
+def test_in_inference_the_variance_is_given_whatever_is_saved_in_training(
+    client: bngrad.Client, kind: ReserveSpace2Kind
+) -> None:
+    x = tf.random.normal((4, 3, 3, 2))
+    scale, mean, variance = tf.unstack(tf.random.uniform((3, 2), 0.5, 2))
+
+    def gradient() -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y, *_ = tf.compat.v1.nn.fused_batch_norm(x, scale, mean, mean, variance, is_training=False)
+            loss = tf.reduce_sum(y**3)
+        return tape.gradient(loss, x)
+
+    bngrad.tensorflow.install(client, reserve_space_2_kind=kind)
+    ours = gradient()
+    bngrad.tensorflow.uninstall()
+    np.testing.assert_allclose(ours, gradient(), rtol=1e-4)
+
+
 @pytest.mark.parametrize("in_graph", [False, True])
 @pytest.mark.parametrize("dtype", [tf.float32, tf.bfloat16, tf.float16], ids=str)
 def test_gradients_of_every_dtype_come_from_the_client_in_both_modes(in_graph: bool, dtype: Any) -> None:
@@ -109,6 +130,21 @@ def test_gradients_of_every_dtype_come_from_the_client_in_both_modes(in_graph: b
         assert our.dtype == their.dtype
         difference, largest = tf.reduce_max(abs(our - their)), tf.reduce_max(abs(their))
         assert difference <= {2: 0.02, 4: 1e-5}[our.dtype.size] * largest
+
+
+def test_shapes_of_gradients_are_known_in_a_graph() -> None:
+    @tf.function  # type: ignore[untyped-decorator]
+    def gradients(x: Any, scale: Any) -> None:
+        with tf.GradientTape() as second:
+            second.watch([x, scale])
+            with tf.GradientTape() as first:
+                first.watch([x, scale])
+                y, *_ = tf.compat.v1.nn.fused_batch_norm(x, scale, scale)
+            found = first.gradient(y, [x, scale])
+        for each in (found, second.gradient(found, [x, scale])):
+            assert [gradient.shape for gradient in each] == [x.shape, scale.shape]
+
+    gradients(tf.ones((2, 3, 3, 4)), tf.ones(4))
 
 
 def test_a_target_is_refused_for_a_client() -> None:

@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 import bngrad
 import bngrad.torch
+from bngrad.torch._clients import ClientReference, is_cold
 
 
 def test_the_third_order_is_refused_with_a_way_out(client: bngrad.Client) -> None:
@@ -75,6 +76,11 @@ def test_errors_of_the_client_reach_the_caller() -> None:
     layer = OURS["2d"](CHANNELS, client=bngrad.Client("127.0.0.1:1", timeout=5))
     with pytest.raises(bngrad.UnavailableError, match=r"127\.0\.0\.1:1"):
         layer(torch.randn(4, CHANNELS)).sum().backward()
+
+
+def test_a_server_that_is_away_compiles_no_kernels() -> None:
+    with bngrad.Client("127.0.0.1:1", timeout=5, retries=False) as client:
+        assert not is_cold(ClientReference(client).name)
 
 
 def test_a_client_that_was_deleted_is_named() -> None:

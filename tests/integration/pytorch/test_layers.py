@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import bngrad
 import bngrad.torch
+from bngrad.torch._placement import Placement
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
@@ -144,6 +145,28 @@ def test_what_pytorch_computes_of_a_measured_layer_has_its_bits(
     found, expected = both_orders(ours), both_orders(stock)
     assert all(map(torch.equal, found[0], expected[0]))
     torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-2)
+
+
+def test_a_measured_layer_alone_is_printed_by_its_class(
+    client: bngrad.Client, capfd: pytest.CaptureFixture[str]
+) -> None:
+    layer = bngrad.torch.convert_batchnorm(torch.nn.BatchNorm1d(CHANNELS), client, where="measured")
+    for _ in range(10):
+        layer(tensors("2d", torch.contiguous_format)[0].requires_grad_()).sum().backward()
+    assert capfd.readouterr().err.splitlines()[1].startswith("  BatchNorm1d: PyTorch ")
+
+
+@pytest.mark.filterwarnings("ignore")  # PyTorch's compiler warns of itself
+def test_a_measured_layer_that_is_compiled_calls_the_client() -> None:
+    with bngrad.Client("local:") as local:
+        layer = bngrad.torch.convert_batchnorm(torch.nn.BatchNorm2d(CHANNELS), local, where="measured")
+        placement = layer._placement
+        assert isinstance(placement, Placement)
+        placement.by_client = False  # which holds for eager mode
+        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        y = compiled(tensors("4d", torch.contiguous_format)[0].requires_grad_())
+    with pytest.raises(bngrad.ClientClosedError):
+        y.sum().backward()
 
 
 @pytest.mark.filterwarnings("ignore:Input #. requires gradient and is not a double precision")
