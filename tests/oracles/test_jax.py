@@ -86,6 +86,13 @@ def test_a_mapped_dimension_is_one_call(counted: CountedClient, data_format: str
     assert counted.sizes == [given[0].size]
 
 
+def test_any_dimension_is_mapped(client: bngrad.Client) -> None:
+    x, scale, offset = arguments(FORMATS["NHWC"], mapped=2)
+    given = np.moveaxis(x, 0, 2), scale[0], offset[0]
+    ours, theirs = (jax.jit(jax.vmap(jax.grad(loss, BY_ALL), (2, None, None))) for loss in losses(client, "NHWC"))
+    assert_close(ours(*given), theirs(*given))
+
+
 def test_a_dimension_is_mapped_twice_and_in_the_second_order(client: bngrad.Client) -> None:
     x, scale, offset = arguments(FORMATS["NHWC"], mapped=2)
 

@@ -103,7 +103,7 @@ def _forward(x: Any, scale: Any, offset: Any, client: Client, epsilon: float, da
 
 def _backward(client: Client, epsilon: float, data_format: DataFormat, saved: Any, outputs: Any) -> Any:
     x, scale, mean, variance = saved
-    return _gradient(outputs[0].astype(x.dtype), x, scale, mean, variance, client, epsilon, data_format)
+    return _gradient(outputs[0], x, scale, mean, variance, client, epsilon, data_format)
 
 
 _batch_norm.defvjp(_forward, _backward)
