@@ -86,7 +86,8 @@ class MonitorSupervisor:
                 self._socket = ours
             try:
                 while not self._closing.is_set() and ours.recv(1):
-                    ours.send(json.dumps(self._status()).encode())
+                    # Escaped, a client's words in failures could be larger than a packet may be.
+                    ours.send(json.dumps(self._status(), ensure_ascii=False).encode(errors="surrogatepass"))
             finally:
                 with self._mutex:
                     self._socket = None

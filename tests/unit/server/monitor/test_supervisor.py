@@ -74,3 +74,17 @@ def test_readiness_is_that_of_the_front_process(state: dict[str, bool], answer: 
         wait_until(lambda: get(f"{url}/healthz") == (200, "ok\n"))
         assert get(f"{url}/readyz") == answer
         assert get(f"{url}/nowhere") == (404, "there are / and /metrics, /healthz, /readyz, /status.json\n")
+
+
+def test_the_longest_failures_that_clients_can_cause_fit_a_packet() -> None:
+    device = {"name": "cpu:255", "description": "d" * 200, "state": "ready", "restarts": 0, "memory_bytes": 0}
+    longest = {
+        "code": "INVALID_ARGUMENT",
+        "op": "o" * 30,
+        "client": "c" * 100,
+        "message": "\N{GRINNING FACE}" * 299 + "\ud800",
+    }
+    status = STATUS | {"devices": [device] * 256, "failures": [longest] * 50}
+    with supervised(lambda: status) as url:
+        wait_until(lambda: get(f"{url}/readyz") == (200, "ok\n"))
+        assert json.loads(get(f"{url}/status.json")[1])["server"] == status
