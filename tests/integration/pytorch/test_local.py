@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from tests.integration.pytorch.models import CHANNELS, MEMORY_FORMATS, OURS, SHAPES, randomised
-from tests.kernels.cold_cache import compiling
+from tests.kernels.cold_cache import assert_prints_the_same
 from torch import Tensor
 from torch.func import functional_call
 from torch.testing._internal.two_tensor import TwoTensor
@@ -199,13 +197,4 @@ for make, shape in ((bngrad.torch.BatchNorm1d, (9, 4)), (bngrad.torch.BatchNorm2
         print([each.grad.numpy().tobytes().hex() for each in (x, *layer.parameters())])
 print(client.server_info().compiling)
 """
-    expected = _python(code)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with compiling():
-        found = _python(code)
-    assert expected.endswith("\n()\n")
-    assert found == expected.replace("\n()\n", "\n('float32-1',)\n")
-
-
-def _python(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert_prints_the_same(code, tmp_path, monkeypatch)

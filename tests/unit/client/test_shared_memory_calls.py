@@ -81,7 +81,8 @@ def test_calls_one_after_the_other_use_one_connection(served: Server) -> None:
     assert served.local.connections == 1
 
 
-def test_every_output_of_a_failed_call_is_in_quarantine(served: Server) -> None:
+def hold_calls(served: Server) -> tuple[threading.Event, threading.Event]:
+    """Has a server keep calls waiting; returns what is set when one has arrived, and what releases them to fail."""
     arrived, released = threading.Event(), threading.Event()
 
     def hold(way: str) -> None:
@@ -90,6 +91,11 @@ def test_every_output_of_a_failed_call_is_in_quarantine(served: Server) -> None:
         raise RpcError(14, "for a test")
 
     served.on_arrival = hold
+    return arrived, released
+
+
+def test_every_output_of_a_failed_call_is_in_quarantine(served: Server) -> None:
+    arrived, released = hold_calls(served)
     x, stats = tensor(LARGE), np.ones(LARGE[-1], np.float32)
     with bngrad.Client(served.target, transport="shared", retries=False) as client:
         outputs = client.empty(LARGE), client.empty(LARGE)
@@ -124,14 +130,7 @@ def interrupt_after_failure(step: int) -> list[int]:
 
 
 def test_after_an_interrupt_at_any_step_of_its_failure_every_output_of_a_call_is_in_quarantine(served: Server) -> None:
-    arrived, released = threading.Event(), threading.Event()
-
-    def hold(way: str) -> None:
-        arrived.set()
-        released.wait(SECONDS)
-        raise RpcError(14, "for a test")
-
-    served.on_arrival = hold
+    arrived, released = hold_calls(served)
     x, stats = tensor(LARGE), np.ones(LARGE[-1], np.float32)
     with bngrad.Client(served.target, transport="shared", retries=False) as client:
         quarantine = client._calls._quarantine
