@@ -25,7 +25,8 @@ class History:
             self._points.clear()
         if self._samples and status["time"] > self._samples[-1]["time"]:
             self._points.append(_point(self._samples[-1], status))
-        self._samples.append(status)
+        # 180 times the failures that clients can cause would take megabytes.
+        self._samples.append({name: value for name, value in status.items() if name != "failures"})
 
     def status(self) -> dict[str, Any]:
         """Returns the changes, the oldest first, and those of the last minute together, ready for JSON."""

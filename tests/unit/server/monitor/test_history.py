@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -35,6 +36,17 @@ class Server:
             "devices": [{"name": "cpu:0", "busy_s": self.busy_s}],
             "batches": {"sizes": sizes, "requests": 2 * sizes[0]},
         }
+
+
+def test_a_sample_does_not_keep_the_failures() -> None:
+    class Failures(list[str]):
+        """A list that can be referred to weakly."""
+
+    history, failures = History(), Failures()
+    history.add({**Server().status, "failures": failures})
+    kept = weakref.ref(failures)
+    del failures
+    assert kept() is None
 
 
 def test_a_point_has_the_changes_of_its_second_and_the_queue_at_its_end() -> None:
