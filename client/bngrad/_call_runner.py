@@ -12,7 +12,7 @@ import numpy as np
 
 from bngrad import _validation
 from bngrad._ahead.sender import AheadSender
-from bngrad._ahead.tensor import AheadTensor, check_client, server_of
+from bngrad._ahead.tensor import AheadTensor, check_handle, server_of
 from bngrad._balancing.load_balancer import LoadBalancer
 from bngrad._balancing.retry import Attempts, RetryBudget
 from bngrad._balancing.upstream import Selector
@@ -125,7 +125,7 @@ class CallRunner:
     def run(self, request: PreparedRequest[Result], deadline: Deadline, cancellation: Cancellation) -> Result:
         """Makes a call; raises the errors of `bngrad.Client`."""
         for field, tensor in request.ahead.items():
-            check_client(field, tensor, self._identity, self.name)
+            check_handle(field, tensor, self._identity, self.name)
 
         def attempt(server: Selector) -> Result:
             return server.run(request, deadline, cancellation)

@@ -90,7 +90,7 @@ def array_of(field: str, tensor: AheadTensor) -> Array:
     return tensor._arrays[0]
 
 
-def check_client(field: str, tensor: AheadTensor, client: object, name: str) -> None:
+def check_handle(field: str, tensor: AheadTensor, client: object, name: str) -> None:
     """Checks that a handle is of a client, which has a name for errors.
 
     Raises:

@@ -59,12 +59,13 @@ class EagerBackend(CpuBackend):
 
     def bound_at(self, spec: Spec) -> Callable[..., None]:
         """As `CpuBackend.bound_at`, but what it returns computes in NumPy until the kernel is compiled."""
-        compiled = super().bound_at(spec) if self._is_loaded(spec) else None
+        bind = super().bound_at
+        compiled = bind(spec) if self._is_loaded(spec) else None
 
         def compute_at(*addresses: int) -> None:
             nonlocal compiled
             if compiled is None and self._is_loaded(spec):
-                compiled = CpuBackend.bound_at(self, spec)
+                compiled = bind(spec)
             if compiled is None:
                 _run_in_numpy([_problem_at(spec, addresses)])
             else:

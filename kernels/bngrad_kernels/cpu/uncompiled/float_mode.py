@@ -7,6 +7,7 @@ import ctypes
 import sys
 from collections.abc import Iterator
 
+_libc = ctypes.CDLL(None)
 _FE_DFL_ENV = ctypes.c_void_p(-1)
 """The default mode, as glibc and musl define it."""
 _ENV_NBYTES = 64
@@ -19,10 +20,10 @@ def default() -> Iterator[None]:
     if sys.platform != "linux":
         yield
         return
-    libc, before = ctypes.CDLL(None), ctypes.create_string_buffer(_ENV_NBYTES)
-    libc.fegetenv(before)
-    libc.fesetenv(_FE_DFL_ENV)
+    before = ctypes.create_string_buffer(_ENV_NBYTES)
+    _libc.fegetenv(before)
+    _libc.fesetenv(_FE_DFL_ENV)
     try:
         yield
     finally:
-        libc.fesetenv(before)
+        _libc.fesetenv(before)
