@@ -63,12 +63,13 @@ class BlockDecoder:
         self._table: deque[tuple[str, str]] = deque()  # the newest entry comes first
         self._table_nbytes = 0
         self._table_limit = _TABLE_NBYTES
-        self._uses_table = False
+        self._uses_table = self._changes_table = False
         self._cache: dict[bytes, HeaderBlock] = {}
+        self._cache_of_table: dict[bytes, HeaderBlock] = {}  # of blocks that refer to the table as it is
 
     def known(self, block: bytes) -> HeaderBlock | None:
         """Returns the cached meaning of a block that does not change the dynamic table; None if there is none."""
-        return self._cache.get(block)
+        return self._cache.get(block) or self._cache_of_table.get(block)
 
     def decode(self, block: bytes) -> HeaderBlock:
         """Decodes a block; of one that is too large the rest only changes the dynamic table.
@@ -76,17 +77,21 @@ class BlockDecoder:
         Raises:
             HPACKError: The block cannot be decoded, so that no later block of the connection can be, either.
         """
-        known = self._cache.get(block)
+        known = self.known(block)
         if known is not None:
             return known
-        self._uses_table = False
+        self._uses_table = self._changes_table = False
         try:
             decoded = self._decode(block)
         except IndexError as error:
             raise HPACKError("it is cut off, or refers to an entry that does not exist") from error
-        # A block that neither reads nor changes the dynamic table always means the same.
-        if not self._uses_table and len(block) <= _MAX_CACHED_BLOCK_NBYTES and len(self._cache) < _MAX_CACHED_BLOCKS:
-            self._cache[block] = decoded = decoded._replace(encoded=block)
+        if self._changes_table:
+            self._cache_of_table.clear()
+        elif len(block) <= _MAX_CACHED_BLOCK_NBYTES:
+            # A block that does not refer to the dynamic table always means the same.
+            cache = self._cache_of_table if self._uses_table else self._cache
+            if len(cache) < _MAX_CACHED_BLOCKS:
+                cache[block] = decoded = decoded if self._uses_table else decoded._replace(encoded=block)
         return decoded
 
     def _decode(self, block: bytes) -> HeaderBlock:
@@ -136,7 +141,7 @@ class BlockDecoder:
         """Applies the table sizes with which a block may begin; returns where the fields start."""
         position = 0
         while position < len(block) and block[position] & 0xE0 == 0x20:
-            self._uses_table = True
+            self._changes_table = True
             limit, position = _integer(block, position, 0x1F)
             if limit > _TABLE_NBYTES:
                 raise HPACKError(f"it sets the table to {limit} bytes; the limit is {_TABLE_NBYTES}")
@@ -162,7 +167,7 @@ class BlockDecoder:
         return self._table[index - 1 - len(_STATIC)]
 
     def _add(self, name: str, value: str) -> None:
-        self._uses_table = True
+        self._changes_table = True
         self._table.appendleft((name, value))
         self._table_nbytes += len(name) + len(value) + _ENTRY_NBYTES
         self._evict()
