@@ -77,7 +77,7 @@ class Server:
         self._servicer = Servicer(self.engine, _max_message_bytes(config, self.engine), authenticator)
         self._grpcio_port = GrpcioPort(config, self._servicer, self._health, certificates)
         others = other_calls(self._servicer, self._health, has_reflection=config.reflection)
-        self._http2_port = Http2Port(self._servicer, others, certificates)
+        self._http2_port = Http2Port(self._servicer, others, self._health, certificates)
         self.addresses: list[str] = []
         self._lease_server: LeaseServer | None = None
         try:

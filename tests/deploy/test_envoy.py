@@ -94,7 +94,6 @@ class Fleet:
             ("ca.pem", self.authority.path),
         ):
             text = text.replace(f"/etc/envoy/{name}", str(file))
-        text = text.replace("# max_concurrent_streams", "max_concurrent_streams")  # for the server with one port
         configuration: dict[str, Any] = yaml.safe_load(text)
         static = configuration["static_resources"]
         _place(configuration["admin"], "127.0.0.1", self.admin)

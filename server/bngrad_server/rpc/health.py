@@ -17,6 +17,9 @@ class Health:
     """Reports whether services are serving; at first they are not.
 
     It replaces grpcio's own servicer, in which a watching client that does not read blocks all other clients.
+
+    Attributes:
+        on_change: What is called, by any thread, after the reports have changed.
     """
 
     def __init__(self, services: tuple[str, ...]) -> None:
@@ -24,6 +27,7 @@ class Health:
         self._services = services
         self._is_serving = False
         self._is_closed = False
+        self.on_change: list[Callable[[], object]] = []
         self._watchers: set[threading.Event] = set()
         self._mutex = threading.Lock()
 
@@ -70,6 +74,17 @@ class Health:
             raise RpcError(grpc.StatusCode.NOT_FOUND.value[0], f"there is no service {cut(service)!r}")
         return _response(is_serving=self._is_serving)
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing will be reported any more beside what is reported now."""
+        return self._is_closed
+
+    def watched(self, service: str) -> pb.HealthCheckResponse:
+        """Returns what `Watch` reports now."""
+        if service not in self._services:
+            return pb.HealthCheckResponse(status=pb.HealthCheckResponse.SERVICE_UNKNOWN)
+        return _response(is_serving=self._is_serving)
+
     def Watch(self, request: pb.HealthCheckRequest, context: grpc.ServicerContext) -> Iterator[pb.HealthCheckResponse]:  # noqa: N802
         """See health.proto."""
         changed = threading.Event()
@@ -86,13 +101,15 @@ class Health:
         self._is_serving = is_serving
         for changed in self._watchers:
             changed.set()
+        for notify in self.on_change:
+            notify()
 
     def _changes(
         self, service: str, context: grpc.ServicerContext, changed: threading.Event
     ) -> Iterator[pb.HealthCheckResponse]:
         context.add_callback(changed.set)
         if service not in self._services:
-            yield pb.HealthCheckResponse(status=pb.HealthCheckResponse.SERVICE_UNKNOWN)
+            yield self.watched(service)
         reported = None
         while context.is_active():
             with self._mutex:  # closed, but still serving, would end the call without a last report

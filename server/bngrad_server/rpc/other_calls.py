@@ -1,7 +1,6 @@
 """Calls that are no op, as the HTTP/2 port answers them: health checks, reflection, ServerInfo.
 
-A connection of that port has one call at a time, so none of these may last: Watch is not served, with which clients do
-without it, and a reflection ends when its client pauses.
+Each has a thread, so none may last: a reflection ends when its client pauses.
 """
 
 from __future__ import annotations
@@ -20,6 +19,8 @@ OtherCalls = Mapping[str, Callable[[bytes], bytes]]
 """What answers a message with a message, by the paths of the calls."""
 REFLECTION_PATH = f"/{reflection.SERVICE_NAME}/ServerReflectionInfo"
 """The one of them that is no unary call."""
+WATCH_PATH = f"/{grpc_health.SERVICE_NAME}/Watch"
+"""What `bngrad_server.rpc.http2.watches` answers."""
 REFLECTED = (SERVICE.full_name, grpc_health.SERVICE_NAME, reflection.SERVICE_NAME)
 """The services that reflection lists."""
 

@@ -87,6 +87,11 @@ class EventLoop:
         self.add_reader(self._waker, self._clear_waker)
 
     @property
+    def is_current(self) -> bool:
+        """Whether the calling thread is this one."""
+        return threading.get_ident() == self._thread.ident
+
+    @property
     def is_alive(self) -> bool:
         """Whether the thread was started and has not ended."""
         return self._thread.is_alive()
@@ -111,7 +116,7 @@ class EventLoop:
         self._wake()
 
     def _wake(self) -> None:
-        if threading.current_thread() is not self._thread:
+        if not self.is_current:
             with contextlib.suppress(OSError, ValueError):  # the loop has ended
                 os.eventfd_write(self._waker, 1)
 
@@ -132,6 +137,10 @@ class EventLoop:
         """Runs the callback whenever the descriptor is readable, or its other end is closed."""
         self._epoll.register(fd, select.EPOLLIN)
         self._readers[fd] = callback
+
+    def expect(self, fd: int, *, readable: bool, writable: bool) -> None:
+        """Runs the callback of a descriptor of `add_reader` when it is readable, writable, or either, from now on."""
+        self._epoll.modify(fd, select.EPOLLIN * readable | select.EPOLLOUT * writable)
 
     def add_priority_reader(self, fd: int, callback: Callback) -> None:
         """Does as `add_reader`, but the callback runs before those of all other descriptors that are ready."""

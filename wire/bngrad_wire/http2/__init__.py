@@ -4,8 +4,9 @@ In Python alone, grpcio copies what it sends twice and what it receives three ti
 goes from the caller's memory to the socket, and from the socket into the caller's memory. Each end interoperates with
 any gRPC peer.
 
-A connection is used by one thread at a time, and runs one call at a time. Every wait honours the socket's timeout;
-`set_timeout` sets it at the least cost.
+A connection is used by one thread at a time, and runs one call at a time; a `MultiplexedConnection` of a server may run
+several, each on a `Lane` that any thread may use. Every wait honours the socket's timeout; `set_timeout` sets it at the
+least cost.
 """
 
 from __future__ import annotations
@@ -14,12 +15,17 @@ from bngrad_wire.http2.client import ClientCall, ClientConnection
 from bngrad_wire.http2.errors import PeerGoneError, PeerLostError, ProtocolError, RpcError
 from bngrad_wire.http2.server.call import ServerCall
 from bngrad_wire.http2.server.connection import ServerConnection
+from bngrad_wire.http2.server.lane import Lane
+from bngrad_wire.http2.server.multiplexed import MultiplexedConnection
+from bngrad_wire.http2.server.relay import Uploads
 from bngrad_wire.http2.sockets.timeouts import set_timeout
 from bngrad_wire.http2.sockets.tls import TlsSocket
 
 __all__ = [
     "ClientCall",
     "ClientConnection",
+    "Lane",
+    "MultiplexedConnection",
     "PeerGoneError",
     "PeerLostError",
     "ProtocolError",
@@ -27,5 +33,6 @@ __all__ = [
     "ServerCall",
     "ServerConnection",
     "TlsSocket",
+    "Uploads",
     "set_timeout",
 ]

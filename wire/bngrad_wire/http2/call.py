@@ -6,7 +6,7 @@ from io import BytesIO
 from typing import NoReturn
 
 from bngrad_wire.fields import Buffer
-from bngrad_wire.http2.connection import BaseConnection
+from bngrad_wire.http2.carrier import Carrier
 from bngrad_wire.http2.errors import RpcError, Status
 from bngrad_wire.http2.sending import PREFIX, SendingStream
 
@@ -25,7 +25,7 @@ class BaseCall(SendingStream):
         remaining: Unread bytes of the current message.
     """
 
-    def __init__(self, connection: BaseConnection, stream_id: int) -> None:
+    def __init__(self, connection: Carrier, stream_id: int) -> None:
         super().__init__(connection, stream_id)
         self.remaining = 0
 

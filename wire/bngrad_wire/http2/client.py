@@ -15,6 +15,7 @@ from bngrad_wire.http2.connection import BaseConnection
 from bngrad_wire.http2.errors import ErrorCode, PeerGoneError, RpcError, Status, error_of_http
 from bngrad_wire.http2.sockets.receive_buffer import BUFFER_NBYTES
 from bngrad_wire.http2.sockets.tls import TlsSocket
+from bngrad_wire.http2.stream import Stream
 from bngrad_wire.load_report import TEXT_HEADER
 
 _SETTINGS = frames.settings(
@@ -110,6 +111,11 @@ class ClientConnection(BaseConnection):
         """Fails: push is disabled, so a server must not open streams."""
         self.connection_error(ErrorCode.PROTOCOL_ERROR, f"the server opened stream {stream_id}")
 
+    def headers_received(self, stream: Stream, block: HeaderBlock, end: bool) -> None:
+        """See `BaseConnection`."""
+        assert isinstance(stream, ClientCall)
+        stream.headers_received(block, end)
+
     @property
     def last_peer_stream_id(self) -> int:
         """Returns 0: a server opens no streams."""
@@ -176,7 +182,7 @@ class ClientCall(BaseCall):
         end, parts, frame_count, blocks_nbytes = found
         data = parts[0] if len(parts) == 1 else b"".join(parts)
         messages = split_messages(memoryview(data))
-        if messages is None or not connection.account_for_frames(frame_count, blocks_nbytes, len(data)):
+        if messages is None or not connection.account_for_frames(self, frame_count, blocks_nbytes, len(data)):
             return None
         connection.acknowledge_received_data(len(data), None)
         io.low = end

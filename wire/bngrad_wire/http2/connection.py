@@ -21,7 +21,7 @@ _MAX_CONTROL_NBYTES = BUFFER_NBYTES - frames.HEADER_NBYTES
 _MAX_BLOCK_NBYTES = BUFFER_NBYTES
 """The longest header block that is decoded; one that says more than it may then fails its call alone."""
 _MAX_CONTINUATIONS = 32
-_FRAMES_PER_TURN = 64
+FRAMES_PER_TURN = 64
 """Frames that `BaseConnection.handle_buffered_frames` handles before others get their turn."""
 _READS_PER_CHECK = 2
 """Reads of the socket by `handle_available_frames`; the second sees the end of a peer that sent something before it."""
@@ -45,16 +45,16 @@ class BaseConnection(ConnectionState):
     """One end of a connection.
 
     Attributes:
-        data_left: Unread bytes of the active stream's current DATA frame.
         max_receive_frame_size: The longest payload that this end accepts in a frame.
+        takes_partial_data: Whether `handle_buffered_frames` handles DATA frames that have not arrived whole.
     """
 
     def __init__(
         self, sock: socket.socket, opening: bytes, pseudo_headers: AbstractSet[str], max_receive_frame_size: int
     ) -> None:
         super().__init__(sock)
-        self.data_left = 0
         self.max_receive_frame_size = max_receive_frame_size
+        self.takes_partial_data = False
         self._skip_left = 0  # Padding, and data of closed streams.
         self._partial_block: _PartialBlock | None = None
         self._decoder = BlockDecoder(pseudo_headers)
@@ -68,6 +68,10 @@ class BaseConnection(ConnectionState):
     def stream_opened(self, stream_id: int, block: HeaderBlock, end: bool) -> None:
         """Handles the header block that opens a stream."""
 
+    @abstractmethod
+    def headers_received(self, stream: Stream, block: HeaderBlock, end: bool) -> None:
+        """Handles a header block of the active stream."""
+
     def allow_large_frames(self) -> None:
         """Accepts frames of any size from now on; until then, a client's frames are short, as is what they can ask."""
         if self.max_receive_frame_size < frames.LARGEST_FRAME_SIZE:
@@ -75,7 +79,7 @@ class BaseConnection(ConnectionState):
             self.send_control(_LARGE_FRAMES)
 
     def close_stream(self, stream: Stream) -> None:
-        """Closes a stream on this side; data that is unread, or arrives later, is discarded."""
+        """See `Carrier`."""
         if stream is self.stream:
             self.stream = None
             if not stream.peer_ended:
@@ -109,13 +113,12 @@ class BaseConnection(ConnectionState):
         """Returns what a header block means that was decoded before; None for any other."""
         return self._decoder.known(block)
 
-    def account_for_frames(self, frame_count: int, blocks_nbytes: int, data_nbytes: int) -> bool:
-        """Takes frames of the running call off budget and windows at once, as `handle_frame` does one by one.
+    def account_for_frames(self, stream: Stream, frame_count: int, blocks_nbytes: int, data_nbytes: int) -> bool:
+        """Takes frames of a running call off budget and windows at once, as `handle_frame` does one by one.
 
         Returns False, and does nothing, if they exceed these. The caller acknowledges the data.
         """
-        stream, cost = self.stream, frame_count + (blocks_nbytes >> EARNING_SHIFT)
-        assert stream is not None
+        cost = frame_count + (blocks_nbytes >> EARNING_SHIFT)
         if self.frame_budget < cost or min(self._receive_window, stream.receive_window) < data_nbytes:
             return False
         self.frame_budget -= cost
@@ -125,13 +128,13 @@ class BaseConnection(ConnectionState):
         return True
 
     def read_data_into(self, target: memoryview) -> int:
-        """Fills the start of ``target`` from the current DATA frame; returns the count, which is not zero."""
+        """See `Carrier`."""
         count = self.io.read_into(target[: self.data_left])
         self.data_left -= count
         return count
 
     def buffer_data_frame(self) -> None:
-        """Moves the rest of the current DATA frame to the stream's buffer, so that the next frame can be read."""
+        """See `Carrier`."""
         if self.stream is not None and self.data_left:
             receive_buffer = self.stream.receive_buffer
             assert isinstance(receive_buffer, bytearray)  # as not all has arrived
@@ -159,7 +162,7 @@ class BaseConnection(ConnectionState):
 
     def handle_buffered_frames(self) -> None:
         """Does as `handle_available_frames`, but reads nothing from the socket, and handles at most 64 frames."""
-        for _ in range(_FRAMES_PER_TURN):
+        for _ in range(FRAMES_PER_TURN):
             if not (self._wants_more() and self._is_next_ready()):
                 return
             if not self.data_left:
@@ -195,7 +198,8 @@ class BaseConnection(ConnectionState):
             return False
         length, kind, _, stream_id = frames.parse_header(io.buffer, io.low)
         if kind == frames.DATA:
-            is_skipped = self.stream is None or stream_id != self.stream.id or self.stream.ended
+            stream = self.known_stream(stream_id)
+            is_skipped = self.takes_partial_data or stream is None or stream.ended
         else:
             is_skipped = kind > frames.CONTINUATION or length > _MAX_CONTROL_NBYTES
         # Of what is skipped, the first byte may be the length of its padding.
@@ -342,4 +346,4 @@ class BaseConnection(ConnectionState):
             self._handle_late_frame(stream_id, frames.HEADERS, ended)
         else:
             stream.peer_ended = ended
-            stream.headers_received(block, ended)
+            self.headers_received(stream, block, ended)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import socket
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import ClassVar, NoReturn
 
-from bngrad_wire.fields import Buffer
 from bngrad_wire.http2 import frames
+from bngrad_wire.http2.carrier import Carrier
 from bngrad_wire.http2.errors import (
     ErrorCode,
     PeerGoneError,
@@ -41,35 +41,28 @@ _CONNECTION_FRAMES = {frames.SETTINGS, frames.PING, frames.GOAWAY}
 _STREAM_FRAMES = {frames.PRIORITY, frames.RST_STREAM}
 
 
-class ConnectionState(ABC):
+class ConnectionState(Carrier):
     """The windows, settings and streams of a connection, and what its peer may still send.
 
     Attributes:
-        io: The socket.
-        stream: The active stream; None between calls.
         last_stream_id: The greatest number of a stream that was opened.
         going_away: The peer sent GOAWAY.
-        outbound: Frames that `flush` will send.
-        blocking: Whether sending waits until the socket has taken everything; if not, the rest stays in `outbound`.
         settings_received: The peer's first SETTINGS have arrived.
-        send_window: Bytes that the peer accepts on the connection for now.
-        initial_send_window: Bytes that the peer accepts on a new stream.
-        max_frame_size: The longest payload that the peer accepts in a frame.
-        table_size_update: What the next header block to be sent must begin with.
-        unanswered_ping: The content of the last PING of `ping`; empty once the peer has answered it.
         frame_budget: How many frames the peer may still send before it is asked how fast they came.
     """
 
+    io: BufferedSocket
     _frames_per_reset: ClassVar[int]
     """What the reset of a running call costs the peer that caused it, above the frame itself."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.io = BufferedSocket(sock)
-        self.stream: Stream | None = None
+        self.stream = None
         self.last_stream_id = 0
         self.going_away = False
-        self.outbound: list[Buffer] = []
+        self.outbound = []
         self.blocking = True
+        self.data_left = 0
         self.settings_received = False
         self.send_window = frames.DEFAULT_WINDOW
         self.initial_send_window = frames.DEFAULT_WINDOW
@@ -121,12 +114,6 @@ class ConnectionState(ABC):
             stream.failure = RpcError(Status.INTERNAL, reason)
         self._end_by_reset(stream)
 
-    def append_headers(self, stream_id: int, block: bytes, flags: int) -> None:
-        """Adds a header block to the outbound frames."""
-        if self.table_size_update:
-            block, self.table_size_update = self.table_size_update + block, b""
-        self.outbound += frames.header_block(stream_id, block, flags)
-
     def send_control(self, frame: bytes) -> None:
         """Appends a frame that responds to one of the peer's to `outbound`, and sends all of that if `blocking`."""
         self.outbound.append(frame)
@@ -138,14 +125,14 @@ class ConnectionState(ABC):
                 self.io.broken = None  # what the peer sent before it closed, such as an answer, can still be read
 
     def ping(self) -> None:
-        """Sends a PING, which the peer answers once it has read all that was sent before; see `unanswered_ping`."""
+        """See `Carrier`."""
         self._pings += 1
         self.unanswered_ping = self._pings.to_bytes(_PAYLOAD_NBYTES[frames.PING], "big")
         self.outbound.append(frames.frame(frames.PING, 0, 0, self.unanswered_ping))
         self.flush()
 
     def flush(self) -> None:
-        """Sends `outbound`; if not `blocking`, as much of it as the socket takes."""
+        """See `Carrier`."""
         if self.outbound:
             pieces, self.outbound = self.outbound, []
             rest = self.io.send(pieces, blocking=self.blocking)
@@ -160,7 +147,7 @@ class ConnectionState(ABC):
             del self._closed_early[next(iter(self._closed_early))]
 
     def acknowledge_received_data(self, nbytes: int, stream: Stream | None) -> None:
-        """Counts DATA bytes as consumed, and restores the peer's window from time to time (RFC 9113, section 5.2)."""
+        """See `Carrier`."""
         self._unacknowledged += nbytes
         if self._unacknowledged >= WINDOW_UPDATE_NBYTES:
             self.send_control(frames.window_update(0, self._unacknowledged))
@@ -186,7 +173,7 @@ class ConnectionState(ABC):
                 self.connection_error(ErrorCode.ENHANCE_YOUR_CALM, reason)
 
     def earn(self, nbytes: int, shift: int = EARNING_SHIFT) -> None:
-        """Adds to the peer's budget for bytes that moved a call forward."""
+        """See `Carrier`."""
         self.frame_budget = min(self.frame_budget + (nbytes >> shift), self._frames_per_second)
 
     def distrust(self) -> None:
@@ -194,10 +181,14 @@ class ConnectionState(ABC):
         self._frames_per_second = _FRAMES_OF_DISTRUSTED
         self.frame_budget = min(self.frame_budget, _FRAMES_OF_DISTRUSTED)
 
+    def known_stream(self, stream_id: int) -> Stream | None:
+        """Returns an open stream; None for any other."""
+        return self.stream if self.stream is not None and self.stream.id == stream_id else None
+
     def active_stream(self, stream_id: int, frame_name: str) -> Stream | None:
-        """Returns the active stream if it has this number; None for a closed one. Others are an error."""
-        if self.stream is not None and self.stream.id == stream_id:
-            return self.stream
+        """Returns an open stream; None for a closed one. Others are an error."""
+        if (stream := self.known_stream(stream_id)) is not None:
+            return stream
         if stream_id % 2 == 0 or stream_id > self.last_stream_id:
             reason = f"{frame_name} on stream {stream_id}, which was never opened"
             self.connection_error(ErrorCode.PROTOCOL_ERROR, reason)
@@ -257,9 +248,10 @@ class ConnectionState(ABC):
             self.connection_error(ErrorCode.FRAME_SIZE_ERROR, f"SETTINGS of {len(payload)} bytes")
         if cost := len(payload) >> EARNING_SHIFT:
             self.charge(cost)
+        initial_window = None
         for key, value in frames.SETTING.iter_unpack(payload):
             if key == frames.INITIAL_WINDOW_SIZE:
-                self._set_initial_send_window(value)
+                initial_window = value  # the last one counts: each takes time for every stream
             elif key == frames.MAX_FRAME_SIZE:
                 if not frames.MIN_FRAME_SIZE <= value <= frames.LARGEST_FRAME_SIZE:
                     self.connection_error(ErrorCode.PROTOCOL_ERROR, f"SETTINGS_MAX_FRAME_SIZE is {value}")
@@ -268,6 +260,8 @@ class ConnectionState(ABC):
                 self.connection_error(ErrorCode.PROTOCOL_ERROR, f"SETTINGS_ENABLE_PUSH is {value}")
             elif key == frames.HEADER_TABLE_SIZE and value < _DEFAULT_TABLE_NBYTES:
                 self.table_size_update = _TABLE_SIZE_ZERO
+        if initial_window is not None:
+            self._set_initial_send_window(initial_window)
         self.settings_received = True
         self.send_control(frames.frame(frames.SETTINGS, frames.ACK, 0, b""))
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from bngrad_wire.fields import Buffer
 from bngrad_wire.http2 import frames
-from bngrad_wire.http2.connection import BaseConnection
+from bngrad_wire.http2.carrier import Carrier
 from bngrad_wire.http2.errors import ErrorCode, RpcError, Status
 from bngrad_wire.http2.stream import Stream
 
@@ -36,7 +36,7 @@ class SendingStream(Stream):
     _lent_from_nbytes: ClassVar[int]
     """Smaller messages take less time copied."""
 
-    def __init__(self, connection: BaseConnection, stream_id: int) -> None:
+    def __init__(self, connection: Carrier, stream_id: int) -> None:
         super().__init__(stream_id, connection.initial_send_window)
         self._connection = connection
         self._sending_ended = False
@@ -127,7 +127,7 @@ class SendingStream(Stream):
     @property
     def send_room(self) -> int:
         """How many bytes the windows have room for, with the prefixes of messages."""
-        return min(self.send_window, self._connection.send_window)
+        return min(self.send_window, self._connection.send_room)
 
     def _may_send(self) -> bool:
         """Returns False if the peer accepts no more messages although the call did not fail."""

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-
 from bngrad_wire.http2 import frames
-from bngrad_wire.http2.block_decoder import HeaderBlock
 from bngrad_wire.http2.errors import RpcError
 
 
-class Stream(ABC):
+class Stream:
     """A stream; calls are its subclasses.
 
     Attributes:
@@ -37,9 +34,8 @@ class Stream(ABC):
         self.reset = False
         self.failure: RpcError | None = None
 
-    @abstractmethod
-    def headers_received(self, block: HeaderBlock, end: bool) -> None:
-        """Handles a header block of this stream."""
+    def progressed(self) -> None:
+        """Is called after a window was opened, and when the peer has ended or reset a stream that takes no DATA.
 
-    def progressed(self) -> None:  # noqa: B027  # most streams are asked by the thread that waits for them
-        """Is called after a window was opened, and when the peer has ended or reset a stream that takes no DATA."""
+        Most streams do nothing: the thread that waits for one looks at it.
+        """

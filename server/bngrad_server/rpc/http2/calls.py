@@ -9,20 +9,25 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from bngrad_server.errors import UnauthenticatedError
 from bngrad_server.rpc.futile_calls import FutileCalls, is_before
-from bngrad_server.rpc.http2.connection import Connection, InlineCall
+from bngrad_server.rpc.health import Health
+from bngrad_server.rpc.http2.arriving import ArrivingCalls
+from bngrad_server.rpc.http2.connection import Caller, Connection, InlineCall, Lane, connection_of
 from bngrad_server.rpc.http2.connections import Http2Connections
-from bngrad_server.rpc.http2.handlers import Http2Handler
+from bngrad_server.rpc.http2.handlers import Http2Handler, is_sdk
 from bngrad_server.rpc.http2.inline_calls import InlineCalls
 from bngrad_server.rpc.http2.receiving import ReceivingCalls
+from bngrad_server.rpc.http2.watches import HealthWatches
+from bngrad_server.rpc.other_calls import WATCH_PATH
 from bngrad_server.rpc.servicer import EXCHANGE_PATH, UNARY_OPS, Servicer
 from bngrad_server.rpc_context import RpcContext
 from bngrad_server.runtime.event_loop import EventLoop
 from bngrad_wire import http2
+from bngrad_wire.fields import Buffer
 
 _STALL_TIMEOUT_S = 60.0
 """How long a client may pause in the middle of a frame or a call."""
@@ -43,14 +48,16 @@ class Http2Calls:
     def __init__(
         self,
         servicer: Servicer,
+        health: Health,
         event_loop: EventLoop,
         on_breach: Callable[[str, float], object],
-        on_stranger: Callable[[socket.socket, http2.ServerConnection, str], object],
+        on_stranger: Callable[[socket.socket, http2.MultiplexedConnection, str], object],
     ) -> None:
         """Has no connections yet.
 
         Args:
             servicer: Answers the calls.
+            health: What calls watch.
             event_loop: Reads from the connections.
             on_breach: Called with the client of a connection that broke the protocol, and what that counts for.
             on_stranger: Takes over a connection whose token is no longer valid.
@@ -67,6 +74,8 @@ class Http2Calls:
         self._event_loop = event_loop
         self._on_stranger = on_stranger
         self._futile = FutileCalls()
+        self._arriving = ArrivingCalls()
+        self._watches = HealthWatches(health, event_loop, self._end_watch)
         self._max_whole_nbytes = max(_WHOLE_NBYTES, computed_nbytes)
         self._inline_calls = InlineCalls(servicer, self._finish_soon)
         self._receiving = ReceivingCalls(is_worthwhile=servicer.admission.is_worthwhile, max_wait_s=servicer.max_wait_s)
@@ -76,21 +85,27 @@ class Http2Calls:
     def add(
         self,
         sock: socket.socket,
-        http: http2.ServerConnection,
+        http: http2.MultiplexedConnection,
         handler: Http2Handler,
         call: http2.ServerCall,
         rpc: RpcContext,
     ) -> None:
         """Adds a connection with its first call, whose token and path are good; closes it if there is no room."""
         connection = Connection(sock, http, handler, rpc.client)
-        if not self.connections.add(connection, self._receiving.awaiting_messages()):
+        if not self.connections.add(connection, map(connection_of, self._receiving.awaiting_messages())):
             http.close()
             return
         try:
             http.max_whole_nbytes = min(self._max_whole_nbytes, http.max_whole_nbytes)
             http2.set_timeout(sock, _WAIT_S)
             http.io.waits = round(_STALL_TIMEOUT_S / _WAIT_S)
-            self._on_call(connection, call, time.perf_counter(), rpc)
+            if is_sdk(call):
+                http.may_multiplex = False
+                self._on_call(connection, call, time.perf_counter(), rpc)
+            else:
+                self._add_lane(connection, self.connections.multiplex(connection, _WAIT_S), call, rpc)
+                self._begin_arrived(connection)
+                self.connections.settle(connection)
         except Exception as error:
             self.connections.fail(connection, error)
 
@@ -98,6 +113,9 @@ class Http2Calls:
         if not connection.is_watched:  # it was lent, paused or closed meanwhile
             return
         began = time.perf_counter()
+        if connection.http.is_multiplexed:
+            self._read_lanes(connection, began)
+            return
         try:
             call = connection.http.accept_nonblocking()
             if connection.inline_call is not None:
@@ -111,13 +129,69 @@ class Http2Calls:
             self.connections.fail(connection, error)
         self.connections.count_waste(connection, began)
 
+    def _read_lanes(self, connection: Connection, began: float) -> None:
+        """Reads from a connection with several calls."""
+        http = connection.http
+        is_reading = http.is_reading
+        try:
+            begun, failed = http.read() if is_reading else ([], [])
+            if http.has_handled:  # so another frame is the last one
+                self.connections.readers.amid_frame.pop(connection, None)
+            http.is_corked = True
+            for carrier, call in begun:
+                self._add_lane(connection, carrier, call)
+            for stream_id in failed:
+                self._check_lane(connection.lanes[stream_id])
+            was_useful = self._begin_arrived(connection) or http.was_useful
+            http.is_corked = False
+        except Exception as error:
+            self.connections.fail(connection, error)
+            return
+        if is_reading and was_useful:
+            connection.waste.reset(began)
+        elif is_reading:
+            self.connections.count_waste(connection, began)
+        self.connections.settle(connection)
+
+    def _check_lane(self, lane: Lane) -> None:
+        """Gives up a call without a thread that the client has cancelled."""
+        call = lane.lane.stream
+        if not isinstance(call, http2.ServerCall):
+            return
+        if lane.inline_call is not None:
+            rpc = lane.inline_call.rpc
+            self._inline_calls.abandon(lane, lane.inline_call)
+            self._count_cancelled(lane.connection, rpc)
+        elif self.connections.is_lent(lane):
+            return  # its thread sees it
+        self._end_call(lane)
+        call.end()
+        self.connections.await_call(lane)
+
+    def _add_lane(
+        self, connection: Connection, carrier: http2.Lane, call: http2.ServerCall, rpc: RpcContext | None = None
+    ) -> None:
+        carrier.io.waits = round(_STALL_TIMEOUT_S / _WAIT_S)
+        self._arriving.add(self.connections.begin_lane(connection, carrier, call, rpc), call)
+
+    def _begin_arrived(self, connection: Connection) -> bool:
+        """Begins the calls of a connection with several that have arrived; returns whether any was not refused."""
+        was_useful = False
+        for lane in self._arriving.ready(connection):
+            call = lane.lane.stream
+            if isinstance(call, http2.ServerCall):
+                was_useful |= self._begin(lane, call, lane.rpc) or lane.stream_id in connection.lanes
+            else:  # it was refused at once
+                self.connections.await_call(lane)
+        return was_useful
+
     def _on_call(
         self, connection: Connection, call: http2.ServerCall, began: float, rpc: RpcContext | None = None
     ) -> None:
         """Begins a call; counts the time since ``began`` as wasted if it was refused."""
         idle = self.connections.idle
         del idle[connection]
-        self.connections.amid_frame.pop(connection, None)
+        self.connections.readers.amid_frame.pop(connection, None)
         if self._begin(connection, call, rpc) or connection not in idle:
             connection.waste.reset(began)
         else:
@@ -139,87 +213,105 @@ class Http2Calls:
                 self.connections.penalise(connection)
 
     def _on_tick(self) -> None:
-        for connection, inline, error in self._inline_calls.expired():
-            self._refuse(connection, inline.call, error)
-        for connection, waiting, error in self._receiving.expired():
-            self._end_call(connection)
-            self._refuse(connection, waiting.call, error)
+        for caller, inline, error in self._inline_calls.expired():
+            self._refuse(caller, inline.call, error)
+        for caller, waiting, error in self._receiving.expired():
+            self._end_call(caller)
+            self._refuse(caller, waiting.call, error)
+        for connection in self._arriving:
+            self._begin_arrived(connection)
         self._receive_waiting()  # a request may have left in the moment in which a call began to wait
+        self._watches.tick()
         self.connections.tick()
 
-    def _begin(self, connection: Connection, call: http2.ServerCall, rpc: RpcContext | None) -> bool:
+    def _begin(self, caller: Caller, call: http2.ServerCall, rpc: RpcContext | None) -> bool:
         """Begins a call: inline if its message has arrived and memory is free, else in a thread.
 
         Returns whether it has been answered already.
         """
         if call.failure is not None:  # reset at once
             call.end()
-            self.connections.await_call(connection)
+            self.connections.await_call(caller)
             return False
-        handler = connection.handler
         try:
             if rpc is None:
-                rpc = handler.checked_context(call)
+                rpc = caller.handler.checked_context(call)
             received = call.received_messages()
-            if received and handler.answer_at_once(call, received, rpc):
-                self.connections.await_call(connection)
+            if received and caller.handler.answer_at_once(call, received, rpc):
+                self.connections.await_call(caller)
                 return True
-            if received and call.path == EXCHANGE_PATH:
-                if not self._inline_calls.begin_exchange(connection, call, received, rpc):
-                    self._receive(connection, call, rpc)
-                return False
-            if call.path not in UNARY_OPS or not call.is_fully_received:
-                self._receive(connection, call, rpc)
-                return False
-            message = handler.receive_request(call, rpc)
-            has_memory = self._inline_calls.begin(connection, call, message, rpc)
+            self._begin_to_compute(caller, call, received, rpc)
         except Exception as error:
-            self._refuse(connection, call, error)
-            return False
-        if not has_memory:
-            self.connections.lend(connection, partial(handler.handle_unary, call, message, rpc))
+            self._refuse(caller, call, error)
         return False
 
-    def _finish_soon(self, connection: Connection, inline: InlineCall) -> None:
-        self._event_loop.call_soon(partial(self._finish, connection, inline))
+    def _begin_to_compute(
+        self, caller: Caller, call: http2.ServerCall, received: Sequence[Buffer] | None, rpc: RpcContext
+    ) -> None:
+        """Begins a call that is not answered at once; ``received`` are its messages if all have arrived."""
+        if isinstance(caller, Lane) and call.path == WATCH_PATH:
+            self._watches.begin(caller, call, rpc)
+        elif call.path in UNARY_OPS and call.is_fully_received:
+            message = caller.handler.receive_request(call, rpc)
+            if not self._inline_calls.begin(caller, call, message, rpc):
+                self.connections.lend(caller, partial(caller.handler.handle_unary, call, message, rpc))
+        elif not (
+            received and call.path == EXCHANGE_PATH and self._inline_calls.begin_exchange(caller, call, received, rpc)
+        ):
+            self._receive(caller, call, rpc)
 
-    def _finish(self, connection: Connection, inline: InlineCall) -> None:
+    def _end_watch(self, lane: Lane, error: Exception | None) -> None:
+        call = lane.lane.stream
+        if error is not None and isinstance(call, http2.ServerCall):
+            self._refuse(lane, call, error)
+        else:
+            if isinstance(call, http2.ServerCall):
+                call.end()
+            self.connections.await_call(lane)
+
+    def _finish_soon(self, caller: Caller, inline: InlineCall) -> None:
+        self._event_loop.call_soon(partial(self._finish, caller, inline))
+
+    def _finish(self, caller: Caller, inline: InlineCall) -> None:
         """Answers an inline call whose request has ended."""
         staged = inline.staged
         if inline.is_abandoned:
             staged.close()
             return
-        self._inline_calls.forget(connection)
+        self._inline_calls.forget(caller)
         try:
-            was_sent = inline.send_response(connection.handler)
+            was_sent = inline.send_response(caller.handler)
         except Exception as error:
             staged.close(error)
-            self._refuse(connection, inline.call, error)
+            self._refuse(caller, inline.call, error)
             return
         if was_sent:
-            self._futile.answered(connection.client)
+            self._futile.answered(caller.client)
             staged.close()
-            self.connections.await_call(connection)
+            self.connections.await_call(caller)
         else:
-            self.connections.lend(connection, partial(connection.handler.send_response, inline.call, staged))
+            self.connections.lend(caller, partial(caller.handler.send_response, inline.call, staged))
 
-    def _refuse(self, connection: Connection, call: http2.ServerCall, error: Exception) -> None:
+    def _refuse(self, caller: Caller, call: http2.ServerCall, error: Exception) -> None:
         try:
-            connection.handler.refuse(call, error)
-            if isinstance(error, UnauthenticatedError):
-                self.connections.forget(connection)
-                self._on_stranger(connection.sock, connection.http, connection.client)
-            else:
-                self.connections.await_call(connection)
+            caller.handler.refuse(call, error)
+            if not isinstance(error, UnauthenticatedError):
+                self.connections.await_call(caller)
+            elif isinstance(caller, Connection):
+                self.connections.forget(caller)
+                self._on_stranger(caller.sock, caller.http, caller.client)
+            elif isinstance(caller, Lane):
+                self.connections.await_call(caller)
+                self.connections.end_soon(caller.connection)
         except Exception as broken:
-            self.connections.fail(connection, broken)
+            self.connections.fail(caller, broken)
 
-    def _receive(self, connection: Connection, call: http2.ServerCall, rpc: RpcContext) -> None:
+    def _receive(self, caller: Caller, call: http2.ServerCall, rpc: RpcContext) -> None:
         """Receives the message of a call in a thread, as soon as its client may have one more."""
-        if self._receiving.add(connection, call, rpc):
-            self.connections.lend(connection, partial(connection.handler.handle, call, rpc))
-        else:
-            self.connections.unwatch(connection)
+        if self._receiving.add(caller, call, rpc):
+            self.connections.lend(caller, partial(caller.handler.handle, call, rpc))
+        elif isinstance(caller, Connection):
+            self.connections.readers.unwatch(caller)
 
     def _after_request(self) -> None:
         """Is called by any thread after a request has left, where clients have limits."""
@@ -227,12 +319,15 @@ class Http2Calls:
             self._event_loop.call_soon(self._receive_waiting)
 
     def _receive_waiting(self) -> None:
-        for connection, waiting in self._receiving.served():
-            self.connections.lend(connection, partial(connection.handler.handle, waiting.call, waiting.rpc))
+        for caller, waiting in self._receiving.served():
+            self.connections.lend(caller, partial(caller.handler.handle, waiting.call, waiting.rpc))
 
-    def _end_call(self, connection: Connection) -> None:
-        """Gives up the call of a connection, if it has one, and its thread or its wait for one."""
-        if connection.inline_call is not None:
-            self._inline_calls.abandon(connection, connection.inline_call)
-        if self._receiving.discard(connection):
+    def _end_call(self, caller: Caller) -> None:
+        """Gives up the call of a caller, if it has one, and its thread or its wait for one."""
+        if isinstance(caller, Lane):
+            self._arriving.forget(caller)
+            self._watches.forget(caller)
+        if caller.inline_call is not None:
+            self._inline_calls.abandon(caller, caller.inline_call)
+        if self._receiving.discard(caller):
             self._event_loop.call_soon(self._receive_waiting)

@@ -55,36 +55,86 @@ class WaitingCall:
     until: float
 
 
-class Connection:
-    """A connection: idle, or with an inline call, or lent to a thread, or with a call that waits for one.
+class Caller:
+    """Makes one call at a time: idle, or with an inline call, or lent to a thread, or with a call that waits for one.
 
     Attributes:
-        sock: Its socket.
-        fd: The socket's descriptor.
-        client: The client that its first call belonged to.
-        http: The HTTP/2 connection.
+        carrier: What its calls come by.
         handler: Handles its calls in threads.
-        waste: How long it has kept the event loop busy for nothing.
+        client: The client that it belongs to.
         inline_call: Its running call, if it has no thread.
         waiting_call: Its call, if that waits for a thread.
-        is_watched: Whether the event loop reads from it; then no thread uses it.
-        is_outdated: Whether it is to be closed after the call that it has.
     """
 
-    def __init__(self, sock: socket.socket, http: http2.ServerConnection, handler: Http2Handler, client: str) -> None:
-        self.sock = sock
-        self.fd = sock.fileno()
-        self.http = http
+    def __init__(self, carrier: http2.ServerConnection | http2.Lane, handler: Http2Handler, client: str) -> None:
+        self.carrier = carrier
         self.handler = handler
         self.client = client
-        self.waste = Waste(http)
         self.inline_call: InlineCall | None = None
         self.waiting_call: WaitingCall | None = None
-        self.is_watched = False
-        self.is_outdated = False
 
     @property
     def awaits_message(self) -> bool:
         """Whether the client has to send more of a call."""
-        stream = self.http.stream  # another thread may end it
+        stream = self.carrier.stream  # another thread may end it
         return isinstance(stream, http2.ServerCall) and not stream.is_fully_received
+
+
+class Connection(Caller):
+    """A connection, which makes one call at a time, or several, each on a lane.
+
+    Attributes:
+        sock: Its socket.
+        fd: The socket's descriptor.
+        http: The HTTP/2 connection.
+        waste: How long it has kept the event loop busy for nothing.
+        lanes: Its calls by the numbers of their streams, if it may make several.
+        is_watched: Whether the event loop reads from it; then no thread uses it.
+        interest: Whether it is watched for input, and for room for output, if it may make several calls.
+        is_outdated: Whether it is to be closed after the calls that it has.
+    """
+
+    def __init__(
+        self, sock: socket.socket, http: http2.MultiplexedConnection, handler: Http2Handler, client: str
+    ) -> None:
+        """``client`` is the one that its first call belonged to."""
+        super().__init__(http, handler, client)
+        self.sock = sock
+        self.fd = sock.fileno()
+        self.http = http
+        self.waste = Waste(http)
+        self.lanes: dict[int, Lane] = {}
+        self.is_watched = False
+        self.interest = True, False
+        self.is_outdated = False
+
+
+class Lane(Caller):
+    """One of the calls of a connection.
+
+    Attributes:
+        connection: The connection.
+        lane: What carries the call.
+        stream_id: The number of its stream.
+        rpc: Its context, if it was checked before it had the lane.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        lane: http2.Lane,
+        stream_id: int,
+        handler: Http2Handler,
+        rpc: RpcContext | None = None,
+    ) -> None:
+        super().__init__(lane, handler, connection.client)
+        self.connection = connection
+        self.lane = lane
+        self.stream_id = stream_id
+        self.rpc = rpc
+
+
+def connection_of(caller: Caller) -> Connection:
+    """Returns the connection by which a caller makes its calls."""
+    assert isinstance(caller, Connection | Lane)
+    return caller if isinstance(caller, Connection) else caller.connection

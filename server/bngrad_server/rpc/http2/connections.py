@@ -14,12 +14,13 @@ import time
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from bngrad_server.rpc.http2.connection import Connection
+from bngrad_server.rpc.http2.connection import Caller, Connection, Lane
 from bngrad_server.rpc.http2.delivery import Deliveries
 from bngrad_server.rpc.http2.handlers import abort
 from bngrad_server.rpc.http2.limits.penalties import Penalties, peer_of
 from bngrad_server.rpc.http2.limits.places import Places
-from bngrad_server.rpc.http2.limits.waste import Paused
+from bngrad_server.rpc.http2.reading import Readers
+from bngrad_server.rpc_context import RpcContext
 from bngrad_server.runtime.event_loop import EventLoop
 from bngrad_server.runtime.executors import OnDemandExecutor
 from bngrad_server.telemetry.metrics import Metrics
@@ -33,6 +34,10 @@ that was idle longest, or else, if the new one's client has fewer, the one whose
 there is none, the new one is closed; its client falls back to grpcio."""
 _FRAME_TIMEOUT_S = 5.0
 """How long a frame or header block may take to arrive while no call runs."""
+_UPLOADS = 256
+"""How many calls on connections with several may not have arrived whole; beyond, each connection may have one."""
+_UNSENT_TIMEOUT_S = 30.0
+"""How long the client of a connection with several calls may take nothing of what there is for it."""
 _BREACH_SCORE = 16.0
 """What a breach of the protocol counts for in `bngrad_server.rpc.http2.limits.penalties`."""
 _FUTILE_SCORE = 2.0
@@ -46,7 +51,7 @@ class Http2Connections:
         drained: Is set once `drain` was called and no connection is left.
         threads: The threads of calls that may wait.
         idle: The connections without a call; the one that was idle longest comes first.
-        amid_frame: Those of them that have sent a part of a frame, and since when.
+        readers: The connections that are read from.
     """
 
     def __init__(
@@ -55,7 +60,7 @@ class Http2Connections:
         metrics: Metrics,
         on_breach: Callable[[str, float], object],
         on_readable: Callable[[Connection], None],
-        on_release: Callable[[Connection], None],
+        on_release: Callable[[Caller], None],
         *,
         has_long_calls: bool = False,
     ) -> None:
@@ -66,26 +71,26 @@ class Http2Connections:
             metrics: Counts the connections that are refused.
             on_breach: Called with the client of a connection that broke the protocol, and what that counts for.
             on_readable: Reads from a connection, if that is watched.
-            on_release: Ends the call of a connection that a thread has given back, or that is no longer of the port.
+            on_release: Ends the call of a caller that a thread has given back, or that is no longer of the port.
             has_long_calls: Whether larger calls keep the event loop, as they are computed there.
         """
         self.drained = threading.Event()
         self.threads = OnDemandExecutor("http2-call")
         self.idle: dict[Connection, None] = {}
-        self.amid_frame: dict[Connection, float] = {}
+        self.readers = Readers(event_loop, on_readable, has_long_calls=has_long_calls)
         self._event_loop = event_loop
         self._metrics = metrics
         self._on_breach = on_breach
         self._on_readable = on_readable
         self._on_release = on_release
-        self._has_long_calls = has_long_calls
         self._all: set[Connection] = set()
-        self._lent: set[Connection] = set()
+        self._lent: set[Caller] = set()
         self._remote: Places[Connection] = Places(_PLACES)
         self._local: Places[Connection] = Places(_PLACES)
-        self._paused: Paused[Connection] = Paused()
         self._penalties = Penalties()
+        self._uploads = http2.Uploads(_UPLOADS)
         self._closing = Deliveries()
+        self._unsent: dict[Connection, tuple[int, float]] = {}  # how much has moved, and since when it is as much
         self._draining = False
 
     def __len__(self) -> int:
@@ -120,11 +125,72 @@ class Http2Connections:
                 self._end(dispensable)
         return not places.is_full
 
-    def await_call(self, connection: Connection) -> None:
-        """Waits for the next call of a connection, after malformed messages without reading it for a while."""
+    def multiplex(self, connection: Connection, wait_s: float) -> http2.Lane:
+        """Lets a connection make several calls; see `bngrad_wire.http2.MultiplexedConnection.multiplex`."""
+
+        def on_change() -> None:
+            if not connection.is_watched or connection.http.is_cut > connection.interest[1]:
+                self._event_loop.call_soon(partial(self.settle, connection))
+
+        return connection.http.multiplex(self._event_loop, wait_s, self._uploads, on_change)
+
+    def begin_lane(
+        self, connection: Connection, carrier: http2.Lane, call: http2.ServerCall, rpc: RpcContext | None = None
+    ) -> Lane:
+        """Returns a lane of a connection for a call that has begun, with its context if that has been checked."""
+        handler = connection.handler.for_lane(partial(carrier.lose, "the call was given up"), carrier.io)
+        lane = Lane(connection, carrier, call.id, handler, rpc and handler.adopted(call, rpc))
+        connection.lanes[call.id] = lane
+        self.idle.pop(connection, None)
+        return lane
+
+    def _end_lane(self, lane: Lane) -> None:
+        """Ends the call of a lane."""
+        connection = lane.connection
+        connection.handler.saw_malformed |= lane.handler.saw_malformed
+        if connection.lanes.pop(lane.stream_id, None) is None:  # the connection has been closed meanwhile
+            lane.handler.close()
+            return
+        connection.http.forget(lane.lane, lane.stream_id)
+        self._count_malformed(connection)
+        if not connection.http.is_corked:
+            self.settle(connection)
+        if not connection.lanes and connection in self._all:
+            if self._draining or connection.is_outdated:
+                self._close_once_delivered(connection)
+            else:
+                self.idle[connection] = None
+
+    def settle(self, connection: Connection) -> None:
+        """Sends what the client of a multiplexed connection takes, and waits for what is possible next."""
+        if connection not in self._all or connection in self._closing:
+            return
+        try:
+            connection.http.flush()
+            self.readers.watch_lanes(connection)
+            if not connection.http.has_unsent:
+                self._unsent.pop(connection, None)
+            elif connection not in self._unsent:
+                self._unsent[connection] = connection.http.io.moved, time.monotonic()
+        except Exception as error:
+            self.fail(connection, error)
+
+    def _count_malformed(self, connection: Connection) -> None:
         if connection.handler.saw_malformed:
             connection.handler.saw_malformed = False
             self.penalise(connection)
+
+    def await_call(self, caller: Caller) -> None:
+        """Waits for the next call of a connection, after malformed messages without reading it for a while.
+
+        Of a lane, the call is ended.
+        """
+        if isinstance(caller, Lane):
+            self._end_lane(caller)
+            return
+        assert isinstance(caller, Connection)
+        connection = caller
+        self._count_malformed(connection)
         if connection.http.outbound:  # more than the socket took at once
             self._lend_to_flush(connection)
         elif self._draining or connection.is_outdated:
@@ -133,28 +199,24 @@ class Http2Connections:
             self.idle[connection] = None
             self._watch(connection)
             if connection.http.has_pending_input:
-                self._read_soon(connection)
+                self.readers.read_soon(connection)
 
     def after_frames(self, connection: Connection) -> None:
         """Answers frames that began no call, and goes on to read."""
         http = connection.http
         http.flush()
         if http.has_pending_input:
-            self._read_soon(connection)
+            self.readers.read_soon(connection)
         if connection.inline_call is not None:
             return
-        if http.is_amid_frame:
-            self.amid_frame.setdefault(connection, time.monotonic())
-        else:
-            self.amid_frame.pop(connection, None)
+        self.readers.note_partial_frame(connection)
         if http.outbound:
             self._lend_to_flush(connection)
 
     def count_waste(self, connection: Connection, began: float) -> None:
         """Counts the time since ``began``, in which a connection did nothing useful; pauses it if that is too much."""
         if connection.waste.count(began) and connection in self._all:
-            self.unwatch(connection)
-            self._paused.add(connection)
+            self.readers.pause(connection)
 
     def penalise(self, connection: Connection) -> None:
         """Counts a futile call of a client, and suspends the connection if there were too many."""
@@ -162,100 +224,103 @@ class Http2Connections:
         self._on_breach(client, _FUTILE_SCORE)
         self._penalties.add(client, _FUTILE_SCORE)
         if delay_s := self._penalties.delay_s(client):
-            self.unwatch(connection)
-            self._paused.suspend(connection, delay_s)
+            self.readers.suspend(connection, delay_s)
 
     def _watch(self, connection: Connection) -> None:
-        """Reads from a connection, unless it is paused; expects that its next call is as large as the last one.
-
-        Closes one that the system cannot watch: its client would wait in vain.
-        """
-        if connection in self._paused:
-            return
+        """Reads from a connection; closes one that the system cannot watch: its client would wait in vain."""
         try:
-            if not connection.is_watched:
-                self._event_loop.add_reader(connection.fd, partial(self._on_readable, connection))
-                connection.is_watched = True
-            if self._has_long_calls and connection.http.expects_large_call:
-                self._event_loop.expect_long(connection.fd, connection.client)
-            else:
-                self._event_loop.expect_brief(connection.fd)
-        except OSError as error:  # the system has no memory for it, or watches as many descriptors as it may
+            self.readers.watch(connection)
+        except OSError as error:
             self.fail(connection, error)
-
-    def unwatch(self, connection: Connection) -> None:
-        """Reads no longer from a connection: what its client sends waits in the kernel."""
-        if connection.is_watched:
-            connection.is_watched = False
-            self._event_loop.remove_reader(connection.fd)
-
-    def _read_soon(self, connection: Connection) -> None:
-        self._event_loop.call_soon(partial(self._on_readable, connection))
 
     def tick(self) -> None:
         """Does what is due; to be called several times a second."""
-        for connection in self._paused.resume():
-            if connection in self.idle or connection.inline_call is not None:
+        for connection in self.readers.paused.resume():
+            if connection.http.is_multiplexed:
+                self.settle(connection)
+            elif connection in self.idle or connection.inline_call is not None:
                 self._watch(connection)
-                self._read_soon(connection)
+                self.readers.read_soon(connection)
         self._check_frames()
+        self._check_unsent()
         for connection in self._closing:
             self._close_once_delivered(connection)
 
     def _check_frames(self) -> None:
         """Closes connections whose frames do not end."""
         now = time.monotonic()
-        for connection, since in list(self.amid_frame.items()):
+        for connection, since in list(self.readers.amid_frame.items()):
             if connection.http.awaits_rest:
                 self._on_readable(connection)
-            elif connection not in self.idle:  # it has a thread, which has limits of its own
-                del self.amid_frame[connection]
+            elif not (connection in self.idle or connection.lanes):  # it has a thread, which has limits of its own
+                del self.readers.amid_frame[connection]
             elif now - since > _FRAME_TIMEOUT_S:
                 self._metrics.refused_connection("silent")
                 self._on_breach(connection.client, _BREACH_SCORE)
                 self._close(connection)
 
-    def lend(self, connection: Connection, action: Callable[[], None]) -> None:
-        """Lends a connection to a thread, for an action that may wait."""
-        self.idle.pop(connection, None)
-        self.unwatch(connection)
-        connection.http.blocking = True
-        self._lent.add(connection)
-        self.threads.submit(partial(self._run_in_thread, connection, action))
+    def _check_unsent(self) -> None:
+        """Closes connections with several calls whose clients take nothing of what there is for them."""
+        now = time.monotonic()
+        for connection, (moved, since) in list(self._unsent.items()):
+            if connection.http.io.moved != moved:
+                self._unsent[connection] = connection.http.io.moved, now
+            elif now - since > _UNSENT_TIMEOUT_S:
+                self._metrics.refused_connection("silent")
+                self._on_breach(connection.client, _BREACH_SCORE)
+                self._close(connection)
+
+    def lend(self, caller: Caller, action: Callable[[], None]) -> None:
+        """Lends a connection, or a lane of one, to a thread, for an action that may wait."""
+        if isinstance(caller, Connection):
+            self.idle.pop(caller, None)
+            self.readers.unwatch(caller)
+        if isinstance(caller, Lane):
+            caller.lane.is_lent = True
+        caller.carrier.blocking = True
+        self._lent.add(caller)
+        self.threads.submit(partial(self._run_in_thread, caller, action))
 
     def _lend_to_flush(self, connection: Connection) -> None:
         self.lend(connection, partial(connection.handler.flush, connection.http))
 
-    def _run_in_thread(self, connection: Connection, action: Callable[[], None]) -> None:
+    def is_lent(self, caller: Caller) -> bool:
+        """Whether a thread has a caller."""
+        return caller in self._lent
+
+    def _run_in_thread(self, caller: Caller, action: Callable[[], None]) -> None:
         is_usable = False
         try:
             action()
             is_usable = True
         except Exception as error:
-            self._log_failure(connection, error)
+            self._log_failure(caller, error)
         finally:
-            self._event_loop.call_soon(partial(self._return_from_thread, connection, is_usable=is_usable))
+            self._event_loop.call_soon(partial(self._return_from_thread, caller, is_usable=is_usable))
 
-    def _return_from_thread(self, connection: Connection, *, is_usable: bool) -> None:
-        self._lent.discard(connection)
-        self._on_release(connection)
+    def _return_from_thread(self, caller: Caller, *, is_usable: bool) -> None:
+        self._lent.discard(caller)
+        self._on_release(caller)
         if is_usable:
-            connection.http.blocking = False
-            connection.waste.begin_reading()
-            self.await_call(connection)
+            caller.carrier.blocking = False
+            if isinstance(caller, Lane):
+                caller.lane.is_lent = False
+            if isinstance(caller, Connection):
+                caller.waste.begin_reading()
+            self.await_call(caller)
         else:
-            self._close(connection)
+            self._close(caller)
 
-    def fail(self, connection: Connection, error: Exception) -> None:
-        """Closes a connection because of an error, which it logs."""
-        self._log_failure(connection, error)
-        self._close(connection)
+    def fail(self, caller: Caller, error: Exception) -> None:
+        """Closes a connection, or a lane of one, because of an error, which it logs."""
+        self._log_failure(caller, error)
+        self._close(caller)
 
-    def _log_failure(self, connection: Connection, error: Exception) -> None:
-        """Logs why a connection ends, and counts a client's breach of the protocol."""
+    def _log_failure(self, caller: Caller, error: Exception) -> None:
+        """Logs why a connection or lane ends, and counts a client's breach of the protocol."""
         if isinstance(error, http2.ProtocolError):
             self._metrics.refused_connection("protocol")
-            self._on_breach(connection.client, _BREACH_SCORE)
+            self._on_breach(caller.client, _BREACH_SCORE)
         if isinstance(error, (ConnectionError, TimeoutError)):
             logger.debug("a connection ended: %s", error)
         else:
@@ -264,17 +329,25 @@ class Http2Connections:
     def drain(self) -> None:
         """Accepts no more calls; closes each connection after the call that it has."""
         self._draining = True
-        for connection in list(self.idle):
-            self._close_once_delivered(connection)
+        for connection in list(self._all):
+            self.end_soon(connection)
         if not self._all:
             self.drained.set()
 
     def renew(self) -> None:
         """Closes TLS connections after the calls that they have, so that clients show their certificates again."""
         for connection in list(self._all):
-            connection.is_outdated |= isinstance(connection.sock, http2.TlsSocket)
-            if connection.is_outdated and connection in self.idle:
-                self._close_once_delivered(connection)
+            if isinstance(connection.sock, http2.TlsSocket):
+                self.end_soon(connection)
+
+    def end_soon(self, connection: Connection) -> None:
+        """Closes a connection after the calls that it has."""
+        connection.is_outdated = True
+        if connection in self.idle:
+            self._close_once_delivered(connection)
+        elif connection.lanes:
+            connection.http.goaway()
+            self.settle(connection)
 
     def abort(self) -> None:
         """Ends every connection at once."""
@@ -291,26 +364,37 @@ class Http2Connections:
 
     def _close_once_delivered(self, connection: Connection) -> None:
         """Closes a connection without a call once its client has the last answer; does not read from it until then."""
+        try:
+            connection.http.flush()
+        except ConnectionError:
+            self._close(connection)
+            return
         if self._closing.is_over(connection):
             self._close(connection)
             return
-        self.unwatch(connection)
+        self.readers.unwatch(connection)
         self.idle.pop(connection, None)
-        self.amid_frame.pop(connection, None)
+        self.readers.amid_frame.pop(connection, None)
 
-    def _close(self, connection: Connection) -> None:
-        self.forget(connection)
-        connection.http.close()
+    def _close(self, caller: Caller) -> None:
+        if isinstance(caller, Lane):
+            self._on_release(caller)
+            self._end_lane(caller)
+        elif isinstance(caller, Connection):
+            self.forget(caller)
+            caller.http.close()
 
     def forget(self, connection: Connection) -> None:
         """Gives a connection up, without closing it."""
         self._on_release(connection)
+        for lane in connection.lanes.values():
+            self._on_release(lane)
+        connection.lanes.clear()
         connection.handler.close()
-        self.unwatch(connection)
+        self.readers.forget(connection)
+        self._unsent.pop(connection, None)
         self._lent.discard(connection)
         self.idle.pop(connection, None)
-        self._paused.discard(connection)
-        self.amid_frame.pop(connection, None)
         self._closing.discard(connection)
         self._places(connection).leave(connection)
         self._all.discard(connection)

@@ -31,7 +31,7 @@ class Deliveries:
 
     def is_over(self, connection: Connection) -> bool:
         """Whether a client has everything, or has received nothing for too long; else it is to be asked for again."""
-        nbytes, now = _undelivered_nbytes(connection), time.monotonic()
+        nbytes, now = connection.http.unsent_nbytes + _undelivered_nbytes(connection), time.monotonic()
         before, since = self._all.get(connection, (nbytes, now))
         if nbytes != before:
             since = now

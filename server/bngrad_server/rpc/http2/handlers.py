@@ -13,11 +13,10 @@ from functools import partial
 import grpc
 from google.protobuf.message import DecodeError
 
-from bngrad_server.errors import MessageTooLargeError, cut
+from bngrad_server.errors import MessageTooLargeError, UnauthenticatedError, cut, grpc_status
 from bngrad_server.memory.ahead import ConnectionTickets
 from bngrad_server.memory.received_message import ReceivedMessage
-from bngrad_server.rpc.http2.refusal import refuse
-from bngrad_server.rpc.other_calls import REFLECTION_PATH, OtherCalls
+from bngrad_server.rpc.other_calls import REFLECTION_PATH, WATCH_PATH, OtherCalls
 from bngrad_server.rpc.request_receiver import ExchangeSource
 from bngrad_server.rpc.servicer import EXCHANGE_PATH, SEND_AHEAD_PATH, UNARY_OPS, Servicer
 from bngrad_server.rpc_context import RpcContext, no_check
@@ -25,9 +24,10 @@ from bngrad_server.staged_request import StagedRequest
 from bngrad_server.telemetry.load import LoadListener
 from bngrad_wire import http2
 from bngrad_wire.fields import Buffer
-from bngrad_wire.http2.sockets.buffered_socket import BufferedSocket
+from bngrad_wire.http2.errors import Status
+from bngrad_wire.http2.sockets.patience import Patience
 
-_PATHS = {*UNARY_OPS, EXCHANGE_PATH, SEND_AHEAD_PATH}
+_PATHS = frozenset({*UNARY_OPS, EXCHANGE_PATH, SEND_AHEAD_PATH})
 _UNIMPLEMENTED = grpc.StatusCode.UNIMPLEMENTED
 _CHUNK_NBYTES = 4 * 2**20 - 64
 """The largest chunk that a stock client takes, whose messages have at most 4 MiB by default."""
@@ -51,18 +51,28 @@ class Http2Handler:
     """
 
     def __init__(
-        self, servicer: Servicer, others: OtherCalls, sock: socket.socket, io: BufferedSocket, client: str
+        self, servicer: Servicer, others: OtherCalls, end: Callable[[], object], io: Patience, client: str
     ) -> None:
-        """Handles calls that belong to a client, see `RpcContext.client`."""
+        """Handles calls that belong to a client, see `RpcContext.client`; ``end`` ends one from any thread."""
         self._servicer = servicer
         self._others = others
         self._io = io
-        self._abort = partial(abort, sock)
+        self._abort = end
         self._traffic = _ByteTraffic(io)
         self._client = client
         self._load_listener = LoadListener()
         self._tickets: ConnectionTickets = set()
         self.saw_malformed = False
+
+    def for_lane(self, end: Callable[[], object], io: Patience) -> Http2Handler:
+        """Returns what handles another call of the connection at the same time."""
+        handler = Http2Handler(self._servicer, self._others, end, io, self._client)
+        handler._load_listener, handler._tickets = self._load_listener, self._tickets
+        return handler
+
+    def adopted(self, call: http2.ServerCall, rpc: RpcContext) -> RpcContext:
+        """Returns the context of a call that another handler has checked."""
+        return replace(rpc, is_cancelled=partial(_has_failed, call), abort=self._abort, traffic=self._traffic)
 
     def close(self) -> None:
         """Forgets the tensors that were sent ahead over the connection, whose calls have ended."""
@@ -83,7 +93,8 @@ class Http2Handler:
         if not authenticator.is_open(call.path):
             check = partial(authenticator.authenticate, call.metadata.get("authorization"), client)
             client = authenticator.authenticate(call.metadata.get("authorization"), client)
-        if call.path not in _PATHS and call.path not in self._others:
+        is_watch = call.path == WATCH_PATH and not is_sdk(call)
+        if call.path not in _PATHS and call.path not in self._others and not is_watch:
             self._servicer.observer.metrics.refused_call(_UNIMPLEMENTED.name)
             raise http2.RpcError(_UNIMPLEMENTED.value[0], f"{cut(call.path)} is not served here")
         # A token may tell clients apart that are one user to the system: none must see another's tensors.
@@ -231,7 +242,7 @@ class _ByteTraffic:
 
     counts_bytes = True
 
-    def __init__(self, io: BufferedSocket) -> None:
+    def __init__(self, io: Patience) -> None:
         self._io = io
         self.interrupt = io.interrupt
         self.resume = io.resume
@@ -242,13 +253,35 @@ class _ByteTraffic:
 
 
 def _chunk_nbytes(call: http2.ServerCall) -> int:
-    return _SDK_CHUNK_NBYTES if call.metadata.get("user-agent") == "bngrad" else _CHUNK_NBYTES
+    return _SDK_CHUNK_NBYTES if is_sdk(call) else _CHUNK_NBYTES
+
+
+def is_sdk(call: http2.ServerCall) -> bool:
+    """Whether a call comes from our own client, which makes one at a time on a connection."""
+    return call.metadata.get("user-agent") == "bngrad"
 
 
 def abort(sock: socket.socket) -> None:
     """Ends a connection from any thread; the thread that uses it sees it broken."""
     with suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
+
+
+def refuse(call: http2.ServerCall, error: Exception) -> None:
+    """Ends a call with the status of an error.
+
+    Raises:
+        ConnectionError: The error is one, or the connection fails meanwhile.
+    """
+    if isinstance(error, ConnectionError):
+        raise error
+    if isinstance(error, UnauthenticatedError):
+        call.end(Status.UNAUTHENTICATED, str(error))  # nothing else: no details for a stranger
+    elif isinstance(error, http2.RpcError):  # the client has reset the call, and may make others
+        call.end(error.code, error.message)
+    else:
+        code, status = grpc_status(error)
+        call.end(code.value[0], status.message, status.SerializeToString())
 
 
 def _has_failed(call: http2.ServerCall) -> bool:

@@ -7,7 +7,7 @@ from concurrent.futures import CancelledError
 from functools import partial
 
 from bngrad_server.memory.received_message import ReceivedMessage
-from bngrad_server.rpc.http2.connection import Connection, InlineCall
+from bngrad_server.rpc.http2.connection import Caller, InlineCall
 from bngrad_server.rpc.servicer import UNARY_OPS, Servicer
 from bngrad_server.rpc_context import RpcContext
 from bngrad_server.staged_request import StagedRequest
@@ -16,9 +16,9 @@ from bngrad_wire.fields import Buffer
 
 
 class InlineCalls:
-    """The connections with such a call; for the event loop's thread."""
+    """The callers with such a call; for the event loop's thread."""
 
-    def __init__(self, servicer: Servicer, on_end: Callable[[Connection, InlineCall], None]) -> None:
+    def __init__(self, servicer: Servicer, on_end: Callable[[Caller, InlineCall], None]) -> None:
         """Has no calls yet.
 
         Args:
@@ -27,66 +27,67 @@ class InlineCalls:
         """
         self._servicer = servicer
         self._on_end = on_end
-        self._connections: set[Connection] = set()
+        self._callers: set[Caller] = set()
 
-    def begin(self, connection: Connection, call: http2.ServerCall, message: ReceivedMessage, rpc: RpcContext) -> bool:
+    def begin(self, caller: Caller, call: http2.ServerCall, message: ReceivedMessage, rpc: RpcContext) -> bool:
         """Submits a call whose message has arrived; returns False, and begins nothing, if no memory is free.
 
         Raises:
             Exception: See `bngrad_server.rpc.servicer.Servicer.submit`.
         """
         submit = partial(self._servicer.submit, UNARY_OPS[call.path], message.data)
-        return self._begin(connection, call, rpc, submit)
+        return self._begin(caller, call, rpc, submit)
 
     def begin_exchange(
-        self, connection: Connection, call: http2.ServerCall, received: Sequence[Buffer], rpc: RpcContext
+        self, caller: Caller, call: http2.ServerCall, received: Sequence[Buffer], rpc: RpcContext
     ) -> bool:
         """Does as `begin` for an exchange whose messages have all arrived; also returns False if it may be a bad one.
 
         Raises:
             Exception: See `bngrad_server.rpc.servicer.Servicer.submit_exchange`.
         """
-        return self._begin(connection, call, rpc, partial(self._servicer.submit_exchange, received))
+        return self._begin(caller, call, rpc, partial(self._servicer.submit_exchange, received))
 
     def _begin(
         self,
-        connection: Connection,
+        caller: Caller,
         call: http2.ServerCall,
         rpc: RpcContext,
         submit: Callable[[RpcContext, Callable[[], None]], StagedRequest | None],
     ) -> bool:
         inline = InlineCall(call, rpc)
-        staged = submit(rpc, partial(self._on_end, connection, inline))
+        staged = submit(rpc, partial(self._on_end, caller, inline))
         if staged is None:
             return False
         inline.staged = staged
-        connection.inline_call = inline
-        self._connections.add(connection)
+        caller.inline_call = inline
+        self._callers.add(caller)
         return True
 
-    def forget(self, connection: Connection) -> None:
-        """Forgets the call of a connection, since it has ended or is given up."""
-        connection.inline_call = None
-        self._connections.remove(connection)
+    def forget(self, caller: Caller) -> None:
+        """Forgets the call of a caller, since it has ended or is given up."""
+        caller.inline_call = None
+        self._callers.remove(caller)
 
-    def abandon(self, connection: Connection, inline: InlineCall) -> None:
+    def abandon(self, caller: Caller, inline: InlineCall) -> None:
         """Gives a call up, whose client is gone; a request that is being computed runs to its end."""
-        self.forget(connection)
+        self.forget(caller)
         inline.is_abandoned = True
         assert inline.staged.job is not None
         if self._servicer.batcher.leave(inline.staged.job, CancelledError()):
             inline.staged.close()
 
-    def expired(self) -> Iterator[tuple[Connection, InlineCall, Exception]]:
+    def expired(self) -> Iterator[tuple[Caller, InlineCall, Exception]]:
         """Gives up the calls whose deadline has passed while a worker computes them; yields them with their errors."""
-        for connection in list(self._connections):
-            inline = connection.inline_call
-            assert inline is not None
+        for caller in list(self._callers):
+            inline = caller.inline_call
+            if inline is None:  # its connection failed when another call of it was refused
+                continue
             assert inline.staged.job is not None
             try:
                 self._servicer.batcher.expire(inline.staged.job)
             except (TimeoutError, CancelledError) as error:
-                self.forget(connection)
+                self.forget(caller)
                 inline.is_abandoned = True
                 inline.staged.close(error)
-                yield connection, inline, error
+                yield caller, inline, error

@@ -11,6 +11,7 @@ import socket
 from functools import partial
 from typing import Any
 
+from bngrad_server.rpc.health import Health
 from bngrad_server.rpc.http2.accepting.strangers import Strangers
 from bngrad_server.rpc.http2.calls import Http2Calls
 from bngrad_server.rpc.other_calls import OtherCalls
@@ -26,13 +27,15 @@ _END_TIMEOUT_S = 1.0
 class Http2Port:
     """Accepts connections on a TCP port, a Unix socket, or both."""
 
-    def __init__(self, servicer: Servicer, others: OtherCalls, certificates: Certificates | None = None) -> None:
+    def __init__(
+        self, servicer: Servicer, others: OtherCalls, health: Health, certificates: Certificates | None = None
+    ) -> None:
         """Listens nowhere yet; the TCP port will have no TLS without certificates."""
         self._event_loop = EventLoop("http2-loop")
         Dispatcher(self._event_loop, servicer.batcher)
         servicer.shared_requests.event_loop = servicer.load.event_loop = self._event_loop
         self._strangers = strangers = Strangers(servicer, others, certificates, self._add, self._renew)
-        self._calls = Http2Calls(servicer, self._event_loop, strangers.penalise, strangers.take_back)
+        self._calls = Http2Calls(servicer, health, self._event_loop, strangers.penalise, strangers.take_back)
         self._connections = self._calls.connections
 
     def listen_on_port(self, host: str, port: int) -> int:

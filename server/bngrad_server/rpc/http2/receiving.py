@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from bngrad_server.errors import OverloadedError
-from bngrad_server.rpc.http2.connection import Connection, WaitingCall
+from bngrad_server.rpc.http2.connection import Caller, WaitingCall
 from bngrad_server.rpc.http2.limits.places import ThreadShares
 from bngrad_server.rpc_context import RpcContext
 from bngrad_wire import http2
@@ -21,7 +21,7 @@ _TIMEOUT_S = 60.0
 
 
 class ReceivingCalls:
-    """The connections with such a call; for the event loop's thread."""
+    """The callers with such a call; for the event loop's thread."""
 
     def __init__(
         self,
@@ -43,33 +43,33 @@ class ReceivingCalls:
         self._timeout_s = timeout_s
         self._is_worthwhile = is_worthwhile
         self._max_wait_s = max_wait_s
-        self._all: dict[Connection, None] = {}  # the oldest comes first
-        self._shares: ThreadShares[Connection] = ThreadShares(threads, is_worthwhile)
+        self._all: dict[Caller, None] = {}  # the oldest comes first
+        self._shares: ThreadShares[Caller] = ThreadShares(threads, is_worthwhile)
 
     def __len__(self) -> int:
         return len(self._all)
 
-    def awaiting_messages(self) -> Iterator[Connection]:
+    def awaiting_messages(self) -> Iterator[Caller]:
         """Those whose clients have to send more, the oldest first."""
-        return (connection for connection in self._all if connection.awaits_message)
+        return (caller for caller in self._all if caller.awaits_message)
 
-    def add(self, connection: Connection, call: http2.ServerCall, rpc: RpcContext) -> bool:
+    def add(self, caller: Caller, call: http2.ServerCall, rpc: RpcContext) -> bool:
         """Adds a call; returns whether it has a thread now, else it waits for one."""
-        self._all[connection] = None
-        if self._shares.take(connection, connection.client):
+        self._all[caller] = None
+        if self._shares.take(caller, caller.client):
             return True
-        timeout_s = self._timeout_s if self._is_worthwhile(connection.client) else self._max_wait_s
+        timeout_s = self._timeout_s if self._is_worthwhile(caller.client) else self._max_wait_s
         until = min(time.monotonic() + timeout_s, math.inf if rpc.deadline is None else rpc.deadline)
-        connection.waiting_call = WaitingCall(call, rpc, until)
+        caller.waiting_call = WaitingCall(call, rpc, until)
         return False
 
-    def discard(self, connection: Connection) -> bool:
-        """Ends the call of a connection, or its wait for a thread; returns whether `served` may have some to serve."""
-        if connection not in self._all:
+    def discard(self, caller: Caller) -> bool:
+        """Ends the call of a caller, or its wait for a thread; returns whether `served` may have some to serve."""
+        if caller not in self._all:
             return False
-        del self._all[connection]
-        connection.waiting_call = None
-        self._shares.leave(connection, connection.client)
+        del self._all[caller]
+        caller.waiting_call = None
+        self._shares.leave(caller, caller.client)
         return self._shares.is_waited_for
 
     @property
@@ -77,20 +77,19 @@ class ReceivingCalls:
         """Whether a call waits for a thread."""
         return self._shares.is_waited_for
 
-    def served(self) -> Iterator[tuple[Connection, WaitingCall]]:
+    def served(self) -> Iterator[tuple[Caller, WaitingCall]]:
         """Gives threads to calls that wait, as far as there are threads."""
-        while (connection := self._shares.serve_next()) is not None:
-            waiting, connection.waiting_call = connection.waiting_call, None
+        while (caller := self._shares.serve_next()) is not None:
+            waiting, caller.waiting_call = caller.waiting_call, None
             assert waiting is not None
-            yield connection, waiting
+            yield caller, waiting
 
-    def expired(self) -> Iterator[tuple[Connection, WaitingCall, Exception]]:
+    def expired(self) -> Iterator[tuple[Caller, WaitingCall, Exception]]:
         """The calls that have waited for too long, and their errors."""
         now = time.monotonic()
-        for connection in list(self._shares.waiting):
-            waiting = connection.waiting_call
-            assert waiting is not None
-            if waiting.until <= now:
+        for caller in list(self._shares.waiting):
+            waiting = caller.waiting_call  # None if its connection failed when another call of it was refused
+            if waiting is not None and waiting.until <= now:
                 deadline = waiting.rpc.deadline
                 if deadline is not None and deadline <= now:
                     error: Exception = TimeoutError("the deadline has passed while the call waited for a thread")
@@ -98,4 +97,4 @@ class ReceivingCalls:
                     threads = f"{self._threads} threads that receive messages"
                     reason = f"this client has its share of the {threads}, or of requests and bytes"
                     error = OverloadedError(reason)
-                yield connection, waiting, error
+                yield caller, waiting, error

@@ -68,7 +68,8 @@ def http2_port(config: ServerConfig, servicer: Servicer, path: Path) -> Iterator
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(path))
     listener.listen()
-    port = Http2Port(servicer, other_calls(servicer, Health(("",)), has_reflection=False))
+    health = Health(("",))
+    port = Http2Port(servicer, other_calls(servicer, health, has_reflection=False), health)
     port.listen_on_socket(listener)
     port.start()
     try:

@@ -31,6 +31,13 @@ def echo(call: ServerCall) -> None:
     call.end()
 
 
+def carrier(call: ServerCall) -> ServerConnection:
+    """The connection that carries a call."""
+    connection = call._connection
+    assert isinstance(connection, ServerConnection)
+    return connection
+
+
 def lending_echo(call: ServerCall) -> None:
     """Does as `echo`, and lends its memory to a client of this user."""
     call.lends_memory = True

@@ -11,7 +11,18 @@ from contextlib import closing
 from functools import partial
 
 import pytest
-from tests.unit.wire.http2.peers import SIZES, TIMEOUT_S, client, echo, in_thread, pair, serve, serve_until_gone, unary
+from tests.unit.wire.http2.peers import (
+    SIZES,
+    TIMEOUT_S,
+    carrier,
+    client,
+    echo,
+    in_thread,
+    pair,
+    serve,
+    serve_until_gone,
+    unary,
+)
 
 from bngrad_wire.http2 import ClientConnection, PeerGoneError, RpcError, ServerCall, ServerConnection, frames
 from bngrad_wire.http2.frames import (
@@ -123,7 +134,7 @@ def test_no_more_is_sent_of_a_call_that_its_server_has_refused(count: int, nbyte
     received = []
 
     def answer(call: ServerCall) -> None:
-        received.append(call._connection.io.moved)
+        received.append(carrier(call).io.moved)
         if call.path.endswith("refused"):
             call.end(8, "full")
         else:

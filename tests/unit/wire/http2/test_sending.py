@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 
 import pytest
-from tests.unit.wire.http2.peers import HELLO, pair
+from tests.unit.wire.http2.peers import HELLO, carrier, pair
 
 from bngrad_wire.http2 import ClientCall, ClientConnection, RpcError, ServerCall, ServerConnection, frames
 from bngrad_wire.http2.errors import ErrorCode
@@ -145,7 +145,7 @@ def test_messages_earn_the_frames_by_which_a_server_opens_its_windows(
 @pytest.mark.parametrize("nbytes", [10, frames.MIN_FRAME_SIZE * 6])
 def test_a_response_earns_the_frames_by_which_a_client_opens_its_windows(nbytes: int) -> None:
     with server(allowing()) as (call, _):
-        connection = call._connection
+        connection = carrier(call)
         connection.frame_budget = 0
         call.answer([bytes(nbytes)])
         assert connection.frame_budget >= 2 * -(-nbytes // frames.MIN_FRAME_SIZE)
@@ -195,7 +195,7 @@ def test_a_call_that_has_ended_is_not_answered(is_reset: bool) -> None:
         with pytest.raises(RpcError):
             call.answer([b"message"])
         call.end()
-        call._connection.send_control(frames.goaway(0, ErrorCode.NO_ERROR))
+        carrier(call).send_control(frames.goaway(0, ErrorCode.NO_ERROR))
         assert kinds(near) == []
 
 

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 
 from bngrad_wire.fields import Buffer
 from bngrad_wire.http2 import frames, header_block
-from bngrad_wire.http2.block_decoder import HeaderBlock
 from bngrad_wire.http2.call import BaseCall, split_messages
-from bngrad_wire.http2.connection import BaseConnection
+from bngrad_wire.http2.carrier import Carrier
 from bngrad_wire.http2.errors import ErrorCode, RpcError, Status
 from bngrad_wire.http2.sending import PREFIX
-from bngrad_wire.http2.server.request_headers import CallHeaders, check_trailers
+from bngrad_wire.http2.server.request_headers import CallHeaders
 
+WHOLE_NBYTES = 2**18
+"""Of several calls on a connection, those whose messages are smaller are received whole before they begin."""
 _MESSAGE_NBYTES = 2048
 """What a message of a response earns the client, as if it had sent this much more."""
 _RESPONSE_BLOCK = header_block.encode([(":status", "200"), ("content-type", header_block.CONTENT_TYPE)])
@@ -36,10 +37,25 @@ class ServerCall(BaseCall):
     lends_memory = False
     _lent_from_nbytes = 4 * 2**20  # more than a client's, since the server waits until all was read
 
-    def __init__(self, connection: BaseConnection, stream_id: int, headers: CallHeaders) -> None:
+    def __init__(self, connection: Carrier, stream_id: int, headers: CallHeaders) -> None:
         super().__init__(connection, stream_id)
         self.path, self.timeout_s, self.metadata, _ = headers
         self._headers_sent = False
+
+    def move_to(self, carrier: Carrier) -> None:
+        """Goes on with another carrier, before anything was read or sent."""
+        self._connection = carrier
+        carrier.stream = self
+
+    @property
+    def is_arriving(self) -> bool:
+        """Whether the rest of the call may arrive soon, as it is small."""
+        if self.ended or self.failure is not None:
+            return False
+        nbytes = len(self.receive_buffer)
+        if nbytes >= PREFIX.size:
+            nbytes = max(nbytes, PREFIX.size + PREFIX.unpack_from(self.receive_buffer)[1])
+        return nbytes < WHOLE_NBYTES
 
     def received_messages(self) -> list[Buffer] | None:
         """Returns the messages of a call that has arrived whole and that nothing was read of, without reading them.
@@ -84,11 +100,6 @@ class ServerCall(BaseCall):
                 self._handle_frames_while(lambda: connection.unanswered_ping)
         finally:
             connection.io.has_lent = False  # also after a failure: the next call may not wait
-
-    def headers_received(self, block: HeaderBlock, end: bool) -> None:
-        """Handles the client's trailers, whose contents are ignored."""
-        check_trailers(self._connection, self, block, end)
-        self.ended = True
 
     def _begin_message(self) -> None:
         self._connection.earn(_MESSAGE_NBYTES)

@@ -11,7 +11,13 @@ from bngrad_wire.http2.connection import BaseConnection
 from bngrad_wire.http2.errors import EndOfConnectionError, ErrorCode, Status
 from bngrad_wire.http2.server.call import ServerCall
 from bngrad_wire.http2.server.non_grpc_request import NonGrpcRequest
-from bngrad_wire.http2.server.request_headers import CallHeaders, content_length, has_valid_length, is_grpc
+from bngrad_wire.http2.server.request_headers import (
+    CallHeaders,
+    check_trailers,
+    content_length,
+    has_valid_length,
+    is_grpc,
+)
 from bngrad_wire.http2.sockets.receive_buffer import BUFFER_NBYTES, LARGE_BUFFER_NBYTES
 from bngrad_wire.http2.stream import Stream
 
@@ -155,7 +161,7 @@ class ServerConnection(BaseConnection):
         data, frame_count, end = whole
         call = ServerCall(self, stream_id, self._last_headers)
         self.stream = call
-        if not self.account_for_frames(frame_count + 1, length, len(data)):
+        if not self.account_for_frames(call, frame_count + 1, length, len(data)):
             self.stream = None
             return None
         io.low = end
@@ -209,11 +215,11 @@ class ServerConnection(BaseConnection):
     def stream_opened(self, stream_id: int, block: HeaderBlock, end: bool) -> None:
         """Begins a call with the header block; refuses it while another call runs, and after `goaway`."""
         self.last_stream_id = stream_id
-        if self.stream is not None or self._sent_goaway:
+        if self.is_full or self._sent_goaway:
             self._refuse_stream(stream_id, ErrorCode.REFUSED_STREAM, end)
         elif block.is_too_large:
-            call = ServerCall(self, stream_id, CallHeaders("", None, {}))
-            self._begin(call, end)
+            call = self.new_call(stream_id, CallHeaders("", None, {}))
+            self.begin(call, end)
             call.end(Status.RESOURCE_EXHAUSTED, f"the metadata has more than {HEADER_LIST_NBYTES} bytes")
         elif block.fault or not block.is_opening or not has_valid_length(block.headers, end):
             self._refuse_stream(stream_id, ErrorCode.PROTOCOL_ERROR, end)
@@ -221,29 +227,46 @@ class ServerConnection(BaseConnection):
             self._begin_call(stream_id, block, end)
         else:
             request = NonGrpcRequest(self, stream_id, block.headers)
-            self._begin(request, end)
+            self.begin(request, end)
             request.progressed()
 
     def _begin_call(self, stream_id: int, block: HeaderBlock, end: bool) -> None:
-        headers = CallHeaders.of(block.headers)
-        call = ServerCall(self, stream_id, headers)
-        self._begin(call, end)
+        headers = self._last_headers if block is self._last_block else CallHeaders.of(block.headers)
+        call = self.new_call(stream_id, headers)
+        received = self.begin(call, end)
         if headers.fault:
             call.end(Status.INTERNAL, headers.fault)
         elif "content-length" in block.headers:
-            call.content_left = content_length(block.headers)
+            received.content_left = content_length(block.headers)
         else:
             self._last_block, self._last_headers = block, headers
 
-    def _begin(self, stream: Stream, end: bool) -> None:
+    @property
+    def is_full(self) -> bool:
+        """Whether no other call may begin now."""
+        return self.stream is not None
+
+    def new_call(self, stream_id: int, headers: CallHeaders) -> ServerCall:
+        """Makes a call, which `begin` begins."""
+        return ServerCall(self, stream_id, headers)
+
+    def begin(self, stream: Stream, end: bool) -> Stream:
+        """Begins a call or another request; returns the stream by which it is received."""
         stream.peer_ended = end
         stream.ended = stream.ended or end
         self.stream = stream
+        return stream
 
     def _refuse_stream(self, stream_id: int, code: ErrorCode, end: bool) -> None:
         self.send_control(frames.rst_stream(stream_id, code))
         if not end:
             self.expect_late_frames(stream_id)
+
+    def headers_received(self, stream: Stream, block: HeaderBlock, end: bool) -> None:
+        """Handles the client's trailers, whose contents are ignored."""
+        check_trailers(self, stream, block, end)
+        stream.ended = True
+        stream.progressed()
 
     @property
     def last_peer_stream_id(self) -> int:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from bngrad_wire.http2 import frames, header_block
-from bngrad_wire.http2.block_decoder import HeaderBlock
 from bngrad_wire.http2.connection import BaseConnection
-from bngrad_wire.http2.server.request_headers import check_trailers, content_length
+from bngrad_wire.http2.server.request_headers import content_length
 from bngrad_wire.http2.stream import Stream
 
 _HEADERS = header_block.encode([(":status", "415"), ("content-type", "text/plain")])
@@ -22,11 +21,6 @@ class NonGrpcRequest(Stream):
         self._connection = connection
         self._text = b"" if headers[":method"] == "HEAD" else _TEXT
         self._headers_sent = False
-
-    def headers_received(self, block: HeaderBlock, end: bool) -> None:
-        """Handles the client's trailers."""
-        check_trailers(self._connection, self, block, end)
-        self.progressed()
 
     def progressed(self) -> None:
         """Sends what the windows allow."""

@@ -13,6 +13,7 @@ from contextlib import suppress
 from bngrad_wire import keepalive
 from bngrad_wire.fields import Buffer
 from bngrad_wire.http2.errors import EndOfConnectionError, PeerGoneError, PeerLostError
+from bngrad_wire.http2.sockets.patience import Patience
 from bngrad_wire.http2.sockets.receive_buffer import ReceiveBuffer
 from bngrad_wire.http2.sockets.timeouts import set_timeout
 from bngrad_wire.http2.sockets.tls import DONT_WAIT, TlsSocket
@@ -29,25 +30,20 @@ _UNPACED = b"reno"
 """A congestion control that every Linux allows, and that does not make the sender wait."""
 
 
-class BufferedSocket(ReceiveBuffer):
+class BufferedSocket(ReceiveBuffer, Patience):
     """Sends pieces without joining them, and reads large payloads without copying them.
 
     Attributes:
-        broken: Why the socket is unusable; None while it is usable.
-        deadline: When to give up, on the monotonic clock, a peer that sends or reads a little now and then, so that
-            no single wait times out.
-        waits: How many timeouts of the socket in a row make a `TimeoutError`. With several short ones, `interrupt` ends
-            a wait early, and so does a peer whose host has gone.
         is_lost: Called at the end of each timeout with the seconds that a wait has taken so far; ends the wait with
             `PeerLostError` if it returns True. None if nothing knows that.
-        moved: How many bytes have been received and sent.
         tls: The socket, if it speaks TLS: it may then hold received data although its descriptor is not readable.
         has_lent: Whether the socket may still refer to memory that was sent; the caller resets it once the peer has
             read everything.
     """
 
     def __init__(self, sock: socket.socket) -> None:
-        super().__init__()
+        ReceiveBuffer.__init__(self)
+        Patience.__init__(self)
         self._is_within_host = True
         if sock.family in {socket.AF_INET, socket.AF_INET6}:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -66,11 +62,7 @@ class BufferedSocket(ReceiveBuffer):
         self.has_lent = False
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
-        self.broken: str | None = None
-        self.deadline = math.inf
-        self.waits = 1
         self.is_lost: Callable[[float], bool] | None = None
-        self.moved = 0
 
     def close(self, final_frame: bytes = b"") -> None:
         """Closes the socket; sends ``final_frame`` first if that does not block."""
@@ -116,26 +108,6 @@ class BufferedSocket(ReceiveBuffer):
                 self._zero_copy = ZeroCopySender(self._sock)
             with suppress(OSError):  # a Unix socket has none
                 self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _UNPACED)
-
-    def interrupt(self) -> None:
-        """Makes a thread that receives, or will do so, raise TimeoutError; from any thread, until `resume`."""
-        self.deadline = -math.inf
-
-    def resume(self) -> None:
-        """Allows to receive again after `interrupt`."""
-        if self.deadline == -math.inf:
-            self.deadline = math.inf
-
-    def check(self) -> None:
-        """Raises `PeerGoneError` if the socket is unusable."""
-        if self.broken is not None:
-            raise PeerGoneError(f"the connection is unusable: {self.broken}")
-
-    def check_deadline(self) -> None:
-        """Makes the socket unusable and raises TimeoutError if `deadline` has passed amid a message."""
-        if time.monotonic() > self.deadline:
-            self.broken = "sending timed out"
-            raise TimeoutError(self.broken)
 
     def send(self, pieces: list[Buffer], *, blocking: bool = True) -> bytes:
         """Sends all pieces, in as few system calls as the socket allows; modifies the list.

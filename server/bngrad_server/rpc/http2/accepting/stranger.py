@@ -31,7 +31,7 @@ class Stranger:
         introduction: Hands it over with its first call, once that is known to be good.
     """
 
-    def __init__(self, sock: socket.socket, client: str, http: http2.ServerConnection | None = None) -> None:
+    def __init__(self, sock: socket.socket, client: str, http: http2.MultiplexedConnection | None = None) -> None:
         self.sock = sock
         self.fd = sock.fileno()
         self.client = client

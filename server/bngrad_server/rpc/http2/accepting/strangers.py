@@ -16,10 +16,9 @@ from functools import partial
 
 from bngrad_server.rpc.http2.accepting.acceptor import Acceptor
 from bngrad_server.rpc.http2.accepting.stranger import Stranger
-from bngrad_server.rpc.http2.handlers import Http2Handler
+from bngrad_server.rpc.http2.handlers import Http2Handler, abort, refuse
 from bngrad_server.rpc.http2.limits.penalties import Penalties, peer_of
 from bngrad_server.rpc.http2.limits.places import Places
-from bngrad_server.rpc.http2.refusal import refuse
 from bngrad_server.rpc.other_calls import OtherCalls
 from bngrad_server.rpc.servicer import Servicer
 from bngrad_server.rpc_context import RpcContext
@@ -43,7 +42,7 @@ _END_TIMEOUT_S = 1.0
 _LEFT_SCORE, _HANDSHAKE_SCORE, _BREACH_SCORE = 1.0, 2.0, 4.0
 """What counts in `Penalties`: a connection that left without a call, failed its handshake, or broke the protocol."""
 
-Welcome = Callable[[socket.socket, http2.ServerConnection, Http2Handler, http2.ServerCall, RpcContext], None]
+Welcome = Callable[[socket.socket, http2.MultiplexedConnection, Http2Handler, http2.ServerCall, RpcContext], None]
 
 
 class Strangers:
@@ -100,7 +99,7 @@ class Strangers:
         """Delays the next connections of a client that broke the protocol; for any thread."""
         self._event_loop.call_soon(partial(self._penalties.add, peer_of(client), score))
 
-    def take_back(self, sock: socket.socket, http: http2.ServerConnection, client: str) -> None:
+    def take_back(self, sock: socket.socket, http: http2.MultiplexedConnection, client: str) -> None:
         """Makes a connection a stranger again, whose token is no longer valid; for any thread.
 
         Closes it after `stop`: nothing would read it any more.
@@ -153,7 +152,7 @@ class Strangers:
         try:
             if stranger.http is None:
                 http2.set_timeout(stranger.sock, _CALL_TIMEOUT_S)
-                stranger.http = http2.ServerConnection(stranger.sock)
+                stranger.http = http2.MultiplexedConnection(stranger.sock)
             stranger.http.blocking = False
             self._event_loop.add_reader(stranger.fd, partial(self._read, stranger))
         except Exception as error:  # the client is gone already, or there is no memory
@@ -183,12 +182,12 @@ class Strangers:
         elif http.has_pending_input:
             self._event_loop.call_soon(partial(self._read, stranger))
 
-    def _is_good(self, stranger: Stranger, http: http2.ServerConnection, call: http2.ServerCall) -> bool:
+    def _is_good(self, stranger: Stranger, http: http2.MultiplexedConnection, call: http2.ServerCall) -> bool:
         """Hands over a connection with its first call if that may be made; refuses it otherwise."""
         if call.failure is not None:  # reset at once
             call.end()
             return False
-        handler = Http2Handler(self._servicer, self._others, stranger.sock, http.io, stranger.client)
+        handler = Http2Handler(self._servicer, self._others, partial(abort, stranger.sock), http.io, stranger.client)
         try:
             rpc = handler.checked_context(call)
         except Exception as error:
@@ -251,7 +250,7 @@ class Strangers:
         self._penalties.add(stranger.peer, score)
         self._close(stranger)
 
-    def _end_later(self, stranger: Stranger, http: http2.ServerConnection) -> None:
+    def _end_later(self, stranger: Stranger, http: http2.MultiplexedConnection) -> None:
         """Reads no more of a connection; to close it now would take a refusal from its client that is still unread."""
         self._metrics.refused_connection("protocol")
         self._penalties.add(stranger.peer, _BREACH_SCORE)

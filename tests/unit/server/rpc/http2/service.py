@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
+import threading
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 from tests.unit.server.workers.additions import SHAPE, TIMEOUT_S, Adder, check_answer, inputs, request_of, wait_until
@@ -30,6 +32,10 @@ TOO_MANY_FIELDS = b"\x78\0" * 2**17
 INVALID_ARGUMENT, DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED = 3, 4, 8
 
 
+class Closes(Protocol):
+    def close(self) -> object: ...
+
+
 class Service:
     """An HTTP/2 port on a Unix socket and on TCP, and its clients."""
 
@@ -39,8 +45,9 @@ class Service:
         config = ServerConfig(arena_bytes=2**20, shared_bytes=REGION_NBYTES, max_requests=64, front_bytes=0)
         self.engine = Engine(config, lambda: None)
         self.servicer = Servicer(self.engine, MAX_PROTOBUF_NBYTES, authenticator)
-        others = other_calls(self.servicer, Health(("",)), has_reflection=False)
-        self.port = Http2Port(self.servicer, others, certificates)
+        self.health = Health(("",))
+        others = other_calls(self.servicer, self.health, has_reflection=False)
+        self.port = Http2Port(self.servicer, others, self.health, certificates)
         self.worker = Adder(self.engine)
         self._path = str(directory / "calls")
         listener = socket.socket(socket.AF_UNIX)
@@ -49,7 +56,7 @@ class Service:
         self.port.listen_on_socket(listener)
         self._tcp = self.port.listen_on_port("127.0.0.1", 0)
         self.port.start()
-        self._opened: list[socket.socket | http2.ClientConnection] = []
+        self._opened: list[Closes] = []
         self.engine.batcher.offer(self.worker)
 
     def socket(self, *, over_tcp: bool = False, source: str = "127.0.0.1", receive_nbytes: int = 0) -> socket.socket:
@@ -203,3 +210,10 @@ def half_made(service: Service, count: int, source: str = "127.0.0.2") -> tuple[
 def receiving(service: Service) -> int:
     """How many connections have a thread or wait for one, to receive a message."""
     return len(service.port._calls._receiving)
+
+
+def look_between_events(service: Service) -> None:
+    """Waits until the event loop has ended what it does."""
+    looked = threading.Event()
+    service.port._event_loop.call_soon(looked.set)
+    assert looked.wait(TIMEOUT_S)

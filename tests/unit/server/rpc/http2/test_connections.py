@@ -25,6 +25,7 @@ from tests.unit.server.rpc.http2.service import (
     check_works,
     code_of,
     half_made,
+    look_between_events,
     read_answer,
     receiving,
 )
@@ -50,7 +51,7 @@ _THREAD_PREFIX = "http2-"
 
 def test_thousands_of_refused_calls_end_their_connection(service: Service) -> None:
     request = [(":method", "POST"), (":scheme", "http"), (":path", PATH), ("content-type", "application/grpc")]
-    block = encode(request)
+    block = encode([*request, ("user-agent", "bngrad")])
     calls = [frames.frame(frames.HEADERS, frames.END_HEADERS, stream, block) for stream in range(1, 20_001, 2)]
     sock, told = service.socket(), bytearray()
 
@@ -85,7 +86,7 @@ def test_connections_take_turns_after_large_calls_that_the_event_loop_computes(
     service: Service, has_long_calls: bool
 ) -> None:
     connections = service.port._connections
-    connections._has_long_calls = has_long_calls
+    connections.readers._has_long_calls = has_long_calls
     long_readers = service.port._event_loop._long_readers
     client = service.connect()
     check_answered(ask(client))
@@ -272,7 +273,7 @@ def test_calls_that_outlast_the_drain_timeout_are_cut_off(service: Service) -> N
 def check_waits_until_its_delay_is_over(
     service: Service, bad: http2.ClientConnection, good: http2.ClientConnection
 ) -> None:
-    suspended = service.port._connections._paused._suspended
+    suspended = service.port._connections.readers.paused._suspended
     wait_until(lambda: len(suspended) == 1)
     delayed, computed = ask(bad), len(service.worker.batches)
     check_answered(ask(good))
@@ -287,7 +288,7 @@ def check_waits_until_its_delay_is_over(
 def test_a_client_of_many_malformed_messages_waits_and_others_do_not(
     service: Service, nbytes: int, has_long_calls: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    service.port._connections._has_long_calls = has_long_calls
+    service.port._connections.readers._has_long_calls = has_long_calls
     monkeypatch.setattr(Penalties, "delay_s", lambda self, peer: DELAY_S if self._scores.of(peer) > 5 else 0.0)
     bad, good = (
         http2.ClientConnection(service.socket(over_tcp=True, source=f"127.0.0.{number}"), "here") for number in (2, 3)
@@ -413,7 +414,7 @@ def test_a_connection_waits_for_its_client_only_while_a_thread_has_it(
 def test_a_paused_connection_is_not_read_until_its_time_comes_also_amid_a_call(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    paused = service.port._connections._paused
+    paused = service.port._connections.readers.paused
     busy(service, 0)
     others = set(service.port._connections._all)
     call = ask(service.connect())
@@ -432,7 +433,7 @@ def test_a_paused_connection_is_not_read_until_its_time_comes_also_amid_a_call(
 def test_the_time_for_a_frame_begins_with_its_first_byte_and_ends_with_its_last(service: Service) -> None:
     (client,) = connected(service, 1)
     (connection,) = service.port._connections._all
-    amid_frame, io = service.port._connections.amid_frame, connection.http.io
+    amid_frame, io = service.port._connections.readers.amid_frame, connection.http.io
     ping = frames.frame(frames.PING, 0, 0, bytes(8))
     client.io._sock.sendall(ping[:3])
     wait_until(lambda: connection in amid_frame)
@@ -485,7 +486,7 @@ def test_a_client_that_does_not_read_amid_a_call_gets_no_thread_and_its_answer_a
     client.io.send([frames.frame(frames.PING, 0, 0, bytes(8)) * 700])
     wait_until(lambda: bool(connection.http.outbound) and connection.http.frame_budget < 1500)
     assert not service.port._connections._lent
-    assert connection not in service.port._connections.amid_frame
+    assert connection not in service.port._connections.readers.amid_frame
     service.worker.may_run.set()
     check_answered(running, call)
 
@@ -493,7 +494,7 @@ def test_a_client_that_does_not_read_amid_a_call_gets_no_thread_and_its_answer_a
 def test_nothing_is_kept_of_a_connection_that_ends_for_a_breach_and_has_cost_too_much(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    paused = service.port._connections._paused
+    paused = service.port._connections.readers.paused
     (bad,) = connected(service, 1)
     monkeypatch.setattr(paused, "resume", lambda: ())
     monkeypatch.setattr(Waste, "count", lambda waste, began: True)
@@ -502,13 +503,6 @@ def test_nothing_is_kept_of_a_connection_that_ends_for_a_breach_and_has_cost_too
     wait_until(lambda: len(service.port._connections) == 0)
     look_between_events(service)
     assert connection not in paused
-
-
-def look_between_events(service: Service) -> None:
-    """Waits until the event loop has ended what it does."""
-    looked = threading.Event()
-    service.port._event_loop.call_soon(looked.set)
-    assert looked.wait(TIMEOUT_S)
 
 
 def test_what_a_thread_has_received_is_no_waste_of_the_event_loop(service: Service) -> None:
@@ -566,14 +560,15 @@ def test_a_connection_is_not_closed_for_half_a_frame_while_a_thread_has_it(servi
     connections = service.port._connections
     wait_until(lambda: len(connections._lent) == 1)
     (connection,) = connections._lent
+    assert isinstance(connection, Connection)
 
     def tick() -> None:
-        connections.amid_frame[connection] = -math.inf
+        connections.readers.amid_frame[connection] = -math.inf
         connections.tick()
 
     service.port._event_loop.call_soon(tick)
     look_between_events(service)
-    assert connection not in connections.amid_frame
+    assert connection not in connections.readers.amid_frame
     client.sendall(rest)
     wait_until(lambda: service.worker.batches == [1])
     wait_until(lambda: connection in connections.idle)
@@ -658,6 +653,7 @@ def test_the_event_loop_does_not_read_what_a_thread_has_although_it_was_to_do_so
     (client,), rest = half_made(service, 1)
     wait_until(lambda: len(service.port._connections._lent) == 1)
     (connection,) = service.port._connections._lent
+    assert isinstance(connection, Connection)
     received = connection.http.io.moved
     client.sendall(rest)
     service.port._event_loop.call_soon(lambda: service.port._calls._on_readable(connection))

@@ -13,6 +13,7 @@ from tests.unit.server.workers.additions import TIMEOUT_S, wait_until
 
 from bngrad_server.config import ServerConfig
 from bngrad_server.engine import Engine
+from bngrad_server.rpc.health import Health
 from bngrad_server.rpc.http2 import port as http2_port
 from bngrad_server.rpc.http2.port import Http2Port
 from bngrad_server.rpc.servicer import Servicer
@@ -29,7 +30,7 @@ def servicer() -> Iterator[Servicer]:
 def test_a_port_that_was_not_started_leaves_no_thread(servicer: Servicer) -> None:
     """As where a server cannot listen on another port."""
     before = set(threading.enumerate())
-    port = Http2Port(servicer, {})
+    port = Http2Port(servicer, {}, Health(()))
     assert port.listen_on_port("127.0.0.1", 0)
     assert not port.is_alive
     port.stop(0)
@@ -41,9 +42,9 @@ def test_calls_that_the_event_loop_computes_are_expected_to_arrive_whole_and_to_
     servicer: Servicer, monkeypatch: pytest.MonkeyPatch, computed_nbytes: int, whole_nbytes: int
 ) -> None:
     monkeypatch.setattr(servicer.small_requests, "max_nbytes", computed_nbytes)
-    port = Http2Port(servicer, {})
+    port = Http2Port(servicer, {}, Health(()))
     assert port._calls._max_whole_nbytes == whole_nbytes
-    assert port._connections._has_long_calls == (computed_nbytes > 0)
+    assert port._connections.readers._has_long_calls == (computed_nbytes > 0)
     port.stop(0)
 
 
@@ -58,7 +59,7 @@ def test_it_accepts_connections_on_each_address_of_a_host(servicer: Servicer, mo
     listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
     addresses = [each.getsockname() for each in listeners]
     monkeypatch.setattr(http2_port, "tcp_listeners", lambda host, port: listeners)
-    port = Http2Port(servicer, {})
+    port = Http2Port(servicer, {}, Health(()))
     assert port.listen_on_port("host", 0) in [number for _, number in addresses]
     port.start()
     for address in addresses:
@@ -68,6 +69,6 @@ def test_it_accepts_connections_on_each_address_of_a_host(servicer: Servicer, mo
 
 
 def test_what_is_computed_in_the_event_loop_and_the_load_follow_how_busy_that_is(servicer: Servicer) -> None:
-    port = Http2Port(servicer, {})
+    port = Http2Port(servicer, {}, Health(()))
     assert servicer.shared_requests.event_loop is servicer.load.event_loop is port._event_loop
     port.stop(0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 
 from bngrad_server.rpc.http2.accepting.stranger import Stranger
-from bngrad_wire.http2 import ServerConnection, frames
+from bngrad_wire.http2 import MultiplexedConnection, frames
 
 PING = frames.frame(frames.PING, 0, 0, bytes(8))
 
@@ -13,7 +13,7 @@ PING = frames.frame(frames.PING, 0, 0, bytes(8))
 def test_what_was_received_and_not_handled_yet_is_unread() -> None:
     near, far = socket.socketpair()
     with far:
-        http = ServerConnection(near)
+        http = MultiplexedConnection(near)
         http.blocking = False
         stranger = Stranger(near, "somebody", http)
         assert not stranger.is_unread

@@ -412,7 +412,7 @@ def test_who_waits_because_of_its_breaches_is_not_closed_for_its_silence(
 @pytest.mark.parametrize(
     ("owner", "name", "error"),
     [
-        (http2, "ServerConnection", MemoryError()),
+        (http2, "MultiplexedConnection", MemoryError()),
         (EventLoop, "add_reader", OSError(errno.ENOSPC, "too many descriptors are watched")),
         (Stranger, "begin_handshake", MemoryError()),
     ],

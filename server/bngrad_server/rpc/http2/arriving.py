@@ -1,0 +1,54 @@
+"""The calls of connections with several that have begun to arrive, and may soon have arrived whole."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from bngrad_server.rpc.http2.connection import Connection, Lane
+from bngrad_server.rpc.other_calls import WATCH_PATH
+from bngrad_server.rpc.servicer import EXCHANGE_PATH, UNARY_OPS
+from bngrad_wire import http2
+
+_REST_TIMEOUT_S = 0.01
+"""How long the rest of an op is awaited at least. One that arrives whole needs no thread."""
+_WATCH_TIMEOUT_S = 60.0
+"""How long the request of a call is awaited that never has a thread."""
+
+
+class ArrivingCalls:
+    """The lanes with such a call; for the event loop's thread."""
+
+    def __init__(self) -> None:
+        self._all: dict[Connection, dict[Lane, float]] = {}
+
+    def __iter__(self) -> Iterator[Connection]:
+        return iter(list(self._all))
+
+    def add(self, lane: Lane, call: http2.ServerCall) -> None:
+        """Adds a call that has begun."""
+        until = time.monotonic() + _patience_s(call.path)
+        self._all.setdefault(lane.connection, {})[lane] = until
+
+    def forget(self, lane: Lane) -> None:
+        """Forgets a call that has ended."""
+        lanes = self._all.get(lane.connection, {})
+        lanes.pop(lane, None)
+        if not lanes:
+            self._all.pop(lane.connection, None)
+
+    def ready(self, connection: Connection) -> Iterator[Lane]:
+        """Removes and yields those of a connection's calls that have arrived, or have not in time."""
+        for lane, until in list(self._all.get(connection, {}).items()):
+            call = lane.lane.stream
+            if isinstance(call, http2.ServerCall) and call.is_arriving and time.monotonic() < until:
+                continue
+            self.forget(lane)
+            yield lane
+
+
+def _patience_s(path: str) -> float:
+    if path == WATCH_PATH:
+        return _WATCH_TIMEOUT_S
+    # Clients of other calls may send a message, and wait for the answer before they send more.
+    return _REST_TIMEOUT_S if path in UNARY_OPS or path == EXCHANGE_PATH else 0.0

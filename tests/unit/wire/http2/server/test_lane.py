@@ -1,0 +1,193 @@
+"""Lanes of a connection, and what they have it send, with an event loop that runs in the test's thread."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+
+import pytest
+from tests.raw_http2 import data, headers, prefixed
+from tests.unit.server.workers.additions import TIMEOUT_S, wait_until
+
+from bngrad_wire.http2 import MultiplexedConnection, PeerGoneError, ServerCall, Uploads, frames
+from bngrad_wire.http2.errors import ErrorCode
+from bngrad_wire.http2.server.lane import Lane
+
+LARGE = bytes(50_000)
+"""A message that is sent from where it lies."""
+
+
+class Loop:
+    """Runs callbacks in the thread that made it, when that says so."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        self._callbacks: list[Callable[[], None]] = []
+
+    @property
+    def is_current(self) -> bool:
+        return threading.get_ident() == self._thread
+
+    def call_soon(self, callback: Callable[[], None]) -> None:
+        self._callbacks.append(callback)
+
+    @property
+    def has_any(self) -> bool:
+        return bool(self._callbacks)
+
+    def run(self) -> None:
+        while self._callbacks:
+            self._callbacks.pop(0)()
+
+
+class Pair:
+    """A connection with one running call, and a client that sends bytes."""
+
+    def __init__(self, opened: ExitStack) -> None:
+        near, far = socket.socketpair()
+        for sock in (near, far):
+            sock.settimeout(TIMEOUT_S)
+        self.client = opened.enter_context(far)
+        self.loop = Loop()
+        self.connection = MultiplexedConnection(near)
+        opened.callback(self.connection.close)
+        self.connection.blocking = False
+        self.client.sendall(frames.PREFACE + frames.settings({}) + headers("/call", 1))
+        assert self.connection.accept_nonblocking() is not None
+        self.lane = self.connection.multiplex(self.loop, 0.01, Uploads(100), lambda: None)
+        self.lane.io.waits = round(TIMEOUT_S / 0.01)
+        self.calls = opened.enter_context(ThreadPoolExecutor(1))
+
+    @property
+    def call(self) -> ServerCall:
+        assert isinstance(self.lane.stream, ServerCall)
+        return self.lane.stream
+
+    def read(self, *parts: bytes) -> tuple[list[tuple[Lane, ServerCall]], list[int]]:
+        """What the connection finds in parts that the client sends."""
+        self.client.sendall(b"".join(parts))
+        return self.connection.read()
+
+    def send(self, message: bytes) -> Future[None]:
+        """Has a thread, which the lane is lent to, send a message; returns once that waits for the event loop."""
+        self.lane.is_lent = self.lane.blocking = True
+        sent = self.calls.submit(self.call.send_message, message)
+        wait_until(lambda: self.loop.has_any)
+        return sent
+
+    def finish(self, sent: Future[None]) -> BaseException | None:
+        """Runs the event loop until a message was sent; returns why it was not."""
+
+        def is_over() -> bool:
+            self.loop.run()
+            return sent.done()
+
+        wait_until(is_over)
+        return sent.exception()
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    with ExitStack() as opened:
+        yield Pair(opened)
+
+
+def test_what_a_thread_sends_after_a_reset_is_dropped(pair: Pair) -> None:
+    sent = pair.send(LARGE)
+    assert pair.read(frames.rst_stream(1, ErrorCode.CANCEL)) == ([], [1])
+    pair.finish(sent)
+    pair.connection.flush()
+    assert not pair.connection.has_unsent
+    assert pair.connection.send_window == frames.DEFAULT_WINDOW
+
+
+def test_a_reset_ends_the_wait_for_a_window(pair: Pair) -> None:
+    pair.lane._wait_s = 2 * TIMEOUT_S  # only a wake-up ends a wait
+    pair.connection.send_window = 0
+    sent = pair.send(LARGE)
+    pair.loop.run()
+    assert pair.connection.has_unsent
+    assert not sent.done()
+    pair.read(frames.rst_stream(1, ErrorCode.CANCEL))
+    assert not pair.connection.has_unsent
+    pair.finish(sent)
+
+
+def test_a_lane_that_is_given_up_has_nothing_left_to_send(pair: Pair) -> None:
+    pair.connection.send_window = 0
+    sent = pair.send(LARGE)
+    pair.loop.run()
+    assert pair.connection.has_unsent
+    pair.lane.lose("it is given up")
+    wait_until(lambda: pair.loop.has_any)
+    assert not sent.done()  # the connection may send from its memory still
+    assert isinstance(pair.finish(sent), PeerGoneError)
+    assert not pair.connection.has_unsent
+    pair.connection.send_window = frames.DEFAULT_WINDOW
+    assert pair.connection.send_room == frames.DEFAULT_WINDOW
+
+
+def test_nothing_follows_a_frame_that_could_not_be_sent(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> bytes:
+        raise MemoryError
+
+    sent = pair.send(LARGE)
+    with monkeypatch.context() as short_memory:
+        short_memory.setattr(pair.connection.io, "send", fail)
+        pair.loop.run()
+    assert isinstance(pair.finish(sent), PeerGoneError)
+    with pytest.raises(PeerGoneError):
+        pair.connection.read()
+
+
+def test_a_window_grows_only_once_some_of_a_large_message_is_read(pair: Pair) -> None:
+    (relay,) = pair.connection._streams.values()
+    pair.read(*(data(part, 1) for part in (prefixed(bytes(100_000))[:10_000], bytes(16_000), bytes(16_000))))
+    assert pair.call.receive_message() == 100_000
+    before = relay.receive_window
+    pair.call.read(5_000)
+    assert relay.receive_window == before
+    pair.call.read(30_000)
+    assert relay.receive_window > before + 2**20
+
+
+def test_what_arrived_with_its_call_counts_as_unread_until_it_is_read(pair: Pair) -> None:
+    message = prefixed(bytes(20_000))
+    parts = [message[:15_000], message[15_000:]]
+    [(lane, call)], _ = pair.read(headers("/call", 3), data(parts[0], 3), data(parts[1], 3, end=True))
+    assert call.is_fully_received
+    assert lane.unread == len(message)
+    assert call.receive_message() == 20_000
+    call.read(20_000)
+    assert lane.unread == 0
+
+
+def test_a_change_of_windows_tells_a_lane_once(pair: Pair) -> None:
+    pair.lane.is_lent = True  # so it keeps what it is told
+    setting = frames.settings({frames.INITIAL_WINDOW_SIZE: 1000})[frames.HEADER_NBYTES :]
+    pair.read(frames.frame(frames.SETTINGS, 0, 0, setting * 100), *[frames.window_update(0, 1)] * 10)
+    assert len(pair.lane._events) == 1
+    pair.lane.handle_available_frames()
+    assert pair.call.send_window == 1000
+
+
+def test_what_a_lane_moves_is_counted_in_both_directions(pair: Pair) -> None:
+    pair.lane._wait_s = 2 * TIMEOUT_S  # only a wake-up ends a wait
+    assert pair.finish(pair.send(LARGE)) is None
+    sent = pair.lane.io.moved
+    assert sent > len(LARGE)
+    pair.lane.is_lent = False
+    pair.read(data(bytes(1000), 1))
+    assert pair.lane.io.moved == sent + 1000
+
+
+def test_the_end_of_a_connection_ends_the_waits_of_its_lanes(pair: Pair) -> None:
+    pair.lane._wait_s = 2 * TIMEOUT_S  # only a wake-up ends a wait
+    pair.connection.send_window = 0
+    sent = pair.send(LARGE)
+    pair.loop.run()
+    pair.connection.close()
+    assert isinstance(pair.finish(sent), PeerGoneError)

@@ -1,0 +1,173 @@
+"""A connection that sends for its lanes, and grants them windows: one half of `MultiplexedConnection`."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+
+from bngrad_wire.fields import Buffer
+from bngrad_wire.http2 import frames
+from bngrad_wire.http2.errors import ErrorCode
+from bngrad_wire.http2.server.connection import ServerConnection
+from bngrad_wire.http2.server.lane import Lane, Loop
+from bngrad_wire.http2.server.outbound import Batch, OutboundQueue
+from bngrad_wire.http2.server.relay import Relay, Uploads
+from bngrad_wire.http2.stream import Stream
+
+LARGE_WINDOW_NBYTES = 2**21
+"""By how much the window of a large message grows once its owner reads it."""
+MAX_ENLARGED = 2
+"""For how many calls at a time."""
+
+
+class RelayingConnection(ServerConnection):
+    """Sends what lanes give it, as far as the client takes it.
+
+    Attributes:
+        is_corked: Whether what lanes send waits for `flush`.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__(sock)
+        self.is_corked = False
+        self._moved_nbytes = 0  # of DATA of running calls, until the end of the next `MultiplexedConnection.read`
+        self._loop: Loop | None = None
+        self._uploads = Uploads(0)
+        self._on_change: Callable[[], None] = lambda: None
+        self._streams: dict[int, Stream] = {}
+        self._enlarged: set[int] = set()  # the streams with large windows
+        self._queue = OutboundQueue()
+        self._cut_frame = b""  # the rest of what the socket did not take
+
+    @property
+    def is_multiplexed(self) -> bool:
+        """Whether it carries several calls at a time."""
+        return self._loop is not None
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the socket did not take all that it was given: the rest waits until it is writable."""
+        return bool(self._cut_frame)
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether something waits until the client takes it."""
+        return bool(self._cut_frame or self.outbound or self._queue)
+
+    @property
+    def unsent_nbytes(self) -> int:
+        """How much waits until the client takes it, and will not be sent otherwise."""
+        return len(self._cut_frame) + self._queue.kept_nbytes
+
+    def close(self) -> None:
+        """See `ConnectionState`; ends the waits of all lanes."""
+        super().close()
+        self._lose_lanes()
+        self._uploads.count -= sum(isinstance(each, Relay) and each.is_upload for each in self._streams.values())
+        self._streams.clear()
+        self._queue.clear()
+
+    def _lose_lanes(self) -> None:
+        for lane in self._lanes():
+            lane.lose(self.io.broken or "it was closed")
+
+    def _lanes(self) -> Iterator[Lane]:
+        return (stream.lane for stream in self._streams.values() if isinstance(stream, Relay))
+
+    @property
+    def send_room(self) -> int:
+        """See `Carrier`."""
+        return 0 if self._cut_frame else self.send_window - self._queue.data_nbytes
+
+    def send_batch(self, batch: Batch) -> None:
+        """See `bngrad_wire.http2.server.lane.Lanes`."""
+        stream = self._streams.get(batch.stream_id)
+        if stream is None or stream.reset:
+            batch.drop()
+        elif self.io.broken is None:
+            self._queue.add(batch)
+            self._flush_for_lanes()
+
+    def withdraw(self, stream_id: int) -> None:
+        """See `bngrad_wire.http2.server.lane.Lanes`."""
+        self._queue.withdraw(stream_id)
+
+    def restore_window(self, stream_id: int, nbytes: int, *, is_large: bool = False) -> None:
+        """See `bngrad_wire.http2.server.lane.Lanes`."""
+        stream = self._streams.get(stream_id)
+        if stream is not None and not stream.peer_ended:
+            if is_large and stream_id not in self._enlarged and len(self._enlarged) < MAX_ENLARGED:
+                self._enlarged.add(stream_id)
+                nbytes += LARGE_WINDOW_NBYTES
+            stream.receive_window += nbytes
+            self.outbound.append(frames.window_update(stream_id, nbytes))
+            if stream_id in self._enlarged:
+                self.io.enlarge()
+            self._flush_for_lanes()
+            self._on_change()
+
+    def _flush_for_lanes(self) -> None:
+        if self.is_corked:
+            return
+        try:
+            self.flush()
+        except Exception as error:  # the next `read` says so
+            self.io.broken = self.io.broken or f"sending failed: {error or type(error).__name__}"
+            self._lose_lanes()
+        if self.is_cut:
+            self._on_change()
+
+    def flush(self) -> None:
+        """See `Carrier`; after `multiplex`, sends what the socket takes."""
+        if not self.is_multiplexed:
+            super().flush()
+            return
+        while pieces := self._next_pieces():
+            self._cut_frame = self.io.send(pieces, blocking=False)
+            self._is_frame_cut = bool(self._cut_frame)
+            self._queue.sent()
+            if self._cut_frame:
+                return
+
+    def _next_pieces(self) -> list[Buffer]:
+        """Takes what is to be sent next: no piece is needed after the next call of `BufferedSocket.send`."""
+        if self._cut_frame:
+            return [self._cut_frame]
+        pieces, self.outbound = self.outbound, []
+        for frame in self._queue.next(self.send_window):
+            pieces += frame.pieces
+            self.send_window -= frame.data_nbytes
+            self._moved_nbytes += frame.data_nbytes
+            if (stream := self._streams.get(frame.stream_id)) is not None:
+                stream.send_window -= frame.data_nbytes
+                if frame.is_end and isinstance(stream, Relay):
+                    stream.is_answered = True
+        return pieces
+
+    def charge(self, frame_count: int) -> None:
+        """See `ConnectionState`."""
+        if self.frame_budget < frame_count:
+            for lane in self._lanes():
+                self.earn(lane.take_earned(), 0)
+        super().charge(frame_count)
+
+    def _handle_window_update(self, stream_id: int, increment: int) -> None:
+        super()._handle_window_update(stream_id, increment)
+        for stream in [self._streams.get(stream_id)] if stream_id else list(self._streams.values()):
+            if isinstance(stream, Relay):
+                if stream_id:  # lanes do not look at the connection's window
+                    stream.lane.open_window(increment)
+            elif stream is not None:
+                stream.progressed()
+
+    def _set_initial_send_window(self, value: int) -> None:
+        change = value - self.initial_send_window
+        super()._set_initial_send_window(value)
+        for stream in list(self._streams.values()):
+            stream.send_window += change
+            if stream.send_window > frames.MAX_WINDOW:
+                self.connection_error(ErrorCode.FLOW_CONTROL_ERROR, "SETTINGS makes a stream's window too large")
+            if isinstance(stream, Relay):
+                stream.lane.open_window(change)
+            else:
+                stream.progressed()
