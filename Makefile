@@ -123,7 +123,7 @@ TRITON_CLIENT := tritonclient==2.73.0 python-rapidjson==1.25
 
 bench-triton: build/triton/stamp  ## Installs Triton Inference Server, and compares round trips with it
 	$(BIN)/python -m benchmarks.bench_transport --networks tcp --contestants bngrad-auto bngrad-shared bngrad-stream \
-		bngrad-unary triton triton-shared flight kernel $(TRANSPORT)
+		bngrad-unary bngrad-one-port triton triton-shared flight kernel $(TRANSPORT)
 
 build/triton/stamp: $(VENV)/dev.stamp
 	$(PYTHON) -m venv build/triton
