@@ -150,8 +150,10 @@ class Http2Connections:
         connection.handler.saw_malformed |= lane.handler.saw_malformed
         if connection.lanes.pop(lane.stream_id, None) is None:  # the connection has been closed meanwhile
             lane.handler.close()
+            lane.lane.release()
             return
         connection.http.forget(lane.lane, lane.stream_id)
+        lane.lane.release()
         self._count_malformed(connection)
         if not connection.http.is_corked:
             self.settle(connection)
@@ -389,6 +391,8 @@ class Http2Connections:
         self._on_release(connection)
         for lane in connection.lanes.values():
             self._on_release(lane)
+            if lane not in self._lent:
+                lane.lane.release()
         connection.lanes.clear()
         connection.handler.close()
         self.readers.forget(connection)

@@ -290,6 +290,11 @@ class Lane(Carrier):
         self.stream = None
         self._data, self.data_left = memoryview(b""), 0
 
+    def release(self) -> None:
+        """Forgets the call and what was delivered, once nothing uses the lane: it would refer to itself."""
+        self.stream = None
+        self._events.clear()
+
     def ping(self) -> None:
         """Does nothing: nothing was lent."""
 

@@ -25,6 +25,7 @@ class OutboundFrame(NamedTuple):
         nbytes: Its size.
         data_nbytes: How much it takes of the peer's windows.
         is_end: Whether it ends the stream on this side.
+        is_last: Whether it is the last one of its batch.
         batch: What it is sent with.
     """
 
@@ -33,6 +34,7 @@ class OutboundFrame(NamedTuple):
     nbytes: int
     data_nbytes: int
     is_end: bool
+    is_last: bool
     batch: Batch
 
 
@@ -40,7 +42,7 @@ class Batch:
     """Frames of one call that are sent together.
 
     Attributes:
-        frames: The frames.
+        frames: The frames, until they are sent or dropped: each refers to the batch.
         stream_id: The number of their stream.
         taken: Set once no piece is needed any longer; None if nothing waits for that, as all pieces may be kept.
         on_taken: Called with the size of each frame once its pieces are no longer needed, and whether it was the last.
@@ -56,15 +58,17 @@ class Batch:
 
     def drop(self) -> None:
         """Tells what waits that no piece is needed any longer, as the frames are not sent."""
+        self.frames = []
         if self.taken is not None:
             self.taken.set()
 
     def _frames(self, pieces: Sequence[Buffer]) -> Iterator[OutboundFrame]:
         """Cuts pieces into frames, of which each begins a piece."""
         frame: list[Buffer] = []
+        last = len(pieces) - 1
         left = nbytes = data_nbytes = stream_id = 0
         is_end = False
-        for piece in pieces:
+        for i, piece in enumerate(pieces):
             if not frame:
                 length, kind, flags, stream_id = frames.parse_header(piece, 0)
                 is_end = kind == frames.HEADERS and bool(flags & frames.END_STREAM)
@@ -73,7 +77,7 @@ class Batch:
             frame.append(piece)
             left -= len(piece)
             if not left:
-                yield OutboundFrame(stream_id, frame, nbytes, data_nbytes, is_end, self)
+                yield OutboundFrame(stream_id, frame, nbytes, data_nbytes, is_end, i == last, self)
                 frame = []
 
 
@@ -95,8 +99,9 @@ class OutboundQueue:
 
     def add(self, batch: Batch) -> None:
         """Adds frames."""
-        self._frames += batch.frames
-        self._count(batch.frames, 1)
+        added, batch.frames = batch.frames, []
+        self._frames += added
+        self._count(added, 1)
 
     def withdraw(self, stream_id: int) -> None:
         """Drops the frames of a stream, whose pieces are then no longer needed."""
@@ -128,10 +133,9 @@ class OutboundQueue:
         sent, self._sending = self._sending, []
         for frame in sent:
             batch = frame.batch
-            is_last = frame is batch.frames[-1]
-            if is_last and batch.taken is not None:
+            if frame.is_last and batch.taken is not None:
                 batch.taken.set()
-            batch.on_taken(frame.nbytes, is_last)
+            batch.on_taken(frame.nbytes, frame.is_last)
 
     def _count(self, counted: Sequence[OutboundFrame], sign: int) -> None:
         for frame in counted:

@@ -14,9 +14,9 @@ from bngrad_wire.http2.server.outbound import Batch, OutboundQueue
 from bngrad_wire.http2.server.relay import Relay, Uploads
 from bngrad_wire.http2.stream import Stream
 
-LARGE_WINDOW_NBYTES = 2**21
+LARGE_WINDOW_NBYTES = 2**20
 """By how much the window of a large message grows once its owner reads it."""
-MAX_ENLARGED = 2
+MAX_ENLARGED = 1
 """For how many calls at a time."""
 
 
