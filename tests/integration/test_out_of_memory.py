@@ -20,6 +20,8 @@ MIB = 2**20
 OP = path_of("FusedBatchNormGradV2")
 SMALL = request(4096).SerializeToString()
 LARGE = request(16 * MIB).SerializeToString()
+LARGER = request(31 * MIB).SerializeToString()
+"""Needs far more than the process may keep of the memory that a large one took."""
 ARENA = ("--arena-bytes", "256MiB")
 """A quarter of it is for received messages: room for one large one."""
 OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
@@ -50,7 +52,7 @@ def test_calls_without_memory_are_refused_for_now_and_leave_nothing_behind() -> 
         with nearly_without_memory(server, len(LARGE) // 2):
             for _ in range(3):
                 with pytest.raises(grpc.RpcError, match="the server has no memory left for this call") as caught:
-                    call(LARGE, timeout=TIMEOUT_S)
+                    call(LARGER, timeout=TIMEOUT_S)
                 assert retry_delay_s(caught.value) > 0
                 call(SMALL, timeout=TIMEOUT_S)
         call(LARGE, timeout=TIMEOUT_S)

@@ -7,6 +7,7 @@ receive a call's message are shared evenly among clients: beyond its share, a ca
 
 from __future__ import annotations
 
+import logging
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +29,8 @@ from bngrad_server.rpc_context import RpcContext
 from bngrad_server.runtime.event_loop import EventLoop
 from bngrad_wire import http2
 from bngrad_wire.fields import Buffer
+
+logger = logging.getLogger(__name__)
 
 _STALL_TIMEOUT_S = 60.0
 """How long a client may pause in the middle of a frame or a call."""
@@ -144,6 +147,11 @@ class Http2Calls:
                 self._check_lane(connection.lanes[stream_id])
             was_useful = self._begin_arrived(connection) or http.was_useful
             http.is_corked = False
+        except MemoryError:  # what was received is still there, and calls that have memory end meanwhile
+            logger.warning("a connection is read later, as there is no memory now", exc_info=True)
+            http.is_corked = False
+            self.connections.readers.pause(connection)
+            return
         except Exception as error:
             self.connections.fail(connection, error)
             return

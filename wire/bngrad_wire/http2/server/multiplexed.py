@@ -252,12 +252,17 @@ class MultiplexedConnection(RelayingConnection):
 
     def _deliver_data(self) -> None:
         """Delivers what has arrived of the current DATA frame."""
-        relay, count = self._receiving, min(self.data_left, self.io.high - self.io.low)
+        io = self.io
+        relay, count = self._receiving, min(self.data_left, io.high - io.low)
         if relay is not None and (count or not self.data_left):
+            data = bytes(
+                memoryview(io.buffer)[io.low : io.low + count]
+            )  # first: if there is no memory, all is as before
+            io.low += count
             self._moved_nbytes += count
             self.data_left -= count
             super().acknowledge_received_data(count, None)
-            relay.lane.deliver(self.io.take(count), end=relay.ended and not self.data_left)
+            relay.lane.deliver(data, end=relay.ended and not self.data_left)
             if not self.data_left:
                 self._receiving = None
 
