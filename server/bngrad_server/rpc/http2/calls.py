@@ -137,7 +137,12 @@ class Http2Calls:
         http = connection.http
         is_reading = http.is_reading
         try:
-            begun, failed = http.read() if is_reading else ([], [])
+            try:
+                begun, failed = http.read() if is_reading else ([], [])
+            except MemoryError:  # what was received is still there, and calls that have memory end meanwhile
+                logger.warning("a connection is read later, as there is no memory now", exc_info=True)
+                self.connections.readers.pause(connection)
+                return
             if http.has_handled:  # so another frame is the last one
                 self.connections.readers.amid_frame.pop(connection, None)
             http.is_corked = True
@@ -147,11 +152,6 @@ class Http2Calls:
                 self._check_lane(connection.lanes[stream_id])
             was_useful = self._begin_arrived(connection) or http.was_useful
             http.is_corked = False
-        except MemoryError:  # what was received is still there, and calls that have memory end meanwhile
-            logger.warning("a connection is read later, as there is no memory now", exc_info=True)
-            http.is_corked = False
-            self.connections.readers.pause(connection)
-            return
         except Exception as error:
             self.connections.fail(connection, error)
             return

@@ -255,9 +255,8 @@ class MultiplexedConnection(RelayingConnection):
         io = self.io
         relay, count = self._receiving, min(self.data_left, io.high - io.low)
         if relay is not None and (count or not self.data_left):
-            data = bytes(
-                memoryview(io.buffer)[io.low : io.low + count]
-            )  # first: if there is no memory, all is as before
+            # First, so that all is as before if there is no memory for it.
+            data = bytes(memoryview(io.buffer)[io.low : io.low + count])
             io.low += count
             self._moved_nbytes += count
             self.data_left -= count

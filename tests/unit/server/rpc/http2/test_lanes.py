@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import socket
 import struct
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -41,6 +42,7 @@ from bngrad_wire.http2 import frames
 from bngrad_wire.http2.errors import ErrorCode
 from bngrad_wire.http2.header_block import encode
 from bngrad_wire.http2.server.call import WHOLE_NBYTES
+from bngrad_wire.http2.server.multiplexed import MultiplexedConnection
 
 CHECK_PATH = "/grpc.health.v1.Health/Check"
 CHECK = health_pb2.HealthCheckRequest()
@@ -737,3 +739,25 @@ def test_the_sdk_has_one_call_at_a_time(service: Service) -> None:
     assert client.code(frames.RST_STREAM, 3) == REFUSED
     service.worker.may_run.set()
     check_sum(client.answer(1))
+
+
+def test_a_connection_for_whose_data_there_is_no_memory_is_read_later(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deliver, failed = MultiplexedConnection._deliver_data, threading.Event()
+
+    def deliver_the_second_time(connection: MultiplexedConnection) -> None:
+        if connection._receiving is not None and not failed.is_set():
+            failed.set()
+            raise MemoryError
+        deliver(connection)
+
+    client = raw(service)
+    client.ask(1)
+    client.answer(1)
+    monkeypatch.setattr(MultiplexedConnection, "_deliver_data", deliver_the_second_time)
+    message = prefixed(REQUEST)
+    client.send(headers(PATH, 3), data(message[:100], 3))
+    assert failed.wait(TIMEOUT_S)
+    client.send(data(message[100:], 3, end=True))
+    check_sum(client.answer(3))
