@@ -159,10 +159,17 @@ def test_the_arena_cannot_be_announced_again_at_once(tenants: tuple[Guarded, str
         ask(other)  # connects
         with whole_arena_announced(guarded, listener, stall()):
             run(other, EIGHTH * 3, SOON_S)
+    over = threading.Event()
+
+    def messages() -> Iterator[bytes]:
+        yield header
+        over.wait(TIMEOUT_S)  # without its chunks, a call that has ended is malformed
+
     with guarded.channel(listener) as channel:
         exchange: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(path_of("Exchange"))
-        call = exchange(iter([header]), metadata=as_(guarded.token), timeout=TIMEOUT_S)
+        call = exchange(messages(), metadata=as_(guarded.token), timeout=TIMEOUT_S)
         assert call.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        over.set()
         assert "others needed memory that this client held" in call.details()
         assert retry_delay_s(call) > 0
 

@@ -22,8 +22,7 @@ from bngrad_wire.http2.server.outbound import LARGEST_FRAME_NBYTES, Batch
 from bngrad_wire.http2.sockets.patience import Patience
 from bngrad_wire.http2.stream import Stream
 
-_RESTORED_NBYTES = 2**15
-"""The window of a stream is restored in steps of at least this."""
+_STEP_NBYTES = 2**15
 
 
 class Loop(Protocol):
@@ -50,8 +49,8 @@ class Lanes(Protocol):
     def withdraw(self, stream_id: int) -> None:
         """Sends no more frames of a stream."""
 
-    def restore_window(self, stream_id: int, nbytes: int, *, is_large: bool) -> None:
-        """Allows the peer to send more on a stream, which carries a large message or does not."""
+    def consume(self, stream_id: int, nbytes: int, *, is_large: bool) -> None:
+        """Takes note that DATA was read of a stream, which carries a large message or does not."""
 
 
 class LaneIo(Patience):
@@ -69,6 +68,7 @@ class Lane(Carrier):
     Attributes:
         table_size_update: What every header block to be sent must begin with.
         is_lent: Whether a thread owns it, rather than the event loop.
+        step_nbytes: The connection is told what was read in steps of at least this.
     """
 
     io: LaneIo
@@ -99,6 +99,7 @@ class Lane(Carrier):
         self.unanswered_ping = b""
         self.data_left = 0
         self.is_lent = False
+        self.step_nbytes = _STEP_NBYTES
         self._earned = self._taken = 0
         self._lanes = lanes
         self._loop = loop
@@ -269,13 +270,12 @@ class Lane(Carrier):
         """See `Carrier`."""
         self._consumed_nbytes += nbytes
         self.io.check()  # once the connection is lost, the rest of what was delivered is of no use
-        if stream is None or stream.peer_ended:
+        if stream is None:
             return
         stream.unacknowledged += nbytes
-        if stream.unacknowledged >= _RESTORED_NBYTES:
-            nbytes = stream.unacknowledged
-            self._in_loop(partial(self._lanes.restore_window, stream.id, nbytes, is_large=self._is_large))
-            stream.unacknowledged = 0
+        if stream.unacknowledged >= self.step_nbytes:
+            consumed, stream.unacknowledged = stream.unacknowledged, 0
+            self._in_loop(partial(self._lanes.consume, stream.id, consumed, is_large=self._is_large))
 
     def allow_large_frames(self) -> None:
         """See `Carrier`; here, the window becomes larger, once there is memory for the message: some of it is read."""

@@ -271,7 +271,8 @@ class MultiplexedConnection(RelayingConnection):
             super().acknowledge_received_data(nbytes, stream)
             return
         super().acknowledge_received_data(nbytes, None)
-        self.restore_window(stream.id, nbytes)
+        if not stream.peer_ended:
+            self.restore_window(stream, nbytes)
 
     def _handle_data(self, length: int, flags: int, stream_id: int) -> None:
         stream = self.known_stream(stream_id)

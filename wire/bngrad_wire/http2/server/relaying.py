@@ -18,6 +18,8 @@ LARGE_WINDOW_NBYTES = 2**20
 """By how much the window of a large message grows once its owner reads it."""
 MAX_ENLARGED = 1
 """For how many calls at a time."""
+_LARGE_STEP_NBYTES = 2**18
+"""In which steps such a window is restored."""
 
 
 class RelayingConnection(ServerConnection):
@@ -92,19 +94,30 @@ class RelayingConnection(ServerConnection):
         """See `bngrad_wire.http2.server.lane.Lanes`."""
         self._queue.withdraw(stream_id)
 
-    def restore_window(self, stream_id: int, nbytes: int, *, is_large: bool = False) -> None:
-        """See `bngrad_wire.http2.server.lane.Lanes`."""
+    def consume(self, stream_id: int, nbytes: int, *, is_large: bool) -> None:
+        """See `bngrad_wire.http2.server.lane.Lanes`; allows the client to send as much again.
+
+        It goes on to read what was left in the socket, where too much was unread, also if the client has sent all of
+        the call: it may have sent what the answer waits for.
+        """
         stream = self._streams.get(stream_id)
-        if stream is not None and not stream.peer_ended:
+        if not isinstance(stream, Relay):
+            return
+        if not stream.peer_ended:
             if is_large and stream_id not in self._enlarged and len(self._enlarged) < MAX_ENLARGED:
                 self._enlarged.add(stream_id)
+                stream.lane.step_nbytes = _LARGE_STEP_NBYTES
                 nbytes += LARGE_WINDOW_NBYTES
-            stream.receive_window += nbytes
-            self.outbound.append(frames.window_update(stream_id, nbytes))
             if stream_id in self._enlarged:
                 self.io.enlarge()
-            self._flush_for_lanes()
-            self._on_change()
+            self.restore_window(stream, nbytes)
+        self._on_change()
+
+    def restore_window(self, stream: Stream, nbytes: int) -> None:
+        """Allows the client to send more on a stream."""
+        stream.receive_window += nbytes
+        self.outbound.append(frames.window_update(stream.id, nbytes))
+        self._flush_for_lanes()
 
     def _flush_for_lanes(self) -> None:
         if self.is_corked:

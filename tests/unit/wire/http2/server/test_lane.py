@@ -14,6 +14,7 @@ from tests.unit.server.workers.additions import TIMEOUT_S, wait_until
 
 from bngrad_wire.http2 import MultiplexedConnection, PeerGoneError, ServerCall, Uploads, frames
 from bngrad_wire.http2.errors import ErrorCode
+from bngrad_wire.http2.sending import PREFIX
 from bngrad_wire.http2.server.lane import Lane
 
 LARGE = bytes(50_000)
@@ -57,9 +58,13 @@ class Pair:
         self.connection.blocking = False
         self.client.sendall(frames.PREFACE + frames.settings({}) + headers("/call", 1))
         assert self.connection.accept_nonblocking() is not None
-        self.lane = self.connection.multiplex(self.loop, 0.01, Uploads(100), lambda: None)
+        self.was_reading: list[bool] = []  # at each change
+        self.lane = self.connection.multiplex(self.loop, 0.01, Uploads(100), self._note_change)
         self.lane.io.waits = round(TIMEOUT_S / 0.01)
         self.calls = opened.enter_context(ThreadPoolExecutor(1))
+
+    def _note_change(self) -> None:
+        self.was_reading.append(self.connection.is_reading)
 
     @property
     def call(self) -> ServerCall:
@@ -152,6 +157,21 @@ def test_a_window_grows_only_once_some_of_a_large_message_is_read(pair: Pair) ->
     assert relay.receive_window == before
     pair.call.read(30_000)
     assert relay.receive_window > before + 2**20
+
+
+def test_a_connection_is_read_again_once_a_call_that_has_arrived_is_read(pair: Pair) -> None:
+    """Its answer may need windows that the client has opened meanwhile."""
+    pair.lane.is_lent = True  # so it keeps what it is told
+    nbytes = 81 * 2**14 - PREFIX.size  # the last frame is one too many
+    message = prefixed(bytes(nbytes))
+    for start in range(0, len(message), 2**14):
+        assert pair.connection.is_reading
+        pair.read(data(message[start : start + 2**14], 1, end=start + 2**14 == len(message)))
+    assert not pair.connection.is_reading
+    assert pair.call.receive_message() == nbytes
+    pair.call.read(nbytes)
+    assert pair.connection.is_reading
+    assert pair.was_reading[-1:] == [True]
 
 
 def test_what_arrived_with_its_call_counts_as_unread_until_it_is_read(pair: Pair) -> None:
