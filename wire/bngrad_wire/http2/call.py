@@ -14,8 +14,6 @@ _MAX_MESSAGES = 8
 _LARGE_FRAMES_NBYTES = 2**16
 """A peer that sends a message of this size may send the next ones in large frames, which cost less."""
 _SKIPPED_NBYTES = 16 * 1024
-_READ_NBYTES = 256 * 1024
-"""`BaseCall.read` takes memory in steps of this."""
 
 
 class BaseCall(SendingStream):
@@ -68,20 +66,24 @@ class BaseCall(SendingStream):
     def read(self, nbytes: int, beginning: bytes = b"") -> bytes:
         """Waits for the next ``nbytes`` of the message; returns them after ``beginning``, which was read before.
 
-        Takes memory as they arrive; raises as `read_into` does.
+        The caller bounds how much memory it takes; raises as `read_into` does.
         """
-        piece = memoryview(bytearray(min(nbytes, _READ_NBYTES)))
-        if nbytes <= _READ_NBYTES and not beginning:
-            self.read_into(piece)
-            return bytes(piece)
-        whole = BytesIO()
-        whole.write(beginning)
-        while nbytes:
-            self.read_into(piece)
-            whole.write(piece)
-            nbytes -= len(piece)
-            piece = piece[:nbytes]
+        if isinstance(self.receive_buffer, memoryview) and nbytes <= len(self.receive_buffer):
+            return beginning + self._read_received(nbytes)
+        # The system provides memory for most of the zeros as the bytes arrive, which replace them in place.
+        whole = BytesIO(bytes(len(beginning) + nbytes))
+        with whole.getbuffer() as view:
+            view[: len(beginning)] = beginning
+            self.read_into(view[len(beginning) :])
         return whole.getvalue()
+
+    def _read_received(self, nbytes: int) -> bytes:
+        self._check_left(nbytes)
+        data = bytes(self.receive_buffer[:nbytes])
+        self._drop_received(nbytes)
+        self._connection.acknowledge_received_data(nbytes, self)
+        self.remaining -= nbytes
+        return data
 
     def read_into(self, buffer: memoryview) -> None:
         """Fills the buffer with the next bytes of the message; large ones go from the socket straight into it.
@@ -93,10 +95,13 @@ class BaseCall(SendingStream):
             ProtocolError: The peer broke the protocol.
             TimeoutError: The socket's timeout passed; the call can only be cancelled.
         """
-        if len(buffer) > self.remaining:
-            raise ValueError(f"{len(buffer)} bytes wanted of a message that has {self.remaining} left")
+        self._check_left(len(buffer))
         self._fill(buffer)
         self.remaining -= len(buffer)
+
+    def _check_left(self, nbytes: int) -> None:
+        if nbytes > self.remaining:
+            raise ValueError(f"{nbytes} bytes wanted of a message that has {self.remaining} left")
 
     def took_chunk(self) -> None:
         """See `bngrad_wire.chunks.MessageSource`; the chunk earns its frame, however short it is."""

@@ -59,6 +59,11 @@ class Carrier(ABC):
         """How many bytes of DATA can be sent at once."""
         return self.send_window
 
+    @property
+    def expects_whole(self) -> bool:
+        """Whether memory for all of the call was taken, which is received before the call begins."""
+        return False
+
     def append_headers(self, stream_id: int, block: bytes, flags: int) -> None:
         """Adds a header block to the outbound frames."""
         if self.table_size_update:

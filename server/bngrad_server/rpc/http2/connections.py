@@ -36,6 +36,8 @@ _FRAME_TIMEOUT_S = 5.0
 """How long a frame or header block may take to arrive while no call runs."""
 _UPLOADS = 256
 """How many calls on connections with several may not have arrived whole; beyond, each connection may have one."""
+_LARGE_UPLOADS_NBYTES = 2**25
+"""How much memory may be taken to receive those whole that are large: up to 4 MB each."""
 _UNSENT_TIMEOUT_S = 30.0
 """How long the client of a connection with several calls may take nothing of what there is for it."""
 _BREACH_SCORE = 16.0
@@ -88,7 +90,7 @@ class Http2Connections:
         self._remote: Places[Connection] = Places(_PLACES)
         self._local: Places[Connection] = Places(_PLACES)
         self._penalties = Penalties()
-        self._uploads = http2.Uploads(_UPLOADS)
+        self._uploads = http2.Uploads(_UPLOADS, _LARGE_UPLOADS_NBYTES)
         self._closing = Deliveries()
         self._unsent: dict[Connection, tuple[int, float]] = {}  # how much has moved, and since when it is as much
         self._draining = False
@@ -278,7 +280,7 @@ class Http2Connections:
             self.idle.pop(caller, None)
             self.readers.unwatch(caller)
         if isinstance(caller, Lane):
-            caller.lane.is_lent = True
+            caller.lane.lend()
         caller.carrier.blocking = True
         self._lent.add(caller)
         self.threads.submit(partial(self._run_in_thread, caller, action))

@@ -69,7 +69,7 @@ def serving(sock: socket.socket, *, several: bool) -> ServerConnection:
     if not several:
         return ServerConnection(sock)
     connection = MultiplexedConnection(sock)
-    connection._loop, connection._uploads = Loop(), Uploads(100)
+    connection._loop, connection._uploads = Loop(), Uploads(100, 2**23)
     connection.outbound.append(frames.settings({frames.MAX_CONCURRENT_STREAMS: 100}))
     return connection
 

@@ -55,7 +55,7 @@ class ServerCall(BaseCall):
         nbytes = len(self.receive_buffer)
         if nbytes >= PREFIX.size:
             nbytes = max(nbytes, PREFIX.size + PREFIX.unpack_from(self.receive_buffer)[1])
-        return nbytes < WHOLE_NBYTES
+        return nbytes < WHOLE_NBYTES or self._connection.expects_whole
 
     def received_messages(self) -> list[Buffer] | None:
         """Returns the messages of a call that has arrived whole and that nothing was read of, without reading them.

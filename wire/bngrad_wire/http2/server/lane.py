@@ -11,55 +11,20 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 from bngrad_wire.http2 import frames
 from bngrad_wire.http2.carrier import Carrier
 from bngrad_wire.http2.connection_state import EARNING_SHIFT
 from bngrad_wire.http2.errors import RpcError
 from bngrad_wire.http2.server.call import WHOLE_NBYTES
-from bngrad_wire.http2.server.outbound import LARGEST_FRAME_NBYTES, Batch
-from bngrad_wire.http2.sockets.patience import Patience
+from bngrad_wire.http2.server.lane_interfaces import LaneIo, Lanes, Loop
+from bngrad_wire.http2.server.outbound import Batch
+from bngrad_wire.http2.server.target import Target
 from bngrad_wire.http2.stream import Stream
 
 _STEP_NBYTES = 2**15
-
-
-class Loop(Protocol):
-    """The event loop of the connection."""
-
-    @property
-    def is_current(self) -> bool:
-        """Whether the calling thread is the event loop's."""
-
-    def call_soon(self, callback: Callable[[], None]) -> None:
-        """Runs a callback in its thread; any thread may call this."""
-
-
-class Lanes(Protocol):
-    """What a lane asks of its connection; for the event loop's thread."""
-
-    @property
-    def send_room(self) -> int:
-        """How many bytes of DATA can be sent at once."""
-
-    def send_batch(self, batch: Batch) -> None:
-        """Sends frames after those before them, as soon as the peer takes them."""
-
-    def withdraw(self, stream_id: int) -> None:
-        """Sends no more frames of a stream."""
-
-    def consume(self, stream_id: int, nbytes: int, *, is_large: bool) -> None:
-        """Takes note that DATA was read of a stream, which carries a large message or does not."""
-
-
-class LaneIo(Patience):
-    """The limits of a lane's waits. Nothing is lent to its socket: whatever is sent has been copied."""
-
-    has_lent = False
-
-    def expect_large_messages(self, *, are_kept: bool) -> None:
-        """Does nothing: the socket is shared by calls of all sizes."""
+_TARGET_NBYTES = 2**16
+"""From this size on, what waits for DATA gives its memory to the event loop."""
 
 
 class Lane(Carrier):
@@ -69,14 +34,13 @@ class Lane(Carrier):
         table_size_update: What every header block to be sent must begin with.
         is_lent: Whether a thread owns it, rather than the event loop.
         step_nbytes: The connection is told what was read in steps of at least this.
+        target: What the connection fills with the next DATA of the call; for the event loop's thread.
+        allowed_nbytes: How much of the call may be received before anything reads it.
     """
 
     io: LaneIo
 
-    def __init__(
-        self, lanes: Lanes, loop: Loop, wait_s: float, stream_id: int, *, initial_send_window: int,
-        max_frame_size: int, table_size_update: bytes,
-    ) -> None:  # fmt: skip
+    def __init__(self, lanes: Lanes, loop: Loop, wait_s: float, stream_id: int, table_size_update: bytes) -> None:
         """Carries nothing yet.
 
         Args:
@@ -84,28 +48,30 @@ class Lane(Carrier):
             loop: Its event loop.
             wait_s: What counts as one of the `waits` of its `Patience`, in seconds.
             stream_id: The number of the call's stream.
-            initial_send_window: See `Carrier`.
-            max_frame_size: Likewise.
-            table_size_update: Likewise.
+            table_size_update: See `Carrier`.
         """
         self.io = LaneIo()
         self.stream = None
         self.outbound = []
         self.blocking = False
-        self.send_window = frames.MAX_WINDOW  # the connection looks after its own
-        self.initial_send_window = initial_send_window
-        self.max_frame_size = min(max_frame_size, LARGEST_FRAME_NBYTES)
+        # The connection cuts frames to fit these:
+        self.send_window = self.initial_send_window = frames.MAX_WINDOW
+        self.max_frame_size = frames.LARGEST_FRAME_SIZE
         self.table_size_update = table_size_update
         self.unanswered_ping = b""
         self.data_left = 0
         self.is_lent = False
         self.step_nbytes = _STEP_NBYTES
+        self.target: Target | None = None
+        self.allowed_nbytes = WHOLE_NBYTES
+        self._whole = bytearray()
         self._earned = self._taken = 0
         self._lanes = lanes
         self._loop = loop
         self._wait_s = wait_s
         self._stream_id = stream_id
         self._delivered_nbytes = self._consumed_nbytes = 0
+        self._acknowledged_nbytes = 0  # of what `read_data_into` has just read
         self._is_large = False
         self._data = memoryview(b"")
         self._events: deque[Callable[[Stream], None]] = deque()
@@ -114,7 +80,7 @@ class Lane(Carrier):
     @property
     def send_room(self) -> int:
         """See `Carrier`; for the event loop's thread."""
-        return self._lanes.send_room
+        return self._lanes.send_room_of(self._stream_id)
 
     @property
     def unread(self) -> int:
@@ -131,6 +97,7 @@ class Lane(Carrier):
         """Delivers DATA; for the event loop's thread, as all methods up to `handle_deliveries`, which must follow."""
         self._delivered_nbytes += len(data)
         self._events.append(partial(self._receive, data, end))
+        self._close_target()
 
     def take_whole(self, data: memoryview) -> None:
         """Gives the call all its DATA, before it has an owner."""
@@ -139,22 +106,66 @@ class Lane(Carrier):
             stream.receive_buffer = data
             stream.ended = stream.peer_ended = True
 
-    def open_window(self, nbytes: int) -> None:
-        """Allows the call to send more, or less."""
-        self._events.append(partial(_open_window, nbytes))
-
     def fail(self, error: RpcError) -> None:
         """Fails the call, since the peer has reset it, or has to."""
         if (stream := self.stream) is not None:
             stream.failure = stream.failure or error
             self._events.append(self._end_by_reset)
+            self._close_target()
 
     def handle_deliveries(self) -> None:
         """Has the owner handle what was delivered; for the event loop's thread."""
+        if self.target is not None:
+            return
         if self.is_lent:
             self.wake()
         elif self.io.broken is None:
             self.handle_available_frames()
+
+    def fill_target(self, nbytes: int) -> None:
+        """Takes note that so much of the target was filled."""
+        if self.target is not None:
+            self.io.moved += nbytes
+            self.target.advance(nbytes)
+            if not self.target.rest:
+                self._close_target()
+
+    def _set_target(self, target: Target) -> None:
+        if self._events or self.io.broken is not None:
+            target.close()
+            self.wake()
+        else:
+            self.target = target
+
+    def _close_target(self) -> None:
+        target, self.target = self.target, None
+        if target is not None:
+            target.close()
+            if self._whole:
+                self._take_expected(target.filled)
+
+    def expect_whole(self, nbytes: int) -> None:
+        """Takes memory for so much of a call that the event loop owns; raises MemoryError if there is none."""
+        self._whole = bytearray(nbytes)
+        self.target = Target(memoryview(self._whole))
+        self.allowed_nbytes = nbytes
+
+    @property
+    def expects_whole(self) -> bool:
+        """See `Carrier`."""
+        return self.allowed_nbytes > WHOLE_NBYTES and not self.is_lent
+
+    def _take_expected(self, nbytes: int) -> None:
+        """Gives the call what has arrived of what was expected."""
+        whole, self._whole = self._whole, bytearray()
+        self._delivered_nbytes += nbytes
+        if self.stream is not None:
+            self.stream.receive_buffer = memoryview(whole) if nbytes == len(whole) else whole[:nbytes]
+
+    def lend(self) -> None:
+        """Gives the lane to a thread, with what has arrived."""
+        self._close_target()
+        self.is_lent = True
 
     def wake(self) -> None:
         """Wakes the thread that waits for something, if one does."""
@@ -172,6 +183,8 @@ class Lane(Carrier):
             return
         pieces, self.outbound = self.outbound, []
         self.send_window = frames.MAX_WINDOW
+        if self.stream is not None:
+            self.stream.send_window = frames.MAX_WINDOW
         if self._loop.is_current or not self.blocking:
             self._in_loop(partial(self._lanes.send_batch, Batch(pieces, self._was_taken)))
             return
@@ -181,7 +194,7 @@ class Lane(Carrier):
             self._wait(taken.is_set, "sending")
         except BaseException:
             self.io.broken = self.io.broken or "sending timed out"
-            self._withdraw()
+            self._run_in_loop(partial(self._lanes.withdraw, self._stream_id))
             raise
 
     def _was_taken(self, nbytes: int, is_last: bool) -> None:
@@ -193,27 +206,28 @@ class Lane(Carrier):
         """See `Carrier`; another lane's block may come before, so each one says how large the table is."""
         self.outbound += frames.header_block(stream_id, self.table_size_update + block, flags)
 
-    def _withdraw(self) -> None:
-        """Returns once nothing refers any longer to what was to be sent."""
-        withdrawn = threading.Event()
+    def _run_in_loop(self, action: Callable[[], None]) -> None:
+        """Has the event loop do something that ends its use of this thread's memory, and waits for it."""
+        done = threading.Event()
 
-        def withdraw() -> None:
-            self._lanes.withdraw(self._stream_id)
-            withdrawn.set()
+        def run() -> None:
+            action()
+            done.set()
 
-        self._loop.call_soon(withdraw)
-        withdrawn.wait()
+        self._loop.call_soon(run)
+        done.wait()
 
     def _wait(self, is_over: Callable[[], object], what: str) -> None:
         """Waits as `Patience` says, but at least for what the event loop can do at once."""
-        waited = 0
+        waited, moved = 0, self.io.moved
         with self._changed:
             while not is_over():
                 self.io.check()
                 if waited >= self.io.waits or (waited and time.monotonic() > self.io.deadline):
                     raise TimeoutError(f"{what} timed out")
                 if not self._changed.wait(self._wait_s):
-                    waited += 1
+                    waited = waited + 1 if moved == self.io.moved else 1
+                    moved = self.io.moved
 
     def handle_frame(self) -> None:
         """See `Carrier`."""
@@ -231,7 +245,7 @@ class Lane(Carrier):
         self.buffer_data_frame()
 
     def _has_room(self) -> bool:
-        return self.stream is None or len(self.stream.receive_buffer) < WHOLE_NBYTES
+        return self.stream is None or len(self.stream.receive_buffer) <= self.allowed_nbytes
 
     def _handle_event(self) -> None:
         event = self._events.popleft()
@@ -256,18 +270,36 @@ class Lane(Carrier):
         target[:count] = self._data[:count]
         self._data = self._data[count:]
         self.data_left -= count
+        rest = target[count:]
+        may_come = self.stream is not None and not self.stream.ended
+        if len(rest) >= _TARGET_NBYTES and may_come and not (self._events or self._loop.is_current):
+            self.acknowledge_received_data(count, self.stream)
+            count += self._wait_for_filled(rest)
+            self._acknowledged_nbytes = count
         return count
+
+    def _wait_for_filled(self, memory: memoryview) -> int:
+        """Has the event loop fill memory with DATA, and returns how much was filled before something else came."""
+        target = Target(memory)
+        self._loop.call_soon(partial(self._set_target, target))
+        try:
+            self._wait(lambda: not target.rest, "receiving")
+        except BaseException:
+            self._run_in_loop(self._close_target)
+            raise
+        return target.filled
 
     def buffer_data_frame(self) -> None:
         """See `Carrier`."""
         if self.stream is not None and self.data_left:
-            receive_buffer = self.stream.receive_buffer
-            assert isinstance(receive_buffer, bytearray)
-            receive_buffer += self._data
+            received = self.stream.receive_buffer
+            self.stream.receive_buffer = bytearray(received) if isinstance(received, memoryview) else received
+            self.stream.receive_buffer += self._data
             self._data, self.data_left = memoryview(b""), 0
 
     def acknowledge_received_data(self, nbytes: int, stream: Stream | None) -> None:
         """See `Carrier`."""
+        nbytes, self._acknowledged_nbytes = nbytes - self._acknowledged_nbytes, 0
         self._consumed_nbytes += nbytes
         self.io.check()  # once the connection is lost, the rest of what was delivered is of no use
         if stream is None:
@@ -292,7 +324,7 @@ class Lane(Carrier):
 
     def release(self) -> None:
         """Forgets the call and what was delivered, once nothing uses the lane: it would refer to itself."""
-        self.stream = None
+        self.stream = self.target = None
         self._events.clear()
 
     def ping(self) -> None:
@@ -303,7 +335,3 @@ class Lane(Carrier):
             callback()
         else:
             self._loop.call_soon(callback)
-
-
-def _open_window(nbytes: int, stream: Stream) -> None:
-    stream.send_window += nbytes

@@ -10,10 +10,11 @@ from bngrad_wire.http2.block_decoder import HeaderBlock
 from bngrad_wire.http2.connection import FRAMES_PER_TURN
 from bngrad_wire.http2.connection_state import EARNING_SHIFT
 from bngrad_wire.http2.errors import ErrorCode
-from bngrad_wire.http2.server.call import WHOLE_NBYTES, ServerCall
-from bngrad_wire.http2.server.lane import Lane, Loop
+from bngrad_wire.http2.server.call import ServerCall
+from bngrad_wire.http2.server.lane import Lane
+from bngrad_wire.http2.server.lane_interfaces import Loop
 from bngrad_wire.http2.server.relay import Relay, Uploads, is_open
-from bngrad_wire.http2.server.relaying import LARGE_WINDOW_NBYTES, MAX_ENLARGED, RelayingConnection
+from bngrad_wire.http2.server.relaying import LARGE_WINDOW_NBYTES, MAX_ENLARGED, WINDOW_NBYTES, RelayingConnection
 from bngrad_wire.http2.server.request_headers import CallHeaders
 from bngrad_wire.http2.stream import Stream
 
@@ -21,10 +22,8 @@ _CALLS = 100
 """How many calls a client may make at a time; it is told so."""
 _MAX_STREAMS = 2 * _CALLS
 """How many there may be with those that have ended for the client, and not been forgotten here yet."""
-_WINDOW_NBYTES = WHOLE_NBYTES
-"""How much of a call is received before its owner reads it."""
 _MAX_UNREAD_NBYTES = MAX_ENLARGED * LARGE_WINDOW_NBYTES
-"""How much all calls together may have unread above `_WINDOW_NBYTES` each; beyond, nothing is received.
+"""How much all calls together may have unread above what each one may; beyond, nothing is received.
 
 That may take what others wait for, so only a call that began when its window was larger gets there.
 """
@@ -35,7 +34,7 @@ _TOO_MANY_NBYTES = 8 * 2**20
 _SETTINGS = frames.settings(
     {
         frames.MAX_CONCURRENT_STREAMS: _CALLS,
-        frames.INITIAL_WINDOW_SIZE: _WINDOW_NBYTES,
+        frames.INITIAL_WINDOW_SIZE: WINDOW_NBYTES,
         frames.MAX_FRAME_SIZE: frames.LARGEST_FRAME_SIZE,
     }
 )
@@ -60,7 +59,6 @@ class MultiplexedConnection(RelayingConnection):
         self._wait_s = 0.0
         self._begun: list[tuple[Lane, ServerCall]] = []
         self._failed: dict[int, None] = {}
-        self._receiving: Relay | None = None  # that the current DATA frame belongs to
 
     def multiplex(self, loop: Loop, wait_s: float, uploads: Uploads, on_change: Callable[[], None]) -> Lane:
         """Carries several calls at a time from now on, the running one among them.
@@ -82,10 +80,12 @@ class MultiplexedConnection(RelayingConnection):
         self.takes_partial_data = True
         self.send_control(_SETTINGS)
         lane = self._new_lane(call.id)
-        relay = Relay(call, lane, call.receive_window, self._failed)
+        relay = Relay(call, lane, (call.send_window, call.receive_window), self._failed)
+        relay.has_begun = True
         relay.ended, relay.peer_ended, relay.content_left = call.ended, call.peer_ended, call.content_left
         self._streams[call.id] = relay
         call.move_to(lane)
+        call.send_window = lane.initial_send_window
         return lane
 
     def read(self) -> tuple[list[tuple[Lane, ServerCall]], list[int]]:
@@ -122,7 +122,7 @@ class MultiplexedConnection(RelayingConnection):
         """Whether anything is received, as not too much of what came before, or is to be sent, is left."""
         if self._cut_frame and self._queue.kept_nbytes > _MAX_KEPT_NBYTES:
             return False
-        return sum(max(lane.unread - _WINDOW_NBYTES, 0) for lane in self._lanes()) <= _MAX_UNREAD_NBYTES
+        return sum(max(lane.unread - lane.allowed_nbytes, 0) for lane in self._lanes()) <= _MAX_UNREAD_NBYTES
 
     def forget(self, lane: Lane, stream_id: int) -> None:
         """Ends a call whose lane has no other owner any longer.
@@ -138,7 +138,7 @@ class MultiplexedConnection(RelayingConnection):
         if stream is None:
             return
         if isinstance(stream, Relay):
-            self._uploads.count -= stream.is_upload
+            self._uploads.leave(stream)
         self.earn(lane.take_earned(), 0)
         self.io.shrink()
         if was_given_up and not stream.reset:
@@ -149,10 +149,7 @@ class MultiplexedConnection(RelayingConnection):
 
     def _new_lane(self, stream_id: int) -> Lane:
         assert self._loop is not None
-        return Lane(
-            self, self._loop, self._wait_s, stream_id, initial_send_window=self.initial_send_window,
-            max_frame_size=self.max_frame_size, table_size_update=self.table_size_update,
-        )  # fmt: skip
+        return Lane(self, self._loop, self._wait_s, stream_id, self.table_size_update)
 
     @property
     def is_full(self) -> bool:
@@ -209,7 +206,7 @@ class MultiplexedConnection(RelayingConnection):
         received = stream
         if isinstance(stream, ServerCall):
             lane, _ = self._begun[-1]
-            received = Relay(stream, lane, _WINDOW_NBYTES, self._failed)
+            received = Relay(stream, lane, (self.initial_send_window, WINDOW_NBYTES), self._failed)
             received.ended = received.peer_ended = end
         self._streams[stream.id] = received
         return received
@@ -249,34 +246,3 @@ class MultiplexedConnection(RelayingConnection):
             self.has_handled = True
             self.handle_frame()
         self._deliver_data()
-
-    def _deliver_data(self) -> None:
-        """Delivers what has arrived of the current DATA frame."""
-        io = self.io
-        relay, count = self._receiving, min(self.data_left, io.high - io.low)
-        if relay is not None and (count or not self.data_left):
-            # First, so that all is as before if there is no memory for it.
-            data = bytes(memoryview(io.buffer)[io.low : io.low + count])
-            io.low += count
-            self._moved_nbytes += count
-            self.data_left -= count
-            super().acknowledge_received_data(count, None)
-            relay.lane.deliver(data, end=relay.ended and not self.data_left)
-            if not self.data_left:
-                self._receiving = None
-
-    def acknowledge_received_data(self, nbytes: int, stream: Stream | None) -> None:
-        """See `Carrier`; of a lane's call, it is called for padding, as the lane restores the rest."""
-        if not isinstance(stream, Relay):
-            super().acknowledge_received_data(nbytes, stream)
-            return
-        super().acknowledge_received_data(nbytes, None)
-        if not stream.peer_ended:
-            self.restore_window(stream, nbytes)
-
-    def _handle_data(self, length: int, flags: int, stream_id: int) -> None:
-        stream = self.known_stream(stream_id)
-        was_open = isinstance(stream, Relay) and not stream.ended
-        super()._handle_data(length, flags, stream_id)
-        if was_open and isinstance(stream, Relay) and not stream.reset:
-            self._receiving = stream

@@ -1,144 +1,200 @@
-"""The frames that a connection is to send for its lanes."""
+"""What a connection is to send for its lanes: their frames, of which those with DATA are cut to fit its windows."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from bngrad_wire.fields import Buffer
 from bngrad_wire.http2 import frames
 
-LARGEST_FRAME_NBYTES = 2**14
-"""Frames are no longer: one fits what is left of a connection's window, also before a peer restores that."""
-_SENT_NBYTES = 2**18
-"""About how much is sent with one system call."""
 
-
-class OutboundFrame(NamedTuple):
-    """A frame of a lane.
+class _Frame:
+    """A frame or, once some of it was sent, a frame with the rest of its DATA; a header block counts as one.
 
     Attributes:
-        stream_id: The number of its stream.
-        pieces: The frame.
-        nbytes: Its size.
-        data_nbytes: How much it takes of the peer's windows.
-        is_end: Whether it ends the stream on this side.
-        is_last: Whether it is the last one of its batch.
-        batch: What it is sent with.
+        pieces: All of it.
+        nbytes: The size of the pieces.
+        data_nbytes: How much DATA it has; None if it is no frame with DATA.
+        flags: Its flags.
     """
 
-    stream_id: int
-    pieces: list[Buffer]
-    nbytes: int
-    data_nbytes: int
-    is_end: bool
-    is_last: bool
-    batch: Batch
+    __slots__ = ("data_nbytes", "flags", "nbytes", "pieces")
+
+    def __init__(self, pieces: list[Buffer], nbytes: int, data_nbytes: int | None, flags: int) -> None:
+        self.pieces = pieces
+        self.nbytes = nbytes
+        self.data_nbytes = data_nbytes
+        self.flags = flags
+
+    @property
+    def ends_stream(self) -> bool:
+        """Whether it has the trailers, which end the stream on this side."""
+        return self.data_nbytes is None and bool(self.flags & frames.END_STREAM)
+
+    def cut(self, nbytes: int, stream_id: int) -> list[Buffer]:
+        """Removes so much of its DATA, which is not all, and returns a frame with that."""
+        assert self.data_nbytes is not None
+        self.data_nbytes -= nbytes
+        self.nbytes -= nbytes
+        first, *rest = self.pieces
+        views = deque([memoryview(first)[frames.HEADER_NBYTES :], *(memoryview(piece) for piece in rest)])
+        taken: list[Buffer] = [frames.frame_header(nbytes, frames.DATA, 0, stream_id)]
+        while nbytes:
+            piece = views.popleft()
+            if len(piece) > nbytes:
+                views.appendleft(piece[nbytes:])
+                piece = piece[:nbytes]
+            nbytes -= len(piece)
+            taken.append(piece)
+        self.pieces = [frames.frame_header(self.data_nbytes, frames.DATA, self.flags, stream_id), *views]
+        return taken
+
+
+def _split(pieces: Sequence[Buffer]) -> deque[_Frame]:
+    """Splits what is to be sent into frames, of which each begins a piece."""
+    found: deque[_Frame] = deque()
+    frame: list[Buffer] = []
+    left = length = kind = flags = 0
+    for piece in filter(len, pieces):
+        if not left:
+            length, kind, flags, _ = frames.parse_header(piece, 0)
+            left = frames.HEADER_NBYTES + length
+            frame = []
+        frame.append(piece)
+        left -= len(piece)
+        if left:
+            continue
+        nbytes = frames.HEADER_NBYTES + length
+        if kind == frames.CONTINUATION:  # nothing may come in between
+            found[-1].pieces += frame
+            found[-1].nbytes += nbytes
+        else:
+            found.append(_Frame(frame, nbytes, length if kind == frames.DATA else None, flags))
+    return found
 
 
 class Batch:
     """Frames of one call that are sent together.
 
     Attributes:
-        frames: The frames, until they are sent or dropped: each refers to the batch.
+        frames: Those that are not sent yet.
         stream_id: The number of their stream.
+        nbytes: How much they have.
+        data_nbytes: How much DATA they have.
         taken: Set once no piece is needed any longer; None if nothing waits for that, as all pieces may be kept.
-        on_taken: Called with the size of each frame once its pieces are no longer needed, and whether it was the last.
+        on_taken: Called with the number of bytes whenever some were sent, and whether these were the last.
     """
 
     def __init__(
         self, pieces: Sequence[Buffer], on_taken: Callable[[int, bool], None], taken: threading.Event | None = None
     ) -> None:
-        self.frames = list(self._frames(pieces))
-        self.stream_id = self.frames[0].stream_id
+        self.frames = _split(pieces)
+        self.stream_id = frames.parse_header(pieces[0], 0)[3]
+        self.nbytes = sum(frame.nbytes for frame in self.frames)
+        self.data_nbytes = sum(frame.data_nbytes or 0 for frame in self.frames)
         self.on_taken = on_taken
         self.taken = taken
 
     def drop(self) -> None:
         """Tells what waits that no piece is needed any longer, as the frames are not sent."""
-        self.frames = []
+        self.frames.clear()
         if self.taken is not None:
             self.taken.set()
 
-    def _frames(self, pieces: Sequence[Buffer]) -> Iterator[OutboundFrame]:
-        """Cuts pieces into frames, of which each begins a piece."""
-        frame: list[Buffer] = []
-        last = len(pieces) - 1
-        left = nbytes = data_nbytes = stream_id = 0
-        is_end = False
-        for i, piece in enumerate(pieces):
-            if not frame:
-                length, kind, flags, stream_id = frames.parse_header(piece, 0)
-                is_end = kind == frames.HEADERS and bool(flags & frames.END_STREAM)
-                left = nbytes = frames.HEADER_NBYTES + length
-                data_nbytes = length if kind == frames.DATA else 0
-            frame.append(piece)
-            left -= len(piece)
-            if not left:
-                yield OutboundFrame(stream_id, frame, nbytes, data_nbytes, is_end, i == last, self)
-                frame = []
+
+class Part(NamedTuple):
+    """A frame as it is sent.
+
+    Attributes:
+        batch: What it belongs to.
+        pieces: The frame.
+        data_nbytes: How much DATA it has.
+        ends_stream: Whether it ends the stream on this side.
+        is_last: Whether it is the last one of its batch.
+    """
+
+    batch: Batch
+    pieces: list[Buffer]
+    data_nbytes: int
+    ends_stream: bool
+    is_last: bool
+
+    def was_sent(self) -> None:
+        """Tells the lane so; the pieces are no longer needed."""
+        if self.is_last and self.batch.taken is not None:
+            self.batch.taken.set()
+        self.batch.on_taken(sum(map(len, self.pieces)), self.is_last)
 
 
 class OutboundQueue:
-    """The frames that were not sent yet, in the order in which the lanes gave them.
+    """What was not sent yet; the streams take turns.
 
     Attributes:
-        kept_nbytes: The size of those for which nothing waits.
-        data_nbytes: How much all of them take of the peer's windows.
+        data_nbytes: How much DATA there is.
+        kept_nbytes: How much there is for which nothing waits.
     """
 
     def __init__(self) -> None:
-        self.kept_nbytes = self.data_nbytes = 0
-        self._frames: deque[OutboundFrame] = deque()
-        self._sending: list[OutboundFrame] = []
+        self.data_nbytes = self.kept_nbytes = 0
+        self._batches: dict[int, deque[Batch]] = {}  # the stream whose turn is next comes first
 
-    def __bool__(self) -> bool:
-        return bool(self._frames)
+    def __len__(self) -> int:
+        """How many streams have something to send."""
+        return len(self._batches)
+
+    def data_nbytes_of(self, stream_id: int) -> int:
+        """How much DATA there is of a stream."""
+        return sum(batch.data_nbytes for batch in self._batches.get(stream_id, ()))
 
     def add(self, batch: Batch) -> None:
-        """Adds frames."""
-        added, batch.frames = batch.frames, []
-        self._frames += added
-        self._count(added, 1)
+        """Adds frames of a stream after those that it has."""
+        self._batches.setdefault(batch.stream_id, deque()).append(batch)
+        self._count(batch, batch.nbytes, batch.data_nbytes)
 
     def withdraw(self, stream_id: int) -> None:
-        """Drops the frames of a stream, whose pieces are then no longer needed."""
-        withdrawn = [frame for frame in self._frames if frame.stream_id == stream_id]
-        if withdrawn:
-            self._frames = deque(frame for frame in self._frames if frame.stream_id != stream_id)
-            self._count(withdrawn, -1)
-            for frame in withdrawn:
-                frame.batch.drop()
+        """Drops what there is of a stream: its pieces are then no longer needed."""
+        for batch in self._batches.pop(stream_id, ()):
+            self._count(batch, -batch.nbytes, -batch.data_nbytes)
+            batch.drop()
 
     def clear(self) -> None:
-        """Drops all frames."""
-        self._frames.clear()
-        self._sending.clear()
+        """Forgets everything."""
+        self._batches.clear()
 
-    def next(self, window: int) -> list[OutboundFrame]:
-        """Removes and returns the frames to be sent next, as the peer's window allows; see `sent`."""
-        nbytes = 0
-        while self._frames and nbytes < _SENT_NBYTES and self._frames[0].data_nbytes <= window:
-            frame = self._frames.popleft()
-            window -= frame.data_nbytes
-            nbytes += frame.nbytes
-            self._sending.append(frame)
-        self._count(self._sending, -1)
-        return self._sending
+    def next_turn(self) -> int:
+        """Returns the stream whose turn it is; it has the next one after all others."""
+        stream_id = next(iter(self._batches))
+        self._batches[stream_id] = self._batches.pop(stream_id)
+        return stream_id
 
-    def sent(self) -> None:
-        """Tells the owners of the frames that `next` has returned that their pieces are no longer needed."""
-        sent, self._sending = self._sending, []
-        for frame in sent:
-            batch = frame.batch
-            if frame.is_last and batch.taken is not None:
-                batch.taken.set()
-            batch.on_taken(frame.nbytes, frame.is_last)
+    def take(self, stream_id: int, room: int) -> Part | None:
+        """Removes and returns a frame of a stream with at most so much DATA; None if it has to wait for room."""
+        batches = self._batches[stream_id]
+        batch = batches[0]
+        frame = batch.frames[0]
+        data_nbytes = frame.data_nbytes or 0
+        if data_nbytes > max(room, 0):
+            if room <= 0:
+                return None
+            self._remove(batch, room, room)
+            return Part(batch, frame.cut(room, stream_id), room, ends_stream=False, is_last=False)
+        self._remove(batch, frame.nbytes, data_nbytes)
+        batch.frames.popleft()
+        if not batch.frames:
+            batches.popleft()
+            if not batches:
+                del self._batches[stream_id]
+        return Part(batch, frame.pieces, data_nbytes, frame.ends_stream, is_last=not batch.frames)
 
-    def _count(self, counted: Sequence[OutboundFrame], sign: int) -> None:
-        for frame in counted:
-            self.data_nbytes += sign * frame.data_nbytes
-            if frame.batch.taken is None:
-                self.kept_nbytes += sign * frame.nbytes
+    def _remove(self, batch: Batch, nbytes: int, data_nbytes: int) -> None:
+        batch.nbytes -= nbytes
+        batch.data_nbytes -= data_nbytes
+        self._count(batch, -nbytes, -data_nbytes)
+
+    def _count(self, batch: Batch, nbytes: int, data_nbytes: int) -> None:
+        self.data_nbytes += data_nbytes
+        if batch.taken is None:
+            self.kept_nbytes += nbytes

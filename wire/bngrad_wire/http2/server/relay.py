@@ -12,11 +12,18 @@ class Uploads:
     Attributes:
         count: How many there are.
         most: Beyond this, a connection that has a call may not begin another one.
+        free_nbytes: How much more memory may be taken for large ones, to receive them whole.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, free_nbytes: int) -> None:
         self.count = 0
         self.most = most
+        self.free_nbytes = free_nbytes
+
+    def leave(self, relay: Relay) -> None:
+        """Counts a call no longer."""
+        self.count -= relay.is_upload
+        self.free_nbytes += relay.taken_nbytes
 
 
 class Relay(Stream):
@@ -26,13 +33,17 @@ class Relay(Stream):
         lane: The lane.
         is_answered: Whether the end of the answer was sent.
         is_upload: Whether it is one of `Uploads`.
+        taken_nbytes: How much memory was taken to receive it whole.
+        has_begun: Whether some DATA has arrived.
     """
 
-    def __init__(self, call: Stream, lane: Lane, receive_window: int, failed: dict[int, None]) -> None:
-        super().__init__(call.id, call.send_window)
+    def __init__(self, call: Stream, lane: Lane, windows: tuple[int, int], failed: dict[int, None]) -> None:
+        """Relays a call; ``windows`` are for what is sent and what is received."""
+        super().__init__(call.id, windows[0])
         self.lane = lane
-        self.is_answered = self.is_upload = False
-        self.receive_window = receive_window
+        self.is_answered = self.is_upload = self.has_begun = False
+        self.taken_nbytes = 0
+        self.receive_window = windows[1]
         self._failed = failed
 
     def progressed(self) -> None:

@@ -1,29 +1,41 @@
-"""A connection that sends for its lanes, and grants them windows: one half of `MultiplexedConnection`."""
+"""A connection that relays what its lanes send and receive: one half of `MultiplexedConnection`."""
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 from bngrad_wire.fields import Buffer
 from bngrad_wire.http2 import frames
 from bngrad_wire.http2.errors import ErrorCode
+from bngrad_wire.http2.sending import PREFIX
+from bngrad_wire.http2.server.call import WHOLE_NBYTES
 from bngrad_wire.http2.server.connection import ServerConnection
-from bngrad_wire.http2.server.lane import Lane, Loop
-from bngrad_wire.http2.server.outbound import Batch, OutboundQueue
+from bngrad_wire.http2.server.lane import Lane
+from bngrad_wire.http2.server.lane_interfaces import Loop
+from bngrad_wire.http2.server.outbound import Batch, OutboundQueue, Part
 from bngrad_wire.http2.server.relay import Relay, Uploads
 from bngrad_wire.http2.stream import Stream
 
+WINDOW_NBYTES = WHOLE_NBYTES
+"""How much of a call is received before its owner reads it."""
+_LARGE_WHOLE_NBYTES = 2**22 + 2**16
+"""How large a call may be of which more is received, since memory for all of it was taken."""
 LARGE_WINDOW_NBYTES = 2**20
-"""By how much the window of a large message grows once its owner reads it."""
+"""By how much the window of any other large message grows once its owner reads it."""
 MAX_ENLARGED = 1
 """For how many calls at a time."""
 _LARGE_STEP_NBYTES = 2**18
 """In which steps such a window is restored."""
+_SENT_NBYTES = 2**18
+"""About how much is sent with one system call."""
+_TURN_NBYTES = 2**16
+"""How much DATA of a stream is sent before others have their turn."""
 
 
 class RelayingConnection(ServerConnection):
-    """Sends what lanes give it, as far as the client takes it.
+    """Sends what lanes give it, as far as the client takes it, and delivers to them what belongs to their calls.
 
     Attributes:
         is_corked: Whether what lanes send waits for `flush`.
@@ -34,11 +46,13 @@ class RelayingConnection(ServerConnection):
         self.is_corked = False
         self._moved_nbytes = 0  # of DATA of running calls, until the end of the next `MultiplexedConnection.read`
         self._loop: Loop | None = None
-        self._uploads = Uploads(0)
+        self._uploads = Uploads(0, 0)
         self._on_change: Callable[[], None] = lambda: None
         self._streams: dict[int, Stream] = {}
         self._enlarged: set[int] = set()  # the streams with large windows
         self._queue = OutboundQueue()
+        self._receiving: Relay | None = None  # that the current DATA frame belongs to
+        self._sending: list[Part] = []
         self._cut_frame = b""  # the rest of what the socket did not take
 
     @property
@@ -65,7 +79,9 @@ class RelayingConnection(ServerConnection):
         """See `ConnectionState`; ends the waits of all lanes."""
         super().close()
         self._lose_lanes()
-        self._uploads.count -= sum(isinstance(each, Relay) and each.is_upload for each in self._streams.values())
+        for stream in self._streams.values():
+            if isinstance(stream, Relay):
+                self._uploads.leave(stream)
         self._streams.clear()
         self._queue.clear()
 
@@ -76,10 +92,14 @@ class RelayingConnection(ServerConnection):
     def _lanes(self) -> Iterator[Lane]:
         return (stream.lane for stream in self._streams.values() if isinstance(stream, Relay))
 
-    @property
-    def send_room(self) -> int:
-        """See `Carrier`."""
-        return 0 if self._cut_frame else self.send_window - self._queue.data_nbytes
+    def send_room_of(self, stream_id: int) -> int:
+        """See `bngrad_wire.http2.server.lane.Lanes`."""
+        stream = self._streams.get(stream_id)
+        if self._cut_frame or stream is None:
+            return 0
+        return min(
+            self.send_window - self._queue.data_nbytes, stream.send_window - self._queue.data_nbytes_of(stream_id)
+        )
 
     def send_batch(self, batch: Batch) -> None:
         """See `bngrad_wire.http2.server.lane.Lanes`."""
@@ -110,13 +130,13 @@ class RelayingConnection(ServerConnection):
                 nbytes += LARGE_WINDOW_NBYTES
             if stream_id in self._enlarged:
                 self.io.enlarge()
-            self.restore_window(stream, nbytes)
+            self._open_window(stream, nbytes)
         self._on_change()
 
-    def restore_window(self, stream: Stream, nbytes: int) -> None:
-        """Allows the client to send more on a stream."""
-        stream.receive_window += nbytes
-        self.outbound.append(frames.window_update(stream.id, nbytes))
+    def _open_window(self, relay: Relay, nbytes: int) -> None:
+        """Allows the client to send more of a call."""
+        relay.receive_window += nbytes
+        self.outbound.append(frames.window_update(relay.id, nbytes))
         self._flush_for_lanes()
 
     def _flush_for_lanes(self) -> None:
@@ -138,7 +158,9 @@ class RelayingConnection(ServerConnection):
         while pieces := self._next_pieces():
             self._cut_frame = self.io.send(pieces, blocking=False)
             self._is_frame_cut = bool(self._cut_frame)
-            self._queue.sent()
+            sent, self._sending = self._sending, []
+            for part in sent:
+                part.was_sent()
             if self._cut_frame:
                 return
 
@@ -147,15 +169,30 @@ class RelayingConnection(ServerConnection):
         if self._cut_frame:
             return [self._cut_frame]
         pieces, self.outbound = self.outbound, []
-        for frame in self._queue.next(self.send_window):
-            pieces += frame.pieces
-            self.send_window -= frame.data_nbytes
-            self._moved_nbytes += frame.data_nbytes
-            if (stream := self._streams.get(frame.stream_id)) is not None:
-                stream.send_window -= frame.data_nbytes
-                if frame.is_end and isinstance(stream, Relay):
-                    stream.is_answered = True
+        nbytes, queue = 0, self._queue
+        waiting = 0  # how many streams in a row had to wait for a window
+        while waiting < len(queue) and nbytes < _SENT_NBYTES:
+            stream_id = queue.next_turn()
+            part = self._next_part(stream_id, self._streams.get(stream_id))
+            waiting = waiting + 1 if part is None else 0
+            if part is not None:
+                pieces += part.pieces
+                nbytes += part.data_nbytes
+                self._sending.append(part)
         return pieces
+
+    def _next_part(self, stream_id: int, stream: Stream | None) -> Part | None:
+        """Takes a frame of a stream that windows have room for; of a call that has ended, all of it has room."""
+        room = min(self.send_window, self.max_frame_size, _TURN_NBYTES)
+        part = self._queue.take(stream_id, room if stream is None else min(room, stream.send_window))
+        if part is not None:
+            self.send_window -= part.data_nbytes
+            self._moved_nbytes += part.data_nbytes
+            if stream is not None:
+                stream.send_window -= part.data_nbytes
+                if part.ends_stream and isinstance(stream, Relay):
+                    stream.is_answered = True
+        return part
 
     def charge(self, frame_count: int) -> None:
         """See `ConnectionState`."""
@@ -167,11 +204,11 @@ class RelayingConnection(ServerConnection):
     def _handle_window_update(self, stream_id: int, increment: int) -> None:
         super()._handle_window_update(stream_id, increment)
         for stream in [self._streams.get(stream_id)] if stream_id else list(self._streams.values()):
-            if isinstance(stream, Relay):
-                if stream_id:  # lanes do not look at the connection's window
-                    stream.lane.open_window(increment)
-            elif stream is not None:
-                stream.progressed()
+            self._window_opened(stream)
+
+    def _window_opened(self, stream: Stream | None) -> None:
+        if stream is not None and not isinstance(stream, Relay):  # lanes do not look at windows
+            stream.progressed()
 
     def _set_initial_send_window(self, value: int) -> None:
         change = value - self.initial_send_window
@@ -180,7 +217,74 @@ class RelayingConnection(ServerConnection):
             stream.send_window += change
             if stream.send_window > frames.MAX_WINDOW:
                 self.connection_error(ErrorCode.FLOW_CONTROL_ERROR, "SETTINGS makes a stream's window too large")
-            if isinstance(stream, Relay):
-                stream.lane.open_window(change)
-            else:
-                stream.progressed()
+            self._window_opened(stream)
+
+    def _deliver_data(self) -> None:
+        """Delivers what has arrived of the current DATA frame."""
+        relay = self._receiving
+        if relay is None:
+            return
+        if relay.lane.target is not None:
+            self._fill_target(relay, relay.lane.target.rest[: self.data_left])
+        io = self.io
+        count = min(self.data_left, io.high - io.low)
+        ends = relay.ended and count == self.data_left
+        if count or ends:
+            # First, so that all is as before if there is no memory for it.
+            data = bytes(memoryview(io.buffer)[io.low : io.low + count])
+            io.low += count
+            self._took_data(count)
+            relay.lane.deliver(data, end=ends)
+        if not self.data_left:
+            self._receiving = None
+
+    def _fill_target(self, relay: Relay, memory: memoryview) -> None:
+        """Fills what a lane waits to have filled, as far as DATA has arrived."""
+        while memory and (count := self.io.read_available_into(memory)):
+            memory = memory[count:]
+            self._took_data(count)
+            relay.lane.fill_target(count)
+            if relay.lane.is_lent:
+                self._consume_here(relay, count, is_large=True)
+
+    def _consume_here(self, relay: Relay, nbytes: int, *, is_large: bool) -> None:
+        """Does as `consume`, in steps, for DATA that the lane's owner does not read."""
+        relay.unacknowledged += nbytes
+        if relay.unacknowledged >= relay.lane.step_nbytes:
+            consumed, relay.unacknowledged = relay.unacknowledged, 0
+            self.consume(relay.id, consumed, is_large=is_large)
+
+    def _took_data(self, nbytes: int) -> None:
+        self._moved_nbytes += nbytes
+        self.data_left -= nbytes
+        super().acknowledge_received_data(nbytes, None)
+
+    def acknowledge_received_data(self, nbytes: int, stream: Stream | None) -> None:
+        """See `Carrier`; of a lane's call, it is called for padding, as the lane restores the rest."""
+        if isinstance(stream, Relay):
+            self._consume_here(stream, nbytes, is_large=False)
+            stream = None
+        super().acknowledge_received_data(nbytes, stream)
+
+    def _handle_data(self, length: int, flags: int, stream_id: int) -> None:
+        stream = self.known_stream(stream_id)
+        was_open = isinstance(stream, Relay) and not stream.ended
+        super()._handle_data(length, flags, stream_id)
+        if was_open and isinstance(stream, Relay) and not stream.reset:
+            self._receiving = stream
+            if not stream.has_begun:
+                stream.has_begun = True
+                self._expect_whole(stream)
+
+    def _expect_whole(self, relay: Relay) -> None:
+        """Receives a call whole although it is large, if there is room for it: then it needs no thread."""
+        io, uploads = self.io, self._uploads
+        if relay.lane.is_lent or io.high - io.low < PREFIX.size:
+            return
+        nbytes = PREFIX.size + PREFIX.unpack_from(io.buffer, io.low)[1]
+        if WINDOW_NBYTES < nbytes <= min(_LARGE_WHOLE_NBYTES, uploads.free_nbytes):
+            with suppress(MemoryError):
+                relay.lane.expect_whole(nbytes)
+                relay.taken_nbytes = nbytes
+                uploads.free_nbytes -= nbytes
+                self._open_window(relay, nbytes - WINDOW_NBYTES)

@@ -255,14 +255,17 @@ class BufferedSocket(ReceiveBuffer, Patience):
         self.check()
         if self.high - self.low == len(self.buffer):
             return False
-        # With a timeout of Python's own it waits whatever the flags say, except with TLS.
-        if self.tls is None and self._sock.gettimeout() is not None and not self._poll.poll(0):
+        if not self._may_receive_nonblocking():
             return False
         try:
             self._receive_more(DONT_WAIT)
         except TimeoutError:
             return False
         return True
+
+    def _may_receive_nonblocking(self) -> bool:
+        """With a timeout of Python's own it waits whatever the flags say, except with TLS: then it has to be asked."""
+        return self.tls is not None or self._sock.gettimeout() is None or bool(self._poll.poll(0))
 
     def take(self, nbytes: int) -> bytes:
         """Waits for the next ``nbytes``, at most `BUFFER_NBYTES`, and returns them."""
@@ -284,6 +287,17 @@ class BufferedSocket(ReceiveBuffer, Patience):
         target[:count] = self._view[low : low + count]
         self.low = low + count
         return count
+
+    def read_available_into(self, target: memoryview) -> int:
+        """Does as `read_into`, but does not wait: returns zero if nothing has arrived."""
+        if self.low < self.high:
+            return self.read_into(target)
+        if not self._may_receive_nonblocking():
+            return 0
+        try:
+            return self._receive(target, DONT_WAIT)
+        except TimeoutError:
+            return 0
 
     def skip(self, nbytes: int) -> int:
         """Discards up to ``nbytes`` with one system call at most; returns the count, which is not zero."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -9,12 +11,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.raw_http2 import data, headers, prefixed
 from tests.unit.server.workers.additions import TIMEOUT_S, wait_until
 
 from bngrad_wire.http2 import MultiplexedConnection, PeerGoneError, ServerCall, Uploads, frames
 from bngrad_wire.http2.errors import ErrorCode
 from bngrad_wire.http2.sending import PREFIX
+from bngrad_wire.http2.server.call import WHOLE_NBYTES
 from bngrad_wire.http2.server.lane import Lane
 
 LARGE = bytes(50_000)
@@ -59,9 +64,9 @@ class Pair:
         self.client.sendall(frames.PREFACE + frames.settings({}) + headers("/call", 1))
         assert self.connection.accept_nonblocking() is not None
         self.was_reading: list[bool] = []  # at each change
-        self.lane = self.connection.multiplex(self.loop, 0.01, Uploads(100), self._note_change)
+        self.lane = self.connection.multiplex(self.loop, 0.01, Uploads(100, 2**23), self._note_change)
         self.lane.io.waits = round(TIMEOUT_S / 0.01)
-        self.calls = opened.enter_context(ThreadPoolExecutor(1))
+        self.calls = opened.enter_context(ThreadPoolExecutor(2))
 
     def _note_change(self) -> None:
         self.was_reading.append(self.connection.is_reading)
@@ -75,6 +80,11 @@ class Pair:
         """What the connection finds in parts that the client sends."""
         self.client.sendall(b"".join(parts))
         return self.connection.read()
+
+    def handle_events(self) -> None:
+        """Reads what has arrived, and runs the event loop."""
+        self.connection.read()
+        self.loop.run()
 
     def send(self, message: bytes) -> Future[None]:
         """Has a thread, which the lane is lent to, send a message; returns once that waits for the event loop."""
@@ -132,7 +142,7 @@ def test_a_lane_that_is_given_up_has_nothing_left_to_send(pair: Pair) -> None:
     assert isinstance(pair.finish(sent), PeerGoneError)
     assert not pair.connection.has_unsent
     pair.connection.send_window = frames.DEFAULT_WINDOW
-    assert pair.connection.send_room == frames.DEFAULT_WINDOW
+    assert pair.connection.send_room_of(1) == frames.DEFAULT_WINDOW
 
 
 def test_nothing_follows_a_frame_that_could_not_be_sent(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,6 +184,64 @@ def test_a_connection_is_read_again_once_a_call_that_has_arrived_is_read(pair: P
     assert pair.was_reading[-1:] == [True]
 
 
+@settings(max_examples=30, deadline=None)
+@given(
+    reads=st.lists(st.sampled_from([1, 1000, 2**16 - 1, 2**16, 200_000, 2**20]), min_size=1, max_size=6),
+    frame_sizes=st.lists(st.sampled_from([0, 5000, 2**14, 100_000]), min_size=1, max_size=6).filter(any),
+    padding=st.sampled_from([0, 1, 255]),
+)
+def test_a_thread_reads_what_the_client_sends(reads: list[int], frame_sizes: list[int], padding: int) -> None:
+    """In the event loop's thread, or straight into the memory that it waits to have filled."""
+    sizes = [*reads, *reads]
+    message = random.Random(0).randbytes(sum(sizes))
+    rest = b"".join(map(prefixed, (message, b"next")))
+    with ExitStack() as opened:
+        pair = Pair(opened)
+        (relay,) = pair.connection._streams.values()
+        window = relay.receive_window = WHOLE_NBYTES
+        pair.lane.is_lent = pair.lane.blocking = True
+
+        def receive() -> tuple[bytes, bytes]:
+            assert pair.call.receive_message() == len(message)
+            memory = memoryview(bytearray(len(message)))
+            end = 0
+            for size in sizes:
+                end += size
+                pair.call.read_into(memory[end - size : end])
+            return bytes(memory), pair.call.read(pair.call.receive_message() or 0)
+
+        def send() -> None:
+            left, allowed = rest, window
+            for nbytes in itertools.cycle(frame_sizes):
+                if not left:
+                    return
+                part, left = left[:nbytes], left[nbytes:]
+                length = 1 + len(part) + padding
+                while allowed < length:
+                    length_of_update, kind, _, stream_id = frames.parse_header(
+                        pair.client.recv(9, socket.MSG_WAITALL), 0
+                    )
+                    payload = pair.client.recv(length_of_update, socket.MSG_WAITALL)
+                    if (kind, stream_id) == (frames.WINDOW_UPDATE, 1):
+                        allowed += int.from_bytes(payload, "big")
+                allowed -= length
+                header = frames.frame_header(length, frames.DATA, frames.PADDED, 1)
+                pair.client.sendall(b"".join([header, bytes([padding]), part, bytes(padding)]))
+
+        received, sent = pair.calls.submit(receive), pair.calls.submit(send)
+
+        def is_over() -> bool:
+            pair.handle_events()
+            return received.done() and sent.done()
+
+        wait_until(is_over)
+        sent.result()
+        assert received.result() == (message, b"next")
+        assert relay.receive_window >= window - relay.unacknowledged - pair.call.unacknowledged
+        assert relay.unacknowledged + pair.call.unacknowledged < 2 * pair.lane.step_nbytes
+        assert pair.lane.unread == 0
+
+
 def test_what_arrived_with_its_call_counts_as_unread_until_it_is_read(pair: Pair) -> None:
     message = prefixed(bytes(20_000))
     parts = [message[:15_000], message[15_000:]]
@@ -185,13 +253,12 @@ def test_what_arrived_with_its_call_counts_as_unread_until_it_is_read(pair: Pair
     assert lane.unread == 0
 
 
-def test_a_change_of_windows_tells_a_lane_once(pair: Pair) -> None:
+def test_a_lane_is_not_told_of_windows(pair: Pair) -> None:
     pair.lane.is_lent = True  # so it keeps what it is told
     setting = frames.settings({frames.INITIAL_WINDOW_SIZE: 1000})[frames.HEADER_NBYTES :]
     pair.read(frames.frame(frames.SETTINGS, 0, 0, setting * 100), *[frames.window_update(0, 1)] * 10)
-    assert len(pair.lane._events) == 1
-    pair.lane.handle_available_frames()
-    assert pair.call.send_window == 1000
+    assert not pair.lane._events
+    assert pair.call.send_room == 1000
 
 
 def test_what_a_lane_moves_is_counted_in_both_directions(pair: Pair) -> None:

@@ -1,0 +1,177 @@
+"""Large calls of connections with several: received whole where there is memory for that, else by a thread."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+
+import pytest
+from tests.raw_http2 import data, headers, prefixed
+from tests.unit.server.rpc.http2.raw_client import Raw, check_sum, increments, raw
+from tests.unit.server.rpc.http2.service import PATH, Service, check_works
+from tests.unit.server.workers.additions import inputs, request_of, wait_until
+
+from bngrad_wire.http2 import Uploads, frames
+from bngrad_wire.http2.errors import ErrorCode
+from bngrad_wire.http2.server.call import WHOLE_NBYTES
+from bngrad_wire.http2.server.lane import Lane
+
+SHAPE = (10, 50, 50, 3)
+MESSAGE = prefixed(request_of(inputs(shape=SHAPE)).SerializeToString())
+"""More than may be sent of a call before something reads it."""
+EMPTY_END = data(b"", 3, end=True)
+INTERNAL = 13
+
+
+@pytest.fixture
+def uploads(service: Service) -> Iterator[Uploads]:
+    """Those of the service, which have given back all memory in the end."""
+    uploads = service.port._connections._uploads
+    free_nbytes = uploads.free_nbytes
+    yield uploads
+    wait_until(lambda: uploads.free_nbytes == free_nbytes and uploads.count == 0)
+    check_works(service)
+
+
+@pytest.fixture
+def client(service: Service) -> Raw:
+    """A client that has made a call, and takes answers of any size."""
+    windows = frames.settings({frames.INITIAL_WINDOW_SIZE: frames.MAX_WINDOW}) + frames.window_update(0, 2**30)
+    client = raw(service, frames.PREFACE + windows)
+    client.ask(1)
+    check_sum(client.answer(1))
+    return client
+
+
+class Upload:
+    """A call whose message is sent as far as its window allows.
+
+    Attributes:
+        stream_id: The number of its stream.
+        allowed: How much may be sent of it in all, as far as is known.
+    """
+
+    def __init__(self, client: Raw, stream_id: int = 3) -> None:
+        self.stream_id = stream_id
+        self.allowed = WHOLE_NBYTES
+        self._client = client
+        self._sent = 0
+        client.send(headers(PATH, stream_id))
+
+    def await_window(self, nbytes: int = len(MESSAGE)) -> None:
+        """Waits until so much may be sent in all."""
+
+        def is_open() -> bool:
+            if self.allowed < nbytes:
+                self.allowed += increments(self._client, self.stream_id)
+            return self.allowed >= nbytes
+
+        wait_until(is_open)
+
+    def send(self, end: int = len(MESSAGE), sizes: tuple[int, ...] = (frames.MIN_FRAME_SIZE,)) -> None:
+        """Sends the next part of the message, in frames of such sizes; ends the call with the message."""
+        choices = itertools.cycle(sizes)
+        while self._sent < end:
+            start, self._sent = self._sent, min(self._sent + next(choices), end)
+            self.await_window(self._sent)
+            is_last = self._sent == len(MESSAGE)
+            self._client.send(data(MESSAGE[start : self._sent], self.stream_id, end=is_last))
+
+    def check_sum(self) -> None:
+        """Checks the answer."""
+        check_sum(self._client.answer(self.stream_id), shape=SHAPE)
+
+
+@pytest.fixture
+def upload(client: Raw) -> Upload:
+    """A call that has begun."""
+    upload = Upload(client)
+    upload.send(5)
+    return upload
+
+
+def test_the_window_opens_for_all_of_a_message_once_it_begins(client: Raw, uploads: Uploads) -> None:
+    free_nbytes = uploads.free_nbytes
+    upload = Upload(client)
+    upload.send(5)
+    upload.await_window()
+    assert uploads.free_nbytes == free_nbytes - len(MESSAGE)
+    upload.send()
+    upload.check_sum()
+
+
+@pytest.mark.parametrize("pause_at", [5, 100, 10**5, len(MESSAGE) - 1, len(MESSAGE)])
+@pytest.mark.parametrize("sizes", [(1000,), (2**14,), (1, 2**14), (2**17,)])
+def test_a_call_that_pauses_goes_on_in_a_thread(
+    service: Service, uploads: Uploads, upload: Upload, pause_at: int, sizes: tuple[int, ...]
+) -> None:
+    upload.await_window()
+    upload.send(pause_at, sizes)
+    if pause_at < len(MESSAGE):
+        wait_until(lambda: len(service.port._connections._lent) == 1)
+        upload.send(sizes=sizes)
+    upload.check_sum()
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 0.05])
+def test_the_end_may_come_by_itself(client: Raw, uploads: Uploads, upload: Upload, pause_s: float) -> None:
+    upload.await_window()
+    client.send(data(MESSAGE[5:], upload.stream_id))
+    time.sleep(pause_s)
+    client.send(data(b"", upload.stream_id), EMPTY_END)
+    upload.check_sum()
+
+
+@pytest.mark.parametrize("sent", [5, 1000, len(MESSAGE) - 1])
+@pytest.mark.parametrize("end", ["reset", "close", "half-close"])
+def test_a_call_that_ends_early_gives_its_memory_back(
+    service: Service, client: Raw, uploads: Uploads, upload: Upload, sent: int, end: str
+) -> None:
+    upload.await_window()
+    upload.send(sent)
+    if end == "reset":
+        client.send(frames.rst_stream(upload.stream_id, ErrorCode.CANCEL))
+    elif end == "close":
+        client.close()
+    else:
+        client.send(EMPTY_END)
+        assert client.status(upload.stream_id) == INTERNAL
+    wait_until(lambda: service.is_at_rest)
+
+
+def test_calls_beyond_the_memory_are_received_by_threads(client: Raw, uploads: Uploads) -> None:
+    taken_nbytes, uploads.free_nbytes = uploads.free_nbytes - len(MESSAGE) - 1, len(MESSAGE) + 1
+    calls = [Upload(client, stream_id) for stream_id in (3, 5, 7)]
+    for call in calls:
+        call.send(5)
+    calls[0].await_window()
+    assert uploads.free_nbytes == 1
+    for call in calls:
+        call.send()
+        call.check_sum()
+    uploads.free_nbytes += taken_nbytes
+
+
+def test_a_call_is_received_by_a_thread_where_there_is_no_memory(
+    client: Raw, uploads: Uploads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(Lane, "expect_whole", no_memory)
+    free_nbytes = uploads.free_nbytes
+    upload = Upload(client)
+    upload.send(len(MESSAGE) - 1)
+    assert uploads.free_nbytes == free_nbytes
+    upload.send()
+    upload.check_sum()
+
+
+def test_what_follows_the_message_does_no_harm(client: Raw, uploads: Uploads, upload: Upload) -> None:
+    """As grpcio does, it has no answer."""
+    upload.await_window()
+    client.send(data(MESSAGE[5:], upload.stream_id))
+    upload.await_window(len(MESSAGE) + 1005)
+    client.send(data(prefixed(bytes(1000)), upload.stream_id), EMPTY_END)
+    upload.check_sum()

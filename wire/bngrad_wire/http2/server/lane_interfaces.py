@@ -1,0 +1,45 @@
+"""What a lane needs around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from bngrad_wire.http2.server.outbound import Batch
+from bngrad_wire.http2.sockets.patience import Patience
+
+
+class Loop(Protocol):
+    """The event loop of the connection."""
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the calling thread is the event loop's."""
+
+    def call_soon(self, callback: Callable[[], None]) -> None:
+        """Runs a callback in its thread; any thread may call this."""
+
+
+class Lanes(Protocol):
+    """What a lane asks of its connection; for the event loop's thread."""
+
+    def send_room_of(self, stream_id: int) -> int:
+        """How many bytes of DATA can be sent at once on a stream."""
+
+    def send_batch(self, batch: Batch) -> None:
+        """Sends frames after those before them, as soon as the peer takes them."""
+
+    def withdraw(self, stream_id: int) -> None:
+        """Sends no more frames of a stream."""
+
+    def consume(self, stream_id: int, nbytes: int, *, is_large: bool) -> None:
+        """Takes note that DATA was read of a stream, which carries a large message or does not."""
+
+
+class LaneIo(Patience):
+    """The limits of a lane's waits. Nothing is lent to its socket: whatever is sent has been copied."""
+
+    has_lent = False
+
+    def expect_large_messages(self, *, are_kept: bool) -> None:
+        """Does nothing: the socket is shared by calls of all sizes."""
