@@ -139,6 +139,7 @@ class MultiplexedConnection(RelayingConnection):
             return
         if isinstance(stream, Relay):
             self._uploads.leave(stream)
+            self._discard_rest(stream)
         self.earn(lane.take_earned(), 0)
         self.io.shrink()
         if was_given_up and not stream.reset:

@@ -93,7 +93,7 @@ class RelayingConnection(ServerConnection):
         return (stream.lane for stream in self._streams.values() if isinstance(stream, Relay))
 
     def send_room_of(self, stream_id: int) -> int:
-        """See `bngrad_wire.http2.server.lane.Lanes`."""
+        """See `bngrad_wire.http2.server.lane_interfaces.Lanes`."""
         stream = self._streams.get(stream_id)
         if self._cut_frame or stream is None:
             return 0
@@ -102,7 +102,7 @@ class RelayingConnection(ServerConnection):
         )
 
     def send_batch(self, batch: Batch) -> None:
-        """See `bngrad_wire.http2.server.lane.Lanes`."""
+        """See `bngrad_wire.http2.server.lane_interfaces.Lanes`."""
         stream = self._streams.get(batch.stream_id)
         if stream is None or stream.reset:
             batch.drop()
@@ -111,11 +111,11 @@ class RelayingConnection(ServerConnection):
             self._flush_for_lanes()
 
     def withdraw(self, stream_id: int) -> None:
-        """See `bngrad_wire.http2.server.lane.Lanes`."""
+        """See `bngrad_wire.http2.server.lane_interfaces.Lanes`."""
         self._queue.withdraw(stream_id)
 
     def consume(self, stream_id: int, nbytes: int, *, is_large: bool) -> None:
-        """See `bngrad_wire.http2.server.lane.Lanes`; allows the client to send as much again.
+        """See `bngrad_wire.http2.server.lane_interfaces.Lanes`; allows the client to send as much again.
 
         It goes on to read what was left in the socket, where too much was unread, also if the client has sent all of
         the call: it may have sent what the answer waits for.
@@ -254,6 +254,14 @@ class RelayingConnection(ServerConnection):
             consumed, relay.unacknowledged = relay.unacknowledged, 0
             self.consume(relay.id, consumed, is_large=is_large)
 
+    def _discard_rest(self, relay: Stream) -> None:
+        """Discards the rest of the current DATA frame if it belongs to a call that has ended."""
+        if relay is self._receiving:
+            self._receiving = None
+            self._skip_left += self.data_left
+            rest, self.data_left = self.data_left, 0
+            super().acknowledge_received_data(rest, None)
+
     def _took_data(self, nbytes: int) -> None:
         self._moved_nbytes += nbytes
         self.data_left -= nbytes
@@ -279,7 +287,7 @@ class RelayingConnection(ServerConnection):
     def _expect_whole(self, relay: Relay) -> None:
         """Receives a call whole although it is large, if there is room for it: then it needs no thread."""
         io, uploads = self.io, self._uploads
-        if relay.lane.is_lent or io.high - io.low < PREFIX.size:
+        if relay.lane.is_lent or min(self.data_left, io.high - io.low) < PREFIX.size:
             return
         nbytes = PREFIX.size + PREFIX.unpack_from(io.buffer, io.low)[1]
         if WINDOW_NBYTES < nbytes <= min(_LARGE_WHOLE_NBYTES, uploads.free_nbytes):

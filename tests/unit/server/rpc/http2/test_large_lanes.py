@@ -175,3 +175,29 @@ def test_what_follows_the_message_does_no_harm(client: Raw, uploads: Uploads, up
     upload.await_window(len(MESSAGE) + 1005)
     client.send(data(prefixed(bytes(1000)), upload.stream_id), EMPTY_END)
     upload.check_sum()
+
+
+def test_a_message_whose_size_comes_in_two_frames_is_received_by_a_thread(client: Raw, uploads: Uploads) -> None:
+    free_nbytes = uploads.free_nbytes
+    upload = Upload(client)
+    upload.send(3)
+    upload.send(1000)
+    upload.send(len(MESSAGE) - 1)
+    assert uploads.free_nbytes == free_nbytes
+    upload.send()
+    upload.check_sum()
+
+
+@pytest.mark.parametrize("flags", [0, frames.END_STREAM])
+def test_the_rest_of_a_frame_is_discarded_if_its_call_has_ended(
+    service: Service, client: Raw, uploads: Uploads, flags: int
+) -> None:
+    frame = frames.frame_header(50_000, frames.DATA, flags, 3) + b"\7" + bytes(49_999)  # flagged 7, neither 0 nor 1
+    client.send(headers(PATH, 3), frame[:1000])
+    assert client.status(3) == INTERNAL
+    (connection,) = service.port._connections._all
+    wait_until(lambda: not connection.lanes)
+    assert connection.http._receiving is None
+    client.send(frame[1000:])
+    client.ask(5)
+    check_sum(client.answer(5))
