@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Iterator
 
 import pytest
 from tests.raw_http2 import data, headers, prefixed
 from tests.unit.server.rpc.http2.raw_client import Raw, check_sum, increments, raw
 from tests.unit.server.rpc.http2.service import PATH, Service, check_works
-from tests.unit.server.workers.additions import inputs, request_of, wait_until
+from tests.unit.server.workers.additions import TIMEOUT_S, inputs, request_of, wait_until
 
+from bngrad_server.rpc.http2 import arriving
 from bngrad_wire.http2 import Uploads, frames
 from bngrad_wire.http2.errors import ErrorCode
 from bngrad_wire.http2.server.call import WHOLE_NBYTES
@@ -78,6 +78,10 @@ class Upload:
             is_last = self._sent == len(MESSAGE)
             self._client.send(data(MESSAGE[start : self._sent], self.stream_id, end=is_last))
 
+    def skip(self, end: int) -> None:
+        """Goes on after a part of the message that was sent otherwise."""
+        self._sent = end
+
     def check_sum(self) -> None:
         """Checks the answer."""
         check_sum(self._client.answer(self.stream_id), shape=SHAPE)
@@ -91,6 +95,14 @@ def upload(client: Raw) -> Upload:
     return upload
 
 
+@pytest.fixture
+def without_threads(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread receives anything, so that only what is received without one is answered."""
+    monkeypatch.setattr(arriving, "_REST_TIMEOUT_S", TIMEOUT_S)
+    service.port._calls._receiving._shares._free = 0
+
+
+@pytest.mark.usefixtures("without_threads")
 def test_the_window_opens_for_all_of_a_message_once_it_begins(client: Raw, uploads: Uploads) -> None:
     free_nbytes = uploads.free_nbytes
     upload = Upload(client)
@@ -114,12 +126,23 @@ def test_a_call_that_pauses_goes_on_in_a_thread(
     upload.check_sum()
 
 
-@pytest.mark.parametrize("pause_s", [0.0, 0.05])
-def test_the_end_may_come_by_itself(client: Raw, uploads: Uploads, upload: Upload, pause_s: float) -> None:
+@pytest.mark.usefixtures("without_threads")
+def test_the_end_may_come_by_itself(client: Raw, uploads: Uploads, upload: Upload) -> None:
     upload.await_window()
     client.send(data(MESSAGE[5:], upload.stream_id))
-    time.sleep(pause_s)
     client.send(data(b"", upload.stream_id), EMPTY_END)
+    upload.check_sum()
+
+
+@pytest.mark.parametrize("pause_at", [1000, len(MESSAGE)])
+def test_a_message_is_answered_before_its_call_has_an_end(
+    service: Service, client: Raw, uploads: Uploads, upload: Upload, pause_at: int
+) -> None:
+    upload.await_window()
+    client.send(data(MESSAGE[5:pause_at], upload.stream_id))
+    if pause_at < len(MESSAGE):
+        wait_until(lambda: len(service.port._connections._lent) == 1)
+        client.send(data(MESSAGE[pause_at:], upload.stream_id))
     upload.check_sum()
 
 
@@ -180,8 +203,8 @@ def test_what_follows_the_message_does_no_harm(client: Raw, uploads: Uploads, up
 def test_a_message_whose_size_comes_in_two_frames_is_received_by_a_thread(client: Raw, uploads: Uploads) -> None:
     free_nbytes = uploads.free_nbytes
     upload = Upload(client)
-    upload.send(3)
-    upload.send(1000)
+    client.send(data(MESSAGE[:3], 3) + data(MESSAGE[3:5], 3))
+    upload.skip(5)
     upload.send(len(MESSAGE) - 1)
     assert uploads.free_nbytes == free_nbytes
     upload.send()

@@ -52,7 +52,8 @@ class Loop:
 class Pair:
     """A connection with one running call, and a client that sends bytes."""
 
-    def __init__(self, opened: ExitStack) -> None:
+    def __init__(self, opened: ExitStack, sent: bytes = b"") -> None:
+        """The client has sent the beginning of the call."""
         near, far = socket.socketpair()
         for sock in (near, far):
             sock.settimeout(TIMEOUT_S)
@@ -61,7 +62,7 @@ class Pair:
         self.connection = MultiplexedConnection(near)
         opened.callback(self.connection.close)
         self.connection.blocking = False
-        self.client.sendall(frames.PREFACE + frames.settings({}) + headers("/call", 1))
+        self.client.sendall(frames.PREFACE + frames.settings({}) + headers("/call", 1) + sent)
         assert self.connection.accept_nonblocking() is not None
         self.was_reading: list[bool] = []  # at each change
         self.lane = self.connection.multiplex(self.loop, 0.01, Uploads(100, 2**23), self._note_change)
@@ -240,6 +241,82 @@ def test_a_thread_reads_what_the_client_sends(reads: list[int], frame_sizes: lis
         assert relay.receive_window >= window - relay.unacknowledged - pair.call.unacknowledged
         assert relay.unacknowledged + pair.call.unacknowledged < 2 * pair.lane.step_nbytes
         assert pair.lane.unread == 0
+
+
+def receiving(pair: Pair, nbytes: int) -> Future[None]:
+    """Has a thread read so much of a message, of which some has arrived; returns once the loop is to fill the rest."""
+    pair.lane.is_lent = pair.lane.blocking = True
+    pair.read(data(prefixed(bytes(nbytes))[:50_000], 1))
+    pair.connection.read()
+
+    def receive() -> None:
+        assert pair.call.receive_message() == nbytes
+        pair.call.read_into(memoryview(bytearray(nbytes)))
+
+    received = pair.calls.submit(receive)
+
+    def is_waiting() -> bool:
+        pair.loop.run()
+        return pair.lane.target is not None
+
+    wait_until(is_waiting)
+    return received
+
+
+def test_what_has_arrived_is_acknowledged_before_a_thread_waits_for_more(pair: Pair) -> None:
+    received = receiving(pair, 200_000)
+    assert pair.lane.unread == 0
+    pair.client.sendall(data(bytes(150_005), 1, end=True))
+
+    def is_over() -> bool:
+        pair.handle_events()
+        return received.done()
+
+    wait_until(is_over)
+    received.result()
+
+
+def test_a_thread_takes_its_memory_back_before_it_gives_up(pair: Pair) -> None:
+    received = receiving(pair, 200_000)
+    pair.lane.lose("it is given up")
+    wait_until(lambda: pair.loop.has_any)
+    assert not received.done()  # the connection may fill its memory still
+    pair.loop.run()
+    assert isinstance(received.exception(), PeerGoneError)
+    assert pair.lane.target is None
+
+
+def test_a_wait_is_not_too_long_while_something_moves(pair: Pair) -> None:
+    lane, looks = pair.lane, itertools.count()
+    lane._wait_s, lane.io.waits = 0.001, 3
+
+    def moves() -> bool:
+        lane.io.moved += 1
+        return next(looks) == 20
+
+    lane._wait(moves, "receiving")
+    with pytest.raises(TimeoutError):
+        lane._wait(lambda: False, "receiving")
+
+
+def test_a_call_that_has_begun_to_arrive_has_no_size_to_be_found(pair: Pair) -> None:
+    message = prefixed(b"\0" + (2**20).to_bytes(4, "big") + bytes(100_000))  # after its size comes what looks like one
+    with ExitStack() as opened:
+        pair = Pair(opened, data(message[: PREFIX.size], 1))
+        pair.read(data(message[PREFIX.size : 10_000], 1))
+        assert pair.lane.target is None
+        assert not pair.lane.expects_whole
+
+
+def test_frames_are_no_longer_than_the_client_takes(pair: Pair) -> None:
+    assert pair.finish(pair.send(LARGE)) is None
+    received = pair.client.makefile("rb")
+    sizes: list[int] = []
+    while sum(sizes) < len(LARGE):
+        length, kind, _, _ = frames.parse_header(received.read(frames.HEADER_NBYTES), 0)
+        received.read(length)
+        sizes += [length] if kind == frames.DATA else []
+    assert max(sizes) == frames.MIN_FRAME_SIZE
 
 
 def test_what_arrived_with_its_call_counts_as_unread_until_it_is_read(pair: Pair) -> None:
