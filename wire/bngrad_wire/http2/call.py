@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from io import BytesIO
 from typing import NoReturn
 
 from bngrad_wire.fields import Buffer
@@ -14,6 +13,8 @@ _MAX_MESSAGES = 8
 _LARGE_FRAMES_NBYTES = 2**16
 """A peer that sends a message of this size may send the next ones in large frames, which cost less."""
 _SKIPPED_NBYTES = 16 * 1024
+_READ_NBYTES = 256 * 1024
+"""`BaseCall.read` takes memory in steps of this."""
 
 
 class BaseCall(SendingStream):
@@ -66,16 +67,17 @@ class BaseCall(SendingStream):
     def read(self, nbytes: int, beginning: bytes = b"") -> bytes:
         """Waits for the next ``nbytes`` of the message; returns them after ``beginning``, which was read before.
 
-        The caller bounds how much memory it takes; raises as `read_into` does.
+        Takes memory as they arrive; raises as `read_into` does.
         """
         if isinstance(self.receive_buffer, memoryview) and nbytes <= len(self.receive_buffer):
             return beginning + self._read_received(nbytes)
-        # The system provides memory for most of the zeros as the bytes arrive, which replace them in place.
-        whole = BytesIO(bytes(len(beginning) + nbytes))
-        with whole.getbuffer() as view:
-            view[: len(beginning)] = beginning
-            self.read_into(view[len(beginning) :])
-        return whole.getvalue()
+        pieces: list[Buffer] = [beginning]
+        while nbytes:
+            piece = memoryview(bytearray(min(nbytes, _READ_NBYTES)))
+            self.read_into(piece)
+            pieces.append(piece)
+            nbytes -= len(piece)
+        return b"".join(pieces)
 
     def _read_received(self, nbytes: int) -> bytes:
         self._check_left(nbytes)
