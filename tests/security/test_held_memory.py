@@ -99,8 +99,10 @@ def whole_arena_announced(guarded: Guarded, listener: str, pace: Iterator[int]) 
     with guarded.channel(listener) as channel:
         exchange: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(path_of("Exchange"))
         call = exchange(messages(), metadata=as_(guarded.token), timeout=10 * TIMEOUT_S)
+        http = http_of(guarded.server)
         try:
             wait_until(lambda: guarded.info().requests == 1)
+            wait_until(lambda: samples(http)["bngrad_arena_used_bytes", ()] >= 3 * WHOLE)  # it did not wait for others
             yield call
         finally:
             over.set()
