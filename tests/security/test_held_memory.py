@@ -143,7 +143,7 @@ def test_an_announced_request_takes_memory_as_its_data_arrives(tmp_path: Path, l
         arrived.wait()
 
     arrived = threading.Event()
-    guarded = Guarded(tmp_path, options=("--arena-bytes", str(3 * ARENA_NBYTES)))
+    guarded = Guarded(tmp_path, options=("--arena-bytes", str(3 * ARENA_NBYTES), *HTTP))
     with guarded.running():
         before = shared_nbytes()
         with whole_arena_announced(guarded, listener, ten()):

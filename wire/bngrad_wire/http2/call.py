@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from io import BytesIO
 from typing import NoReturn
 
 from bngrad_wire.fields import Buffer
@@ -71,13 +72,18 @@ class BaseCall(SendingStream):
         """
         if isinstance(self.receive_buffer, memoryview) and nbytes <= len(self.receive_buffer):
             return beginning + self._read_received(nbytes)
-        pieces: list[Buffer] = [beginning]
-        while nbytes:
-            piece = memoryview(bytearray(min(nbytes, _READ_NBYTES)))
+        piece = memoryview(bytearray(min(nbytes, _READ_NBYTES)))
+        if nbytes <= _READ_NBYTES and not beginning:
             self.read_into(piece)
-            pieces.append(piece)
+            return bytes(piece)
+        whole = BytesIO()
+        whole.write(beginning)
+        while nbytes:
+            self.read_into(piece)
+            whole.write(piece)
             nbytes -= len(piece)
-        return b"".join(pieces)
+            piece = piece[:nbytes]
+        return whole.getvalue()
 
     def _read_received(self, nbytes: int) -> bytes:
         self._check_left(nbytes)
