@@ -133,8 +133,8 @@ class ServerConfig(BaseSettings):
         at_least(4 * _MIB, "4MiB", "clients send chunks and small requests in messages of up to that size"),
         Computed("so that 64 fill a quarter of the memory; 64MiB to 2GiB"),
     ] = Field(default_factory=default_max_message_bytes, le=MAX_PROTOBUF_NBYTES)
-    """Largest message of a request sent whole; on the server's own port at most 64 MiB. Tensors in chunks or in shared
-    memory are not limited, since they are never held in a message."""
+    """Largest message of a request sent whole. Tensors in chunks or in shared memory are not limited, since they are
+    never held in a message."""
     max_batch_jobs: int = Field(default=64, ge=1, le=MAX_BATCH_JOBS)
     """Most requests in a batch, at most 512. A larger batch makes small requests cheaper, but delays the first one."""
     max_batch_bytes: Annotated[Bytes, Computed("8MiB; with GPUs 32MiB")] = Field(default=8 * 2**20, ge=1)

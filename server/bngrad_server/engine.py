@@ -32,11 +32,11 @@ from bngrad_server.telemetry.load import LoadMeter
 from bngrad_server.telemetry.metrics import Timestamps
 from bngrad_server.telemetry.observer import Observer
 from bngrad_server.workers.pool import WorkerPool
+from bngrad_wire.chunks import MessageSource
 from bngrad_wire.fields import Buffer
 
 logger = logging.getLogger(__name__)
 
-_MAX_HTTP2_MESSAGE_NBYTES = 64 * 2**20
 _MESSAGES_FRACTION = 4
 """Messages that the HTTP/2 port receives whole take memory up to one part in this many of the arena's size."""
 _SMALL_MESSAGES_NBYTES = 4 * 2**20
@@ -50,7 +50,7 @@ class Engine:
 
     Attributes:
         device_remark: Why some or all GPUs are not used, where the settings name no device; empty otherwise.
-        max_http2_message_nbytes: The largest message that the HTTP/2 port receives whole.
+        max_message_nbytes: The largest message that the server receives whole.
         max_wait_s: The setting.
         load: Measures how loaded the server is.
     """
@@ -71,9 +71,9 @@ class Engine:
         self.pool = WorkerPool(config, names, self.arena, self.batcher, on_change)
         self.load = LoadMeter(self.batcher.counts, self.admission, lambda: self.pool.slots)
         self.regions = Regions(config.shared_bytes, self.pool.map, self._unmap)
-        self.max_http2_message_nbytes = min(config.max_message_bytes, _MAX_HTTP2_MESSAGE_NBYTES)
-        nbytes = max(self.arena.nbytes // _MESSAGES_FRACTION, self.max_http2_message_nbytes)
-        self._messages = Allocator(nbytes, _SMALL_MESSAGES_NBYTES)
+        self.max_message_nbytes = config.max_message_bytes
+        nbytes = max(self.arena.nbytes // _MESSAGES_FRACTION, self.max_message_nbytes)
+        self._messages = Arena(nbytes, _SMALL_MESSAGES_NBYTES)
         knows_clients = config.token_file is not None or config.tls_client_ca is not None
         memories = (self.arena, self._messages)
         self.transfers = TransferWatchdog(config.transfer_timeout_s, memories, limits_clients=knows_clients)
@@ -81,7 +81,9 @@ class Engine:
         self.sent_ahead = SentAhead(self.arena, self.regions, copier, self.admission, self.transfers)
         self.observer = observer or Observer()
         self._trimmer = MemoryTrimmer(
-            lambda: self.admission.admitted + self._messages.used_bytes, lambda: self.batcher.counts.ended
+            lambda: self.admission.admitted + self._messages.used_bytes,
+            lambda: self.batcher.counts.ended,
+            on_idle=self._messages.give_back,
         )
         self.max_wait_s = config.max_wait_s
         kernels = FrontKernels(config.threads * config.workers if config.has_cores_for_all else config.threads)
@@ -197,13 +199,16 @@ class Engine:
         """
         self.batcher.submit(staged.new_job(on_end))
 
-    def receive(self, nbytes: int, rpc: RpcContext, read: Callable[[], bytes]) -> ReceivedMessage:
+    def receive(
+        self, source: MessageSource, nbytes: int, rpc: RpcContext, read: Callable[[MessageSource, memoryview], None]
+    ) -> ReceivedMessage:
         """Receives a message once there is room for it; call `ReceivedMessage.release` in the end.
 
         Args:
+            source: Gives the message.
             nbytes: Its size.
             rpc: The call that it comes with.
-            read: Receives it.
+            read: Reads it from a source into memory of its size.
 
         Raises:
             OverloadedError: There is no room, or the client sends too slowly.
@@ -212,10 +217,11 @@ class Engine:
         """
         with self.admission.receiving(rpc.client, nbytes, rpc.deadline):
             block = self._allocate(self._messages, nbytes, rpc)
-            message = ReceivedMessage(b"", partial(self._messages.free, block))
+            data = self._messages.view[block.offset : block.offset + nbytes]
+            message = ReceivedMessage(data, partial(self._messages.free, block))
             try:
                 with self.transfers.upload(nbytes, rpc, self._messages, block):
-                    message.data = read()
+                    read(self._messages.source_for(data, source), data)
             except BaseException:
                 message.release()
                 raise
@@ -256,6 +262,7 @@ class Engine:
         self.transfers.close()
         self._trimmer.close()
         self.arena.close()
+        self._messages.close()
 
     def _unmap(self, region: Region) -> None:
         self.sent_ahead.places.end_region(region)

@@ -74,7 +74,7 @@ class Server:
         on_refusal = partial(observer.metrics.refused_call, grpc.StatusCode.UNAUTHENTICATED.name)
         certificates, authenticator = setup.set_up(config, on_refusal)
         self.engine = Engine(config, self._update_health, observer)
-        self._servicer = Servicer(self.engine, _max_message_bytes(config, self.engine), authenticator)
+        self._servicer = Servicer(self.engine, authenticator)
         self._grpcio_port = GrpcioPort(config, self._servicer, self._health, certificates)
         others = other_calls(self._servicer, self._health, has_reflection=config.reflection)
         self._http2_port = Http2Port(self._servicer, others, self._health, certificates)
@@ -211,13 +211,6 @@ class Server:
 
     def _update_health(self) -> None:
         self._health.update(lambda: self.engine.pool.is_ready)
-
-
-def _max_message_bytes(config: ServerConfig, engine: Engine) -> int:
-    """Returns the largest message that a client may send to the addresses of ``listen``."""
-    return (
-        min(config.max_message_bytes, engine.max_http2_message_nbytes) if config.one_port else config.max_message_bytes
-    )
 
 
 def _tracing() -> Tracing:

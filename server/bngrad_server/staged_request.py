@@ -157,7 +157,7 @@ class StagedRequest:
         for tensor in self._held_ahead:
             self._sent_ahead.tensors.release(tensor)
 
-    def copy_from(self, message: bytes, chunks: Sequence[Buffer] = ()) -> None:
+    def copy_from(self, message: Buffer, chunks: Sequence[Buffer] = ()) -> None:
         """Copies the tensors that the message and whole chunks hold: the one copy of a request's elements."""
         data = memoryview(message)
         if chunks:

@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 import pytest
 from tests.integration.problems import Case, random_inputs
-from tests.servers import ONE_WORKER, TRANSPORTS, Transport, worker_pid
+from tests.servers import ONE_WORKER, TRANSPORTS, Transport, wait_until, worker_pid
 
 import bngrad
 from bngrad_cli.embedded import EmbeddedServer
@@ -96,6 +96,16 @@ def test_a_large_exchange_takes_little_more_memory_than_its_tensors(
     shared = [after[1] - before[1] for before, after in zip(begin, end, strict=True)]
     assert max(peaks) > 300 * MIB
     assert sum(peaks) - min(shared) < 1.5 * 3 * 128 * MIB + 64 * MIB, (peaks, shared)
+
+
+def test_what_a_large_message_took_is_given_back() -> None:
+    tensor, stats = np.ones((2**18, 1, 1, 64), np.float32), np.ones(64, np.float32)  # 64 MiB a tensor
+    options = (*ONE_WORKER, "--max-message-bytes", "256MiB", "--arena-bytes", "256MiB", "--one-port")
+    with EmbeddedServer(options=options) as server, bngrad.Client(server.target, transport="unary") as client:
+        client.fused_batch_norm_grad_v2(tensor, tensor, stats, stats, stats)
+        tensors, message = 3 * tensor.nbytes, 2 * tensor.nbytes
+        wait_until(lambda: status(server.process.pid, "RssShmem") < tensors + message // 2)
+        assert status(server.process.pid, "RssAnon") < 100 * MIB
 
 
 def test_a_server_has_one_heap(server: EmbeddedServer) -> None:

@@ -57,8 +57,8 @@ class MessageSource(Protocol):
     def receive_message(self) -> int | None:
         """Waits for the next message and returns its size in bytes; None at the end of the stream."""
 
-    def read(self, nbytes: int, beginning: bytes = b"") -> bytes:
-        """Returns the next bytes of the message after ``beginning``, which was read before."""
+    def read(self, nbytes: int) -> bytes:
+        """Returns the next bytes of the message."""
 
     def read_into(self, buffer: memoryview) -> None:
         """Fills a buffer with the next bytes of the message."""
@@ -84,10 +84,10 @@ class WholeMessages:
         self._rest = memoryview(message)
         return len(message)
 
-    def read(self, nbytes: int, beginning: bytes = b"") -> bytes:
+    def read(self, nbytes: int) -> bytes:
         """See `MessageSource`."""
         data, self._rest = bytes(self._rest[:nbytes]), self._rest[nbytes:]
-        return beginning + data
+        return data
 
     def read_into(self, buffer: memoryview) -> None:
         """See `MessageSource`."""

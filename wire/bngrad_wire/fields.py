@@ -42,7 +42,7 @@ class TruncatedError(DecodeError):
 class FieldReader:
     """Finds the fields of one message, at all levels together no more than ``max_fields``."""
 
-    def __init__(self, data: bytes, max_fields: int = MAX_FIELDS) -> None:
+    def __init__(self, data: Buffer, max_fields: int = MAX_FIELDS) -> None:
         """Reads a message, or its beginning."""
         self._data = data
         self._max_fields = self._fields_left = max_fields
@@ -67,7 +67,7 @@ class FieldReader:
             DecodeError: They, and those taken before, are more than `MAX_NBYTES`.
         """
         self.skip(begin, end)
-        return self._data[begin:end]
+        return bytes(self._data[begin:end])
 
     def skip(self, begin: int, end: int) -> None:
         """Counts bytes as taken; see `take`."""

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 HUGE_PAGE_NBYTES = 2**21
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
-_MADV_COLLAPSE = 25
+_MADV_REMOVE, _MADV_COLLAPSE = 9, 25
 _HEADER_NBYTES = object.__basicsize__
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -77,3 +77,8 @@ class MappedFile:
                 start = page * HUGE_PAGE_NBYTES
                 self.view[start]  # takes a page of 4 KB: the system does not replace what is not there
                 _libc.madvise(self.address + start, HUGE_PAGE_NBYTES, _MADV_COLLAPSE)
+
+    def give_back(self) -> None:
+        """Returns the memory to the system, and what is in it: the file is full of zeros then."""
+        self._has_asked = bytearray(len(self._has_asked))
+        _libc.madvise(self.address, self.view.nbytes, _MADV_REMOVE)

@@ -86,7 +86,7 @@ class Decoder(Generic[AnyMessage, Meaning]):
         self._count = 0  # of layouts cached since it was last empty
         self._mutex = threading.Lock()
 
-    def decode(self, data: bytes) -> Meaning:
+    def decode(self, data: Buffer) -> Meaning:
         """Returns what a message means.
 
         Raises:
@@ -107,7 +107,7 @@ class Decoder(Generic[AnyMessage, Meaning]):
                     return meaning
         return None
 
-    def check_beginning(self, beginning: bytes, nbytes: int) -> None:
+    def check_beginning(self, beginning: Buffer, nbytes: int) -> None:
         """Checks the first bytes of a message of ``nbytes``, so that the rest of a bad one need not be received.
 
         Raises:
@@ -116,7 +116,7 @@ class Decoder(Generic[AnyMessage, Meaning]):
         with suppress(TruncatedError):
             self._split(beginning, nbytes)
 
-    def _read(self, data: bytes) -> Meaning:
+    def _read(self, data: Buffer) -> Meaning:
         layout, skeleton = self._parse(data)
         meaning = self._interpret(layout)
         if sum(len(piece) for _, _, piece in skeleton) <= _MAX_CACHED_NBYTES:
@@ -135,7 +135,7 @@ class Decoder(Generic[AnyMessage, Meaning]):
             known = self._layouts.get((nbytes, beginning), ())
             self._layouts[nbytes, beginning] = ((tuple(rest), meaning), *known[: _MAX_WITH_BEGINNING - 1])
 
-    def _parse(self, data: bytes) -> tuple[Layout[AnyMessage], _Skeleton]:
+    def _parse(self, data: Buffer) -> tuple[Layout[AnyMessage], _Skeleton]:
         """Splits off the elements, and parses the rest with protobuf, which merges fields that come twice."""
         pieces, elements, skeleton = self._split(data, len(data))
         message = self._type.FromString(b"".join(pieces))
@@ -144,7 +144,7 @@ class Decoder(Generic[AnyMessage, Meaning]):
         }
         return Layout(message, tensors), skeleton
 
-    def _split(self, data: bytes, nbytes: int) -> tuple[list[bytes], dict[str, tuple[int, int]], _Skeleton]:
+    def _split(self, data: Buffer, nbytes: int) -> tuple[list[bytes], dict[str, tuple[int, int]], _Skeleton]:
         """Returns the message without its elements, where the elements of each tensor lie, and what is between them."""
         reader = FieldReader(data)
         pieces: list[bytes] = []
@@ -160,12 +160,12 @@ class Decoder(Generic[AnyMessage, Meaning]):
             for inner, inner_type, inner_begin, inner_start, inner_end in reader.fields(start, end):
                 if inner == _DATA_FIELD and inner_type == LEN:
                     elements[name] = (inner_start, inner_end)
-                    skeleton.append((seen, inner_start, data[seen:inner_start]))
+                    skeleton.append((seen, inner_start, bytes(data[seen:inner_start])))
                     seen = inner_end
                 else:
                     header.append(reader.take(inner_begin, inner_end))
             pieces += (field_prefix(number, sum(map(len, header))), *header)
-        skeleton.append((seen, nbytes, data[seen:]))
+        skeleton.append((seen, nbytes, bytes(data[seen:])))
         return pieces, elements, tuple(skeleton)
 
 

@@ -23,7 +23,7 @@ def part_error(description: str) -> InvalidArgumentError:
     return InvalidArgumentError((FieldViolation("part", description),))
 
 
-def request_of(message: bytes) -> tuple[int, bytes]:
+def request_of(message: Buffer) -> tuple[int, Buffer]:
     """Returns the field number of the request in a message, which names its op, and the request's own bytes.
 
     Raises:
@@ -39,7 +39,7 @@ def request_of(message: bytes) -> tuple[int, bytes]:
     return number, b"".join([message[start:end] for start, end in pieces])
 
 
-def _part_of(message: bytes) -> tuple[int, list[tuple[int, int]]]:
+def _part_of(message: Buffer) -> tuple[int, list[tuple[int, int]]]:
     """Returns the number of a message's part, 0 for none, and where its pieces lie.
 
     As protobuf has it, the last part counts, and one that comes again is merged, which is to be read as one.

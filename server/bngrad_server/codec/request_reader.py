@@ -71,7 +71,7 @@ class RequestReader:
         numbers = [fields[name].number for name in op.large_inputs]
         self._chunk_order = tuple(sorted(range(len(numbers)), key=numbers.__getitem__))
 
-    def read(self, data: bytes) -> Request:
+    def read(self, data: Buffer) -> Request:
         """Decodes and validates a message.
 
         Raises:
@@ -83,7 +83,7 @@ class RequestReader:
         except DecodeError as error:
             raise self._decode_error(error) from error
 
-    def check_beginning(self, beginning: bytes, nbytes: int) -> None:
+    def check_beginning(self, beginning: Buffer, nbytes: int) -> None:
         """Checks the first bytes of a message of ``nbytes``.
 
         Raises:
@@ -98,7 +98,7 @@ class RequestReader:
         """Returns the request of a message that is laid out like an earlier one; None for any other."""
         return self._decoder.known(data)
 
-    def transport_of(self, data: bytes) -> str:
+    def transport_of(self, data: Buffer) -> str:
         """Returns the transport of a request that could not be read, as far as it is known."""
         request = self._decoder.known(data)
         return self.transport if request is None else request.transport

@@ -48,6 +48,12 @@ class Arena(Allocator):
         """Returns a source whose chunks fill a tensor, in huge pages, which take memory as the chunks arrive."""
         return source if tensor.nbytes < HUGE_PAGE_NBYTES else _ArrivingTensor(source, self._file)
 
+    def give_back(self) -> None:
+        """Returns the memory to the system if no block is in use; the next blocks take it anew."""
+        with self._mutex:
+            if not self._held:
+                self._file.give_back()
+
     def close(self) -> None:
         """Closes the file; the memory is freed once no process maps it."""
         os.close(self.fd)
@@ -63,8 +69,8 @@ class _ArrivingTensor(MessageSource):
     def receive_message(self) -> int | None:
         return self._source.receive_message()
 
-    def read(self, nbytes: int, beginning: bytes = b"") -> bytes:
-        return self._source.read(nbytes, beginning)
+    def read(self, nbytes: int) -> bytes:
+        return self._source.read(nbytes)
 
     def read_into(self, buffer: memoryview) -> None:
         offset = address_of(buffer) - self._file.address

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from bngrad_wire.fields import Buffer
+
 
 class ReceivedMessage:
     """A message, until its tensors have been copied.
@@ -14,9 +16,9 @@ class ReceivedMessage:
 
     __slots__ = ("_on_release", "data")
 
-    def __init__(self, data: bytes, on_release: Callable[[], object] | None = None) -> None:
+    def __init__(self, data: Buffer, on_release: Callable[[], object] | None = None) -> None:
         """Calls ``on_release`` once."""
-        self.data = data
+        self.data: Buffer = data
         self._on_release = on_release
 
     def release(self) -> None:

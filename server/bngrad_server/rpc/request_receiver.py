@@ -67,20 +67,21 @@ class RequestReceiver:
             Exception: See `bngrad_server.engine.Engine.receive`.
         """
         if nbytes > _UNCOUNTED_NBYTES and rpc.traffic.counts_bytes:
-            return self._engine.receive(nbytes, rpc, partial(self._read_checked, source, nbytes, op_name))
+            return self._engine.receive(source, nbytes, rpc, partial(self._read_checked, op_name))
         with self._engine.transfers.watched(nbytes, rpc):
             return ReceivedMessage(source.read(nbytes))
 
-    def _read_checked(self, source: MessageSource, nbytes: int, op_name: str) -> bytes:
-        """Reads a large message, as far as it may be a good one."""
-        beginning = source.read(_BEGINNING_NBYTES)
+    def _read_checked(self, op_name: str, source: MessageSource, memory: memoryview) -> None:
+        """Reads a large message into memory of its size, as far as it may be a good one."""
+        beginning, nbytes = memory[:_BEGINNING_NBYTES], len(memory)
+        source.read_into(beginning)
         if op_name:
             self._readers[op_name].check_beginning(beginning, nbytes)
         else:
             part = messages.only_field(beginning, nbytes)
             if part is not None and (reader := self._chunked_readers.get(part[0])) is not None:
                 reader.check_beginning(beginning[part[1] :], nbytes - part[1])
-        return source.read(nbytes - _BEGINNING_NBYTES, beginning)
+        source.read_into(memory[_BEGINNING_NBYTES:])
 
     def next_request(self, source: ExchangeSource, rpc: RpcContext) -> tuple[int, ReceivedMessage] | None:
         """Receives the next request of an exchange, see `exchange.request_of`; None at the end of the exchange.

@@ -18,10 +18,9 @@ class ServerInfo:
         endpoints: Where clients find the HTTP/2 port and shared memory.
     """
 
-    def __init__(self, engine: Engine, max_message_bytes: int) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.endpoints = pb.Endpoints(copied_ahead_bytes=engine.sent_ahead.places.least_nbytes)
         self._engine = engine
-        self._max_message_bytes = max_message_bytes
 
     def response(self) -> bytes:
         """Returns the serialised response of ServerInfo."""
@@ -35,7 +34,7 @@ class ServerInfo:
             )
             for status in self._engine.pool.status()
         ]
-        limits = pb.Limits(max_message_bytes=self._max_message_bytes, arena_bytes=self._engine.arena.nbytes)
+        limits = pb.Limits(max_message_bytes=self._engine.max_message_nbytes, arena_bytes=self._engine.arena.nbytes)
         return pb.ServerInfoResponse(
             version=__version__,
             devices=devices,

@@ -48,14 +48,14 @@ class Servicer:
         load: The engine's load, which the ports report with each answer.
         observer: Counts and logs requests; the ports report the calls that fail before they reach the engine.
         authenticator: Tells which client a call belongs to; the ports ask it.
-        max_http2_message_nbytes: The largest message that the HTTP/2 port receives whole.
+        max_message_nbytes: The largest message that the server receives whole.
         max_wait_s: How long a call may wait for the server.
         forget_connection: Forgets the tensors that were sent ahead over a connection.
         info: What ServerInfo answers.
         receive: Receives the message of a unary call, see `RequestReceiver.receive`.
     """
 
-    def __init__(self, engine: Engine, max_message_bytes: int, authenticator: Authenticator = ALLOW_ALL) -> None:
+    def __init__(self, engine: Engine, authenticator: Authenticator = ALLOW_ALL) -> None:
         self.admission = engine.admission
         self.batcher = engine.batcher
         self.small_requests = engine.small_requests
@@ -64,8 +64,8 @@ class Servicer:
         self.load = engine.load
         self.observer = engine.observer
         self.authenticator = authenticator
-        self.info = ServerInfo(engine, max_message_bytes)
-        self.max_http2_message_nbytes = engine.max_http2_message_nbytes
+        self.info = ServerInfo(engine)
+        self.max_message_nbytes = engine.max_message_nbytes
         self.max_wait_s = engine.max_wait_s
         self.forget_connection = engine.sent_ahead.end
         self._engine = engine
@@ -168,7 +168,7 @@ class Servicer:
         finally:
             message.release()
 
-    def submit(self, op_name: str, data: bytes, rpc: RpcContext, on_end: Callable[[], None]) -> StagedRequest | None:
+    def submit(self, op_name: str, data: Buffer, rpc: RpcContext, on_end: Callable[[], None]) -> StagedRequest | None:
         """Begins to compute an op without waiting; returns None, and begins nothing, if no memory is free.
 
         After ``on_end`` was called, the port asks `StagedRequest.check` for the outcome, and closes the staged request.
@@ -198,7 +198,7 @@ class Servicer:
         return (None, b"") if part is None else (self._chunked_readers.get(part[0]), message[part[1] :])
 
     def _submit(
-        self, staged: StagedRequest, data: bytes, elements: Sequence[memoryview], on_end: Callable[[], None]
+        self, staged: StagedRequest, data: Buffer, elements: Sequence[memoryview], on_end: Callable[[], None]
     ) -> StagedRequest:
         try:
             staged.copy_from(data, elements)
@@ -290,13 +290,13 @@ class Servicer:
         source = self._engine.arena.source_for(tensor, source)
         exchange.receive_chunks(source, chunk, tensor, self._short_chunks.counter())
 
-    def _stage(self, reader: RequestReader, data: bytes, rpc: RpcContext) -> StagedRequest:
+    def _stage(self, reader: RequestReader, data: Buffer, rpc: RpcContext) -> StagedRequest:
         staged = self._try_to_stage(reader, data, rpc, may_wait=True)
         assert staged is not None
         return staged
 
     def _try_to_stage(
-        self, reader: RequestReader, data: bytes, rpc: RpcContext, *, may_wait: bool
+        self, reader: RequestReader, data: Buffer, rpc: RpcContext, *, may_wait: bool
     ) -> StagedRequest | None:
         """Reads a request and takes memory for it; see `bngrad_server.engine.Engine.stage`."""
         received_at = time.monotonic()

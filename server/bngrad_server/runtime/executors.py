@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import mmap
 import queue
 import threading
 from collections import deque
@@ -16,6 +17,8 @@ from typing import Any, TypeAlias
 logger = logging.getLogger(__name__)
 
 _IDLE_S = 1.0
+_ROOM_NBYTES = 16 * 2**20
+"""More than a new thread takes: 8 MiB for its stack, unless the system is told otherwise."""
 
 Action: TypeAlias = Callable[[], None]
 
@@ -72,6 +75,7 @@ class OnDemandExecutor:
 
         Raises:
             RuntimeError: The system refuses it.
+            OSError: There is no memory for it.
         """
         self._name = name
         self._most = most
@@ -115,13 +119,15 @@ class OnDemandExecutor:
             self._count += 1
         try:
             self._start_thread()
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             with self._mutex:
                 self._is_starting = False
                 self._count -= 1
             logger.error("calls may have to wait for a thread: %s", error)
 
     def _start_thread(self) -> None:
+        # Without memory for its first steps, a new thread ends before Python knows that it runs, and `start` never does.
+        mmap.mmap(-1, _ROOM_NBYTES).close()
         thread = threading.Thread(target=self._work, name=self._name, daemon=True)
         thread.start()
         self._threads.add(thread)

@@ -48,10 +48,22 @@ class MemoryTrimmer:
     and 5 ms when nothing is left to return. So a trim that returns little is followed by a longer wait.
     """
 
-    def __init__(self, requests_now: Callable[[], int], requests_ended: Callable[[], int]) -> None:
-        """Starts the thread; the arguments return how many requests are here now, and how many have ended."""
+    def __init__(
+        self,
+        requests_now: Callable[[], int],
+        requests_ended: Callable[[], int],
+        on_idle: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Starts the thread.
+
+        Args:
+            requests_now: Returns how many requests are here.
+            requests_ended: Returns how many have ended.
+            on_idle: Called after each `_LOOK_S` without a request; returns other memory than malloc's.
+        """
         self._requests_now = requests_now
         self._requests_ended = requests_ended
+        self._on_idle = on_idle
         self._trim = getattr(_LIBC, "malloc_trim", None)
         self._least_nbytes = _own_nbytes()  # now: requests may come before the first look
         self._ended = 0
@@ -77,6 +89,8 @@ class MemoryTrimmer:
 
     def _look(self, trim: Callable[[int], object]) -> None:
         before, self._ended = self._ended, self._requests_ended()
+        if self._ended == before and self._requests_now() == 0:
+            self._on_idle()
         nbytes, now = _own_nbytes(), time.monotonic()
         self._least_nbytes = min(self._least_nbytes, nbytes)
         excess = nbytes - self._least_nbytes

@@ -311,6 +311,16 @@ def test_messages_of_one_length_that_differ_otherwise_are_not_mixed_up(one: byte
     assert decoder.decode(one) is not decoder.decode(other)
 
 
+@given(requests)
+def test_a_layout_stays_as_it_is_when_its_messages_memory_is_used_anew(request: Request) -> None:
+    data = request.SerializeToString()
+    memory, decoder = bytearray(data), new_decoder()
+    layout = decoder.decode(memoryview(memory))
+    memory[:] = bytes(len(memory))
+    assert whole(layout, data) == request
+    assert whole(decoder.decode(memoryview(data)), data) == request
+
+
 def test_a_message_that_means_nothing_is_not_cached() -> None:
     def refuse(layout: Layout) -> Layout:
         raise LookupError

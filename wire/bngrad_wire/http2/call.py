@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from io import BytesIO
 from typing import NoReturn
 
 from bngrad_wire.fields import Buffer
@@ -14,8 +13,6 @@ _MAX_MESSAGES = 8
 _LARGE_FRAMES_NBYTES = 2**16
 """A peer that sends a message of this size may send the next ones in large frames, which cost less."""
 _SKIPPED_NBYTES = 16 * 1024
-_READ_NBYTES = 256 * 1024
-"""`BaseCall.read` takes memory in steps of this."""
 
 
 class BaseCall(SendingStream):
@@ -65,25 +62,13 @@ class BaseCall(SendingStream):
             self._connection.allow_large_frames()
         return int(size)
 
-    def read(self, nbytes: int, beginning: bytes = b"") -> bytes:
-        """Waits for the next ``nbytes`` of the message; returns them after ``beginning``, which was read before.
-
-        Takes memory as they arrive; raises as `read_into` does.
-        """
+    def read(self, nbytes: int) -> bytes:
+        """Waits for the next ``nbytes`` of the message, and returns them; raises as `read_into` does."""
         if isinstance(self.receive_buffer, memoryview) and nbytes <= len(self.receive_buffer):
-            return beginning + self._read_received(nbytes)
-        piece = memoryview(bytearray(min(nbytes, _READ_NBYTES)))
-        if nbytes <= _READ_NBYTES and not beginning:
-            self.read_into(piece)
-            return bytes(piece)
-        whole = BytesIO()
-        whole.write(beginning)
-        while nbytes:
-            self.read_into(piece)
-            whole.write(piece)
-            nbytes -= len(piece)
-            piece = piece[:nbytes]
-        return whole.getvalue()
+            return self._read_received(nbytes)
+        data = bytearray(nbytes)
+        self.read_into(memoryview(data))
+        return bytes(data)
 
     def _read_received(self, nbytes: int) -> bytes:
         self._check_left(nbytes)

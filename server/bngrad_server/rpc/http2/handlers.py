@@ -150,7 +150,7 @@ class Http2Handler:
                 call.send_message(self._servicer.send_ahead(call, self._tickets, rpc), more=True)
                 self.end(call)
             else:
-                source = ExchangeSource(call, call, _chunk_nbytes(call), self._servicer.max_http2_message_nbytes)
+                source = ExchangeSource(call, call, _chunk_nbytes(call), self._servicer.max_message_nbytes)
                 for pieces in self._servicer.exchange(source, rpc):
                     call.send_message(*pieces)
                 self.end(call)
@@ -230,7 +230,7 @@ class Http2Handler:
         return RpcContext(self._client, None, lambda: False, self._abort, {})
 
     def _checked(self, nbytes: int | None) -> int:
-        limit = self._servicer.max_http2_message_nbytes
+        limit = self._servicer.max_message_nbytes
         if nbytes is not None and nbytes > limit:
             limits = f"at most {limit} bytes here, not {nbytes}; larger ones go by Exchange"
             raise MessageTooLargeError(f"the request must have {limits}")

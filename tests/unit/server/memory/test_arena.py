@@ -61,3 +61,22 @@ def test_small_tensors_take_no_huge_pages() -> None:
     assert arena.source_for(tensor, source) is source
     assert taken_nbytes(arena) == 0
     arena.close()
+
+
+def test_memory_is_given_back_once_no_block_is_in_use_and_can_be_taken_again() -> None:
+    arena = Arena(64 * MIB)
+    block, other = arena.allocate(32 * MIB, "a"), arena.allocate(4096, "b")
+    tensor = arena.view[block.offset : block.offset + block.nbytes]
+    arena.ask_for_huge_pages(tensor)
+    tensor[:] = b"1" * len(tensor)
+    arena.free(block)
+    arena.give_back()
+    assert taken_nbytes(arena) >= 32 * MIB
+    arena.free(other)
+    arena.give_back()
+    assert taken_nbytes(arena) == 0
+    arena.ask_for_huge_pages(tensor)
+    tensor[:] = b"2" * len(tensor)
+    assert tensor == b"2" * len(tensor)
+    assert taken_nbytes(arena) >= 32 * MIB
+    arena.close()

@@ -88,7 +88,7 @@ def peer_behind(port: Port, directory: Path, authenticator: Authenticator = ALLO
     config = ServerConfig(arena_bytes=ARENA_NBYTES, shared_bytes=REGION_NBYTES, front_bytes=0)
     engine = Engine(config, lambda: None)
     path = directory / "calls"
-    with port(config, Servicer(engine, config.max_message_bytes, authenticator), path):
+    with port(config, Servicer(engine, authenticator), path):
         with grpc.insecure_channel(f"unix:{path}") as channel:
             peer = Peer(engine, channel)
             engine.batcher.offer(peer.worker)

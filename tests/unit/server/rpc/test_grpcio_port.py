@@ -38,7 +38,7 @@ LIST = reflection_pb2.ServerReflectionRequest(list_services="").SerializeToStrin
 @pytest.fixture
 def servicer() -> Iterator[Servicer]:
     with closing(Engine(ServerConfig(arena_bytes=ARENA_NBYTES), lambda: None)) as engine:
-        yield Servicer(engine, 1000)
+        yield Servicer(engine)
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_a_port_of_tcp_is_chosen_watched_and_told(port: GrpcioPort) -> None:
     host, _, number = address.rpartition(":")
     assert host == "127.0.0.1"
     assert port._throttle.ports == {int(number)}
-    assert pb.ServerInfoResponse.FromString(*ask(address, SERVER_INFO_PATH)).limits.max_message_bytes == 1000
+    assert pb.ServerInfoResponse.FromString(*ask(address, SERVER_INFO_PATH)).limits.arena_bytes == ARENA_NBYTES
 
 
 def test_a_name_of_a_host_is_told_as_it_was_given(port: GrpcioPort) -> None:

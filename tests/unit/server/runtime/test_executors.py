@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -90,6 +92,35 @@ def test_a_call_beyond_the_last_thread_waits() -> None:
         assert all(each.result(20) for each in running)
         assert third.result(20) == 0
         assert threads.queue_size == 0
+
+
+_WITHOUT_MEMORY = """
+import resource, threading
+from bngrad_server.runtime.executors import OnDemandExecutor
+
+threads = OnDemandExecutor("test")
+done = threading.Semaphore(0)
+with open("/proc/self/statm") as statm:
+    used = int(statm.read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + spare, resource.RLIM_INFINITY))
+for _ in range(3):
+    threads.submit(done.release)
+print(all([done.acquire(timeout=20) for _ in range(3)]), sum(each.name == "test" for each in threading.enumerate()))
+resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+together = threading.Barrier(3)
+for _ in range(2):
+    threads.submit(together.wait)
+together.wait(20)
+print("more threads")
+"""
+
+
+@pytest.mark.parametrize("spare_mib", [0, 1, 9])
+def test_where_memory_is_lacking_for_a_thread_calls_run_in_the_one_that_there_is(spare_mib: int) -> None:
+    """Of a thread that ended before Python knew of it, the start was awaited for ever."""
+    script = f"spare = {spare_mib} * 2**20\n{_WITHOUT_MEMORY}"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    assert done.stdout == "True 1\nmore threads\n", done.stderr
 
 
 def test_an_idle_thread_keeps_nothing_of_its_last_call() -> None:

@@ -23,7 +23,8 @@ trims = []
 malloc_trim = malloc._LIBC.malloc_trim
 malloc._LIBC.malloc_trim = lambda pad: (trims.append(time.monotonic()), malloc_trim(pad))
 requests, ended = 0, itertools.repeat(0)
-trimmer = malloc.MemoryTrimmer(lambda: requests, lambda: next(ended))
+idle = []
+trimmer = malloc.MemoryTrimmer(lambda: requests, lambda: next(ended), lambda: idle.append(1))
 at_first = malloc._own_nbytes()
 
 def take():
@@ -84,6 +85,19 @@ while kept_mib() > 16 and time.monotonic() < deadline:
 print(json.dumps([busy, kept_mib()]))
 """
 
+_IDLE = """
+time.sleep(0.5)
+quiet, requests = len(idle), 1
+time.sleep(0.2)
+before = len(idle)
+time.sleep(0.5)
+busy, ended, requests = len(idle) - before, itertools.count(1), 0  # at each look there are more
+time.sleep(0.2)
+before = len(idle)
+time.sleep(0.5)
+print(json.dumps([quiet, busy, len(idle) - before]))
+"""
+
 _STEADY = """
 ended = itertools.count(1)  # at each look there are more
 began = time.monotonic()
@@ -141,6 +155,12 @@ def test_no_trim_runs_without_growth_and_few_where_nothing_is_free() -> None:
     before, after = run(_RARE)
     assert before == 0
     assert 2 <= after <= 12
+
+
+def test_other_memory_is_returned_at_each_look_while_there_is_no_request() -> None:
+    quiet, busy, steady = run(_IDLE)
+    assert quiet > 0
+    assert (busy, steady) == (0, 0)
 
 
 def test_requests_are_not_disturbed_by_a_trim() -> None:

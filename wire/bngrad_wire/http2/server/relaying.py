@@ -30,6 +30,8 @@ _LARGE_STEP_NBYTES = 2**18
 """In which steps such a window is restored."""
 _SENT_NBYTES = 2**18
 """About how much is sent with one system call."""
+_PIECE_NBYTES = 2**16
+"""How much is delivered at once: of a call without memory, its owner gets at least the beginning, and can refuse it."""
 _TURN_NBYTES = 2**16
 """How much DATA of a stream is sent before others have their turn."""
 
@@ -226,8 +228,15 @@ class RelayingConnection(ServerConnection):
             return
         if relay.lane.target is not None:
             self._fill_target(relay, relay.lane.target.rest[: self.data_left])
+        while self._deliver_piece(relay):
+            pass
+        if not self.data_left:
+            self._receiving = None
+
+    def _deliver_piece(self, relay: Relay) -> bool:
+        """Delivers some of what has arrived of the current DATA frame; returns whether there may be more of it."""
         io = self.io
-        count = min(self.data_left, io.high - io.low)
+        count = min(self.data_left, io.high - io.low, _PIECE_NBYTES)
         ends = relay.ended and count == self.data_left
         if count or ends:
             # First, so that all is as before if there is no memory for it.
@@ -235,8 +244,7 @@ class RelayingConnection(ServerConnection):
             io.low += count
             self._took_data(count)
             relay.lane.deliver(data, end=ends)
-        if not self.data_left:
-            self._receiving = None
+        return count == _PIECE_NBYTES and not ends
 
     def _fill_target(self, relay: Relay, memory: memoryview) -> None:
         """Fills what a lane waits to have filled, as far as DATA has arrived."""

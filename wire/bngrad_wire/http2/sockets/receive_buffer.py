@@ -55,5 +55,5 @@ class ReceiveBuffer:
             self.low = self.high = 0
         elif self.low:
             rest = self.high - self.low
-            self._view[:rest] = self.buffer[self.low : self.high]
+            self._view[:rest] = self._view[self.low : self.high]
             self.low, self.high = 0, rest

@@ -23,7 +23,7 @@ from bngrad_server.security.auth import ALLOW_ALL, Authenticator
 from bngrad_server.security.certificates import Certificates
 from bngrad_wire import http2, messages
 from bngrad_wire.chunks import AHEAD_CHUNK, REQUEST_CHUNK
-from bngrad_wire.limits import MAX_PROTOBUF_NBYTES, REGION_NBYTES
+from bngrad_wire.limits import REGION_NBYTES
 
 PATH = "/bngrad.v1.BatchNormGradService/FusedBatchNormGradV3"
 REQUEST = request_of(inputs()).SerializeToString()
@@ -44,7 +44,7 @@ class Service:
     ) -> None:
         config = ServerConfig(arena_bytes=2**20, shared_bytes=REGION_NBYTES, max_requests=64, front_bytes=0)
         self.engine = Engine(config, lambda: None)
-        self.servicer = Servicer(self.engine, MAX_PROTOBUF_NBYTES, authenticator)
+        self.servicer = Servicer(self.engine, authenticator)
         self.health = Health(("",))
         others = other_calls(self.servicer, self.health, has_reflection=False)
         self.port = Http2Port(self.servicer, others, self.health, certificates)

@@ -196,7 +196,10 @@ def test_a_paused_connection_is_served_again(service: Service) -> None:
         check_answered(ask(connection))
 
 
-def test_what_remains_of_a_refused_upload_is_discarded_at_once(service: Service) -> None:
+def test_what_remains_of_a_refused_upload_is_discarded_at_once(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service.servicer, "max_message_nbytes", 64 * 2**20)
     connection = service.connect()
     check_answered(ask(connection))
     for _ in range(3):

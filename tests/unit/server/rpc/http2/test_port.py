@@ -17,14 +17,14 @@ from bngrad_server.rpc.health import Health
 from bngrad_server.rpc.http2 import port as http2_port
 from bngrad_server.rpc.http2.port import Http2Port
 from bngrad_server.rpc.servicer import Servicer
-from bngrad_wire.limits import MAX_PROTOBUF_NBYTES, REGION_NBYTES
+from bngrad_wire.limits import REGION_NBYTES
 
 
 @pytest.fixture
 def servicer() -> Iterator[Servicer]:
     config = ServerConfig(arena_bytes=2**20, shared_bytes=REGION_NBYTES, front_bytes=0)
     with closing(Engine(config, lambda: None)) as engine:
-        yield Servicer(engine, MAX_PROTOBUF_NBYTES)
+        yield Servicer(engine)
 
 
 def test_a_port_that_was_not_started_leaves_no_thread(servicer: Servicer) -> None:
