@@ -126,7 +126,7 @@ class OnDemandExecutor:
             logger.error("calls may have to wait for a thread: %s", error)
 
     def _start_thread(self) -> None:
-        # Without memory for its first steps, a new thread ends before Python knows that it runs, and `start` never does.
+        # Without memory for its first steps, a new thread ends before Python knows of it, and `start` waits for ever.
         mmap.mmap(-1, _ROOM_NBYTES).close()
         thread = threading.Thread(target=self._work, name=self._name, daemon=True)
         thread.start()
